@@ -367,6 +367,13 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
     if model.lora_saved and read.tied:
         raise ValueError(f"model.lora_saved {lora.UNTIED}")
     choices, default = _choices(model), ModelConfig()
+    if model.router_aux_loss_coef is None:
+        choices["router_aux_loss_coef"] = read.router_aux_loss_coef
+    elif model.router_aux_loss_coef and read.experts is None:
+        raise ValueError(
+            f"model.router_aux_loss_coef={model.router_aux_loss_coef:g} is for a model "
+            f"with experts, which {model.checkpoint} is not; leave it out"
+        )
     for field in dataclasses.fields(model):
         ours, theirs = getattr(model, field.name), getattr(read, field.name)
         if field.name in choices or ours in (theirs, getattr(default, field.name)):
@@ -382,6 +389,7 @@ def _choices(model: ModelConfig) -> dict[str, Any]:
     """The fields that the user chooses, independent of the checkpoint."""
     free = ("dtype", "param_dtype", "attention", "checkpoint", "lora_rank")
     free += ("lora_alpha", "lora_targets", "lora_head", "lora_saved")
+    free += ("router_aux_loss_coef",)
     return {name: getattr(model, name) for name in free}
 
 

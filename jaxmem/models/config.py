@@ -72,6 +72,7 @@ RANGES = {
     "expert_ff": _FF,
     "router_scale": _POSITIVE,
     "router_nearness": _POSITIVE,
+    "router_aux_loss_coef": reals(0),
     "router_groups": _HEADS,
     "router_groups_kept": _HEADS,
     "router_group_best": _HEADS,
@@ -206,6 +207,9 @@ class ModelConfig:
     router_groups: int = 1  # of experts, of which the choice is from the best ones
     router_groups_kept: int = 1  # how many those are
     router_group_best: int = 1  # best scores of a group whose sum is its own score
+    # factor of the loss that spreads tokens evenly over experts; None: what the
+    # checkpoint asks for by output_router_logits, or else 0
+    router_aux_loss_coef: float | None = None
     shared_ff: int | None = None  # width of an expert that every token uses
     shared_gate: bool = False  # its result is multiplied by a sigmoid
     norm_eps: float = 1e-6  # added to the mean square in every norm
@@ -308,6 +312,9 @@ class ModelConfig:
             given = getattr(self, name) is not None
             check_field(self, name, given == has_experts, wanted)
         if self.experts is None:
+            without = "left out where feed_forwards has no 'experts'"
+            nothing = not self.router_aux_loss_coef or self.checkpoint is not None
+            check_field(self, "router_aux_loss_coef", nothing, without)
             return
         check_field(self, "gated", self.gated, "True, as experts have a gate")
         groups = self.router_groups

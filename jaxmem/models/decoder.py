@@ -10,7 +10,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from jaxmem import remat
@@ -20,6 +19,7 @@ from jaxmem.core import gradients
 from jaxmem.core.gradients import Sample
 from jaxmem.heads.nnx import LMHead
 from jaxmem.models import (
+    balance,
     embedding,
     kv_cache,
     layers,
@@ -173,7 +173,8 @@ class Decoder(nnx.Module):
 
     Args:
         config: sizes and choices; `vocab_size` must be known.
-        head: options of the head; its implementation matters to `head_loss` only.
+        head: options of the head; its implementation matters to
+            `head_loss.head_loss` only.
         policy: which residuals each block keeps: a `remat.Policy`, the name of a
             preset, or None for all of them.
         unroll: whether the blocks are traced one after the other, as in
@@ -224,29 +225,55 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states [B, T, hidden] in the compute dtype.
         """
+        return self._run(tokens, segment_ids, positions, branches, None)[0]
+
+    def routed(
+        self,
+        tokens: Ids,
+        segment_ids: Ids | None,
+        positions: Ids,
+        branches: Branches | None = None,
+    ) -> tuple[jax.Array, balance.Routed | None]:
+        """As `__call__`, with what routers do with the tokens that are no padding.
+
+        Returns:
+            Hidden states, and sums over tokens; None for a model without experts.
+        """
+        routed = balance.nothing(self.config)
+        return self._run(tokens, segment_ids, positions, branches, routed)
+
+    def _run(self, tokens, segment_ids, positions, branches, routed):
         x = embedding.look_up(self, tokens, positions)
         if segment_ids is None:
             embedding.check_length(self.config, tokens.shape[1])
         seen = documents(self.config, tokens, segment_ids, branches)
         sight = sights(self.config, positions, seen)
         runs, inputs = structure.runs(self.config), self._inputs(tokens, x)
+        counted = balance.counted(tokens, segment_ids)
+        trained, carried = bool(self.config.router_aux_loss_coef), (x, routed)
         for run in runs:
             definitions, scanned = self._scanned(run, inputs)
 
-            def blocks(x, of_layers, definitions=definitions):
-                both = zip(definitions, of_layers, strict=True)
-                for definition, (weights, kind, _, added) in both:
+            def blocks(carried, of_layers, run=run, definitions=definitions):
+                x, routed = carried
+                each = zip(run, definitions, of_layers, strict=True)
+                for stack, definition, (weights, kind, index, added) in each:
                     merged = nnx.merge(definition, partitioning.gathered(weights))
-                    x = merged(x, *sight(kind), added)
-                return x
+                    x, _, choice = merged(x, *sight(kind), added)
+                    if routed is not None and choice is not None:
+                        layer = jnp.asarray(stack.layers)[index]
+                        routed = balance.add(routed, layer, choice, counted, trained)
+                return x, routed
 
             policy = self.policy
             if len(runs) > 1 and isinstance(policy, remat.Policy):
                 kept = min(policy.last, len(run[0].layers) - 1)
                 last = kept if run is runs[-1] else 0
                 policy = dataclasses.replace(policy, last=last)
-            x = remat.scan_blocks(blocks, scanned, x, policy, unroll=self.unroll)
-        return self._final(x)
+            unroll = self.unroll
+            carried = remat.scan_blocks(blocks, scanned, carried, policy, unroll=unroll)
+        x, routed = carried
+        return self._final(x), routed
 
     def _final(self, x: jax.Array) -> jax.Array:
         x, multiplier = self.norm(x), self.config.logit_multiplier
@@ -321,7 +348,7 @@ class Decoder(nnx.Module):
                 both = zip(definitions, of_layers, strict=True)
                 for definition, (weights, kind, _, added) in both:
                     merged = nnx.merge(definition, weights)
-                    x, kept = merged.prefill(x, *sight(kind), added)
+                    x, kept, _ = merged(x, *sight(kind), added)
                     # Inside the scan, so that the cache is allocated once, in its
                     # final layout.
                     made.append(merged.attention.state(kept, max_length))
@@ -413,38 +440,3 @@ class Decoder(nnx.Module):
             z = z + self.head.bias[...].astype(jnp.float32)
         softcap = self.config.softcap
         return z if softcap is None else softcap * jnp.tanh(z / softcap)
-
-
-def head_loss(
-    head: LMHead,
-    hidden: jax.Array,
-    labels: Ids,
-    normalizer: jax.Array,
-    implementation: Literal["fused", "materialised"],
-    sample: Sample | None = None,
-    key: jax.Array | None = None,
-) -> jax.Array:
-    """Sum of the tokens' cross-entropies, divided by `normalizer`.
-
-    Args:
-        head: of the decoder.
-        hidden: [B, T, hidden] final hidden states.
-        labels: [B, T] next token ids; negative for tokens without a loss.
-        normalizer: number of tokens that count in the whole step.
-        implementation: "fused" never stores all logits; "materialised" does, as is
-            usual, and serves as the reference and for comparison.
-        sample: how to sample the gradient, for "fused"; None: it is exact.
-        key: as in `jaxmem.logprobs`, for "fused".
-
-    Returns:
-        Float32 scalar, in nats; 0 if no token counts.
-    """
-    if implementation == "fused":
-        return head.loss(
-            hidden, labels, normalizer=normalizer,
-            gradient=sample, key=key,
-        )  # fmt: skip
-    per_token = optax.softmax_cross_entropy_with_integer_labels(
-        head(hidden).astype(jnp.float32), jnp.maximum(labels, 0)
-    )
-    return jnp.sum(jnp.where(labels >= 0, per_token, 0.0)) / jnp.maximum(normalizer, 1)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxmem import remat
 from jaxmem.models import routing
+from jaxmem.models.balance import Choice
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.feed_forward import FeedForward
 from jaxmem.models.mixture import Experts
@@ -41,17 +42,18 @@ class DenseAndExperts(FeedForward):
         self.dense_norm, self.mixed_norm, self.stream_norm = norm(), norm(), norm()
         self.config = config
 
-    def join(self, *projected: jax.Array) -> jax.Array:
-        """[B, T, hidden] from the results of `readers`, and the residual stream."""
+    def join(self, *projected: jax.Array) -> tuple[jax.Array, Choice]:
+        """As `Mixture.join`, from the results of `readers` and the residual stream."""
         *dense, stream = projected
-        out = self.dense_norm(super().join(*dense))
-        return out + remat.recompute(self._mix)(stream)
+        out = self.dense_norm(super().join(*dense)[0])
+        mixed, choice = remat.recompute(self._mix)(stream)
+        return out + mixed, choice
 
-    def _mix(self, stream: jax.Array) -> jax.Array:
+    def _mix(self, stream: jax.Array) -> tuple[jax.Array, Choice]:
         scale = self.router_scale[...].astype(jnp.float32)
         x = self.router_norm(stream).astype(jnp.float32) * scale
         logits = self.router(x * self.config.hidden**-0.5)
         chosen, weights = routing.choose(logits, None, self.config)
         weights = weights * self.expert_scale[...].astype(jnp.float32)[chosen]
         out = self.experts(self.stream_norm(stream), chosen, weights)
-        return self.mixed_norm(out.astype(stream.dtype))
+        return self.mixed_norm(out.astype(stream.dtype)), Choice(logits, chosen)

@@ -1,6 +1,7 @@
 """The feed-forward part of a layer, and its activations."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,15 +58,15 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map [B, T, hidden] to [B, T, hidden]."""
-        return self.join(*(read(x) for read in self.readers))
+        return self.join(*(read(x) for read in self.readers))[0]
 
     @property
     def readers(self) -> tuple[nnx.Linear, ...]:
         """The gate, if there is one, and up projections, to [B, T, ff] each."""
         return (self.gate, self.up) if self.gated else (self.up,)
 
-    def join(self, *projected: jax.Array) -> jax.Array:
-        """[B, T, hidden] from the results of `readers`."""
+    def join(self, *projected: jax.Array) -> tuple[jax.Array, Any]:
+        """[B, T, hidden] from the results of `readers`; it has no router."""
         names = ("gate", "up") if self.gated else ("up",)
         named = [remat.name(x, n) for x, n in zip(projected, names, strict=True)]
 
@@ -74,7 +75,7 @@ class FeedForward(nnx.Module):
                 return self.down(gated(*projected, self.activation))
             return self.down(self._activated(*projected))
 
-        return remat.recompute(join)(*named)
+        return remat.recompute(join)(*named), None
 
     def _activated(self, up: jax.Array) -> jax.Array:
         wide = up.astype(jnp.float32)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxmem.models import kv_cache
+from jaxmem.models.balance import Choice
 from jaxmem.models.positions import Rope, Sight
 
 
@@ -76,6 +77,6 @@ class FeedForward(Protocol):
 
     reads_stream: bool  # whether `join` gets the residual stream, too, as the last
 
-    def join(self, *projected: jax.Array) -> jax.Array:
-        """[B, T, hidden] from the results of `readers`."""
+    def join(self, *projected: jax.Array) -> tuple[jax.Array, Choice | None]:
+        """[B, T, hidden] from the results of `readers`; the router's choice, if any."""
         ...

@@ -322,16 +322,13 @@ class Block(nnx.Module):
         if config.layer_scale:
             self.layer_scale = nnx.Param(jnp.ones(1, jnp.dtype(config.param_dtype)))
 
-    def __call__(
-        self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None
-    ) -> jax.Array:
-        """[B, T, hidden] from the same, and the layer's input if it has one."""
-        return self.prefill(x, sight, rope, added)[0]
+    def __call__(self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None):
+        """[B, T, hidden] from the same, and the layer's input if it has one.
 
-    def prefill(self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None):
-        """The result of `__call__`, and what the state of its attention is made of."""
-        x, made = self._mixed(x, sight, rope)
-        return self._ended(x, added), made
+        Beside it, what the state of its attention is made of, and its router's choice.
+        """
+        x, made, choice = self._mixed(x, sight, rope)
+        return self._ended(x, added), made, choice
 
     def _ended(self, x: jax.Array, added: Any) -> jax.Array:
         x = x if added is None else self.injection(x, added)
@@ -345,12 +342,14 @@ class Block(nnx.Module):
         if self.parallel != "shared":
             x, projected = normed_products.apply(norm, readers, x)
             mixed, made = self.attention.mix(projected, sight, rope)
-            return self._finish(x, mixed), made
+            x, choice = self._finish(x, mixed)
+            return x, made, choice
         both = (*readers, *self.feed_forward.readers)
         x, projected = normed_products.apply(norm, both, x)
         first, second = projected[: len(readers)], projected[len(readers) :]
         mixed, made = self.attention.mix(first, sight, rope)
-        return self._added(x, mixed, self.feed_forward.join(*second)), made
+        output, choice = self.feed_forward.join(*second)
+        return self._added(x, mixed, output), made, choice
 
     def decode(
         self,
@@ -367,22 +366,23 @@ class Block(nnx.Module):
         if self.parallel == "shared":
             x = self._added(x, mixed, self.feed_forward(x_norm))
         else:
-            x = self._finish(x, mixed)
+            x, _ = self._finish(x, mixed)
         return self._ended(x, added), token
 
-    def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+    def _finish(self, x: jax.Array, mixed: jax.Array):
         readers = self.feed_forward.readers
         norm = self.feed_forward_norm if self.pre_norms else None
         if self.parallel == "separate":
             x, projected = normed_products.apply(norm, readers, x)
-            return self._added(x, mixed, self.feed_forward.join(*projected))
+            output, choice = self.feed_forward.join(*projected)
+            return self._added(x, mixed, output), choice
         mixed = self.post_attention_norm(mixed) if self.post_norms else mixed
         mixed = self._scaled(mixed)
         x, projected = normed_products.apply(norm, readers, x, mixed)
         stream = (x,) if self.feed_forward.reads_stream else ()
-        output = self.feed_forward.join(*projected, *stream)
+        output, choice = self.feed_forward.join(*projected, *stream)
         output = self.post_feed_forward_norm(output) if self.post_norms else output
-        return self._added(x, output)
+        return self._added(x, output), choice
 
     def _added(self, x: jax.Array, *outputs: jax.Array) -> jax.Array:
         for output in outputs:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmem import remat
 from jaxmem.models import grouped, partitioning, routing
+from jaxmem.models.balance import Choice
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.feed_forward import FeedForward, gated
 
@@ -57,23 +58,24 @@ class Mixture(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map [B, T, hidden] to [B, T, hidden]."""
-        return self.join(x)
+        return self.join(x)[0]
 
-    def join(self, *projected: jax.Array) -> jax.Array:
-        """[B, T, hidden] from normalised x [B, T, hidden]."""
+    def join(self, *projected: jax.Array) -> tuple[jax.Array, Choice]:
+        """[B, T, hidden] from normalised x [B, T, hidden], and the router's choice."""
         (x,) = projected
         return remat.recompute(self._mix)(x)
 
-    def _mix(self, x: jax.Array) -> jax.Array:
+    def _mix(self, x: jax.Array) -> tuple[jax.Array, Choice]:
         correction = self.correction[...] if self.config.router_correction else None
-        chosen, weights = routing.choose(self.router(x), correction, self.config)
-        out = self.experts(x, chosen, weights)
+        logits = self.router(x)
+        chosen, weights = routing.choose(logits, correction, self.config)
+        out, choice = self.experts(x, chosen, weights), Choice(logits, chosen)
         if self.config.shared_ff is None:
-            return out.astype(x.dtype)
+            return out.astype(x.dtype), choice
         shared = self.shared(x).astype(jnp.float32)
         if self.config.shared_gate:
             shared = shared * jax.nn.sigmoid(self.shared_gate(x))
-        return (out + shared).astype(x.dtype)
+        return (out + shared).astype(x.dtype), choice
 
 
 class Whole(nnx.Module):

@@ -65,7 +65,7 @@ def _own(config: ModelConfig, parts: "_Parts") -> ModelConfig:
     elif config.global_head_dim is not None:
         without |= {"keys_are_values": False}
     if feed_forward == "dense":
-        without |= {"experts": None, "expert_ff": None}
+        without |= {"experts": None, "expert_ff": None, "router_aux_loss_coef": None}
     if mixer != "latent":
         without |= {"latent": None, "rotated_width": None}
     if mixer != "delta":

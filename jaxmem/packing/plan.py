@@ -10,6 +10,7 @@ call `pack` with the same lengths compute the same packing without communication
 """
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -56,8 +57,15 @@ class Packing:
     def padding(self) -> float:
         """Fraction of slots that hold no token."""
         slots = sum(batch.segment_ids.size for batch in self.micro_batches)
-        held = sum(int((b.segment_ids > 0).sum()) for b in self.micro_batches)
-        return 1 - held / slots if slots else 0.0
+        return 1 - sum(self._held) / slots if slots else 0.0
+
+    @functools.cached_property
+    def _held(self) -> list[int]:
+        return [int((b.segment_ids > 0).sum()) for b in self.micro_batches]
+
+    def share(self, number: int) -> np.float32:
+        """Fraction of all tokens that the micro-batch of that number holds."""
+        return np.float32(self._held[number] / max(sum(self._held), 1))
 
     def place(self, values: Sequence[ArrayLike], fill: Any = 0) -> list[np.ndarray]:
         """Copy one array per sequence into the layout of the micro-batches.

@@ -25,6 +25,8 @@ class StepMetrics(NamedTuple):
     gradient_samples: int | None = None  # of the head, a token; None: exact gradients
     held_out_loss: float | None = None  # nats per token; None where not evaluated
     held_out_perplexity: float | None = None  # e to the power of it
+    # `models.balance.report`; None for a model without experts
+    routers: dict[str, float] | None = None
     backend: str | None = None  # of the head's loss: "xla" or "hopper"
 
     @property
@@ -91,6 +93,7 @@ class PolicyMetrics(NamedTuple):
     # share of tokens whose support has as many ids as sampling.support allows; None
     # where that limit cannot cut any
     support_full: float | None = None
+    routers: dict[str, float] | None = None  # as in `StepMetrics`
     backend: str | None = None  # of the head's loss: "xla" or "hopper"
 
     @property
@@ -126,6 +129,7 @@ class PreferenceMetrics(NamedTuple):
     held_out_loss: float | None = None  # None where not evaluated
     held_out_margin: float | None = None
     held_out_accuracy: float | None = None
+    routers: dict[str, float] | None = None  # as in `StepMetrics`
     backend: str | None = None  # of the answers' log-probabilities
 
     @property
@@ -176,6 +180,7 @@ class DistillMetrics(NamedTuple):
     rewards: dict[str, float] | None = None
     held_out_reward: float | None = None  # of samples, not of the most likely tokens
     held_out_accuracy: float | None = None
+    routers: dict[str, float] | None = None  # as in `StepMetrics`
     backend: str | None = None  # of the cross-entropy and the policy's loss
 
     @property

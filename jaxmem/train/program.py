@@ -15,6 +15,7 @@ from jaxmem import devices, remat
 from jaxmem.checkpoints import read_weights
 from jaxmem.core.report import report
 from jaxmem.data.documents import Batch
+from jaxmem.models import balance
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.lora import adapters_of
 from jaxmem.models.partitioning import Layout
@@ -268,6 +269,13 @@ class DecoderProgram:
     def model(self, params: optax.Params, frozen: dict) -> Decoder:
         """The decoder with these weights."""
         return nnx.merge(self.definition, join_weights(params, frozen))
+
+    def routers(self, routed: balance.Routed | None) -> dict[str, float] | None:
+        """What metrics say of a step's routers; None for a model without experts."""
+        if routed is None:
+            return None
+        k = self.model_config.experts_per_token
+        return balance.report(jax.device_get(routed), k)
 
     @property
     def head_is_frozen(self) -> bool:

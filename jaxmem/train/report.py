@@ -58,6 +58,14 @@ _PANELS = (
         "Trainer against sampler, nats",
         {"mean": "mismatch_mean", "largest": "mismatch_max"},
     ),
+    _Panel(
+        "Tokens of the busiest expert, over the mean",
+        {"layers' mean": "routers/load", "worst": "routers/load_worst"},
+    ),
+    _Panel(
+        "Entropy of routers, nats",
+        {"layers' mean": "routers/entropy", "worst": "routers/entropy_worst"},
+    ),
     _Panel("Gradient norm before clipping", {"": "grad_norm"}),
     _Panel("Learning rate", {"": "learning_rate"}),
 )

@@ -10,7 +10,9 @@ Each NAME.npz has `config` and `tensors` (JSON: config.json, and each tensor's s
 mean), from which seeded.py draws the weights again; `tokens` [B, T]; `logits` of the
 float64 model at `places` [B, P, V]; `gradients`, norm and projection of the gradient of
 the mean cross-entropy by each tensor, in the order of `tensors`; and `greedy`, the
-tokens that follow the first `PROMPT` ones. --exports compares checkpoints that jaxmem
+tokens that follow the first `PROMPT` ones. Where a family has a loss of its routers,
+`balance` is that of rows of which the last has `PADDING` tokens less, and
+`balance_gradients` is of it alone. --exports compares checkpoints that jaxmem
 saved (tests/checkpoints/test_families.py --exports) with the same records.
 """
 
@@ -29,7 +31,7 @@ from tests.checkpoints import seeded
 from tests.checkpoints.configurations import CONFIGURATIONS
 
 PLACES = np.array([0, 1, 2, 5, 11, 16, 20, 23])
-PROMPT, NEW = 7, 8
+PROMPT, NEW, PADDING = 7, 8, 6
 
 
 def made(model_type, settings):
@@ -102,12 +104,31 @@ def recorded(model, tensors):
     }
 
 
+def balanced(model, tokens, tensors):
+    """The loss of routers, and what its gradient is; nothing without one."""
+    if not hasattr(model, "router_aux_loss_coef"):
+        return {}
+    model.zero_grad()
+    tokens, mask = torch.from_numpy(tokens.astype(int)), torch.ones(tokens.shape)
+    mask[-1, -PADDING:] = 0
+    loss = model(tokens, attention_mask=mask, output_router_logits=True).aux_loss
+    loss.backward()
+    slopes = in_files(
+        model, lambda x: torch.zeros_like(x) if x.grad is None else x.grad
+    )
+    gradients = [seeded.summary(name, slopes[name].numpy()) for name in tensors]
+    gradients = np.array(gradients, np.float32)
+    return {"balance": np.float32(loss.item()), "balance_gradients": gradients}
+
+
 def write(names):
     for name in names or CONFIGURATIONS:
         model, said = made(*CONFIGURATIONS[name])
         path = seeded.RECORDS / f"{name}.npz"
+        tensors = json.loads(said["tensors"])
         with in_float64():
-            made_of = recorded(model, json.loads(said["tensors"]))
+            made_of = recorded(model, tensors)
+            made_of |= balanced(model, made_of["tokens"], tensors)
         np.savez_compressed(path, **said, **made_of)
         print(name, path.stat().st_size, flush=True)
 

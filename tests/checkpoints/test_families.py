@@ -22,6 +22,7 @@ from flax import nnx, traverse_util
 from jaxmem import checkpoints
 from jaxmem.checkpoints import names
 from jaxmem.checkpoints.families import FAMILIES
+from jaxmem.models import balance
 from tests.cases import slow
 from tests.checkpoints import family_table, seeded
 
@@ -96,20 +97,54 @@ def test_logits_and_gradients_are_those_of_transformers(name, loaded):
     packed = of_one_row(decoder, tokens)
     np.testing.assert_allclose(packed, logits, rtol=0, atol=1e-5 * scale)
 
-    # In the checkpoint's layout, which this tests too.
+    compare_gradients(gradients, stored, "gradients", config)
+
+
+def compare_gradients(gradients, stored, kind, config):
+    """With recorded ones, in the checkpoint's layout, which this tests too."""
     weights = nnx.to_pure_dict(gradients)
     flat: Any = traverse_util.flatten_dict(weights, sep="/")
     wanted = json.loads(str(stored["tensors"]))
     naming = names.Naming(config.family, config.model, present=wanted)
     made = dict(names.tensors_of(flat, naming, "float32"))
     assert set(wanted) <= set(made)
-    largest = stored["gradients"][:, 0].max()
-    for tensor, (norm, projection) in zip(wanted, stored["gradients"], strict=True):
+    largest = stored[kind][:, 0].max()
+    for tensor, (norm, projection) in zip(wanted, stored[kind], strict=True):
         allowed = 1e-4 * norm + 1e-7 * largest
         ours = seeded.summary(tensor, made[tensor])
         size = np.sqrt(made[tensor].size)
         assert abs(ours[0] - norm) <= allowed, tensor
         assert abs(ours[1] - projection) <= 3 * allowed + 1e-6 * size * norm, tensor
+
+
+BALANCED = [name for name in RECORDED if "balance" in record(name)]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("gpt_oss", "qwen2_moe_few") else slow(n) for n in BALANCED]
+)
+def test_the_loss_of_routers_is_that_of_transformers(name, loaded):
+    stored, (_, config) = record(name), loaded(name)
+    decoder = checkpoints.load(config.path.parent, router_aux_loss_coef=1.0)
+    tokens = jnp.asarray(stored["tokens"], jnp.int32)
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    documents = jnp.ones_like(tokens).at[-1, -6:].set(0)  # padding
+
+    k, (definition, weights) = decoder.config.experts_per_token, nnx.split(decoder)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def run(weights):
+        _, routed = nnx.merge(definition, weights).routed(tokens, documents, places)
+        return balance.loss(routed, k), routed
+
+    (loss, routed), gradients = run(weights)
+    counts = np.asarray(routed.counts).sum(axis=1)
+    assert set(counts) <= {0, k * (tokens.size - 6)}
+    if decoder.config.router_correction:  # transformers counts without it
+        return
+    np.testing.assert_allclose(loss, stored["balance"], rtol=1e-5)
+    compare_gradients(gradients, stored, "balance_gradients", config)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,8 +4,11 @@ import json
 import pathlib
 import shutil
 
+import numpy as np
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
+
+from tests.checkpoints import seeded
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 # A multimodal model but for its "text_config", which is a model of its own.
@@ -55,8 +58,12 @@ def tokenizer(*, start=True, more=(), letters=LETTERS):
 
 
 def checkpoint(name, directory, **options):
-    """A tiny checkpoint with such a tokenizer."""
-    directory = pathlib.Path(shutil.copytree(TINY / name, directory / name))
+    """A tiny checkpoint, of tiny/ or families/, with such a tokenizer."""
+    if (TINY / name).exists():
+        directory = pathlib.Path(shutil.copytree(TINY / name, directory / name))
+    else:
+        record = np.load(seeded.RECORDS / f"{name}.npz")
+        directory = seeded.write(record, pathlib.Path(directory) / name)
     tokenizer(**options).save(str(directory / "tokenizer.json"))
     named = {"eos_token": {"content": "</s>"}}
     (directory / "tokenizer_config.json").write_text(json.dumps(named))

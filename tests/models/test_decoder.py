@@ -12,7 +12,8 @@ from flax import nnx
 
 from jaxmem import Recompute, remat
 from jaxmem.models import layers
-from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig, head_loss
+from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+from jaxmem.models.head_loss import head_loss
 from jaxmem.models.positions import (
     Sight,
     rope_frequencies,

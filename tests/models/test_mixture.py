@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.models import grouped, routing
+from jaxmem.models import balance, grouped, routing
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.planning import roofline
@@ -179,15 +179,40 @@ def test_routing(changes):
         np.testing.assert_allclose(own, config.router_scale * wanted, rtol=1e-5)
 
 
+def test_what_is_said_of_routers_is_of_layers_with_experts():
+    logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [1, 1, 1]]))
+    choice = balance.Choice(logits[None], jnp.array([[[0], [0], [2]]]))
+    config = dataclasses.replace(
+        SMALL, layers=3, feed_forwards=("dense", "experts", "experts"), experts=3,
+        experts_per_token=1,
+    )  # fmt: skip
+    where, routed = jnp.array([[True, True, False]]), balance.nothing(config)
+    assert routed is not None
+    routed = balance.add(routed, jnp.int32(1), choice, where, True)
+    routed = balance.add(routed, jnp.int32(2), choice, jnp.ones((1, 3), bool), True)
+    said = balance.report(routed, 1)
+    entropy, even = 1.5 * np.log(2), np.log(3)
+    assert said["load"] == pytest.approx((3 + 2) / 2)  # of 2 tokens, and of 3
+    assert said["load_worst"] == pytest.approx(3)
+    mean = (2 * entropy + even) / 3
+    assert said["entropy"] == pytest.approx((entropy + mean) / 2, rel=1e-6)
+    assert said["entropy_worst"] == pytest.approx(entropy, rel=1e-6)
+    shares = np.array([2.0 + 1 / 3, 1 + 1 / 3, 1 + 1 / 3]) / 5
+    assert said["loss"] == pytest.approx(3 * (4 / 5 * shares[0] + 1 / 5 * shares[2]))
+    assert balance.report(balance.nothing(config), 1) == {}
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def slopes(definition, weights, tokens):
     def loss(weights):
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         decoder = nnx.merge(definition, weights)
-        hidden = decoder(tokens, jnp.ones_like(tokens), places)
-        return jnp.sum(jnp.sin(hidden))
+        documents = jnp.ones_like(tokens).at[1, 5:].set(0)
+        hidden, routed = decoder.routed(tokens, documents, places)
+        value = jnp.sum(jnp.where(documents[..., None] > 0, jnp.sin(hidden), 0))
+        return balance.with_loss(value, routed, decoder.config, 0.5), routed
 
-    return jax.grad(loss)(weights)
+    return jax.grad(loss, has_aux=True)(weights)
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -199,8 +224,9 @@ def slopes(definition, weights, tokens):
         slow({"feed_forwards": ("dense", "experts"), "gate_limit": 1.0}),
     ],
 )  # fmt: skip
-def test_gradients_on_a_mesh_are_those_of_one_device(changes):
-    config = dataclasses.replace(SMALL, kv_heads=2, vocab_size=32, **changes)
+def test_gradients_and_routing_on_a_mesh_are_those_of_one_device(changes):
+    changes |= {"kv_heads": 2, "vocab_size": 32, "router_aux_loss_coef": 3.0}
+    config = dataclasses.replace(SMALL, **changes)
     decoder = Decoder(config, rngs=nnx.Rngs(0))
     definition, state = nnx.split(decoder)
     weights = nnx.to_pure_dict(state)
@@ -209,14 +235,17 @@ def test_gradients_on_a_mesh_are_those_of_one_device(changes):
     drawn = [x + 0.1 * rng.normal(size=x.shape).astype(x.dtype) for x in leaves]
     weights = jax.tree.unflatten(structure, drawn)
     tokens = jnp.asarray(rng.integers(0, 32, (4, 8)), jnp.int32)
-    alone = slopes(definition, weights, tokens)
+    alone, routed = slopes(definition, weights, tokens)
     layout = Layout(MeshConfig(fsdp=2, tensor=2))
     with layout.context():
         made = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
         definition = nnx.split(made)[0]
         to = layout.of_weights(jax.eval_shape(lambda: weights))
         there = jax.tree.map(lambda w, s: jax.device_put(w, s.sharding), weights, to)
-        on_mesh = slopes(definition, there, tokens)
+        on_mesh, routed_there = slopes(definition, there, tokens)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6), routed_there, routed
+    )
     for path, one in jax.tree_util.tree_leaves_with_path(alone):
         other = functools.reduce(lambda tree, key: tree[key.key], path, on_mesh)
         bound = 1e-5 * np.abs(one).max()
@@ -236,6 +265,7 @@ def test_gradients_on_a_mesh_are_those_of_one_device(changes):
         ({"router_groups": 3, "experts_per_token": 3}, "at most 2, the experts of"),
         ({"shared_gate": True}, "shared_ff must be given with shared_gate, got None"),
         ({"gated": False}, "gated must be True, as experts have a gate"),
+        ({"router_aux_loss_coef": -1.0}, "router_aux_loss_coef must be at least 0"),
     ],
 )
 def test_what_cannot_be_is_said_at_the_start(changes, said):

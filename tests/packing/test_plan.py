@@ -224,6 +224,8 @@ def test_short_sequences_fill_the_gaps_of_wide_rows_first():
     assert wide.segment_ids.shape == (1, 16) and narrow.segment_ids.shape == (4, 4)
     assert rows_of(packed) == [[], [0, 1], [2], [3], [4]]
     assert packed.padding == 1 - 25 / 32
+    shares = [packed.share(i) for i in range(len(packed.micro_batches))]
+    assert sum(shares) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("quadratic", [0.0, 1e-3])

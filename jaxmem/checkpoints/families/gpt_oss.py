@@ -17,6 +17,7 @@ FAMILY = Family(
         standard.UNTIED,
         Key("attention_bias", "qkv_bias", bool, True, also=("output_bias",)),
         *mixtures.sizes("num_local_experts", None, older="num_experts"),
+        mixtures.Balance(),
         Key("swiglu_limit", "gate_limit", float, 7.0),
         Rope(theta=150_000.0),
         Windows(alternating, 128),
@@ -43,7 +44,7 @@ FAMILY = Family(
     },
     # The activation is not what hidden_act says.
     only={"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
-    ignored=("experts_per_token", "initial_context_length", *mixtures.IGNORED),
+    ignored=("experts_per_token", "initial_context_length"),
     joined_by=dict.fromkeys(
         (_EXPERTS + "gate/kernel", _EXPERTS + "gate/bias"), "number"
     ),

@@ -13,6 +13,7 @@ FAMILY = Family(
         standard.ACTIVATION,
         standard.UNTIED,
         *mixtures.sizes("num_local_experts", None, older="num_experts"),
+        mixtures.Balance(),
         Rope(theta=5_000_000.0, fraction=1.0),
     ),
     names=standard.NAMES
@@ -35,5 +36,4 @@ FAMILY = Family(
         "scoring_func": ("sigmoid",),
         "use_routing_bias": (True,),
     },
-    ignored=mixtures.IGNORED,
 )

@@ -14,6 +14,7 @@ FAMILY = Family(
         standard.ACTIVATION,
         standard.UNTIED,
         *mixtures.sizes("num_local_experts", None, older="num_experts"),
+        mixtures.Balance(),
         Rope(theta=1_000_000.0),
         Windows(every_layer, listed=False),
     ),
@@ -21,5 +22,4 @@ FAMILY = Family(
     | mixtures.names("block_sparse_moe.", "gate", ("w1", "w3", "w2")),
     switches={"feed_forwards": ("experts",), "router_renormalised": True},
     only={"router_jitter_noise": (0.0, 0, None)},
-    ignored=mixtures.IGNORED,
 )

@@ -9,7 +9,7 @@ from jaxmem.checkpoints.families.family import Key
 from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
-# They concern training alone, where the loss decides on them.
+# Of families that have no loss of their routers.
 IGNORED = ("output_router_logits", "router_aux_loss_coef")
 RENORMALISED = Key("norm_topk_prob", "router_renormalised", bool, False)
 # Of routers as that of DeepSeek V3.
@@ -66,6 +66,32 @@ def shared(name: str) -> dict[str, str]:
         f"blocks/feed_forward/shared/{part}": f"{start}{part}_proj"
         for part in ("gate", "up", "down")
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """The loss of routers, where `output_router_logits` asks for it.
+
+    Attributes:
+        default: its factor, where `router_aux_loss_coef` is left out.
+    """
+
+    default: float = 0.001
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """`router_aux_loss_coef`."""
+        key = "router_aux_loss_coef"
+        asked = reader.take("output_router_logits", (bool, type(None)), False)
+        factor = reader.take(key, float, self.default, within=RANGES[key])
+        return {key: factor if asked else None}
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """Both keys, or that nothing is asked for."""
+        del max_positions
+        factor = model.router_aux_loss_coef
+        if not factor:
+            return {"output_router_logits": False}
+        return {"output_router_logits": True, "router_aux_loss_coef": factor}
 
 
 class LimitedGroups:

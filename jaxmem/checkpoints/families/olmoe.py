@@ -14,6 +14,7 @@ FAMILY = Family(
         standard.UNTIED,
         standard.ATTENTION_BIAS,
         *mixtures.sizes("num_experts", None, older="num_local_experts"),
+        mixtures.Balance(0.01),
         mixtures.RENORMALISED,
         Rope(),
     ),
@@ -23,5 +24,4 @@ FAMILY = Family(
         "qk_norm": True,
         "qk_norm_axis": "width",
     },
-    ignored=mixtures.IGNORED,
 )

@@ -16,6 +16,7 @@ FAMILY = Family(
         standard.ATTENTION_BIAS,
         Key("lm_head_bias", "head_bias", bool, False),
         *mixtures.sizes("num_local_experts", None, older="num_experts"),
+        mixtures.Balance(),
         Key("router_jitter_noise", "router_nearness", float, 0.01),
         Rope(theta=1_000_000.0),
         Windows(every_layer, listed=False),
@@ -29,5 +30,5 @@ FAMILY = Family(
         "router_scores": "near",
     },
     only={"input_jitter_noise": (0.0, 0, None)},
-    ignored=("hidden_dropout", *mixtures.IGNORED),
+    ignored=("hidden_dropout",),
 )

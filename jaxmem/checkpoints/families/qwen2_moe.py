@@ -15,6 +15,7 @@ FAMILY = Family(
         standard.UNTIED,
         Key("qkv_bias", "qkv_bias", bool, True),
         *mixtures.sizes("num_experts", older="num_local_experts"),
+        mixtures.Balance(),
         Key("shared_expert_intermediate_size", "shared_ff"),
         mixtures.RENORMALISED,
         mixtures.EveryFew(),
@@ -23,5 +24,4 @@ FAMILY = Family(
     ),
     names=standard.NAMES | mixtures.NAMES | mixtures.SHARED_WITH_GATE,
     switches={"shared_gate": True},
-    ignored=mixtures.IGNORED,
 )

@@ -9,6 +9,7 @@ FAMILY = Family(
     parts=(
         *standard.without(deltas.PARTS, "ff"),
         *mixtures.sizes("num_experts", older="num_local_experts"),
+        mixtures.Balance(),
         Key("shared_expert_intermediate_size", "shared_ff"),
     ),
     names=qwen3_5.NAMES | mixtures.NAMES | mixtures.SHARED_WITH_GATE,
@@ -20,7 +21,7 @@ FAMILY = Family(
         "shared_gate": True,
     },
     only=deltas.ONLY | {"mlp_only_layers": ([], None), "norm_topk_prob": (True,)},
-    ignored=("intermediate_size", *deltas.IGNORED, *mixtures.IGNORED),
+    ignored=("intermediate_size", *deltas.IGNORED),
     joined_by={"blocks/attention/query": "head"},
     further=("mtp.",),
 )

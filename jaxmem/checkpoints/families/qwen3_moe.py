@@ -15,6 +15,7 @@ FAMILY = Family(
         standard.UNTIED,
         standard.ATTENTION_BIAS,
         *mixtures.sizes("num_experts", older="num_local_experts"),
+        mixtures.Balance(),
         mixtures.RENORMALISED,
         mixtures.EveryFew(),
         Rope(),
@@ -22,5 +23,4 @@ FAMILY = Family(
     ),
     names=standard.NAMES | mixtures.NAMES,
     switches={"qk_norm": True},
-    ignored=mixtures.IGNORED,
 )

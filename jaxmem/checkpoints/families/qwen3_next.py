@@ -9,6 +9,7 @@ FAMILY = Family(
     parts=(
         *deltas.PARTS,
         *mixtures.sizes("num_experts", older="num_local_experts"),
+        mixtures.Balance(),
         Key("shared_expert_intermediate_size", "shared_ff"),
         Key("norm_topk_prob", "router_renormalised", bool, True),
         mixtures.EveryFew(),
@@ -20,7 +21,6 @@ FAMILY = Family(
     | mixtures.NAMES
     | mixtures.SHARED_WITH_GATE,
     switches=deltas.SWITCHES | {"shared_gate": True},
-    ignored=mixtures.IGNORED,
     joined_by={
         "blocks/attention/query": "head",
         "blocks/attention/delta_query": "key_head",

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmem.models import balance
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import (
     DecoderProgram,
@@ -22,6 +23,7 @@ class Sums(NamedTuple):
     loss: jax.Array
     metrics: dict[str, jax.Array]  # over tokens
     gradients: Any
+    routed: balance.Routed | None = None  # None for a model without experts
 
 
 class AccumulatedProgram(DecoderProgram):
@@ -50,7 +52,8 @@ class AccumulatedProgram(DecoderProgram):
             lambda p: jnp.zeros(p.shape, jnp.float32), self.state_shapes.params
         )
         metrics = {name: jnp.zeros(()) for name in self.metric_names}
-        return Sums(jnp.zeros(()), metrics, gradients)
+        routed = balance.nothing(self.model_config)
+        return Sums(jnp.zeros(()), metrics, gradients, routed)
 
     def compile_update(self) -> jax.stages.Compiled | StreamedUpdate:
         """Compile the optimizer's step, wherever the moments are."""

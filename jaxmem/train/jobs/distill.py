@@ -28,6 +28,7 @@ from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill_program import (
     METRICS,
     Compiled,
+    Counted,
     DistillProgram,
     FileColumns,
     TeacherStates,
@@ -201,21 +202,23 @@ class Distill(Job, name="distill"):
         ready = time.perf_counter()
         parked = [self._teacher.park(example) for example in examples]
         taught = time.perf_counter()
-        tokens = sum(self._count(example.batch) for example in examples)
+        counts = [self._count(example.batch) for example in examples]
+        counted = jax.tree.map(lambda *x: sum(x), *counts)
         sums = self._compiled.zeros()
         for i, (batch, _, advantages) in enumerate(examples):
             target, parked[i] = self._teacher.fetch(parked[i]), None
             given = () if advantages is None else (advantages,)
             sums = self._compiled.gradients[batch.tokens.shape](
-                state.params, self.frozen, sums, batch, target, tokens, *given
+                state.params, self.frozen, sums, batch, target, counted, *given
             )
-        loss, observed = sums.loss, sums.metrics
-        state, norm = self._compiled.update(state, sums.gradients)
-        loss, observed, norm, tokens = jax.device_get((loss, observed, norm, tokens))
+        sums, slopes = sums._replace(gradients=None), sums.gradients
+        state, norm = self._compiled.update(state, slopes)
+        sums, norm, tokens = jax.device_get((sums, norm, counted.learned))
+        observed = sums.metrics
         end, seen = time.perf_counter(), max(int(tokens), 1)
         return state, DistillMetrics(
             step=number,
-            loss=float(loss),
+            loss=float(sums.loss),
             tokens=int(tokens),
             tokens_per_second=int(tokens) / (end - start),
             grad_norm=float(norm),
@@ -226,6 +229,7 @@ class Distill(Job, name="distill"):
             seconds=end - start,
             peak_gib=metrics.peak_gib(),
             backend=self.program.backend,
+            routers=self.program.routers(sums.routed),
             **{name: float(observed[name]) / seen for name in METRICS},
             **taken.observed,
         )
@@ -235,9 +239,9 @@ class Distill(Job, name="distill"):
         batch, advantages = self.program.layout.place(given)
         return example._replace(batch=batch, advantages=advantages)
 
-    def _count(self, batch: Batch) -> jax.Array:
-        """Tokens of a placed micro-batch that count, of all processes."""
-        return self._compiled.count[batch.tokens.shape](batch.labels)
+    def _count(self, batch: Batch) -> Counted:
+        """Tokens of a placed micro-batch, of all processes."""
+        return self._compiled.count[batch.tokens.shape](batch)
 
     def evaluate(self, state: TrainState, taken: DistillMetrics) -> Evaluated | None:
         """See `Job`."""
@@ -268,7 +272,7 @@ class Distill(Job, name="distill"):
             sums = self._compiled.sums[batch.tokens.shape](
                 params, self.frozen, batch, target
             )
-            observed.append(sums | {"tokens": self._count(batch)})
+            observed.append(sums | {"tokens": self._count(batch).learned})
         sums = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *observed)
         return {name: sums[name] / max(sums["tokens"], 1) for name in METRICS}
 

@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxmem.data.documents import Batch
 from jaxmem.functional.given_columns import Columns, Drawn
+from jaxmem.models import balance
 from jaxmem.models.partitioning import as_stored
 from jaxmem.train.jobs import teachers
 from jaxmem.train.jobs.accumulated import Sums
@@ -42,9 +43,9 @@ class Compiled(NamedTuple):
 
     # (teacher's weights, Batch) -> hidden; {} where a file is read instead
     states: dict[Shape, jax.stages.Compiled]
-    count: dict[Shape, jax.stages.Compiled]  # (labels) -> tokens that count
+    count: dict[Shape, jax.stages.Compiled]  # (Batch) -> Counted
     zeros: jax.stages.Compiled  # () -> Sums
-    # (params, frozen, Sums, Batch, target, normalizer[, advantages]) -> Sums
+    # (params, frozen, Sums, Batch, target, Counted[, advantages]) -> Sums
     gradients: dict[Shape, jax.stages.Compiled]
     sums: dict[Shape, jax.stages.Compiled]  # (params, frozen, Batch, target)
     #                                          -> METRICS, summed over tokens
@@ -115,6 +116,13 @@ class TeacherProgram(DecoderProgram):
     def head(self, weights: dict) -> Any:
         """The teacher's head with these weights."""
         return nnx.merge(self._head, weights)
+
+
+class Counted(NamedTuple):
+    """Tokens of a micro-batch, or of a step."""
+
+    learned: Any  # f32 scalar, those that count in the loss
+    read: Any  # f32 scalar, those that are no padding
 
 
 class DistillProgram(SamplingProgram):
@@ -188,9 +196,11 @@ class DistillProgram(SamplingProgram):
             def loss(params):
                 return self._loss(params, frozen, *given)
 
-            (value, observed), slopes = jax.value_and_grad(loss, has_aux=True)(params)
+            (_, seen), slopes = jax.value_and_grad(loss, has_aux=True)(params)
+            value, observed, routed = seen
             observed = {name: jnp.sum(x) for name, x in observed.items()}
-            return add_in_float32(sums, Sums(value, observed, as_stored(slopes)))
+            terms = Sums(value, observed, as_stored(slopes), routed)
+            return add_in_float32(sums, terms)
 
         sums = self.sums()
         jitted = self.layout.jit(
@@ -204,9 +214,13 @@ class DistillProgram(SamplingProgram):
                 sums,
                 batch,
                 self.target(shape),
-                self.number(),
+                self.counted(),
                 *self.advantages(shape),
             )
+
+    def counted(self) -> Counted:
+        """Shapes of `Counted`, with their places."""
+        return Counted(self.number(), self.number())
 
     def advantages(self, shape: Shape) -> tuple:
         """Shapes of what follows on the normalizer, where rewards are learned from."""
@@ -256,11 +270,18 @@ class DistillProgram(SamplingProgram):
             with self.layout.context():
                 jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).trace(*given)
 
-    def _loss(self, params, frozen, batch: Batch, target, normalizer, *advantages):
+    def _loss(self, params, frozen, batch: Batch, target, counted, *advantages):
+        """What is differentiated, and the loss, sums over tokens, and of routers."""
         model = self.model(params, frozen)
-        hidden = model(batch.tokens, batch.segment_ids, batch.positions)
-        targets = Targets(batch.labels, *advantages)
-        return self._of_hidden(model.head, hidden, targets, target, normalizer)
+        given = batch.tokens, batch.segment_ids, batch.positions
+        hidden, routed = model.routed(*given)
+        targets, own = Targets(batch.labels, *advantages), _count(batch)
+        value, observed = self._of_hidden(
+            model.head, hidden, targets, target, counted.learned
+        )
+        share = own.read / jnp.maximum(counted.read, 1)
+        cost = balance.with_loss(value, routed, self.model_config, share)
+        return cost, (value, observed, routed)
 
     def _of_hidden(self, head, hidden, targets: Targets, target, normalizer):
         if self._teacher is not None:
@@ -281,7 +302,9 @@ class DistillProgram(SamplingProgram):
 
     def _trace_sums(self, shape: Shape) -> jax.stages.Traced:
         def run(params, frozen, batch: Batch, target):
-            observed = self._loss(params, frozen, batch, target, jnp.ones(()))[1]
+            one = jnp.ones(())
+            seen = self._loss(params, frozen, batch, target, Counted(one, one))
+            _, observed, _ = seen[1]
             return {name: jnp.sum(x) for name, x in observed.items()}
 
         weights = self.state_shapes.params, self.frozen_shapes
@@ -292,12 +315,9 @@ class DistillProgram(SamplingProgram):
             return jitted.trace(*weights, batch, self.target(shape))
 
     def _trace_count(self, shape: Shape) -> jax.stages.Traced:
-        labels = self.layout.of_tokens(jax.ShapeDtypeStruct(shape, jnp.int32))
         with self.layout.context():
-            count = self.layout.jit(
-                lambda labels: jnp.sum(labels >= 0, dtype=jnp.float32), self.number()
-            )
-            return count.trace(labels)
+            count = self.layout.jit(_count, self.counted())
+            return count.trace(self.tokens(*shape))
 
     def phases(self) -> list[Phase]:
         """The programs of a step, for a plan; a teacher is on the device in each."""
@@ -331,3 +351,8 @@ class DistillProgram(SamplingProgram):
         if self.streamed is None:
             made.append(self.update_phase({"teacher": taught}, 1))
         return made
+
+
+def _count(batch: Batch) -> Counted:
+    read = balance.counted(batch.tokens, batch.segment_ids)
+    return Counted(*(jnp.sum(x, dtype=jnp.float32) for x in (batch.labels >= 0, read)))

@@ -18,6 +18,7 @@ import numpy as np
 import jaxmem
 from jaxmem.base import files, processes
 from jaxmem.data.pairs import Pair, PairBatch, PairBatches, batch_of, fingerprint
+from jaxmem.models import balance
 from jaxmem.models.partitioning import as_stored
 from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
@@ -59,8 +60,13 @@ class Program(DecoderProgram):
 
     def logprobs(self, params: Any, frozen: Any, batch: PairBatch) -> jax.Array:
         """Return ln p of both answers of each pair [B, 2], sums or means of tokens."""
+        return self._read(params, frozen, batch)[0]
+
+    def _read(self, params: Any, frozen: Any, batch: PairBatch):
+        """Ln p of answers, and what routers did."""
         model = self.model(params, frozen)
-        hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+        given = batch.tokens, batch.segment_ids, batch.positions
+        hidden, routed = model.routed(*given)
         if self.config.head.implementation == "fused":
             each = model.head.logprobs(hidden, batch.labels)
         else:
@@ -68,7 +74,7 @@ class Program(DecoderProgram):
         sums = each.sum(-1)
         if self.config.dpo.averages:
             sums /= jnp.maximum(jnp.sum(batch.labels >= 0, -1), 1)
-        return sums.reshape(-1, 2)
+        return sums.reshape(-1, 2), routed
 
     def trace_logprobs(self) -> jax.stages.Traced:
         """Trace the forward pass of a micro-batch."""
@@ -86,29 +92,29 @@ class Program(DecoderProgram):
     def _gradients(self, params: Any, frozen: Any, batches: PairBatch):
         """Gradients of a step, and its numbers, one micro-batch alive at a time."""
         count = self.config.run.accumulate * self.config.data.batch_size
+        all_read = jnp.maximum(jnp.sum(batches.segment_ids > 0), 1)
 
         def loss(params: Any, batch: PairBatch):
-            losses, statistics = pair_losses(
-                self.config.dpo,
-                self.logprobs(params, frozen, batch),
-                batch.reference.sum(-1).reshape(-1, 2),
-            )
+            logprobs, routed = self._read(params, frozen, batch)
+            reference = batch.reference.sum(-1).reshape(-1, 2)
+            losses, statistics = pair_losses(self.config.dpo, logprobs, reference)
             sums = {name: jnp.sum(x) / count for name, x in statistics.items()}
             sums["tokens"] = jnp.sum(batch.labels >= 0).astype(jnp.float32)
-            return jnp.sum(losses) / count, sums
+            sums["loss"] = jnp.sum(losses) / count
+            share = jnp.sum(batch.segment_ids > 0) / all_read
+            cost = balance.with_loss(sums["loss"], routed, self.model_config, share)
+            return cost, (sums, routed)
 
         def add(sums: Any, batch: PairBatch):
-            (value, statistics), slopes = jax.value_and_grad(loss, has_aux=True)(
-                params, batch
-            )
-            statistics["loss"] = value
-            return add_in_float32(sums, (statistics, as_stored(slopes))), None
+            (_, seen), slopes = jax.value_and_grad(loss, has_aux=True)(params, batch)
+            return add_in_float32(sums, (seen, as_stored(slopes))), None
 
         names = [*NUMBERS, "tokens", "loss"]
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        start = dict.fromkeys(names, jnp.zeros(())), as_stored(zeros)
-        (statistics, slopes), _ = jax.lax.scan(add, start, batches)
-        return slopes, statistics
+        seen = dict.fromkeys(names, jnp.zeros(())), balance.nothing(self.model_config)
+        start = seen, as_stored(zeros)
+        ((numbers, routed), slopes), _ = jax.lax.scan(add, start, batches)
+        return slopes, numbers if routed is None else numbers | {"routed": routed}
 
     def _step(self, state: TrainState, frozen: Any, batches: PairBatch):
         slopes, statistics = self._gradients(state.params, frozen, batches)
@@ -258,7 +264,9 @@ class Dpo(Job, name="dpo"):
         return state, lambda: self._read(number, numbers, start)
 
     def _read(self, number: int, numbers: dict, start: float) -> PreferenceMetrics:
-        numbers = {name: float(x) for name, x in jax.device_get(numbers).items()}
+        numbers = jax.device_get(numbers)
+        routers = self.program.routers(numbers.pop("routed", None))
+        numbers = {name: float(x) for name, x in numbers.items()}
         seconds, tokens = self.seconds_since(start), int(numbers.pop("tokens"))
         config = self.config
         return PreferenceMetrics(
@@ -269,6 +277,7 @@ class Dpo(Job, name="dpo"):
             learning_rate=float(np.asarray(self.program.schedule(number - 1))),
             seconds=seconds,
             backend=self.program.backend,
+            routers=routers,
             **numbers,
         )
 

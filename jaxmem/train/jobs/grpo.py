@@ -320,7 +320,8 @@ class Grpo(Job, name="grpo"):
                 old.put(chosen, labelled.measured(packed, jax.device_get(measured)))
             state, norm = self._compiled.update(state, sums.gradients)
             tokens = part.completions.counts if kept is None else kept
-            updates.append(Update(sums.loss, norm, sums.metrics, int(tokens.sum())))
+            measured = sums.loss, norm, sums.metrics, int(tokens.sum()), sums.routed
+            updates.append(Update(*measured))
         return state, jax.device_get(updates)
 
     def _with_ratios(self, params: Any, part: Minibatch, minibatch: int) -> Minibatch:
@@ -387,6 +388,10 @@ class Grpo(Job, name="grpo"):
             **rollout_metrics.of_updates(updates),
             **seconds,
         }
+        routed = [u.routed for u in updates if u.routed is not None]
+        if routed:
+            all_of_them = jax.tree.map(lambda *x: sum(x), *routed)
+            fields["routers"] = self.program.routers(all_of_them)
         self._tell_of_cuts(number, fields.get("support_full"))
         return PolicyMetrics(
             step=number,

@@ -107,6 +107,8 @@ class Minibatch(NamedTuple):
                 of_kept = of_kept * probable
             known = next(old), advantages, of_kept, next(reference)
             rows = PolicyBatch(batch, *known, next(supports), next(rollout))
+            if config.model.router_aux_loss_coef:
+                rows = rows._replace(share=packed.share(i))
             if self.log_ratio is not None:
                 rows = rows._replace(sequence_log_ratio=self.log_ratio[sequence])
             yield rows, normalizer

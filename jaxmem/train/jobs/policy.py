@@ -243,11 +243,12 @@ class PolicyBatch(NamedTuple):
     rollout_logprob: np.ndarray | jax.Array | None = None  # of the sampler, to correct
     # `losses.sequence_log_ratio` before this update, where the loss has one
     sequence_log_ratio: np.ndarray | jax.Array | None = None
+    share: Any = None  # scalar, of the minibatch's tokens; None: no loss of routers
 
     def of_tokens(self) -> dict[str, np.ndarray | jax.Array]:
         """What the objective reads of each token, by name."""
         floats = self._asdict()
-        del floats["batch"], floats["supports"]
+        del floats["batch"], floats["supports"], floats["share"]
         return {name: x for name, x in floats.items() if x is not None}
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 import jaxmem
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.documents import Batch
-from jaxmem.models import branches
+from jaxmem.models import balance, branches
 from jaxmem.models.decoder import Decoder, HeadConfig
 from jaxmem.models.partitioning import as_stored
 from jaxmem.packing import Supports
@@ -185,14 +185,21 @@ class PolicyProgram(SamplingProgram):
         def run(params, frozen, sums: Sums, rows: PolicyBatch, normalizer, *numbers):
             def loss(params):
                 model, batch = self.model(params, frozen), rows.batch
-                hidden = self._hidden(model, batch)
-                return self._loss(head, model.head, hidden, rows, normalizer, *numbers)
+                given = batch.tokens, batch.segment_ids, batch.positions
+                hidden, routed = model.routed(*given, self.config.branches)
+                value, metrics = self._loss(
+                    head, model.head, hidden, rows, normalizer, *numbers
+                )
+                share, sizes = rows.share, self.model_config
+                cost = balance.with_loss(value, routed, sizes, share)
+                return cost, (value, metrics, routed)
 
-            (value, metrics), slopes = jax.value_and_grad(loss, has_aux=True)(params)
-            slopes = as_stored(slopes)
+            (_, seen), slopes = jax.value_and_grad(loss, has_aux=True)(params)
+            (value, metrics, routed), slopes = seen, as_stored(slopes)
             logprobs = metrics.pop("logprob"), metrics.pop("whole", None)
             metrics = {name: jnp.sum(x) for name, x in metrics.items()}
-            return add_in_float32(sums, Sums(value, metrics, slopes)), logprobs
+            terms = Sums(value, metrics, slopes, routed)
+            return add_in_float32(sums, terms), logprobs
 
         return run
 
@@ -282,6 +289,8 @@ class PolicyProgram(SamplingProgram):
         if grpo.has_sequence_ratio:
             shapes = shapes._replace(sequence_log_ratio=floats)
         rows = self.layout.of_tokens(shapes)
+        if self.model_config.router_aux_loss_coef:
+            rows = rows._replace(share=self.number())
         return rows._replace(supports=self._supports(shape))
 
 

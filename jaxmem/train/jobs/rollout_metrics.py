@@ -148,6 +148,7 @@ class Update(NamedTuple):
     grad_norm: Any  # scalar, before clipping
     metrics: Mapping[str, Any]  # summed over its tokens
     tokens: int  # that were learned from
+    routed: Any = None  # `balance.Routed`, of a model with experts
 
 
 def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:

@@ -15,7 +15,9 @@ from flax import nnx
 from jaxmem.core.random_streams import Stream
 from jaxmem.data import streams
 from jaxmem.data.documents import Batch
-from jaxmem.models.decoder import Decoder, HeadConfig, head_loss
+from jaxmem.models import balance
+from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.models.head_loss import head_loss
 from jaxmem.models.partitioning import as_stored
 from jaxmem.models.weights import join_weights
 from jaxmem.train import metrics, phases
@@ -41,31 +43,34 @@ from jaxmem.train.progress import ProgressReport
 
 
 def sum_gradients(
-    loss: Callable[[Any, Any, jax.Array], jax.Array],
+    loss: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]],
     params: Any,
     micro_batches: Any,
     normalizer: jax.Array,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Any, Any]:
     """Loss and gradient of a whole step, one micro-batch alive at a time.
 
     Args:
-      loss: (params, micro-batch, normalizer) to its share of the step's loss.
+      loss: (params, micro-batch, normalizer) to its share of what is differentiated,
+        and of the step's loss; with that, a tree of other sums.
       params: what is differentiated.
       micro_batches: a tree of arrays [K, ...].
       normalizer: tokens of the whole step, known before the first micro-batch, so
         that each token weighs the same wherever it lies.
 
     Returns:
-      The sum of the losses, and of the gradients, in float32.
+      The sums of the losses with the tree, and of the gradients, in float32.
     """
 
-    def add(sums: Any, micro_batch: Any) -> tuple[Any, None]:
-        value, gradients = jax.value_and_grad(loss)(params, micro_batch, normalizer)
-        return add_in_float32(sums, (value, as_stored(gradients))), None
+    def add(sums: Any, micro_batch: Any) -> tuple[Any, Any]:
+        run = jax.value_and_grad(loss, has_aux=True)
+        (_, (value, others)), gradients = run(params, micro_batch, normalizer)
+        return add_in_float32(sums, (value, as_stored(gradients))), others
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    zeros = as_stored(zeros)
-    return jax.lax.scan(add, (jnp.zeros(()), zeros), micro_batches)[0]
+    zeros = jnp.zeros(()), as_stored(zeros)
+    (total, gradients), others = jax.lax.scan(add, zeros, micro_batches)
+    return (total, jax.tree.map(lambda x: jnp.sum(x, axis=0), others)), gradients
 
 
 def make_gradients(
@@ -80,27 +85,37 @@ def make_gradients(
 
     Returns:
       (trained weights, frozen weights, micro-batches [K, B, T]) to the gradients and
-      the step's `loss` (0 where no token counts) and `tokens`. With
+      the step's `loss` (0 where no token counts, and without that of routers),
+      `tokens` and, for a model with experts, `routed` (`balance.Routed`). With
       `Sample` in head.gradient there is a fourth argument, the step's number.
     """
 
     def gradients(params: Any, frozen: dict, micro_batches: Batch, number: Any = None):
-        def loss(params: Any, given: Any, normalizer: jax.Array) -> jax.Array:
-            batch, index = given
+        read = balance.counted(micro_batches.tokens, micro_batches.segment_ids)
+        all_read = jnp.maximum(jnp.sum(read), 1)
+
+        def loss(params: Any, given: Any, normalizer: jax.Array):
+            batch, index, own_read = given
             key = None
             if number is not None:
                 key = Stream.GRADIENTS.key(seed, number, index)
             model = nnx.merge(definition, join_weights(params, frozen))
-            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
-            return head_loss(
+            given = batch.tokens, batch.segment_ids, batch.positions
+            hidden, routed = model.routed(*given)
+            value = head_loss(
                 model.head, hidden, batch.labels, normalizer, head.implementation,
                 head.sample, key,
             )  # fmt: skip
+            share = own_read / all_read
+            cost = balance.with_loss(value, routed, model.config, share)
+            return cost, (value, routed)
 
         tokens = jnp.sum(micro_batches.labels >= 0)
         indices = jnp.arange(len(micro_batches.labels), dtype=jnp.uint32)
-        total, slopes = sum_gradients(loss, params, (micro_batches, indices), tokens)
-        return slopes, {"loss": total, "tokens": tokens}
+        given = micro_batches, indices, jnp.sum(read, axis=(1, 2))
+        (total, routed), slopes = sum_gradients(loss, params, given, tokens)
+        seen = {} if routed is None else {"routed": routed}
+        return slopes, {"loss": total, "tokens": tokens, **seen}
 
     return gradients
 
@@ -319,7 +334,9 @@ class Sft(Job, name="sft"):
     def _read(self, number: int, numbers: dict, size: int, start: float) -> StepMetrics:
         loss, norm, tokens = (numbers[k] for k in ("loss", "grad_norm", "tokens"))
         taken = self.step_metrics(number, loss, norm, tokens, start)
-        return taken._replace(mfu=self.program.mfu(size / taken.seconds))
+        routers = self.program.routers(numbers.get("routed"))
+        mfu = self.program.mfu(size / taken.seconds)
+        return taken._replace(mfu=mfu, routers=routers)
 
     def evaluate(self, state: TrainState, taken: StepMetrics) -> Evaluated | None:
         """See `Job`."""

@@ -275,6 +275,22 @@ def test_the_data_may_count_too_and_only_responses_do():
     assert step.held_out_divergence is None
 
 
+def test_routers_are_recorded_and_their_loss_is_learned():
+    mixed = [
+        "model.feed_forwards=('experts',)", "model.experts=4", "model.expert_ff=24",
+        "model.experts_per_token=2", "model.router_renormalised=True",
+    ]  # fmt: skip
+    made = []
+    for factor in (0, 5):
+        out = f"run.out_dir=run{factor}", f"model.router_aux_loss_coef={factor}"
+        result, _ = train(*TWO_STEPS, *mixed, *out, "run.checkpoint_every=None")
+        made.append([step._asdict() for step in result.history])
+    assert made[0][0]["loss"] == made[1][0]["loss"]
+    assert made[0][0]["routers"] == made[1][0]["routers"]
+    assert made[0][0]["grad_norm"] < made[1][0]["grad_norm"]
+    assert made[0][1]["routers"] != made[1][1]["routers"]
+
+
 # test_starting trains adapters, and the test above reads a saved run.
 @pytest.mark.slow
 def test_adapters_learn_and_a_run_is_a_teacher(two_steps):

@@ -249,3 +249,18 @@ def test_settings_that_cannot_be(overrides, message):
     with pytest.raises(ValueError) as raised:
         configuration.load("dpo.gin", overrides)
     assert message in str(raised.value)
+
+
+def test_routers_are_recorded_and_their_loss_is_learned(tmp_path):
+    model = texts.checkpoint("mixtral", tmp_path)
+    made = []
+    for factor in (0, 5):
+        result, _ = train(
+            f"model.checkpoint={model}", f"model.router_aux_loss_coef={factor}",
+            "run.steps=2", f"run.out_dir=run{factor}", "run.checkpoint_every=None",
+        )  # fmt: skip
+        made.append([step._asdict() for step in result.history])
+    assert made[0][0]["loss"] == made[1][0]["loss"]
+    assert made[0][0]["routers"] == made[1][0]["routers"]
+    assert made[0][1]["routers"]["loss"] > made[1][1]["routers"]["loss"] >= 2
+    assert made[0][0]["grad_norm"] != made[1][0]["grad_norm"]

@@ -527,6 +527,22 @@ def test_fused_and_materialised_give_the_same_curves_for_thirty_steps(tmp_path):
     assert rewards[0][-5:, 0].mean() > rewards[0][:5, 0].mean() + 0.1
 
 
+def test_routers_are_recorded_and_their_loss_is_learned(tmp_path):
+    mixed = {
+        "feed_forwards": ("experts",), "experts": 4, "expert_ff": 48,
+        "experts_per_token": 2, "router_renormalised": True, "embed_scale": False,
+    }  # fmt: skip
+    made = []
+    for factor in (0.0, 5.0):
+        model = {**mixed, "router_aux_loss_coef": factor}
+        config = changed(SMALL, model=model, run=dict(steps=1, checkpoint_every=None))
+        result, _ = train(config, tmp_path / str(factor))
+        made += result.history
+    assert made[0].routers["load_worst"] == made[0].routers["load"] >= 1
+    assert made[0].reward == made[1].reward
+    assert made[0].grad_norm < made[1].grad_norm
+
+
 @pytest.mark.slow  # own prompts are learned, too, and gradients are the papers'
 def test_the_shipped_config_learns(tmp_path):
     config, _ = load(

@@ -247,6 +247,38 @@ def test_accumulation_does_not_change_loss_or_gradients(count):
     )
 
 
+MIXED = {
+    "feed_forwards": ("experts",), "experts": 4, "experts_per_token": 2,
+    "expert_ff": 24,
+}  # fmt: skip
+
+
+def test_the_loss_of_routers_counts_by_the_tokens_that_are_read():
+    rows = random_rows(2)
+    documents = np.ones_like(rows.tokens)
+    documents[1, 5:] = 0  # padding, whose labels do not count either
+    labels = np.where(documents > 0, rows.labels, -1)
+    rows = rows._replace(segment_ids=documents, labels=labels)
+    twice = Batch(*(np.concatenate([x, x]) for x in rows))
+    made = {}
+    for factor in (0.0, 2.0):
+        step, state = small_step(keep_gradients, **MIXED, router_aux_loss_coef=factor)
+        whole, expected = step(state, split(twice, 1))
+        parts, numbers = step(state, split(twice, 2))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-7),
+            (parts.optimizer, numbers["routed"]),
+            (whole.optimizer, expected["routed"]),
+        )
+        made[factor] = parts.optimizer, numbers["loss"]
+        assert numbers["routed"].counts.sum() == 2 * 2 * 2 * (documents > 0).sum()
+    assert made[0.0][1] == made[2.0][1]  # the loss of tokens alone is recorded
+    routers = [
+        of["blocks"]["feed_forward"]["router"]["kernel"] for of, _ in made.values()
+    ]
+    assert np.abs(routers[1] - routers[0]).max() > 1e-3
+
+
 def test_the_loss_is_the_mean_over_tokens_not_over_micro_batches():
     step, state = small_step(keep_gradients)
     batch = random_rows(8)

@@ -1,0 +1,140 @@
+"""What routers do with tokens, and the loss that spreads them evenly over experts."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem.models.config import ModelConfig
+
+
+class Choice(NamedTuple):
+    """What the router of a layer says of each token."""
+
+    logits: jax.Array  # f32 [B, T, experts]
+    chosen: jax.Array  # int32 [B, T, experts_per_token]
+
+
+class Routed(NamedTuple):
+    """Sums over tokens, of which those of micro-batches can be added.
+
+    A layer without experts has zeros.
+    """
+
+    counts: Any  # f32 [layers, experts] tokens that an expert has
+    chances: Any  # f32 [layers, experts] softmax of the router's logits
+    entropy: Any  # f32 [layers] of that softmax, nats
+
+
+def nothing(config: ModelConfig) -> Routed | None:
+    """The sums before the first token; None for a model without experts."""
+    if config.experts is None:
+        return None
+    every = jnp.zeros((config.layers, config.experts), jnp.float32)
+    return Routed(every, every, every[:, 0])
+
+
+def counted(tokens: Any, segment_ids: Any) -> Any:
+    """Which tokens [B, T] are no padding; without documents, all of them."""
+    return np.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
+
+
+def add(
+    routed: Routed, layer: jax.Array, choice: Choice, where: jax.Array, trained: bool
+) -> Routed:
+    """The sums with those of one layer.
+
+    Args:
+        routed: of the layers before it.
+        layer: its number.
+        choice: of its router.
+        where: [B, T] the tokens that count.
+        trained: whether `chances` have a gradient.
+
+    Returns:
+        The sums.
+    """
+    logits = choice.logits if trained else jax.lax.stop_gradient(choice.logits)
+    logs = jax.nn.log_softmax(logits)
+    chances, where = jnp.exp(logs), where[..., None]
+    chosen = jax.nn.one_hot(choice.chosen, logits.shape[-1], dtype=jnp.float32)
+    entropy = -jnp.sum(jax.lax.stop_gradient(chances * logs), -1, keepdims=True)
+    sums = (
+        jnp.sum(jnp.where(where, x, 0), axis=(0, 1))
+        for x in (jnp.sum(chosen, axis=-2), chances, entropy)
+    )
+    counts, chances, entropy = sums
+    return Routed(
+        routed.counts.at[layer].set(counts),
+        routed.chances.at[layer].set(chances),
+        routed.entropy.at[layer].set(entropy[0]),
+    )
+
+
+def loss(routed: Routed, experts_per_token: int) -> jax.Array:
+    """The load-balancing loss of all layers as one, at least `experts_per_token`.
+
+        E Σ_e f_e P_e,   f_e = tokens of expert e / N,   P_e = Σ softmax_e / N
+
+    N counts tokens once a layer. The gradient is that of P alone.
+
+    Args:
+        routed: of a micro-batch.
+        experts_per_token: as in `ModelConfig`.
+
+    Returns:
+        f32 scalar; 0 without tokens.
+
+    Reference: Fedus et al., "Switch Transformers", 2021, arXiv:2101.03961, equations 4
+    to 6, with all layers as one, as transformers has it.
+    """
+    counts, chances = (jnp.sum(x, axis=0) for x in routed[:2])
+    tokens = jnp.maximum(jnp.sum(counts) / experts_per_token, 1)
+    return len(counts) * jnp.sum(counts / tokens * (chances / tokens))
+
+
+def with_loss(
+    value: jax.Array, routed: Routed | None, config: ModelConfig, share: Any
+) -> jax.Array:
+    """What is differentiated: a loss, with that of the routers if it has a factor.
+
+    Args:
+        value: a micro-batch's part of the loss of a step.
+        routed: of the micro-batch; None for a model without experts.
+        config: of the model.
+        share: of the step's tokens that the micro-batch has.
+    """
+    if routed is None or not config.router_aux_loss_coef:
+        return value
+    factor = config.router_aux_loss_coef * jnp.asarray(share, jnp.float32)
+    return value + factor * loss(routed, config.experts_per_token)
+
+
+def report(routed: Routed, experts_per_token: int) -> dict[str, float]:
+    """What metrics say of the routers of a step.
+
+    Args:
+        routed: of all tokens of the step.
+        experts_per_token: as in `ModelConfig`.
+
+    Returns:
+        Of layers with experts, the mean and the worst of: `load`, the largest number of
+        tokens of an expert over the mean one; `entropy` of a token's softmax in nats.
+        And `loss`, that of `loss`.
+    """
+    routed = Routed(*(np.asarray(x, np.float64) for x in routed))
+    tokens = routed.counts.sum(axis=1) / experts_per_token
+    sparse = tokens > 0
+    if not sparse.any():
+        return {}
+    counts = routed.counts[sparse]
+    load = counts.max(axis=1) / counts.mean(axis=1)
+    entropy = routed.entropy[sparse] / tokens[sparse]
+    return {
+        "load": float(load.mean()),
+        "load_worst": float(load.max()),
+        "entropy": float(entropy.mean()),
+        "entropy_worst": float(entropy.min()),
+        "loss": float(loss(routed, experts_per_token)),
+    }
