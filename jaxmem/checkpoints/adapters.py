@@ -1,10 +1,11 @@
 """LoRA adapters in PEFT's layout: adapter_config.json, adapter_model.safetensors."""
 
-import collections
+import contextlib
 import dataclasses
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from flax import nnx, traverse_util
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
-from jaxmem.checkpoints import names
+from jaxmem.checkpoints import adapter_tensors, names
+from jaxmem.checkpoints.adapter_tensors import PREFIX, Site, target_of
 from jaxmem.checkpoints.architectures import read_config
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.families.family import Family
@@ -27,65 +29,22 @@ from jaxmem.models.lora import SAVED, TARGETS, is_adapter
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _RANK = integers(1, limit=2**16)
-_PREFIX = "base_model.model."
 # PEFT options that change what an adapter computes, with the only values implemented.
 _PLAIN = {
     "bias": ("none",),
-    "fan_in_fan_out": (False,),
     "use_dora": (False,),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
     "layers_to_transform": (None,),
     "lora_bias": (False,),
     **dict.fromkeys(
         (
             "alora_invocation_tokens", "arrow_config", "kasa_config",
-            "layer_replication", "monteclora_config", "target_parameters",
-            "trainable_token_indices", "use_bdlora", "velora_config",
+            "layer_replication", "monteclora_config", "trainable_token_indices",
+            "use_bdlora", "velora_config",
         ),
         (None, False),
     ),
     "use_qalora": (False, None),
 }  # fmt: skip
-
-
-def unadaptable(family: Family, targets: Iterable[str]) -> list[str]:
-    """Those of `lora_targets` whose adapters PEFT's layout cannot say for a family.
-
-    These are parts of joined matrices, matrices of experts, and those stored as
-    [in, out].
-    """
-    modules = [_module(target) for target in targets]
-    count = collections.Counter(family.names.values())
-    return [
-        module.rpartition("/")[2]
-        for module in modules
-        if count[family.names.get(module, "")] > 1
-        or _of_experts(module) & family.names.keys()
-        or (family.stored_as_in_out and module.startswith(family.stored_as_in_out))
-    ]
-
-
-def _of_experts(module: str) -> set[str]:
-    """The names that a module of experts in the place of this one may have."""
-    part, _, name = module.rpartition("/")
-    return {f"{part}/experts/{name}", f"{part}/experts/{name}/kernel"}
-
-
-def _module(target: str) -> str:
-    """The decoder's module of one of `lora_targets`."""
-    part = "attention" if TARGETS.index(target) < 4 else "feed_forward"
-    return f"blocks/{part}/{target}"
-
-
-def _modules(family: Family) -> dict[str, str]:
-    """PEFT's name of each of `lora_targets` that it can adapt."""
-    every = [target for target in TARGETS if _module(target) in family.names]
-    lost = unadaptable(family, every)
-    last = {
-        target: family.names[_module(target)].rpartition(".")[2] for target in every
-    }
-    return {target: name for target, name in last.items() if target not in lost}
 
 
 def save_adapter(
@@ -106,8 +65,7 @@ def save_adapter(
         overwrite: whether to replace an existing directory.
 
     Raises:
-        CheckpointError: the decoder has no adapters, or of matrices that PEFT cannot
-            adapt in this family, or the directory exists.
+        CheckpointError: the decoder has no adapters, or the directory exists.
     """
     target, config = Path(os.path.expanduser(directory)), decoder.config
     if not config.lora_rank:
@@ -116,18 +74,35 @@ def save_adapter(
         raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
     is_here = bool(base) and (Path(base).expanduser() / "config.json").exists()
     family = read_config(base).family if is_here else FAMILIES[0]
-    lost = unadaptable(family, config.lora_targets)
-    if lost:
-        raise CheckpointError(
-            f"{target}: checkpoints of {family.model_type} have {', '.join(lost)} "
-            "joined, transposed or of experts, so PEFT has no adapters of them; merge "
-            "them instead"
-        )
+    _warn(target, decoder, family)
     with new_directory(target) as unfinished:
         write_tensors(unfinished, _tensors(decoder, family), one=_TENSORS)
         if unfinished is not None:
-            described = json.dumps(_peft_config(config, family, base), indent=2)
+            described = json.dumps(_peft_config(decoder, family, base), indent=2)
             (unfinished / _CONFIG).write_text(described + "\n", "utf-8")
+
+
+def _warn(target: Path, decoder: Decoder, family: Family) -> None:
+    """Warn of adapters that PEFT would put elsewhere; they are read here as saved.
+
+    Where files have a tensor for each expert, but for Qwen2-MoE's, PEFT 0.21 takes
+    every matrix named as an expert's for experts.
+    """
+    naming = names.Naming(family, decoder.config)
+    of_each = any(name.count("{}") == 2 for name in family.names.values())
+    if not of_each or family.model_type == "qwen2_moe":
+        return
+    sites = adapter_tensors.sites(_flat(decoder), naming)
+    labels = _labels([site for site in sites if not site.parameter], naming).values()
+    confused = "gate_proj", "up_proj", "down_proj"
+    others = [label for label in dict.fromkeys(labels) if label.endswith(confused)]
+    if others:
+        warnings.warn(
+            f"{target}: PEFT 0.21 takes the adapters of {messages.listing(others)} for "
+            f"those of experts in {family.model_type}; for PEFT and transformers, "
+            "`jaxmem export --merge` has them in the weights",
+            stacklevel=3,
+        )
 
 
 def with_adapter(
@@ -155,11 +130,14 @@ def with_adapter(
         value = reader.raw.get(key, plain[0])
         if value not in plain:
             raise reader.error(f"{key}={messages.short(value)} is not implemented")
+    folds = reader.raw.get("fan_in_fan_out")  # which PEFT sets where it has to
+    if folds and "blocks/" not in family.stored_as_in_out:
+        raise reader.error("fan_in_fan_out=True is not implemented")
     rank = reader.take("r", int, within=_RANK)
     alpha = reader.take("lora_alpha", float, within=RANGES["lora_alpha"])
+    targets, head = _targets(reader, names.Naming(family, model), rank, alpha)
     if reader.raw.get("use_rslora"):  # scaled by alpha / sqrt(r)
         alpha *= rank**0.5
-    targets, head = _targets(reader, names.Naming(family, model))
     try:
         return dataclasses.replace(
             model,
@@ -173,43 +151,122 @@ def with_adapter(
         raise reader.error(str(error)) from error
 
 
-def _targets(reader: Reader, naming: names.Naming) -> tuple[tuple[str, ...], bool]:
+def _possible(naming: names.Naming) -> dict[str, list[Site]]:
+    """Where each of `lora_targets` is in a model, and the head."""
+    found: dict[str, list[Site]] = {}
+    plain = dataclasses.replace(naming.config, lora_head=False, lora_saved=())
+    for target in TARGETS:
+        with contextlib.suppress(ValueError):  # the model has no such matrix
+            dataclasses.replace(plain, lora_rank=1, lora_targets=(target,))
+            found[target] = []
+    model = dataclasses.replace(plain, lora_rank=1, lora_targets=tuple(found))
+    decoder = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    for site in adapter_tensors.sites(_flat(decoder), naming):
+        for target in {target_of(part) for part in site.parts}:
+            found[target].append(site)
+    return found | {"head": [adapter_tensors.site_of("head", naming)]}
+
+
+def _targets(
+    reader: Reader, naming: names.Naming, rank: int, alpha: float
+) -> tuple[tuple[str, ...], bool]:
     """Those of `lora_targets` that PEFT's modules are, and whether the head is one."""
-    known = _modules(naming.family)
-    every = ", ".join((*known.values(), "lm_head"))
+    possible = _possible(naming)
     modules = _module_names(reader, "target_modules")
     excluded = _module_names(reader, "exclude_modules")
-    keys = {
-        target: [
-            name.removesuffix(".weight")
-            for name in naming(f"{_module(target)}/kernel").names
-        ]
-        for target in known
-    }
-    keys["head"] = ["lm_head"]
-    if not isinstance(modules, str):
-        flat = [key for some in keys.values() for key in some]
-        unknown = sorted({m for m in modules if not any(_is(m, key) for key in flat)})
-        if unknown:
-            raise reader.error(
-                f"target_modules [{messages.listing(unknown)}] are not implemented; "
-                f"known are {every}"
-            )
+    parameters = reader.strings("target_parameters")
+    labels = _labels([site for some in possible.values() for site in some], naming)
+    every = ", ".join(dict.fromkeys(labels.values()))
+    given = {"target_modules": modules, "target_parameters": parameters}
+    for key, ends in given.items():
+        of_experts = key == "target_parameters"
+        known = [s for s in _all(possible) if bool(s.parameter) == of_experts]
+        _refuse_unknown(reader, key, ends, known, every)
+
+    def is_chosen(site: Site, name: str) -> bool:
+        if site.parameter:
+            return _matches(parameters, name)
+        return _matches(modules, name) and not _matches(excluded, name)
+
     chosen = []
-    for target, some in keys.items():
-        of_layers = {
-            _matches(modules, key) and not _matches(excluded, key) for key in some
-        }
-        if len(of_layers) > 1:
+    for target, sites in possible.items():
+        of_all = {is_chosen(site, name) for site in sites for name in site.targets}
+        if len(of_all) > 1:
             raise reader.error(
-                f"target_modules {messages.short(modules)} are {known[target]} of some "
-                "layers alone, which is not implemented"
+                f"target_modules {messages.short(modules)} are "
+                f"{labels[sites[0].parts]} of some modules alone, which is not "
+                "implemented"
             )
-        chosen += [target] if of_layers.pop() else []
+        chosen += [target] if True in of_all else []
     if not chosen:
         raise reader.error(f"target_modules must name some of {every}")
+    of_chosen = {target: possible[target] for target in chosen}
+    _check_ranks(reader, _all(of_chosen), rank, alpha)
     head = "head" in chosen
     return tuple(chosen[:-1] if head else chosen), head
+
+
+def _refuse_unknown(
+    reader: Reader, key: str, given: str | list[str], sites: list[Site], every: str
+) -> None:
+    """Raise for an end of a name that none of the sites has."""
+    if isinstance(given, str):
+        return
+    names_of_all = [name for site in sites for name in site.targets]
+    unknown = {end for end in given if not any(_is(end, n) for n in names_of_all)}
+    if unknown:
+        raise reader.error(
+            f"{key} [{messages.listing(sorted(unknown))}] are not implemented; known "
+            f"are {every}"
+        )
+
+
+def _all(sites: Mapping[str, list[Site]]) -> list[Site]:
+    return [site for some in sites.values() for site in some]
+
+
+def _check_ranks(reader: Reader, sites: list[Site], rank: int, alpha: float) -> None:
+    """Raise for ranks of their own, but those of joined matrices, of a rank each."""
+    for key, one in (("rank_pattern", rank), ("alpha_pattern", alpha)):
+        patterns = reader.raw.get(key) or {}
+        values = patterns.values() if isinstance(patterns, dict) else [None]
+        good = all(type(value) in (int, float) for value in values)
+        for site in sites if good else ():
+            for name in site.targets:
+                own = (v for k, v in patterns.items() if _ends_as(k, name))
+                good = good and next(own, one) in (one, len(site.parts) * one)
+        if not good or (patterns and reader.raw.get("use_rslora")):
+            said = messages.short(reader.raw[key])
+            raise reader.error(f"{key}={said} is not implemented")
+    both = (reader.raw.get(k) or {} for k in ("rank_pattern", "alpha_pattern"))
+    if len({frozenset(patterns) for patterns in both}) > 1:
+        raise reader.error(
+            "rank_pattern without the same keys in alpha_pattern is not implemented"
+        )
+
+
+def _ends_as(pattern: str, name: str) -> bool:
+    """Whether a key of PEFT's patterns names a module."""
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", name) is not None
+    except re.error:
+        return False
+
+
+def _labels(sites: Iterable[Site], naming: names.Naming) -> dict[tuple[str, ...], str]:
+    """The end of PEFT's names of each site that no other matrix of a family has."""
+
+    def tail(name: str) -> str:
+        return re.sub(r".*\.\d+\.", "", name)
+
+    every = {tail(n.replace("{}", "0")) for n in naming.family.names.values()}
+    found = {}
+    for site in sites:
+        label = tail(site.targets[0])
+        last = label.rpartition(".")[2]
+        others = [x for x in every if x != label and x.endswith(f".{last}")]
+        found[site.parts] = label if site.parameter or others else last
+    return found
 
 
 def _module_names(reader: Reader, key: str) -> str | list[str]:
@@ -275,19 +332,19 @@ def read_adapter(
         CheckpointError: a tensor is missing, or has another shape.
     """
     tensors = Tensors(Path(os.path.expanduser(directory)), _TENSORS)
-    weights = {}
+    weights, used = {}, set()
     for path, like in wanted.items():
         if not is_adapter(path):
             weights[path] = _read_whole(tensors, naming(path), path, like)
             continue
-        stored, order = _stored(path, naming)
-        shape = like.shape[-2:]
-        parts = [
-            tensors.read(name, shape[::-1], (slice(None),) * 2).T for name in stored
-        ]
-        whole = np.stack(parts) if len(like.shape) > 2 else parts[0]
-        whole = whole if order is None else whole[..., np.array(order)]
-        weights[path] = jnp.asarray(whole, like.dtype)
+        weights[path], names_of_it = adapter_tensors.read(tensors, path, like, naming)
+        used.update(names_of_it)
+    left = [name for name in tensors if ".lora_" in name and name not in used]
+    if left:
+        raise CheckpointError(
+            f"{tensors.file_of(left[0])}: tensor {messages.name(left[0])} is of no "
+            "matrix that can have an adapter"
+        )
     return weights
 
 
@@ -296,60 +353,52 @@ def _read_whole(
 ) -> jnp.ndarray:
     """A matrix of `modules_to_save`."""
     (name,) = stored.names
-    stored = stored._replace(names=(_PREFIX + name,))
+    stored = stored._replace(names=(PREFIX + name,))
     read = names.reader(tensors, stored, path, like)
     return jnp.asarray(read((slice(None),) * len(like.shape)))
 
 
-def _stored(
-    path: str, naming: names.Naming
-) -> tuple[list[str], tuple[int, ...] | None]:
-    """Names of the tensors of one adapter matrix, and the order of its outputs."""
-    module, _, matrix = path.rpartition("/")
-    adapted = naming(f"{module}/kernel")
-    kind = {"lora_a": "lora_A", "lora_b": "lora_B"}[matrix]
-    stored = [
-        f"{_PREFIX}{name.removesuffix('.weight')}.{kind}.weight"
-        for name in adapted.names
-    ]
-    return stored, adapted.order if matrix == "lora_b" else None
-
-
 def _tensors(decoder: Decoder, family: Family) -> Iterator[tuple[str, np.ndarray]]:
     """Yield names and matrices [out, in]."""
-    weights = nnx.to_pure_dict(nnx.split(decoder)[1])
-    flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
+    flat = _flat(decoder)
     naming = names.Naming(family, decoder.config)
-    whole_ones = {SAVED[name] for name in decoder.config.lora_saved}
-    for path, weight in flat.items():
-        if path in whole_ones:
-            (name,), matrix = naming(path).names, whole(weight, None)
-            yield _PREFIX + name, matrix.T if naming(path).transposed else matrix
-        if not is_adapter(path):
-            continue
-        stored, order = _stored(path, naming)
-        for i, name in enumerate(stored):
-            matrix = whole(weight, i if len(weight.shape) > 2 else None)
-            matrix = matrix if order is None else matrix[..., np.argsort(order)]
-            yield name, matrix.T
+    for path in sorted(SAVED[name] for name in decoder.config.lora_saved):
+        (name,), matrix = naming(path).names, whole(flat[path], None)
+        yield PREFIX + name, matrix.T if naming(path).transposed else matrix
+    yield from adapter_tensors.written(flat, naming)
 
 
-def _peft_config(config: ModelConfig, family: Family, base: str) -> dict[str, Any]:
-    known = _modules(family)
-    modules = [known[target] for target in config.lora_targets]
+def _flat(decoder: Decoder) -> dict[str, Any]:
+    weights = nnx.to_pure_dict(nnx.split(decoder)[1])
+    return dict(traverse_util.flatten_dict(weights, sep="/"))
+
+
+def _peft_config(decoder: Decoder, family: Family, base: str) -> dict[str, Any]:
+    config, naming = decoder.config, names.Naming(family, decoder.config)
+    sites = adapter_tensors.sites(_flat(decoder), naming)
+    labels = _labels(sites, naming)
+    times = {labels[s.parts]: len(s.parts) for s in sites if len(s.parts) > 1}
     saved = [
         module for module, name in _savable(family).items() if name in config.lora_saved
     ]
+
+    def of(kind: bool) -> list[str]:
+        found = (labels[s.parts] for s in sites if bool(s.parameter) == kind)
+        return list(dict.fromkeys(found))
+
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
+        "rank_pattern": {k: n * config.lora_rank for k, n in times.items()},
+        "alpha_pattern": {k: n * config.lora_alpha for k, n in times.items()},
         "lora_dropout": 0.0,
-        "target_modules": modules + (["lm_head"] if config.lora_head else []),
+        "target_modules": of(False),
+        "target_parameters": of(True) or None,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": "blocks/" in family.stored_as_in_out,
         "use_rslora": False,
         "use_dora": False,
         "modules_to_save": saved or None,

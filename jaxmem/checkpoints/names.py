@@ -326,14 +326,17 @@ def _unmixed(
     tensor = tensors.read(name, whole_shape, (slice(None),) * len(shape))
     array = tensor.swapaxes(-1, -2) if stored.transposed else tensor
     if stored.joined:
-        place = stored.joined.index(path)
-        if stored.heads is None:
-            array = _part(array, stored.rows, place)
-        else:
-            apart = array.reshape(*shape[:-1], stored.heads, -1)
-            widths = [outputs // stored.heads for outputs in stored.rows]
-            array = _part(apart, widths, place).reshape(*shape[:-1], -1)
+        array = apart(array, stored, stored.joined.index(path))
     return array if stored.order is None else array[..., np.array(stored.order)]
+
+
+def apart(array: np.ndarray, stored: Stored, place: int) -> np.ndarray:
+    """The outputs of one of the joined weights, from those of all on the last axis."""
+    if stored.heads is None:
+        return _part(array, stored.rows, place)
+    by_head = array.reshape(*array.shape[:-1], stored.heads, -1)
+    widths = [outputs // stored.heads for outputs in stored.rows]
+    return _part(by_head, widths, place).reshape(*array.shape[:-1], -1)
 
 
 def _part(array: np.ndarray, widths: Sequence[int], place: int) -> np.ndarray:
@@ -359,7 +362,7 @@ def tensors_of(
                 _in_order(whole(weights[part], at), naming(part).order)
                 for part in stored.joined or (path,)
             ]
-            array = _together(parts, stored.heads) if stored.joined else parts[0]
+            array = together(parts, stored.heads) if stored.joined else parts[0]
             arrays = array if len(stored.leading) == 2 else [array]
             for name, array in zip(np.atleast_1d(tensors), arrays, strict=True):
                 array = array.swapaxes(-1, -2) if stored.transposed else array
@@ -375,7 +378,8 @@ def _in_order(array: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
     return array if order is None else array[..., np.argsort(order)]
 
 
-def _together(parts: list[np.ndarray], heads: int | None) -> np.ndarray:
+def together(parts: Sequence[np.ndarray], heads: int | None) -> np.ndarray:
+    """The inverse of `apart`, from the outputs of all weights in order."""
     if heads is None:
         return np.concatenate(parts, axis=-1)
     shape = parts[0].shape[:-1]

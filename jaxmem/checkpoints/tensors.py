@@ -63,6 +63,13 @@ class Tensors:
         last = next(reversed(self._files.values()), self.directory / _ONE)
         return self._files.get(name, last)
 
+    def rows(self, name: str) -> int | None:
+        """The first axis of a tensor; None where there is none."""
+        if name not in self._files:
+            return None
+        shape = self._handle(self._files[name]).get_slice(name).get_shape()
+        return shape[0] if shape else None
+
     def read(
         self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]
     ) -> np.ndarray:

@@ -17,7 +17,6 @@ from jaxmem.base import messages
 from jaxmem.checkpoints import names, rope_forms
 from jaxmem.checkpoints.adapters import (
     read_adapter,
-    unadaptable,
     with_adapter,
 )
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
@@ -350,19 +349,11 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
         The config.
 
     Raises:
-        ValueError: the config has a size that differs from the checkpoint's, or
-            adapters of matrices that its checkpoints do not have apart.
+        ValueError: the config has a size that differs from the checkpoint's.
     """
     if model.checkpoint is None:
         return model
     config = read_config(model.checkpoint)
-    lost = unadaptable(config.family, model.lora_targets) if model.lora_rank else []
-    if lost:
-        raise ValueError(
-            f"model.lora_targets: {', '.join(lost)} are joined, transposed or of "
-            f"experts in checkpoints of {config.family.model_type}, so PEFT has no "
-            "adapters of them; name others, or set model.lora_rank=0"
-        )
     read = config.model
     if model.lora_saved and read.tied:
         raise ValueError(f"model.lora_saved {lora.UNTIED}")

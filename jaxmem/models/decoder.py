@@ -259,7 +259,7 @@ class Decoder(nnx.Module):
                 each = zip(run, definitions, of_layers, strict=True)
                 for stack, definition, (weights, kind, index, added) in each:
                     merged = nnx.merge(definition, partitioning.gathered(weights))
-                    x, _, choice = merged(x, *sight(kind), added)
+                    x, _, choice = merged.read(x, *sight(kind), added)
                     if routed is not None and choice is not None:
                         layer = jnp.asarray(stack.layers)[index]
                         routed = balance.add(routed, layer, choice, counted, trained)
@@ -348,7 +348,7 @@ class Decoder(nnx.Module):
                 both = zip(definitions, of_layers, strict=True)
                 for definition, (weights, kind, _, added) in both:
                     merged = nnx.merge(definition, weights)
-                    x, kept, _ = merged(x, *sight(kind), added)
+                    x, kept, _ = merged.read(x, *sight(kind), added)
                     # Inside the scan, so that the cache is allocated once, in its
                     # final layout.
                     made.append(merged.attention.state(kept, max_length))

@@ -61,7 +61,7 @@ class Attention(nnx.Module):
             plain = dataclasses.replace(config, norm_scale=False)
             self.value_norm = make_norm(plain, width, rngs)
         if config.attention_gate:
-            self.gate = project("attention_gate", queries)
+            self.gate = project("query", queries)  # of one matrix in checkpoints
         bias = config.output_bias
         self.output = residual_linear(config, "output", queries, rngs, bias)
         if config.qk_norm:
@@ -322,10 +322,16 @@ class Block(nnx.Module):
         if config.layer_scale:
             self.layer_scale = nnx.Param(jnp.ones(1, jnp.dtype(config.param_dtype)))
 
-    def __call__(self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None):
-        """[B, T, hidden] from the same, and the layer's input if it has one.
+    def __call__(
+        self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None
+    ) -> jax.Array:
+        """[B, T, hidden] from the same, and the layer's input if it has one."""
+        return self.read(x, sight, rope, added)[0]
 
-        Beside it, what the state of its attention is made of, and its router's choice.
+    def read(self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None):
+        """The result of `__call__`, what its mixer's state is made of, and a choice.
+
+        The last is that of the router, or None.
         """
         x, made, choice = self._mixed(x, sight, rope)
         return self._ended(x, added), made, choice

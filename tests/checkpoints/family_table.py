@@ -21,16 +21,8 @@ def rows():
         counts[config["model_type"]] += 1
     for family in sorted(FAMILIES, key=lambda family: family.model_type):
         recorded = counts[family.model_type]
-        adapters = "not of joined matrices" if _joined(family) else "yes"
-        if any("/experts/" in path for path in family.names):
-            adapters = "not of experts"
-        cells = family.model_type, family.architecture, str(recorded), adapters
+        cells = family.model_type, family.architecture, str(recorded), "yes"
         yield f"| {' | '.join(cells)} |"
-
-
-def _joined(family):
-    shared = collections.Counter(family.names.values())
-    return max(shared.values()) > 1
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 
 RECORDS = pathlib.Path(__file__).parent / "families"
+ADAPTERS = pathlib.Path(__file__).parent / "adapters"
 VOCABULARY = 64
 
 
@@ -40,4 +41,18 @@ def write(record, directory):
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(str(record["config"]))
     save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def write_adapter(record, directory):
+    """Write the adapter of a record."""
+    from safetensors.numpy import save_file
+
+    tensors = {
+        name: 0.3 * tensor(name, shape, 0.0) * shape[-1] ** 0.5
+        for name, shape in json.loads(str(record["tensors"])).items()
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(str(record["config"]))
+    save_file(tensors, directory / "adapter_model.safetensors")
     return directory

@@ -174,7 +174,7 @@ def test_a_new_adapter_changes_no_number_and_the_tied_head_takes_one(tmp_path):
         (dict(use_dora=True), "use_dora=True is not implemented"),
         (dict(rank_pattern={"q_proj": 2}), "rank_pattern={'q_proj': 2} is not imple"),
         (dict(target_modules=["c_attn"]), r"target_modules \['c_attn'\] are not impl"),
-        (dict(target_modules=".*layers.0.*"), r"are q_proj of some layers alone, whi"),
+        (dict(target_modules=".*layers.0.*"), r"are q_proj of some modules alone, wh"),
         (dict(target_modules="("), r"target_modules '\(': missing \), unterminated"),
         (dict(exclude_modules=".*"), "target_modules must name some of q_proj"),
         (dict(modules_to_save=["norm"]), r"modules_to_save \['norm'\] are not impl"),

@@ -187,11 +187,11 @@ def test_a_steps_gradient_is_that_of_dense_float64(overrides):
     taught = program.teacher.initial_params()
     states = compiled.states[shape](taught, batch)
     target = TeacherStates(states, program.teacher.head_weights(taught))
-    tokens = compiled.count[shape](batch.labels)
+    counted = compiled.count[shape](batch)
     student, teacher = program.model(params, {}), program.teacher.model(taught, {})
     W = student.head.kernel[...]  # read before the sums consume anything
     sums = compiled.gradients[shape](
-        params, {}, compiled.zeros(), batch, target, tokens
+        params, {}, compiled.zeros(), batch, target, counted
     )
 
     live = batch.labels >= 0
@@ -209,7 +209,7 @@ def test_a_steps_gradient_is_that_of_dense_float64(overrides):
     ce = -np.log(np.take_along_axis(p, np.maximum(batch.labels, 0)[..., None], -1))
     dz += weight * (p - np.eye(40)[batch.labels])
     dz = np.where(live[..., None], dz, 0) / live.sum()
-    assert int(tokens) == live.sum()
+    assert int(counted.learned) == live.sum() and int(counted.read) == live.size
     loss = (values + weight * ce[..., 0])[live].mean()
     assert values[live].mean() > 0.05
     np.testing.assert_allclose(sums.loss, loss, rtol=2e-5)

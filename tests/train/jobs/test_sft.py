@@ -266,12 +266,12 @@ def test_the_loss_of_routers_counts_by_the_tokens_that_are_read():
         whole, expected = step(state, split(twice, 1))
         parts, numbers = step(state, split(twice, 2))
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-7),
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
             (parts.optimizer, numbers["routed"]),
             (whole.optimizer, expected["routed"]),
         )
         made[factor] = parts.optimizer, numbers["loss"]
-        assert numbers["routed"].counts.sum() == 2 * 2 * 2 * (documents > 0).sum()
+        assert numbers["routed"].counts.sum() == 2 * 2 * (documents > 0).sum()
     assert made[0.0][1] == made[2.0][1]  # the loss of tokens alone is recorded
     routers = [
         of["blocks"]["feed_forward"]["router"]["kernel"] for of, _ in made.values()

@@ -1,0 +1,143 @@
+"""Adapters of joined and transposed matrices and of experts: PEFT's numbers and files.
+
+adapters/ holds what make_adapters.py recorded. With a directory in the variable
+EXPORTS, what is saved stays there, for make_adapters.py --exports to compare.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxmem import checkpoints
+from tests.cases import slow
+from tests.checkpoints import seeded
+from tests.checkpoints.test_describing import random_decoder
+from tests.checkpoints.test_families import forward, record
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+NAMES = sorted(path.stem for path in seeded.ADAPTERS.glob("*.npz"))
+QUICK = "gpt_neox", "gpt_oss"  # by head; of experts, number by number
+TARGETS = {
+    "gemma4_experts": ("gate", "up"),
+    "gpt2": ("query", "key", "value", "output", "up"),
+    "gpt_neox": ("query", "key", "value", "up"),
+    "gpt_oss": ("query", "key", "value", "output", "gate", "up", "down"),
+    "mixtral": ("down",),
+    "phi3": ("query", "key", "value", "output", "gate", "up", "down"),
+    "qwen3_5": ("query", "output"),
+}
+
+
+@functools.cache
+def adapter(name):
+    return dict(np.load(seeded.ADAPTERS / f"{name}.npz"))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Directories of a checkpoint, and of PEFT's adapter of it."""
+
+    def save(name):
+        base = seeded.write(record(name), tmp_path / name)
+        return base, seeded.write_adapter(adapter(name), tmp_path / "adapter")
+
+    return save
+
+
+@jax.jit
+def logits(decoder, tokens):
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return forward(decoder, tokens, jnp.ones_like(tokens), places)
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in NAMES])
+def test_numbers_and_files_are_pefts(name, saved, tmp_path):
+    base, source = saved(name)
+    decoder = checkpoints.load(base, adapter=source)
+    assert decoder.config.lora_targets == TARGETS[name]
+    expected, places = adapter(name)["logits"], record(name)["places"]
+    tokens = jnp.asarray(record(name)["tokens"], jnp.int32)
+    atol = 1e-5 * np.abs(expected).max()
+    made = logits(decoder, tokens)
+    np.testing.assert_allclose(made[:, places], expected, rtol=0, atol=atol)
+    assert np.abs(expected - record(name)["logits"]).max() > 100 * atol
+    kept = os.environ.get("EXPORTS")
+    out = (pathlib.Path(kept) if kept else tmp_path / "out") / name
+    checkpoints.save_adapter(out, decoder, base=str(base))
+    again = checkpoints.load(base, adapter=out)
+    assert again.config == decoder.config
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, (again, decoder)))
+    checkpoints.save(tmp_path / "whole", checkpoints.merge(decoder), like=base)
+    merged = logits(checkpoints.load(tmp_path / "whole"), tokens)
+    np.testing.assert_allclose(merged[:, places], expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("phi3", {"rank_pattern": {"qkv_proj": 9}}, "rank_pattern without the same"),
+        (
+            "phi3",
+            {"rank_pattern": {"down_proj": 6}, "alpha_pattern": {"down_proj": 10}},
+            "rank_pattern={'down_proj': 6} is not implemented",
+        ),
+        (
+            "gpt_oss",
+            {"target_parameters": ["mlp.experts.gate_up_proj_bias"]},
+            r"target_parameters \['mlp.experts.gate_up_proj_bias'\] are not implemente",
+        ),
+        (
+            "gpt_oss",
+            {"target_parameters": ["layers.0.mlp.experts.down_proj"]},
+            "are mlp.experts.down_proj of some modules alone",
+        ),
+        ("gpt_oss", {"target_parameters": None}, "experts.* is of no matrix that can"),
+        ("phi3", {"fan_in_fan_out": True}, "fan_in_fan_out=True is not implemented"),
+    ],
+)
+def test_what_is_not_said_in_that_way_is_refused(name, change, message, saved):
+    base, source = saved(name)
+    config = json.loads((source / "adapter_config.json").read_text())
+    (source / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(checkpoints.CheckpointError, match=message):
+        checkpoints.load(base, adapter=source)
+
+
+def test_a_rank_of_joined_matrices_as_one_is_refused(saved, tmp_path):
+    base, source = saved("mixtral")
+    config = json.loads((source / "adapter_config.json").read_text())
+    name = "base_model.model.model.layers.{}.mlp.experts.lora_{}.weight"
+    config |= {
+        "r": 3, "target_parameters": ["experts.gate_up_proj"],
+        "rank_pattern": {"experts.gate_up_proj": 6},
+        "alpha_pattern": {"experts.gate_up_proj": 10},
+    }  # fmt: skip
+    made = {
+        name.format(layer, kind): np.ones(shape, np.float32)
+        for layer in range(3)
+        for kind, shape in (("A", (24, 64)), ("B", (192, 24)))
+    }
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    save_file(made, source / "adapter_model.safetensors")
+    with pytest.raises(checkpoints.CheckpointError, match="of rank 6 for 2 joined mat"):
+        checkpoints.load(base, adapter=source)
+
+
+def test_what_peft_would_put_elsewhere_is_said(tmp_path):
+    base = seeded.write(record("qwen3_next"), tmp_path / "base")
+    model = checkpoints.read_config(base).model
+    changes = {"lora_rank": 2, "lora_targets": ("down",), "dtype": "float32"}
+    decoder = random_decoder(dataclasses.replace(model, **changes))
+    with pytest.warns(UserWarning, match="shared_expert.down_proj' for those of exp"):
+        checkpoints.save_adapter(tmp_path / "out", decoder, base=str(base))
+    again = checkpoints.load(base, adapter=tmp_path / "out")
+    assert again.config.lora_targets == ("down",)
