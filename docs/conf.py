@@ -37,6 +37,7 @@ nb_execution_timeout = 300
 # Docstrings: single backticks are links where there is something to link to.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 autodoc_typehints_description_target = "documented"

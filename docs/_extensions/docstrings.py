@@ -7,6 +7,7 @@ import re
 import typing
 
 import jax.typing
+from sphinx.ext.autodoc.preserve_defaults import update_defvalue
 
 
 def as_literal_blocks(app, what, name, obj, options, lines):
@@ -43,9 +44,17 @@ _SECTION = re.compile(
 
 
 def constructor_signature(app, what, name, obj, options, signature, returns):
-    """The arguments of `__init__` where a metaclass takes any, as Flax's does."""
-    if what != "class" or signature != "(*args, **kwargs)":
+    """The arguments of `__init__` where a metaclass takes any, as Flax's does.
+
+    Those of a dataclass have no source: their defaults are named as they are.
+    """
+    if what != "class" or not signature:
         return None
+    if signature != "(*args, **kwargs)":
+        named = re.sub(r"=<(?:class|function) '?(.*?)'?>(?=[,)])", r"=\1", signature)
+        named = re.sub(r", parent=<.*?>, name=None", "", named)  # of every Linen module
+        return named.replace("<locals>.", ""), returns
+    update_defvalue(app, obj.__init__, True)  # defaults as the source has them
     _, *parameters = inspect.signature(obj.__init__).parameters.values()
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
     return str(inspect.Signature(bare)), returns

@@ -228,13 +228,18 @@ def _is_sample(sample: Mapping[str, Any]) -> bool:
 
 
 def _results(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What a run has come to on held-out data, and how long it took."""
-    for panel in _PANELS:
-        points = _points(steps, panel.fields.get("held out", ""))
-        if points:
-            step, best = panel.best(points, key=lambda point: point[1])
-            note = f"best {charts.number(best)}, step {int(step):,}"
-            yield _card(f"{panel.title}, held out", charts.number(points[-1][1]), note)
+    """What a run has come to, on held-out data if there are, and how long it took."""
+    scored = [
+        (panel, points)
+        for panel in _PANELS
+        if (points := _points(steps, panel.fields.get("held out", "")))
+    ]
+    for panel, points in scored:
+        step, best = panel.best(points, key=lambda point: point[1])
+        note = f"best {charts.number(best)}, step {int(step):,}"
+        yield _card(f"{panel.title}, held out", charts.number(points[-1][1]), note)
+    if not scored:
+        yield next(_tiles(_PANELS, steps), "")
     seconds = [value for _, value in _points(steps, "seconds")]
     if seconds:
         each = f"{charts.number(statistics.median(seconds))} s a step (median)"

@@ -130,6 +130,11 @@ def test_a_supervised_run_has_what_it_measured(tmp_path):
     assert "data.source = 'a.jsonl', run.job = 'sft' Loss, held out 4.5" in shown
     assert "4.5 best 4.5, step 2 Time of all steps 0 s 0.1 s a step (median)" in shown
     assert "Samples of the last rollout" not in page.texts
+    first = lines[0]  # without a held-out loss, the loss itself comes first
+    (tmp_path / "metrics.jsonl").write_text(first)
+    report.write(tmp_path)
+    page = Page((tmp_path / "report.html").read_text("utf-8"))
+    assert "run.job = 'sft' Loss 4 from 4 Time of all steps" in " ".join(page.texts)
 
 
 @pytest.mark.parametrize(
