@@ -422,6 +422,12 @@ def test_stories_are_saved_with_outputs(story):
     assert all(cell["execution_count"] for cell in code)
     kinds = {output["output_type"] for cell in code for output in cell["outputs"]}
     assert "error" not in kinds and "display_data" in kinds
+    said = [
+        "".join(output.get("text", "")) for cell in code for output in cell["outputs"]
+    ]
+    assert not any("\x1b[2K" in text for text in said), "a progress bar was drawn"
+    typed = "".join("".join(cell["source"]) for cell in code)
+    assert "os.chdir" not in typed and "cli.main" not in typed
 
 
 def test_readme_is_one_screen_or_two():
