@@ -222,7 +222,7 @@ def _no_kernels(versions, plugins, driver, backend) -> str:
     if backend != "gpu" or devices.has_mosaic() and devices.has_triton():
         return ""
     slower = [] if devices.has_triton() else ["norms", "decoding"]
-    slower += [] if devices.has_mosaic() else ["the head", "divergences"]
+    slower += [] if devices.has_mosaic() else ["the head", "divergences", "experts"]
     return (
         f"jax {versions['jax']} has no kernels for this GPU of {', '.join(slower)}: "
         "they run on XLA, slower; the kernels need a GPU of compute capability 9.0 or "

@@ -17,6 +17,8 @@ import pytest
 
 import jaxmem
 from jaxmem import devices
+from jaxmem.models import grouped
+from jaxmem.models.mixture import Expert
 from jaxmem.models.partitioning import AXES
 from jaxmem.train.jobs import sft
 from tests.train import test_mesh_gpu
@@ -192,3 +194,37 @@ def test_training_steps_on_two(axis):
         program = sft.Program(config, config.model.vocab_size, packed=False)
         text = program.compile_step(config.head).as_text()
     assert text.count(KERNEL) >= 4
+
+
+def test_experts_store_what_is_routed_and_multiply_what_is_trained():
+    tokens, groups, chosen, hidden, ff = 2048, 16, 4, 512, 256
+    run = Expert("bfloat16", "silu", None, False, 1.0)
+
+    def loss(weights, x, scale, choice):
+        out = grouped.apply(run, weights, x, choice, scale)
+        return jnp.sum(out * out)
+
+    def of(shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    weights = {
+        name: {"kernel": of((groups, hidden, ff))} for name in ("gate", "up")
+    } | {"down": {"kernel": of((groups, ff, hidden))}}  # fmt: skip
+    places = tokens, chosen
+    given = (
+        weights,
+        of((tokens, hidden)),
+        of(places, jnp.float32),
+        of(places, jnp.int32),
+    )
+    routed = tokens * chosen + groups * 128
+    results = 4 * tokens * hidden
+    for what, launches, wide in (
+        (loss, 2, (1, 2)), (jax.grad(loss, (1, 2)), 4, (2, 4)),
+        (jax.grad(loss, (0, 1, 2)), 6, (2, 4)),
+    ):  # fmt: skip
+        program = jax.jit(what).lower(*given).compile()
+        assert program.as_text().count(KERNEL) == launches
+        taken = program.memory_analysis().temp_size_in_bytes
+        sorted_rows = 2 * routed * (wide[0] * hidden + wide[1] * ff)
+        assert taken <= sorted_rows + results + 64 * routed

@@ -95,8 +95,8 @@ def test_what_is_installed_here_is_not_too_new():
 @pytest.mark.parametrize(
     "capability, slower",
     [
-        ("7.5", "norms, decoding, the head, divergences"),
-        ("8.0", "the head, divergences"),
+        ("7.5", "norms, decoding, the head, divergences, experts"),
+        ("8.0", "the head, divergences, experts"),
     ],
 )
 def test_a_gpu_without_kernels(capability, slower, monkeypatch):

@@ -16,7 +16,7 @@ class Call:
         implementation: the backend that runs the call.
         why: why this backend was chosen.
         chunk: tokens whose logits, or their derivative in "hopper", may be alive at
-            once.
+            once; None of a call without logits.
         live_logits_bytes: chunk · V · 4, the float32 logits alive at once; 0 in
             "hopper", which stores none.
         gradient_samples: entries of each token's derivative that are sampled; None
@@ -27,17 +27,20 @@ class Call:
     shapes: dict[str, tuple[int, ...]]
     implementation: str
     why: str
-    chunk: int
-    live_logits_bytes: int
+    chunk: int | None = None
+    live_logits_bytes: int = 0
     gradient_samples: int | None = None
 
     def __str__(self):
         shapes = " ".join(f"{k}{list(v)}" for k, v in self.shapes.items())
+        line = f"{self.verb}({shapes}): {self.implementation} ({self.why})"
+        if self.chunk is None:
+            return line
         stored = f"{self.live_logits_bytes / 2**20:.1f} MiB of logits"
         sampled = f", gradients sampled: {self.gradient_samples} entries a token"
         return (
-            f"{self.verb}({shapes}): {self.implementation} ({self.why}), "
-            f"chunk={self.chunk}, {stored if self.live_logits_bytes else 'no logits'}"
+            f"{line}, chunk={self.chunk}, "
+            f"{stored if self.live_logits_bytes else 'no logits'}"
             f"{sampled if self.gradient_samples else ''}"
         )
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxmem import remat
-from jaxmem.models import grouped, partitioning, routing
+from jaxmem.models import grouped, grouped_rows, partitioning, routing
 from jaxmem.models.balance import Choice
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.feed_forward import FeedForward, gated
@@ -107,6 +107,7 @@ class Experts(nnx.Module):
         arrays = {name: getattr(self, name).arrays for name in ("gate", "up", "down")}
 
         def on_device(arrays, x, chosen, weights):
+            x = x.astype(config.dtype)
             flat = [a.reshape(-1, a.shape[-1]) for a in (x, chosen, weights)]
             return grouped.apply(run, arrays, *flat).reshape(x.shape)
 
@@ -200,7 +201,7 @@ class Matrices(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Expert:
-    """down(activation(gate(x)) up(x)) of one expert, for `grouped.apply`.
+    """down(scale activation(gate(x)) up(x)) of one expert, for `grouped.apply`.
 
     Attributes:
         dtype: of the products' operands.
@@ -216,18 +217,29 @@ class Expert:
     plus_one: bool
     lora_scale: float
 
-    def __call__(self, weights: Mapping[str, Any], x: jax.Array) -> jax.Array:
-        """Map [R, hidden] to [R, hidden]."""
-        gate, up = (self._product(weights[name], x) for name in ("gate", "up"))
+    def __call__(
+        self, rows: grouped_rows.Rows, weights: Mapping[str, Any], x, scale
+    ) -> jax.Array:
+        """Map [R, hidden] to [R, hidden], with the scale [R] of each row."""
+        gate, up = self._products(rows, x, weights["gate"], weights["up"])
         if self.limit is not None:
             gate = jnp.minimum(gate, self.limit)
             up = jnp.clip(up, -self.limit, self.limit)
         up = up + 1 if self.plus_one else up
-        return self._product(weights["down"], gated(gate, up, self.activation))
+        wide = gated(gate, up, self.activation).astype(jnp.float32)
+        scaled = (wide * scale[:, None]).astype(gate.dtype)
+        return self._products(rows, scaled, weights["down"], scale=scale)[0]
 
-    def _product(self, matrix: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
-        typed = {name: array.astype(self.dtype) for name, array in matrix.items()}
-        out = x @ typed["kernel"]
-        if "lora_a" in typed:
-            out = out + (x @ typed["lora_a"]) * self.lora_scale @ typed["lora_b"]
-        return out + typed["bias"] if "bias" in typed else out
+    def _products(self, rows: grouped_rows.Rows, x, *matrices, scale=None):
+        """Of x with each matrix and its adapters, and its bias, which is scaled."""
+        out = rows.products(x, *(each["kernel"] for each in matrices))
+        for i, each in enumerate(matrices):
+            if "lora_a" in each:
+                (low,) = rows.products(x, each["lora_a"])
+                low = low * self.lora_scale
+                out[i] = out[i] + rows.products(low, each["lora_b"])[0]
+            if "bias" in each:
+                bias = rows.own(each["bias"].astype(self.dtype))
+                scaled = bias if scale is None else bias * scale[:, None]
+                out[i] = (out[i] + scaled).astype(self.dtype)
+        return out

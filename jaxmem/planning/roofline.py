@@ -151,7 +151,7 @@ def _vectors(equation):
 
 def _work(equation) -> tuple[float, float]:
     """Operations and bytes of an equation that runs once; (0, 0) if it has none."""
-    if equation.primitive.name == "mpmd_map":  # a Pallas kernel of the head
+    if equation.primitive.name == "mpmd_map":  # a Pallas kernel
         return _of_kernel(equation)
     work = cost.operations(equation)
     if not work:
@@ -161,12 +161,17 @@ def _work(equation) -> tuple[float, float]:
 
 
 def _of_kernel(equation):
-    """Operations and bytes of a head kernel, from the shapes of its matrices.
+    """Operations and bytes of a kernel, from the shapes of its matrices.
 
-    A kernel computes statistics or derivatives from hidden and W, or the gradient of
-    either from derivatives.
+    A kernel of the head computes statistics or derivatives from hidden and W, or the
+    gradient of either from derivatives. One of experts has matrices of all groups
+    among its operands or results, and is counted as if all tiles of rows were full.
     """
     avals = [x.aval for x in equation.invars]
+    if groups := _groups(equation):
+        rows, each = avals[1].shape[0], sum(a.size // a.shape[0] for a in groups)
+        every = (*avals, *(x.aval for x in equation.outvars))
+        return 2.0 * rows * each, float(sum(a.size * a.dtype.itemsize for a in every))
     matrices = [
         a for a in avals if getattr(a, "ndim", 0) == 2 and a.dtype.itemsize == 2
     ]
@@ -186,13 +191,23 @@ def _of_kernel(equation):
     return 2.0 * first.size * columns, float(moved)
 
 
+def _groups(equation):
+    """Matrices of all groups of a kernel; none of a kernel of the head."""
+    return [
+        x.aval for x in (*equation.invars, *equation.outvars)
+        if getattr(x.aval, "ndim", 0) == 3
+    ]  # fmt: skip
+
+
 def _name(equation):
-    name = equation.primitive.name
+    name, given = equation.primitive.name, [x.aval for x in equation.invars]
     if name == "mpmd_map":
         name = "head kernel"
+        if _groups(equation):
+            name, given = "experts kernel", given[1:]  # the first says where rows are
     elif name == "dot_general":
         name = ""
-    given = " x ".join(_text(x.aval) for x in equation.invars[:2])
+    given = " x ".join(map(_text, given[:2]))
     return f"{name} {given}".strip()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.models import balance, grouped, routing
+from jaxmem.models import balance, grouped, grouped_loop, grouped_rows, routing
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.planning import roofline
@@ -23,8 +23,10 @@ SMALL = ModelConfig(
 )  # fmt: skip
 
 
-def expert(weights, x):
-    return jax.nn.silu(x @ weights["up"] + weights["bias"]) @ weights["down"]
+def expert(rows, weights, x, scale):
+    (up,) = rows.products(x, weights["up"])
+    wide = jax.nn.silu(up + rows.own(weights["bias"])) * scale[:, None]
+    return rows.products(wide.astype(x.dtype), weights["down"])[0]
 
 
 def operands(rows, groups, chosen, hidden=16, ff=24):
@@ -41,7 +43,9 @@ def operands(rows, groups, chosen, hidden=16, ff=24):
 
 
 def everywhere(weights, x, choice, scale):
-    every = jnp.moveaxis(jax.vmap(expert, (0, None))(weights, x), 0, 1)
+    ones = jnp.ones(len(x))
+    run = functools.partial(expert, grouped_loop.Alike())
+    every = jnp.moveaxis(jax.vmap(run, (0, None, None))(weights, x, ones), 0, 1)
     chosen = jnp.take_along_axis(every, choice[..., None], axis=1)
     return jnp.sum(scale[..., None] * chosen, axis=1)
 
@@ -71,8 +75,8 @@ def test_only_the_chosen_groups_count(rows, groups, chosen, uneven):
 
 def test_tiles_hold_each_row_once_by_group():
     choice = operands(200, 5, 2)[2]
-    found = grouped.tiles(choice, 5)
-    rows, count = np.asarray(found.rows), int(found.count)
+    found = grouped_rows.tiles(choice, 5, 64)
+    rows, count = np.asarray(found.rows), int(found.first[-1])
     size = len(rows) // len(found.groups)
     is_row = rows < choice.size
     assert sorted(rows[is_row]) == list(range(choice.size))
@@ -103,7 +107,7 @@ def test_work_and_memory_are_those_of_routed_rows(groups):
 
         return jax.grad(loss)(x)
 
-    size = grouped.tile_rows(rows * chosen, groups)
+    size = grouped_loop.tile_rows(rows * chosen, groups)
     routed = rows * chosen + groups * size  # each group may have one tile in part
     once = 2 * 2 * 32 * 48
     assert rows * chosen * once <= products(forward, *arrays) <= routed * once

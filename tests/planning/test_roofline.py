@@ -7,8 +7,12 @@ from jax import lax
 
 import jaxmem
 from jaxmem import devices
+from jaxmem.backends import hopper
+from jaxmem.models import grouped
+from jaxmem.models.mixture import Expert
 from jaxmem.planning import accounts, roofline
 from jaxmem.train.phases import Phase
+from tests.kernels import needs_pallas
 
 NOTHING = accounts.Account(0, 0, 0)
 N, D, V = 64, 32, 192
@@ -101,3 +105,35 @@ def test_what_is_sent_is_at_the_end_of_the_range(fake):
     assert made.high - made.seconds / roofline.EFFICIENCY[0] == pytest.approx(
         made.sending
     )
+
+
+@needs_pallas
+def test_kernels_of_experts_cost_what_full_tiles_do(fake, monkeypatch):
+    monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
+    tokens, groups, chosen, hidden, ff = 64, 4, 2, 128, 64
+    up, down = (
+        {"kernel": jax.ShapeDtypeStruct((groups, *shape), jnp.bfloat16)}
+        for shape in ((hidden, ff), (ff, hidden))
+    )
+    x, choice, scale = (
+        jax.ShapeDtypeStruct(*of)
+        for of in (
+            ((tokens, hidden), jnp.bfloat16), ((tokens, chosen), jnp.int32),
+            ((tokens, chosen), jnp.float32),
+        )
+    )  # fmt: skip
+    run = Expert("bfloat16", "silu", None, False, 1.0)
+
+    def forward(weights, x, choice, scale):
+        return grouped.apply(run, weights, x, choice, scale).sum()
+
+    weights = {"gate": up, "up": up, "down": down}
+    once = 2 * 128 * groups * hidden * ff  # as many tiles as there may be
+    made = estimate(forward, weights, x, choice, scale)
+    assert made.operations == 3 * once
+    assert {product.name for product in made.products} == {
+        "experts kernel bf16[512,128] x bf16[4,128,64]",
+        "experts kernel bf16[512,64] x bf16[4,64,128]",
+    }
+    made = estimate(jax.grad(forward, (0, 1, 3)), weights, x, choice, scale)
+    assert made.operations == (3 + 2 + 6) * once + once  # one whose result is not used

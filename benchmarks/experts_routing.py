@@ -1,0 +1,20 @@
+"""Which experts tokens are routed to, as uneven as trained routers leave them.
+
+    logit_ne = b_e + noise,   b_e ~ N(0, 0.5),   the 8 largest of 128
+
+A bias of each expert, which all tokens share, makes some experts several times as busy
+as others; `run_experts` writes how many rows each one has.
+"""
+
+import numpy as np
+
+SPREAD = 0.5  # standard deviation of the biases, that of the noise being 1
+
+
+def choices(tokens: int, experts: int, chosen: int, seed: int = 0) -> np.ndarray:
+    """Int32 [tokens, chosen], all different in a row."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((tokens, experts), np.float32)
+    logits += SPREAD * rng.standard_normal(experts, np.float32)
+    best = np.argpartition(-logits, chosen, axis=1)[:, :chosen]
+    return best.astype(np.int32)

@@ -1,0 +1,89 @@
+"""Rows sorted by group, and what a function of them may ask of them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class Rows(Protocol):
+    """What the function of `apply` asks of its rows, each of which has a group."""
+
+    def products(self, x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+        """Each row of x [R, D] times the matrices of its group, in the dtype of x."""
+        ...
+
+    def own(self, vectors: jax.Array) -> jax.Array:
+        """The vector of each row's group, as an array that broadcasts to [R, D]."""
+        ...
+
+
+# (rows, weights, x [R, D], scale f32 [R]) -> [R, D'], with weights of all groups that
+# only `rows` reads.
+Function = Callable[[Rows, Any, jax.Array, jax.Array], jax.Array]
+
+
+class Tiles(NamedTuple):
+    """Rows by group. An index n K + k means row n and its choice k."""
+
+    rows: jax.Array  # int32 [tiles R] indices; at least N K where there is none
+    groups: jax.Array  # int32 [tiles]
+    first: jax.Array  # int32 [groups + 1], the first tile of each, and their number
+    counts: jax.Array  # int32 [groups], rows of each
+
+
+def tiles(choice: jax.Array, groups: int, size: int) -> Tiles:
+    """The tiles of `size` rows that choose groups [N, K]."""
+    flat = choice.reshape(-1)
+    most = min(groups, len(flat))
+    most += (len(flat) - most) // size
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    ends = jnp.searchsorted(  # unrolled, it is one program of a GPU
+        flat[order], jnp.arange(groups), side="right", method="scan_unrolled"
+    )
+    counts = jnp.diff(ends, prepend=0).astype(jnp.int32)
+    starts, needed = ends - counts, -(-counts // size)
+    first = jnp.pad(jnp.cumsum(needed), (1, 0)).astype(jnp.int32)
+    tile = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.sum(first[None, 1:] <= tile[:, None], axis=1, dtype=jnp.int32)
+    group = jnp.minimum(group, groups - 1)
+    place = (tile - first[group])[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+    own = order.at[starts[group][:, None] + place].get(mode="clip")
+    # Those of no row are different, too, as unique indices have to be.
+    none = len(flat) + choice.shape[1] * jnp.arange(size, dtype=jnp.int32)
+    rows = jnp.where(place < counts[group][:, None], own, none)
+    return Tiles(rows.reshape(-1), group, first, counts)
+
+
+class Arguments(NamedTuple):
+    """Of `apply`, with the tiles."""
+
+    weights: Any
+    x: jax.Array
+    scale: jax.Array
+    tiles: Tiles
+
+
+def rows_at(x: jax.Array, at: jax.Array) -> jax.Array:
+    """Rows of x, 0 where there is none."""
+    return x.at[at].get(mode="fill", fill_value=0)
+
+
+def is_primal(x: Any) -> bool:
+    """Whether x is an argument of a rule with symbolic zeros."""
+    return hasattr(x, "perturbed")
+
+
+def flags(primals) -> list[jax.Array]:
+    """Which are differentiated, to be read by `flagged` in the backward pass.
+
+    Shapes are known while that is traced: jax takes the residuals of all ways in which
+    a traced call is differentiated to be one tree.
+    """
+    return [jnp.zeros((int(w.perturbed), 0)) for w in primals]
+
+
+def flagged(found) -> list[int]:
+    """The numbers of those that are differentiated."""
+    return [i for i, flag in enumerate(found) if flag.shape[0]]
