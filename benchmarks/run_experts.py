@@ -152,23 +152,25 @@ def parts(sizes: Sizes, given) -> dict[str, Path]:
     import jax
 
     from jaxmem.backends import hopper
-    from jaxmem.kernels import grouped_products as kernels
+    from jaxmem.kernels import grouped_products
     from jaxmem.models import grouped_rows, grouped_sorted
 
     weights, x, choice, scale, _ = given
     gate, up, down = (weights[name]["kernel"] for name in ("gate", "up", "down"))
     find = functools.partial(
-        grouped_rows.tiles, groups=sizes.experts, size=kernels.ROWS
+        grouped_rows.tiles, groups=sizes.experts, size=grouped_products.ROWS
     )
     found = jax.jit(find)(choice)
     arguments = grouped_rows.Arguments(weights, x, scale, found)
     where = grouped_sorted.Sorted.of(found).where
     gather = grouped_sorted.sorted_rows
     wide = jax.jit(gather)(arguments)[0]
-    launch = kernels.launch(x.dtype, hopper.n_blocks())
-    of_rows = functools.partial(kernels.of_rows, launch)
+    launch = grouped_products.launch(x.dtype, hopper.n_blocks())
+    of_rows = functools.partial(grouped_products.of_rows, launch)
     back = functools.partial(of_rows, transposed=True)
-    of_groups = functools.partial(kernels.of_groups, launch, dtype=np.dtype(x.dtype))
+    of_groups = functools.partial(
+        grouped_products.of_groups, launch, dtype=np.dtype(x.dtype)
+    )
     short, other = jax.jit(lambda *a: of_rows(*a))([wide], [gate, up], where)
 
     def add(rows, arguments):

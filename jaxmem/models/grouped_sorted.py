@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.backends import hopper
-from jaxmem.kernels import grouped_products as kernels
+from jaxmem.kernels import grouped_products
 from jaxmem.models import grouped_rows
 from jaxmem.models.grouped_rows import Arguments, Function, rows_at
 
@@ -28,18 +28,18 @@ from jaxmem.models.grouped_rows import Arguments, Function, rows_at
 def tile_rows(rows: int, groups: int) -> int:
     """Rows of a tile of the kernels, whatever there are."""
     del rows, groups
-    return kernels.ROWS
+    return grouped_products.ROWS
 
 
 class Sorted(NamedTuple):
     """`grouped_rows.Rows` of all groups: weights are those of all."""
 
-    where: kernels.Sorted
+    where: grouped_products.Sorted
 
     @classmethod
     def of(cls, found: grouped_rows.Tiles) -> "Sorted":
         """Those of some tiles."""
-        return cls(kernels.Sorted(found.groups, found.first, found.counts))
+        return cls(grouped_products.Sorted(found.groups, found.first, found.counts))
 
     def products(self, x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
         """Each row times the matrices of its group."""
@@ -109,15 +109,17 @@ def _own(where, vectors):
 
 
 def _own_forward(where, vectors):
-    rows = jnp.repeat(vectors[where.groups], kernels.ROWS, axis=0)
+    rows = jnp.repeat(vectors[where.groups], grouped_products.ROWS, axis=0)
     return rows, (where, vectors)
 
 
 def _own_backward(residuals, slope):
     where, vectors = residuals
-    wide = slope.astype(jnp.float32).reshape(len(where.groups), kernels.ROWS, -1)
+    wide = slope.astype(jnp.float32).reshape(
+        len(where.groups), grouped_products.ROWS, -1
+    )
     # Rows that are not there may be anything.
-    there = jnp.arange(kernels.ROWS) < where.rows()[:, None]
+    there = jnp.arange(grouped_products.ROWS) < where.rows()[:, None]
     sums = jnp.sum(jnp.where(there[:, :, None], wide, 0), axis=1)
     total = jnp.zeros((len(vectors), wide.shape[2]), jnp.float32)
     return None, total.at[where.groups].add(sums).astype(vectors.dtype)
@@ -128,8 +130,10 @@ _own.defvjp(_own_forward, _own_backward)
 
 @jax.custom_vjp
 def _products(where, x, weights):
-    launch = kernels.launch(x.dtype, hopper.n_blocks())
-    return kernels.of_rows(launch, [x], [w.astype(x.dtype) for w in weights], where)
+    launch = grouped_products.launch(x.dtype, hopper.n_blocks())
+    return grouped_products.of_rows(
+        launch, [x], [w.astype(x.dtype) for w in weights], where
+    )
 
 
 def _products_forward(where, x, weights):
@@ -144,16 +148,20 @@ def _products_backward(residuals, slopes):
     found, where, x, weights = residuals
     n_blocks = hopper.n_blocks()
     typed = [w.astype(x.dtype) for w in weights]
-    (by_x,) = kernels.of_rows(
-        kernels.launch(x.dtype, n_blocks), slopes, typed, where, transposed=True
+    (by_x,) = grouped_products.of_rows(
+        grouped_products.launch(x.dtype, n_blocks),
+        slopes,
+        typed,
+        where,
+        transposed=True,
     )
     by_weights = [None] * len(weights)
     trained = grouped_rows.flagged(found)
     if trained:
         dtype = weights[0].dtype
-        launch = kernels.launch(dtype, n_blocks)
+        launch = grouped_products.launch(dtype, n_blocks)
         some = [slopes[i] for i in trained]
-        sums = kernels.of_groups(launch, x, some, where, dtype)
+        sums = grouped_products.of_groups(launch, x, some, where, dtype)
         for i, total in zip(trained, sums, strict=True):
             by_weights[i] = total
     return None, by_x, tuple(by_weights)

@@ -52,15 +52,17 @@ def problem(dtype=jnp.bfloat16):
 def launches(x, ys, weights, where, dtype):
     """Every product, of one matrix and of two."""
     from jaxmem.backends import hopper
-    from jaxmem.kernels import grouped_products as kernels
+    from jaxmem.kernels import grouped_products
 
-    narrow = kernels.launch(x.dtype, hopper.n_blocks())
-    wide = kernels.launch(dtype, hopper.n_blocks())
+    narrow = grouped_products.launch(x.dtype, hopper.n_blocks())
+    wide = grouped_products.launch(dtype, hopper.n_blocks())
     some = [
         [
-            *kernels.of_rows(narrow, [x], weights[:n], where),
-            *kernels.of_rows(narrow, ys[:n], weights[:n], where, transposed=True),
-            *kernels.of_groups(wide, x, ys[:n], where, dtype),
+            *grouped_products.of_rows(narrow, [x], weights[:n], where),
+            *grouped_products.of_rows(
+                narrow, ys[:n], weights[:n], where, transposed=True
+            ),
+            *grouped_products.of_groups(wide, x, ys[:n], where, dtype),
         ]
         for n in (1, 2)
     ]
