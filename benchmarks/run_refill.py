@@ -1,6 +1,7 @@
 """The share of slots that decode something, when slots are refilled.
 
     python -m benchmarks.run_refill
+    python -m benchmarks.run_refill --timed grpo_qwen3_8b_h200.gin --out refill_h200.csv
 
 Rollouts of four times as many completions as slots, in groups of 16, are decoded by the
 sampler's own loop with a tiny model; lengths are given instead of sampled, a hundredth
@@ -8,19 +9,24 @@ of those meant. They are lognormal with a deviation of 0.8: 75% are below 8,192 
 and all end at 16,384, as in Open R1's second update (huggingface.co/blog/open-r1). How
 much alike those of a prompt are is not published: `alike` is the share of the variance
 of their logarithms that is the prompt's. Beside it: without refilling, in the order of
-the rollout, and longest first, which would need to know lengths before.
+the rollout, and longest first, which would need to know lengths before. The second
+command times a model of these sizes with random weights, refilled and in parts of as
+many rows as slots; it divides lengths by 32.
 """
 
 import argparse
 import heapq
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxmem.train.config import load
 
 from benchmarks import results
-from jaxmem.models import refill
+from benchmarks.run_grpo import CONFIGS
+from jaxmem.models import refill, sampling
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.sampling import Drawn
 
@@ -31,33 +37,73 @@ SIZES = ModelConfig(
 )
 
 
-def lengths_of(rng, prompts, alike):
-    """Tokens of each completion, a hundredth of them."""
+def lengths_of(rng, prompts, alike, scale):
+    """Tokens of each completion, divided by a scale."""
     of_prompt = np.repeat(rng.standard_normal(prompts), GROUP)
     own = rng.standard_normal(prompts * GROUP)
     z = alike**0.5 * of_prompt + (1 - alike) ** 0.5 * own
     lengths = BELOW * np.exp(SPREAD * (z - 0.6745))
-    return np.clip(lengths / SCALE, 2, LIMIT // SCALE).astype(np.int32)
+    return np.clip(lengths / scale, 2, LIMIT // scale).astype(np.int32)
+
+
+def decode(model, lengths, slots, most, width=1):
+    """Steps of the sampler's loop, and tokens; rows end at these lengths."""
+    rows = len(lengths)
+    nothing = jnp.zeros((rows, most))
+    nothing = Drawn(nothing.astype(jnp.int32), nothing.astype(bool), nothing, None)
+
+    def draw(wanted, steps, logits, none):
+        best = jnp.argmax(logits, axis=1).astype(jnp.int32)
+        drawn = Drawn(best, ~none, jnp.zeros(len(steps)), None)
+        return drawn, none | (steps + 1 == wanted)
+
+    numbers = jnp.arange(rows, dtype=jnp.int32) // GROUP
+    prompts = jnp.tile(numbers[:, None] % 4, (1, width))
+    given = refill.Prompts(prompts, jnp.full(rows, width), lengths)
+    unroll = jax.default_backend() == "gpu"
+    loop = refill.Refill(nnx.split(model), given, slots, most, draw, unroll)
+    decoded = loop.run(nothing)
+    return jnp.max(decoded.starts + decoded.lengths) - 1, decoded.drawn.tokens
 
 
 @jax.jit(static_argnums=1)
 def refilled(lengths, slots):
-    """Steps of the sampler's loop, with rows that end at these lengths."""
-    rows, most = len(lengths), LIMIT // SCALE
-    nothing = jnp.zeros((rows, most))
-    nothing = Drawn(nothing.astype(int), nothing.astype(bool), nothing, None)
+    """Steps of `decode` by a tiny model."""
+    model = Decoder(SIZES, rngs=nnx.Rngs(0))
+    return decode(model, lengths, slots, LIMIT // SCALE)[0]
 
-    def draw(wanted, steps, logits, none):
-        zeros = jnp.zeros(len(steps))
-        drawn = Drawn(zeros.astype(int), ~none, zeros, None)
-        return drawn, none | (steps + 1 == wanted)
 
-    numbers = jnp.arange(rows, dtype=jnp.int32) // GROUP
-    given = refill.Prompts(numbers[:, None] % 4, jnp.ones(rows, int), lengths)
-    model = nnx.split(Decoder(SIZES, rngs=nnx.Rngs(0)))
-    loop = refill.Refill(model, given, slots, most, draw, unroll=False)
-    decoded = loop.run(nothing)
-    return jnp.max(decoded.starts + decoded.lengths) - 1
+def timed(name, slots, alike, scale, overrides):
+    """Seconds of a rollout of a model of real size, refilled and in parts."""
+    config = load(CONFIGS / name, overrides)[0]
+    most, width = LIMIT // scale, 128
+    lengths = lengths_of(np.random.default_rng(0), TIMES * slots // GROUP, alike, scale)
+
+    @jax.jit
+    def weights():
+        return nnx.split(Decoder(config.model, rngs=nnx.Rngs(0)))[1]
+
+    shape = nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0)))
+    definition, held = nnx.split(shape)[0], weights()
+
+    @jax.jit(compiler_options=sampling.COMPILER_OPTIONS)
+    def run(held, lengths):
+        model = sampling.prepared(nnx.merge(definition, held))
+        return decode(model, lengths, slots, most, width)
+
+    for way, parts in (("refilled", [lengths]), ("parts", np.split(lengths, TIMES))):
+        jax.block_until_ready(run(held, np.full_like(parts[0], 2)))
+        start = time.perf_counter()
+        steps = sum(int(jax.device_get(run(held, part))[0]) for part in parts)
+        seconds = time.perf_counter() - start
+        yield {
+            "config": name, "way": way, "slots": slots, "completions": len(lengths),
+            "alike": alike, "longest": most, "prompt_tokens": width,
+            "tokens": int(lengths.sum()), "steps": steps,
+            "busy": f"{(lengths - 1).sum() / (slots * steps):.3f}",
+            "seconds": f"{seconds:.2f}",
+            "tokens_per_second": round(lengths.sum() / seconds),
+        }  # fmt: skip
 
 
 def in_order(lengths, slots):
@@ -78,7 +124,7 @@ def measure(slots, alike, repetitions):
     shares = []
     for seed in range(repetitions):
         rng = np.random.default_rng(seed)
-        lengths = lengths_of(rng, TIMES * slots // GROUP, alike)
+        lengths = lengths_of(rng, TIMES * slots // GROUP, alike, SCALE)
         steps = (
             int(refilled(lengths, slots)), together(lengths, slots),
             in_order(lengths, slots), in_order(-np.sort(-lengths), slots),
@@ -93,17 +139,28 @@ def measure(slots, alike, repetitions):
     }  # fmt: skip
 
 
+def told(row):
+    print(row, flush=True)
+    return row
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=10)
     parser.add_argument("--slots", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--out", default="refill_cpu.csv")
+    parser.add_argument("--timed", metavar="CONFIG", help="sizes of a real model")
+    parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
     rows = []
+    if given.timed:
+        case = given.timed, given.slots[0], 0.5, 32, given.overrides
+        rows = [*map(told, timed(*case))]
+        print("wrote", results.write(given.out, rows))
+        return
     for slots in given.slots:
         for alike in (0.0, 0.5, 0.8, 0.9, 1.0):
-            rows.append(measure(slots, alike, given.rollouts))
-            print(rows[-1], flush=True)
+            rows.append(told(measure(slots, alike, given.rollouts)))
     print("wrote", results.write(given.out, rows))
 
 

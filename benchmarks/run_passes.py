@@ -1,12 +1,14 @@
-"""Passes of GRPO over a rollout whose groups' prompts are read once, and each time.
+"""Old, reference and update passes of GRPO, without a sampler.
 
-    python -m benchmarks.run_shared --out shared_h200.csv
-    python -m benchmarks.run_shared --out shared_h200.csv model.attention=cudnn
+    python -m benchmarks.run_passes --out passes_h200.csv
+    python -m benchmarks.run_passes --out passes_h200.csv model.attention=cudnn
 
-The job is grpo_qwen3_8b_h200.gin, in groups of 16 with prompts as long as completions;
-tokens, log-probabilities and advantages are random. Old, reference and update passes
-are timed, with one minibatch and with two; tokens are those of all sequences, with
-their prompts, whether these are read or not.
+Case "job" is grpo_qwen3_8b_h200.gin with completions of full length; "unshared" and
+"shared" have groups of 16 with prompts as long as completions, which are read each time
+or once. Tokens, log-probabilities and advantages are random. All passes are timed, with
+one minibatch and with two; tokens are those of all sequences with their prompts,
+whether these are read or not. In phase "all before" the old pass reads the whole
+rollout, as the reference pass does, whose seconds count twice.
 """
 
 import argparse
@@ -45,22 +47,26 @@ class LongPrompts(TaskConfig):
         return self.room
 
 
-def config_of(share, minibatches, tokens, group, overrides):
+def config_of(case, minibatches, tokens, group, overrides):
     """Four groups, in micro-batches of one group's tokens that are read at once."""
-    given = [f"sampling.max_new_tokens={tokens}", f"grpo.group_size={group}"]
-    given += [f"grpo.minibatches={minibatches}", "grpo.prompts=4"]
-    given += ["grpo.row_lengths=None", f"grpo.max_tokens_train={tokens * (group + 1)}"]
-    given += [f"grpo.max_tokens_forward={2 * tokens * (group + 1)}", *overrides]
+    given = [f"grpo.minibatches={minibatches}", *overrides]
+    if case == "job":
+        return load(CONFIGS / CONFIG, given)[0]
+    given += [f"sampling.max_new_tokens={tokens}", f"grpo.group_size={group}"]
+    given += ["grpo.row_lengths=None", "grpo.prompts=4"]
+    given += [f"grpo.max_tokens_train={tokens * (group + 1)}"]
+    given += [f"grpo.max_tokens_forward={2 * tokens * (group + 1)}"]
     config, _ = load(CONFIGS / CONFIG, given)
     task = LongPrompts(**dataclasses.asdict(config.task), room=tokens)
-    grpo = dataclasses.replace(config.grpo, share_prompts=share)
+    grpo = dataclasses.replace(config.grpo, share_prompts=case == "shared")
     return dataclasses.replace(config, task=task, grpo=grpo)
 
 
 def rollout_of(config, seed):
     """Random tokens of full length, and what they are worth."""
-    rng, grpo, tokens = np.random.default_rng(seed), config.grpo, config.task.room
-    shape = grpo.samples, config.sampling.max_new_tokens
+    rng, grpo = np.random.default_rng(seed), config.grpo
+    tokens, sampled = sizes_of(config)
+    shape = grpo.samples, sampled
     prompts = rng.integers(2, 14, (grpo.prompts, tokens), np.int32)
     prompts = prompts.repeat(grpo.group_size, axis=0)
     sampled = rng.integers(2, 14, shape, np.int32)
@@ -73,6 +79,11 @@ def rollout_of(config, seed):
         None, completions, made, None, Graded(worth, worth), worth,
         np.ones(grpo.samples, bool), np.ones_like(full), 0, None,
     )  # fmt: skip
+
+
+def sizes_of(config):
+    """Tokens of a prompt and of a completion."""
+    return config.task.prompt_length, config.sampling.max_new_tokens
 
 
 def take(job, number, state):
@@ -96,9 +107,9 @@ def take(job, number, state):
     return state, np.diff(marks)
 
 
-def measure(share, minibatches, tokens, group, overrides, steps):
-    """A row a pass, and one of all: medians over the rollouts but the first."""
-    config = config_of(share, minibatches, tokens, group, overrides)
+def measure(case, minibatches, tokens, group, overrides, steps):
+    """A row a pass, and two of all: medians over the rollouts but the first."""
+    config = config_of(case, minibatches, tokens, group, overrides)
     job = Grpo(config)
     job.program = job.make_program(job.vocabulary())
     lowered = SimpleNamespace(compile=lambda: None)  # nothing is sampled
@@ -108,21 +119,23 @@ def measure(share, minibatches, tokens, group, overrides, steps):
     state, seconds = job.program.initial_state(), []
     for number in range(1, steps + 1):
         state, taken = take(job, number, state)
-        seconds.append([*taken, taken.sum()])
+        before = 2 * taken[1] + taken[2]
+        seconds.append([*taken, taken.sum(), before])
     made = job._compiled
     peaks = {
         "old": [*made.logprobs.values()],
         "reference": [*made.reference.values()],
         "update": [*made.gradients.values(), made.update],
     }
-    read = config.grpo.samples * (2 * tokens - 1)
-    for i, phase in enumerate((*peaks, "all")):
+    grpo, (prompt, sampled) = config.grpo, sizes_of(config)
+    read = grpo.samples * (prompt + sampled - 1)
+    for i, phase in enumerate((*peaks, "all", "all before")):
         took = float(np.median([row[i] for row in seconds[1:]]))
         sizes = [memory_of(program).peak for program in peaks.get(phase, [])]
         yield {
             "config": CONFIG, "overrides": " ".join(overrides),
-            "share_prompts": share, "minibatches": minibatches, "group_size": group,
-            "prompt_tokens": tokens, "completion_tokens": tokens, "phase": phase,
+            "case": case, "minibatches": minibatches, "group_size": grpo.group_size,
+            "prompt_tokens": prompt, "completion_tokens": sampled, "phase": phase,
             "tokens": read, "seconds": round(took, 3),
             "tokens_per_second": round(read / took) if took > 1e-3 else "",
             "program_gib": round(max(sizes) / 2**30, 2) if sizes else "",
@@ -135,13 +148,15 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="of a prompt")
     parser.add_argument("--group", type=int, default=16)
+    parser.add_argument("--cases", nargs="+", default=["job", "unshared", "shared"])
+    parser.add_argument("--minibatches", type=int, nargs="+", default=[1, 2])
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
     rows = []
-    for minibatches in (1, 2):
-        for share in (False, True):
-            case = share, minibatches, given.tokens, given.group
-            for row in measure(*case, given.overrides, given.steps):
+    for case in given.cases:
+        for minibatches in given.minibatches:
+            sizes = minibatches, given.tokens, given.group
+            for row in measure(case, *sizes, given.overrides, given.steps):
                 print(row, flush=True)
                 rows.append(row)
     print("wrote", results.write(given.out, rows))
