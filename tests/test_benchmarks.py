@@ -25,13 +25,14 @@ from benchmarks import (
     run_grpo,
     run_head,
     run_mismatch,
+    run_passes,
     run_peers,
     run_refill,
     run_replay,
     run_sampled,
     run_sampled_evidence,
     run_sampled_training,
-    run_shared,
+    run_turns,
     workers,
 )
 from jaxmem import timing
@@ -557,23 +558,48 @@ def test_slots_that_are_refilled_are_busier(monkeypatch):
 # ---------------------------------------------------------------- shared prompts
 
 
-def test_passes_of_shared_prompts_are_timed(tmp_path, monkeypatch):
-    sizes = (
-        "model.layers=1 model.hidden=32 model.ff=40 model.heads=2 model.kv_heads=1 "
-        "model.head_dim=16 model.vocab_size=64 task.digits=1 model.dtype=float32"
-    )
+SIZES = (
+    "model.layers=1 model.hidden=32 model.ff=40 model.heads=2 model.kv_heads=1 "
+    "model.head_dim=16 model.vocab_size=64 task.digits=1 model.dtype=float32"
+)
+ALL = "all", "all before"
+
+
+def test_passes_are_timed(tmp_path, monkeypatch):
     out = tmp_path / "rows.csv"
-    run_shared.main(
-        [f"--out={out}", "--steps=2", "--tokens=16", "--group=4", *sizes.split()]
+    run_passes.main(
+        [f"--out={out}", "--steps=2", "--tokens=16", "--group=4", *SIZES.split()]
     )
     rows = results.read(out)
-    assert [(r["phase"], r["share_prompts"]) for r in rows[:8:4]] == [
-        ("old", "False"),
-        ("old", "True"),
-    ]
-    assert len(rows) == 16 and {r["tokens"] for r in rows} == {str(16 * 31)}
+    cases = [(r["case"], r["minibatches"]) for r in rows[::5]]
+    assert cases == [(c, m) for c in ("job", "unshared", "shared") for m in "12"]
+    assert [r["phase"] for r in rows[:5]] == ["old", "reference", "update", *ALL]
+    assert {r["tokens"] for r in rows[10:]} == {str(16 * 31)}
     assert rows[0]["tokens_per_second"] == ""  # one minibatch: no pass is left
-    assert all(float(r["tokens_per_second"]) > 0 for r in rows if r["phase"] == "all")
+    whole = [r for r in rows if r["phase"] in ALL]
+    assert all(float(r["tokens_per_second"]) > 0 for r in whole)
+
+
+def test_conversations_are_timed_with_a_kept_cache_and_without(monkeypatch):
+    for name, tokens in (("PROMPT", 8), ("COMPLETION", 3), ("REPLY", 2)):
+        monkeypatch.setattr(run_turns, name, tokens)
+    told = run_turns.measure(turns=3, repetitions=1)
+    assert told["tokens_read_kept"] == 16 * (8 + 3 * 3 + 2 * 2 - 1)
+    assert told["tokens_read_again"] == 16 * (10 + 15 + 20)
+    assert float(told["again_over_kept"]) > 0
+
+
+def test_a_rollout_of_a_real_size_is_timed(tmp_path, monkeypatch):
+    out = tmp_path / "rows.csv"
+    run_refill.main(
+        ["--timed=grpo_qwen3_8b_h200.gin", f"--out={out}", "--slots=8", *SIZES.split()]
+    )
+    one, parts = results.read(out)
+    assert (one["way"], parts["way"]) == ("refilled", "parts")
+    assert (
+        float(one["busy"]) > float(parts["busy"]) and one["tokens"] == parts["tokens"]
+    )
+    assert int(one["steps"]) < int(parts["steps"])
 
 
 # ------------------------------------------------------------- policies that learn

@@ -76,7 +76,7 @@ def attend(
 
     first = [x[:, :start] for x in (query, key, value)]
     prompt = attention(*first, Sight(ids[:, :start]))
-    seen = Sight(blocks(ids), prefix=before(ids) > 0)
+    seen = Sight(blocks(ids), prefix=before(ids)[:, None] > 0)
     rest = attention(blocks(query), all_keys(key), all_keys(value), seen)
     rest = rest.reshape(len(query), -1, *query.shape[2:])
     return jnp.concatenate([prompt, rest], axis=1)

@@ -5,7 +5,7 @@ array with a vocabulary axis is built by accident.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,6 @@ import numpy as np
 from flax import nnx
 
 from jaxmem import remat
-from jaxmem.backends import choose
-from jaxmem.base.fields import check_field
-from jaxmem.core import gradients
-from jaxmem.core.gradients import Sample
-from jaxmem.heads.nnx import LMHead
 from jaxmem.models import (
     balance,
     embedding,
@@ -29,6 +24,7 @@ from jaxmem.models import (
     structure,
 )
 from jaxmem.models.config import ModelConfig as ModelConfig
+from jaxmem.models.head import HeadConfig as HeadConfig, make_head
 from jaxmem.models.layer_inputs import LayerInputs
 from jaxmem.models.positions import (
     Branches,
@@ -39,115 +35,6 @@ from jaxmem.models.positions import (
     sights,
     window,
 )
-
-_FUSED_ONLY = {
-    "gradient": None,
-    "backend": None,
-    "vocab_groups": None,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadConfig:
-    """How training computes a loss from hidden states."""
-
-    # fused: logits exist one chunk at a time; materialised: all at once, the usual way
-    implementation: Literal["fused", "materialised"] = "fused"
-    # tokens whose logits may be alive at once (fused only); None: no chunking
-    chunk: int | Literal["auto"] | None = 1024
-    # how gradients are computed (fused only), see jaxmem.logprobs: ("recompute", B)
-    # sums those of the head for one of B blocks of the vocabulary after another;
-    # ("sample", k) draws k entries of each token's derivative; None: exact, all at once
-    gradient: tuple[str, int] | None = None
-    # what computes the loss (fused only), see jaxmem.logprobs; None: the fastest here
-    backend: str | None = None
-    # groups of the vocabulary (fused only), see jaxmem.logprobs: log-probabilities of
-    # the same bits for any mesh.tensor; None: the fewest operations
-    vocab_groups: int | None = None
-
-    def __post_init__(self):
-        """Raise a ValueError for an unknown implementation or an impossible chunk."""
-        known = self.implementation in ("fused", "materialised")
-        check_field(self, "implementation", known, "one of 'fused', 'materialised'")
-        known = self.backend in (*choose.names(), None)
-        expected = f"{', '.join(map(repr, choose.names()))} or None"
-        check_field(self, "backend", known, expected)
-        if self.chunk is not None and self.chunk != "auto":
-            if not isinstance(self.chunk, int) or self.chunk <= 0:
-                raise ValueError(
-                    "HeadConfig.chunk must be a positive number of tokens, 'auto' or "
-                    f"None, got {self.chunk!r}"
-                )
-        try:
-            gradients.from_literal(self.gradient)
-        except ValueError as error:
-            name = "" if str(error).startswith("gradient ") else "gradient: "
-            raise ValueError(f"HeadConfig.{name}{error}") from error
-        groups = self.vocab_groups
-        good = groups is None or (type(groups) is int and groups > 1)
-        good = good and not (groups and groups & (groups - 1))
-        check_field(self, "vocab_groups", good, "a power of two, at least 2, or None")
-        if groups and self.gradient:
-            raise ValueError(
-                f"HeadConfig.vocab_groups={groups} must be None with "
-                f"gradient={self.gradient}"
-            )
-        for name, default in _FUSED_ONLY.items():
-            value = getattr(self, name)
-            if value != default and self.implementation != "fused":
-                raise ValueError(
-                    f"HeadConfig.{name}={value!r} needs implementation='fused'"
-                )
-
-    @property
-    def sample(self) -> Sample | None:
-        """How gradients are sampled; None where they are exact."""
-        gradient = gradients.from_literal(self.gradient)
-        return gradient if isinstance(gradient, Sample) else None
-
-    @property
-    def samples(self) -> int | None:
-        """Entries of a token that are sampled; None where gradients are exact."""
-        return self.sample and self.sample.k
-
-    def using(self, implementation: str) -> "HeadConfig":
-        """The other way to the loss, for comparison; exact where it is materialised."""
-        changes: Any = {"implementation": implementation}
-        if implementation != "fused":
-            changes |= _FUSED_ONLY
-        return dataclasses.replace(self, **changes)
-
-
-def _head(
-    config: ModelConfig, head: HeadConfig, embed: nnx.Embed, rngs: nnx.Rngs
-) -> LMHead:
-    sharding = partitioning.head_sharding()
-    options: dict[str, Any] = {
-        "dtype": jnp.dtype(config.dtype),
-        "softcap": config.softcap,
-        "chunk": head.chunk,
-        # Each call says how it samples, with a key: evaluations do not.
-        "gradient": None if head.sample else gradients.from_literal(head.gradient),
-        "implementation": head.backend,
-        "vocab_groups": head.vocab_groups,
-        "sharding": sharding,
-        "rngs": rngs,
-    }
-    if config.tied:
-        options |= {"tied_to": embed}
-    else:
-        options |= {
-            "in_features": config.hidden,
-            "out_features": config.vocab_size,
-            "use_bias": config.head_bias,
-            "kernel_init": embedding.INIT,
-            "param_dtype": jnp.dtype(config.param_dtype),
-        }
-    if not config.lora_head:
-        return LMHead(**options)
-    if sharding is not None:
-        raise NotImplementedError("model.lora_head on a mesh of several devices")
-    return lora.LoraHead(config, **options)
 
 
 def _stacked(stack: structure.Stack, rngs: nnx.Rngs) -> layers.Block:
@@ -201,7 +88,7 @@ class Decoder(nnx.Module):
         if config.layer_input is not None:
             self.layer_inputs = LayerInputs(config, rngs=rngs)
         self.norm = norms.make_norm(config, config.hidden, rngs)
-        self.head = _head(config, head or HeadConfig(), self.embed, rngs)
+        self.head = make_head(config, head or HeadConfig(), self.embed, rngs)
         self.config, self.policy, self.unroll = config, policy, unroll
 
     def __call__(
@@ -339,30 +226,92 @@ class Decoder(nnx.Module):
         possible = (lengths >= 1) & (lengths <= width)
         x = jnp.where(possible[:, None, None], x, jnp.nan)
         inputs = self._inputs(jnp.where(filled, prompts, 0), x)
-        states = {}
-        for run in structure.runs(self.config):
-            definitions, scanned = self._scanned(run, inputs)
-
-            def blocks(x, of_layers, definitions=definitions):
-                made = []
-                both = zip(definitions, of_layers, strict=True)
-                for definition, (weights, kind, _, added) in both:
-                    merged = nnx.merge(definition, weights)
-                    x, kept, _ = merged.read(x, *sight(kind), added)
-                    # Inside the scan, so that the cache is allocated once, in its
-                    # final layout.
-                    made.append(merged.attention.state(kept, max_length))
-                return x, made
-
-            x, made = jax.lax.scan(blocks, x, scanned)
-            states |= {stack.name: m for stack, m in zip(run, made, strict=True)}
+        x, states = self._read(x, inputs, sight, max_length, {})
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
         return self._final(last), kv_cache.of_prompts(
             states, lengths, width, max_length
         )
 
+    def extend(
+        self, tokens: Ids, lengths: Ids, cache: kv_cache.Cache
+    ) -> tuple[jax.Array, kv_cache.Cache]:
+        """Process several more tokens per row at once, behind those of a cache.
+
+        Args:
+            tokens: [B, M] ids, those of each row first; the rest of a row is ignored.
+            lengths: [B] tokens of each row, from 0 to M.
+            cache: from `prefill`, `decode` or `extend`; M of its slots are taken.
+
+        Returns:
+            Hidden states [B, hidden] of each row's last token, as `__call__` computes
+            them, and the updated cache. They are NaN once the cache is full.
+
+        **Memory** of attention: scores, 4·B·heads·M·(T + M), of a layer at a time.
+        """
+        rows, width = tokens.shape
+        lengths = jnp.asarray(lengths, jnp.int32)
+        filled = jnp.arange(width) < lengths[:, None]
+        positions = cache.lengths[:, None] + jnp.arange(width)
+        tokens, positions = (jnp.where(filled, x, 0) for x in (tokens, positions))
+        x = embedding.look_up(self, tokens, positions)
+        own = documents(self.config, tokens, filled)
+
+        def earlier(kind: str) -> jax.Array:
+            return cache.seen_from(positions, window(self.config, kind))
+
+        before = by_kind(self.config, earlier)
+        sight = sights(
+            self.config, positions, lambda kind: own(kind)._replace(prefix=before(kind))
+        )
+        inputs = self._inputs(tokens, x)
+        x, made = self._read(x, inputs, sight, width, cache.layers)
+        states = {
+            stack.name: self._grown(stack, cache, made[stack.name], lengths > 0)
+            for stack in structure.stacks(self.config).values()
+        }
+        fits = cache.slot + width <= cache.max_length
+        last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
+        hidden = jnp.where(fits, self._final(last), jnp.nan)
+        return hidden, kv_cache.advance(cache, states, lengths, width)
+
+    def _read(self, x, inputs, sight, room: int, before: dict[str, Any]):
+        """The stream after all blocks, and states of what was read, with room for more.
+
+        `before` are the states of earlier tokens of the rows, or {}.
+        """
+        states = {}
+        for run in structure.runs(self.config):
+            definitions, scanned = self._scanned(run, inputs)
+            known = [before.get(stack.name) for stack in run]
+
+            def blocks(x, of_layers, definitions=definitions, known=known):
+                made = []
+                each = zip(definitions, of_layers, known, strict=True)
+                for definition, (weights, kind, index, added), earlier in each:
+                    merged = nnx.merge(definition, weights)
+                    earlier = jax.tree.map(lambda s, at=index: s[at], earlier)
+                    x, kept, _ = merged.read(x, *sight(kind), added, earlier)
+                    # Inside the scan, so that the cache is allocated once, in its
+                    # final layout.
+                    made.append(merged.attention.state(kept, room))
+                return x, made
+
+            x, made = jax.lax.scan(blocks, x, scanned)
+            states |= {stack.name: m for stack, m in zip(run, made, strict=True)}
+        return x, states
+
+    def _grown(self, stack, cache: kv_cache.Cache, added: Any, live: jax.Array) -> Any:
+        """The states of a stack after tokens of the rows that are live."""
+        grow = layers.MIXERS[stack.config.mixers[0]].grow
+        return grow(cache.layers[stack.name], added, cache.slot, live)
+
     def decode(
-        self, tokens: Ids, cache: kv_cache.Cache, *, unroll: bool = False
+        self,
+        tokens: Ids,
+        cache: kv_cache.Cache,
+        live: jax.Array | None = None,
+        *,
+        unroll: bool = False,
     ) -> tuple[jax.Array, kv_cache.Cache]:
         """Process one more token per row, each at its row's own position.
 
@@ -372,6 +321,7 @@ class Decoder(nnx.Module):
             tokens: [B] ids.
             cache: from `prefill` or the previous call; it is updated in place if it is
                 donated or carried by a loop.
+            live: [B] whether a row reads its token; None: all do.
             unroll: whether the blocks are traced one after the other. Compile time then
                 grows with depth, but on GPUs XLA reads each layer's weights where they
                 are in their stack, instead of copying some of them in every step.
@@ -381,6 +331,7 @@ class Decoder(nnx.Module):
             the updated cache. The hidden states are NaN once the cache is full.
         """
         tokens = jnp.asarray(tokens)[:, None]
+        live = jnp.ones(len(tokens), bool) if live is None else live
         x = embedding.look_up(self, tokens, cache.lengths[:, None])
         seen = by_kind(self.config, lambda kind: cache.seen(window(self.config, kind)))
         sight = sights(self.config, cache.lengths[:, None], seen)
@@ -405,12 +356,10 @@ class Decoder(nnx.Module):
             steps = len(run[0].layers) if unroll else 1
             x, added = jax.lax.scan(blocks, x, scanned, unroll=steps)
             for stack, more in zip(run, added, strict=True):
-                grow = layers.MIXERS[stack.config.mixers[0]].grow
-                before = cache.layers[stack.name]
-                states[stack.name] = grow(before, more, cache.slot)
+                states[stack.name] = self._grown(stack, cache, more, live)
         fits = cache.slot < cache.max_length
         hidden = jnp.where(fits, self._final(x)[:, 0], jnp.nan)
-        return hidden, kv_cache.advance(cache, states)
+        return hidden, kv_cache.advance(cache, states, live.astype(jnp.int32), 1)
 
     def join(self) -> None:
         """Join the projections of each stack's mixer, as `layers.Attention.join`."""

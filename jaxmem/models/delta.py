@@ -31,13 +31,15 @@ class Inputs(NamedTuple):
     documents: jax.Array  # int32 [B, T]
 
 
-def run(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+def run(inputs: Inputs, before: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Outputs of all tokens, and the state after the last.
 
     A document starts with a state of 0. A token with g = 0 and β = 0 changes nothing.
 
     Args:
         inputs: of T tokens in a row.
+        before: f32 [B, H, K, V], the state that each row's first document goes on from;
+            None: it starts there.
 
     Returns:
         f32 [B, T, H, V], and f32 [B, H, K, V].
@@ -58,8 +60,10 @@ def run(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         *map(chunked, inputs[:-1]), documents=chunked(inputs.documents, "edge")
     )
     rows, _, heads, width = inputs.query.shape
-    state = jnp.zeros((rows, heads, width, inputs.value.shape[-1]), jnp.float32)
-    start = state, inputs.documents[:, 0]
+    if before is None:
+        shape = rows, heads, width, inputs.value.shape[-1]
+        before = jnp.zeros(shape, jnp.float32)
+    start = before, inputs.documents[:, 0]
     (state, _), out = lax.scan(jax.checkpoint(_chunk, prevent_cse=False), start, parts)
     out = jnp.moveaxis(out, 0, 1)
     return out.reshape(rows, -1, *out.shape[3:])[:, :length], state

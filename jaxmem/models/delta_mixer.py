@@ -69,7 +69,7 @@ class DeltaMixer(nnx.Module):
             self.delta_rate, self.delta_decay,
         )  # fmt: skip
 
-    def mix(self, projected, sight: Sight, rope: Rope):
+    def mix(self, projected, sight: Sight, rope: Rope, before: State | None = None):
         """[B, T, hidden] from the results of `readers`, and the state after it."""
         del rope
         *mixed, gate, rate, decay = projected
@@ -78,21 +78,31 @@ class DeltaMixer(nnx.Module):
         is_token, documents = jnp.ones(shape, bool), jnp.zeros(shape, jnp.int32)
         if sight.segment_ids is not None:
             is_token, documents = _documents(jnp.asarray(sight.segment_ids))
+        widths, matrix = (0, 0), None
+        if before is not None:
+            widths, matrix = (before.inputs.shape[1], 0), before.matrix
+            x = jnp.concatenate([before.inputs, x], axis=1)
 
         def run(x, gate, rate, decay):
             taps = self.delta_taps[...][:, 0]
-            active = jax.nn.silu(delta.convolve(x, taps, documents))
+            of_inputs = jnp.pad(documents, ((0, 0), widths), mode="edge")
+            active = delta.convolve(x, taps, of_inputs)[:, widths[0] :]
+            active = jax.nn.silu(active)
             inputs = self._inputs(active, rate, decay, is_token, documents)
-            out, matrix = delta.run(inputs)
-            return self._finish(out, gate), matrix
+            out, after = delta.run(inputs, matrix)
+            return self._finish(out, gate), after
 
-        out, matrix = remat.recompute(run)(x, gate, rate, decay)
-        return out, State(self._last(x, is_token), matrix)
+        out, after = remat.recompute(run)(x, gate, rate, decay)
+        return out, State(self._last(x, is_token), after)
 
     def _last(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
-        """Inputs of the convolution of each row's last tokens, 0 before the first."""
+        """Inputs of the convolution of each row's last tokens, 0 before the first.
+
+        `x` may have some before those of the tokens.
+        """
         back = jnp.arange(self.config.delta_taps - 1, 0, -1)
-        place = jnp.sum(is_token, axis=1, keepdims=True) - back
+        end = jnp.sum(is_token, axis=1, keepdims=True) + x.shape[1] - is_token.shape[1]
+        place = end - back
         rows = jnp.take_along_axis(x, jnp.maximum(place, 0)[..., None], axis=1)
         return jnp.where(place[..., None] >= 0, rows, 0)
 
@@ -149,10 +159,14 @@ class DeltaMixer(nnx.Module):
         return self._finish(out, gate), State(window[:, 1:], matrix)
 
     @staticmethod
-    def grow(states: State, added: State, slot: jax.Array) -> State:
-        """The states after a token, which replace those before."""
-        del states, slot
-        return added
+    def grow(states: State, added: State, slot: jax.Array, live: jax.Array) -> State:
+        """The states after tokens, which replace those before in rows that are live."""
+        del slot
+
+        def one(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(live.reshape(-1, *(1,) * (new.ndim - 2)), new, old)
+
+        return jax.tree.map(one, states, added)
 
     def join(self) -> None:
         """Nothing: a token's cost is that of the state."""

@@ -28,11 +28,12 @@ class Mixer(Protocol):
         ...
 
     def mix(
-        self, projected: Sequence[jax.Array], sight: Sight, rope: Rope
+        self, projected: Sequence[jax.Array], sight: Sight, rope: Rope, before: Any
     ) -> tuple[jax.Array, Any]:
         """[B, T, hidden] from the results of `readers`, and what `state` is made of.
 
-        Documents do not see each other, and no token sees what follows it.
+        Documents do not see each other, and no token sees what follows it. `before` is
+        the state of a layer that has read earlier tokens of the rows, or None.
         """
         ...
 
@@ -58,8 +59,11 @@ class Mixer(Protocol):
         ...
 
     @staticmethod
-    def grow(states: Any, added: Any, slot: jax.Array) -> Any:
-        """The stack's states after a token, from those before and all layers' parts."""
+    def grow(states: Any, added: Any, slot: jax.Array, live: jax.Array) -> Any:
+        """The stack's states after tokens, from those before and all layers' parts.
+
+        Those of rows [B] that are not live need not change: nothing was read.
+        """
         ...
 
     def join(self) -> None:

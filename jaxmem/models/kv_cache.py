@@ -2,9 +2,10 @@
 
 Rows of a batch have prompts of different lengths, yet each step writes all rows at the
 same slot. A row's prompt fills its first slots, and generated tokens follow the longest
-prompt; the slots between are masked. Keys are stored after the rotation, so a slot need
-not equal a position, and a step is one in-place update without a scatter. Rows that are
-replaced by others start while others go on: `wrapped` then reuses slots.
+prompt; the slots between are masked, and so are those of rows that have ended. Keys are
+stored after the rotation, so a slot need not equal a position, and a step is one
+in-place update without a scatter. Rows that are replaced by others start while others
+go on: `wrapped` then reuses slots.
 """
 
 import functools
@@ -69,9 +70,16 @@ class Cache(NamedTuple):
 
         The window of local layers includes the next token itself.
         """
+        return self.seen_from(self.lengths[:, None], window)[:, 0]
+
+    def seen_from(self, positions: jax.Array, window: int | None = None) -> jax.Array:
+        """`seen`, [B, M, T] bool, of later tokens at positions [B, M]."""
+        filled = jnp.broadcast_to(
+            self.filled[:, None], (*positions.shape, self.max_length)
+        )
         if window is None:
-            return self.filled
-        return self.filled & (self.lengths[:, None] - self.positions < window)
+            return filled
+        return filled & (positions[..., None] - self.positions[:, None] < window)
 
 
 def of_prompts(
@@ -113,21 +121,36 @@ def layer_of(keys: jax.Array, values: jax.Array, max_length: int) -> Layer:
     return Layer(*(jnp.pad(jnp.swapaxes(x, 1, 2), unused) for x in (keys, values)))
 
 
-def append(layers: Layer, token: Layer, slot: jax.Array) -> Layer:
-    """Write one token per row: keys and values [layers, B, kv_heads, 1, head_dim]."""
-    both = zip(layers, token, strict=True)
+def append(layers: Layer, tokens: Layer, slot: jax.Array, live: jax.Array) -> Layer:
+    """Write tokens of each row: keys and values [layers, B, kv_heads, M, head_dim].
+
+    Those of rows that are not live are masked by their positions.
+    """
+    del live
+    both = zip(layers, tokens, strict=True)
     put = lax.dynamic_update_slice_in_dim
     return Layer(*(put(cached, new, slot, axis=-2) for cached, new in both))
 
 
-def advance(cache: Cache, layers: dict[str, Any]) -> Cache:
-    """The cache after one more token per row, with the states after it."""
+def after(before: Layer, keys: jax.Array, values: jax.Array) -> list[jax.Array]:
+    """Keys and values [B, M, kv_heads, head_dim] behind those of a layer."""
+    both = zip(before, (keys, values), strict=True)
+    return [jnp.concatenate([jnp.swapaxes(x, 1, 2), new], 1) for x, new in both]
+
+
+def advance(
+    cache: Cache, layers: dict[str, Any], lengths: jax.Array, width: int
+) -> Cache:
+    """The cache after `lengths` [B] more tokens in `width` slots, with its states."""
+    places = jnp.arange(width, dtype=jnp.int32)
+    positions = cache.lengths[:, None] + places
+    positions = jnp.where(places < lengths[:, None], positions, -1)
     put = lax.dynamic_update_slice_in_dim
-    slot = cache.slot + 1
+    slot = cache.slot + width
     return Cache(
         layers,
-        put(cache.positions, cache.lengths[:, None], cache.slot, axis=1),
-        cache.lengths + 1,
+        put(cache.positions, positions, cache.slot, axis=1),
+        cache.lengths + lengths,
         slot,
         jnp.maximum(cache.used, slot),
     )

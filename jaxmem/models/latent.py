@@ -76,15 +76,19 @@ class LatentAttention(nnx.Module):
         down = self.config.query_latent is not None
         return (self.query_down if down else self.query), self.latent, self.rotated
 
-    def mix(self, projected, sight: Sight, rope: Rope):
+    def mix(self, projected, sight: Sight, rope: Rope, before=None):
         """[B, T, hidden] from the results of `readers`, and what is cached."""
         query, latent, rotated = self._of_tokens(projected, rope)
+        made = rotated, latent
+        if before is not None:
+            rotated, latent = kv_cache.after(before, rotated, latent[:, :, None])
+            latent = latent[:, :, 0]
         key = self._heads(self.key(latent))
         wide = jnp.broadcast_to(rotated, (*key.shape[:3], rotated.shape[-1]))
         key = remat.name(jnp.concatenate([wide, key], axis=-1), "k")
         value = remat.name(self._heads(self.value(latent)), "v")
         mixed = ulysses.attend(self._attend, query, key, value, sight)
-        return remat.recompute(self._join)(mixed), (rotated, latent)
+        return remat.recompute(self._join)(mixed), made
 
     def _of_tokens(self, projected, rope: Rope):
         """Queries [B, T, heads, head_dim], latents, rotated keys [B, T, 1, width]."""

@@ -79,12 +79,15 @@ class Attention(nnx.Module):
         """Map [B, T, hidden] to [B, T, hidden]."""
         return self.mix([read(x) for read in self.readers], sight, rope)[0]
 
-    def mix(self, projected, sight: Sight, rope: Rope):
+    def mix(self, projected, sight: Sight, rope: Rope, before=None):
         """[B, T, hidden] from the results of `readers`, and rotated keys and values."""
         projected, gate = self._without_gate(projected)
         query, key, value = self.split(*projected)
         query, key = self.rotate(query, key, rope)
-        return self.attend(query, key, value, sight, gate), (key, value)
+        made = key, value
+        if before is not None:
+            key, value = kv_cache.after(before, key, value)
+        return self.attend(query, key, value, sight, gate), made
 
     def _without_gate(self, projected):
         """All but the gate's of `readers`, or of their results, and that or None."""
@@ -328,12 +331,16 @@ class Block(nnx.Module):
         """[B, T, hidden] from the same, and the layer's input if it has one."""
         return self.read(x, sight, rope, added)[0]
 
-    def read(self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None):
+    def read(
+        self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None,
+        before: Any = None,
+    ):  # fmt: skip
         """The result of `__call__`, what its mixer's state is made of, and a choice.
 
-        The last is that of the router, or None.
+        `before` is the mixer's state after earlier tokens, or None. The choice is that
+        of the router, or None.
         """
-        x, made, choice = self._mixed(x, sight, rope)
+        x, made, choice = self._mixed(x, sight, rope, before)
         return self._ended(x, added), made, choice
 
     def _ended(self, x: jax.Array, added: Any) -> jax.Array:
@@ -342,18 +349,18 @@ class Block(nnx.Module):
             x = x * jax.lax.stop_gradient(self.layer_scale[...]).astype(x.dtype)
         return x
 
-    def _mixed(self, x: jax.Array, sight: Sight, rope: Rope):
+    def _mixed(self, x: jax.Array, sight: Sight, rope: Rope, before: Any):
         readers = self.attention.readers
         norm = self.attention_norm if self.pre_norms else None
         if self.parallel != "shared":
             x, projected = normed_products.apply(norm, readers, x)
-            mixed, made = self.attention.mix(projected, sight, rope)
+            mixed, made = self.attention.mix(projected, sight, rope, before)
             x, choice = self._finish(x, mixed)
             return x, made, choice
         both = (*readers, *self.feed_forward.readers)
         x, projected = normed_products.apply(norm, both, x)
         first, second = projected[: len(readers)], projected[len(readers) :]
-        mixed, made = self.attention.mix(first, sight, rope)
+        mixed, made = self.attention.mix(first, sight, rope, before)
         output, choice = self.feed_forward.join(*second)
         return self._added(x, mixed, output), made, choice
 

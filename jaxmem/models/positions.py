@@ -234,7 +234,8 @@ class Sight(NamedTuple):
     segment_ids: Ids | None = None  # [B, T] document per token; None: one per row
     window: Ids | int | None = None  # tokens a query sees, including its own; None: all
     branches: Branches | None = None  # of rows with a prompt that blocks share
-    prefix: jax.Array | None = None  # [B, S - T] which of the first keys queries see
+    # [B, T or 1, S - T] which of the first keys each query sees
+    prefix: jax.Array | None = None
 
     @property
     def mask(self) -> jax.Array | None:
@@ -244,9 +245,9 @@ class Sight(NamedTuple):
         mask = document_mask(self.segment_ids, self.window)
         if self.prefix is None:
             return mask
-        rows, before = self.prefix.shape
+        rows, _, before = self.prefix.shape
         first = (rows, 1, mask.shape[2], before)
-        first = jnp.broadcast_to(self.prefix[:, None, None], first)
+        first = jnp.broadcast_to(self.prefix[:, None], first)
         return jnp.concatenate([first, mask], axis=3)
 
 

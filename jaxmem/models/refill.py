@@ -136,7 +136,8 @@ class Refill:
         slots, rows = state
         decoder: Decoder = nnx.merge(*self.model)
         cache = kv_cache.wrapped(slots.cache, self._width)
-        hidden, cache = decoder.decode(slots.token, cache, unroll=self.unroll)
+        live = slots.rows < self._count
+        hidden, cache = decoder.decode(slots.token, cache, live, unroll=self.unroll)
         rows, token, left = self._drawn(rows, slots.rows, hidden)
         return Slots(left, token, cache, slots.step + 1), rows
 

@@ -150,8 +150,12 @@ def sample(
     if config.slots is not None:
         return _refilled(sampler, model, prompts, prompt_lengths, keys)
     state = sampler.start(model, prompts, prompt_lengths, keys)
-    drawn = sampler.advance(model, state, config.max_new_tokens).drawn
-    drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
+    return samples_of(sampler.advance(model, state, config.max_new_tokens))
+
+
+def samples_of(state: State) -> Samples:
+    """The completions of a state whose rows have ended."""
+    drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state.drawn)
     return Samples(*drawn, lengths=jnp.sum(drawn.mask, axis=1, dtype=jnp.int32))
 
 
@@ -197,14 +201,16 @@ def row_keys(key: jax.Array, numbers: Ids) -> jax.Array:
 class Sampler:
     """Sampling in parts: `start` reads prompts, each `advance` adds some tokens.
 
-    Where the parts end does not affect the tokens. Call both inside `jax.jit`, with
-    `COMPILER_OPTIONS`, and donate the state.
+    Where the parts end does not affect the tokens. `resume` reads what was said after
+    completions, which it need not read again, and begins further ones. Call all of them
+    inside `jax.jit`, with `COMPILER_OPTIONS`, and donate the state.
     """
 
     config: SamplingConfig
     eos_ids: tuple[int, ...]  # each ends a completion; may be empty
     pad_id: int  # fills slots after the end
     keep_support: bool = True  # whether `Drawn.support_ids` is stored
+    room: int | None = None  # tokens of a row of the cache; None: for one completion
     unroll: bool | None = None  # as in `Decoder.decode`; None: if compiled for a GPU
 
     def start(
@@ -227,12 +233,50 @@ class Sampler:
         # The last token of a row is not read again, and needs no slot. GPU products
         # would pad keys and values whose size is not a multiple of 16 bytes, in every
         # step.
-        max_length = -(-(width + slots - 1) // 8) * 8
+        room = width + slots - 1 if self.room is None else self.room
+        max_length = -(-room // 8) * 8
         lengths = jnp.asarray(prompt_lengths)
         hidden, cache = model.prefill(
             prompts, jnp.where(lengths == 0, 1, lengths), max_length
         )
-        step, ended = jnp.asarray(0), lengths == 0
+        return self._begun(model, hidden, lengths == 0, keys, cache)
+
+    def resume(
+        self,
+        decoder: Decoder,
+        cache: kv_cache.Cache,
+        tokens: Ids,
+        lengths: Ids,
+        keys: jax.Array,
+    ) -> State:
+        """Read what follows on completions, and draw a token after it.
+
+        Args:
+            decoder: as in `start`.
+            cache: of a state whose rows have ended, from `advance`; it has read all but
+                the last token of each completion.
+            tokens: [B, M] ids: that last token, then what follows on it.
+            lengths: [B] tokens of each row, from 0 to M; 0: the row gets no token.
+            keys: [B] of the rows' further random numbers.
+
+        Returns:
+            The state after one token of the next completions.
+        """
+        model = nnx.merge(*_in_compute_type(decoder))
+        lengths = jnp.asarray(lengths)
+        hidden, cache = model.extend(tokens, lengths, cache)
+        return self._begun(model, hidden, lengths == 0, keys, cache)
+
+    def _begun(
+        self,
+        model: Decoder,
+        hidden: jax.Array,
+        ended: jax.Array,
+        keys: jax.Array,
+        cache: kv_cache.Cache,
+    ) -> State:
+        """The state after a first token, drawn from hidden states of the last one."""
+        step, slots = jnp.asarray(0), self.config.max_new_tokens
         first, ended = self._drawn(keys, step, model.logits(hidden), ended)
         drawn = _put(_nothing_drawn(first, slots, self.pad_id), step, first)
         return State(step + 1, first.tokens, ended, keys, drawn, cache)
@@ -257,7 +301,8 @@ class Sampler:
         def one_more(state: State) -> State:
             step, token, ended, keys, drawn, cache = state
             model = nnx.merge(definition, weights)  # modules must not enter the loop
-            hidden, cache = model.decode(token, cache, unroll=self.is_unrolled)
+            live = ~ended
+            hidden, cache = model.decode(token, cache, live, unroll=self.is_unrolled)
             new, ended = self._drawn(keys, step, model.logits(hidden), ended)
             drawn = _put(drawn, step, new)
             return State(step + 1, new.tokens, ended, keys, drawn, cache)

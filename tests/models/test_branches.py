@@ -104,7 +104,7 @@ def test_the_kernel_of_cudnn_gets_the_mask_of_keys_before_the_queries(monkeypatc
     key, value = (
         jnp.asarray(rng.normal(size=(2, 7, 2, 8)), jnp.float32) for _ in range(2)
     )
-    given = query, key, value, Sight(ids, prefix=prefix)
+    given = query, key, value, Sight(ids, prefix=prefix[:, None])
     got = attention.attend_by_cudnn(*given, scale=0.3)
     np.testing.assert_allclose(got, attention.attend(*given, scale=0.3), atol=1e-5)
 

@@ -68,9 +68,9 @@ def test_nothing_waits_for_rows_that_get_no_token(slots):
 def test_every_step_decodes_and_none_is_left_over(monkeypatch):
     calls, decode = [], Decoder.decode
 
-    def counted(self, tokens, cache, **options):
+    def counted(self, tokens, cache, live, **options):
         jax.debug.callback(lambda: calls.append(len(tokens)))
-        return decode(self, tokens, cache, **options)
+        return decode(self, tokens, cache, live, **options)
 
     monkeypatch.setattr(Decoder, "decode", counted)
     made = jax.device_get(run(decoder(), slots=2, seed=3))

@@ -79,8 +79,8 @@ def test_phases_of_a_policy_are_its_programs(fake):
     assert first[4:] == ["rollout", "log-probs", "gradients", "update"]
     assert "reference weights" in said and "keys and values" in said
     programs = [
-        compiled.sample, *compiled.logprobs.values(), *compiled.gradients.values(),
-        compiled.update,
+        compiled.sample.first, *compiled.logprobs.values(),
+        *compiled.gradients.values(), compiled.update,
     ]  # fmt: skip
     for phase, program in zip(made.phases, programs, strict=True):
         want = program.memory_analysis().temp_size_in_bytes

@@ -347,7 +347,7 @@ class DistillProgram(SamplingProgram):
             ),
         ]
         if config.is_on_policy:
-            made.insert(0, self.rollout_phase(held | {"teacher": taught}))
+            made[:0] = self.rollout_phases(held | {"teacher": taught})
         if self.streamed is None:
             made.append(self.update_phase({"teacher": taught}, 1))
         return made

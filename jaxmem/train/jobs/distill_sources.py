@@ -205,9 +205,8 @@ class Prompts:
         self, params: Any, asked: Asked, number: int
     ) -> tuple[Completions, Samples]:
         placed = self._program.sampling_layout.place(asked[:2], self._program.prompts)
-        samples: Samples = jax.device_get(
-            self._sample(params, self._frozen, *placed, np.int32(number))
-        )
+        made, _ = self._sample(params, self._frozen, *placed, np.int32(number))
+        samples: Samples = jax.device_get(made)
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
         return Completions.of(*asked[:2], tokens, lengths), samples
 

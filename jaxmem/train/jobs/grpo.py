@@ -16,7 +16,6 @@ import numpy as np
 from jaxmem import checkpoints, losses
 from jaxmem.core.random_streams import Stream
 from jaxmem.data import tasks, vocabulary
-from jaxmem.models.sampling import Samples
 from jaxmem.train import metrics
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import policy_report, rollout_metrics, samples
@@ -37,7 +36,8 @@ from jaxmem.train.jobs.questions import (
 from jaxmem.train.jobs.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Selected, Update
 from jaxmem.train.jobs.rollouts import Completions, Logprobs, Supports
-from jaxmem.train.jobs.sampled import Decoded, Sampled, draw_number, telling
+from jaxmem.train.jobs.sampled import Sampled, telling
+from jaxmem.train.jobs.turns import SamplePrograms, Turns
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_moments
@@ -195,16 +195,16 @@ class Grpo(Job, name="grpo"):
 
     def _sampled(self, number: int, attempt: int, place: int, params: Any) -> Sampled:
         """The completions of the prompts from a place on, with their rewards."""
-        grpo, program = self.config.grpo, self._compiled.sample
+        grpo, programs = self.config.grpo, self._compiled.sample
         if isinstance(self.task, RecordedRollouts):
             return self.task.sampled(place, grpo.prompts)
-        assert program is not None
+        assert programs is not None
         asked = self.task.ask(place, grpo.prompts).repeated(grpo.group_size)
-        return self._answered(program, params, asked, (number, attempt))
+        return self._answered(programs, params, asked, (number, attempt))
 
     def _answered(
         self,
-        program: jax.stages.Compiled,
+        programs: SamplePrograms,
         params: Any,
         asked: Asked,
         draw: tuple[int, int],
@@ -212,30 +212,20 @@ class Grpo(Job, name="grpo"):
         """Completions of prompts, or conversations, with their rewards.
 
         Args:
-            program: that samples.
+            programs: that sample.
             params: of the policy.
             asked: the prompts.
             draw: numbers of the step and of the attempt.
         """
-        slots, sampling = 0, self.program.sampling_layout
-
-        def sample(prompts: np.ndarray, lengths: np.ndarray, turn: int) -> Samples:
-            nonlocal slots
-            number = np.int32(draw_number(*draw, turn))
-            given = sampling.place((prompts, lengths), self.program.prompts)
-            made = jax.device_get(program(params, self.frozen, *given, number))
-            slots += made.steps * self.program.slots
-            return made
-
+        sample = Turns(self.program, programs, (params, self.frozen), draw)
         if isinstance(self.task, Conversations):
             played, graded = self.task.play(asked, sample)
             samples, truncated, turns, by_turn = played
             said = np.asarray(samples.tokens), np.asarray(samples.lengths)
             own = np.asarray(samples.mask)
             completions = Completions.of(*asked[:2], *said, own)
-            decoded = Decoded(int(completions.counts.sum() - turns.sum()), slots)
             return Sampled(
-                asked, completions, samples, graded, truncated, turns, decoded,
+                asked, completions, samples, graded, truncated, turns, sample.decoded,
                 by_turn if self.config.grpo.turn_rewards else None,
             )  # fmt: skip
         samples = sample(*asked[:2], 0)
@@ -244,8 +234,9 @@ class Grpo(Job, name="grpo"):
         ends = np.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
         truncated = ~np.isin(ends, self.program.ends.eos_ids)
         graded, turns = self.task.grade(asked, completions), np.ones_like(lengths)
-        decoded = Decoded(int(lengths.sum() - turns.sum()), slots)
-        return Sampled(asked, completions, samples, graded, truncated, turns, decoded)
+        return Sampled(
+            asked, completions, samples, graded, truncated, turns, sample.decoded
+        )
 
     def evaluate(self, state: TrainState, taken: PolicyMetrics) -> Evaluated | None:
         """Complete the held-out prompts at temperature 0."""
@@ -261,8 +252,8 @@ class Grpo(Job, name="grpo"):
         return Evaluated(taken._replace(**values), -values["held_out_reward"])
 
     @functools.cached_property
-    def _greedy(self) -> jax.stages.Compiled:
-        return self.program.trace_sample(greedy=True).lower().compile()
+    def _greedy(self) -> SamplePrograms:
+        return SamplePrograms.of(self.program, greedy=True)
 
     def _old(self, number: int, params: Any, rollout: Rollout) -> Logprobs:
         """What no update measures by itself, before the first of them."""

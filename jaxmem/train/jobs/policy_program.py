@@ -31,6 +31,7 @@ from jaxmem.train.jobs.policy import (
 )
 from jaxmem.train.jobs.questions import ends_of
 from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
+from jaxmem.train.jobs.turns import SamplePrograms
 from jaxmem.train.optimizer import learning_rate_schedule
 from jaxmem.train.program import StreamedUpdate, add_in_float32
 
@@ -40,8 +41,7 @@ Shape = tuple[int, int]  # of a micro-batch
 class Compiled(NamedTuple):
     """Every program of a run; by shape of a micro-batch where there are several."""
 
-    # (params, frozen, prompts, lengths, step) -> Samples; None for recorded rollouts
-    sample: jax.stages.Compiled | None
+    sample: SamplePrograms | None  # None for recorded rollouts
     # (params, frozen, Batch, support) -> log-probabilities under the distributions that
     # were sampled from, and those over the vocabulary; {} where updates measure them
     logprobs: dict[Shape, jax.stages.Compiled]
@@ -108,7 +108,7 @@ class PolicyProgram(SamplingProgram):
             reference = {s: x.lower().compile() for s, x in traced.items()}
         sample = None
         if not self.config.task.recorded:
-            sample = self.trace_sample().lower().compile()
+            sample = SamplePrograms.of(self)
         return Compiled(
             sample=sample,
             logprobs=logprobs,

@@ -24,7 +24,7 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
     parts = grpo.minibatches  # each reads the prompts of its completions
     passes = grpo.forward_passes + bool(grpo.kl_coefficient)
     made = [
-        program.rollout_phase(held),
+        *program.rollout_phases(held),
         Phase(
             "log-probs",
             functools.partial(program.trace_logprobs, forward),
@@ -44,9 +44,9 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
             head=functools.partial(program.trace_head, backward, config.head),
         ),
     ]
-    made = [phase for phase in made if phase.runs]
     if config.task.recorded:
         made = [phase for phase in made if phase.name != "rollout"]
+    made = [phase for phase in made if phase.runs]
     if program.streamed is None:
         made.append(program.update_phase(held, grpo.minibatches * grpo.epochs))
     return made
@@ -74,7 +74,7 @@ def timed_phases(
 ) -> list[metrics.Phase]:
     """What each phase took: median seconds, and the largest of its programs."""
     programs = {
-        "rollout": [] if compiled.sample is None else [compiled.sample],
+        "rollout": [x for x in compiled.sample or () if x is not None],
         "old": [*compiled.logprobs.values()],
         "reference": [*compiled.reference.values()],
         "update": [*compiled.gradients.values(), compiled.update],

@@ -10,8 +10,19 @@ import jax.numpy as jnp
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.ends import Ends
 from jaxmem.data.tasks import TaskConfig
+from jaxmem.models.kv_cache import Cache
 from jaxmem.models.partitioning import Layout, MeshConfig
-from jaxmem.models.sampling import COMPILER_OPTIONS, SamplingConfig, sample
+from jaxmem.models.sampling import (
+    COMPILER_OPTIONS,
+    Sampler,
+    Samples,
+    SamplingConfig,
+    State,
+    prepared,
+    row_keys,
+    sample,
+    samples_of,
+)
 from jaxmem.train.jobs.accumulated import AccumulatedProgram
 from jaxmem.train.phases import Phase, weights_of
 from jaxmem.train.settings import RunConfig
@@ -84,49 +95,102 @@ class SamplingProgram(AccumulatedProgram):
             )
         self.sampling_layout = Layout(by_rows)
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether turns after the first read only what follows on their cache.
+
+        Slots that are refilled hold other rows by then, and a mesh would need the
+        cache's shardings.
+        """
+        _, _, config = self._rollouts
+        is_alone = math.prod(config.mesh.by_rows.sizes) == 1
+        return config.task.turns > 1 and config.sampling.slots is None and is_alone
+
     def trace_sample(self, greedy: bool = False) -> jax.stages.Traced:
-        """Trace a rollout; greedy is at temperature 0: the most probable tokens."""
-        _, _, given = self._rollouts
-        config = given.sampling
-        if greedy:
-            config = SamplingConfig(config.max_new_tokens, top_k=1, slots=config.slots)
+        """Trace a rollout, or the first turn of one whose cache is kept.
+
+        Args:
+            greedy: whether it is at temperature 0: the most probable tokens.
+
+        Returns:
+            A program of two results: `Samples`, and the cache that is kept, or None.
+        """
+        config = self._sampling(greedy)
 
         def run(params, frozen, prompts, lengths, step):
-            key = Stream.ROLLOUTS.key(given.run.seed, step)
-            return sample(
-                self.model(params, frozen),
-                prompts,
-                lengths,
-                key,
-                config,
-                eos_id=self.ends.eos_ids,
-                pad_id=self.ends.pad_id,
-            )
+            model, key = self.model(params, frozen), self._key(step)
+            if self.keeps_cache:
+                model, sampler = prepared(model), self._sampler(config)
+                keys = row_keys(key, jnp.arange(len(lengths)))
+                state = sampler.start(model, prompts, lengths, keys)
+                return _ended(sampler, model, state)
+            ends: Any = {"eos_id": self.ends.eos_ids, "pad_id": self.ends.pad_id}
+            return sample(model, prompts, lengths, key, config, **ends), None
 
         layout = self.sampling_layout
-        scalar = layout.whole(jax.ShapeDtypeStruct((), jnp.int32))
         with layout.context():
-            jitted = layout.jit(run, scalar, compiler_options=COMPILER_OPTIONS)
+            jitted = layout.jit(run, self._scalar, compiler_options=COMPILER_OPTIONS)
             weights = self.state_shapes.params, self.frozen_shapes
-            return jitted.trace(*weights, *self.prompts, scalar)
+            return jitted.trace(*weights, *self.prompts, self._scalar)
+
+    def trace_further(self, greedy: bool = False) -> jax.stages.Traced:
+        """Trace a turn after the first, where a cache is kept, which is consumed."""
+        sampler = self._sampler(self._sampling(greedy))
+
+        def run(params, frozen, cache, tokens, lengths, step):
+            model = prepared(self.model(params, frozen))
+            keys = row_keys(self._key(step), jnp.arange(len(lengths)))
+            state = sampler.resume(model, cache, tokens, lengths, keys)
+            return _ended(sampler, model, state)
+
+        jitted = jax.jit(run, donate_argnums=2, compiler_options=COMPILER_OPTIONS)
+        weights = self.state_shapes.params, self.frozen_shapes
+        _, cache = self.trace_sample(greedy).out_info
+        return jitted.trace(*weights, cache, *self.replies, self._scalar)
+
+    def _sampling(self, greedy: bool) -> SamplingConfig:
+        config = self._rollouts.config.sampling
+        if not greedy:
+            return config
+        return SamplingConfig(config.max_new_tokens, top_k=1, slots=config.slots)
+
+    def _sampler(self, config: SamplingConfig) -> Sampler:
+        return Sampler(config, self.ends.eos_ids, self.ends.pad_id, room=self._room)
+
+    def _key(self, step: jax.Array) -> jax.Array:
+        return Stream.ROLLOUTS.key(self._rollouts.config.run.seed, step)
+
+    @property
+    def _scalar(self) -> Any:
+        return self.sampling_layout.whole(jax.ShapeDtypeStruct((), jnp.int32))
 
     @property
     def prompts(self) -> tuple[Any, Any]:
         """Shapes of what is sampled from: ids [N, P] and lengths [N]."""
-        rows, _, config = self._rollouts
-        ids = jax.ShapeDtypeStruct((rows, self._prompt_width), jnp.int32)
-        lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        width = self._rollouts.config.task.prompt_length
+        if not self.keeps_cache:  # all before the last completion
+            width = self._room + 1 - self._rollouts.config.sampling.max_new_tokens
+        return self._rows(width)
+
+    @property
+    def replies(self) -> tuple[Any, Any]:
+        """Likewise of what follows on a kept cache: a completion's end and a reply."""
+        return self._rows(1 + self._rollouts.config.task.max_reply_tokens)
+
+    def _rows(self, width: int) -> tuple[Any, Any]:
+        ids = jax.ShapeDtypeStruct((self._rollouts.rows, width), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((self._rollouts.rows,), jnp.int32)
         return self.sampling_layout.of_rows((ids, lengths))
 
     @property
-    def _prompt_width(self) -> int:
-        """Tokens before the last completion of the longest conversation."""
+    def _room(self) -> int:
+        """Tokens of the longest conversation that are read."""
         _, _, config = self._rollouts
-        slots, task = config.sampling.max_new_tokens, config.task
-        return task.prompt_length + task.conversation_length(slots) - slots
+        task, slots = config.task, config.sampling.max_new_tokens
+        return task.prompt_length + task.conversation_length(slots) - 1
 
-    def rollout_phase(self, held: Mapping[str, Any]) -> Phase:
-        """The rollout, for a plan.
+    def rollout_phases(self, held: Mapping[str, Any]) -> list[Phase]:
+        """The rollout, for a plan; turns that go on from a cache are another phase.
 
         Args:
             held: shapes of what else is on the device, by name.
@@ -136,24 +200,35 @@ class SamplingProgram(AccumulatedProgram):
         steps = most - 1
         if config.sampling.slots is not None:  # from one refilled slot to the next
             steps = -(-steps // self.slots)
-        return Phase(
-            "rollout",
-            self.trace_sample,
-            weights_of(self),
-            held,
-            {"keys and values": self._cache_bytes()},
-            rows * most,
-            runs=config.task.turns,
-            turns=steps,
-        )
+        runs, kept = config.task.turns, {"keys and values": self._cache_bytes()}
+        weights, tokens = weights_of(self), rows * most
+        if not self.keeps_cache:
+            return [
+                Phase(
+                    "rollout", self.trace_sample, weights, held, kept, tokens,
+                    runs=runs, turns=steps,
+                )
+            ]  # fmt: skip
+        return [
+            Phase("rollout", self.trace_sample, weights, held, {}, tokens, turns=steps),
+            Phase(
+                "further turns", self.trace_further, weights, held, {}, tokens,
+                runs=runs - 1, turns=steps,
+            ),
+        ]  # fmt: skip
 
     def _cache_bytes(self) -> int:
         """Bytes of a rollout's KV cache on one device."""
         _, _, config = self._rollouts
         model, mesh = self.model_config, self.layout.sizes
-        room = self._prompt_width + config.sampling.max_new_tokens - 1
-        room = -(-room // 8) * 8
+        room = -(-self._room // 8) * 8
         numbers = 2 * model.layers * model.kv_heads * model.head_dim * room
         parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"] * mesh["tensor"]
         item = jnp.dtype(model.dtype).itemsize
         return self.slots * numbers * item // parts
+
+
+def _ended(sampler: Sampler, model: Any, state: State) -> tuple[Samples, Cache]:
+    """The completions of a turn, and the cache after them."""
+    state = sampler.advance(model, state, sampler.config.max_new_tokens)
+    return samples_of(state), state.cache

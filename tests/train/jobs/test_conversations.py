@@ -21,7 +21,9 @@ from jaxmem.train.jobs.conversations import Replies
 from jaxmem.train.jobs.minibatches import Minibatch
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.jobs.sampled import Decoded, Sampled
+from jaxmem.train.jobs.sampling_program import SamplingProgram
 from jaxmem.train.metrics import PolicyMetrics
+from jaxmem.train.progress import ProgressReport
 from tests.cases import slow
 from tests.checkpoints import texts
 from tests.train.jobs.kills import kill_before
@@ -310,6 +312,46 @@ def test_runs_learn_over_turns_and_resume_bitwise(overrides, monkeypatch):
         for path in ("run", "cut")
     )
     assert got == wanted
+
+
+def rolled_out(*overrides):
+    config = configuration.load("grpo.gin", overrides)[0]
+    job = jobs.job_of(config)
+    job.program = job.make_program(job.vocabulary())
+    job.open()
+    job.compile(ProgressReport(Console(quiet=True), 1, 0, 1))
+    return job, job._roll_out(1, job.program.initial_state().params)
+
+
+def test_a_cache_that_is_kept_over_turns_changes_nothing(monkeypatch):
+    job, kept = rolled_out("sampling.top_k=5")
+    assert job.program.keeps_cache and kept.turns.max() == 3
+    # A turn reads the end of a completion and a reply, not the prompt again.
+    assert [x.shape[1] for x, _ in (job.program.prompts, job.program.replies)] == [
+        12, 11,
+    ]  # fmt: skip
+    for overrides in ([], ["sampling.slots=8"]):
+        with monkeypatch.context() as patched:
+            if not overrides:
+                patched.setattr(SamplingProgram, "keeps_cache", False)
+            job, again = rolled_out("sampling.top_k=5", *overrides)
+            assert job.program.prompts[0].shape[1] == 12 + 2 * (4 + 10)
+        for name in ("tokens", "mask", "lengths"):
+            ours, theirs = getattr(kept.samples, name), getattr(again.samples, name)
+            np.testing.assert_array_equal(ours, theirs)
+        ours, theirs = kept.samples.logprobs, again.samples.logprobs
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        np.testing.assert_array_equal(kept.supports.csr.ids, again.supports.csr.ids)
+        np.testing.assert_array_equal(kept.graded.rewards, again.graded.rewards)
+
+
+def test_a_plan_has_further_turns():
+    program = rolled_out()[0].program
+    first, further = program.rollout_phases({})
+    assert (first.runs, further.name, further.runs) == (1, "further turns", 2)
+    # The cache goes in and out, in place.
+    memory = further.traced.lower().compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= program._cache_bytes()
 
 
 # ----------------------------------------------------------------------- refusals

@@ -760,7 +760,7 @@ def test_a_plan_counts_the_cache_of_the_slots():
     sizes, turns = [], []
     for slots in (None, 8):
         program = PolicyProgram(changed(SMALL, sampling=dict(slots=slots)))
-        phase = program.rollout_phase({})
+        (phase,) = program.rollout_phases({})
         sizes.append(phase.parts["keys and values"])
         turns.append(phase.turns)
         assert phase.tokens == 32 * 3

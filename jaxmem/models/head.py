@@ -1,0 +1,125 @@
+"""The head of a decoder, and its options."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmem.backends import choose
+from jaxmem.base.fields import check_field
+from jaxmem.core import gradients
+from jaxmem.core.gradients import Sample
+from jaxmem.heads.nnx import LMHead
+from jaxmem.models import embedding, lora, partitioning
+from jaxmem.models.config import ModelConfig
+
+_FUSED_ONLY = {
+    "gradient": None,
+    "backend": None,
+    "vocab_groups": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """How training computes a loss from hidden states."""
+
+    # fused: logits exist one chunk at a time; materialised: all at once, the usual way
+    implementation: Literal["fused", "materialised"] = "fused"
+    # tokens whose logits may be alive at once (fused only); None: no chunking
+    chunk: int | Literal["auto"] | None = 1024
+    # how gradients are computed (fused only), see jaxmem.logprobs: ("recompute", B)
+    # sums those of the head for one of B blocks of the vocabulary after another;
+    # ("sample", k) draws k entries of each token's derivative; None: exact, all at once
+    gradient: tuple[str, int] | None = None
+    # what computes the loss (fused only), see jaxmem.logprobs; None: the fastest here
+    backend: str | None = None
+    # groups of the vocabulary (fused only), see jaxmem.logprobs: log-probabilities of
+    # the same bits for any mesh.tensor; None: the fewest operations
+    vocab_groups: int | None = None
+
+    def __post_init__(self):
+        """Raise a ValueError for an unknown implementation or an impossible chunk."""
+        known = self.implementation in ("fused", "materialised")
+        check_field(self, "implementation", known, "one of 'fused', 'materialised'")
+        known = self.backend in (*choose.names(), None)
+        expected = f"{', '.join(map(repr, choose.names()))} or None"
+        check_field(self, "backend", known, expected)
+        if self.chunk is not None and self.chunk != "auto":
+            if not isinstance(self.chunk, int) or self.chunk <= 0:
+                raise ValueError(
+                    "HeadConfig.chunk must be a positive number of tokens, 'auto' or "
+                    f"None, got {self.chunk!r}"
+                )
+        try:
+            gradients.from_literal(self.gradient)
+        except ValueError as error:
+            name = "" if str(error).startswith("gradient ") else "gradient: "
+            raise ValueError(f"HeadConfig.{name}{error}") from error
+        groups = self.vocab_groups
+        good = groups is None or (type(groups) is int and groups > 1)
+        good = good and not (groups and groups & (groups - 1))
+        check_field(self, "vocab_groups", good, "a power of two, at least 2, or None")
+        if groups and self.gradient:
+            raise ValueError(
+                f"HeadConfig.vocab_groups={groups} must be None with "
+                f"gradient={self.gradient}"
+            )
+        for name, default in _FUSED_ONLY.items():
+            value = getattr(self, name)
+            if value != default and self.implementation != "fused":
+                raise ValueError(
+                    f"HeadConfig.{name}={value!r} needs implementation='fused'"
+                )
+
+    @property
+    def sample(self) -> Sample | None:
+        """How gradients are sampled; None where they are exact."""
+        gradient = gradients.from_literal(self.gradient)
+        return gradient if isinstance(gradient, Sample) else None
+
+    @property
+    def samples(self) -> int | None:
+        """Entries of a token that are sampled; None where gradients are exact."""
+        return self.sample and self.sample.k
+
+    def using(self, implementation: str) -> "HeadConfig":
+        """The other way to the loss, for comparison; exact where it is materialised."""
+        changes: Any = {"implementation": implementation}
+        if implementation != "fused":
+            changes |= _FUSED_ONLY
+        return dataclasses.replace(self, **changes)
+
+
+def make_head(
+    config: ModelConfig, head: HeadConfig, embed: nnx.Embed, rngs: nnx.Rngs
+) -> LMHead:
+    """The head of a decoder, over its embedding table where it is tied."""
+    sharding = partitioning.head_sharding()
+    options: dict[str, Any] = {
+        "dtype": jnp.dtype(config.dtype),
+        "softcap": config.softcap,
+        "chunk": head.chunk,
+        # Each call says how it samples, with a key: evaluations do not.
+        "gradient": None if head.sample else gradients.from_literal(head.gradient),
+        "implementation": head.backend,
+        "vocab_groups": head.vocab_groups,
+        "sharding": sharding,
+        "rngs": rngs,
+    }
+    if config.tied:
+        options |= {"tied_to": embed}
+    else:
+        options |= {
+            "in_features": config.hidden,
+            "out_features": config.vocab_size,
+            "use_bias": config.head_bias,
+            "kernel_init": embedding.INIT,
+            "param_dtype": jnp.dtype(config.param_dtype),
+        }
+    if not config.lora_head:
+        return LMHead(**options)
+    if sharding is not None:
+        raise NotImplementedError("model.lora_head on a mesh of several devices")
+    return lora.LoraHead(config, **options)
