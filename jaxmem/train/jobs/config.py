@@ -282,10 +282,13 @@ class GrpoJobConfig(JobConfig):
         """Slots of all sequences of a rollout that is read in so many parts, at most.
 
         Prompts that are shared are read once in each row of their group's completions.
+        Sequences that are cut have the length that they have on average.
         """
         layout, grpo = self.branches, self.grpo
         if layout is None:
-            return grpo.samples * self.longest
+            share = 1.0 if grpo.prefix_cut is None else (1 + grpo.prefix_cut) / 2
+            cut = int((1 - share) * self.completion_length)
+            return grpo.samples * (self.longest - cut)
         blocks = (self.row_lengths[-1] - layout.prompt) // layout.width
         together = -(-grpo.group_size // parts)  # completions of a prompt in a part
         rows = min(parts * -(-together // blocks), grpo.group_size)

@@ -378,14 +378,22 @@ def test_an_environment_that_fails_ends_a_run_by_name(body, message):
         reader.play(reader.task.ask(0, 4), [[A, END]] * 3)
 
 
-def test_failures_may_end_conversations_instead():
-    pathlib.Path("envs.py").write_text(
-        ENVIRONMENT.replace("self.turn += 1", "self.turn += 1; 1 / (2 - self.turn)")
-    )
+@pytest.mark.parametrize(
+    ("old", "new", "reward", "turns"),
+    [
+        ("self.turn += 1", "self.turn += 1; 1 / (2 - self.turn)", 0.25, {1, 2}),
+        # A reply that is too long comes with a reward, which counts.
+        ('"more"', '"x" * 11', 0.25, {1}),
+    ],
+)
+def test_failures_may_end_conversations_instead(old, new, reward, turns):
+    text = ENVIRONMENT.replace(old, new).replace('self.record["plain"]', "True")
+    text = text.replace('record["plain"]', "True")
+    pathlib.Path("envs.py").write_text(text)
     reader = Reader("task.environment_errors=end")
     played, graded = reader.play(reader.task.ask(0, 12), [[A, END]] * 3)
-    np.testing.assert_array_equal(graded.rewards, 0.25)
-    assert set(played.turns.tolist()) == {1, 2}
+    np.testing.assert_array_equal(graded.rewards, reward)
+    assert set(played.turns.tolist()) == turns
 
 
 def test_completions_of_a_prompt_share_it():

@@ -22,6 +22,18 @@ LONG = changed(
 )
 
 
+def test_a_plan_counts_what_is_left_on_average():
+    config = changed(LONG, grpo=dict(prefix_cut=0.5))
+    rows, (prompt, most) = 4000, (config.task.prompt_length, 12)
+    full = np.full(rows, most, np.int32)
+    given = np.ones((rows, prompt), np.int32), np.full(rows, prompt)
+    made = Completions.of(*given, np.ones((rows, most), np.int32), full)
+    part, _ = cut_prefixes(config, 1, made)
+    read = np.mean([len(row) for row in part.tokens]) * config.grpo.samples
+    assert config.slots_read() == pytest.approx(read, rel=0.01)
+    assert config.slots_read() < LONG.slots_read()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
 def test_each_token_counts_once_in_the_mean_over_all_cuts(share):
     config = changed(LONG, grpo=dict(prefix_cut=share))
