@@ -51,9 +51,9 @@ def sums(
         of_row = [ref[row] for ref in refs[n : len(operands)]]
 
         def add(i, totals):
+            at = row, pl.ds(i * row_tiles.TILE, row_tiles.TILE)
             here = [
-                row_tiles.load(ref, row, i * row_tiles.TILE, (row_tiles.TILE,), layout)
-                for ref in refs[:n]
+                row_tiles.load(r.at[at], (row_tiles.TILE,), layout) for r in refs[:n]
             ]
             new = terms(*here, *of_row)
             return tuple(a + b for a, b in zip(totals, new, strict=True))

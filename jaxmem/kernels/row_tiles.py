@@ -20,10 +20,9 @@ TILE = 2048  # columns of a program
 PARAMS = plgpu.CompilerParams(approx_math=True)
 
 
-def load(ref: Any, row: Any, first: Any, shape: tuple[int, ...], layout: Any) -> Any:
-    """Columns of a row from `first` on, as an array of a shape and layout."""
-    at = ref.at[row, pl.ds(first, math.prod(shape))]
-    return plgpu.load(at.reshape(shape), layout=layout, optimized=False)
+def load(ref: Any, shape: tuple[int, ...], layout: Any) -> Any:
+    """Numbers that follow each other, as an array of a shape and layout."""
+    return plgpu.load(ref.reshape(shape), layout=layout, optimized=False)
 
 
 def at_once(columns: int, most: int = 4) -> int:
@@ -56,7 +55,8 @@ def reduce_blocks(
     def of_tile(*refs):
         row = lax.axis_index("row")
         first = jnp.minimum(lax.axis_index("tile") * size, n_blocks - size)
-        here = [load(r, row, first * width, (size, width), layout) for r in refs[:n]]
+        columns = pl.ds(first * width, TILE)
+        here = [load(r.at[row, columns], (size, width), layout) for r in refs[:n]]
         for ref, x in zip(refs[n:], function(*here), strict=True):
             store(ref.at[row, pl.ds(first, size)], x)
 

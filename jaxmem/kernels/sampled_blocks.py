@@ -8,6 +8,7 @@ empty. Each column is kept for exactly as many starts as it has units, so the bo
 change which columns are drawn together, but no probability.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,13 +21,16 @@ from jax import lax
 
 from jaxmem.core import column_sampling
 from jaxmem.core.column_sampling import Entries, Sampling
-from jaxmem.kernels import typed
+from jaxmem.kernels import row_tiles, typed
 from jaxmem.kernels.row_tiles import PARAMS, beside, store
 
 # Of a block's mass: its rounding, and that of exponentials that are computed anew.
 _ROUNDED = 2.0**-14
 MARGIN = 2.0**-13  # of `Sampling`: relative excess of the bounds over the units
 _SLOTS = 8  # of a program, some in each of its four warps
+_LANES = 32  # threads of a warp
+# What is written to SMEM is committed before it is read, and written once.
+_PARAMS = dataclasses.replace(PARAMS, unsafe_no_auto_barriers=True)
 _SUMS = 128  # running sums that they are compared with at a time
 
 
@@ -34,8 +38,8 @@ class Density(NamedTuple):
     """Probabilities of columns, from what is in memory.
 
     Attributes:
-        of: of tiles [slots, width], of numbers of their blocks [slots, width] and of
-            their row [], all float32, to probabilities [slots, width].
+        of: of tiles [width], of numbers of their block [] and of their row [], all
+            float32, to probabilities [width].
         tiles: its first arguments, [C, V]; the tiles have no columns from V on.
         blocks: the next ones, [C, n].
         rows: the last ones, [C].
@@ -85,16 +89,7 @@ def select(
         The entries, with their densities as p.
     """
     sums = running_sums(bounds)
-    n_live = (jnp.max(sums, axis=1) + starts) >> sampling.bits
-    operands = (
-        starts,
-        n_live,
-        bounds,
-        sums,
-        *density.tiles,
-        *density.blocks,
-        *density.rows,
-    )
+    operands = starts, sums, *density.tiles, *density.blocks, *density.rows
     groups = pl.cdiv(sampling.slots, _SLOTS)
     shape = len(starts), groups * _SLOTS
     kernel = plgpu.kernel(
@@ -105,8 +100,11 @@ def select(
         ],
         grid=(groups, len(starts)),
         grid_names=("group", "row"),
-        scratch_types=[plgpu.SMEM((_SLOTS,), jnp.int32)],
-        compiler_params=PARAMS,
+        scratch_types=[
+            plgpu.SMEM((_SLOTS,), jnp.int32),
+            plgpu.SMEM((_SLOTS * width,), jnp.float32),
+        ],
+        compiler_params=_PARAMS,
     )
     columns, p = typed.run(kernel, *operands)
     return Entries(columns[:, : sampling.slots], p[:, : sampling.slots])
@@ -148,30 +146,39 @@ class _Select:
         self.n_blocks = n_blocks
         self.length = density.tiles[0].shape[1]
         self.last = self.length - width  # where the last block of a row is read
-        at_once = math.gcd(width // 32, self.length)
-        self.of_column, self.of_columns = _layouts(at_once)
-        self.of_sum, self.of_sums = _layouts(_SUMS // 32)
+        self.each = min(width // _LANES, 4)
+        self.groups = width // self.each
+        tiling = ((4, self.groups, self.each), (_LANES, self.each))
+        several = self.groups > _LANES
+        self.of_slots = plgpu.Layout.TILED(
+            plgpu.Tiling(tiling[: 1 + several]),
+            warp_dims=(-5 if several else -3,), lane_dims=(-2,), vector_dim=-1,
+        )  # fmt: skip
 
     def kernel(self, n_sums: int) -> Callable[..., None]:
         """The kernel, of a padded number of blocks."""
         sizes = [len(x) for x in self.density[1:]]
 
-        def sampled_pick(starts_ref, live_ref, *refs):
-            *refs, columns_ref, p_ref, block = refs
+        def sampled_pick(starts_ref, *refs):
+            *refs, columns_ref, p_ref, block, p_smem = refs
             row, first = lax.axis_index("row"), lax.axis_index("group") * _SLOTS
-            here, n_live = pl.ds(first, _SLOTS), live_ref[row]
+            here, start = pl.ds(first, _SLOTS), starts_ref[row]
+            n_live = (refs[0][row, n_sums - 1] + start) >> self.sampling.bits
             slot = lax.broadcasted_iota(jnp.int32, (_SLOTS,), 0) + first
 
             @pl.when(first < n_live)
             def _some():
-                bounds_ref, sums_ref, *others = (ref.at[row] for ref in refs)
+                sums_ref, *others = (ref.at[row] for ref in refs)
                 others = iter(others)
                 tiles, blocks, rows = ([next(others) for _ in range(n)] for n in sizes)
                 rows = [ref[...] for ref in rows]
-                rest = (slot + 1) * self.sampling.one - starts_ref[row]
-                block[...] = self._block_of(rest, sums_ref, n_sums)
-                loaded = self._load(block, (bounds_ref, sums_ref), tiles, blocks)
-                columns, p = self._columns(rest, rows, *loaded)
+                rest = (slot + 1) * self.sampling.one - start
+                at, passed = self._block_of(rest, sums_ref, n_sums)
+                block[...] = at
+                plgpu.commit_smem()
+                self._keep(block, tiles, blocks, rows, p_smem)
+                plgpu.commit_smem()
+                columns, p = self._columns(rest - passed, at, p_smem)
                 columns = jnp.where(slot < n_live, columns, self.sampling.columns)
                 store(columns_ref.at[row, here], columns)
                 store(p_ref.at[row, here], jnp.where(slot < n_live, p, 0.0))
@@ -185,71 +192,98 @@ class _Select:
         return sampled_pick
 
     def _block_of(self, rest, sums_ref, n_sums):
-        """The block whose running sum first reaches each of `rest`."""
-        before = jnp.zeros(_SLOTS, jnp.int32)
+        """The block whose running sum first reaches each of `rest`; the sum before."""
+        of_sum, of_sums = _layouts(_SUMS // _LANES)
+        before = passed = jnp.zeros((_SLOTS, _SUMS), jnp.int32)
         wanted = beside(rest, (_SLOTS, _SUMS))
         for first in range(0, n_sums, _SUMS):
             here = sums_ref.at[pl.ds(first, _SUMS)]
-            here = plgpu.load(here, layout=self.of_sum, optimized=False)
+            here = plgpu.load(here, layout=of_sum, optimized=False)
             here = lax.broadcast_in_dim(here, (_SLOTS, _SUMS), (1,))
-            here = plgpu.layout_cast(here, self.of_sums)
-            before += jnp.sum(jnp.where(here < wanted, 1, 0), axis=1)
-        return jnp.minimum(before, self.n_blocks - 1)
+            here = plgpu.layout_cast(here, of_sums)
+            before += jnp.where(here < wanted, 1, 0)
+            passed = jnp.maximum(passed, jnp.where(here < wanted, here, 0))
+        block = jnp.minimum(jnp.sum(before, axis=1), self.n_blocks - 1)
+        return block, jnp.max(passed, axis=1)
 
-    def _load(self, block, sum_refs, tile_refs, block_refs):
-        """(first columns, those of the blocks, sums before them, tiles, numbers).
+    def _keep(self, block, tile_refs, block_refs, rows, p_smem):
+        """Stores the probabilities of all slots' blocks, 0 where there is no column.
 
-        Each warp loads the blocks of all slots, and keeps those of its own.
+        All threads share one block after another, so that each number is loaded once.
         """
-        shape, (bounds_ref, sums_ref) = (_SLOTS, self.width), sum_refs
-        slot = lax.broadcasted_iota(jnp.int32, (_SLOTS,), 0)
-        slot_of = plgpu.layout_cast(
-            lax.broadcasted_iota(jnp.int32, shape, 0), self.of_columns
-        )
-        first = begin = passed = jnp.zeros(_SLOTS, jnp.int32)
-        tiles = [jnp.zeros(shape, ref.dtype) for ref in tile_refs]
-        numbers = [jnp.zeros(_SLOTS, jnp.float32) for _ in block_refs]
-        for i in range(_SLOTS):
-            here = block[i]
-            at = jnp.minimum(here * self.width, self.last)
-            own = slot == i
-            first, begin = (
-                jnp.where(own, x, old)
-                for x, old in ((at, first), (here * self.width, begin))
-            )
-            passed = jnp.where(own, sums_ref[here] - bounds_ref[here], passed)
-            numbers = [
-                jnp.where(own, ref[here], old)
-                for ref, old in zip(block_refs, numbers, strict=True)
+        shape, n_threads = (self.width,), min(self.width, 128)
+        at_once = math.gcd(self.width // n_threads, self.length)
+        if self.width < 128:  # columns for each thread: every warp has all
+            layout = _layouts(at_once)[0]
+        else:
+            layout = plgpu.Layout.WG_STRIDED(shape, at_once)
+        place = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
+        loaded = []
+        for here in [block[i] for i in range(_SLOTS)]:
+            begin = here * self.width
+            at = jnp.minimum(begin, self.last)
+            tiles = [
+                plgpu.load(
+                    ref.at[pl.ds(at, self.width)], layout=layout, optimized=False
+                )
+                for ref in tile_refs
             ]
-            for j, ref in enumerate(tile_refs):
-                x = ref.at[pl.ds(at, self.width)]
-                x = plgpu.load(x, layout=self.of_column, optimized=False)
-                x = lax.broadcast_in_dim(x, shape, (1,))
-                x = plgpu.layout_cast(x, self.of_columns)
-                tiles[j] = jnp.where(slot_of == i, x, tiles[j])
-        return first, begin, passed, tiles, numbers
+            numbers = [ref[here] for ref in block_refs]
+            loaded.append((place + at, begin, tiles, numbers))
+        for i, (column, begin, tiles, numbers) in enumerate(loaded):
+            tiles = [x.astype(jnp.float32) for x in tiles]
+            p = self.density.of(*tiles, *numbers, *rows)
+            inside = (column >= begin) & (column < self.sampling.columns)
+            p_smem[pl.ds(i * self.width, self.width)] = jnp.where(inside, p, 0.0)
 
-    def _columns(self, rest, rows, first, begin, passed, tiles, numbers):
-        """(columns whose units reach `rest`, their densities) of each slot."""
-        shape, sampling = (_SLOTS, self.width), self.sampling
-        tiles = [x.astype(jnp.float32) for x in tiles]
-        p = self.density.of(*tiles, *(beside(x, shape) for x in numbers), *rows)
+    def _columns(self, rest, block, p_smem):
+        """(columns whose units reach `rest`, their densities) of each slot.
+
+        First among sums of a few neighbours in a thread, then among the few.
+        """
+        shape = _SLOTS, self.groups, self.each
+        p = row_tiles.load(p_smem, shape, self.of_slots)
+        units = column_sampling.units(self.sampling, p)
+        sums = jnp.sum(units, axis=2)
+        groups = lax.broadcasted_iota(jnp.int32, (_SLOTS, self.groups), 1)
+
+        def of_groups(chosen, x):
+            return jnp.sum(jnp.where(chosen, x, 0), axis=1)
+
+        group, passed = _search(
+            lambda n: of_groups(groups < beside(n, groups.shape), sums),
+            self.groups, rest,
+        )  # fmt: skip
+        own = groups == beside(group, groups.shape)
         place = plgpu.layout_cast(
-            lax.broadcasted_iota(jnp.int32, shape, 1), self.of_columns
+            lax.broadcasted_iota(jnp.int32, shape, 2), self.of_slots
         )
-        column = beside(first, shape) + place
-        inside = (column >= beside(begin, shape)) & (column < sampling.columns)
-        units = jnp.where(inside, column_sampling.units(sampling, p), 0)
-        rest, at, step = rest - passed, jnp.zeros(_SLOTS, jnp.int32), self.width // 2
-        while step:  # the most columns whose units do not reach it
-            before = jnp.where(place < beside(at + step, shape), units, 0)
-            at = jnp.where(jnp.sum(before, axis=1) < rest, at + step, at)
-            step //= 2
+
+        def of_own(chosen, x):
+            return of_groups(own, jnp.sum(jnp.where(chosen, x, 0), axis=2))
+
+        at, _ = _search(
+            lambda n: of_own(place < beside(n, shape), units), self.each, rest - passed
+        )
+        bits = lax.bitcast_convert_type(p, jnp.int32)
+        p = lax.bitcast_convert_type(
+            of_own(place == beside(at, shape), bits), jnp.float32
+        )
         # A bound that is not tight may contain a multiple that no column reaches.
-        hit = jnp.sum(units, axis=1) >= rest
-        p = jnp.sum(jnp.where(place == beside(at, shape), p, 0.0), axis=1)
-        return jnp.where(hit, first + at, sampling.columns), jnp.where(hit, p, 0.0)
+        hit = jnp.sum(sums, axis=1) >= rest
+        first = jnp.minimum(block * self.width, self.last)
+        column = first + group * self.each + at
+        return jnp.where(hit, column, self.sampling.columns), jnp.where(hit, p, 0.0)
+
+
+def _search(total, size, rest):
+    """How many in a row do not reach `rest`, at most size - 1; their sum."""
+    at = passed = jnp.zeros(_SLOTS, jnp.int32)
+    while size := size // 2:
+        before = total(at + size)
+        at = jnp.where(before < rest, at + size, at)
+        passed = jnp.where(before < rest, before, passed)
+    return at, passed
 
 
 def _layouts(at_once):

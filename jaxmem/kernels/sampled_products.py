@@ -26,9 +26,10 @@ from jaxmem.core.column_sampling import Derivative, Pairs
 from jaxmem.kernels import typed
 
 _PIECE = 64  # pairs of a piece, at least
-# Columns per piece, at least: pieces take 4 D bytes each during W's gradient, an eighth
-# of a gradient in 16 bits.
+# Pieces take 4 D bytes each during W's gradient: one for so many columns takes an eighth
+# of a gradient in 16 bits. Of a small head, all may take so many bytes:
 _COLUMNS = 16
+_SUMS_BYTES = 2**26
 _MAX_UNROLL = 8  # divides a piece
 _TRANSPOSED_DEPTH = 256  # of W at a time, whose rows are transposed from [D, V]
 _THREADS = 128
@@ -169,7 +170,7 @@ def sum_rows(
         @pl.when(zeros | (end > first))
         def _some():
             sums = _Add(launch, part, rows_ref, values_ref, x_ref)(first, end)
-            out_ref[at, part.columns] = sums.astype(out_ref.dtype)
+            part.store(out_ref, at, sums)
 
     kernel = plgpu.kernel(
         sampled_sum_rows,
@@ -197,7 +198,8 @@ def sum_columns(
     Returns:
         The sums, [n_columns, D].
     """
-    piece, whole = _piece(len(pairs.columns), n_columns), _whole(x)
+    whole = _whole(x)
+    piece = _piece(len(pairs.columns), n_columns, whole.shape[1])
     n_programs, part = pl.cdiv(n_columns, launch.sums), _Part(whole, launch.at_once)
     begin = jnp.arange(n_programs + 1, dtype=jnp.int32) * launch.sums
     ends = jnp.searchsorted(
@@ -212,7 +214,7 @@ def sum_columns(
         stream = _Stream(launch, part, ends, piece, *refs)
 
         def store(at, sums):
-            out_ref[at, part.columns] = sums.astype(out_ref.dtype)
+            part.store(out_ref, at, sums)
             return part.zeros()
 
         def move(at, to, sums):
@@ -234,16 +236,17 @@ def sum_columns(
     return found[:, : x.shape[1]]
 
 
-def _piece(n_pairs, n_columns):
+def _piece(n_pairs, n_columns, depth):
     """Pairs of a piece."""
-    size = max(_PIECE, pl.cdiv(n_pairs, pl.cdiv(n_columns, _COLUMNS)))
+    most = max(pl.cdiv(n_columns, _COLUMNS), _SUMS_BYTES // (4 * depth))
+    size = max(_PIECE, pl.cdiv(n_pairs, most))
     return pl.cdiv(size, _MAX_UNROLL) * _MAX_UNROLL
 
 
 def _pieces(pairs, n_columns, x) -> Pieces:
     """Sums of the pieces of long columns."""
     n_pairs = pairs.columns.shape[0]
-    size = _piece(n_pairs, n_columns)
+    size = _piece(n_pairs, n_columns, x.shape[1])
     n_pieces = pl.cdiv(n_pairs, size)
     first = jnp.arange(n_pieces, dtype=jnp.int32) * size
     last = pairs.columns.at[first + size - 1].get(mode="fill", fill_value=n_columns)
@@ -263,40 +266,64 @@ def _whole(x):
 class _Part:
     """The part of the depth that a program computes.
 
-    The last one is moved to where it ends with the depth, so that some columns may be
-    computed twice. Parts have so many columns for each thread, or fewer where that
-    costs less.
+    Of narrow rows it is all, in pieces of falling sizes. Else parts have so many
+    columns for each thread, or fewer where that costs less. The last part or piece is
+    moved to where it ends with the depth: some columns may be computed twice.
     """
 
     def __init__(self, x: jax.Array, at_once: int):
-        self.depth = x.shape[1]
-
-        def cost(columns):
-            covered = pl.cdiv(self.depth, columns) * columns
-            return covered * _COSTS[columns // _THREADS]
-
+        self.depth = depth = x.shape[1]
         fits = [
             n * _THREADS for n in _COSTS
-            if n <= at_once and n * _THREADS <= self.depth and self.depth % n == 0
+            if n <= at_once and n * _THREADS <= depth and depth % n == 0
         ]  # fmt: skip
-        self.size = min(fits, key=cost)
-        self.count = pl.cdiv(self.depth, self.size)
-        self.layout = plgpu.Layout.WG_STRIDED((self.size,), self.size // _THREADS)
 
-    @property
-    def columns(self):
-        first = lax.axis_index("part") * self.size
-        return pl.ds(jnp.minimum(first, self.depth - self.size), self.size)
+        def cost(columns):
+            return pl.cdiv(depth, columns) * columns * _COSTS[columns // _THREADS]
+
+        self.pieces, at = [], 0
+        self.size = depth if depth < at_once * _THREADS else min(fits, key=cost)
+        self.count = pl.cdiv(depth, self.size)
+        while at < self.size:
+            size = max((n for n in fits if n <= self.size - at), default=_THREADS)
+            self.pieces.append((min(at, self.size - size), size))
+            at += size
+
+    def _at(self, row):
+        """Where a row's pieces are, and their layouts."""
+        part = jnp.minimum(lax.axis_index("part") * self.size, self.depth - self.size)
+        for first, size in self.pieces:
+            layout = plgpu.Layout.WG_STRIDED((size,), size // _THREADS)
+            yield (row, pl.ds(part + first, size)), layout
 
     def zeros(self):
-        return plgpu.layout_cast(jnp.zeros(self.size, jnp.float32), self.layout)
+        return tuple(
+            plgpu.layout_cast(jnp.zeros(at.size, jnp.float32), layout)
+            for (_, at), layout in self._at(0)
+        )
 
-    def load(self, ref, row, live):
+    def load(self, ref, row):
+        return tuple(
+            plgpu.load(ref.at[at], layout=layout, optimized=False)
+            for at, layout in self._at(row)
+        )
+
+    def load_live(self, ref, row, live):
         """A row in float32, 0 where it is not live."""
-        at = ref.at[jnp.where(live, row, 0), self.columns]
-        x = plgpu.load(at, layout=self.layout, optimized=False)
-        x = jnp.where(lax.broadcast(live, x.shape), x, jnp.zeros_like(x))
-        return x.astype(jnp.float32)
+        return tuple(
+            jnp.where(lax.broadcast(live, x.shape), x, jnp.zeros_like(x)).astype(
+                jnp.float32
+            )
+            for x in self.load(ref, jnp.where(live, row, 0))
+        )
+
+    def store(self, ref, row, sums):
+        for (at, _), x in zip(self._at(row), sums, strict=True):
+            ref[at] = x.astype(ref.dtype)
+
+
+def _add(sums, row, value=1.0):
+    return tuple(a + value * x for a, x in zip(sums, row, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,12 +342,12 @@ class _Add:
         def step(i, carry):
             sums, pairs = carry
             loaded = [
-                (value, self.part.load(self.x_ref, row, live))
+                (value, self.part.load_live(self.x_ref, row, live))
                 for row, value, live in pairs
             ]
             following = self._pairs(first + (i + 1) * self.launch.unroll, end)
             for value, row in loaded:
-                sums = sums + value * row
+                sums = _add(sums, row, value)
             return sums, following
 
         n_steps = lax.div(end - first + self.launch.unroll - 1, self.launch.unroll)
@@ -362,18 +389,17 @@ class _Stream:
 
         def add_piece(at, column, sums, pairs):
             to = jnp.maximum(column, pairs[0][0])
-            piece = self.pieces_ref.at[lax.div(at, self.piece), self.part.columns]
-            piece = plgpu.load(piece, layout=self.part.layout, optimized=False)
-            return at + self.piece, to, move(column, to, sums) + piece
+            piece = self.part.load(self.pieces_ref, lax.div(at, self.piece))
+            return at + self.piece, to, _add(move(column, to, sums), piece)
 
         def add_pairs(at, column, sums, pairs):
             loaded = [
-                (to, value, self.part.load(self.x_ref, token, live))
+                (to, value, self.part.load_live(self.x_ref, token, live))
                 for to, token, value, live in pairs
             ]
             for to, value, row in loaded:
                 to = jnp.maximum(column, to)
-                sums = move(column, to, sums) + value * row
+                sums = _add(move(column, to, sums), row, value)
                 column = to
             return at + self.launch.unroll, column, sums
 

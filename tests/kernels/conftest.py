@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 
 import jax
 import numpy as np
@@ -45,51 +44,15 @@ def interpreted(lowered_anywhere, quick_compilation, monkeypatch):
 
 
 @contextlib.contextmanager
-def _triton_kernels_as_xla_loops():
-    """Whatever runs the other kernels."""
-    import jax.experimental.pallas as pl
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
-    pallas_call = pl.pallas_call
-
-    def call(*args, **options):
-        with plgpu.force_gpu_interpret_mode(None):  # pyright: ignore
-            return pallas_call(*args, interpret=True, **options)
-
-    jax.clear_caches()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pl, "pallas_call", call)
-        yield
-    jax.clear_caches()
-
-
-@pytest.fixture
-def triton_interpreted(quick_compilation):
-    """The kernels that Triton compiles run as XLA's loops."""
-    with _triton_kernels_as_xla_loops():
-        yield
-
-
-@pytest.fixture(scope="module")
-def all_triton_interpreted(quick_compilation):
-    """`triton_interpreted` for each test of a module, which share what is traced."""
-    with _triton_kernels_as_xla_loops():
-        yield
-
-
-@contextlib.contextmanager
 def _interpreting():
     import jax.experimental.pallas.mosaic_gpu as plgpu
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     from jaxmem.kernels import row_tiles
 
-    def load(ref, row, first, shape, layout):
+    def load(ref, shape, layout):
         """The interpreter reshapes no references."""
-        import jax.experimental.pallas as pl
-
-        at = ref.at[row, pl.ds(first, math.prod(shape))]
-        return plgpu.load(at, optimized=False).reshape(shape)
+        return plgpu.load(ref, optimized=False).reshape(shape)
 
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
