@@ -219,14 +219,12 @@ def _wrong_gradients(versions, plugins, driver, backend) -> str:
 
 
 def _no_kernels(versions, plugins, driver, backend) -> str:
-    if backend != "gpu" or devices.has_mosaic() and devices.has_triton():
+    if backend != "gpu" or devices.has_mosaic():
         return ""
-    slower = [] if devices.has_triton() else ["norms", "decoding"]
-    slower += [] if devices.has_mosaic() else ["the head", "divergences", "experts"]
     return (
-        f"jax {versions['jax']} has no kernels for this GPU of {', '.join(slower)}: "
-        "they run on XLA, slower; the kernels need a GPU of compute capability 9.0 or "
-        f"newer and 'jax>=0.11,<{_CEILINGS['jax']}'"
+        f"jax {versions['jax']} has no kernels for this GPU: the head, divergences, "
+        "experts and decoding run on XLA, slower; the kernels need a GPU of compute "
+        f"capability 9.0 or newer and 'jax>=0.11,<{_CEILINGS['jax']}'"
     )
 
 

@@ -28,8 +28,7 @@ def problems(versions=FINE, plugins=None, driver="", backend="cpu"):
 @pytest.fixture
 def gpu_with_kernels(monkeypatch):
     """Whatever jax this is, the GPU that a test describes has all kernels."""
-    for name in ("has_mosaic", "has_triton"):
-        monkeypatch.setattr(f"jaxmem.devices.{name}", lambda: True)
+    monkeypatch.setattr("jaxmem.devices.has_mosaic", lambda: True)
 
 
 def test_one_screen(capsys, monkeypatch):
@@ -92,18 +91,11 @@ def test_what_is_installed_here_is_not_too_new():
     assert doctor._too_new(installed, {}, "", "cpu") == ""
 
 
-@pytest.mark.parametrize(
-    "capability, slower",
-    [
-        ("7.5", "norms, decoding, the head, divergences, experts"),
-        ("8.0", "the head, divergences, experts"),
-    ],
-)
-def test_a_gpu_without_kernels(capability, slower, monkeypatch):
-    gpu = types.SimpleNamespace(compute_capability=capability)
+def test_a_gpu_without_kernels(monkeypatch):
+    gpu = types.SimpleNamespace(compute_capability="8.0")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     (problem,) = problems(driver="580.1", backend="gpu")
-    assert f"no kernels for this GPU of {slower}: they run on XLA" in problem
+    assert "no kernels for this GPU: the head, divergences, experts and" in problem
 
 
 @pytest.mark.usefixtures("gpu_with_kernels")

@@ -226,6 +226,8 @@ def test_no_private_jax():
         for name, place in _imports(path):
             assert not _is_in(name, "jax._src"), f"{place}: {name}"
             assert not _is_in(name, "jaxlib"), f"{place}: {name}"
+            removed = "jax.experimental.pallas.triton"  # jax is to
+            assert not _is_in(name, removed), f"{place}: {name}"
         for node in _nodes(path):
             is_private = isinstance(node, ast.Attribute) and node.attr == "_src"
             assert not is_private, f"{_place(path, node.lineno)}: ._src"

@@ -195,8 +195,6 @@ def losses(tmp_path, changes):
     return [float(row[name]) for name in ("first_loss", "last_loss")]
 
 
-# The trainer's step has kernels of this backend.
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])
 @pytest.mark.parametrize("axis", ["data", "fsdp", "sequence", "tensor"])
 def test_steps_of_a_decoder_on_two_devices(axis, attention, tmp_path):

@@ -9,7 +9,7 @@ from jaxmem.devices.current import (
     count as count,
     current as current,
     has_mosaic as has_mosaic,
-    has_triton as has_triton,
+    has_wgmma as has_wgmma,
     planned as planned,
     target as target,
 )

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import importlib.util
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -113,19 +112,9 @@ def has_mosaic() -> bool:
     return jax.__version_info__ >= (0, 11) and _major_capability("9.0") >= 9
 
 
-def has_triton() -> bool:
-    """Whether Pallas's Triton backend has kernels for the current GPU.
-
-    It has them for NVIDIA GPUs of compute capability 8.0 and later, in a jax that still
-    has this backend, which 0.11 deprecates.
-    """
-    try:
-        found = importlib.util.find_spec("jax.experimental.pallas.triton")
-    except ModuleNotFoundError:  # of a package above it
-        return False
-    if found is None:
-        return False
-    return _major_capability("8.0") >= 8
+def has_wgmma() -> bool:
+    """Whether that backend multiplies by Hopper's instructions on the current GPU."""
+    return has_mosaic() and _major_capability("9.0") == 9
 
 
 def _major_capability(unknown):

@@ -1,4 +1,4 @@
-"""Attention of one new token per row to a KV cache, by Pallas's Triton backend.
+"""Attention of one new token per row to a KV cache.
 
 A program reads the keys and values of one row and key-value head once, for all queries
 that share it, in blocks of slots, and only as far as slots are in use. It reads the
@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
+
+from jaxmem.kernels import logits, ring
 
 BLOCK = 64  # slots that a program reads at once
-_QUERIES = 16  # rows of a tensor core's smallest product; a group is padded to it
+_QUERIES = 64  # rows of a tensor core's product; the group's are its first
 _PROGRAMS = 264  # two for each multiprocessor of an H200
-_STAGES = 2  # blocks in flight; four programs then fit into a multiprocessor at once
-# Finite, so that a program without a slot subtracts no infinities; see kernels.logits.
-_MASK_VALUE = -(2.0**100)
+_STAGES = 2  # blocks in flight
+_PART = 128  # columns of a head whose sums are in registers twice
 
 
 class Place(NamedTuple):
@@ -35,13 +36,13 @@ class Place(NamedTuple):
 
 def supports(query: jax.Array, keys: jax.Array) -> bool:
     """Whether `attend` can run on these types and shapes."""
-    width = query.shape[-1]
+    group, width = query.shape[-2:]
     return (
         query.dtype == keys.dtype
         and query.dtype in (jnp.bfloat16, jnp.float16)
-        and query.shape[-2] <= _QUERIES
-        and 16 <= width <= 256
-        and width & (width - 1) == 0  # the sides of Triton's tiles are powers of two
+        and group <= _QUERIES
+        and width in (64, 128, 256)
+        and keys.shape[-2] % 8 == 0  # rows of TMA's tiles
     )
 
 
@@ -74,123 +75,194 @@ def attend(
     **Memory**: 4·splits·B·heads·(head_dim + 1), if several programs share a head.
     """
     rows, heads, group, width = query.shape
-    blocks = pl.cdiv(cached[0].shape[3], BLOCK)
-    splits = max(1, min(_PROGRAMS // (rows * heads), blocks // 2))
-    shape = splits, rows, heads, group
-    out, lse = pl.pallas_call(
-        _Kernel(group, scale, softcap),
-        grid=(rows, heads, splits),
-        in_specs=[
-            _scalar(), _scalar(), _of_head(_QUERIES, width), _of_head(width),
-            _of_head(width), *[pl.no_block_spec] * 3,
+    layers, slots = cached[0].shape[0], cached[0].shape[3]
+    n, blocks = rows * heads, pl.cdiv(slots, BLOCK)
+    fill = -group % 8 if group > 8 else 0  # to whole tiles, if there are several
+    splits = max(1, min(_PROGRAMS // n, blocks // 2))
+    kind = query.dtype if splits == 1 else jnp.float32
+    kernel = plgpu.kernel(
+        _Kernel(heads, group, splits, scale, softcap),
+        out_type=[
+            jax.ShapeDtypeStruct((splits, n, group, width), kind),
+            jax.ShapeDtypeStruct((splits, n, _QUERIES), jnp.float32),
         ],
-        out_specs=[_of_split(_QUERIES, width), _of_split(_QUERIES)],
-        out_shape=[
-            jax.ShapeDtypeStruct(
-                (*shape, width), query.dtype if splits == 1 else jnp.float32
-            ),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        ],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=_STAGES),
-        name="cached_attention",
-    )(
+        grid=(n, splits),
+        grid_names=("head", "split"),
+        scratch_types=_scratch(width, query.dtype, kind),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    out, lse = kernel(
         *(jnp.reshape(x, (1,)).astype(jnp.int32) for x in (place.layer, place.slots)),
-        query, *token, *cached, place.seen,
+        jnp.pad(query.reshape(n, group, width), ((0, 0), (0, fill), (0, 0))),
+        *(x.reshape(n, width) for x in token),
+        *(x.reshape(layers * n, slots, width) for x in cached),
+        jnp.pad(place.seen.astype(jnp.int8), ((0, 0), (0, -slots % BLOCK))),
     )  # fmt: skip
     if splits == 1:
-        return out[0]
-    shares = jax.nn.softmax(lse, axis=0)[..., None]
-    return jnp.sum(shares * out, axis=0).astype(query.dtype)
+        return out.reshape(query.shape)
+    shares = jax.nn.softmax(lse[:, :, :group], axis=0)[..., None]
+    return jnp.sum(shares * out, axis=0).astype(query.dtype).reshape(query.shape)
 
 
-def _scalar() -> pl.BlockSpec:
-    return pl.BlockSpec((1,), lambda *_: (0,))
-
-
-def _of_head(*tile: int) -> pl.BlockSpec:
-    """A tile of an array [B, kv_heads, *tile], for a program of a row and head."""
-    zeros = (0,) * len(tile)
-    return pl.BlockSpec((None, None, *tile), lambda b, h, s: (b, h, *zeros))
-
-
-def _of_split(*tile: int) -> pl.BlockSpec:
-    """A tile of an array [splits, B, kv_heads, *tile]."""
-    zeros = (0,) * len(tile)
-    return pl.BlockSpec((None, None, None, *tile), lambda b, h, s: (s, b, h, *zeros))
+def _scratch(width, dtype, kind) -> dict[str, Any]:
+    """What a program allocates, by name."""
+    swizzled = ring.swizzle(dtype)
+    blocks = plgpu.SMEM((_STAGES, BLOCK, width), dtype, transforms=swizzled)
+    return dict(
+        query_smem=plgpu.SMEM((_QUERIES, width), dtype, transforms=swizzled),
+        keys_smem=blocks,
+        values_smem=blocks,
+        out_smem=plgpu.SMEM((_QUERIES, min(width, _PART)), kind),
+        lse_smem=plgpu.SMEM((_QUERIES,), jnp.float32),
+        loaded=plgpu.Barrier(),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+    )
 
 
 class _Softmax(NamedTuple):
     """The softmax of the scores so far, and the values that it weights."""
 
-    largest: jax.Array  # [queries]
+    largest: jax.Array  # [queries], in base 2
     total: jax.Array  # [queries]
-    mixed: jax.Array  # [queries, head_dim]
+    mixed: tuple[jax.Array, ...]  # parts of [queries, head_dim]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
     """One program: a row, a key-value head and a share of the slots."""
 
+    heads: int
     group: int
+    splits: int
     scale: float
     softcap: float | None
 
-    def __call__(self, layer_ref, slots_ref, query_ref, *refs: Any):
+    __name__ = "cached_attention"
+
+    def __call__(self, layer_ref, slots_ref, query_ref, *refs: Any, **smem: Any):
         key_ref, value_ref, keys_ref, values_ref, seen_ref, out_ref, lse_ref = refs
-        row, head, split = (pl.program_id(i) for i in range(3))
-        real = jnp.arange(_QUERIES) < self.group
-        query = plgpu.load(query_ref.at[:, :], mask=real[:, None], other=0.0)
-        layer, length = layer_ref[0], keys_ref.shape[3]
+        at, split = lax.axis_index("head"), lax.axis_index("split")
+        query_smem, full = smem["query_smem"], smem["full"]
+        blocks = ring.ceil_div(slots_ref[0], BLOCK)
+        share = ring.ceil_div(blocks, self.splits)
+        first, end = split * share, jnp.minimum((split + 1) * share, blocks)
+        cached = layer_ref[0] * key_ref.shape[0] + at
+
+        def fetch(i):
+            slot, here = lax.rem(i - first, _STAGES), pl.ds(i * BLOCK, BLOCK)
+
+            @pl.when(i < end)
+            def _():
+                for ref, name in ((keys_ref, "keys"), (values_ref, "values")):
+                    to = smem[f"{name}_smem"].at[slot]
+                    plgpu.copy_gmem_to_smem(ref.at[cached, here], to, full.at[slot])
 
         def block(i, softmax: _Softmax):
-            here, place = pl.ds(i * BLOCK, BLOCK), i * BLOCK + jnp.arange(BLOCK)
-            inside = place < length
+            slot, here = lax.rem(i - first, _STAGES), pl.ds(i * BLOCK, BLOCK)
+            seen = _load(seen_ref.at[lax.div(at, self.heads), here])
+            plgpu.barrier_wait(full.at[slot])
+            keys, values = (
+                smem[f"{name}_smem"].at[slot] for name in ("keys", "values")
+            )
+            scores = _product(query_smem, keys.transpose((1, 0)), BLOCK)
+            seen = _below(seen, scores.shape) != 0
+            scores = jnp.where(seen, self._capped(scores), -math.inf)
+            softmax = _with(softmax, scores, values)
+            fetch(i + _STAGES)
+            return softmax
 
-            def read(ref):
-                at = ref.at[layer, row, head, here, :]
-                return plgpu.load(at, mask=inside[:, None], other=0.0)
+        for i in range(_STAGES):
+            fetch(first + i)
+        self._fetch_queries(query_ref.at[at], query_smem, smem["loaded"])
+        own = self._of_token(query_smem, key_ref.at[at], value_ref.at[at], split == 0)
+        softmax = lax.fori_loop(first, end, block, own)
+        self._write(softmax, smem, out_ref.at[split, at], lse_ref.at[split, at])
 
-            seen = plgpu.load(seen_ref.at[row, here], mask=inside, other=False)
-            scores = self._capped(_product(query, read(keys_ref).T))
-            scores = jnp.where(seen[None, :], scores, -math.inf)
-            return _with(softmax, scores, read(values_ref))
+    def _fetch_queries(self, query_ref, query_smem, loaded):
+        """The group's queries, and zeros up to a multiple of eight, of a tile's rows.
 
-        blocks = pl.cdiv(slots_ref[0], BLOCK)
-        share = pl.cdiv(blocks, pl.num_programs(2))
-        end = jnp.minimum((split + 1) * share, blocks)
-        own = self._of_token(query, key_ref[...], value_ref[...], split == 0)
-        largest, total, mixed = lax.fori_loop(split * share, end, block, own)
-        out = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, None]
-        plgpu.store(out_ref.at[:, :], out.astype(out_ref.dtype), mask=real[:, None])
-        plgpu.store(lse_ref.at[:], largest + jnp.log(total), mask=real)
+        What is in the others' place is undefined, and so are their results.
+        """
+        rows = pl.ds(0, -(-self.group // 8) * 8)
+        beyond = pl.ds(lax.axis_index("split") * 0, rows.size)  # not checked
+        plgpu.copy_gmem_to_smem(query_ref.at[beyond], query_smem.at[rows], loaded)
+        plgpu.barrier_wait(loaded)
 
-    def _of_token(self, query, key, value, counts) -> _Softmax:
+    def _of_token(self, query_smem, key_ref, value_ref, counts) -> _Softmax:
         """Softmax of the new token alone; empty where it does not count."""
-        key, value = (x.astype(jnp.float32)[None, :] for x in (key, value))
-        scores = self._capped(jnp.sum(query.astype(jnp.float32) * key, axis=1))
-        ones = jnp.full(scores.shape, 1.0)
-        total = jnp.where(counts, ones, jnp.zeros_like(ones))
-        largest = jnp.where(counts, scores, _MASK_VALUE)
-        return _Softmax(largest, total, total[:, None] * value)
+        scores, mixed = jnp.zeros(_QUERIES, jnp.float32), []
+        for here in _parts(query_smem.shape[1]):
+            query = plgpu.load(query_smem.at[:, here], layout=plgpu.Layout.WGMMA)
+            query = query.astype(jnp.float32)
+            key, value = (
+                _below(_load(ref.at[here]).astype(jnp.float32), query.shape)
+                for ref in (key_ref, value_ref)
+            )
+            scores += jnp.sum(query * key, axis=1)
+            mixed.append(value)
+        counts = lax.broadcast(counts, scores.shape)
+        total = jnp.where(counts, 1.0, 0.0)
+        # Finite, so that a program without a slot subtracts no infinities.
+        largest = jnp.where(counts, self._capped(scores), logits.MASK_VALUE)
+        mixed = tuple(x * logits.along(total, x.shape) for x in mixed)
+        return _Softmax(largest, total, mixed)
 
     def _capped(self, scores):
-        scores = scores * self.scale
+        """Scores in base 2."""
         if self.softcap is None:
-            return scores
-        return self.softcap * jnp.tanh(scores / self.softcap)
+            return scores * (self.scale * logits.LOG2_E)
+        # tanh(x) as 1 - 2/(1 + e^2x): the chip's own tanh is good to 11 bits only.
+        cap = self.softcap * logits.LOG2_E
+        return cap - 2 * cap / (1 + jnp.exp(scores * (2 * self.scale / self.softcap)))
+
+    def _write(self, softmax: _Softmax, smem, out_ref, lse_ref):
+        out_smem, lse_smem = smem["out_smem"], smem["lse_smem"]
+        total = jnp.maximum(softmax.total, jnp.finfo(jnp.float32).tiny)
+        lse_smem[...] = softmax.largest * logits.LN_2 + jnp.log(softmax.total)
+        for part, here in zip(softmax.mixed, _parts(out_ref.shape[1]), strict=True):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            part = part / logits.along(total, part.shape)
+            out_smem[...] = part.astype(out_smem.dtype)
+            plgpu.commit_smem()
+            own = out_smem.at[pl.ds(0, self.group)]
+            plgpu.copy_smem_to_gmem(own, out_ref.at[:, here])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref)
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _with(softmax: _Softmax, scores, values) -> _Softmax:
     """The softmax with more scores [queries, n] and values [n, head_dim]."""
     largest = jnp.maximum(softmax.largest, jnp.max(scores, axis=1))
-    kept = jnp.exp(softmax.largest - largest)
-    weights = jnp.exp(scores - largest[:, None])
+    kept = jnp.exp2(softmax.largest - largest)
+    weights = jnp.exp2(scores - logits.along(largest, scores.shape))
     total = softmax.total * kept + jnp.sum(weights, axis=1)
-    mixed = softmax.mixed * kept[:, None]
-    return _Softmax(
-        largest, total, mixed + _product(weights.astype(values.dtype), values)
+    weights, mixed = weights.astype(values.dtype), []
+    for part, here in zip(softmax.mixed, _parts(values.shape[1]), strict=True):
+        more = _product(weights, values.at[:, here], here.size)
+        mixed.append(part * logits.along(kept, part.shape) + more)
+    return _Softmax(largest, total, tuple(mixed))
+
+
+def _product(a, b, columns):
+    def run(acc_ref):
+        plgpu.wgmma(acc_ref, a, b)
+        return acc_ref[...]
+
+    return pl.run_scoped(
+        run, plgpu.WGMMAAccumulatorRef((_QUERIES, columns), jnp.float32)
     )
 
 
-def _product(a, b):
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+def _load(ref):
+    """One number for each column of a product."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+
+def _below(row, shape):
+    """One number per column, over all rows."""
+    return lax.broadcast_in_dim(row, shape, (1,))
+
+
+def _parts(width):
+    """Parts of a head, so that a product of one fits in registers."""
+    return [pl.ds(at, min(width, _PART)) for at in range(0, width, _PART)]

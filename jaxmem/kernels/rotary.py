@@ -1,17 +1,22 @@
-"""Queries, keys and values of new tokens from one product, by Pallas's Triton backend.
+"""Queries, keys and values of new tokens from one product.
 
 XLA needs five kernels for it, as it fuses neither the norms of queries and keys with
 their rotation nor one with the other. Here a program reads one head of one row.
 """
 
-import functools
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
+
+from jaxmem.kernels.row_tiles import store
+
+# No program reads what it writes.
+_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
 class Norms(NamedTuple):
@@ -28,7 +33,7 @@ class Norms(NamedTuple):
 
 def supports(width: int) -> bool:
     """Whether `split` can run on heads of this width."""
-    return 32 <= width <= 512 and width & (width - 1) == 0  # as Triton's tiles are
+    return width in (64, 128, 256, 512)  # halves that the threads of a warp share
 
 
 def split(
@@ -54,61 +59,80 @@ def split(
     """
     rows, all_heads, width = joined.shape
     sizes = all_heads - 2 * kv_heads, kv_heads, kv_heads
-    scaling, options = (), (None, None)
+    scaling, options = (), (0.0, 0.0)
     if norms is not None:
         layer = jnp.reshape(norms.layer, (1,)).astype(jnp.int32)
         scaling, options = (layer, *norms.scales), (norms.offset, norms.epsilon)
-    of_row = pl.BlockSpec((None, width // 2), lambda b, h: (b, 0))
-    return pl.pallas_call(
-        functools.partial(_kernel, sizes, *options),
-        grid=(rows, all_heads),
-        in_specs=[
-            pl.BlockSpec((None, None, width), lambda b, h: (b, h, 0)),
-            of_row, of_row, *[pl.no_block_spec for _ in scaling],
-        ],
-        out_specs=[pl.no_block_spec] * 3,
-        out_shape=[
-            jax.ShapeDtypeStruct((rows, n, width), joined.dtype) for n in sizes
-        ],
-        compiler_params=plgpu.CompilerParams(num_warps=1),
-        name="rotary",
-    )(joined, *tables, *scaling)  # fmt: skip
+    kernel = plgpu.kernel(
+        _Kernel(sizes, width // 2, *options),
+        out_type=[jax.ShapeDtypeStruct((rows, n, width), joined.dtype) for n in sizes],
+        grid=(all_heads, rows),
+        grid_names=("head", "row"),
+        compiler_params=_PARAMS,
+    )
+    return kernel(joined, *tables, *scaling)
 
 
-def _kernel(sizes, offset, epsilon, x_ref, cos_ref, sin_ref, *refs: Any):
-    *scaling, query_ref, key_ref, value_ref = refs
-    row, head = pl.program_id(0), pl.program_id(1)
-    queries, keys, _ = sizes
-    half = x_ref.shape[0] // 2
-    # Halves of a head are tiles of their own: Triton cannot rotate within a tile.
-    halves = pl.ds(0, half), pl.ds(half, half)
-    own = tuple(x_ref[at] for at in halves)
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """One program: a head of a row."""
 
-    def put(ref, head, x):
-        for at, part in zip(halves, x, strict=True):
-            plgpu.store(ref.at[row, head, at], part.astype(ref.dtype))
+    sizes: tuple[int, int, int]
+    half: int
+    offset: float
+    epsilon: float
 
-    def rotated(which):
-        low, high = (x.astype(jnp.float32) for x in own)
-        if scaling:
-            layer_ref, *scale_refs = scaling
-            scale_ref, layer = scale_refs[which], layer_ref[0]
-            square = (jnp.sum(low * low) + jnp.sum(high * high)) / (2 * half)
-            rms = lax.rsqrt(square + epsilon)
-            scale = (offset + scale_ref[layer, at].astype(jnp.float32) for at in halves)
-            normal = (x * rms * s for x, s in zip((low, high), scale, strict=True))
-            low, high = (x.astype(x_ref.dtype).astype(jnp.float32) for x in normal)
-        cos, sin = cos_ref[...], sin_ref[...]
-        return low * cos - high * sin, high * cos + low * sin
+    __name__ = "rotary"
 
-    @pl.when(head < queries)
-    def _():
-        put(query_ref, head, rotated(0))
+    def __call__(self, x_ref, cos_ref, sin_ref, *refs: Any):
+        *scaling, query_ref, key_ref, value_ref = refs
+        row, head = lax.axis_index("row"), lax.axis_index("head")
+        queries, keys = self.sizes[:2]
+        own = self._read(x_ref.at[row, head])
+        cos, sin = self._load(cos_ref.at[row]), self._load(sin_ref.at[row])
 
-    @pl.when((head >= queries) & (head < queries + keys))
-    def _():
-        put(key_ref, head - queries, rotated(1))
+        def put(ref, head, x):
+            for at, part in zip(self._halves, x, strict=True):
+                store(ref.at[row, head, at], part.astype(ref.dtype))
 
-    @pl.when(head >= queries + keys)
-    def _():
-        put(value_ref, head - queries - keys, own)
+        def rotated(which):
+            low, high = (x.astype(jnp.float32) for x in own)
+            if scaling:
+                layer_ref, *scale_refs = scaling
+                scales = self._read(scale_refs[which].at[layer_ref[0]])
+                normal = self._normalised(low, high, scales)
+                low, high = (x.astype(x_ref.dtype).astype(jnp.float32) for x in normal)
+            return low * cos - high * sin, high * cos + low * sin
+
+        @pl.when(head < queries)
+        def _():
+            put(query_ref, head, rotated(0))
+
+        @pl.when((head >= queries) & (head < queries + keys))
+        def _():
+            put(key_ref, head - queries, rotated(1))
+
+        @pl.when(head >= queries + keys)
+        def _():
+            put(value_ref, head - queries - keys, own)
+
+    @property
+    def _halves(self):
+        return pl.ds(0, self.half), pl.ds(self.half, self.half)
+
+    def _load(self, ref):
+        """Half a head in every warp, so that its sums need no other one."""
+        layout = plgpu.Layout.TILED(
+            plgpu.Tiling(((self.half,), (self.half // 32,))),
+            warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1,
+        )  # fmt: skip
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    def _read(self, ref):
+        return tuple(self._load(ref.at[at]) for at in self._halves)
+
+    def _normalised(self, low, high, scales):
+        square = (jnp.sum(low * low) + jnp.sum(high * high)) / (2 * self.half)
+        rms = lax.rsqrt(square + self.epsilon)
+        scales = (self.offset + scale.astype(jnp.float32) for scale in scales)
+        return (x * rms * s for x, s in zip((low, high), scales, strict=True))

@@ -26,8 +26,8 @@ from jaxmem.core.column_sampling import Derivative, Pairs
 from jaxmem.kernels import typed
 
 _PIECE = 64  # pairs of a piece, at least
-# Pieces take 4 D bytes each during W's gradient: one for so many columns takes an eighth
-# of a gradient in 16 bits. Of a small head, all may take so many bytes:
+# Pieces take 4 D bytes each during W's gradient: one for so many columns takes an
+# eighth of a gradient in 16 bits. Of a small head, all may take so many bytes:
 _COLUMNS = 16
 _SUMS_BYTES = 2**26
 _MAX_UNROLL = 8  # divides a piece

@@ -177,7 +177,7 @@ def attend_in_place(
     # XLA cannot partition a kernel: on a mesh, every device would need all rows.
     on_one_gpu = devices.backend() == "gpu" and partitioning.current() is None
     plain = functools.partial(attend, scale=scale, softcap=softcap, sinks=sinks)
-    if not (on_one_gpu and devices.has_triton() and sinks is None):
+    if not (on_one_gpu and devices.has_wgmma() and sinks is None):
         return plain(query, token, cached.layer, seen)
     from jaxmem.kernels import cached_attention  # Pallas takes a while to import
 

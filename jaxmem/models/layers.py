@@ -14,7 +14,6 @@ from jaxmem.models import (
     branches,
     kv_cache,
     normed_products,
-    normed_rotary,
     norms,
     partitioning,
     ulysses,
@@ -161,13 +160,6 @@ class Attention(nnx.Module):
         if not first:  # the rotation's gradient needs neither of them
             query, key = rope.turn(query), rope.turn(key)
         query, key = remat.name(query, "q"), remat.name(key, "k")
-        if first and self._has_kernel and normed_rotary.is_fused(query):
-            fused = normed_rotary.normalize_and_rotate
-            query, key = (
-                fused(norm, x, rope)
-                for norm, x in ((self.query_norm, query), (self.key_norm, key))
-            )
-            return query, key
         if config.qk_norm:
             query = _normalized(self.query_norm, query, config)
             key = _normalized(self.key_norm, key, config)
@@ -177,7 +169,7 @@ class Attention(nnx.Module):
 
     @property
     def _has_kernel(self) -> bool:
-        """Whether queries and keys are made as the kernels for GPUs make them."""
+        """Whether queries and keys are made as the kernel of decoding makes them."""
         config = self.config
         plain = config.rope_fraction == 1 and config.query_growth is None
         plain = plain and config.global_head_dim is None and not config.value_norm
@@ -233,7 +225,7 @@ class Attention(nnx.Module):
     def _of_token(self, x: jax.Array, rope: Rope, index, scales):
         """Rotated queries and keys, and values; on one GPU, joined ones by a kernel."""
         on_one_gpu = devices.backend() == "gpu" and partitioning.current() is None
-        on_one_gpu = on_one_gpu and self._has_kernel and devices.has_triton()
+        on_one_gpu = on_one_gpu and self._has_kernel and devices.has_mosaic()
         if hasattr(self, "joined") and on_one_gpu:
             from jaxmem.kernels import rotary  # Pallas takes a while to import
 

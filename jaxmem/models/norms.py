@@ -72,7 +72,6 @@ class RMSNorm(nnx.RMSNorm):
     """`nnx.RMSNorm` over the last axis, computed by `rms_normalize`."""
 
     offset = 0.0
-    has_kernel = True  # on GPUs, where the backend has one
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Normalise [..., features] to the same shape; `mask` must be None."""
@@ -92,8 +91,6 @@ class OffsetRMSNorm(RMSNorm):
 
 class LayerNorm(RMSNorm):
     """An RMSNorm of x minus its mean, plus a bias if `use_bias`."""
-
-    has_kernel = False
 
     def __init__(self, num_features: int, *, use_bias: bool, **keywords: Any):
         super().__init__(num_features, **keywords)

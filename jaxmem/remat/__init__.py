@@ -22,7 +22,6 @@ from jaxmem import _imports
 from jaxmem.remat.blocks import (
     block as block,
     compiler_options as compiler_options,
-    is_whole as is_whole,
     name as name,
     recompute as recompute,
     scan_blocks as scan_blocks,

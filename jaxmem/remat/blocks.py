@@ -32,11 +32,6 @@ def name(x: _Tree, label: str) -> _Tree:
 _around = contextvars.ContextVar("_around", default="")
 
 
-def is_whole() -> bool:
-    """Whether what is traced is in no block whose residuals a policy decides on."""
-    return _around.get() != "policy"
-
-
 def recompute(
     fn: Callable, save: Sequence[str] = (), known: Sequence[str] = tuple(NAMES)
 ) -> Callable:
@@ -65,7 +60,7 @@ def recompute(
     Array(1., dtype=float32, weak_type=True)
     """
     chosen = policy(save=save, known=known)
-    if not is_whole():
+    if _around.get() == "policy":
         return fn
     is_apart = _around.get() != "loop"
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmem
-from jaxmem import devices
 from jaxmem.backends import hopper, xla
 from jaxmem.core import partition
 from jaxmem.kernels import block_sizes
@@ -472,22 +470,6 @@ def test_calls_that_it_refuses_anywhere(lowered_anywhere):
         )
     with pytest.raises(NotImplementedError, match="has logits already"):
         jaxmem.logprobs_from_logits(h, np.zeros(4, int), implementation="hopper")
-
-
-@needs_pallas
-def test_no_call_needs_triton(lowered_anywhere, monkeypatch):
-    """Of Pallas, of which jax is to remove that backend."""
-    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
-    with jaxmem.report() as calls:
-        jax.eval_shape(
-            functools.partial(
-                jaxmem.logprobs, gradient=jaxmem.Sample(4), key=jax.random.key(0),
-                implementation="hopper",
-            ),
-            *HEAD, np.zeros(4, int),
-        )  # fmt: skip
-    assert calls.calls[0].implementation == "hopper"
-    assert not devices.has_triton()
 
 
 @needs_pallas

@@ -136,14 +136,14 @@ def test_a_slice_that_is_none():
 
 @needs_pallas
 @pytest.mark.parametrize(
-    "capability, triton, mosaic",
+    "capability, mosaic, wgmma",
     [
-        ("9.0", True, True), ("8.0", True, False), ("12.0", True, True),
-        ("7.5", False, False), ("gfx90a", False, False),
+        ("9.0", True, True), ("12.0", True, False), ("8.0", False, False),
+        ("gfx90a", False, False),
     ],
 )  # fmt: skip
-def test_kernels_need_a_recent_gpu_of_nvidia(capability, triton, mosaic, monkeypatch):
+def test_kernels_need_a_recent_gpu_of_nvidia(capability, mosaic, wgmma, monkeypatch):
     gpu = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
-    assert devices.has_triton() is triton
     assert devices.has_mosaic() is mosaic
+    assert devices.has_wgmma() is wgmma

@@ -13,11 +13,7 @@ from jaxmem import offload, remat
 from jaxmem.train.configuration import load
 from jaxmem.train.jobs import sft
 
-pytestmark = [
-    pytest.mark.gpu,
-    # The trainer's step has kernels of this backend.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 SIZES = stack.Sizes(6, 1024, 2816, 8, 2, 1024)
 INPUTS = 6 * 2 * 1024 * 1024 * 2  # bytes of all blocks' inputs

@@ -16,11 +16,7 @@ from jaxmem.train.jobs.config import Config
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig
 
-pytestmark = [
-    pytest.mark.gpu,
-    # The trainer's step has kernels of this backend.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 MODEL = ModelConfig(
     layers=4, hidden=256, ff=512, heads=4, kv_heads=2, head_dim=64, vocab_size=8192,
