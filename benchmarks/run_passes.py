@@ -1,7 +1,7 @@
 """Old, reference and update passes of GRPO, without a sampler.
 
-    python -m benchmarks.run_passes --out passes_h200.csv
-    python -m benchmarks.run_passes --out passes_h200.csv model.attention=cudnn
+    python -m benchmarks.run_passes --out passes_h100.csv
+    python -m benchmarks.run_passes --out passes_h100.csv model.attention=cudnn
 
 Case "job" is grpo_qwen3_8b_h200.gin with completions of full length; "unshared" and
 "shared" have groups of 16 with prompts as long as completions, which are read each time

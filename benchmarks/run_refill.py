@@ -1,7 +1,7 @@
 """The share of slots that decode something, when slots are refilled.
 
     python -m benchmarks.run_refill
-    python -m benchmarks.run_refill --timed grpo_qwen3_8b_h200.gin --out refill_h200.csv
+    python -m benchmarks.run_refill --timed grpo_qwen3_8b_h200.gin --out refill_h100.csv
 
 Rollouts of four times as many completions as slots, in groups of 16, are decoded by the
 sampler's own loop with a tiny model; lengths are given instead of sampled, a hundredth
@@ -9,9 +9,10 @@ of those meant. They are lognormal with a deviation of 0.8: 75% are below 8,192 
 and all end at 16,384, as in Open R1's second update (huggingface.co/blog/open-r1). How
 much alike those of a prompt are is not published: `alike` is the share of the variance
 of their logarithms that is the prompt's. Beside it: without refilling, in the order of
-the rollout, and longest first, which would need to know lengths before. The second
-command times a model of these sizes with random weights, refilled and in parts of as
-many rows as slots; it divides lengths by 32.
+the rollout, longest first, which would need to know lengths before, and with all rows
+advancing alike, which would need a cache of each. The second command times a model of
+these sizes with random weights, refilled and in parts of as many rows as slots; it
+divides lengths by 32.
 """
 
 import argparse
@@ -114,6 +115,15 @@ def in_order(lengths, slots):
     return max(ends)
 
 
+def advancing_alike(lengths, slots):
+    """Steps where all rows of a rollout take turns, so that none is started late.
+
+    It needs to know no length, but the keys and values of all rows.
+    """
+    live = (lengths[:, None] - 1 > np.arange(lengths.max() - 1)).sum(axis=0)
+    return np.maximum(live / slots, 1).sum()
+
+
 def together(lengths, slots):
     """Steps where a rollout is sampled in parts of as many rows as slots."""
     return sum(int(part.max()) - 1 for part in lengths.reshape(-1, slots))
@@ -128,9 +138,13 @@ def measure(slots, alike, repetitions):
         steps = (
             int(refilled(lengths, slots)), together(lengths, slots),
             in_order(lengths, slots), in_order(-np.sort(-lengths), slots),
+            advancing_alike(lengths, slots),
         )  # fmt: skip
         shares.append((lengths - 1).sum() / (slots * np.array(steps)))
-    names = "busy", "busy_without", "busy_in_order", "busy_longest_first"
+    names = (
+        "busy", "busy_without", "busy_in_order", "busy_longest_first",
+        "busy_advancing_alike",
+    )  # fmt: skip
     means = np.mean(shares, axis=0)
     return {
         "slots": slots, "completions": TIMES * slots, "group_size": GROUP,

@@ -552,6 +552,7 @@ def test_slots_that_are_refilled_are_busier(monkeypatch):
     told = run_refill.measure(slots=16, alike=0.5, repetitions=2)
     shares = {name: float(x) for name, x in told.items() if name.startswith("busy")}
     assert shares["busy_without"] < shares["busy"] < shares["busy_longest_first"] <= 1
+    assert shares["busy_without"] < shares["busy_advancing_alike"] <= 1
     assert told["completions"] == 64
 
 
