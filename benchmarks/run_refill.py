@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxmem.train.config import load
 
 from benchmarks import results
 from benchmarks.run_grpo import CONFIGS
 from jaxmem.models import refill, sampling
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.sampling import Drawn
+from jaxmem.train.configuration import load
 
 SPREAD, BELOW, LIMIT, SCALE = 0.8, 8192, 16384, 100
 TIMES, GROUP = 4, 16
