@@ -2,9 +2,14 @@
 
     python -m benchmarks.run_calculator
 
-A small decoder learns from text to guess products of two numbers, to ask a calculator,
-and to repeat what it answers. Then GRPO rewards right answers, in conversations with
-`task.environment="calculator"` or in single completions. Minutes on two CPU cores.
+A small decoder learns from text to guess products of two numbers, to ask a calculator
+in one of five first turns, and to repeat what it answers. Then GRPO rewards right
+answers, in conversations with `task.environment="calculator"` or in single completions.
+Minutes on two CPU cores. A figure of the rewards by rollout is beside the CSV.
+
+The text has the ends of completions as they are in conversations. A vocabulary that a
+run makes itself reads "<eos>" as letters, and that of a checkpoint as one token: a run
+of one step comes first, whose checkpoint the others read.
 """
 
 import argparse
@@ -21,18 +26,28 @@ from rich.console import Console
 from benchmarks import results
 from jaxmem.train import configuration, jobs
 
+# Bytes alone: a token across the end of a prompt or of a reply, such as "=[", would be
+# in the text and never in a conversation.
+VOCABULARY = 259
+ASKS = 0.2  # share of the first turns of the text that ask, instead of guessing
 SIZES = "model.layers=2 model.hidden=64 model.ff=192 model.head_dim=16"
+START = (
+    f"{SIZES} data.source=text.jsonl data.vocab_size={VOCABULARY} run.steps=1 "
+    "run.compare_heads=False run.out_dir=start eval.every=None run.checkpoint_every=1"
+)
+WEIGHTS = "model.lora_rank=0 model.dtype=float32 model.param_dtype=float32"
 TEXT = (
-    f"{SIZES} data.source=text.jsonl data.vocab_size=270 data.sequence_length=64 "
-    "data.batch_size=16 run.steps=1000 run.compare_heads=False run.out_dir=text "
-    "eval.every=None run.checkpoint_every=1000"
+    f"{WEIGHTS} model.checkpoint=start/model data.source=text.jsonl "
+    "data.sequence_length=64 data.batch_size=16 run.steps=400 run.compare_heads=False "
+    "run.out_dir=text eval.every=None run.checkpoint_every=400 run.accumulate=1 "
+    "optimizer.learning_rate=5e-3 optimizer.warmup_fraction=0.25 optimizer.b2=0.98"
 )
 POLICY = (
-    "model.checkpoint=text/model model.lora_rank=0 model.dtype=float32 "
-    "model.param_dtype=float32 task.source=records.jsonl task.max_prompt_tokens=8 "
-    "task.held_out=0.1 sampling.max_new_tokens=10 grpo.max_tokens_train=1024 "
-    "grpo.max_tokens_forward=1024 grpo.group_size=16 optimizer.learning_rate=1e-3 "
-    "run.checkpoint_every=40 eval.every=20 task.reward=exact"
+    f"{WEIGHTS} model.checkpoint=text/model task.source=records.jsonl "
+    "task.max_prompt_tokens=8 task.held_out=0.1 sampling.max_new_tokens=10 "
+    "grpo.max_tokens_train=1024 grpo.max_tokens_forward=1024 grpo.group_size=16 "
+    "optimizer.learning_rate=1e-3 run.checkpoint_every=30 eval.every=15 "
+    "task.reward=exact"
 )
 TOOL = "task.environment=calculator task.max_turns=2 task.max_reply_tokens=8"
 
@@ -42,18 +57,19 @@ def write_data(seed):
     rng = random.Random(seed)
 
     def product():
-        a, b = rng.randrange(10, 100), rng.randrange(10, 100)
+        a, b = rng.randrange(40, 100), rng.randrange(40, 100)
         return f"{a}*{b}", a * b
 
     with open("text.jsonl", "w") as text:
-        for _ in range(4000):
+        for _ in range(8000):
             asked, value = product()
             prompt, answer = f"{asked}=", f"[{asked}]"
-            if rng.random() < 0.5:
+            if rng.random() < 0.4:
                 prompt, answer = f"{asked}=[{asked}]<eos>{value}=", str(value)
-            elif rng.random() < 0.5:
-                answer = str(rng.randrange(100, 9801))
-            text.write(json.dumps({"prompt": prompt, "response": answer}) + "\n")
+            elif rng.random() >= ASKS:
+                answer = str(rng.randrange(1600, 9802))
+            record = {"prompt": prompt, "response": f"{answer}<eos>"}
+            text.write(json.dumps(record) + "\n")
     with open("records.jsonl", "w") as records:
         for _ in range(600):
             asked, value = product()
@@ -71,9 +87,10 @@ def train(name, overrides):
 
 
 def measure(seed, steps):
-    """Rows of one seed: with the tool and without."""
+    """A row and a curve of one seed, with the tool and without."""
     write_data(seed)
-    train("sft_stdlib.gin", f"{TEXT} run.seed={seed}")
+    train("sft_stdlib.gin", f"{START} run.seed={seed}")
+    train("sft_lora.gin", f"{TEXT} run.seed={seed}")
     for tool, more in (("calculator", TOOL), ("none", "")):
         given = f"{POLICY} {more} run.seed={seed} run.steps={steps} run.out_dir={tool}"
         history, seconds = train("grpo_checkpoint.gin", given)
@@ -84,24 +101,45 @@ def measure(seed, steps):
             "last_reward": f"{np.mean([s.reward for s in history[-5:]]):.3f}",
             "held_out_reward": f"{held_out[-1]:.3f}",
             "run_cpu_seconds": f"{seconds:.0f}",
-        }  # fmt: skip
+        }, [s.reward for s in history]  # fmt: skip
+
+
+def draw(path, curves):
+    """Reward by rollout, a line a run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    panel, colors = figure.subplots(), {"calculator": "C0", "none": "C1"}
+    for (tool, seed), rewards in curves.items():
+        label = {"calculator": "with the tool", "none": "without"}[tool]
+        panel.plot(
+            range(1, len(rewards) + 1), rewards, color=colors[tool], alpha=0.7,
+            linewidth=1, label=None if seed else label,
+        )  # fmt: skip
+    panel.set(xlabel="rollout", ylabel="reward", ylim=(-0.02, 1.02))
+    panel.grid(alpha=0.3)
+    panel.legend()
+    figure.savefig(path, dpi=150)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=80, help="rollouts of a run")
+    parser.add_argument("--steps", type=int, default=30, help="rollouts of a run")
     parser.add_argument("--out", default="calculator_cpu.csv")
     given = parser.parse_args(arguments)
-    rows = []
+    rows, curves = [], {}
     for seed in range(given.seeds):
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
-            for row in measure(seed, given.steps):
+            for row, rewards in measure(seed, given.steps):
                 print(row, flush=True)
                 rows.append(row)
+                curves[row["tool"], seed] = rewards
             os.chdir("/")
-    print("wrote", results.write(given.out, rows))
+    path = results.write(given.out, rows)
+    draw(path.with_suffix(".png"), curves)
+    print("wrote", path)
 
 
 if __name__ == "__main__":

@@ -622,9 +622,9 @@ def test_rounded_logits_are_rejected_more_than_the_head_s(monkeypatch):
 def test_a_policy_with_a_calculator_and_one_without_are_trained(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the script changes the directory
     for name, given, few in (
-        ("TEXT", "run.steps=1000", "run.steps=2"),
-        ("TEXT", "run.checkpoint_every=1000", "run.checkpoint_every=None"),
-        ("POLICY", "eval.every=20", "eval.every=1"),
+        ("TEXT", "run.steps=400", "run.steps=2"),
+        ("TEXT", "run.checkpoint_every=400", "run.checkpoint_every=None"),
+        ("POLICY", "eval.every=15", "eval.every=1"),
         ("POLICY", "grpo.group_size=16", "grpo.group_size=2 grpo.prompts=2"),
     ):
         text = getattr(run_calculator, name)

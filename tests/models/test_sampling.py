@@ -309,9 +309,9 @@ def test_steps_end_with_the_last_row_and_an_end_may_be_padding(monkeypatch):
     calls = []
     decode = Decoder.decode
 
-    def counted(self, tokens, cache, **options):
+    def counted(self, tokens, cache, live, **options):
         jax.debug.callback(lambda: calls.append(1))
-        return decode(self, tokens, cache, **options)
+        return decode(self, tokens, cache, live, **options)
 
     monkeypatch.setattr(Decoder, "decode", counted)
     config, key = SamplingConfig(max_new_tokens=40), jax.random.key(2)
