@@ -1,9 +1,10 @@
-"""Which experts tokens are routed to, as uneven as trained routers leave them.
+"""Which experts tokens are routed to: a drawn, uneven choice.
 
     logit_ne = b_e + noise,   b_e ~ N(0, 0.5),   the 8 largest of 128
 
-A bias of each expert, which all tokens share, makes some experts several times as busy
-as others; `run_experts` writes how many rows each one has.
+A bias of each expert, which all tokens share, makes some experts many times as busy as
+others: of 8192 tokens, the busiest has 4054 rows, the median 365, and the least busy 3.
+`run_experts` writes how many rows each one has.
 """
 
 import numpy as np
