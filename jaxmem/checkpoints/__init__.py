@@ -28,6 +28,7 @@ from jaxmem.checkpoints.vocabulary import (
 )
 from jaxmem.checkpoints.weights import (
     as_known as as_known,
+    copy_text_files as copy_text_files,
     load as load,
     merge as merge,
     read_weights as read_weights,

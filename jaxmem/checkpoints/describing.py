@@ -22,8 +22,8 @@ from jaxmem.models.config import ModelConfig
 
 # Fields that do not describe the function that the weights compute.
 _FREE = (
-    "checkpoint", "dtype", "param_dtype", "attention", "lora_rank", "lora_alpha",
-    "lora_targets", "lora_head", "lora_saved",
+    "checkpoint", "factory", "dtype", "param_dtype", "attention", "lora_rank",
+    "lora_alpha", "lora_targets", "lora_head", "lora_saved",
 )  # fmt: skip
 
 

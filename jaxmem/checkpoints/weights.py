@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -404,6 +404,15 @@ def _write_rest(
     ids = {kind: raw[kind] for kind in kinds if raw.get(kind) is not None}
     generation = json.dumps(ids, indent=2)  # replaced by the source's own, if any
     (directory / "generation_config.json").write_text(generation + "\n", "utf-8")
-    for name in _TOKENIZER_FILES:
+    _copy(source, directory, _TOKENIZER_FILES)
+
+
+def copy_text_files(source: Path, directory: Path) -> None:
+    """Copy all that says how a checkpoint's model reads text: config and tokenizer."""
+    _copy(source, directory, ("config.json", *_TOKENIZER_FILES))
+
+
+def _copy(source: Path, directory: Path, names: Sequence[str]) -> None:
+    for name in names:
         if (source / name).exists():
             shutil.copyfile(source / name, directory / name)

@@ -188,10 +188,10 @@ def load(
         return shipped[name]
     source, colon, attribute = name.rpartition(":")
     if not colon:
+        known = f"one of {', '.join(map(repr, shipped))}, or " if shipped else ""
         raise RewardError(
-            f"{key} must be one of {', '.join(map(repr, shipped))}, or "
-            f'"file.py:function" or "package.module:function", got '
-            f"{messages.short(name)}"
+            f'{key} must be {known}"file.py:function" or "package.module:function", '
+            f"got {messages.short(name)}"
         )
     try:
         with guests.received():

@@ -15,7 +15,7 @@ from jaxmem.data.turns import talk_of
 from jaxmem.generate.completions import Generator, Prompt
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
-from jaxmem.models.decoder import Decoder
+from jaxmem.models.own import LanguageModel
 
 _WINDOWS_AT_ONCE = 1024  # packed together
 _NEW_TOKENS = 256  # of a completion for which the task names no limit
@@ -229,7 +229,7 @@ class HarnessModel(LM):
 
 @jax.jit
 def _token_scores(
-    decoder: Decoder,
+    decoder: LanguageModel,
     tokens: jax.Array,
     labels: jax.Array,
     segment_ids: jax.Array,

@@ -38,6 +38,8 @@ def run(request: Request, config: GenerateConfig) -> None:
         chat_template_kwargs=request.chat_template_kwargs,
     )
     generator = Generator(model, config)
+    if generator.cost is not None:
+        print(f"jaxmem: {generator.cost}", file=sys.stderr)
     if request.source is not None and request.out is not None:
         generate_file(generator, request.source, request.out)
     elif request.prompt is not None:

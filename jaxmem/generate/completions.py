@@ -13,6 +13,7 @@ from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
 from jaxmem.generate.text import Text
 from jaxmem.models import sampling
+from jaxmem.models.own import recomputation
 
 _TOKENS_AT_ONCE = 16  # between two looks for stop strings
 _MOST_BY_DEFAULT = 256  # tokens of a completion
@@ -70,6 +71,12 @@ class Generator:
         sampler = sampling.Sampler(options, tuple(ends), 0, keep_support=False)
         self._decoder = sampling.prepared(model.decoder)
         self._start, self._advance = _programs(sampler)
+
+    @property
+    def cost(self) -> str | None:
+        """What a model without cached decoding costs; None with it."""
+        is_cached = not self.model.decoder.recomputes
+        return None if is_cached else recomputation(self._limit)
 
     def __call__(
         self, prompts: Sequence[str | list[dict[str, Any]]]

@@ -11,15 +11,15 @@ from jaxmem.data.chat import ChatTemplate, read_template
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import DataError, Record
 from jaxmem.data.vocabulary import has_start
-from jaxmem.models.decoder import Decoder
-from jaxmem.score.fingerprint import checkpoint_files
+from jaxmem.models.own import LanguageModel
+from jaxmem.score.fingerprint import files_of
 from jaxmem.train import saved
 
 
 class Model(NamedTuple):
     """A decoder, its vocabulary, and how it reads a conversation."""
 
-    decoder: Decoder
+    decoder: LanguageModel
     vocabulary: Vocabulary
     eos_ids: tuple[int, ...]  # each ends a completion
     max_positions: int  # prompt and completion together, in tokens
@@ -67,7 +67,6 @@ def load(
     with saved.opened(path, adapter, dtype) as place:
         vocabulary = checkpoints.load_vocabulary(place.directory)
         described = checkpoints.read_config(place.directory)
-        files = place.files or _files(place)
         template, reader = _template(place, vocabulary, chat_template_kwargs)
         return Model(
             place.load(dtype),
@@ -75,13 +74,8 @@ def load(
             ends.end_ids(place.directory, template),
             described.max_positions,
             reader,
-            files,
+            files_of(place),
         )
-
-
-def _files(place: saved.Saved) -> tuple[Path, ...]:
-    directories = [place.directory] + ([place.adapter] if place.adapter else [])
-    return tuple(path for each in directories for path in checkpoint_files(each))
 
 
 def _template(

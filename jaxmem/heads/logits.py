@@ -32,6 +32,21 @@ def logits(hidden: jax.Array, head: Head) -> jax.Array:
     return _without_padding(z, head.vocab_size)
 
 
+def in_float32(hidden: jax.Array, head: Head) -> jax.Array:
+    """The logits [..., V] in float32, equal to those inside of the verbs."""
+    z = jnp.einsum(
+        "...d,vd->...v" if head.layout == "vd" else "...d,dv->...v",
+        hidden,
+        head.W.astype(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    if head.bias is not None:
+        z = z + head.bias.astype(jnp.float32)
+    if head.softcap is not None:
+        z = _capped(z, head.softcap)
+    return _without_padding(z, head.vocab_size)
+
+
 def _capped(z, softcap):
     wide = z.astype(np.promote_types(z.dtype, np.float32))
     return (softcap * jnp.tanh(wide / softcap)).astype(z.dtype)

@@ -23,7 +23,7 @@ from jaxmem.functional.single_pass import token_loss
 from jaxmem.functional.support import support_logprobs
 from jaxmem.heads.columns import ColumnVerbs
 from jaxmem.heads.divergences import DivergenceVerbs
-from jaxmem.heads.logits import logits
+from jaxmem.heads.logits import in_float32, logits
 from jaxmem.sharding import parallel
 
 
@@ -115,6 +115,23 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         """
         hidden, weights = self._prepare(hidden)
         return logits(hidden, weights.head)
+
+    def float_logits(self, hidden: ArrayLike) -> jax.Array:
+        """Return logits in float32, equal to those that the other verbs never store.
+
+        `__call__` rounds them to the compute dtype; a policy that is sampled from
+        rounded logits differs slightly from the trained one.
+
+        Args:
+            hidden: final hidden states [..., D].
+
+        Returns:
+            float32 [..., V].
+
+        **Memory**: 4 · tokens · V.
+        """
+        hidden, weights = self._prepare(hidden)
+        return in_float32(hidden, weights.head)
 
     def logprobs(
         self,

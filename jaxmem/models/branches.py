@@ -26,7 +26,9 @@ def check(config: ModelConfig, sequence: int = 1) -> None:
         ValueError: a layer does not attend to all tokens before it.
     """
     problem = None
-    if "local" in config.pattern:
+    if config.factory is not None:
+        problem = f"model.factory={config.factory!r} is another decoder"
+    elif "local" in config.pattern:
         problem = f"model.pattern={config.pattern} has windows"
     elif set(config.mixers) != {"attention"}:
         problem = f"model.mixers={config.mixers} are not all 'attention'"

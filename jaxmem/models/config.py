@@ -105,6 +105,10 @@ class ModelConfig:
     # None: random weights. Or a directory with config.json and safetensors to start
     # from; its config then determines the sizes.
     checkpoint: str | None = None
+    # None: the decoder of jaxmem. Or "file.py:function" or "package.module:function" of
+    # (config, rngs), which makes a Flax NNX module (jaxmem.models.own); then only its
+    # checkpoint's tokenizer is read
+    factory: str | None = None
     layers: int = 4  # number of blocks
     hidden: int = 160  # width of the residual stream
     ff: int = 448  # width inside the gated feed-forward layer

@@ -18,7 +18,6 @@ from jaxmem.models import (
     embedding,
     kv_cache,
     layers,
-    lora,
     norms,
     partitioning,
     structure,
@@ -35,6 +34,7 @@ from jaxmem.models.positions import (
     sights,
     window,
 )
+from jaxmem.models.weights import cast_weights
 
 
 def _stacked(stack: structure.Stack, rngs: nnx.Rngs) -> layers.Block:
@@ -367,25 +367,22 @@ class Decoder(nnx.Module):
             getattr(self, name).attention.join()
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits [..., V] in float32, equal to those inside `head.logprobs`.
+        """Logits [..., V] in float32; see `LMHead.float_logits`."""
+        return self.head.float_logits(hidden)
 
-        `head(hidden)` rounds them to the compute dtype, as plain Flax layers do; a
-        policy that is sampled from rounded logits differs slightly from the trained
-        one.
+    def in_compute_type(self) -> tuple[Any, Any]:
+        """The definition and the weights as sampling reads them, for all steps."""
+        definition, weights = nnx.split(self)
+        weights = cast_weights(weights, self.config.dtype)
+        return definition, partitioning.gathered(weights)
 
-        **Memory**: 4 · tokens · V.
-        """
-        tied = self.config.tied
-        W = self.embed.embedding[...] if tied else self.head.kernel[...]
-        if isinstance(self.head, lora.LoraHead):
-            hidden, W = self.head.widened(hidden, W)
-        z = jnp.einsum(
-            "...d,vd->...v" if tied else "...d,dv->...v",
-            hidden,
-            W.astype(hidden.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        if self.head.bias is not None:
-            z = z + self.head.bias[...].astype(jnp.float32)
-        softcap = self.config.softcap
-        return z if softcap is None else softcap * jnp.tanh(z / softcap)
+    @property
+    def head_path(self) -> str | None:
+        """The name of the head's matrix; None if an adapter is trained with it."""
+        name = "embed/embedding" if self.config.tied else "head/kernel"
+        return None if self.config.lora_head else name
+
+    def specs(self) -> None:
+        """Partition specs of the weights by name; None: `partitioning` knows them."""
+
+    recomputes = False  # whether sampling reads a row again for each token

@@ -92,19 +92,25 @@ class HeadConfig:
         return dataclasses.replace(self, **changes)
 
 
-def make_head(
-    config: ModelConfig, head: HeadConfig, embed: nnx.Embed, rngs: nnx.Rngs
-) -> LMHead:
-    """The head of a decoder, over its embedding table where it is tied."""
-    sharding = partitioning.head_sharding()
-    options: dict[str, Any] = {
-        "dtype": jnp.dtype(config.dtype),
-        "softcap": config.softcap,
+def head_options(head: HeadConfig) -> dict[str, Any]:
+    """The keyword arguments of `LMHead` for these options."""
+    return {
         "chunk": head.chunk,
         # Each call says how it samples, with a key: evaluations do not.
         "gradient": None if head.sample else gradients.from_literal(head.gradient),
         "implementation": head.backend,
         "vocab_groups": head.vocab_groups,
+    }
+
+
+def make_head(
+    config: ModelConfig, head: HeadConfig, embed: nnx.Embed, rngs: nnx.Rngs
+) -> LMHead:
+    """The head of a decoder, over its embedding table where it is tied."""
+    sharding = partitioning.head_sharding()
+    options: dict[str, Any] = head_options(head) | {
+        "dtype": jnp.dtype(config.dtype),
+        "softcap": config.softcap,
         "sharding": sharding,
         "rngs": rngs,
     }

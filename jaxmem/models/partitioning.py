@@ -11,11 +11,12 @@ collectives.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -46,6 +47,11 @@ _WEIGHTS = {
     r"(query|key|value|gate|up|head)/bias": ("tensor",),
     r"attention/sinks": ("tensor",),
 }
+
+# Of the enclosing `Layout.context`, as its mesh is.
+_SPECS: contextvars.ContextVar[Mapping[str, PartitionSpec] | None] = (
+    contextvars.ContextVar("specs", default=None)
+)
 
 _PREFETCH = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -91,6 +97,8 @@ class Layout:
 
     Args:
         config: of the mesh.
+        specs: partition specs of weights by name, of a model of one's own; None: those
+            of a decoder's.
 
     Attributes:
         mesh: None for one device.
@@ -101,7 +109,9 @@ class Layout:
             none of them.
     """
 
-    def __init__(self, config: MeshConfig):
+    def __init__(
+        self, config: MeshConfig, specs: Mapping[str, PartitionSpec] | None = None
+    ):
         count, found = math.prod(config.sizes), devices.current()
         fits = count <= len(found)
         if jax.process_count() > 1:  # each process must have devices of the mesh
@@ -114,7 +124,7 @@ class Layout:
             )
         self.mesh: Mesh | None = None
         self.sizes: dict[str, int] = dict(zip(AXES, config.sizes, strict=True))
-        self._prefetch = config.prefetch
+        self._prefetch, self.specs = config.prefetch, specs
         if count > 1:
             # Devices of one host are adjacent along the last axes, which send most.
             grid = np.array(found[:count]).reshape(config.sizes)
@@ -126,7 +136,16 @@ class Layout:
 
     def context(self) -> contextlib.AbstractContextManager:
         """The context manager in which a run's functions must be traced."""
-        return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
+        return self._context() if self.mesh else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        before = _SPECS.set(self.specs)
+        try:
+            with jax.set_mesh(self.mesh):
+                yield
+        finally:
+            _SPECS.reset(before)
 
     def of_weights(self, shapes: Any) -> Any:
         """`jax.ShapeDtypeStruct`s of weights with shardings.
@@ -134,7 +153,10 @@ class Layout:
         Raises:
             ValueError: a weight's axis is not divisible by its mesh axes.
         """
-        return self._placed(shapes, _weight_spec)
+        return self._placed(shapes, self._weight_spec)
+
+    def _weight_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        return _weight_spec(name, shape, self.specs)
 
     def of_moments(self, shapes: Any, weights: Any) -> Any:
         """`of_weights` of an optimizer's state, which has some arrays per weight.
@@ -148,8 +170,8 @@ class Layout:
         def spec_of(name: str, shape: tuple[int, ...]) -> PartitionSpec:
             parts = name.split("/")  # the weight's name comes last
             ends = ("/".join(parts[i:]) for i in range(len(parts)))
-            has_its_shape = any((end, shape) in whole for end in ends)
-            return _weight_spec(name, shape) if has_its_shape else PartitionSpec()
+            own = next((end for end in ends if (end, shape) in whole), None)
+            return PartitionSpec() if own is None else self._weight_spec(own, shape)
 
         return self._placed(shapes, spec_of)
 
@@ -271,7 +293,10 @@ def as_stored(tree: Any) -> Any:
         return tree
 
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _laid(leaf, _weight_spec(_name(path), leaf.shape)), tree
+        lambda path, leaf: _laid(
+            leaf, _weight_spec(_name(path), leaf.shape, _SPECS.get())
+        ),
+        tree,
     )
 
 
@@ -311,7 +336,13 @@ def _token_spec(axes: int) -> PartitionSpec:
     return PartitionSpec(*(None,) * (axes - 2), *TOKENS)
 
 
-def _weight_spec(name: str, shape: tuple[int, ...]) -> PartitionSpec:
+def _weight_spec(
+    name: str,
+    shape: tuple[int, ...],
+    specs: Mapping[str, PartitionSpec] | None = None,
+) -> PartitionSpec:
+    if specs is not None:
+        return specs.get(name, PartitionSpec())
     for pattern, axes in _WEIGHTS.items():
         if re.search(f"(^|/){pattern}$", name):
             # Blocks are stacked along leading axes.

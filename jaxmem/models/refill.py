@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 
 from jaxmem.models import kv_cache
-from jaxmem.models.decoder import Decoder
+from jaxmem.models.own import LanguageModel
 
 
 class Prompts(NamedTuple):
@@ -101,7 +101,7 @@ class Refill:
         return -(-(self._width + self.most - 1) // 8) * 8
 
     def _prefill(self, rows: jax.Array) -> tuple[jax.Array, kv_cache.Cache]:
-        decoder: Decoder = nnx.merge(*self.model)
+        decoder: LanguageModel = nnx.merge(*self.model)
         lengths = self.prompts.lengths[rows]
         lengths = jnp.where(lengths == 0, 1, lengths)
         return decoder.prefill(self.prompts.ids[rows], lengths, self._room)
@@ -134,7 +134,7 @@ class Refill:
     def _step(self, state: State) -> State:
         """One more token in every slot."""
         slots, rows = state
-        decoder: Decoder = nnx.merge(*self.model)
+        decoder: LanguageModel = nnx.merge(*self.model)
         cache = kv_cache.wrapped(slots.cache, self._width)
         live = slots.rows < self._count
         hidden, cache = decoder.decode(slots.token, cache, live, unroll=self.unroll)

@@ -35,8 +35,8 @@ from jax.core import Tracer
 from jaxmem import devices
 from jaxmem.base.fields import check_field
 from jaxmem.models import kv_cache, partitioning, refill
-from jaxmem.models.decoder import Decoder
 from jaxmem.models.layers import Ids
+from jaxmem.models.own import LanguageModel
 from jaxmem.models.truncation import (
     SamplingConfig as SamplingConfig,
     among_all,
@@ -102,7 +102,7 @@ class State(NamedTuple):
 
 
 def sample(
-    decoder: Decoder,
+    decoder: LanguageModel,
     prompts: Ids,
     prompt_lengths: Ids,
     key: jax.Array,
@@ -143,7 +143,7 @@ def sample(
     """
     ends = eos_id if isinstance(eos_id, tuple) else (eos_id,)
     for name, token in (*(("eos_id", end) for end in ends), ("pad_id", pad_id)):
-        _check_id(name, token, decoder.embed.num_embeddings)
+        _check_id(name, token, decoder.config.vocab_size or 0)
     sampler = Sampler(config, ends, pad_id)
     model = prepared(decoder)  # once, for both parts
     keys = row_keys(key, jnp.arange(len(prompts)))
@@ -160,7 +160,11 @@ def samples_of(state: State) -> Samples:
 
 
 def _refilled(
-    sampler: "Sampler", model: Decoder, prompts: Ids, lengths: Ids, keys: jax.Array
+    sampler: "Sampler",
+    model: LanguageModel,
+    prompts: Ids,
+    lengths: Ids,
+    keys: jax.Array,
 ) -> Samples:
     config, rows = sampler.config, len(lengths)
     _check_prompts(prompts, lengths)
@@ -168,7 +172,7 @@ def _refilled(
     assert config.slots is not None
     check_field(config, "slots", config.slots <= rows, f"at most the {rows} rows")
     made = refill.Refill(
-        _in_compute_type(model), given, config.slots, config.max_new_tokens,
+        model.in_compute_type(), given, config.slots, config.max_new_tokens,
         sampler._draw, sampler.is_unrolled,
     )  # fmt: skip
     ids = None
@@ -181,12 +185,12 @@ def _refilled(
     return Samples(*ended.drawn, lengths=ended.lengths, starts=ended.starts)
 
 
-def prepared(decoder: Decoder) -> Decoder:
+def prepared(decoder: LanguageModel) -> LanguageModel:
     """The decoder with its weights in the compute dtype, so that no call casts them.
 
     On one GPU, its projections are joined as well, by `layers.Attention.join`.
     """
-    model = nnx.merge(*_in_compute_type(decoder))
+    model = nnx.merge(*decoder.in_compute_type())
     if devices.backend() == "gpu" and partitioning.current() is None:
         model.join()
     return model
@@ -214,7 +218,7 @@ class Sampler:
     unroll: bool | None = None  # as in `Decoder.decode`; None: if compiled for a GPU
 
     def start(
-        self, decoder: Decoder, prompts: Ids, prompt_lengths: Ids, keys: jax.Array
+        self, decoder: LanguageModel, prompts: Ids, prompt_lengths: Ids, keys: jax.Array
     ) -> State:
         """Read prompts and draw the first token of each row.
 
@@ -229,7 +233,7 @@ class Sampler:
         """
         _check_prompts(prompts, prompt_lengths)
         width, slots = prompts.shape[1], self.config.max_new_tokens
-        model = nnx.merge(*_in_compute_type(decoder))
+        model = nnx.merge(*decoder.in_compute_type())
         # The last token of a row is not read again, and needs no slot. GPU products
         # would pad keys and values whose size is not a multiple of 16 bytes, in every
         # step.
@@ -243,7 +247,7 @@ class Sampler:
 
     def resume(
         self,
-        decoder: Decoder,
+        decoder: LanguageModel,
         cache: kv_cache.Cache,
         tokens: Ids,
         lengths: Ids,
@@ -262,14 +266,14 @@ class Sampler:
         Returns:
             The state after one token of the next completions.
         """
-        model = nnx.merge(*_in_compute_type(decoder))
+        model = nnx.merge(*decoder.in_compute_type())
         lengths = jnp.asarray(lengths)
         hidden, cache = model.extend(tokens, lengths, cache)
         return self._begun(model, hidden, lengths == 0, keys, cache)
 
     def _begun(
         self,
-        model: Decoder,
+        model: LanguageModel,
         hidden: jax.Array,
         ended: jax.Array,
         keys: jax.Array,
@@ -281,7 +285,7 @@ class Sampler:
         drawn = _put(_nothing_drawn(first, slots, self.pad_id), step, first)
         return State(step + 1, first.tokens, ended, keys, drawn, cache)
 
-    def advance(self, decoder: Decoder, state: State, until: Ids | int) -> State:
+    def advance(self, decoder: LanguageModel, state: State, until: Ids | int) -> State:
         """Draw tokens until there are so many, or all rows have ended.
 
         Args:
@@ -292,7 +296,7 @@ class Sampler:
         Returns:
             The next state.
         """
-        definition, weights = _in_compute_type(decoder)
+        definition, weights = decoder.in_compute_type()
         until = jnp.minimum(until, self.config.max_new_tokens)
 
         def goes_on(state: State) -> jax.Array:
@@ -338,21 +342,6 @@ class Sampler:
         if is_whole and self.config.top_k is None and not self.keep_support:
             return among_all(logits, self.config), None
         return truncate(logits, self.config)
-
-
-def _in_compute_type(decoder: Decoder):
-    """The decoder's definition and weights, cast once and all-gathered, for all steps.
-
-    Layers compute in that dtype anyway, so results do not change. The scales of norms
-    are not cast, because `OffsetRMSNorm` reads them as stored.
-    """
-    definition, weights = nnx.split(decoder)
-
-    def cast(path, w):
-        is_scale = any(getattr(key, "key", None) == "scale" for key in path)
-        return w if is_scale else w.astype(decoder.config.dtype)
-
-    return definition, partitioning.gathered(jax.tree.map_with_path(cast, weights))
 
 
 def _draw(keys: jax.Array, logprobs: jax.Array, ids: jax.Array | None) -> Drawn:

@@ -1,10 +1,12 @@
-"""Splits weights by name into trained and frozen ones."""
+"""Weights by name: of a module, trained and frozen ones, in a type."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from flax import traverse_util
+from flax import nnx, traverse_util
 
 
 def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
@@ -38,6 +40,42 @@ def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
         traverse_util.unflatten_dict(trained, sep="/"),
         traverse_util.unflatten_dict(frozen, sep="/"),
     )
+
+
+def cast_weights(weights: Any, dtype: str) -> Any:
+    """Weights in a decoder's compute type.
+
+    Layers compute in that type anyway, so results do not change. The scales of norms
+    are not cast, because `OffsetRMSNorm` reads them as stored.
+    """
+
+    def cast(path, w):
+        is_scale = any(getattr(key, "key", None) == "scale" for key in path)
+        return w if is_scale else w.astype(dtype)
+
+    return jax.tree.map_with_path(cast, weights)
+
+
+def split_module(module: nnx.Module) -> tuple[Any, dict[str, Any]]:
+    """The definition of a module, and its weights nested by name.
+
+    Numbers in lists of modules are names, too.
+    """
+    definition, state = nnx.split(module)
+    return definition, _with_keys(nnx.to_pure_dict(state), str)
+
+
+def merge_module(definition: Any, weights: dict[str, Any]) -> Any:
+    """The module of a definition and weights from `split_module`."""
+    return nnx.merge(
+        definition, _with_keys(weights, lambda key: int(key) if key.isdigit() else key)
+    )
+
+
+def _with_keys(weights: Any, named: Callable[[Any], Any]) -> Any:
+    if not isinstance(weights, dict):
+        return weights
+    return {named(key): _with_keys(part, named) for key, part in weights.items()}
 
 
 def join_weights(trained: Any, frozen: dict) -> dict:

@@ -42,7 +42,9 @@ def add_score(
         "local checkpoint (config.json, safetensors, tokenizer.json).  Run the same "
         "command again to go on after a kill.",
     )
-    score.add_argument("model", metavar="MODEL_DIR", help="directory of a checkpoint")
+    score.add_argument(
+        "model", metavar="MODEL_DIR", help="directory of a run, checkpoint or adapter"
+    )
     score.add_argument(
         "data",
         metavar="DATA.jsonl",

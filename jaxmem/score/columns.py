@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxmem.core.random_streams import Stream
-from jaxmem.models.decoder import Decoder
+from jaxmem.models.own import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Columns:
 
 @functools.partial(jax.jit, static_argnames="columns")
 def token_columns(
-    decoder: Decoder,
+    decoder: LanguageModel,
     tokens: jax.Array,
     labels: jax.Array,
     segment_ids: jax.Array,

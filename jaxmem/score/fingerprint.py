@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from jaxmem.train.saved import Saved
+
 _SAMPLE = 2**16  # bytes that are read at each end of a file
 
 
@@ -20,6 +22,14 @@ def checkpoint_files(directory: str | Path) -> list[Path]:
         for kind in ("*.safetensors", "*config.json")
         for file in sorted(path.glob(kind))
     ]
+
+
+def files_of(place: Saved) -> tuple[Path, ...]:
+    """The files that the results of a saved model depend on."""
+    directories = [place.directory] + ([place.adapter] if place.adapter else [])
+    return place.files or tuple(
+        path for each in directories for path in checkpoint_files(each)
+    )
 
 
 def update_with_files(digest: _Hash, paths: Iterable[Path]) -> None:

@@ -21,13 +21,15 @@ from jaxmem.data.chat import read_template
 from jaxmem.data.documents import NO_LABEL, load_documents
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import SUFFIXES, kind_of
-from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.models.own import LanguageModel
 from jaxmem.score.columns import Columns, check as check_columns, token_columns
-from jaxmem.score.fingerprint import checkpoint_files, update_with_files
+from jaxmem.score.fingerprint import files_of, update_with_files
 from jaxmem.score.journal import Journal, Scores, check_parquet, check_suffix
 from jaxmem.score.progress import Progress
 from jaxmem.score.summary import Summary, summarise
 from jaxmem.score.windows import Tokens, Window, check_lengths, cut, encode
+from jaxmem.train import saved
+from jaxmem.train.saved import Saved
 
 # Number of micro-batches whose tokens are packed and recorded together: enough to waste
 # few slots, and few enough to lose little work when the process is killed.
@@ -38,7 +40,7 @@ _GROUP = 32
 class ScoreConfig:
     """The model, the documents, and the options of a scoring run."""
 
-    model: str  # directory of a checkpoint
+    model: str  # directory of a checkpoint, an adapter or a run
     data: str  # records of supervised training, in .jsonl, .json or .parquet
     out: str = "scores.jsonl"  # or .parquet
     max_tokens: int = 4096  # slots of a micro-batch; longest document, in tokens
@@ -108,20 +110,23 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
     with (
         Stop() as stop,
         locks.exclusive(lock, f"--out {out}", functools.partial(_log, console)),
+        saved.opened(config.model, config.adapter, config.dtype) as place,
     ):
-        return _score(config, out, console, stop)
+        return _score(config, place, out, console, stop)
 
 
 def _log(console: Console, line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summary:
-    described = checkpoints.read_config(config.model)
-    vocabulary = checkpoints.load_vocabulary(config.model)
+def _score(
+    config: ScoreConfig, place: Saved, out: Path, console: Console, stop: Stop
+) -> Summary:
+    described = checkpoints.read_config(place.directory)
+    vocabulary = checkpoints.load_vocabulary(place.directory)
     if config.eos and vocabulary.eos is None:
         raise ValueError(f"{described.path}: no end of sequence is named, for --eos")
-    documents = _read(config, vocabulary, console)
+    documents = _read(config, place, vocabulary, console)
     length = min(config.max_tokens, described.max_positions)
     if config.stride is None:
         check_lengths(documents, length, described.max_positions)
@@ -132,7 +137,7 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
         )
     shared = _shared(config, described, vocabulary)
     groups = _groups(documents, _GROUP * config.max_tokens)
-    fingerprint = _fingerprint(config, documents)
+    fingerprint = _fingerprint(config, place, documents)
     ends = [0, *(end for _, end in groups)]
     source = str(Path(config.data).expanduser())
     with Journal(out, fingerprint, source, ends) as journal:
@@ -142,7 +147,7 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
         try:
             if journal.done < len(documents):
                 documents = [_named_after(journal.source, d) for d in documents]
-                work = _Work(config, length, documents, groups, shared)
+                work = _Work(config, place, length, documents, groups, shared)
                 read = _score_rest(work, journal, console, stop)
         finally:
             if stop.signal:
@@ -157,14 +162,18 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
 
 
 def _read(
-    config: ScoreConfig, vocabulary: checkpoints.Vocabulary, console: Console
+    config: ScoreConfig,
+    place: Saved,
+    vocabulary: checkpoints.Vocabulary,
+    console: Console,
 ) -> list[Tokens]:
     """The documents as tokens; what they were read as is said."""
     added = vocabulary.tokenizer.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
     template = functools.partial(
-        read_template, config.model, None, special, config.chat_template_kwargs
-    )
+        read_template, place.directory, place.chat_template, special,
+        config.chat_template_kwargs,
+    )  # fmt: skip
     reader = RecordReader(template, absent=vocabulary.absent)
     documents = load_documents(config.data, "DATA", reader)
     for line in reader.lines():
@@ -194,6 +203,7 @@ class _Work(NamedTuple):
     """The documents to score, in groups."""
 
     config: ScoreConfig
+    place: Saved
     length: int  # maximum length of the model's inputs
     documents: Sequence[Tokens]
     groups: Sequence[tuple[int, int]]  # (start, stop) of documents
@@ -202,14 +212,9 @@ class _Work(NamedTuple):
 
 def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> int:
     """Score the remaining groups, and return the number of tokens read."""
-    config, length, documents, groups, _ = work
-    decoder = checkpoints.load(
-        config.model,
-        dtype=config.dtype,
-        param_dtype=config.dtype,
-        head=HeadConfig(chunk=config.chunk),
-        adapter=config.adapter,
-    )
+    config, place, length, documents, groups, _ = work
+    decoder = place.load(config.dtype)
+    decoder.head.chunk = config.chunk
     scorer = _Scorer(decoder, config, length)
     with (
         stop.deferred(),
@@ -243,7 +248,7 @@ def _stop_message(stop: Stop, journal: Journal, documents: int) -> str:
 class _Scorer:
     """Computes log-probabilities and entropies of windows by micro-batches."""
 
-    def __init__(self, decoder: Decoder, config: ScoreConfig, length: int):
+    def __init__(self, decoder: LanguageModel, config: ScoreConfig, length: int):
         self._decoder, self._max_tokens = decoder, config.max_tokens
         self._columns = config.columns
         # Narrow rows cost less attention; at most three shapes are compiled.
@@ -288,7 +293,7 @@ class _Scorer:
 
 @jax.jit
 def token_stats(
-    decoder: Decoder,
+    decoder: LanguageModel,
     tokens: jax.Array,
     labels: jax.Array,
     segment_ids: jax.Array,
@@ -366,15 +371,13 @@ def _joined(
     }
 
 
-def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
+def _fingerprint(config: ScoreConfig, place: Saved, documents: Sequence[Tokens]) -> str:
     """A hash of everything that the scores and their order depend on."""
     options: list[Any] = [config.max_tokens, config.stride, config.dtype, config.chunk]
     if config.columns:
         options.append(dataclasses.asdict(config.columns))
     digest = hashlib.sha256(json.dumps(options).encode())
-    directories = [config.model] + ([config.adapter] if config.adapter else [])
-    for directory in directories:
-        update_with_files(digest, checkpoint_files(directory))
+    update_with_files(digest, files_of(place))
     for document in documents:
         # Exclude the file's name, which may be spelled differently on resume.
         digest.update(json.dumps([_line_of(document), document.first]).encode())

@@ -32,7 +32,7 @@ def export(
     if target.exists():
         raise CheckpointError(f"{target}: exists; name another --out")
     with saved.opened(path) as place:
-        decoder, base = place.load(dtype), place.directory
+        decoder, base = results.known(place.load(dtype)), place.directory
         rank = decoder.config.lora_rank
         if merge and not rank:
             raise CheckpointError(f"{path}: has no adapter to merge")

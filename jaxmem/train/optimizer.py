@@ -180,7 +180,7 @@ def _decays(params: Any) -> Any:
     without = "scale", "bias", "correction", "layer_scale", "router_scale"
     without += "expert_scale", "delta_shift", "delta_log_speed"
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key not in without, params
+        lambda path, w: w.ndim > 1 and path[-1].key not in without, params
     )
 
 

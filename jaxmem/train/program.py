@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
+from flax import nnx, traverse_util
 from rich.console import Console
 
 from jaxmem import devices, remat
@@ -18,10 +18,17 @@ from jaxmem.data.documents import Batch
 from jaxmem.models import balance
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.lora import adapters_of
+from jaxmem.models.own import LanguageModel
 from jaxmem.models.partitioning import Layout
-from jaxmem.models.weights import join_weights, split_weights
+from jaxmem.models.weights import (
+    join_weights,
+    merge_module,
+    split_module,
+    split_weights,
+)
 from jaxmem.offload import Streamed
-from jaxmem.train.checkpoint import Checkpoints
+from jaxmem.train import own
+from jaxmem.train.checkpoint import Checkpoints, newest, read_params
 from jaxmem.train.optimizer import (
     OptimizerConfig,
     clip,
@@ -75,6 +82,7 @@ class DecoderProgram:
         if schedule is None:
             schedule = learning_rate_schedule(config.optimizer, config.run.steps)
         self.model_config = with_vocabulary(config.model, vocab_size)
+        self._own = own.maker(self.model_config, config.head)
         config.remat.check_layers(self.model_config.layers)
         self.config = config
         self.schedule, self.optimizer = schedule, self.make_optimizer(schedule)
@@ -82,9 +90,10 @@ class DecoderProgram:
         if config.optimizer.offload:
             self.streamed = Streamed(update_rule(config.optimizer, schedule))
         self.layout = Layout(config.mesh)
-        self._use(config.remat.start)
+        self._use(None if self._own else config.remat.start)
+        self.model_config = self.abstract.config
         with self.layout.context():
-            weights = nnx.to_pure_dict(nnx.split(self.abstract)[1])
+            weights = split_module(self.abstract)[1]
             params, frozen = jax.eval_shape(self._split, weights)
             moments = jax.eval_shape(self._moments, params)
         moments = self.layout.of_moments(moments, params)
@@ -110,9 +119,16 @@ class DecoderProgram:
         ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
         return self.layout.of_tokens(Batch(ids, ids, ids, ids))
 
-    def new_model(self) -> Decoder:
-        """The decoder with initial weights from the seed."""
+    def hidden(self, *shape: int) -> Any:
+        """Shapes of the hidden states of tokens [B, T], without their places."""
+        model = self.model_config
+        return jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype)
+
+    def new_model(self) -> LanguageModel:
+        """The model with initial weights from the seed."""
         rngs = nnx.Rngs(jax.random.key(self.config.run.seed))
+        if self._own is not None:
+            return self._own(rngs)
         return Decoder(
             self.model_config,
             self.config.head,
@@ -126,6 +142,8 @@ class DecoderProgram:
         with self.layout.context():
             self.abstract = nnx.eval_shape(self.new_model)
         self.definition = nnx.split(self.abstract)[0]
+        specs = None if self.layout.mesh is None else self.abstract.specs()
+        self.layout = Layout(self.config.mesh, specs)
 
     def choose_policy(self, console: Console) -> None:
         """Choose the policy that fits the config's memory limit, if it has one.
@@ -204,7 +222,7 @@ class DecoderProgram:
         return compiled
 
     def _new_weights(self) -> tuple[dict, dict]:
-        return self._split(nnx.to_pure_dict(nnx.split(self.new_model())[1]))
+        return self._split(split_module(self.new_model())[1])
 
     def _split(self, weights: dict) -> tuple[dict, dict]:
         return split_weights(weights, self.config.optimizer.trainable)
@@ -222,7 +240,7 @@ class DecoderProgram:
         if self.streamed is not None:
             params = self.initial_params()
             return TrainState(params, self.streamed.init(params))
-        if self.model_config.checkpoint is not None:
+        if self._own is not None or self.model_config.checkpoint is not None:
             params = self.initial_params()
             with self.layout.context():
                 begin = self.layout.jit(self._moments, self.state_shapes.optimizer)
@@ -252,6 +270,8 @@ class DecoderProgram:
 
     def _weights(self, part: int, places: Any) -> Any:
         """Weights of the checkpoint, if there is one; else initialised by the seed."""
+        if self._own is not None:
+            return self._made(part, places)
         checkpoint = self.model_config.checkpoint
         if checkpoint is None:
             return self._drawn(lambda: self._new_weights()[part], places)
@@ -262,13 +282,39 @@ class DecoderProgram:
         drawn = self._drawn(lambda: adapters_of(self._new_weights()[part]), new)
         return join_weights(read, drawn)
 
+    def _made(self, part: int, places: Any) -> Any:
+        """Weights of a factory, which is called eagerly because it may read files."""
+        if self.layout.mesh is None:
+            # Copies: steps consume them, and the factory may have kept some.
+            return jax.tree.map(jnp.array, self._first_weights()[part])
+        with jax.default_device(jax.devices("cpu")[0]):  # not all of them on one
+            weights = self._first_weights()[part]
+        return self.layout.place(weights, places)
+
+    def _first_weights(self) -> tuple[dict, dict]:
+        """What a factory makes; those of a run, if the model starts from one."""
+        run = own.checkpoints_of(self.config.model)
+        step = None if run is None else newest(run)
+        if run is None or step is None:
+            return self._new_weights()
+        like = split_module(self.abstract)[1]
+        return self._split(read_params(run, step, like))
+
+    def lines(self) -> Iterator[str]:
+        """What a run or a plan says of the model before it starts."""
+        if self._own is not None and self.config.remat.policy != "none":
+            yield (
+                f"remat.policy={self.config.remat.policy!r} has no effect: the model "
+                "of model.factory says itself what it keeps for the backward pass"
+            )
+
     def _drawn(self, draw: Callable, places: Any) -> Any:
         with self.layout.context():
             return self.layout.jit(draw, places)()
 
-    def model(self, params: optax.Params, frozen: dict) -> Decoder:
-        """The decoder with these weights."""
-        return nnx.merge(self.definition, join_weights(params, frozen))
+    def model(self, params: optax.Params, frozen: dict) -> LanguageModel:
+        """The model with these weights."""
+        return merge_module(self.definition, join_weights(params, frozen))
 
     def routers(self, routed: balance.Routed | None) -> dict[str, float] | None:
         """What metrics say of a step's routers; None for a model without experts."""
@@ -280,9 +326,8 @@ class DecoderProgram:
     @property
     def head_is_frozen(self) -> bool:
         """Whether the vocabulary matrix is not trained."""
-        name = "embed" if self.model_config.tied else "head"
-        # The matrices of an adapter of the head are trained as part of the head.
-        return name in self.frozen_shapes and not self.model_config.lora_head
+        frozen = traverse_util.flatten_dict(self.frozen_shapes, sep="/")
+        return self.abstract.head_path in frozen
 
 
 def update(

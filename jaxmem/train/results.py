@@ -1,14 +1,16 @@
 """Files that a run has from its start, and the export of its result."""
 
 import datetime
+import shutil
 from pathlib import Path
 
 from rich.console import Console
 
 from jaxmem import checkpoints
 from jaxmem.base import files, processes
-from jaxmem.models.decoder import Decoder
-from jaxmem.train import keys
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.own import LanguageModel, OwnModel
+from jaxmem.train import keys, own
 from jaxmem.train.jobs.job import Job
 
 _STARTED = "started.txt"  # when a run did
@@ -42,7 +44,7 @@ def started(directory: str) -> datetime.datetime:
     return datetime.datetime.now()
 
 
-def leave(directory: Path, decoder: Decoder, console: Console, job: Job) -> None:
+def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -> None:
     """Export a run's result for other libraries, and print where.
 
     Adapters are saved in "adapter", in PEFT's layout; a whole model in "model": as a
@@ -58,7 +60,9 @@ def leave(directory: Path, decoder: Decoder, console: Console, job: Job) -> None
     source = decoder.config.checkpoint
     if decoder.config.lora_rank:
         target = directory / "adapter"
-        checkpoints.save_adapter(target, decoder, base=source or "", overwrite=True)
+        checkpoints.save_adapter(
+            target, known(decoder), base=source or "", overwrite=True
+        )
         if source is not None:
             add_end(target, job.reads.end_of_turn(), Path(source).expanduser())
     else:
@@ -66,11 +70,13 @@ def leave(directory: Path, decoder: Decoder, console: Console, job: Job) -> None
         try:
             export(target, decoder, job, directory)
         except checkpoints.CheckpointError as error:
-            if source is not None:
+            if source is not None and decoder.config.factory is None:
                 raise
             console.print(
                 f"no {files.shown(target)}: {error}", highlight=False, soft_wrap=True
             )
+            if isinstance(decoder, OwnModel) and processes.is_first():
+                write_text(directory / own.TEXT, decoder, job, directory)
             return
     line = f"saved in {files.shown(target)}, for transformers to load"
     adapts = source if decoder.config.lora_rank else None
@@ -79,7 +85,9 @@ def leave(directory: Path, decoder: Decoder, console: Console, job: Job) -> None
     console.print(line, highlight=False, soft_wrap=True)
 
 
-def leave_best(directory: Path, decoder: Decoder, console: Console, job: Job) -> None:
+def leave_best(
+    directory: Path, decoder: LanguageModel, console: Console, job: Job
+) -> None:
     """`leave` in "best" of a run's directory, where a checkpoint of the best is kept.
 
     Args:
@@ -96,7 +104,7 @@ def leave_best(directory: Path, decoder: Decoder, console: Console, job: Job) ->
     leave(directory / "best", decoder, console, job)
 
 
-def export(target: Path, decoder: Decoder, job: Job, directory: Path) -> None:
+def export(target: Path, decoder: LanguageModel, job: Job, directory: Path) -> None:
     """Save a whole model of a run as a checkpoint.
 
     Args:
@@ -109,6 +117,7 @@ def export(target: Path, decoder: Decoder, job: Job, directory: Path) -> None:
         CheckpointError: no known architecture is that of the decoder.
     """
     source, reads = decoder.config.checkpoint, job.reads
+    decoder = known(decoder)
     if source is None:
         checkpoints.save_new(
             target, decoder, text=job.text(directory), max_positions=reads.longest,
@@ -119,6 +128,46 @@ def export(target: Path, decoder: Decoder, job: Job, directory: Path) -> None:
         target, decoder, like=source, chat_template=reads.chat_template, overwrite=True
     )
     add_end(target, reads.end_of_turn())
+
+
+def write_text(target: Path, model: OwnModel, job: Job, directory: Path) -> None:
+    """Write how a model of one's own reads text, in the files of a checkpoint.
+
+    Args:
+        target: directory to write in.
+        model: of the run.
+        job: of the run.
+        directory: of the run, where the vocabulary is that it trained.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    source, reads = job.config.model.checkpoint, job.reads
+    if source is None:
+        # Of any decoder with this vocabulary: only the text files are read.
+        decoder = ModelConfig(vocab_size=model.config.vocab_size)
+        described = checkpoints.describe(decoder, reads.longest)
+        text = job.text(directory)
+        checkpoints.write_text_files(target, described, text, "float32")
+        return
+    checkpoints.copy_text_files(Path(source).expanduser(), target)
+    if reads.chat_template is not None:
+        template = Path(reads.chat_template).expanduser()
+        shutil.copyfile(template, target / "chat_template.jinja")
+    add_end(target, reads.end_of_turn())
+
+
+def known(model: LanguageModel) -> Decoder:
+    """The model, which some checkpoint can be of.
+
+    Raises:
+        CheckpointError: it is one of `model.factory`.
+    """
+    if isinstance(model, OwnModel):
+        raise checkpoints.CheckpointError(
+            f"the model of model.factory={model.config.factory!r} has no architecture "
+            "that config.json can name; jaxmem generate, score and eval read the run "
+            "itself"
+        )
+    return model
 
 
 def add_end(target: Path, end: str | None, like: Path | None = None) -> None:

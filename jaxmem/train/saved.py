@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jaxmem import checkpoints
 from jaxmem.base import json_files
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.models.decoder import Decoder
+from jaxmem.models.own import LanguageModel, OwnModel
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.train import checkpoint, configuration, results
 from jaxmem.train.jobs.job import Job, job_of
@@ -26,12 +26,12 @@ class Saved(NamedTuple):
 
     directory: Path  # config.json and the tokenizer; the weights, but for a decoder
     adapter: Path | None = None  # of a LoRA adapter
-    decoder: Decoder | None = None  # of a run that has not ended
+    decoder: LanguageModel | None = None  # of a run that has not ended
     chat_template: str | None = None  # path of one that replaces the directory's
     files: tuple[Path, ...] = ()  # that the decoder was read from
     end_of_turn: str | None = None  # token that a run on conversations has taught
 
-    def load(self, dtype: str | None = None) -> Decoder:
+    def load(self, dtype: str | None = None) -> LanguageModel:
         """The decoder, with its adapter.
 
         Args:
@@ -138,10 +138,13 @@ def _of_run(directory: Path, step: int, dtype: str | None) -> Iterator[Saved]:
         end = ends.read_text("utf-8").rstrip("\n") if ends.exists() else None
         yield Saved(Path(source), None, decoder, template, files, end)
         return
-    decoder, described = checkpoints.as_known(decoder, job.reads.longest)
     with tempfile.TemporaryDirectory() as texts:
-        text = job.text(directory)
-        checkpoints.write_text_files(Path(texts), described, text, "float32")
+        if isinstance(decoder, OwnModel):
+            results.write_text(Path(texts), decoder, job, directory)
+        else:
+            decoder, described = checkpoints.as_known(decoder, job.reads.longest)
+            text = job.text(directory)
+            checkpoints.write_text_files(Path(texts), described, text, "float32")
         yield Saved(Path(texts), None, decoder, template, files)
 
 
@@ -154,7 +157,7 @@ def _job_of(directory: Path, dtype: str | None) -> Job:
     )
 
 
-def _decoder(directory: Path, step: int, job: Job) -> Decoder:
+def _decoder(directory: Path, step: int, job: Job) -> LanguageModel:
     size = job.saved_vocabulary(directory)
     program = DecoderProgram(job.config, size, lambda _: 0.0)
     like = program.state_shapes.params

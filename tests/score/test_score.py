@@ -491,7 +491,7 @@ def test_the_command(model, directory, capsys):
     assert cli.main([*arguments, "--out", "made/scores.jsonl"]) == 2
     assert "jaxmem: error: made/scores.jsonl: exists" in capsys.readouterr().err
     assert cli.main(["score", "nowhere", "data.jsonl"]) == 2
-    assert "nowhere/config.json: cannot be read" in capsys.readouterr().err
+    assert "nowhere: no such checkpoint, adapter or run" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- teachers

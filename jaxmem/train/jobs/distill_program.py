@@ -100,9 +100,7 @@ class TeacherProgram(DecoderProgram):
 
     def states(self, shape: Shape) -> Any:
         """Shapes of the hidden states of a micro-batch."""
-        model = self.model_config
-        hidden = jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype)
-        return self.layout.of_hidden(hidden)
+        return self.layout.of_hidden(self.hidden(*shape))
 
     def head_weights(self, params: Any) -> dict:
         """What the divergence reads of the teacher's weights."""
@@ -259,11 +257,10 @@ class DistillProgram(SamplingProgram):
             head, targets = nnx.merge(definition, weights), Targets(labels, *advantages)
             return self._of_hidden(head, hidden, targets, target, normalizer)
 
-        model = self.model_config
         for shape in self.shapes:
             given = self.layout.of_head(
                 nnx.to_pure_dict(weights),
-                jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype),
+                self.hidden(*shape),
                 jax.ShapeDtypeStruct(shape, jnp.int32),
             )
             given += self.target(shape), self.number(), *self.advantages(shape)

@@ -200,6 +200,7 @@ class Dpo(Job, name="dpo"):
 
     Config, Metrics = DpoJobConfig, PreferenceMetrics
     changeable = ("optimizer", "dpo")
+    packed = False
     chart = ("margin", "reward margin")
 
     def reading(self) -> Pairs:
@@ -214,7 +215,8 @@ class Dpo(Job, name="dpo"):
     def plan(self) -> Programs:
         """See `Job`."""
         note = "the reference is scored once, before the first step"
-        return dataclasses.replace(super().plan(), notes=(note,))
+        made = super().plan()
+        return dataclasses.replace(made, notes=(*made.notes, note))
 
     def phases(self) -> list[Phase]:
         """See `Job`; what is held out is scored by the reference's program."""

@@ -16,7 +16,7 @@ from jaxmem.data import vocabulary
 from jaxmem.models import lora
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.partitioning import MeshConfig
-from jaxmem.train import metrics
+from jaxmem.train import metrics, own
 from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.reading import Documents, Reading, Record
@@ -43,6 +43,7 @@ class Job(abc.ABC):
         Config: its sections, a `JobConfig` whose fields are dataclasses.
         Metrics: the numbers of a step, a NamedTuple as `metrics.AnyMetrics`.
         changeable: sections that may differ when a run is resumed.
+        packed: whether a row may hold several documents.
         chart: the field of `Metrics` that report.png shows, and its label.
         config: of the run, with the sizes of its checkpoint.
         program: functions and shapes, after `build`.
@@ -53,6 +54,7 @@ class Job(abc.ABC):
     Config: ClassVar[type[JobConfig]]
     Metrics: ClassVar[type] = metrics.StepMetrics
     changeable: Sequence[str] = ("optimizer",)
+    packed: bool = True
     chart: ClassVar[tuple[str, str]] = ("loss", "loss (nats per token)")
     config: Any
     program: Any
@@ -86,8 +88,12 @@ class Job(abc.ABC):
         """The model, with its checkpoint's sizes.
 
         Raises:
-            ValueError: the checkpoint cannot be read, or a size differs.
+            ValueError: the checkpoint cannot be read, or a size differs, or a model of
+                model.factory cannot have a setting.
         """
+        if self.config.model.factory is not None:
+            own.check(self.config)
+            return own.with_text(self.config.model)
         return checkpoints.with_checkpoint(self.config.model)
 
     def fixed(self) -> dict[str, Any]:
@@ -148,7 +154,10 @@ class Job(abc.ABC):
 
     def expected_vocabulary(self) -> int:
         """Entries of the vocabulary, as far as known without the data."""
-        return self.config.model.vocab_size or self.config.data.vocab_size
+        model = self.config.model
+        if model.factory is not None and model.checkpoint is not None:
+            return self.vocabulary()  # of the checkpoint's tokenizer
+        return model.vocab_size or self.config.data.vocab_size
 
     def saved_vocabulary(self, directory: Path) -> int:
         """Entries of the vocabulary of a run's directory."""
@@ -163,6 +172,7 @@ class Job(abc.ABC):
     def build(self) -> None:
         """Make `program`, for the data's vocabulary."""
         self.program = self.make_program(self.vocabulary())
+        own.check_rows(self.program, self.packed)
 
     def plan(self) -> Programs:
         """The programs of a run, inside of `jaxmem.devices.target`; no data are read.
@@ -172,7 +182,8 @@ class Job(abc.ABC):
         """
         self.program = self.make_program(self.expected_vocabulary())
         self.program.choose_policy(Console(quiet=True))
-        return of_program(self.program, self.phases())
+        made = of_program(self.program, self.phases())
+        return dataclasses.replace(made, notes=tuple(self.program.lines()))
 
     @abc.abstractmethod
     def phases(self) -> list[Phase]:

@@ -18,7 +18,8 @@ import jaxmem
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.documents import Batch
 from jaxmem.models import balance, branches
-from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.models.decoder import HeadConfig
+from jaxmem.models.own import LanguageModel
 from jaxmem.models.partitioning import as_stored
 from jaxmem.packing import Supports
 from jaxmem.train.jobs.accumulated import Sums
@@ -149,7 +150,7 @@ class PolicyProgram(SamplingProgram):
             jitted = self.layout.jit(run, self.layout.whole(_ints(())))
             return jitted.trace(*weights, *self.forward(shape))
 
-    def _hidden(self, model: Decoder, batch: Batch) -> jax.Array:
+    def _hidden(self, model: LanguageModel, batch: Batch) -> jax.Array:
         given = batch.tokens, batch.segment_ids, batch.positions
         return model(*given, self.config.branches)
 
@@ -267,8 +268,7 @@ class PolicyProgram(SamplingProgram):
 
         wanted = 1 if self.head_is_frozen else (0, 1)
         gradients = jax.jit(jax.value_and_grad(loss, wanted, has_aux=True))
-        model = self.model_config
-        hidden = jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype)
+        hidden = self.hidden(*shape)
         normalizer = jax.ShapeDtypeStruct((), jnp.float32)
         labels = _ints(shape)
         weights, hidden, _ = self.layout.of_head(

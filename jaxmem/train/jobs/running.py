@@ -64,7 +64,7 @@ def train(
         job.build()
         run.use_backend(job.program.backend, config.head.backend)
         job.open()
-        for line in job.reads.lines():
+        for line in (*job.program.lines(), *job.reads.lines()):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         run.progress.waiting("compiling")
         job.program.choose_policy(console)

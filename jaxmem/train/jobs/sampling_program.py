@@ -1,7 +1,7 @@
 """A program that also samples completions of prompts from the model it trains."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.ends import Ends
 from jaxmem.data.tasks import TaskConfig
+from jaxmem.models import own
 from jaxmem.models.kv_cache import Cache
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import (
@@ -93,17 +94,22 @@ class SamplingProgram(AccumulatedProgram):
                 f"mesh.data x mesh.fsdp x mesh.sequence must divide {rollouts.named} = "
                 f"{rollouts.rows}, got {parts}"
             )
-        self.sampling_layout = Layout(by_rows)
+        if slots is not None and self.model_config.factory is not None:
+            raise ValueError(
+                f"sampling.slots={slots} must stay None for a model of model.factory"
+            )
+        self.sampling_layout = Layout(by_rows, self.layout.specs)
 
     @property
     def keeps_cache(self) -> bool:
         """Whether turns after the first read only what follows on their cache.
 
-        Slots that are refilled hold other rows by then, and a mesh would need the
-        cache's shardings.
+        Slots that are refilled hold other rows by then, a mesh would need the cache's
+        shardings, and a model of one's own extends its cache by one token alone.
         """
         _, _, config = self._rollouts
         is_alone = math.prod(config.mesh.by_rows.sizes) == 1
+        is_alone = is_alone and self.model_config.factory is None
         return config.task.turns > 1 and config.sampling.slots is None and is_alone
 
     def trace_sample(self, greedy: bool = False) -> jax.stages.Traced:
@@ -201,6 +207,8 @@ class SamplingProgram(AccumulatedProgram):
         if config.sampling.slots is not None:  # from one refilled slot to the next
             steps = -(-steps // self.slots)
         runs, kept = config.task.turns, {"keys and values": self._cache_bytes()}
+        if self.model_config.factory is not None:
+            kept = {}  # unknown
         weights, tokens = weights_of(self), rows * most
         if not self.keeps_cache:
             return [
@@ -217,9 +225,18 @@ class SamplingProgram(AccumulatedProgram):
             ),
         ]  # fmt: skip
 
+    def lines(self) -> Iterator[str]:
+        """See `DecoderProgram`; what sampling without a cache costs."""
+        yield from super().lines()
+        if "_rollouts" not in vars(self) or not self.abstract.recomputes:
+            return
+        config = self._rollouts.config
+        if not config.task.recorded and config.sampling.max_new_tokens > 1:
+            row = -(-self._room // 8) * 8  # as `Sampler.start` rounds it
+            yield own.recomputation(config.sampling.max_new_tokens, row)
+
     def _cache_bytes(self) -> int:
         """Bytes of a rollout's KV cache on one device."""
-        _, _, config = self._rollouts
         model, mesh = self.model_config, self.layout.sizes
         room = -(-self._room // 8) * 8
         numbers = 2 * model.layers * model.kv_heads * model.head_dim * room

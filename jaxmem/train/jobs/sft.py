@@ -16,10 +16,10 @@ from jaxmem.core.random_streams import Stream
 from jaxmem.data import streams
 from jaxmem.data.documents import Batch
 from jaxmem.models import balance
-from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.models.decoder import HeadConfig
 from jaxmem.models.head_loss import head_loss
 from jaxmem.models.partitioning import as_stored
-from jaxmem.models.weights import join_weights
+from jaxmem.models.weights import join_weights, merge_module
 from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import Config
@@ -74,7 +74,7 @@ def sum_gradients(
 
 
 def make_gradients(
-    definition: nnx.GraphDef[Decoder], head: HeadConfig, seed: int = 0
+    definition: nnx.GraphDef[Any], head: HeadConfig, seed: int = 0
 ) -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
     """Build the function that gives a step's gradients.
 
@@ -99,7 +99,7 @@ def make_gradients(
             key = None
             if number is not None:
                 key = Stream.GRADIENTS.key(seed, number, index)
-            model = nnx.merge(definition, join_weights(params, frozen))
+            model = merge_module(definition, join_weights(params, frozen))
             given = batch.tokens, batch.segment_ids, batch.positions
             hidden, routed = model.routed(*given)
             value = head_loss(
@@ -121,7 +121,7 @@ def make_gradients(
 
 
 def make_step(
-    definition: nnx.GraphDef[Decoder],
+    definition: nnx.GraphDef[Any],
     head: HeadConfig,
     optimizer: optax.GradientTransformation,
     seed: int = 0,
@@ -210,7 +210,7 @@ class Program(DecoderProgram):
         mesh = self.layout.mesh
         devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
         peak = peak_of(devices[0].device_kind, self.model_config.dtype)
-        if peak is None:
+        if peak is None or self.model_config.factory is not None:
             return None
         flops = flops_per_token(
             self.model_config,
@@ -255,9 +255,7 @@ class Program(DecoderProgram):
     def trace_head(self, head: HeadConfig) -> jax.stages.Traced:
         """Trace loss and gradients of the head alone."""
         definition, weights = nnx.split(self.abstract.head)
-        hidden = jax.ShapeDtypeStruct(
-            (*self._rows, self.config.model.hidden), self.config.model.dtype
-        )
+        hidden = self.hidden(*self._rows)
 
         def loss(weights: Any, hidden: jax.Array, labels: jax.Array) -> jax.Array:
             tokens = jnp.sum(labels >= 0)
@@ -282,7 +280,6 @@ class Sft(Job, name="sft"):
     """Supervised training on documents in packed rows."""
 
     Config = Config
-    packed = True  # whether rows hold several documents
 
     def make_program(self, vocab_size: int) -> Program:
         """See `Job`."""

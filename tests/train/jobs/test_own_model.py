@@ -1,0 +1,306 @@
+"""A Flax NNX model of one's own is trained by every job, resumed, read and refused."""
+
+import io
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from rich.console import Console
+
+from jaxmem import cli
+from jaxmem.train import configuration, jobs
+from jaxmem.train.checkpoint import read_params
+from jaxmem.train.jobs import sft
+from jaxmem.train.program import DecoderProgram
+from tests.cases import slow
+from tests.checkpoints import texts
+from tests.planning.conftest import fake as fake
+from tests.train.jobs.kills import kill_before
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+OWN = str(pathlib.Path(__file__).with_name("own_model.py")) + ":Model"
+MODULE = "tests.train.jobs.own_models"
+SIZES = """
+model.layers = 1
+model.hidden = 16
+model.heads = 2
+model.kv_heads = 1
+model.head_dim = 8
+model.ff = 16
+head.chunk = 32
+optimizer.learning_rate = 1e-2
+optimizer.warmup_steps = 0
+run.steps = 4
+run.checkpoint_every = 2
+run.compare_heads = False
+run.out_dir = "run"
+"""
+DATA = """
+data.source = "texts.jsonl"
+data.sequence_length = 16
+data.batch_size = 4
+data.held_out = 0.2
+data.cache_dir = "."
+eval.every = 2
+"""
+JOBS = {
+    "sft": DATA + "data.vocab_size = 280\n",
+    "dpo": DATA.replace("texts", "pairs") + 'model.checkpoint = "llama"\n',
+    "distill": DATA + 'distill.teacher = "llama"\n',
+    "grpo": """
+task.digits = 1
+task.answer = "sum"
+task.reward = "prefix"
+sampling.max_new_tokens = 3
+grpo.prompts = 8
+grpo.group_size = 4
+grpo.max_tokens_train = 64
+grpo.max_tokens_forward = 64
+grpo.row_lengths = (16,)
+""",
+}
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts.checkpoint("llama", tmp_path)
+    words = [a + b + c for a in "abcdef" for b in "xyzuv" for c in "lm"]
+    write("texts", [{"text": f"{word} and {word[::-1]}"} for word in words])
+    write("pairs", [{"prompt": w, "chosen": w, "rejected": w[::-1]} for w in words])
+    for job, lines in JOBS.items():
+        lines = SIZES + lines + f'run.job = "{job}"\n'
+        pathlib.Path(f"{job}.gin").write_text(lines)
+
+
+def write(name, records):
+    lines = [json.dumps(record) + "\n" for record in records]
+    pathlib.Path(f"{name}.jsonl").write_text("".join(lines))
+
+
+def train(job, *overrides, factory=OWN):
+    if factory is not None:
+        overrides = (*overrides, f"model.factory={factory}")
+    stream = io.StringIO()
+    loaded = configuration.load(f"{job}.gin", overrides)
+    return jobs.train(*loaded, Console(file=stream, width=160)), stream.getvalue()
+
+
+def numbers(result):
+    return [
+        {k: v for k, v in step._asdict().items() if "second" not in k}
+        for step in result.history
+    ]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_job_trains_it(job):
+    result, said = train(job)
+    assert len(result.history) == 4
+    assert "no run/model: " in said and "model.factory" in said
+    if job != "grpo":
+        assert result.history[-1].loss < result.history[0].loss
+        assert result.history[-1].held_out_loss is not None
+
+
+@pytest.mark.parametrize("job", ["sft", "grpo"])
+def test_a_resumed_run_takes_bitwise_the_same_steps(job, monkeypatch, one_program):
+    whole, _ = train(job)
+    kind = jobs.JOBS[job]
+    kill_before(4, kind, monkeypatch, lambda: train(job, "run.out_dir=cut"))
+    again, resumed = train(job, "run.out_dir=cut")
+    assert "resuming cut after step 2" in resumed
+    assert numbers(again) == numbers(whole)
+
+
+def test_it_learns_from_rewards_and_reads_text_as_a_checkpoint_does():
+    write("prompts", [{"prompt": letter} for letter in "bcdefghi"])
+    reward = "def score(completions, **_):\n    return [c.count('a') / 4 for c in "
+    pathlib.Path("rewards.py").write_text(f"{reward}completions]\n")
+    result, said = train(
+        "grpo", "task.source=prompts.jsonl", "task.reward=rewards.py:score",
+        "sampling.max_new_tokens=4", "model.checkpoint=llama", "run.steps=6",
+        "task.max_prompt_tokens=4", "optimizer.learning_rate=2e-2",
+    )  # fmt: skip
+    rewards = [step.reward for step in result.history]
+    assert rewards[0] < 0.1 and rewards[-1] > 0.9
+    assert "each of up to 4 tokens" in said
+
+
+@pytest.mark.parametrize("own_tokenizer", [True, False])
+def test_a_run_starts_from_the_weights_and_text_of_another(own_tokenizer):
+    tokenizer = () if own_tokenizer else ("model.checkpoint=llama",)
+    train("sft", "run.steps=2", *tokenizer)
+    write("prompts", [{"prompt": letter} for letter in "bcdefghi"])
+    reward = "def score(completions, **_):\n    return [len(c) for c in completions]"
+    pathlib.Path("rewards.py").write_text(reward)
+    rl = (
+        "task.source=prompts.jsonl", "task.reward=rewards.py:score",
+        "model.checkpoint=run", "task.max_prompt_tokens=4", "run.steps=1",
+        "run.out_dir=rl",
+    )  # fmt: skip
+    result, _ = train("grpo", *rl)
+    assert len(result.history) == 1
+    config, _ = configuration.load("grpo.gin", (*rl, f"model.factory={OWN}"))
+    job = jobs.job_of(config)
+    program = job.make_program(job.vocabulary())
+    last = read_params(pathlib.Path("run/checkpoints"), 2, program.state_shapes.params)
+    for ours, theirs in zip(
+        jax.tree.leaves(program.initial_params()), jax.tree.leaves(last), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("job, name", [("sft", "Ours"), ("grpo", "OursCached")])
+def test_our_decoder_behind_the_protocol_takes_the_same_steps(job, name):
+    built_in, _ = train(job, "remat.policy=none", factory=None)
+    behind, _ = train(
+        job, "remat.policy=none", "run.out_dir=own", factory=f"{MODULE}:{name}"
+    )
+    assert numbers(behind) == numbers(built_in)
+
+
+def test_recomputation_samples_what_a_cache_does_and_says_its_cost():
+    cached, said = train("grpo", factory=f"{MODULE}:RecurrentCached")
+    assert "recompute" not in said
+    again, said = train("grpo", "run.out_dir=again", factory=f"{MODULE}:Recurrent")
+    (line,) = [line for line in said.splitlines() if "recompute" in line]
+    assert "each of up to 3 tokens" in line
+    for ours, theirs in zip(again.history, cached.history, strict=True):
+        np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-4, atol=1e-6)
+        assert ours.reward == theirs.reward
+
+
+@pytest.mark.parametrize(
+    "factory, message",
+    [
+        ("nowhere.py:Model", "cannot import nowhere.py: no such file"),
+        (OWN.replace("Model", "Modell"), "has no function 'Modell'"),
+        (f"{MODULE}:NUMBER", "has no function 'NUMBER'"),
+        ("Model", 'must be "file.py:function"'),
+        (f"{MODULE}:takes_nothing", r"must take \(config, rngs\)"),
+        (f"{MODULE}:returns_nothing", "must return an nnx.Module, got NoneType"),
+        (f"{MODULE}:raises", r"raised \(line \d+\) KeyError: 'width'"),
+        (f"{MODULE}:NoHead", "NoHead has no method 'head_weight'"),
+        (f"{MODULE}:Fails", r"raised \(line \d+\) RuntimeError: no kernel for this"),
+        (f"{MODULE}:Flat", r"must return \[B, T, D\], got \(1, 16\)"),
+        (f"{MODULE}:Narrow", r"with D = 4, as hidden_states returns.* got \(280, 16\)"),
+        (f"{MODULE}:Foreign", "is not among its parameters"),
+        (f"{MODULE}:NoParam", "must return an nnx.Param of the model"),
+        (f"{MODULE}:Drops", "drop/rngs/count is an nnx.RngCount"),
+        (f"{MODULE}:Numbered", "blocks/0/.* has a number for a name"),
+        (f"{MODULE}:Small", "has 3 entries, and the data's vocabulary 280"),
+        (f"{MODULE}:Half", "has 'prefill' alone"),
+        (f"{MODULE}:SeesOthers", "lets a document see another one of its row"),
+        (f"{MODULE}:SeesPadding", "lets a document see another one of its row"),
+        (f"{MODULE}:SeesWhatFollows", "lets a token see those after it"),
+    ],
+)
+def test_a_bad_factory_is_refused_before_a_step_is_compiled(
+    factory, message, monkeypatch
+):
+    monkeypatch.setattr(sft.Program, "trace_step", None)
+    with pytest.raises(ValueError, match=message) as error:
+        train("sft", factory=factory)
+    assert "model.factory" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_documents_may_see_others_where_rows_hold_one():
+    result, _ = train("dpo", factory=f"{MODULE}:SeesPadding")
+    assert len(result.history) == 4
+
+
+@pytest.mark.parametrize(
+    "job, override, message",
+    [
+        ("sft", "remat.policy=offload_block", "remat.policy='offload_block' is for"),
+        ("sft", "model.lora_rank=2", "model.lora_rank=2 is for the decoder"),
+        ("sft", "optimizer.name=muon", "optimizer.name='muon' is for the decoder"),
+        ("grpo", "grpo.share_prompts=True", "model.factory=.*leave it False"),
+        ("grpo", "sampling.slots=4", "sampling.slots=4 .*model.factory"),
+    ],
+)
+def test_what_only_our_decoder_has_is_refused_by_name(job, override, message):
+    with pytest.raises(ValueError, match=message):
+        train(job, override)
+
+
+def test_another_factory_does_not_resume_the_run():
+    train("sft", "run.steps=2")
+    with pytest.raises(ValueError, match="model.factory was .*Model.*, is .*Recurrent"):
+        train("sft", factory=f"{MODULE}:Recurrent")
+
+
+def test_weights_are_named_by_their_path_and_frozen_by_it():
+    result, _ = train("sft", "optimizer.trainable=blocks/0/up")
+    assert result.history[-1].loss < result.history[0].loss
+    config, _ = configuration.load(
+        "sft.gin", [f"model.factory={OWN}", "optimizer.trainable=blocks/0/up"]
+    )
+    program = DecoderProgram(config, 280)
+    (names,) = program.state_shapes.params["body"]["blocks"]["0"].values()
+    assert set(names) == {"kernel", "bias"} and program.head_is_frozen
+
+
+@pytest.mark.parametrize(
+    "job, mesh",
+    [
+        ("sft", {"fsdp": 2, "tensor": 2}),
+        slow("sft", {"data": 2, "sequence": 2}),
+        slow("grpo", {"fsdp": 2, "tensor": 2}),
+    ],
+)
+def test_a_mesh_changes_no_number(job, mesh):
+    once = "run.steps=2", "eval.every=None", "data.held_out=0"
+    once = once if job == "sft" else once[:1]
+    alone, _ = train(job, *once, factory=f"{MODULE}:Sharded")
+    sizes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+    on_mesh, _ = train(
+        job, *once, "run.out_dir=mesh", *sizes, factory=f"{MODULE}:Sharded"
+    )
+    for ours, theirs in zip(on_mesh.history, alone.history, strict=True):
+        np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-4, atol=1e-6)
+
+
+def test_partition_specs_are_those_of_the_parameters():
+    mesh = "mesh.fsdp=2", "mesh.tensor=2", f"model.factory={MODULE}:Sharded"
+    program = DecoderProgram(configuration.load("sft.gin", mesh)[0], 280)
+    weights = program.state_shapes.params["body"]
+    moments = program.state_shapes.optimizer[1][0].mu["body"]
+    for tree in (weights, moments):
+        spec = tree["embed"]["embedding"].sharding.spec
+        assert spec == PartitionSpec("tensor", ("fsdp", "sequence"))
+        assert tree["places"]["embedding"].sharding.spec == PartitionSpec()
+    config, _ = configuration.load("sft.gin", [*mesh[:2], mesh[2] + "Unknown"])
+    with pytest.raises(ValueError, match="body/places/embedding is sharded over 'tp'"):
+        DecoderProgram(config, 280)
+
+
+@pytest.mark.parametrize("job", ["sft", "grpo"])
+def test_it_is_planned(job, fake, capsys):
+    given = [f"{job}.gin", "--device", "h200", f"model.factory={OWN}"]
+    assert cli.main(["plan", *given]) in (0, 1)
+    said = capsys.readouterr().out
+    assert "trained weights" in said
+    assert ("recompute" in said) == (job == "grpo")
+
+
+def test_its_data_are_shown(capsys):
+    assert cli.main(["data", "sft.gin", "--show", "1", f"model.factory={OWN}"]) == 0
+    assert "documents, " in capsys.readouterr().out
+
+
+def test_a_run_is_generated_from_and_scored_and_not_exported(capsys):
+    pathlib.Path("sft.gin").write_text(
+        pathlib.Path("sft.gin").read_text() + f'model.factory = "{OWN}"\n'
+    )
+    assert cli.main(["train", "sft.gin"]) == 0
+    assert cli.main(["generate", "run", "axl", "--max-new-tokens", "4"]) == 0
+    assert "recompute" in capsys.readouterr().err
+    assert cli.main(["score", "run", "texts.jsonl", "--eos"]) == 0
+    assert len(pathlib.Path("scores.jsonl").read_text().splitlines()) == 60
+    assert cli.main(["export", "run", "--out", "model"]) == 2
+    assert "no architecture" in capsys.readouterr().err
