@@ -113,7 +113,7 @@ def measure(case, minibatches, tokens, group, overrides, steps):
     job = Grpo(config)
     job.program = job.make_program(job.vocabulary())
     lowered = SimpleNamespace(compile=lambda: None)  # nothing is sampled
-    job.program.trace_sample = lambda: SimpleNamespace(lower=lambda: lowered)
+    job.program.trace_sample = lambda _: SimpleNamespace(lower=lambda: lowered)
     job.open()
     job.compile(ProgressReport(Console(quiet=True), 1, 0, 1))
     state, seconds = job.program.initial_state(), []
