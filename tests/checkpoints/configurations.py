@@ -50,6 +50,20 @@ def of(model_type, **changes):
 CONFIGURATIONS = {
     "llama_bias": of("llama", attention_bias=True, mlp_bias=True, head_dim=24),
     "llama_yarn": of("llama", rope_parameters=YARN, tie_word_embeddings=True),
+    "qwen3": of("qwen3", head_dim=24),
+    "mistral": of("mistral", head_dim=24, sliding_window=5),
+    "gemma2": of(
+        "gemma2", head_dim=16, sliding_window=5, query_pre_attn_scalar=20,
+        num_hidden_layers=4, attn_logit_softcapping=2.0, final_logit_softcapping=4.0,
+    ),
+    "gemma3": of(
+        "gemma3_text", head_dim=24, sliding_window=5, query_pre_attn_scalar=20,
+        layer_types=[LOCAL, GLOBAL, LOCAL],
+        rope_parameters={
+            GLOBAL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+            LOCAL: {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
     "qwen2_yarn": of(
         "qwen2",
         rope_parameters=YARN

@@ -1,10 +1,11 @@
-"""Prints docs/families.md's table: python -m tests.checkpoints.family_table."""
+"""Prints docs/families.md's tables: python -m tests.checkpoints.family_table."""
 
 import collections
 import json
 
 import numpy as np
 
+from benchmarks import results
 from jaxmem.checkpoints.families import FAMILIES
 from tests.checkpoints import seeded
 
@@ -21,9 +22,18 @@ def rows():
         counts[config["model_type"]] += 1
     for family in sorted(FAMILIES, key=lambda family: family.model_type):
         recorded = counts[family.model_type]
-        cells = family.model_type, family.architecture, str(recorded), "yes"
+        cells = family.model_type, family.architecture, str(recorded)
         yield f"| {' | '.join(cells)} |"
+
+
+def measured():
+    """One line a family that benchmarks/run_families.py has run: what it does."""
+    columns = "family", "load", "train", "sample", "shard", "plan", "export", "lora"
+    found = results.read("families_cpu.csv")
+    for row in sorted(found, key=lambda row: row["family"]):
+        yield f"| {' | '.join(row[column] for column in columns)} |"
 
 
 if __name__ == "__main__":
     print("\n".join(rows()))
+    print("\n".join(measured()))
