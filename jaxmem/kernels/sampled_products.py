@@ -26,10 +26,9 @@ from jaxmem.core.column_sampling import Derivative, Pairs
 from jaxmem.kernels import typed
 
 _PIECE = 64  # pairs of a piece, at least
-# Pieces take 4 D bytes each during W's gradient: one for so many columns takes an
-# eighth of a gradient in 16 bits. Of a small head, all may take so many bytes:
+# Columns per piece, at least: pieces take 4 D bytes each during W's gradient, an eighth
+# of a gradient in 16 bits.
 _COLUMNS = 16
-_SUMS_BYTES = 2**26
 _MAX_UNROLL = 8  # divides a piece
 _TRANSPOSED_DEPTH = 256  # of W at a time, whose rows are transposed from [D, V]
 _THREADS = 128
@@ -198,8 +197,7 @@ def sum_columns(
     Returns:
         The sums, [n_columns, D].
     """
-    whole = _whole(x)
-    piece = _piece(len(pairs.columns), n_columns, whole.shape[1])
+    piece, whole = _piece(len(pairs.columns), n_columns), _whole(x)
     n_programs, part = pl.cdiv(n_columns, launch.sums), _Part(whole, launch.at_once)
     begin = jnp.arange(n_programs + 1, dtype=jnp.int32) * launch.sums
     ends = jnp.searchsorted(
@@ -236,17 +234,16 @@ def sum_columns(
     return found[:, : x.shape[1]]
 
 
-def _piece(n_pairs, n_columns, depth):
+def _piece(n_pairs, n_columns):
     """Pairs of a piece."""
-    most = max(pl.cdiv(n_columns, _COLUMNS), _SUMS_BYTES // (4 * depth))
-    size = max(_PIECE, pl.cdiv(n_pairs, most))
+    size = max(_PIECE, pl.cdiv(n_pairs, pl.cdiv(n_columns, _COLUMNS)))
     return pl.cdiv(size, _MAX_UNROLL) * _MAX_UNROLL
 
 
 def _pieces(pairs, n_columns, x) -> Pieces:
     """Sums of the pieces of long columns."""
     n_pairs = pairs.columns.shape[0]
-    size = _piece(n_pairs, n_columns, x.shape[1])
+    size = _piece(n_pairs, n_columns)
     n_pieces = pl.cdiv(n_pairs, size)
     first = jnp.arange(n_pieces, dtype=jnp.int32) * size
     last = pairs.columns.at[first + size - 1].get(mode="fill", fill_value=n_columns)

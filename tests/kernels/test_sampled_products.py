@@ -33,7 +33,6 @@ def test_both_gradients(layout, d, monkeypatch):
     from jaxmem.kernels import sampled_products
 
     monkeypatch.setattr(sampled_products, "_PIECE", 8)
-    monkeypatch.setattr(sampled_products, "_SUMS_BYTES", 0)
     monkeypatch.setattr(sampled_products, "_COLUMNS", 1)
     monkeypatch.setattr(sampled_products, "_TRANSPOSED_DEPTH", 16)
     n, v = 60, 50
@@ -58,13 +57,12 @@ def test_a_long_column_counts_each_pair_once(many, monkeypatch):
     from jaxmem.kernels import sampled_products
 
     monkeypatch.setattr(sampled_products, "_PIECE", 8)
-    monkeypatch.setattr(sampled_products, "_SUMS_BYTES", 0)
     # Or more pairs than pieces of 8 take.
     monkeypatch.setattr(sampled_products, "_COLUMNS", 2 if many else 1)
     sizes = [7, 8, 0, 9, 15, 16, 1, 17, 24, 0, 3, 40, 8, 16, 24, 5, 63, *[0] * 23]
     n, v = 50, len(sizes)
     columns = np.repeat(np.arange(v + 1), [*sizes, 31])  # the last: empty slots
-    assert (sampled_products._piece(len(columns), v, n) > 8) == many
+    assert (sampled_products._piece(len(columns), v) > 8) == many
     end, tokens = np.cumsum(sizes), np.arange(len(columns)) % n
     pairs = column_sampling.Pairs(*map(jnp.asarray, (
         columns.astype(np.int32), tokens.astype(np.int32),
@@ -82,7 +80,6 @@ def test_sums_do_not_depend_on_the_launch(monkeypatch):
     from jaxmem.kernels import sampled_products
 
     monkeypatch.setattr(sampled_products, "_PIECE", 8)
-    monkeypatch.setattr(sampled_products, "_SUMS_BYTES", 0)
     monkeypatch.setattr(sampled_products, "_COLUMNS", 1)
     n, v = 60, 50
     dz, _, h, W = problem(n, 300, v, 6)
