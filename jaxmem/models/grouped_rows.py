@@ -57,7 +57,7 @@ def tiles(choice: jax.Array, groups: int, size: int) -> Tiles:
 
 
 class Arguments(NamedTuple):
-    """Of `apply`, with the tiles."""
+    """Arguments of `apply`, with the tiles."""
 
     weights: Any
     x: jax.Array

@@ -231,7 +231,7 @@ class Expert:
         return self._products(rows, scaled, weights["down"], scale=scale)[0]
 
     def _products(self, rows: grouped_rows.Rows, x, *matrices, scale=None):
-        """Of x with each matrix and its adapters, and its bias, which is scaled."""
+        """Products of x with each matrix and its adapters, plus the scaled bias."""
         out = rows.products(x, *(each["kernel"] for each in matrices))
         for i, each in enumerate(matrices):
             if "lora_a" in each:

@@ -180,7 +180,7 @@ class SamplingProgram(AccumulatedProgram):
 
     @property
     def replies(self) -> tuple[Any, Any]:
-        """Likewise of what follows on a kept cache: a completion's end and a reply."""
+        """Shapes of what follows on a kept cache: a completion's end and a reply."""
         return self._rows(1 + self._rollouts.config.task.max_reply_tokens)
 
     def _rows(self, width: int) -> tuple[Any, Any]:
