@@ -2,8 +2,10 @@
 
 import importlib
 import importlib.util
+import shlex
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -66,6 +68,14 @@ def require(package: str, extra: str, *modules: str) -> None:
     if missing:
         raise ModuleNotFoundError(
             f"{package} needs {', '.join(missing)}, which is not installed; run: "
-            f"pip install 'jaxmem[{extra}]'",
+            f"{how_to_install(extra)}",
             name=missing[0],
         )
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra: of the clone, where the package is in one."""
+    clone = Path(__file__).parents[1]
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
+    return f"pip install 'jaxmem[{extra}]'"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from jaxmem import _options, _shipped
+from jaxmem import _imports, _options, _shipped
 from jaxmem._version import __version__
 from jaxmem.base import messages
 from jaxmem.evaluate.arguments import add_eval
@@ -401,7 +401,7 @@ def _missing(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
         return error
     return UsageError(
         f"{what} needs {error.name!r}, which is not installed; run: "
-        f"pip install 'jaxmem[{extra}]'"
+        f"{_imports.how_to_install(extra)}"
     )
 
 

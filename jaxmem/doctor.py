@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmem
-from jaxmem import devices
+from jaxmem import _imports, devices
 from jaxmem._version import __version__
 
 _FINE, _WRONG = 0, 1  # exit statuses
@@ -286,7 +286,8 @@ def text(checkup: Checkup) -> str:
     lines += [f"  else       {line}" for line in _lacking(checkup.compilers)]
     for extra in dict.fromkeys(checkup.missing.values()):
         names = [name for name, other in checkup.missing.items() if other == extra]
-        lines.append(f"not here     {', '.join(names)}: pip install 'jaxmem[{extra}]'")
+        how = _imports.how_to_install(extra)
+        lines.append(f"not here     {', '.join(names)}: {how}")
     lines += [f"problem      {line}" for line in checkup.problems]
     return "\n".join([*lines, *(() if checkup.problems else ("nothing is wrong",))])
 

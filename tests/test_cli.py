@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxmem import cli
+from jaxmem import _imports, cli
 from jaxmem._version import __version__
 from jaxmem.base import locks
 
@@ -86,8 +87,14 @@ def test_version_and_help_need_nothing_but_the_core_and_training_says_so(directo
     assert usage[0] == 0 and "section.field=value" in usage[1]
     assert training[0] == 2
     assert training[2].startswith("jaxmem: error: training needs '")
-    assert training[2].endswith("not installed; run: pip install 'jaxmem[train]'\n")
+    clone = shlex.quote(f"{Path(__file__).parents[1]}[train]")
+    assert training[2].endswith(f"not installed; run: pip install -e {clone}\n")
     assert "Traceback" not in training[2]
+
+
+def test_outside_of_a_clone_an_extra_is_of_the_distribution(monkeypatch, tmp_path):
+    monkeypatch.setattr(_imports, "__file__", str(tmp_path / "jaxmem" / "_imports.py"))
+    assert _imports.how_to_install("train") == "pip install 'jaxmem[train]'"
 
 
 # ------------------------------------------------------------- user's errors

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmem import _imports
 from jaxmem.base import json_files, messages
 from jaxmem.data.records import DataError
 
@@ -233,7 +234,7 @@ def _environment() -> Any:
     except ModuleNotFoundError as error:
         raise DataError(
             "a chat template needs jinja2, which is not installed; run: "
-            "pip install 'jaxmem[train]'"
+            f"{_imports.how_to_install('train')}"
         ) from error
 
     class Generation(ext.Extension):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxmem import _imports
 from jaxmem.base import json_files, messages
 from jaxmem.data import remote
 
@@ -210,7 +211,7 @@ def opened_parquet(path: Path, argument: str) -> Iterator[Any]:
     except ModuleNotFoundError as error:
         raise DataError(
             f"{argument}: {shown} needs pyarrow, which is not installed; run: "
-            "pip install 'jaxmem[score]'"
+            f"{_imports.how_to_install('score')}"
         ) from error
     try:
         with parquet.ParquetFile(path) as file:

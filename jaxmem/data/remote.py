@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxmem import _imports
 from jaxmem.base import messages
 
 CACHE = Path("~/.cache/jaxmem/remote")
@@ -22,7 +23,7 @@ _HUB = re.compile(
     r"hf://(?!datasets/)(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?"
     r"(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?"
 )
-_INSTALL = "run: pip install 'jaxmem[remote]'"
+_INSTALL = f"run: {_imports.how_to_install('remote')}"
 
 
 class RemoteError(ValueError):

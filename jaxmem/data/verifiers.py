@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jaxmem import _imports
 from jaxmem.data.unit_tests import UnitTests
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -103,7 +104,8 @@ def json_schema(prompts, completions, schema, **_) -> list[float]:
         from jsonschema import SchemaError, validators
     except ImportError as error:
         raise ImportError(
-            "task.reward='json_schema' needs jsonschema: pip install 'jaxmem[rewards]'"
+            "task.reward='json_schema' needs jsonschema: "
+            f"{_imports.how_to_install('rewards')}"
         ) from error
 
     def score(completion: Any, schema: Any) -> float:

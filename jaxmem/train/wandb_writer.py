@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmem import _imports
 from jaxmem.base import files
 
 _MAX_PENDING = 10_000  # steps
@@ -28,7 +29,7 @@ def check(project: str) -> None:
     except ModuleNotFoundError as error:
         raise ValueError(
             f"run.wandb={project!r} needs wandb, which is not installed; run: "
-            "pip install 'jaxmem[wandb]'"
+            f"{_imports.how_to_install('wandb')}"
         ) from error
     mode = wandb.setup().settings.mode
     offline = mode not in ("online", "shared")

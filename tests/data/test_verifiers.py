@@ -79,7 +79,7 @@ def test_schemas_as_text_and_schemas_that_are_none(monkeypatch):
         return imported(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(RewardError, match=r"pip install 'jaxmem\[rewards\]'"):
+    with pytest.raises(RewardError, match=r"pip install -e .*\[rewards\]"):
         scored("json_schema", ["3"], schema=[SCHEMA])
 
 
