@@ -99,6 +99,7 @@ class LMHead(HeadVerbs, nn.Module):
     logprobs = HeadVerbs.logprobs
     token_stats = HeadVerbs.token_stats
     entropy = HeadVerbs.entropy
+    float_logits = HeadVerbs.float_logits
     loss = HeadVerbs.loss
     token_loss = HeadVerbs.token_loss
     support_logprobs = HeadVerbs.support_logprobs

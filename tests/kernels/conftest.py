@@ -27,8 +27,9 @@ def interpreted(lowered_anywhere, quick_compilation, monkeypatch):
     import jax.experimental.pallas.mosaic_gpu as plgpu
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    from jaxmem.kernels import ring
+    from jaxmem.kernels import ring, row_tiles
 
+    monkeypatch.setattr(row_tiles, "load", _load)
     monkeypatch.setattr(gpu_callbacks, "np", _NumpyOfOneThread())
     monkeypatch.setattr(hopper, "n_blocks", lambda: 2)
     monkeypatch.setattr(ring, "add_to", _add_inside)
@@ -50,15 +51,11 @@ def _interpreting():
 
     from jaxmem.kernels import row_tiles
 
-    def load(ref, shape, layout):
-        """The interpreter reshapes no references."""
-        return plgpu.load(ref, optimized=False).reshape(shape)
-
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_callbacks, "np", _NumpyOfOneThread())
         patch.setattr(partition, "is_possible", lambda: False)  # no ordered effects
-        patch.setattr(row_tiles, "load", load)
+        patch.setattr(row_tiles, "load", _load)
         patch.setattr(row_tiles, "TILE", 512)
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
             yield
@@ -77,6 +74,13 @@ def all_rows_interpreted(quick_compilation):
     """`rows_interpreted` for each test of a module, which share what is traced."""
     with _interpreting():
         yield
+
+
+def _load(ref, shape, layout):
+    """`row_tiles.load`: the interpreter reshapes no references."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    return plgpu.load(ref, optimized=False).reshape(shape)
 
 
 def _call_with_numpy(*args, callback, **_):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.models import kv_cache, sampling
+from jaxmem.models import kv_cache
 from jaxmem.models.decoder import Decoder, ModelConfig
 
 SMALL = ModelConfig(
@@ -176,7 +176,7 @@ def test_weights_cast_beforehand_change_no_number(norm_offset):
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda w: w + rng.standard_normal(w.shape) * 0.3, weights)
     model, tokens = nnx.merge(definition, weights), random_tokens()
-    definition, cast = sampling._in_compute_type(model)
+    definition, cast = model.in_compute_type()
     assert "bfloat16" in {str(w.dtype) for w in jax.tree.leaves(cast)}
     narrow = nnx.merge(definition, cast)
     hidden = whole(model, tokens)

@@ -35,7 +35,7 @@ def test_one_json_object_a_step_and_every_bit_of_the_loss(tmp_path):
         "grad_norm": 1.25,
         "learning_rate": 1e-3,
         "seconds": 0.64,
-        **dict.fromkeys(("mfu", "backend", "gradient_samples")),
+        **dict.fromkeys(("mfu", "backend", "gradient_samples", "routers")),
         **dict.fromkeys(("held_out_loss", "held_out_perplexity")),
     }
     assert read_history(writer.path) == [step_metrics(1, loss)]
