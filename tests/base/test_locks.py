@@ -119,11 +119,9 @@ FORKING = """
 import os, sys, time
 from jaxmem.base import locks
 with locks.exclusive(__import__("pathlib").Path(sys.argv[1]), "it", print):
-    child = os.fork()
-    if not child:
+    if not os.fork():
         os.setsid()
-        time.sleep(600)
-    print(child, flush=True)
+        print(os.getpid(), flush=True)  # its own start has let go of the lock
     time.sleep(600)
 """
 

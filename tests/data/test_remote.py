@@ -75,7 +75,7 @@ def test_what_cannot_be_read_is_named(bucket):
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"datasets.*; run: .* 'jaxmem\[remote"):
+    with pytest.raises(DataError, match=r"datasets.*; run: pip install .*\[remote"):
         read("hf://owner/name")
 
 
