@@ -27,10 +27,10 @@ def experts(sizes: Sizes, implementation: str = "grouped_mm"):
     config._experts_implementation = implementation
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        made = modeling_qwen3_moe.Qwen3MoeExperts(config).to(DTYPE)
-    for weights in made.parameters():
+        module = modeling_qwen3_moe.Qwen3MoeExperts(config).to(DTYPE)
+    for weights in module.parameters():
         torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
-    return made
+    return module
 
 
 def problem(sizes: Sizes):
@@ -45,7 +45,7 @@ def problem(sizes: Sizes):
     return x.requires_grad_(), choices, scale.to(DTYPE).requires_grad_(), slope
 
 
-def paths(sizes: Sizes, name: str, run, made, given) -> dict:
+def paths(sizes: Sizes, name: str, run, module, given) -> dict:
     """The layer, and both kinds of gradients."""
     x, choices, scale, slope = given
 
@@ -56,7 +56,7 @@ def paths(sizes: Sizes, name: str, run, made, given) -> dict:
     def gradients(of):
         return torch.autograd.grad(run(x, choices, scale), of, slope)
 
-    every = [x, scale, *made.parameters()]
+    every = [x, scale, *module.parameters()]
     return {
         f"layer, {name}": (forward, 3),
         f"layer's gradients of x, {name}": (lambda: gradients([x, scale]), 6),
@@ -67,11 +67,11 @@ def paths(sizes: Sizes, name: str, run, made, given) -> dict:
 def main(text: str) -> None:
     *sizes, repetitions = json.loads(text)
     sizes = Sizes(*sizes)
-    made, given = experts(sizes), problem(sizes)
-    found = paths(sizes, "transformers", made, made, given)
+    module, given = experts(sizes), problem(sizes)
+    found = paths(sizes, "transformers", module, module, given)
     if DEVICE == "cuda":
         found |= paths(
-            sizes, "transformers, compiled", torch.compile(made), made, given
+            sizes, "transformers, compiled", torch.compile(module), module, given
         )
     wide = torch.randn((sizes.rows, sizes.hidden), device=DEVICE, dtype=DTYPE)
     w = torch.randn((sizes.hidden, sizes.ff), device=DEVICE, dtype=DTYPE)

@@ -33,7 +33,7 @@ KEYS = ("path", "tokens", "experts", "chosen", "hidden", "ff", "device")
 
 
 class Sizes(NamedTuple):
-    """Of a layer and its tokens."""
+    """Sizes of a layer, and its number of tokens."""
 
     tokens: int
     experts: int
@@ -43,11 +43,11 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Those routed to experts."""
+        """Rows that are routed to experts."""
         return self.tokens * self.chosen
 
     def choices(self) -> np.ndarray:
-        """[tokens, chosen]."""
+        """The experts of each token, [tokens, chosen]."""
         return experts_routing.choices(self.tokens, self.experts, self.chosen)
 
 

@@ -38,7 +38,8 @@ from jaxmem import checkpoints
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.data.documents import Batch, DataConfig
 from jaxmem.models.config import ModelConfig
-from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.lora import TARGETS, adapters_of
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.weights import join_weights
@@ -67,8 +68,8 @@ def logits(decoder: Decoder, tokens: jax.Array) -> jax.Array:
     return decoder.logits(decoder(tokens, jnp.ones_like(tokens), places))
 
 
-def error(made: Any, expected: Any) -> float:
-    return float(np.abs(np.asarray(made) - expected).max() / np.abs(expected).max())
+def error(computed: Any, expected: Any) -> float:
+    return float(np.abs(np.asarray(computed) - expected).max() / np.abs(expected).max())
 
 
 def on_a_mesh(directory: pathlib.Path, tokens: jax.Array) -> np.ndarray:
@@ -149,8 +150,8 @@ def adapted(decoder: Decoder, like: pathlib.Path, out: pathlib.Path, tokens) -> 
             targets.append(target)
     changes = {"lora_rank": RANK, "lora_targets": tuple(targets)}
     config = dataclasses.replace(decoder.config, **changes)
-    made = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    definition, shapes = nnx.split(made)
+    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    definition, shapes = nnx.split(abstract)
     rng = np.random.default_rng(0)
     adapters = jax.tree.map(
         lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype),
@@ -176,13 +177,13 @@ def row(family: str) -> dict[str, Any]:
         folder = pathlib.Path(place)
         base = seeded.write(record, folder / name)
         decoder = checkpoints.load(base)
-        made = np.asarray(logits(decoder, tokens))
+        computed = np.asarray(logits(decoder, tokens))
         ratio, mib = trained(base, np.asarray(record["tokens"], np.int32))
         sharded = on_a_mesh(base, tokens)[:, record["places"]]
         return {
             "family": family,
             "configuration": name,
-            "load": f"{error(made[:, record['places']], record['logits']):.1e}",
+            "load": f"{error(computed[:, record['places']], record['logits']):.1e}",
             "train": round(ratio, 3),
             "sample": sampled(decoder, record),
             "shard": f"{error(sharded, record['logits']):.1e}",
@@ -198,9 +199,9 @@ def main() -> None:
     named = parser.parse_args().families
     jax.config.update("jax_disable_most_optimizations", True)
     for family in named or sorted(f.model_type for f in FAMILIES):
-        made = row(family)
-        print(made, flush=True)
-        results.merge(NAME, [{**made, **results.provenance()}], ("family",))
+        found = row(family)
+        print(found, flush=True)
+        results.merge(NAME, [{**found, **results.provenance()}], ("family",))
 
 
 if __name__ == "__main__":

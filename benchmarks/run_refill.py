@@ -153,7 +153,7 @@ def measure(slots, alike, repetitions):
     }  # fmt: skip
 
 
-def told(row):
+def printed(row):
     print(row, flush=True)
     return row
 
@@ -169,12 +169,12 @@ def main(arguments=None):
     rows = []
     if given.timed:
         case = given.timed, given.slots[0], 0.5, 32, given.overrides
-        rows = [*map(told, timed(*case))]
+        rows = [*map(printed, timed(*case))]
         print("wrote", results.write(given.out, rows))
         return
     for slots in given.slots:
         for alike in (0.0, 0.5, 0.8, 0.9, 1.0):
-            rows.append(told(measure(slots, alike, given.rollouts)))
+            rows.append(printed(measure(slots, alike, given.rollouts)))
     print("wrote", results.write(given.out, rows))
 
 

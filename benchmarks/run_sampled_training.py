@@ -47,7 +47,7 @@ from flax import nnx
 from benchmarks import results, run_grpo
 from jaxmem.data.documents import Batch, batches, load_tokenizer
 from jaxmem.data.texts import load_documents
-from jaxmem.models.decoder import HeadConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.train import configuration
 from jaxmem.train.jobs import sft
 from jaxmem.train.program import TrainState, update

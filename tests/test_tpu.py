@@ -18,7 +18,8 @@ from jaxmem import devices, sharding
 from jaxmem.data.documents import DataConfig
 from jaxmem.heads.linen import LMHead as LinenHead
 from jaxmem.heads.nnx import LMHead
-from jaxmem.models.decoder import HeadConfig, ModelConfig
+from jaxmem.models.decoder import ModelConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.train.jobs import sft
 from jaxmem.train.jobs.config import Config

@@ -27,7 +27,8 @@ from jaxmem.checkpoints.reader import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, new_directory, write_tensors
 from jaxmem.models import lora
 from jaxmem.models.config import DTYPES, ModelConfig
-from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.weights import join_weights
 
 # The sharding of a weight, or a function of its path ("blocks/attention/query/kernel")

@@ -23,7 +23,7 @@ from jaxmem.models import (
     structure,
 )
 from jaxmem.models.config import ModelConfig as ModelConfig
-from jaxmem.models.head import HeadConfig as HeadConfig, make_head
+from jaxmem.models.head import HeadConfig, make_head
 from jaxmem.models.layer_inputs import LayerInputs
 from jaxmem.models.positions import (
     Branches,

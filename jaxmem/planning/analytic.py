@@ -2,7 +2,8 @@
 
 import jax.numpy as jnp
 
-from jaxmem.models.decoder import HeadConfig, ModelConfig
+from jaxmem.models.decoder import ModelConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.planning import table
 from jaxmem.train.phases import Programs, device_bytes
 

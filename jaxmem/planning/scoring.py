@@ -8,7 +8,8 @@ import jax
 from flax import nnx
 
 from jaxmem import checkpoints
-from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.head import HeadConfig
 from jaxmem.score.run import ScoreConfig, token_stats
 from jaxmem.train.phases import Phase, Programs
 

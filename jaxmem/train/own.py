@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxmem.data import guests, rewards
 from jaxmem.models.config import ModelConfig
-from jaxmem.models.decoder import HeadConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.own import OwnError, OwnModel, Probe, random_weights
 from jaxmem.train.settings import JobConfig
 

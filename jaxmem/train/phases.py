@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import remat
-from jaxmem.models.decoder import HeadConfig, ModelConfig
+from jaxmem.models.decoder import ModelConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.train.program import DecoderProgram, gradient_shapes
 
 BACKWARD = ("train step", "gradients")  # names of the phase that takes the gradients

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxmem.base.fields import check_field
-from jaxmem.models.decoder import HeadConfig, ModelConfig
+from jaxmem.models.decoder import ModelConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.train.evaluation import EvalConfig
 from jaxmem.train.memory import RematConfig

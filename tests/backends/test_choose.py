@@ -10,7 +10,7 @@ import pytest
 
 import jaxmem
 from jaxmem.backends import choose, hopper
-from jaxmem.models.decoder import HeadConfig
+from jaxmem.models.head import HeadConfig
 
 XLA = choose.BACKENDS[-1]
 H = jnp.linspace(-1, 1, 40 * 8).reshape(40, 8).astype(jnp.bfloat16)

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError, rope_forms
 from jaxmem.checkpoints.tensors import Tensors, whole
-from jaxmem.models.decoder import HeadConfig
+from jaxmem.models.head import HeadConfig
 from tests.cases import slow
 from tests.checkpoints import seeded
 from tests.checkpoints.texts import MISTRAL_3, NESTED, QWEN3_5_MOE

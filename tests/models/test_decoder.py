@@ -12,7 +12,8 @@ from flax import nnx
 
 from jaxmem import Recompute, remat
 from jaxmem.models import layers
-from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.head_loss import head_loss
 from jaxmem.models.positions import (
     Sight,

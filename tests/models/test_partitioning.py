@@ -16,7 +16,8 @@ from rich.console import Console
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models import partitioning, ulysses
-from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.offload import Streamed

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.models.decoder import HeadConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.positions import Branches
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.jobs.distillation import DistillConfig

@@ -18,7 +18,7 @@ import jaxmem
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.documents import Batch
 from jaxmem.models import balance, branches
-from jaxmem.models.decoder import HeadConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.own import LanguageModel
 from jaxmem.models.partitioning import as_stored
 from jaxmem.packing import Supports

@@ -102,15 +102,23 @@ class SamplingProgram(AccumulatedProgram):
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether turns after the first read only what follows on their cache.
+        """Whether turns after the first read only what follows on their cache."""
+        return self._rollouts.config.task.turns > 1 and self._drops_cache is None
+
+    @property
+    def _drops_cache(self) -> str | None:
+        """The setting with which no cache is kept from turn to turn; None without one.
 
         Slots that are refilled hold other rows by then, a mesh would need the cache's
         shardings, and a model of one's own extends its cache by one token alone.
         """
-        _, _, config = self._rollouts
-        is_alone = math.prod(config.mesh.by_rows.sizes) == 1
-        is_alone = is_alone and self.model_config.factory is None
-        return config.task.turns > 1 and config.sampling.slots is None and is_alone
+        config = self._rollouts.config
+        settings = {
+            "sampling.slots": config.sampling.slots is not None,
+            "a mesh": math.prod(config.mesh.by_rows.sizes) > 1,
+            "model.factory": self.model_config.factory is not None,
+        }
+        return next((name for name, is_set in settings.items() if is_set), None)
 
     def trace_sample(self, greedy: bool = False) -> jax.stages.Traced:
         """Trace a rollout, or the first turn of one whose cache is kept.
@@ -228,10 +236,15 @@ class SamplingProgram(AccumulatedProgram):
     def lines(self) -> Iterator[str]:
         """See `DecoderProgram`; what sampling without a cache costs."""
         yield from super().lines()
-        if "_rollouts" not in vars(self) or not self.abstract.recomputes:
+        if "_rollouts" not in vars(self) or self._rollouts.config.task.recorded:
             return
         config = self._rollouts.config
-        if not config.task.recorded and config.sampling.max_new_tokens > 1:
+        if config.task.turns > 1 and self._drops_cache is not None:
+            yield (
+                f"each of up to {config.task.turns} turns reads its whole conversation "
+                f"again: with {self._drops_cache}, no cache is kept between turns"
+            )
+        if self.abstract.recomputes and config.sampling.max_new_tokens > 1:
             row = -(-self._room // 8) * 8  # as `Sampler.start` rounds it
             yield own.recomputation(config.sampling.max_new_tokens, row)
 

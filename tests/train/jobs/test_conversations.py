@@ -326,6 +326,7 @@ def rolled_out(*overrides):
 def test_a_cache_that_is_kept_over_turns_changes_nothing(monkeypatch):
     job, kept = rolled_out("sampling.top_k=5")
     assert job.program.keeps_cache and kept.turns.max() == 3
+    assert not [*job.program.lines()]
     # A turn reads the end of a completion and a reply, not the prompt again.
     assert [x.shape[1] for x, _ in (job.program.prompts, job.program.replies)] == [
         12, 11,
@@ -336,6 +337,8 @@ def test_a_cache_that_is_kept_over_turns_changes_nothing(monkeypatch):
                 patched.setattr(SamplingProgram, "keeps_cache", False)
             job, again = rolled_out("sampling.top_k=5", *overrides)
             assert job.program.prompts[0].shape[1] == 12 + 2 * (4 + 10)
+            said = [line for line in job.program.lines() if "again: with" in line]
+            assert len(said) == len(overrides)
         for name in ("tokens", "mask", "lengths"):
             ours, theirs = getattr(kept.samples, name), getattr(again.samples, name)
             np.testing.assert_array_equal(ours, theirs)

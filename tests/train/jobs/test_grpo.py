@@ -21,7 +21,8 @@ from jaxmem import losses
 from jaxmem.data import tasks
 from jaxmem.data.documents import Batch
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train import jobs
 from jaxmem.train.configuration import load

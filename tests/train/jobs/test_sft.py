@@ -24,7 +24,8 @@ from rich.console import Console
 
 from jaxmem import remat
 from jaxmem.data.documents import Batch, DataConfig, DataError, batches, load_tokenizer
-from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.weights import join_weights, split_weights
 from jaxmem.train import jobs
 from jaxmem.train.history import read_history
@@ -663,7 +664,8 @@ PROGRAM = textwrap.dedent(
     from jaxmem.train import jobs
     from jaxmem.train.jobs.config import Config
     from jaxmem.data.documents import DataConfig
-    from jaxmem.models.decoder import HeadConfig, ModelConfig
+    from jaxmem.models.decoder import ModelConfig
+    from jaxmem.models.head import HeadConfig
     from jaxmem.train.evaluation import EvalConfig
     from jaxmem.train.memory import RematConfig
     from jaxmem.models.partitioning import MeshConfig
