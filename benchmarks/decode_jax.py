@@ -47,28 +47,40 @@ def gemm_rate(sizes: ModelConfig, tokens: int) -> float:
     return 2 * float(np.prod(shape)) / watch.seconds(lambda: run(x, W), calls)
 
 
-def matrices(decoder: Decoder) -> tuple[int, int]:
-    """Numbers in the matrices of all blocks, and in the head's."""
-    blocks = jax.tree.leaves(nnx.split(decoder.blocks)[1])
+def matrices(decoder: Decoder, of_experts: float) -> tuple[float, int]:
+    """Numbers in the matrices of all blocks, and in the head's.
+
+    Those of experts count as if a layer had `of_experts` of them.
+    """
     sizes = decoder.config
     assert sizes.vocab_size is not None
-    return sum(x.size for x in blocks if x.ndim == 3), sizes.hidden * sizes.vocab_size
+    total = 0.0
+    for x in jax.tree.leaves(nnx.split(decoder.blocks)[1]):
+        share = of_experts / x.shape[1] if x.ndim == 4 else x.ndim == 3
+        total += share * x.size
+    return total, sizes.hidden * sizes.vocab_size
 
 
 def prefill_operations(decoder: Decoder, rows: int, width: int) -> float:
     """Of its products: blocks, causal attention, the head at the last tokens."""
-    blocks, head = matrices(decoder)
     sizes = decoder.config
+    blocks, head = matrices(decoder, sizes.experts_per_token)
     attention = 2 * sizes.layers * sizes.heads * sizes.head_dim * rows * width**2
     return 2.0 * rows * (width * blocks + head) + attention
 
 
 def read_bytes(decoder: Decoder, rows: int, tokens: int) -> float:
-    """What a step must read: the matrices, keys and values of so many tokens a row."""
-    sizes = decoder.config
+    """What a step must read: the matrices, keys and values of so many tokens a row.
+
+    Of experts, as many as independent, even choices of the rows are expected to have.
+    """
+    sizes, chosen = decoder.config, 0.0
+    if sizes.experts is not None:
+        left_out = (1 - sizes.experts_per_token / sizes.experts) ** rows
+        chosen = sizes.experts * (1 - left_out)
     size = jnp.dtype(sizes.dtype).itemsize
     cache = 2 * sizes.layers * rows * tokens * sizes.kv_heads * sizes.head_dim
-    return size * (sum(matrices(decoder)) + cache)
+    return size * (sum(matrices(decoder, chosen)) + cache)
 
 
 class Programs:

@@ -1,4 +1,4 @@
-"""torch's side of `run_decode`: transformers' `generate` on its Qwen3.
+"""torch's side of `run_decode`: transformers' `generate` on its Qwen3 or Qwen3-MoE.
 
 With a dynamic cache, as it is by default, and with a static one, for which `generate`
 compiles the model's step. A step's milliseconds are those of all tokens without those
@@ -26,24 +26,11 @@ def random_model(sizes):
     """transformers' decoder with its head, random weights drawn on the device."""
     import transformers
 
-    config = transformers.Qwen3Config(
-        vocab_size=sizes.vocab_size,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.ff,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        rms_norm_eps=sizes.norm_eps,
-        max_position_embeddings=4096,
-        tie_word_embeddings=sizes.tied,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = on_torch.decoder_config(sizes, 4096, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, sizes.dtype))
     with torch.device(DEVICE):
-        made = transformers.Qwen3ForCausalLM._from_config(
+        made = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="sdpa"
         )
     return made.eval()

@@ -32,6 +32,36 @@ def provenance() -> dict[str, str]:
     return {"device": device, "torch": torch.__version__, "date": results.today()}
 
 
+def decoder_config(model, length, **more):
+    """transformers' Qwen3, or Qwen3-MoE if there are experts, of a `ModelConfig`."""
+    import transformers
+
+    sizes = dict(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden,
+        intermediate_size=model.ff,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        rms_norm_eps=model.norm_eps,
+        max_position_embeddings=length,
+        tie_word_embeddings=model.tied,
+        **more,
+    )
+    if model.experts is None:
+        return transformers.Qwen3Config(**sizes)
+    config = transformers.Qwen3MoeConfig(
+        **sizes,
+        moe_intermediate_size=model.expert_ff,
+        num_experts=model.experts,
+        num_experts_per_tok=model.experts_per_token,
+        norm_topk_prob=model.router_renormalised,
+    )
+    config._experts_implementation = "grouped_mm"
+    return config
+
+
 def problem(shape, dtype, std=1.0):
     """The recipe of `on_jax.problem`, with torch's own random numbers."""
     n, d, v = shape

@@ -3,14 +3,16 @@
     python -m benchmarks.run_decode --trace temperature
     python -m benchmarks.run_decode --side jax --only temperature --trace temperature
     python -m benchmarks.run_decode --side torch
+    python -m benchmarks.run_decode --config benchmarks/experts_step.gin --out x.csv
 
-Random weights at Qwen3-8B's dimensions in bfloat16, 64 rows of random prompts, 128
-tokens after each. A variant is a way of sampling, a length of prompts and a number of
-slots in the cache. Each side runs in a process of its own, and rows are written as they
-come. Columns:
+Random weights at Qwen3-8B's dimensions, or a config's, in bfloat16, 64 rows of random
+prompts, 128 tokens after each. A variant is a way of sampling, a length of prompts and
+a number of slots in the cache. Each side runs in a process of its own, and rows are
+written as they come. Columns:
 
     step_ms            median of the steps' parts, each of `part` steps, without prefill
-    read_gb            what a step must read: the weights, and the slots filled halfway
+    read_gb            what a step must read: the weights, of experts those that even
+                       choices are expected to have, and the slots filled halfway
     tb_per_s           the one by the other
     prefill_ms         prompts read, and a first token drawn
     prefill_over_gemm  operations per second of it, of the GEMM of `ff` in this process

@@ -3,6 +3,7 @@
     python -m benchmarks.run_step --seconds 460 --trace none --trace full
     python -m benchmarks.run_step --only torch --out step_h200.csv
     python -m benchmarks.run_step --variant "mine: save_attention remat.save=('gate',)"
+    python -m benchmarks.run_step --variant "theirs: torch compiled model.layers=4"
 
 Each variant runs in a process of its own, so that its peak of memory is its own, and
 one at a time; while one runs, the next one imports and traces. Rows are written as
@@ -73,6 +74,11 @@ def _jax(text, vocab_size=SMALL, name=None):
 
 def _torch(mode, vocab_size):
     return Variant(f"torch {mode}", "torch", (mode,), vocab_size)
+
+
+def _named(name, words, vocab_size):
+    side = "torch" if words[0] == "torch" else "jax"
+    return Variant(name, side, tuple(words[side == "torch" :]), vocab_size)
 
 
 # Those first that a table needs, as time may run out; those that take long to compile
@@ -179,7 +185,9 @@ def main(arguments=None):
     parser.add_argument("--only", action="append", help="part of a variant's name")
     parser.add_argument("--side", choices=["jax", "torch"])
     parser.add_argument("--vocab", type=int, help="of the variants listed, those alone")
-    parser.add_argument("--variant", action="append", default=[], help="NAME: POLICY …")
+    parser.add_argument(
+        "--variant", action="append", default=[], help="NAME: [torch] POLICY …"
+    )
     parser.add_argument("--trace", action="append", default=[], help="a variant's name")
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--least", type=float, default=30.0, help="to start one more")
@@ -206,7 +214,7 @@ def chosen_variants(args: argparse.Namespace) -> list[Variant]:
     if args.variant:
         size = args.vocab or SMALL
         named = (text.partition(":") for text in args.variant)
-        return [_jax(words, size, name) for name, _, words in named]
+        return [_named(name, words.split(), size) for name, _, words in named]
     found = [
         each for each in VARIANTS
         if (not args.only or any(part in each.name for part in args.only))

@@ -8,6 +8,7 @@ cross-entropy under `torch.compile` in every mode:
     checkpoint_compiled   each layer recomputed, its attention and its MLP compiled
 """
 
+import functools
 import json
 import sys
 import time
@@ -27,22 +28,13 @@ def build(model, length, mode):
     """transformers' decoder without its head, in bfloat16, in train mode."""
     import transformers
 
-    sizes = transformers.Qwen3Config(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden,
-        intermediate_size=model.ff,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        rms_norm_eps=model.norm_eps,
-        max_position_embeddings=length,
-        use_cache=False,
-    )
+    sizes = on_torch.decoder_config(model, length, use_cache=False)
     torch.manual_seed(0)
     with torch.device(DEVICE):
         made = transformers.AutoModel.from_config(sizes, attn_implementation="sdpa")
     made = made.to(torch.bfloat16).train()
+    if model.lora_rank:
+        adapt(made, model)
     if mode.startswith("checkpoint"):
         made.gradient_checkpointing_enable({"use_reentrant": False})
     # A layer's number is an attribute of it, for which torch may compile it again.
@@ -52,6 +44,33 @@ def build(model, length, mode):
         for part in parts:
             part.compile()
     return made
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer that is not trained, with an adapter that is."""
+
+    def __init__(self, linear, rank, scale):
+        super().__init__()
+        self.linear, self.scale = linear, scale
+        wide = functools.partial(torch.nn.Linear, bias=False, device=DEVICE)
+        self.lora_a = wide(linear.in_features, rank, dtype=torch.bfloat16)
+        self.lora_b = wide(rank, linear.out_features, dtype=torch.bfloat16)
+        torch.nn.init.zeros_(self.lora_b.weight)
+
+    def forward(self, x):
+        return self.linear(x) + self.lora_b(self.lora_a(x)) * self.scale
+
+
+def adapt(made, model):
+    """Adapters of attention's projections, and nothing else that is trained."""
+    made.requires_grad_(False)
+    for layer in made.layers:
+        for name in (f"{target[0]}_proj" for target in model.lora_targets):
+            linear = getattr(layer.self_attn, name)
+            adapted = Adapted(
+                linear, model.lora_rank, model.lora_alpha / model.lora_rank
+            )
+            setattr(layer.self_attn, name, adapted)
 
 
 @torch.compile
@@ -64,8 +83,9 @@ def measure(mode, config):
     shape = config.data.batch_size, config.data.sequence_length
     model = build(config.model, shape[1], mode)
     W = model.get_input_embeddings().weight
+    trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-5, fused=DEVICE == "cuda", weight_decay=0.1
+        trained, lr=1e-5, fused=DEVICE == "cuda", weight_decay=0.1
     )
     draw = torch.Generator(DEVICE).manual_seed(0)
     ids = torch.randint(0, len(W), shape, generator=draw, device=DEVICE)
@@ -75,7 +95,7 @@ def measure(mode, config):
         hidden = model(input_ids=ids).last_hidden_state.flatten(0, 1)
         loss = cross_entropy(hidden, W, labels)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         unread, read = loss.detach(), unread  # while the next step runs
@@ -110,10 +130,14 @@ def utilisation(config, model, rate):
     peak = mfu.peak_of(kind, config.model.dtype)
     if peak is None:
         return ""
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     sizes, length = config.model, config.data.sequence_length
+    multiplied, trained = 0.0, 0.0
+    for p in model.parameters():
+        share = sizes.experts_per_token / sizes.experts if p.ndim == 3 else 1
+        count = share * p.numel() * (p.ndim > 1)
+        multiplied, trained = multiplied + count, trained + count * p.requires_grad
     attention = 12 * sizes.layers * sizes.heads * sizes.head_dim * length
-    return round(rate * (6 * matrices + attention) / peak, 4)
+    return round(rate * (4 * multiplied + 2 * trained + attention) / peak, 4)
 
 
 def main(text: str) -> None:

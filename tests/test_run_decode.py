@@ -1,5 +1,6 @@
 """The benchmark of decoding: its variants, its counts, and both sides at tiny sizes."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -25,10 +26,19 @@ def test_what_a_step_must_read_and_a_prefill_must_compute():
     )  # fmt: skip
     decoder = Decoder(sizes, rngs=nnx.Rngs(0))
     layer = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q; k, v; output; feed-forward
-    assert decode_jax.matrices(decoder) == (3 * layer, 8 * 32)
+    assert decode_jax.matrices(decoder, 0) == (3 * layer, 8 * 32)
     keys_and_values = 3 * 5 * 10 * 2 * 2 * 4  # layers, rows, tokens, both, heads, width
     read = decode_jax.read_bytes(decoder, rows=5, tokens=10)
     assert read == 2 * (3 * layer + 8 * 32 + keys_and_values)
+    sparse = dataclasses.replace(
+        sizes, feed_forwards=("experts",), experts=4, experts_per_token=2, expert_ff=6
+    )
+    mixed = Decoder(sparse, rngs=nnx.Rngs(0))
+    expert = 3 * 8 * 6
+    chosen = 4 * (1 - 0.5**5)  # of five rows
+    routed = layer - 3 * 8 * 16 + 8 * 4 + chosen * expert
+    more = decode_jax.read_bytes(mixed, rows=5, tokens=10) - read
+    assert more == pytest.approx(2 * 3 * (routed - layer))
     scores_and_mixing = 3 * 5 * 4 * (2 * 2 * 4 * 10 * 10 // 2)  # half of them, causal
     computed = decode_jax.prefill_operations(decoder, rows=5, width=10)
     assert computed == 2 * 5 * (10 * 3 * layer + 8 * 32) + scores_and_mixing
