@@ -89,9 +89,13 @@ def _key(row, keys):
 
 
 def read(path: str | pathlib.Path) -> list[dict[str, str]]:
-    """Rows of a result; a bare name is in results/."""
-    with in_folder(path).open(newline="") as file:
-        return list(csv.DictReader(file))
+    """Rows of a result; a bare name is in results/.
+
+    A first line that begins with "#" says which script wrote a record, and which commit
+    has the script.
+    """
+    lines = in_folder(path).read_text("utf-8").splitlines(keepends=True)
+    return list(csv.DictReader(lines[1:] if lines[0].startswith("#") else lines))
 
 
 def show(row: Mapping) -> None:

@@ -20,15 +20,11 @@ from benchmarks import (
     plot_sampled,
     results,
     run_calculator,
-    run_curves,
     run_distill_verbs,
     run_grpo,
     run_head,
-    run_mismatch,
-    run_passes,
     run_peers,
     run_refill,
-    run_replay,
     run_sampled,
     run_sampled_evidence,
     run_sampled_training,
@@ -37,7 +33,7 @@ from benchmarks import (
 )
 from jaxmem import timing
 from tests import oracle
-from tests.cases import Case, slow
+from tests.cases import Case
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -299,25 +295,6 @@ def test_run_grpo_reads_a_run_that_is_there(tmp_path):
     assert wanted.items() <= row.items() and row["overrides"] == "run.steps=2"
 
 
-# test_replay tests the metrics that it records, and test_run_grpo runs the same job.
-@pytest.mark.slow
-@pytest.mark.parametrize("fractions", [False, True])
-def test_run_replay(fractions, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_replay, "SAMPLERS", run_replay.SAMPLERS[:1])
-    monkeypatch.setattr(run_replay, "LEARNED", run_replay.REPLAYED)
-    out, tiny = tmp_path / "replay.csv", [w for w in TINY_POLICY if "steps=3" not in w]
-    if fractions:
-        run_replay.main([f"--out={out}", "--fractions", "0.5", "--", *TINY_POLICY])
-        rows = [(row["token_fraction"], row["step"]) for row in results.read(out)]
-        assert rows == [("0.5", "1"), ("0.5", "3")]
-        return
-    run_replay.main([f"--out={out}", *tiny])
-    rows = results.read(out)
-    assert [row["step"] for row in rows] == ["1", "20", "40"]
-    assert {row["ratios_inside_1_1"] for row in rows} == {"1.0"}
-    assert float(rows[0]["unreplayed_inside_1_1"]) < 1
-
-
 # ------------------------------------------------------------- what is made of it
 
 
@@ -448,7 +425,9 @@ def test_run_sampled(tmp_path):
     assert float(drawn["ms"]) > 0 and float(drawn["over_forward"]) > 0
 
 
-@pytest.mark.parametrize("verbs", [("topk_kl", "kl"), slow(())])
+# The functional tests have the verbs, and test_the_materialised_path such a script.
+@pytest.mark.slow
+@pytest.mark.parametrize("verbs", [("topk_kl", "kl"), ()])
 def test_run_distill_verbs(verbs, tmp_path):
     path = tmp_path / "verbs.csv"
     asked = ["--shape=64,16,320", "--dtype=float32", "--chunk=32", "--repetitions=1"]
@@ -563,22 +542,6 @@ SIZES = (
     "model.layers=1 model.hidden=32 model.ff=40 model.heads=2 model.kv_heads=1 "
     "model.head_dim=16 model.vocab_size=64 task.digits=1 model.dtype=float32"
 )
-ALL = "all", "all before"
-
-
-def test_passes_are_timed(tmp_path, monkeypatch):
-    out = tmp_path / "rows.csv"
-    run_passes.main(
-        [f"--out={out}", "--steps=2", "--tokens=16", "--group=4", *SIZES.split()]
-    )
-    rows = results.read(out)
-    cases = [(r["case"], r["minibatches"]) for r in rows[::5]]
-    assert cases == [(c, m) for c in ("job", "unshared", "shared") for m in "12"]
-    assert [r["phase"] for r in rows[:5]] == ["old", "reference", "update", *ALL]
-    assert {r["tokens"] for r in rows[10:]} == {str(16 * 31)}
-    assert rows[0]["tokens_per_second"] == ""  # one minibatch: no pass is left
-    whole = [r for r in rows if r["phase"] in ALL]
-    assert all(float(r["tokens_per_second"]) > 0 for r in whole)
 
 
 def test_conversations_are_timed_with_a_kept_cache_and_without(monkeypatch):
@@ -606,18 +569,8 @@ def test_a_rollout_of_a_real_size_is_timed(tmp_path, monkeypatch):
 # ------------------------------------------------------------- policies that learn
 
 
-def test_rounded_logits_are_rejected_more_than_the_head_s(monkeypatch):
-    monkeypatch.setattr(run_mismatch, "V", 512)
-    rows = run_mismatch.measure(sequences=2, length=256)
-    told = {(row["data"], row["head"]): row for row in rows}
-    assert len(rows) == len(run_mismatch.SPREADS) * len(run_mismatch.HEADS)
-    for data in run_mismatch.SPREADS:
-        ours, theirs = (told[data, name] for name in ("jaxmem", "bfloat16 logits"))
-        assert float(ours["mean_error"]) < 1e-5 < float(theirs["mean_error"])
-        assert float(ours["tokens_outside_strict"]) == 0
-        assert float(theirs["tokens_outside_strict"]) > 5
-
-
+# test_conversations trains with an environment, and checks what it asks.
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_picture")
 def test_a_policy_with_a_calculator_and_one_without_are_trained(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the script changes the directory
@@ -635,14 +588,3 @@ def test_a_policy_with_a_calculator_and_one_without_are_trained(tmp_path, monkey
     rows = results.read(out)
     assert [row["tool"] for row in rows] == ["calculator", "none"]
     assert all(0 <= float(row["held_out_reward"]) <= 1 for row in rows)
-
-
-@pytest.mark.usefixtures("no_picture")
-def test_curves_of_savings_begin_as_those_without(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_grpo, "ARITHMETIC", ["grpo_arithmetic.gin"])
-    out = tmp_path / "rows.csv"
-    run_curves.main([f"--out={out}", "--seeds=1", "run.steps=1"])
-    shipped, savings = results.read(out)
-    assert (shipped["variant"], savings["variant"]) == ("as shipped", "savings")
-    assert shipped["reward"] == savings["reward"]
-    assert out.with_suffix(".png").exists()

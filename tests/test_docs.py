@@ -1,7 +1,6 @@
 """What the documentation says is executed, parsed, or looked up where it came from."""
 
 import ast
-import csv
 import doctest
 import functools
 import importlib
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import pytest
 
 import jaxmem
+from benchmarks import results
 from jaxmem import cli
 
 # Examples are tiny: nearly all of their time is compilation.
@@ -313,8 +313,7 @@ def _rounds_to(value, shown):
 
 @functools.cache
 def _records(source):
-    with (ROOT / source).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return results.read(ROOT / source)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
