@@ -120,7 +120,7 @@ def _text_part(
             f"model_type {images.model_type!r} is not that of {messages.name(named[0])}"
         )
     text = reader.take("text_config", dict)
-    tied = reader.take("tie_word_embeddings", bool, True)
+    tied = reader.take("tie_word_embeddings", bool, images.tied)
     reader.finish(ONLY)
     if text.get("tie_word_embeddings", tied) is not tied:
         raise reader.error(

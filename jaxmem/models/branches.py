@@ -28,7 +28,7 @@ def check(config: ModelConfig, sequence: int = 1) -> None:
     problem = None
     if config.factory is not None:
         problem = f"model.factory={config.factory!r} is another decoder"
-    elif "local" in config.pattern:
+    elif config.window is not None:
         problem = f"model.pattern={config.pattern} has windows"
     elif set(config.mixers) != {"attention"}:
         problem = f"model.mixers={config.mixers} are not all 'attention'"

@@ -11,7 +11,7 @@ from jaxmem.base.fields import check_field, check_numbers
 from jaxmem.base.ranges import integers, reals
 from jaxmem.models import lora
 
-KINDS = ("global", "local", "unrotated")
+KINDS = ("global", "local", "chunked", "unrotated")
 MIXERS = ("attention", "latent", "delta")
 FEED_FORWARDS = ("dense", "experts", "dense_and_experts")
 
@@ -79,6 +79,8 @@ RANGES = {
     "shared_ff": _FF,
     "gate_limit": _POSITIVE,
     "query_growth": _POSITIVE,
+    "unrotated_growth": _POSITIVE,
+    "unrotated_growth_length": _POSITIONS,
     "embed_multiplier": _POSITIVE,
     "residual_multiplier": _POSITIVE,
     "logit_multiplier": _POSITIVE,
@@ -137,8 +139,12 @@ class ModelConfig:
     learned_positions: int | None = None  # rows of a table that is added to embeddings
     # None; queries at position p are multiplied by 1 + this ln(1 + p // rope_original)
     query_growth: float | None = None
+    # those of unrotated layers by 1 + this ln(1 + (p + 1) // unrotated_growth_length)
+    unrotated_growth: float | None = None
+    unrotated_growth_length: int = 8192
     # kinds of layers, cycled: "global" attends to its document, "local" to a window,
-    # "unrotated" is global without rotary embedding
+    # "chunked" to its chunk of the document, "unrotated" is global without rotary
+    # embedding
     pattern: tuple[str, ...] = ("global",)
     mixers: tuple[str, ...] = ("attention",)  # what mixes tokens; cycled, as pattern
     # width of what mixers named "latent" make keys and values of, and cache
@@ -158,7 +164,8 @@ class ModelConfig:
     value_norm: bool = False  # normalise values, without a scale
     attention_gate: bool = False  # attention's result is multiplied by a sigmoid
     feed_forwards: tuple[str, ...] = ("dense",)  # what follows in a layer; cycled
-    window: int | None = None  # tokens a local layer attends to, including the query's
+    # tokens a local layer attends to, including the query's, or those of a chunk
+    window: int | None = None
     local_rope_theta: float | None = None  # base in local layers, which are not scaled
     tied: bool = True  # the head reads the embedding table
     softcap: float | None = None  # final logits become softcap*tanh(logits/softcap)
@@ -173,6 +180,8 @@ class ModelConfig:
     qk_norm: bool = False  # normalise queries and keys, as Qwen3 does
     qk_norm_axis: Literal["head", "width"] = "head"  # each head, or all heads as one
     qk_norm_last: bool = False  # normalise queries and keys after the rotation
+    qk_norm_scale: bool = True  # these norms have a scale, if all have
+    qk_norm_rotated: bool = False  # only those of layers that are rotated
     qkv_bias: bool = False  # queries, keys and values have biases, as in Qwen2
     output_bias: bool = False  # attention's output has a bias
     ff_bias: bool = False  # the matrices of the feed-forward layer have biases
@@ -206,6 +215,7 @@ class ModelConfig:
     router_nearness: float = 0.01  # half of the relative distance of those
     router_renormalised: bool = False  # scores of the chosen experts are to sum to 1
     router_scale: float = 1.0  # factor of the chosen experts' scores
+    router_scales_inputs: bool = False  # they multiply what experts read, not results
     router_bias: bool = False  # the router's logits have a bias
     router_correction: bool = False  # a bias of scores, which only the choice reads
     router_groups: int = 1  # of experts, of which the choice is from the best ones
@@ -247,8 +257,8 @@ class ModelConfig:
         good = listed is None if not is_listed else listed and len(listed) == pairs
         wanted = f"{pairs} numbers with rope_scaling='listed', and else None"
         check_field(self, "rope_factors", bool(good), wanted)
-        above = self.rope_high_factor > self.rope_low_factor
-        check_field(self, "rope_high_factor", above, "above rope_low_factor")
+        above = self.rope_high_factor >= self.rope_low_factor
+        check_field(self, "rope_high_factor", above, "at least rope_low_factor")
         _check_choice(self, "activation", (*ACTIVATIONS, "xielu"))
         self._check_norms()
         _check_choice(self, "dtype", DTYPES)
@@ -383,8 +393,8 @@ class ModelConfig:
             good = set(named) <= set(known) and len(named) > 0
             wanted = f"of {', '.join(map(repr, known))}, at least one"
             check_field(self, name, good, wanted)
-        local = "local" in self.pattern
-        wanted = "given where pattern has 'local', and only there"
+        local = bool({"local", "chunked"} & {*self.pattern})
+        wanted = "given where pattern has 'local' or 'chunked', and only there"
         check_field(self, "window", local == (self.window is not None), wanted)
 
     @property

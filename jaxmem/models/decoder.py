@@ -133,7 +133,7 @@ class Decoder(nnx.Module):
         x = embedding.look_up(self, tokens, positions)
         if segment_ids is None:
             embedding.check_length(self.config, tokens.shape[1])
-        seen = documents(self.config, tokens, segment_ids, branches)
+        seen = documents(self.config, positions, segment_ids, branches)
         sight = sights(self.config, positions, seen)
         runs, inputs = structure.runs(self.config), self._inputs(tokens, x)
         counted = balance.counted(tokens, segment_ids)
@@ -222,7 +222,8 @@ class Decoder(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
         embedding.check_length(self.config, max_length)
         x = embedding.look_up(self, jnp.where(filled, prompts, 0), positions)
-        sight = sights(self.config, positions, documents(self.config, prompts, filled))
+        seen = documents(self.config, positions, filled)
+        sight = sights(self.config, positions, seen)
         possible = (lengths >= 1) & (lengths <= width)
         x = jnp.where(possible[:, None, None], x, jnp.nan)
         inputs = self._inputs(jnp.where(filled, prompts, 0), x)
@@ -254,10 +255,10 @@ class Decoder(nnx.Module):
         positions = cache.lengths[:, None] + jnp.arange(width)
         tokens, positions = (jnp.where(filled, x, 0) for x in (tokens, positions))
         x = embedding.look_up(self, tokens, positions)
-        own = documents(self.config, tokens, filled)
+        own = documents(self.config, positions, filled)
 
         def earlier(kind: str) -> jax.Array:
-            return cache.seen_from(positions, window(self.config, kind))
+            return cache.seen_from(positions, window(self.config, kind, positions))
 
         before = by_kind(self.config, earlier)
         sight = sights(
@@ -332,9 +333,13 @@ class Decoder(nnx.Module):
         """
         tokens = jnp.asarray(tokens)[:, None]
         live = jnp.ones(len(tokens), bool) if live is None else live
-        x = embedding.look_up(self, tokens, cache.lengths[:, None])
-        seen = by_kind(self.config, lambda kind: cache.seen(window(self.config, kind)))
-        sight = sights(self.config, cache.lengths[:, None], seen)
+        positions = cache.lengths[:, None]
+        x = embedding.look_up(self, tokens, positions)
+
+        def visible(kind: str) -> jax.Array:
+            return cache.seen(window(self.config, kind, positions))
+
+        sight = sights(self.config, positions, by_kind(self.config, visible))
         inputs = self._inputs(tokens, x)
         states = {}
         for run in structure.runs(self.config):

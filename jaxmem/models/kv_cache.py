@@ -65,21 +65,24 @@ class Cache(NamedTuple):
         """The slots that hold a token of the row, [B, T] bool."""
         return self.positions >= 0
 
-    def seen(self, window: int | None = None) -> jax.Array:
+    def seen(self, window: jax.Array | int | None = None) -> jax.Array:
         """The slots that the next token attends to, [B, T] bool.
 
-        The window of local layers includes the next token itself.
+        The window of local layers, or [B, 1] of each row, includes the next token.
         """
         return self.seen_from(self.lengths[:, None], window)[:, 0]
 
-    def seen_from(self, positions: jax.Array, window: int | None = None) -> jax.Array:
+    def seen_from(
+        self, positions: jax.Array, window: jax.Array | int | None = None
+    ) -> jax.Array:
         """`seen`, [B, M, T] bool, of later tokens at positions [B, M]."""
         filled = jnp.broadcast_to(
             self.filled[:, None], (*positions.shape, self.max_length)
         )
         if window is None:
             return filled
-        return filled & (positions[..., None] - self.positions[:, None] < window)
+        distance = positions[..., None] - self.positions[:, None]
+        return filled & (distance < jnp.asarray(window)[..., None])
 
 
 def of_prompts(

@@ -67,8 +67,10 @@ class Attention(nnx.Module):
             widths = width, width
             if config.qk_norm_axis == "width":
                 widths = queries, keys
-            self.query_norm = make_norm(config, widths[0], rngs)
-            self.key_norm = make_norm(config, widths[1], rngs)
+            scale = config.norm_scale and config.qk_norm_scale
+            own = dataclasses.replace(config, norm_scale=scale)
+            self.query_norm = make_norm(own, widths[0], rngs)
+            self.key_norm = make_norm(own, widths[1], rngs)
         if config.sinks:
             zeros = jnp.zeros(config.heads, jnp.dtype(config.param_dtype))
             self.sinks = nnx.Param(zeros)
@@ -161,8 +163,8 @@ class Attention(nnx.Module):
             query, key = rope.turn(query), rope.turn(key)
         query, key = remat.name(query, "q"), remat.name(key, "k")
         if config.qk_norm:
-            query = _normalized(self.query_norm, query, config)
-            key = _normalized(self.key_norm, key, config)
+            query = _normalized(self.query_norm, query, config, rope)
+            key = _normalized(self.key_norm, key, config, rope)
         if first:
             query, key = rope.turn(query), rope.turn(key)
         return rope.grow(query), key
@@ -172,6 +174,7 @@ class Attention(nnx.Module):
         """Whether queries and keys are made as the kernel of decoding makes them."""
         config = self.config
         plain = config.rope_fraction == 1 and config.query_growth is None
+        plain = plain and config.unrotated_growth is None and not config.qk_norm_rotated
         plain = plain and config.global_head_dim is None and not config.value_norm
         norm = config.norm == "rms" and config.norm_scale and not config.qk_norm_last
         by_head = norm and config.qk_norm_axis == "head"
@@ -268,11 +271,13 @@ class Attention(nnx.Module):
         return attention.attend(*see, scale=scale, softcap=softcap, sinks=sinks)
 
 
-def _normalized(norm: norms.RMSNorm, x: jax.Array, config: ModelConfig) -> jax.Array:
+def _normalized(
+    norm: norms.RMSNorm, x: jax.Array, config: ModelConfig, rope: Rope
+) -> jax.Array:
     """Heads [B, T, heads, head_dim], each normalised, or all as one."""
     if config.qk_norm_axis == "head":
-        return norm(x)
-    return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+        return rope.if_rotated(norm(x), x)
+    return rope.if_rotated(norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape), x)
 
 
 MIXERS: dict[str, Any] = {

@@ -102,7 +102,7 @@ class Experts(nnx.Module):
         config, around = self.config, partitioning.current()
         run = Expert(
             config.dtype, config.activation, config.gate_limit, config.up_plus_one,
-            config.lora_alpha / max(config.lora_rank, 1),
+            config.lora_alpha / max(config.lora_rank, 1), config.router_scales_inputs,
         )  # fmt: skip
         arrays = {name: getattr(self, name).arrays for name in ("gate", "up", "down")}
 
@@ -203,12 +203,15 @@ class Matrices(nnx.Module):
 class Expert:
     """down(scale activation(gate(x)) up(x)) of one expert, for `grouped.apply`.
 
+    Or down(activation(gate(scale x)) up(scale x)).
+
     Attributes:
         dtype: of the products' operands.
         activation: of the gate.
         limit: the gate is at most this, and up within ± this; None: no limit.
         plus_one: whether up + 1 takes the place of up.
         lora_scale: factor of adapters.
+        scales_inputs: whether the scale is that of x.
     """
 
     dtype: str
@@ -216,11 +219,15 @@ class Expert:
     limit: float | None
     plus_one: bool
     lora_scale: float
+    scales_inputs: bool
 
     def __call__(
         self, rows: grouped_rows.Rows, weights: Mapping[str, Any], x, scale
     ) -> jax.Array:
         """Map [R, hidden] to [R, hidden], with the scale [R] of each row."""
+        if self.scales_inputs:
+            x = (x.astype(jnp.float32) * scale[:, None]).astype(x.dtype)
+            scale = jnp.ones_like(scale)
         gate, up = self._products(rows, x, weights["gate"], weights["up"])
         if self.limit is not None:
             gate = jnp.minimum(gate, self.limit)

@@ -1,8 +1,9 @@
 """Positions and attention masks per kind of layer: rotary angles, documents, windows.
 
 A "global" layer attends to its document up to the query; a "local" layer attends to the
-last `window` tokens of that, and may have its own rotary wavelengths; an "unrotated"
-one is global without rotation. All blocks of a decoder run in one loop, so the tables
+last `window` tokens of that, and may have its own rotary wavelengths; a "chunked" one
+attends to what its document has since the last multiple of `window`; an "unrotated" one
+is global without rotation. All blocks of a decoder run in one loop, so the tables
 of each kind are computed once, and each layer indexes them by its kind.
 """
 
@@ -25,7 +26,10 @@ class Rope(NamedTuple):
     cosines: jax.Array  # from `rope_tables`; or those of all kinds on a leading axis
     sines: jax.Array
     kind: jax.Array | None = None  # the layer's index on that axis
-    growth: jax.Array | None = None  # [B, T, 1, 1] factor of queries
+    growth: jax.Array | None = None  # [B, T, 1, 1] factor of queries; or of all kinds
+    rotates: jax.Array | None = (
+        None  # whether the layer does; or of all kinds; None: yes
+    )
 
     def turn(self, x: jax.Array) -> jax.Array:
         """Rotate heads [B, T, heads, head_dim] by their positions."""
@@ -37,7 +41,15 @@ class Rope(NamedTuple):
         """Queries by their factor, if there is one."""
         if self.growth is None:
             return query
-        return (query * self.growth).astype(query.dtype)
+        growth = self.growth if self.kind is None else self.growth[self.kind]
+        return (query * growth).astype(query.dtype)
+
+    def if_rotated(self, changed: jax.Array, x: jax.Array) -> jax.Array:
+        """The first in layers that rotate, and x in others."""
+        if self.rotates is None:
+            return changed
+        rotates = self.rotates if self.kind is None else self.rotates[self.kind]
+        return jnp.where(rotates, changed, x)
 
 
 def used_kinds(config: ModelConfig) -> tuple[str, ...]:
@@ -116,7 +128,8 @@ def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
     low, high = config.rope_low_factor, config.rope_high_factor
     if config.rope_scaling == "llama3":
         turns = config.rope_original * frequencies / (2 * jnp.pi)
-        kept = jnp.clip((turns - low) / (high - low), 0, 1)
+        # Equal limits are a step.
+        kept = jnp.clip((turns - low) / max(high - low, 1e-6), 0, 1)
     else:
         first, last = _yarn_limits(config, width)
         kept = 1 - jnp.clip((jnp.arange(width // 2) - first) / (last - first), 0, 1)
@@ -232,7 +245,8 @@ class Sight(NamedTuple):
     """
 
     segment_ids: Ids | None = None  # [B, T] document per token; None: one per row
-    window: Ids | int | None = None  # tokens a query sees, including its own; None: all
+    # tokens a query sees, including its own, or [B, T] of each query; None: all
+    window: Ids | int | None = None
     branches: Branches | None = None  # of rows with a prompt that blocks share
     # [B, T or 1, S - T] which of the first keys each query sees
     prefix: jax.Array | None = None
@@ -259,7 +273,7 @@ def document_mask(segment_ids: Ids, window: Ids | int | None = None) -> jax.Arra
 
     Args:
         segment_ids: [B, T] document of each token.
-        window: tokens that a query sees, including itself; None: all.
+        window: tokens that a query sees, with its own, or [B, T] of each; None: all.
 
     Returns:
         The mask.
@@ -267,18 +281,21 @@ def document_mask(segment_ids: Ids, window: Ids | int | None = None) -> jax.Arra
     mask = segment_ids[:, :, None] == segment_ids[:, None, :]
     if window is not None:
         place = jnp.arange(segment_ids.shape[1])
-        mask = mask & (place[:, None] - place < window)
+        mask = mask & (place[:, None] - place < jnp.asarray(window)[..., None])
     return mask[:, None]
 
 
-def window(config: ModelConfig, kind: str) -> int | None:
-    """Tokens that a kind of layer attends to; None: all."""
+def window(config: ModelConfig, kind: str, positions: Ids) -> jax.Array | int | None:
+    """Tokens that a kind of layer attends to, maybe of each position; None: all."""
+    if kind == "chunked":
+        assert config.window is not None
+        return jnp.asarray(positions) % config.window + 1
     return config.window if kind == "local" else None
 
 
 def documents(
     config: ModelConfig,
-    tokens: Ids,
+    positions: Ids,
     segment_ids: Ids | None,
     branches: Branches | None = None,
 ) -> Callable[[Any], Sight]:
@@ -286,20 +303,25 @@ def documents(
 
     Args:
         config: of the decoder.
-        tokens: [B, T].
+        positions: [B, T] of the tokens in their documents.
         segment_ids: [B, T] document of each token; None: a row is one document.
         branches: layout of rows whose blocks share a prompt; None: there is none.
 
     Returns:
         The function.
     """
-    if "local" not in config.pattern:
+    if config.window is None:
         return lambda kind: Sight(segment_ids, branches=branches)
     if segment_ids is None:
-        segment_ids = jnp.zeros_like(tokens)
+        segment_ids = jnp.zeros_like(positions)
+    shape = positions.shape if "chunked" in config.pattern else ()
+
     # Global layers have a window too: in one loop, layers may differ by data only.
-    widest = tokens.shape[1]
-    widths = by_kind(config, lambda kind: jnp.asarray(window(config, kind) or widest))
+    def width(kind: str) -> jax.Array:
+        own = window(config, kind, positions)
+        return jnp.broadcast_to(positions.shape[1] if own is None else own, shape)
+
+    widths = by_kind(config, width)
     return lambda kind: Sight(segment_ids, widths(kind))
 
 
@@ -331,15 +353,25 @@ def sights(
         cosines, sines = (jnp.where(known, x, jnp.nan) for x in rope[:2])
         return Rope(cosines, sines)
 
-    growth = None
-    if config.query_growth is not None:
-        steps = (positions // config.rope_original)[..., None, None]
-        growth = 1 + config.query_growth * jnp.log1p(steps.astype(jnp.float32))
-    made = [tables(kind) for kind in used_kinds(config)]
+    made = [tables(kind)._replace(**_of_queries(config, kind, positions))
+            for kind in used_kinds(config)]  # fmt: skip
     if len(made) == 1:
-        only = made[0]._replace(growth=growth)
-        return lambda kind: (visible(kind), only)
+        return lambda kind: (visible(kind), made[0])
     # Index the tables where they are used: the loop would store each selection.
-    cosines = jnp.stack([rope.cosines for rope in made])
-    sines = jnp.stack([rope.sines for rope in made])
-    return lambda kind: (visible(kind), Rope(cosines, sines, kind, growth))
+    every = jax.tree.map(lambda *tables: jnp.stack(tables), *made)
+    return lambda kind: (visible(kind), every._replace(kind=kind))
+
+
+def _of_queries(config: ModelConfig, kind: str, positions: Ids) -> dict[str, jax.Array]:
+    """What a kind of layer does to queries beside the rotation."""
+    found, growth = {}, config.query_growth
+    steps = positions // config.rope_original
+    if config.unrotated_growth is not None:
+        growth = config.unrotated_growth if kind == "unrotated" else 0.0
+        steps = (positions + 1) // config.unrotated_growth_length
+    if growth is not None:
+        wide = steps[..., None, None].astype(jnp.float32)
+        found["growth"] = 1 + growth * jnp.log1p(wide)
+    if config.qk_norm_rotated:
+        found["rotates"] = jnp.asarray(kind != "unrotated")
+    return found

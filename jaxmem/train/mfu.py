@@ -60,7 +60,7 @@ def flops_per_token(
         width = config.head_dim + config.value_width
         if kind == "global" and config.global_head_dim is not None:
             width = 2 * config.global_head_dim
-        keys = window if kind == "local" else length
+        keys = window if kind in ("local", "chunked") else length
         attention += 6 * config.heads * width * keys
     return 4 * everything + 2 * with_gradients + attention
 

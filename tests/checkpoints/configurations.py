@@ -1,7 +1,7 @@
 """The tiny configurations of families/: model type and settings of each."""
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-LINEAR = "linear_attention"
+LINEAR, CHUNKED = "linear_attention", "chunked_attention"
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -289,6 +289,23 @@ CONFIGURATIONS = {
         "gemma4_text", head_dim=24, global_head_dim=16, sliding_window=5,
         hidden_size_per_layer_input=0, layer_types=[LOCAL, LOCAL, GLOBAL],
         attention_bias=True, tie_word_embeddings=False,
+    ),
+    "llama4": of(  # chunks of 5 tokens, queries that grow every 3
+        "llama4_text", num_hidden_layers=4, head_dim=24, attention_chunk_size=5,
+        intermediate_size=32, intermediate_size_mlp=48, num_local_experts=4,
+        interleave_moe_layer_step=2, floor_scale=3, attn_scale=0.7,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0,
+            "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "llama4_every": of(
+        "llama4_text", num_hidden_layers=4, head_dim=16, attention_chunk_size=7,
+        no_rope_layers=[1, 0, 1, 1], layer_types=[CHUNKED, GLOBAL, GLOBAL, CHUNKED],
+        intermediate_size=32, num_local_experts=3, num_experts_per_tok=2,
+        attn_temperature_tuning=False, use_qk_norm=False, attention_bias=True,
+        tie_word_embeddings=True, rope_parameters=DEFAULT,
     ),
     "helium": of("helium", head_dim=16),
     "helium_bias": of("helium", head_dim=16, attention_bias=True, mlp_bias=True),

@@ -21,6 +21,25 @@ COMMON = {
     "transformers_version": "4.51.0",
     "use_cache": True,
 }
+LLAMA4 = COMMON | {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "max_position_embeddings": 10_485_760,
+    "moe_layers": list(range(48)),
+    "no_rope_layers": [],
+    "num_attention_heads": 40,
+    "hidden_size": 5120,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "vocab_size": 202_048,
+}
 QWEN3 = COMMON | {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -374,6 +393,13 @@ def test_both_forms_of_rotary_parameters_say_the_same(config, changes, tmp_path)
             ),
             "rope type 'linear' in sliding_attention is not implemented",
         ),
+        (
+            LLAMA4,
+            dict(layer_types=["chunked_attention"] * 48),
+            "layer_types must .* only where no_rope_layers has 1",
+        ),
+        (LLAMA4, dict(moe_layers=["1"]), r"moe_layers must be numbers of layers, got "),
+        (LLAMA4, dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 is not impl"),
     ],
 )
 def test_what_is_not_implemented_is_an_error_that_names_it(

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # Between them they have every switch; the others combine and vary them.
 QUICK = (
-    "ministral3_window", "phi3_partial", "olmo3_yarn", "smollm3", "glm4", "granite",
+    "ministral3_window", "phi3_partial", "olmo3_yarn", "llama4", "glm4", "granite",
     "cohere2", "gpt2", "gpt_neox", "apertus", "nanochat", "gpt_oss", "glm4_moe",
     "qwen2_moe_few", "deepseek_v3",
     "qwen3_5", "phimoe", "gemma4",

@@ -165,10 +165,13 @@ def test_a_text_part_is_a_model_of_its_own(name, tmp_path):
     config = NESTED[name] | {"text_config": text}
     config["tie_word_embeddings"] = text["tie_word_embeddings"]
     (source / "config.json").write_text(json.dumps(config))
-    made = {renamed_3(name): x for name, x in tensors(alone).items()}
-    made["model.vision_tower.weight" if "gemma" in name else "model.visual.weight"] = (
-        np.ones(2, np.float32)
-    )
+    images, rename = {
+        "gemma4": ("model.vision_tower", renamed_3),
+        "llama4": ("vision_model", lambda name: f"language_model.{name}"),
+        "qwen3_5": ("model.visual", renamed_3),
+    }[name]
+    made = {rename(name): x for name, x in tensors(alone).items()}
+    made[f"{images}.weight"] = np.ones(2, np.float32)
     save_file(made, source / "model.safetensors")
     states = map(nnx.state, map(checkpoints.load, (alone, source)))
     jax.tree.map(np.testing.assert_array_equal, *states)

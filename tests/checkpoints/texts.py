@@ -32,6 +32,12 @@ NESTED = {  # by the record of the text part, in families/
         "image_token_id": 9,
         "vision_config": {},
     },
+    "llama4": {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "image_token_index": 9,
+        "vision_config": {},
+    },
     "qwen3_5": {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": "qwen3_5",

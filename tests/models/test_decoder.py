@@ -416,7 +416,7 @@ def test_cudnn_attention_agrees_with_xla_on_packed_rows():
         (dict(dtype="float8"), "dtype must be one of 'float32', .*got 'float8'"),
         (dict(activation="tanh"), "activation must be one of .*got 'tanh'"),
         (dict(attention="flash"), "attention must be one of .*got 'flash'"),
-        (dict(pattern=("near",)), "pattern must be of 'global', 'local', 'unrotated'"),
+        (dict(pattern=("near",)), "pattern must be of 'global', 'local', 'chunked'"),
         (dict(pattern=("local",)), "window must be given where pattern has 'local'"),
         (dict(window=4), "window must be given where pattern has 'local'"),
         (dict(rope_scaling="su"), "rope_scaling must be one of .*got 'su'"),

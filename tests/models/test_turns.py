@@ -36,7 +36,7 @@ def again(model, said, config, turn):
     ("changes", "settings"),
     [
         ({}, dict(top_k=1)),
-        (dict(pattern=("local", "global"), window=3), dict(top_k=5)),
+        (dict(pattern=("local", "chunked"), window=3), dict(top_k=5)),
         (dict(learned_positions=64), {}),
         (OTHER_PARTS, {}),
     ],

@@ -23,6 +23,7 @@ from jaxmem.checkpoints.families import (
     helium,
     hunyuan,
     llama,
+    llama4,
     minimax_m2,
     ministral,
     ministral3,
@@ -101,8 +102,10 @@ FAMILIES = tuple(
         phimoe,
         minimax_m2,
         gemma4,
+        llama4,
     )
 )
 WITH_IMAGES = tuple(
-    module.WITH_IMAGES for module in (gemma3, gemma4, ministral3, qwen3_5, qwen3_5_moe)
+    module.WITH_IMAGES
+    for module in (gemma3, gemma4, llama4, ministral3, qwen3_5, qwen3_5_moe)
 )

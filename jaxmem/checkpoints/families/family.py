@@ -183,6 +183,7 @@ class WithImages:
         prefixes: what replaces "model." in the names of the text part's tensors, and
             what precedes "lm_head", in each published form.
         images: how the names of the other tensors start.
+        tied: whether the head is, where `tie_word_embeddings` is left out.
     """
 
     architecture: str
@@ -200,6 +201,7 @@ class WithImages:
         "model.vision_tower.",
         "model.multi_modal_projector.",
     )
+    tied: bool = True
 
 
 # Keys that do not change the logits of a forward pass without dropout: names and

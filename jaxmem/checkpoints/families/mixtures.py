@@ -236,6 +236,29 @@ class EveryFew:
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
+class EveryLast:
+    """Layers with experts: listed, or each last of `interleave_moe_layer_step`."""
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """`feed_forwards`."""
+        count, whole = reader.raw["num_hidden_layers"], RANGES["layers"]
+        step = reader.take("interleave_moe_layer_step", int, 1, within=whole)
+        listed = reader.take("moe_layers", (list, type(None)), None)
+        if listed is None:
+            listed = list(range(step - 1, count, step))
+        if not all(type(layer) is int for layer in listed):
+            raise reader.error(
+                f"moe_layers must be numbers of layers, got {messages.short(listed)}"
+            )
+        return _of_layers(reader, [layer in listed for layer in range(count)])
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """The list."""
+        del max_positions
+        kinds = (model.feed_forwards * model.layers)[: model.layers]
+        return {"moe_layers": [i for i, kind in enumerate(kinds) if kind != "dense"]}
+
+
 @dataclasses.dataclass(frozen=True)
 class AfterTheFirst:
     """All layers after the first ones have experts.

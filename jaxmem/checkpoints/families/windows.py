@@ -167,7 +167,7 @@ class Unrotated:
         key = "no_rope_layer_interval"
         period = reader.take(key, int, self.interval, within=within)
         listed = reader.take("no_rope_layers", (list, type(None)), None)
-        if listed is None:
+        if not listed:
             listed = [int((layer + 1) % period != 0) for layer in range(layers)]
         if len(listed) != layers or set(map(repr, listed)) - {"0", "1"}:
             raise reader.error(
@@ -181,3 +181,78 @@ class Unrotated:
         del max_positions
         kinds = (model.pattern * model.layers)[: model.layers]
         return {"no_rope_layers": [int(kind == "global") for kind in kinds]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Layers that attend to chunks, which rotated ones do if nothing else is listed.
+
+    Attributes:
+        unrotated: which layers are not rotated; these have no chunks.
+        default: tokens of a chunk, where `attention_chunk_size` is left out.
+    """
+
+    unrotated: Unrotated
+    default: int
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """`pattern` and `window`."""
+        kinds = self.unrotated.read(reader)["pattern"]
+        key, within = "attention_chunk_size", RANGES["window"]
+        chunk = reader.take(key, (int, type(None)), self.default, within=within)
+        rotated = "global" if chunk is None else "chunked"
+        wanted = {"global": rotated, "unrotated": "unrotated"}
+        found = tuple(wanted[kind] for kind in kinds)
+        listed = reader.take("layer_types", (list, type(None)), None)
+        if listed is not None:
+            known = {"full_attention": False, "chunked_attention": True}
+            given = [reader.choose("layer_types", kind, known) for kind in listed]
+            if len(given) != len(kinds) or any(
+                is_chunked and (kind == "unrotated" or chunk is None)
+                for is_chunked, kind in zip(given, kinds, strict=True)
+            ):
+                raise reader.error(
+                    "layer_types must have one entry a layer, and 'chunked_attention' "
+                    f"only where no_rope_layers has 1, with {key}; got "
+                    f"{messages.short(listed)}"
+                )
+            both = zip(given, kinds, strict=True)
+            found = tuple("chunked" if chunked else kind for chunked, kind in both)
+        return {"pattern": found, "window": chunk if "chunked" in found else None}
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """Both lists, and the chunk."""
+        del max_positions
+        kinds = (model.pattern * model.layers)[: model.layers]
+        names = {True: "chunked_attention", False: "full_attention"}
+        return {
+            "no_rope_layers": [int(kind in ("global", "chunked")) for kind in kinds],
+            "layer_types": [names[kind == "chunked"] for kind in kinds],
+            "attention_chunk_size": model.window,
+        }
+
+
+class Growth:
+    """How queries of unrotated layers grow, where `attn_temperature_tuning` says so."""
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """`unrotated_growth` and its length."""
+        tuned = reader.take("attn_temperature_tuning", (bool, int), True)
+        within = RANGES["unrotated_growth"]
+        growth = reader.take("attn_scale", float, 0.1, within=within)
+        within = RANGES["unrotated_growth_length"]
+        length = reader.take("floor_scale", int, 8192, within=within)
+        return {
+            "unrotated_growth": growth if tuned else None,
+            "unrotated_growth_length": length,
+        }
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """The switch and what it needs."""
+        del max_positions
+        growth = model.unrotated_growth
+        return {
+            "attn_temperature_tuning": growth is not None,
+            "attn_scale": 0.1 if growth is None else growth,
+            "floor_scale": model.unrotated_growth_length,
+        }

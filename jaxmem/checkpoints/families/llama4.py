@@ -1,0 +1,66 @@
+"""Llama 4's text part: chunks, layers without rotation, experts of scaled inputs."""
+
+from jaxmem.checkpoints.families import mixtures, standard
+from jaxmem.checkpoints.families.family import Family, Key, WithImages
+from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.windows import Chunks, Growth, Unrotated
+
+_PART, _EXPERTS = "model.layers.{}.feed_forward.", "blocks/feed_forward/experts/"
+_DENSE = ("gate", "up", "down")
+
+FAMILY = Family(
+    architecture="Llama4ForCausalLM",
+    model_type="llama4_text",
+    parts=(
+        *standard.without(standard.sizes(eps=1e-5), "ff"),
+        standard.head_dim(128),
+        standard.ACTIVATION,
+        standard.UNTIED,
+        standard.ATTENTION_BIAS,
+        Key("intermediate_size_mlp", "ff", default=16_384),
+        Key("intermediate_size", "expert_ff", default=8192, also=("shared_ff",)),
+        Key("num_local_experts", "experts", default=16),
+        Key("num_experts_per_tok", "experts_per_token", default=1),
+        Key("use_qk_norm", "qk_norm", bool, True),
+        mixtures.EveryLast(),
+        Rope(theta=500_000.0),
+        Chunks(Unrotated(4), 8192),
+        Growth(),
+    ),
+    names=standard.NAMES
+    | {f"blocks/feed_forward/{x}": f"{_PART}{x}_proj" for x in _DENSE}
+    | {
+        f"blocks/feed_forward/shared/{x}": f"{_PART}shared_expert.{x}_proj"
+        for x in _DENSE
+    }
+    | {
+        "blocks/feed_forward/router": _PART + "router",
+        _EXPERTS + "gate/kernel": _PART + "experts.gate_up_proj",
+        _EXPERTS + "up/kernel": _PART + "experts.gate_up_proj",
+        _EXPERTS + "down/kernel": _PART + "experts.down_proj",
+    },
+    switches={
+        "qk_norm_last": True,
+        "qk_norm_scale": False,
+        "qk_norm_rotated": True,
+        "router_scores": "sigmoid",
+        "router_scales_inputs": True,
+    },
+    only={"router_jitter_noise": (0.0, 0, None)},
+    ignored=("for_llm_compressor", *mixtures.IGNORED),
+    stored_as_in_out=(_EXPERTS,),
+    pairs="neighbours",
+)
+
+WITH_IMAGES = WithImages(
+    architecture="Llama4ForConditionalGeneration",
+    model_type="llama4",
+    text=("llama4_text",),
+    defaults={},
+    ignored=frozenset(
+        "boi_token_id boi_token_index eoi_token_id eoi_token_index image_token_id "
+        "image_token_index vision_config".split()
+    ),
+    images=("vision_model.", "multi_modal_projector."),
+    tied=False,
+)
