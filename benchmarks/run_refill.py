@@ -26,6 +26,7 @@ from flax import nnx
 
 from benchmarks import results
 from benchmarks.run_grpo import CONFIGS
+from benchmarks.run_turns import weights_of
 from jaxmem.models import refill, sampling
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.sampling import Drawn
@@ -80,12 +81,7 @@ def timed(name, slots, alike, scale, overrides):
     most, width = LIMIT // scale, 128
     lengths = lengths_of(np.random.default_rng(0), TIMES * slots // GROUP, alike, scale)
 
-    @jax.jit
-    def weights():
-        return nnx.split(Decoder(config.model, rngs=nnx.Rngs(0)))[1]
-
-    shape = nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0)))
-    definition, held = nnx.split(shape)[0], weights()
+    definition, held = weights_of(config.model)
 
     @jax.jit(compiler_options=sampling.COMPILER_OPTIONS)
     def run(held, lengths):

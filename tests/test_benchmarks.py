@@ -544,13 +544,16 @@ SIZES = (
 )
 
 
-def test_conversations_are_timed_with_a_kept_cache_and_without(monkeypatch):
-    for name, tokens in (("PROMPT", 8), ("COMPLETION", 3), ("REPLY", 2)):
-        monkeypatch.setattr(run_turns, name, tokens)
-    told = run_turns.measure(turns=3, repetitions=1)
-    assert told["tokens_read_kept"] == 16 * (8 + 3 * 3 + 2 * 2 - 1)
-    assert told["tokens_read_again"] == 16 * (10 + 15 + 20)
-    assert float(told["again_over_kept"]) > 0
+def test_conversations_are_timed_with_a_kept_cache_and_without(tmp_path, monkeypatch):
+    sizes = {"prompt": 8, "completion": 3, "reply": 2}
+    monkeypatch.setattr(run_turns, "LONG", sizes)
+    named = "--timed=grpo_qwen3_8b_h200.gin", "--rows=4", *SIZES.split()
+    out = tmp_path / "rows.csv"
+    run_turns.main([f"--out={out}", "--turns=3", "--repetitions=1", *named])
+    (told,) = results.read(out)
+    assert int(told["tokens_read_kept"]) == 4 * (8 + 3 * 3 + 2 * 2 - 1)
+    assert int(told["tokens_read_again"]) == 4 * (10 + 15 + 20)
+    assert float(told["kept_seconds"]) > 0 < float(told["again_over_kept"])
 
 
 def test_a_rollout_of_a_real_size_is_timed(tmp_path, monkeypatch):
