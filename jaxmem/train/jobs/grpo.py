@@ -158,7 +158,7 @@ class Grpo(Job, name="grpo"):
         learned = Minibatch(
             read,
             rollout.advantages,
-            old.drawn_from,
+            sampled if grpo.starts_from_sampler else old.drawn_from,
             reference,
             rollout.supports,
             rollout=sampled if grpo.corrects_tokens else None,
@@ -295,8 +295,8 @@ class Grpo(Job, name="grpo"):
     ) -> tuple[TrainState, list[Update]]:
         """Take every update of the step.
 
-        The first one measures its own tokens: `old`, whose array the rollout has, is
-        complete when it is over.
+        The first one measures its own tokens, which completes `old`; the rollout has
+        its array, or the sampler's.
         """
         updates, grpo = [], self.config.grpo
         for minibatch, chosen in enumerate(self._minibatches(number)):
@@ -316,9 +316,9 @@ class Grpo(Job, name="grpo"):
         return state, jax.device_get(updates)
 
     def _with_ratios(self, params: Any, part: Minibatch, minibatch: int) -> Minibatch:
-        """With the sequences' log-ratios; 0 before the first update."""
+        """With the sequences' log-ratios; 0 between equal weights."""
         ratios = np.zeros(len(part.advantages), np.float32)
-        if minibatch:
+        if minibatch or self.config.grpo.starts_from_sampler:
             now = self._logprobs(self._compiled.logprobs, params, part)
             delta = np.where(now.known, now.drawn_from - part.old, 0)
             ratios = delta.sum(1) / np.maximum(now.known.sum(1), 1)
@@ -370,7 +370,9 @@ class Grpo(Job, name="grpo"):
     ) -> PolicyMetrics:
         config, vocab_size = self.config, self.program.model_config.vocab_size
         observed = rollout_metrics.of_rollout(rollout, config)
-        weights = self._weights(old, rollout) if config.grpo.correction else None
+        weights = None
+        if config.grpo.corrects_tokens or config.grpo.drops_sequences:
+            weights = self._weights(old, rollout)
         fields: dict[str, Any] = {
             **observed,
             **rollout_metrics.agreement(old, rollout.samples),

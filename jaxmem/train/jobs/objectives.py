@@ -4,8 +4,10 @@ A loss has the name of its function in `jaxmem.losses`.
 """
 
 import functools
+import inspect
+import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -22,6 +24,13 @@ class Loss(NamedTuple):
     clips: bool = True
     of_sequences: bool = False  # whether its ratio is that of a whole sequence
 
+    def bounds(self, low: float | None, high: float | None) -> tuple[float, float]:
+        """How far below and above 1 a ratio counts, as given or its own."""
+        return (
+            _own(self.surrogate, "clip_low") if low is None else low,
+            _own(self.surrogate, "clip_high") if high is None else high,
+        )
+
 
 DUAL_CLIP = 3.0  # as in verl and in the paper of the dual clip
 LOSSES = {
@@ -37,12 +46,23 @@ LOSSES = {
 
 
 class Correction(NamedTuple):
-    """Weights of tokens that another engine sampled, and the names of their bounds."""
+    """Weights of tokens that another engine sampled, and the names of their bounds.
 
-    weights: Callable[..., jax.Array]
+    Without weights, the ratio in the loss is that to the sampler.
+    """
+
+    weights: Callable[..., jax.Array] | None
     low: str | None
-    high: str
+    high: str | None
     of_sequences: bool = False
+
+    def bounds(self, low: float | None, high: float | None) -> tuple[float, float]:
+        """Bounds as given or its own; 0 and infinity where it has none."""
+        if low is None:
+            low = 0.0 if self.low is None else _own(self.weights, self.low)
+        if high is None:
+            high = math.inf if self.high is None else _own(self.weights, self.high)
+        return low, high
 
 
 CORRECTIONS = {
@@ -52,4 +72,10 @@ CORRECTIONS = {
     "sequence_mask": Correction(
         losses.sequence_mask_weights, "low", "high", of_sequences=True
     ),
+    "ratio": Correction(None, None, None),
 }
+
+
+def _own(function: Any, name: str) -> float:
+    """The default of an argument."""
+    return inspect.signature(function).parameters[name].default

@@ -12,7 +12,6 @@ distributions that were sampled from. H is the entropy over the whole vocabulary
 """
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -46,8 +45,9 @@ class GrpoConfig:
     clip_high: float | None = None  # how far above
     # what corrects for a sampler whose probabilities are not the trainer's: weights
     # that are truncated (tis), dropped above a cap (mis) or outside a band (icepop), or
-    # dropped for sequences whose mean ratio is outside a band (sequence_mask)
-    correction: Literal["tis", "mis", "icepop", "sequence_mask"] | None = None
+    # dropped for sequences whose mean ratio is outside a band (sequence_mask); or the
+    # loss's own ratio, which is then that to the sampler and needs no old pass (ratio)
+    correction: Literal["tis", "mis", "icepop", "sequence_mask", "ratio"] | None = None
     correction_low: float | None = None  # lower bound of the band; None: its own
     correction_high: float | None = None  # upper bound, or the cap; likewise
     # with an environment, a turn's advantage compares the rewards from it on, with the
@@ -116,19 +116,14 @@ class GrpoConfig:
             check_field(self, "clip_high", self.clip_high >= 0, "0 or more, or None")
 
     def _check_correction(self) -> None:
-        names = "correction_low", "correction_high"
-        if self.correction is None:
-            for name in names:
-                unset = getattr(self, name) is None
-                check_field(self, name, unset, "None without a correction")
-            return
-        known = tuple(objectives.CORRECTIONS)
-        wanted = f"one of {known}, or None"
+        wanted = f"one of {tuple(objectives.CORRECTIONS)}, or None"
+        known = (*objectives.CORRECTIONS, None)
         check_field(self, "correction", self.correction in known, wanted)
-        low, high = (getattr(self, name) for name in names)
-        if objectives.CORRECTIONS[self.correction].low is None:
-            wanted = f"None for correction={self.correction!r}, which has a cap alone"
-            check_field(self, "correction_low", low is None, wanted)
+        for side in ("low", "high"):
+            name, bound = f"correction_{side}", getattr(self._correction, side)
+            wanted = f"None for correction={self.correction!r}, which has no such bound"
+            unset = getattr(self, name) is None
+            check_field(self, name, bound is not None or unset, wanted)
         low, high = self._bounds
         check_field(self, "correction_low", low >= 0, "0 or more, or None")
         wanted = f"at least correction_low={low:g}, or None"
@@ -152,15 +147,14 @@ class GrpoConfig:
         return objectives.LOSSES[self.loss]
 
     @property
+    def _correction(self) -> objectives.Correction:
+        """What corrects; without weights where nothing does."""
+        return objectives.CORRECTIONS[self.correction or "ratio"]
+
+    @property
     def _bounds(self) -> tuple[float, float]:
-        """Bounds of the correction; 0 below where it has a cap alone."""
-        assert self.correction is not None
-        correction = objectives.CORRECTIONS[self.correction]
-        own = inspect.signature(correction.weights).parameters
-        low, high = self.correction_low, self.correction_high
-        if low is None:
-            low = own[correction.low].default if correction.low else 0.0
-        return low, own[correction.high].default if high is None else high
+        """Bounds of the correction."""
+        return self._correction.bounds(self.correction_low, self.correction_high)
 
     @property
     def has_sequence_ratio(self) -> bool:
@@ -170,14 +164,17 @@ class GrpoConfig:
     @property
     def drops_sequences(self) -> bool:
         """Whether the correction is known before a sequence's gradient is."""
-        return self.correction is not None and (
-            objectives.CORRECTIONS[self.correction].of_sequences
-        )
+        return self._correction.of_sequences
 
     @property
     def corrects_tokens(self) -> bool:
         """Whether a correction is part of the loss."""
-        return self.correction is not None and not self.drops_sequences
+        return self._correction.weights is not None and not self.drops_sequences
+
+    @property
+    def starts_from_sampler(self) -> bool:
+        """Whether the loss's old log-probabilities are those of the sampler."""
+        return self.correction == "ratio"
 
     @property
     def reads_own_old(self) -> bool:
@@ -188,21 +185,24 @@ class GrpoConfig:
         in a later one.
         """
         return not self.drops_sequences and (
-            self.token_fraction == 1 or self.epochs == 1
+            self.token_fraction == 1 or self.epochs == 1 or self.starts_from_sampler
         )
 
     @property
     def has_old_pass(self) -> bool:
         """Whether a forward pass measures log-probabilities before the first update."""
+        if self.starts_from_sampler:
+            return False
         return self.minibatches > 1 or not self.reads_own_old
 
     @property
     def forward_passes(self) -> float:
         """How many times a rollout is read without a gradient, but for the reference.
 
-        A loss of sequence ratios reads each minibatch but the first once more.
+        A loss of sequence ratios reads each minibatch once more, but for the first one
+        where the ratio to its old log-probabilities is 1.
         """
-        first = 1 / self.minibatches
+        first = 0.0 if self.starts_from_sampler else 1 / self.minibatches
         old = 1.0 - first * self.reads_own_old if self.has_old_pass else 0.0
         return old + self.has_sequence_ratio * (self.epochs - first)
 
@@ -216,10 +216,7 @@ class GrpoConfig:
         """How far below and above 1 a ratio counts; None: at any distance."""
         if not self._loss.clips:
             return None
-        own = inspect.signature(self._loss.surrogate).parameters
-        low = own["clip_low"].default if self.clip_low is None else self.clip_low
-        high = own["clip_high"].default if self.clip_high is None else self.clip_high
-        return low, high
+        return self._loss.bounds(self.clip_low, self.clip_high)
 
 
 def check_widths(config: object, widths: tuple[int, ...]) -> None:
@@ -301,9 +298,10 @@ def correction(
         rollout: those of the sampler.
         where: [N, R] which count, one sequence a row; only some corrections need it.
     """
-    assert config.correction is not None
-    made, (low, high) = objectives.CORRECTIONS[config.correction], config._bounds
-    options = {made.high: high} | ({} if made.low is None else {made.low: low})
+    made, (low, high) = config._correction, config._bounds
+    assert made.weights is not None
+    bounds = {made.low: low, made.high: high}
+    options = {name: x for name, x in bounds.items() if name is not None}
     if made.of_sequences:
         ids = jnp.ones(jnp.shape(old), jnp.int32)
         return made.weights(old, rollout, ids, where=where, **options)

@@ -34,9 +34,11 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
     ("fields", "message"),
     [
         (dict(correction="TIS"), r"correction must be one of \('tis', .*, got 'TIS'"),
-        (dict(correction_high=2.0), "correction_high must be None without a correct"),
+        (dict(correction_high=2.0), "correction_high must be None for correction=None"),
         (dict(correction="tis", correction_low=0.5),
-         "correction_low must be None for correction='tis', which has a cap alone"),
+         "correction_low must be None for correction='tis', which has no such bound"),
+        (dict(correction="ratio", correction_high=2.0),
+         "correction_high must be None for correction='ratio', which has no such"),
         (dict(correction="icepop", correction_low=-1.0),
          "correction_low must be 0 or more, or None, got -1.0"),
         (dict(correction="sequence_mask", correction_high=0.9),
@@ -59,6 +61,9 @@ def test_what_does_not_fit_is_refused(fields, message):
         (dict(minibatches=4, epochs=2), True, 3 / 4),
         (dict(correction="tis"), False, 0),
         (dict(correction="sequence_mask"), True, 1),
+        (dict(correction="ratio", minibatches=2, epochs=2), False, 0),
+        (dict(correction="ratio", token_fraction=0.5, epochs=2), False, 0),
+        (dict(correction="ratio", loss="gspo", minibatches=2), False, 1),
         (dict(token_fraction=0.5), False, 0),
         (dict(token_fraction=0.5, epochs=2), True, 1),
         (dict(loss="gspo"), False, 0),
@@ -198,11 +203,17 @@ def two_steps(config, own_old, monkeypatch):
         program = PolicyProgram(config)
         job = job_with(program, program.compile())
         assert bool(job._compiled.logprobs) == bool(config.grpo.forward_passes)
-        state, told = job.initial_state(), []
-        for number in (1, 2):
-            state, metrics = job.step(number, state)
-            told.append(metrics)
-        return jax.device_get(state.params), told
+        return steps_of(job)
+
+
+def steps_of(job):
+    """The state after two steps from the start, and what they told."""
+    job.open()
+    state, told = job.initial_state(), []
+    for number in (1, 2):
+        state, metrics = job.step(number, state)
+        told.append(metrics)
+    return jax.device_get(state.params), told
 
 
 TIMES = "seconds", "second", "peak"
@@ -238,6 +249,39 @@ def test_an_update_that_measures_its_own_tokens_changes_nothing(
             if isinstance(value, float) and not any(t in name for t in TIMES):
                 other = getattr(got, name)
                 np.testing.assert_allclose(other, value, 1e-4, 2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("loss", ["grpo", slow("gspo")])
+def test_a_ratio_to_the_sampler_takes_the_same_steps_without_an_old_pass(loss):
+    """Within rounding: the sampler is the trainer, token by token."""
+    jobs = [long_job(minibatches=2, loss=loss, correction=x) for x in (None, "ratio")]
+    (want, expected), (ours, told) = map(steps_of, jobs)
+    assert [bool(job._compiled.logprobs) for job in jobs] == [True, loss == "gspo"]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), ours, want
+    )
+    for got, wanted in zip(told, expected, strict=True):
+        assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-3) and got.loss
+        assert got.mismatch_max < 1e-5 and got.dropped is None
+
+
+def test_a_ratio_is_to_the_sampler_s_own_numbers(monkeypatch):
+    """One that gives its tokens too little: their ratios are above the clip."""
+    job = long_job(minibatches=2, loss="grpo", correction="ratio")
+    job.open()
+    _, told = job.step(1, job.initial_state())
+    sampled = job._sampled
+
+    def shifted(*given):
+        made = sampled(*given)
+        samples = made.samples._replace(logprobs=made.samples.logprobs - 1)
+        return made._replace(samples=samples)
+
+    monkeypatch.setattr(job, "_sampled", shifted)
+    job.open()
+    _, clipped = job.step(1, job.initial_state())
+    assert 2 * told.clip_fraction < 0.1 < clipped.clip_fraction
+    assert clipped.mismatch_mean > 0.9
 
 
 @functools.cache
