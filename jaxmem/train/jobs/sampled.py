@@ -31,7 +31,7 @@ class Decoded(NamedTuple):
     """
 
     tokens: int  # of completions
-    slots: int  # steps times slots
+    slots: int  # of all steps together
 
     @property
     def busy(self) -> float | None:

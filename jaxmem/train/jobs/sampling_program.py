@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.ends import Ends
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.models import own
+from jaxmem.models import own, refill
 from jaxmem.models.kv_cache import Cache
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import (
@@ -249,13 +249,16 @@ class SamplingProgram(AccumulatedProgram):
             yield own.recomputation(config.sampling.max_new_tokens, row)
 
     def _cache_bytes(self) -> int:
-        """Bytes of a rollout's KV cache on one device."""
+        """Bytes of a rollout's KV cache on one device, and of its last slots'."""
         model, mesh = self.model_config, self.layout.sizes
+        rows = self.slots
+        if self._rollouts.config.sampling.slots is not None:
+            rows += refill.few_slots(rows)
         room = -(-self._room // 8) * 8
         numbers = 2 * model.layers * model.kv_heads * model.head_dim * room
         parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"] * mesh["tensor"]
         item = jnp.dtype(model.dtype).itemsize
-        return self.slots * numbers * item // parts
+        return rows * numbers * item // parts
 
 
 def _ended(sampler: Sampler, model: Any, state: State) -> tuple[Samples, Cache]:
