@@ -391,3 +391,4 @@ class Decoder(nnx.Module):
         """Partition specs of the weights by name; None: `partitioning` knows them."""
 
     recomputes = False  # whether sampling reads a row again for each token
+    extends = True  # whether several tokens can follow on a cache

@@ -4,8 +4,9 @@
     head_weight() -> the nnx.Param [V, D] or [D, V] that maps these to logits
 
 Any Flax NNX module with these two methods is trained, sampled from and scored as a
-`Decoder` is. With `prefill` and `decode` it is sampled from without recomputation. Its
-partition specs are those in the metadata of its parameters.
+`Decoder` is. With `prefill` and `decode` it is sampled from without recomputation, and
+with `extend` in the place of `decode` conversations keep its cache. Its partition specs
+are those in the metadata of its parameters.
 """
 
 from collections.abc import Iterator
@@ -70,6 +71,30 @@ class Cached(Protocol):
 
     def decode(self, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         """Hidden states [B, D] of one more token a row, [B], and the next cache."""
+        ...
+
+
+@runtime_checkable
+class Extended(Protocol):
+    """What a model may have in the place of `Cached`, so that its cache can be kept."""
+
+    def prefill(
+        self, prompts: jax.Array, lengths: jax.Array, max_length: int
+    ) -> tuple[jax.Array, Any]:
+        """See `Cached`."""
+        ...
+
+    def extend(
+        self, tokens: jax.Array, lengths: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """Hidden states [B, D] of each row's last new token, and the next cache.
+
+        Args:
+            tokens: [B, M] ids, the new ones of each row first.
+            lengths: [B] how many of them there are, from 0 to M. A row of 0 stays as
+                it is, and its hidden state is not used.
+            cache: from `prefill` or `extend`.
+        """
         ...
 
 
@@ -146,7 +171,12 @@ class OwnModel(nnx.Module):
     @property
     def recomputes(self) -> bool:
         """See `Decoder`."""
-        return not isinstance(self.body, Cached)
+        return not isinstance(self.body, Cached | Extended)
+
+    @property
+    def extends(self) -> bool:
+        """Whether several tokens can follow on a cache, in some of its rows."""
+        return self.recomputes or isinstance(self.body, Extended)
 
     def in_compute_type(self) -> tuple[Any, Any]:
         """See `Decoder`: the module casts as it likes."""
@@ -164,7 +194,7 @@ class OwnModel(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """See `Decoder`; without a cache, rows of tokens are kept."""
         prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths, jnp.int32)
-        if isinstance(self.body, Cached):
+        if isinstance(self.body, Cached | Extended):
             return self.body.prefill(prompts, lengths, max_length)
         unused = [(0, 0), (0, max_length - prompts.shape[1])]
         return self._last(Rows(jnp.pad(prompts, unused), lengths))
@@ -172,14 +202,27 @@ class OwnModel(nnx.Module):
     def decode(
         self, tokens: Ids, cache: Any, live: Any = None, *, unroll: bool = False
     ) -> tuple[jax.Array, Any]:
-        """See `Decoder`; what is read of rows that have ended is not used."""
-        del live, unroll
+        """See `Decoder`; a `Cached` model reads rows that have ended, too."""
+        del unroll
         tokens = jnp.asarray(tokens)
-        if isinstance(self.body, Cached):
+        if isinstance(self.body, Cached) and not isinstance(self.body, Extended):
             return self.body.decode(tokens, cache)
-        read, lengths = cache
-        read = read.at[jnp.arange(len(tokens)), lengths].set(tokens, mode="drop")
-        return self._last(Rows(read, lengths + 1))
+        live = jnp.ones(len(tokens), bool) if live is None else live
+        return self.extend(tokens[:, None], live, cache)
+
+    def extend(self, tokens: Ids, lengths: Ids, cache: Any) -> tuple[jax.Array, Any]:
+        """See `Decoder`; for a model that `extends`."""
+        tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
+        if isinstance(self.body, Extended):
+            return self.body.extend(tokens, lengths, cache)
+        read, before = cache
+        steps = jnp.arange(tokens.shape[1])
+        places = jnp.where(
+            steps < lengths[:, None], before[:, None] + steps, read.shape[1]
+        )
+        rows = jnp.arange(len(tokens))[:, None]
+        read = read.at[rows, places].set(tokens, mode="drop")
+        return self._last(Rows(read, before + lengths))
 
     def _last(self, rows: Rows) -> tuple[jax.Array, Rows]:
         """Hidden states [B, D] of the last token of each row, and the rows."""
@@ -230,11 +273,12 @@ def _check_methods(body: Any) -> None:
     for name in ("hidden_states", "head_weight"):
         if not callable(getattr(body, name, None)):
             raise OwnError(f"{_named(body)} has no method {name!r}")
-    has = [name for name in ("prefill", "decode") if hasattr(body, name)]
-    if len(has) == 1:
+    names = "prefill", "decode", "extend"
+    has = [name for name in names if hasattr(body, name)]
+    if has and not isinstance(body, Cached | Extended):
         raise OwnError(
-            f"{_named(body)} has {has[0]!r} alone; cached decoding needs 'prefill' "
-            "and 'decode'"
+            f"{_named(body)} has {has[0]!r} alone; cached decoding needs 'prefill', "
+            "and 'decode' or 'extend'"
         )
 
 

@@ -183,6 +183,24 @@ class Layout:
         """Shapes of arrays [B, ...], with their shardings."""
         return self._placed(shapes, lambda _, shape: PartitionSpec(ROWS))
 
+    def of_cache(self, cache: Any) -> Any:
+        """Shapes of a decoder's KV cache, with their shardings.
+
+        States are [layers, B, ...], and those of heads [layers, B, heads, ...] if they
+        have five axes.
+        """
+
+        def spec_of(name: str, shape: tuple[int, ...]) -> PartitionSpec:
+            by_head = len(shape) == 5 and shape[2] % self.sizes["tensor"] == 0
+            return PartitionSpec(None, ROWS, "tensor" if by_head else None)
+
+        positions, lengths = self.of_rows((cache.positions, cache.lengths))
+        slot, used = self.whole((cache.slot, cache.used))
+        return cache._replace(
+            layers=self._placed(cache.layers, spec_of), positions=positions,
+            lengths=lengths, slot=slot, used=used,
+        )  # fmt: skip
+
     def of_head(self, weights: Any, hidden: Any, labels: Any) -> tuple[Any, Any, Any]:
         """Shardings of a head alone: its weights, hidden states and labels."""
         weights = self.of_weights({"head": weights})["head"]

@@ -109,14 +109,14 @@ class SamplingProgram(AccumulatedProgram):
     def _drops_cache(self) -> str | None:
         """The setting with which no cache is kept from turn to turn; None without one.
 
-        Slots that are refilled hold other rows by then, a mesh would need the cache's
-        shardings, and a model of one's own extends its cache by one token alone.
+        Slots that are refilled hold other rows by then, and of the cache of a model of
+        one's own only the model knows which axes are rows.
         """
-        config = self._rollouts.config
+        config, own = self._rollouts.config, self.model_config.factory is not None
         settings = {
             "sampling.slots": config.sampling.slots is not None,
-            "a mesh": math.prod(config.mesh.by_rows.sizes) > 1,
-            "model.factory": self.model_config.factory is not None,
+            "a model.factory on a mesh": own and self.sampling_layout.mesh is not None,
+            "a model.factory without extend": not self.abstract.extends,
         }
         return next((name for name, is_set in settings.items() if is_set), None)
 
@@ -141,15 +141,18 @@ class SamplingProgram(AccumulatedProgram):
             ends: Any = {"eos_id": self.ends.eos_ids, "pad_id": self.ends.pad_id}
             return sample(model, prompts, lengths, key, config, **ends), None
 
-        layout = self.sampling_layout
+        layout, kept = self.sampling_layout, None
         with layout.context():
-            jitted = layout.jit(run, self._scalar, compiler_options=COMPILER_OPTIONS)
+            if self.keeps_cache:
+                kept = self._cache(self._sampler(config))
+            results = self._scalar, kept
+            jitted = layout.jit(run, results, compiler_options=COMPILER_OPTIONS)
             weights = self.state_shapes.params, self.frozen_shapes
             return jitted.trace(*weights, *self.prompts, self._scalar)
 
     def trace_further(self, greedy: bool = False) -> jax.stages.Traced:
         """Trace a turn after the first, where a cache is kept, which is consumed."""
-        sampler = self._sampler(self._sampling(greedy))
+        layout, sampler = self.sampling_layout, self._sampler(self._sampling(greedy))
 
         def run(params, frozen, cache, tokens, lengths, step):
             model = prepared(self.model(params, frozen))
@@ -157,10 +160,27 @@ class SamplingProgram(AccumulatedProgram):
             state = sampler.resume(model, cache, tokens, lengths, keys)
             return _ended(sampler, model, state)
 
-        jitted = jax.jit(run, donate_argnums=2, compiler_options=COMPILER_OPTIONS)
+        with layout.context():
+            cache = self._cache(sampler)
+            jitted = layout.jit(
+                run, (self._scalar, cache), donate_argnums=2,
+                compiler_options=COMPILER_OPTIONS,
+            )  # fmt: skip
+            weights = self.state_shapes.params, self.frozen_shapes
+            return jitted.trace(*weights, cache, *self.replies, self._scalar)
+
+    def _cache(self, sampler: Sampler) -> Any:
+        """Shapes of the cache that is kept from turn to turn, with their places."""
+
+        def start(params, frozen, prompts, lengths):
+            keys = row_keys(jax.random.key(0), jnp.arange(len(lengths)))
+            model = self.model(params, frozen)
+            return sampler.start(model, prompts, lengths, keys).cache
+
         weights = self.state_shapes.params, self.frozen_shapes
-        _, cache = self.trace_sample(greedy).out_info
-        return jitted.trace(*weights, cache, *self.replies, self._scalar)
+        shapes = jax.eval_shape(start, *weights, *self.prompts)
+        layout = self.sampling_layout
+        return shapes if layout.mesh is None else layout.of_cache(shapes)
 
     def _sampling(self, greedy: bool) -> SamplingConfig:
         config = self._rollouts.config.sampling

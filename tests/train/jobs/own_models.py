@@ -34,6 +34,11 @@ class OursCached(Ours):
         return self.decoder.decode(tokens, cache)
 
 
+class OursExtended(OursCached):
+    def extend(self, tokens, lengths, cache):
+        return self.decoder.extend(tokens, lengths, cache)
+
+
 class Recurrent(nnx.Module):
     """h_t = a h_(t-1) + x_t within a document; its cache is h."""
 

@@ -22,6 +22,7 @@ from jaxmem.train.jobs.minibatches import Minibatch
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.jobs.sampled import Decoded, Sampled
 from jaxmem.train.jobs.sampling_program import SamplingProgram
+from jaxmem.train.jobs.turns import SamplePrograms
 from jaxmem.train.metrics import PolicyMetrics
 from jaxmem.train.progress import ProgressReport
 from tests.cases import slow
@@ -314,13 +315,23 @@ def test_runs_learn_over_turns_and_resume_bitwise(overrides, monkeypatch):
     assert got == wanted
 
 
-def rolled_out(*overrides):
+def job_with(*overrides):
     config = configuration.load("grpo.gin", overrides)[0]
     job = jobs.job_of(config)
     job.program = job.make_program(job.vocabulary())
+    return job
+
+
+def rolled_out(*overrides):
+    job = job_with(*overrides)
+    sampling = SimpleNamespace(sample=SamplePrograms.of(job.program))
+    job.program.compile = lambda: sampling  # nothing is learned
     job.open()
     job.compile(ProgressReport(Console(quiet=True), 1, 0, 1))
     return job, job._roll_out(1, job.program.initial_state().params)
+
+
+MESH = "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"
 
 
 def test_a_cache_that_is_kept_over_turns_changes_nothing(monkeypatch):
@@ -331,25 +342,49 @@ def test_a_cache_that_is_kept_over_turns_changes_nothing(monkeypatch):
     assert [x.shape[1] for x, _ in (job.program.prompts, job.program.replies)] == [
         12, 11,
     ]  # fmt: skip
-    for overrides in ([], ["sampling.slots=8"]):
+    for overrides, keeps in (
+        ([], False), (["sampling.slots=8"], False),
+        ([*MESH, "grpo.max_tokens_train=192", "grpo.max_tokens_forward=192"], True),
+    ):  # fmt: skip
         with monkeypatch.context() as patched:
             if not overrides:
                 patched.setattr(SamplingProgram, "keeps_cache", False)
             job, again = rolled_out("sampling.top_k=5", *overrides)
-            assert job.program.prompts[0].shape[1] == 12 + 2 * (4 + 10)
+            width = 12 if keeps else 12 + 2 * (4 + 10)
+            assert job.program.prompts[0].shape[1] == width
             said = [line for line in job.program.lines() if "again: with" in line]
-            assert len(said) == len(overrides)
-        for name in ("tokens", "mask", "lengths"):
-            ours, theirs = getattr(kept.samples, name), getattr(again.samples, name)
-            np.testing.assert_array_equal(ours, theirs)
-        ours, theirs = kept.samples.logprobs, again.samples.logprobs
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+            assert len(said) == (overrides == ["sampling.slots=8"])
+        assert_same(kept, again)
         np.testing.assert_array_equal(kept.supports.csr.ids, again.supports.csr.ids)
-        np.testing.assert_array_equal(kept.graded.rewards, again.graded.rewards)
+
+
+def assert_same(kept, again):
+    for name in ("tokens", "mask", "lengths"):
+        ours, theirs = getattr(kept.samples, name), getattr(again.samples, name)
+        np.testing.assert_array_equal(ours, theirs)
+    ours, theirs = kept.samples.logprobs, again.samples.logprobs
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    np.testing.assert_array_equal(kept.graded.rewards, again.graded.rewards)
+
+
+def test_a_model_of_one_s_own_keeps_its_cache_if_it_can_extend_it():
+    sizes = "model.layers=1 model.hidden=16 model.ff=16 model.heads=2 model.head_dim=8"
+    made = {}
+    for name, why in (
+        ("OursCached", "with a model.factory without extend, no cache is kept"),
+        ("Ours", None), ("OursExtended", None),
+    ):  # fmt: skip
+        factory = f"model.factory=tests.train.jobs.own_models:{name}"
+        job, made[name] = rolled_out(factory, *sizes.split())
+        said = [line for line in job.program.lines() if "again: with" in line]
+        assert [why in line for line in said] == [True] * bool(why)
+        assert job.program.keeps_cache == (why is None)
+        assert_same(made[name], made["OursCached"])
+    assert made["Ours"].turns.max() > 1 == made["Ours"].turns.min()
 
 
 def test_a_plan_has_further_turns():
-    program = rolled_out()[0].program
+    program = job_with().program
     first, further = program.rollout_phases({})
     assert (first.runs, further.name, further.runs) == (1, "further turns", 2)
     # The cache goes in and out, in place.
