@@ -90,6 +90,16 @@ class Naming:
             stored = self._joined(stored, path, plain, key)
         return stored._replace(order=self._order(module))
 
+    def unread(self) -> Iterator[str]:
+        """Names of tensors of keys and values of layers that reuse those of others."""
+        mixers, layers = self.config.mixers, range(self.config.layers)
+        for layer in layers:
+            if mixers[layer % len(mixers)] == "reuse":
+                for part in ("key", "value", "key_norm"):
+                    for end in (".weight", ".bias"):
+                        name = self.names[f"blocks/attention/{part}"] + end
+                        yield self.full(name).format(layer)
+
     def plain(self, path: str) -> str:
         """The path as that of a decoder of one stack."""
         stack = self.stacks.get(path.partition("/")[0])
@@ -212,6 +222,7 @@ def refuse_others(
         for layer in range(naming.config.layers)
     }
     known.update(further(tensors, naming))
+    known.update(naming.unread())
     for name in tensors:
         # computed from config.json
         derived = name.endswith(("rotary_emb.inv_freq", *family.derived))

@@ -12,7 +12,7 @@ from jaxmem.base.ranges import integers, reals
 from jaxmem.models import lora
 
 KINDS = ("global", "local", "chunked", "unrotated")
-MIXERS = ("attention", "latent", "delta")
+MIXERS = ("attention", "reuse", "latent", "delta")
 FEED_FORWARDS = ("dense", "experts", "dense_and_experts")
 
 
@@ -66,6 +66,7 @@ RANGES = {
     "value_dim": _HEADS,
     "latent": _FF,
     "query_latent": _FF,
+    "reuse_ff": _FF,
     "learned_positions": _POSITIONS,
     "experts": _HEADS,
     "experts_per_token": _HEADS,
@@ -146,7 +147,10 @@ class ModelConfig:
     # "chunked" to its chunk of the document, "unrotated" is global without rotary
     # embedding
     pattern: tuple[str, ...] = ("global",)
-    mixers: tuple[str, ...] = ("attention",)  # what mixes tokens; cycled, as pattern
+    # what mixes tokens; cycled, as pattern. The last layers may be named "reuse": they
+    # attend to keys and values of the last layer of their kind that has its own
+    mixers: tuple[str, ...] = ("attention",)
+    reuse_ff: int | None = None  # width of feed-forward layers of these; None: ff
     # width of what mixers named "latent" make keys and values of, and cache
     latent: int | None = None
     query_latent: int | None = None  # width of what they make queries of; None: hidden
@@ -268,6 +272,7 @@ class ModelConfig:
         self._check_latent()
         self._check_delta()
         self._check_global()
+        self._check_reuse()
         problem = lora.check(self)
         if problem is not None:
             raise ValueError(f"ModelConfig.{problem}")
@@ -384,6 +389,23 @@ class ModelConfig:
         fits = fits or "value" not in self.lora_targets
         wanted = "without 'value' with keys_are_values"
         check_field(self, "lora_targets", fits, wanted)
+
+    def _check_reuse(self):
+        layers = range(self.layers)
+        mixers = [self.mixers[i % len(self.mixers)] for i in layers]
+        kinds = [self.pattern[i % len(self.pattern)] for i in layers]
+        own = mixers.count("attention") if "reuse" in mixers else self.layers
+        good = (
+            own in (0, self.layers)
+            or (  # 0: it is that of a layer
+                mixers == ["attention"] * own + ["reuse"] * (self.layers - own)
+                and set(kinds[own:]) <= set(kinds[:own])
+            )
+        )
+        wanted = "of 'attention' before layers that 'reuse', one of each of their kinds"
+        check_field(self, "mixers", good, wanted)
+        given = self.reuse_ff is None or own < self.layers
+        check_field(self, "reuse_ff", given, "left out where no layer is 'reuse'")
 
     def _check_kinds(self):
         kinds = set(self.pattern) <= set(KINDS) and len(self.pattern) > 0

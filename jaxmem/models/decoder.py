@@ -5,6 +5,7 @@ array with a vocabulary axis is built by accident.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -46,6 +47,37 @@ def _stacked(stack: structure.Stack, rngs: nnx.Rngs) -> layers.Block:
         return layers.Block(stack.config, rngs=rngs)
 
     return make(rngs)
+
+
+def _nothing_kept(runs, x: jax.Array) -> dict[str, Any]:
+    """Keys and values that layers reuse, by stack, before there are any."""
+    found, names = {}, {stack.source for run in runs for stack in run}
+    for stack in itertools.chain(*runs):
+        if stack.name in names:
+            shape = *x.shape[:2], stack.config.kv_heads, stack.config.head_dim
+            found[stack.name] = (jnp.zeros(shape, x.dtype),) * 2
+    return found
+
+
+def _reused(source: str | None, states, before, width: int) -> Any:
+    """Keys and values of all tokens so far of a stack's last layer; None of no stack.
+
+    Args:
+        source: name of the stack, or None.
+        states: of what was read now, of `width` tokens.
+        before: states of earlier tokens, or {}.
+        width: tokens that were read now.
+
+    Returns:
+        A pair of arrays [B, S, kv_heads, head_dim].
+    """
+    if source is None:
+        return None
+    last = kv_cache.Layer(*(x[-1] for x in states[source]))
+    pair = kv_cache.keys_and_values(last, width)
+    if not before:
+        return pair
+    return kv_cache.after(kv_cache.Layer(*(x[-1] for x in before[source])), *pair)
 
 
 class Decoder(nnx.Module):
@@ -137,29 +169,38 @@ class Decoder(nnx.Module):
         sight = sights(self.config, positions, seen)
         runs, inputs = structure.runs(self.config), self._inputs(tokens, x)
         counted = balance.counted(tokens, segment_ids)
-        trained, carried = bool(self.config.router_aux_loss_coef), (x, routed)
+        trained = bool(self.config.router_aux_loss_coef)
+        kept: dict[Any, Any] = _nothing_kept(runs, x)
         for run in runs:
             definitions, scanned = self._scanned(run, inputs)
+            given = [kept.get(stack.source) for stack in run]
 
-            def blocks(carried, of_layers, run=run, definitions=definitions):
-                x, routed = carried
-                each = zip(run, definitions, of_layers, strict=True)
-                for stack, definition, (weights, kind, index, added) in each:
+            def blocks(
+                carried, of_layers, run=run, definitions=definitions, given=given
+            ):
+                (x, routed, kept), pairs = carried, given
+                each = zip(run, definitions, pairs, of_layers, strict=True)
+                for stack, definition, pair, (weights, kind, index, added) in each:
                     merged = nnx.merge(definition, partitioning.gathered(weights))
-                    x, _, choice = merged.read(x, *sight(kind), added)
+                    x, made, choice = merged.read(x, *sight(kind), added, pair)
+                    if stack.name in kept:  # the last layer's stay
+                        kept = kept | {stack.name: made}
                     if routed is not None and choice is not None:
                         layer = jnp.asarray(stack.layers)[index]
                         routed = balance.add(routed, layer, choice, counted, trained)
-                return x, routed
+                return x, routed, kept
 
             policy = self.policy
             if len(runs) > 1 and isinstance(policy, remat.Policy):
-                kept = min(policy.last, len(run[0].layers) - 1)
-                last = kept if run is runs[-1] else 0
+                most = min(policy.last, len(run[0].layers) - 1)
+                last = most if run is runs[-1] else 0
                 policy = dataclasses.replace(policy, last=last)
             unroll = self.unroll
-            carried = remat.scan_blocks(blocks, scanned, carried, policy, unroll=unroll)
-        x, routed = carried
+            carried = x, routed, {} if any(given) else kept
+            x, routed, more = remat.scan_blocks(
+                blocks, scanned, carried, policy, unroll=unroll
+            )
+            kept = more or kept
         return self._final(x), routed
 
     def _final(self, x: jax.Array) -> jax.Array:
@@ -280,17 +321,19 @@ class Decoder(nnx.Module):
 
         `before` are the states of earlier tokens of the rows, or {}.
         """
-        states = {}
+        states, width = {}, x.shape[1]
         for run in structure.runs(self.config):
             definitions, scanned = self._scanned(run, inputs)
             known = [before.get(stack.name) for stack in run]
+            given = [_reused(stack.source, states, before, width) for stack in run]
 
-            def blocks(x, of_layers, definitions=definitions, known=known):
+            def blocks(x, of_layers, definitions=definitions, known=known, given=given):
                 made = []
-                each = zip(definitions, of_layers, known, strict=True)
-                for definition, (weights, kind, index, added), earlier in each:
+                each = zip(definitions, of_layers, known, given, strict=True)
+                for definition, (weights, kind, index, added), earlier, pair in each:
                     merged = nnx.merge(definition, weights)
                     earlier = jax.tree.map(lambda s, at=index: s[at], earlier)
+                    earlier = earlier if pair is None else pair
                     x, kept, _ = merged.read(x, *sight(kind), added, earlier)
                     # Inside the scan, so that the cache is allocated once, in its
                     # final layout.
@@ -341,17 +384,19 @@ class Decoder(nnx.Module):
 
         sight = sights(self.config, positions, by_kind(self.config, visible))
         inputs = self._inputs(tokens, x)
-        states = {}
+        states, new = {}, {}
         for run in structure.runs(self.config):
             definitions, scanned = self._scanned(run, inputs)
-            shared = [getattr(self, stack.name).attention.shared for stack in run]
+            shared = [self._shared(stack, new) for stack in run]
 
             def blocks(x, of_layers, run=run, definitions=definitions, shared=shared):
                 added = []
                 each = zip(run, definitions, shared, of_layers, strict=True)
                 for stack, definition, arrays, (weights, kind, index, own) in each:
                     seen, rope = sight(kind)
-                    before = cache.layers[stack.name]
+                    before = cache.layers[stack.source or stack.name]
+                    if stack.source is not None:
+                        index = jnp.asarray(len(before.keys) - 1)
                     cached = kv_cache.Cached(before, index, cache.used)
                     merged = nnx.merge(definition, weights)
                     x, more = merged.decode(x, rope, cached, seen, arrays, own)
@@ -361,10 +406,17 @@ class Decoder(nnx.Module):
             steps = len(run[0].layers) if unroll else 1
             x, added = jax.lax.scan(blocks, x, scanned, unroll=steps)
             for stack, more in zip(run, added, strict=True):
+                new[stack.name] = more
                 states[stack.name] = self._grown(stack, cache, more, live)
         fits = cache.slot < cache.max_length
         hidden = jnp.where(fits, self._final(x)[:, 0], jnp.nan)
         return hidden, kv_cache.advance(cache, states, live.astype(jnp.int32), 1)
+
+    def _shared(self, stack: structure.Stack, new: dict[str, Any]) -> Any:
+        """What all layers of a stack get in `decode`, maybe keys of the new token."""
+        if stack.source is None:
+            return getattr(self, stack.name).attention.shared
+        return jax.tree.map(lambda x: x[-1], new[stack.source])
 
     def join(self) -> None:
         """Join the projections of each stack's mixer, as `layers.Attention.join`."""

@@ -33,7 +33,8 @@ class Mixer(Protocol):
         """[B, T, hidden] from the results of `readers`, and what `state` is made of.
 
         Documents do not see each other, and no token sees what follows it. `before` is
-        the state of a layer that has read earlier tokens of the rows, or None.
+        the state of a layer that has read earlier tokens of the rows, or None; or of
+        `layers.Reuse` the keys and values that it attends to.
         """
         ...
 

@@ -150,6 +150,12 @@ def after(before: Layer, keys: jax.Array, values: jax.Array) -> list[jax.Array]:
     return [jnp.concatenate([jnp.swapaxes(x, 1, 2), new], 1) for x, new in both]
 
 
+def keys_and_values(layer: Layer, tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Those of a layer's first tokens [B, tokens, kv_heads, head_dim]."""
+    first, second = (jnp.swapaxes(x[:, :, :tokens], 1, 2) for x in layer)
+    return first, second
+
+
 def advance(
     cache: Cache, layers: dict[str, Any], lengths: jax.Array, width: int
 ) -> Cache:

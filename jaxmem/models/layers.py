@@ -53,10 +53,12 @@ class Attention(nnx.Module):
             return linear(config, name, config.hidden, outputs, rngs, use_bias=bias)
 
         self.query = project("query", queries)
-        self.key = project("key", keys)
-        if not config.keys_are_values:
+        own = config.mixers == ("attention",)
+        if own:
+            self.key = project("key", keys)
+        if own and not config.keys_are_values:
             self.value = project("value", keys)
-        if config.value_norm:
+        if own and config.value_norm:
             plain = dataclasses.replace(config, norm_scale=False)
             self.value_norm = make_norm(plain, width, rngs)
         if config.attention_gate:
@@ -68,9 +70,10 @@ class Attention(nnx.Module):
             if config.qk_norm_axis == "width":
                 widths = queries, keys
             scale = config.norm_scale and config.qk_norm_scale
-            own = dataclasses.replace(config, norm_scale=scale)
-            self.query_norm = make_norm(own, widths[0], rngs)
-            self.key_norm = make_norm(own, widths[1], rngs)
+            scaled = dataclasses.replace(config, norm_scale=scale)
+            self.query_norm = make_norm(scaled, widths[0], rngs)
+            if own:
+                self.key_norm = make_norm(scaled, widths[1], rngs)
         if config.sinks:
             zeros = jnp.zeros(config.heads, jnp.dtype(config.param_dtype))
             self.sinks = nnx.Param(zeros)
@@ -85,6 +88,7 @@ class Attention(nnx.Module):
         projected, gate = self._without_gate(projected)
         query, key, value = self.split(*projected)
         query, key = self.rotate(query, key, rope)
+        value = remat.name(value, "v")
         made = key, value
         if before is not None:
             key, value = kv_cache.after(before, key, value)
@@ -157,17 +161,17 @@ class Attention(nnx.Module):
 
     def rotate(self, query: jax.Array, key: jax.Array, rope: Rope):
         """Queries and keys after QK-norm, if configured, and rotation."""
+        key = self._turned("key", key, rope)
+        return rope.grow(self._turned("query", query, rope)), key
+
+    def _turned(self, name: str, x: jax.Array, rope: Rope) -> jax.Array:
         config = self.config
         first = config.qk_norm and not config.qk_norm_last
-        if not first:  # the rotation's gradient needs neither of them
-            query, key = rope.turn(query), rope.turn(key)
-        query, key = remat.name(query, "q"), remat.name(key, "k")
+        # Without a norm before it, the rotation's gradient needs no residual.
+        x = remat.name(x if first else rope.turn(x), name[0])
         if config.qk_norm:
-            query = _normalized(self.query_norm, query, config, rope)
-            key = _normalized(self.key_norm, key, config, rope)
-        if first:
-            query, key = rope.turn(query), rope.turn(key)
-        return rope.grow(query), key
+            x = _normalized(getattr(self, f"{name}_norm"), x, config, rope)
+        return rope.turn(x) if first else x
 
     @property
     def _has_kernel(self) -> bool:
@@ -189,7 +193,6 @@ class Attention(nnx.Module):
         gate: jax.Array | None = None,
     ) -> jax.Array:
         """[B, T, hidden] from rotated queries and keys, values, and maybe a gate."""
-        value = remat.name(value, "v")
         sinks = self._sinks
         mixed = ulysses.attend(self._attend, query, key, value, sight, sinks)
         return remat.recompute(self._join)(mixed, gate)
@@ -213,17 +216,15 @@ class Attention(nnx.Module):
         gate = self.gate(x) if self.config.attention_gate else None
         query, key, value = self._of_token(x, rope, cached.index, scales)
         token = kv_cache.layer_of(key, value, 1)
+        return self._of_cached(query, token, cached, filled, gate), token
+
+    def _of_cached(self, query, token, cached: kv_cache.Cached, filled, gate):
         config = self.config
         mixed = kv_cache.attend_in_place(
-            query,
-            token,
-            cached,
-            filled,
-            scale=config.score_scale,
-            softcap=config.attention_softcap,
-            sinks=self._sinks,
-        )
-        return self._join(mixed, gate), token
+            query, token, cached, filled, scale=config.score_scale,
+            softcap=config.attention_softcap, sinks=self._sinks,
+        )  # fmt: skip
+        return self._join(mixed, gate)
 
     def _of_token(self, x: jax.Array, rope: Rope, index, scales):
         """Rotated queries and keys, and values; on one GPU, joined ones by a kernel."""
@@ -271,6 +272,50 @@ class Attention(nnx.Module):
         return attention.attend(*see, scale=scale, softcap=softcap, sinks=sinks)
 
 
+class Reuse(Attention):
+    """Attention to the keys and values of an earlier layer; it has no state.
+
+    Its `decode` gets those of the new token as `shared`, and that layer as cached.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the projections."""
+        return ("query",)
+
+    @staticmethod
+    def state(made: Any, max_length: int) -> Any:
+        """Nothing."""
+        del made, max_length
+        return ()
+
+    @staticmethod
+    def grow(states: Any, added: Any, slot: jax.Array, live: jax.Array) -> Any:
+        """Nothing."""
+        del states, added, slot, live
+        return ()
+
+    def join(self) -> None:
+        """There is one projection."""
+
+    def mix(self, projected, sight: Sight, rope: Rope, before=None):
+        """[B, T, hidden] from the results of `readers`, and the keys and values."""
+        (query,), gate = self._without_gate(projected)
+        assert before is not None
+        key, value = before
+        return self.attend(self._query(query, rope), key, value, sight, gate), ()
+
+    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
+        """[B, 1, hidden] from the next token's normalised x, and nothing to add."""
+        (query,), gate = self._without_gate([read(x) for read in self.readers])
+        query = self._query(query, rope)
+        return self._of_cached(query, scales, cached, filled, gate), ()
+
+    def _query(self, query: jax.Array, rope: Rope) -> jax.Array:
+        heads = query.reshape(*query.shape[:2], -1, self.config.head_dim)
+        return rope.grow(self._turned("query", heads, rope))
+
+
 def _normalized(
     norm: norms.RMSNorm, x: jax.Array, config: ModelConfig, rope: Rope
 ) -> jax.Array:
@@ -282,6 +327,7 @@ def _normalized(
 
 MIXERS: dict[str, Any] = {
     "attention": Attention,
+    "reuse": Reuse,
     "latent": LatentAttention,
     "delta": DeltaMixer,
 }
@@ -334,7 +380,8 @@ class Block(nnx.Module):
     ):  # fmt: skip
         """The result of `__call__`, what its mixer's state is made of, and a choice.
 
-        `before` is the mixer's state after earlier tokens, or None. The choice is that
+        `before` is the mixer's state after earlier tokens, or what it reuses, or None.
+        The choice is that
         of the router, or None.
         """
         x, made, choice = self._mixed(x, sight, rope, before)

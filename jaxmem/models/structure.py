@@ -6,6 +6,7 @@ alternate run in one loop, whose body has a layer of each.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ class Stack(NamedTuple):
     name: str  # attribute of the decoder, and the start of the weights' paths
     config: ModelConfig  # of each of these layers: its cycles have one entry
     layers: tuple[int, ...]  # their numbers in the model, in ascending order
+    source: str | None = None  # the stack whose last layer's keys and values they reuse
 
 
 def runs(config: ModelConfig) -> tuple[tuple[Stack, ...], ...]:
@@ -39,10 +41,23 @@ def runs(config: ModelConfig) -> tuple[tuple[Stack, ...], ...]:
             name = f"blocks_{number}" if number else "blocks"
             own = _own(config, parts[place])
             layers = tuple(range(place, first + period * times, period))
-            stacks.append(Stack(name, own, layers))
+            source = None
+            if own.mixers == ("reuse",):
+                source = _source(parts, place, (*itertools.chain(*found),))
+            stacks.append(Stack(name, own, layers, source))
         found.append(tuple(stacks))
         first += period * times
     return tuple(found)
+
+
+def _source(parts: "Sequence[_Parts]", place: int, earlier: Sequence[Stack]) -> str:
+    """The stack of the last layer with keys of its own that is of a layer's kind."""
+    last = max(
+        i for i, other in enumerate(parts)
+        if other.kind == parts[place].kind and other.mixer != "reuse"
+    )  # fmt: skip
+    (name,) = (stack.name for stack in earlier if last in stack.layers)
+    return name
 
 
 def stacks(config: ModelConfig) -> dict[str, Stack]:
@@ -57,7 +72,7 @@ def stack_of(path: str, config: ModelConfig) -> Stack | None:
 
 def _own(config: ModelConfig, parts: "_Parts") -> ModelConfig:
     """The config of a layer, without the sizes of parts that it does not have."""
-    mixer, feed_forward, is_wide = parts
+    mixer, feed_forward, is_wide, _ = parts
     without: dict[str, Any] = {}
     if is_wide:
         kv_heads = config.global_kv_heads or config.kv_heads
@@ -70,18 +85,26 @@ def _own(config: ModelConfig, parts: "_Parts") -> ModelConfig:
         without |= {"latent": None, "rotated_width": None}
     if mixer != "delta":
         without |= {"delta_heads": None}
+    ff = config.reuse_ff if mixer == "reuse" else None
+    without |= {"reuse_ff": None, "ff": ff or config.ff}
     return dataclasses.replace(
         config, mixers=(mixer,), feed_forwards=(feed_forward,), **without
     )
 
 
-_Parts = tuple[str, str, bool]  # mixer, feed-forward part, whether heads are global
+class _Parts(NamedTuple):
+    mixer: str
+    feed_forward: str
+    is_wide: bool  # whether heads are those of global layers
+    kind: str | None  # of the layer, where some reuse keys of their kind
 
 
 def _of_layer(config: ModelConfig, layer: int) -> _Parts:
     cycles = config.mixers, config.feed_forwards, config.pattern
     mixer, feed_forward, kind = (cycle[layer % len(cycle)] for cycle in cycles)
-    return mixer, feed_forward, kind == "global" and config.global_head_dim is not None
+    is_wide = kind == "global" and config.global_head_dim is not None
+    reuses = "reuse" in config.mixers
+    return _Parts(mixer, feed_forward, is_wide, kind if reuses else None)
 
 
 def _repetition(parts: Sequence[_Parts]) -> tuple[int, int]:

@@ -280,6 +280,20 @@ CONFIGURATIONS = {
         hidden_size_per_layer_input=8, vocab_size_per_layer_input=64,
         layer_types=[LOCAL, LOCAL, GLOBAL] * 2, final_logit_softcapping=3.0,
     ),
+    "gemma4_reuse": of(
+        "gemma4_text", num_hidden_layers=7, head_dim=16, global_head_dim=24,
+        attention_k_eq_v=True, num_global_key_value_heads=1, sliding_window=5,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=64,
+        layer_types=[LOCAL, GLOBAL] * 2 + [LOCAL, LOCAL, GLOBAL],
+        num_kv_shared_layers=3, use_double_wide_mlp=True,
+    ),
+    "gemma4_reuse_plain": of(
+        "gemma4_text", num_hidden_layers=4, head_dim=16, global_head_dim=16,
+        hidden_size_per_layer_input=4, vocab_size_per_layer_input=64,
+        layer_types=[LOCAL, GLOBAL, GLOBAL, GLOBAL], sliding_window=7,
+        num_kv_shared_layers=2, num_experts=4, top_k_experts=2,
+        moe_intermediate_size=16, enable_moe_block=True, attention_bias=True,
+    ),
     "gemma4_experts": of(
         "gemma4_text", head_dim=24, sliding_window=5, num_experts=6, top_k_experts=2,
         moe_intermediate_size=32, enable_moe_block=True, hidden_size_per_layer_input=0,

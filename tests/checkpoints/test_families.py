@@ -33,7 +33,7 @@ QUICK = (
     "ministral3_window", "phi3_partial", "olmo3_yarn", "llama4", "glm4", "granite",
     "cohere2", "gpt2", "gpt_neox", "apertus", "nanochat", "gpt_oss", "glm4_moe",
     "qwen2_moe_few", "deepseek_v3",
-    "qwen3_5", "phimoe", "gemma4",
+    "qwen3_5", "phimoe", "gemma4_reuse",
 )  # fmt: skip
 RECORDED = sorted(path.stem for path in seeded.RECORDS.glob("*.npz"))
 CASES = [name if name in QUICK else slow(name) for name in RECORDED]

@@ -21,7 +21,7 @@ QUICK = (
     "qwen2_moe_few",
     "deepseek_v3",
     "qwen3_5",
-    "gemma4",
+    "gemma4_reuse",
 )
 
 

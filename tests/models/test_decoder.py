@@ -419,6 +419,8 @@ def test_cudnn_attention_agrees_with_xla_on_packed_rows():
         (dict(pattern=("near",)), "pattern must be of 'global', 'local', 'chunked'"),
         (dict(pattern=("local",)), "window must be given where pattern has 'local'"),
         (dict(window=4), "window must be given where pattern has 'local'"),
+        (dict(mixers=("reuse", "attention")), "mixers must be of 'attention' before"),
+        (dict(reuse_ff=8), "reuse_ff must be left out where no layer is 'reuse'"),
         (dict(rope_scaling="su"), "rope_scaling must be one of .*got 'su'"),
         (
             dict(attention="cudnn", attention_softcap=5.0),

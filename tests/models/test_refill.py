@@ -26,7 +26,7 @@ OTHER_PARTS = dict(
     [
         (1, {}, {}),
         (2, dict(pattern=("local", "global"), window=3), dict(top_k=5)),
-        (3, dict(learned_positions=16), {}),
+        (3, dict(learned_positions=16, mixers=("attention", "reuse")), {}),
         (5, {}, dict(top_p=0.7, support=7)),
         (2, OTHER_PARTS, {}),
     ],

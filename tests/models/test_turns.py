@@ -37,7 +37,7 @@ def again(model, said, config, turn):
     [
         ({}, dict(top_k=1)),
         (dict(pattern=("local", "chunked"), window=3), dict(top_k=5)),
-        (dict(learned_positions=64), {}),
+        (dict(learned_positions=64, mixers=("attention", "reuse")), {}),
         (OTHER_PARTS, {}),
     ],
 )

@@ -1,10 +1,10 @@
-"""Gemma 4, whose layers share no keys: models of text, and text parts."""
+"""Gemma 4: models of text, and text parts."""
 
 from typing import Any
 
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.family import Family, Key, WithImages
-from jaxmem.checkpoints.families.global_layers import GlobalLayers
+from jaxmem.checkpoints.families.global_layers import GlobalLayers, Reused
 from jaxmem.checkpoints.families.windows import Windows, up_to_every_sixth
 
 _LAYER = "model.layers.{}."
@@ -26,6 +26,7 @@ PARTS: tuple[Any, ...] = (
     mixtures.Beside(),
     GlobalLayers(),
     Windows(up_to_every_sixth, 512),
+    Reused(),
 )
 
 FAMILY = Family(
@@ -55,8 +56,6 @@ FAMILY = Family(
     },
     only={
         "use_bidirectional_attention": (None, "vision"),  # which text alone has not
-        "num_kv_shared_layers": (0, None),
-        "use_double_wide_mlp": (False, None),
     },
 )
 

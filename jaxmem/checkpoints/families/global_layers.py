@@ -1,8 +1,9 @@
-"""Sizes and rotary parameters of global layers that differ from those of local ones."""
+"""How layers of Gemma 4 differ: global ones in sizes, last ones in what they reuse."""
 
 from typing import Any
 
 from jaxmem.base import messages
+from jaxmem.base.ranges import integers
 from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
@@ -99,3 +100,28 @@ class GlobalLayers:
                 _GLOBAL: own, _LOCAL: {"rope_type": "default", "rope_theta": theta}
             },
         }  # fmt: skip
+
+
+class Reused:
+    """Last layers that attend to keys and values of earlier ones."""
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """`mixers` and `reuse_ff`."""
+        layers, key = reader.raw["num_hidden_layers"], "num_kv_shared_layers"
+        within = integers(0, limit=layers - 1)
+        count = reader.take(key, (int, type(None)), 0, within=within) or 0
+        wide = reader.take("use_double_wide_mlp", (bool, type(None)), False)
+        if not count:
+            return {}
+        mixers = ("attention",) * (layers - count) + ("reuse",) * count
+        double = 2 * reader.raw["intermediate_size"]
+        return {"mixers": mixers, "reuse_ff": double if wide else None}
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """How many layers, and whether their feed-forward layers are twice as wide."""
+        del max_positions
+        mixers = (model.mixers * model.layers)[: model.layers]
+        return {
+            "num_kv_shared_layers": mixers.count("reuse"),
+            "use_double_wide_mlp": model.reuse_ff == 2 * model.ff,
+        }

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.ends import Ends
@@ -234,9 +235,9 @@ class SamplingProgram(AccumulatedProgram):
         steps = most - 1
         if config.sampling.slots is not None:  # from one refilled slot to the next
             steps = -(-steps // self.slots)
-        runs, kept = config.task.turns, {"keys and values": self._cache_bytes()}
-        if self.model_config.factory is not None:
-            kept = {}  # unknown
+        runs, kept = config.task.turns, {}
+        if self.model_config.factory is None:  # else it is unknown
+            kept["keys and values"] = self._cache_bytes()
         weights, tokens = weights_of(self), rows * most
         if not self.keeps_cache:
             return [
@@ -269,16 +270,22 @@ class SamplingProgram(AccumulatedProgram):
             yield own.recomputation(config.sampling.max_new_tokens, row)
 
     def _cache_bytes(self) -> int:
-        """Bytes of a rollout's KV cache on one device, and of its last slots'."""
-        model, mesh = self.model_config, self.layout.sizes
-        rows = self.slots
+        """Bytes of states of a rollout's slots and its last ones, on one device."""
+        rows, mesh = self.slots, self.layout.sizes
         if self._rollouts.config.sampling.slots is not None:
             rows += refill.few_slots(rows)
         room = -(-self._room // 8) * 8
-        numbers = 2 * model.layers * model.kv_heads * model.head_dim * room
+        definition, weights = nnx.split(self.abstract)
+
+        def states(weights, prompts, lengths):
+            model = nnx.merge(definition, weights)
+            return model.prefill(prompts, lengths, room)[1].layers
+
+        prompts = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        shapes = jax.tree.leaves(jax.eval_shape(states, weights, prompts, lengths))
         parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"] * mesh["tensor"]
-        item = jnp.dtype(model.dtype).itemsize
-        return rows * numbers * item // parts
+        return sum(x.size * x.dtype.itemsize for x in shapes) // parts
 
 
 def _ended(sampler: Sampler, model: Any, state: State) -> tuple[Samples, Cache]:
