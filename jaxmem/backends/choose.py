@@ -6,6 +6,7 @@ from jaxmem.backends import (
     hopper_sampled,
     xla,
     xla_blocks,
+    xla_eight_bits,
     xla_sampled,
 )
 from jaxmem.backends.protocol import Backend
@@ -32,6 +33,7 @@ BACKENDS: tuple[Backend, ...] = (
         loops=xla,
         blocks=xla_blocks,
         sampler=xla_sampled,
+        eight_bits=xla_eight_bits,
     ),
 )
 

@@ -8,6 +8,7 @@ import jax
 
 from jaxmem.core.backend_operands import Factors, Logits, Rows
 from jaxmem.core.column_sampling import Derivative, Entries
+from jaxmem.core.eight_bits import EightBits
 from jaxmem.core.row_stats import Cotangents, Outputs, Stats
 from jaxmem.core.spec import Spec
 
@@ -106,6 +107,17 @@ class Sampler(Protocol):
         ...
 
 
+class EightBitSampler(Protocol):
+    """A backend's loops for `gradient=Sample(k, forward="int8")`, beside `Sampler`."""
+
+    def forward(
+        self, spec: Spec, source: Factors, rows: Rows, names: Sequence[str],
+        shared: EightBits,
+    ) -> tuple[dict, Entries]:  # fmt: skip
+        """Outputs by name, `eight_bits.ERROR` among them, and entries of every row."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """What runs a call; `choose.BACKENDS` lists them.
@@ -118,6 +130,7 @@ class Backend:
         loops: those that every call needs.
         blocks: those for `gradient=Recompute(blocks)`; None: it has none.
         sampler: those for `gradient=Sample(k)`.
+        eight_bits: those for its forward="int8", beside the sampler.
     """
 
     name: str
@@ -126,6 +139,7 @@ class Backend:
     loops: Loops
     blocks: Blocks | None = None
     sampler: Sampler | None = None
+    eight_bits: EightBitSampler | None = None
 
     def refuses(self, spec: Spec, source: Any) -> str | None:
         """Why it cannot run the call here; None if it can."""
@@ -133,4 +147,6 @@ class Backend:
             return "it has no loops for several blocks of Recompute"
         if spec.gradient_samples and self.sampler is None:
             return "it has no loops for Sample"
+        if spec.forward == "int8" and self.eight_bits is None:
+            return "it has no loops for forward='int8'"
         return self.loops.supported(spec, source)

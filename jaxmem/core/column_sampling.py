@@ -20,7 +20,7 @@ number of the multiple is the entry's slot. All of it is arithmetic of integers.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,9 @@ class Entries(NamedTuple):
 
     columns: jax.Array  # int32 [N, K]
     p: jax.Array  # probabilities [N, K]
+    weights: Any = (
+        None  # p / q [N, K], where q is not that of these p; see `eight_bits`
+    )
 
 
 class Derivative(NamedTuple):
@@ -190,8 +193,10 @@ def derivative(
     """
     ln_p = jnp.log(jnp.where(entries.p > 0, entries.p, 1))
     # p / q first: their quotient is near 1/κ even where both are tiny.
-    q = units(sampling, entries.p).astype(ln_p.dtype) / sampling.one
-    weight = jnp.where(entries.p > 0, entries.p / jnp.where(q > 0, q, 1), 0)
+    weight = entries.weights
+    if weight is None:
+        q = units(sampling, entries.p).astype(ln_p.dtype) / sampling.one
+        weight = jnp.where(entries.p > 0, entries.p / jnp.where(q > 0, q, 1), 0)
     others = _slope(c, ln_p, entries.p, c.label)
     others = jnp.where(entries.p > 0, weight * others, 0)
     here = (labels >= 0) & (labels < sampling.columns)

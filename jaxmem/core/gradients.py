@@ -1,11 +1,13 @@
 """How a verb computes its gradients: one small static object, `gradient=`."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxmem.base import messages
-from jaxmem.base.fields import check_numbers
+from jaxmem.base.fields import check_field, check_numbers
 from jaxmem.base.ranges import integers
+
+Forward = Literal["exact", "int8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +50,36 @@ class Sample:
     k·p, weighted by its inverse. The backward pass recomputes no logits. Results are
     bitwise those of the exact gradient. The verb needs `key=`.
 
-    Under `jax.grad` the residuals take 8·k per token (`docs/sampled.md` has the rest).
+    With forward="int8" the logits are products of 8 bits, with exact ones for the label
+    and the entries that are kept: results, too, are estimates then, with a bias of
+    second order (`docs/sampled.md`). For bfloat16 hidden states and a head without
+    bias, softcap, temperature and shards of the vocabulary.
+
+    Under `jax.grad` the residuals take 8·k per token, 12·k with forward="int8"
+    (`docs/sampled.md` has the rest).
 
     Attributes:
         k: a Python integer, less than the vocabulary.
+        forward: "exact", or "int8".
 
     >>> import jaxmem
     >>> jaxmem.Sample(128)
-    Sample(k=128)
+    Sample(k=128, forward='exact')
     """
 
     k: int
+    forward: Forward = "exact"
 
     def __post_init__(self):
-        """Raise a ValueError for what is no positive integer."""
+        """Raise a ValueError for what is no positive integer, or no known forward."""
         check_numbers(self, {"k": integers(1, below=2**31)})
+        known = get_args(Forward)
+        check_field(
+            self,
+            "forward",
+            self.forward in known,
+            f"one of {', '.join(map(repr, known))}",
+        )
 
     def facts(self, vocab_size: int) -> dict[str, Any]:
         """The fields of `Spec` that it decides on.
@@ -75,7 +92,7 @@ class Sample:
                 f"gradient=Sample(k) must have k from 1 to {vocab_size - 1}, less than "
                 f"the vocabulary, got {self.k}; leave gradient out for the exact one"
             )
-        return {"gradient_samples": self.k}
+        return {"gradient_samples": self.k, "forward": self.forward}
 
 
 Gradient = Recompute | Sample
@@ -98,16 +115,19 @@ def facts(gradient: Gradient | None, vocab_size: int) -> dict[str, Any]:
 
 
 def from_literal(value: object) -> Gradient | None:
-    """What a gin file spells as None, ("recompute", blocks) or ("sample", k).
+    """What a gin file spells as None, or a name and a class's arguments.
+
+    These are ("recompute", blocks), ("sample", k) and ("sample", k, "int8").
 
     Raises:
         ValueError: it is none of these.
     """
     if value is None:
         return None
-    if not (isinstance(value, tuple) and len(value) == 2 and value[0] in KINDS):
+    known = isinstance(value, tuple) and value and value[0] in KINDS
+    if not (known and 2 <= len(value) <= 1 + len(dataclasses.fields(KINDS[value[0]]))):
         raise ValueError(
-            'gradient must be None, ("recompute", blocks) or ("sample", k), got '
-            f"{messages.short(value)}"
+            'gradient must be None, ("recompute", blocks), ("sample", k) or '
+            f'("sample", k, "int8"), got {messages.short(value)}'
         )
-    return KINDS[value[0]](value[1])
+    return KINDS[value[0]](*value[1:])

@@ -5,6 +5,8 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 
+from jaxmem.core.gradients import Forward
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -21,6 +23,7 @@ class Call:
             "hopper", which stores none.
         gradient_samples: entries of each token's derivative that are sampled; None
             where gradients are exact.
+        forward: the product that logits are made by.
     """
 
     verb: str
@@ -30,6 +33,7 @@ class Call:
     chunk: int | None = None
     live_logits_bytes: int = 0
     gradient_samples: int | None = None
+    forward: Forward = "exact"
 
     def __str__(self):
         shapes = " ".join(f"{k}{list(v)}" for k, v in self.shapes.items())
@@ -42,6 +46,7 @@ class Call:
             f"{line}, chunk={self.chunk}, "
             f"{stored if self.live_logits_bytes else 'no logits'}"
             f"{sampled if self.gradient_samples else ''}"
+            f"{'' if self.forward == 'exact' else f', logits in {self.forward}'}"
         )
 
 

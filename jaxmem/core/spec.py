@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxmem.core.gradients import Forward
 from jaxmem.core.options import Layout
 from jaxmem.core.vocab_shards import Shards
 
@@ -22,6 +23,7 @@ class Spec:
     frozen_head: bool = False  # W and bias are not differentiated
     gradient_blocks: int = 1  # of the vocabulary, each with sums of W's gradient
     gradient_samples: int | None = None  # entries of a token's derivative; None: all
+    forward: Forward = "exact"  # the product that logits are made by
     recomputes: bool = False  # backward recomputes logits even if W is constant
     shards: Shards | None = None  # the sharding of the vocabulary over mesh axes
     varying: frozenset[str] = frozenset()  # mesh axes along which row outputs vary

@@ -15,6 +15,7 @@ from jaxmem.backends.protocol import Backend
 from jaxmem.core import (
     checks,
     column_sampling,
+    eight_bits,
     gradients,
     partition,
     prng_keys,
@@ -80,6 +81,8 @@ def _call(recorded, outputs, source_and_head, shape, labels, options):
     source, head = source_and_head
     spec = _spec_of(source, head, outputs, options)
     rows = read_rows(spec, shape, labels, options)
+    if spec.forward != "exact":
+        eight_bits.check(spec, source, rows)
     spec, source = typed(spec, source, rows)
     backend, why = choose.choose(options.implementation, spec, source)
     live_bytes = 4 * spec.chunk * spec.columns if backend.stores_logits else 0
@@ -87,7 +90,7 @@ def _call(recorded, outputs, source_and_head, shape, labels, options):
     report.record(
         report.Call(
             verb, shapes, backend.name, why, spec.chunk, live_bytes,
-            spec.gradient_samples,
+            spec.gradient_samples, spec.forward,
         )
     )  # fmt: skip
     return Call(spec, backend, source, rows, shape)

@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxmem.core import checks, partition
 from jaxmem.core.backend_operands import Factors, Ragged, Rows
+from jaxmem.core.eight_bits import EightBits
 from jaxmem.core.spec import Spec
 
 
@@ -179,9 +180,14 @@ class LoopRule(Rule):
 def of_tokens(tree) -> Any:
     """A tree of booleans: True for arrays whose first axis is tokens.
 
-    This holds for all arrays but a head's W and bias, and the ids of ragged lists.
+    This holds for all arrays but a head's W and bias, and its copy in 8 bits, and the
+    ids of ragged lists.
     """
-    flags = {Factors: Factors(True, False, False), Ragged: Ragged(True, True, False)}  # pyright: ignore
+    flags: dict[type, Any] = {
+        Factors: Factors(True, False, False),  # pyright: ignore
+        Ragged: Ragged(True, True, False),  # pyright: ignore
+        EightBits: False,
+    }
     return jax.tree.map(
         lambda x: flags.get(type(x), True), tree, is_leaf=lambda x: type(x) in flags
     )

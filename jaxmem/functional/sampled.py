@@ -2,17 +2,21 @@
 
 The forward pass samples the entries of each token's derivative while its logits are
 alive (`core.column_sampling`). The backward pass uses them for any cotangents, and
-recomputes nothing. If no derivative is requested, nothing is sampled.
+recomputes nothing. If no derivative is requested, nothing is sampled, unless the
+forward pass is in 8 bits (`core.eight_bits`).
 """
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.backends.protocol import Backend, Sampler
-from jaxmem.core import row_stats
+from jaxmem.core import eight_bits, row_stats
+from jaxmem.core.backend_operands import Factors, Rows
+from jaxmem.core.column_sampling import Entries
 from jaxmem.core.row_stats import TokenStats
 from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
-from jaxmem.functional.vjp import LossRule, StatisticsRule
+from jaxmem.functional.traced_loss import Operands
+from jaxmem.functional.vjp import BackendRule, LossRule, StatisticsRule
 
 # Residuals per row besides the entries and the outputs.
 _SAVED = ("logprob", "max", "log_sum")
@@ -24,21 +28,55 @@ def sampler_of(backend: Backend) -> Sampler:
     return backend.sampler
 
 
-class SampledStatisticsRule(StatisticsRule):
+class _SampledRule(BackendRule):
+    """A rule whose forward pass samples entries."""
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether outputs depend on the samples, and have an error."""
+        return self.spec.forward == "int8"
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Names of outputs that the exact forward pass does not have."""
+        return (eight_bits.ERROR,) if self.in_8_bits else ()
+
+    def outputs(self, source, rows, names) -> dict:
+        """See `BackendRule.outputs`; the same whether or not it is differentiated."""
+        if not self.in_8_bits:
+            return super().outputs(source, rows, names)
+        return self.sampled(source, rows, names)[0]
+
+    def sampled(self, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
+        """The named outputs of every row, and its entries."""
+        shared = self.shared(source, rows)
+        run = by_tokens(
+            self.spec,
+            lambda s, r, shared: self.pass_of(s, r, shared, names),
+            of_tokens((source, rows, shared)),
+            True,
+        )
+        return once(run)(source, rows, shared)
+
+    def shared(self, source: Factors, rows: Rows) -> tuple[eight_bits.EightBits, ...]:
+        """What the forward pass computes once for all tokens."""
+        return (eight_bits.of_call(self.spec, source, rows),) if self.in_8_bits else ()
+
+    def pass_of(self, source, rows, shared, names) -> tuple[dict, Entries]:
+        """The backend's forward pass over this device's tokens."""
+        backend = self.backend.eight_bits if self.in_8_bits else self.backend.sampler
+        assert backend is not None, self.backend.name
+        return backend.forward(fitted(self.spec, rows), source, rows, names, *shared)
+
+
+class SampledStatisticsRule(_SampledRule, StatisticsRule):
     """`StatisticsRule` with a sampled derivative."""
 
     def forward_and_save(self, trained, fixed):
         """See `Rule.forward_and_save`."""
         (source,), (rows,), spec = trained, fixed, self.spec
         names = (*spec.outputs, *(k for k in _SAVED if k not in spec.outputs))
-        forward = sampler_of(self.backend).forward
-        run = by_tokens(
-            spec,
-            lambda s, r: forward(fitted(spec, r), s, r, names),
-            (of_tokens(source), True),
-            True,
-        )
-        results, entries = once(run)(source, rows)
+        results, entries = self.sampled(source, rows, names)
         results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
         entries = jax.tree.map(lambda x: checkpoint_name(x, "jaxmem_entries"), entries)
         residuals = source, rows, results, entries
@@ -55,20 +93,51 @@ class SampledStatisticsRule(StatisticsRule):
         return once(run)(source, rows, saved, cotangents, kept)
 
 
-class SampledLossRule(LossRule):
+class SampledLossRule(_SampledRule, LossRule):
     """`LossRule` with a sampled derivative.
 
     Entries and statistics of all tokens are computed before the loss is differentiated,
-    so that the gradients are one sum over all tokens.
+    so that the gradients are one sum over all tokens. In 8 bits, metrics have the error
+    of each token.
     """
+
+    def forward(self, trained, fixed):
+        """See `Rule.forward`."""
+        (source, per_token, count), (rows, closed) = trained, fixed
+        stats = self.outputs(source, rows, (*TokenStats._fields, *self.errors))
+        error = {k: stats.pop(k) for k in self.errors}
+        total, metrics = self.total(stats, rows, Operands(per_token, closed), count)
+        return total, _with(metrics, error)
+
+    def forward_and_save(self, trained, fixed):
+        """See `Rule.forward_and_save`."""
+        rows, closed = fixed
+        given = rows, *self.shared(trained[0], rows)
+        return super().forward_and_save(trained, (given, closed))
+
+    def rows(self, given) -> Rows:
+        """See `LossRule.rows`."""
+        return given[0]
 
     def one_pass(self, source, given, operands, count):
         """See `LossRule.one_pass`."""
-        rows = given
+        rows, *shared = given
         spec, sampler = fitted(self.spec, rows), sampler_of(self.backend)
-        names = (*TokenStats._fields, "max", "log_sum")
-        outputs, entries = sampler.forward(spec, source, rows, names)
+        names = (*TokenStats._fields, "max", "log_sum", *self.errors)
+        outputs, entries = self.pass_of(source, rows, shared, names)
+        error = {k: outputs.pop(k) for k in self.errors}
         values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
+        values = values._replace(metrics=_with(values.metrics, error))
         outputs = row_stats.Outputs(**outputs)
         dsource = sampler.backward(spec, source, rows, outputs, cotangents, entries)
         return values, dsource
+
+
+def _with(metrics, error):
+    """Metrics of loss_fn, and the error of each token."""
+    if both := metrics.keys() & error.keys():
+        raise ValueError(
+            f"loss_fn's metric {min(both)!r} must have another name: token_loss has "
+            "one of that name where the forward pass is in 8 bits"
+        )
+    return metrics | error

@@ -97,7 +97,7 @@ class SampledTwoHeadsRule(TwoHeadsRule):
 
     def _derivative(self, sampling, z, y, saved, entries: Entries) -> Derivative:
         """The derivative of rows of a divergence by the scaled logits."""
-        columns, kept = entries
+        columns, kept, _ = entries
         normalisers, mean_slope = beside((saved["normalisers"], saved["mean_slope"]))
 
         def at(x):

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmem.core import checks, vocab_shards
+from jaxmem.core import checks, eight_bits, vocab_shards
 from jaxmem.core.backend_operands import Rows
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.gradients import Gradient
@@ -126,6 +126,8 @@ def token_loss(
     if 0 in shape:
         nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)
         total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics
+        if spec.forward != "exact":
+            metrics = metrics | {eight_bits.ERROR: jnp.zeros_like(total, shape=(0,))}
     else:
         trained, fixed = (source, operands.per_token, count), (rows, operands.closed)
         two_passes = spec.gradient_blocks > 1 or spec.vocab_groups

@@ -162,6 +162,11 @@ def _specs(policy, other, options) -> tuple[Spec, Spec]:
             f"gradient={options.gradient} must have one block: a divergence of two "
             "heads sums W's gradient at once"
         )
+    if facts.get("forward", "exact") != "exact":
+        raise NotImplementedError(
+            f"gradient={options.gradient} must have forward='exact': a divergence of "
+            "two heads needs both heads' logits"
+        )
     spec = Spec(
         columns=columns,
         vocab_size=vocab_size,

@@ -19,8 +19,8 @@ def head_loss(
     implementation: Literal["fused", "materialised"],
     sample: Sample | None = None,
     key: jax.Array | None = None,
-) -> jax.Array:
-    """Sum of the tokens' cross-entropies, divided by `normalizer`.
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Sum of the tokens' cross-entropies, divided by `normalizer`, and metrics.
 
     Args:
         head: of the decoder.
@@ -33,14 +33,21 @@ def head_loss(
         key: as in `jaxmem.logprobs`, for "fused".
 
     Returns:
-        Float32 scalar, in nats; 0 if no token counts.
+        Float32 scalar, in nats, 0 if no token counts; and the sums over tokens of what
+        `jaxmem.token_loss` tells besides.
     """
     if implementation == "fused":
-        return head.loss(
-            hidden, labels, normalizer=normalizer,
+        loss, told = head.token_loss(
+            _cross_entropy, hidden, labels, normalizer=normalizer,
             gradient=sample, key=key,
         )  # fmt: skip
+        return loss, {name: jnp.sum(x) for name, x in told.items()}
     per_token = optax.softmax_cross_entropy_with_integer_labels(
         head(hidden).astype(jnp.float32), jnp.maximum(labels, 0)
     )
-    return jnp.sum(jnp.where(labels >= 0, per_token, 0.0)) / jnp.maximum(normalizer, 1)
+    total = jnp.sum(jnp.where(labels >= 0, per_token, 0.0))
+    return total / jnp.maximum(normalizer, 1), {}
+
+
+def _cross_entropy(stats):
+    return -stats.logprob

@@ -28,6 +28,9 @@ class StepMetrics(NamedTuple):
     # `models.balance.report`; None for a model without experts
     routers: dict[str, float] | None = None
     backend: str | None = None  # of the head's loss: "xla" or "hopper"
+    # Estimated error of the head's ln Σ e^z in nats, mean over the tokens; None where
+    # its forward pass is exact
+    forward_error: float | None = None
 
     @property
     def line(self) -> str:
@@ -95,6 +98,7 @@ class PolicyMetrics(NamedTuple):
     support_full: float | None = None
     routers: dict[str, float] | None = None  # as in `StepMetrics`
     backend: str | None = None  # of the head's loss: "xla" or "hopper"
+    forward_error: float | None = None  # as in `StepMetrics`
 
     @property
     def line(self) -> str:

@@ -277,7 +277,8 @@ REFUSED = [
     (
         {"vocab_groups": 2, "gradient": jaxmem.Sample(4), "key": jax.random.key(0)},
         NotImplementedError,
-        "vocab_groups cannot be combined with gradient=Sample(k=4); pass one of both",
+        "vocab_groups cannot be combined with gradient=Sample(k=4, forward='exact'); "
+        "pass one of both",
     ),
     (
         {"vocab_groups": 2, "gradient": jaxmem.Recompute(2)},

@@ -446,7 +446,7 @@ ERRORS = [
     (
         {"gradient": jaxmem.Sample(2)},
         ValueError,
-        "key must be given with gradient=Sample(k=2), such as "
+        "key must be given with gradient=Sample(k=2, forward='exact'), such as "
         "jax.random.fold_in(jax.random.key(seed), step)",
     ),
     (

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 import jaxmem
+from jaxmem.core import eight_bits
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.documents import Batch
 from jaxmem.models import balance, branches
@@ -84,7 +85,10 @@ class PolicyProgram(SamplingProgram):
     def metric_names(self) -> list[str]:
         """Names of the metrics of a token."""
         names = ["entropy", "sum_pi_squared", "clip_fraction"]
-        return names + (["kl"] if self.config.grpo.kl_coefficient else [])
+        names += ["kl"] if self.config.grpo.kl_coefficient else []
+        sample = self.config.head.sample
+        in_8_bits = sample is not None and sample.forward == "int8"
+        return names + ([eight_bits.ERROR] if in_8_bits else [])
 
     def shapes(self, max_tokens: int) -> list[Shape]:
         """Shapes of micro-batches with a budget, one for each width of row."""

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxmem.core import eight_bits
 from jaxmem.core.random_streams import Stream
 from jaxmem.data import streams
 from jaxmem.data.documents import Batch
@@ -86,7 +87,8 @@ def make_gradients(
     Returns:
       (trained weights, frozen weights, micro-batches [K, B, T]) to the gradients and
       the step's `loss` (0 where no token counts, and without that of routers),
-      `tokens` and, for a model with experts, `routed` (`balance.Routed`). With
+      `tokens`, what the head tells of its tokens (means) and, for a model with experts,
+      `routed` (`balance.Routed`). With
       `Sample` in head.gradient there is a fourth argument, the step's number.
     """
 
@@ -102,19 +104,21 @@ def make_gradients(
             model = merge_module(definition, join_weights(params, frozen))
             given = batch.tokens, batch.segment_ids, batch.positions
             hidden, routed = model.routed(*given)
-            value = head_loss(
+            value, told = head_loss(
                 model.head, hidden, batch.labels, normalizer, head.implementation,
                 head.sample, key,
             )  # fmt: skip
             share = own_read / all_read
             cost = balance.with_loss(value, routed, model.config, share)
-            return cost, (value, routed)
+            return cost, (value, (routed, told))
 
         tokens = jnp.sum(micro_batches.labels >= 0)
         indices = jnp.arange(len(micro_batches.labels), dtype=jnp.uint32)
         given = micro_batches, indices, jnp.sum(read, axis=(1, 2))
-        (total, routed), slopes = sum_gradients(loss, params, given, tokens)
+        (total, others), slopes = sum_gradients(loss, params, given, tokens)
+        routed, told = others
         seen = {} if routed is None else {"routed": routed}
+        seen |= {name: x / jnp.maximum(tokens, 1) for name, x in told.items()}
         return slopes, {"loss": total, "tokens": tokens, **seen}
 
     return gradients
@@ -239,7 +243,7 @@ class Program(DecoderProgram):
             model = self.model(params, frozen)
             hidden = model(batch.tokens, batch.segment_ids, batch.positions)
             way, one = self.config.head.implementation, jnp.ones(())
-            total = head_loss(model.head, hidden, batch.labels, one, way)
+            total, _ = head_loss(model.head, hidden, batch.labels, one, way)
             return total, jnp.sum(batch.labels >= 0)
 
         return sums
@@ -264,7 +268,7 @@ class Program(DecoderProgram):
             return head_loss(
                 module, hidden, labels, tokens, head.implementation,
                 head.sample, key,
-            )  # fmt: skip
+            )[0]  # fmt: skip
 
         gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
         labels = jax.ShapeDtypeStruct(self._rows, jnp.int32)
@@ -333,7 +337,9 @@ class Sft(Job, name="sft"):
         taken = self.step_metrics(number, loss, norm, tokens, start)
         routers = self.program.routers(numbers.get("routed"))
         mfu = self.program.mfu(size / taken.seconds)
-        return taken._replace(mfu=mfu, routers=routers)
+        error = numbers.get(eight_bits.ERROR)
+        error = None if error is None else float(error)
+        return taken._replace(mfu=mfu, routers=routers, forward_error=error)
 
     def evaluate(self, state: TrainState, taken: StepMetrics) -> Evaluated | None:
         """See `Job`."""
