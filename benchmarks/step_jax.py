@@ -32,7 +32,8 @@ def prepare(job):
 
 def loss_of_logprobs(head, hidden, labels, normalizer, *_):
     """`head_loss` without the knowledge that a loss is what is wanted."""
-    return -jnp.sum(head.logprobs(hidden, labels)) / jnp.maximum(normalizer, 1)
+    total = -jnp.sum(head.logprobs(hidden, labels))
+    return total / jnp.maximum(normalizer, 1), {}
 
 
 def measure(job, config, program, traced):

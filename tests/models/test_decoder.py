@@ -210,7 +210,7 @@ def loss_of(definition, implementation="fused"):
     def loss(weights):
         model = nnx.merge(definition, weights)
         hidden = model(*batch)
-        return head_loss(model.head, hidden, labels, 11, implementation)
+        return head_loss(model.head, hidden, labels, 11, implementation)[0]
 
     return loss
 

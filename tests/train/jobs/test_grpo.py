@@ -646,6 +646,16 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
     assert all(0.5 < share <= 1 for share in busy) and min(busy) < 1
 
 
+def test_a_forward_pass_in_8_bits_tells_its_error(tmp_path):
+    config = changed(
+        SMALL, model=dict(dtype="bfloat16"), head=dict(gradient=("sample", 4, "int8")),
+        run=dict(steps=2),
+    )  # fmt: skip
+    result, _ = train(config, tmp_path, checkpoint_every=None)
+    for step in result.history:
+        assert 0 < step.forward_error < 1e-2 and step.gradient_samples == 4
+
+
 def test_the_reference_of_adapters_shares_the_weights_that_they_adapt(tmp_path):
     config = changed(SMALL, model=dict(lora_rank=2), grpo=dict(kl_coefficient=0.1))
     job = grpo.Grpo(config)

@@ -542,6 +542,27 @@ def test_sampled_gradients_differ_from_exact_ones_and_are_told(config, finished)
     assert sampled["head"]["temporary"] != whole["head"]["temporary"]
 
 
+def test_a_forward_pass_in_8_bits_tells_its_error(config):
+    model = dict(hidden=32, dtype="bfloat16")
+    history = {}
+    for name, gradient in ("exact", None), ("int8", ("sample", 8, "int8")):
+        given = changed(config, model=model, head=dict(gradient=gradient))
+        history[name] = train(given)[0].history
+        shutil.rmtree(given.run.out_dir)
+    assert [s.forward_error for s in history["exact"]] == [None] * 6
+    assert all(0 < s.forward_error < 1e-2 for s in history["int8"])
+    # The same weights and rows: the loss has no other error than that.
+    first = [steps[0].loss for steps in history.values()]
+    assert 0 < abs(first[0] - first[1]) < 1e-2
+    assert abs(history["int8"][-1].loss - history["exact"][-1].loss) < 0.05
+
+
+def test_a_run_in_8_bits_needs_bfloat16(config):
+    head = dict(gradient=("sample", 8, "int8"))
+    with pytest.raises(NotImplementedError, match="needs bfloat16 hidden states"):
+        train(changed(config, model=dict(hidden=32), head=head))
+
+
 def test_every_micro_batch_of_every_step_has_draws_of_its_own():
     model = dataclasses.replace(MODEL, vocab_size=50)
     definition, weights = nnx.split(Decoder(model, rngs=nnx.Rngs(0)))
@@ -622,7 +643,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_checkpoint(config, monkeypatch)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config, monkeypatch):
-    monkeypatch.setattr(sft, "head_loss", lambda *_: jnp.float32(jnp.nan))
+    monkeypatch.setattr(sft, "head_loss", lambda *_: (jnp.float32(jnp.nan), {}))
     with pytest.raises(FloatingPointError, match="the loss of step 1 is nan"):
         train(config)
 
