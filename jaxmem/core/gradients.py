@@ -124,10 +124,11 @@ def from_literal(value: object) -> Gradient | None:
     """
     if value is None:
         return None
-    known = isinstance(value, tuple) and value and value[0] in KINDS
-    if not (known and 2 <= len(value) <= 1 + len(dataclasses.fields(KINDS[value[0]]))):
-        raise ValueError(
-            'gradient must be None, ("recompute", blocks), ("sample", k) or '
-            f'("sample", k, "int8"), got {messages.short(value)}'
-        )
-    return KINDS[value[0]](*value[1:])
+    if isinstance(value, tuple) and value and value[0] in KINDS:
+        made = KINDS[value[0]]
+        if 2 <= len(value) <= 1 + len(dataclasses.fields(made)):
+            return made(*value[1:])
+    raise ValueError(
+        'gradient must be None, ("recompute", blocks), ("sample", k) or '
+        f'("sample", k, "int8"), got {messages.short(value)}'
+    )
