@@ -36,7 +36,7 @@ def test_one_json_object_a_step_and_every_bit_of_the_loss(tmp_path):
         "learning_rate": 1e-3,
         "seconds": 0.64,
         **dict.fromkeys(("mfu", "backend", "gradient_samples", "routers")),
-        **dict.fromkeys(("held_out_loss", "held_out_perplexity")),
+        **dict.fromkeys(("held_out_loss", "held_out_perplexity", "forward_error")),
     }
     assert read_history(writer.path) == [step_metrics(1, loss)]
 
