@@ -16,6 +16,7 @@ from tests.base.test_processes import (
     free_port,
     steps_of,
 )
+from tests.cases import slow
 from tests.test_docs import commands
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -74,7 +75,9 @@ def slurm(tasks):
     }
 
 
-def test_the_commands_of_the_page(small, tmp_path):
+# test_processes gives two processes an address, too.
+@pytest.mark.parametrize("way", [slow("given"), "found"])
+def test_the_commands_of_the_page(way, small, tmp_path):
     page = (ROOT / "docs" / "hosts.md").read_text("utf-8")
     printed = [words for words in commands(page) if words[:2] == ["jaxmem", "train"]]
     address = f"127.0.0.1:{free_port()}"
@@ -83,16 +86,13 @@ def test_the_commands_of_the_page(small, tmp_path):
         for words in printed
     ]
     assert [words[-1] for words in each] == ["0", "1"] and "--cluster" in of_cluster
-    told = []
-    for name, pair, variables in (
-        ("given", each, {}),
-        ("found", [of_cluster, of_cluster], slurm(2)),
-    ):
-        out_dir = tmp_path / name
-        own = [*small, "run.steps=3", f"run.out_dir={out_dir}"]
-        together([[*words, *own] for words in pair], 4, **variables)
-        told.append(steps_of(out_dir))
-        assert len(told[-1]) == 3 and (out_dir / "model" / "config.json").exists()
+    pair, variables = each, {}
+    if way == "found":
+        pair, variables = [of_cluster, of_cluster], slurm(2)
+    own = [*small, "run.steps=3", f"run.out_dir={tmp_path}"]
+    together([[*words, *own] for words in pair], 4, **variables)
+    assert len(steps_of(tmp_path)) == 3
+    assert (tmp_path / "model" / "config.json").exists()
 
 
 def test_sequence_and_tensor_axes_over_two_processes(small, tmp_path):

@@ -1,5 +1,6 @@
 """The harness's requests against its own transformers model; tasks of local files."""
 
+import functools
 import json
 import pathlib
 import shutil
@@ -11,6 +12,7 @@ from jaxmem import cli, generate
 
 pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")
 
+from jaxmem.evaluate import command  # noqa: E402
 from jaxmem.evaluate.model import HarnessModel  # noqa: E402
 from jaxmem.train import charts  # noqa: E402
 from tests.evaluate import make_expected  # noqa: E402
@@ -46,6 +48,15 @@ doc_to_target: "{{{{written}}}}"
 generation_kwargs: {{until: ["."], max_gen_toks: 4, do_sample: false}}
 metric_list: [{{metric: exact_match}}]
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_index_of_tasks():
+    """The harness reads the files of all its tasks, thousands, for each command."""
+    with pytest.MonkeyPatch.context() as patched:
+        once = functools.cache(command.TaskManager)
+        patched.setattr(command, "TaskManager", once)
+        yield
 
 
 @pytest.fixture(scope="module")

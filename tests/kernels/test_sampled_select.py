@@ -160,7 +160,8 @@ def test_entries(slots, v, std, dtype):
     assert np.sum(np.asarray(got.p) > 0) > n
 
 
-def test_each_column_is_kept_for_as_many_starts_as_it_has_units(monkeypatch):
+@pytest.mark.parametrize("row", [slow(0), 3])
+def test_each_column_is_kept_for_as_many_starts_as_it_has_units(row, monkeypatch):
     """Every start, of few: probabilities are exact, whatever the bounds are."""
     from jaxmem.kernels import sampled_select
 
@@ -169,12 +170,11 @@ def test_each_column_is_kept_for_as_many_starts_as_it_has_units(monkeypatch):
     n = sampling.one
     assert n == 256 and sampling.rate > 1
     z, labels = problem(4, v, 2.0)
-    for row in (0, 3):
-        same, label = z[[row] * n], labels[[row] * n]
-        kept, stats, rows = tiles(same, label, "bfloat16")
-        scale = column_sampling.scale(kept.max, rows)
-        _, units = units_of(sampling, kept, scale, label, n, v)
-        starts = jnp.arange(n, dtype=jnp.int32)
-        got = entries_of(sampling, kept, facts_of(stats, rows, label), starts, n)
-        counts = np.bincount(np.asarray(got.columns).ravel(), minlength=v + 1)
-        np.testing.assert_array_equal(counts[:v], units[0].ravel()[:v])
+    same, label = z[[row] * n], labels[[row] * n]
+    kept, stats, rows = tiles(same, label, "bfloat16")
+    scale = column_sampling.scale(kept.max, rows)
+    _, units = units_of(sampling, kept, scale, label, n, v)
+    starts = jnp.arange(n, dtype=jnp.int32)
+    got = entries_of(sampling, kept, facts_of(stats, rows, label), starts, n)
+    counts = np.bincount(np.asarray(got.columns).ravel(), minlength=v + 1)
+    np.testing.assert_array_equal(counts[:v], units[0].ravel()[:v])

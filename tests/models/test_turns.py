@@ -1,5 +1,7 @@
 """Completions after completions: a cache that is kept, and one that is made again."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,15 +23,17 @@ ROWS, WIDTH = PROMPTS.shape
 ROOM = WIDTH + TURNS * NEW + (TURNS - 1) * REPLY - 1
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def of_rows(model, ids, lengths, key, config):
+    return sample(model, ids, lengths, key, config, eos_id=EOS, pad_id=PAD)
+
+
 def again(model, said, config, turn):
     """Completions of all that was said, by `sample`."""
     ids, lengths = np.zeros((ROWS, ROOM), np.int32), np.array([len(x) for x in said])
     for row, words in zip(ids, said, strict=True):
         row[: len(words)] = words
-    key, ends = jax.random.key(turn), dict(eos_id=EOS, pad_id=PAD)
-    return jax.jit(lambda model: sample(model, ids, lengths, key, config, **ends))(
-        model
-    )
+    return of_rows(model, ids, lengths, jax.random.key(turn), config)
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,8 @@ def test_the_data_may_count_too_and_only_responses_do():
     assert step.held_out_divergence is None
 
 
+# Supervised training and GRPO add the same loss to a step.
+@pytest.mark.slow
 def test_routers_are_recorded_and_their_loss_is_learned():
     mixed = [
         "model.feed_forwards=('experts',)", "model.experts=4", "model.expert_ff=24",

@@ -285,15 +285,9 @@ def alone(tmp_path_factory):
         return train(*EVEN)[0].history
 
 
-@pytest.mark.parametrize(
-    "axis",
-    [
-        pytest.param("data", marks=pytest.mark.slow),
-        "tensor",
-        pytest.param("fsdp", marks=pytest.mark.slow),
-        pytest.param("sequence", marks=pytest.mark.slow),
-    ],
-)
+# GRPO samples and learns on meshes, and the verbs take a teacher there.
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data", "tensor", "fsdp", "sequence"])
 def test_two_devices_take_the_steps_of_one(axis, alone):
     """Completions are divided among devices; so are rows, tokens or the vocabulary."""
     made, _ = train(*EVEN, f"mesh.{axis}=2")

@@ -251,6 +251,8 @@ def test_settings_that_cannot_be(overrides, message):
     assert message in str(raised.value)
 
 
+# Supervised training and GRPO add the same loss to a step.
+@pytest.mark.slow
 def test_routers_are_recorded_and_their_loss_is_learned(tmp_path):
     model = texts.checkpoint("mixtral", tmp_path)
     made = []

@@ -386,19 +386,12 @@ def test_groups_that_tell_nothing_change_nothing():
         jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
-@functools.cache
-def new_job():
-    """Rows of two widths and a reference, compiled once for several tests."""
-    config = changed(SMALL, grpo=dict(row_lengths=(8, 16), kl_coefficient=0.1))
-    program = PolicyProgram(config)
-    compiled = program.compile()
-    return config, program, compiled
-
-
 # test_plan tests that packing changes the gradient of no loss.
 @pytest.mark.slow
 def test_gradients_do_not_depend_on_how_sequences_are_packed():
-    config, program, compiled = new_job()
+    config = changed(SMALL, grpo=dict(row_lengths=(8, 16), kl_coefficient=0.1))
+    program = PolicyProgram(config)
+    compiled = program.compile()
     job = job_with(program, compiled)
     state = job.initial_state()
     made = job._roll_out(1, state.params)
@@ -425,9 +418,9 @@ def test_gradients_do_not_depend_on_how_sequences_are_packed():
     )
 
 
-def test_after_the_first_step_nothing_compiles():
-    _, program, done = new_job()
-    job = job_with(program, done)
+def test_after_the_first_step_nothing_compiles(finished):
+    program = grpo.PolicyProgram(finished[0])  # that of the finished run
+    job = job_with(program, program.compile())
     state, _ = job.step(1, job.initial_state())
     compiled, seen = [], set()
 
@@ -456,7 +449,9 @@ def finished(tmp_path_factory, programs_of_module):
         sampling=dict(temperature=0.8, top_k=5),
         # Eight completions of each prompt: half of the groups differ in reward, so that
         # there is a gradient whichever way a processor rounds.
-        grpo=dict(kl_coefficient=0.05, group_size=8, minibatches=1),
+        grpo=dict(
+            kl_coefficient=0.05, group_size=8, minibatches=1, row_lengths=(8, 16)
+        ),
         run=dict(seed=1),
     )
     out_dir = tmp_path_factory.mktemp("finished") / "run"

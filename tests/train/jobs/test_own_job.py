@@ -112,6 +112,11 @@ def test_it_is_planned(fake, capsys):
     teacher, step = json.loads(capsys.readouterr().out)["phases"]
     assert (teacher["name"], step["name"]) == ("teacher", "train step")
     assert teacher["resident"]["teacher"] == step["resident"]["trained weights"] > 0
+
+
+# The planning tests fit other jobs, whose policies they compile in the same way.
+@pytest.mark.slow
+def test_it_is_fitted(fake, capsys):
     assert cli.main(["plan", "own.gin", "--device", "h200", "--fit"]) == 0
     assert "remat.policy=save_attention" in capsys.readouterr().out
 

@@ -97,23 +97,23 @@ def numbers(result):
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_every_job_trains_it(job):
-    result, said = train(job)
+def test_every_job_trains_it_and_resumes_bitwise(job, monkeypatch, one_program):
+    # Rows of pairs hold one document each, so that it may see padding there.
+    factory = f"{MODULE}:SeesPadding" if job == "dpo" else OWN
+    result, said = train(job, factory=factory)
     assert len(result.history) == 4
     assert "no run/model: " in said and "model.factory" in said
     if job != "grpo":
         assert result.history[-1].loss < result.history[0].loss
         assert result.history[-1].held_out_loss is not None
 
+    def cut():
+        return train(job, "run.out_dir=cut", factory=factory)
 
-@pytest.mark.parametrize("job", ["sft", "grpo"])
-def test_a_resumed_run_takes_bitwise_the_same_steps(job, monkeypatch, one_program):
-    whole, _ = train(job)
-    kind = jobs.JOBS[job]
-    kill_before(4, kind, monkeypatch, lambda: train(job, "run.out_dir=cut"))
-    again, resumed = train(job, "run.out_dir=cut")
+    kill_before(4, jobs.JOBS[job], monkeypatch, cut)
+    again, resumed = cut()
     assert "resuming cut after step 2" in resumed
-    assert numbers(again) == numbers(whole)
+    assert numbers(again) == numbers(result)
 
 
 def test_it_learns_from_rewards_and_reads_text_as_a_checkpoint_does():
@@ -130,7 +130,7 @@ def test_it_learns_from_rewards_and_reads_text_as_a_checkpoint_does():
     assert "each of up to 4 tokens" in said
 
 
-@pytest.mark.parametrize("own_tokenizer", [True, False])
+@pytest.mark.parametrize("own_tokenizer", [True, slow(False)])
 def test_a_run_starts_from_the_weights_and_text_of_another(own_tokenizer):
     tokenizer = () if own_tokenizer else ("model.checkpoint=llama",)
     train("sft", "run.steps=2", *tokenizer)
@@ -154,7 +154,7 @@ def test_a_run_starts_from_the_weights_and_text_of_another(own_tokenizer):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("job, name", [("sft", "Ours"), ("grpo", "OursCached")])
+@pytest.mark.parametrize("job, name", [slow("sft", "Ours"), ("grpo", "OursCached")])
 def test_our_decoder_behind_the_protocol_takes_the_same_steps(job, name):
     built_in, _ = train(job, "remat.policy=none", factory=None)
     behind, _ = train(
@@ -206,11 +206,6 @@ def test_a_bad_factory_is_refused_before_a_step_is_compiled(
     with pytest.raises(ValueError, match=message) as error:
         train("sft", factory=factory)
     assert "model.factory" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_documents_may_see_others_where_rows_hold_one():
-    result, _ = train("dpo", factory=f"{MODULE}:SeesPadding")
-    assert len(result.history) == 4
 
 
 @pytest.mark.parametrize(
@@ -279,7 +274,7 @@ def test_partition_specs_are_those_of_the_parameters():
         DecoderProgram(config, 280)
 
 
-@pytest.mark.parametrize("job", ["sft", "grpo"])
+@pytest.mark.parametrize("job", [slow("sft"), "grpo"])
 def test_it_is_planned(job, fake, capsys):
     given = [f"{job}.gin", "--device", "h200", f"model.factory={OWN}"]
     assert cli.main(["plan", *given]) in (0, 1)

@@ -96,7 +96,9 @@ def test_the_expected_gradient_of_prefixes_is_that_of_all(grpo):
     assert error < 1.5 * spread / np.sqrt(len(drawn))
 
 
-def test_a_run_reads_prefixes_in_every_pass_and_is_the_same_again(tmp_path):
+def test_a_run_reads_prefixes_in_every_pass_and_is_the_same_again(
+    tmp_path, one_program
+):
     config = changed(LONG, grpo=dict(prefix_cut=0.0, minibatches=2, share_prompts=True))
     config = changed(config, grpo=dict(max_tokens_train=128, max_tokens_forward=128))
     results = [train(config, tmp_path / name)[0] for name in ("one", "two")]

@@ -169,8 +169,8 @@ def job_of(**sampling):
 @pytest.mark.parametrize(
     "sampling",
     [
-        dict(top_p=0.8, support=14),
-        slow(CUT),
+        slow(dict(top_p=0.8, support=14)),
+        CUT,
     ],
     ids=str,
 )
@@ -204,7 +204,7 @@ def test_the_first_ratios_are_one_within_the_support_and_only_there(sampling):
 
 def test_supports_are_those_that_the_sampler_drew_from():
     """The sampler's own truncation of the trainer's logits, token by token."""
-    job = job_of(top_p=0.8, support=14)
+    job = job_of(**CUT)
     state, config = job.initial_state(), job.config
     made = job._roll_out(1, state.params)
     model = job.program.model(state.params, job.frozen)
@@ -215,7 +215,7 @@ def test_supports_are_those_that_the_sampler_drew_from():
         z = model.head(model(ids, np.ones_like(ids), positions))[0]
         first, length = completions.first[i], completions.lengths[i]
         want = truncate(z[first : first + length], config.sampling)[1]
-        found = packing.csr_to_support(*made.supports.csr, V)
+        found = packing.csr_to_support(*made.supports.csr, CUT["support"])
         found = found[made.supports.numbers[i, :length]]
         np.testing.assert_array_equal(np.sort(found), np.sort(want))
         labels = completions.sampled[i, :length, None]
@@ -321,7 +321,7 @@ def test_the_same_tokens_are_kept_for_a_seed_and_a_step():
     assert kept_tokens(SMALL, 1, 0, lengths) is None
 
 
-@pytest.mark.parametrize("sampling", [slow({}), dict(top_p=0.8, support=14)], ids=str)
+@pytest.mark.parametrize("sampling", [slow({}), CUT], ids=str)
 def test_the_expected_gradient_of_some_tokens_is_that_of_all(sampling):
     """The mean over draws is as near as their spread says, and nearer than one draw."""
     job = job_of(**sampling)
@@ -357,7 +357,7 @@ def test_the_expected_gradient_of_some_tokens_is_that_of_all(sampling):
 
 
 def test_masked_tokens_have_no_label_and_no_support():
-    job = job_of(top_p=0.8, support=14)
+    job = job_of(**CUT)
     config = changed(job.config, grpo=dict(token_fraction=0.5))
     made = job._roll_out(1, job.initial_state().params)
     old = np.zeros(made.samples.tokens.shape, np.float32)

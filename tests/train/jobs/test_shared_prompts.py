@@ -8,6 +8,7 @@ import pytest
 from jaxmem.train.configuration import load
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_report import phases_of
+from tests.cases import slow
 from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, curve, train
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
     ("grpo", "sampling", "mesh"),
     [
         (dict(kl_coefficient=0.1, epochs=2), {}, {}),
-        (dict(loss="gspo", token_fraction=0.7), dict(top_k=5), dict(data=2)),
+        slow(dict(loss="gspo", token_fraction=0.7), dict(top_k=5), dict(data=2)),
     ],
 )
 def test_a_run_takes_the_same_steps(grpo, sampling, mesh, tmp_path):
