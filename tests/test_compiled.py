@@ -21,6 +21,7 @@ from jaxmem.models import grouped
 from jaxmem.models.mixture import Expert
 from jaxmem.models.partitioning import AXES
 from jaxmem.train.jobs import sft
+from tests.cases import one_at_a_time, slow
 from tests.train import test_mesh_gpu
 
 FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
@@ -76,14 +77,13 @@ def of_all(h, W, y, **options):
     return jax.grad(total, (0, 1))(h, W)
 
 
-@pytest.mark.parametrize("options", [None, UNROLLED], ids=["", "unrolled"])
 @pytest.mark.parametrize(
-    "run",
-    [
-        of_micro_batches, functools.partial(of_micro_batches, one_pass=True), of_all,
-    ],
-    ids=["stacked", "stacked in one pass", "made again"],
-)  # fmt: skip
+    "run, options",
+    one_at_a_time(
+        [of_micro_batches, functools.partial(of_micro_batches, one_pass=True), of_all],
+        [None, UNROLLED],
+    ),
+)
 def test_no_kernel_writes_into_a_slice(run, options):
     shapes = ((3, 256, 256), jnp.bfloat16), ((1024, 256), jnp.bfloat16)
     text = compiled(run, (*shapes, ((3, 256), jnp.int32)), options).as_text()
@@ -142,7 +142,7 @@ def test_the_number_of_iterations_is_known_to_the_host(slots):
     assert all("known_trip_count" in loop for loop in loops)
 
 
-@pytest.mark.parametrize("shape", [(8192, 4096, 151936), (8192, 4096, 50257)])
+@pytest.mark.parametrize("shape", [(8192, 4096, 151936), slow((8192, 4096, 50257))])
 def test_memory_is_what_the_record_says(shape):
     n, d, v = shape
 
@@ -166,7 +166,7 @@ def test_memory_is_what_the_record_says(shape):
     assert analysis.temp_size_in_bytes == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("n_blocks", [4, 8])
+@pytest.mark.parametrize("n_blocks", [4, slow(8)])
 def test_blocks_of_the_vocabulary_take_less_where_tokens_are_many(n_blocks):
     n, d, v, chunk = 131_072, 4096, 128_256, 1024
 

@@ -14,7 +14,9 @@ from rich.console import Console
 
 from jaxmem import cli
 from jaxmem.train import configuration, jobs
+from tests.train.jobs.conftest import one_program as one_program
 from tests.train.jobs.kills import kill_before
+from tests.train.jobs.test_own_model import JOBS, SIZES
 
 EAGER = getattr(flax.config, "flax_always_shard_variable", None)
 
@@ -30,52 +32,18 @@ pytestmark = [
     pytest.mark.usefixtures("quick_compilation", "no_picture"),
 ]
 FACTORY = str(pathlib.Path(__file__).with_name("tunix_model.py")) + ":Qwen3"
-GIN = f"""
-model.factory = "{FACTORY}"
-model.layers = 1
-model.hidden = 16
-model.heads = 2
-model.kv_heads = 1
-model.head_dim = 8
-model.ff = 24
-optimizer.learning_rate = 1e-2
-optimizer.warmup_steps = 0
-run.steps = 4
-run.checkpoint_every = 2
-run.compare_heads = False
-run.out_dir = "run"
-"""
-JOBS = {
-    "sft": """
-run.job = "sft"
-data.source = "texts.jsonl"
-data.vocab_size = 280
-data.sequence_length = 16
-data.batch_size = 4
-data.held_out = 0.2
-data.cache_dir = "."
-""",
-    "grpo": """
-run.job = "grpo"
-task.digits = 1
-task.answer = "sum"
-task.reward = "prefix"
-sampling.max_new_tokens = 3
-grpo.prompts = 8
-grpo.group_size = 4
-grpo.max_tokens_train = 64
-grpo.max_tokens_forward = 64
-grpo.row_lengths = (16,)
-""",
-}
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_a_tunix_model_is_trained_and_resumes_bitwise(job, tmp_path, monkeypatch):
+@pytest.mark.parametrize("job", ["sft", "grpo"])
+def test_a_tunix_model_is_trained_and_resumes_bitwise(
+    job, tmp_path, monkeypatch, one_program
+):
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"text": f"{i} and {i * i}"}) + "\n" for i in range(40)]
     pathlib.Path("texts.jsonl").write_text("".join(lines))
-    pathlib.Path("run.gin").write_text(GIN + JOBS[job])
+    pathlib.Path("run.gin").write_text(
+        SIZES + JOBS[job] + f"run.job = {job!r}\nmodel.factory = {FACTORY!r}\n"
+    )
 
     def train(out_dir):
         loaded = configuration.load("run.gin", [f"run.out_dir={out_dir}"])

@@ -35,7 +35,7 @@ def test_both_gradients(layout, d, monkeypatch):
     monkeypatch.setattr(sampled_products, "_PIECE", 8)
     monkeypatch.setattr(sampled_products, "_COLUMNS", 1)
     monkeypatch.setattr(sampled_products, "_TRANSPOSED_DEPTH", 16)
-    n, v = 60, 50
+    n, v = 24, 20
     dz, dense, h, W = problem(n, d, v, 6)
     launch = sampled_products.Launch(8, 4, sums=8)
     given = W if layout == "vd" else W.T
