@@ -1,5 +1,6 @@
 """The benchmarks measure what they say: at tiny shapes, and on a clock of our own."""
 
+import fnmatch
 import importlib.util
 import itertools
 import json
@@ -26,8 +27,6 @@ from benchmarks import (
     run_peers,
     run_refill,
     run_sampled,
-    run_sampled_evidence,
-    run_sampled_training,
     run_turns,
     workers,
 )
@@ -295,6 +294,26 @@ def test_run_grpo_reads_a_run_that_is_there(tmp_path):
     assert wanted.items() <= row.items() and row["overrides"] == "run.steps=2"
 
 
+def test_a_record_keeps_its_script_or_says_which_commit_has_it():
+    folder = ROOT / "benchmarks"
+    page = (folder / "README.md").read_text("utf-8")
+    named = "".join(
+        row
+        for script, row in re.findall(r"^(?:\| `(\w+\.py)` )(.*)$", page, re.MULTILINE)
+        if (folder / script).exists()
+    )
+    patterns = re.findall(r"`([\w*]+\.csv)`", named)
+    patterns += re.findall(r"--(?:out|phases|paper) (\w+\.csv)", page)
+    written = re.compile(
+        r"# Written by (benchmarks/\w+\.py), which is in commit \w{7}\."
+    )
+    for path in (folder / "results").glob("*.csv"):
+        gone = written.match(path.read_text("utf-8"))
+        kept = any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns)
+        made_by_tests = path.name in ("faults_cpu.csv", "mutants_cpu.csv")
+        assert bool(gone) != (kept or made_by_tests), path.name
+
+
 # ------------------------------------------------------------- what is made of it
 
 
@@ -471,24 +490,6 @@ def test_materialised_distillation_is_the_same():
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-# It calls what test_sampled tests: the spread of sampled gradients and their counts.
-@pytest.mark.slow
-def test_run_sampled_evidence():
-    row = run_sampled_evidence.row("logprob", 2, 512)
-    assert 0.5 < row["mean_z2"] < 1.5 and row["outside_95"] < 0.1
-    assert row["exact_error"] < 1e-5 and row["largest_count"] <= 2 + 32 + 1
-    assert row["noise_over_label"] < 1.1 * row["bound"]
-
-
-def test_tokens_are_in_buckets_by_their_count():
-    counts = np.array([0, 9, 10, 99, 100, 9999, 10000])
-    assert run_sampled_training.bucket_of(counts).tolist() == [0, 0, 1, 1, 2, 3, 4]
-    assert list(run_sampled_training.curve_of(np.arange(100.0)))[:2] == [
-        (2, 0.5),
-        (4, 2.5),
-    ]
-
-
 def test_losses_are_compared_with_the_exact_run_of_the_same_seed():
     rows = [
         {"stage": "sft", "variant": v, "seed": s, "held_out_loss": x}
@@ -496,31 +497,6 @@ def test_losses_are_compared_with_the_exact_run_of_the_same_seed():
                         ("K=16", "1", "3.5"), ("dropped", "1", "9.0")]
     ]  # fmt: skip
     assert list(plot_sampled.differences(rows)) == [("sft", 16, 0.5)]
-
-
-@pytest.mark.slow
-def test_sampled_training_runs_every_variant(tmp_path, monkeypatch):
-    text = tmp_path / "text.jsonl"
-    words = [" ".join(f"word{i * j % 89}" for j in range(60)) for i in range(60)]
-    text.write_text("".join(json.dumps({"text": w}) + "\n" for w in words))
-    monkeypatch.setattr(
-        run_sampled_training, "sources", lambda *_: (str(text), str(text))
-    )
-    out, curve = tmp_path / "rows.csv", tmp_path / "curve.csv"
-    run_sampled_training.main(
-        ["--cpu", "--seeds=1", f"--out={out}", f"--curve={curve}", "--variants",
-         "exact", "K=16", "dropped", "--compilers=1", "run.steps=5",
-         "data.vocab_size=320", "data.sequence_length=32", "data.held_out=0.1"]
-    )  # fmt: skip
-    rows = results.read(out)
-    assert [(r["stage"], r["variant"]) for r in rows] == [
-        (stage, variant)
-        for stage in ("scratch", "sft")
-        for variant in ("exact", "K=16", "dropped")
-    ]
-    first = [r["loss"] for r in results.read(curve) if r["step"] == "1"]
-    assert len(set(first[:3])) == 1  # one loss before any update, exact or sampled
-    assert len({r["held_out_loss"] for r in rows}) == 6
 
 
 # ---------------------------------------------------------------- refilled slots

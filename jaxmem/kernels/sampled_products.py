@@ -53,8 +53,8 @@ class Launch:
     sums: int = 1
 
 
-# The fastest of those that `benchmarks.run_sampled_parts --sweep` times on an H100 with
-# policy-like data (`benchmarks/sampled_data.py`), D=4096.
+# The fastest of those that were timed on an H100 with policy-like data
+# (`benchmarks/sampled_data.py`), D=4096.
 TO_HIDDEN = Launch(at_once=8, unroll=4)
 TO_W = Launch(at_once=8, unroll=4, sums=8)
 TO_PIECE = Launch(at_once=8, unroll=8)
