@@ -32,6 +32,8 @@ def check(config: ModelConfig, sequence: int = 1) -> None:
         problem = f"model.pattern={config.pattern} has windows"
     elif set(config.mixers) != {"attention"}:
         problem = f"model.mixers={config.mixers} are not all 'attention'"
+    elif config.rope_limit is not None:
+        problem = f"model.rope_limit={config.rope_limit}: rotation depends on lengths"
     elif sequence > 1:
         problem = f"mesh.sequence={sequence} is above 1"
     if problem is not None:

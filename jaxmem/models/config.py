@@ -17,7 +17,7 @@ FEED_FORWARDS = ("dense", "experts", "dense_and_experts")
 
 
 _SCORES = ("softmax", "sigmoid", "chosen", "near")
-_ROPES = (None, "linear", "llama3", "yarn", "listed")
+_ROPES = (None, "linear", "llama3", "yarn", "listed", "dynamic")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -50,6 +50,7 @@ RANGES = {
     "rope_high_factor": _POSITIVE,
     "rope_original": _POSITIONS,
     "rope_magnitude": _POSITIVE,
+    "rope_long_magnitude": _POSITIVE,
     "rope_limit": _POSITIONS,
     "rope_fraction": reals(above=0, high=1),
     "delta_heads": _HEADS,
@@ -122,17 +123,18 @@ class ModelConfig:
     rope_theta: float = 10_000.0  # base of the rotary wavelengths, in tokens
     # None; "linear": scale all wavelengths by rope_factor; others scale the long ones:
     # "llama3" by their length, "yarn" by their number, see models.positions
-    # "listed" by one factor each
-    rope_scaling: Literal["linear", "llama3", "yarn", "listed"] | None = None
+    # "listed" by one factor each, "dynamic" by the length of a long document
+    rope_scaling: Literal["linear", "llama3", "yarn", "listed", "dynamic"] | None = None
     rope_factor: float = 1.0  # factor of the scaled wavelengths
     rope_low_factor: float = 1.0  # long is above rope_original / this
     rope_high_factor: float = 4.0  # short is below rope_original / this
     rope_original: int = 8192  # context length in tokens before scaling
     rope_truncate: bool = True  # yarn: its limits are whole numbers of pairs
     rope_factors: tuple[float, ...] | None = None  # of the pairs' wavelengths: "listed"
-    # positions that the wavelengths are for; what follows in a document is NaN
-    rope_limit: int | None = None
+    rope_long_factors: tuple[float, ...] | None = None  # those of long documents
+    rope_limit: int | None = None  # tokens of a document that is not a long one
     rope_magnitude: float = 1.0  # factor of cosines and sines where wavelengths scale
+    rope_long_magnitude: float | None = None  # that of long documents; None: the same
     rope_fraction: float = 1.0  # of each head that is rotated, its first part
     # of the pairs of global layers' wavelengths that are rotated, the shortest
     rope_proportion: float | None = None
@@ -255,14 +257,7 @@ class ModelConfig:
                 f"ModelConfig.head_dim must be even (RoPE), got {self.head_dim}"
             )
         self._check_kinds()
-        _check_choice(self, "rope_scaling", _ROPES)
-        listed, pairs = self.rope_factors, self.rope_width // 2
-        is_listed = self.rope_scaling == "listed"
-        good = listed is None if not is_listed else listed and len(listed) == pairs
-        wanted = f"{pairs} numbers with rope_scaling='listed', and else None"
-        check_field(self, "rope_factors", bool(good), wanted)
-        above = self.rope_high_factor >= self.rope_low_factor
-        check_field(self, "rope_high_factor", above, "at least rope_low_factor")
+        self._check_rope()
         _check_choice(self, "activation", (*ACTIVATIONS, "xielu"))
         self._check_norms()
         _check_choice(self, "dtype", DTYPES)
@@ -281,6 +276,22 @@ class ModelConfig:
                 "ModelConfig.lora_targets has 'gate', which a feed-forward layer with "
                 "gated=False does not have; leave it out"
             )
+
+    def _check_rope(self):
+        _check_choice(self, "rope_scaling", _ROPES)
+        pairs, is_listed = self.rope_width // 2, self.rope_scaling == "listed"
+        for name in ("rope_factors", "rope_long_factors"):
+            listed = getattr(self, name)
+            good = listed is None if not is_listed else listed and len(listed) == pairs
+            wanted = f"{pairs} numbers with rope_scaling='listed', and else None"
+            check_field(self, name, bool(good), wanted)
+        limited = is_listed or self.rope_scaling == "dynamic"
+        wanted = "given with rope_scaling='listed' or 'dynamic', and only there"
+        check_field(
+            self, "rope_limit", limited == (self.rope_limit is not None), wanted
+        )
+        above = self.rope_high_factor >= self.rope_low_factor
+        check_field(self, "rope_high_factor", above, "at least rope_low_factor")
 
     def _check_norms(self):
         _check_choice(self, "norm", ("rms", "layer"))

@@ -30,6 +30,7 @@ from jaxmem.models.positions import (
     Branches,
     Ids,
     by_kind,
+    document_lengths,
     documents,
     layer_kinds,
     sights,
@@ -166,7 +167,8 @@ class Decoder(nnx.Module):
         if segment_ids is None:
             embedding.check_length(self.config, tokens.shape[1])
         seen = documents(self.config, positions, segment_ids, branches)
-        sight = sights(self.config, positions, seen)
+        lengths = document_lengths(self.config, positions, segment_ids)
+        sight = sights(self.config, positions, seen, lengths)
         runs, inputs = structure.runs(self.config), self._inputs(tokens, x)
         counted = balance.counted(tokens, segment_ids)
         trained = bool(self.config.router_aux_loss_coef)
@@ -195,10 +197,9 @@ class Decoder(nnx.Module):
                 most = min(policy.last, len(run[0].layers) - 1)
                 last = most if run is runs[-1] else 0
                 policy = dataclasses.replace(policy, last=last)
-            unroll = self.unroll
             carried = x, routed, {} if any(given) else kept
             x, routed, more = remat.scan_blocks(
-                blocks, scanned, carried, policy, unroll=unroll
+                blocks, scanned, carried, policy, unroll=self.unroll
             )
             kept = more or kept
         return self._final(x), routed
@@ -264,7 +265,7 @@ class Decoder(nnx.Module):
         embedding.check_length(self.config, max_length)
         x = embedding.look_up(self, jnp.where(filled, prompts, 0), positions)
         seen = documents(self.config, positions, filled)
-        sight = sights(self.config, positions, seen)
+        sight = sights(self.config, positions, seen, lengths[:, None])
         possible = (lengths >= 1) & (lengths <= width)
         x = jnp.where(possible[:, None, None], x, jnp.nan)
         inputs = self._inputs(jnp.where(filled, prompts, 0), x)
@@ -303,8 +304,10 @@ class Decoder(nnx.Module):
 
         before = by_kind(self.config, earlier)
         sight = sights(
-            self.config, positions, lambda kind: own(kind)._replace(prefix=before(kind))
-        )
+            self.config, positions,
+            lambda kind: own(kind)._replace(prefix=before(kind)),
+            (cache.lengths + lengths)[:, None],
+        )  # fmt: skip
         inputs = self._inputs(tokens, x)
         x, made = self._read(x, inputs, sight, width, cache.layers)
         states = {
@@ -382,7 +385,8 @@ class Decoder(nnx.Module):
         def visible(kind: str) -> jax.Array:
             return cache.seen(window(self.config, kind, positions))
 
-        sight = sights(self.config, positions, by_kind(self.config, visible))
+        seen = by_kind(self.config, visible)
+        sight = sights(self.config, positions, seen, positions + 1)
         inputs = self._inputs(tokens, x)
         states, new = {}, {}
         for run in structure.runs(self.config):

@@ -65,10 +65,9 @@ def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:
 
 def check_length(config: ModelConfig, tokens: int) -> None:
     """Raise a ValueError for rows of more tokens than there are positions."""
-    for name in ("learned_positions", "rope_limit"):
-        most = getattr(config, name)
-        if most is not None and tokens > most:
-            raise ValueError(
-                f"a row must have at most {most} tokens, the positions of this model "
-                f"that are implemented (model.{name}), got {tokens}"
-            )
+    most = config.learned_positions
+    if most is not None and tokens > most:
+        raise ValueError(
+            f"a row must have at most {most} tokens, the positions of this model "
+            f"(model.learned_positions), got {tokens}"
+        )

@@ -86,11 +86,14 @@ def by_kind(config: ModelConfig, make: Callable[[str], Any]) -> Callable[[Any], 
     return lambda kind: jax.tree.map(lambda tables: tables[kind], stacked)
 
 
-def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
+def rope_frequencies(
+    config: ModelConfig, kind: str = "global", lengths: jax.Array | None = None
+) -> jax.Array:
     """Rotary angle per position of each pair, for one kind of layer.
 
         f_i = theta^(-2i / d),   then, if scaled,   f_i ((1 - s_i) / factor + s_i)
         linear:  s_i = 0;   listed:  the same, with a factor for each i
+        dynamic: not scaled, but theta is theta (1 + factor (n / limit - 1))^(d / (d-2))
         llama3:  s_i = clip((original f_i / 2π - low) / (high - low), 0, 1)
         yarn:    s_i = clip((j(low) - i) / (j(low) - j(high)), 0, 1),
                  j(n) = d ln(original / 2πn) / (2 ln theta), within [0, d - 1]
@@ -99,9 +102,11 @@ def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
         config: of the decoder; d is its `rope_width`.
         kind: of layer; "local" layers with a `local_rope_theta` are not scaled, and
             "unrotated" ones have frequencies of 0.
+        lengths: [..., 1] tokens n of a document, by which "listed" factors are chosen;
+            those up to the limit count as `rope_limit`. None: such ones.
 
     Returns:
-        f32 [d / 2].
+        f32 [..., d / 2].
 
     Reference: Su et al., "RoFormer", 2021, arXiv:2104.09864; linear: Chen et al.,
     2023, arXiv:2306.15595; llama3: the Llama team, 2024, arXiv:2407.21783; yarn: Peng
@@ -115,16 +120,22 @@ def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
     if not scaled and kind == "local" and config.local_rope_theta is not None:
         theta = config.local_rope_theta
     exponents = jnp.arange(0, width, 2, dtype=jnp.float32) / width
+    is_dynamic = scaled and config.rope_scaling == "dynamic"
+    if is_dynamic and lengths is not None:
+        assert config.rope_limit is not None
+        excess = jnp.maximum(lengths / config.rope_limit - 1, 0)
+        theta *= (1 + config.rope_factor * excess) ** (width / (width - 2))
     frequencies = theta**-exponents
     if kind == "global" and config.rope_proportion is not None:
         count = int(config.rope_proportion * width // 2)
         frequencies = jnp.where(jnp.arange(width // 2) < count, frequencies, 0)
-    if not scaled:
+    if not scaled or is_dynamic:
         return frequencies
     if config.rope_scaling == "linear":
         return frequencies / config.rope_factor
     if config.rope_scaling == "listed":
-        return frequencies / jnp.asarray(config.rope_factors, jnp.float32)
+        factors = config.rope_factors, config.rope_long_factors
+        return frequencies / _chosen(config, lengths, *factors)
     low, high = config.rope_low_factor, config.rope_high_factor
     if config.rope_scaling == "llama3":
         turns = config.rope_original * frequencies / (2 * jnp.pi)
@@ -134,6 +145,22 @@ def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
         first, last = _yarn_limits(config, width)
         kept = 1 - jnp.clip((jnp.arange(width // 2) - first) / (last - first), 0, 1)
     return frequencies * ((1 - kept) / config.rope_factor + kept)
+
+
+def rope_magnitude(config: ModelConfig, kind: str, lengths: jax.Array | None) -> Any:
+    """Factor of cosines and sines; `lengths` are as in `rope_frequencies`."""
+    if not is_scaled(config, kind):
+        return 1.0
+    short, long = config.rope_magnitude, config.rope_long_magnitude
+    return short if long is None else _chosen(config, lengths, short, long)
+
+
+def _chosen(config: ModelConfig, lengths: jax.Array | None, short: Any, long: Any):
+    """What long documents have, and what others have."""
+    short, long = (jnp.asarray(x, jnp.float32) for x in (short, long))
+    if lengths is None or config.rope_limit is None:
+        return short
+    return jnp.where(lengths > config.rope_limit, long, short)
 
 
 def rope_width(config: ModelConfig, kind: str) -> int:
@@ -163,20 +190,18 @@ def _yarn_limits(config: ModelConfig, width: int) -> tuple[float, float]:
     return first, last + 0.001 if first == last else last
 
 
-def rope_tables(positions: Ids, frequencies: jax.Array, magnitude: float = 1.0) -> Rope:
+def rope_tables(positions: Ids, frequencies: jax.Array, magnitude: Any = 1.0) -> Rope:
     """Cosines and sines of the rotary angles, position x frequency.
 
     Args:
         positions: [B, T] position of each token in its document.
-        frequencies: [d / 2] from `rope_frequencies`.
+        frequencies: from `rope_frequencies`, [d / 2] or [B, T or 1, 1, d / 2].
         magnitude: factor of both.
 
     Returns:
         A `Rope` of f32 arrays [B, T, 1, d / 2].
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-    if magnitude == 1:
-        return Rope(jnp.cos(angles), jnp.sin(angles))
     return Rope(magnitude * jnp.cos(angles), magnitude * jnp.sin(angles))
 
 
@@ -325,8 +350,30 @@ def documents(
     return lambda kind: Sight(segment_ids, widths(kind))
 
 
+def document_lengths(
+    config: ModelConfig, positions: Ids, segment_ids: Ids | None
+) -> jax.Array | None:
+    """[B, T] tokens of each token's document; None where they do not matter.
+
+    Raises:
+        ValueError: documents are not given, and they matter.
+    """
+    if config.rope_limit is None:
+        return None
+    if segment_ids is None:
+        raise ValueError(
+            "segment_ids must be given with model.rope_limit, as rotary wavelengths "
+            "depend on the tokens of a document, got None"
+        )
+    same = document_mask(segment_ids)[:, 0]
+    return jnp.max(jnp.where(same, positions[:, None], 0), axis=-1) + 1
+
+
 def sights(
-    config: ModelConfig, positions: Ids, visible: Callable[[Any], Any]
+    config: ModelConfig,
+    positions: Ids,
+    visible: Callable[[Any], Any],
+    lengths: jax.Array | None,
 ) -> Callable[[Any], tuple[Any, Rope]]:
     """A function from an entry of `layer_kinds` to what is seen and rotary tables.
 
@@ -334,24 +381,23 @@ def sights(
         config: of the decoder.
         positions: [B, T] of the tokens in their documents.
         visible: from an entry to what a layer of the kind sees.
+        lengths: [B, T or 1] tokens of each document so far; None: they do not matter.
 
     Returns:
         The function.
     """
+    by_pair = None
+    if config.rope_limit is not None and lengths is not None:
+        by_pair = lengths[..., None, None]
     widest = max(rope_width(config, kind) for kind in used_kinds(config))
 
     def tables(kind: str) -> Rope:
-        magnitude = config.rope_magnitude if is_scaled(config, kind) else 1.0
-        frequencies = rope_frequencies(config, kind)
+        frequencies = rope_frequencies(config, kind, by_pair)
         # Kinds whose heads are narrower read a part of these tables.
-        frequencies = jnp.pad(frequencies, (0, widest // 2 - len(frequencies)))
-        if config.rope_limit is None:
-            return rope_tables(positions, frequencies, magnitude)
-        # They are not those of such a position: its token must not pass for right.
-        known = jnp.asarray(positions)[..., None, None] < config.rope_limit
-        rope = rope_tables(positions, frequencies, magnitude)
-        cosines, sines = (jnp.where(known, x, jnp.nan) for x in rope[:2])
-        return Rope(cosines, sines)
+        unused = (0, widest // 2 - frequencies.shape[-1])
+        frequencies = jnp.pad(frequencies, [(0, 0)] * (frequencies.ndim - 1) + [unused])
+        magnitude = rope_magnitude(config, kind, by_pair)
+        return rope_tables(positions, frequencies, magnitude)
 
     made = [tables(kind)._replace(**_of_queries(config, kind, positions))
             for kind in used_kinds(config)]  # fmt: skip

@@ -75,8 +75,17 @@ CONFIGURATIONS = {
         "vaultgemma", head_dim=24, query_pre_attn_scalar=20, sliding_window=5,
         attn_logit_softcapping=2.0, final_logit_softcapping=4.0,
     ),
+    "vaultgemma_untied": of(
+        "vaultgemma", head_dim=16, query_pre_attn_scalar=30, sliding_window=7,
+        layer_types=[GLOBAL, LOCAL, LOCAL], tie_word_embeddings=False,
+        attn_logit_softcapping=None, final_logit_softcapping=None,
+    ),
     "ministral": of(
         "ministral", head_dim=24, sliding_window=5, layer_types=[LOCAL, GLOBAL, LOCAL]
+    ),
+    "ministral_tied": of(
+        "ministral", head_dim=16, sliding_window=7, num_key_value_heads=4,
+        tie_word_embeddings=True, layer_types=[LOCAL] * 3, rope_parameters=DEFAULT,
     ),
     "ministral3": of(
         "ministral3", head_dim=24,
@@ -113,6 +122,10 @@ CONFIGURATIONS = {
         rope_parameters=DEFAULT | {"partial_rotary_factor": 0.25},
     ),
     "glm": of("glm", head_dim=24),
+    "glm_quarter": of(
+        "glm", head_dim=16, attention_bias=False, tie_word_embeddings=True,
+        rope_parameters=DEFAULT | {"partial_rotary_factor": 0.25},
+    ),
     "granite": of(
         "granite", embedding_multiplier=3.0, logits_scaling=2.5,
         residual_multiplier=0.4, attention_multiplier=0.2,
@@ -121,6 +134,10 @@ CONFIGURATIONS = {
         "granite", attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
     "cohere": of("cohere", logit_scale=0.5),
+    "cohere_bias": of(
+        "cohere", logit_scale=2.0, attention_bias=True, num_key_value_heads=1,
+        tie_word_embeddings=False, rope_parameters=DEFAULT,
+    ),
     "cohere2": of("cohere2", num_hidden_layers=4, sliding_window=5, logit_scale=0.5),
     "cohere2_listed": of(
         "cohere2", sliding_window=5, attention_bias=True, tie_word_embeddings=False,
@@ -255,24 +272,48 @@ CONFIGURATIONS = {
         "qwen3_5_moe_text", **DELTA, head_dim=24, layer_types=[LINEAR, GLOBAL, LINEAR],
         shared_expert_intermediate_size=40, **EXPERTS,
     ),
+    "qwen3_5_moe_tied": of(
+        "qwen3_5_moe_text", **DELTA | {"linear_value_head_dim": 24}, head_dim=16,
+        linear_conv_kernel_dim=3, layer_types=[GLOBAL, LINEAR, LINEAR],
+        attention_bias=True, tie_word_embeddings=True,
+        shared_expert_intermediate_size=24,
+        **EXPERTS | {"num_experts_per_tok": 3},
+    ),
     "llama_dynamic": of(
         "llama", rope_parameters=DEFAULT | {"rope_type": "dynamic", "factor": 2.0}
+    ),
+    "llama_dynamic_beyond": of(
+        "llama", head_dim=24, max_position_embeddings=10,
+        rope_parameters=DEFAULT | {"rope_type": "dynamic", "factor": 2.0},
+    ),
+    "llama_long": of(  # what is sampled passes 10 tokens
+        "llama", head_dim=12,
+        rope_parameters=LONG | {"original_max_position_embeddings": 10},
+    ),
+    "phi3_beyond": of(
+        "phi3", original_max_position_embeddings=5, rope_parameters=LONG
+        | {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 5},
     ),
     "phi3_long": of(
         "phi3", max_position_embeddings=128, original_max_position_embeddings=32,
         rope_parameters=LONG | {"partial_rotary_factor": 0.75},
     ),
-    "phimoe": of(
+    "phimoe": of(  # transformers takes short factors for all documents
         "phimoe", num_local_experts=4, attention_bias=True, lm_head_bias=True,
         router_jitter_noise=0.4, max_position_embeddings=128,
         rope_parameters=LONG
         | {"short_mscale": 1.1, "long_mscale": 1.2, "short_factor": [1.5] * 8,
-           "long_factor": [2.0] * 8},
+           "long_factor": [1.5] * 8, "original_max_position_embeddings": 5},
     ),
     "phimoe_plain": of("phimoe", num_local_experts=3, sliding_window=5, head_dim=24),
     "minimax_m2": of(
         "minimax_m2", num_local_experts=5, num_experts_per_tok=2, head_dim=24,
         rope_parameters=DEFAULT | {"partial_rotary_factor": 0.5},
+    ),
+    "minimax_m2_quarter": of(
+        "minimax_m2", num_local_experts=4, num_experts_per_tok=1, head_dim=16,
+        tie_word_embeddings=True,
+        rope_parameters=DEFAULT | {"partial_rotary_factor": 0.25},
     ),
     "gemma4": of(
         "gemma4_text", num_hidden_layers=6, head_dim=16, global_head_dim=24,

@@ -33,7 +33,7 @@ QUICK = (
     "ministral3_window", "phi3_partial", "olmo3_yarn", "llama4", "glm4", "granite",
     "cohere2", "gpt2", "gpt_neox", "apertus", "nanochat", "gpt_oss", "glm4_moe",
     "qwen2_moe_few", "deepseek_v3",
-    "qwen3_5", "phimoe", "gemma4_reuse",
+    "qwen3_5", "phimoe", "gemma4_reuse", "llama_dynamic_beyond",
 )  # fmt: skip
 RECORDED = sorted(path.stem for path in seeded.RECORDS.glob("*.npz"))
 CASES = [name if name in QUICK else slow(name) for name in RECORDED]
@@ -201,15 +201,20 @@ def test_a_family_can_say_what_its_config_says(name, loaded, tmp_path):
     assert all(np.isclose(*both, rtol=1e-12) for both in changed.values()), changed
 
 
-def test_what_follows_the_known_positions_is_not_a_number(loaded):
+def test_documents_choose_wavelengths_by_their_own_length(loaded):
     decoder, config = loaded("phi3_long")
     assert config.model.rope_limit == 32
-    tokens, places = jnp.ones((1, 40), jnp.int32), jnp.arange(40)[None]
-    with pytest.raises(ValueError, match=r"at most 32 tokens.*model.rope_limit"):
-        decoder(tokens, None, places)
-    assert np.isnan(decoder(tokens, jnp.ones_like(tokens), places)[0, 32:]).all()
-    halves = decoder(tokens, jnp.asarray(places >= 20, jnp.int32) + 1, places % 20)
-    assert np.isfinite(halves).all()
+    rng, places = np.random.default_rng(0), np.r_[:40, :8]
+    tokens = np.tile(rng.integers(3, seeded.VOCABULARY, 48), (3, 1))
+    tokens[2, :8] = tokens[0, 40:]
+    ids = np.repeat([[1, 2], [1, 0], [1, 0]], [40, 8], axis=1)
+    ids[2, 8:] = 0
+    given = tokens, ids, np.array([places, places, np.r_[:8, :40]])
+    made = jax.jit(forward)(decoder, *map(jnp.asarray, given))
+    np.testing.assert_allclose(made[0, :40], made[1, :40], atol=1e-5)
+    np.testing.assert_allclose(made[0, 40:], made[2, :8], atol=1e-5)
+    with pytest.raises(ValueError, match="segment_ids must be given with model.rope_l"):
+        decoder(given[0], None, given[2])
 
 
 def test_layers_of_further_tokens_are_left_out(loaded, tmp_path):

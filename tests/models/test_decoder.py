@@ -420,6 +420,7 @@ def test_cudnn_attention_agrees_with_xla_on_packed_rows():
         (dict(pattern=("local",)), "window must be given where pattern has 'local'"),
         (dict(window=4), "window must be given where pattern has 'local'"),
         (dict(mixers=("reuse", "attention")), "mixers must be of 'attention' before"),
+        (dict(rope_scaling="dynamic"), "rope_limit must be given with rope_scaling="),
         (dict(reuse_ff=8), "reuse_ff must be left out where no layer is 'reuse'"),
         (dict(rope_scaling="su"), "rope_scaling must be one of .*got 'su'"),
         (

@@ -13,7 +13,7 @@ from jaxmem.models.config import RANGES, ModelConfig
 
 _KINDS = {
     "default": None, "linear": "linear", "llama3": "llama3", "yarn": "yarn",
-    "longrope": "listed", "su": "listed", "dynamic": None,
+    "longrope": "listed", "su": "listed", "dynamic": "dynamic",
 }  # fmt: skip
 _FIELDS = {
     "default": {},
@@ -32,7 +32,7 @@ _FIELDS = {
     },
     "longrope": {},
     "su": {},
-    "dynamic": {},
+    "dynamic": {"factor": "rope_factor"},
 }
 _DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 _LAYERS = "full_attention", "sliding_attention"
@@ -111,7 +111,7 @@ class Rope:
             whole = int if RANGES[field].whole else float
             fields[field] = inner.take(key, whole, default, within=RANGES[field])
         if kind == "dynamic":
-            fields |= _dynamic(reader, inner)
+            fields["rope_limit"] = _positions(reader, inner)
         if fields["rope_scaling"] == "listed":
             fields |= _listed(reader, inner)
         if kind == "yarn":
@@ -155,9 +155,6 @@ class Rope:
         scaling: Any = None
         if model.rope_scaling == "listed":
             scaling = _listed_again(model)
-        elif model.rope_limit is not None:
-            original = {"original_max_position_embeddings": model.rope_limit}
-            scaling = {"rope_type": "dynamic", "factor": 2.0} | original
         elif model.rope_scaling is not None:
             keys = _FIELDS[model.rope_scaling]
             scaling = {"rope_type": model.rope_scaling}
@@ -250,39 +247,51 @@ def _limit(reader: Reader, inner: Reader) -> int:
     return whole or reader.take("max_position_embeddings", int)
 
 
-def _dynamic(reader: Reader, inner: Reader) -> dict[str, Any]:
-    """Unscaled wavelengths: only rows beyond the limit would have others."""
-    inner.take("factor", float, 1.0, within=_POSITIVE)
-    return {"rope_limit": _limit(reader, inner)}
+def _positions(reader: Reader, inner: Reader) -> int:
+    """Tokens up to which transformers' "dynamic" type stretches nothing."""
+    for each in (reader, inner):  # it does not read the original number
+        each.read.add("original_max_position_embeddings")
+    return reader.take("max_position_embeddings", int, within=RANGES["rope_limit"])
 
 
 def _listed(reader: Reader, inner: Reader) -> dict[str, Any]:
-    """The factors of short rows: only rows beyond the limit would have others."""
-    limit = _limit(reader, inner)
-    short = inner.take("short_factor", list)
-    inner.take("long_factor", list)
-    if not all(type(x) in (int, float) and x > 0 for x in short):
-        raise reader.error("short_factor must be a list of numbers above 0")
+    """The factors of documents up to the limit, and of longer ones."""
+    limit, factors = _limit(reader, inner), []
+    for key in ("short_factor", "long_factor"):
+        listed = inner.take(key, list)
+        if not all(type(x) in (int, float) and x > 0 for x in listed):
+            raise reader.error(f"{key} must be a list of numbers above 0")
+        factors.append(tuple(map(float, listed)))
     given = inner.take("attention_factor", _WITH_NULL, None, within=_POSITIVE)
-    given = inner.take("short_mscale", _WITH_NULL, given, within=_POSITIVE)
-    inner.take("long_mscale", _WITH_NULL, None, within=_POSITIVE)
     times = reader.take("max_position_embeddings", int) / limit
     times = inner.take("factor", _WITH_NULL, times, within=_POSITIVE) or times
     if given is None:
         growth = math.log(max(times, 1)) / math.log(limit)
         given = math.sqrt(1 + growth)
+    short, long = (
+        inner.take(key, _WITH_NULL, None, within=_POSITIVE) or given
+        for key in ("short_mscale", "long_mscale")
+    )
     return {
-        "rope_factors": tuple(map(float, short)),
+        "rope_factors": factors[0],
+        "rope_long_factors": factors[1],
         "rope_limit": limit,
-        "rope_magnitude": given,
+        "rope_magnitude": short,
+        "rope_long_magnitude": None if long == short else long,
     }
 
 
 def _listed_again(model: ModelConfig) -> dict[str, Any]:
-    return {
+    magnitudes = {}
+    if model.rope_long_magnitude is not None:
+        magnitudes = {
+            "short_mscale": model.rope_magnitude,
+            "long_mscale": model.rope_long_magnitude,
+        }
+    return magnitudes | {
         "rope_type": "longrope",
         "short_factor": list(model.rope_factors or ()),
-        "long_factor": list(model.rope_factors or ()),
+        "long_factor": list(model.rope_long_factors or ()),
         "attention_factor": model.rope_magnitude,
         "original_max_position_embeddings": model.rope_limit,
     }
