@@ -7,7 +7,6 @@ import json
 import re
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from benchmarks import (
     run_head,
     run_peers,
     run_refill,
-    run_sampled,
     run_turns,
     workers,
 )
@@ -258,19 +256,6 @@ TINY_POLICY = (
 ).split()
 
 
-# test_grpo runs the job, and a later test reads what a run has left.
-@pytest.mark.slow
-def test_run_grpo(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_grpo, "ARITHMETIC", run_grpo.ARITHMETIC[1:])
-    out = tmp_path / "curve.csv"
-    run_grpo.main([f"--out={out}", *TINY_POLICY])
-    rows = results.read(out)
-    (name,) = run_grpo.ARITHMETIC
-    assert [(r["config"], r["step"]) for r in rows] == [(name, "1"), (name, "3")]
-    assert all(0 <= float(row["reward"]) <= 1 and row["device"] for row in rows)
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.slow
 def test_run_grpo_by_phases(tmp_path):
     out = tmp_path / "phases.csv"
@@ -429,21 +414,6 @@ def ordered(rows):
     return [rows[path] for path in plot_first.BARS]
 
 
-# test_sampled tests the calls that it times, and a test below another script of verbs.
-@pytest.mark.slow
-def test_run_sampled(tmp_path):
-    path = tmp_path / "sampled.csv"
-    asked = ["--cpu", "--shape", "64,16,512", "--repetitions", "1", "--chunk", "32"]
-    run_sampled.main([*asked, "--out", str(path)])
-    rows = {row["path"]: row for row in results.read(path)}
-    exact = rows["logprobs, exact, forward and both gradients"]
-    drawn = rows["logprobs, K=128, forward and both gradients"]
-    assert float(exact["dW_deviation"] or 0) == 0 < float(drawn["dW_deviation"]) < 1
-    assert drawn["loss_equal_bits"] == "True"
-    assert 1 < float(drawn["kept_mean"]) <= int(drawn["kept_max"]) <= 128
-    assert float(drawn["ms"]) > 0 and float(drawn["over_forward"]) > 0
-
-
 # The functional tests have the verbs, and test_the_materialised_path such a script.
 @pytest.mark.slow
 @pytest.mark.parametrize("verbs", [("topk_kl", "kl"), ()])
@@ -464,30 +434,6 @@ def test_run_distill_verbs(verbs, tmp_path):
         for name in ("topk_kl with gradients", "topk_kl with gradients materialised")
     )
     assert ours < theirs
-
-
-# The script, which the test above runs, compares the values of what it times.
-@pytest.mark.slow
-def test_materialised_distillation_is_the_same():
-    h, W, ids, said = run_distill_verbs.operands_of((64, 16, 320), jnp.float32, None)
-    paths = run_distill_verbs.paths_of(32, (8,))
-    for verb, operands in (
-        ("topk", (h, W, ids, said)),
-        ("topk_kl with gradients", (h, W, ids, said)),
-        *(
-            (
-                f"{verb} with gradients, teacher D=8",
-                run_distill_verbs.operands_of((64, 16, 320), jnp.float32, 8),
-            )
-            for verb in ("kl", "forward_kl", "jsd")
-        ),
-    ):
-        made = (
-            jax.jit(paths[f"{verb}{more}"].call)(*operands)
-            for more in ("", " materialised")
-        )
-        for a, b in zip(*map(jax.tree.leaves, made), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_losses_are_compared_with_the_exact_run_of_the_same_seed():

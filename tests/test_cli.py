@@ -214,16 +214,6 @@ def test_no_memory_is_one_line(directory, monkeypatch, capsys, raised, message):
     assert error.count("\n") == 1
 
 
-# A later test has an out-of-memory error of XLA, which is printed in one line.
-@pytest.mark.slow
-def test_a_model_that_no_machine_holds(directory, capsys):
-    sizes = ["model.hidden=1000000", "model.ff=4000000"]
-    assert cli.main(["train", "tiny.gin", *sizes]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("jaxmem: error: out of memory (")
-    assert error.count("\n") == 1
-
-
 def test_a_command_is_required(capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main([])

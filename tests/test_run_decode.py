@@ -61,22 +61,6 @@ def rows_of(monkeypatch, tmp_path, module, arguments):
     return results.read(out)
 
 
-# test_sampling tests what it times, and the next tests its arguments.
-@pytest.mark.slow
-def test_jaxmem_s_side(monkeypatch, tmp_path):
-    asked = [*TINY, "--side=jax", "--only=cache", "--trace=top_k=50"]
-    rows = rows_of(monkeypatch, tmp_path, decode_jax, asked)
-    assert [(row["sampling"], row["slots"]) for row in rows] == [
-        ("top_k=50", "16"),
-        ("temperature", "128"),
-    ]
-    for row in rows:
-        assert row.get("note", "") == "" and row["device"] and row["overrides"]
-        ms, rate = float(row["step_ms"]), float(row["tokens_per_second"])
-        assert rate == pytest.approx(4e3 / ms, rel=0.05)
-        assert float(row["prefill_over_gemm"]) > 0 <= float(row["step_spread"])
-
-
 def test_transformers_side(monkeypatch, tmp_path):
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:

@@ -1,7 +1,5 @@
 """benchmarks/run_sharding.py: what it times, and the bytes that it reads."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +9,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import (
     results,
-    run_long_step,
     run_sharding,
     sharding_on_paper,
-    workers,
 )
 from jaxmem.planning import collectives
 
@@ -119,39 +115,6 @@ def test_on_paper():
     assert [(c.kind, c.payload) for c in of_data] == [("all-reduce", 4 * 8 * 48)]
 
 
-# A later test times one case.
-@pytest.mark.slow
-def test_cases_are_timed_against_one_device(capsys):
-    tiny = ["--shape=64,16,320", "--repetitions=1", "--devices=2", "--worker=time"]
-    path = "token_stats chunk=32"
-    run_sharding.main(
-        [*tiny, f"--path={path}", "--path=logprobs implementation=hopper"]
-    )
-    lines = capsys.readouterr().out.splitlines()
-    rows = [json.loads(line.removeprefix(workers.MARK)) for line in lines]
-    assert [(r["split"], r["devices"], r["n"]) for r in rows[:4]] == [
-        ("none", 1, 64),
-        ("vocab", 2, 64),
-        ("tokens", 2, 128),
-        ("jit", 2, 128),
-    ]
-    for row in rows[:4]:
-        errors = [float(v) for k, v in row.items() if k.endswith("_error")]
-        assert len(errors) == 4 and max(errors) < 1e-5
-    alone, split, more, by_jit = rows[:4]
-    assert alone["sent_mib"] == 0 and split["collectives"].count("all-reduce") == 3
-    assert alone["forward_backward_efficiency"] == 1
-    assert by_jit["sent_mib"] == more["sent_mib"] > 0
-    for row, times in ((split, 2), (more, 1), (by_jit, 1)):
-        ratio = alone["forward_ms"] / row["forward_ms"] / times
-        assert row["forward_efficiency"] == pytest.approx(ratio, rel=2e-2)
-        assert row["forward_of_copies"] > 0 and row["forward_backward_of_copies"] > 0
-    for row in rows[4:]:
-        assert row["note"].startswith("refused: implementation='hopper' cannot run")
-        assert row["forward_ms"] == row["forward_efficiency"] == ""
-        assert row["forward_of_copies"] == ""
-
-
 def test_a_peak_goes_to_the_row_that_it_is_of(tmp_path):
     keys = dict.fromkeys(results.KEYS, "") | {"path": "logprobs"}
     rows = [
@@ -171,30 +134,3 @@ def test_one_device_alone_is_timed_too():
     (row,) = run_sharding.measure((64, 16, 320), jnp.float32, [path], [], 1)
     assert (row["split"], row["devices"], row["slowest_device"]) == ("none", 1, 1)
     assert row["forward_backward_efficiency"] == 1
-
-
-# test_partitioning takes steps on meshes of the same axes.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "config, overrides, sequence",
-    [
-        ("long_step.gin", [], "4"),
-        ("mesh_step.gin", ["mesh.fsdp=2", "mesh.tensor=2"], "1"),
-    ],
-)
-def test_steps_on_a_mesh(config, overrides, sequence, tmp_path):
-    """Configs of billions of weights, made tiny; attention as a CPU has it."""
-    out = tmp_path / "steps.csv"
-    tiny = {"layers": 1, "hidden": 32, "ff": 48, "heads": 8, "kv_heads": 2}
-    tiny |= {"head_dim": 8, "vocab_size": 320, "attention": "xla"}
-    sizes = [f"model.{name}={value}" for name, value in tiny.items()]
-    options = ["data.sequence_length=64", "optimizer.learning_rate=1e-2"]
-    options += ["run.steps=2", f"--out={out}", f"--config=benchmarks/{config}"]
-    run_long_step.main([*overrides, *sizes, *options])
-    (row,) = results.read(out)
-    rows = 1 if config == "long_step.gin" else 4
-    assert row["devices"] == "4" and row["sequence"] == sequence
-    assert row["tokens"] == str(64 * rows) and float(row["tokens_per_second"]) > 0
-    assert float(row["last_loss"]) < float(row["first_loss"]) < 1.1 * np.log(320)
-    assert {"all_gather_gib", "temporary_gib"} <= row.keys()
-    assert ("all_to_all_gib" in row) == (sequence == "4")

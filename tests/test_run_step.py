@@ -56,22 +56,6 @@ def test_a_worker_measures_a_step(monkeypatch, capsys):
     assert row["shares"] == [] and "note" not in row
 
 
-# The test above measures a step in the same worker.
-@pytest.mark.slow
-def test_another_loss_has_the_same_value(monkeypatch, capsys):
-    monkeypatch.setattr(step_jax.sft, "head_loss", step_jax.sft.head_loss)
-    losses = []
-    for words in ("none", "none head.gradient=('sample',8)", "none loss=logprobs"):
-        monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
-        job = run_step._jax(words, 64).job(str(run_step.CONFIG), TINY, [])
-        step_jax.main(json.dumps(job))
-        line = capsys.readouterr().out.splitlines()[-1]
-        row = json.loads(line.removeprefix(workers.MARK))
-        losses.append(row["first_loss"])
-        assert row["last_loss"] < row["first_loss"]
-    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
-
-
 def test_a_failure_is_a_row_and_a_traceback(capsys):
     job = run_step._jax("no_such_policy", 64).job(str(run_step.CONFIG), TINY, [])
     step_jax.main(json.dumps(job))

@@ -33,16 +33,6 @@ def test_options_of_a_variant_come_last_and_can_be_taken_away():
     assert "xla_gpu_enable_command_buffer" not in stack.compiler_options(back)
 
 
-# A later test compares the gradients of these blocks.
-@pytest.mark.slow
-def test_blocks_after_the_scan_have_the_weights_they_had_in_it():
-    whole, none = stack.initial(stack.SIZES["tiny"])
-    first, last = stack.initial(stack.SIZES["tiny"], 1)
-    assert none == [] and len(last) == 1
-    assert (whole["query"][:-1] == first["query"]).all()
-    assert (whole["query"][-1] == last[0]["query"]).all()
-
-
 # ------------------------------------------------------------------ schedule
 
 PROGRAM = """

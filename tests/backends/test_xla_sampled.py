@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from jaxmem.backends import xla, xla_sampled
-from jaxmem.core import column_sampling, row_stats, vocab_shards
+from jaxmem.core import column_sampling, row_stats
 from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.column_sampling import Sampling
 from jaxmem.core.spec import Spec
@@ -302,41 +301,3 @@ def test_both_ways_to_add_a_column_up(columns, monkeypatch):
         np.testing.assert_allclose(got, want, atol=2e-4)
         bias_want = np.bincount(columns[:n], values, 100)
         np.testing.assert_allclose(bias, bias_want, atol=2e-4)
-
-
-# test_sampled draws over a mesh, through the public function.
-@pytest.mark.slow
-def test_over_shards_of_a_vocabulary():
-    """Each draws among its own columns; with enough slots, the whole derivative."""
-    h, W, y = Case(40, 16, 130, std=0.5).make()
-    g = cotangents(40)
-    mesh = jax.make_mesh((2,), ("v",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = Spec(65, 130, 16, FLOATS, np.dtype("float32"), "vd")
-
-    def run(h, W, y, g, slots):
-        rows = Rows(y, y >= 0, None, random_draws(40))
-        part = dataclasses.replace(
-            spec,
-            shards=vocab_shards.described(vocab_shards.check_axis_name("v"), h, rows),
-            gradient_samples=slots,
-        )
-        source = Factors(h, W, None)
-        made, entries = xla_sampled.forward(part, source, rows, SAVED)
-        saved = row_stats.Outputs(**made, is_argmax=jnp.zeros(0))
-        g = row_stats.Cotangents(**g)
-        grads = xla_sampled.backward(part, source, rows, saved, g, entries)
-        return grads.hidden, grads.W, entries.columns[None]
-
-    def split(slots):
-        specs = (P(), P("v"), P(), P()), (P(), P("v"), P("v"))
-        shard = functools.partial(run, slots=slots)
-        shard = jax.shard_map(shard, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
-        return jax.jit(shard)(h, W, y, g)
-
-    _, (dh, dW, _) = oracle.head(h, W, y, g)
-    got = split(8192)
-    np.testing.assert_allclose(got[0], dh, atol=1e-5)
-    np.testing.assert_allclose(got[1], dW, atol=1e-5)
-    columns = split(4)[2]
-    assert np.all(np.sum(np.asarray(columns) < 65, -1) <= 4)
-    assert np.any(columns[0] != columns[1])

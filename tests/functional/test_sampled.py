@@ -10,7 +10,6 @@ from jax.sharding import AxisType
 
 import jaxmem
 from jaxmem import Sample
-from jaxmem.core import column_sampling
 from tests.cases import Case, slow
 from tests.described import described
 
@@ -147,27 +146,6 @@ def test_results_are_the_exact_path_s_to_the_bit(verb, optimized):
 def grads(h, W, y, **options):
     f = lambda h, W: jnp.sum(described(jaxmem.logprobs)(h, W, y, **options))  # noqa: E731
     return jax.jit(jax.grad(f, (0, 1)))(h, W)
-
-
-# test_xla_sampled tests the same of the loop, and a later test of several devices.
-@pytest.mark.slow
-def test_neither_chunk_nor_company_nor_remat_changes_what_is_drawn(optimized):
-    h, W, y = Case(48, 16, 300).make()
-    want = grads(h, W, y, gradient=Sample(8), key=KEY, chunk=48)
-    keys = column_sampling.token_keys(KEY, (48,))
-    got = grads(h, W, y, gradient=Sample(8), key=keys, chunk=16)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    few = grads(h[9:20], W, y[9:20], gradient=Sample(8), key=keys[9:20])
-    np.testing.assert_array_equal(few[0], want[0][9:20])
-    other = grads(h, W, y, gradient=Sample(8), key=jax.random.key(8))
-    assert np.any(np.asarray(other[0]) != want[0])
-
-    @jax.checkpoint
-    def loss(h, W):
-        return jnp.sum(jaxmem.logprobs(h, W, y, gradient=Sample(8), key=KEY))
-
-    got = jax.jit(jax.grad(loss, (0, 1)))(h, W)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_a_key_of_the_old_kind_draws_the_same():

@@ -382,35 +382,6 @@ def test_float64_stays_float64(way):
             assert error(got, exact_one) < 1e-13
 
 
-# test_selected and test_ragged test the same of the custom derivative rule they share.
-@pytest.mark.slow
-def test_any_leading_shape_checkpoint_and_vmap():
-    h, W, ids, ln_q = (x[:32] if len(x) == N else x for x in make())
-    cut = h.reshape(2, 16, D), ids.reshape(2, 16, K), ln_q.reshape(2, 16, K)
-
-    def flat(h, W):
-        return topk_kl(h, W, ids, ln_q, CHUNK)
-
-    def mapped(h, W):
-        one = jax.vmap(lambda h, ids, q: topk_kl(h, W, ids, q, CHUNK))
-        return one(h.reshape(cut[0].shape), *cut[1:]).reshape(-1)
-
-    def shaped(h, W):
-        made = topk_kl(h.reshape(cut[0].shape), W, *cut[1:], CHUNK)
-        assert made.shape == (2, 16)
-        return made.reshape(-1)
-
-    def both(fn):
-        return jax.jit(jax.value_and_grad(lambda *x: jnp.sin(fn(*x)).sum(), (0, 1)))
-
-    want = both(flat)(h, W)
-    for fn in (jax.checkpoint(flat), mapped, shaped):
-        for a, b in zip(*map(jax.tree.leaves, (both(fn)(h, W), want)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
-    one = topk_kl(h[0], W, ids[0], ln_q[0])
-    assert one.shape == () and error(one, flat(h, W)[0]) < STATS_EPSILON
-
-
 H, W_, IDS, Q = make()
 GOOD = {"hidden": H, "W": W_, "ids": IDS, "logprobs": Q}
 POSITIVE = np.where(np.arange(K) == 2, 1.5, Q)

@@ -115,19 +115,6 @@ def test_logps_and_entropies(tied, temperature):
     assert algo_core.common is common
 
 
-# test_tunix_stand_in has negative ids as well.
-@pytest.mark.slow
-def test_a_negative_id_is_counted_from_the_end():
-    """As where eos_id is -1: it is not masked, as jaxmem's own verbs have it."""
-    model, (prompts, completions) = qwen(), batch()
-    completions = completions.at[0, 3].set(-1)
-    theirs = logps_and_entropies(model, prompts, completions, eos_id=-1)
-    with tunix.applied():
-        ours = logps_and_entropies(model, prompts, completions, eos_id=-1)
-    np.testing.assert_allclose(ours, theirs, atol=4e-6)
-    assert ours[0][0, 3] < -1
-
-
 def test_packed_rows_and_a_softcap():
     config = gemma.ModelConfig.gemma2_2b()
     changes = dict(num_layers=1, num_embed=V, embed_dim=16, hidden_dim=24, num_heads=2,
@@ -284,20 +271,6 @@ def test_compiled_memory_is_lower(optimized):
         ours = temporary()
     logits = 4 * 4 * 64 * 8192
     assert theirs > 2 * logits and ours < logits
-
-
-# test_tunix_stand_in tests preference losses as well.
-@pytest.mark.slow
-def test_preferences():
-    model, ids = qwen(), tokens((2, 9))
-    places = jnp.broadcast_to(jnp.arange(9), ids.shape)
-    mask = jnp.tril(jnp.ones((2, 9, 9), bool))
-    arguments = model, ids, places, mask, 5
-    theirs = common.get_per_token_logps(*arguments)
-    with tunix.applied():
-        np.testing.assert_allclose(
-            common.get_per_token_logps(*arguments), theirs, atol=2e-6
-        )
 
 
 @needs_0_1_7

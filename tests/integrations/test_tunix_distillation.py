@@ -144,16 +144,6 @@ def test_loss_metrics_and_gradient(alpha, temperature, k):
     assert_near(ours, theirs)
 
 
-# The test above has a teacher with the four largest logits.
-@pytest.mark.slow
-@pytest.mark.parametrize("k", [1, V])
-def test_any_number_of_the_teachers_logits(k):
-    theirs = losses(strategy_of(distill_top_k=k, alpha=0.9), *models())
-    with tunix.applied(chunk=4):
-        ours = losses(strategy_of(distill_top_k=k, alpha=0.9), *models())
-    assert_near(ours, theirs)
-
-
 def test_more_logits_than_there_are_raise_what_they_raise_in_tunix(capsys):
     with pytest.raises(Exception) as theirs:
         values(strategy_of(distill_top_k=V + 1), *models())
@@ -308,17 +298,6 @@ def test_strategies_with_another_loss_are_left_alone(capsys):
     assert_near(ours, theirs)
     said = "not patched: Features compares other things than logits"
     assert said in capsys.readouterr().out
-
-
-# test_replace undoes a replacement, and test_maxtext_distillation calls a strategy
-# after it.
-@pytest.mark.slow
-def test_a_strategy_works_after_undo():
-    strategy = strategy_of()
-    with tunix.applied():
-        values(strategy, *models())
-    assert strategy.get_teacher_outputs(models()[1], inputs_of(example())).shape
-    assert_near(values(strategy, *models()), of_tunix()[0][0])
 
 
 def test_a_mesh_shards_the_batch_and_not_the_head():

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem import devices
@@ -16,7 +15,6 @@ from jaxmem.kernels import row_blocks
 from tests import hlo
 from tests.cases import slow
 from tests.core.test_selection import by_sorting
-from tests.core.test_vocab_shards import MESHES, mesh_of
 from tests.described import described
 from tests.functional import test_draws, test_largest
 from tests.kernels import needs_pallas
@@ -143,35 +141,6 @@ def test_draws_of_excluded_columns_and_of_no_number(rows_interpreted):
     want = columns[np.floor(test_draws.uniform(40) * 256).astype(int)]
     want[5] = -1
     np.testing.assert_array_equal(by_kernels, want)
-
-
-# test_sharding has the same verbs over shards, which merge what each one selects.
-@pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-def test_over_shards(rows_interpreted):
-    """Each shard has blocks of its own; the interpreter knows no types that vary."""
-    h, W = test_largest.make(2400)
-    h, W = jnp.asarray(h[:36]), jnp.asarray(W)
-    keys = jax.random.split(test_draws.KEY, 36)
-
-    def call(h, W, keys, axis_name=None):
-        found = jaxmem.topk(
-            h, jaxmem.Head(W, vocab_size=2399), 80, 16, axis_name=axis_name
-        )
-        drawn = jaxmem.sample_ids(
-            h, jaxmem.Head(W, vocab_size=2399), 20, keys, 16, axis_name=axis_name
-        )
-        return found.ids, drawn
-
-    split = jax.shard_map(
-        functools.partial(call, axis_name="tensor"), mesh=mesh_of(MESHES["2x4"][0]),
-        in_specs=(P("data"), P("tensor"), P("data")), out_specs=P("data"),
-        check_vma=False,
-    )  # fmt: skip
-    want = jax.jit(call)(h, W, keys)
-    by_kernels, _ = run_both(split, h, W, keys)
-    for got, plain in zip(by_kernels, want, strict=True):
-        np.testing.assert_array_equal(got, plain)
 
 
 def test_the_long_division():

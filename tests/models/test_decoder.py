@@ -229,20 +229,6 @@ def test_tied_weights_get_the_sum_of_both_gradients():
     assert float(jnp.max(jnp.abs(apart["head"]["kernel"]))) > 1e-4
 
 
-# test_sft trains with both heads, and test_nnx tests each of their methods.
-@pytest.mark.slow
-@pytest.mark.parametrize(("tied", "softcap"), [(True, None), (False, 3.0)])
-def test_both_heads_give_the_same_loss_and_gradients(tied, softcap):
-    definition, weights = parameters(decoder(tied=tied, softcap=softcap))
-    fused, materialised = (
-        gradients(definition, weights, name) for name in ("fused", "materialised")
-    )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), fused, materialised
-    )
-    assert float(fused[0]) == pytest.approx(math.log(SMALL.vocab_size), rel=0.1)
-
-
 def test_bfloat16_computes_in_it_and_keeps_float32_weights_and_gradients():
     model = decoder(dtype="bfloat16")
     batch = rows_of(random_document(12, 6), length=12)
@@ -266,27 +252,6 @@ def test_gradients_of_a_frequent_token_are_summed_in_float32():
 
     gradient = jax.grad(total)(weights)["embedding"]
     np.testing.assert_array_equal(gradient[0], 4096.0)
-
-
-# test_remat tests the same of any blocks, and test_sft of training steps.
-@pytest.mark.slow
-def test_remat_changes_memory_and_no_number():
-    compiled, results = {}, {}
-    for policy in ("full", "none"):
-        definition, weights = parameters(decoder(policy, layers=6))
-        gradient = jax.jit(jax.grad(loss_of(definition)))
-        compiled[policy] = gradient.lower(weights).compile()
-        results[policy] = compiled[policy](weights)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
-        results["full"],
-        results["none"],
-    )
-    full, none = (
-        compiled[policy].memory_analysis().temp_size_in_bytes
-        for policy in ("full", "none")
-    )
-    assert full < 0.7 * none
 
 
 def test_attention_in_float16_needs_a_gpu():
@@ -319,48 +284,6 @@ def test_a_remat_preset_changes_no_number(name):
     text = gradient.trace(weights).lower(lowering_platforms=("cuda",)).as_text()
     sent = text.count('_xla_buffer_placement = "pinned_host"')
     assert sent == {"offload_attention": len(remat.PRESETS[name].offload)}.get(name, 0)
-
-
-# test_remat tests unrolled blocks, and test_sft an unrolled decoder.
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_blocks_without_a_loop_change_no_number(policy):
-    changes = dict(pattern=("local", "global"), window=4, qk_norm=True, layers=3)
-    config = dataclasses.replace(SMALL, **changes)
-    results, loops = [], []
-    for unroll in (False, True):
-        model = Decoder(config, policy=policy, unroll=unroll, rngs=nnx.Rngs(0))
-        definition, weights = parameters(model)
-        gradient = jax.jit(jax.grad(loss_of(definition)))
-        results.append(gradient(weights))
-        loops.append(gradient.lower(weights).as_text().count("stablehlo.while"))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *results)
-    assert loops[0] - loops[1] == 2  # forward and backward
-
-
-# test_remat keeps the last blocks whole, and test_partitioning trains with such a
-# policy.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(pattern=("local", "global"), window=4),  # a number of each layer's kind
-        slow(dict(lora_rank=2, lora_targets=("query", "up"))),
-    ],
-)
-def test_the_last_blocks_kept_whole_change_no_number(changes):
-    policy = remat.PRESETS["offload_block"] | remat.policy(last=1)
-    results = []
-    for each in ("full", policy):
-        definition, weights = parameters(decoder(each, layers=3, **changes))
-        if "lora_rank" in changes:  # else they add nothing, and get no gradient
-            for name in ("lora_a", "lora_b"):
-                adapter = weights["blocks"]["attention"]["query"]
-                adapter[name] = jnp.ones_like(adapter[name]) / 8
-        results.append(jax.jit(jax.grad(loss_of(definition)))(weights))
-    full, whole = results
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), full, whole)
-    assert np.abs(jax.tree.leaves(whole["blocks"])[0][-1]).max() > 0
 
 
 @pytest.mark.parametrize(

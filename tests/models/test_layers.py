@@ -247,24 +247,6 @@ def test_a_block_keeps_what_its_sizes_say(name, dtype):
     assert {each.name for each in kept if each.dtype != config.dtype} <= rows
 
 
-# A test above has the same sum of sizes for every kind of model.
-@pytest.mark.slow
-def test_the_size_of_qwen3_0_6b():
-    published = dict(hidden=1024, ff=3072, heads=16, kv_heads=8, head_dim=128)
-    config = config_of("Qwen3", dtype="bfloat16", **published)
-    of_policies = {
-        name: shaped(config, name).bytes_per_token
-        for name in ("none", "dots_and_attention", "dots", "save_attention", "full")
-    }
-    assert of_policies == {
-        "none": 34_984,  # 2 (2·1024 + 2·3072 + 3·2048 + 3·1024) + 4 (2 + 16 + 24)
-        "dots_and_attention": 34_984 - 2 * (2048 + 1024),  # q and k are rotated again
-        "dots": 24_576,
-        "save_attention": 14_400,
-        "full": 2048,
-    }
-
-
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "LoRA"])
 def test_adapters_keep_nothing_more_of_a_block(adapted):
     changes = dict(lora_rank=4, lora_targets=("query", "output", "gate", "down"))

@@ -307,7 +307,7 @@ POLICY = GrpoJobConfig(
 )  # fmt: skip
 
 
-# test_distill_rewards has rollouts and rewards on a mesh, and the tests above have
+# test_shared_prompts has rollouts and rewards on a mesh, and the tests above have
 # training steps on one.
 @pytest.mark.slow
 def test_a_policy_learns_the_same_on_a_mesh(tmp_path):

@@ -7,7 +7,6 @@ import shutil
 import signal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -100,26 +99,6 @@ def test_responses_are_scored_after_their_prompts_and_ends_on_request(model, dir
     np.testing.assert_allclose(records[0]["logprobs"], expected, atol=1e-5)
     assert records[1]["token_ids"] == [3, 2]
     assert records[0]["document"] == "data.jsonl:1"
-
-
-# test_adapters compares the numbers of a model that is loaded with its adapter.
-@pytest.mark.slow
-def test_an_adapter_is_scored_with_its_model(directory):
-    model = texts.checkpoint("qwen3", directory)
-    write(documents(3))
-    _, plain = scored(model)
-    adapter = str(texts.TINY / "qwen3" / "adapter")
-    _, adapted = scored(model, adapter=adapter, out="adapted.jsonl")
-    assert plain[0]["token_ids"] == adapted[0]["token_ids"]
-    decoder = checkpoints.load(
-        model, dtype="float32", param_dtype="float32", adapter=adapter
-    )
-    ids = jnp.array([[1, *adapted[0]["token_ids"]]])
-    places = jnp.arange(ids.shape[1])[None]
-    hidden = decoder(ids, jnp.ones_like(ids), places)
-    logp = decoder.head.logprobs(hidden[:, :-1], ids[:, 1:])[0]
-    np.testing.assert_allclose(adapted[0]["logprobs"], logp, atol=1e-5)
-    assert np.abs(logp - np.array(plain[0]["logprobs"])).max() > 0.01
 
 
 def test_packing_changes_no_number_and_no_order(model, directory):

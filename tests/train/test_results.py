@@ -20,7 +20,6 @@ from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.train import configuration, jobs, results
 from jaxmem.train.jobs import job_of
 from jaxmem.train.jobs.reading import Documents
-from tests.cases import slow
 from tests.checkpoints import texts
 
 TEXT = ["abcabc"] * 4  # all alike: so is the mean loss of any batch of them
@@ -138,20 +137,6 @@ def test_adapters_train_with_the_base_frozen(whole, directory):
     more, _ = trained("sft", *named, "run.out_dir=run", "run.steps=4")
     assert abs(more.history[-1].loss - mean_loss(loaded)) < 1e-4
     assert abs(more.history[0].loss - mean_loss(base)) < 1e-4
-
-
-# test_own_prompts starts from a checkpoint as well, and the test above trains adapters.
-@pytest.mark.slow
-@pytest.mark.parametrize("adapted", [True, slow(False)])
-def test_reinforcement_learning_from_a_checkpoint(adapted, directory):
-    letters = "0123456789+=abcdefghijklmnopqrstuvwxy"
-    model = texts.checkpoint("llama", directory, letters=letters)
-    named = f"model.checkpoint={model}", "run.out_dir=run"
-    adapters = "model.lora_rank=2", "model.lora_head=True"
-    result, shown = trained("grpo", *named, *(adapters if adapted else ()))
-    assert len(result.history) == 3 and result.history[0].kl < 1e-9
-    assert "+" in shown and f"saved in run/{'adapter' if adapted else 'model'}" in shown
-    assert result.history[0].mismatch_max < 1e-3  # sampler and trainer agree
 
 
 # ------------------------------------------------------------------ pieces

@@ -345,23 +345,6 @@ def prompts(directory):
     pathlib.Path("distill.gin").write_text(ON_POLICY + 'distill.teacher = "llama"\n')
 
 
-# test_distill_rewards has on-policy runs, one of which is killed and resumed.
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_program")
-def test_a_student_learns_from_its_own_samples_and_resumes(prompts, monkeypatch):
-    result, said = train()
-    # All tokens that were sampled count, and no others.
-    for step in result.history:
-        assert step.tokens == round(16 * step.response_length)
-        assert step.ce == pytest.approx(step.entropy, rel=0.25)  # its own samples
-    held_out = {s.step: s.held_out_divergence for s in result.history}
-    assert [n for n, x in held_out.items() if x is not None] == [8, 16]
-    assert held_out[16] < 0.95 * held_out[8]
-    assert "saved in run/model" in said
-    killed_and_resumed(monkeypatch)
-    assert steps("cut") == steps("run")
-
-
 def test_an_epoch_of_prompts_has_each_once(prompts):
     config, _ = configuration.load("distill.gin", ["run.epochs=2", "task.held_out=0"])
     assert with_steps(jobs.job_of(config)).config.run.steps == 10

@@ -285,7 +285,7 @@ def alone(tmp_path_factory):
         return train(*EVEN)[0].history
 
 
-# GRPO samples and learns on meshes, and the verbs take a teacher there.
+# test_shared_prompts samples and learns on a mesh, and the verbs take a teacher there.
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "tensor", "fsdp", "sequence"])
 def test_two_devices_take_the_steps_of_one(axis, alone):

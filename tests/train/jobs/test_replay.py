@@ -16,13 +16,12 @@ from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.sampling import Samples, truncate
 from jaxmem.train.configuration import load
-from jaxmem.train.jobs import grpo, rollout_metrics
+from jaxmem.train.jobs import rollout_metrics
 from jaxmem.train.jobs.minibatches import Minibatch, kept_tokens
 from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, PolicyBatch, policy_loss
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.rollouts import Logprobs, Supports
 from tests.cases import slow
-from tests.train.jobs.kills import kill_before
 from tests.train.jobs.test_grpo import (
     CONFIGS,
     SMALL,
@@ -284,22 +283,6 @@ def test_without_truncation_there_is_nothing_to_replay():
     assert told["ratios_inside_1_1"] == pytest.approx(2 / 6)
     assert told["ratios_outside_1_25"] == pytest.approx(4 / 6)
     assert told["ratios_outside_2"] == pytest.approx(2 / 6)
-
-
-# test_grpo kills and resumes a run of the same job, whose state has no supports.
-@pytest.mark.slow
-def test_killed_and_resumed_a_replayed_run_is_bitwise_the_same(
-    finished, tmp_path, monkeypatch
-):
-    config, wanted, _ = finished
-    kill_before(3, grpo.Grpo, monkeypatch, lambda: train(config, tmp_path / "run"))
-    result, said = train(config, tmp_path / "run")
-    assert "after step 2" in said
-    untimed = [
-        [{k: v for k, v in s._asdict().items() if "second" not in k} for s in history]
-        for history in (result.history, wanted.history)
-    ]
-    assert untimed[0] == untimed[1]
 
 
 # ---------------------------------------------------- tokens chosen at random

@@ -169,26 +169,6 @@ def test_a_policy_is_chosen_by_the_memory_limit(config, finished, monkeypatch):
     assert used == [remat.Policy(save=("gate",))]
 
 
-# test_grpo keeps the moments on the host as well.
-@pytest.mark.slow
-def test_moments_on_the_host_change_no_loss(config, finished):
-    """And the run resumes, its moments on the host again."""
-    _, wanted, _ = finished
-    offloading = changed(config, optimizer=dict(offload=True))
-    train(offloading)
-    result, said = train(changed(offloading, run=dict(steps=7)))
-    assert "after step 6" in said
-    assert losses(result)[:6] == pytest.approx(losses(wanted), rel=1e-5)
-    program = sft.Program(offloading, 320)
-    shapes, state = program.state_shapes, program.initial_state()
-    for made in (shapes.optimizer, state.optimizer):
-        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(made)}
-        assert kinds == {"pinned_host"}
-    jax.tree.map(lambda a, b: None, shapes, state)  # one structure
-    with pytest.raises(ValueError, match="optimizer.offload was true, is absent"):
-        train(config)
-
-
 def losses(result):
     return [s.loss for s in result.history]
 
@@ -307,19 +287,6 @@ def test_a_step_without_labels_has_loss_zero_and_no_gradient():
     step, state = small_step(adamw)
     after, _ = step(state, masked)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
-
-
-# Other runs of this file lower the loss with the same arithmetic.
-@pytest.mark.slow
-def test_the_step_s_own_arithmetic_lowers_the_loss():
-    step, state = small_step(adamw)
-    batch = split(random_rows(8), 2)
-    history = []
-    for _ in range(10):
-        state, numbers = step(state, batch)
-        history.append(float(numbers["loss"]))
-    assert history[0] == pytest.approx(np.log(50), rel=0.05)
-    assert history[-1] < history[0] - 0.1
 
 
 def test_moments_are_float32_whatever_the_parameters(config):
@@ -521,25 +488,6 @@ def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
     assert "after step 6" in said
     assert losses(result)[:6] == losses(first) and len(result.history) == 8
     assert train(longer)[0].history == result.history  # nothing left to do
-
-
-# test_grpo checks that metrics report sampled gradients, and a later test that each
-# micro-batch draws its own samples.
-@pytest.mark.slow
-def test_sampled_gradients_differ_from_exact_ones_and_are_told(config, finished):
-    """The first loss is exact; then the weights have moved another way."""
-    head = dict(gradient=("sample", 8))
-    result, _ = train(changed(config, head=head, run=dict(compare_heads=True)))
-    exact = finished[1].history
-    assert result.history[0].loss == exact[0].loss
-    assert result.history[-1].loss != exact[-1].loss
-    assert abs(result.history[-1].loss - exact[-1].loss) < 0.05
-    assert {s.gradient_samples for s in result.history} == {8}
-    assert {s.gradient_samples for s in exact} == {None}
-    summary = json.loads((result.out_dir / "summary.json").read_text())
-    assert summary["gradient_samples"] == 8
-    sampled, whole = summary["memory"]["fused"], summary["memory"]["materialised"]
-    assert sampled["head"]["temporary"] != whole["head"]["temporary"]
 
 
 def test_a_forward_pass_in_8_bits_tells_its_error(config):

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 @pytest.mark.parametrize(
     ("grpo", "sampling", "mesh"),
     [
-        (dict(kl_coefficient=0.1, epochs=2), {}, {}),
-        slow(dict(loss="gspo", token_fraction=0.7), dict(top_k=5), dict(data=2)),
+        slow(dict(kl_coefficient=0.1, epochs=2), {}, {}),
+        (dict(loss="gspo", token_fraction=0.7), dict(top_k=5), dict(data=2)),
     ],
 )
 def test_a_run_takes_the_same_steps(grpo, sampling, mesh, tmp_path):
