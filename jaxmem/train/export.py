@@ -5,7 +5,9 @@ from pathlib import Path
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.train import results, saved
+from jaxmem.checkpoints.tensors import new_directory
+from jaxmem.models.own import OwnModel
+from jaxmem.train import own, results, saved
 
 _ENDS = "generation_config.json"
 
@@ -32,10 +34,12 @@ def export(
     if target.exists():
         raise CheckpointError(f"{target}: exists; name another --out")
     with saved.opened(path) as place:
-        decoder, base = results.known(place.load(dtype)), place.directory
+        decoder, base = place.load(dtype), place.directory
         rank = decoder.config.lora_rank
         if merge and not rank:
             raise CheckpointError(f"{path}: has no adapter to merge")
+        if isinstance(decoder, OwnModel):
+            return _of_own(target, decoder, place, dtype)
         if rank and not merge:
             if dtype is not None:
                 raise CheckpointError("--dtype is for a whole model, as with --merge")
@@ -53,3 +57,23 @@ def export(
         if place.adapter is not None and (place.adapter / _ENDS).exists():
             shutil.copy(place.adapter / _ENDS, target)
     return f"saved in {target}, for transformers to load"
+
+
+def _of_own(
+    target: Path, model: OwnModel, place: saved.Saved, dtype: str | None
+) -> str:
+    """Save the weights of `model.factory`'s module, and how it reads text."""
+    with new_directory(target) as unfinished:
+        assert unfinished is not None  # there is one process
+        own.save_weights(unfinished, model, dtype)
+        text = unfinished / own.TEXT
+        text.mkdir()
+        checkpoints.copy_text_files(place.directory, text)
+        if place.chat_template is not None:
+            template = Path(place.chat_template).expanduser()
+            shutil.copyfile(template, text / "chat_template.jinja")
+        results.add_end(text, place.end_of_turn)
+    return (
+        f"saved in {target}: model.safetensors has the weights by their paths in the "
+        f"module of model.factory, {own.TEXT} its tokenizer"
+    )

@@ -5,22 +5,27 @@ make(config, rngs) -> an nnx.Module with the methods of `jaxmem.models.own.Own`
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 
+from jaxmem.base import messages
+from jaxmem.checkpoints import CheckpointError
+from jaxmem.checkpoints.tensors import Tensors, whole, write_tensors
 from jaxmem.data import guests, rewards
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.head import HeadConfig
 from jaxmem.models.own import OwnError, OwnModel, Probe, random_weights
+from jaxmem.models.weights import split_module
 from jaxmem.train.settings import JobConfig
 
 TEXT = "text"  # of a run's directory: how its model reads text
+_BODY = "body/"  # how names of weights start in `OwnModel`, but not in its module
 
 
 def maker(
@@ -112,6 +117,61 @@ def checkpoints_of(model: ModelConfig) -> Path | None:
     text = Path(model.checkpoint or "").expanduser()
     found = text.parent / "checkpoints"
     return found if text.name == TEXT and found.is_dir() else None
+
+
+def export_of(model: ModelConfig) -> Path | None:
+    """The directory of `jaxmem export` that a model starts from; None without one."""
+    text = Path(model.checkpoint or "").expanduser()
+    found = any(text.parent.glob("model.safetensors*")) and text.name == TEXT
+    return text.parent if found else None
+
+
+def save_weights(target: Path, model: OwnModel, dtype: str | None) -> None:
+    """Write all weights in safetensors files, by their paths in the user's module.
+
+    Args:
+        target: an existing directory.
+        model: whose weights they are.
+        dtype: of what is written; None: as they are.
+    """
+
+    def arrays() -> Iterator[tuple[str, np.ndarray]]:
+        for path, weight in _by_path(split_module(model)[1]).items():
+            array = whole(weight, None)
+            kind = array.dtype if dtype is None else jnp.dtype(dtype)
+            yield path.removeprefix(_BODY), array.astype(kind)
+
+    write_tensors(target, arrays())
+
+
+def read_weights(directory: Path, like: dict) -> dict:
+    """Weights that `save_weights` has written.
+
+    Args:
+        directory: with their files.
+        like: shapes of the weights of a model, nested by name.
+
+    Raises:
+        CheckpointError: one is missing, or has another shape, or is none of the model.
+    """
+    tensors, wanted = Tensors(directory), _by_path(like)
+    known = {path.removeprefix(_BODY): path for path in wanted}
+    read = {}
+    for name in tensors:
+        if name not in known:
+            raise CheckpointError(
+                f"{tensors.file_of(name)}: tensor {messages.name(name)} is none of the "
+                "model that model.factory makes"
+            )
+    for name, path in known.items():
+        shape, dtype = wanted[path].shape, wanted[path].dtype
+        index = (slice(None),) * len(shape)
+        read[path] = jnp.asarray(tensors.read(name, shape, index), dtype)
+    return traverse_util.unflatten_dict(read, sep="/")
+
+
+def _by_path(weights: dict) -> dict[str, Any]:
+    return dict(traverse_util.flatten_dict(weights, sep="/"))
 
 
 def check(config: JobConfig) -> None:

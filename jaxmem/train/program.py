@@ -292,12 +292,17 @@ class DecoderProgram:
         return self.layout.place(weights, places)
 
     def _first_weights(self) -> tuple[dict, dict]:
-        """What a factory makes; those of a run, if the model starts from one."""
+        """What a factory makes; those of a run or export that the model starts from."""
+        like, exported = (
+            split_module(self.abstract)[1],
+            own.export_of(self.config.model),
+        )
+        if exported is not None:
+            return self._split(own.read_weights(exported, like))
         run = own.checkpoints_of(self.config.model)
         step = None if run is None else newest(run)
         if run is None or step is None:
             return self._new_weights()
-        like = split_module(self.abstract)[1]
         return self._split(read_params(run, step, like))
 
     def lines(self) -> Iterator[str]:

@@ -165,7 +165,7 @@ def known(model: LanguageModel) -> Decoder:
         raise checkpoints.CheckpointError(
             f"the model of model.factory={model.config.factory!r} has no architecture "
             "that config.json can name; jaxmem generate, score and eval read the run "
-            "itself"
+            "itself, and jaxmem export writes its weights"
         )
     return model
 

@@ -2,15 +2,19 @@
 
 import io
 import json
+import os
 import pathlib
 
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
+from flax import traverse_util
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
 from jaxmem import cli
+from jaxmem.checkpoints import CheckpointError
 from jaxmem.train import configuration, jobs
 from jaxmem.train.checkpoint import read_params
 from jaxmem.train.jobs import sft
@@ -288,7 +292,7 @@ def test_its_data_are_shown(capsys):
     assert "documents, " in capsys.readouterr().out
 
 
-def test_a_run_is_generated_from_and_scored_and_not_exported(capsys):
+def test_a_run_is_generated_from_scored_and_exported(capsys):
     pathlib.Path("sft.gin").write_text(
         pathlib.Path("sft.gin").read_text() + f'model.factory = "{OWN}"\n'
     )
@@ -297,5 +301,21 @@ def test_a_run_is_generated_from_and_scored_and_not_exported(capsys):
     assert "recompute" in capsys.readouterr().err
     assert cli.main(["score", "run", "texts.jsonl", "--eos"]) == 0
     assert len(pathlib.Path("scores.jsonl").read_text().splitlines()) == 60
-    assert cli.main(["export", "run", "--out", "model"]) == 2
-    assert "no architecture" in capsys.readouterr().err
+    assert cli.main(["export", "run", "--out", "model"]) == 0
+    assert "by their paths" in capsys.readouterr().out
+    given = "model.checkpoint=model", f"model.factory={OWN}"
+    config, _ = configuration.load("sft.gin", given)
+    program = jobs.job_of(config).make_program(jobs.job_of(config).vocabulary())
+    newest = max(map(int, os.listdir("run/checkpoints")))
+    last = read_params(
+        pathlib.Path("run/checkpoints"), newest, program.state_shapes.params
+    )
+    read = program.initial_params()
+    for ours, theirs in zip(*map(jax.tree.leaves, (read, last)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    file = pathlib.Path("model/model.safetensors")
+    held = safetensors.numpy.load_file(file)
+    assert held.keys() == {*traverse_util.flatten_dict(last["body"], sep="/")}
+    safetensors.numpy.save_file(held | {"more": np.ones(2)}, file)
+    with pytest.raises(CheckpointError, match="tensor more is none of the model that"):
+        program.initial_params()
