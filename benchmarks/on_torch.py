@@ -33,7 +33,7 @@ def provenance() -> dict[str, str]:
 
 
 def decoder_config(model, length, **more):
-    """transformers' Qwen3, or Qwen3-MoE if there are experts, of a `ModelConfig`."""
+    """transformers' Qwen3, Gemma 3 with a window, or Qwen3-MoE, of a `ModelConfig`."""
     import transformers
 
     sizes = dict(
@@ -49,6 +49,8 @@ def decoder_config(model, length, **more):
         tie_word_embeddings=model.tied,
         **more,
     )
+    if model.window is not None:
+        return transformers.Gemma3TextConfig(**sizes, sliding_window=model.window)
     if model.experts is None:
         return transformers.Qwen3Config(**sizes)
     config = transformers.Qwen3MoeConfig(

@@ -4,6 +4,8 @@
     python -m benchmarks.run_step --only torch --out step_h200.csv
     python -m benchmarks.run_step --variant "mine: save_attention remat.save=('gate',)"
     python -m benchmarks.run_step --variant "theirs: torch compiled model.layers=4"
+    python -m benchmarks.run_step --config benchmarks/gemma_step.gin --vocab 262144 \
+        --variant "none: none remat.unroll=True" --variant "torch: torch compiled"
 
 Each variant runs in a process of its own, so that its peak of memory is its own, and
 one at a time; while one runs, the next one imports and traces. Rows are written as

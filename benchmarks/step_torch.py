@@ -1,9 +1,11 @@
-"""torch's side of `run_step`: transformers' Qwen3, its layers compiled or checkpointed.
+"""torch's side of `run_step`: transformers' models, layers compiled or checkpointed.
 
 SDPA, fused AdamW with moments in the weights' type, and the head's product and
 cross-entropy under `torch.compile` in every mode:
 
     compiled              each layer compiled, nothing recomputed
+    compiled_flex         the same with torch's flex attention, which skips what is
+                          outside of a window
     checkpoint            each layer recomputed, not compiled
     checkpoint_compiled   each layer recomputed, its attention and its MLP compiled
 """
@@ -29,9 +31,10 @@ def build(model, length, mode):
     import transformers
 
     sizes = on_torch.decoder_config(model, length, use_cache=False)
+    attention = "flex_attention" if "flex" in mode else "sdpa"
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        made = transformers.AutoModel.from_config(sizes, attn_implementation="sdpa")
+        made = transformers.AutoModel.from_config(sizes, attn_implementation=attention)
     made = made.to(torch.bfloat16).train()
     if model.lora_rank:
         adapt(made, model)
@@ -40,7 +43,8 @@ def build(model, length, mode):
     # A layer's number is an attribute of it, for which torch may compile it again.
     torch._dynamo.config.recompile_limit = 4 * model.layers
     for layer in made.layers if mode != "checkpoint" else []:
-        parts = [layer] if mode == "compiled" else [layer.self_attn, layer.mlp]
+        whole = mode.startswith("compiled")
+        parts = [layer] if whole else [layer.self_attn, layer.mlp]
         for part in parts:
             part.compile()
     return made

@@ -51,8 +51,14 @@ def start(
 
 @contextlib.contextmanager
 def compilation_cache() -> Iterator[dict[str, str]]:
-    """Environment of jax workers: the whole device, and what one of them compiled."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Environment of jax workers: the whole device, and what one of them compiled.
+
+    A JAX_COMPILATION_CACHE_DIR of the caller's own stays, with what is in it.
+    """
+    own = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    with (
+        contextlib.nullcontext(own) if own else tempfile.TemporaryDirectory() as folder
+    ):
         yield {
             "JAX_COMPILATION_CACHE_DIR": folder,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

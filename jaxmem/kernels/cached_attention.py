@@ -22,7 +22,7 @@ from jaxmem.kernels import logits, ring
 BLOCK = 64  # slots that a program reads at once
 _QUERIES = 64  # rows of a tensor core's product; the group's are its first
 _PROGRAMS = 264  # two for each multiprocessor of an H200
-_STAGES = 2  # blocks in flight
+_STAGES = 1  # blocks in flight
 _PART = 128  # columns of a head whose sums are in registers twice
 
 
@@ -109,13 +109,17 @@ def _scratch(width, dtype, kind) -> dict[str, Any]:
     swizzled = ring.swizzle(dtype)
     blocks = plgpu.SMEM((_STAGES, BLOCK, width), dtype, transforms=swizzled)
     return dict(
-        query_smem=plgpu.SMEM((_QUERIES, width), dtype, transforms=swizzled),
+        # The result takes the place of the queries.
+        rows_smem=plgpu.RefUnion(
+            plgpu.SMEM((_QUERIES, width), dtype, transforms=swizzled),
+            plgpu.SMEM((_QUERIES, min(width, _PART)), kind),
+        ),
         keys_smem=blocks,
         values_smem=blocks,
-        out_smem=plgpu.SMEM((_QUERIES, min(width, _PART)), kind),
         lse_smem=plgpu.SMEM((_QUERIES,), jnp.float32),
         loaded=plgpu.Barrier(),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        keys_full=plgpu.Barrier(num_barriers=_STAGES),
+        values_full=plgpu.Barrier(num_barriers=_STAGES),
     )
 
 
@@ -142,41 +146,47 @@ class _Kernel:
     def __call__(self, layer_ref, slots_ref, query_ref, *refs: Any, **smem: Any):
         key_ref, value_ref, keys_ref, values_ref, seen_ref, out_ref, lse_ref = refs
         at, split = lax.axis_index("head"), lax.axis_index("split")
-        query_smem, full = smem["query_smem"], smem["full"]
+        query_smem, out_smem = smem["rows_smem"]
         blocks = ring.ceil_div(slots_ref[0], BLOCK)
         share = ring.ceil_div(blocks, self.splits)
         first, end = split * share, jnp.minimum((split + 1) * share, blocks)
         cached = layer_ref[0] * key_ref.shape[0] + at
+        refs = {"keys": keys_ref, "values": values_ref}
 
-        def fetch(i):
-            slot, here = lax.rem(i - first, _STAGES), pl.ds(i * BLOCK, BLOCK)
+        def buffer(name, i):
+            slot = lax.rem(i - first, _STAGES)
+            return smem[f"{name}_smem"].at[slot], smem[f"{name}_full"].at[slot]
 
+        def fetch(name, i):
             @pl.when(i < end)
             def _():
-                for ref, name in ((keys_ref, "keys"), (values_ref, "values")):
-                    to = smem[f"{name}_smem"].at[slot]
-                    plgpu.copy_gmem_to_smem(ref.at[cached, here], to, full.at[slot])
+                here = refs[name].at[cached, pl.ds(i * BLOCK, BLOCK)]
+                plgpu.copy_gmem_to_smem(here, *buffer(name, i))
 
         def block(i, softmax: _Softmax):
-            slot, here = lax.rem(i - first, _STAGES), pl.ds(i * BLOCK, BLOCK)
+            here = pl.ds(i * BLOCK, BLOCK)
             seen = _load(seen_ref.at[lax.div(at, self.heads), here])
-            plgpu.barrier_wait(full.at[slot])
-            keys, values = (
-                smem[f"{name}_smem"].at[slot] for name in ("keys", "values")
+            (keys, keys_full), (values, values_full) = (
+                buffer(name, i) for name in refs
             )
+            plgpu.barrier_wait(keys_full)
             scores = _product(query_smem, keys.transpose((1, 0)), BLOCK)
+            fetch("keys", i + _STAGES)
             seen = _below(seen, scores.shape) != 0
             scores = jnp.where(seen, self._capped(scores), -math.inf)
+            plgpu.barrier_wait(values_full)
             softmax = _with(softmax, scores, values)
-            fetch(i + _STAGES)
+            fetch("values", i + _STAGES)
             return softmax
 
         for i in range(_STAGES):
-            fetch(first + i)
+            fetch("keys", first + i)
+            fetch("values", first + i)
         self._fetch_queries(query_ref.at[at], query_smem, smem["loaded"])
         own = self._of_token(query_smem, key_ref.at[at], value_ref.at[at], split == 0)
         softmax = lax.fori_loop(first, end, block, own)
-        self._write(softmax, smem, out_ref.at[split, at], lse_ref.at[split, at])
+        own = out_ref.at[split, at], lse_ref.at[split, at]
+        self._write(softmax, out_smem, smem["lse_smem"], *own)
 
     def _fetch_queries(self, query_ref, query_smem, loaded):
         """The group's queries, and zeros up to a multiple of eight, of a tile's rows.
@@ -215,8 +225,7 @@ class _Kernel:
         cap = self.softcap * logits.LOG2_E
         return cap - 2 * cap / (1 + jnp.exp(scores * (2 * self.scale / self.softcap)))
 
-    def _write(self, softmax: _Softmax, smem, out_ref, lse_ref):
-        out_smem, lse_smem = smem["out_smem"], smem["lse_smem"]
+    def _write(self, softmax: _Softmax, out_smem, lse_smem, out_ref, lse_ref):
         total = jnp.maximum(softmax.total, jnp.finfo(jnp.float32).tiny)
         lse_smem[...] = softmax.largest * logits.LN_2 + jnp.log(softmax.total)
         for part, here in zip(softmax.mixed, _parts(out_ref.shape[1]), strict=True):
@@ -238,8 +247,8 @@ def _with(softmax: _Softmax, scores, values) -> _Softmax:
     total = softmax.total * kept + jnp.sum(weights, axis=1)
     weights, mixed = weights.astype(values.dtype), []
     for part, here in zip(softmax.mixed, _parts(values.shape[1]), strict=True):
-        more = _product(weights, values.at[:, here], here.size)
-        mixed.append(part * logits.along(kept, part.shape) + more)
+        part = part * logits.along(kept, part.shape)
+        mixed.append(_added(part, weights, values.at[:, here]))
     return _Softmax(largest, total, tuple(mixed))
 
 
@@ -251,6 +260,16 @@ def _product(a, b, columns):
     return pl.run_scoped(
         run, plgpu.WGMMAAccumulatorRef((_QUERIES, columns), jnp.float32)
     )
+
+
+def _added(acc, a, b):
+    """acc + a · b in the registers of acc."""
+
+    def run(acc_ref):
+        plgpu.wgmma(acc_ref, a, b)
+        plgpu.wgmma_wait(0)
+
+    return pl.run_state(run)(plgpu.WGMMAAccumulatorRef.init(acc))
 
 
 def _load(ref):

@@ -50,24 +50,32 @@ def attend(
 
 
 def attend_by_cudnn(
-    query: jax.Array, key: jax.Array, value: jax.Array, sight: Sight, *, scale: float
-) -> jax.Array:
+    query: jax.Array, key: jax.Array, value: jax.Array, sight: Sight, *, scale: float,
+    window: int | None = None,
+) -> jax.Array:  # fmt: skip
     """`attend` without a cap or sinks, by cuDNN's kernel.
 
-    Its output and logsumexp share the checkpoint name "attn_lse".
+    Its output and logsumexp share the checkpoint name "attn_lse". In rows of one
+    document, `sight.window` is either `window`, whose kernel skips what is outside of
+    it, or the whole row; with several documents, cuDNN gets a bias instead.
     """
 
-    def kernel(query, key, value, sight):
+    def kernel(query, key, value, sight, window=None):
         mask, queries, keys = sight.mask, query.shape[1], key.shape[1]
         if keys > queries:  # causal attention would begin at the first key
             mask = mask & _causal(queries, keys)
         return jax.nn.dot_product_attention(
             query, key, value, mask=mask, scale=scale, is_causal=keys == queries,
-            implementation="cudnn",
+            local_window_size=window and (window - 1, 0), implementation="cudnn",
         )  # fmt: skip
 
     if sight.mask is not None:  # recompute the bias [B, 1, T, T] that cuDNN needs
         kernel = remat.recompute(kernel, save=["attn_lse"])
+    elif sight.window is not None and window is not None and window < query.shape[1]:
+        # Layers of one loop differ by data only. Without a loop, XLA knows the branch.
+        near = functools.partial(kernel, window=window)
+        is_near = jnp.asarray(sight.window) == window
+        return jax.lax.cond(is_near, near, kernel, query, key, value, Sight())
     return kernel(query, key, value, sight)
 
 

@@ -267,7 +267,7 @@ class Attention(nnx.Module):
             return branches.attend(attend, query, key, value, sight)
         scale, see = config.score_scale, (query, key, value, sight)
         if config.attention == "cudnn":
-            return attention.attend_by_cudnn(*see, scale=scale)
+            return attention.attend_by_cudnn(*see, scale=scale, window=config.window)
         softcap = config.attention_softcap
         return attention.attend(*see, scale=scale, softcap=softcap, sinks=sinks)
 

@@ -278,7 +278,11 @@ class Sight(NamedTuple):
 
     @property
     def mask(self) -> jax.Array | None:
-        """The `document_mask`, or None if a query sees all tokens before it."""
+        """The `document_mask`; None if a row is one document.
+
+        Then a query sees all tokens before it, or as many as attention by cuDNN, which
+        needs no mask for it, is told by `window`.
+        """
         if self.segment_ids is None:
             return None
         mask = document_mask(self.segment_ids, self.window)
@@ -337,9 +341,10 @@ def documents(
     """
     if config.window is None:
         return lambda kind: Sight(segment_ids, branches=branches)
-    if segment_ids is None:
+    chunked = "chunked" in config.pattern
+    if segment_ids is None and (chunked or config.attention != "cudnn"):
         segment_ids = jnp.zeros_like(positions)
-    shape = positions.shape if "chunked" in config.pattern else ()
+    shape = positions.shape if chunked else ()
 
     # Global layers have a window too: in one loop, layers may differ by data only.
     def width(kind: str) -> jax.Array:

@@ -1,6 +1,7 @@
 """A prompt that several continuations share, against each of them with its own."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.models import attention, branches
+from jaxmem.models import attention, branches, positions
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.positions import Branches, Sight
 from jaxmem.packing.branches import Parts, pack_branches
@@ -88,8 +89,9 @@ def test_states_and_gradients_are_those_of_prompts_that_are_read_each_time(
     assert sum(float(jnp.abs(b).max()) > 1e-3 for b in theirs) > 10
 
 
-def test_the_kernel_of_cudnn_gets_the_mask_of_keys_before_the_queries(monkeypatch):
-    """Its arguments, on XLA's attention; test_decoder runs the kernel on GPUs."""
+@pytest.fixture
+def cudnn_on_xla(monkeypatch):
+    """The arguments of cuDNN's kernel, on XLA's; test_decoder runs it on GPUs."""
     plain = jax.nn.dot_product_attention
 
     def on_xla(*arrays, implementation, **options):
@@ -97,6 +99,9 @@ def test_the_kernel_of_cudnn_gets_the_mask_of_keys_before_the_queries(monkeypatc
         return plain(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", on_xla)
+
+
+def test_the_kernel_of_cudnn_gets_the_mask_of_keys_before_the_queries(cudnn_on_xla):
     rng = np.random.default_rng(1)
     ids = jnp.array([[1, 1, 2, 0], [1, 2, 2, 2]])
     prefix = jnp.array([[True, True, False], [True, False, False]])
@@ -107,6 +112,30 @@ def test_the_kernel_of_cudnn_gets_the_mask_of_keys_before_the_queries(monkeypatc
     given = query, key, value, Sight(ids, prefix=prefix[:, None])
     got = attention.attend_by_cudnn(*given, scale=0.3)
     np.testing.assert_allclose(got, attention.attend(*given, scale=0.3), atol=1e-5)
+
+
+@pytest.mark.parametrize("sees", [3, 12])
+def test_the_kernel_of_cudnn_gets_the_window_of_a_row_of_one_document(
+    sees, cudnn_on_xla
+):
+    """In a loop whose layers have it or see the whole row; and no mask of T x T."""
+    config = dataclasses.replace(
+        SMALL, pattern=("local", "global"), window=3, attention="cudnn",
+        dtype="bfloat16",
+    )  # fmt: skip
+    sight = positions.documents(config, np.zeros((2, 12), int), None)(int(sees == 3))
+    sight = jax.tree.map(jnp.asarray, sight)
+    assert sight.mask is None and sight.window == sees
+    rng = np.random.default_rng(1)
+    shapes = (2, 12, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8)
+    given = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    plain = functools.partial(attention.attend, scale=0.3)
+    cudnn = functools.partial(attention.attend_by_cudnn, scale=0.3, window=3)
+    whole = Sight(jnp.zeros((2, 12), int), sees)
+    got, pull = jax.vjp(lambda *x: cudnn(*x, sight), *given)
+    want, pull_plain = jax.vjp(lambda *x: plain(*x, whole), *given)
+    for a, b in zip((got, *pull(got)), (want, *pull_plain(got)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_every_token_is_read_and_a_prompt_once_a_row():
