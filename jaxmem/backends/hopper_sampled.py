@@ -8,6 +8,7 @@ needs neither the exponentials nor a Hopper GPU.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxmem.backends import hopper, xla_sampled
 from jaxmem.core import backend_operands, column_sampling, row_stats, vocab_shards
@@ -32,7 +33,9 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entri
     padded = padding.head(spec, backend_operands.cast(spec, source))
     n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
     starts = xla_sampled.starts_of(spec, sampling, rows)
-    size = block_sizes.whole(min(n_rows, spec.chunk))
+    # Parts of a vocabulary take as many bytes in launches of more rows.
+    parts = spec.shards.count if spec.shards else 1
+    size = block_sizes.whole(min(n_rows, spec.chunk * parts))
     env = hopper.launch_env(spec, padded, size, "exps")
 
     def body(block, results):
@@ -40,7 +43,7 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entri
         operands = hopper.inputs(spec, padded, rows, block)
         stats, kept = statistics_and_exps(env, *operands, tile_sums=True)
         stats = vocab_shards.vary(stats, spec.part_varying)
-        outputs = backend_operands.merged(spec, rows, block.ids, stats)
+        outputs = _of_all_columns(spec, stats)
         normaliser = row_stats.Normaliser(outputs.max, outputs.log_sum)
         facts = sampled_select.OfRows(
             operands[2], stats.label_logit, stats.max, normaliser
@@ -57,6 +60,14 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entri
     results = backend_operands.no_statistics(spec, rows), none
     stats, entries = active.for_each_block(rows.active, env.n_rows, body, results)
     return backend_operands.outputs(spec, rows, stats, names), entries
+
+
+def _of_all_columns(spec, stats) -> row_stats.Outputs:
+    """What the selection needs: largest logits and normalisers."""
+    if spec.shards:
+        stats = row_stats.merge_gathered(stats, spec.shards.axes)
+    outputs = row_stats.finish(stats, jnp.ones(stats.max.shape, bool))
+    return vocab_shards.vary(outputs, spec.varying)
 
 
 def backward(
@@ -77,18 +88,18 @@ def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors
     head: Any = backend_operands.cast(spec, source)
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
-    dhidden, dW, dbias = (
-        sampled_products.to_hidden(dz, head.W, spec.layout, dtype),
-        None,
-        None,
-    )
-    if not spec.frozen_head:
-        pairs = column_sampling.sort_by_column(dz)
+
+    def to_weights(spec, pairs, hidden, source):
         like = jax.ShapeDtypeStruct(source.W.shape, source.W.dtype)
-        dW = sampled_products.to_weights(pairs, head.hidden, like, spec.layout)
-        if head.bias is not None:
-            n_rows = head.hidden.shape[0]
-            dbias = sampled_products.to_bias(pairs, n_rows, spec.columns)
+        dW = sampled_products.to_weights(pairs, hidden, like, spec.layout)
+        if source.bias is None:
+            return dW, None
+        return dW, sampled_products.to_bias(pairs, hidden.shape[0], spec.columns)
+
+    dW, dbias = None, None
+    if not spec.frozen_head:
+        dW, dbias = xla_sampled.over_tokens(spec, dz, head.hidden, source, to_weights)
+    dhidden = sampled_products.to_hidden(dz, head.W, spec.layout, dtype)
     sums = backend_operands.sum_over_shards(spec, Factors(dhidden, dW, dbias))
     like = backend_operands.trained(spec, source)
     return jax.tree.map(lambda x, primal: x.astype(primal.dtype), sums, like)

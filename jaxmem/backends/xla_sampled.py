@@ -7,6 +7,9 @@ from (column, token) pairs sorted by column. The order of sums depends on the en
 only.
 """
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -119,8 +122,9 @@ def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors
     dhidden = _to_hidden(spec, head, rows, dz)
     sums = Factors(dhidden, None, None)
     if not spec.frozen_head:
-        pairs = sort_by_column(dz)
-        sums = Factors(dhidden, *_to_weights(spec, head, source, pairs))
+        sums = Factors(
+            dhidden, *over_tokens(spec, dz, head.hidden, source, _to_weights)
+        )
     sums = backend_operands.sum_over_shards(spec, sums)
     like = backend_operands.trained(spec, source)
     return jax.tree.map(lambda x, primal: x.astype(primal.dtype), sums, like)
@@ -195,14 +199,57 @@ def _add_rows(spec, W, active, dz, dhidden):
     return backend_operands.for_active_chunks(spec.chunk, active, chunk, dhidden)
 
 
-def _to_weights(spec, head, source, pairs) -> tuple[jax.Array, jax.Array | None]:
+def over_tokens(
+    spec: Spec, dz: Derivative, hidden: jax.Array, source: Factors, sums: Callable
+) -> tuple[jax.Array, jax.Array | None]:
+    """Gradients of W and of the bias, of the tokens of all devices along `token_axes`.
+
+    Each device gets everyone's entries and hidden states, computes a part of the
+    columns, and sends it to the others: half of what an all-reduce sends, and every
+    column is rounded once.
+
+    Args:
+        spec: static facts.
+        dz: of the tokens of this device.
+        hidden: of the same tokens.
+        source: shapes and dtypes of the gradients.
+        sums: (spec, pairs, hidden, source) to the gradients of some columns.
+
+    Returns:
+        (dW, dbias), typed as replicated along those axes.
+    """
+    if not spec.token_axes:
+        return sums(spec, sort_by_column(dz), hidden, source)
+    gather = functools.partial(lax.all_gather, axis_name=spec.token_axes, tiled=True)
+    dz, hidden = jax.tree.map(gather, (dz, hidden))
+    width = -(-spec.columns // lax.axis_size(spec.token_axes))
+    columns = dz.columns - lax.axis_index(spec.token_axes) * width
+    here = (columns >= 0) & (columns < width) & (dz.columns < spec.columns)
+    pairs = sort_by_column(dz._replace(columns=jnp.where(here, columns, width)))
+    axis = 0 if spec.layout == "vd" else 1
+    shape = (width, hidden.shape[1])[:: -1 if axis else 1]
+    W = jax.ShapeDtypeStruct(shape, source.W.dtype)
+    bias = source.bias
+    if bias is not None:
+        bias = jax.ShapeDtypeStruct((width,), bias.dtype)
+    part: Any = Factors(hidden, W, bias)
+    dW, dbias = sums(dataclasses.replace(spec, columns=width), pairs, hidden, part)
+
+    def joined(x, axis):
+        whole = gather(x, axis=axis, to="invarying")
+        return lax.slice_in_dim(whole, 0, spec.columns, axis=axis)
+
+    return joined(dW, axis), None if dbias is None else joined(dbias, 0)
+
+
+def _to_weights(spec, pairs, hidden, source) -> tuple[jax.Array, jax.Array | None]:
     """Gradients of W and of the bias: float32 sums, a block of columns at a time."""
-    axis, depth = (0 if spec.layout == "vd" else 1), head.hidden.shape[1]
+    axis, depth = (0 if spec.layout == "vd" else 1), hidden.shape[1]
     width = min(spec.columns, max(_BLOCK_NUMBERS // depth, 1))
 
     def block(i, gradients):
         first = jnp.minimum(i * width, spec.columns - width)  # blocks may overlap
-        dW, dbias = _column_sums(spec, head.hidden, pairs, first, width)
+        dW, dbias = _column_sums(spec, hidden, pairs, first, width)
         dW = dW.astype(source.W.dtype)
         dW = dW if spec.layout == "vd" else dW.T
         dW = lax.dynamic_update_slice_in_dim(gradients[0], dW, first, axis)
@@ -210,8 +257,11 @@ def _to_weights(spec, head, source, pairs) -> tuple[jax.Array, jax.Array | None]
             return dW, None
         return dW, lax.dynamic_update_slice_in_dim(gradients[1], dbias, first, 0)
 
-    bias = None if head.bias is None else jnp.zeros_like(head.bias)
-    gradients = vocab_shards.vary((jnp.zeros_like(source.W), bias), spec.part_varying)
+    bias = None
+    if source.bias is not None:
+        bias = jnp.zeros(source.bias.shape, spec.stats_dtype)
+    W = jnp.zeros(source.W.shape, source.W.dtype)
+    gradients = vocab_shards.vary((W, bias), spec.part_varying)
     return lax.fori_loop(0, -(-spec.columns // width), block, gradients)
 
 

@@ -20,6 +20,7 @@ For cotangents g of the outputs, with p_j = e^(z_j - logsumexp), the derivative 
     β = -g_entropy,  γ = 2 g_Q
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -152,6 +153,12 @@ def merge_over(part: Stats, axes: tuple[str, ...]) -> Stats:
     )
     sum_others, sum_shifted, sum_squares = lax.psum(jnp.stack(sums), axes)
     return Stats(row_max, sum_others, sum_shifted, sum_squares, label_logit)
+
+
+def merge_gathered(part: Stats, axes: tuple[str, ...]) -> Stats:
+    """`merge_over` up to rounding, in one all-gather: half of the latency."""
+    parts = lax.all_gather(jnp.stack(part), axes, to="invarying")
+    return functools.reduce(merge, (Stats(*each) for each in parts))
 
 
 def merge_tree(groups: Stats) -> Stats:

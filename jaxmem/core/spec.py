@@ -27,6 +27,9 @@ class Spec:
     recomputes: bool = False  # backward recomputes logits even if W is constant
     shards: Shards | None = None  # the sharding of the vocabulary over mesh axes
     varying: frozenset[str] = frozenset()  # mesh axes along which row outputs vary
+    # Mesh axes along which W is replicated, and `xla_sampled.over_tokens` sums its
+    # gradient; W is typed as varying along all others.
+    token_axes: tuple[str, ...] = ()
     token_parallel: bool = False  # whether jit may partition the call by tokens
     vocab_groups: int | None = None  # groups of columns, merged in a tree; None: none
     first: int = 0  # of a group: its first column within this device's shard

@@ -83,7 +83,10 @@ def _call(recorded, outputs, source_and_head, shape, labels, options):
     rows = read_rows(spec, shape, labels, options)
     if spec.forward != "exact":
         eight_bits.check(spec, source, rows)
-    spec, source = typed(spec, source, rows)
+    given = source
+    spec, source = typed(spec, given, rows)
+    if spec.gradient_samples:
+        spec, source = _with_token_axes(spec, given, source)
     backend, why = choose.choose(options.implementation, spec, source)
     live_bytes = 4 * spec.chunk * spec.columns if backend.stores_logits else 0
     verb, shapes = recorded
@@ -94,6 +97,20 @@ def _call(recorded, outputs, source_and_head, shape, labels, options):
         )
     )  # fmt: skip
     return Call(spec, backend, source, rows, shape)
+
+
+def _with_token_axes(spec, given, source):
+    """W as it was given, if there are fewer tokens on all devices than columns.
+
+    Then its gradient takes less communication in parts of the vocabulary.
+    """
+    axes = vocab_shards.varying(source) - vocab_shards.varying((given.W, given.bias))
+    mesh_axes = jax.sharding.get_abstract_mesh().axis_names
+    axes = tuple(axis for axis in mesh_axes if axis in axes)
+    if not axes or given.hidden.shape[0] * jax.lax.axis_size(axes) >= spec.columns:
+        return spec, source
+    spec = dataclasses.replace(spec, token_axes=axes)
+    return spec, given._replace(hidden=source.hidden)
 
 
 def shapes_of(source: Factors, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.backends.protocol import Backend, Sampler
-from jaxmem.core import eight_bits, row_stats
+from jaxmem.core import eight_bits, row_stats, vocab_shards
 from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.column_sampling import Entries
 from jaxmem.core.row_stats import TokenStats
@@ -72,11 +72,20 @@ class _SampledRule(BackendRule):
 class SampledStatisticsRule(_SampledRule, StatisticsRule):
     """`StatisticsRule` with a sampled derivative."""
 
+    def outputs(self, source, rows, names):
+        """See `BackendRule.outputs`."""
+        return super().outputs(self._typed(source), rows, names)
+
+    def _typed(self, source):
+        """With W typed as varying along all axes, also where it is replicated."""
+        W_bias = vocab_shards.vary(source[1:], self.spec.part_varying)
+        return type(source)(source.hidden, *W_bias)
+
     def forward_and_save(self, trained, fixed):
         """See `Rule.forward_and_save`."""
         (source,), (rows,), spec = trained, fixed, self.spec
         names = (*spec.outputs, *(k for k in _SAVED if k not in spec.outputs))
-        results, entries = self.sampled(source, rows, names)
+        results, entries = self.sampled(self._typed(source), rows, names)
         results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
         entries = jax.tree.map(lambda x: checkpoint_name(x, "jaxmem_entries"), entries)
         residuals = source, rows, results, entries
@@ -90,7 +99,7 @@ class SampledStatisticsRule(_SampledRule, StatisticsRule):
             (of_source, True, True, True, True),
             of_source,
         )
-        return once(run)(source, rows, saved, cotangents, kept)
+        return once(run)(self._typed(source), rows, saved, cotangents, kept)
 
 
 class SampledLossRule(_SampledRule, LossRule):

@@ -216,10 +216,11 @@ def _whole(plan, head):
 
 def _gathered(plan, head):
     """The head with all of D, typed first: its gradients are reduce-scattered."""
+    if not plan.W_fsdp:
+        return head
     W = vocab_shards.vary(head.W, frozenset(plan.token_axes))
-    if plan.W_fsdp:
-        depth = 1 if head.layout == "vd" else 0
-        W = lax.all_gather(W, plan.W_fsdp, axis=depth, tiled=True)
+    depth = 1 if head.layout == "vd" else 0
+    W = lax.all_gather(W, plan.W_fsdp, axis=depth, tiled=True)
     return dataclasses.replace(head, W=W)
 
 

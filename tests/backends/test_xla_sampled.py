@@ -297,7 +297,7 @@ def test_both_ways_to_add_a_column_up(columns, monkeypatch):
     for way in (xla_sampled._scatter, xla_sampled._multiply):
         monkeypatch.setattr(xla_sampled, "_scatter", way)
         monkeypatch.setattr(xla_sampled, "_BLOCK_NUMBERS", 8 * 30)  # 4 blocks
-        got, bias = xla_sampled._to_weights(spec, head, head, pairs)
+        got, bias = xla_sampled._to_weights(spec, pairs, head.hidden, head)
         np.testing.assert_allclose(got, want, atol=2e-4)
         bias_want = np.bincount(columns[:n], values, 100)
         np.testing.assert_allclose(bias, bias_want, atol=2e-4)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 
 import jaxmem
 from jaxmem import Sample
+from jaxmem.planning import collectives
 from tests.cases import Case, slow
 from tests.described import described
 
@@ -272,3 +273,34 @@ def test_memory_as_documented(verb, n, optimized):
     entries, backward = 8 * n * k, 24 * n * (k + 1) + 4 * min(2**22, v * d)
     assert temp < 1.1 * (forward + entries + backward) + 2**18
     assert temp > 4 * chunk * v
+
+
+@pytest.mark.parametrize(
+    "vocab, layout, n", [(None, "dv", 5), ("v", "vd", 5), slow(None, "vd", 4)]
+)
+def test_few_tokens_of_a_mesh_send_parts_of_the_gradient_of_w(vocab, layout, n):
+    """As without a mesh of tokens, with no all-reduce of the gradient."""
+    mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
+    h, W, y, g = problem(n=n)
+    W, bias = (W.T if layout == "dv" else W), np.float32(SOME["bias"])
+    where = np.arange(n) != 1
+
+    def program(tokens):
+        verb = jaxmem.sharding.parallel(
+            jaxmem.logprobs, mesh, tokens=tokens, vocab=vocab
+        )
+
+        def loss(h, W, bias):
+            head = jaxmem.Head(W, bias, vocab_size=50, layout=layout)
+            made = verb(h, head, y, where=where, gradient=Sample(K), key=KEY)
+            return jnp.sum(g * made)
+
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(h, W, bias).compile()
+
+    split = program("t")
+    for a, b in zip(split(h, W, bias), program(None)(h, W, bias), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    sent = [(c.kind, c.payload) for c in collectives.of(split)]
+    whole = 4 * W.size // (1 if vocab is None else 2)
+    assert ("all-gather", whole) in sent
+    assert all(size < whole for kind, size in sent if kind == "all-reduce")
