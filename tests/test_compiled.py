@@ -14,12 +14,14 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import devices
 from jaxmem.models import grouped
 from jaxmem.models.mixture import Expert
 from jaxmem.models.partitioning import AXES
+from jaxmem.planning import collectives
 from jaxmem.train.jobs import sft
 from tests.cases import one_at_a_time, slow
 from tests.train import test_mesh_gpu
@@ -194,6 +196,39 @@ def test_training_steps_on_two(axis):
         program = sft.Program(config, config.model.vocab_size, packed=False)
         text = program.compile_step(config.head).as_text()
     assert text.count(KERNEL) >= 4
+
+
+@pytest.mark.parametrize("split, gathered, reduced", [("t", 4, 0), ("v", 1, 3)])
+def test_sampled_gradients_on_two_are_sent_beside_a_kernel(split, gathered, reduced):
+    """W's of tokens, computed first, and hidden's of a vocabulary, of 16 MiB each."""
+    n, d, v = 2048, 2048, 8192
+    with devices.target("h200", 2) as there:
+        mesh = jax.make_mesh(
+            (2, 1) if split == "t" else (1, 2), ("t", "v"), devices=there,
+            axis_types=(AxisType.Auto,) * 2,
+        )  # fmt: skip
+        axes = {"tokens": "t", "vocab": "v"}
+        verb = jaxmem.sharding.parallel(jaxmem.logprobs, mesh, **axes)
+
+        def loss(h, W, y, key):
+            key = jax.random.wrap_key_data(key)
+            made = verb(
+                h, W, y, gradient=jaxmem.Sample(64), key=key, implementation="hopper"
+            )
+            return jnp.sum(made)
+
+        def of(shape, dtype, *spec):
+            placed = NamedSharding(mesh, PartitionSpec(*spec))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+
+        given = (
+            of((n, d), jnp.bfloat16, "t"), of((v, d), jnp.bfloat16, "v"),
+            of((n,), jnp.int32, "t"), of((2,), jnp.uint32),
+        )  # fmt: skip
+        program = jax.jit(jax.grad(loss, (0, 1))).lower(*given).compile()
+    sent = [c.kind for c in collectives.of(program)]
+    assert sent.count("all-gather") == gathered and sent.count("all-reduce") == reduced
+    assert collectives.hidden(program.as_text())[0] >= 1
 
 
 def test_experts_store_what_is_routed_and_multiply_what_is_trained():

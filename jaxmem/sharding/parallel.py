@@ -70,8 +70,9 @@ def parallel(
     The ids of ragged supports are replicated.
 
     **Communication** over vocab: as in `logprobs`. W's gradient is all-reduced over the
-    tokens' mesh axes, in W's dtype. Along W_fsdp, W itself is all-gathered once in the
-    forward pass, and its gradient reduce-scattered once in the backward pass.
+    tokens' mesh axes, in W's dtype; a sampled one may take half (docs/meshes.md). Along
+    W_fsdp, W itself is all-gathered once in the forward pass, and its gradient
+    reduce-scattered once in the backward pass.
 
     Raises:
         TypeError: the verb cannot be sharded, or an axis is not a name.
