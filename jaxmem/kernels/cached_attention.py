@@ -22,7 +22,6 @@ from jaxmem.kernels import logits, ring
 BLOCK = 64  # slots that a program reads at once
 _QUERIES = 64  # rows of a tensor core's product; the group's are its first
 _PROGRAMS = 264  # two for each multiprocessor of an H200
-_STAGES = 1  # blocks in flight
 _PART = 128  # columns of a head whose sums are in registers twice
 
 
@@ -107,19 +106,19 @@ def attend(
 def _scratch(width, dtype, kind) -> dict[str, Any]:
     """What a program allocates, by name."""
     swizzled = ring.swizzle(dtype)
-    blocks = plgpu.SMEM((_STAGES, BLOCK, width), dtype, transforms=swizzled)
+    block = plgpu.SMEM((BLOCK, width), dtype, transforms=swizzled)
     return dict(
         # The result takes the place of the queries.
         rows_smem=plgpu.RefUnion(
             plgpu.SMEM((_QUERIES, width), dtype, transforms=swizzled),
             plgpu.SMEM((_QUERIES, min(width, _PART)), kind),
         ),
-        keys_smem=blocks,
-        values_smem=blocks,
+        keys_smem=block,
+        values_smem=block,
         lse_smem=plgpu.SMEM((_QUERIES,), jnp.float32),
         loaded=plgpu.Barrier(),
-        keys_full=plgpu.Barrier(num_barriers=_STAGES),
-        values_full=plgpu.Barrier(num_barriers=_STAGES),
+        keys_full=plgpu.Barrier(),
+        values_full=plgpu.Barrier(),
     )
 
 
@@ -153,35 +152,28 @@ class _Kernel:
         cached = layer_ref[0] * key_ref.shape[0] + at
         refs = {"keys": keys_ref, "values": values_ref}
 
-        def buffer(name, i):
-            slot = lax.rem(i - first, _STAGES)
-            return smem[f"{name}_smem"].at[slot], smem[f"{name}_full"].at[slot]
-
         def fetch(name, i):
             @pl.when(i < end)
             def _():
                 here = refs[name].at[cached, pl.ds(i * BLOCK, BLOCK)]
-                plgpu.copy_gmem_to_smem(here, *buffer(name, i))
+                to = smem[f"{name}_smem"]
+                plgpu.copy_gmem_to_smem(here, to, smem[f"{name}_full"])
 
         def block(i, softmax: _Softmax):
             here = pl.ds(i * BLOCK, BLOCK)
             seen = _load(seen_ref.at[lax.div(at, self.heads), here])
-            (keys, keys_full), (values, values_full) = (
-                buffer(name, i) for name in refs
-            )
-            plgpu.barrier_wait(keys_full)
-            scores = _product(query_smem, keys.transpose((1, 0)), BLOCK)
-            fetch("keys", i + _STAGES)
+            plgpu.barrier_wait(smem["keys_full"])
+            scores = _product(query_smem, smem["keys_smem"].transpose((1, 0)), BLOCK)
+            fetch("keys", i + 1)
             seen = _below(seen, scores.shape) != 0
             scores = jnp.where(seen, self._capped(scores), -math.inf)
-            plgpu.barrier_wait(values_full)
-            softmax = _with(softmax, scores, values)
-            fetch("values", i + _STAGES)
+            plgpu.barrier_wait(smem["values_full"])
+            softmax = _with(softmax, scores, smem["values_smem"])
+            fetch("values", i + 1)
             return softmax
 
-        for i in range(_STAGES):
-            fetch("keys", first + i)
-            fetch("values", first + i)
+        fetch("keys", first)
+        fetch("values", first)
         self._fetch_queries(query_ref.at[at], query_smem, smem["loaded"])
         own = self._of_token(query_smem, key_ref.at[at], value_ref.at[at], split == 0)
         softmax = lax.fori_loop(first, end, block, own)
@@ -263,7 +255,7 @@ def _product(a, b, columns):
 
 
 def _added(acc, a, b):
-    """acc + a · b in the registers of acc."""
+    """The sum of acc and a · b, in the registers of acc."""
 
     def run(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
