@@ -117,11 +117,11 @@ def copies(case, count=None):
     return [dataclasses.replace(case.alone, first=first) for first in devices]
 
 
-def cases(shape, paths, counts):
+def cases(shape, paths, counts, splits=SPLITS):
     n, *rest = shape
     for path in paths:
         yield Case(path, "none", 1, shape)
-        for split in SPLITS:
+        for split in splits:
             for k in counts:
                 tokens = n if split == "vocab" else k * n
                 yield Case(path, split, k, (tokens, *rest))
@@ -186,9 +186,9 @@ def account(compiled) -> dict[str, Any]:
     return row
 
 
-def measure(shape, dtype, paths, counts, repetitions):
+def measure(shape, dtype, paths, counts, repetitions, splits=SPLITS):
     """One row a case, once all have been timed."""
-    asked = list(cases(shape, paths, counts))
+    asked = list(cases(shape, paths, counts, splits))
     most = max(counts, default=1)
     todo = asked + [x for c in asked if c.split == "none" for x in copies(c, most)[1:]]
     with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
@@ -327,7 +327,8 @@ def work(args):
     dtype, (shape,) = getattr(jnp, args.dtype), args.shapes
     counts = args.devices or [k for k in (2, 4, 8) if k <= len(jax.devices())]
     if args.worker == "time":
-        for row in measure(shape, dtype, args.path, counts, args.repetitions):
+        given = shape, dtype, args.path, counts, args.repetitions
+        for row in measure(*given, args.split or SPLITS):
             workers.send(row)
         return
     few_first = sorted(
@@ -349,6 +350,7 @@ def drive(args):
         common = [f"--dtype={args.dtype}", f"--repetitions={args.repetitions}"]
         common += [f"--shape={','.join(map(str, shape))}" for shape in args.shapes]
         common += [f"--devices={k}" for k in args.devices]
+        common += [f"--split={split}" for split in args.split]
         paths = [f"--path={path}" for path in args.path]
         rows = []
         for row in start(["--worker=time", *common, *paths]):
@@ -392,6 +394,7 @@ def parser():
     made.add_argument(
         "--devices", action="append", type=int, default=[], help="2, 4 and 8, if there"
     )
+    made.add_argument("--split", action="append", default=[], choices=SPLITS)
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--peaks", action="store_true", help="the allocator's too")
     made.add_argument("--out", default="sharding.csv", help="CSV in benchmarks/results")
