@@ -229,7 +229,7 @@ def over_tokens(
     axis = 0 if spec.layout == "vd" else 1
     shape = (width, hidden.shape[1])[:: -1 if axis else 1]
     W = jax.ShapeDtypeStruct(shape, source.W.dtype)
-    bias = source.bias
+    bias: Any = source.bias
     if bias is not None:
         bias = jax.ShapeDtypeStruct((width,), bias.dtype)
     part: Any = Factors(hidden, W, bias)

@@ -150,12 +150,12 @@ class _Kernel:
         share = ring.ceil_div(blocks, self.splits)
         first, end = split * share, jnp.minimum((split + 1) * share, blocks)
         cached = layer_ref[0] * key_ref.shape[0] + at
-        refs = {"keys": keys_ref, "values": values_ref}
+        cache = {"keys": keys_ref, "values": values_ref}
 
         def fetch(name, i):
             @pl.when(i < end)
             def _():
-                here = refs[name].at[cached, pl.ds(i * BLOCK, BLOCK)]
+                here = cache[name].at[cached, pl.ds(i * BLOCK, BLOCK)]
                 to = smem[f"{name}_smem"]
                 plgpu.copy_gmem_to_smem(here, to, smem[f"{name}_full"])
 

@@ -69,7 +69,8 @@ def nucleus(z: jax.Array, share: float) -> jax.Array:
         weights = jnp.exp(-lax.bitcast_convert_type(here, jnp.float32))
         within = tuple(jnp.where(here <= bound, weights, 0) for bound in bounds)
         sums = lax.reduce(within, (np.float32(0),) * len(within), _add, (1,))
-        return sum((has[:, None] < wanted).astype(jnp.uint32) for has in sums)
+        few = jnp.stack(sums, axis=1) < wanted
+        return jnp.sum(few, axis=1, keepdims=True, dtype=jnp.uint32)
 
     def three_bits(i: jax.Array, bound: jax.Array) -> jax.Array:
         # The sign is 0. Of the last three bits, the first two are known.
