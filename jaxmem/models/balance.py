@@ -14,6 +14,12 @@ class Choice(NamedTuple):
 
     logits: jax.Array  # f32 [B, T, experts]
     chosen: jax.Array  # int32 [B, T, experts_per_token]
+    own: jax.Array  # likewise, of this router, where the others are given
+
+
+def chosen(choice: Choice | None, is_wanted: bool) -> jax.Array | None:
+    """Of a layer's router; None where there is none, or it is not wanted."""
+    return choice.chosen if is_wanted and choice is not None else None
 
 
 class Routed(NamedTuple):
@@ -25,6 +31,7 @@ class Routed(NamedTuple):
     counts: Any  # f32 [layers, experts] tokens that an expert has
     chances: Any  # f32 [layers, experts] softmax of the router's logits
     entropy: Any  # f32 [layers] of that softmax, nats
+    rerouted: Any  # f32 [layers] experts that are given, and not the router's own
 
 
 def nothing(config: ModelConfig) -> Routed | None:
@@ -32,7 +39,7 @@ def nothing(config: ModelConfig) -> Routed | None:
     if config.experts is None:
         return None
     every = jnp.zeros((config.layers, config.experts), jnp.float32)
-    return Routed(every, every, every[:, 0])
+    return Routed(every, every, every[:, 0], every[:, 0])
 
 
 def counted(tokens: Any, segment_ids: Any) -> Any:
@@ -58,18 +65,28 @@ def add(
     logits = choice.logits if trained else jax.lax.stop_gradient(choice.logits)
     logs = jax.nn.log_softmax(logits)
     chances, where = jnp.exp(logs), where[..., None]
-    chosen = jax.nn.one_hot(choice.chosen, logits.shape[-1], dtype=jnp.float32)
+    chosen, own = (
+        jnp.sum(jax.nn.one_hot(x, logits.shape[-1], dtype=jnp.float32), axis=-2)
+        for x in (choice.chosen, choice.own)
+    )
+    foreign = jnp.sum(chosen * (1 - own), -1, keepdims=True)
     entropy = -jnp.sum(jax.lax.stop_gradient(chances * logs), -1, keepdims=True)
     sums = (
         jnp.sum(jnp.where(where, x, 0), axis=(0, 1))
-        for x in (jnp.sum(chosen, axis=-2), chances, entropy)
+        for x in (chosen, chances, entropy, foreign)
     )
-    counts, chances, entropy = sums
+    counts, chances, entropy, foreign = sums
     return Routed(
         routed.counts.at[layer].set(counts),
         routed.chances.at[layer].set(chances),
         routed.entropy.at[layer].set(entropy[0]),
+        routed.rerouted.at[layer].set(foreign[0]),
     )
+
+
+def rerouted(routed: Routed) -> float:
+    """The share of all choices that are not the router's own."""
+    return float(np.sum(routed.rerouted) / max(np.sum(routed.counts), 1))
 
 
 def loss(routed: Routed, experts_per_token: int) -> jax.Array:

@@ -21,6 +21,7 @@ from jaxmem.models import (
     layers,
     norms,
     partitioning,
+    route_records,
     structure,
 )
 from jaxmem.models.config import ModelConfig as ModelConfig
@@ -125,12 +126,9 @@ class Decoder(nnx.Module):
         self.config, self.policy, self.unroll = config, policy, unroll
 
     def __call__(
-        self,
-        tokens: Ids,
-        segment_ids: Ids | None,
-        positions: Ids,
-        branches: Branches | None = None,
-    ) -> jax.Array:
+        self, tokens: Ids, segment_ids: Ids | None, positions: Ids,
+        branches: Branches | None = None, routes: Ids | None = None,
+    ) -> jax.Array:  # fmt: skip
         """Run the blocks and the final norm.
 
         Args:
@@ -141,28 +139,27 @@ class Decoder(nnx.Module):
             positions: [B, T] position of each token in its document, from 0.
             branches: layout of rows whose blocks share a prompt, in which positions go
                 on; None: there is none.
+            routes: of the tokens, as in `models.route_records`, which routers then take
+                in the place of their own choices; None: they choose.
 
         Returns:
             Hidden states [B, T, hidden] in the compute dtype.
         """
-        return self._run(tokens, segment_ids, positions, branches, None)[0]
+        return self._run(tokens, segment_ids, positions, branches, routes, None)[0]
 
     def routed(
-        self,
-        tokens: Ids,
-        segment_ids: Ids | None,
-        positions: Ids,
-        branches: Branches | None = None,
-    ) -> tuple[jax.Array, balance.Routed | None]:
+        self, tokens: Ids, segment_ids: Ids | None, positions: Ids,
+        branches: Branches | None = None, routes: Ids | None = None,
+    ) -> tuple[jax.Array, balance.Routed | None]:  # fmt: skip
         """As `__call__`, with what routers do with the tokens that are no padding.
 
         Returns:
             Hidden states, and sums over tokens; None for a model without experts.
         """
         routed = balance.nothing(self.config)
-        return self._run(tokens, segment_ids, positions, branches, routed)
+        return self._run(tokens, segment_ids, positions, branches, routes, routed)
 
-    def _run(self, tokens, segment_ids, positions, branches, routed):
+    def _run(self, tokens, segment_ids, positions, branches, routes, routed):
         x = embedding.look_up(self, tokens, positions)
         if segment_ids is None:
             embedding.check_length(self.config, tokens.shape[1])
@@ -184,18 +181,18 @@ class Decoder(nnx.Module):
                 each = zip(run, definitions, pairs, of_layers, strict=True)
                 for stack, definition, pair, (weights, kind, index, added) in each:
                     merged = nnx.merge(definition, partitioning.gathered(weights))
-                    x, made, choice = merged.read(x, *sight(kind), added, pair)
+                    layer = jnp.asarray(stack.layers)[index]
+                    chosen = route_records.of_layer(routes, stack, layer, self.config)
+                    x, made, choice = merged.read(x, *sight(kind), added, pair, chosen)
                     if stack.name in kept:  # the last layer's stay
                         kept = kept | {stack.name: made}
                     if routed is not None and choice is not None:
-                        layer = jnp.asarray(stack.layers)[index]
                         routed = balance.add(routed, layer, choice, counted, trained)
                 return x, routed, kept
 
             policy = self.policy
             if len(runs) > 1 and isinstance(policy, remat.Policy):
-                most = min(policy.last, len(run[0].layers) - 1)
-                last = most if run is runs[-1] else 0
+                last = min(policy.last, len(run[0].layers) - 1) * (run is runs[-1])
                 policy = dataclasses.replace(policy, last=last)
             carried = x, routed, {} if any(given) else kept
             x, routed, more = remat.scan_blocks(
@@ -236,7 +233,7 @@ class Decoder(nnx.Module):
         return [definition for definition, _ in split], scanned
 
     def prefill(
-        self, prompts: Ids, lengths: Ids, max_length: int
+        self, prompts: Ids, lengths: Ids, max_length: int, *, records: bool = False
     ) -> tuple[jax.Array, kv_cache.Cache]:
         """Process prompts and fill a KV cache with them.
 
@@ -244,6 +241,7 @@ class Decoder(nnx.Module):
             prompts: [B, P] ids, each row's prompt first; the rest of a row is ignored.
             lengths: [B] tokens of each prompt, from 1 to P.
             max_length: slots of the cache, T: P plus the tokens to decode after it.
+            records: whether the cache also has the routes of all tokens that are read.
 
         Returns:
             Hidden states [B, hidden] of each prompt's last token, as `__call__`
@@ -269,10 +267,10 @@ class Decoder(nnx.Module):
         possible = (lengths >= 1) & (lengths <= width)
         x = jnp.where(possible[:, None, None], x, jnp.nan)
         inputs = self._inputs(jnp.where(filled, prompts, 0), x)
-        x, states = self._read(x, inputs, sight, max_length, {})
+        x, states, routes = self._read(x, inputs, sight, max_length, {}, records)
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
         return self._final(last), kv_cache.of_prompts(
-            states, lengths, width, max_length
+            states, lengths, width, max_length, routes
         )
 
     def extend(
@@ -309,7 +307,8 @@ class Decoder(nnx.Module):
             (cache.lengths + lengths)[:, None],
         )  # fmt: skip
         inputs = self._inputs(tokens, x)
-        x, made = self._read(x, inputs, sight, width, cache.layers)
+        records = cache.routes is not None
+        x, made, routes = self._read(x, inputs, sight, width, cache.layers, records)
         states = {
             stack.name: self._grown(stack, cache, made[stack.name], lengths > 0)
             for stack in structure.stacks(self.config).values()
@@ -317,35 +316,38 @@ class Decoder(nnx.Module):
         fits = cache.slot + width <= cache.max_length
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
         hidden = jnp.where(fits, self._final(last), jnp.nan)
-        return hidden, kv_cache.advance(cache, states, lengths, width)
+        return hidden, kv_cache.advance(cache, states, lengths, width, routes)
 
-    def _read(self, x, inputs, sight, room: int, before: dict[str, Any]):
+    def _read(self, x, inputs, sight, room, before: dict[str, Any], records: bool):
         """The stream after all blocks, and states of what was read, with room for more.
 
-        `before` are the states of earlier tokens of the rows, or {}.
+        `before` are the states of earlier tokens of the rows, or {}. The last result
+        are routes, if they are recorded.
         """
-        states, width = {}, x.shape[1]
+        states, chosen, width = {}, {}, x.shape[1]
         for run in structure.runs(self.config):
             definitions, scanned = self._scanned(run, inputs)
             known = [before.get(stack.name) for stack in run]
             given = [_reused(stack.source, states, before, width) for stack in run]
 
             def blocks(x, of_layers, definitions=definitions, known=known, given=given):
-                made = []
+                made, choices = [], []
                 each = zip(definitions, of_layers, known, given, strict=True)
                 for definition, (weights, kind, index, added), earlier, pair in each:
                     merged = nnx.merge(definition, weights)
                     earlier = jax.tree.map(lambda s, at=index: s[at], earlier)
                     earlier = earlier if pair is None else pair
-                    x, kept, _ = merged.read(x, *sight(kind), added, earlier)
+                    x, kept, choice = merged.read(x, *sight(kind), added, earlier)
+                    choices.append(balance.chosen(choice, records))
                     # Inside the scan, so that the cache is allocated once, in its
                     # final layout.
                     made.append(merged.attention.state(kept, room))
-                return x, made
+                return x, (made, choices)
 
-            x, made = jax.lax.scan(blocks, x, scanned)
+            x, (made, choices) = jax.lax.scan(blocks, x, scanned)
             states |= {stack.name: m for stack, m in zip(run, made, strict=True)}
-        return x, states
+            chosen |= zip((stack.layers for stack in run), choices, strict=True)
+        return x, states, route_records.of_layers(chosen, self.config)
 
     def _grown(self, stack, cache: kv_cache.Cache, added: Any, live: jax.Array) -> Any:
         """The states of a stack after tokens of the rows that are live."""
@@ -353,13 +355,9 @@ class Decoder(nnx.Module):
         return grow(cache.layers[stack.name], added, cache.slot, live)
 
     def decode(
-        self,
-        tokens: Ids,
-        cache: kv_cache.Cache,
-        live: jax.Array | None = None,
-        *,
+        self, tokens: Ids, cache: kv_cache.Cache, live: jax.Array | None = None, *,
         unroll: bool = False,
-    ) -> tuple[jax.Array, kv_cache.Cache]:
+    ) -> tuple[jax.Array, kv_cache.Cache]:  # fmt: skip
         """Process one more token per row, each at its row's own position.
 
         Attention is plain XLA here, whatever `ModelConfig.attention` says.
@@ -388,13 +386,13 @@ class Decoder(nnx.Module):
         seen = by_kind(self.config, visible)
         sight = sights(self.config, positions, seen, positions + 1)
         inputs = self._inputs(tokens, x)
-        states, new = {}, {}
+        states, new, chosen, records = {}, {}, {}, cache.routes is not None
         for run in structure.runs(self.config):
             definitions, scanned = self._scanned(run, inputs)
             shared = [self._shared(stack, new) for stack in run]
 
             def blocks(x, of_layers, run=run, definitions=definitions, shared=shared):
-                added = []
+                added, choices = [], []
                 each = zip(run, definitions, shared, of_layers, strict=True)
                 for stack, definition, arrays, (weights, kind, index, own) in each:
                     seen, rope = sight(kind)
@@ -403,18 +401,20 @@ class Decoder(nnx.Module):
                         index = jnp.asarray(len(before.keys) - 1)
                     cached = kv_cache.Cached(before, index, cache.used)
                     merged = nnx.merge(definition, weights)
-                    x, more = merged.decode(x, rope, cached, seen, arrays, own)
+                    x, more, choice = merged.decode(x, rope, cached, seen, arrays, own)
                     added.append(more)
-                return x, added
+                    choices.append(balance.chosen(choice, records))
+                return x, (added, choices)
 
-            steps = len(run[0].layers) if unroll else 1
-            x, added = jax.lax.scan(blocks, x, scanned, unroll=steps)
+            x, (added, choices) = jax.lax.scan(blocks, x, scanned, unroll=unroll)
             for stack, more in zip(run, added, strict=True):
                 new[stack.name] = more
                 states[stack.name] = self._grown(stack, cache, more, live)
-        fits = cache.slot < cache.max_length
+            chosen |= zip((stack.layers for stack in run), choices, strict=True)
+        fits, read = cache.slot < cache.max_length, live.astype(jnp.int32)
         hidden = jnp.where(fits, self._final(x)[:, 0], jnp.nan)
-        return hidden, kv_cache.advance(cache, states, live.astype(jnp.int32), 1)
+        routes = route_records.of_layers(chosen, self.config)
+        return hidden, kv_cache.advance(cache, states, read, 1, routes)
 
     def _shared(self, stack: structure.Stack, new: dict[str, Any]) -> Any:
         """What all layers of a stack get in `decode`, maybe keys of the new token."""

@@ -42,18 +42,22 @@ class DenseAndExperts(FeedForward):
         self.dense_norm, self.mixed_norm, self.stream_norm = norm(), norm(), norm()
         self.config = config
 
-    def join(self, *projected: jax.Array) -> tuple[jax.Array, Choice]:
+    def join(
+        self, *projected: jax.Array, chosen: jax.Array | None = None
+    ) -> tuple[jax.Array, Choice]:
         """As `Mixture.join`, from the results of `readers` and the residual stream."""
         *dense, stream = projected
         out = self.dense_norm(super().join(*dense)[0])
-        mixed, choice = remat.recompute(self._mix)(stream)
+        mixed, choice = remat.recompute(self._mix)(stream, chosen)
         return out + mixed, choice
 
-    def _mix(self, stream: jax.Array) -> tuple[jax.Array, Choice]:
+    def _mix(
+        self, stream: jax.Array, chosen: jax.Array | None
+    ) -> tuple[jax.Array, Choice]:
         scale = self.router_scale[...].astype(jnp.float32)
         x = self.router_norm(stream).astype(jnp.float32) * scale
         logits = self.router(x * self.config.hidden**-0.5)
-        chosen, weights = routing.choose(logits, None, self.config)
-        weights = weights * self.expert_scale[...].astype(jnp.float32)[chosen]
-        out = self.experts(self.stream_norm(stream), chosen, weights)
-        return self.mixed_norm(out.astype(stream.dtype)), Choice(logits, chosen)
+        choice, weights = routing.decide(logits, None, self.config, chosen)
+        scale = self.expert_scale[...].astype(jnp.float32)[choice.chosen]
+        out = self.experts(self.stream_norm(stream), choice.chosen, weights * scale)
+        return self.mixed_norm(out.astype(stream.dtype)), choice

@@ -65,8 +65,11 @@ class FeedForward(nnx.Module):
         """The gate, if there is one, and up projections, to [B, T, ff] each."""
         return (self.gate, self.up) if self.gated else (self.up,)
 
-    def join(self, *projected: jax.Array) -> tuple[jax.Array, Any]:
+    def join(
+        self, *projected: jax.Array, chosen: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         """[B, T, hidden] from the results of `readers`; it has no router."""
+        del chosen
         names = ("gate", "up") if self.gated else ("up",)
         named = [remat.name(x, n) for x, n in zip(projected, names, strict=True)]
 

@@ -82,6 +82,11 @@ class FeedForward(Protocol):
 
     reads_stream: bool  # whether `join` gets the residual stream, too, as the last
 
-    def join(self, *projected: jax.Array) -> tuple[jax.Array, Choice | None]:
-        """[B, T, hidden] from the results of `readers`; the router's choice, if any."""
+    def join(
+        self, *projected: jax.Array, chosen: jax.Array | None = None
+    ) -> tuple[jax.Array, Choice | None]:
+        """[B, T, hidden] from the results of `readers`; the router's choice, if any.
+
+        A router takes the experts that are `chosen`, if they are given.
+        """
         ...

@@ -54,6 +54,8 @@ class Cache(NamedTuple):
     lengths: jax.Array  # [B] int32, tokens per row; the position of the next token
     slot: jax.Array  # int32 scalar, the slot of the next token in every row
     used: jax.Array  # int32 scalar; slots from there on hold nothing in any row
+    # of the tokens in slots, as in `models.route_records`; None: they are not recorded
+    routes: jax.Array | None = None
 
     @property
     def max_length(self) -> int:
@@ -86,13 +88,23 @@ class Cache(NamedTuple):
 
 
 def of_prompts(
-    layers: dict[str, Any], lengths: jax.Array, width: int, max_length: int
+    layers: dict[str, Any],
+    lengths: jax.Array,
+    width: int,
+    max_length: int,
+    routes: jax.Array | None = None,
 ) -> Cache:
-    """The cache after prompts of the given lengths, in rows `width` tokens wide."""
+    """The cache after prompts of the given lengths, in rows `width` tokens wide.
+
+    Their routes, [B, width, ...], are recorded if they are given.
+    """
+    if routes is not None:
+        unused = [(0, 0), (0, max_length - width), (0, 0), (0, 0)]
+        routes = jnp.pad(routes, unused)
     places = jnp.arange(max_length, dtype=jnp.int32)
     positions = jnp.where(places < lengths[:, None], places, -1)
     slot = jnp.asarray(width, jnp.int32)
-    return Cache(layers, positions, lengths, slot, slot)
+    return Cache(layers, positions, lengths, slot, slot, routes)
 
 
 def replaced(cache: Cache, row: jax.Array, other: Cache) -> Cache:
@@ -106,6 +118,7 @@ def replaced(cache: Cache, row: jax.Array, other: Cache) -> Cache:
         positions=put(cache.positions, other.positions, 0),
         lengths=put(cache.lengths, other.lengths, 0),
         used=jnp.maximum(cache.used, other.used),
+        routes=jax.tree.map(lambda x, new: put(x, new, 0), cache.routes, other.routes),
     )
 
 
@@ -115,6 +128,7 @@ def rows_of(cache: Cache, rows: jax.Array) -> Cache:
         layers=jax.tree.map(lambda x: x[:, rows], cache.layers),
         positions=cache.positions[rows],
         lengths=cache.lengths[rows],
+        routes=jax.tree.map(lambda x: x[rows], cache.routes),
     )
 
 
@@ -157,21 +171,44 @@ def keys_and_values(layer: Layer, tokens: int) -> tuple[jax.Array, jax.Array]:
 
 
 def advance(
-    cache: Cache, layers: dict[str, Any], lengths: jax.Array, width: int
+    cache: Cache,
+    layers: dict[str, Any],
+    lengths: jax.Array,
+    width: int,
+    routes: jax.Array | None,
 ) -> Cache:
-    """The cache after `lengths` [B] more tokens in `width` slots, with its states."""
+    """The cache after `lengths` [B] more tokens in `width` slots, with its states.
+
+    Their routes [B, width, ...] are read if the cache records them.
+    """
     places = jnp.arange(width, dtype=jnp.int32)
     positions = cache.lengths[:, None] + places
     positions = jnp.where(places < lengths[:, None], positions, -1)
     put = lax.dynamic_update_slice_in_dim
-    slot = cache.slot + width
+    slot, recorded = cache.slot + width, cache.routes
+    if recorded is not None and routes is not None:
+        recorded = put(recorded, routes, cache.slot, axis=1)
     return Cache(
         layers,
         put(cache.positions, positions, cache.slot, axis=1),
         cache.lengths + lengths,
         slot,
         jnp.maximum(cache.used, slot),
+        recorded,
     )
+
+
+def routes_by_place(cache: Any) -> jax.Array | None:
+    """Recorded routes [B, T, ...] by the places of tokens in their rows; 0 of none.
+
+    None where a cache, which may be that of a model of one's own, records none.
+    """
+    if getattr(cache, "routes", None) is None:
+        return None
+    places = jnp.where(cache.filled, cache.positions, cache.max_length)
+    rows = jnp.arange(len(places))[:, None]
+    empty = jnp.zeros_like(cache.routes)
+    return empty.at[rows, places].set(cache.routes, mode="drop")
 
 
 def attend_in_place(

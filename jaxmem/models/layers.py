@@ -376,15 +376,14 @@ class Block(nnx.Module):
 
     def read(
         self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None,
-        before: Any = None,
+        before: Any = None, chosen: jax.Array | None = None,
     ):  # fmt: skip
         """The result of `__call__`, what its mixer's state is made of, and a choice.
 
         `before` is the mixer's state after earlier tokens, or what it reuses, or None.
-        The choice is that
-        of the router, or None.
+        The choice is that of the router, or None; it takes those `chosen`, if given.
         """
-        x, made, choice = self._mixed(x, sight, rope, before)
+        x, made, choice = self._mixed(x, sight, rope, before, chosen)
         return self._ended(x, added), made, choice
 
     def _ended(self, x: jax.Array, added: Any) -> jax.Array:
@@ -393,51 +392,48 @@ class Block(nnx.Module):
             x = x * jax.lax.stop_gradient(self.layer_scale[...]).astype(x.dtype)
         return x
 
-    def _mixed(self, x: jax.Array, sight: Sight, rope: Rope, before: Any):
+    def _mixed(self, x: jax.Array, sight: Sight, rope: Rope, before: Any, chosen: Any):
         readers = self.attention.readers
         norm = self.attention_norm if self.pre_norms else None
         if self.parallel != "shared":
             x, projected = normed_products.apply(norm, readers, x)
             mixed, made = self.attention.mix(projected, sight, rope, before)
-            x, choice = self._finish(x, mixed)
+            x, choice = self._finish(x, mixed, chosen)
             return x, made, choice
         both = (*readers, *self.feed_forward.readers)
         x, projected = normed_products.apply(norm, both, x)
         first, second = projected[: len(readers)], projected[len(readers) :]
         mixed, made = self.attention.mix(first, sight, rope, before)
-        output, choice = self.feed_forward.join(*second)
+        output, choice = self.feed_forward.join(*second, chosen=chosen)
         return self._added(x, mixed, output), made, choice
 
     def decode(
-        self,
-        x: jax.Array,
-        rope: Rope,
-        cached: kv_cache.Cached,
-        filled: jax.Array,
-        scales: Any,
-        added: Any = None,
-    ):
-        """As `Attention.decode`, of the residual stream."""
+        self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled: jax.Array,
+        scales: Any, added: Any = None,
+    ):  # fmt: skip
+        """As `Attention.decode`, of the residual stream; and the router's choice."""
         x_norm = self.attention_norm(x) if self.pre_norms else x
         mixed, token = self.attention.decode(x_norm, rope, cached, filled, scales)
         if self.parallel == "shared":
-            x = self._added(x, mixed, self.feed_forward(x_norm))
+            read = (each(x_norm) for each in self.feed_forward.readers)
+            output, choice = self.feed_forward.join(*read)
+            x = self._added(x, mixed, output)
         else:
-            x, _ = self._finish(x, mixed)
-        return self._ended(x, added), token
+            x, choice = self._finish(x, mixed)
+        return self._ended(x, added), token, choice
 
-    def _finish(self, x: jax.Array, mixed: jax.Array):
+    def _finish(self, x: jax.Array, mixed: jax.Array, chosen: Any = None):
         readers = self.feed_forward.readers
         norm = self.feed_forward_norm if self.pre_norms else None
         if self.parallel == "separate":
             x, projected = normed_products.apply(norm, readers, x)
-            output, choice = self.feed_forward.join(*projected)
+            output, choice = self.feed_forward.join(*projected, chosen=chosen)
             return self._added(x, mixed, output), choice
         mixed = self.post_attention_norm(mixed) if self.post_norms else mixed
         mixed = self._scaled(mixed)
         x, projected = normed_products.apply(norm, readers, x, mixed)
         stream = (x,) if self.feed_forward.reads_stream else ()
-        output, choice = self.feed_forward.join(*projected, *stream)
+        output, choice = self.feed_forward.join(*projected, *stream, chosen=chosen)
         output = self.post_feed_forward_norm(output) if self.post_norms else output
         return self._added(x, output), choice
 

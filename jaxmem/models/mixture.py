@@ -60,16 +60,21 @@ class Mixture(nnx.Module):
         """Map [B, T, hidden] to [B, T, hidden]."""
         return self.join(x)[0]
 
-    def join(self, *projected: jax.Array) -> tuple[jax.Array, Choice]:
-        """[B, T, hidden] from normalised x [B, T, hidden], and the router's choice."""
-        (x,) = projected
-        return remat.recompute(self._mix)(x)
+    def join(
+        self, *projected: jax.Array, chosen: jax.Array | None = None
+    ) -> tuple[jax.Array, Choice]:
+        """[B, T, hidden] from normalised x [B, T, hidden], and the router's choice.
 
-    def _mix(self, x: jax.Array) -> tuple[jax.Array, Choice]:
+        `chosen` is as in `routing.choose`.
+        """
+        (x,) = projected
+        return remat.recompute(self._mix)(x, chosen)
+
+    def _mix(self, x: jax.Array, chosen: jax.Array | None) -> tuple[jax.Array, Choice]:
         correction = self.correction[...] if self.config.router_correction else None
         logits = self.router(x)
-        chosen, weights = routing.choose(logits, correction, self.config)
-        out, choice = self.experts(x, chosen, weights), Choice(logits, chosen)
+        choice, weights = routing.decide(logits, correction, self.config, chosen)
+        out = self.experts(x, choice.chosen, weights)
         if self.config.shared_ff is None:
             return out.astype(x.dtype), choice
         shared = self.shared(x).astype(jnp.float32)

@@ -148,9 +148,10 @@ class OwnModel(nnx.Module):
         segment_ids: Ids | None,
         positions: Ids,
         branches: Branches | None = None,
+        routes: Ids | None = None,
     ) -> jax.Array:
-        """Hidden states [B, T, D]; see `Decoder`."""
-        del branches
+        """Hidden states [B, T, D]; see `Decoder`. Routes are never recorded."""
+        del branches, routes
         tokens = jnp.asarray(tokens)
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
@@ -190,9 +191,10 @@ class OwnModel(nnx.Module):
         return self.head.float_logits(hidden)
 
     def prefill(
-        self, prompts: Ids, lengths: Ids, max_length: int
+        self, prompts: Ids, lengths: Ids, max_length: int, *, records: bool = False
     ) -> tuple[jax.Array, Any]:
         """See `Decoder`; without a cache, rows of tokens are kept."""
+        del records  # the program refuses them
         prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths, jnp.int32)
         if isinstance(self.body, Cached | Extended):
             return self.body.prefill(prompts, lengths, max_length)

@@ -35,6 +35,7 @@ class Rows(NamedTuple):
     drawn: Any  # arrays [N, R, ...]
     lengths: jax.Array  # [N] tokens so far
     starts: jax.Array  # [N] steps before its first token; -1: it waits
+    routes: jax.Array | None  # [N, S, ...] of the tokens that were read, if recorded
 
 
 class Slots(NamedTuple):
@@ -61,6 +62,7 @@ class Refill:
         draw: returns tokens and which rows end with them, from keys [k], numbers of
             tokens in their rows [k], logits [k, V] and which are no rows [k].
         unroll: as in `Decoder.decode`.
+        records: as in `Decoder.prefill`.
     """
 
     model: tuple[Any, Any]
@@ -69,6 +71,7 @@ class Refill:
     most: int
     draw: Callable[..., tuple[Any, jax.Array]]
     unroll: bool
+    records: bool = False
 
     def run(self, nothing: Any) -> Rows:
         """Decode until all rows have ended.
@@ -82,10 +85,13 @@ class Refill:
         # Every slot writes at one place, which goes round behind the prompts. It
         # comes back to a row's first token when the row has ended.
         cache = cache._replace(slot=jnp.asarray(self._width, jnp.int32))
+        routes = jax.tree.map(
+            lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), cache.routes
+        )
         none = jnp.full(self.slots, count, jnp.int32)
         slots = Slots(none, jnp.zeros_like(none), cache, jnp.asarray(0, jnp.int32))
         zeros = jnp.zeros(count, jnp.int32)
-        state = slots, Rows(nothing, zeros, zeros - 1)
+        state = slots, Rows(nothing, zeros, zeros - 1, routes)
         # One more than there are rows: the last one decodes when none waits.
         state = lax.fori_loop(0, count + 1, lambda _, state: self._filled(state), state)
         if few := few_slots(self.slots):
@@ -110,7 +116,9 @@ class Refill:
         decoder: LanguageModel = nnx.merge(*self.model)
         lengths = self.prompts.lengths[rows]
         lengths = jnp.where(lengths == 0, 1, lengths)
-        return decoder.prefill(self.prompts.ids[rows], lengths, self._room)
+        return decoder.prefill(
+            self.prompts.ids[rows], lengths, self._room, records=self.records
+        )
 
     def _is_live(self, state: State) -> jax.Array:
         return jnp.any(state[0].rows < self._count)
@@ -133,7 +141,15 @@ class Refill:
         place = jnp.argmax(slots.rows == self._count)
         row = self._next(rows)[None]
         hidden, cache = self._prefill(jnp.minimum(row, self._count - 1))
-        rows = rows._replace(starts=rows.starts.at[row].set(slots.step, mode="drop"))
+        routes = kv_cache.routes_by_place(cache)
+
+        def put(all_: jax.Array, x: jax.Array) -> jax.Array:
+            return all_.at[row].set(x, mode="drop")
+
+        rows = rows._replace(
+            starts=put(rows.starts, slots.step),
+            routes=jax.tree.map(put, rows.routes, routes),
+        )
         rows, token, left = self._drawn(rows, row, hidden)
         slots = slots._replace(
             rows=slots.rows.at[place].set(left[0]),
@@ -147,8 +163,13 @@ class Refill:
         slots, rows = state
         decoder: LanguageModel = nnx.merge(*self.model)
         cache = kv_cache.wrapped(slots.cache, self._width)
-        live = slots.rows < self._count
+        live, slot, places = slots.rows < self._count, cache.slot, cache.lengths
         hidden, cache = decoder.decode(slots.token, cache, live, unroll=self.unroll)
+
+        def put(all_: jax.Array, new: jax.Array) -> jax.Array:
+            return all_.at[slots.rows, places].set(new[:, slot], mode="drop")
+
+        rows = rows._replace(routes=jax.tree.map(put, rows.routes, cache.routes))
         rows, token, left = self._drawn(rows, slots.rows, hidden)
         return Slots(left, token, cache, slots.step + 1), rows
 

@@ -3,11 +3,15 @@
 import jax
 import jax.numpy as jnp
 
+from jaxmem.models.balance import Choice
 from jaxmem.models.config import ModelConfig
 
 
 def choose(
-    logits: jax.Array, correction: jax.Array | None, config: ModelConfig
+    logits: jax.Array,
+    correction: jax.Array | None,
+    config: ModelConfig,
+    chosen: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts with the largest scores, and the weights of their results.
 
@@ -23,6 +27,8 @@ def choose(
         logits: f32 [..., experts].
         correction: [experts]; None for 0. It has no gradient.
         config: of the layer.
+        chosen: int32 [..., experts_per_token], the experts to take in the place of the
+            best ones; weights are of these logits all the same. None: the best.
 
     Returns:
         int32 and f32 [..., experts_per_token].
@@ -33,12 +39,8 @@ def choose(
         scores = jax.nn.softmax(logits)
     elif kind == "sigmoid":
         scores = jax.nn.sigmoid(logits)
-    ranks = jax.lax.stop_gradient(scores)
-    if correction is not None:
-        ranks = ranks + jax.lax.stop_gradient(correction.astype(jnp.float32))
-    if config.router_groups > 1:
-        ranks = _of_best_groups(ranks, config)
-    _, chosen = jax.lax.top_k(ranks, config.experts_per_token)
+    if chosen is None:
+        chosen = _best(jax.lax.stop_gradient(scores), correction, config)
     if kind == "near":
         return chosen.astype(jnp.int32), _near(logits, chosen, config)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
@@ -47,6 +49,28 @@ def choose(
     if config.router_renormalised:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return chosen.astype(jnp.int32), weights * config.router_scale
+
+
+def decide(
+    logits: jax.Array,
+    correction: jax.Array | None,
+    config: ModelConfig,
+    given: jax.Array | None,
+) -> tuple[Choice, jax.Array]:
+    """What `choose` says of logits, with the experts that are given, if any are."""
+    own, weights = choose(logits, correction, config)
+    if given is None:
+        return Choice(logits, own, own), weights
+    given, weights = choose(logits, correction, config, given)
+    return Choice(logits, given, own), weights
+
+
+def _best(scores, correction, config: ModelConfig) -> jax.Array:
+    if correction is not None:
+        scores = scores + jax.lax.stop_gradient(correction.astype(jnp.float32))
+    if config.router_groups > 1:
+        scores = _of_best_groups(scores, config)
+    return jax.lax.top_k(scores, config.experts_per_token)[1]
 
 
 def _near(logits: jax.Array, chosen: jax.Array, config: ModelConfig) -> jax.Array:

@@ -65,6 +65,9 @@ class Samples(NamedTuple):
         lengths: [B] int32 tokens of each completion.
         starts: [B] int32 steps before each completion's first token, with
             `SamplingConfig.slots`; None: all start together.
+        routes: [B, S, ...] experts that the tokens of each row went to, as in
+            `models.route_records`, prompt first; of all but a completion's last token,
+            which is not read. None: they are not recorded.
     """
 
     tokens: jax.Array
@@ -73,6 +76,7 @@ class Samples(NamedTuple):
     support_ids: jax.Array | None
     lengths: jax.Array
     starts: jax.Array | None = None
+    routes: jax.Array | None = None
 
     @property
     def steps(self) -> int:
@@ -156,18 +160,15 @@ def sample(
     for name, token in (*(("eos_id", end) for end in ends), ("pad_id", pad_id)):
         _check_id(name, token, decoder.config.vocab_size or 0)
     sampler = Sampler(config, ends, pad_id)
-    model = prepared(decoder)  # once, for both parts
-    keys = row_keys(key, jnp.arange(len(prompts)))
-    if config.slots is not None:
-        return _refilled(sampler, model, prompts, prompt_lengths, keys)
-    state = sampler.start(model, prompts, prompt_lengths, keys)
-    return samples_of(sampler.advance(model, state, config.max_new_tokens))
+    return sampler.complete(decoder, prompts, prompt_lengths, key)
 
 
 def samples_of(state: State) -> Samples:
     """The completions of a state whose rows have ended."""
     drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state.drawn)
-    return Samples(*drawn, lengths=jnp.sum(drawn.mask, axis=1, dtype=jnp.int32))
+    lengths = jnp.sum(drawn.mask, axis=1, dtype=jnp.int32)
+    routes = kv_cache.routes_by_place(state.cache)
+    return Samples(*drawn, lengths=lengths, routes=routes)
 
 
 def _refilled(
@@ -184,7 +185,7 @@ def _refilled(
     check_field(config, "slots", config.slots <= rows, f"at most the {rows} rows")
     made = refill.Refill(
         model.in_compute_type(), given, config.slots, config.max_new_tokens,
-        sampler._draw, sampler.is_unrolled,
+        sampler._draw, sampler.is_unrolled, sampler.records,
     )  # fmt: skip
     ids = None
     if (size := config.support_size) is not None:
@@ -193,7 +194,8 @@ def _refilled(
     like = Drawn(zeros, zeros.astype(bool), zeros.astype(float), ids)
     nothing = _nothing_drawn(like, config.max_new_tokens, sampler.pad_id)
     ended = made.run(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), nothing))
-    return Samples(*ended.drawn, lengths=ended.lengths, starts=ended.starts)
+    after = {name: getattr(ended, name) for name in ("lengths", "starts", "routes")}
+    return Samples(*ended.drawn, **after)
 
 
 def prepared(decoder: LanguageModel) -> LanguageModel:
@@ -227,6 +229,18 @@ class Sampler:
     keep_support: bool = True  # whether `Drawn.support_ids` is stored
     room: int | None = None  # tokens of a row of the cache; None: for one completion
     unroll: bool | None = None  # as in `Decoder.decode`; None: if compiled for a GPU
+    records: bool = False  # as in `Decoder.prefill`
+
+    def complete(
+        self, decoder: LanguageModel, prompts: Ids, prompt_lengths: Ids, key: jax.Array
+    ) -> Samples:
+        """Complete every prompt; arguments are as in `sample`."""
+        model = prepared(decoder)  # once, for both parts
+        keys = row_keys(key, jnp.arange(len(prompts)))
+        if self.config.slots is not None:
+            return _refilled(self, model, prompts, prompt_lengths, keys)
+        state = self.start(model, prompts, prompt_lengths, keys)
+        return samples_of(self.advance(model, state, self.config.max_new_tokens))
 
     def start(
         self, decoder: LanguageModel, prompts: Ids, prompt_lengths: Ids, keys: jax.Array
@@ -252,7 +266,10 @@ class Sampler:
         max_length = -(-room // 8) * 8
         lengths = jnp.asarray(prompt_lengths)
         hidden, cache = model.prefill(
-            prompts, jnp.where(lengths == 0, 1, lengths), max_length
+            prompts,
+            jnp.where(lengths == 0, 1, lengths),
+            max_length,
+            records=self.records,
         )
         return self._begun(model, hidden, lengths == 0, keys, cache)
 

@@ -42,16 +42,22 @@ def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
     )
 
 
+_WIDE = {
+    "scale", "router", "router_scale", "correction", "expert_scale", "shared_gate",
+    "delta_log_speed", "delta_shift",
+}  # fmt: skip
+
+
 def cast_weights(weights: Any, dtype: str) -> Any:
     """Weights in a decoder's compute type.
 
-    Layers compute in that type anyway, so results do not change. The scales of norms
-    are not cast, because `OffsetRMSNorm` reads them as stored.
+    Layers compute in that type anyway, so results do not change. What they read as it
+    is stored is not cast: scales of norms, routers, and the decay of a delta rule.
     """
 
     def cast(path, w):
-        is_scale = any(getattr(key, "key", None) == "scale" for key in path)
-        return w if is_scale else w.astype(dtype)
+        is_wide = any(getattr(key, "key", None) in _WIDE for key in path)
+        return w if is_wide else w.astype(dtype)
 
     return jax.tree.map_with_path(cast, weights)
 

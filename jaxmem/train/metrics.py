@@ -88,6 +88,8 @@ class PolicyMetrics(NamedTuple):
     ratios_inside_1_01: float | None = None  # inside [0.99, 1.01]
     ratios_inside_strict: float | None = None  # inside [0.999, 1.002]
     dropped: float | None = None  # share that grpo.correction drops; None without one
+    # share of the experts that updates replay, and their own routers would not choose
+    rerouted: float | None = None
     truncated: float | None = None  # share of completions that end at the limit
     resampled: int | None = None  # further rollouts, by grpo.resample
     turns: float | None = None  # completions of a conversation, mean; None without any

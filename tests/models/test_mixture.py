@@ -185,7 +185,8 @@ def test_routing(changes):
 
 def test_what_is_said_of_routers_is_of_layers_with_experts():
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [1, 1, 1]]))
-    choice = balance.Choice(logits[None], jnp.array([[[0], [0], [2]]]))
+    chosen = jnp.array([[[0], [0], [2]]])
+    choice = balance.Choice(logits[None], chosen, jnp.array([[[0], [1], [2]]]))
     config = dataclasses.replace(
         SMALL, layers=3, feed_forwards=("dense", "experts", "experts"), experts=3,
         experts_per_token=1,
@@ -203,6 +204,7 @@ def test_what_is_said_of_routers_is_of_layers_with_experts():
     assert said["entropy_worst"] == pytest.approx(entropy, rel=1e-6)
     shares = np.array([2.0 + 1 / 3, 1 + 1 / 3, 1 + 1 / 3]) / 5
     assert said["loss"] == pytest.approx(3 * (4 / 5 * shares[0] + 1 / 5 * shares[2]))
+    assert balance.rerouted(routed) == pytest.approx(2 / 5)
     assert balance.report(balance.nothing(config), 1) == {}
 
 

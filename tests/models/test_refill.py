@@ -38,8 +38,9 @@ def test_what_a_row_samples_depends_neither_on_its_slot_nor_on_when_it_starts(
     at_once = run(model, seed=1, **settings)
     made = run(model, seed=1, slots=slots, **settings)
     # Slots of the cache are in another order, so that sums are rounded otherwise.
-    for name in ("tokens", "mask", "support_ids", "lengths"):
+    for name in ("tokens", "mask", "support_ids", "lengths", "routes"):
         np.testing.assert_array_equal(getattr(made, name), getattr(at_once, name))
+    assert (made.routes is None) == (changes is not OTHER_PARTS)
     np.testing.assert_allclose(made.logprobs, at_once.logprobs, atol=1e-5)
     assert len(set(made.lengths)) > 2 and made.lengths.max() == 12
     assert (made.steps > 11) == (slots < 3)  # then rows wrote behind the last slot

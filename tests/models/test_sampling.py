@@ -54,7 +54,10 @@ def sampler(**settings):
 
     @jax.jit
     def run(model, prompts, lengths, key):
-        return sample(model, prompts, lengths, key, config, eos_id=EOS, pad_id=PAD)
+        if model.config.experts is None:
+            return sample(model, prompts, lengths, key, config, eos_id=EOS, pad_id=PAD)
+        made = Sampler(config, (EOS,), PAD, records=True)
+        return made.complete(model, prompts, lengths, key)
 
     return run
 

@@ -11,7 +11,6 @@ from jaxmem.models.sampling import (
     Sampler,
     SamplingConfig,
     row_keys,
-    sample,
     samples_of,
 )
 from tests.models.test_refill import OTHER_PARTS
@@ -25,7 +24,9 @@ ROOM = WIDTH + TURNS * NEW + (TURNS - 1) * REPLY - 1
 
 @functools.partial(jax.jit, static_argnames="config")
 def of_rows(model, ids, lengths, key, config):
-    return sample(model, ids, lengths, key, config, eos_id=EOS, pad_id=PAD)
+    records = model.config.experts is not None
+    made = Sampler(config, (EOS,), PAD, records=records)
+    return made.complete(model, ids, lengths, key)
 
 
 def again(model, said, config, turn):
@@ -49,7 +50,8 @@ def test_what_is_sampled_after_a_reply_does_not_depend_on_a_kept_cache(
     changes, settings
 ):
     model, config = decoder(**changes), SamplingConfig(max_new_tokens=NEW, **settings)
-    sampler, rng = Sampler(config, (EOS,), PAD, room=ROOM), np.random.default_rng(0)
+    records, rng = model.config.experts is not None, np.random.default_rng(0)
+    sampler = Sampler(config, (EOS,), PAD, room=ROOM, records=records)
     said = [list(np.asarray(row)[:n]) for row, n in zip(PROMPTS, LENGTHS, strict=True)]
 
     def keys(turn):
@@ -80,6 +82,10 @@ def test_what_is_sampled_after_a_reply_does_not_depend_on_a_kept_cache(
                 continue
             reply = list(rng.integers(0, 7, rng.integers(1, REPLY + 1)))
             said[i] += drawn + reply
+            read = len(said[i]) - len(reply) - 1
+            if records:
+                ours, theirs = (x.routes[i, :read] for x in (made, wanted))
+                np.testing.assert_array_equal(ours, theirs)
             lengths[i] = 1 + len(reply)
             ids[i, : lengths[i]] = [drawn[-1], *reply]
         assert len({*lengths}) > 2  # rows of several lengths, and one that has ended

@@ -1,5 +1,6 @@
 """Training steps over two GPUs, with the head's kernels; fewer are a skip by name."""
 
+import dataclasses
 import functools
 
 import jax
@@ -23,20 +24,23 @@ MODEL = ModelConfig(
     layers=4, hidden=256, ff=512, heads=4, kv_heads=2, head_dim=64, vocab_size=8192,
     dtype="bfloat16",
 )  # fmt: skip
+EXPERTS = dataclasses.replace(
+    MODEL, feed_forwards=("experts",), experts=8, experts_per_token=2, expert_ff=256
+)
 ROWS = DataConfig(sequence_length=512, batch_size=4)
 
 
-def config_of(axis=None):
+def config_of(model, axis=None):
     return Config(
-        data=ROWS, model=MODEL, head=HeadConfig(chunk=128),
+        data=ROWS, model=model, head=HeadConfig(chunk=128),
         optimizer=OptimizerConfig(warmup_steps=1), run=RunConfig(steps=3),
         mesh=MeshConfig(**({axis: 2} if axis else {})),
     )  # fmt: skip
 
 
 @functools.cache
-def losses(axis=None):
-    config = config_of(axis)
+def losses(model, axis=None):
+    config = config_of(model, axis)
     program = sft.Program(config, MODEL.vocab_size, packed=False)
     with jaxmem.report() as report:
         step = program.compile_step(config.head)
@@ -50,8 +54,11 @@ def losses(axis=None):
     return made
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_the_steps_of_one_gpu(axis):
+@pytest.mark.parametrize(
+    ("model", "axis"),
+    [*((MODEL, axis) for axis in AXES), (EXPERTS, "fsdp"), (EXPERTS, "tensor")],
+)
+def test_the_steps_of_one_gpu(model, axis):
     if len(jax.devices()) < 2:
         pytest.skip(f"needs 2 GPUs, jax found {len(jax.devices())}")
-    np.testing.assert_allclose(losses(axis), losses(), rtol=2e-3)
+    np.testing.assert_allclose(losses(model, axis), losses(model), rtol=2e-3)

@@ -226,6 +226,11 @@ class GrpoJobConfig(JobConfig):
                 f"sampling.slots={self.sampling.slots} must stay None for "
                 "task.recorded=True: nothing is sampled"
             )
+        if self.task.recorded and self.grpo.replay_routing:
+            raise ValueError(
+                "grpo.replay_routing=True must stay False for task.recorded=True: the "
+                "rollouts of a file do not say which experts their tokens went to"
+            )
         _check_answers(self.task, self.sampling)
         if self.run.accumulate != 1:
             raise ValueError(

@@ -148,6 +148,7 @@ class _Rows:
         self.logprobs = np.zeros((rows, slots), np.float32)
         self.turns = np.zeros((rows, slots), np.int32)
         self.supports: np.ndarray | None = None
+        self.routes: np.ndarray | None = None
 
     def append(self, i: int, ids: np.ndarray) -> slice:
         """Put ids behind a row; the slots that they take."""
@@ -169,6 +170,10 @@ class _Rows:
                 limit = samples.support_ids.shape[2]
                 self.supports = np.full((*self.mask.shape, limit), -1, np.int32)
             self.supports[i, slots] = samples.support_ids[i, :length]
+        if samples.routes is not None:  # of all that was read
+            if self.routes is None:
+                self.routes = np.zeros_like(samples.routes)
+            self.routes[i] = samples.routes[i]
         return ids
 
     def prompts(self, width: int, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -184,7 +189,9 @@ class _Rows:
         ):
             row[:length] = read[first : first + length]
         lengths = self.lengths.astype(np.int32)
-        made: Any = tokens, self.mask, self.logprobs, self.supports, lengths
+        made: Any = (
+            tokens, self.mask, self.logprobs, self.supports, lengths, None, self.routes,
+        )  # fmt: skip
         return Samples(*made)
 
 

@@ -4,6 +4,7 @@ prompts -> G completions each -> rewards -> advantages
 -> old (and reference) log-probabilities, forward only -> packed updates
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from jaxmem import checkpoints, losses
 from jaxmem.core.random_streams import Stream
 from jaxmem.data import tasks, vocabulary
+from jaxmem.models import balance
 from jaxmem.train import metrics
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import policy_report, rollout_metrics, samples
@@ -151,7 +153,9 @@ class Grpo(Job, name="grpo"):
         clock.lap("old")
         reference = None
         if self._reference is not None:
-            made = self._logprobs(compiled.reference, self._reference, rest)
+            # It chooses its own experts: a policy that does not change has one output.
+            own = rest._replace(completions=dataclasses.replace(read, routes=None))
+            made = self._logprobs(compiled.reference, self._reference, own)
             reference = made.drawn_from
         clock.lap("reference")
         sampled = np.asarray(rollout.samples.logprobs)
@@ -222,15 +226,17 @@ class Grpo(Job, name="grpo"):
             played, graded = self.task.play(asked, sample)
             samples, truncated, turns, by_turn = played
             said = np.asarray(samples.tokens), np.asarray(samples.lengths)
-            own = np.asarray(samples.mask)
-            completions = Completions.of(*asked[:2], *said, own)
+            own, routes = np.asarray(samples.mask), samples.routes
+            completions = Completions.of(*asked[:2], *said, own, routes)
+            samples = samples._replace(routes=None)
             return Sampled(
                 asked, completions, samples, graded, truncated, turns, sample.decoded,
                 by_turn if self.config.grpo.turn_rewards else None,
             )  # fmt: skip
         samples = sample(*asked[:2], 0)
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
-        completions = Completions.of(*asked[:2], tokens, lengths)
+        completions = Completions.of(*asked[:2], tokens, lengths, None, samples.routes)
+        samples = samples._replace(routes=None)
         ends = np.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
         truncated = ~np.isin(ends, self.program.ends.eos_ids)
         graded, turns = self.task.grade(asked, completions), np.ones_like(lengths)
@@ -280,10 +286,11 @@ class Grpo(Job, name="grpo"):
         supports = itertools.repeat(None)
         if rollout.supports is not None:
             supports = rollout.supports.micro_batches(completions, packed)
-        outputs = []
+        outputs, routes = [], completions.routed(packed)
+        replays = completions.routes is not None
         for batch in completions.batches(packed):
-            shape, given = batch.tokens.shape, (batch, next(supports))
-            placed = self._placed(given, self.program.forward(shape))
+            shape, given = batch.tokens.shape, (batch, next(supports), next(routes))
+            placed = self._placed(given, self.program.forward(shape, replays))
             outputs.append(programs[shape](params, self.frozen, *placed))
         return completions.measured(packed, jax.device_get(outputs))
 
@@ -385,6 +392,8 @@ class Grpo(Job, name="grpo"):
         if routed:
             all_of_them = jax.tree.map(lambda *x: sum(x), *routed)
             fields["routers"] = self.program.routers(all_of_them)
+            if config.grpo.replay_routing:
+                fields["rerouted"] = balance.rerouted(all_of_them)
         self._tell_of_cuts(number, fields.get("support_full"))
         return PolicyMetrics(
             step=number,

@@ -95,6 +95,7 @@ class Minibatch(NamedTuple):
         correction, supports = placed(self.correction), itertools.repeat(None)
         if self.supports is not None:
             supports = self.supports.micro_batches(part, packed, kept)
+        routes = part.routed(packed)
         for i, batch in enumerate(part.batches(packed)):
             sequence = packed.micro_batches[i].sequence
             advantages = next(of_tokens, None)
@@ -107,6 +108,7 @@ class Minibatch(NamedTuple):
                 of_kept = of_kept * probable
             known = next(old), advantages, of_kept, next(reference)
             rows = PolicyBatch(batch, *known, next(supports), next(rollout))
+            rows = rows._replace(routes=next(routes))
             if config.model.router_aux_loss_coef:
                 rows = rows._replace(share=packed.share(i))
             if self.log_ratio is not None:

@@ -40,8 +40,7 @@ class GrpoConfig:
     # grpo, gspo and sapo: mean of the sequences' means; dr_grpo: divided by neither
     # lengths nor deviations; dapo, cispo, ppo_clip (its dual clip is 3): over tokens
     loss: objectives.LossName = "grpo"
-    # how far below 1 a ratio counts; None: the loss's own
-    clip_low: float | None = None
+    clip_low: float | None = None  # how far below 1 a ratio counts; None: its own
     clip_high: float | None = None  # how far above
     # what corrects for a sampler whose probabilities are not the trainer's: weights
     # that are truncated (tis), dropped above a cap (mis) or outside a band (icepop), or
@@ -50,10 +49,11 @@ class GrpoConfig:
     correction: Literal["tis", "mis", "icepop", "sequence_mask", "ratio"] | None = None
     correction_low: float | None = None  # lower bound of the band; None: its own
     correction_high: float | None = None  # upper bound, or the cap; likewise
-    # with an environment, a turn's advantage compares the rewards from it on, with the
-    # group's conversations that have the turn; False: all rewards, for all turns
+    # a turn's advantage compares the rewards from it on; False: all, for all turns
     turn_rewards: bool = False
     mask_truncated: bool = False  # learn nothing from completions without an end
+    # old and update passes take the experts that the sampler's routers chose
+    replay_routing: bool = False
     # most further rollouts of a step for other prompts in the place of those whose
     # rewards are all equal, which tell nothing; 0: they stay
     resample: int = 0
@@ -67,8 +67,7 @@ class GrpoConfig:
     # sequence that there can be, rounded up to 16; with share_prompts, a prompt and as
     # many blocks as a group has completions, and a quarter of these
     row_lengths: tuple[int, ...] | None = None
-    # old, reference and update passes read the prompt of a group once, in rows of a
-    # prompt and several blocks of its completions
+    # all passes read a group's prompt once, in rows of it and of several completions
     share_prompts: bool = False
     # completions are cut at random, no sooner than after this share of their tokens,
     # which are weighted by 1 / probability of being kept; None: they are whole
@@ -241,12 +240,13 @@ class PolicyBatch(NamedTuple):
     # `losses.sequence_log_ratio` before this update, where the loss has one
     sequence_log_ratio: np.ndarray | jax.Array | None = None
     share: Any = None  # scalar, of the minibatch's tokens; None: no loss of routers
+    routes: np.ndarray | jax.Array | None = None  # [B, T, ...] that are replayed
 
     def of_tokens(self) -> dict[str, np.ndarray | jax.Array]:
         """What the objective reads of each token, by name."""
-        floats = self._asdict()
-        del floats["batch"], floats["supports"], floats["share"]
-        return {name: x for name, x in floats.items() if x is not None}
+        rest = dict.fromkeys(("batch", "supports", "share", "routes"))
+        floats = (self._asdict() | rest).items()
+        return {name: x for name, x in floats if x is not None}
 
 
 def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:

@@ -18,7 +18,7 @@ import jaxmem
 from jaxmem.core import eight_bits
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.documents import Batch
-from jaxmem.models import balance, branches
+from jaxmem.models import balance, branches, route_records
 from jaxmem.models.head import HeadConfig
 from jaxmem.models.own import LanguageModel
 from jaxmem.models.partitioning import as_stored
@@ -78,8 +78,11 @@ class PolicyProgram(SamplingProgram):
         self.learning_rate = rollouts
         if config.grpo.share_prompts:
             branches.check(self.model_config, config.mesh.sequence)
+        if config.grpo.replay_routing:
+            route_records.check(self.model_config)
         named = "grpo.prompts x grpo.group_size"
-        self.sample_from(Rollouts(config.grpo.samples, named, config), ends)
+        sampled = config.grpo.samples, named, config, config.grpo.replay_routing
+        self.sample_from(Rollouts(*sampled), ends)
 
     @property
     def metric_names(self) -> list[str]:
@@ -106,10 +109,11 @@ class PolicyProgram(SamplingProgram):
         logprobs, reference = {}, {}
         if config.forward_passes:
             logprobs = {s: self.trace_logprobs(s).lower().compile() for s in forward}
-        if config.kl_coefficient and logprobs and not self.config.sampling.truncates:
+        own = self.config.sampling.truncates or config.replay_routing
+        if config.kl_coefficient and logprobs and not own:
             reference = logprobs
         elif config.kl_coefficient:
-            traced = {s: self.trace_logprobs(s, whole=False) for s in forward}
+            traced = {s: self.trace_logprobs(s, of_policy=False) for s in forward}
             reference = {s: x.lower().compile() for s, x in traced.items()}
         sample = None
         if not self.config.task.recorded:
@@ -126,12 +130,13 @@ class PolicyProgram(SamplingProgram):
             update=self.compile_update(),
         )
 
-    def trace_logprobs(self, shape: Shape, whole: bool = True) -> jax.stages.Traced:
+    def trace_logprobs(self, shape: Shape, of_policy: bool = True) -> jax.stages.Traced:
         """Trace a micro-batch's log-probabilities.
 
         Args:
             shape: of the micro-batch.
-            whole: whether those over the vocabulary are wanted too.
+            of_policy: whether experts are replayed, and those over the vocabulary are
+                wanted too; False for the reference.
 
         Returns:
             A program of two results: log-probabilities under the distributions that the
@@ -140,23 +145,23 @@ class PolicyProgram(SamplingProgram):
         """
         call = self._head_call(self.config.head)
 
-        def run(params, frozen, batch, supports):
+        def run(params, frozen, batch, supports, replayed):
             model = self.model(params, frozen)
-            hidden = self._hidden(model, batch)
+            hidden = self._hidden(model, batch, replayed)
             given = model.head, hidden, batch.labels
             if supports is None:
                 return self._over_vocabulary(*given), None
             drawn_from = within_supports(*given, supports, call)
-            return drawn_from, self._over_vocabulary(*given) if whole else None
+            return drawn_from, self._over_vocabulary(*given) if of_policy else None
 
         weights = self.state_shapes.params, self.frozen_shapes
         with self.layout.context():
             jitted = self.layout.jit(run, self.layout.whole(_ints(())))
-            return jitted.trace(*weights, *self.forward(shape))
+            return jitted.trace(*weights, *self.forward(shape, of_policy))
 
-    def _hidden(self, model: LanguageModel, batch: Batch) -> jax.Array:
+    def _hidden(self, model: LanguageModel, batch: Batch, replayed: Any) -> jax.Array:
         given = batch.tokens, batch.segment_ids, batch.positions
-        return model(*given, self.config.branches)
+        return model(*given, self.config.branches, replayed)
 
     def _over_vocabulary(self, head, hidden, labels) -> jax.Array:
         temperature = self.config.sampling.temperature
@@ -166,9 +171,19 @@ class PolicyProgram(SamplingProgram):
             head(hidden), labels, None, temperature=temperature
         )
 
-    def forward(self, shape: Shape) -> tuple[Batch, Any]:
-        """Shapes of what a forward pass reads: a micro-batch and its supports."""
-        return self.tokens(*shape), self._supports(shape)
+    def forward(self, shape: Shape, of_policy: bool = True) -> tuple[Batch, Any, Any]:
+        """Shapes of what a forward pass reads: a micro-batch, its supports and routes.
+
+        The reference has no routes.
+        """
+        replayed = self._routes(shape) if of_policy else None
+        return self.tokens(*shape), self._supports(shape), replayed
+
+    def _routes(self, shape: Shape) -> Any:
+        """Shapes of the routes that are replayed; None: routers choose."""
+        if not self.config.grpo.replay_routing:
+            return None
+        return self.layout.of_hidden(route_records.struct(self.model_config, shape))
 
     def _supports(self, shape: Shape) -> Any:
         """Shapes of the ids that tokens were drawn from; None: no truncation."""
@@ -191,7 +206,8 @@ class PolicyProgram(SamplingProgram):
             def loss(params):
                 model, batch = self.model(params, frozen), rows.batch
                 given = batch.tokens, batch.segment_ids, batch.positions
-                hidden, routed = model.routed(*given, self.config.branches)
+                given = *given, self.config.branches, rows.routes
+                hidden, routed = model.routed(*given)
                 value, metrics = self._loss(
                     head, model.head, hidden, rows, normalizer, *numbers
                 )
@@ -295,7 +311,8 @@ class PolicyProgram(SamplingProgram):
         rows = self.layout.of_tokens(shapes)
         if self.model_config.router_aux_loss_coef:
             rows = rows._replace(share=self.number())
-        return rows._replace(supports=self._supports(shape))
+        of_tokens = dict(supports=self._supports(shape), routes=self._routes(shape))
+        return rows._replace(**of_tokens)
 
 
 def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -7,6 +7,7 @@ stand where the token is predicted.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 
 from jaxmem import packing
 from jaxmem.data.documents import NO_LABEL, Batch
-from jaxmem.models.positions import Branches
+from jaxmem.models.positions import Branches, Ids
 from jaxmem.packing import Packing
 from jaxmem.packing.branches import Parts, pack_branches
 
@@ -31,6 +32,8 @@ class Completions:
       lengths: [N] tokens sampled.
       own: [N, R] which of these the model sampled, where an environment said others;
         None: all.
+      routes: of each sequence, the routes of its tokens [T, ...] that are replayed, as
+        in `models.route_records`; None: routers choose.
     """
 
     tokens: list[np.ndarray]
@@ -38,6 +41,7 @@ class Completions:
     sampled: np.ndarray
     lengths: np.ndarray
     own: np.ndarray | None = None
+    routes: list[np.ndarray] | None = None
 
     @classmethod
     def of(
@@ -47,11 +51,19 @@ class Completions:
         sampled: np.ndarray,
         lengths: np.ndarray,
         own: np.ndarray | None = None,
+        routes: Ids | None = None,
     ) -> "Completions":
-        """Join prompts [N, P] and completions [N, R], both right-padded."""
+        """Join prompts [N, P] and completions [N, R], both right-padded.
+
+        Routes are [N, S, ...], those of each row first.
+        """
         rows = zip(prompts, prompt_lengths, sampled, lengths, strict=True)
         tokens = [np.concatenate([p[:n], s[: m - 1]]) for p, n, s, m in rows]
-        return cls(tokens, prompt_lengths - 1, sampled, lengths, own)
+        replayed = None
+        if routes is not None:
+            each = zip(np.asarray(routes), tokens, strict=True)
+            replayed = [row[: len(read)] for row, read in each]
+        return cls(tokens, prompt_lengths - 1, sampled, lengths, own, replayed)
 
     @property
     def counts(self) -> np.ndarray:
@@ -110,17 +122,24 @@ class Completions:
 
     def cut(self, lengths: np.ndarray) -> "Completions":
         """The first tokens [N] of each that was sampled; the others are not read."""
-        ends = zip(self.tokens, self.first, lengths, strict=True)
-        tokens = [row[: first + length] for row, first, length in ends]
-        return dataclasses.replace(self, tokens=tokens, lengths=lengths)
+        ends = self.first + lengths
+
+        def cut(rows: list[np.ndarray]) -> list[np.ndarray]:
+            return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+        routes = None if self.routes is None else cut(self.routes)
+        return dataclasses.replace(
+            self, tokens=cut(self.tokens), lengths=lengths, routes=routes
+        )
 
     def select(self, indices: np.ndarray) -> "Completions":
         """The sequences of these indices."""
         tokens = [self.tokens[i] for i in indices]
         others = (self.first, self.sampled, self.lengths)
         own = None if self.own is None else self.own[indices]
+        routes = None if self.routes is None else [self.routes[i] for i in indices]
         first, sampled, lengths = (x[indices] for x in others)
-        return Completions(tokens, first, sampled, lengths, own)
+        return Completions(tokens, first, sampled, lengths, own, routes)
 
     @classmethod
     def joined(cls, parts: Sequence["Completions"]) -> "Completions":
@@ -130,7 +149,8 @@ class Completions:
         first, sampled, lengths = map(np.concatenate, columns)
         own = [part.own for part in parts if part.own is not None]
         whole = np.concatenate(own) if own else None
-        return cls(tokens, first, sampled, lengths, whole)
+        routes = [row for part in parts for row in part.routes or ()]
+        return cls(tokens, first, sampled, lengths, whole, routes or None)
 
     def pack(
         self, max_tokens: int, row_lengths: Sequence[int], quadratic: float
@@ -162,6 +182,12 @@ class Completions:
             yield Batch(
                 tokens[i], labels[i], packed_rows.segment_ids, packed_rows.positions
             )
+
+    def routed(self, packed: Packing) -> Iterator[np.ndarray | None]:
+        """The routes of each micro-batch of a packing; None where none are known."""
+        if self.routes is None:
+            return itertools.repeat(None)
+        return iter(packed.place(self.routes))
 
 
 # What stands for a log-probability of the trainer where it is the policy's own: the

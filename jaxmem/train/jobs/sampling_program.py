@@ -11,7 +11,7 @@ from flax import nnx
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.ends import Ends
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.models import own, refill
+from jaxmem.models import own, refill, route_records
 from jaxmem.models.kv_cache import Cache
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import (
@@ -22,7 +22,6 @@ from jaxmem.models.sampling import (
     State,
     prepared,
     row_keys,
-    sample,
     samples_of,
 )
 from jaxmem.train.jobs.accumulated import AccumulatedProgram
@@ -60,6 +59,7 @@ class Rollouts(NamedTuple):
     rows: int  # completions of a rollout
     named: str  # the settings whose product that is
     config: SamplingSections
+    records: bool = False  # whether routes are recorded, as in `Sampler`
 
 
 class SamplingProgram(AccumulatedProgram):
@@ -130,22 +130,23 @@ class SamplingProgram(AccumulatedProgram):
         Returns:
             A program of two results: `Samples`, and the cache that is kept, or None.
         """
-        config = self._sampling(greedy)
+        config, records = self._sampling(greedy), self._records(greedy)
+
+        sampler = self._sampler(config, records)
 
         def run(params, frozen, prompts, lengths, step):
             model, key = self.model(params, frozen), self._key(step)
             if self.keeps_cache:
-                model, sampler = prepared(model), self._sampler(config)
+                model = prepared(model)
                 keys = row_keys(key, jnp.arange(len(lengths)))
                 state = sampler.start(model, prompts, lengths, keys)
                 return _ended(sampler, model, state)
-            ends: Any = {"eos_id": self.ends.eos_ids, "pad_id": self.ends.pad_id}
-            return sample(model, prompts, lengths, key, config, **ends), None
+            return sampler.complete(model, prompts, lengths, key), None
 
         layout, kept = self.sampling_layout, None
         with layout.context():
             if self.keeps_cache:
-                kept = self._cache(self._sampler(config))
+                kept = self._cache(sampler)
             results = self._scalar, kept
             jitted = layout.jit(run, results, compiler_options=COMPILER_OPTIONS)
             weights = self.state_shapes.params, self.frozen_shapes
@@ -153,7 +154,8 @@ class SamplingProgram(AccumulatedProgram):
 
     def trace_further(self, greedy: bool = False) -> jax.stages.Traced:
         """Trace a turn after the first, where a cache is kept, which is consumed."""
-        layout, sampler = self.sampling_layout, self._sampler(self._sampling(greedy))
+        layout, records = self.sampling_layout, self._records(greedy)
+        sampler = self._sampler(self._sampling(greedy), records)
 
         def run(params, frozen, cache, tokens, lengths, step):
             model = prepared(self.model(params, frozen))
@@ -189,8 +191,13 @@ class SamplingProgram(AccumulatedProgram):
             return config
         return SamplingConfig(config.max_new_tokens, top_k=1, slots=config.slots)
 
-    def _sampler(self, config: SamplingConfig) -> Sampler:
-        return Sampler(config, self.ends.eos_ids, self.ends.pad_id, room=self._room)
+    def _records(self, greedy: bool) -> bool:
+        """What is evaluated is not replayed."""
+        return self._rollouts.records and not greedy
+
+    def _sampler(self, config: SamplingConfig, records: bool) -> Sampler:
+        ends = self.ends.eos_ids, self.ends.pad_id
+        return Sampler(config, *ends, room=self._room, records=records)
 
     def _key(self, step: jax.Array) -> jax.Array:
         return Stream.ROLLOUTS.key(self._rollouts.config.run.seed, step)
@@ -220,7 +227,7 @@ class SamplingProgram(AccumulatedProgram):
     @property
     def _room(self) -> int:
         """Tokens of the longest conversation that are read."""
-        _, _, config = self._rollouts
+        config = self._rollouts.config
         task, slots = config.task, config.sampling.max_new_tokens
         return task.prompt_length + task.conversation_length(slots) - 1
 
@@ -230,7 +237,7 @@ class SamplingProgram(AccumulatedProgram):
         Args:
             held: shapes of what else is on the device, by name.
         """
-        _, _, config = self._rollouts
+        config = self._rollouts.config
         rows, most = self.prompts[0].shape[0], config.sampling.max_new_tokens
         steps = most - 1
         if config.sampling.slots is not None:  # from one refilled slot to the next
@@ -238,6 +245,8 @@ class SamplingProgram(AccumulatedProgram):
         runs, kept = config.task.turns, {}
         if self.model_config.factory is None:  # else it is unknown
             kept["keys and values"] = self._cache_bytes()
+        if self._rollouts.records:
+            kept["routes"] = self._routes_bytes()
         weights, tokens = weights_of(self), rows * most
         if not self.keeps_cache:
             return [
@@ -286,6 +295,13 @@ class SamplingProgram(AccumulatedProgram):
         shapes = jax.tree.leaves(jax.eval_shape(states, weights, prompts, lengths))
         parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"] * mesh["tensor"]
         return sum(x.size * x.dtype.itemsize for x in shapes) // parts
+
+    def _routes_bytes(self) -> int:
+        """Bytes of the routes of a rollout's tokens on one device."""
+        mesh, room = self.layout.sizes, -(-self._room // 8) * 8
+        made = route_records.struct(self.model_config, (self.slots, room))
+        parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"]
+        return math.prod(made.shape) * made.dtype.itemsize // parts
 
 
 def _ended(sampler: Sampler, model: Any, state: State) -> tuple[Samples, Cache]:

@@ -125,6 +125,7 @@ class Reader:
             return SimpleNamespace(
                 tokens=np.tile(row, (count, 1)), lengths=np.full(count, len(ids)),
                 logprobs=np.full((count, 4), -1.0 - turn), support_ids=None,
+                routes=None,
             )  # fmt: skip
 
         return self.task.play(asked, sample)

@@ -1,0 +1,73 @@
+"""Which experts tokens went to, as a sampler records them and a trainer replays them.
+
+Routes are integers [B, T, layers with experts, experts_per_token].
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.structure import Stack
+
+
+def layers(config: ModelConfig) -> list[int]:
+    """The numbers of the layers that have routers."""
+    cycle = config.feed_forwards
+    return [i for i in range(config.layers) if cycle[i % len(cycle)] != "dense"]
+
+
+def dtype(config: ModelConfig) -> np.dtype:
+    """The type of routes: one byte, or two for more than 256 experts."""
+    return np.dtype(np.uint8 if (config.experts or 0) <= 256 else np.uint16)
+
+
+def struct(config: ModelConfig, shape: tuple[int, int]) -> jax.ShapeDtypeStruct:
+    """The routes of tokens [B, T]."""
+    each = len(layers(config)), config.experts_per_token
+    return jax.ShapeDtypeStruct((*shape, *each), dtype(config))
+
+
+def check(config: ModelConfig) -> None:
+    """Raise a ValueError unless a model of `ModelConfig` has routers."""
+    if config.experts is not None:
+        return
+    what = "a model without experts"
+    if config.factory is not None:
+        what = f"model.factory={config.factory!r}, whose experts are not recorded"
+    raise ValueError(f"grpo.replay_routing=True must stay False for {what}")
+
+
+def of_layers(
+    chosen: Mapping[tuple[int, ...], jax.Array | None], config: ModelConfig
+) -> jax.Array | None:
+    """Routes from the choices of all layers; None if there are none.
+
+    Args:
+        chosen: by the numbers of some layers, an array [some layers, B, T,
+            experts_per_token], or None where they have no routers.
+        config: of the model.
+    """
+    found = {layers: x for layers, x in chosen.items() if x is not None}
+    if not found:
+        return None
+    order = np.argsort(np.concatenate(list(found)))
+    joined = jnp.concatenate(list(found.values()))[order]
+    return jnp.moveaxis(joined, 0, 2).astype(dtype(config))
+
+
+def of_layer(
+    routes: Any, stack: Stack, layer: jax.Array, config: ModelConfig
+) -> jax.Array | None:
+    """Int32 [B, T, experts_per_token], what is recorded of a layer of that number.
+
+    None where nothing is recorded, or the layers of its stack have no routers.
+    """
+    if routes is None or stack.config.experts is None:
+        return None
+    place = jnp.searchsorted(np.array(layers(config)), layer)
+    at = jax.lax.dynamic_index_in_dim(routes, place, axis=2, keepdims=False)
+    return at.astype(jnp.int32)

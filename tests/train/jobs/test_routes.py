@@ -1,0 +1,183 @@
+"""Experts that a sampler chose, which training takes again."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem.models import route_records, sampling
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.weights import merge_module, split_module
+from jaxmem.train.configuration import ConfigError, load
+from jaxmem.train.jobs import grpo
+from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.jobs.policy_report import phases_of
+from tests.cases import slow
+from tests.train.jobs.kills import kill_before
+from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, train
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+
+MIXED = dict(
+    layers=3, feed_forwards=("dense", "experts", "experts"), experts=6,
+    expert_ff=24, experts_per_token=2, embed_scale=False,
+)  # fmt: skip
+SIZES = ModelConfig(
+    **MIXED, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8, vocab_size=31
+)
+REPLAY = changed(SMALL, model=MIXED, grpo=dict(replay_routing=True))
+
+
+def packed(samples, prompts, lengths):
+    """Tokens that were read [B, T], documents, positions, and their routes."""
+    rows = [
+        np.concatenate([p[:n], s[: m - 1]])
+        for p, n, s, m in zip(
+            prompts, lengths, samples.tokens, samples.lengths, strict=True
+        )
+    ]
+    width = max(map(len, rows))
+    tokens = np.stack([np.pad(row, (0, width - len(row))) for row in rows])
+    live = np.arange(width) < np.array([[len(row)] for row in rows])
+    places = np.tile(np.arange(width), (len(rows), 1))
+    return tokens, live.astype(np.int32), places, samples.routes[:, :width]
+
+
+def test_a_sampler_records_what_its_routers_choose():
+    """What a forward pass over all tokens chooses; other experts are other results."""
+    decoder = Decoder(SIZES, rngs=nnx.Rngs(0))
+    config = sampling.SamplingConfig(max_new_tokens=6)
+    prompts = np.random.default_rng(1).integers(0, 31, (4, 5), np.int32)
+    lengths = np.array([5, 3, 1, 4], np.int32)
+
+    @jax.jit
+    def draw(decoder, key):
+        made = sampling.Sampler(config, (9, 10, 11), 0, records=True)
+        return made.complete(decoder, prompts, lengths, key)
+
+    samples = jax.device_get(draw(decoder, jax.random.key(2)))
+    assert samples.lengths.min() < 6 <= samples.lengths.max()
+    tokens, segments, places, found = packed(samples, prompts, lengths)
+    assert found.shape[2:] == (2, 2) and found.dtype == np.uint8
+
+    @jax.jit
+    def read(decoder, chosen):
+        return decoder(tokens, segments, places, None, chosen)
+
+    width = tokens.shape[1]
+    own = decoder.prefill(tokens, segments.sum(1), width, records=True)[1].routes
+    live = segments[..., None, None] > 0
+    np.testing.assert_array_equal(np.where(live, own, 0), np.where(live, found, 0))
+    given, free, others = (read(decoder, x) for x in (found, None, (found + 1) % 6))
+    np.testing.assert_allclose(given[segments > 0], free[segments > 0], atol=1e-5)
+    assert np.abs(others - free)[segments > 0].max() > 1e-3
+
+
+def test_gradients_reach_the_weights_of_experts_that_are_given():
+    """By finite differences, where the router itself would choose other experts."""
+    decoder = Decoder(SIZES, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, 31, (2, 7), np.int32)
+    places, ones = np.tile(np.arange(7), (2, 1)), np.ones((2, 7), np.int32)
+    definition, weights = split_module(decoder)
+    rest = {k: v for k, v in weights["blocks_1"]["feed_forward"].items()}
+    kernel = rest.pop("router")["kernel"]
+    given = np.random.default_rng(1).permuted(
+        np.tile(np.arange(6, dtype=np.uint8), (2, 7, 2, 1)), axis=-1
+    )[..., :2]
+
+    @jax.jit
+    def loss(kernel):
+        feed_forward = {**rest, "router": {"kernel": kernel}}
+        blocks = {**weights["blocks_1"], "feed_forward": feed_forward}
+        made = merge_module(definition, {**weights, "blocks_1": blocks})
+        with jax.default_matmul_precision("highest"):
+            return jnp.sum(jnp.sin(made(tokens, ones, places, None, given)))
+
+    slope = jax.grad(loss)(kernel)
+    assert np.abs(slope).min(axis=(0, 1)).max() > 0
+    way = jax.random.normal(jax.random.key(5), kernel.shape)
+    step = (loss(kernel + 1e-2 * way) - loss(kernel - 1e-2 * way)) / 2e-2
+    np.testing.assert_allclose(jnp.vdot(slope, way), step, rtol=2e-2)
+
+
+def test_a_sampler_reads_routers_as_they_are_stored():
+    sizes = dataclasses.replace(SIZES, dtype="bfloat16", param_dtype="float32")
+    decoder = Decoder(sizes, rngs=nnx.Rngs(0))
+    made = nnx.merge(*decoder.in_compute_type())
+    router = made.blocks_1.feed_forward.router.kernel[...]
+    np.testing.assert_array_equal(router, decoder.blocks_1.feed_forward.router.kernel)
+    assert made.blocks.feed_forward.up.kernel[...].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("settings", "sections"),
+    [
+        (dict(share_prompts=True, row_lengths=(32,)), {}),
+        slow(dict(prefix_cut=0.5, kl_coefficient=0.1), dict(sampling=dict(slots=8))),
+        slow(dict(resample=1, correction="sequence_mask"), dict(mesh=dict(data=2))),
+        slow(dict(token_fraction=0.6), dict(sampling=dict(top_k=5))),
+    ],
+)
+def test_routers_of_the_same_weights_choose_what_was_recorded(
+    settings, sections, tmp_path
+):
+    """So that each token's experts are its own, wherever it is packed."""
+    config = changed(REPLAY, grpo=dict(minibatches=1, **settings), **sections)
+    result, _ = train(config, tmp_path, steps=2)
+    for step in result.history:
+        assert step.rerouted == 0 and step.mismatch_max < 1e-5
+
+
+@pytest.mark.slow
+def test_updates_take_experts_that_routers_no_longer_choose(tmp_path, monkeypatch):
+    """With a sampler of another router, replay leaves the rest of the mismatch."""
+    find = sampling.prepared
+
+    def disturbed(decoder):
+        made = find(decoder)
+        router = made.blocks_1.feed_forward.router
+        router.kernel[...] = -router.kernel[...]
+        return made
+
+    monkeypatch.setattr(sampling, "prepared", disturbed)
+    told = {}
+    for replays in (False, True):
+        config = changed(REPLAY, grpo=dict(replay_routing=replays))
+        result, _ = train(config, tmp_path / str(replays), steps=2)
+        told[replays] = result.history[0]
+    assert told[True].rerouted > 0.5 and told[False].rerouted is None
+    assert told[True].mismatch_mean < told[False].mismatch_mean
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_a_run_is_bitwise_the_same(tmp_path, monkeypatch):
+    wanted, _ = train(REPLAY, tmp_path / "whole")
+    kill_before(3, grpo.Grpo, monkeypatch, lambda: train(REPLAY, tmp_path / "run"))
+    result, _ = train(REPLAY, tmp_path / "run")
+    untimed = [
+        [{k: v for k, v in s._asdict().items() if "second" not in k} for s in history]
+        for history in (result.history, wanted.history)
+    ]
+    assert untimed[0] == untimed[1]
+
+
+def test_a_plan_names_what_is_recorded():
+    program = PolicyProgram(REPLAY)
+    rollout = next(p for p in phases_of(program) if p.name == "rollout")
+    assert rollout.parts["routes"] == 32 * 8 * 2 * 2
+    of_update = program.micro_batch((2, 16)).routes
+    assert of_update.shape == (2, 16, 2, 2) and of_update.dtype == np.uint8
+    assert route_records.dtype(dataclasses.replace(SIZES, experts=257)) == np.uint16
+
+
+def test_what_has_no_routes_is_refused():
+    replays = dict(replay_routing=True)
+    with pytest.raises(ValueError, match="stay False for a model without experts"):
+        PolicyProgram(changed(SMALL, grpo=replays))
+    recorded = "task.recorded=True task.source=x.jsonl grpo.replay_routing=True "
+    recorded += "task.reward=exact task.held_out=0.0 model.checkpoint=x"
+    with pytest.raises(ConfigError, match="do not say which experts"):
+        load(CONFIGS / "grpo_checkpoint.gin", recorded.split())
