@@ -133,6 +133,29 @@ def test_groups_of_the_vocabulary_have_the_same_bits(devices, implementation):
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
+def test_sampled_gradients_of_tokens_are_those_of_one_device(devices):
+    """The same draws; W's gradient is summed in parts of the vocabulary."""
+    mesh = mesh_of(devices, "data")
+    if reason := hopper.refuses_machine():
+        pytest.skip(reason)
+    h, W, y, g = problem()
+    y = np.where(y >= 0, y % V, y)
+    sampled = {"gradient": jaxmem.Sample(64), "implementation": "hopper"}
+    parallel = jaxmem.sharding.parallel(jaxmem.logprobs, mesh, tokens="data")
+
+    def gradients(verb):
+        def loss(h, W):
+            made = verb(h, W, y, key=jax.random.key(0), **sampled)
+            return jnp.sum(made * g["logprob"])
+
+        return jax.device_get(jax.jit(jax.grad(loss, (0, 1)))(h, W))
+
+    for got, want in zip(gradients(parallel), gradients(jaxmem.logprobs), strict=True):
+        bound = 2 * EPSILON["bfloat16"]  # both are rounded
+        assert error(got, np.asarray(want, np.float64)) <= bound
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
 def test_hiddens_gradient_is_summed_beside_a_product(devices):
     """By the compiled program's order; of 64 MiB, which NCCL sums."""
     mesh = mesh_of(devices, "tensor")
