@@ -33,9 +33,16 @@ CACHED = (
     "ministral3_window", "llama4", "cohere2", "gpt2", "gpt_oss", "qwen2_moe_few",
     "deepseek_v3", "qwen3_5", "phimoe", "gemma4_reuse", "llama_dynamic_beyond",
 )  # fmt: skip
-# With those of tiny/ they have every switch but a layer that has both a dense part and
-# experts, relu and other numbers of taps; the others combine and vary switches.
-QUICK = (*CACHED, "olmo3_yarn", "granite", "gpt_neox", "apertus", "nanochat")
+# With those of tiny/ they have every switch but relu; the others combine and vary them.
+QUICK = (
+    *CACHED,
+    "olmo3_yarn",
+    "granite",
+    "gpt_neox",
+    "apertus",
+    "nanochat",
+    "gemma4_experts",
+)
 RECORDED = sorted(path.stem for path in seeded.RECORDS.glob("*.npz"))
 
 

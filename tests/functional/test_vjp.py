@@ -13,7 +13,7 @@ from jax.ad_checkpoint import print_saved_residuals
 import jaxmem
 from tests.cases import Case
 
-pytestmark = pytest.mark.usefixtures("on_one_device")
+pytestmark = pytest.mark.usefixtures("on_one_device", "quick_compilation")
 
 N, D, V, CHUNK = 48, 8, 200, 16
 
