@@ -125,7 +125,7 @@ class Reader:
             return SimpleNamespace(
                 tokens=np.tile(row, (count, 1)), lengths=np.full(count, len(ids)),
                 logprobs=np.full((count, 4), -1.0 - turn), support_ids=None,
-                routes=None,
+                routes=np.full((count, 3, 1, 1), turn),
             )  # fmt: skip
 
         return self.task.play(asked, sample)
@@ -154,6 +154,7 @@ def test_tokens_are_appended_and_only_the_model_s_are_learned():
         assert samples.mask[i, :length].tolist() == own
         assert not samples.mask[i, length:].any()
         assert (samples.logprobs[i][~samples.mask[i]] == 0).all()
+        assert (samples.routes[i] == count - 1).all()  # of all that it read
         assert played.turns[i] == count and not played.truncated[i]
         assert graded.rewards[i] == pytest.approx([0.25, 0.5, 0.5][count - 1])
         # What was read in the last turn is the prompt and all before it.
