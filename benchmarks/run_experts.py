@@ -85,7 +85,7 @@ def layer(weights, x, choice, scale, slope):
     from jaxmem.models.mixture import Expert
 
     del slope
-    run = Expert(str(x.dtype), "silu", None, False, 1.0)
+    run = Expert(str(x.dtype), "silu", None, False, 1.0, False)
     return grouped.apply(run, weights, x, choice, scale)
 
 

@@ -180,7 +180,7 @@ def layer_and_slopes(run, weights, x, choice, scale):
 
 def check_layer(monkeypatch):
     """Also with adapters, biases, bounds, and an expert that nobody chooses."""
-    (weights, *arrays), run = layer(), Expert("bfloat16", "silu", 0.5, True, 2.0)
+    (weights, *arrays), run = layer(), Expert("bfloat16", "silu", 0.5, True, 2.0, False)
     weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
     found = []
     for refused in (None, "not asked for"):
@@ -213,7 +213,7 @@ def test_a_layer_on_a_gpu(monkeypatch):
 
 def test_what_runs_is_reported():
     weights, *arrays = layer()
-    run = Expert("bfloat16", "silu", None, False, 1.0)
+    run = Expert("bfloat16", "silu", None, False, 1.0, False)
     with jaxmem.report() as found:
         jax.eval_shape(functools.partial(grouped.apply, run), weights, *arrays)
     (call,) = found.calls
