@@ -31,8 +31,8 @@ class Kept(NamedTuple):
     """Exponentials in 16 bits: e^(z - m), m the largest logit of the row's tile.
 
     Inactive rows are undefined. bfloat16 has float32's range, so that no exponential
-    underflows by the conversion; float16 loses those below 6e-8. Where sums are
-    requested, a label's exponential is stored as 0, as it is not in them either.
+    underflows by the conversion; float16 loses those below 6e-8. A label's exponential
+    is stored as 0.
     """
 
     exps: jax.Array  # [n_rows, columns of W], in 16 bits
@@ -218,10 +218,9 @@ def _inverse_temperature(env, gmem, smem, rows):
     return logits.along(of_rows, (env.tiles.rows, env.tiles.columns))
 
 
-def _keep(env, place, gmem, smem, i, exps, others):
+def _keep(env, place, gmem, smem, i, exps):
     """Stores the i-th part of the exponentials of a tile of some rows."""
     tile, rows = place
-    exps = others if "sums" in gmem else exps
     width = env.tiles.stored
     columns = pl.ds(tile * env.tiles.columns + i * width, width)
     to = gmem["exps"].at[rows, columns]
@@ -245,54 +244,57 @@ def _keep_numbers(tile, rows, gmem, smem, stats):
 
 
 def _of_tile(env, z, to_base_2, tile, labels, marked, keep):
-    """`stats.of_tile`, in few registers and instructions."""
-    width = env.tiles.stored or _WIDTH
-    z = logits.parts(z, width)
+    """`stats.of_tile`, in few registers and instructions.
+
+    Few tiles have a label or a mask. Both leave the tile before anything else is
+    computed, so that all tiles share the code that follows, and its registers.
+    """
+    z = logits.parts(z, env.tiles.stored or _WIDTH)
+    narrow = (z[0].shape[0], _WIDTH)
     first = tile * env.tiles.columns
 
-    def with_labels_or_masks():
-        at = [logits.column(x.shape, first + i * width) for i, x in enumerate(z)]
-        return _sums(z, to_base_2, keep, functools.partial(_mark, env, at, labels))
+    def without_labels_and_masks():
+        label, others = jnp.full(narrow, MASK_VALUE, jnp.float32), []
+        for i, part in enumerate(z):
+            at = logits.column(part.shape, first + i * part.shape[1])
+            part = jnp.where(at < env.vocab_size, part, MASK_VALUE)
+            is_label = at == logits.along(labels, part.shape)
+            other = jnp.where(is_label, MASK_VALUE, part)
+            label = _fold(jnp.maximum, label, jnp.where(is_label, part, MASK_VALUE))
+            others.append(other)
+        return label, *others
 
     def plain():
-        return _sums(z, to_base_2, keep)
+        return jnp.full(narrow, MASK_VALUE, jnp.float32), *z
 
-    return Stats(*lax.cond(marked > 0, with_labels_or_masks, plain))
-
-
-def _mark(env, at, labels, i, part):
-    """(logits with MASK_VALUE in masked columns, whether each is a label)."""
-    masked = jnp.where(at[i] < env.vocab_size, part, MASK_VALUE)
-    return masked, at[i] == logits.along(labels, part.shape)
+    label, *z = lax.cond(marked > 0, without_labels_and_masks, plain)
+    return Stats(*_sums(z, jnp.max(label, axis=1), to_base_2, keep))
 
 
-def _sums(parts, to_base_2, keep=None, mark=None):
-    """`Stats` over columns in parts of one width.
+def _sums(parts, label, to_base_2, keep=None):
+    """`Stats` over columns in parts of one width, and a label that is in none of them.
 
-    Calls keep(i, exponentials, the same with 0 at the labels).
+    Calls keep(i, exponentials).
     """
     narrow = (parts[0].shape[0], _WIDTH)
-    label = largest = jnp.full(narrow, MASK_VALUE, jnp.float32)
-    for i, z in enumerate(parts):
-        if mark is not None:  # recomputed below: registers are scarce
-            z, is_label = mark(i, z)
-            label = _fold(jnp.maximum, label, jnp.where(is_label, z, MASK_VALUE))
+    largest = jnp.full(narrow, MASK_VALUE, jnp.float32)
+    for z in parts:
         largest = _fold(jnp.maximum, largest, z)
-    row_max = jnp.max(largest, axis=1) * to_base_2
+    row_max = jnp.maximum(jnp.max(largest, axis=1), label) * to_base_2
     so_far = [jnp.zeros(narrow, jnp.float32)] * 3
     for i, z in enumerate(parts):
-        is_label = None
-        if mark is not None:
-            z, is_label = mark(i, z)
         shifted = z * to_base_2 - logits.along(row_max, z.shape)
         exps = jnp.exp2(shifted)
-        others = exps if is_label is None else jnp.where(is_label, 0.0, exps)
         if keep is not None:
-            keep(i, exps, others)
-        terms = others, exps * shifted, exps * exps
+            keep(i, exps)
+        terms = exps, exps * shifted, exps * exps
         so_far = [_fold(jnp.add, x, y) for x, y in zip(so_far, terms, strict=True)]
     others, weighted, squares = (jnp.sum(x, axis=1) for x in so_far)
-    label = jnp.max(label, axis=1) * to_base_2
+    label = label * to_base_2
+    shifted = label - row_max
+    of_label = jnp.exp2(shifted)
+    weighted = weighted + of_label * shifted
+    squares = squares + of_label * of_label
     # Rounded before the subtraction: a fused multiply-subtract would not round the
     # product, and of MASK_VALUE the difference would be 2^76 instead of 0.
     row_max, label = (

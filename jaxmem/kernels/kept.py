@@ -44,8 +44,9 @@ def derivative(
         inverse_temperature: float32 [n_rows], or None.
     """
     of_rows = dlogits.fold(rows, c, inverse_temperature)
+    of_rows["label_logit"] = (rows.logprob + rows.log_sum) * logits.LOG2_E
     if env.softcap is not None:
-        of_rows |= dict(row_max=rows.max, label_logit=rows.logprob + rows.log_sum)
+        of_rows["row_max"] = rows.max
     # Without an active row, products still read one tile of rows.
     n_tiles = jnp.maximum(ceil_div(n_active, env.tiles.rows), 1) * env.n_tiles
     operands = dict(
@@ -136,6 +137,7 @@ def _work(env, row_names, gmem, smem, at):
         smem["max"][...] * logits.LOG2_E - of_rows["max"]
     )  # rescales from the tile's maximum to the row's
     of_rows |= {"shift": shift, "scale": jnp.exp2(shift)}
+    of_rows["of_label"] = jnp.exp2(of_rows["label_logit"])
     is_marked = gmem["marked"][row, column] > 0
 
     @pl.when(is_marked)
@@ -173,10 +175,10 @@ def _derivative(env, exps, row, first):
     row = {k: logits.along(x, exps.shape) for k, x in row.items()}
     e, z = exps * row["scale"], None
     x = jnp.log2(jnp.maximum(exps, _TINY)) + row["shift"]
+    if first is not None:  # a label's exponential is not stored
+        is_label = logits.column(exps.shape, first) == row["label"]
+        e = jnp.where(is_label, row["of_label"], e)
+        x = jnp.where(is_label, row["label_logit"], x)
     if env.softcap is not None:
-        z = x * logits.LN_2
-        if first is not None:  # its exponential may have underflowed
-            is_label = logits.column(exps.shape, first) == row["label"]
-            z = jnp.where(is_label, row["label_logit"], z)
-        z = z + row["row_max"]
+        z = x * logits.LN_2 + row["row_max"]
     return dlogits.of_exponentials(env, e, x, z, row, first)
