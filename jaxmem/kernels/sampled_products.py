@@ -25,11 +25,10 @@ from jax import lax
 from jaxmem.core.column_sampling import Derivative, Pairs
 from jaxmem.kernels import typed
 
-_PIECE = 64  # pairs of a piece, at least
+_PIECE = 64  # pairs of a piece, at least; a power of two
 # Columns per piece, at least: pieces take 4 D bytes each during W's gradient, an eighth
 # of a gradient in 16 bits.
 _COLUMNS = 16
-_MAX_UNROLL = 8  # divides a piece
 _TRANSPOSED_DEPTH = 256  # of W at a time, whose rows are transposed from [D, V]
 _THREADS = 128
 # Time of a column by how many a thread loads at once, as measured on an H100, D=4096.
@@ -70,10 +69,11 @@ class Segments(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Sums of `_piece` neighbouring pairs of one column."""
+    """Sums of 2^bits neighbouring pairs of one column."""
 
     whole: jax.Array  # int32 [n_pieces], 1 where one column has all pairs of a piece
     sums: jax.Array  # float32 [n_pieces, D]; undefined if it has not
+    bits: jax.Array  # int32 [1]
 
 
 def to_hidden(
@@ -197,19 +197,19 @@ def sum_columns(
     Returns:
         The sums, [n_columns, D].
     """
-    piece, whole = _piece(len(pairs.columns), n_columns), _whole(x)
+    whole = _whole(x)
     n_programs, part = pl.cdiv(n_columns, launch.sums), _Part(whole, launch.at_once)
     begin = jnp.arange(n_programs + 1, dtype=jnp.int32) * launch.sums
     ends = jnp.searchsorted(
         pairs.columns, jnp.minimum(begin, n_columns), method="scan_unrolled"
     ).astype(jnp.int32)
-    operands = ends, *pairs, whole, *_pieces(pairs, n_columns, whole)
+    operands = ends, *pairs, whole, *_pieces(pairs, ends[-1], n_columns, whole)
 
     def sampled_sum_columns(ends_ref, *refs):
-        *refs, out_ref = refs
+        *refs, bits_ref, out_ref = refs
         program = lax.axis_index("sum")
         ends = ends_ref[program], ends_ref[program + 1]
-        stream = _Stream(launch, part, ends, piece, *refs)
+        stream = _Stream(launch, part, ends, bits_ref[0], *refs)
 
         def store(at, sums):
             part.store(out_ref, at, sums)
@@ -234,25 +234,25 @@ def sum_columns(
     return found[:, : x.shape[1]]
 
 
-def _piece(n_pairs, n_columns):
-    """Pairs of a piece."""
-    size = max(_PIECE, pl.cdiv(n_pairs, pl.cdiv(n_columns, _COLUMNS)))
-    return pl.cdiv(size, _MAX_UNROLL) * _MAX_UNROLL
+def _pieces(pairs, n_live, n_columns, x) -> Pieces:
+    """Sums of the pieces of long columns, as short as there is memory for.
 
-
-def _pieces(pairs, n_columns, x) -> Pieces:
-    """Sums of the pieces of long columns."""
+    Most slots may be empty: n_live pairs come first.
+    """
     n_pairs = pairs.columns.shape[0]
-    size = _piece(n_pairs, n_columns)
-    n_pieces = pl.cdiv(n_pairs, size)
+    n_pieces = min(pl.cdiv(n_pairs, _PIECE), pl.cdiv(n_columns, _COLUMNS))
+    at_least = lax.div(n_live + n_pieces - 1, n_pieces)
+    bits = 32 - lax.clz(jnp.maximum(at_least, _PIECE) - 1)
+    size = lax.shift_left(1, bits)
     first = jnp.arange(n_pieces, dtype=jnp.int32) * size
     last = pairs.columns.at[first + size - 1].get(mode="fill", fill_value=n_columns)
-    whole = (pairs.columns[first] == last) & (last < n_columns)
+    begins = pairs.columns.at[first].get(mode="fill", fill_value=n_columns)
+    whole = (begins == last) & (last < n_columns)
     segments = Segments(
         first, jnp.where(whole, first + size, first), pairs.tokens, pairs.values
     )
     sums = sum_rows(TO_PIECE, segments, x, jnp.float32, zeros=False)
-    return Pieces(whole.astype(jnp.int32), sums)
+    return Pieces(whole.astype(jnp.int32), sums, bits[None])
 
 
 def _whole(x):
@@ -368,7 +368,7 @@ class _Stream:
     launch: Launch
     part: _Part
     ends: tuple[jax.Array, jax.Array]  # of the program's pairs
-    piece: int  # its pairs
+    bits: jax.Array  # of `Pieces`
     columns_ref: Any  # of W
     tokens_ref: Any
     values_ref: Any
@@ -386,8 +386,8 @@ class _Stream:
 
         def add_piece(at, column, sums, pairs):
             to = jnp.maximum(column, pairs[0][0])
-            piece = self.part.load(self.pieces_ref, lax.div(at, self.piece))
-            return at + self.piece, to, _add(move(column, to, sums), piece)
+            piece = self.part.load(self.pieces_ref, at >> self.bits)
+            return at + (1 << self.bits), to, _add(move(column, to, sums), piece)
 
         def add_pairs(at, column, sums, pairs):
             loaded = [
@@ -417,7 +417,7 @@ class _Stream:
             here, live = jnp.minimum(at, last), (at >= a) & (at < b)
             column = jnp.where(live, self.columns_ref[here], 0)
             pairs.append((column, self.tokens_ref[here], self.values_ref[here], live))
-        here = lax.div(jnp.minimum(first, last), self.piece)
+        here = jnp.minimum(first >> self.bits, self.whole_ref.shape[0] - 1)
         return pairs, jnp.where(pairs[0][-1], self.whole_ref[here], 0)
 
 

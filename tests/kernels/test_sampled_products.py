@@ -62,7 +62,6 @@ def test_a_long_column_counts_each_pair_once(many, monkeypatch):
     sizes = [7, 8, 0, 9, 15, 16, 1, 17, 24, 0, 3, 40, 8, 16, 24, 5, 63, *[0] * 23]
     n, v = 50, len(sizes)
     columns = np.repeat(np.arange(v + 1), [*sizes, 31])  # the last: empty slots
-    assert (sampled_products._piece(len(columns), v) > 8) == many
     end, tokens = np.cumsum(sizes), np.arange(len(columns)) % n
     pairs = column_sampling.Pairs(*map(jnp.asarray, (
         columns.astype(np.int32), tokens.astype(np.int32),
@@ -70,6 +69,9 @@ def test_a_long_column_counts_each_pair_once(many, monkeypatch):
     )))  # fmt: skip
     launch = sampled_products.Launch(1, 2, 4)
     x = jnp.eye(n, dtype=jnp.float32)
+    pieces = sampled_products._pieces(pairs, jnp.int32(len(columns) - 31), v, x)
+    assert int(pieces.bits[0]) == (4 if many else 3)
+    assert len(pieces.sums) == (v // 2 if many else -(-len(columns) // 8))
     got = sampled_products.sum_columns(launch, pairs, v, x, jnp.float32)
     for i in range(v):
         want = np.bincount(tokens[end[i] - sizes[i] : end[i]], minlength=n)
