@@ -88,7 +88,7 @@ def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
     At the end, the best and the default are timed again for longer, because the
     smallest of many noisy numbers is mostly luck.
     """
-    default = tuned.DEFAULTS[kernel]
+    default = tuned.default(kernel, head)
     best, results, right = default, {}, {}
     want = jax.block_until_ready(jax.jit(program(default))(*operands))
 

@@ -41,6 +41,16 @@ def test_an_entry_serves_its_head_alone(table):
     assert tuned.tiles_for("to_W", HEAD) == tuned.DEFAULTS["to_W"]
 
 
+@pytest.mark.parametrize("depth, columns", [(4096, 256), (640, 128), (576, 192)])
+def test_tiles_of_products_cover_few_columns_more_than_there_are(depth, columns):
+    head = dataclasses.replace(HEAD, depth=depth)
+    assert tuned.tiles_for("to_hidden", head).columns == columns
+    assert tuned.tiles_for("to_W", head).columns == columns
+    # Columns of W's gradient are those of the vocabulary there, in blocks of 256.
+    across = dataclasses.replace(head, layout="dv")
+    assert tuned.tiles_for("to_W", across).columns == 256
+
+
 def test_statistics_and_exps_add_up_in_one_order(table):
     """What is kept for the derivative must not change a bit of the result."""
     grouped = dataclasses.replace(tuned.DEFAULTS["statistics"], group=2)
@@ -54,7 +64,7 @@ def test_statistics_and_exps_add_up_in_one_order(table):
         ({"kernel": "sort"}, "no kernel 'sort'"),
         ({"tiles": {"columns": 320}}, "columns=320"),
         ({"tiles": {"colour": 1}}, "colour"),
-        ({"depth": None, "tiles": {"stages": 9}}, "bytes of shared memory"),
+        ({"tiles": {"stages": 9}}, "bytes of shared memory"),
     ],
 )
 def test_an_entry_that_cannot_be_used_is_named(change, message):
