@@ -99,7 +99,7 @@ def paths_of(shape, sweep: bool) -> dict[str, Path]:
         Path("logprobs", SLOTS, frozen=True),
     ]
     if shape != MAIN:
-        made = [path for path in made if path.verb == "logprobs"]
+        made = [path for path in made if path != Path("token_loss", SLOTS)]
     if sweep:
         made += [Path("logprobs", slots) for slots in SWEEP]
     return {path.name: path for path in made}
