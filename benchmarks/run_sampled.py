@@ -109,7 +109,8 @@ def kept(chunk: int, slots: int, h, W, y) -> dict[str, Any]:
     """Columns: mean and largest number of entries of a token, the label's not."""
     gradient, key = jaxmem.Sample(slots), jax.random.key(0)
     options = CallOptions(chunk=chunk, gradient=gradient, key=key)
-    call = arguments.head_call("logprobs", ("logprob",), h, W, y, options)
+    operands = arguments.read_head(h, W)
+    call = arguments.call("logprobs", ("logprob",), operands, y, options)
     forward = call.backend.sampler.forward
     run = jax.jit(lambda *operands: forward(call.spec, *operands, ("logprob",))[1].p)
     counts = jnp.sum(run(call.source, call.rows) > 0, axis=1)

@@ -23,6 +23,7 @@ BACKENDS: tuple[Backend, ...] = (
         advantage="its token_stats measured faster than that of 'xla', in less memory",
         stores_logits=False,
         loops=hopper,
+        limits=hopper,
         blocks=hopper_blocks,
         sampler=hopper_sampled,
     ),
@@ -74,22 +75,27 @@ def choose(
     Raises:
         NotImplementedError: the named backend, or none, can run the call.
     """
-    refusals = {x.name: x.refuses(spec, source) for x in BACKENDS}
     if implementation is not None:
-        if refusals[implementation]:
-            raise NotImplementedError(
-                f"implementation={implementation!r} cannot run this call: "
-                f"{refusals[implementation]}; pass implementation=None for what can"
-            )
-        named = next(x for x in BACKENDS if x.name == implementation)
-        return named, "named by the caller"
+        return _named(implementation, spec, source), "named by the caller"
+    refusals = {x.name: x.refuses(spec, source) for x in BACKENDS}
     able = [backend for backend in BACKENDS if not refusals[backend.name]]
     why = [f"{name!r} does not: {said}" for name, said in refusals.items() if said]
     if not able:
         raise NotImplementedError(f"no backend runs this call: {'; '.join(why)}")
     for backend in able[:-1]:
-        unproven = backend.loops.unproven(spec, source)
+        unproven = backend.unproven(spec, source)
         if not unproven:
             return backend, backend.advantage
         why.append(f"{backend.name!r} runs too, but {unproven}")
     return able[-1], "; ".join([able[-1].advantage, *why])
+
+
+def _named(implementation, spec, source):
+    check(implementation)
+    named = next(x for x in BACKENDS if x.name == implementation)
+    if refused := named.refuses(spec, source):
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot run this call: {refused}; pass "
+            "implementation=None for what can"
+        )
+    return named

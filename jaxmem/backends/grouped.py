@@ -21,7 +21,7 @@ from jaxmem.core.backend_operands import (
     Factors,
     Rows,
     for_active_chunks,
-    output_dtype,
+    no_outputs,
     put_all,
     take,
     trained,
@@ -32,7 +32,7 @@ from jaxmem.core.spec import Spec
 
 def outputs(backend: Backend, spec: Spec, source: Factors, rows: Rows, names) -> dict:
     """The named fields of `Outputs` for every row; 0 where inactive."""
-    n_rows, groups = rows.labels.shape[0], _statistics(backend, spec, source, rows)
+    groups = _statistics(backend, spec, source, rows)
 
     def chunk(row_ids, results):
         here = Stats(*(take(x.T, row_ids).T for x in groups))
@@ -42,8 +42,7 @@ def outputs(backend: Backend, spec: Spec, source: Factors, rows: Rows, names) ->
 
     # In the body of a loop, XLA fuses the tree alike whatever comes before: a multiply
     # and an add that are fused are rounded once.
-    zeros = {k: jnp.zeros(n_rows, output_dtype(spec, k)) for k in names}
-    zeros = vocab_shards.vary(zeros, spec.varying)
+    zeros = no_outputs(spec, names, rows.labels.shape)
     return for_active_chunks(spec.chunk, rows.active, chunk, zeros)
 
 

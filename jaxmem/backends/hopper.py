@@ -32,11 +32,6 @@ MIN_TOKENS, MIN_CHUNK = 256, 128
 MIN_TOKENS_PADDED = 1024
 
 
-def supported(spec: Spec, source: Factors | Logits) -> str | None:
-    """None if this backend can run the call here, or else the reason."""
-    return refuses_call(spec, source) or refuses_machine()
-
-
 def refuses_machine() -> str | None:
     """Why this process cannot run the backend; None if it can."""
     if jax.__version_info__ < (0, 11):
@@ -107,7 +102,7 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> dict:
 
 def statistics(spec: Spec, source: Factors, rows: Rows) -> row_stats.Stats:
     """Statistics over this shard of the vocabulary; undefined where inactive."""
-    padded = padding.head(spec, backend_operands.cast(spec, source))
+    padded = padding.head(spec, source.cast(spec))
     return _add_statistics(
         spec, padded, rows, backend_operands.no_statistics(spec, rows)
     )
@@ -117,7 +112,7 @@ def backward(
     spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs, cotangents
 ) -> Factors:
     """Cotangent of the source; sums over tokens in float32."""
-    padded = padding.head(spec, backend_operands.cast(spec, source))
+    padded = padding.head(spec, source.cast(spec))
     n_rows = rows.labels.shape[0]
     columns, depth = padding.columns_and_depth(spec, padded)
     # Several launches per block of the vocabulary save memory for W's sums; but not if
@@ -141,7 +136,7 @@ def one_pass(
     """See `xla.one_pass`: the forward kernel stores exponentials, products follow."""
     from jaxmem.kernels.forward import statistics_and_exps
 
-    padded = padding.head(spec, backend_operands.cast(spec, source))
+    padded = padding.head(spec, source.cast(spec))
     n_rows = rows.labels.shape[0]
     size = loss_rows(spec, source)
     env, single_block = launch_env(spec, padded, size, "exps"), n_rows <= size

@@ -22,7 +22,7 @@ def backward(
     """See `hopper.backward`, which is as good where it needs no sums of all of W."""
     from jaxmem.kernels import products
 
-    padded = padding.head(spec, backend_operands.cast(spec, source))
+    padded = padding.head(spec, source.cast(spec))
     columns, depth = padding.columns_and_depth(spec, padded)
     tokens, clusters = hopper.tokens_here(spec), hopper.n_clusters()
     sizes, n_blocks = (len(rows.labels), tokens, columns, depth), spec.gradient_blocks

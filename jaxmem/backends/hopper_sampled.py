@@ -5,8 +5,6 @@ entries are selected from them before the next launch overwrites them. The backw
 needs neither the exponentials nor a Hopper GPU.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -30,7 +28,7 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entri
     from jaxmem.kernels import sampled_select
     from jaxmem.kernels.forward import statistics_and_exps
 
-    padded = padding.head(spec, backend_operands.cast(spec, source))
+    padded = padding.head(spec, source.cast(spec))
     n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
     starts = xla_sampled.starts_of(spec, sampling, rows)
     # Parts of a vocabulary take as many bytes in launches of more rows.
@@ -85,7 +83,7 @@ def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors
     """See `xla_sampled.gradient`."""
     from jaxmem.kernels import sampled_products
 
-    head: Any = backend_operands.cast(spec, source)
+    head = source.cast(spec)
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
 

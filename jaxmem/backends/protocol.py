@@ -24,14 +24,6 @@ class Loops(Protocol):
     A source is a `Factors`, or `Logits` given by the caller.
     """
 
-    def supported(self, spec: Spec, source: Any) -> str | None:
-        """None if it can run the call here, or else the reason."""
-        ...
-
-    def unproven(self, spec: Spec, source: Any) -> str | None:
-        """Why a supported call is not known to be faster than on the next backend."""
-        ...
-
     def forward(
         self, spec: Spec, source: Any, rows: Rows, names: Sequence[str]
     ) -> dict:
@@ -71,6 +63,22 @@ class Loops(Protocol):
 
     def loss_rows(self, spec: Spec, source: Any) -> int:
         """Number of rows that `one_pass` passes to of_chunk at a time."""
+        ...
+
+
+class Limits(Protocol):
+    """What a backend cannot run, or had better leave to the next one."""
+
+    def refuses_call(self, spec: Spec, source: Any) -> str | None:
+        """Why it cannot run the call on any machine; None if it can."""
+        ...
+
+    def refuses_machine(self) -> str | None:
+        """Why it cannot run in this process; None if it can."""
+        ...
+
+    def unproven(self, spec: Spec, source: Any) -> str | None:
+        """Why a call that it can run is not known to be faster than on the next one."""
         ...
 
 
@@ -128,6 +136,7 @@ class Backend:
         stores_logits: whether a chunk's float32 logits are in memory, or reduced in
             registers.
         loops: those that every call needs.
+        limits: of what it runs; None: it runs every call on every machine.
         blocks: those for `gradient=Recompute(blocks)`; None: it has none.
         sampler: those for `gradient=Sample(k)`.
         eight_bits: those for its forward="int8", beside the sampler.
@@ -137,6 +146,7 @@ class Backend:
     advantage: str
     stores_logits: bool
     loops: Loops
+    limits: Limits | None = None
     blocks: Blocks | None = None
     sampler: Sampler | None = None
     eight_bits: EightBitSampler | None = None
@@ -149,4 +159,10 @@ class Backend:
             return "it has no loops for Sample"
         if spec.forward == "int8" and self.eight_bits is None:
             return "it has no loops for forward='int8'"
-        return self.loops.supported(spec, source)
+        if self.limits is None:
+            return None
+        return self.limits.refuses_call(spec, source) or self.limits.refuses_machine()
+
+    def unproven(self, spec: Spec, source: Any) -> str | None:
+        """Why the next backend is preferred for a call that it can run; or None."""
+        return None if self.limits is None else self.limits.unproven(spec, source)

@@ -21,12 +21,11 @@ from jaxmem.core.backend_operands import (
     Factors,
     Logits,
     Rows,
-    cast,
     first_column,
     for_active_chunks,
     merged,
+    no_outputs,
     no_statistics,
-    output_dtype,
     part_labels,
     put,
     put_all,
@@ -41,37 +40,27 @@ from jaxmem.core.spec import Spec
 _ALIGNMENT = 64  # columns
 
 
-def supported(spec: Spec, source: Factors | Logits) -> None:
-    """None: it runs every call."""
-
-
-def unproven(spec: Spec, source: Factors | Logits) -> None:
-    """None: it is the baseline of the other backends."""
-
-
 def forward(spec: Spec, source: Factors | Logits, rows: Rows, names) -> dict:
     """The named fields of `Outputs` for every row; 0 where inactive."""
-    n_rows = rows.labels.shape[0]
-    source = cast(spec, source)
+    source = source.cast(spec)
 
     def chunk(row_ids, outputs):
         labels = take(rows.labels, row_ids)
-        stats = row_stats.of_tile(logits(spec, source, rows, row_ids), labels)
+        stats, _ = row_stats.of_tile(logits(spec, source, rows, row_ids), labels)
         new = row_stats.finish(stats, labels < spec.vocab_size)._asdict()
         return {k: put(outputs[k], row_ids, new[k]) for k in outputs}
 
-    outputs = {k: jnp.zeros(n_rows, output_dtype(spec, k)) for k in names}
-    outputs = vocab_shards.vary(outputs, spec.varying)
+    outputs = no_outputs(spec, names, rows.labels.shape)
     return for_active_chunks(spec.chunk, rows.active, chunk, outputs)
 
 
 def statistics(spec: Spec, source: Factors | Logits, rows: Rows) -> row_stats.Stats:
     """Statistics over this shard of the vocabulary; undefined where inactive."""
-    source = cast(spec, source)
+    source = source.cast(spec)
 
     def chunk(row_ids, all_stats):
         labels = part_labels(spec, rows, row_ids)
-        stats = row_stats.of_tile(logits(spec, source, rows, row_ids), labels)
+        stats, _ = row_stats.of_tile(logits(spec, source, rows, row_ids), labels)
         return put_all(all_stats, row_ids, stats)
 
     all_stats = no_statistics(spec, rows)
@@ -82,14 +71,27 @@ def backward(
     spec: Spec, source: Any, rows: Rows, saved: row_stats.Outputs, cotangents
 ) -> Factors | Logits:
     """Cotangent of the source; sums over tokens in the statistics' dtype."""
-    original, source = trained(spec, source), _aligned(spec, cast(spec, source))
+    if isinstance(source, Logits):
+        return _by_logits(spec, source, rows, saved, cotangents)
+    head = _aligned(spec, source.cast(spec))
 
     def chunk(row_ids, sums):
-        dz = derivative(spec, source, rows, row_ids, (saved, cotangents))
-        return accumulate(spec, source, row_ids, dz, sums)
+        dz = derivative(spec, head, rows, row_ids, saved, cotangents)
+        return accumulate(spec, head, row_ids, dz, sums)
 
-    sums = for_active_chunks(spec.chunk, rows.active, chunk, zero_sums(spec, source))
-    return rounded(spec, sum_over_shards(spec, sums), original)
+    sums = for_active_chunks(spec.chunk, rows.active, chunk, zero_sums(spec, head))
+    return rounded(spec, sums, trained(spec, source))
+
+
+def _by_logits(spec, source, rows, saved, cotangents):
+    """The cotangent of given logits."""
+
+    def chunk(row_ids, total):
+        dz = derivative(spec, source, rows, row_ids, saved, cotangents)
+        return put(total, row_ids, dz.astype(total.dtype))
+
+    total = jnp.zeros_like(source.logits)
+    return Logits(for_active_chunks(spec.chunk, rows.active, chunk, total))
 
 
 def one_pass(
@@ -108,20 +110,20 @@ def one_pass(
         initial, with of_chunk's values for active rows, and the cotangent of the
         source, whose sums over tokens are in the statistics' dtype.
     """
-    head = _aligned(spec, cast(spec, source))
+    head = _aligned(spec, source.cast(spec))
     n_rows = rows.labels.shape[0]
 
     def chunk(row_ids, carry):
         values, sums = carry
         z = logits(spec, head, rows, row_ids)
         labels = part_labels(spec, rows, row_ids)
-        outputs = merged(spec, rows, row_ids, row_stats.of_tile(z, labels))
+        outputs = merged(spec, rows, row_ids, row_stats.of_tile(z, labels)[0])
         here, g = of_chunk(row_ids, outputs)
         values = put_all(values, row_ids, here)
         # Rows past the last active one, as in `backward`.
         log_sum = jnp.where(row_ids < n_rows, outputs.log_sum, jnp.inf)
         outputs = outputs._replace(log_sum=log_sum)
-        dz = row_stats.dlogits(z, labels, outputs, row_stats.coefficients(outputs, g))
+        dz = row_stats.dlogits(z, labels, outputs, g)
         dz = unscale(spec, rows, row_ids, z, dz)
         return values, accumulate(spec, head, row_ids, dz, sums)
 
@@ -136,26 +138,22 @@ def loss_rows(spec: Spec, source: Factors | Logits) -> int:
     return spec.chunk
 
 
-def derivative(spec, source, rows, row_ids, outputs_and_cotangents, start=None):
+def derivative(spec, source, rows, row_ids, saved, cotangents, start=0):
     """Derivative by the rows' logits before softcap and temperature, [C, V].
 
     start is the first column if the source has a block of the vocabulary only.
     """
-    saved, cotangents = outputs_and_cotangents
     z = logits(spec, source, rows, row_ids, start)
-    row_outputs = row_stats.Outputs(*(take(x, row_ids) for x in saved))
+    outputs = row_stats.Outputs(*[take(x, row_ids) for x in saved])
     # Rows past the last active one: ln S = inf makes every p zero.
-    log_sum = take(saved.log_sum, row_ids, fill_value=jnp.inf)
-    row_outputs = row_outputs._replace(log_sum=log_sum)
-    g = row_stats.Cotangents(*(take(x, row_ids) for x in cotangents))
-    c = row_stats.coefficients(row_outputs, g)
-    labels = part_labels(spec, rows, row_ids)
-    labels = labels if start is None else labels - start
-    dz = row_stats.dlogits(z, labels, row_outputs, c)
+    outputs = outputs._replace(log_sum=take(saved.log_sum, row_ids, jnp.inf))
+    g = row_stats.Cotangents(*[take(x, row_ids) for x in cotangents])
+    labels = part_labels(spec, rows, row_ids) - start
+    dz = row_stats.dlogits(z, labels, outputs, g)
     return unscale(spec, rows, row_ids, z, dz)
 
 
-def logits(spec, source, rows, row_ids, start=None):
+def logits(spec, source, rows, row_ids, start=0):
     """Scaled logits [C, V] of the rows; -inf in the padding of the vocabulary.
 
     start is the first column if the source has a block of the vocabulary only.
@@ -163,22 +161,22 @@ def logits(spec, source, rows, row_ids, start=None):
     if isinstance(source, Logits):
         z = take(source.logits, row_ids).astype(spec.stats_dtype)
     else:
-        contract = ((1,), (1 if spec.layout == "vd" else 0,))
-        z = lax.dot_general(
-            take(source.hidden, row_ids),
-            source.W,
-            (contract, ((), ())),
-            preferred_element_type=spec.stats_dtype,
-        )
+        h, depth = take(source.hidden, row_ids), 1 if spec.layout == "vd" else 0
+        z = _dot(spec, h, source.W, (1, depth))
         if source.bias is not None:
             z = z + source.bias[None, :]
     z = scale(spec, rows, row_ids, z)
     if spec.vocab_size < spec.all_columns or spec.columns < z.shape[1]:
-        first = first_column(spec)
-        first = first if start is None else first + start
+        first = first_column(spec) + start
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
         z = jnp.where(column < spec.vocab_size - first, z, -jnp.inf)
     return z
+
+
+def _dot(spec, a, b, axes):
+    """The product over one axis of each, in the statistics' dtype."""
+    axes = ((axes[0],), (axes[1],)), ((), ())
+    return lax.dot_general(a, b, axes, preferred_element_type=spec.stats_dtype)
 
 
 def scale(spec, rows, row_ids, z):
@@ -218,21 +216,15 @@ def _divided(z, temperature):
 
 def zero_sums(spec, source):
     """Accumulators: hidden's in the compute dtype, others in the statistics' dtype."""
-    if isinstance(source, Logits):
-        return Logits(jnp.zeros_like(source.logits))
-    dtype = spec.stats_dtype if spec.partial_hidden else None
-    sums = Factors(
-        hidden=jnp.zeros_like(source.hidden, dtype),
-        W=jnp.zeros(source.W.shape, spec.stats_dtype),
-        bias=None if source.bias is None else jnp.zeros_like(source.bias),
-    )
-    return vocab_shards.vary(trained(spec, sums), spec.part_varying)
+    wide = spec.stats_dtype
+    hidden = jnp.zeros_like(source.hidden, wide if spec.partial_hidden else None)
+    W = jnp.zeros(source.W.shape, wide)
+    bias = None if source.bias is None else jnp.zeros_like(source.bias)
+    return vocab_shards.vary(trained(spec, Factors(hidden, W, bias)), spec.part_varying)
 
 
 def accumulate(spec, source, row_ids, dz, sums):
     """`sums` plus the contribution of the rows' dz [C, V] to the source's cotangent."""
-    if isinstance(source, Logits):
-        return Logits(put(sums.logits, row_ids, dz.astype(source.logits.dtype)))
     dh, dw, dbias = products(spec, source, row_ids, dz)
     dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
     if sums.W is None:
@@ -252,18 +244,12 @@ def products(spec, source, row_ids, dz) -> Factors:
         size = row_stats.power_of_two(jnp.max(jnp.abs(dz)))
         dz = dz / size
     dz = dz.astype(spec.compute_dtype)  # rounded once, after float32 arithmetic
-    over_v = ((1,), (0 if spec.layout == "vd" else 1,))
-    dh = lax.dot_general(
-        dz, source.W, (over_v, ((), ())), preferred_element_type=spec.stats_dtype
-    )
-    h = take(source.hidden, row_ids)
-    left, right = (dz, h) if spec.layout == "vd" else (h, dz)
-    dw = lax.dot_general(
-        left, right, (((0,), (0,)), ((), ())), preferred_element_type=spec.stats_dtype
-    )
-    return (
-        Factors(dh, dw, dbias) if size is None else Factors(dh * size, dw * size, dbias)
-    )
+    h, is_vd = take(source.hidden, row_ids), spec.layout == "vd"
+    dh = _dot(spec, dz, source.W, (1, 0 if is_vd else 1))
+    dw = _dot(spec, *((dz, h) if is_vd else (h, dz)), (0, 0))
+    if size is not None:
+        dh, dw = dh * size, dw * size
+    return Factors(dh, dw, dbias)
 
 
 def _aligned(spec, source):
@@ -274,9 +260,7 @@ def _aligned(spec, source):
     instead of 8.6.
     """
     after = -spec.columns % _ALIGNMENT
-    if isinstance(source, Logits) or spec.is_part or not after:
-        return source
-    if devices.backend() != "gpu":
+    if not after or devices.backend() != "gpu" or spec.is_part:
         return source
     W = jnp.pad(source.W, [(0, after), (0, 0)][:: 1 if spec.layout == "vd" else -1])
     bias = None if source.bias is None else jnp.pad(source.bias, (0, after))

@@ -17,7 +17,6 @@ from jaxmem.core import checks, row_stats, vocab_shards
 from jaxmem.core.backend_operands import (
     Factors,
     Rows,
-    cast,
     for_active_chunks,
     put,
     sum_over_shards,
@@ -32,7 +31,7 @@ def backward(
     spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs, cotangents
 ) -> Factors:
     """See `xla.backward`; rounds hidden's gradient once per block, if not sharded."""
-    head: Any = cast(spec, source)
+    head = source.cast(spec)
     width = block_columns(spec)
     n_whole, rest = divmod(spec.columns, width)
     axis = 0 if spec.layout == "vd" else 1
@@ -71,7 +70,7 @@ def block_columns(spec: Spec) -> int:
 
 def _add(spec, part_and_start, rows, outputs_and_cotangents, sums):
     """`sums`, with the contribution of all active rows and the columns of the part."""
-    part, start = part_and_start
+    (part, start), (saved, cotangents) = part_and_start, outputs_and_cotangents
     n_rows = rows.labels.shape[0]
     # As many logits at once as of a chunk and the whole vocabulary, as long as the rows
     # are no more than the columns: their sums would take more than those of W.
@@ -79,7 +78,7 @@ def _add(spec, part_and_start, rows, outputs_and_cotangents, sums):
     size = checks.check_chunk(size, n_rows, spec.columns)
 
     def chunk(row_ids, sums):
-        dz = xla.derivative(spec, part, rows, row_ids, outputs_and_cotangents, start)
+        dz = xla.derivative(spec, part, rows, row_ids, saved, cotangents, start)
         dh, dW, dbias = xla.products(spec, part, row_ids, dz)
         dh += take(sums.hidden, row_ids)
         dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))

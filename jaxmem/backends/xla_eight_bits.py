@@ -4,8 +4,6 @@ The reference of what `hopper_eight_bits` computes; see `core.eight_bits`. The b
 pass is that of `xla_sampled`.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -33,7 +31,7 @@ def forward(
         (outputs, entries): 0 and no entries where a row is not active.
     """
     sampling = xla_sampled.sampling_of(spec)
-    head: Any = backend_operands.cast(spec, source)
+    head = source.cast(spec)
     starts = xla_sampled.starts_of(spec, sampling, rows)
 
     def chunk(row_ids, results):
@@ -43,7 +41,7 @@ def forward(
         label_logit = eight_bits.label_logits(spec, head, hidden, labels)
         z = _without_labels(spec, _product(shared, hidden), labels)
         none = jnp.full_like(labels, -1)
-        others, exps = row_stats.of_tile_and_exps(z, none)
+        others, exps = row_stats.of_tile(z, none)
         normaliser = eight_bits.normaliser(others, label_logit)
         scale = column_sampling.scale(others.max, normaliser)
         selected = column_sampling.select(

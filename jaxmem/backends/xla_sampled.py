@@ -50,14 +50,14 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entri
         (outputs, entries): 0 and no entries where a row is not active.
     """
     n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
-    head: Any = backend_operands.cast(spec, source)
+    head = source.cast(spec)
     starts = starts_of(spec, sampling, rows)
 
     def chunk(row_ids, results):
         outputs, entries = results
         z = xla.logits(spec, head, rows, row_ids)
         labels = backend_operands.part_labels(spec, rows, row_ids)
-        stats, exps = row_stats.of_tile_and_exps(z, labels)
+        stats, exps = row_stats.of_tile(z, labels)
         here = backend_operands.merged(spec, rows, row_ids, stats)
         scale = column_sampling.scale(stats.max, here)
         selected = column_sampling.select(
@@ -69,11 +69,8 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entri
         }
         return outputs, backend_operands.put_all(entries, row_ids, selected)
 
-    outputs = {
-        k: jnp.zeros(n_rows, backend_operands.output_dtype(spec, k)) for k in names
-    }
+    outputs = backend_operands.no_outputs(spec, names, rows.labels.shape)
     entries = column_sampling.none(sampling, n_rows, spec.stats_dtype)
-    outputs = vocab_shards.vary(outputs, spec.varying)
     results = outputs, vocab_shards.vary(entries, spec.part_varying)
     return backend_operands.for_active_chunks(spec.chunk, rows.active, chunk, results)
 
@@ -118,7 +115,7 @@ def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors
     Returns:
         The cotangent, in the source's dtypes.
     """
-    head: Any = backend_operands.cast(spec, source)
+    head = source.cast(spec)
     dhidden = _to_hidden(spec, head, rows, dz)
     sums = Factors(dhidden, None, None)
     if not spec.frozen_head:

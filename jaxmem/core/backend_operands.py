@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.core import row_stats, vocab_shards
+from jaxmem.core.options import Layout
 from jaxmem.core.spec import Spec
 
 
@@ -17,11 +18,36 @@ class Factors(NamedTuple):
     W: Any  # jax.Array; None in the cotangent of a frozen head
     bias: jax.Array | None
 
+    def cast(self, spec: Spec) -> "Factors":
+        """The head in the dtypes of the GEMMs: W is cast to hidden's outside loops."""
+        bias = None if self.bias is None else self.bias.astype(spec.stats_dtype)
+        return Factors(self.hidden, self.W.astype(spec.compute_dtype), bias)
+
+    def columns(self, layout: Layout | None) -> int:
+        """Columns of the logits, including padding."""
+        return self.W.shape[0 if layout == "vd" else 1]
+
+    def shapes(self, tokens: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the operands as given, for `jaxmem.report()`."""
+        return {"hidden": (*tokens, self.hidden.shape[-1]), "W": self.W.shape}
+
 
 class Logits(NamedTuple):
     """Logits that the caller already has, [N, V]."""
 
     logits: jax.Array
+
+    def cast(self, spec: Spec) -> "Logits":
+        """See `Factors.cast`."""
+        return self
+
+    def columns(self, layout: Layout | None) -> int:
+        """See `Factors.columns`."""
+        return self.logits.shape[-1]
+
+    def shapes(self, tokens: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """See `Factors.shapes`."""
+        return {"logits": (*tokens, self.logits.shape[-1])}
 
 
 class Rows(NamedTuple):
@@ -68,20 +94,38 @@ def merged(
 
 def sum_over_shards(spec: Spec, sums) -> Any:
     """The cotangents, with hidden's all-reduced and then rounded to hidden's dtype."""
-    if isinstance(sums, Logits) or not (spec.shards and spec.shards.same_hidden):
+    if not (spec.shards and spec.shards.same_hidden):
         return sums
     dhidden = lax.psum(sums.hidden, spec.shards.same_hidden)
     return sums._replace(hidden=dhidden.astype(spec.compute_dtype))
 
 
-def for_active_chunks(chunk, active, body, carry):
-    """Run `body(row_ids, carry) -> carry` over the chunks of active rows.
+def for_active_chunks(chunk, active, body, carry, n_chunks: int | None = None):
+    """Run `body(row_ids, carry) -> carry` over chunks of rows, active ones first.
 
     Every shard of a vocabulary has the same rows and so runs the same number of
     chunks. The body may therefore contain collectives over the shards.
+
+    Args:
+        chunk: rows of a chunk.
+        active: bool [N].
+        body: called with the indices of rows; those past the last one are N.
+        carry: what the body maps.
+        n_chunks: how many chunks to run; None: those with an active row.
+
+    Returns:
+        The last carry.
     """
-    n_chunks = (jnp.sum(active, dtype=jnp.int32) + chunk - 1) // chunk
-    return _for_chunks(chunk, n_chunks, active, body, carry)
+    n_rows = active.shape[0]
+    n_padded = -(-n_rows // chunk) * chunk
+    if n_chunks is None:
+        n_chunks = (jnp.sum(active, dtype=jnp.int32) + chunk - 1) // chunk
+    order = jnp.nonzero(active, size=n_padded, fill_value=n_rows)[0].astype(jnp.int32)
+
+    def step(i, carry):
+        return body(lax.dynamic_slice(order, (i * chunk,), (chunk,)), carry)
+
+    return lax.fori_loop(0, n_chunks, step, carry)
 
 
 def for_all_chunks(chunk, active, body, carry):
@@ -91,19 +135,7 @@ def for_all_chunks(chunk, active, body, carry):
     computed on a GPU, the host waits for the GPU before each iteration.
     """
     n_chunks = -(-active.shape[0] // chunk)
-    return _for_chunks(chunk, n_chunks, active, body, carry)
-
-
-def _for_chunks(chunk, n_chunks, active, body, carry):
-    """Run the body over the first chunks of rows, active ones first."""
-    n_rows = active.shape[0]
-    n_padded = -(-n_rows // chunk) * chunk
-    order = jnp.nonzero(active, size=n_padded, fill_value=n_rows)[0].astype(jnp.int32)
-
-    def step(i, carry):
-        return body(lax.dynamic_slice(order, (i * chunk,), (chunk,)), carry)
-
-    return lax.fori_loop(0, n_chunks, step, carry)
+    return for_active_chunks(chunk, active, body, carry, n_chunks)
 
 
 def first_column(spec) -> Any:
@@ -128,37 +160,34 @@ def trained(spec, source):
     return source._replace(W=None, bias=None) if spec.frozen_head else source
 
 
-def cast(spec, source):
-    """The source in the dtypes of the GEMMs: W is cast to hidden's outside the loop."""
-    if isinstance(source, Logits):
-        return source
-    bias = None if source.bias is None else source.bias.astype(spec.stats_dtype)
-    return Factors(source.hidden, source.W.astype(spec.compute_dtype), bias)
-
-
 def unpadded(total, primal):
     """The part of a padded array's cotangent that belongs to the unpadded array."""
     return total[tuple(map(slice, primal.shape))]
 
 
 def rounded(spec: Spec, totals, primals) -> Any:
-    """Cotangents without padding, in the dtypes of the primals.
+    """Cotangents over all shards, without padding, in the dtypes of the primals.
 
     Hidden's stays in the dtype of the sums if it is one term of a sum over groups.
     """
-    cotangents = jax.tree.map(
-        lambda total, primal: unpadded(total, primal).astype(primal.dtype),
-        totals,
-        primals,
-    )
+    if spec.shards:
+        totals = sum_over_shards(spec, totals)
+    cotangents = jax.tree.map(_rounded, totals, primals)
     if spec.shard_columns:
         return cotangents._replace(hidden=totals.hidden)
     return cotangents
 
 
-def output_dtype(spec: Spec, name: str):
-    """The dtype of a field of `Outputs`."""
-    return jnp.bool_ if name == "is_argmax" else spec.stats_dtype
+def _rounded(total, primal):
+    return total[tuple(map(slice, primal.shape))].astype(primal.dtype)
+
+
+def no_outputs(spec: Spec, names, shape: tuple[int, ...]) -> dict:
+    """The named fields of `Outputs` of inactive rows."""
+    zeros = dict.fromkeys(names, jnp.zeros(shape, spec.stats_dtype))
+    if "is_argmax" in zeros:
+        zeros["is_argmax"] = jnp.zeros(shape, jnp.bool_)
+    return vocab_shards.vary(zeros, spec.varying)
 
 
 def take(x, row_ids, fill_value: float = 0) -> Any:

@@ -16,6 +16,7 @@ AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto
 # XLA on a CPU runs different code for whole groups of rows and for the remainder. Only
 # whole groups make results batch-invariant.
 _ROWS = 16
+_DEPTH: dict[Layout, int] = {"vd": 1, "dv": 0}  # the axis of W that has D
 _MAX_AXES = 64  # the most axes of a numpy array
 
 
@@ -85,11 +86,9 @@ def check_hidden(hidden, name: str = "hidden") -> None:
             f"{name} must be float32, bfloat16 or float16, got {hidden.dtype}; convert "
             f"it with {name}.astype"
         )
-    if hidden.ndim < 1:
-        raise ValueError(f"{name} must have at least one axis, got a scalar")
-    if hidden.shape[-1] == 0:
+    if not hidden.shape or hidden.shape[-1] == 0:
         raise ValueError(
-            f"{name} must not have an empty last axis, got shape {hidden.shape}"
+            f"{name} must have a last axis that is not empty, got shape {hidden.shape}"
         )
 
 
@@ -98,34 +97,33 @@ def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
 
     Errors put the prefix before the arguments' names, as in Teacher.W.
     """
-    name = f"{prefix}W"
+    name, depth = f"{prefix}W", hidden.shape[-1]
     check_float(name, W)
-    if W.ndim != 2:
-        raise ValueError(f"{name} must be [V, D] or [D, V], got shape {W.shape}")
-    if not (layout is None or _is_text(layout, "vd", "dv")):
+    if W.ndim != 2 or 0 in W.shape:
+        raise ValueError(
+            f"{name} must be [V, D] or [D, V], with a token at least, got shape "
+            f"{W.shape}"
+        )
+    if layout is not None and not (isinstance(layout, str) and layout in _DEPTH):
         raise ValueError(
             f"{prefix}layout must be 'vd', 'dv' or None, got {brief(layout)}"
         )
-    depth = hidden.shape[-1]
-    depth_axis: dict[Layout, int] = {"vd": 1, "dv": 0}
-    fits: list[Layout] = [k for k, axis in depth_axis.items() if W.shape[axis] == depth]
-    if layout is None and len(fits) == 2:
+    of_depth = [k for k, axis in _DEPTH.items() if W.shape[axis] == depth]
+    fits = [k for k in of_depth if layout is None or layout == k]
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
         raise ValueError(
             f"{prefix}layout is ambiguous: {name} is square, {W.shape}; pass "
             "jaxmem.Head(W, layout='vd') if its rows are tokens (an embedding table), "
             "or 'dv' if its columns are (a Dense or nnx.Linear kernel)"
         )
-    if not fits or (layout is not None and layout not in fits):
-        wanted = {"vd": f"[V, {depth}]", "dv": f"[{depth}, V]"}
-        expected = wanted[layout] if layout else " or ".join(wanted.values())
-        raise ValueError(
-            f"{name} must be {expected} to match {prefix}hidden's last axis D={depth}"
-            f"{f' and {prefix}layout={layout!r}' if layout else ''}, got shape "
-            f"{W.shape}"
-        )
-    if 0 in W.shape:
-        raise ValueError(f"{name} must have at least one token, got shape {W.shape}")
-    return fits[0] if layout is None else layout
+    wanted = {"vd": f"[V, {depth}]", "dv": f"[{depth}, V]"}
+    expected = wanted[layout] if layout else " or ".join(wanted.values())
+    raise ValueError(
+        f"{name} must be {expected} to match {prefix}hidden's last axis D={depth}"
+        f"{f' and {prefix}layout={layout!r}' if layout else ''}, got shape {W.shape}"
+    )
 
 
 def check_labels(labels, where, shape: tuple[int, ...], vocab_size: int) -> None:
@@ -164,7 +162,7 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
 
 def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
     """Tokens per chunk: at most the number of tokens, rounded up to whole `_ROWS`."""
-    if _is_text(chunk, "auto"):
+    if isinstance(chunk, str) and chunk == "auto":
         chunk = max(AUTO_CHUNK_BYTES // (4 * columns), 1)
         chunk = max(chunk // _ROWS * _ROWS, 1)
     elif chunk is not None and (not _is_integer(chunk) or chunk < 1):
@@ -370,10 +368,6 @@ def _fits_float32(value: np.ndarray):
     """Whether numbers are neither 0 nor infinite in float32; false for NaN."""
     size = np.abs(value.astype(np.float64))
     return (size >= ranges.SMALLEST) & (size <= ranges.LARGEST)
-
-
-def _is_text(value, *known):
-    return isinstance(value, str) and value in known
 
 
 def _is_integer(value) -> TypeGuard[int]:

@@ -86,7 +86,7 @@ def of_call(spec: Spec, source: Factors, rows: Rows) -> EightBits:
     Returns:
         Both.
     """
-    head: Any = backend_operands.cast(spec, source)
+    head = source.cast(spec)
     W = head.W if spec.layout == "vd" else head.W.T
     every = max(len(W) // _LOOKED_AT, 1)
     of_W = _largest(_relative(W[::every]))
@@ -210,13 +210,11 @@ def corrected(
 
 def nothing(spec: Spec, sampling: Sampling, rows: Rows, names) -> tuple[dict, Entries]:
     """Results of rows that are not active: the named outputs, and entries."""
-    n_rows = rows.labels.shape[0]
-    outputs = {
-        k: jnp.zeros(n_rows, backend_operands.output_dtype(spec, k)) for k in names
-    }
-    entries = column_sampling.none(sampling, n_rows, spec.stats_dtype)
+    shape = rows.labels.shape
+    outputs = backend_operands.no_outputs(spec, names, shape)
+    entries = column_sampling.none(sampling, *shape, spec.stats_dtype)
     entries = entries._replace(weights=jnp.zeros_like(entries.p))
-    return vocab_shards.vary((outputs, entries), spec.varying)
+    return outputs, vocab_shards.vary(entries, spec.varying)
 
 
 def put(results: tuple[dict, Entries], row_ids, found: Corrected):

@@ -55,7 +55,7 @@ def with_automatic_axes(
 def _run_automatic(function, mesh, call, specs) -> Any:
     """Call the function with the mesh's explicit axes turned into automatic ones."""
     leaves, tree = jax.tree.flatten(call.arguments, is_leaf=_is_no_tree)
-    places = [i for i, x in enumerate(leaves) if is_typed(x)]
+    places = [i for i, x in enumerate(leaves) if mesh_of(x)]
 
     def run(*arrays):
         given = dict(zip(places, arrays, strict=True))
@@ -84,8 +84,8 @@ def sharded_like(**sources: int) -> Callable[[Mapping[str, Any]], PartitionSpec]
 
 
 def spec_of(x: Any, after: int = 0) -> tuple:
-    """The spec of x's axes except the last `after` ones; () if x is not an array."""
-    if not _is_array(x):
+    """The spec of x's axes except the last `after` ones; () if none is explicit."""
+    if mesh_of(x) is None:
         return ()
     spec, ndim = _type(x).spec.partitions, jnp.ndim(x)
     return (*spec, *(None,) * (ndim - len(spec)))[: max(ndim - after, 0)]
@@ -125,31 +125,32 @@ def automatic(x: jax.Array) -> jax.Array:
 
     Call it inside such a function.
     """
-    return jax.sharding.reshard(x, PartitionSpec()) if is_typed(x) else x
+    return jax.sharding.reshard(x, PartitionSpec()) if mesh_of(x) else x
 
 
 def _explicit_mesh(tree) -> Mesh | AbstractMesh | None:
     """The mesh with explicit axes, from the context or from an array; else None."""
     mesh = jax.sharding.get_abstract_mesh()
-    if explicit_axes(mesh):
+    if AxisType.Explicit in mesh.axis_types:
         return mesh
-    typed = filter(is_typed, jax.tree.leaves(tree, is_leaf=_is_no_tree))
-    return next((_type(x).mesh for x in typed), None)
+    meshes = map(mesh_of, jax.tree.leaves(tree, is_leaf=_is_no_tree))
+    return next(filter(None, meshes), None)
 
 
-def is_typed(x) -> bool:
-    """Whether x is an array on a mesh that has explicit axes."""
-    return _is_array(x) and bool(explicit_axes(_type(x).mesh))
+def mesh_of(x) -> AbstractMesh | None:
+    """The mesh with explicit axes that an array is on; None for anything else.
+
+    An array may be wrapped, as an nnx.Variable does.
+    """
+    if not isinstance(x, jax.Array) and not hasattr(x, "__jax_array__"):
+        return None
+    mesh = jax.typeof(jnp.asarray(x)).sharding.mesh
+    return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
 def _is_no_tree(x):
     """A list becomes an array, and may be nested too deeply to be flattened."""
     return isinstance(x, list | Iterator)
-
-
-def _is_array(x):
-    """Whether x is an array or wraps one, as an nnx.Variable does."""
-    return isinstance(x, jax.Array) or hasattr(x, "__jax_array__")
 
 
 def _type(x) -> NamedSharding:

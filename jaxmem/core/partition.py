@@ -30,37 +30,37 @@ def is_possible() -> bool:
     return devices.count() > 1 and AxisType.Manual not in mesh.axis_types
 
 
-def by_tokens(run: Callable, given: Any, results: Any) -> Callable:
+def by_tokens(run: Callable, of_tokens: Callable[[Any], Any]) -> Callable:
     """Wrap `run` so that jit partitions it by tokens when it targets several devices.
 
     Args:
         run: maps arrays to arrays, for any number of tokens.
-        given: a tree prefix of its arguments: True for arrays whose first axis is
-            tokens, False for arrays that are replicated.
-        results: a tree prefix of its results: True for arrays whose first axis is
-            tokens, False for sums over tokens.
+        of_tokens: maps its arguments, or shapes of its results, to a tree prefix of
+            them: True for arrays whose first axis is tokens, False for arguments that
+            are replicated and results that are sums over tokens.
 
     Returns:
         A function with the signature of `run`.
     """
 
     def call(*args):
+        given = of_tokens(args)
         if jax.config.jax_remove_custom_partitioning_ptr_from_cache_key:
             return _split(
-                lambda _, *args: run(*args), (False, *given), results,
+                lambda _, *args: run(*args), (False, *given), of_tokens,
                 (_fingerprint(run, args), *args),
             )  # fmt: skip
-        return _split(run, given, results, args)
+        return _split(run, given, of_tokens, args)
 
     return call
 
 
-def _split(run, given, results, args):
+def _split(run, given, flags_of, args):
     """Call `run(*args)` so that XLA asks `_partition` how to partition it."""
     leaves, tree = jax.tree.flatten(args)
-    shapes, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
-    of_tokens = _flags(given, args)
-    flags = _flags(results, out_tree.unflatten(shapes))
+    results = jax.eval_shape(run, *args)
+    shapes, out_tree = jax.tree.flatten(results)
+    of_tokens, flags = _flags(given, args), _flags(flags_of(results), results)
 
     def flat(*leaves):
         return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from jaxmem.core.gradients import Forward
 
@@ -97,7 +98,7 @@ def report() -> Iterator[Report]:
         _open.reset(token)
 
 
-def record(call: Call) -> None:
-    """Add the call to every open report."""
+def record(*fields: Any) -> None:
+    """Add a `Call` of these fields to every open report."""
     for opened in _open.get():
-        opened.calls.append(call)
+        opened.calls.append(Call(*fields))

@@ -66,24 +66,27 @@ class TokenStats(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """All values that one pass computes per row; jit removes the unused ones."""
+    """All values that one pass computes per row, or None for those not saved.
 
-    logprob: jax.Array
-    entropy: jax.Array
-    logsumexp: jax.Array
-    sum_pi_squared: jax.Array
-    is_argmax: jax.Array
-    max: jax.Array
-    log_sum: jax.Array  # ln S; separate from max so that p stays exact at |z| = 1e4
+    jit removes those that are not used.
+    """
+
+    logprob: Any = None
+    entropy: Any = None
+    logsumexp: Any = None
+    sum_pi_squared: Any = None
+    is_argmax: Any = None
+    max: Any = None
+    log_sum: Any = None  # ln S; separate from max so that p stays exact at |z| = 1e4
 
 
 class Cotangents(NamedTuple):
     """Cotangents of the differentiable outputs; None for outputs not requested."""
 
-    logprob: jax.Array | None
-    entropy: jax.Array | None
-    logsumexp: jax.Array | None
-    sum_pi_squared: jax.Array | None
+    logprob: jax.Array | None = None
+    entropy: jax.Array | None = None
+    logsumexp: jax.Array | None = None
+    sum_pi_squared: jax.Array | None = None
 
 
 class Coefficients(NamedTuple):
@@ -101,31 +104,28 @@ def empty(shape, dtype) -> Stats:
     return Stats(nothing, zero, zero, zero, nothing)
 
 
-def of_tile(z: jax.Array, labels: jax.Array, row_max: jax.Array | None = None) -> Stats:
-    """Stats of logits z [C, V]; a label outside [0, V) belongs to other columns.
-
-    row_max [C] is the largest logit of each row if it is known already.
-    """
-    return of_tile_and_exps(z, labels, row_max)[0]
-
-
-def of_tile_and_exps(
+def of_tile(
     z: jax.Array, labels: jax.Array, row_max: jax.Array | None = None
 ) -> tuple[Stats, jax.Array]:
-    """`of_tile`, and e^(z - max) of all columns but the label's, which has 0."""
+    """Stats of logits z [C, V], and e^(z - max), which is 0 for the label's column.
+
+    A label outside [0, V) belongs to other columns. row_max [C] is the largest logit of
+    each row if it is known already.
+    """
     # Read the label's logit first, so that XLA can overwrite z by the exponentials.
-    z, label_logit = lax.optimization_barrier((z, _label_logit(z, labels)))
+    column = jnp.where(labels < 0, z.shape[1], labels)  # a negative index would wrap
+    at_label = jnp.arange(z.shape[0], dtype=jnp.int32), column
+    label_logit = z.at[at_label].get(mode="fill", fill_value=-jnp.inf)
+    z, label_logit = lax.optimization_barrier((z, label_logit))
     if row_max is None:
         row_max = jnp.max(z, axis=-1)
     shifted = z - finite(row_max)[:, None]
     exps = jnp.exp(shifted)
     others = jnp.where(is_label(z, labels), 0, exps)
     # One reduction for all sums: XLA on a CPU would store the inputs of separate ones.
-    sum_others, sum_shifted, sum_squares = _sum_rows(
-        others, exps * _not_infinite(shifted), exps * exps
-    )
-    stats = Stats(row_max, sum_others, sum_shifted, sum_squares, label_logit)
-    return stats, others
+    terms = others, exps * _not_infinite(shifted), exps * exps
+    sums = lax.platform_dependent(*terms, tpu=_sum_lanes, default=_sum_blocks)
+    return Stats._make((row_max, *sums, label_logit)), others
 
 
 def merge(a: Stats, b: Stats) -> Stats:
@@ -178,8 +178,11 @@ def finish(stats: Stats, label_exists: jax.Array) -> Outputs:
     total = _sum(stats)
     is_argmax = label_shift >= 0
     log_sum = jnp.where(is_argmax, jnp.log1p(stats.sum_others), jnp.log(total))
+    # Without cancellation near the maximum.
+    by_others = -jnp.log1p(stats.sum_others * jnp.exp(-jnp.maximum(label_shift, -1)))
+    logprob = jnp.where(label_shift >= -1, by_others, label_shift - log_sum)
     return Outputs(
-        logprob=jnp.where(label_exists, _logprob(stats, label_shift, log_sum), jnp.nan),
+        logprob=jnp.where(label_exists, logprob, jnp.nan),
         entropy=log_sum - stats.sum_shifted / total,
         logsumexp=stats.max + log_sum,
         sum_pi_squared=stats.sum_squares / total**2,
@@ -194,38 +197,36 @@ def coefficients(rows: Outputs, g: Cotangents) -> Coefficients:
     label = g.logprob
     if label is not None:  # a label that does not exist makes only its users NaN
         label = jnp.where(jnp.isnan(rows.logprob) & (label != 0), jnp.nan, label)
-    alpha = _total(
-        g.logsumexp,
-        None if g.entropy is None else -g.entropy * rows.entropy,
-        None
-        if g.sum_pi_squared is None
-        else -2 * g.sum_pi_squared * rows.sum_pi_squared,
-    )
-    beta = None if g.entropy is None else -g.entropy
-    gamma = None if g.sum_pi_squared is None else 2 * g.sum_pi_squared
+    alpha, beta, gamma = g.logsumexp, None, None
+    if g.entropy is not None:
+        beta = -g.entropy
+        alpha = _sum_of(alpha, beta * rows.entropy)
+    if g.sum_pi_squared is not None:
+        gamma = 2 * g.sum_pi_squared
+        alpha = _sum_of(alpha, -gamma * rows.sum_pi_squared)
     return Coefficients(label, alpha, beta, gamma)
 
 
-def dlogits(z, labels, rows: Outputs, c: Coefficients) -> jax.Array:
+def dlogits(z, labels, rows: Outputs, g: Cotangents) -> jax.Array:
     """The derivative by scaled logits z [C, V]; other arguments have shape [C]."""
-    return dlogits_of(z, is_label(z, labels), rows, c)
+    return dlogits_of(z, is_label(z, labels), rows, coefficients(rows, g))
 
 
 def dlogits_of(z, is_label, rows: Outputs, c: Coefficients) -> jax.Array:
     """`dlogits` of any columns z [C, K], given whether each is the label's."""
     log_p = _not_infinite((z - finite(rows.max)[:, None]) - rows.log_sum[:, None])
-    p = jnp.exp(log_p)
-    slope = _total(_column(c.alpha), None if c.gamma is None else _column(c.gamma) * p)
-    everywhere = _total(
-        None if slope is None else p * slope,
-        None if c.beta is None else _column(c.beta) * (p * log_p),
-    )
-    if c.label is None:
-        return jnp.zeros_like(z) if everywhere is None else everywhere
-    at_label = _column(c.label * -jnp.expm1(rows.logprob))  # 1 - p would round to 0
-    elsewhere = -_column(c.label) * p
-    by_label = jnp.where(is_label, at_label, elsewhere)
-    return by_label if everywhere is None else by_label + everywhere
+    p, dz = jnp.exp(log_p), None
+    if c.alpha is not None or c.gamma is not None:
+        slope: Any = None if c.alpha is None else c.alpha[:, None]
+        slope = slope if c.gamma is None else _sum_of(slope, c.gamma[:, None] * p)
+        dz = p * slope
+    if c.beta is not None:
+        dz = _sum_of(dz, c.beta[:, None] * (p * log_p))
+    if c.label is not None:
+        at_label = c.label * -jnp.expm1(rows.logprob)  # 1 - p would round to 0
+        by_label = jnp.where(is_label, at_label[:, None], -c.label[:, None] * p)
+        dz = by_label if dz is None else by_label + dz
+    return jnp.zeros_like(z) if dz is None else dz
 
 
 def normaliser(z: jax.Array) -> Normaliser:
@@ -265,11 +266,6 @@ def sum_rows_of(terms, *tiles):
     )
 
 
-def _sum_rows(*terms):
-    """The sum of each term [C, V] over V, in the order that suits the platform."""
-    return lax.platform_dependent(*terms, tpu=_sum_lanes, default=_sum_blocks)
-
-
 def _sum_lanes(*terms):
     """Sum whole rows: XLA for TPUs already keeps 128 partial sums per row.
 
@@ -287,15 +283,13 @@ def _sum_blocks(*terms):
     whole = terms[0].shape[1] // _BLOCK * _BLOCK
     blocks = [t[:, :whole].reshape(t.shape[0], -1, _BLOCK) for t in terms]
     tails = [t[:, whole:] for t in terms]
-    return [
-        jnp.sum(block, axis=-1) + tail
-        for block, tail in zip(_reduce_last(blocks), _reduce_last(tails), strict=True)
-    ]
+    sums = zip(_reduce_last(blocks), _reduce_last(tails), strict=True)
+    return [jnp.sum(block, axis=-1) + tail for block, tail in sums]
 
 
 def _reduce_last(terms):
     def add(left, right):
-        return tuple(a + b for a, b in zip(left, right, strict=True))
+        return tuple(map(jnp.add, left, right))
 
     zeros = (jnp.zeros((), terms[0].dtype),) * len(terms)
     return lax.reduce(tuple(terms), zeros, add, (terms[0].ndim - 1,))
@@ -306,26 +300,9 @@ def is_label(z, labels) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, z.shape, 1) == labels[:, None]
 
 
-def _label_logit(z, labels):
-    """The logit of the label; -inf if the label is out of range."""
-    column = jnp.where(labels < 0, z.shape[1], labels)  # a negative index would wrap
-    row = jnp.arange(z.shape[0], dtype=jnp.int32)
-    return z.at[row, column].get(mode="fill", fill_value=-jnp.inf)
-
-
 def _sum(stats):
     """S = R + e^(z_y - m), which includes the label's term."""
     return stats.sum_others + jnp.exp(stats.label_logit - finite(stats.max))
-
-
-def _logprob(stats, label_shift, log_sum):
-    """The label's log-probability, without cancellation near the maximum."""
-    near = jnp.maximum(label_shift, -1)
-    return jnp.where(
-        label_shift >= -1,
-        -jnp.log1p(stats.sum_others * jnp.exp(-near)),
-        label_shift - log_sum,
-    )
 
 
 def _rescale(part, row_max):
@@ -362,11 +339,6 @@ def _not_infinite(x):
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
-def _column(x) -> Any:
-    return None if x is None else x[:, None]
-
-
-def _total(*terms):
-    """The sum of the terms that are not None; None if there are none."""
-    present = [term for term in terms if term is not None]
-    return sum(present[1:], present[0]) if present else None
+def _sum_of(x, y):
+    """The sum; an x of None is 0."""
+    return y if x is None else x + y

@@ -49,8 +49,7 @@ class Spec:
     @property
     def partial_hidden(self) -> bool:
         """Whether hidden's cotangent is one term of a sum, which is rounded later."""
-        shared = self.shards and self.shards.same_hidden
-        return bool(shared or self.shard_columns)
+        return bool(self.shard_columns or (self.shards and self.shards.same_hidden))
 
     @property
     def part_varying(self) -> frozenset[str]:
@@ -64,13 +63,9 @@ class Spec:
         The backward pass then only scales that residual by the output's cotangent, row
         by row. With W trained, the cotangent of W would need the logits again.
         """
-        one_output = self.frozen_head and len(self.outputs) == 1
-        other = self.gradient_samples or self.vocab_groups or self.recomputes
-        return one_output and not other
-
-    def without_weights(self) -> "Spec":
-        """The spec of a call whose W and bias are not differentiated."""
-        return dataclasses.replace(self, frozen_head=True, gradient_blocks=1)
+        if not self.frozen_head or len(self.outputs) > 1:
+            return False
+        return not (self.gradient_samples or self.vocab_groups or self.recomputes)
 
     @property
     def stats_dtype(self) -> np.dtype:

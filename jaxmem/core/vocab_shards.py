@@ -31,21 +31,19 @@ class Shards:
     own_results: tuple[str, ...] = ()
 
 
-def check_axis_name(axis_name) -> Shards | None:
-    """The shards along axes of an enclosing `jax.shard_map`; None if none is named.
+def check_axis_name(axis_name) -> Shards:
+    """The shards along axes of an enclosing `jax.shard_map`.
 
     Args:
-        axis_name: the name of a mesh axis, a tuple of names, or None.
+        axis_name: the name of a mesh axis, or a tuple of names.
 
     Returns:
-        The shards, or None.
+        The shards.
 
     Raises:
         TypeError: axis_name is not a name or a tuple of different names.
         ValueError: no enclosing `jax.shard_map` binds such an axis.
     """
-    if axis_name is None:
-        return None
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     named = axes and all(isinstance(axis, str) for axis in axes)
     if not named or len(set(axes)) < len(axes):
@@ -105,6 +103,8 @@ def varying(tree) -> frozenset[str]:
 
 def vary(tree, axes: frozenset[str]) -> Any:
     """Return the values with types that vary along `axes` too."""
+    if not axes:
+        return tree
 
     def one(x):
         missing = tuple(sorted(axes - varying(x)))

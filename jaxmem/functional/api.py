@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxmem.core.backend_operands import output_dtype
+from jaxmem.core.backend_operands import no_outputs
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.gradients import Gradient
 from jaxmem.core.head import Head, Matrix
@@ -91,8 +91,8 @@ def logprobs(
         chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
-    call = arguments.head_call("logprobs", ("logprob",), hidden, W, labels, options)
-    return _run(call)["logprob"]
+    operands = arguments.read_head(hidden, W)
+    return _run("logprobs", ("logprob",), operands, labels, options)["logprob"]
 
 
 @with_automatic_axes(sharded_like(labels=0, hidden=1))
@@ -137,10 +137,8 @@ def token_stats(
         chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
-    call = arguments.head_call(
-        "token_stats", TokenStats._fields, hidden, W, labels, options
-    )
-    return TokenStats(**_run(call))
+    operands, fields = arguments.read_head(hidden, W), TokenStats._fields
+    return TokenStats(**_run("token_stats", fields, operands, labels, options))
 
 
 @with_automatic_axes(sharded_like(hidden=1))
@@ -174,10 +172,8 @@ def entropy(
         chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
-    call = arguments.head_call(
-        "entropy", ("entropy",), hidden, W, arguments.NO_LABELS, options
-    )
-    return _run(call)["entropy"]
+    operands, labels = arguments.read_head(hidden, W), arguments.NO_LABELS
+    return _run("entropy", ("entropy",), operands, labels, options)["entropy"]
 
 
 @with_automatic_axes(sharded_like(labels=0, logits=1))
@@ -212,10 +208,8 @@ def logprobs_from_logits(
         implementation=implementation,
     )  # fmt: skip
     described = Head(None, softcap=softcap, vocab_size=vocab_size)
-    call = arguments.logits_call(
-        "logprobs_from_logits", ("logprob",), logits, described, labels, options
-    )
-    return _run(call)["logprob"]
+    verb, operands = "logprobs_from_logits", arguments.read_logits(logits, described)
+    return _run(verb, ("logprob",), operands, labels, options)["logprob"]
 
 
 @with_automatic_axes(sharded_like(labels=0, logits=1))
@@ -245,16 +239,17 @@ def token_stats_from_logits(
         implementation=implementation,
     )  # fmt: skip
     described = Head(None, softcap=softcap, vocab_size=vocab_size)
-    verb, fields = "token_stats_from_logits", TokenStats._fields
-    call = arguments.logits_call(verb, fields, logits, described, labels, options)
-    return TokenStats(**_run(call))
+    verb, operands = "token_stats_from_logits", arguments.read_logits(logits, described)
+    return TokenStats(**_run(verb, TokenStats._fields, operands, labels, options))
 
 
-def _run(call: arguments.Call) -> dict:
+def _run(verb, outputs, operands, labels, options) -> dict:
     """The call's outputs by name, in the shape of its tokens."""
-    spec, shape = call.spec, call.shape
+    spec, backend, source, rows, shape = arguments.call(
+        verb, outputs, operands, labels, options
+    )
     if 0 in shape:
-        return {k: jnp.zeros(shape, output_dtype(spec, k)) for k in spec.outputs}
+        return no_outputs(spec, outputs, shape)
     made_by = SampledStatisticsRule if spec.gradient_samples else StatisticsRule
-    results = rule.run(made_by(spec, call.backend), (call.source,), (call.rows,))
+    results = rule.run(made_by(spec, backend), (source,), (rows,))
     return {k: jnp.reshape(v, shape) for k, v in results.items()}

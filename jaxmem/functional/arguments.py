@@ -24,7 +24,7 @@ from jaxmem.core import (
 )
 from jaxmem.core.backend_operands import Factors, Logits, Rows
 from jaxmem.core.head import Head, as_head
-from jaxmem.core.options import CallOptions, Implementation, Layout
+from jaxmem.core.options import CallOptions, Implementation
 from jaxmem.core.spec import Spec
 
 NO_LABELS = object()  # stands for the labels of a verb that takes none
@@ -40,15 +40,6 @@ class Call(NamedTuple):
     shape: tuple[int, ...]  # of the caller's tokens
 
 
-def head_call(
-    verb: str, outputs: Sequence[str], hidden, W, labels, options: CallOptions
-) -> Call:
-    """A call that computes logits from hidden states [..., D] and a head."""
-    source, head, shape = read_head(hidden, W)
-    recorded = verb, shapes_of(source, shape)
-    return _call(recorded, outputs, (source, head), shape, labels, options)
-
-
 def columns_call(
     verb: str, hidden, W, options: CallOptions, labels=NO_LABELS
 ) -> tuple[Spec, Factors, Rows, tuple[int, ...]]:
@@ -62,48 +53,39 @@ def columns_call(
     return spec, source, read_rows(spec, shape, labels, options), shape
 
 
-def logits_call(
-    verb: str, outputs: Sequence[str], logits, described: Head, labels,
-    options: CallOptions,
-) -> Call:  # fmt: skip
-    """A call with given logits [..., V], which `described` describes instead of a W."""
+def read_logits(logits, head: Head) -> tuple[Logits, Head, tuple[int, ...]]:
+    """Given logits [..., V] as `read_head` returns a head; head has no W."""
     logits = checks.as_array("logits", logits)
     checks.check_hidden(logits, "logits")
     shape = logits.shape[:-1]
-    source = Logits(jnp.reshape(logits, (math.prod(shape), logits.shape[-1])))
-    recorded = verb, {"logits": logits.shape}
-    return _call(recorded, outputs, (source, described), shape, labels, options)
+    flat = jnp.reshape(logits, (math.prod(shape), logits.shape[-1]))
+    return Logits(flat), head, shape
 
 
-def _call(recorded, outputs, source_and_head, shape, labels, options):
-    if options.implementation is not None:
-        choose.check(options.implementation)
-    source, head = source_and_head
+def call(
+    verb: str, outputs: Sequence[str], operands: tuple, labels, options: CallOptions
+) -> Call:
+    """A call whose operands are those of `read_head` or `read_logits`."""
+    source, head, shape = operands
     spec = _spec_of(source, head, outputs, options)
     rows = read_rows(spec, shape, labels, options)
     if spec.forward != "exact":
         eight_bits.check(spec, source, rows)
-    given = source
-    spec, source = typed(spec, given, rows)
-    if spec.gradient_samples:
-        spec, source = _with_token_axes(spec, given, source)
+    of_types = _typed_samples if spec.gradient_samples else typed
+    spec, source = of_types(spec, source, rows)
     backend, why = choose.choose(options.implementation, spec, source)
     live_bytes = 4 * spec.chunk * spec.columns if backend.stores_logits else 0
-    verb, shapes = recorded
-    report.record(
-        report.Call(
-            verb, shapes, backend.name, why, spec.chunk, live_bytes,
-            spec.gradient_samples, spec.forward,
-        )
-    )  # fmt: skip
+    facts = spec.chunk, live_bytes, spec.gradient_samples, spec.forward
+    report.record(verb, source.shapes(shape), backend.name, why, *facts)
     return Call(spec, backend, source, rows, shape)
 
 
-def _with_token_axes(spec, given, source):
-    """W as it was given, if there are fewer tokens on all devices than columns.
+def _typed_samples(spec, given, rows):
+    """`typed`, but with W as given if all devices have fewer tokens than columns.
 
     Then its gradient takes less communication in parts of the vocabulary.
     """
+    spec, source = typed(spec, given, rows)
     axes = vocab_shards.varying(source) - vocab_shards.varying((given.W, given.bias))
     mesh_axes = jax.sharding.get_abstract_mesh().axis_names
     axes = tuple(axis for axis in mesh_axes if axis in axes)
@@ -111,11 +93,6 @@ def _with_token_axes(spec, given, source):
         return spec, source
     spec = dataclasses.replace(spec, token_axes=axes)
     return spec, given._replace(hidden=source.hidden)
-
-
-def shapes_of(source: Factors, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a head's operands as given, for `jaxmem.report()`."""
-    return {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
 
 
 def check_only_xla(verb: str, implementation: Implementation | None) -> None:
@@ -153,55 +130,40 @@ def record_only_xla(
     """
     why = "named by the caller" if implementation else f"the only one with {verb}"
     live_bytes = 4 * spec.chunk * spec.columns if live_bytes is None else live_bytes
-    report.record(
-        report.Call(
-            verb, shapes, "xla", why, spec.chunk, live_bytes, spec.gradient_samples
-        )
-    )
+    facts = spec.chunk, live_bytes, spec.gradient_samples
+    report.record(verb, shapes, "xla", why, *facts)
 
 
 def _spec_of(source, head, outputs, options):
-    data = source.hidden if isinstance(source, Factors) else source.logits
-    columns = columns_of(source, head.layout)
-    shards, all_columns, groups, more = None, columns, None, {}
+    """The static facts of a call, of which `facts` has those that are given."""
+    tokens, dtype = source[0].shape[0], np.dtype(source[0].dtype)
+    columns = all_columns = vocab_size = source.columns(head.layout)
+    facts: dict[str, Any] = {"token_parallel": partition.is_possible()}
     if options.axis_name is not None:
-        shards = vocab_shards.check_axis_name(options.axis_name)
-        all_columns = columns * shards.count if shards else columns
-    vocab_size = all_columns
+        facts["shards"] = shards = vocab_shards.check_axis_name(options.axis_name)
+        all_columns = vocab_size = columns * shards.count
     if head.vocab_size is not None:
         vocab_size = checks.check_vocab_size(head.vocab_size, all_columns)
-    if options.vocab_groups is not None:
-        groups = _groups_of(options, all_columns, shards)
-    if options.gradient is not None:
-        more = gradients.facts(options.gradient, vocab_size)
     if head.softcap is not None:
-        more["softcap"] = checks.check_softcap(head.softcap)
-    spec = Spec(
-        columns=columns,
-        vocab_size=vocab_size,
-        # The chunk, and so the bits, of "auto" may not depend on the shards.
-        chunk=checks.check_chunk(
-            options.chunk, data.shape[0], all_columns if groups else columns
-        ),
-        outputs=tuple(outputs),
-        compute_dtype=np.dtype(data.dtype),
-        layout=head.layout,
-        shards=shards,
-        token_parallel=partition.is_possible(),
-        vocab_groups=groups,
-        **more,
-    )
-    # Sums in the dtype of W are its gradient itself.
-    if spec.gradient_blocks > 1 and source.W.dtype == spec.stats_dtype:
-        return dataclasses.replace(spec, gradient_blocks=1)
-    return spec
+        facts["softcap"] = checks.check_softcap(head.softcap)
+    if options.gradient is not None:
+        facts |= gradients.facts(options.gradient, vocab_size)
+        if source.W.dtype == np.promote_types(dtype, np.float32):
+            facts["gradient_blocks"] = 1  # sums in W's dtype are its gradient itself
+    of_chunk = columns
+    if options.vocab_groups is not None:
+        facts["vocab_groups"] = _groups_of(options, all_columns, facts.get("shards"))
+        of_chunk = all_columns  # the bits may not depend on the shards
+    chunk = checks.check_chunk(options.chunk, tokens, of_chunk)
+    outputs = tuple(outputs)
+    return Spec(columns, vocab_size, chunk, outputs, dtype, head.layout, **facts)
 
 
 def _groups_of(options, all_columns, shards):
-    """The checked `vocab_groups`, or None."""
+    """The checked `vocab_groups`."""
     n_shards = shards.count if shards else 1
     groups = checks.check_vocab_groups(options.vocab_groups, all_columns, n_shards)
-    if groups and options.gradient is not None:
+    if options.gradient is not None:
         raise NotImplementedError(
             f"vocab_groups cannot be combined with gradient={options.gradient}; pass "
             "one of both"
@@ -236,31 +198,24 @@ def read_head(hidden, W, prefix: str = "") -> tuple[Factors, Head, tuple[int, ..
     return Factors(flat, W, bias), dataclasses.replace(head, layout=layout), shape
 
 
-def columns_of(source: Factors | Logits, layout: Layout | None) -> int:
-    """Columns of the logits, including padding."""
-    if isinstance(source, Logits):
-        return source.logits.shape[-1]
-    return source.W.shape[0 if layout == "vd" else 1]
-
-
 def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: CallOptions) -> Rows:
     """Labels, mask and temperature per token, [N]; labels are 0 for NO_LABELS."""
+    where, temperature, dtype = options.where, options.temperature, spec.stats_dtype
+    divisor = draws = None
+    if where is not None:
+        where = read_where(where, shape)
     labels = np.zeros(shape, np.int32) if labels is NO_LABELS else labels
     labels = checks.as_visible_array("labels", labels)
-    where = None if options.where is None else read_where(options.where, shape)
     checks.check_labels(labels, where, shape, spec.vocab_size)
-    dtype = spec.stats_dtype
-    temperature = read_temperature("temperature", options.temperature, shape, dtype)
+    if not isinstance(temperature, float) or temperature != 1:
+        divisor = read_temperature("temperature", temperature, shape, dtype)
     labels = as_int32(labels, spec.vocab_size)
     active = labels >= 0
     if where is not None:
         active = active & jnp.broadcast_to(jnp.asarray(where), shape)
-    return Rows(
-        jnp.reshape(labels, (-1,)),
-        jnp.reshape(active, (-1,)),
-        temperature,
-        _draws(options, shape) if options.gradient or options.key is not None else None,
-    )
+    if options.gradient is not None or options.key is not None:
+        draws = _draws(options, shape)
+    return Rows(labels.reshape(-1), active.reshape(-1), divisor, draws)
 
 
 def _draws(options, shape):
@@ -284,8 +239,8 @@ def read_where(where, shape: tuple[int, ...]):
 
 def as_int32(ids, vocab_size: int) -> jax.Array:
     """int32 ids, clipped to [-1, vocab_size] in their own dtype to avoid overflow."""
-    info = jnp.iinfo(ids.dtype)
-    if info.max > np.iinfo(np.int32).max:
+    if jnp.iinfo(ids.dtype).max > np.iinfo(np.int32).max:
+        info = jnp.iinfo(ids.dtype)
         low = ids.dtype.type(max(-1, info.min))
         clip = np.clip if isinstance(ids, np.ndarray) else jnp.clip
         ids = clip(ids, low, ids.dtype.type(vocab_size))
@@ -296,8 +251,6 @@ def read_temperature(
     name: str, temperature, shape: tuple[int, ...], dtype
 ) -> jax.Array | None:
     """Checked, [N]; None for 1. A traced one that is not positive becomes NaN."""
-    if type(temperature) is float and temperature == 1:
-        return None
     temperature = checks.as_visible_array(name, temperature)
     checks.check_temperature(temperature, shape, name)
     if not isinstance(temperature, jax.Array) and np.all(np.asarray(temperature) == 1):
@@ -322,6 +275,8 @@ def typed(spec: Spec, source: Any, deciding) -> tuple[Spec, Any]:
     Returns:
         Both, with types.
     """
+    if not jax.sharding.get_abstract_mesh().manual_axes:  # not inside of one
+        return spec, source
     is_head, shards = isinstance(source, Factors), spec.shards
     decided, split = vocab_shards.varying(deciding), frozenset()
     if shards:

@@ -15,7 +15,7 @@ columns of S that are in it.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from jaxmem.core import row_stats, vocab_shards
 from jaxmem.core.backend_operands import (
     Factors,
     Rows,
-    cast,
     for_active_chunks,
     put_all,
     sum_over_shards,
@@ -50,7 +49,7 @@ class ColumnsRule(LoopRule):
     def forward_loop(self, source, rows, given):
         """See `LoopRule.forward_loop`."""
         (rows,), spec = rows, self.spec
-        head: Any = cast(spec, source)
+        head = source.cast(spec)
 
         def chunk(row_ids, results):
             z = logits(spec, head, rows, row_ids)
@@ -111,7 +110,7 @@ def pull(
     Returns:
         The cotangent, in the source's dtypes.
     """
-    head: Any = cast(spec, source)
+    head = source.cast(spec)
 
     def chunk(row_ids, sums):
         z, d = logits(spec, head, rows, row_ids), derivative(row_ids)

@@ -21,7 +21,6 @@ from jaxmem.core import row_stats, vocab_shards
 from jaxmem.core.backend_operands import (
     Factors,
     Rows,
-    cast,
     for_active_chunks,
     merged,
     part_labels,
@@ -35,7 +34,7 @@ from jaxmem.core.row_stats import TokenStats
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, columns, rule, traced_loss
 from jaxmem.functional.given_ids import existing_columns
-from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
+from jaxmem.functional.rule import on_tokens
 from jaxmem.functional.single_pass import flat_per_token, read_normalizer
 from jaxmem.functional.traced_loss import Operands, Values
 from jaxmem.functional.vjp import LossRule
@@ -73,7 +72,7 @@ class DivergenceLossRule(LossRule):
 
     def heads(self, source, given) -> tuple:
         """The policy, and a head it is compared with, in the dtypes of the products."""
-        return (cast(self.spec, source),)
+        return (source.cast(self.spec),)
 
     def compare(self, heads, given, row_ids) -> Compared:
         """The divergence of some rows."""
@@ -92,16 +91,14 @@ class DivergenceLossRule(LossRule):
     def forward(self, trained, fixed):
         """See `Rule.forward`."""
         (source, per_token, count), (given, closed) = trained, fixed
-        flags = of_tokens(source), of_tokens(given)
-        run = by_tokens(self.spec, self._outputs, flags, True)
-        stats, divergence = once(run)(source, given)
+        stats, divergence = on_tokens(self.spec, self._outputs, source, given)
         operands = Operands((divergence, *per_token), closed)
         return self.total(stats, given[0], operands, count)
 
-    def one_pass(self, source, given, operands, count):
+    def one_pass(self, spec, source, given, operands, count):
         """See `LossRule.one_pass`."""
-        rows, this = given[0], self._fitted(given[0])
-        heads, spec, n_rows = this.heads(source, given), this.spec, len(rows.labels)
+        rows, this = given[0], dataclasses.replace(self, spec=spec)
+        heads, n_rows = this.heads(source, given), len(rows.labels)
 
         def chunk(row_ids, carry):
             values, sums = carry
@@ -119,10 +116,10 @@ class DivergenceLossRule(LossRule):
         values, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
         return values, sum_over_shards(spec, trained_part(spec, sums))
 
-    def _outputs(self, source, given) -> tuple[dict, jax.Array]:
+    def _outputs(self, spec, source, given) -> tuple[dict, jax.Array]:
         """Statistics by name and the divergence, [N]; 0 where inactive."""
-        rows, this = given[0], self._fitted(given[0])
-        heads, spec = this.heads(source, given), this.spec
+        rows, this = given[0], dataclasses.replace(self, spec=spec)
+        heads = this.heads(source, given)
 
         def chunk(row_ids, results):
             tile = this._tile(heads, given, row_ids)
@@ -135,9 +132,6 @@ class DivergenceLossRule(LossRule):
         results = vocab_shards.vary(results, spec.varying)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
-    def _fitted(self, rows):
-        return dataclasses.replace(self, spec=fitted(self.spec, rows))
-
     def _tile(self, heads, given, row_ids) -> dict[str, Any]:
         """What the loss and its derivative read of some rows."""
         rows, scale, *_ = given
@@ -147,9 +141,8 @@ class DivergenceLossRule(LossRule):
             scale = jnp.where(row_ids < len(scale), take(scale, row_ids), 1)
             largest = None if largest is None else largest * scale
         of_stats = _scaled(compared.logits[0], scale)
-        outputs = merged(
-            self.spec, rows, row_ids, row_stats.of_tile(of_stats, labels, largest)
-        )
+        stats, _ = row_stats.of_tile(of_stats, labels, largest)
+        outputs = merged(self.spec, rows, row_ids, stats)
         # The derivative computes probabilities again instead of storing [C, V] of them.
         if self.spec.shards:  # jax 0.10 gives all results of a barrier one type
             logits = lax.optimization_barrier(compared.logits)

@@ -12,7 +12,6 @@ that of the id among probabilities relative to the block's.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,6 @@ from jaxmem.core import (
     vocab_shards,
 )
 from jaxmem.core.backend_operands import (
-    cast,
     first_column,
     for_active_chunks,
     put,
@@ -118,7 +116,7 @@ def sample_ids(
     spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
     n = checks.check_count("n", n)
     keys = prng_keys.check_keys(key, shape)
-    shapes = arguments.shapes_of(source, shape)
+    shapes = source.shapes(shape)
     arguments.record_only_xla(verb, spec, shapes, implementation)
     if 0 in shape:
         return jnp.zeros((*shape, n), jnp.int32)
@@ -139,7 +137,7 @@ class _Draws(LoopRule):
 
     def forward_loop(self, source, rows, given):
         (rows,), spec = rows, self.spec
-        head: Any = cast(spec, source)
+        head = source.cast(spec)
 
         def chunk(row_ids, ids):
             z = columns.logits(spec, head, rows, row_ids)

@@ -187,7 +187,7 @@ def _read(
     spec, source, _, shape = call
     where = arguments.read_where(options.where, shape)
     ids = check_ids("ids", ids, where, shape, spec.vocab_size)
-    shapes = arguments.shapes_of(source, shape) | {"ids": ids.shape}
+    shapes = source.shapes(shape) | {"ids": ids.shape}
     arguments.record_only_xla(verb, spec, shapes, options.implementation)
     return call, ids, where
 

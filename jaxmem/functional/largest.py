@@ -1,7 +1,7 @@
 """The k most likely columns of each token, and their log-probabilities."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import checks, row_stats, selection, vocab_shards
 from jaxmem.core.backend_operands import (
-    cast,
     first_column,
     for_active_chunks,
     put_all,
@@ -98,7 +97,7 @@ def topk(
     )  # fmt: skip
     spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
     k = _check_k(k, spec.vocab_size)
-    shapes = arguments.shapes_of(source, shape)
+    shapes = source.shapes(shape)
     arguments.record_only_xla(verb, spec, shapes, implementation)
     if 0 in shape:
         log_p = jnp.zeros((*shape, k), spec.stats_dtype)
@@ -118,7 +117,7 @@ class _Largest(LoopRule):
 
     def forward_loop(self, source, rows, given):
         (rows,), spec = rows, self.spec
-        head: Any = cast(spec, source)
+        head = source.cast(spec)
 
         def chunk(row_ids, results):
             z = columns.logits(spec, head, rows, row_ids)

@@ -7,6 +7,7 @@ temperature. Rules that loop over chunks of logits themselves are `LoopRule`s.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxmem.core import checks, partition
 from jaxmem.core.backend_operands import Factors, Ragged, Rows
 from jaxmem.core.eight_bits import EightBits
 from jaxmem.core.spec import Spec
+from jaxmem.functional.traced_loss import Operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +50,16 @@ class Rule:
         """Cotangents of trained; cotangents of the result may be `SymbolicZero`."""
         raise NotImplementedError
 
-    def differentiated(self, frozen: bool) -> "Rule":
-        """The rule where W and bias are constants, or where they are not."""
-        if not frozen:
-            return self
-        return dataclasses.replace(self, spec=self.spec.without_weights())
+    def frozen(self) -> "Rule":
+        """The rule where W and bias are constants."""
+        spec = dataclasses.replace(self.spec, frozen_head=True, gradient_blocks=1)
+        return dataclasses.replace(self, spec=spec)
 
     def refuse(self, fixed) -> None:
-        """Raise for constants that are being differentiated; leaves have perturbed."""
+        """Raise for constants that are being differentiated; leaves have perturbed.
+
+        Called where any of them is.
+        """
         for rows in jax.tree.leaves(fixed, is_leaf=lambda x: isinstance(x, Rows)):
             if isinstance(rows, Rows):
                 _refuse_temperature_gradient(rows)
@@ -76,39 +80,37 @@ def run(rule: Rule, trained, fixed) -> Any:
         NotImplementedError: it is differentiated in a way that is not supported.
     """
     try:
-        return jaxmem_call(rule, trained, fixed)
+        return _compiled(rule, trained, fixed)
     except TypeError as error:
         raise checks.forward_mode(error) from error
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def jaxmem_call(rule, trained, fixed):
     """One traced function for every rule; profiles show its name."""
-    return _call(rule, trained, fixed)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _call(rule, trained, fixed):
     return rule.forward(trained, fixed)
 
 
-def _call_fwd(rule, trained, fixed):
-    rule.refuse(fixed)
-    weights = jax.tree.leaves(trained[0][1:])
-    frozen = bool(weights) and not any(x.perturbed for x in weights)
-    trained, fixed = jax.tree.map(lambda x: x.value, (trained, fixed))
-    result, residuals = rule.differentiated(frozen).forward_and_save(trained, fixed)
+def _save(rule, trained, fixed):
+    if any(map(_PERTURBED, jax.tree.leaves(fixed))):
+        rule.refuse(fixed)
+    weights = list(map(_PERTURBED, jax.tree.leaves(trained[0][1:])))
+    frozen = bool(weights) and not any(weights)
+    trained, fixed = jax.tree.map(_VALUE, (trained, fixed))
+    rule = rule.frozen() if frozen else rule
+    result, residuals = rule.forward_and_save(trained, fixed)
     # Known from a shape while the backward pass is traced.
     return result, (jnp.zeros((int(frozen), 0)), residuals)
 
 
-def _call_bwd(rule, residuals, cotangents):
-    flag, residuals = residuals
-    rule = rule.differentiated(frozen=bool(flag.shape[0]))
-    return rule.backward(residuals, cotangents), None
+def _pull(rule, residuals, cotangents):
+    rule = rule.frozen() if residuals[0].shape[0] else rule
+    return rule.backward(residuals[1], cotangents), None
 
 
-_call.defvjp(_call_fwd, _call_bwd, symbolic_zeros=True)
+jaxmem_call.defvjp(_save, _pull, symbolic_zeros=True)
+_compiled = jax.jit(jaxmem_call, static_argnums=0)
+_PERTURBED, _VALUE = map(operator.attrgetter, ("perturbed", "value"))
 
 
 def empty() -> jax.Array:
@@ -157,61 +159,69 @@ class LoopRule(Rule):
             return (jax.tree.map(jnp.zeros_like, residuals[0]),)
         cotangents = sum_over_shards(self.spec, cotangents)
 
-        def loop(source, rows, *other):
-            return self._fitted(rows).backward_loop(source, rows, *other)
+        def loop(spec, *operands):
+            return dataclasses.replace(self, spec=spec).backward_loop(*operands)
 
-        flags = of_tokens((*residuals, cotangents))
-        split = by_tokens(self.spec, loop, flags, flags[0])
-        return (once(split)(*residuals, cotangents),)
+        return (on_tokens(self.spec, loop, *residuals, cotangents),)
 
     def _forward(self, trained, fixed, saving):
-        def loop(source, rows, given):
-            rule = self._fitted(rows)
-            run = rule.saving_loop if saving else rule.forward_loop
-            return run(source, rows, given)
+        def loop(spec, *operands):
+            rule = dataclasses.replace(self, spec=spec)
+            return (rule.saving_loop if saving else rule.forward_loop)(*operands)
 
-        operands = (*trained, *fixed)
-        return once(by_tokens(self.spec, loop, of_tokens(operands), True))(*operands)
+        return on_tokens(self.spec, loop, *trained, *fixed)
 
-    def _fitted(self, rows):
-        return dataclasses.replace(self, spec=fitted(self.spec, rows[0]))
+
+def on_tokens(spec: Spec, loop: Callable, *operands: Any) -> Any:
+    """`loop(spec, *operands)`, not differentiable any further.
+
+    If XLA may partition the program, each device has its own share of the tokens. Under
+    vmap one example runs after another, so that `chunk` still bounds the logits that
+    are alive.
+
+    Args:
+        spec: static facts of the call.
+        loop: a function of the spec and the operands.
+        operands: trees of arrays, of which the first begins with one of tokens.
+
+    Returns:
+        The loop's result.
+    """
+    run = functools.partial(loop, spec)
+    if spec.token_parallel:
+        run = partition.by_tokens(functools.partial(_fitted, loop, spec), of_tokens)
+    guarded = jax.custom_jvp(sequential_vmap(run))
+    guarded.defjvp(_refuse_second_order)
+    return guarded(*operands)
 
 
 def of_tokens(tree) -> Any:
     """A tree of booleans: True for arrays whose first axis is tokens.
 
-    This holds for all arrays but a head's W and bias, and its copy in 8 bits, and the
-    ids of ragged lists.
+    This holds for all but scalars, a head's W and bias, and its copy in 8 bits, the ids
+    of ragged lists, and what a loss closes over.
     """
-    flags: dict[type, Any] = {
-        Factors: Factors(True, False, False),  # pyright: ignore
-        Ragged: Ragged(True, True, False),  # pyright: ignore
-        EightBits: False,
-    }
-    return jax.tree.map(
-        lambda x: flags.get(type(x), True), tree, is_leaf=lambda x: type(x) in flags
-    )
+
+    def flags(x) -> Any:
+        kind = type(x)
+        return kind(*_OF_TOKENS[kind]) if kind in _OF_TOKENS else x.ndim > 0
+
+    return jax.tree.map(flags, tree, is_leaf=lambda x: type(x) in _OF_TOKENS)
 
 
-def fitted(spec: Spec, rows: Rows) -> Spec:
-    """The spec with a chunk no larger than the number of rows here."""
-    chunk = checks.check_chunk(spec.chunk, rows.labels.shape[0], spec.columns)
-    return dataclasses.replace(spec, chunk=chunk)
+_OF_TOKENS: dict[type, Any] = {
+    Factors: (True, False, False),
+    Ragged: (True, True, False),
+    EightBits: (False, False),
+    Operands: (True, False),
+}
 
 
-def by_tokens(spec: Spec, run: Callable, given: Any, results: Any) -> Callable:
-    """`run`, partitioned by tokens if XLA may partition the program."""
-    return partition.by_tokens(run, given, results) if spec.token_parallel else run
-
-
-def once(run: Callable) -> Callable:
-    """`run`, not differentiable any further; under vmap, one example after another.
-
-    Examples run in sequence so that `chunk` still bounds the logits that are alive.
-    """
-    guarded = jax.custom_jvp(sequential_vmap(run))
-    guarded.defjvp(_refuse_second_order)
-    return guarded
+def _fitted(loop, spec, *operands):
+    """The loop, with a chunk no larger than the number of tokens here."""
+    n_tokens = jax.tree.leaves(operands)[0].shape[0]
+    chunk = checks.check_chunk(spec.chunk, n_tokens, spec.columns)
+    return loop(dataclasses.replace(spec, chunk=chunk), *operands)
 
 
 def sum_over_shards(spec: Spec, cotangents) -> Any:

@@ -6,6 +6,8 @@ recomputes nothing. If no derivative is requested, nothing is sampled, unless th
 forward pass is in 8 bits (`core.eight_bits`).
 """
 
+import functools
+
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -14,7 +16,7 @@ from jaxmem.core import eight_bits, row_stats, vocab_shards
 from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.column_sampling import Entries
 from jaxmem.core.row_stats import TokenStats
-from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
+from jaxmem.functional.rule import on_tokens
 from jaxmem.functional.traced_loss import Operands
 from jaxmem.functional.vjp import BackendRule, LossRule, StatisticsRule
 
@@ -49,24 +51,18 @@ class _SampledRule(BackendRule):
 
     def sampled(self, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
         """The named outputs of every row, and its entries."""
-        shared = self.shared(source, rows)
-        run = by_tokens(
-            self.spec,
-            lambda s, r, shared: self.pass_of(s, r, shared, names),
-            of_tokens((source, rows, shared)),
-            True,
-        )
-        return once(run)(source, rows, shared)
+        loop = functools.partial(self.pass_of, names=names)
+        return on_tokens(self.spec, loop, source, rows, self.shared(source, rows))
 
     def shared(self, source: Factors, rows: Rows) -> tuple[eight_bits.EightBits, ...]:
         """What the forward pass computes once for all tokens."""
         return (eight_bits.of_call(self.spec, source, rows),) if self.in_8_bits else ()
 
-    def pass_of(self, source, rows, shared, names) -> tuple[dict, Entries]:
+    def pass_of(self, spec, source, rows, shared, names) -> tuple[dict, Entries]:
         """The backend's forward pass over this device's tokens."""
         backend = self.backend.eight_bits if self.in_8_bits else self.backend.sampler
         assert backend is not None, self.backend.name
-        return backend.forward(fitted(self.spec, rows), source, rows, names, *shared)
+        return backend.forward(spec, source, rows, names, *shared)
 
 
 class SampledStatisticsRule(_SampledRule, StatisticsRule):
@@ -84,22 +80,18 @@ class SampledStatisticsRule(_SampledRule, StatisticsRule):
     def forward_and_save(self, trained, fixed):
         """See `Rule.forward_and_save`."""
         (source,), (rows,), spec = trained, fixed, self.spec
-        names = (*spec.outputs, *(k for k in _SAVED if k not in spec.outputs))
+        names = tuple(dict.fromkeys((*spec.outputs, *_SAVED)))
         results, entries = self.sampled(self._typed(source), rows, names)
         results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
         entries = jax.tree.map(lambda x: checkpoint_name(x, "jaxmem_entries"), entries)
         residuals = source, rows, results, entries
         return {k: results[k] for k in spec.outputs}, residuals
 
-    def _backward(self, source, rows, saved, cotangents, kept):
-        backward, of_source = sampler_of(self.backend).backward, of_tokens(source)
-        run = by_tokens(
-            self.spec,
-            lambda s, r, *other: backward(fitted(self.spec, r), s, r, *other),
-            (of_source, True, True, True, True),
-            of_source,
+    def _gradient(self):
+        backward = sampler_of(self.backend).backward
+        return lambda spec, source, *others: backward(
+            spec, self._typed(source), *others
         )
-        return once(run)(self._typed(source), rows, saved, cotangents, kept)
 
 
 class SampledLossRule(_SampledRule, LossRule):
@@ -128,12 +120,11 @@ class SampledLossRule(_SampledRule, LossRule):
         """See `LossRule.rows`."""
         return given[0]
 
-    def one_pass(self, source, given, operands, count):
+    def one_pass(self, spec, source, given, operands, count):
         """See `LossRule.one_pass`."""
-        rows, *shared = given
-        spec, sampler = fitted(self.spec, rows), sampler_of(self.backend)
+        (rows, *shared), sampler = given, sampler_of(self.backend)
         names = (*TokenStats._fields, "max", "log_sum", *self.errors)
-        outputs, entries = self.pass_of(source, rows, shared, names)
+        outputs, entries = self.pass_of(spec, source, rows, shared, names)
         error = {k: outputs.pop(k) for k in self.errors}
         values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
         values = values._replace(metrics=_with(values.metrics, error))

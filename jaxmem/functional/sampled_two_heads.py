@@ -27,9 +27,9 @@ class SampledTwoHeadsRule(TwoHeadsRule):
 
     sampler: Sampler
 
-    def differentiated(self, frozen):
-        """See `Rule.differentiated`."""
-        return LoopRule.differentiated(self, frozen)
+    def frozen(self):
+        """See `Rule.frozen`."""
+        return LoopRule.frozen(self)
 
     def saving_loop(self, source, rows, given):
         """See `LoopRule.saving_loop`; the entries are selected here."""

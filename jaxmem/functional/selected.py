@@ -5,7 +5,6 @@ and computes no other logits.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.core import row_stats, vocab_shards
-from jaxmem.core.backend_operands import cast, for_active_chunks, put_all, take
+from jaxmem.core.backend_operands import for_active_chunks, put_all, take
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
@@ -85,7 +84,7 @@ def selected_logprobs(
     where = arguments.read_where(where, shape)
     ids = flat_ids(check_ids("ids", ids, where, shape, spec.vocab_size), shape)
     rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
-    shapes = arguments.shapes_of(source, shape) | {"ids": (*shape, ids.shape[-1])}
+    shapes = source.shapes(shape) | {"ids": (*shape, ids.shape[-1])}
     arguments.record_only_xla(verb, spec, shapes, implementation)
     if 0 in ids.shape:
         return jnp.zeros((*shape, ids.shape[-1]), spec.stats_dtype)
@@ -101,7 +100,7 @@ class SelectedRule(LoopRule):
     def forward_loop(self, source, rows, given):
         """See `LoopRule.forward_loop`."""
         (rows,), spec = rows, self.spec
-        head: Any = cast(spec, source)
+        head = source.cast(spec)
 
         def chunk(row_ids, parts):
             z = columns.logits(spec, head, rows, row_ids)

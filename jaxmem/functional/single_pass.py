@@ -114,7 +114,8 @@ def token_loss(
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     fields = TokenStats._fields
-    call = arguments.head_call("token_loss", fields, hidden, W, labels, options)
+    operands = arguments.read_head(hidden, W)
+    call = arguments.call("token_loss", fields, operands, labels, options)
     spec, backend, source, rows, shape = call
     flat = flat_per_token(per_token, shape)
     count = read_normalizer(normalizer, rows, spec)

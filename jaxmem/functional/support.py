@@ -115,7 +115,7 @@ def support_logprobs(
     chunk = checks.check_chunk(chunk, n_rows, max(widest, 1) * depth)
     spec = dataclasses.replace(spec, chunk=chunk)
     check_support(labels, support_ids, offsets, where, shape)
-    shapes = arguments.shapes_of(source, shape) | {"support_ids": support_ids.shape}
+    shapes = source.shapes(shape) | {"support_ids": support_ids.shape}
     entries = spec.chunk * widest
     if isinstance(given, Ragged):
         entries = chunk_entries(spec.chunk, widest, given.ids.shape[0])

@@ -42,7 +42,8 @@ class SupportRule(LoopRule):
             z, _ = self._logits(source, rows, row_ids, columns)
             position, is_valid = _position(labels, ids)
             is_valid &= jnp.all(ids < self.spec.vocab_size, axis=-1)
-            return put_all(results, row_ids, (row_stats.of_tile(z, position), is_valid))
+            stats, _ = row_stats.of_tile(z, position)
+            return put_all(results, row_ids, (stats, is_valid))
 
         valid = vocab_shards.vary(jnp.zeros_like(rows.active), self.spec.varying)
         results = no_statistics(self.spec, rows), valid
@@ -66,9 +67,8 @@ class SupportRule(LoopRule):
                 *(take(saved.get(k), row_ids) for k in row_stats.Outputs._fields)
             )
             g_row = take(g, row_ids)
-            asked = row_stats.Cotangents(g_row, None, None, None)
-            c = row_stats.coefficients(outputs, asked)
-            dz = row_stats.dlogits(z, _position(labels, ids)[0], outputs, c)
+            asked = row_stats.Cotangents(g_row)
+            dz = row_stats.dlogits(z, _position(labels, ids)[0], outputs, asked)
             # A token whose support is invalid is NaN only where its result was used.
             dz = jnp.where(g_row[:, None] == 0, 0, dz)
             dz = xla.unscale(self.spec, rows, row_ids, z, dz)

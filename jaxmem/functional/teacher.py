@@ -140,8 +140,8 @@ def _read(verb, teacher, student) -> _TwoHeads:
             f"{_OWNER}temperature", teacher.temperature, shape, other_spec.stats_dtype
         )
         other_rows = rows._replace(temperature=temperature)
-    shapes = arguments.shapes_of(policy, shape)
-    of_other = arguments.shapes_of(other, shape).items()
+    shapes = policy.shapes(shape)
+    of_other = other.shapes(shape).items()
     shapes |= {f"{_OWNER}{name}": size for name, size in of_other}
     live_bytes = 4 * spec.chunk * (spec.columns + other_spec.columns)
     arguments.record_only_xla(verb, spec, shapes, options.implementation, live_bytes)
@@ -151,8 +151,8 @@ def _read(verb, teacher, student) -> _TwoHeads:
 def _specs(policy, other, options) -> tuple[Spec, Spec]:
     """The static facts of both heads, with one chunk and one vocabulary."""
     (policy, head), (other, other_head) = policy, other
-    columns = arguments.columns_of(policy, head.layout)
-    other_columns = arguments.columns_of(other, other_head.layout)
+    columns = policy.columns(head.layout)
+    other_columns = other.columns(other_head.layout)
     both, n_tokens = columns + other_columns, policy.hidden.shape[0]
     vocab_size = checks.check_vocab_size(head.vocab_size, columns)
     _check_vocabulary(vocab_size, other_head, other_columns)

@@ -108,7 +108,7 @@ def _jaxpr_of(loss_fn, *examples):
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             jaxpr, shapes = make(*examples)
             inner = list(_inner_consts(jaxpr.jaxpr))
-            if inner or any(map(explicit_axes.is_typed, jaxpr.consts)):
+            if inner or any(map(explicit_axes.mesh_of, jaxpr.consts)):
                 with jax.disable_jit():
                     jaxpr, shapes = make(*examples)
     except Exception as error:
@@ -207,8 +207,7 @@ def _differentiate(loss, row_ids, stats, operands, n_rows):
         lambda x: jnp.where(_beside(live, x), x, jnp.zeros_like(x)),
         pull(jnp.ones_like(losses)),
     )
-    cotangents = Cotangents(*(of_fields.get(k) for k in Cotangents._fields))
-    return Values(losses, metrics, of_floats), cotangents
+    return Values(losses, metrics, of_floats), Cotangents(**of_fields)
 
 
 def nothing(

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxmem.backends import xla
 from jaxmem.core import column_sampling, row_stats, vocab_shards
-from jaxmem.core.backend_operands import cast, for_active_chunks, put_all, take, trained
+from jaxmem.core.backend_operands import for_active_chunks, put_all, take, trained
 from jaxmem.core.spec import Spec
 from jaxmem.functional.divergence_terms import XLA, Arithmetic, Blocks
 from jaxmem.functional.kinds import Kind
@@ -38,13 +38,13 @@ class TwoHeadsRule(LoopRule):
     reference_spec: Spec
     kernels: bool  # those of `kernels.row_pairs` or `row_sums` compute sums over V
 
-    def differentiated(self, frozen):
-        """See `Rule.differentiated`."""
-        rule = super().differentiated(frozen)
-        if frozen and not self.spec.recomputes:
-            of = self.divergence, self.reference_spec, self.kernels
-            return FrozenTwoHeadsRule(rule.spec, *of)
-        return rule
+    def frozen(self):
+        """See `Rule.frozen`."""
+        rule = super().frozen()
+        if self.spec.recomputes:
+            return rule
+        of = self.divergence, self.reference_spec, self.kernels
+        return FrozenTwoHeadsRule(rule.spec, *of)
 
     def forward_and_save(self, trained, fixed):
         """See `Rule.forward_and_save`."""
@@ -176,8 +176,8 @@ class TwoHeadsRule(LoopRule):
 
     def cast(self, policy, reference):
         """Both heads in the dtypes that their products take."""
-        policy = cast(self.spec, policy)
-        return policy, cast(self.reference_spec, reference)
+        policy = policy.cast(self.spec)
+        return policy, reference.cast(self.reference_spec)
 
     def logits(self, policy, reference, rows, row_ids):
         """The policy's whole logits, then both heads' over their common columns."""

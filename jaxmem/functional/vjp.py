@@ -31,15 +31,13 @@ from jaxmem.core.backend_operands import (
     take,
     trained as trained_part,
 )
-from jaxmem.core.row_stats import TokenStats
+from jaxmem.core.row_stats import Cotangents, Outputs, TokenStats
+from jaxmem.core.spec import Spec
 from jaxmem.functional import traced_loss
 from jaxmem.functional.rule import (
     Rule,
-    by_tokens,
     empty,
-    fitted,
-    of_tokens,
-    once,
+    on_tokens,
     scaled,
     sum_over_shards,
 )
@@ -57,14 +55,8 @@ class BackendRule(Rule):
 
     def outputs(self, source, rows, names) -> dict:
         """The named fields of `Outputs`, [N], merged over the vocabulary's shards."""
-        forward = self._forward()
-        run = by_tokens(
-            self.spec,
-            lambda s, r: forward(fitted(self.spec, r), s, r, names),
-            (of_tokens(source), True),
-            True,
-        )
-        return once(run)(source, rows)
+        forward = functools.partial(self._forward(), names=names)
+        return on_tokens(self.spec, forward, source, rows)
 
     def _forward(self):
         """`forward` of the backend, by groups or shards if the vocabulary has any."""
@@ -96,16 +88,14 @@ class StatisticsRule(BackendRule):
         """See `Rule.forward_and_save`."""
         (source,), (rows,), spec = trained, fixed, self.spec
         if spec.keeps_gradient:
-            run = by_tokens(spec, self._with_gradient, (of_tokens(source), True), True)
-            results, dhidden = once(run)(source, rows)
+            results, dhidden = on_tokens(spec, self._with_gradient, source, rows)
             dhidden = checkpoint_name(dhidden, "jaxmem_dhidden")
             nothing = dict.fromkeys((*spec.outputs, *_SAVED), empty())
             return results, (source, rows, nothing, dhidden)
-        names = (*spec.outputs, *(k for k in _SAVED if k not in spec.outputs))
+        names = tuple(dict.fromkeys((*spec.outputs, *_SAVED)))
         results = self.outputs(source, rows, names)
         results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
-        residuals = source, rows, results, empty()
-        return {k: results[k] for k in spec.outputs}, residuals
+        return {k: results[k] for k in spec.outputs}, (source, rows, results, empty())
 
     def backward(self, residuals, cotangents):
         """See `Rule.backward`."""
@@ -114,44 +104,28 @@ class StatisticsRule(BackendRule):
         if self.spec.keeps_gradient:
             (g,) = cotangents.values()
             return (scaled(kept, rows.active, g),)
-        saved = row_stats.Outputs(*(results.get(k) for k in row_stats.Outputs._fields))
-        given = (cotangents.get(k) for k in row_stats.Cotangents._fields)
-        asked = row_stats.Cotangents(*map(_unless_zero, given))
-        if all(g is None for g in asked):
+        cotangents.pop("is_argmax", None)  # jax gives a boolean one without values
+        asked = {k: g for k, g in cotangents.items() if type(g) is not SymbolicZero}
+        if not asked:
             return (jax.tree.map(jnp.zeros_like, source),)
-        dsource = self._backward(source, rows, saved, asked, kept)
-        return (trained_part(self.spec, dsource),)
+        operands = source, rows, Outputs(**results), Cotangents(**asked)
+        if self.spec.gradient_samples:
+            operands = *operands, kept
+        return (on_tokens(self.spec, self._gradient(), *operands),)
 
-    def _with_gradient(self, source, rows):
+    def _with_gradient(self, spec, source, rows):
         """The one output, and its derivative with respect to hidden, [N, D]."""
-        spec, n_rows = fitted(self.spec, rows), rows.labels.shape[0]
-        (name,) = spec.outputs
+        n_rows, (name,) = rows.labels.shape[0], spec.outputs
 
         def of_chunk(row_ids, outputs):
             ones = (row_ids < n_rows).astype(spec.stats_dtype)
-            g = dict.fromkeys(row_stats.Cotangents._fields) | {name: ones}
-            return {name: getattr(outputs, name)}, row_stats.Cotangents(**g)
+            return {name: getattr(outputs, name)}, Cotangents(**{name: ones})
 
         zeros = {name: jnp.zeros(n_rows, spec.stats_dtype)}
         results, dsource = self.backend.loops.one_pass(
             spec, source, rows, of_chunk, zeros
         )
         return results, dsource.hidden
-
-    def _backward(self, source, rows, saved, cotangents, kept):
-        backward = self._gradient()
-        of_source = of_tokens(source)
-        run = by_tokens(
-            self.spec,
-            lambda s, r, *other: backward(fitted(self.spec, r), s, r, *other),
-            (of_source, True, True, True),
-            of_source,
-        )
-        return once(run)(source, rows, saved, cotangents)
-
-
-def _unless_zero(cotangent):
-    return None if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +150,10 @@ class LossRule(BackendRule):
     def forward_and_save(self, trained, fixed):
         """See `Rule.forward_and_save`."""
         (source, per_token, count), (given, closed) = trained, fixed
-        of_source = of_tokens(source)
-        flags = (of_source, of_tokens(given), OPERANDS, False)
-        run = by_tokens(self.spec, self._narrowed_pass, flags, (True, of_source))
         operands, early = Operands(per_token, closed), self._early(count, given)
-        values, dsource = once(run)(source, given, operands, early)
+        values, dsource = on_tokens(
+            self.spec, self._narrowed_pass, source, given, operands, early
+        )
         # Empty arrays of the cotangents' dtypes: they are still in the sums' dtypes.
         types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), source)
         if self.spec.frozen_head:
@@ -247,8 +220,7 @@ class LossRule(BackendRule):
 
     def total(self, stats: dict, rows: Rows, operands: Operands, count) -> Any:
         """(loss, metrics) from statistics [N] by name."""
-        run = by_tokens(self.spec, self._values, (True, True, OPERANDS), True)
-        values = once(run)(stats, rows, operands)
+        values = on_tokens(self.spec, self._values, stats, rows, operands)
         return self._over(jnp.sum(values.loss), count), values.metrics
 
     def _over(self, x, count):
@@ -258,7 +230,7 @@ class LossRule(BackendRule):
         """
         return x * (1 / count) if self.spec.vocab_groups else x / count
 
-    def _values(self, stats, rows, operands) -> Values:
+    def _values(self, spec, stats, rows, operands) -> Values:
         """The loss and its metrics from statistics [N]."""
         loss, n_rows = self.loss, rows.labels.shape[0]
 
@@ -269,17 +241,18 @@ class LossRule(BackendRule):
             )
             return put_all(values, row_ids, here)
 
-        zeros = traced_loss.nothing(loss, self.spec, operands, n_rows, pull=False)
-        zeros = vocab_shards.vary(zeros, self.spec.varying)
+        zeros = traced_loss.nothing(loss, spec, operands, n_rows, pull=False)
+        zeros = vocab_shards.vary(zeros, spec.varying)
         return for_all_chunks(loss.n_rows, rows.active, chunk, zeros)
 
-    def one_pass(self, source, given, operands: Operands, count) -> tuple[Values, Any]:
+    def one_pass(
+        self, spec: Spec, source, given, operands: Operands, count
+    ) -> tuple[Values, Any]:
         """Values of every row, and the cotangent of the source, for a loss of 1.
 
         The count is what the losses' cotangents are divided by, `_early`.
         """
-        rows = given
-        spec, n_rows = fitted(self.spec, rows), rows.labels.shape[0]
+        rows, n_rows = given, given.labels.shape[0]
 
         def of_chunk(row_ids, outputs):
             stats = TokenStats(*(getattr(outputs, k) for k in TokenStats._fields))
@@ -291,9 +264,9 @@ class LossRule(BackendRule):
         zeros = traced_loss.nothing(self.loss, spec, operands, n_rows, pull=True)
         return self.backend.loops.one_pass(spec, source, rows, of_chunk, zeros)
 
-    def _narrowed_pass(self, source, given, operands, count):
+    def _narrowed_pass(self, spec, source, given, operands, count):
         """`one_pass`, whose cotangents may be summed over devices."""
-        values, dsource = self.one_pass(source, given, operands, count)
+        values, dsource = self.one_pass(spec, source, given, operands, count)
         if self.spec.token_parallel and self.divides_early:
             # Halves the bytes of the all-reduce.
             kept = trained_part(self.spec, source)
@@ -312,7 +285,7 @@ class LossRule(BackendRule):
         zeros = dict.fromkeys(loss.fields, jnp.zeros(n_rows, spec.stats_dtype))
         nothing = (
             traced_loss.nothing(loss, spec, operands, n_rows, pull=True),
-            row_stats.Cotangents(*(zeros.get(k) for k in row_stats.Cotangents._fields)),
+            Cotangents(**zeros),
         )
         nothing = vocab_shards.vary(nothing, spec.varying)
         values, g = for_all_chunks(loss.n_rows, rows.active, chunk, nothing)
@@ -326,20 +299,15 @@ class TwoPassLossRule(LossRule):
     the loss's derivative is not known.
     """
 
-    def one_pass(self, source, given, operands, count):
+    def one_pass(self, spec, source, given, operands, count):
         """See `LossRule.one_pass`."""
-        if self.spec.gradient_blocks == 1 and not self.spec.vocab_groups:
-            return super().one_pass(source, given, operands, count)
-        rows = given
-        spec, names = fitted(self.spec, rows), (*TokenStats._fields, *_SAVED)
+        if spec.gradient_blocks == 1 and not spec.vocab_groups:
+            return super().one_pass(spec, source, given, operands, count)
+        rows, names = given, (*TokenStats._fields, *_SAVED)
         outputs = self._forward()(spec, source, rows, names)
         values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
-        saved = row_stats.Outputs(**outputs)
+        saved = Outputs(**outputs)
         return values, self._gradient()(spec, source, rows, saved, cotangents)
-
-
-# Of `Operands`: whether their first axis is tokens.
-OPERANDS = Operands(True, False)  # pyright: ignore
 
 
 def _scale(by, x, like):

@@ -44,12 +44,9 @@ def apply(function: Function, weights: Any, x: jax.Array, choice, scale) -> jax.
     weights, x, choice, scale = vocab_shards.vary((weights, x, choice, scale), around)
     why_not = refuses(x)
     groups = len(jax.tree.leaves(weights)[0])
-    report.record(
-        report.Call(
-            "experts", {"x": x.shape, "choice": choice.shape, "groups": (groups,)},
-            "loop" if why_not else "hopper", why_not or _KERNELS,
-        )
-    )  # fmt: skip
+    shapes = {"x": x.shape, "choice": choice.shape, "groups": (groups,)}
+    runs = "loop" if why_not else "hopper"
+    report.record("experts", shapes, runs, why_not or _KERNELS)
     return _apply(why_not is None, function, weights, x, choice, scale)
 
 

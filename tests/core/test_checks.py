@@ -51,6 +51,7 @@ class _Object:
         return "<an object>"
 
 
+WRONG_W = "W must be [V, D] or [D, V], with a token at least, got shape"
 FLOATS = "(float32, bfloat16, float16)"
 TRACED = "a traced array (close over the number, or mark it static for jax.jit)"
 NOT_NUMBERS = "list that is ragged or holds something else than 64-bit numbers"
@@ -135,12 +136,12 @@ ERRORS = [
     (
         {"hidden": 1.0},
         ValueError,
-        "hidden must have at least one axis, got a scalar",
+        "hidden must have a last axis that is not empty, got shape ()",
     ),
     (
         {"hidden": jnp.ones((N, 0))},
         ValueError,
-        "hidden must not have an empty last axis, got shape (3, 0)",
+        "hidden must have a last axis that is not empty, got shape (3, 0)",
     ),
     # W and layout
     ({"W": None}, TypeError, "W must be an array of numbers, got NoneType"),
@@ -150,11 +151,11 @@ ERRORS = [
         TypeError,
         f"W must be floating point {FLOATS}, got int32",
     ),
-    ({"W": jnp.ones(D)}, ValueError, "W must be [V, D] or [D, V], got shape (8,)"),
+    ({"W": jnp.ones(D)}, ValueError, f"{WRONG_W} (8,)"),
     (
         {"W": jnp.ones((1, V, D))},
         ValueError,
-        "W must be [V, D] or [D, V], got shape (1, 5, 8)",
+        f"{WRONG_W} (1, 5, 8)",
     ),
     (
         {"W": jnp.ones((V, D - 1))},
@@ -164,7 +165,7 @@ ERRORS = [
     (
         {"W": jnp.ones((0, D))},
         ValueError,
-        "W must have at least one token, got shape (0, 8)",
+        f"{WRONG_W} (0, 8)",
     ),
     ({"W": jnp.ones((D, D))}, ValueError, SQUARE),
     (
@@ -197,12 +198,12 @@ ERRORS = [
     (
         {"logits": 1.0},
         ValueError,
-        "logits must have at least one axis, got a scalar",
+        "logits must have a last axis that is not empty, got shape ()",
     ),
     (
         {"logits": jnp.ones((N, 0))},
         ValueError,
-        "logits must not have an empty last axis, got shape (3, 0)",
+        "logits must have a last axis that is not empty, got shape (3, 0)",
     ),
     # labels
     ({"labels": None}, TypeError, "labels must be an array of numbers, got NoneType"),

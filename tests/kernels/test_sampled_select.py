@@ -30,7 +30,7 @@ def tiles(z, labels, dtype, width=WIDTH):
         others.astype(dtype).reshape(n, -1)[:, : -(-v // 64) * 64], of_tile.T,
         jnp.sum(others, -1).T,
     )  # fmt: skip
-    stats = row_stats.of_tile(jnp.asarray(z), jnp.asarray(labels))
+    stats, _ = row_stats.of_tile(jnp.asarray(z), jnp.asarray(labels))
     return kept, stats, row_stats.finish(stats, jnp.asarray(labels < v))
 
 
