@@ -109,7 +109,7 @@ def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
             f"{prefix}layout must be 'vd', 'dv' or None, got {brief(layout)}"
         )
     of_depth: list[Layout] = [k for k, axis in _DEPTH.items() if W.shape[axis] == depth]
-    fits = [k for k in of_depth if layout is None or layout == k]
+    fits: list[Layout] = [k for k in of_depth if layout is None or layout == k]
     if len(fits) == 1:
         return fits[0]
     if fits:

@@ -16,7 +16,7 @@ from jaxmem.models.config import ModelConfig
 
 _FUSED_ONLY = {
     "gradient": None,
-    "backend": None,
+    "implementation": None,
     "vocab_groups": None,
 }
 
@@ -26,7 +26,7 @@ class HeadConfig:
     """How training computes a loss from hidden states."""
 
     # fused: logits exist one chunk at a time; materialised: all at once, the usual way
-    implementation: Literal["fused", "materialised"] = "fused"
+    logits: Literal["fused", "materialised"] = "fused"
     # tokens whose logits may be alive at once (fused only); None: no chunking
     chunk: int | Literal["auto"] | None = 1024
     # how gradients are computed (fused only), see jaxmem.logprobs: ("recompute", B)
@@ -35,18 +35,18 @@ class HeadConfig:
     # makes its logits in 8 bits, too; None: exact, all at once
     gradient: tuple[str, int] | tuple[str, int, str] | None = None
     # what computes the loss (fused only), see jaxmem.logprobs; None: the fastest here
-    backend: str | None = None
+    implementation: str | None = None
     # groups of the vocabulary (fused only), see jaxmem.logprobs: log-probabilities of
     # the same bits for any mesh.tensor; None: the fewest operations
     vocab_groups: int | None = None
 
     def __post_init__(self):
-        """Raise a ValueError for an unknown implementation or an impossible chunk."""
-        known = self.implementation in ("fused", "materialised")
-        check_field(self, "implementation", known, "one of 'fused', 'materialised'")
-        known = self.backend in (*choose.names(), None)
+        """Raise a ValueError for an unknown name or an impossible chunk."""
+        known = self.logits in ("fused", "materialised")
+        check_field(self, "logits", known, "one of 'fused', 'materialised'")
+        known = self.implementation in (*choose.names(), None)
         expected = f"{', '.join(map(repr, choose.names()))} or None"
-        check_field(self, "backend", known, expected)
+        check_field(self, "implementation", known, expected)
         if self.chunk is not None and self.chunk != "auto":
             if not isinstance(self.chunk, int) or self.chunk <= 0:
                 raise ValueError(
@@ -69,10 +69,8 @@ class HeadConfig:
             )
         for name, default in _FUSED_ONLY.items():
             value = getattr(self, name)
-            if value != default and self.implementation != "fused":
-                raise ValueError(
-                    f"HeadConfig.{name}={value!r} needs implementation='fused'"
-                )
+            if value != default and self.logits != "fused":
+                raise ValueError(f"HeadConfig.{name}={value!r} needs logits='fused'")
 
     @property
     def sample(self) -> Sample | None:
@@ -85,10 +83,10 @@ class HeadConfig:
         """Entries of a token that are sampled; None where gradients are exact."""
         return self.sample and self.sample.k
 
-    def using(self, implementation: str) -> "HeadConfig":
+    def using(self, logits: str) -> "HeadConfig":
         """The other way to the loss, for comparison; exact where it is materialised."""
-        changes: Any = {"implementation": implementation}
-        if implementation != "fused":
+        changes: Any = {"logits": logits}
+        if logits != "fused":
             changes |= _FUSED_ONLY
         return dataclasses.replace(self, **changes)
 
@@ -99,7 +97,7 @@ def head_options(head: HeadConfig) -> dict[str, Any]:
         "chunk": head.chunk,
         # Each call says how it samples, with a key: evaluations do not.
         "gradient": None if head.sample else gradients.from_literal(head.gradient),
-        "implementation": head.backend,
+        "implementation": head.implementation,
         "vocab_groups": head.vocab_groups,
     }
 

@@ -16,7 +16,7 @@ def head_loss(
     hidden: jax.Array,
     labels: Ids,
     normalizer: jax.Array,
-    implementation: Literal["fused", "materialised"],
+    logits: Literal["fused", "materialised"],
     sample: Sample | None = None,
     key: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -27,7 +27,7 @@ def head_loss(
         hidden: [B, T, hidden] final hidden states.
         labels: [B, T] next token ids; negative for tokens without a loss.
         normalizer: number of tokens that count in the whole step.
-        implementation: "fused" never stores all logits; "materialised" does, as is
+        logits: "fused" never stores all logits; "materialised" does, as is
             usual, and serves as the reference and for comparison.
         sample: how to sample the gradient, for "fused"; None: it is exact.
         key: as in `jaxmem.logprobs`, for "fused".
@@ -36,7 +36,7 @@ def head_loss(
         Float32 scalar, in nats, 0 if no token counts; and the sums over tokens of what
         `jaxmem.token_loss` tells besides.
     """
-    if implementation == "fused":
+    if logits == "fused":
         loss, told = head.token_loss(
             _cross_entropy, hidden, labels, normalizer=normalizer,
             gradient=sample, key=key,

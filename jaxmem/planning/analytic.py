@@ -38,7 +38,7 @@ def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
         The bytes.
     """
     assert model.vocab_size is not None
-    fused = head.implementation == "fused"
+    fused = head.logits == "fused"
     chunk = head.chunk if fused and isinstance(head.chunk, int) else None
     item = jnp.dtype(model.dtype).itemsize
     return (8 + item) * min(tokens, chunk or tokens) * model.vocab_size

@@ -24,7 +24,7 @@ from jaxmem.train.progress import ProgressReport
 from jaxmem.train.settings import RunConfig, Settings
 from jaxmem.train.wandb_writer import WandbWriter
 
-_BACKEND = "backend"
+_BACKEND = "implementation"
 
 
 class Run:
@@ -85,11 +85,12 @@ class Run:
         if saved not in (None, backend) and self.done < self._config.steps:
             if named is None:
                 raise ValueError(
-                    f"head.backend was {saved!r} in {where}, and {backend!r}, which "
-                    "rounds otherwise, is the fastest here: set head.backend="
-                    f"{saved!r} to go on as before, or {backend!r} to change it"
+                    f"head.implementation was {saved!r} in {where}, and {backend!r}, "
+                    "which rounds otherwise, is the fastest here: set "
+                    f"head.implementation={saved!r} to go on as before, or {backend!r} "
+                    "to change it"
                 )
-            _log(self._console, f"head.backend was {saved!r}, is {backend!r}")
+            _log(self._console, f"head.implementation was {saved!r}, is {backend!r}")
         fixed, changeable = self._settings
         head = {**changeable.get("head", {}), _BACKEND: backend}
         self._settings = Settings(fixed, {**changeable, "head": head})

@@ -282,17 +282,17 @@ def memory_of(compiled: Measurable) -> Memory:
 
 
 class HeadCost(NamedTuple):
-    """The memory of one head implementation."""
+    """The memory of one way to compute the head."""
 
     head: Memory  # loss and gradients of the head alone, one micro-batch
     step: Memory  # the whole train step
 
 
 def cost_table(costs: Mapping[str, HeadCost]) -> Table:
-    """A table that compares the implementations, in MiB.
+    """A table that compares them, in MiB.
 
     Args:
-        costs: by implementation, "fused" and "materialised".
+        costs: by `head.logits`, "fused" and "materialised".
 
     Returns:
         The table.

@@ -18,7 +18,7 @@ def save(
     field: str = "loss",
     label: str = "loss (nats per token)",
 ) -> None:
-    """Draw a field by step and the memory by implementation, as PNG."""
+    """Draw a field by step and the memory by `head.logits`, as PNG."""
     # Imported here: the import is slow, and most processes need no plot.
     from matplotlib.figure import Figure
 

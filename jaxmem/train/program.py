@@ -189,27 +189,25 @@ class DecoderProgram:
         """The name of the backend that computes the head's loss.
 
         It is "xla" or "hopper", or "hopper+xla" where the loss takes both. Raises a
-        ValueError where `head.backend` cannot compute it here.
+        ValueError where `head.implementation` cannot compute it here.
         """
-        if self.config.head.implementation == "materialised":
+        if self.config.head.logits == "materialised":
             return "xla"  # not by a verb
         try:
             with report() as traced:
                 self.trace_loss()
         except NotImplementedError as error:
-            if self.config.head.backend is None:
+            if self.config.head.implementation is None:
                 raise
-            raise ValueError(
-                f"head.backend={self.config.head.backend!r}: {error}"
-            ) from error
+            raise ValueError(f"head.implementation: {error}") from error
         names = {c.implementation for c in traced.calls if c.verb not in _OF_XLA}
-        named = self.config.head.backend
+        named = self.config.head.implementation
         if not names and named not in (None, "xla"):
             verbs = ", ".join(sorted({call.verb for call in traced.calls}))
             raise ValueError(
-                f"head.backend={named!r}: implementation={named!r} cannot run this "
+                f"head.implementation: implementation={named!r} cannot run this "
                 f"call: the loss is all of {verbs}, which only 'xla' has; leave out "
-                "head.backend"
+                "head.implementation"
             )
         return "+".join(sorted(names)) or "xla"
 

@@ -58,7 +58,7 @@ def test_it_is_preferred_and_said_why(register):
         jaxmem.logprobs(H, W, Y)
     assert calls.calls[0].implementation == "toy" and calls.calls[0].why == "a toy"
     assert calls.calls[0].live_logits_bytes == 0
-    assert HeadConfig(backend="toy").backend == "toy"
+    assert HeadConfig(implementation="toy").implementation == "toy"
 
 
 def test_float16_is_not_for_kernels_whose_derivatives_have_no_scale():
@@ -89,5 +89,5 @@ def test_without_one_that_can_every_reason_is_given(register, monkeypatch):
 def test_names_are_those_that_exist():
     with pytest.raises(ValueError, match="None or one of 'xla', 'hopper', got 'toy'"):
         jaxmem.logprobs(H, W, Y, implementation="toy")
-    with pytest.raises(ValueError, match="backend.*'xla', 'hopper' or None.*'toy'"):
-        HeadConfig(backend="toy")
+    with pytest.raises(ValueError, match="implementation .*'hopper' or None.*'toy'"):
+        HeadConfig(implementation="toy")

@@ -198,11 +198,11 @@ def test_the_future_does_not_leak():
     assert float(jnp.max(jnp.abs(before[0, 6:] - after[0, 6:]))) > 1e-3
 
 
-def gradients(definition, weights, implementation="fused"):
-    return jax.jit(jax.value_and_grad(loss_of(definition, implementation)))(weights)
+def gradients(definition, weights, logits="fused"):
+    return jax.jit(jax.value_and_grad(loss_of(definition, logits)))(weights)
 
 
-def loss_of(definition, implementation="fused"):
+def loss_of(definition, logits="fused"):
     batch = rows_of(random_document(8, 4), random_document(5, 5), length=15)
     labels = np.roll(batch[0], -1)
     labels[0, [7, 12, 13, 14]] = -1
@@ -210,7 +210,7 @@ def loss_of(definition, implementation="fused"):
     def loss(weights):
         model = nnx.merge(definition, weights)
         hidden = model(*batch)
-        return head_loss(model.head, hidden, labels, 11, implementation)[0]
+        return head_loss(model.head, hidden, labels, 11, logits)[0]
 
     return loss
 
@@ -364,7 +364,7 @@ def test_impossible_models_are_refused_by_name(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(implementation="lean"), "implementation must be one of .*got 'lean'"),
+        (dict(logits="lean"), "logits must be one of .*got 'lean'"),
         (dict(chunk=0), "chunk must be a positive number of tokens.*got 0"),
         (dict(chunk="big"), "chunk must be a positive number .*got 'big'"),
         (dict(gradient=2), "gradient must be None, .*got 2"),
@@ -372,14 +372,14 @@ def test_impossible_models_are_refused_by_name(changes, message):
         (dict(gradient=("keep", 2)), r"gradient must be None, .*got \('keep', 2\)"),
         (dict(gradient=("sample", 0)), "gradient: Sample.k must be in .*, got 0"),
         (
-            dict(gradient=("recompute", 2), implementation="materialised"),
-            r"gradient=\('recompute', 2\) needs implementation='fused'",
+            dict(gradient=("recompute", 2), logits="materialised"),
+            r"gradient=\('recompute', 2\) needs logits='fused'",
         ),
         (dict(vocab_groups=12), "vocab_groups must be a power of two, .*got 12"),
         (dict(vocab_groups=True), "vocab_groups must be a power of two, .*got True"),
         (
-            dict(vocab_groups=8, implementation="materialised"),
-            "vocab_groups=8 needs implementation='fused'",
+            dict(vocab_groups=8, logits="materialised"),
+            "vocab_groups=8 needs logits='fused'",
         ),
         (
             dict(vocab_groups=8, gradient=("sample", 4)),

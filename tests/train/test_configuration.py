@@ -137,7 +137,7 @@ def test_the_operative_text_loads_to_the_same_configuration(gin_file):
             "a.gin:1: unknown key 'data.steps'; did you mean run.steps?",
         ),
         ("a.seed = 3", "did you mean data.seed or run.seed or task.seed?"),
-        ("head.zzz = 3", "a.gin:1: unknown key 'head.zzz'; head has implementation, "),
+        ("head.zzz = 3", "a.gin:1: unknown key 'head.zzz'; head has logits, "),
         ("zzz.qqq = 3", "the sections are data, model, head, optimizer, run"),
         ("model:\n  hiden = 3", "a.gin:2: unknown key 'model.hiden'; did you mean "),
         ("model.layers = 'two'", "a.gin:1: model.layers must be int, got 'two' (str)"),
@@ -147,7 +147,7 @@ def test_the_operative_text_loads_to_the_same_configuration(gin_file):
         ("optimizer.b1 = '1'", "optimizer.b1 must be float, got '1' (str)"),
         ("model.softcap = 'x'", "model.softcap must be float or None, got 'x' (str)"),
         ("head.chunk = 1.5", "head.chunk must be int or 'auto' or None, got 1.5"),
-        ("head.implementation = 'x'", "must be 'fused' or 'materialised', got 'x'"),
+        ("head.logits = 'x'", "must be 'fused' or 'materialised', got 'x'"),
         ("data.batch_size = 0", "a.gin:1: data.batch_size must be at least 1, got 0"),
         ("\nmodel.heads = 3", "a.gin:2: model.kv_heads must divide heads, got "),
         ("run.steps = 1\nrun.steps = 2", "a.gin:2: run.steps is already set on line 1"),
@@ -388,5 +388,5 @@ def test_the_default_job_needs_what_its_comments_promise():
     config, _ = load(CONFIGS / "sft_stdlib.gin")
     rows = config.data.batch_size * config.data.sequence_length
     assert config.data.source == "stdlib"
-    assert config.head.implementation == "fused"
+    assert config.head.logits == "fused"
     assert config.head.chunk <= rows // 4  # else the memory saved is not visible

@@ -128,24 +128,26 @@ def test_another_backend_than_the_saved_one_must_be_named(run):
     run(steps=2, backend=("xla", None))
     ran = run(steps=4, backend=("hopper", None))
     assert str(ran.error) == (
-        f"head.backend was 'xla' in run.out_dir={str(ran.out_dir)!r}, and 'hopper', "
-        "which rounds otherwise, is the fastest here: set head.backend='xla' to go on "
-        "as before, or 'hopper' to change it"
+        f"head.implementation was 'xla' in run.out_dir={str(ran.out_dir)!r}, and "
+        "'hopper', which rounds otherwise, is the fastest here: set "
+        "head.implementation='xla' to go on as before, or 'hopper' to change it"
     )
     ran = run(steps=4, backend=("hopper", "hopper"))
-    assert ran.error is None and "head.backend was 'xla', is 'hopper'" in ran.said
+    assert (
+        ran.error is None and "head.implementation was 'xla', is 'hopper'" in ran.said
+    )
     ran = run(steps=4, backend=("xla", None))  # nothing is left to do
-    assert ran.error is None and "head.backend" not in ran.said
+    assert ran.error is None and "head.implementation" not in ran.said
     ran = run(steps=6, backend=("xla", None))
-    assert "head.backend was 'hopper' in" in str(ran.error)
+    assert "head.implementation was 'hopper' in" in str(ran.error)
     ran = run(steps=6, backend=("hopper", None))
-    assert ran.error is None and "head.backend" not in ran.said
+    assert ran.error is None and "head.implementation" not in ran.said
 
 
 def test_a_run_from_before_backends_were_saved_resumes(run):
     run(steps=2)
     assert run(steps=4, backend=("hopper", None)).error is None
-    assert "head.backend was 'hopper'" in str(run(backend=("xla", None)).error)
+    assert "head.implementation was 'hopper'" in str(run(backend=("xla", None)).error)
 
 
 # ------------------------------------------------------------------ signals

@@ -68,10 +68,11 @@ class DistillJobConfig(JobConfig):
                 f"distill.mode={self.distill.mode!r} needs distill.teacher, the "
                 "directory of a checkpoint or of a run that has ended"
             )
-        usable = HeadConfig(chunk=self.head.chunk, backend=self.head.backend)
-        if (name := _differing(self.head, usable)) is not None:
+        head = self.head
+        usable = HeadConfig(chunk=head.chunk, implementation=head.implementation)
+        if (name := _differing(head, usable)) is not None:
             raise ValueError(
-                f"head.{name}={getattr(self.head, name)!r} must stay "
+                f"head.{name}={getattr(head, name)!r} must stay "
                 f"{getattr(usable, name)!r} for run.job='distill': divergences are "
                 "exact, and never materialised"
             )

@@ -67,7 +67,7 @@ class Program(DecoderProgram):
         model = self.model(params, frozen)
         given = batch.tokens, batch.segment_ids, batch.positions
         hidden, routed = model.routed(*given)
-        if self.config.head.implementation == "fused":
+        if self.config.head.logits == "fused":
             each = model.head.logprobs(hidden, batch.labels)
         else:
             each = jaxmem.logprobs_from_logits(model.head(hidden), batch.labels, None)

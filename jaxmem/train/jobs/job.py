@@ -286,7 +286,7 @@ class Job(abc.ABC):
         return {}
 
     def costs(self) -> dict[str, metrics.HeadCost]:
-        """Memory by implementation of the head, for run.compare_heads; {}: unknown."""
+        """Memory by `head.logits`, for run.compare_heads; {}: unknown."""
         return {}
 
     def summary(self, history: Sequence[Any]) -> Mapping[str, Any]:

@@ -326,7 +326,7 @@ class HeadCall:
     """How `policy_loss` calls the head."""
 
     temperature: float  # of the sampler
-    implementation: Literal["fused", "materialised"]  # without logits, or by autodiff
+    logits: Literal["fused", "materialised"]  # without logits, or by autodiff
     max_ids: int | None = None  # of a token's support; None without supports
     sample: Sample | None = None  # how to sample the gradient, where "fused"
     key: jax.Array | None = None  # with `sample`
@@ -357,7 +357,7 @@ def policy_loss(
     """
     labels, given = jnp.asarray(micro_batch.batch.labels), micro_batch.of_tokens()
     objective, per_token = token_objective(config, tuple(given)), [*given.values()]
-    if call.implementation == "fused" and micro_batch.supports is None:
+    if call.logits == "fused" and micro_batch.supports is None:
         return head.token_loss(
             objective,
             hidden,
@@ -411,7 +411,7 @@ def within_supports(
 
 def _stats(head: LMHead, hidden, labels, call: HeadCall) -> jaxmem.TokenStats:
     """Statistics over the whole vocabulary."""
-    if call.implementation == "fused":
+    if call.logits == "fused":
         return head.token_stats(hidden, labels, None, call.temperature)
     return jaxmem.token_stats_from_logits(
         head(hidden), labels, None, temperature=call.temperature

@@ -165,7 +165,7 @@ class PolicyProgram(SamplingProgram):
 
     def _over_vocabulary(self, head, hidden, labels) -> jax.Array:
         temperature = self.config.sampling.temperature
-        if self.config.head.implementation == "fused":
+        if self.config.head.logits == "fused":
             return head.logprobs(hidden, labels, None, temperature)
         return jaxmem.logprobs_from_logits(
             head(hidden), labels, None, temperature=temperature
@@ -262,9 +262,7 @@ class PolicyProgram(SamplingProgram):
 
     def _head_call(self, head: HeadConfig) -> HeadCall:
         sampling = self.config.sampling
-        return HeadCall(
-            sampling.temperature, head.implementation, sampling.support_size
-        )
+        return HeadCall(sampling.temperature, head.logits, sampling.support_size)
 
     def _loss(self, head: HeadConfig, module, hidden, rows, normalizer, numbers=None):
         call = self._head_call(head)

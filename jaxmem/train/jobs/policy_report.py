@@ -57,12 +57,12 @@ def head_costs(program: PolicyProgram, compiled: Compiled) -> dict[str, HeadCost
     trained = program.config.head
     shape = program.shapes(program.config.grpo.max_tokens_train)[-1]
     costs = {}
-    for implementation in ("fused", "materialised"):
-        head = trained.using(implementation)
+    for logits in ("fused", "materialised"):
+        head = trained.using(logits)
         step = compiled.gradients[shape]
         if head != trained:
             step = program.compile_gradients(shape, head)
-        costs[implementation] = HeadCost(
+        costs[logits] = HeadCost(
             head=metrics.memory_of(program.compile_head(shape, head)),
             step=metrics.memory_of(step),
         )

@@ -23,7 +23,7 @@ class Result(NamedTuple):
 
     out_dir: Path  # metrics, checkpoints, summary.json, report.html and report.png
     history: list[Any] = []  # `Job.Metrics` of every step, of earlier processes too
-    costs: Mapping[str, HeadCost] = {}  # by implementation; {} without compare_heads
+    costs: Mapping[str, HeadCost] = {}  # by `head.logits`; {} without compare_heads
     summary: Mapping[str, Any] = {}  # as in summary.json
 
 
@@ -62,7 +62,7 @@ def train(
         console = Console(quiet=not processes.is_first(), force_terminal=terminal)
     with loop.open_run(config.run, job.settings(), console, config.eval) as run:
         job.build()
-        run.use_backend(job.program.backend, config.head.backend)
+        run.use_backend(job.program.backend, config.head.implementation)
         job.open()
         for line in (*job.program.lines(), *job.reads.lines()):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -137,7 +137,7 @@ def _report(
 def summary_of(
     job: Job, history: Sequence[Any], costs: Mapping[str, HeadCost]
 ) -> dict[str, Any]:
-    """What summary.json says of a run; memory is in bytes, by implementation."""
+    """What summary.json says of a run; memory is in bytes, by `head.logits`."""
     return {
         "steps": len(history),
         "gradient_samples": getattr(history[-1], "gradient_samples", None),

@@ -105,7 +105,7 @@ def make_gradients(
             given = batch.tokens, batch.segment_ids, batch.positions
             hidden, routed = model.routed(*given)
             value, told = head_loss(
-                model.head, hidden, batch.labels, normalizer, head.implementation,
+                model.head, hidden, batch.labels, normalizer, head.logits,
                 head.sample, key,
             )  # fmt: skip
             share = own_read / all_read
@@ -242,7 +242,7 @@ class Program(DecoderProgram):
         def sums(params: optax.Params, frozen: dict, batch: Batch):
             model = self.model(params, frozen)
             hidden = model(batch.tokens, batch.segment_ids, batch.positions)
-            way, one = self.config.head.implementation, jnp.ones(())
+            way, one = self.config.head.logits, jnp.ones(())
             total, _ = head_loss(model.head, hidden, batch.labels, one, way)
             return total, jnp.sum(batch.labels >= 0)
 
@@ -266,7 +266,7 @@ class Program(DecoderProgram):
             module = nnx.merge(definition, weights)
             key = Stream.GRADIENTS.key(0) if head.sample else None
             return head_loss(
-                module, hidden, labels, tokens, head.implementation,
+                module, hidden, labels, tokens, head.logits,
                 head.sample, key,
             )[0]  # fmt: skip
 
@@ -362,10 +362,10 @@ class Sft(Job, name="sft"):
     def costs(self) -> dict[str, HeadCost]:
         """See `Job`; the step that trained is not compiled again."""
         program, trained, costs = self.program, self.config.head, {}
-        for implementation in ("fused", "materialised"):
-            head = trained.using(implementation)
+        for logits in ("fused", "materialised"):
+            head = trained.using(logits)
             step = self._compiled if head == trained else program.compile_step(head)
-            costs[implementation] = HeadCost(
+            costs[logits] = HeadCost(
                 head=metrics.memory_of(program.compile_head(head)),
                 step=metrics.memory_of(step),
             )

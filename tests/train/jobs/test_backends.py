@@ -49,6 +49,6 @@ def train(request, tmp_path, monkeypatch):
 
 
 def test_a_backend_that_cannot_run_here_is_named(train):
-    message = "^head.backend='hopper': implementation='hopper' cannot run this call"
+    message = "^head.implementation: implementation='hopper' cannot run this call"
     with pytest.raises(ValueError, match=message):
-        train("head.backend=hopper")
+        train("head.implementation=hopper")

@@ -92,16 +92,14 @@ def weighed(config, old, rollout):
 
 @pytest.mark.parametrize("same_weights", [False, True])
 @pytest.mark.parametrize(
-    ("correction", "loss", "implementation"),
+    ("correction", "loss", "logits"),
     [
         ("tis", "grpo", "fused"),
         ("mis", "cispo", "materialised"),
         ("icepop", "sapo", "fused"),
     ],
 )
-def test_a_correction_multiplies_the_surrogate(
-    correction, loss, implementation, same_weights
-):
+def test_a_correction_multiplies_the_surrogate(correction, loss, logits, same_weights):
     low = 0.8 if correction == "icepop" else None
     config = GrpoConfig(
         loss=loss, correction=correction, correction_low=low, correction_high=1.5,
@@ -116,7 +114,7 @@ def test_a_correction_multiplies_the_surrogate(
         old_logprob=np.full_like(lp, SAME_WEIGHTS) if same_weights else old,
         rollout_logprob=(old + noise).astype("f4"),
     )
-    call = HeadCall(0.7, implementation)
+    call = HeadCall(0.7, logits)
     got, _ = jax.jit(lambda made: policy_loss(head, hidden, made, 7.0, config, call))(
         made
     )

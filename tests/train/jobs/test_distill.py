@@ -546,7 +546,7 @@ def tokens_of(directory, **options):
         (["distill.divergence=kl"], "distill.divergence must be 'forward_kl' or "),
         (["distill.temperature=0.0"], "distill.temperature must be above 0, got 0.0"),
         (["distill.loss_weight=-1.0"], "distill.loss_weight must be at least 0"),
-        (["head.implementation=materialised"], "head.implementation='materialised' "),
+        (["head.logits=materialised"], "head.logits='materialised' "),
         (
             ["head.gradient=('sample', 8)"],
             "head.gradient=('sample', 8) must stay None for",
@@ -670,5 +670,5 @@ def test_a_resumed_run_keeps_its_teacher_and_its_backend(two_steps, monkeypatch)
         train(*longer, f"distill.teacher={other}")
     assert {step["backend"] for step in steps()} == {"xla"}
     monkeypatch.setattr(DecoderProgram, "backend", "hopper")
-    with pytest.raises(ValueError, match="^head.backend was 'xla' in run.out_dir="):
+    with pytest.raises(ValueError, match="^head.implementation was 'xla' in run"):
         train(*longer)

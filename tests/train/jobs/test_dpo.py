@@ -151,7 +151,7 @@ def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatc
     assert steps("cut") == steps("run")
 
     monkeypatch.setattr(DecoderProgram, "backend", "hopper")
-    with pytest.raises(ValueError, match="^head.backend was 'xla' in run.out_dir="):
+    with pytest.raises(ValueError, match="^head.implementation was 'xla' in run"):
         train("run.steps=9")
 
 

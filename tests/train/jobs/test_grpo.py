@@ -234,7 +234,7 @@ def head_and_hidden(softcap=None):
 
 
 LOSSES = pytest.mark.parametrize(
-    ("loss", "implementation"),
+    ("loss", "logits"),
     one_at_a_time(
         ["grpo", "dr_grpo", "dapo", "cispo", "ppo_clip", "gspo", "sapo"],
         ["fused", "materialised"],
@@ -243,7 +243,7 @@ LOSSES = pytest.mark.parametrize(
 
 
 @LOSSES
-def test_the_loss_and_its_metrics_are_the_papers(loss, implementation):
+def test_the_loss_and_its_metrics_are_the_papers(loss, logits):
     config = GrpoConfig(
         loss=loss, kl_coefficient=0.1, entropy_coefficient=0.05,
         **({} if loss != "cispo" else dict(clip_low=0.3, clip_high=0.4)),
@@ -253,7 +253,7 @@ def test_the_loss_and_its_metrics_are_the_papers(loss, implementation):
         rng = np.random.default_rng(4)
         ratios = rng.normal(scale=5e-4, size=made.advantages.shape).astype("f4")
         made = made._replace(sequence_log_ratio=ratios)
-    call = HeadCall(0.7, implementation)
+    call = HeadCall(0.7, logits)
     got, told = jax.jit(
         lambda made: policy_loss(head, hidden, made, 7.0, config, call)
     )(made)
@@ -267,14 +267,14 @@ def test_the_loss_and_its_metrics_are_the_papers(loss, implementation):
     assert 0 < clipped < (made.batch.labels >= 0).sum() or loss == "sapo"
 
 
-def gradients(made, implementation, config=None, **options):
+def gradients(made, logits, config=None, **options):
     config = config or GrpoConfig(kl_coefficient=0.1, entropy_coefficient=0.05)
     head, hidden = head_and_hidden()
     definition, weights = nnx.split(head)
 
     def loss(weights, hidden):
         module = nnx.merge(definition, weights)
-        call = HeadCall(0.7, implementation, **options)
+        call = HeadCall(0.7, logits, **options)
         return policy_loss(module, hidden, made, 7.0, config, call)[0]
 
     return jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, hidden)
@@ -308,8 +308,8 @@ def test_both_heads_give_one_gradient():
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(fused[1])) > 1e-3
 
 
-@pytest.mark.parametrize("implementation", ["fused", "materialised"])
-def test_what_masked_tokens_hold_does_not_matter(implementation):
+@pytest.mark.parametrize("logits", ["fused", "materialised"])
+def test_what_masked_tokens_hold_does_not_matter(logits):
     made = random_micro_batch()
     masked = made.batch.labels < 0
     poisoned = PolicyBatch(
@@ -317,24 +317,24 @@ def test_what_masked_tokens_hold_does_not_matter(implementation):
     )
     jax.tree.map(
         np.testing.assert_array_equal,
-        gradients(poisoned, implementation),
-        gradients(made, implementation),
+        gradients(poisoned, logits),
+        gradients(made, logits),
     )
 
 
 @pytest.mark.parametrize(
-    ("loss", "implementation"),
+    ("loss", "logits"),
     [
         ("grpo", "materialised"),
         ("cispo", "fused"),
         *(slow(loss, "fused") for loss in ("grpo", "dr_grpo", "dapo")),
     ],
 )  # the weights of tokens are all in which dr_grpo and dapo differ from grpo
-def test_without_advantages_there_is_no_gradient(loss, implementation):
+def test_without_advantages_there_is_no_gradient(loss, logits):
     made = random_micro_batch()
     made = made._replace(advantages=np.zeros_like(made.advantages), ref_logprob=None)
     config = GrpoConfig(loss=loss)
-    for leaf in jax.tree.leaves(gradients(made, implementation, config)):
+    for leaf in jax.tree.leaves(gradients(made, logits, config)):
         np.testing.assert_array_equal(leaf, 0)
 
 
@@ -514,7 +514,7 @@ def test_fused_and_materialised_give_the_same_curves_for_thirty_steps(tmp_path):
     names = ("loss", "entropy", "kl", "grad_norm", "sum_pi_squared")
     curves, rewards = [], []
     for name in ("fused", "materialised"):
-        head = changed(config, head=dict(implementation=name))
+        head = changed(config, head=dict(logits=name))
         result, _ = train(head, tmp_path / name, steps=30, checkpoint_every=30)
         curves.append(curve(result, *names))
         rewards.append(curve(result, "reward", "accuracy", "response_length"))

@@ -116,7 +116,7 @@ def dense_loss(config, z, made, normalizer):
 
 
 @pytest.mark.parametrize(
-    ("entropy", "implementation"),
+    ("entropy", "logits"),
     [
         (0.05, "fused"),
         (0.0, "materialised"),
@@ -124,9 +124,9 @@ def dense_loss(config, z, made, normalizer):
         slow(0.05, "materialised"),
     ],
 )
-def test_ratios_are_those_within_the_support(entropy, implementation):
+def test_ratios_are_those_within_the_support(entropy, logits):
     config = GrpoConfig(kl_coefficient=0.1, entropy_coefficient=entropy)
-    made, call = truncated_micro_batch(), HeadCall(0.7, implementation, max_ids=V)
+    made, call = truncated_micro_batch(), HeadCall(0.7, logits, max_ids=V)
     sizes = dataclasses.replace(SMALL.model, vocab_size=V)
     head = Decoder(sizes, SMALL.head, rngs=nnx.Rngs(0)).head
     hidden = jax.random.normal(jax.random.key(1), (3, 8, sizes.hidden))
@@ -373,13 +373,13 @@ def test_another_backend_than_the_checkpoint_s_is_refused(finished):
     config, result, _ = finished
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(PolicyProgram, "backend", "hopper")
-        with pytest.raises(ValueError, match="^head.backend was 'xla' in run.out_dir="):
+        with pytest.raises(ValueError, match="^head.implementation was 'xla' in run"):
             train(config, result.out_dir, steps=5)
 
 
 def test_a_backend_that_cannot_run_here_is_named(tmp_path):
     config = changed(SMALL, head=dict(backend="hopper"))
-    message = "^head.backend='hopper': implementation='hopper' cannot run this call"
+    message = "^head.implementation: implementation='hopper' cannot run this call"
     with pytest.raises(ValueError, match=message):
         train(config, tmp_path / "run")
 
@@ -393,10 +393,13 @@ def test_a_backend_that_cannot_run_here_is_named(tmp_path):
         (["grpo.token_fraction=0.0"], "grpo.token_fraction must be in (0, 1], got 0.0"),
         (["grpo.token_fraction=1.5"], "grpo.token_fraction must be in (0, 1], got 1.5"),
         (["grpo.token_fraction=nan"], "grpo.token_fraction must be"),
-        (["head.backend=cuda"], "head.backend must be 'xla', 'hopper' or None, got "),
         (
-            ["head.backend=xla", "head.implementation=materialised"],
-            "head.backend='xla' needs implementation='fused'",
+            ["head.implementation=cuda"],
+            "head.implementation must be 'xla', ",
+        ),
+        (
+            ["head.implementation=xla", "head.logits=materialised"],
+            "head.implementation='xla' needs logits='fused'",
         ),
         (
             ["head.gradient=('sample', 4)", "sampling.top_k=3"],

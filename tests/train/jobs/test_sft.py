@@ -117,7 +117,7 @@ def test_what_is_kept_changes_no_loss(name, config, finished):
     [
         dict(
             remat=dict(policy="none", unroll=True),
-            head=dict(implementation="materialised"),
+            head=dict(logits="materialised"),
         ),
         slow(dict(remat=dict(policy="save_attention", save=("gate",)))),
     ],
@@ -450,7 +450,7 @@ def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
     tokenizer = load_tokenizer(config.data)
     scored = []
     for changes in (dict(data={}), dict(data=dict(batch_size=3)),
-                    dict(head=dict(implementation="materialised"))):  # fmt: skip
+                    dict(head=dict(logits="materialised"))):  # fmt: skip
         other = changed(config, **changes)
         program = sft.Program(other, tokenizer.get_vocab_size())
         rows = batches(other.data, tokenizer, split="evaluation", epochs=1)
@@ -472,7 +472,7 @@ def test_both_heads_learn_alike_over_fifty_steps(config, tmp_path):
     curves = []
     for name in ("fused", "materialised"):
         changes = dict(steps=50, checkpoint_every=50, out_dir=str(tmp_path / name))
-        result, _ = train(changed(config, run=changes, head=dict(implementation=name)))
+        result, _ = train(changed(config, run=changes, head=dict(logits=name)))
         curves.append(np.array(losses(result)))
     np.testing.assert_allclose(*curves, atol=2e-3)
     assert curves[0][-1] < curves[0][0] - 1.0
@@ -483,7 +483,7 @@ def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
     config, first, _ = finished
     shutil.copytree(first.out_dir, tmp_path / "run")
     run = dict(steps=8, out_dir=str(tmp_path / "run"), compare_heads=False)
-    longer = changed(config, run=run, head=dict(implementation="materialised"))
+    longer = changed(config, run=run, head=dict(logits="materialised"))
     result, said = train(longer)
     assert "after step 6" in said
     assert losses(result)[:6] == losses(first) and len(result.history) == 8
@@ -577,7 +577,7 @@ def test_another_backend_than_the_checkpoint_s_is_refused(finished, monkeypatch)
     config, first, _ = finished
     assert first.history[-1].backend == "xla"
     monkeypatch.setattr(sft.Program, "backend", "hopper")
-    with pytest.raises(ValueError, match="^head.backend was 'xla' in run.out_dir="):
+    with pytest.raises(ValueError, match="^head.implementation was 'xla' in run"):
         train(changed(config, run=dict(steps=7)))
 
 
