@@ -268,11 +268,6 @@ def beside(rows):
     return jax.tree.map(lambda x: x[:, None], rows)
 
 
-def _shift(policy: row_stats.Normaliser, reference: row_stats.Normaliser):
-    """ln(p/q) is z - y less this."""
-    return (policy.max - reference.max) + (policy.log_sum - reference.log_sum)
-
-
 def _scale(head, normaliser: row_stats.Normaliser):
     """What makes probabilities of blocks' e^(z - m), [C, n]."""
     return column_sampling.scale(head.largest, beside(normaliser))

@@ -65,11 +65,6 @@ def stacks(config: ModelConfig) -> dict[str, Stack]:
     return {stack.name: stack for run in runs(config) for stack in run}
 
 
-def stack_of(path: str, config: ModelConfig) -> Stack | None:
-    """The stack that a weight's path starts with; None for weights of no layer."""
-    return stacks(config).get(path.partition("/")[0])
-
-
 def _own(config: ModelConfig, parts: "_Parts") -> ModelConfig:
     """The config of a layer, without the sizes of parts that it does not have."""
     mixer, feed_forward, is_wide, _ = parts

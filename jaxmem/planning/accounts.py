@@ -70,21 +70,11 @@ class Account:
         return own + self.temporary + self.workspace
 
 
-def compile_for(
-    traced: jax.stages.Traced, options: Mapping[str, Any] | None = None
-) -> jax.stages.Compiled:
-    """Compile a program with options that suit an absent device.
-
-    Args:
-        traced: the program.
-        options: further compiler options.
-
-    Returns:
-        The compiled program.
-    """
+def compile_for(traced: jax.stages.Traced) -> jax.stages.Compiled:
+    """Compile a program with options that suit an absent device."""
     around = devices.planned()
-    own = _OPTIONS[around.device.platform] if around else {}
-    return traced.lower().compile(compiler_options={**own, **(options or {})})
+    options = _OPTIONS[around.device.platform] if around else {}
+    return traced.lower().compile(compiler_options=dict(options))
 
 
 def of(phase: Phase) -> Account:
