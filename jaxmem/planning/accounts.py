@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
