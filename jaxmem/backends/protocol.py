@@ -155,10 +155,11 @@ class Backend:
         """Why it cannot run the call here; None if it can."""
         if spec.gradient_blocks > 1 and self.blocks is None:
             return "it has no loops for several blocks of Recompute"
-        if spec.gradient_samples and self.sampler is None:
-            return "it has no loops for Sample"
-        if spec.forward == "int8" and self.eight_bits is None:
-            return "it has no loops for forward='int8'"
+        if spec.gradient_samples:
+            if self.sampler is None:
+                return "it has no loops for Sample"
+            if spec.forward == "int8" and self.eight_bits is None:
+                return "it has no loops for forward='int8'"
         if self.limits is None:
             return None
         return self.limits.refuses_call(spec, source) or self.limits.refuses_machine()

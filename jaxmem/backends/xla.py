@@ -238,8 +238,7 @@ def products(spec, source, row_ids, dz) -> Factors:
 
     All are in the statistics' dtype; those that are not used cost nothing.
     """
-    dbias = jnp.sum(dz, axis=0)
-    size = None
+    dbias, size = jnp.sum(dz, axis=0), None
     if spec.compute_dtype == jnp.float16:  # which overflows, and underflows
         size = row_stats.power_of_two(jnp.max(jnp.abs(dz)))
         dz = dz / size

@@ -210,9 +210,8 @@ def corrected(
 
 def nothing(spec: Spec, sampling: Sampling, rows: Rows, names) -> tuple[dict, Entries]:
     """Results of rows that are not active: the named outputs, and entries."""
-    shape = rows.labels.shape
-    outputs = backend_operands.no_outputs(spec, names, shape)
-    entries = column_sampling.none(sampling, *shape, spec.stats_dtype)
+    outputs = backend_operands.no_outputs(spec, names, rows.labels.shape)
+    entries = column_sampling.none(sampling, len(rows.labels), spec.stats_dtype)
     entries = entries._replace(weights=jnp.zeros_like(entries.p))
     return outputs, vocab_shards.vary(entries, spec.varying)
 
