@@ -8,7 +8,6 @@ mean of the estimate is dz. All columns may be left out: none is a label's.
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -51,8 +50,9 @@ class SampledTwoHeadsRule(TwoHeadsRule):
             scaled = xla.unscale(spec, rows[0], row_ids, at, dz.values)
             return put_all(results, row_ids, (value, dz._replace(values=scaled)))
 
-        none: Any = column_sampling.none(sampling, n_rows, spec.stats_dtype)
-        results = jnp.zeros(n_rows, spec.stats_dtype), Derivative(*none)
+        none = column_sampling.none(sampling, n_rows, spec.stats_dtype)
+        dz = Derivative(none.columns, none.p)
+        results = jnp.zeros(n_rows, spec.stats_dtype), dz
         results = vocab_shards.vary(results, spec.varying)
         active = rows[0].active
         value, dz = for_active_chunks(spec.chunk, active, chunk, results)

@@ -378,7 +378,7 @@ def test_another_backend_than_the_checkpoint_s_is_refused(finished):
 
 
 def test_a_backend_that_cannot_run_here_is_named(tmp_path):
-    config = changed(SMALL, head=dict(backend="hopper"))
+    config = changed(SMALL, head=dict(implementation="hopper"))
     message = "^head.implementation: implementation='hopper' cannot run this call"
     with pytest.raises(ValueError, match=message):
         train(config, tmp_path / "run")
