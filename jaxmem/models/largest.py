@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 _BLOCK = 128  # numbers of which only the largest is compared at first
@@ -45,7 +44,7 @@ def top(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def nucleus(z: jax.Array, share: float) -> jax.Array:
     """Whether each number is among the fewest largest that have a share of Σ exp(z).
 
-    Bisects the bits of the smallest number that is needed, three at a time. Of equal
+    Bisects the bits of the smallest number that is needed, two at a time. Of equal
     numbers, those at lower places are taken first.
 
     Args:
@@ -62,32 +61,20 @@ def nucleus(z: jax.Array, share: float) -> jax.Array:
     weights = jnp.exp(z)
     wanted = share * jnp.sum(weights, axis=-1, keepdims=True)
 
-    def lacking(bounds: list[jax.Array]) -> jax.Array:
-        """How many of the bounds have less than wanted up to them, [B, 1]."""
-        # XLA would compute the weights once, and read both, which do not fit in L2.
-        here, *bounds = lax.optimization_barrier((sizes, *bounds))
-        weights = jnp.exp(-lax.bitcast_convert_type(here, jnp.float32))
-        within = tuple(jnp.where(here <= bound, weights, 0) for bound in bounds)
-        sums = lax.reduce(within, (np.float32(0),) * len(within), _add, (1,))
-        few = jnp.stack(sums, axis=1) < wanted
-        return jnp.sum(few, axis=1, keepdims=True, dtype=jnp.uint32)
+    def lacking(bound: jax.Array) -> jax.Array:
+        """Whether sizes up to a bound have less than wanted, [B, 1] 0 or 1."""
+        within = jnp.where(sizes <= bound, weights, 0)
+        has = jnp.sum(within, axis=-1, keepdims=True)
+        return (has < wanted).astype(jnp.uint32)
 
-    def three_bits(i: jax.Array, bound: jax.Array) -> jax.Array:
-        # The sign is 0. Of the last three bits, the first two are known.
-        unit = jnp.left_shift(
-            jnp.uint32(1), jnp.maximum(28 - 3 * i, 0).astype("uint32")
-        )
-        ends = [bound + digit * unit - 1 for digit in jnp.arange(1, 8, dtype="uint32")]
-        return bound + unit * lacking(ends)
+    def two_bits(i: jax.Array, bound: jax.Array) -> jax.Array:
+        unit = jnp.left_shift(jnp.uint32(1), (30 - 2 * i).astype(jnp.uint32))
+        ends = (bound + digit * unit - 1 for digit in jnp.arange(1, 4, dtype="uint32"))
+        return bound + unit * sum(map(lacking, ends))
 
-    bound = lax.fori_loop(0, 11, three_bits, jnp.zeros(wanted.shape, jnp.uint32))
+    bound = lax.fori_loop(0, 16, two_bits, jnp.zeros(wanted.shape, jnp.uint32))
     smaller, equal = sizes < bound, sizes == bound
     has = jnp.sum(jnp.where(smaller, weights, 0), axis=-1, keepdims=True)
     each = jnp.exp(-lax.bitcast_convert_type(bound, jnp.float32))
     before = (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) - 1) * each
     return smaller | (equal & (before < wanted - has))
-
-
-def _add(first: tuple, second: tuple) -> tuple:
-    """Of one reduction for all sums, which read their numbers once."""
-    return tuple(a + b for a, b in zip(first, second, strict=True))
