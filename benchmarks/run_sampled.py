@@ -27,11 +27,15 @@ import jaxmem
 from benchmarks import results, sampled_data
 from jaxmem import timing
 from jaxmem.bench import stopwatch
+from jaxmem.core import eight_bits
+from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.options import CallOptions
+from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments
 
 KEYS = ("path", "data", "n", "d", "v", "dtype", "chunk", "device")
 SLOTS = 128
+COPY = "W in 8 bits"
 SWEEP = (16, 32, 64, 256, 512, 1024)  # other K, of one head and kind
 MAIN = (8192, 4096, 151936)
 # Of each, every kind of data or the one that is like a policy's.
@@ -57,6 +61,7 @@ class Path(NamedTuple):
     slots: int | None = None
     frozen: bool = False
     wanted: tuple[int, ...] | None = (0, 1)
+    forward: Any = "exact"  # of `jaxmem.Sample`
 
     @property
     def name(self) -> str:
@@ -64,13 +69,14 @@ class Path(NamedTuple):
         if self.frozen:
             what = "forward and dH, W frozen"
         kind = "exact" if self.slots is None else f"K={self.slots}"
+        kind += "" if self.forward == "exact" else f" {self.forward}"
         return f"{self.verb}, {kind}, {what}"
 
     def run(self, chunk: int, h, W, y, key) -> tuple[jax.Array, tuple]:
         """(loss, gradients)."""
         options: dict[str, Any] = {"chunk": chunk}
         if self.slots is not None:
-            options |= {"gradient": jaxmem.Sample(self.slots), "key": key}
+            options |= {"gradient": jaxmem.Sample(self.slots, self.forward), "key": key}
 
         def loss(h, W):
             if self.verb == "token_loss":
@@ -87,8 +93,17 @@ def _negative(stats):
     return -stats.logprob
 
 
-def paths_of(shape, sweep: bool) -> dict[str, Path]:
-    """By name; the exact ones first."""
+def paths_of(shape, sweep: bool, forward: str = "exact") -> dict[str, Path]:
+    """By name; the exact ones first. With int8 few of them, and that beside K alone."""
+    if forward == "int8":
+        made = [
+            Path("logprobs", wanted=None),
+            Path("logprobs"),
+            Path("logprobs", SLOTS),
+            Path("logprobs", SLOTS, wanted=None, forward=forward),
+            Path("logprobs", SLOTS, forward=forward),
+        ]
+        return {path.name: path for path in made}
     made = [
         Path("logprobs", wanted=None),
         Path("logprobs"),
@@ -103,6 +118,21 @@ def paths_of(shape, sweep: bool) -> dict[str, Path]:
     if sweep:
         made += [Path("logprobs", slots) for slots in SWEEP]
     return {path.name: path for path in made}
+
+
+def rounded_weights(shape, h, W, y):
+    """W's copy in 8 bits, which a call makes unless another one has made it."""
+    spec = Spec(
+        shape[2],
+        shape[2],
+        len(h),
+        ("logprob",),
+        np.dtype(h.dtype),
+        "vd",
+        forward="int8",
+    )
+    rows = Rows(y, jnp.ones(len(h), jnp.bool_), None)
+    return eight_bits.of_call(spec, Factors(h, W, None), rows)
 
 
 def kept(chunk: int, slots: int, h, W, y) -> dict[str, Any]:
@@ -141,6 +171,7 @@ def _distance(got, want):
 def noise(made, exact) -> dict[str, Any]:
     """Columns: whether the loss is the exact path's; distances of the gradients."""
     row: dict[str, Any] = {"loss_equal_bits": bool(made[0] == exact[0])}
+    row["loss_error"] = float(f"{float(made[0] - exact[0]):.3g}")
     for name, got, want in zip(("dh", "dW"), made[1], exact[1], strict=False):
         row[f"{name}_deviation"] = float(f"{float(_distance(got, want)):.3g}")
     return row
@@ -181,7 +212,8 @@ def measure(shape, kind, asked, programs: dict[str, Any]) -> list[dict]:
     if problem is None:
         return [{**facts, "path": "failed"}]
     operands = *problem, jax.random.key(1)
-    paths = paths_of(shape, sweep=shape == MAIN and kind == "policy")
+    sweep = shape == MAIN and kind == "policy"
+    paths = paths_of(shape, sweep, asked.forward)
     programs |= compiled(
         {k: x for k, x in paths.items() if k not in programs}, asked.chunk, operands
     )
@@ -198,13 +230,18 @@ def measure(shape, kind, asked, programs: dict[str, Any]) -> list[dict]:
             found[name] = noise(made, reference) if name != exact.name else made
             runs[name] = functools.partial(programs[name], *operands)
     counts = kept_of_all(paths, asked.chunk, problem)
+    if asked.forward == "int8":
+        copy = jax.jit(functools.partial(rounded_weights, shape))
+        programs[COPY] = copy.lower(*problem).compile()
+        runs[COPY] = functools.partial(programs[COPY], *problem)
+        paths, found = paths | {COPY: Path("logprobs")}, found | {COPY: {}}
     found = {k: x if isinstance(x, dict) else {} for k, x in found.items()}
     unit_ms, taken = timing.take_turns(
         stopwatch(), functools.partial(gemm, h, W), runs, asked.repetitions
     )
     return [
         facts | _row(paths[name], timed, taken, unit_ms, programs[name])
-        | counts.get(paths[name].slots, {}) | found[name]
+        | {"path": name} | counts.get(paths[name].slots, {}) | found[name]
         for name, timed in taken.items()
     ]  # fmt: skip
 
@@ -231,6 +268,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cpu", action="store_true", help="the shapes for a CPU")
     made.add_argument("--dtype", help="bfloat16; on a CPU float32")
     made.add_argument("--chunk", type=int, default=1024)
+    made.add_argument("--forward", default="exact", help="int8: that beside K=128")
     made.add_argument("--shape", action="append", help="one of the shapes; default all")
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--out", default="sampled.csv")

@@ -3,6 +3,7 @@
 from jaxmem.backends import (
     hopper,
     hopper_blocks,
+    hopper_eight_bits,
     hopper_sampled,
     xla,
     xla_blocks,
@@ -26,6 +27,7 @@ BACKENDS: tuple[Backend, ...] = (
         limits=hopper,
         blocks=hopper_blocks,
         sampler=hopper_sampled,
+        eight_bits=hopper_eight_bits,
     ),
     Backend(
         name="xla",

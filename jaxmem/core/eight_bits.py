@@ -72,6 +72,11 @@ def check(spec: Spec, source: Any, rows: Rows) -> None:
         )
 
 
+def copy_bytes(columns: int, depth: int) -> int:
+    """Bytes of W's copy: its numbers, a scale a row, and channels in 16 bits."""
+    return columns * (depth + 4 + 2 * CHANNELS)
+
+
 def of_call(spec: Spec, source: Factors, rows: Rows) -> EightBits:
     """W in 8 bits, and the channels in 16 bits.
 

@@ -286,7 +286,8 @@ def typed(spec: Spec, source: Any, deciding) -> tuple[Spec, Any]:
         shards = vocab_shards.described(shards, hidden, deciding)
         split = frozenset(shards.axes)
     varying = (vocab_shards.varying(source) - split) | decided
-    spec = dataclasses.replace(spec, shards=shards, varying=varying)
+    # W's gradient is summed over all axes by that typing, and not by token_axes.
+    spec = dataclasses.replace(spec, shards=shards, varying=varying, token_axes=())
     varied = vocab_shards.vary(source, spec.part_varying)
     if is_head and shards:
         axes = spec.part_varying.difference(shards.same_hidden)

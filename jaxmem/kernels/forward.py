@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.core import row_stats
+from jaxmem.core.eight_bits import Rounded
 from jaxmem.core.row_stats import Stats
-from jaxmem.kernels import logits, padding, ring
+from jaxmem.kernels import int8_factors, logits, padding, ring
 from jaxmem.kernels.logits import MASK_VALUE, Env
 from jaxmem.kernels.ring import Ring
 from jaxmem.kernels.tiles import N_COMPUTE
@@ -67,15 +68,42 @@ def statistics_and_exps(
     return _merge_groups(_stats_of(partial)), Kept(*kept)
 
 
+def others_and_exps(
+    env: Env, hidden: Rounded, W: Rounded, labels, n_active
+) -> tuple[Stats, Kept]:
+    """Statistics of all columns but the labels', of operands in 8 bits.
+
+    The exponentials are those that the sums are of, rounded to 16 bits.
+
+    Args:
+        env: static facts of the launch.
+        hidden: `int8_factors.padded`, of n_rows.
+        W: likewise.
+        labels: int32 [n_rows].
+        n_active: int32 [1]; the statistics of later rows are undefined.
+
+    Returns:
+        The statistics, whose label_logit is -inf, and `Kept` with sums.
+    """
+    operands = int8_factors.operands(env, hidden, W)
+    operands |= _facts(env, labels, n_active)
+    partial, *kept = _launch(env, operands, tile_sums=True)
+    stats = _merge_groups(_stats_of(partial))
+    nothing = jnp.full_like(stats.label_logit, -jnp.inf)
+    return stats._replace(label_logit=nothing), Kept(*kept)
+
+
+def _facts(env, labels, n_active):
+    marked = logits.tiles_with_labels_or_mask(env, labels)
+    return {"labels": labels, "n_active": n_active, "marked": marked}
+
+
 def _operands(
     env, hidden, W, labels, n_active, bias=None, inverse_temperature=None
 ) -> dict[str, Any]:
     """The kernel's operands by name."""
-    marked = logits.tiles_with_labels_or_mask(env, labels)
-    operands: dict[str, Any] = dict(
-        h=hidden, labels=labels, n_active=n_active, marked=marked,
-        **logits.weights(env, W),
-    )  # fmt: skip
+    operands: dict[str, Any] = dict(h=hidden, **logits.weights(env, W))
+    operands |= _facts(env, labels, n_active)
     if bias is not None:
         operands["bias"] = logits.whole_tiles(env, bias)
     if inverse_temperature is not None:
@@ -90,7 +118,7 @@ def _launch(env, operands, tile_sums=False):
     results = {"out": jax.ShapeDtypeStruct(shape, jnp.float32)}
     if env.tiles.stored:
         shape = env.n_rows, padding.whole(env.columns)
-        results["exps"] = jax.ShapeDtypeStruct(shape, env.dtype)
+        results["exps"] = jax.ShapeDtypeStruct(shape, env.exps_dtype)
         of_tiles = jax.ShapeDtypeStruct((_n_tiles(env), env.n_rows), jnp.float32)
         results |= dict.fromkeys(("max", "sums") if tile_sums else ("max",), of_tiles)
     return plgpu.kernel(
@@ -137,9 +165,11 @@ def _kernel(env, names, *refs):
         scratch["sums_smem"] = plgpu.SMEM(rows, jnp.float32)
         scratch["exps_smem"] = plgpu.SMEM(
             (N_COMPUTE, t.slots, t.rows, t.stored),
-            env.dtype,
-            transforms=ring.swizzle(env.dtype, t.stored),
+            env.exps_dtype,
+            transforms=ring.swizzle(env.exps_dtype, t.stored),
         )
+    if env.in_8_bits:
+        scratch |= int8_factors.scratch(env)
 
     @functools.partial(
         pl.run_scoped,
@@ -169,6 +199,7 @@ def _unit(scope, tile, n_tiles, step):
     fetch = functools.partial(logits.fetch, smem["loaded"])
     labels = fetch(gmem["labels"].at[rows], smem["labels_smem"])
     inverse_temperature = _inverse_temperature(env, gmem, smem, rows)
+    h_scale = int8_factors.load_rows(rows, gmem, smem) if env.in_8_bits else None
 
     def of_tile(i, carry):
         step, so_far = carry[0], Stats(*carry[1:])
@@ -177,10 +208,14 @@ def _unit(scope, tile, n_tiles, step):
         if "bias" in gmem:
             columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
+        if env.in_8_bits:
+            int8_factors.load_columns(env, at, gmem, smem)
         keep = functools.partial(_keep, env, (at, rows), gmem, smem)
         keep = keep if t.stored else None
 
         def fold(z):
+            if h_scale is not None:
+                z = int8_factors.scaled(env, z, h_scale, smem)
             z = logits.scale(env, z, bias, inverse_temperature)
             to_base_2 = logits.to_base_2(env, bias)
             stats = _of_tile(env, z, to_base_2, at, labels, marked, keep)
@@ -191,14 +226,17 @@ def _unit(scope, tile, n_tiles, step):
         stats = ring.multiply(env.product, extent, buffers, step, fold)
         return step + extent.n_steps, *stats
 
-    nothing = jnp.full((t.rows,), MASK_VALUE, jnp.float32)
-    zero = jnp.zeros((t.rows,), jnp.float32)
-    empty = Stats(nothing, zero, zero, zero, nothing)
-    step, *stats = lax.fori_loop(0, n_tiles, of_tile, (step, *empty))
+    step, *stats = lax.fori_loop(0, n_tiles, of_tile, (step, *_nothing(t)))
     _write(stats, smem["out_smem"])
     # A group is named by its first tile.
     plgpu.copy_smem_to_gmem(smem["out_smem"], gmem["out"].at[tile(0).column, :, rows])
     return step
+
+
+def _nothing(t):
+    nothing = jnp.full((t.rows,), MASK_VALUE, jnp.float32)
+    zero = jnp.zeros((t.rows,), jnp.float32)
+    return Stats(nothing, zero, zero, zero, nothing)
 
 
 def _write(stats, smem):
@@ -224,7 +262,7 @@ def _keep(env, place, gmem, smem, i, exps):
     width = env.tiles.stored
     columns = pl.ds(tile * env.tiles.columns + i * width, width)
     to = gmem["exps"].at[rows, columns]
-    ring.store_part(i, to, lambda: exps.astype(env.dtype), smem["exps_smem"])
+    ring.store_part(i, to, lambda: exps.astype(env.exps_dtype), smem["exps_smem"])
 
 
 def _keep_numbers(tile, rows, gmem, smem, stats):
@@ -268,13 +306,16 @@ def _of_tile(env, z, to_base_2, tile, labels, marked, keep):
         return jnp.full(narrow, MASK_VALUE, jnp.float32), *z
 
     label, *z = lax.cond(marked > 0, without_labels_and_masks, plain)
-    return Stats(*_sums(z, jnp.max(label, axis=1), to_base_2, keep))
+    label = jnp.max(label, axis=1)
+    if env.in_8_bits:  # exact elsewhere
+        label = jnp.full_like(label, MASK_VALUE)
+    return Stats(*_sums(z, label, to_base_2, keep, env.in_8_bits))
 
 
-def _sums(parts, label, to_base_2, keep=None):
+def _sums(parts, label, to_base_2, keep=None, rounded=False):
     """`Stats` over columns in parts of one width, and a label that is in none of them.
 
-    Calls keep(i, exponentials).
+    Calls keep(i, exponentials). If rounded, the sums are of these in bfloat16.
     """
     narrow = (parts[0].shape[0], _WIDTH)
     largest = jnp.full(narrow, MASK_VALUE, jnp.float32)
@@ -285,6 +326,8 @@ def _sums(parts, label, to_base_2, keep=None):
     for i, z in enumerate(parts):
         shifted = z * to_base_2 - logits.along(row_max, z.shape)
         exps = jnp.exp2(shifted)
+        if rounded:
+            exps = exps.astype(jnp.bfloat16).astype(jnp.float32)
         if keep is not None:
             keep(i, exps)
         terms = exps, exps * shifted, exps * exps

@@ -51,9 +51,19 @@ class Env:
         return Extent(n_rows, n_tiles, n_steps, first_tile)
 
     @property
+    def in_8_bits(self) -> bool:
+        """Whether the factors are int8 (`kernels.int8_factors`)."""
+        return self.dtype == np.int8
+
+    @property
+    def exps_dtype(self) -> np.dtype:
+        """Of stored exponentials."""
+        return np.dtype(jnp.bfloat16) if self.in_8_bits else self.dtype
+
+    @property
     def bias_correction(self) -> float:
         """Factor that corrects h Wᵀ for the mean truncation of its sums."""
-        return 1 + TRUNCATION_BIAS * self.depth
+        return 1 if self.in_8_bits else 1 + TRUNCATION_BIAS * self.depth
 
     @property
     def n_tiles(self) -> int:

@@ -33,11 +33,16 @@ class Product:
     """Static facts of a launch that computes lhs [M, K] · rhs [K, N], tile by tile."""
 
     tiles: Tiles
-    dtype: np.dtype  # of both factors, 16 bits
+    dtype: np.dtype  # of both factors: 16 bits, or int8
     lhs: Literal["mk", "km"]  # its axes in memory order
     rhs: Literal["kn", "nk"]
     n_blocks: int
     splits: int = 1  # parts of K, each of which is summed by itself
+
+    @property
+    def sums_dtype(self) -> np.dtype:
+        """Of the accumulators."""
+        return np.dtype(np.int32 if self.dtype == np.int8 else np.float32)
 
     def launch(self) -> dict:
         """Arguments of the launch: one block per SM, one warpgroup that loads."""
@@ -277,7 +282,7 @@ def multiply(product: Product, extent: Extent, ring: Ring, step, epilogue) -> An
 
     @functools.partial(
         pl.run_scoped,
-        acc_ref=plgpu.WGMMAAccumulatorRef((t.rows, t.columns), jnp.float32),
+        acc_ref=plgpu.WGMMAAccumulatorRef((t.rows, t.columns), product.sums_dtype),
     )
     def accumulated(acc_ref):
         acc_ref = lax.fori_loop(0, extent.n_steps, stage, acc_ref)

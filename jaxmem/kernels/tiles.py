@@ -26,6 +26,7 @@ class Tiles:
         stored_bytes: bytes of one stored number, 4 at most.
         slots: SMEM buffers of the stores.
         cluster: blocks, each with its own rows, that load W once by multicast.
+        operand_bytes: bytes of one number of the factors.
     """
 
     rows: int = 64
@@ -38,6 +39,7 @@ class Tiles:
     stored_bytes: int = 2
     slots: int = 1
     cluster: int = 1
+    operand_bytes: int = 2
 
     def __post_init__(self):
         if self.rows != 64:
@@ -88,7 +90,13 @@ class Tiles:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one block, for operands of 16 bits."""
-        ring = self.stages * (self.block_rows + self.columns) * self.depth * 2
+        """Shared memory of one block."""
+        stage = (self.block_rows + self.columns) * self.depth * self.operand_bytes
         out = self.slots * self.block_rows * self.stored * self.stored_bytes
-        return ring + out + _SMALL_BYTES
+        # Channels that 8 bits do not hold, which each warpgroup has.
+        wide = (
+            N_COMPUTE * (self.rows + self.columns) * 32
+            if self.operand_bytes == 1
+            else 0
+        )
+        return self.stages * stage + out + wide + _SMALL_BYTES

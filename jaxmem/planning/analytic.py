@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from jaxmem.core import eight_bits
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.head import HeadConfig
 from jaxmem.planning import table
@@ -29,6 +30,8 @@ def sizes(programs: Programs) -> dict[str, int]:
 def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
     """Bytes of a chunk's logits and their derivative, (8 + b)·C·V.
 
+    A forward pass in 8 bits has a copy of the head besides.
+
     Args:
         model: of the decoder.
         head: its options; if it is not fused, C is the number of all tokens.
@@ -41,7 +44,10 @@ def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
     fused = head.logits == "fused"
     chunk = head.chunk if fused and isinstance(head.chunk, int) else None
     item = jnp.dtype(model.dtype).itemsize
-    return (8 + item) * min(tokens, chunk or tokens) * model.vocab_size
+    logits = (8 + item) * min(tokens, chunk or tokens) * model.vocab_size
+    in_8_bits = head.sample is not None and head.sample.forward == "int8"
+    copy = eight_bits.copy_bytes(model.vocab_size, model.hidden) if in_8_bits else 0
+    return logits + copy
 
 
 def text(programs: Programs, device: str) -> str:

@@ -222,6 +222,28 @@ def test_a_loop_of_micro_batches_rounds_W_once(optimized):
     assert len(made.findall(entry)) == 1 and not made.search(loops)
 
 
+@pytest.mark.parametrize("verb", ["logprobs", slow("token_loss")])
+def test_memory_as_documented(verb, optimized):
+    n, d, v, k, chunk = 1024, 32, 8192, 16, 64
+
+    def loss(h, W, y, key):
+        options = {"chunk": chunk, "gradient": Sample(k, "int8"), "key": key}
+        return VERBS[verb](h, W, y, jnp.ones(y.shape), **options)[0]
+
+    operands = [
+        jax.ShapeDtypeStruct((n, d), jnp.bfloat16),
+        jax.ShapeDtypeStruct((v, d), jnp.bfloat16),
+        jax.ShapeDtypeStruct((n,), jnp.int32),
+        jax.eval_shape(lambda: KEY),
+    ]
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(*operands).compile()
+    temp = program.memory_analysis().temp_size_in_bytes
+    forward = 4 * chunk * v * (2 + 2 / 16) + 512 * chunk * k
+    copy = eight_bits.copy_bytes(v, d)
+    assert temp < 1.1 * (forward + 4 * v * d + copy + 12 * n * k + 24 * n * (k + 1))
+    assert temp > 4 * chunk * v + copy
+
+
 SOFTCAP = jaxmem.Head(problem()[1], softcap=30.0)
 BIAS = jaxmem.Head(problem()[1], bias=jnp.zeros(V))
 
@@ -253,6 +275,32 @@ def test_a_divergence_and_a_split_vocabulary_are_refused():
     split = jaxmem.sharding.parallel(jaxmem.logprobs, mesh, vocab="v")
     with pytest.raises(NotImplementedError, match="the whole vocabulary"):
         split(h, W, y, gradient=INT8, key=KEY)
+
+
+@pytest.mark.parametrize("verb", ["token_loss", slow("logprobs")])
+def test_over_devices_that_share_the_tokens(verb):
+    mesh = jax.make_mesh((2,), ("t",), axis_types=(jax.sharding.AxisType.Auto,))
+    h, W, y, g = (np.tile(x, (50,) + (1,) * (x.ndim - 1)) if x.shape[0] == N else x
+                  for x in problem())  # fmt: skip
+
+    def gradients(public, **options):
+        def loss(h, W):
+            if verb == "logprobs":
+                return jnp.sum(g * public(h, W, y, **options))
+            return public(objective, h, W, y, g, normalizer=1, **options)[0]
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(h, W)
+
+    public = getattr(jaxmem, verb)
+    split = jaxmem.sharding.parallel(public, mesh, tokens="t")
+    value, got = gradients(split, gradient=INT8, key=KEY)
+    exact, want = gradients(public)
+    assert 0 < abs(value - exact) < 2e-3 * abs(exact)
+    mean = np.float64(got[0]).reshape(50, N, D).mean(0)
+    size = np.linalg.norm(np.float64(want[0][:N]))
+    assert np.linalg.norm(mean - np.float64(want[0][:N])) < 0.1 * size
+    far = np.linalg.norm(np.float64(got[1]) - np.float64(want[1]))
+    assert far < 0.1 * np.linalg.norm(np.float64(want[1]))
 
 
 @pytest.mark.parametrize("forward", ["int4", None, 8])

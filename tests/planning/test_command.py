@@ -5,7 +5,9 @@ import json
 import pytest
 
 from jaxmem import cli, devices
-from jaxmem.planning import command, roofline, search
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.head import HeadConfig
+from jaxmem.planning import analytic, command, roofline, search
 from jaxmem.planning.accounts import Account
 from jaxmem.train import configuration
 from jaxmem.train.jobs import dpo, job_of, sft
@@ -223,6 +225,15 @@ def test_without_a_compiler_json_is_json(words, capsys, monkeypatch):
     sizes = made["bytes_by_shapes_alone"]
     weights = "weights" if words[0] == SCORE else "trained weights"
     assert sizes[weights] > 0 and sizes["the head"] > 0
+
+
+def test_shapes_have_the_copy_of_a_head_in_8_bits():
+    model = ModelConfig(vocab_size=1000, hidden=64)
+    sizes = [
+        analytic.head_bytes(model, HeadConfig(gradient=("sample", 8, forward)), 128)
+        for forward in ("exact", "int8")
+    ]
+    assert sizes[1] - sizes[0] == 1000 * (64 + 4 + 32)
 
 
 def test_scoring_without_a_compiler_says_what_shapes_say(capsys, monkeypatch):
