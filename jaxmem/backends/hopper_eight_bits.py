@@ -6,7 +6,6 @@ computes their logits in 16 bits. The backward pass is that of `hopper_sampled`.
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +26,7 @@ def forward(
     from jaxmem.kernels import int8_factors, sampled_logits, sampled_select
     from jaxmem.kernels.forward import others_and_exps
 
-    head: Any = backend_operands.cast(spec, source)
+    head = source.cast(spec)
     W, sampling = int8_factors.padded(shared.W), hopper_sampled.sampling_of(spec)
     starts = xla_sampled.starts_of(spec, sampling, rows)
     size = block_sizes.whole(min(rows.labels.shape[0], spec.chunk))
