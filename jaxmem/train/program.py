@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx, traverse_util
 from rich.console import Console
@@ -17,6 +18,7 @@ from jaxmem.core.report import report
 from jaxmem.data.documents import Batch
 from jaxmem.models import balance
 from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.lora import adapters_of
 from jaxmem.models.own import LanguageModel
 from jaxmem.models.partitioning import Layout
@@ -123,6 +125,12 @@ class DecoderProgram:
         """Shapes of the hidden states of tokens [B, T], without their places."""
         model = self.model_config
         return jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype)
+
+    def step_numbers(self, head: HeadConfig, number: int | None = None) -> tuple:
+        """What follows on a step's batch: its number, or its shape, if it draws."""
+        shape = self.layout.whole(jax.ShapeDtypeStruct((), jnp.uint32))
+        drawn_by = (shape if number is None else np.uint32(number),)
+        return () if head.sample is None else drawn_by
 
     def new_model(self) -> LanguageModel:
         """The model with initial weights from the seed."""

@@ -44,10 +44,11 @@ class DpoJobConfig(JobConfig):
                 "data.streaming=True must stay False for run.job='dpo', which keeps "
                 "every pair's reference in memory"
             )
-        if self.head.sample is not None:
+        sample = self.head.sample
+        if sample is not None and sample.forward != "exact":
             raise ValueError(
-                f"head.gradient={self.head.gradient} must not sample for "
-                "run.job='dpo', which takes exact gradients"
+                f"head.gradient={self.head.gradient} must have an exact forward pass "
+                "for run.job='dpo', whose reference and evaluations are exact"
             )
 
 

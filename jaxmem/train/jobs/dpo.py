@@ -17,6 +17,7 @@ import numpy as np
 
 import jaxmem
 from jaxmem.base import files, processes
+from jaxmem.core.random_streams import Stream
 from jaxmem.data.pairs import Pair, PairBatch, PairBatches, batch_of, fingerprint
 from jaxmem.models import balance
 from jaxmem.models.partitioning import as_stored
@@ -62,13 +63,14 @@ class Program(DecoderProgram):
         """Return ln p of both answers of each pair [B, 2], sums or means of tokens."""
         return self._read(params, frozen, batch)[0]
 
-    def _read(self, params: Any, frozen: Any, batch: PairBatch):
-        """Ln p of answers, and what routers did."""
+    def _read(self, params: Any, frozen: Any, batch: PairBatch, key: Any = None):
+        """Ln p of answers, and what routers did; gradients sampled, if key is given."""
         model = self.model(params, frozen)
         given = batch.tokens, batch.segment_ids, batch.positions
         hidden, routed = model.routed(*given)
         if self.config.head.logits == "fused":
-            each = model.head.logprobs(hidden, batch.labels)
+            gradient = None if key is None else self.config.head.sample
+            each = model.head.logprobs(hidden, batch.labels, gradient=gradient, key=key)
         else:
             each = jaxmem.logprobs_from_logits(model.head(hidden), batch.labels, None)
         sums = each.sum(-1)
@@ -89,13 +91,18 @@ class Program(DecoderProgram):
         """See `DecoderProgram`."""
         self.trace_logprobs()
 
-    def _gradients(self, params: Any, frozen: Any, batches: PairBatch):
+    def _gradients(
+        self, params: Any, frozen: Any, batches: PairBatch, number: Any = None
+    ):
         """Gradients of a step, and its numbers, one micro-batch alive at a time."""
         count = self.config.run.accumulate * self.config.data.batch_size
         all_read = jnp.maximum(jnp.sum(batches.segment_ids > 0), 1)
 
-        def loss(params: Any, batch: PairBatch):
-            logprobs, routed = self._read(params, frozen, batch)
+        def loss(params: Any, batch: PairBatch, index: jax.Array):
+            key = None
+            if number is not None:
+                key = Stream.GRADIENTS.key(self.config.run.seed, number, index)
+            logprobs, routed = self._read(params, frozen, batch, key)
             reference = batch.reference.sum(-1).reshape(-1, 2)
             losses, statistics = pair_losses(self.config.dpo, logprobs, reference)
             sums = {name: jnp.sum(x) / count for name, x in statistics.items()}
@@ -105,19 +112,21 @@ class Program(DecoderProgram):
             cost = balance.with_loss(sums["loss"], routed, self.model_config, share)
             return cost, (sums, routed)
 
-        def add(sums: Any, batch: PairBatch):
-            (_, seen), slopes = jax.value_and_grad(loss, has_aux=True)(params, batch)
+        def add(sums: Any, given: Any):
+            (_, seen), slopes = jax.value_and_grad(loss, has_aux=True)(params, *given)
             return add_in_float32(sums, (seen, as_stored(slopes))), None
 
         names = [*NUMBERS, "tokens", "loss"]
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         seen = dict.fromkeys(names, jnp.zeros(())), balance.nothing(self.model_config)
         start = seen, as_stored(zeros)
-        ((numbers, routed), slopes), _ = jax.lax.scan(add, start, batches)
+        indices = jnp.arange(len(batches.labels), dtype=jnp.uint32)
+        sums, _ = jax.lax.scan(add, start, (batches, indices))
+        (numbers, routed), slopes = sums
         return slopes, numbers if routed is None else numbers | {"routed": routed}
 
-    def _step(self, state: TrainState, frozen: Any, batches: PairBatch):
-        slopes, statistics = self._gradients(state.params, frozen, batches)
+    def _step(self, state: TrainState, frozen: Any, batches: PairBatch, *number: Any):
+        slopes, statistics = self._gradients(state.params, frozen, batches, *number)
         state, norm = update(self.optimizer, state, slopes)
         return state, statistics | {"grad_norm": norm}
 
@@ -139,7 +148,8 @@ class Program(DecoderProgram):
         )
         batches = self.batch(self.config.run.accumulate)
         with self.layout.context():
-            return jitted.trace(given, self.frozen_shapes, batches)
+            number = self.step_numbers(self.config.head)
+            return jitted.trace(given, self.frozen_shapes, batches, *number)
 
     def compile_step(self) -> jax.stages.Compiled | StreamedStep:
         """Compile the train step from shapes alone; the state given is consumed."""
@@ -262,7 +272,8 @@ class Dpo(Job, name="dpo"):
         taken = [next(self.batches) for _ in range(config.run.accumulate)]
         batches = PairBatch(*(np.stack(x) for x in zip(*taken, strict=True)))
         batches = self.program.layout.place(batches)
-        state, numbers = self._compiled(state, self.frozen, batches)
+        drawn_by = self.program.step_numbers(config.head, number)
+        state, numbers = self._compiled(state, self.frozen, batches, *drawn_by)
         return state, lambda: self._read(number, numbers, start)
 
     def _read(self, number: int, numbers: dict, start: float) -> PreferenceMetrics:

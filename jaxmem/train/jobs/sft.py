@@ -203,12 +203,6 @@ class Program(DecoderProgram):
             numbers = self.step_numbers(head)
             return jitted.trace(given, self.frozen_shapes, batch, *numbers)
 
-    def step_numbers(self, head: HeadConfig, number: int | None = None) -> tuple:
-        """What follows on a step's batch: its number, or its shape, if it draws."""
-        shape = self.layout.whole(jax.ShapeDtypeStruct((), jnp.uint32))
-        drawn_by = (shape if number is None else np.uint32(number),)
-        return () if head.sample is None else drawn_by
-
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilisation (`jaxmem.train.mfu`); None on an unknown device."""
         mesh = self.layout.mesh

@@ -155,6 +155,19 @@ def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatc
         train("run.steps=9")
 
 
+@pytest.mark.usefixtures("one_program")
+def test_gradients_are_sampled_by_seed_and_step():
+    few = "run.steps=2", "eval.every=None", "run.checkpoint_every=None"
+    sampled = 'head.gradient=("sample", 4)'
+    exact, _ = train(*few, "run.out_dir=exact")
+    runs = [train(*few, sampled, f"run.out_dir={name}")[0] for name in "ab"]
+    (first, second), again = (run.history for run in runs)
+    assert [s.grad_norm for s in again] == [first.grad_norm, second.grad_norm]
+    assert first.loss == exact.history[0].loss  # log-probabilities stay exact
+    assert first.grad_norm != exact.history[0].grad_norm
+    assert first.grad_norm == pytest.approx(exact.history[0].grad_norm, rel=0.5)
+
+
 def load(**changes):
     config = DataConfig(
         **{"source": "pairs.jsonl", "sequence_length": 16, "batch_size": 2} | changes
@@ -239,6 +252,10 @@ def test_conversations_share_their_start(tmp_path):
     [
         (["model.checkpoint=None"], "run.job='dpo' needs model.checkpoint"),
         (["data.streaming=True"], "data.streaming=True must stay False for run.job="),
+        (
+            ['head.gradient=("sample", 4, "int8")'],
+            "must have an exact forward pass for run.job='dpo'",
+        ),
         (["dpo.beta=0.0"], "dpo.beta must be above 0"),
         (["dpo.label_smoothing=0.5"], "dpo.label_smoothing must be"),
         (["dpo.loss=hinge"], "dpo.loss must be 'sigmoid' or 'ipo' or 'ipo_mean'"),
