@@ -80,6 +80,8 @@ def backward(
         return accumulate(spec, head, row_ids, dz, sums)
 
     sums = for_active_chunks(spec.chunk, rows.active, chunk, zero_sums(spec, head))
+    if spec.shards:
+        sums = sum_over_shards(spec, sums)
     return rounded(spec, sums, trained(spec, source))
 
 

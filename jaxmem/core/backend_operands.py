@@ -166,12 +166,10 @@ def unpadded(total, primal):
 
 
 def rounded(spec: Spec, totals, primals) -> Any:
-    """Cotangents over all shards, without padding, in the dtypes of the primals.
+    """Cotangents without padding, in the dtypes of the primals.
 
     Hidden's stays in the dtype of the sums if it is one term of a sum over groups.
     """
-    if spec.shards:
-        totals = sum_over_shards(spec, totals)
     cotangents = jax.tree.map(_rounded, totals, primals)
     if spec.shard_columns:
         return cotangents._replace(hidden=totals.hidden)
