@@ -234,7 +234,7 @@ def test_sampled_gradients_on_two_are_sent_beside_a_kernel(split, kinds):
 
 def test_experts_store_what_is_routed_and_multiply_what_is_trained():
     tokens, groups, chosen, hidden, ff = 2048, 16, 4, 512, 256
-    run = Expert("bfloat16", "silu", None, False, 1.0)
+    run = Expert("bfloat16", "silu", None, False, 1.0, False)
 
     def loss(weights, x, scale, choice):
         out = grouped.apply(run, weights, x, choice, scale)

@@ -144,7 +144,7 @@ class ModelConfig:
     query_growth: float | None = None
     # those of unrotated layers by 1 + this ln(1 + (p + 1) // unrotated_growth_length)
     unrotated_growth: float | None = None
-    unrotated_growth_length: int = 8192
+    unrotated_growth_length: int = 8192  # positions of a step of that growth
     # kinds of layers, cycled: "global" attends to its document, "local" to a window,
     # "chunked" to its chunk of the document, "unrotated" is global without rotary
     # embedding

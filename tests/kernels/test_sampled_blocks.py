@@ -55,9 +55,10 @@ def test_each_column_is_kept_as_often_as_its_probability_says(peak, rows_interpr
     density = sampled_blocks.Density(
         density, (jnp.tile(z, (n, 1)),), rows=(jnp.zeros(n) + np.log(np.exp(z).sum()),)
     )
-    columns_kept, kept = sampled_blocks.select(
+    entries = sampled_blocks.select(
         sampling, density, jnp.tile(bounds, (n, 1)), width, starts
     )
+    columns_kept, kept = entries.columns, entries.p
     counts = np.bincount(np.asarray(columns_kept).reshape(-1), minlength=columns + 1)
     np.testing.assert_allclose(counts[:columns], units / sampling.one * n, atol=1.01)
     kept, columns_kept = np.asarray(kept), np.asarray(columns_kept)

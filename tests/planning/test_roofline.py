@@ -122,7 +122,7 @@ def test_kernels_of_experts_cost_what_full_tiles_do(fake, monkeypatch):
             ((tokens, chosen), jnp.float32),
         )
     )  # fmt: skip
-    run = Expert("bfloat16", "silu", None, False, 1.0)
+    run = Expert("bfloat16", "silu", None, False, 1.0, False)
 
     def forward(weights, x, choice, scale):
         return grouped.apply(run, weights, x, choice, scale).sum()

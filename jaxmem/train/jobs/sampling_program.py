@@ -176,7 +176,8 @@ class SamplingProgram(AccumulatedProgram):
         """Shapes of the cache that is kept from turn to turn, with their places."""
 
         def start(params, frozen, prompts, lengths):
-            keys = row_keys(jax.random.key(0), jnp.arange(len(lengths)))
+            key = self._key(jnp.zeros((), jnp.uint32))  # only shapes are asked for
+            keys = row_keys(key, jnp.arange(len(lengths)))
             model = self.model(params, frozen)
             return sampler.start(model, prompts, lengths, keys).cache
 
