@@ -191,7 +191,7 @@ def test_blocks_of_the_vocabulary_take_less_where_tokens_are_many(n_blocks):
 
 @pytest.mark.parametrize("axis", AXES)
 def test_training_steps_on_two(axis):
-    config = test_mesh_gpu.config_of(axis)
+    config = test_mesh_gpu.config_of(test_mesh_gpu.MODEL, axis)
     with devices.target("h200", 2):
         program = sft.Program(config, config.model.vocab_size, packed=False)
         text = program.compile_step(config.head).as_text()
