@@ -30,10 +30,10 @@ def random_model(sizes):
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, sizes.dtype))
     with torch.device(DEVICE):
-        made = transformers.AutoModelForCausalLM.from_config(
+        network = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="sdpa"
         )
-    return made.eval()
+    return network.eval()
 
 
 def seconds(run) -> float:

@@ -74,14 +74,14 @@ def liger_native() -> Call:
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl", init_method=group, rank=0, world_size=1
     )
-    made: list[tuple[int, ...]] = []
+    prepared: list[tuple[int, ...]] = []
 
     def call(h, W, y):
-        if not made:  # room for the first problem, of one shape in this process
+        if not prepared:  # room for the first problem, of one shape in this process
             sizes = FusedLinearCrossEntropyConfig(*h.shape, len(W))
             configured = configure(device=torch.device("cuda", 0), flsce=sizes)
             assert configured, "its frontend would fall back to Triton"
-            made.append(h.shape)
+            prepared.append(h.shape)
         return {"logprob": -tp.apply(h, W, y, torch.distributed.group.WORLD)}
 
     return call

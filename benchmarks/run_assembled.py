@@ -36,8 +36,8 @@ def program(kernel: str, shape):
             env = Env(tiles, n, d, v, v, "vd", h.dtype, None, 132)
             exps = functools.partial(forward.statistics_and_exps, env, tile_sums=True)
             return exps(h, W, y, jnp.full(1, n, jnp.int32))
-        made, operands = tuning._program(kernel, shape, h, W, y)
-        return made(tiles)(*operands)
+        with_tiles, operands = tuning.program_of(kernel, shape, h, W, y)
+        return with_tiles(tiles)(*operands)
 
     return run
 
@@ -64,16 +64,12 @@ def assembled(kernel: str, shape, folder: pathlib.Path) -> dict:
     }  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    made.add_argument("--shape", default="1024,4096,151936")
-    made.add_argument("--code", default="now", help="which code this is, for the CSV")
-    made.add_argument("--out", default="assembled.csv")
-    return made
-
-
 def main(arguments=None) -> None:
-    asked = parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="1024,4096,151936")
+    parser.add_argument("--code", default="now", help="which code this is, for the CSV")
+    parser.add_argument("--out", default="assembled.csv")
+    asked = parser.parse_args(arguments)
     shape = tuple(map(int, asked.shape.split(",")))
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     facts = {"device": "H200, absent", **versions, "date": results.today()}

@@ -8,12 +8,11 @@ sampler's own loop with a tiny model; lengths are given instead of sampled, a hu
 of those meant. They are lognormal with a deviation of 0.8: 75% are below 8,192 tokens,
 and all end at 16,384, as in Open R1's second update (huggingface.co/blog/open-r1). How
 much alike those of a prompt are is not published: `alike` is the share of the variance
-of their logarithms that is the prompt's. "busy" counts the slots that are decoded, a
-quarter of them at the end; "busy_of_all" counts all of them in every step, as the ways
-beside it do: without refilling, in the order of the rollout, longest first, which would
-need to know lengths before, and with all rows advancing alike, which would need a cache
-of each. The second command times a model of these sizes with random weights, refilled
-and in parts of as many rows as slots; it divides lengths by a scale.
+of their logarithms that is the prompt's. Beside it: without refilling, in the order of
+the rollout, longest first, which would need to know lengths before, and with all rows
+advancing alike, which would need a cache of each. The second command times a model of
+these sizes with random weights, refilled and in parts of as many rows as slots; it
+divides lengths by 32.
 """
 
 import argparse
@@ -50,7 +49,7 @@ def lengths_of(rng, prompts, alike, scale):
 
 
 def decode(model, lengths, slots, most, width=1):
-    """Steps before each row's first token, and tokens; rows end at these lengths."""
+    """Steps of the sampler's loop, and tokens; rows end at these lengths."""
     rows = len(lengths)
     nothing = jnp.zeros((rows, most))
     nothing = Drawn(nothing.astype(jnp.int32), nothing.astype(bool), nothing, None)
@@ -66,12 +65,12 @@ def decode(model, lengths, slots, most, width=1):
     unroll = jax.default_backend() == "gpu"
     loop = refill.Refill(nnx.split(model), given, slots, most, draw, unroll)
     decoded = loop.run(nothing)
-    return decoded.starts, decoded.drawn.tokens
+    return jnp.max(decoded.starts + decoded.lengths) - 1, decoded.drawn.tokens
 
 
 @jax.jit(static_argnums=1)
 def refilled(lengths, slots):
-    """Starts of `decode` by a tiny model."""
+    """Steps of `decode` by a tiny model."""
     model = Decoder(SIZES, rngs=nnx.Rngs(0))
     return decode(model, lengths, slots, LIMIT // SCALE)[0]
 
@@ -92,16 +91,13 @@ def timed(name, slots, alike, scale, overrides):
     for way, parts in (("refilled", [lengths]), ("parts", np.split(lengths, TIMES))):
         jax.block_until_ready(run(held, np.full_like(parts[0], 2)))
         start = time.perf_counter()
-        starts = [jax.device_get(run(held, part)[0]) for part in parts]
+        steps = sum(int(jax.device_get(run(held, part))[0]) for part in parts)
         seconds = time.perf_counter() - start
-        pairs = [*zip(starts, parts, strict=True)]
-        steps = sum(int((begun + part).max()) - 1 for begun, part in pairs)
-        run_slots = sum(refill.decoded_slots(*pair, slots) for pair in pairs)
         yield {
             "config": name, "way": way, "slots": slots, "completions": len(lengths),
             "alike": alike, "longest": most, "prompt_tokens": width,
             "tokens": int(lengths.sum()), "steps": steps,
-            "busy": f"{(lengths - 1).sum() / run_slots:.3f}",
+            "busy": f"{(lengths - 1).sum() / (slots * steps):.3f}",
             "seconds": f"{seconds:.2f}",
             "tokens_per_second": round(lengths.sum() / seconds),
         }  # fmt: skip
@@ -135,17 +131,14 @@ def measure(slots, alike, repetitions):
     for seed in range(repetitions):
         rng = np.random.default_rng(seed)
         lengths = lengths_of(rng, TIMES * slots // GROUP, alike, SCALE)
-        starts = np.asarray(refilled(lengths, slots))
         steps = (
-            int((starts + lengths).max()) - 1, together(lengths, slots),
+            int(refilled(lengths, slots)), together(lengths, slots),
             in_order(lengths, slots), in_order(-np.sort(-lengths), slots),
             advancing_alike(lengths, slots),
         )  # fmt: skip
-        of_all = slots * np.array(steps)
-        run_slots = [refill.decoded_slots(starts, lengths, slots), *of_all]
-        shares.append((lengths - 1).sum() / np.array(run_slots))
+        shares.append((lengths - 1).sum() / (slots * np.array(steps)))
     names = (
-        "busy", "busy_of_all", "busy_without", "busy_in_order", "busy_longest_first",
+        "busy", "busy_without", "busy_in_order", "busy_longest_first",
         "busy_advancing_alike",
     )  # fmt: skip
     means = np.mean(shares, axis=0)
@@ -167,12 +160,11 @@ def main(arguments=None):
     parser.add_argument("--slots", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--out", default="refill_cpu.csv")
     parser.add_argument("--timed", metavar="CONFIG", help="sizes of a real model")
-    parser.add_argument("--scale", type=int, default=32, help="of a real model")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
     rows = []
     if given.timed:
-        case = given.timed, given.slots[0], 0.5, given.scale, given.overrides
+        case = given.timed, given.slots[0], 0.5, 32, given.overrides
         rows = [*map(printed, timed(*case))]
         print("wrote", results.write(given.out, rows))
         return

@@ -41,8 +41,8 @@ def weights():
 def decoder(dtype, state):
     """With the same weights, in another type."""
     sizes = dataclasses.replace(SIZES, dtype=dtype)
-    made = nnx.eval_shape(lambda: Decoder(sizes, policy=None, rngs=nnx.Rngs(0)))
-    definition, shapes = nnx.split(made)
+    abstract = nnx.eval_shape(lambda: Decoder(sizes, policy=None, rngs=nnx.Rngs(0)))
+    definition, shapes = nnx.split(abstract)
     nnx.replace_by_pure_dict(shapes, state)
     return nnx.merge(definition, shapes)
 
@@ -59,9 +59,9 @@ def sampled(model, rows, tokens):
         sampler = sampling.Sampler(config, (), 0, records=True)
         return sampler.complete(model, prompts, lengths, key)
 
-    made = jax.device_get(draw(model, jax.random.key(0)))
-    whole = np.concatenate([prompts, made.tokens], axis=1)
-    return whole, made.logprobs, made.routes[:, : PROMPT + tokens - 1]
+    samples = jax.device_get(draw(model, jax.random.key(0)))
+    whole = np.concatenate([prompts, samples.tokens], axis=1)
+    return whole, samples.logprobs, samples.routes[:, : PROMPT + tokens - 1]
 
 
 @jax.jit

@@ -96,15 +96,15 @@ def _negative(stats):
 def paths_of(shape, sweep: bool, forward: str = "exact") -> dict[str, Path]:
     """By name; the exact ones first. With int8 few of them, and that beside K alone."""
     if forward == "int8":
-        made = [
+        paths = [
             Path("logprobs", wanted=None),
             Path("logprobs"),
             Path("logprobs", SLOTS),
             Path("logprobs", SLOTS, wanted=None, forward=forward),
             Path("logprobs", SLOTS, forward=forward),
         ]
-        return {path.name: path for path in made}
-    made = [
+        return {path.name: path for path in paths}
+    paths = [
         Path("logprobs", wanted=None),
         Path("logprobs"),
         Path("token_loss"),
@@ -114,10 +114,10 @@ def paths_of(shape, sweep: bool, forward: str = "exact") -> dict[str, Path]:
         Path("logprobs", SLOTS, frozen=True),
     ]
     if shape != MAIN:
-        made = [path for path in made if path != Path("token_loss", SLOTS)]
+        paths = [path for path in paths if path != Path("token_loss", SLOTS)]
     if sweep:
-        made += [Path("logprobs", slots) for slots in SWEEP]
-    return {path.name: path for path in made}
+        paths += [Path("logprobs", slots) for slots in SWEEP]
+    return {path.name: path for path in paths}
 
 
 def rounded_weights(shape, h, W, y):

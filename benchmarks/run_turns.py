@@ -110,7 +110,7 @@ def play(case, weights, compiled, turns, keeps, clock):
     rows, reply_size = case.rows, case.reply
     said = np.zeros((rows, case.read(turns) + 1 - case.completion), np.int32)
     said[:, : case.prompt] = rng.integers(1, vocabulary, (rows, case.prompt))
-    end, made, cache, start = case.prompt, [], None, clock()
+    end, sampled, cache, start = case.prompt, [], None, clock()
     for turn in range(turns):
         lengths = np.full(rows, end, np.int32)
         if not keeps:
@@ -121,13 +121,13 @@ def play(case, weights, compiled, turns, keeps, clock):
             lengths = np.full(rows, 1 + reply_size, np.int32)
             news = said[:, end - 1 - reply_size : end]
             samples, cache = further(weights, cache, news, lengths)
-        made.append(np.asarray(samples.tokens))
+        sampled.append(np.asarray(samples.tokens))
         if turn < turns - 1:
             reply = rng.integers(1, vocabulary, (rows, reply_size))
             after = end + case.completion + reply_size
-            said[:, end:after] = np.concatenate([made[-1], reply], axis=1)
+            said[:, end:after] = np.concatenate([sampled[-1], reply], axis=1)
             end = after
-    return np.stack(made), clock() - start
+    return np.stack(sampled), clock() - start
 
 
 def measure(turns, repetitions, case, clock):

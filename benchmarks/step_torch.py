@@ -34,20 +34,22 @@ def build(model, length, mode):
     attention = "flex_attention" if "flex" in mode else "sdpa"
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        made = transformers.AutoModel.from_config(sizes, attn_implementation=attention)
-    made = made.to(torch.bfloat16).train()
+        network = transformers.AutoModel.from_config(
+            sizes, attn_implementation=attention
+        )
+    network = network.to(torch.bfloat16).train()
     if model.lora_rank:
-        adapt(made, model)
+        adapt(network, model)
     if mode.startswith("checkpoint"):
-        made.gradient_checkpointing_enable({"use_reentrant": False})
+        network.gradient_checkpointing_enable({"use_reentrant": False})
     # A layer's number is an attribute of it, for which torch may compile it again.
     torch._dynamo.config.recompile_limit = 4 * model.layers
-    for layer in made.layers if mode != "checkpoint" else []:
+    for layer in network.layers if mode != "checkpoint" else []:
         whole = mode.startswith("compiled")
         parts = [layer] if whole else [layer.self_attn, layer.mlp]
         for part in parts:
             part.compile()
-    return made
+    return network
 
 
 class Adapted(torch.nn.Module):
@@ -65,10 +67,10 @@ class Adapted(torch.nn.Module):
         return self.linear(x) + self.lora_b(self.lora_a(x)) * self.scale
 
 
-def adapt(made, model):
+def adapt(body, model):
     """Adapters of attention's projections, and nothing else that is trained."""
-    made.requires_grad_(False)
-    for layer in made.layers:
+    body.requires_grad_(False)
+    for layer in body.layers:
         for name in (f"{target[0]}_proj" for target in model.lora_targets):
             linear = getattr(layer.self_attn, name)
             adapted = Adapted(

@@ -92,7 +92,7 @@ def test_the_fastest_right_tiles_win_and_replace_their_entry(monkeypatch, tmp_pa
         return lambda t: lambda h: h * (2 if t.panel == 4 else 1), (h,)
 
     monkeypatch.setattr(tuning, "_compile", compile_all)
-    monkeypatch.setattr(tuning, "_program", program)
+    monkeypatch.setattr(tuning, "program_of", program)
     out = tmp_path / "tuned.json"
     older = {"kernel": "to_W", "device": "cpu", "depth": 64, "columns": 128,
              "layout": "vd", "tiles": {"panel": 32}}  # fmt: skip
@@ -129,7 +129,7 @@ def traced(kernel):
 
     h, W = jnp.ones((256, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16)
     y = jnp.zeros(256, jnp.int32)
-    program, operands = tuning._program(kernel, (256, 64, 512), h, W, y)
+    program, operands = tuning.program_of(kernel, (256, 64, 512), h, W, y)
     tiles = dataclasses.replace(tuned.DEFAULTS[kernel], panel=4)
     return jax.jit(program(tiles)).trace(*operands)
 
@@ -156,7 +156,7 @@ def test_tiles_that_were_lucky_once_are_not_chosen(monkeypatch, tmp_path):
         return lambda tiles: lambda h: h, (h,)
 
     monkeypatch.setattr(tuning, "_compile", compile_all)
-    monkeypatch.setattr(tuning, "_program", program)
+    monkeypatch.setattr(tuning, "program_of", program)
     out = tmp_path / "tuned.json"
     printed = list(bench.tune((256, 64, 128), ["to_W"], 1, out))
     assert printed[-1].startswith("to_W: no tiles better than the default")

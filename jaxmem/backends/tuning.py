@@ -75,7 +75,7 @@ def tune(
     head = tuned.Head(jax.devices()[0].device_kind, depth, columns, "vd")
     gemm = jax.jit(lambda h, W: h @ W.T).lower(h, W).compile()
     for kernel in kernels:
-        program, operands = _program(kernel, shape, h, W, y)
+        program, operands = program_of(kernel, shape, h, W, y)
         yield _tune_one(
             kernel, head, program, operands, functools.partial(gemm, h, W), stopwatch,
             repetitions,
@@ -174,7 +174,7 @@ def _same(results, want) -> bool:
     return all(map(bool, jax.tree.leaves(flags)))
 
 
-def _program(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple]:
+def program_of(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple]:
     """(tiles -> a function of arrays, the arrays) of a kernel with its usual shapes."""
     n, depth, columns = shape
 

@@ -292,6 +292,13 @@ def say_what_is_left_out(
             f"are not read; their {left} tensors are left out",
             stacklevel=1,
         )
+    left = len(set(naming.unread()).intersection(tensors))
+    if left:
+        warnings.warn(
+            f"{tensors.directory}: layers that reuse the keys and values of others do "
+            f"not read their own; {left} tensors of these are left out",
+            stacklevel=1,
+        )
 
 
 def reader(

@@ -98,8 +98,8 @@ def of_call(spec: Spec, source: Factors, rows: Rows) -> EightBits:
     x = jnp.where(rows.active[:, None], head.hidden, 0)
     of_hidden = _largest(_relative(x).at[of_W].set(-1))
     channels = jnp.concatenate([of_W, of_hidden])
-    made = rounded(W, of_W)
-    return EightBits(made._replace(wide=W[:, channels]), channels)
+    copy = rounded(W, of_W)
+    return EightBits(copy._replace(wide=W[:, channels]), channels)
 
 
 def rounded(x: jax.Array, channels: jax.Array) -> Rounded:

@@ -125,9 +125,9 @@ def from_literal(value: object) -> Gradient | None:
     if value is None:
         return None
     if isinstance(value, tuple) and value and value[0] in KINDS:
-        made = KINDS[value[0]]
-        if 2 <= len(value) <= 1 + len(dataclasses.fields(made)):
-            return made(*value[1:])
+        kind = KINDS[value[0]]
+        if 2 <= len(value) <= 1 + len(dataclasses.fields(kind)):
+            return kind(*value[1:])
     raise ValueError(
         'gradient must be None, ("recompute", blocks), ("sample", k) or '
         f'("sample", k, "int8"), got {messages.short(value)}'

@@ -88,14 +88,14 @@ def _pieces(depth) -> list[tuple[int, int, int]]:
     The parts of one size come one after the other. A last one that is less than a
     column for each thread begins earlier.
     """
-    made, at = [], 0
+    pieces, at = [], 0
     sizes = [n * _THREADS for n in (8, 4, 2, 1) if n <= _AT_ONCE and depth % n == 0]
     while at < depth:
         size = next((n for n in sizes if n <= depth - at), _THREADS)
         first = min(at, depth - size)
-        made.append((first, size, at - first))
+        pieces.append((first, size, at - first))
         at = first + size
-    return made
+    return pieces
 
 
 def _dots(pieces, columns, W_ref: Any, h_ref: Any, row):

@@ -122,16 +122,6 @@ def replaced(cache: Cache, row: jax.Array, other: Cache) -> Cache:
     )
 
 
-def rows_of(cache: Cache, rows: jax.Array) -> Cache:
-    """A cache of some rows [k] of another one."""
-    return cache._replace(
-        layers=jax.tree.map(lambda x: x[:, rows], cache.layers),
-        positions=cache.positions[rows],
-        lengths=cache.lengths[rows],
-        routes=jax.tree.map(lambda x: x[rows], cache.routes),
-    )
-
-
 def wrapped(cache: Cache, width: int) -> Cache:
     """A full cache whose next slot is the first one after prompts of that width.
 

@@ -404,12 +404,12 @@ def sights(
         magnitude = rope_magnitude(config, kind, by_pair)
         return rope_tables(positions, frequencies, magnitude)
 
-    made = [tables(kind)._replace(**_of_queries(config, kind, positions))
+    ropes = [tables(kind)._replace(**_of_queries(config, kind, positions))
             for kind in used_kinds(config)]  # fmt: skip
-    if len(made) == 1:
-        return lambda kind: (visible(kind), made[0])
+    if len(ropes) == 1:
+        return lambda kind: (visible(kind), ropes[0])
     # Index the tables where they are used: the loop would store each selection.
-    every = jax.tree.map(lambda *tables: jnp.stack(tables), *made)
+    every = jax.tree.map(lambda *tables: jnp.stack(tables), *ropes)
     return lambda kind: (visible(kind), every._replace(kind=kind))
 
 

@@ -2,9 +2,8 @@
 
 The next row is the first of a prompt that has no completion yet; then one of the prompt
 whose completions are the longest so far, because those of one prompt are alike and what
-is started last is waited for. When none waits and at most a quarter of the slots has a
-row, that quarter alone is decoded. A row's tokens depend neither on its slot nor on
-when it starts: random numbers belong to a row and to the number of its token.
+is started last is waited for. A row's tokens depend neither on its slot nor on when it
+starts: random numbers belong to a row and to the number of its token.
 """
 
 import dataclasses
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -92,12 +90,8 @@ class Refill:
         slots = Slots(none, jnp.zeros_like(none), cache, jnp.asarray(0, jnp.int32))
         zeros = jnp.zeros(count, jnp.int32)
         state = slots, Rows(nothing, zeros, zeros - 1, routes)
-        # One more than there are rows: the last one decodes when none waits.
-        state = lax.fori_loop(0, count + 1, lambda _, state: self._filled(state), state)
-        if few := few_slots(self.slots):
-            slots, rows = state
-            state = self._stepped((_narrowed(slots, few, count), rows), self._is_live)
-        return state[1]
+        state = lax.fori_loop(0, count, lambda _, state: self._filled(state), state)
+        return self._stepped(state, self._is_live)[1]
 
     @property
     def _count(self) -> int:
@@ -123,28 +117,23 @@ class Refill:
     def _is_live(self, state: State) -> jax.Array:
         return jnp.any(state[0].rows < self._count)
 
-    def _needs_all(self, state: State) -> jax.Array:
-        """Whether no slot is free for a row that waits, or many are in use."""
-        slots, rows = state
-        most = jnp.where(
-            jnp.any(rows.starts < 0), self.slots - 1, few_slots(self.slots)
-        )
-        return jnp.sum(slots.rows < self._count) > most
+    def _is_full(self, state: State) -> jax.Array:
+        return jnp.all(state[0].rows < self._count)
 
     def _stepped(self, state: State, while_: Callable[[State], jax.Array]) -> State:
         """Decode as long as something holds."""
         return lax.while_loop(while_, self._step, state)
 
     def _filled(self, state: State) -> State:
-        """Start one more row if one waits, as soon as a slot has none."""
-        slots, rows = self._stepped(state, self._needs_all)
+        """Start one more row, as soon as a slot has none."""
+        slots, rows = self._stepped(state, self._is_full)
         place = jnp.argmax(slots.rows == self._count)
         row = self._next(rows)[None]
-        hidden, cache = self._prefill(jnp.minimum(row, self._count - 1))
+        hidden, cache = self._prefill(row)
         routes = kv_cache.routes_by_place(cache)
 
         def put(all_: jax.Array, x: jax.Array) -> jax.Array:
-            return all_.at[row].set(x, mode="drop")
+            return all_.at[row].set(x)
 
         rows = rows._replace(
             starts=put(rows.starts, slots.step),
@@ -191,14 +180,13 @@ class Refill:
         return rows._replace(drawn=drawn, lengths=lengths), new.tokens, left
 
     def _next(self, rows: Rows) -> jax.Array:
-        """The number of the row to start; N if none waits."""
+        """The number of the row to start."""
         waits, most = rows.starts < 0, self.most
         longest = jax.ops.segment_max(
             jnp.where(waits, -1, rows.lengths), self._groups, self._count
         )[self._groups]
         urgency = jnp.where(longest < 0, most + 1, longest)
-        row = jnp.argmax(jnp.where(waits, urgency, -1))
-        return jnp.where(jnp.any(waits), row, self._count)
+        return jnp.argmax(jnp.where(waits, urgency, -1))
 
     @property
     def _groups(self) -> jax.Array:
@@ -207,32 +195,3 @@ class Refill:
         ids = jnp.where(jnp.arange(self._width) < lengths[:, None], ids, -1)
         differs = jnp.any(ids[1:] != ids[:-1], axis=1)
         return jnp.pad(jnp.cumsum(differs), (1, 0))
-
-
-def few_slots(slots: int) -> int:
-    """Slots that are decoded at the end, when no row waits: a quarter of them."""
-    return slots // 4
-
-
-def decoded_slots(starts: np.ndarray, lengths: np.ndarray, slots: int) -> int:
-    """Slots of all steps together, in use or not.
-
-    Args:
-        starts: [N] steps before each row's first token.
-        lengths: [N] tokens of each row.
-        slots: that were refilled.
-    """
-    ends = starts + np.maximum(lengths - 1, 0)
-    steps = ends.max() + 1
-    begun, over = (np.bincount(x, minlength=steps) for x in (starts, ends))
-    live = np.cumsum(begun - over)[:-1]
-    at_end = np.arange(steps - 1) >= starts.max()
-    narrow = at_end & (live <= few_slots(slots))
-    return int(np.where(narrow, few_slots(slots), slots).sum())
-
-
-def _narrowed(slots: Slots, few: int, none: int) -> Slots:
-    """Slots that have a row, `few` at most, in the order in which they stand."""
-    kept = jnp.argsort(slots.rows == none, stable=True)[:few]
-    cache = kv_cache.rows_of(slots.cache, kept)
-    return Slots(slots.rows[kept], slots.token[kept], cache, slots.step)

@@ -84,17 +84,6 @@ class Samples(NamedTuple):
         starts = 0 if self.starts is None else np.asarray(self.starts)
         return int((starts + np.asarray(self.lengths)).max()) - 1
 
-    def decoded_slots(self, slots: int) -> int:
-        """Slots of all these steps together, in use or not.
-
-        Args:
-            slots: completions that were decoded at a time, at most.
-        """
-        if self.starts is None:
-            return self.steps * slots
-        starts, lengths = np.asarray(self.starts), np.asarray(self.lengths)
-        return refill.decoded_slots(starts, lengths, slots)
-
 
 class Drawn(NamedTuple):
     """One token per row, arrays [B, ...]; or those of all steps, [R, B, ...]."""

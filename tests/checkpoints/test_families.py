@@ -228,6 +228,17 @@ def test_documents_choose_wavelengths_by_their_own_length(loaded):
         decoder(given[0], None, given[2])
 
 
+def test_keys_and_values_that_are_not_read_are_left_out(loaded, tmp_path):
+    decoder, config = loaded("gemma4_reuse")
+    target = tmp_path / "more"
+    checkpoints.save(target, decoder, like=config.path.parent)
+    tensors = safetensors.numpy.load_file(target / "model.safetensors")
+    tensors["model.layers.4.self_attn.k_proj.weight"] = np.zeros((32, 64), np.float32)
+    safetensors.numpy.save_file(tensors, target / "model.safetensors")
+    with pytest.warns(UserWarning, match="their own; 1 tensors of these are left out"):
+        checkpoints.load(target)
+
+
 def test_layers_of_further_tokens_are_left_out(loaded, tmp_path):
     decoder, config = loaded("glm4_moe")
     target = tmp_path / "more"

@@ -165,7 +165,7 @@ class Prompts:
         completions, samples = self._complete(params, asked, number)
         lengths = completions.lengths
         tokens = int(lengths.sum()) - len(lengths)
-        decoded = Decoded(tokens, samples.decoded_slots(self._program.slots))
+        decoded = Decoded(tokens, samples.steps * self._program.slots)
         observed: dict[str, Any] = {
             "response_length": float(lengths.mean()), "busy": decoded.busy,
         }  # fmt: skip

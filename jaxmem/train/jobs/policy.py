@@ -298,14 +298,14 @@ def correction(
         rollout: those of the sampler.
         where: [N, R] which count, one sequence a row; only some corrections need it.
     """
-    made, (low, high) = config._correction, config._bounds
-    assert made.weights is not None
-    bounds = {made.low: low, made.high: high}
+    chosen, (low, high) = config._correction, config._bounds
+    assert chosen.weights is not None
+    bounds = {chosen.low: low, chosen.high: high}
     options = {name: x for name, x in bounds.items() if name is not None}
-    if made.of_sequences:
+    if chosen.of_sequences:
         ids = jnp.ones(jnp.shape(old), jnp.int32)
-        return made.weights(old, rollout, ids, where=where, **options)
-    return made.weights(old, rollout, **options)
+        return chosen.weights(old, rollout, ids, where=where, **options)
+    return chosen.weights(old, rollout, **options)
 
 
 def _is_clipped(config, log_ratio, advantages):

@@ -78,6 +78,13 @@ class PolicyProgram(SamplingProgram):
         self.learning_rate = rollouts
         if config.grpo.share_prompts:
             branches.check(self.model_config, config.mesh.sequence)
+        limit = self.model_config.rope_limit
+        if config.grpo.prefix_cut is not None and limit and config.longest > limit:
+            raise ValueError(
+                f"grpo.prefix_cut={config.grpo.prefix_cut} must be None for sequences "
+                f"of up to {config.longest} tokens with model.rope_limit={limit}: one "
+                "that is cut would be rotated as a short one"
+            )
         if config.grpo.replay_routing:
             route_records.check(self.model_config)
         named = "grpo.prompts x grpo.group_size"

@@ -31,7 +31,7 @@ class Decoded(NamedTuple):
     """
 
     tokens: int  # of completions
-    slots: int  # of all steps together
+    slots: int  # steps times slots
 
     @property
     def busy(self) -> float | None:

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.ends import Ends
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.models import own, refill, route_records
+from jaxmem.models import own, route_records
 from jaxmem.models.kv_cache import Cache
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import (
@@ -280,10 +280,8 @@ class SamplingProgram(AccumulatedProgram):
             yield own.recomputation(config.sampling.max_new_tokens, row)
 
     def _cache_bytes(self) -> int:
-        """Bytes of states of a rollout's slots and its last ones, on one device."""
+        """Bytes of states of a rollout's slots on one device."""
         rows, mesh = self.slots, self.layout.sizes
-        if self._rollouts.config.sampling.slots is not None:
-            rows += refill.few_slots(rows)
         room = -(-self._room // 8) * 8
         definition, weights = nnx.split(self.abstract)
 

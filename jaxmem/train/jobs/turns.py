@@ -74,7 +74,7 @@ class Turns:
         made = jax.device_get(made)
         drawn = np.maximum(made.lengths - 1, 0)  # the last token is not read
         self._read = whole + drawn
-        self._slots += made.decoded_slots(program.slots)
+        self._slots += made.steps * program.slots
         self._tokens += int(drawn.sum())
         return made
 

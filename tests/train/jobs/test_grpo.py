@@ -770,7 +770,7 @@ def test_a_plan_counts_the_cache_of_the_slots():
         sizes.append(phase.parts["keys and values"])
         turns.append(phase.turns)
         assert phase.tokens == 32 * 3
-    assert sizes[0] / 32 == sizes[1] / (8 + 2) and turns == [2, 1]
+    assert sizes[0] == 4 * sizes[1] and turns == [2, 1]
 
 
 def test_a_vocabulary_below_the_task_s_is_refused(tmp_path):

@@ -120,3 +120,13 @@ def test_a_run_reads_prefixes_in_every_pass_and_is_the_same_again(
 def test_what_needs_whole_completions_is_refused(given, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
         GrpoConfig(**{"prefix_cut": 0.5, **given})
+
+
+def test_sequences_that_are_rotated_by_their_lengths_are_not_cut():
+    """Up to the limit, one that is cut is rotated as the whole one."""
+    rope = dict(rope_scaling="dynamic", rope_limit=4)
+    config = changed(LONG, model=rope, grpo=dict(prefix_cut=0.5))
+    expected = f"grpo.prefix_cut=0.5 must be None for sequences of up to {LONG.longest}"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        PolicyProgram(config)
+    PolicyProgram(changed(config, model=dict(rope_limit=LONG.longest)))
