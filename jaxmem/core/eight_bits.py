@@ -242,7 +242,7 @@ def _of_label(label_logit):
 
 
 def _relative_to(stats, row_max):
-    """The same statistics, of columns without the label's, with another maximum."""
+    """Statistics of columns without the label's, relative to another maximum."""
     shift = row_stats.finite(stats.max) - row_stats.finite(row_max)
     scale = jnp.exp(shift)
     return stats._replace(

@@ -85,7 +85,7 @@ def scaled(env: Env, sums: jax.Array, h_scale: jax.Array, smem) -> jax.Array:
 
 
 def _product(lhs, rhs, shape):
-    """Of a warpgroup's rows and some columns, in registers."""
+    """The product of a warpgroup's rows and some columns, in registers."""
 
     @functools.partial(
         pl.run_scoped, acc_ref=plgpu.WGMMAAccumulatorRef(shape, jnp.float32)

@@ -57,7 +57,7 @@ class Env:
 
     @property
     def exps_dtype(self) -> np.dtype:
-        """Of stored exponentials."""
+        """The dtype of stored exponentials."""
         return np.dtype(jnp.bfloat16) if self.in_8_bits else self.dtype
 
     @property

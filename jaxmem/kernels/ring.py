@@ -41,7 +41,7 @@ class Product:
 
     @property
     def sums_dtype(self) -> np.dtype:
-        """Of the accumulators."""
+        """The dtype of the accumulators."""
         return np.dtype(np.int32 if self.dtype == np.int8 else np.float32)
 
     def launch(self) -> dict:

@@ -18,7 +18,7 @@ class Choice(NamedTuple):
 
 
 def chosen(choice: Choice | None, is_wanted: bool) -> jax.Array | None:
-    """Of a layer's router; None where there is none, or it is not wanted."""
+    """The experts that a layer's router chose; None without one, or if unwanted."""
     return choice.chosen if is_wanted and choice is not None else None
 
 
