@@ -1,12 +1,9 @@
-"""The figures of sampled gradients: time against K, and what training reaches.
+"""The figure of sampled gradients: time against K.
 
     python -m benchmarks.plot_sampled --out sampled_h200.svg
-    python -m benchmarks.plot_sampled --training sampled_training_cpu.csv \
-        sampled_training_h100.csv --out sampled_training.svg
 
-The first reads `sampled_h200.csv` and, for other packages, `compare_h200.csv`; the
-second draws each run's held-out loss less that of the exact run with the same seed.
-Colours and greys are such that they read on a light page and on a dark one.
+It reads `sampled_h200.csv` and, for other packages, `compare_h200.csv`. Colours and
+greys are such that they read on a light page and on a dark one.
 """
 
 import argparse
@@ -15,7 +12,7 @@ import inspect
 from benchmarks import results
 from benchmarks.plot_head import GREY
 
-BLUE, GREEN, ORANGE, PINK = "#2f81f7", "#3fb950", "#db6d28", "#f778ba"
+BLUE, GREEN, ORANGE = "#2f81f7", "#3fb950", "#db6d28"
 MAIN, CHUNK = {"n": "8192", "d": "4096", "v": "151936"}, "1024"
 # (file, path, column, label, colour) of a horizontal line
 LEVELS = (
@@ -28,7 +25,6 @@ LEVELS = (
     ("sampled_h200.csv", "logprobs, exact, forward", "over_gemm",
      "jaxmem, forward only", GREY),
 )  # fmt: skip
-COLORS = {"scratch": BLUE, "sft": PINK}
 
 
 def times(rows):
@@ -46,20 +42,6 @@ def level(rows, path, column):
         if row["path"] == path and row.get("data", "policy") == "policy"
     ]  # fmt: skip
     return float(found[column])
-
-
-def differences(rows):
-    """(stage, K, held-out loss less the exact run's of that seed)."""
-    exact = {
-        (row["stage"], row["seed"]): float(row["held_out_loss"])
-        for row in rows
-        if row["variant"] == "exact"
-    }
-    for row in rows:
-        run = row["stage"], row["seed"]
-        if row["variant"].startswith("K=") and run in exact:
-            difference = float(row["held_out_loss"]) - exact[run]
-            yield row["stage"], int(row["variant"][2:]), difference
 
 
 def of_main(name):
@@ -87,23 +69,6 @@ def draw_times(ax):
     style(ax, k, "forward + both gradients, bare GEMM = 1")
 
 
-def draw_training(ax, name):
-    rows = results.read(name)
-    drawn = list(differences(rows))
-    slots = sorted({k for _, k, _ in drawn})
-    for stage, color in COLORS.items():
-        x = [k for s, k, _ in drawn if s == stage]
-        y = [d for s, _, d in drawn if s == stage]
-        if x:
-            ax.plot(x, y, "o", color=color, label=stage, markersize=5, alpha=0.8)
-    ax.axhline(0, color=GREY, linewidth=1)
-    legend = ax.legend(fontsize=8, frameon=False)
-    for text in legend.get_texts():
-        text.set_color(GREY)
-    millions = int(rows[0]["parameters"]) / 1e6
-    style(ax, slots, f"held-out loss less the exact run's, {millions:.1f}M weights")
-
-
 def style(ax, slots, title):
     ax.set_title(title, color=GREY, fontsize=9, loc="left")
     ax.set_xscale("log", base=2)
@@ -117,31 +82,24 @@ def style(ax, slots, title):
         spine.set_color(GREY)
 
 
-def figure(training):
+def figure():
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "jaxmem"  # the same file from the same rows
     import matplotlib.pyplot as plt
 
-    width, count = (7.2, 1) if not training else (9, len(training))
-    fig, axes = plt.subplots(
-        1, count, figsize=(width, 3.4), layout="constrained", squeeze=False
-    )
-    if not training:
-        draw_times(axes[0, 0])
-    for ax, name in zip(axes[0], training, strict=False):
-        draw_training(ax, name)
+    fig, ax = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
+    draw_times(ax)
     return fig
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
-    parser.add_argument("--training", nargs="+", default=[], metavar="CSV")
     parser.add_argument("--out", default="sampled.svg", help="in benchmarks/results")
     asked = parser.parse_args(arguments)
     path = results.in_folder(asked.out)
-    figure(asked.training).savefig(path, transparent=True, metadata={"Date": None})
+    figure().savefig(path, transparent=True, metadata={"Date": None})
     print("wrote", path)
 
 

@@ -26,7 +26,6 @@ from flax import nnx
 
 from benchmarks import results
 from benchmarks.run_grpo import CONFIGS
-from benchmarks.run_turns import weights_of
 from jaxmem.models import refill, sampling
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.sampling import Drawn
@@ -37,6 +36,17 @@ TIMES, GROUP = 4, 16
 SIZES = ModelConfig(
     layers=1, hidden=8, ff=8, heads=1, kv_heads=1, head_dim=8, vocab_size=4
 )
+
+
+def weights_of(sizes):
+    """Definition and random weights of a decoder."""
+
+    @jax.jit
+    def weights():
+        return nnx.split(Decoder(sizes, rngs=nnx.Rngs(0)))[1]
+
+    shape = nnx.eval_shape(lambda: Decoder(sizes, rngs=nnx.Rngs(0)))
+    return nnx.split(shape)[0], weights()
 
 
 def lengths_of(rng, prompts, alike, scale):

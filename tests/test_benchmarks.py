@@ -17,15 +17,12 @@ from benchmarks import (
     on_jax,
     plot_first,
     plot_head,
-    plot_sampled,
     results,
-    run_calculator,
     run_distill_verbs,
     run_grpo,
     run_head,
     run_peers,
     run_refill,
-    run_turns,
     workers,
 )
 from jaxmem import timing
@@ -436,15 +433,6 @@ def test_run_distill_verbs(verbs, tmp_path):
     assert ours < theirs
 
 
-def test_losses_are_compared_with_the_exact_run_of_the_same_seed():
-    rows = [
-        {"stage": "sft", "variant": v, "seed": s, "held_out_loss": x}
-        for v, s, x in [("exact", "0", "2.0"), ("exact", "1", "3.0"),
-                        ("K=16", "1", "3.5"), ("dropped", "1", "9.0")]
-    ]  # fmt: skip
-    assert list(plot_sampled.differences(rows)) == [("sft", 16, 0.5)]
-
-
 # ---------------------------------------------------------------- refilled slots
 
 
@@ -457,25 +445,10 @@ def test_slots_that_are_refilled_are_busier(monkeypatch):
     assert told["completions"] == 64
 
 
-# ---------------------------------------------------------------- shared prompts
-
-
 SIZES = (
     "model.layers=1 model.hidden=32 model.ff=40 model.heads=2 model.kv_heads=1 "
     "model.head_dim=16 model.vocab_size=64 task.digits=1 model.dtype=float32"
 )
-
-
-def test_conversations_are_timed_with_a_kept_cache_and_without(tmp_path, monkeypatch):
-    sizes = {"prompt": 8, "completion": 3, "reply": 2}
-    monkeypatch.setattr(run_turns, "LONG", sizes)
-    named = "--timed=grpo_qwen3_8b_h200.gin", "--rows=4", *SIZES.split()
-    out = tmp_path / "rows.csv"
-    run_turns.main([f"--out={out}", "--turns=3", "--repetitions=1", *named])
-    (told,) = results.read(out)
-    assert int(told["tokens_read_kept"]) == 4 * (8 + 3 * 3 + 2 * 2 - 1)
-    assert int(told["tokens_read_again"]) == 4 * (10 + 15 + 20)
-    assert float(told["kept_seconds"]) > 0 < float(told["again_over_kept"])
 
 
 def test_a_rollout_of_a_real_size_is_timed(tmp_path, monkeypatch):
@@ -489,27 +462,3 @@ def test_a_rollout_of_a_real_size_is_timed(tmp_path, monkeypatch):
         float(one["busy"]) > float(parts["busy"]) and one["tokens"] == parts["tokens"]
     )
     assert int(one["steps"]) < int(parts["steps"])
-
-
-# ------------------------------------------------------------- policies that learn
-
-
-# test_conversations trains with an environment, and checks what it asks.
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_picture")
-def test_a_policy_with_a_calculator_and_one_without_are_trained(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the script changes the directory
-    for name, given, few in (
-        ("TEXT", "run.steps=400", "run.steps=2"),
-        ("TEXT", "run.checkpoint_every=400", "run.checkpoint_every=None"),
-        ("POLICY", "eval.every=15", "eval.every=1"),
-        ("POLICY", "grpo.group_size=16", "grpo.group_size=2 grpo.prompts=2"),
-    ):
-        text = getattr(run_calculator, name)
-        assert given in text
-        monkeypatch.setattr(run_calculator, name, text.replace(given, few))
-    out = tmp_path / "rows.csv"
-    run_calculator.main(["--seeds=1", "--steps=1", f"--out={out}"])
-    rows = results.read(out)
-    assert [row["tool"] for row in rows] == ["calculator", "none"]
-    assert all(0 <= float(row["held_out_reward"]) <= 1 for row in rows)
