@@ -12,6 +12,10 @@ from jaxmem.core.options import Chunk, Implementation
 from jaxmem.functional import api
 
 
+class NotServed(Exception):
+    """A call that is left to the trainer's own function; the message says why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of the head, which replace the trainer's own chunking options.

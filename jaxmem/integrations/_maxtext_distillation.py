@@ -22,13 +22,13 @@ from jaxmem.integrations._distillation import (
     forward_kl_and_cross_entropy,
     forward_kl_of_top,
 )
-from jaxmem.integrations._head import Options
+from jaxmem.integrations._head import NotServed, Options
 from jaxmem.integrations._maxtext_models import (
     final_states,
     head_of,
     stopped_before_head,
 )
-from jaxmem.integrations._replace import Replacement
+from jaxmem.integrations._replace import Replacement, or_original
 
 _STRATEGY = (
     "maxtext.trainers.post_train.distillation.distillation_utils:"
@@ -49,22 +49,20 @@ def _init(original: Callable, options: Options, say: Callable[[str], None]) -> C
 def _forward(strategy: Any, forward: Callable, say: Callable[[str], None]) -> Callable:
     """A strategy's forward function, whose output has `Logits`."""
 
-    @functools.wraps(forward)
+    @or_original(forward, say)
     def forward_fn(model, *args, **kwargs):
         if not _is_served(strategy):
             return forward(model, *args, **kwargs)
-        head = head_of(model)
         if getattr(model.config, "mtp_num_layers", 0) > 0:
-            head = "multi-token prediction has a head of its own"
-        if isinstance(head, str):
-            say(head)
-            return forward(model, *args, **kwargs)
+            raise NotServed("multi-token prediction has a head of its own")
+        head = head_of(model)
         with stopped_before_head(model.decoder) as calls:
             output = forward(model, *args, **kwargs)
         (call,) = calls
         if output.logits is not call.placeholder:
-            say("a forward function does more with logits than to return them")
-            return forward(model, *args, **kwargs)
+            raise NotServed(
+                "a forward function does more with logits than to return them"
+            )
         hidden = final_states(model, call.states, call.deterministic)
         return output.replace(logits=Logits(hidden, head))
 
@@ -100,17 +98,11 @@ def _train_loss(
 ) -> Callable:
     cap = vars(inspect.getmodule(original))["_PPL_CE_CAP"]
 
-    @functools.wraps(original)
+    @or_original(original, say, _as_array)
     def compute_loss(self, student_output, teacher_output, labels, step=None):
         ids = getattr(teacher_output, "top_k_indices", None)
         student, teacher = student_output.logits, teacher_output.logits
-        reason = _unsupported(student, ids is None and teacher, labels)
-        if reason:
-            say(reason)
-            return original(
-                self, _with_array(student_output), _with_array(teacher_output),
-                _array(labels), step,
-            )  # fmt: skip
+        _check_served(student, labels, None if ids is not None else teacher)
         none = jnp.zeros((*student.shape[:-1], 1), jnp.float32)
         rest, metrics = original(
             self, student_output.replace(logits=none),
@@ -145,13 +137,10 @@ def _eval_loss(
 ) -> Callable:
     cap = vars(inspect.getmodule(original))["_PPL_CE_CAP"]
 
-    @functools.wraps(original)
+    @or_original(original, say, _as_array)
     def compute_eval_loss(self, student_output, labels):
         student = student_output.logits
-        reason = _unsupported(student, None, labels)
-        if reason:
-            say(reason)
-            return original(self, _with_array(student_output), _array(labels))
+        _check_served(student, labels)
         total = jnp.sum(cross_entropy(student, labels, options))
         count = jnp.sum((labels.counted != 0).astype(jnp.float32))
         loss = total / jnp.maximum(count, 1)
@@ -214,23 +203,21 @@ def _terms_of_columns(
     }
 
 
-def _unsupported(student: Any, teacher: Any, labels: Any) -> str | None:
-    """Why a loss is computed by MaxText, or None; teacher is false without logits."""
+def _check_served(student: Any, labels: Any, teacher: Any = None) -> None:
+    """Raise `NotServed` unless logits and labels are of the functions replaced here."""
     if not isinstance(labels, OneHot):
-        return "labels are not made by create_labels"
+        raise NotServed("labels are not made by create_labels")
     if not isinstance(student, Logits):
-        return "the student's forward function returns logits"
+        raise NotServed("the student's forward function returns logits")
     if isinstance(teacher, jax.Array):
-        return "the teacher's forward function returns logits"
-    return None
+        raise NotServed("the teacher's forward function returns logits")
 
 
-def _array(x: Any) -> Any:
-    return x.array() if isinstance(x, (Logits, OneHot)) else x
-
-
-def _with_array(output: Any) -> Any:
-    return output.replace(logits=_array(output.logits))
+def _as_array(argument: Any) -> Any:
+    """An argument of MaxText's own loss: logits, or labels, as arrays."""
+    if isinstance(getattr(argument, "logits", None), Logits):
+        return argument.replace(logits=argument.logits.array())
+    return argument.array() if isinstance(argument, OneHot) else argument
 
 
 # Optional: MaxText trains without Tunix, which its distillation imports.

@@ -10,16 +10,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.core.head import Head
-from jaxmem.integrations._head import ModelHead
+from jaxmem.integrations._head import ModelHead, NotServed
 
 
-def head_of(model: Any) -> ModelHead | str:
-    """The head of a MaxText transformer, or why it is not supported."""
+def head_of(model: Any) -> ModelHead:
+    """The head of a MaxText transformer; raises `NotServed` for other kinds."""
     config, decoder = model.config, model.decoder
     if hasattr(decoder, "to_nnx__module"):
-        return "its decoder is a Linen module inside NNX (pure_nnx_decoder=False)"
+        raise NotServed(
+            "its decoder is a Linen module inside NNX (pure_nnx_decoder=False)"
+        )
     if getattr(config, "parameter_memory_host_offload", False):
-        return "parameter_memory_host_offload keeps the head's weights on the host"
+        raise NotServed(
+            "parameter_memory_host_offload keeps the head's weights on the host"
+        )
     compute = jnp.float32 if config.logits_dot_in_fp32 else config.dtype
     if config.logits_via_embedding:
         table, cap = model.token_embedder.embedding[...], config.final_logits_soft_cap
@@ -31,12 +35,12 @@ def head_of(model: Any) -> ModelHead | str:
         return ModelHead(head, config.dtype, temperature=scale)
     dense = decoder.logits_dense
     if any("lora" in name for name in vars(dense)):
-        return "logits_dense has LoRA"
+        raise NotServed("logits_dense has LoRA")
     if getattr(dense, "quant", None) or getattr(dense, "weight_quant", None):
-        return "logits_dense is quantised"
+        raise NotServed("logits_dense is quantised")
     kernel = dense.kernel[...]
     if not isinstance(kernel, jax.Array) or kernel.ndim != 2:
-        return "logits_dense holds no plain matrix"
+        raise NotServed("logits_dense holds no plain matrix")
     bias = getattr(dense, "bias", None)
     bias = None if bias is None else bias[...]
     return ModelHead(Head(kernel, bias, layout="dv"), compute)

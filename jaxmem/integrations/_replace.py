@@ -9,6 +9,7 @@ warning lists them.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -18,11 +19,40 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxmem.integrations._head import Options
+from jaxmem.core.options import Chunk, Implementation
+from jaxmem.integrations._head import NotServed, Options
 
 
 class IntegrationError(RuntimeError):
     """A package that is not supported by this integration; the message says why."""
+
+
+def or_original(
+    original: Callable,
+    say: Callable[[str], None],
+    given: Callable[[Any], Any] = lambda argument: argument,
+) -> Callable[[Callable], Callable]:
+    """Decorate a replacement: where it raises `NotServed`, the original is called.
+
+    Args:
+        original: the replaced function.
+        say: is called with the reason.
+        given: makes an argument of the original from one of the replacement.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except NotServed as reason:
+                say(str(reason))
+            named = {name: given(value) for name, value in kwargs.items()}
+            return original(*map(given, args), **named)
+
+        return call
+
+    return decorate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +91,17 @@ class Integration:
         everything = (r for by_version in known.values() for r in by_version.values())
         self._packages = {r.where.partition(".")[0] for rs in everything for r in rs}
         self._undo: list[tuple[Any, str, Any, Any]] = []
-        self._functions: list[
-            tuple[str, Any]
-        ] = []  # ("package.module:function", value)
+        self._functions: list[tuple[str, Any]] = []  # (`Replacement.where`, value)
         self._messages: set[str] = set()
 
-    def apply(self, options: Options) -> None:
-        """Apply all replacements, and print their names.
+    def apply(
+        self, *, chunk: Chunk = 1024, implementation: Implementation | None = None
+    ) -> None:
+        """Replace the package's functions until `undo`, and print their names.
 
         Args:
-            options: of the head.
+            chunk: tokens whose logits may be alive at once, over all rows.
+            implementation: as in `jaxmem.logprobs`.
 
         Warns:
             RuntimeWarning: a module outside the package holds a replacement, and
@@ -82,6 +113,7 @@ class Integration:
         """
         if self._undo:
             raise RuntimeError(f"{self._name} has been applied; undo() it first")
+        options = Options(chunk, implementation)
         version, replacements = self._known()
         replacements = [r for r in replacements if self._is_importable(r)]
         originals = [(r, *self._find(r, version)) for r in replacements]
@@ -98,9 +130,9 @@ class Integration:
     def undo(self) -> None:
         """Restore the originals, also in modules that imported a replacement since.
 
-        Warns: RuntimeWarning: a module outside the package holds a replacement, and
-        continues to
-                call it.
+        Warns:
+            RuntimeWarning: a module outside the package holds a replacement, and
+                continues to call it.
 
         Raises:
             RuntimeError: nothing has been applied.
@@ -111,19 +143,17 @@ class Integration:
             if vars(owner).get(name) is function:
                 setattr(owner, name, original)
             self._restore_aliases(function, original)
-        replaced, self._functions, self._undo, self._messages = (
-            self._functions,
-            [],
-            [],
-            set(),
-        )
+        replaced, self._functions = self._functions, []
+        self._undo, self._messages = [], set()
         for where, function in replaced:
             self._warn_of_others("undo()", where, function)
 
     @contextlib.contextmanager
-    def applied(self, options: Options) -> Iterator[None]:
-        """Apply inside a `with` block, and undo at its end."""
-        self.apply(options)
+    def applied(
+        self, *, chunk: Chunk = 1024, implementation: Implementation | None = None
+    ) -> Iterator[None]:
+        """Apply inside a `with` block, as `apply` does, and undo at its end."""
+        self.apply(chunk=chunk, implementation=implementation)
         try:
             yield
         finally:
@@ -210,7 +240,7 @@ class Integration:
                 f"jaxmem: {', '.join(names)} was imported before {call} and does not "
                 f"change with it; import it afterwards, or call {where} by its module",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _holders(self, value: Any, within: bool) -> list[tuple[Any, str]]:

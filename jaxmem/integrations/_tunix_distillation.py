@@ -24,8 +24,8 @@ from jaxmem.integrations._distillation import (
     forward_kl_and_cross_entropy,
     forward_kl_of_largest,
 )
-from jaxmem.integrations._head import Options
-from jaxmem.integrations._replace import Replacement
+from jaxmem.integrations._head import NotServed, Options
+from jaxmem.integrations._replace import Replacement, or_original
 from jaxmem.integrations._tunix_models import head_of, without_logits
 
 _STRATEGY = "tunix.distillation.strategies.base_strategy:BaseStrategy"
@@ -36,17 +36,17 @@ def _teacher_outputs(
 ) -> Callable:
     refused: weakref.WeakSet = weakref.WeakSet()  # do not trace them in every step
 
-    @functools.wraps(original)
+    @or_original(original, say)
     def get_teacher_outputs(self, teacher_model, inputs):
-        reason = _unsupported(self) or head_of(teacher_model)
-        if not isinstance(reason, str) and self not in refused:
-            reason = _states_of_teacher(self, teacher_model, inputs)
-            if isinstance(reason, Logits):
-                return reason
+        _check_served(self)
+        head_of(teacher_model)  # for `NotServed`
+        if self in refused:
+            return original(self, teacher_model, inputs)
+        try:
+            return _states_of_teacher(self, teacher_model, inputs)
+        except NotServed:
             refused.add(self)
-        if isinstance(reason, str):
-            say(reason)
-        return original(self, teacher_model, inputs)
+            raise
 
     return get_teacher_outputs
 
@@ -54,18 +54,16 @@ def _teacher_outputs(
 def _train_loss(
     original: Callable, options: Options, say: Callable[[str], None]
 ) -> Callable:
-    @functools.wraps(original)
+    def as_array(argument):
+        return argument.array() if isinstance(argument, Logits) else argument
+
+    @or_original(original, say, as_array)
     def get_train_loss(self, student_model, teacher_output, inputs):
         if not isinstance(teacher_output, Logits):
-            reason = _unsupported(self)
-            if reason:
-                say(reason)
+            _check_served(self)
             return original(self, student_model, teacher_output, inputs)
-        read = _student(self, student_model, inputs)
-        if isinstance(read, str):
-            say(read)
-            return original(self, student_model, teacher_output.array(), inputs)
-        return _loss(self, read[0], teacher_output.constant(), read[1], options)
+        student, labels = _student(self, student_model, inputs)
+        return _loss(self, student, teacher_output.constant(), labels, options)
 
     return get_train_loss
 
@@ -73,13 +71,11 @@ def _train_loss(
 def _eval_loss(
     original: Callable, options: Options, say: Callable[[str], None]
 ) -> Callable:
-    @functools.wraps(original)
+    @or_original(original, say)
     def get_eval_loss(self, student_model, inputs):
-        read = _unsupported(self) or _student(self, student_model, inputs)
-        if isinstance(read, str):
-            say(read)
-            return original(self, student_model, inputs)
-        return jnp.mean(cross_entropy(read[0].constant(), read[1], options)), {}
+        _check_served(self)
+        student, labels = _student(self, student_model, inputs)
+        return jnp.mean(cross_entropy(student.constant(), labels, options)), {}
 
     return get_eval_loss
 
@@ -110,16 +106,15 @@ def _loss(
     }
 
 
-def _unsupported(strategy: Any) -> str | None:
-    """Why a strategy's loss is not computed from hidden states, or None."""
+def _check_served(strategy: Any) -> None:
+    """Raise `NotServed` for a loss that is not of logits, or not Tunix's own."""
     kind: Any = type(strategy)
     methods = "compute_loss", "compute_eval_loss", "get_student_outputs"
     own = next((k for k in kind.__mro__ if k.__name__ == "LogitStrategy"), None)
     if own is None or not own.__module__.startswith("tunix."):
-        return f"{kind.__name__} compares other things than logits"
+        raise NotServed(f"{kind.__name__} compares other things than logits")
     if any(getattr(kind, name) is not getattr(own, name) for name in methods):
-        return f"{kind.__name__} has its own loss of logits"
-    return None
+        raise NotServed(f"{kind.__name__} has its own loss of logits")
 
 
 @functools.partial(nnx.jit, static_argnums=0)
@@ -130,47 +125,49 @@ def _run_teacher(forward: Callable, model: Any, inputs: dict) -> tuple[Any, Any]
     return (output.hidden, None) if isinstance(output, Logits) else (None, output)
 
 
-def _states_of_teacher(strategy: Any, model: Any, inputs: dict) -> Logits | str:
+def _states_of_teacher(strategy: Any, model: Any, inputs: dict) -> Logits:
     forward = inspect.unwrap(strategy._teacher_forward_fn)
     try:
         hidden, _ = _run_teacher(forward, model, inputs)
     except Exception as error:  # a genuine one is raised again by the original
-        return _refusal("teacher_forward_fn", "logits", error)
-    head: Any = head_of(model)
+        raise _refusal("teacher_forward_fn", "logits", error) from error
+    head = head_of(model)
     if hidden is None:
-        return "teacher_forward_fn does not return its model's logits"
+        raise NotServed("teacher_forward_fn does not return its model's logits")
     if strategy.distill_top_k > head.n_columns:
-        return f"distill_top_k={strategy.distill_top_k} exceeds {head.n_columns} logits"
+        raise NotServed(
+            f"distill_top_k={strategy.distill_top_k} exceeds {head.n_columns} logits"
+        )
     return Logits(jax.lax.stop_gradient(hidden), head)
 
 
-def _student(strategy: Any, model: Any, inputs: dict) -> tuple[Logits, OneHot] | str:
-    """What the student's and the labels' functions return, or why it is arrays."""
-    head = head_of(model)
-    if isinstance(head, str):
-        return head
+def _student(strategy: Any, model: Any, inputs: dict) -> tuple[Logits, OneHot]:
+    """What the student's and the labels' functions return; `NotServed` of arrays."""
+    head_of(model)
     try:
         with without_logits(model):
             logits = inspect.unwrap(strategy._student_forward_fn)(model, **inputs)
     except Exception as error:
-        return _refusal("student_forward_fn", "logits", error)
+        raise _refusal("student_forward_fn", "logits", error) from error
     if not isinstance(logits, Logits):
-        return "student_forward_fn does not return its model's logits"
+        raise NotServed("student_forward_fn does not return its model's logits")
     try:
         with _without_one_hot():
             labels = inspect.unwrap(strategy._labels_fn)(**inputs)
     except Exception as error:
-        return _refusal("labels_fn", "jax.nn.one_hot(...)", error)
+        raise _refusal("labels_fn", "jax.nn.one_hot(...)", error) from error
     if not isinstance(labels, OneHot):
-        return "labels_fn does not return jax.nn.one_hot(...), or that times a mask"
+        raise NotServed(
+            "labels_fn does not return jax.nn.one_hot(...), or that times a mask"
+        )
     if labels.shape != logits.shape:
-        return f"labels have the shape {labels.shape}, logits {logits.shape}"
+        raise NotServed(f"labels have the shape {labels.shape}, logits {logits.shape}")
     return logits, labels
 
 
-def _refusal(function: str, what: str, error: Exception) -> str:
+def _refusal(function: str, what: str, error: Exception) -> NotServed:
     message = (str(error).splitlines() or [""])[0]
-    return (
+    return NotServed(
         f"{function} does more with {what} than to select tokens and mask them "
         f"({type(error).__name__}: {message})"
     )

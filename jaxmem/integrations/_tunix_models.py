@@ -11,31 +11,35 @@ import jax.numpy as jnp
 
 from jaxmem.core.head import Head
 from jaxmem.integrations._distillation import Logits
-from jaxmem.integrations._head import ModelHead
+from jaxmem.integrations._head import ModelHead, NotServed
 
 
-def head_of(model: Any) -> ModelHead | str:
-    """The head of a model, or the reason why it is not supported.
+def head_of(model: Any) -> ModelHead:
+    """The head of a model; raises `NotServed` for one that is not supported.
 
     A model of another package is supported if it has two methods: `jaxmem_head()`,
-    which returns what this function returns, and `jaxmem_hidden_states(*args,
-    **kwargs)`, which takes the model's arguments and returns the hidden states [B, T,
-    D] of its head.
+    which returns what this function returns or why it cannot, and
+    `jaxmem_hidden_states(*args, **kwargs)`, which takes the model's arguments and
+    returns the hidden states [B, T, D] of its head.
     """
     if hasattr(model, "jaxmem_head"):
-        return model.jaxmem_head()
-    names = [kind.__module__ for kind in type(model).__mro__]
+        given = model.jaxmem_head()
+        if isinstance(given, str):
+            raise NotServed(given)
+        return given
+    kind = type(model).__name__
+    names = [each.__module__ for each in type(model).__mro__]
     if not any(name.startswith("tunix.models.") for name in names):
-        return f"{type(model).__name__} is none of Tunix's own models"
+        raise NotServed(f"{kind} is none of Tunix's own models")
     owner, _ = _projection(model)
     if any("lora" in name or "quant" in name for name in vars(owner)):
-        return f"the head of {type(model).__name__} has LoRA, or is quantised"
+        raise NotServed(f"the head of {kind} has LoRA, or is quantised")
     untied = owner is not model.embedder
     if untied and owner.einsum_str != "BTD,DV->BTV":
-        return f"the head of {type(model).__name__} computes {owner.einsum_str}"
+        raise NotServed(f"the head of {kind} computes {owner.einsum_str}")
     W = owner.w[...] if untied else owner.input_embedding[...]
     if not isinstance(W, jax.Array):
-        return f"the head of {type(model).__name__} is no plain array"
+        raise NotServed(f"the head of {kind} is no plain array")
     softcap = getattr(model, "final_logits_softcap", None)
     softcap = softcap or getattr(model.config, "final_logit_softcap", None)
     dtype = getattr(owner, "dtype", None)
@@ -95,9 +99,7 @@ def without_logits(model: Any) -> Iterator[None]:
             hidden, *more = _states_and_more(self, args, kwargs)
         finally:
             kind.__call__ = call
-        head = head_of(self)
-        assert isinstance(head, ModelHead)
-        return Logits(hidden, head), *more
+        return Logits(hidden, head_of(self)), *more
 
     kind.__call__ = call
     try:

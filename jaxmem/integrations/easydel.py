@@ -13,70 +13,40 @@ no gradient beyond it, unlike a softcap) or scales, or that a model computes wit
 own method. A negative id counts from the end of the vocabulary, as in EasyDeL.
 """
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxmem.core.head import Head
-from jaxmem.core.options import Chunk, Implementation
-from jaxmem.integrations._head import ModelHead, Options, as_index, scores
-from jaxmem.integrations._replace import Integration, Replacement
+from jaxmem.integrations._head import (
+    ModelHead,
+    NotServed,
+    Options,
+    as_index,
+    scores,
+)
+from jaxmem.integrations._replace import Integration, Replacement, or_original
 
 _TIED = ("tie_word_embeddings", "use_lm_head", "share_input_output_layers")
 _GENERIC = ("easydel.infra.base_module", "easydel.modules._base.")
 
 
-def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
-    """Replace EasyDeL's function until `undo`, and print its name.
-
-    Args:
-        chunk: tokens whose logits may be alive at once, over all rows.
-        implementation: as in `jaxmem.logprobs`.
-
-    Raises:
-        IntegrationError: EasyDeL is missing, or its version is not supported.
-    """
-    _EASYDEL.apply(Options(chunk, implementation))
-
-
-def undo() -> None:
-    """Restore EasyDeL's function."""
-    _EASYDEL.undo()
-
-
-def applied(
-    *, chunk: Chunk = 1024, implementation: Implementation | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """Apply inside a `with` block, and undo at its end.
-
-    Args:
-        chunk: as in `apply`.
-        implementation: as in `apply`.
-
-    Returns:
-        The context manager.
-    """
-    return _EASYDEL.applied(Options(chunk, implementation))
-
-
-def head_of(module: Any) -> ModelHead | str:
-    """The head of the module that computes logits, or why it is not supported."""
+def head_of(module: Any) -> ModelHead:
+    """The head of the module that computes logits; raises `NotServed` for others."""
     name = type(module).__name__
     if not hasattr(module, "compute_lm_logits"):
-        return f"{name} has no compute_lm_logits"
+        raise NotServed(f"{name} has no compute_lm_logits")
     for method in ("make_lm_head_fn", "apply_lm_head"):
         function = getattr(type(module), method, None)
         if function is not None and not function.__module__.startswith(_GENERIC):
-            return f"{name} has a {method} of its own"
+            raise NotServed(f"{name} has a {method} of its own")
     if getattr(module, "_logit_cap_feature", None) is not None:
-        return f"{name} clips its logits"
+        raise NotServed(f"{name} clips its logits")
     layer = module.get_lm_head()
     if layer._scale_operator(1.0) != 1.0:
-        return f"the head of {name} scales its logits"
+        raise NotServed(f"the head of {name} scales its logits")
     # EasyDeL reads the first of these keys that its config has.
     flags = [key for key in _TIED if hasattr(module.config, key)]
     bias = None if layer.bias is None else layer.bias[...]
@@ -90,23 +60,13 @@ def head_of(module: Any) -> ModelHead | str:
 def _logps_and_entropies(
     original: Callable, options: Options, say: Callable[[str], None]
 ) -> Callable:
-    @functools.wraps(original)
+    @or_original(original, say)
     def compute_per_token_logps_and_entropies_from_hidden_states(
         model, hidden_states, targets, *, token_chunk_size, vocab_chunk_size,
         return_entropy,
     ):  # fmt: skip
         module: Any = _projection(model) or model
         head = head_of(module)
-        if isinstance(head, str):
-            say(head)
-            return original(
-                model,
-                hidden_states,
-                targets,
-                token_chunk_size=token_chunk_size,
-                vocab_chunk_size=vocab_chunk_size,
-                return_entropy=return_entropy,
-            )
         if hasattr(module, "prepare_lm_head_inputs"):
             hidden_states = module.prepare_lm_head_inputs(hidden_states)
         if head.dtype != hidden_states.dtype:  # without its own dtype: promote
@@ -143,3 +103,4 @@ _LOGPS = Replacement(
     ),
 )  # fmt: skip
 _EASYDEL = Integration("easydel", {"easydel": {"0.3.0": (_LOGPS,)}})
+apply, undo, applied = _EASYDEL.apply, _EASYDEL.undo, _EASYDEL.applied

@@ -22,8 +22,6 @@ parameters offloaded to the host, and a Linen decoder inside an NNX model
 (pure_nnx_decoder=False).
 """
 
-import contextlib
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -32,49 +30,14 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxmem.core.options import Chunk, Implementation
-from jaxmem.integrations._head import ModelHead, Options, scores
+from jaxmem.integrations._head import ModelHead, NotServed, Options, scores
 from jaxmem.integrations._maxtext_distillation import DISTILLATION
 from jaxmem.integrations._maxtext_models import (
     final_states,
     head_of,
     stopped_before_head,
 )
-from jaxmem.integrations._replace import Integration, Replacement
-
-
-def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
-    """Replace MaxText's functions until `undo`, and print their names.
-
-    Args:
-        chunk: tokens whose logits may be alive at once.
-        implementation: as in `jaxmem.logprobs`.
-
-    Raises:
-        IntegrationError: MaxText is missing, or its version is not supported.
-    """
-    _MAXTEXT.apply(Options(chunk, implementation))
-
-
-def undo() -> None:
-    """Restore MaxText's functions."""
-    _MAXTEXT.undo()
-
-
-def applied(
-    *, chunk: Chunk = 1024, implementation: Implementation | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """Apply inside a `with` block, and undo at its end.
-
-    Args:
-        chunk: as in `apply`.
-        implementation: as in `apply`.
-
-    Returns:
-        The context manager.
-    """
-    return _MAXTEXT.applied(Options(chunk, implementation))
-
+from jaxmem.integrations._replace import Integration, Replacement, or_original
 
 # ----------------------------------------------------------- replacements
 
@@ -97,12 +60,9 @@ def _loss(
 def _nnx_loss(
     original: Callable, options: Options, say: Callable[[str], None]
 ) -> Callable:
-    @functools.wraps(original)
+    @or_original(original, say)
     def vocab_tiling_nnx_loss(model, hidden_states, data, config, is_train):
         head = head_of(model)
-        if isinstance(head, str):
-            say(head)
-            return original(model, hidden_states, data, config, is_train)
         deterministic = not config.enable_dropout if is_train else True
         states = final_states(model, hidden_states, deterministic)
         return _loss(states, data, config, head, options)
@@ -113,15 +73,12 @@ def _nnx_loss(
 def _linen_loss(
     original: Callable, options: Options, say: Callable[[str], None]
 ) -> Callable:
-    @functools.wraps(original)
+    @or_original(original, say)
     def vocab_tiling_linen_loss(hidden_states, data, config, model, params, is_train):
         seen = _Linen(model, params)
         head = head_of(seen)
         if is_train and config.enable_dropout and config.dropout_rate > 0:
-            head = "a Linen model with dropout before its head"
-        if isinstance(head, str):
-            say(head)
-            return original(hidden_states, data, config, model, params, is_train)
+            raise NotServed("a Linen model with dropout before its head")
         return _loss(seen.states(hidden_states), data, config, head, options)
 
     return vocab_tiling_linen_loss
@@ -183,7 +140,7 @@ def _adapter(original: type, options: Options, say: Callable[[str], None]) -> ty
     """The adapter class with the methods that `jaxmem.integrations.tunix` calls."""
 
     class TunixMaxTextAdapter(original):
-        def jaxmem_head(self) -> ModelHead | str:
+        def jaxmem_head(self) -> ModelHead:
             return head_of(self.base)
 
         def jaxmem_hidden_states(self, *args: Any, **kwargs: Any) -> jax.Array:
@@ -219,3 +176,4 @@ _MAXTEXT = Integration(
         }
     },
 )
+apply, undo, applied = _MAXTEXT.apply, _MAXTEXT.undo, _MAXTEXT.applied

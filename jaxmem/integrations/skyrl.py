@@ -20,9 +20,7 @@ loss_chunk_size=0 requests logits, and returns them. A negative id counts from t
 of the vocabulary, as in SkyRL.
 """
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,58 +28,32 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.core.head import Head
-from jaxmem.core.options import Chunk, Implementation
-from jaxmem.integrations._head import ModelHead, Options, as_index, scores
-from jaxmem.integrations._replace import Integration, Replacement
+from jaxmem.integrations._head import (
+    ModelHead,
+    NotServed,
+    Options,
+    as_index,
+    scores,
+)
+from jaxmem.integrations._replace import Integration, Replacement, or_original
 
 
-def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
-    """Replace SkyRL-tx's method until `undo`, and print its name.
-
-    Args:
-        chunk: tokens whose logits may be alive at once.
-        implementation: as in `jaxmem.logprobs`.
-
-    Raises:
-        IntegrationError: SkyRL is missing, or its method has other arguments.
-    """
-    _SKYRL.apply(Options(chunk, implementation))
-
-
-def undo() -> None:
-    """Restore SkyRL-tx's method."""
-    _SKYRL.undo()
-
-
-def applied(
-    *, chunk: Chunk = 1024, implementation: Implementation | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """Apply inside a `with` block, and undo at its end.
-
-    Args:
-        chunk: as in `apply`.
-        implementation: as in `apply`.
-
-    Returns:
-        The context manager.
-    """
-    return _SKYRL.applied(Options(chunk, implementation))
-
-
-def head_of(model: Any) -> ModelHead | str:
-    """A model's head without adapters, or why it is not supported."""
+def head_of(model: Any) -> ModelHead:
+    """A model's head without adapters; raises `NotServed` for other kinds."""
     layer = getattr(model, "lm_head", None)
     if layer is None:
         inner = getattr(model, "model", None)
         inner = getattr(inner, "language_model", inner)  # of a multimodal model
         embed = getattr(inner, "embed_tokens", None)
         if embed is None:
-            return f"{type(model).__name__} has neither lm_head nor model.embed_tokens"
+            name = type(model).__name__
+            raise NotServed(f"{name} has neither lm_head nor model.embed_tokens")
         # SkyRL multiplies states by the stored table, without its adapters.
         W = embed.embedding[...]
         return ModelHead(Head(W, layout="vd"), W.dtype)
     if not hasattr(layer, "kernel"):
-        return f"lm_head of {type(model).__name__} is a {type(layer).__name__}"
+        kind = type(layer).__name__
+        raise NotServed(f"lm_head of {type(model).__name__} is a {kind}")
     W = layer.kernel[...]
     bias = None if layer.bias is None else layer.bias[...]
     return ModelHead(Head(W, bias, layout="dv"), layer.dtype or W.dtype)
@@ -108,16 +80,11 @@ def _with_adapters(
 def _chunked_logprobs(
     original: Callable, options: Options, say: Callable[[str], None]
 ) -> Callable:
-    @functools.wraps(original)
+    @or_original(original, say)
     def _compute_chunked_logprobs(
         self, hidden_states, target_ids, chunk_size, adapter_indices
     ):
         head = head_of(self)
-        if isinstance(head, str):
-            say(head)
-            return original(
-                self, hidden_states, target_ids, chunk_size, adapter_indices
-            )
         states, labels = hidden_states, as_index(target_ids, head)
         layer = getattr(self, "lm_head", None)
         adapts = layer is not None and getattr(layer, "max_lora_adapters", 0) > 0
@@ -150,3 +117,4 @@ _SKYRL = Integration(
         "skyrl-tx": {"": (_chunked_in("tx"),)},
     },
 )
+apply, undo, applied = _SKYRL.apply, _SKYRL.undo, _SKYRL.applied

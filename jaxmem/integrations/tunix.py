@@ -27,7 +27,6 @@ gives NaN. In the SFT loss, a negative id counts as 0; an id of V or more gives 
 whereas Tunix counts that as 0 too.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -38,9 +37,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmem.core.options import Chunk, Implementation
-from jaxmem.integrations._head import ModelHead, Options, as_index, scores
-from jaxmem.integrations._replace import Integration, Replacement
+from jaxmem.integrations._head import NotServed, Options, as_index, scores
+from jaxmem.integrations._replace import Integration, Replacement, or_original
 from jaxmem.integrations._tunix_distillation import DISTILLATION
 from jaxmem.integrations._tunix_models import (
     head_of,
@@ -56,39 +54,6 @@ class Entropies:
         self.entropy = entropy
 
 
-def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
-    """Replace Tunix's functions until `undo`, and print their names.
-
-    Args:
-        chunk: tokens whose logits may be alive at once, over all rows.
-        implementation: as in `jaxmem.logprobs`.
-
-    Raises:
-        IntegrationError: Tunix is missing, or its version is not supported.
-    """
-    _TUNIX.apply(Options(chunk, implementation))
-
-
-def undo() -> None:
-    """Restore Tunix's functions."""
-    _TUNIX.undo()
-
-
-def applied(
-    *, chunk: Chunk = 1024, implementation: Implementation | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """Apply inside a `with` block, and undo at its end.
-
-    Args:
-        chunk: as in `apply`.
-        implementation: as in `apply`.
-
-    Returns:
-        The context manager.
-    """
-    return _TUNIX.applied(Options(chunk, implementation))
-
-
 # ----------------------------------------------------------- replacements
 
 
@@ -101,15 +66,8 @@ def _per_token_logps(
 ) -> Callable:
     """The replacement of `compute_per_token_logps`, whose second result is optional.
 
-    Args:
-        original: Tunix's function.
-        options: of the head.
-        say: prints why a call uses the original.
-        option: name of the argument that requests the second result.
-        of_entropies: computes the second result from entropies; None if it is logits.
-
-    Returns:
-        The replacement.
+    The argument named `option` requests it. `of_entropies` makes it of entropies; None
+    if it is logits.
     """
     common: Any = inspect.getmodule(original)
     signature = inspect.signature(original)
@@ -125,20 +83,17 @@ def _per_token_logps(
         pair = _scores_of_ids(common, model, options, _Call(**call))
         return jax.lax.stop_gradient(pair) if stop_gradient else pair
 
-    @functools.wraps(original)
+    @or_original(original, say)
     def compute_per_token_logps(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        head = head_of(nnx.merge(given["graphdef"], given["state"]))
-        if isinstance(head, str):
-            say(head)
-            return original(*args, **kwargs)
+        head_of(nnx.merge(given["graphdef"], given["state"]))  # for `NotServed`
         if not given.pop(option):
             return run(**given, entropy=False)[0]
         if of_entropies is None:
-            say(f"compute_per_token_logps({option}=True) is asked for logits")
-            return original(*args, **kwargs)
+            asked = f"compute_per_token_logps({option}=True)"
+            raise NotServed(f"{asked} is asked for logits")
         logps, entropy = run(**given, entropy=True)
         return logps, of_entropies(entropy)
 
@@ -166,7 +121,6 @@ def _scores_of_ids(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Log-probabilities and entropies of completions, or of whole packed rows."""
     head, packed = head_of(model), call.segment_ids is not None
-    assert isinstance(head, ModelHead)
     tokens, positions, mask, padding = common.process_ids(
         call.prompt_tokens, call.completion_tokens, call.pad_id, call.eos_id,
         call.segment_ids, call.segment_positions,
@@ -242,16 +196,11 @@ def _entropy_from_logits(
 def _preference_logps(
     original: Callable, options: Options, say: Callable[[str], None]
 ) -> Callable:
-    @functools.wraps(original)
+    @or_original(original, say)
     def get_per_token_logps(
         model, input_tokens, positions, attn_mask, logits_to_keep, images=None
     ):
         head = head_of(model)
-        if isinstance(head, str):
-            say(head)
-            return original(
-                model, input_tokens, positions, attn_mask, logits_to_keep, images
-            )
         hidden = hidden_states(
             model,
             input_tokens,
@@ -272,16 +221,11 @@ def _default_loss(
 ) -> Callable:
     utils: Any = getattr(inspect.getmodule(original), "utils", None)
 
-    @functools.wraps(original)
+    @or_original(original, say)
     def _default_loss_fn(
         model, input_tokens, input_mask, positions, attention_mask, images=None
     ):
         head = head_of(model)
-        if isinstance(head, str):
-            say(head)
-            return original(
-                model, input_tokens, input_mask, positions, attention_mask, images
-            )
         more = {} if images is None else {"images": images}
         hidden = hidden_states(
             model, input_tokens, positions, None, attention_mask, **more
@@ -304,17 +248,11 @@ def _default_loss(
 def _chunked_logps(
     original: Callable, options: Options, say: Callable[[str], None]
 ) -> Callable:
-    @functools.wraps(original)
+    @or_original(original, say)
     def compute_chunked_logps(
         model, hidden_states, target_ids, temperature, chunk_size, return_entropy
     ):
         head = head_of(model)
-        if isinstance(head, str):
-            say(head)
-            return original(
-                model, hidden_states, target_ids, temperature, chunk_size,
-                return_entropy,
-            )  # fmt: skip
         logps, entropy, _ = scores(
             hidden_states, head, as_index(target_ids, head), options,
             temperature=temperature, entropy=return_entropy,
@@ -378,3 +316,4 @@ _TUNIX = Integration(
         }
     },
 )
+apply, undo, applied = _TUNIX.apply, _TUNIX.undo, _TUNIX.applied

@@ -6,7 +6,6 @@ import types
 
 import pytest
 
-from jaxmem.integrations._head import Options
 from jaxmem.integrations._replace import Integration, IntegrationError, Replacement
 
 PARAMETERS = ("x", "y")
@@ -53,7 +52,7 @@ def integration(where="pack.a:function", parameters=PARAMETERS, version="1.2.3")
 def test_a_function_is_replaced_wherever_it_is_and_put_back(package, capsys):
     made = integration()
     original = package.a.function
-    made.apply(Options(chunk=7))
+    made.apply(chunk=7)
     assert package.a.function(1, 2) == package.b.imported(1, 2) == "replaced, chunk=7"
     printed = capsys.readouterr().out.splitlines()
     assert printed == [
@@ -71,7 +70,7 @@ def test_a_name_that_another_module_holds_is_warned_of_and_left(package, monkeyp
     users.theirs = original = package.a.function
     made = integration()
     with pytest.warns(RuntimeWarning, match=r"users\.theirs was imported before apply"):
-        made.apply(Options())
+        made.apply()
     assert users.theirs is original and package.a.function is not original
     del users.theirs
     users.imported_since = replaced = package.a.function
@@ -87,7 +86,7 @@ def test_a_warning_that_is_an_error_leaves_nothing_replaced(package, monkeypatch
     users.theirs = original = package.a.function
     made = integration()
     with pytest.raises(RuntimeWarning, match="users"):  # as in the whole suite
-        made.apply(Options())
+        made.apply()
     assert package.a.function is package.b.imported is original
     with pytest.raises(RuntimeError, match="pack has not been applied"):
         made.undo()
@@ -99,7 +98,7 @@ def test_a_class_is_replaced_wherever_it_is(package):
         "pack.a:Class", lambda kind, *_: type("C", (kind,), {}), None
     )
     made = Integration("pack", {"pack-dist": {"": (replacement,)}})
-    with made.applied(Options()):
+    with made.applied():
         assert package.a.Class is package.b.Class is not original
     assert package.a.Class is package.b.Class is original
 
@@ -107,7 +106,7 @@ def test_a_class_is_replaced_wherever_it_is(package):
 def test_methods_and_a_while(package):
     made = integration("pack.a:Class.method", ("self", "x", "y"))
     with pytest.raises(ZeroDivisionError):
-        with made.applied(Options()):
+        with made.applied():
             assert vars(package.a.Class)["method"].__name__ == "function"
             raise ZeroDivisionError
     assert package.a.Class().method(1, 2) == "old"
@@ -117,25 +116,25 @@ def test_once_at_a_time(package):
     made = integration()
     with pytest.raises(RuntimeError, match="pack has not been applied"):
         made.undo()
-    made.apply(Options())
+    made.apply()
     with pytest.raises(RuntimeError, match="pack has been applied; undo"):
-        made.apply(Options())
+        made.apply()
     made.undo()
 
 
 def test_another_package_than_the_known_one_is_refused(package, monkeypatch):
     message = r"a:function takes \(x, y\), not \(x, z\) as known here"
     with pytest.raises(IntegrationError, match=message):
-        integration(parameters=("x", "z")).apply(Options())
+        integration(parameters=("x", "z")).apply()
     with pytest.raises(IntegrationError, match="pack 1.2.3 has no pack.a:gone"):
-        integration("pack.a:gone").apply(Options())
+        integration("pack.a:gone").apply()
     with pytest.raises(IntegrationError, match="pack 1.2.3 has no pack.c:function"):
-        integration("pack.c:function").apply(Options())
+        integration("pack.c:function").apply()
     with pytest.raises(
         IntegrationError, match="pack-dist 1.2.3 is installed; .* 1.2.4"
     ):
-        integration(version="1.2.4").apply(Options())
-    integration(version="1.2").apply(Options())  # a release of the known series
+        integration(version="1.2.4").apply()
+    integration(version="1.2").apply()  # a release of the known series
     set_version(monkeypatch, None)
     with pytest.raises(IntegrationError, match="other or pack-dist is not installed"):
-        integration().apply(Options())
+        integration().apply()
