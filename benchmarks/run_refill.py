@@ -1,21 +1,29 @@
 """The share of slots that decode something, when slots are refilled.
 
-    python -m benchmarks.run_refill
+    python -m benchmarks.run_refill --published rollout_projection.csv
     python -m benchmarks.run_refill --timed grpo_qwen3_8b_h200.gin --out refill_h100.csv
 
-Rollouts of four times as many completions as slots, in groups of 16, are decoded by the
-sampler's own loop with a tiny model; lengths are given instead of sampled, a hundredth
-of those meant. They are lognormal with a deviation of 0.8: 75% are below 8,192 tokens,
-and all end at 16,384, as in Open R1's second update (huggingface.co/blog/open-r1). How
-much alike those of a prompt are is not published: `alike` is the share of the variance
-of their logarithms that is the prompt's. Beside it: without refilling, in the order of
-the rollout, longest first, which would need to know lengths before, and with all rows
-advancing alike, which would need a cache of each. The second command times a model of
-these sizes with random weights, refilled and in parts of as many rows as slots; it
-divides lengths by 32.
+Rollouts of four times as many completions as slots are decoded by the sampler's own
+loop with a tiny model; lengths are given, not sampled: a hundredth of those meant.
+They are lognormal with a deviation of 0.8, in groups of 16: 75% are below 8,192 tokens,
+and all end at 16,384, as in Open R1's second update (huggingface.co/blog/open-r1).
+`alike` is the share of the variance of their logarithms that is the prompt's.
+
+Or they are published, of Qwen3-1.7B: ten completions of each of 48 prompts of GPQA,
+github.com/Zhi0467/cot-loop, commit e4347d4b2b425cb1cae92d14be07f6ecc9cf7aa3,
+outputs/weeks/2026-W12/gpqa_prefill_activation_projection_20260321/export. Five of each,
+at random, are a rollout, and the others one of the same prompts before.
+
+Beside it: without refilling, in the order of the rollout, longest prompt first by the
+rollout before, longest first, which would need to know lengths, what no order exceeds,
+and with all rows advancing alike, which would need a cache of each. The second command
+times a model of these sizes with random weights, refilled and in parts of as many rows
+as slots; it divides lengths by 32.
 """
 
 import argparse
+import csv
+import functools
 import heapq
 import time
 
@@ -50,15 +58,39 @@ def weights_of(sizes):
 
 
 def lengths_of(rng, prompts, alike, scale):
-    """Tokens of each completion, divided by a scale."""
+    """Tokens of completions, divided by a scale: two rollouts [2, N] of the prompts."""
     of_prompt = np.repeat(rng.standard_normal(prompts), GROUP)
-    own = rng.standard_normal(prompts * GROUP)
+    own = rng.standard_normal((2, prompts * GROUP))
     z = alike**0.5 * of_prompt + (1 - alike) ** 0.5 * own
     lengths = BELOW * np.exp(SPREAD * (z - 0.6745))
     return np.clip(lengths / scale, 2, LIMIT // scale).astype(np.int32)
 
 
-def decode(model, lengths, slots, most, width=1):
+def published(path):
+    """Tokens [P, 2G] of completions of P prompts."""
+    prompts = {}
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            of_prompt = prompts.setdefault((row["split"], row["sample_id"]), [])
+            of_prompt.append(int(row["length"]))
+    return np.array([*prompts.values()])
+
+
+def alike_of(lengths):
+    """The share of the variance of logarithms that is the prompt's, and its root."""
+    logs = np.log(lengths)
+    own = logs.var(axis=1, ddof=1).mean()
+    of_prompt = logs.mean(axis=1).var(ddof=1) - own / lengths.shape[1]
+    return of_prompt / (of_prompt + own), (of_prompt + own) ** 0.5
+
+
+def halves_of(rng, lengths, limit):
+    """Two rollouts [2, N] of half of the completions of each prompt."""
+    half = np.hsplit(np.clip(rng.permuted(lengths, axis=1), 2 * SCALE, limit), 2)
+    return np.stack(half).reshape(2, -1).astype(np.int32) // SCALE
+
+
+def decode(model, lengths, slots, most, width=1, group=GROUP):
     """Steps of the sampler's loop, and tokens; rows end at these lengths."""
     rows = len(lengths)
     nothing = jnp.zeros((rows, most))
@@ -69,7 +101,7 @@ def decode(model, lengths, slots, most, width=1):
         drawn = Drawn(best, ~none, jnp.zeros(len(steps)), None)
         return drawn, none | (steps + 1 == wanted)
 
-    numbers = jnp.arange(rows, dtype=jnp.int32) // GROUP
+    numbers = jnp.arange(rows, dtype=jnp.int32) // group
     prompts = jnp.tile(numbers[:, None] % 4, (1, width))
     given = refill.Prompts(prompts, jnp.full(rows, width), lengths)
     unroll = jax.default_backend() == "gpu"
@@ -78,19 +110,19 @@ def decode(model, lengths, slots, most, width=1):
     return jnp.max(decoded.starts + decoded.lengths) - 1, decoded.drawn.tokens
 
 
-@jax.jit(static_argnums=1)
-def refilled(lengths, slots):
+@jax.jit(static_argnums=(1, 2, 3))
+def refilled(lengths, slots, group, most):
     """Steps of `decode` by a tiny model."""
     model = Decoder(SIZES, rngs=nnx.Rngs(0))
-    return decode(model, lengths, slots, LIMIT // SCALE)[0]
+    return decode(model, lengths, slots, most, group=group)[0]
 
 
 def timed(name, slots, alike, scale, overrides):
     """Seconds of a rollout of a model of real size, refilled and in parts."""
     config = load(CONFIGS / name, overrides)[0]
     most, width = LIMIT // scale, 128
-    lengths = lengths_of(np.random.default_rng(0), TIMES * slots // GROUP, alike, scale)
-
+    rng = np.random.default_rng(0)
+    lengths = lengths_of(rng, TIMES * slots // GROUP, alike, scale)[0]
     definition, held = weights_of(config.model)
 
     @jax.jit(compiler_options=sampling.COMPILER_OPTIONS)
@@ -135,28 +167,47 @@ def together(lengths, slots):
     return sum(int(part.max()) - 1 for part in lengths.reshape(-1, slots))
 
 
-def measure(slots, alike, repetitions):
-    """Mean shares over random rollouts."""
+def measure(draw, group, limit, repetitions):
+    """Mean shares over random rollouts, which are drawn with those before them."""
     shares = []
     for seed in range(repetitions):
-        rng = np.random.default_rng(seed)
-        lengths = lengths_of(rng, TIMES * slots // GROUP, alike, SCALE)
+        lengths, before = draw(np.random.default_rng(seed))
+        slots, total = len(lengths) // TIMES, (lengths - 1).sum()
+        seen = np.repeat(before.reshape(-1, group).mean(axis=1), group)
         steps = (
-            int(refilled(lengths, slots)), together(lengths, slots),
-            in_order(lengths, slots), in_order(-np.sort(-lengths), slots),
+            int(refilled(lengths, slots, group, limit // SCALE)),
+            together(lengths, slots), in_order(lengths, slots),
+            in_order(lengths[np.argsort(-seen, kind="stable")], slots),
+            in_order(-np.sort(-lengths), slots), max(lengths.max() - 1, total / slots),
             advancing_alike(lengths, slots),
         )  # fmt: skip
-        shares.append((lengths - 1).sum() / (slots * np.array(steps)))
+        shares.append(total / (slots * np.array(steps)))
     names = (
-        "busy", "busy_without", "busy_in_order", "busy_longest_first",
-        "busy_advancing_alike",
+        "busy", "busy_without", "busy_in_order", "busy_remembered",
+        "busy_longest_first", "busy_at_most", "busy_advancing_alike",
     )  # fmt: skip
     means = np.mean(shares, axis=0)
     return {
-        "slots": slots, "completions": TIMES * slots, "group_size": GROUP,
-        "alike": alike, "rollouts": repetitions,
+        "slots": slots, "completions": len(lengths), "group_size": group,
+        "limit": limit, "rollouts": repetitions,
         **{name: f"{mean:.3f}" for name, mean in zip(names, means, strict=True)},
     }  # fmt: skip
+
+
+def lognormal(slots, alike, repetitions):
+    """Of lengths drawn from the distribution above."""
+    prompts = TIMES * slots // GROUP
+    draw = functools.partial(lengths_of, prompts=prompts, alike=alike, scale=SCALE)
+    row = {"lengths": "lognormal", "alike": alike, "deviation": SPREAD}
+    return row | measure(draw, GROUP, LIMIT, repetitions)
+
+
+def resampled(lengths, limit, repetitions):
+    """Of published lengths [P, 2G], cut to a limit."""
+    draw = functools.partial(halves_of, lengths=lengths, limit=limit)
+    alike, deviation = (f"{x:.2f}" for x in alike_of(lengths))
+    row = {"lengths": "published", "alike": alike, "deviation": deviation}
+    return row | measure(draw, lengths.shape[1] // 2, limit, repetitions)
 
 
 def printed(row):
@@ -166,10 +217,11 @@ def printed(row):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rollouts", type=int, default=10)
+    parser.add_argument("--rollouts", type=int, default=40)
     parser.add_argument("--slots", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--out", default="refill_cpu.csv")
     parser.add_argument("--timed", metavar="CONFIG", help="sizes of a real model")
+    parser.add_argument("--published", metavar="CSV", help="measure its lengths, too")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
     rows = []
@@ -180,7 +232,11 @@ def main(arguments=None):
         return
     for slots in given.slots:
         for alike in (0.0, 0.5, 0.8, 0.9, 1.0):
-            rows.append(printed(measure(slots, alike, given.rollouts)))
+            rows.append(printed(lognormal(slots, alike, given.rollouts)))
+    if given.published:
+        lengths = published(given.published)
+        for limit in (8192, 16384, 30000):
+            rows.append(printed(resampled(lengths, limit, given.rollouts)))
     print("wrote", results.write(given.out, rows))
 
 

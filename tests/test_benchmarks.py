@@ -436,13 +436,30 @@ def test_run_distill_verbs(verbs, tmp_path):
 # ---------------------------------------------------------------- refilled slots
 
 
-def test_slots_that_are_refilled_are_busier(monkeypatch):
+def test_slots_that_are_refilled_are_busier(tmp_path, monkeypatch):
     monkeypatch.setattr(run_refill, "SCALE", 1000)
-    told = run_refill.measure(slots=16, alike=0.5, repetitions=2)
-    shares = {name: float(x) for name, x in told.items() if name.startswith("busy")}
-    assert shares["busy_without"] < shares["busy"] < shares["busy_longest_first"] <= 1
-    assert shares["busy_without"] < shares["busy_advancing_alike"] <= 1
-    assert told["completions"] == 64
+    lengths = run_refill.lengths_of(np.random.default_rng(0), 8, 0.7, 1)
+    table = np.hstack(lengths.reshape(2, 8, 16))
+    rows = [f"test,{i},{n}" for i, row in enumerate(table) for n in row]
+    path, header = tmp_path / "lengths.csv", "split,sample_id,length"
+    path.write_text("\n".join([header, *rows]))
+    np.testing.assert_array_equal(run_refill.published(path), table)
+    drawn = run_refill.lognormal(slots=16, alike=0.5, repetitions=2)
+    taken = run_refill.resampled(table, 16384, repetitions=2)
+    for told, count in ((drawn, 64), (taken, 128)):
+        shares = {name: float(x) for name, x in told.items() if name.startswith("busy")}
+        most = shares["busy_at_most"]
+        assert shares["busy_without"] < shares["busy"] < shares["busy_longest_first"]
+        assert max(shares.values()) == most <= 1
+        assert shares["busy_without"] < shares["busy_advancing_alike"]
+        assert told["completions"] == count
+
+
+def test_the_share_of_a_prompt_in_the_variance_of_lengths_is_measured():
+    rng = np.random.default_rng(0)
+    of_prompt, own = rng.standard_normal((4000, 1)), rng.standard_normal((4000, 4))
+    told = run_refill.alike_of(np.exp(3 + 0.8 * of_prompt + 0.6 * own))
+    np.testing.assert_allclose(told, (0.64, 1.0), atol=0.03)
 
 
 SIZES = (

@@ -2,8 +2,10 @@
 
 The next row is the first of a prompt that has no completion yet; then one of the prompt
 whose completions are the longest so far, because those of one prompt are alike and what
-is started last is waited for. A row's tokens depend neither on its slot nor on when it
-starts: random numbers belong to a row and to the number of its token.
+is started last is waited for. Of equal ones it is the prompt with the fewest, so that
+the first rows, of which nothing is known, are as many of each. A row's tokens depend
+neither on its slot nor on when it starts: random numbers belong to a row and to the
+number of its token.
 """
 
 import dataclasses
@@ -181,12 +183,14 @@ class Refill:
 
     def _next(self, rows: Rows) -> jax.Array:
         """The number of the row to start."""
-        waits, most = rows.starts < 0, self.most
-        longest = jax.ops.segment_max(
-            jnp.where(waits, -1, rows.lengths), self._groups, self._count
-        )[self._groups]
-        urgency = jnp.where(longest < 0, most + 1, longest)
-        return jnp.argmax(jnp.where(waits, urgency, -1))
+        waits, groups = rows.starts < 0, self._groups
+        lengths = jnp.where(waits, -1, rows.lengths)
+        longest = jax.ops.segment_max(lengths, groups, self._count)[groups]
+        started = jax.ops.segment_sum(1 - waits, groups, self._count)[groups]
+        urgency = jnp.where(longest < 0, self.most + 1, longest)
+        urgent = jnp.max(jnp.where(waits, urgency, -1))
+        fewest = jnp.where(waits & (urgency == urgent), started, self._count)
+        return jnp.argmin(fewest)
 
     @property
     def _groups(self) -> jax.Array:

@@ -110,6 +110,10 @@ def test_prompts_without_a_completion_start_first_then_those_that_take_long():
     starts = started([3, 3, 9, 9, 2, 2], [0, 0, 1, 1, 2, 2], 2)
     # Rows 0 and 2 begin; row 4 follows on row 0, and row 3 on it. Row 2 ends in step 8.
     assert starts == [0, 8, 0, 3, 2, 10]
+    # The first of four slots hold two rows of a prompt and one of each other, not three
+    # of the first; so all rows of the longest have begun two steps sooner.
+    starts = started([6] * 6 + [9] * 3, [0] * 3 + [1] * 3 + [2] * 3, 4)
+    assert starts == [0, 0, 5, 0, 5, 10, 0, 5, 8]
     # Rows of one token take no step, and leave their slot at once.
     assert started([1, 1, 4], [0, 1, 2], 1) == [0, 0, 0]
 
