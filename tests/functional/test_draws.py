@@ -62,7 +62,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("std", [0.0, 1.0, 15.0], ids=["flat", "ordinary", "peaked"])
-@pytest.mark.parametrize("v", [1, 15, 300, 4099])
+@pytest.mark.parametrize("v", [1, slow(15), 300, 4099])
 def test_the_inverse_of_the_distribution_function(v, std):
     h, W = make(std, v)
     ids = np.asarray(jaxmem.sample_ids(h, W, 50, KEY, CHUNK))
@@ -96,7 +96,9 @@ def test_the_bounds_of_a_column():
     """The first and the last number that draw it."""
     bits = np.array([[0, 2**24 - 1, 2**24, 2**25 - 1, 2**25, 2**32 - 1]], np.uint32)
     whole = types.SimpleNamespace(shards=None)
-    ids = draws._draw(whole, jnp.zeros((1, 256)), jnp.asarray(bits))
+    ids = jax.jit(lambda z, bits: draws._draw(whole, z, bits))(
+        jnp.zeros((1, 256)), bits
+    )
     np.testing.assert_array_equal(ids, [[0, 0, 1, 1, 2, 255]])
 
 
@@ -154,16 +156,15 @@ def test_ids_depend_on_the_key_and_the_position_only(optimized):
     h, W = make()
     want = jaxmem.sample_ids(h, W, 20, KEY, 16)
     where = np.arange(N) % 3 > 0
-    for chunk in (32, None, "auto"):
-        np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 20, KEY, chunk), want)
-    masked = jaxmem.sample_ids(h, W, 20, KEY, 16, where=where)
+    masked = jaxmem.sample_ids(h, W, 20, KEY, None, where=where)
     np.testing.assert_array_equal(masked[where], want[where])
     assert (masked[~where] == -1).all()
     keys = column_sampling.token_keys(KEY, (N,))
-    np.testing.assert_array_equal(jaxmem.sample_ids(h[5:], W, 20, keys[5:]), want[5:])
+    some = jaxmem.sample_ids(h[5:], W, 20, keys[5:], 32)
+    np.testing.assert_array_equal(some, want[5:])
     raw = jax.random.key_data(KEY)
-    np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 20, raw), want)
-    other = jaxmem.sample_ids(h, W, 20, jax.random.key(4))
+    np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 20, raw, 16), want)
+    other = jaxmem.sample_ids(h, W, 20, jax.random.key(4), 16)
     assert np.mean(other == want) < 0.5
     np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 20, KEY, 16), want)
 

@@ -23,11 +23,13 @@ from tests.functional.test_selected import (
     exact,
     make as make_dense,
     materialised,
+    ours as ours_dense,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
-MAX_IDS = 23  # between widths, of which 4, 8 and 16 are below
+MAX_IDS = 11  # between widths, of which 4 and 8 are below
+ENTRIES = N * MAX_IDS + 9  # of every support here, so that all run one program
 
 
 def make(std=1.0, limit=V):
@@ -35,7 +37,7 @@ def make(std=1.0, limit=V):
     h, W, _, _ = make_dense(std)
     rng = np.random.default_rng(1)
     counts = rng.integers(1, MAX_IDS + 1, N)
-    counts[:9] = 1, 2, 4, 5, 8, 9, 16, 17, MAX_IDS
+    counts[:8] = 1, 2, 4, 5, 8, 9, MAX_IDS - 1, MAX_IDS
     ids = np.stack([rng.permutation(limit)[:MAX_IDS] for _ in range(N)])
     ids = np.where(np.arange(MAX_IDS) < counts[:, None], ids, -1).astype(np.int32)
     return h, W, ids[np.arange(N), counts // 2].copy(), ids
@@ -60,8 +62,15 @@ def ragged(operands, after=7):
     """The operands with a CSR support, with entries of no token at both ends."""
     h, W, y, dense = operands
     ids, offsets = packing.support_to_csr(dense)
-    noise = np.full(after, V + 5)
-    return h, W, y, np.concatenate([[-7, V], ids, noise]).astype(np.int32), offsets + 2
+    before = ENTRIES - len(ids) - after
+    noise = np.resize([-7, V], before), np.full(after, V + 5)
+    ids = np.concatenate([noise[0], ids, noise[1]]).astype(np.int32)
+    return h, W, y, ids, offsets + before
+
+
+def everything(**changes):
+    """For the tests of masks and biases, which share one program, too."""
+    return {"where": np.ones(N, bool), "bias": np.zeros(V, np.float32)} | changes
 
 
 def check(operands, dtype="float32", layout="vd", chunk=CHUNK, **options):
@@ -88,7 +97,7 @@ def test_values_and_gradients(std):
     check(make(std))
 
 
-# The other tests of this file run in chunks, and a later one without, to equal bits.
+# The other tests of this file run in chunks, and that of shapes without.
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, None, "auto"], ids=str)
 def test_any_chunk(chunk):
@@ -119,15 +128,11 @@ def test_ids_that_repeat_or_are_absent():
 def test_one_width_is_the_dense_form_bit_by_bit():
     h, W, y, dense = make()
     dense[:] = np.where(dense < 0, (dense[:, :1] + np.arange(MAX_IDS)) % V, dense)
-    g, options = cotangents("support"), {"chunk": None}
-
-    def of_dense(h, W):
-        return jaxmem.support_logprobs(h, W, y, dense, **options)
-
-    want, pull = jax.vjp(of_dense, h, W)
-    value, gradients = ours(ragged((h, W, y, dense)), g, {}, chunk=None)
+    g = cotangents("support")
+    want, of_dense = ours_dense((h, W, y, dense), g, {}, "support")
+    value, gradients = ours(ragged((h, W, y, dense)), g, {})
     np.testing.assert_array_equal(value, want)
-    for got, exact_one in zip(gradients, pull(g), strict=True):
+    for got, exact_one in zip(gradients, of_dense, strict=True):
         np.testing.assert_array_equal(got, exact_one)
 
 
@@ -142,16 +147,17 @@ def test_a_token_does_not_depend_on_the_others():
 
 
 def test_any_leading_shape_and_integer_type():
-    h, W, y, ids, offsets = ragged([x[:24] if len(x) == N else x for x in make()])
+    dense = [x[:24] if len(x) == N else x for x in make()]
+    h, W, y, ids, offsets = ragged(dense)
     options = {"max_ids": MAX_IDS}
-    flat = jaxmem.support_logprobs(h, W, y, ids, offsets=offsets, **options)
     shaped = jaxmem.support_logprobs(
         h.reshape(2, 3, 4, D), W, y.reshape(2, 3, 4), ids.astype(np.int16),
         offsets=offsets.astype(np.uint64), **options,
     )  # fmt: skip
-    np.testing.assert_array_equal(shaped, flat.reshape(2, 3, 4))
+    want, _ = exact("support", np.ones(24), dense)
+    np.testing.assert_allclose(shaped, want.reshape(2, 3, 4), atol=2e-6)
     one = jaxmem.support_logprobs(h[0], W, y[0], ids, offsets=offsets[:2], **options)
-    assert one.shape == () and abs(one - flat[0]) < 1e-6
+    assert one.shape == () and abs(one - want[0]) < 1e-6
 
 
 def test_masked_tokens_give_exactly_nothing():
@@ -160,27 +166,27 @@ def test_masked_tokens_give_exactly_nothing():
     h[~where], y[1] = np.nan, V + 5
     dense[2], dense[5, :] = -1, V + 7  # empty, and one that does not exist
     g, operands = cotangents("support"), ragged((h, W, y, dense))
-    value, (dh, dW) = ours(operands, g, {"where": where})
+    value, (dh, dW, _) = ours(operands, g, everything(where=where))
     assert not value[~where].any() and not dh[~where].any()
     assert np.isfinite(value).all() and np.isfinite(dh).all()
     want, need = exact("support", g[where], [h[where], W, y[where], dense[where]])
     np.testing.assert_allclose(value[where], want, atol=2e-6)
     np.testing.assert_allclose(dW, need[1], atol=1e-5)
     padding = np.where(where, y, -1)
-    alike = ours((h, W, padding, *operands[3:]), g, {})
-    for a, b in zip(jax.tree.leaves(alike), (value, dh, dW), strict=True):
+    alike, (also_dh, also_dW, _) = ours((h, W, padding, *operands[3:]), g, everything())
+    for a, b in zip((alike, also_dh, also_dW), (value, dh, dW), strict=True):
         np.testing.assert_array_equal(a, b)
-    value, gradients = ours(operands, g, {"where": np.zeros(N, bool)})
+    value, gradients = ours(operands, g, everything(where=np.zeros(N, bool)))
     assert not value.any() and not any(x.any() for x in gradients)
 
 
-def poisoned(operands, bad, max_ids=MAX_IDS):
+def poisoned(operands, bad):
     """Check that exactly these tokens are NaN, and others not where g does not ask."""
     g, bad = cotangents("support"), np.isin(np.arange(N), bad)
-    value, (dh, _) = ours(operands, g, {}, max_ids=max_ids)
+    value, (dh, _) = ours(operands, g, {})
     np.testing.assert_array_equal(np.isnan(value), bad)
     np.testing.assert_array_equal(np.isnan(dh).any(1), bad)
-    _, unused = ours(operands, np.where(bad, 0, g), {}, max_ids=max_ids)
+    _, unused = ours(operands, np.where(bad, 0, g), {})
     assert all(np.isfinite(x).all() for x in unused)
 
 
@@ -192,8 +198,12 @@ def test_what_is_not_valid_poisons_only_its_token():
 
 
 def test_too_many_ids_poison_only_their_tokens():
-    counts = (make()[3] >= 0).sum(1)
-    poisoned(ragged(make()), np.flatnonzero(counts > 10), max_ids=10)
+    h, W, y, dense = make()
+    more = np.full((N, 1), -1)
+    more[[7, 20]] = np.setdiff1d(np.arange(V), dense[[7, 20]])[0]
+    dense = np.concatenate([dense, more], axis=1).astype(np.int32)
+    counts = (dense >= 0).sum(1)
+    poisoned(ragged((h, W, y, dense)), np.flatnonzero(counts > MAX_IDS))
 
 
 def test_offsets_out_of_order_or_beyond_the_ids_poison_only_their_tokens():
@@ -201,9 +211,9 @@ def test_offsets_out_of_order_or_beyond_the_ids_poison_only_their_tokens():
     first, offsets[20] = offsets[20], offsets[19] - 1
     poisoned((h, W, y, ids, offsets), [19, 20])  # which overlap
     offsets[20] = first
-    short = ids[: offsets[-1] - 1]
-    poisoned((h, W, y, short, offsets), [N - 1])
-    offsets[:2] = -(2**31) + 1, -1
+    offsets[-1] = ENTRIES + 1
+    poisoned((h, W, y, ids, offsets), [N - 1])
+    offsets[-1], offsets[:2] = ENTRIES, (-(2**31) + 1, -1)
     poisoned((h, W, y, ids, offsets), [0, 1])
 
 
@@ -214,7 +224,7 @@ def test_a_label_that_a_bias_rules_out_is_impossible():
     bias[y[3]] = -np.inf
     of_label = y == y[3]
     value, gradients = ours(
-        ragged((h, W, y, dense)), cotangents("support"), {"bias": bias}
+        ragged((h, W, y, dense)), cotangents("support"), everything(bias=bias)
     )
     np.testing.assert_array_equal(np.isneginf(value), of_label)
     assert np.isfinite(value[~of_label]).all()
@@ -223,11 +233,12 @@ def test_a_label_that_a_bias_rules_out_is_impossible():
 
 def test_no_ids_at_all():
     h, W, y, _ = make()
-    none = h, W, y, np.zeros(0, np.int32), np.zeros(N + 1, np.int32)
-    poisoned(none, np.arange(N))
-    value, _ = ours((h, W, np.full(N, -1), *none[3:]), np.ones(N), {})
-    assert not value.any()
-    empty = jaxmem.support_logprobs(h[:0], W, y[:0], none[3], offsets=[0], max_ids=3)
+    none = np.zeros(0, np.int32), np.zeros(N + 1, np.int32)
+    for labels, bad in ((y, True), (np.full(N, -1), False)):
+        run = jax.jit(functools.partial(jaxmem.support_logprobs, max_ids=3))
+        value = run(h, W, labels, none[0], offsets=none[1])
+        assert np.isnan(value).all() if bad else not value.any()
+    empty = jaxmem.support_logprobs(h[:0], W, y[:0], none[0], offsets=[0], max_ids=3)
     assert empty.shape == (0,)
 
 
@@ -236,21 +247,23 @@ def test_under_checkpoint_and_vmap():
     halves = [packing.support_to_csr(dense[i : i + 16], capacity=400) for i in (0, 16)]
     stacked = [np.stack(x) for x in zip(*halves, strict=True)]
 
+    @jax.checkpoint
     def total(h, W, y, ids, offsets):
         options = {"offsets": offsets, "max_ids": MAX_IDS}
-        return jnp.sum(jnp.cos(jaxmem.support_logprobs(h, W, y, ids, CHUNK, **options)))
+        value = jaxmem.support_logprobs(h, W, y, ids, CHUNK, **options)
+        return jnp.sum(jnp.cos(value)), value
 
-    def mapped(h, W, y, *_):
-        h, y = h.reshape(2, 16, D), y.reshape(2, 16)
-        return jax.vmap(total, (0, None, 0, 0, 0))(h, W, y, *stacked).sum()
+    def mapped(h, W):
+        cut = h.reshape(2, 16, D), W, y.reshape(2, 16), *stacked
+        sums, values = jax.vmap(total, (0, None, 0, 0, 0))(*cut)
+        return sums.sum(), values
 
-    def gradients(fn):
-        return jax.jit(jax.grad(fn, (0, 1)))(h, W, y, *packing.support_to_csr(dense))
-
-    want = gradients(total)
-    for got in (gradients(jax.checkpoint(total)), gradients(mapped)):
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_allclose(a, b, atol=2e-5)
+    got, value = jax.jit(jax.grad(mapped, (0, 1), has_aux=True))(h, W)
+    want, _ = exact("support", np.ones(32), (h, W, y, dense))
+    np.testing.assert_allclose(value.ravel(), want, atol=2e-6)
+    _, need = exact("support", -np.sin(want), (h, W, y, dense))
+    for a, b in zip(got, need, strict=False):
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 # What is refused, and how.
@@ -269,7 +282,7 @@ ERRORS = [
     ({"max_ids": 0}, ValueError,
      "max_ids must be an integer, at least 1 and below 2**31, got 0"),
     ({"offsets": None}, ValueError,
-     "max_ids must be None without offsets, got 23; a dense support has as many ids as "
+     "max_ids must be None without offsets, got 11; a dense support has as many ids as "
      "its last axis"),
     ({"support_ids": IDS[None]}, ValueError,
      "support_ids must have one axis with offsets, which say where each token's ids "
@@ -284,16 +297,16 @@ ERRORS = [
      "offsets must have one entry per token and one more, shape (38,), got (37,)"),
     ({"offsets": changed(OFFSETS, 5, 0)}, ValueError,
      f"offsets must not decrease, got {OFFSETS[4]} and then 0 at 5"),
-    ({"offsets": OFFSETS - 3}, ValueError,
+    ({"offsets": OFFSETS - OFFSETS[0] - 1}, ValueError,
      f"offsets must be from 0 to {len(IDS)}, the entries of support_ids, got -1 to "
-     f"{OFFSETS[-1] - 3}"),
+     f"{OFFSETS[-1] - OFFSETS[0] - 1}"),
     ({"offsets": changed(OFFSETS, -1, 2**31 - 1)}, ValueError,
-     f"offsets must be from 0 to {len(IDS)}, the entries of support_ids, got 2 to "
-     "2147483647"),
-    ({"max_ids": 16}, ValueError,
-     "offsets must give a token at most max_ids=16 ids, got 17 at token 7; raise "
+     f"offsets must be from 0 to {len(IDS)}, the entries of support_ids, got "
+     f"{OFFSETS[0]} to 2147483647"),
+    ({"max_ids": 10}, ValueError,
+     "offsets must give a token at most max_ids=10 ids, got 11 at token 7; raise "
      "max_ids, or mask the token with where="),
-    ({"support_ids": changed(IDS, 4, V)}, ValueError,
+    ({"support_ids": changed(IDS, OFFSETS[0] + 2, V)}, ValueError,
      "support_ids must be below vocab_size=130, got 130; mark what is absent with a "
      "negative id, or the token with where="),
     ({"labels": changed(LABELS, 3, (LABELS[3] + 1) % V)}, ValueError,
@@ -311,6 +324,6 @@ def test_errors(changes, kind, message):
 
 def test_what_a_mask_hides_is_not_refused():
     where = np.arange(N) != 7
-    masked = GOOD | {"max_ids": 23, "where": where}
+    masked = GOOD | {"where": where}
     masked["support_ids"] = changed(IDS, slice(OFFSETS[7], OFFSETS[8]), V)
     assert np.isfinite(jaxmem.support_logprobs(**masked)).all()
