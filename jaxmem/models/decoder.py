@@ -21,6 +21,7 @@ from jaxmem.models import (
     layers,
     norms,
     partitioning,
+    rereading,
     route_records,
     structure,
 )
@@ -62,16 +63,9 @@ def _nothing_kept(runs, x: jax.Array) -> dict[str, Any]:
 
 
 def _reused(source: str | None, states, before, width: int) -> Any:
-    """Keys and values of all tokens so far of a stack's last layer; None of no stack.
+    """Keys and values [B, S, kv_heads, head_dim] of a stack's last layer; None of none.
 
-    Args:
-        source: name of the stack, or None.
-        states: of what was read now, of `width` tokens.
-        before: states of earlier tokens, or {}.
-        width: tokens that were read now.
-
-    Returns:
-        A pair of arrays [B, S, kv_heads, head_dim].
+    `states` are of the `width` tokens that are read now, `before` of earlier ones.
     """
     if source is None:
         return None
@@ -269,9 +263,9 @@ class Decoder(nnx.Module):
         inputs = self._inputs(jnp.where(filled, prompts, 0), x)
         x, states, routes = self._read(x, inputs, sight, max_length, {}, records)
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
-        return self._final(last), kv_cache.of_prompts(
-            states, lengths, width, max_length, routes
-        )
+        recorded = routes, rereading.tokens(self.config, prompts)
+        cache = kv_cache.of_prompts(states, lengths, width, max_length, *recorded)
+        return self._final(last), cache
 
     def extend(
         self, tokens: Ids, lengths: Ids, cache: kv_cache.Cache
@@ -294,6 +288,7 @@ class Decoder(nnx.Module):
         filled = jnp.arange(width) < lengths[:, None]
         positions = cache.lengths[:, None] + jnp.arange(width)
         tokens, positions = (jnp.where(filled, x, 0) for x in (tokens, positions))
+        cache = rereading.longer(self, cache, tokens, lengths)
         x = embedding.look_up(self, tokens, positions)
         own = documents(self.config, positions, filled)
 
@@ -316,7 +311,7 @@ class Decoder(nnx.Module):
         fits = cache.slot + width <= cache.max_length
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
         hidden = jnp.where(fits, self._final(last), jnp.nan)
-        return hidden, kv_cache.advance(cache, states, lengths, width, routes)
+        return hidden, kv_cache.advance(cache, states, lengths, width, routes, tokens)
 
     def _read(self, x, inputs, sight, room, before: dict[str, Any], records: bool):
         """The stream after all blocks, and states of what was read, with room for more.
@@ -375,19 +370,19 @@ class Decoder(nnx.Module):
             Hidden states [B, hidden] of these tokens, as `__call__` computes them, and
             the updated cache. The hidden states are NaN once the cache is full.
         """
-        tokens = jnp.asarray(tokens)[:, None]
+        config, tokens = self.config, jnp.asarray(tokens)[:, None]
         live = jnp.ones(len(tokens), bool) if live is None else live
+        cache = rereading.longer(self, cache, tokens, live.astype(jnp.int32))
         positions = cache.lengths[:, None]
         x = embedding.look_up(self, tokens, positions)
 
         def visible(kind: str) -> jax.Array:
-            return cache.seen(window(self.config, kind, positions))
+            return cache.seen(window(config, kind, positions))
 
-        seen = by_kind(self.config, visible)
-        sight = sights(self.config, positions, seen, positions + 1)
+        sight = sights(config, positions, by_kind(config, visible), positions + 1)
         inputs = self._inputs(tokens, x)
         states, new, chosen, records = {}, {}, {}, cache.routes is not None
-        for run in structure.runs(self.config):
+        for run in structure.runs(config):
             definitions, scanned = self._scanned(run, inputs)
             shared = [self._shared(stack, new) for stack in run]
 
@@ -413,8 +408,8 @@ class Decoder(nnx.Module):
             chosen |= zip((stack.layers for stack in run), choices, strict=True)
         fits, read = cache.slot < cache.max_length, live.astype(jnp.int32)
         hidden = jnp.where(fits, self._final(x)[:, 0], jnp.nan)
-        routes = route_records.of_layers(chosen, self.config)
-        return hidden, kv_cache.advance(cache, states, read, 1, routes)
+        routes = route_records.of_layers(chosen, config)
+        return hidden, kv_cache.advance(cache, states, read, 1, routes, tokens)
 
     def _shared(self, stack: structure.Stack, new: dict[str, Any]) -> Any:
         """What all layers of a stack get in `decode`, maybe keys of the new token."""

@@ -56,6 +56,7 @@ class Cache(NamedTuple):
     used: jax.Array  # int32 scalar; slots from there on hold nothing in any row
     # of the tokens in slots, as in `models.route_records`; None: they are not recorded
     routes: jax.Array | None = None
+    tokens: jax.Array | None = None  # [B, T] in slots, of `models.rereading`
 
     @property
     def max_length(self) -> int:
@@ -92,19 +93,22 @@ def of_prompts(
     lengths: jax.Array,
     width: int,
     max_length: int,
-    routes: jax.Array | None = None,
+    *recorded: jax.Array | None,
 ) -> Cache:
     """The cache after prompts of the given lengths, in rows `width` tokens wide.
 
-    Their routes, [B, width, ...], are recorded if they are given.
+    Their routes, [B, width, ...], and tokens, [B, width], are recorded if not None.
     """
-    if routes is not None:
-        unused = [(0, 0), (0, max_length - width), (0, 0), (0, 0)]
-        routes = jnp.pad(routes, unused)
+
+    def wide(x: jax.Array) -> jax.Array:
+        unused = [(0, 0), (0, max_length - width)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, unused)
+
+    recorded = jax.tree.map(wide, recorded)
     places = jnp.arange(max_length, dtype=jnp.int32)
     positions = jnp.where(places < lengths[:, None], places, -1)
     slot = jnp.asarray(width, jnp.int32)
-    return Cache(layers, positions, lengths, slot, slot, routes)
+    return Cache(layers, positions, lengths, slot, slot, *recorded)
 
 
 def replaced(cache: Cache, row: jax.Array, other: Cache) -> Cache:
@@ -119,6 +123,7 @@ def replaced(cache: Cache, row: jax.Array, other: Cache) -> Cache:
         lengths=put(cache.lengths, other.lengths, 0),
         used=jnp.maximum(cache.used, other.used),
         routes=jax.tree.map(lambda x, new: put(x, new, 0), cache.routes, other.routes),
+        tokens=jax.tree.map(lambda x, new: put(x, new, 0), cache.tokens, other.tokens),
     )
 
 
@@ -166,39 +171,47 @@ def advance(
     lengths: jax.Array,
     width: int,
     routes: jax.Array | None,
+    tokens: jax.Array,
 ) -> Cache:
     """The cache after `lengths` [B] more tokens in `width` slots, with its states.
 
-    Their routes [B, width, ...] are read if the cache records them.
+    Their routes [B, width, ...] and ids [B, width] are read if it records them.
     """
     places = jnp.arange(width, dtype=jnp.int32)
     positions = cache.lengths[:, None] + places
     positions = jnp.where(places < lengths[:, None], positions, -1)
-    put = lax.dynamic_update_slice_in_dim
-    slot, recorded = cache.slot + width, cache.routes
-    if recorded is not None and routes is not None:
-        recorded = put(recorded, routes, cache.slot, axis=1)
+    slot = cache.slot + width
+
+    def put(old: Any, new: Any) -> Any:
+        if old is None or new is None:
+            return old
+        return lax.dynamic_update_slice_in_dim(old, new, cache.slot, axis=1)
+
     return Cache(
         layers,
-        put(cache.positions, positions, cache.slot, axis=1),
+        put(cache.positions, positions),
         cache.lengths + lengths,
         slot,
         jnp.maximum(cache.used, slot),
-        recorded,
+        put(cache.routes, routes),
+        put(cache.tokens, tokens),
     )
 
 
 def routes_by_place(cache: Any) -> jax.Array | None:
-    """Recorded routes [B, T, ...] by the places of tokens in their rows; 0 of none.
+    """Recorded routes `by_place`.
 
     None where a cache, which may be that of a model of one's own, records none.
     """
-    if getattr(cache, "routes", None) is None:
-        return None
+    routes = getattr(cache, "routes", None)
+    return None if routes is None else by_place(cache, routes)
+
+
+def by_place(cache: Cache, recorded: jax.Array) -> jax.Array:
+    """What is recorded of slots, [B, T, ...], by tokens' places in rows; 0 of none."""
     places = jnp.where(cache.filled, cache.positions, cache.max_length)
-    rows = jnp.arange(len(places))[:, None]
-    empty = jnp.zeros_like(cache.routes)
-    return empty.at[rows, places].set(cache.routes, mode="drop")
+    rows, empty = jnp.arange(len(places))[:, None], jnp.zeros_like(recorded)
+    return empty.at[rows, places].set(recorded, mode="drop")
 
 
 def attend_in_place(

@@ -194,13 +194,12 @@ class Layout:
             by_head = len(shape) == 5 and shape[2] % self.sizes["tensor"] == 0
             return PartitionSpec(None, ROWS, "tensor" if by_head else None)
 
-        of_rows = cache.positions, cache.lengths, cache.routes
-        positions, lengths, routes = self.of_rows(of_rows)
+        names = "positions", "lengths", "routes", "tokens"
+        of_rows = self.of_rows({name: getattr(cache, name) for name in names})
         slot, used = self.whole((cache.slot, cache.used))
         return cache._replace(
-            layers=self._placed(cache.layers, spec_of), positions=positions,
-            lengths=lengths, slot=slot, used=used, routes=routes,
-        )  # fmt: skip
+            layers=self._placed(cache.layers, spec_of), slot=slot, used=used, **of_rows
+        )
 
     def of_head(self, weights: Any, hidden: Any, labels: Any) -> tuple[Any, Any, Any]:
         """Shardings of a head alone: its weights, hidden states and labels."""

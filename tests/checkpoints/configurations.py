@@ -294,6 +294,10 @@ CONFIGURATIONS = {
         "phi3", original_max_position_embeddings=5, rope_parameters=LONG
         | {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 5},
     ),
+    "phi3_passing": of(  # what is sampled passes 10 tokens: rows are read again
+        "phi3", original_max_position_embeddings=10, rope_parameters=LONG
+        | {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 10},
+    ),
     "phi3_long": of(
         "phi3", max_position_embeddings=128, original_max_position_embeddings=32,
         rope_parameters=LONG | {"partial_rotary_factor": 0.75},

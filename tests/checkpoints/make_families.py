@@ -90,10 +90,13 @@ def recorded(model, tensors):
         model, lambda x: torch.zeros_like(x) if x.grad is None else x.grad
     )
     gradients = [seeded.summary(name, slopes[name].numpy()) for name in tensors]
+    # A cache of Llama's has keys that short factors have rotated, when a row is long.
+    scaling = model.config.rope_parameters or {}
+    keeps = scaling.get("rope_type") == "longrope" and model.config.model_type != "phi3"
     with torch.no_grad():
         whole = model.generate(
             tokens[:, :PROMPT], do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW,
-            eos_token_id=None, pad_token_id=0,
+            eos_token_id=None, pad_token_id=0, use_cache=not keeps,
         )  # fmt: skip
     return {
         "tokens": tokens.numpy().astype(np.int16),

@@ -68,6 +68,12 @@ def test_a_description_is_read_back_as_the_model(name, tmp_path):
     assert dataclasses.replace(read.model, **same) == model
 
 
+EXPERTS = dict(
+    feed_forwards=("experts",), experts=4, experts_per_token=2, expert_ff=8,
+    router_renormalised=True,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -75,6 +81,7 @@ def test_a_description_is_read_back_as_the_model(name, tmp_path):
         (dict(attention_scale=0.3), "LlamaForCausalLM cannot have attention_scale="),
         (dict(qk_norm=True, qkv_bias=True), "Qwen3ForCausalLM cannot have qkv_bias="),
         (dict(**GEMMA, attention_scale=0.3), "Gemma2.* cannot have attention_scale="),
+        (EXPERTS, "Qwen3MoeForCausalLM cannot have qk_norm=False"),
     ],
 )
 def test_no_other_model_is_described(changes, message):

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 CACHED = (
     "ministral3_window", "llama4", "cohere2", "gpt2", "gpt_oss", "qwen2_moe_few",
     "deepseek_v3", "qwen3_5", "phimoe", "gemma4_reuse", "llama_dynamic_beyond",
+    "phi3_passing",
 )  # fmt: skip
 # With those of tiny/ they have every switch but relu; the others combine and vary them.
 QUICK = (

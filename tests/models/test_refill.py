@@ -19,12 +19,17 @@ OTHER_PARTS = dict(
     latent=6, rotated_width=4, query_latent=5, feed_forwards=("experts",), experts=3,
     experts_per_token=2, expert_ff=8, shared_ff=4,
 )  # fmt: skip
+# Rows that pass so many tokens are read again.
+LONG = dict(
+    rope_scaling="listed", rope_factors=(1.0,) * 4, rope_long_factors=(9.0,) * 4,
+    rope_limit=7,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("slots", "changes", "settings"),
     [
-        (1, {}, {}),
+        (1, LONG, {}),
         (2, dict(pattern=("local", "global"), window=3), dict(top_k=5)),
         (3, dict(learned_positions=16, mixers=("attention", "reuse")), {}),
         (5, {}, dict(top_p=0.7, support=7)),

@@ -13,7 +13,7 @@ from jaxmem.models.sampling import (
     row_keys,
     samples_of,
 )
-from tests.models.test_refill import OTHER_PARTS
+from tests.models.test_refill import LONG, OTHER_PARTS
 from tests.models.test_sampling import EOS, LENGTHS, PAD, PROMPTS, decoder
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -40,7 +40,7 @@ def again(model, said, config, turn):
 @pytest.mark.parametrize(
     ("changes", "settings"),
     [
-        ({}, dict(top_k=1)),
+        (LONG, dict(top_k=1)),
         (dict(pattern=("local", "chunked"), window=3), dict(top_k=5)),
         (dict(learned_positions=64, mixers=("attention", "reuse")), {}),
         (OTHER_PARTS, {}),
