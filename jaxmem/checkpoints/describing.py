@@ -56,6 +56,8 @@ def describe(model: ModelConfig, max_positions: int) -> dict[str, Any]:
     for family in FAMILIES:
         raw = family.write(model, max_positions)
         differing = _differing(model, raw)
+        if differing is None:
+            continue
         if not differing:
             return raw
         if nearest is None or len(differing) < len(nearest) - 1:
@@ -67,12 +69,12 @@ def describe(model: ModelConfig, max_positions: int) -> dict[str, Any]:
     )
 
 
-def _differing(model: ModelConfig, raw: Mapping[str, Any]) -> list[str]:
-    """Settings that the config would be read back without."""
+def _differing(model: ModelConfig, raw: Mapping[str, Any]) -> list[str] | None:
+    """Settings that the config would be read back without; None if it cannot be."""
     try:
         other = parse_config(Path("config.json"), raw).model
-    except CheckpointError as error:
-        return [str(error).partition(": ")[2]]
+    except CheckpointError:
+        return None
     ours, theirs = _comparable(model), _comparable(other)
     return [f"{name}={ours[name]!r}" for name in ours if ours[name] != theirs[name]]
 

@@ -79,7 +79,8 @@ class Key:
         if self.may_be_zero and reader.raw.get(self.key) == 0:
             within = None
         keys = (self.key,) if self.older is None else (self.key, self.older)
-        is_there = any(key in reader.raw for key in keys)
+        empty = (MISSING,) if type(None) in kinds else (MISSING, None)
+        is_there = any(reader.raw.get(key, MISSING) not in empty for key in keys)
         absent = MISSING if default is MISSING and not is_there else None
         given = [reader.take(key, kinds, absent, within=within) for key in keys]
         found = [v for v, k in zip(given, keys, strict=True) if k in reader.raw]
