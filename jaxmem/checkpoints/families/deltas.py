@@ -1,10 +1,9 @@
 """Keys and names of the gated delta rule beside gated attention."""
 
-import dataclasses
 from typing import Any
 
 from jaxmem.checkpoints.families import standard
-from jaxmem.checkpoints.families.family import Key
+from jaxmem.checkpoints.families.family import Key, read, write
 from jaxmem.checkpoints.families.ropes import Rope
 from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import RANGES, ModelConfig
@@ -12,7 +11,6 @@ from jaxmem.models.config import RANGES, ModelConfig
 _KINDS = {"linear_attention": "delta", "full_attention": "attention"}
 
 
-@dataclasses.dataclass(frozen=True)
 class Mixers:
     """Which layers attend: those listed, or each last of so many."""
 
@@ -31,21 +29,17 @@ class Mixers:
             raise reader.error(
                 f"layer_types must have one entry a layer, {count}, got {len(kinds)}"
             )
-        fields: dict[str, Any] = {}
-        for key in _SIZES:
-            fields |= key.read(reader)
+        fields = read(_SIZES, reader)
         if "delta" not in kinds:
             raise reader.error("layer_types has no 'linear_attention'")
         return fields | {"mixers": tuple(kinds)}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The list, and the sizes."""
         names = {kind: name for name, kind in _KINDS.items()}
         kinds = (model.mixers * model.layers)[: model.layers]
-        raw: dict[str, Any] = {"layer_types": [names.get(kind) for kind in kinds]}
-        for key in _SIZES:
-            raw |= key.write(model, max_positions)
-        return raw
+        listed = {"layer_types": [names.get(kind) for kind in kinds]}
+        return listed | write(_SIZES, model)
 
 
 _SIZES = (

@@ -7,7 +7,7 @@ Each part of it reads its keys, and writes them for a decoder without a checkpoi
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 from jaxmem.checkpoints.reader import MISSING, Reader
@@ -21,9 +21,19 @@ class Part(Protocol):
         """The fields of `ModelConfig` that the keys set."""
         ...
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The keys that are read back as the fields of a model."""
         ...
+
+
+def read(parts: Iterable[Part], reader: Reader) -> dict[str, Any]:
+    """The fields that parts set; of two that set one, the last."""
+    return {k: v for part in parts for k, v in part.read(reader).items()}
+
+
+def write(parts: Iterable[Part], model: ModelConfig) -> dict[str, Any]:
+    """The keys that parts write."""
+    return {k: v for part in parts for k, v in part.write(model).items()}
 
 
 def _same(value: Any) -> Any:
@@ -88,7 +98,7 @@ class Key:
             found = [value for value in found if value is not None]
         return found[0] if found else default
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The key."""
         value = self.write_value(getattr(model, self.field))
         if self.values is not None:
@@ -157,9 +167,7 @@ class Family:
         reader.read.update(self.ignored)
         if self.more_layers_key is not None:
             reader.read.add(self.more_layers_key)
-        fields = dict(self.switches)
-        for part in self.parts:
-            fields |= part.read(reader)
+        fields = {**self.switches, **read(self.parts, reader)}
         only = {**ONLY, **self.only}
         reader.finish({k: v for k, v in only.items() if k not in reader.read})
         return fields
@@ -167,9 +175,8 @@ class Family:
     def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
         """A config of this family, which has those fields that its keys can say."""
         raw = {"architectures": [self.architecture], "model_type": self.model_type}
-        for part in self.parts:
-            raw |= part.write(model, max_positions)
-        return raw | {self.positions_key: max_positions}
+        written = write(self.parts, model)
+        return raw | written | {self.positions_key: max_positions}
 
 
 @dataclasses.dataclass(frozen=True)

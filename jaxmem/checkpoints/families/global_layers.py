@@ -86,9 +86,8 @@ class GlobalLayers:
             inner.finish({"factor": (1.0, 1, None)})
         return fields
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The first form."""
-        del max_positions
         part = {"partial_rotary_factor": model.rope_proportion or 1.0}
         own = {"rope_type": "proportional", "rope_theta": model.rope_theta} | part
         theta = model.local_rope_theta or model.rope_theta
@@ -117,9 +116,8 @@ class Reused:
         double = 2 * reader.raw["intermediate_size"]
         return {"mixers": mixers, "reuse_ff": double if wide else None}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """How many layers, and whether their feed-forward layers are twice as wide."""
-        del max_positions
         mixers = (model.mixers * model.layers)[: model.layers]
         return {
             "num_kv_shared_layers": mixers.count("reuse"),

@@ -21,9 +21,8 @@ class HeadDim:
         rotated = reader.take("qk_rope_head_dim", int, 64, within=within)
         return {"rotated_width": rotated, "head_dim": rest + rotated}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """Both."""
-        del max_positions
         rotated = model.rotated_width or 0
         return {
             "qk_nope_head_dim": model.head_dim - rotated,
@@ -52,9 +51,9 @@ class ScaledRope:
         growth = 0.1 * weight * math.log(max(fields["rope_factor"], 1)) + 1
         return fields | {"attention_scale": growth**2 * head_dim**-0.5}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """As `Rope.write`, with the weight of the scale."""
-        raw = Rope().write(model, max_positions)
+        raw = Rope().write(model)
         growth = math.sqrt(model.score_scale * model.head_dim**0.5)
         if raw["rope_scaling"] is not None and model.rope_factor > 1:
             weight = (growth - 1) / (0.1 * math.log(model.rope_factor))

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
-from jaxmem.checkpoints.families.family import Key
+from jaxmem.checkpoints.families.family import Key, read, write
 from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
@@ -85,9 +85,8 @@ class Balance:
         factor = reader.take(key, float, self.default, within=RANGES[key])
         return {key: factor if asked else None}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """Both keys, or that nothing is asked for."""
-        del max_positions
         factor = model.router_aux_loss_coef
         if not factor:
             return {"output_router_logits": False}
@@ -101,20 +100,16 @@ class LimitedGroups:
         """`router_groups` and `router_groups_kept`."""
         known = {"greedy": False, "group_limited_greedy": True}
         method = reader.take("topk_method", str, "greedy")
-        fields: dict[str, Any] = {}
-        for key in GROUPS[:2]:
-            fields |= key.read(reader)
+        fields = read(GROUPS[:2], reader)
         if reader.choose("topk_method", method, known):
             return fields
         return dict.fromkeys(fields, 1)
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The method and the groups."""
         limited = model.router_groups > 1
-        raw = {"topk_method": "group_limited_greedy" if limited else "greedy"}
-        for key in GROUPS[:2]:
-            raw |= key.write(model, max_positions)
-        return raw
+        method = "group_limited_greedy" if limited else "greedy"
+        return {"topk_method": method} | write(GROUPS[:2], model)
 
 
 class Shared:
@@ -135,9 +130,8 @@ class Shared:
         width = reader.raw["moe_intermediate_size"]
         return {"shared_ff": count * width if count else None}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """How many experts are as wide."""
-        del max_positions
         if model.shared_ff is None or model.expert_ff is None:
             return {self.key: None}
         return {self.key: model.shared_ff // model.expert_ff}
@@ -146,19 +140,15 @@ class Shared:
 class Beside:
     """Experts beside the dense layer, where `enable_moe_block` says so."""
 
-    def __init__(self):
-        kind = int | None
-        self.keys = (
-            Key("num_experts", "experts", kind, None),
-            Key("top_k_experts", "experts_per_token", kind, None),
-            Key("moe_intermediate_size", "expert_ff", kind, None),
-        )
+    keys = (
+        Key("num_experts", "experts", int | None, None),
+        Key("top_k_experts", "experts_per_token", int | None, None),
+        Key("moe_intermediate_size", "expert_ff", int | None, None),
+    )
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """`feed_forwards`, and the sizes of experts."""
-        fields: dict[str, Any] = {}
-        for key in self.keys:
-            fields |= key.read(reader)
+        fields = read(self.keys, reader)
         if not reader.take("enable_moe_block", bool, False):
             return {}
         if None in fields.values():
@@ -168,12 +158,10 @@ class Beside:
             )
         return fields | {"feed_forwards": ("dense_and_experts",)}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The switch and the sizes."""
-        raw: dict[str, Any] = {"enable_moe_block": model.experts is not None}
-        for key in self.keys:
-            raw |= key.write(model, max_positions)
-        return raw
+        is_there = {"enable_moe_block": model.experts is not None}
+        return is_there | write(self.keys, model)
 
 
 _EXPERTS, _FUSED = "blocks/feed_forward/experts/", "model.layers.{}.mlp.experts."
@@ -209,7 +197,6 @@ CORRECTED = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class EveryFew:
     """Each last of `decoder_sparse_step` layers has experts, but those listed."""
 
@@ -228,9 +215,8 @@ class EveryFew:
             reader, [(i + 1) % step == 0 and i not in dense for i in range(count)]
         )
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The list of the others."""
-        del max_positions
         kinds = (model.feed_forwards * model.layers)[: model.layers]
         dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
@@ -252,9 +238,8 @@ class EveryLast:
             )
         return _of_layers(reader, [layer in listed for layer in range(count)])
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The list."""
-        del max_positions
         kinds = (model.feed_forwards * model.layers)[: model.layers]
         return {"moe_layers": [i for i, kind in enumerate(kinds) if kind != "dense"]}
 
@@ -275,9 +260,8 @@ class AfterTheFirst:
         first = reader.take(key, int, self.default, within=integers(0))
         return _of_layers(reader, [layer >= first for layer in range(count)])
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """How many layers are dense."""
-        del max_positions
         kinds = (model.feed_forwards * model.layers)[: model.layers]
         return {"first_k_dense_replace": kinds.count("dense")}
 

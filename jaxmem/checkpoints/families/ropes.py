@@ -149,9 +149,8 @@ class Rope:
         theta = fields["rope_theta"] * factor ** (width / (width - 2))
         return fields | {"rope_theta": theta}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The older form, which every version of transformers reads."""
-        del max_positions
         scaling: Any = None
         if model.rope_scaling == "listed":
             scaling = _listed_again(model)
@@ -206,10 +205,10 @@ class TwoRopes:
         whole = Rope(self.theta).fields(reader, kinds.take("full_attention", dict))
         return whole | {"local_rope_theta": local["rope_theta"]}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The older form, where it can say the base of local layers."""
         local = model.local_rope_theta or model.rope_theta
-        raw = Rope(self.theta).write(model, max_positions)
+        raw = Rope(self.theta).write(model)
         if self.local_key is not None:
             return raw | {self.local_key: local}
         whole = {"rope_type": "default"} | (raw["rope_scaling"] or {})

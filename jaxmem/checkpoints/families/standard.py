@@ -89,9 +89,9 @@ class Derived:
             for field, keys in self.fields.items()
         }
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """Nothing."""
-        del model, max_positions
+        del model
         return {}
 
 

@@ -132,7 +132,7 @@ class Windows:
         kinds = tuple(self.full if kind == "global" else kind for kind in kinds)
         return {"pattern": kinds, "window": window}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The window, and the layers that have it."""
         raw: dict[str, Any] = {"sliding_window": model.window}
         if self.listed:
@@ -141,7 +141,7 @@ class Windows:
             kinds = (model.pattern * model.layers)[: model.layers]
             raw = {"layer_types": [names[kind] for kind in kinds]} | raw
         if self.default is not None and model.window is None:
-            raw["sliding_window"] = max_positions  # of no layer, but it must be given
+            raw["sliding_window"] = self.default  # of no layer, but it must be given
         if self.switch:
             raw |= {
                 "use_sliding_window": model.window is not None,
@@ -176,9 +176,8 @@ class Unrotated:
             )
         return {"pattern": tuple("global" if on else "unrotated" for on in listed)}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The list."""
-        del max_positions
         kinds = (model.pattern * model.layers)[: model.layers]
         return {"no_rope_layers": [int(kind == "global") for kind in kinds]}
 
@@ -220,9 +219,8 @@ class Chunks:
             found = tuple("chunked" if chunked else kind for chunked, kind in both)
         return {"pattern": found, "window": chunk if "chunked" in found else None}
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """Both lists, and the chunk."""
-        del max_positions
         kinds = (model.pattern * model.layers)[: model.layers]
         names = {True: "chunked_attention", False: "full_attention"}
         return {
@@ -247,9 +245,8 @@ class Growth:
             "unrotated_growth_length": length,
         }
 
-    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """The switch and what it needs."""
-        del max_positions
         growth = model.unrotated_growth
         return {
             "attn_temperature_tuning": growth is not None,
