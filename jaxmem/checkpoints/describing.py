@@ -23,7 +23,7 @@ from jaxmem.models.config import ModelConfig
 # Fields that do not describe the function that the weights compute.
 _FREE = (
     "checkpoint", "factory", "dtype", "param_dtype", "attention", "lora_rank",
-    "lora_alpha", "lora_targets", "lora_head", "lora_saved",
+    "lora_alpha", "lora_targets", "lora_head", "lora_saved", "router_aux_loss_coef",
 )  # fmt: skip
 
 

@@ -89,6 +89,14 @@ def test_no_other_model_is_described(changes, message):
         checkpoints.describe(dataclasses.replace(SMALL, **changes), 64)
 
 
+@pytest.mark.parametrize("factor", [0.0, 0.02])
+def test_the_factor_of_the_loss_of_routers_is_of_no_architecture(factor):
+    changes = EXPERTS | dict(qk_norm=True, router_aux_loss_coef=factor)
+    made = checkpoints.describe(dataclasses.replace(SMALL, **changes), 64)
+    assert made["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert made.get("router_aux_loss_coef", 0.0) == factor
+
+
 def test_what_is_saved_is_a_checkpoint(tmp_path):
     decoder = random_decoder(SMALL)
     names = "<s>", "</s>", "<pad>"
