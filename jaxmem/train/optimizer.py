@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxmem.base.fields import check_field, check_numbers
@@ -207,10 +208,17 @@ def _sgd(config: OptimizerConfig, schedule: optax.Schedule):
 
 
 def _adafactor(config: OptimizerConfig, schedule: optax.Schedule):
+    rule = optax.adafactor(None)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # Moments take the type of the weights that it is given.
+        wide = optax.tree.cast(params, jnp.float32)
+        return rule.update(updates, state, wide)
+
     # optax's own weight decay would not follow the learning rate.
     return optax.chain(
-        optax.adafactor(None), optax.scale(-1.0), _decayed(config),
-        optax.scale_by_learning_rate(schedule),
+        optax.GradientTransformation(rule.init, update), optax.scale(-1.0),
+        _decayed(config), optax.scale_by_learning_rate(schedule),
     )  # fmt: skip
 
 

@@ -121,6 +121,17 @@ def test_muon_updates_each_layers_matrix_and_leaves_the_rest_to_adamw():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_stay_in_float32_beside_weights_of_16_bits(name):
+    optimizer = make_optimizer(OptimizerConfig(name=name), optax.constant_schedule(1))
+    params = {"blocks": {"up": {"kernel": jnp.zeros((2, 256, 512), jnp.bfloat16)}}}
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    state = jax.eval_shape(optimizer.init, wide)
+    updates, after = jax.eval_shape(optimizer.update, params, state, params)
+    assert after == state
+    assert jax.tree.leaves(updates)[0].shape == (2, 256, 512)
+
+
 def test_factored_moments_take_less_memory():
     shapes = {"blocks": {"up": {"kernel": jnp.zeros((2, 256, 512))}}}
 
