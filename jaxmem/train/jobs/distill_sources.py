@@ -19,6 +19,7 @@ from jaxmem.train.jobs.distillation import of_file
 from jaxmem.train.jobs.questions import Asked, Task, place_of, state_of
 from jaxmem.train.jobs.reading import Documents
 from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.jobs.rows import take
 from jaxmem.train.jobs.sampled import Decoded
 from jaxmem.train.jobs.samples import table
 
@@ -195,7 +196,7 @@ class Prompts:
         examples, graded = [], []
         for part, live in asked.parts(self._config.distill.samples):
             completions, _ = self._complete(params, part, 0)  # no step has this number
-            kept = completions.select(np.arange(live))
+            kept = take(completions, np.arange(live))
             examples += self._batches(kept)
             if self._config.distill.reward_weight is not None:
                 graded.append(self._task.grade(part.first(live), kept))

@@ -4,7 +4,6 @@ prompts -> G completions each -> rewards -> advantages
 -> old (and reference) log-probabilities, forward only -> packed updates
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,8 +35,9 @@ from jaxmem.train.jobs.questions import (
     state_of,
 )
 from jaxmem.train.jobs.recorded import RecordedRollouts
-from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Selected, Update
+from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Update
 from jaxmem.train.jobs.rollouts import Completions, Logprobs, Supports
+from jaxmem.train.jobs.rows import take
 from jaxmem.train.jobs.sampled import Sampled, telling
 from jaxmem.train.jobs.turns import SamplePrograms, Turns
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
@@ -154,7 +154,7 @@ class Grpo(Job, name="grpo"):
         reference = None
         if self._reference is not None:
             # It chooses its own experts: a policy that does not change has one output.
-            own = rest._replace(completions=dataclasses.replace(read, routes=None))
+            own = rest._replace(completions=read._replace(routes=None))
             made = self._logprobs(compiled.reference, self._reference, own)
             reference = made.drawn_from
         clock.lap("reference")
@@ -253,7 +253,7 @@ class Grpo(Job, name="grpo"):
         graded = []
         for part, live in asked.parts(rows):  # of the shape that is compiled
             made = self._answered(self._greedy, state.params, part, (taken.step, 0))
-            graded.append(made.graded.first(live))
+            graded.append(take(made.graded, np.arange(live)))
         values = rollout_metrics.of_held_out(graded)
         return Evaluated(taken._replace(**values), -values["held_out_reward"])
 
@@ -270,7 +270,7 @@ class Grpo(Job, name="grpo"):
         rows = np.arange(grpo.samples)
         if grpo.reads_own_old:
             rows = np.setdiff1d(rows, next(self._minibatches(number)))
-        rest = rollout.select(rows)
+        rest = take(rollout, rows)
         old.put(rows, self._logprobs(self._compiled.logprobs, params, rest))
         return old
 
@@ -278,7 +278,7 @@ class Grpo(Job, name="grpo"):
         self,
         programs: Mapping[Any, Any],
         params: Any,
-        rollout: Rollout | Selected | Minibatch,
+        rollout: Rollout | Minibatch,
     ) -> Logprobs:
         """Log-probabilities of sampled tokens, by one of the forward passes."""
         config, completions = self.config, rollout.completions
@@ -307,7 +307,7 @@ class Grpo(Job, name="grpo"):
         """
         updates, grpo = [], self.config.grpo
         for minibatch, chosen in enumerate(self._minibatches(number)):
-            part = rollout.select(chosen)
+            part = take(rollout, chosen)
             if grpo.has_sequence_ratio:
                 part = self._with_ratios(state.params, part, minibatch)
             kept = part.kept(self.config, number, minibatch)

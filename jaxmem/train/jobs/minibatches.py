@@ -34,21 +34,6 @@ class Minibatch(NamedTuple):
     learned: np.ndarray | None = None  # [N, R] tokens to learn from; None: all
     cut: Cut | None = None  # of completions; None: they are whole
 
-    def select(self, indices: np.ndarray) -> "Minibatch":
-        """The samples of these indices."""
-        completions, supports, cut = self.completions, self.supports, self.cut
-        arrays = {
-            name: x[indices]
-            for name, x in self._asdict().items()
-            if isinstance(x, np.ndarray)
-        }
-        return self._replace(
-            completions=completions.select(indices),
-            supports=None if supports is None else supports.select(indices),
-            cut=None if cut is None else Cut(*(x[indices] for x in cut)),
-            **arrays,
-        )
-
     def kept(
         self, config: GrpoJobConfig, step: int, minibatch: int
     ) -> np.ndarray | None:

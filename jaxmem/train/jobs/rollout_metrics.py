@@ -33,20 +33,6 @@ class Rollout(NamedTuple):
         """The tokens [N, R] of completions that have an end."""
         return np.asarray(self.samples.mask) & ~self.truncated[:, None]
 
-    def select(self, rows: np.ndarray) -> "Selected":
-        """What is read of the samples of these numbers."""
-        supports = self.supports
-        if supports is not None:
-            supports = supports.select(rows)
-        return Selected(self.completions.select(rows), supports)
-
-
-class Selected(NamedTuple):
-    """Some completions of a rollout, and what their tokens were drawn from."""
-
-    completions: Completions
-    supports: Supports | None
-
 
 class Clock:
     """Seconds of phases that follow one another."""

@@ -21,8 +21,7 @@ from jaxmem.packing import Packing
 from jaxmem.packing.branches import Parts, pack_branches
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Completions:
+class Completions(NamedTuple):
     """Prompts and what was sampled after them; N sequences.
 
     Attributes:
@@ -118,7 +117,7 @@ class Completions:
         if kept is None:
             return self
         labels = np.where(kept, self.sampled, NO_LABEL)
-        return dataclasses.replace(self, sampled=labels)
+        return self._replace(sampled=labels)
 
     def cut(self, lengths: np.ndarray) -> "Completions":
         """The first tokens [N] of each that was sampled; the others are not read."""
@@ -128,29 +127,7 @@ class Completions:
             return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
         routes = None if self.routes is None else cut(self.routes)
-        return dataclasses.replace(
-            self, tokens=cut(self.tokens), lengths=lengths, routes=routes
-        )
-
-    def select(self, indices: np.ndarray) -> "Completions":
-        """The sequences of these indices."""
-        tokens = [self.tokens[i] for i in indices]
-        others = (self.first, self.sampled, self.lengths)
-        own = None if self.own is None else self.own[indices]
-        routes = None if self.routes is None else [self.routes[i] for i in indices]
-        first, sampled, lengths = (x[indices] for x in others)
-        return Completions(tokens, first, sampled, lengths, own, routes)
-
-    @classmethod
-    def joined(cls, parts: Sequence["Completions"]) -> "Completions":
-        """Those of several, one after the other."""
-        tokens = [row for part in parts for row in part.tokens]
-        columns = zip(*((p.first, p.sampled, p.lengths) for p in parts), strict=True)
-        first, sampled, lengths = map(np.concatenate, columns)
-        own = [part.own for part in parts if part.own is not None]
-        whole = np.concatenate(own) if own else None
-        routes = [row for part in parts for row in part.routes or ()]
-        return cls(tokens, first, sampled, lengths, whole, routes or None)
+        return self._replace(tokens=cut(self.tokens), lengths=lengths, routes=routes)
 
     def pack(
         self, max_tokens: int, row_lengths: Sequence[int], quadratic: float
@@ -216,7 +193,8 @@ class Logprobs(NamedTuple):
                 ours[rows] = np.where(other.known, theirs, ours[rows])
 
 
-class Supports(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Supports:
     """The ids that each sampled token was drawn from, as compressed sparse rows.
 
     Attributes:
@@ -241,9 +219,9 @@ class Supports(NamedTuple):
         """How many ids [N, R] each sampled token has; 0 after the end."""
         return np.diff(self.csr.offsets)[self.numbers]
 
-    def select(self, indices: np.ndarray) -> "Supports":
-        """Those of the sequences of these indices."""
-        return self._replace(numbers=self.numbers[indices])
+    def __getitem__(self, rows: np.ndarray) -> "Supports":
+        """Those of the sequences of these numbers."""
+        return dataclasses.replace(self, numbers=self.numbers[rows])
 
     def micro_batches(
         self, completions: Completions, packed: Packing, kept: np.ndarray | None = None

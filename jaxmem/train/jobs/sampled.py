@@ -9,6 +9,7 @@ import numpy as np
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.asked import Asked, Graded
 from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.jobs.rows import join, take
 
 Compare = Callable[[np.ndarray, np.ndarray], jax.Array]
 
@@ -49,10 +50,6 @@ class ByTurn(NamedTuple):
     def returns(self) -> np.ndarray:
         """[N, T] rewards of a turn and of those after it."""
         return np.cumsum(self.rewards[:, ::-1], axis=1)[:, ::-1]
-
-    def select(self, rows: np.ndarray) -> "ByTurn":
-        """Those of the conversations of these numbers."""
-        return ByTurn(*(x[rows] for x in self))
 
 
 class Sampled(NamedTuple):
@@ -95,45 +92,6 @@ class Sampled(NamedTuple):
         compared = np.asarray(compare(*given)).swapaxes(1, 2).reshape(returns.shape)
         return np.take_along_axis(compared, self.by_turn.of_token, axis=1)
 
-    def select(self, rows: np.ndarray) -> "Sampled":
-        """The completions of these numbers."""
-        graded = self.graded
-        return Sampled(
-            self.asked.select(rows),
-            self.completions.select(rows),
-            jax.tree.map(lambda x: np.asarray(x)[rows], self.samples),
-            Graded(graded.rewards[rows], graded.right[rows], graded.parts),
-            self.truncated[rows],
-            self.turns[rows],
-            self.decoded,
-            None if self.by_turn is None else self.by_turn.select(rows),
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence["Sampled"]) -> "Sampled":
-        """Those of several rollouts, one after the other."""
-        asked, completions, samples, graded, truncated, turns, decoded, by_turn = zip(
-            *parts, strict=True
-        )
-        names = graded[0].parts or {}
-        means = {
-            name: float(np.mean([g.parts[name] for g in graded])) for name in names
-        }
-        return cls(
-            Asked.joined(asked),
-            Completions.joined(completions),
-            jax.tree.map(lambda *x: np.concatenate(x), *samples),
-            Graded(
-                np.concatenate([g.rewards for g in graded]),
-                np.concatenate([g.right for g in graded]),
-                means or None,
-            ),
-            np.concatenate(truncated),
-            np.concatenate(turns),
-            Decoded(*(sum(counts) for counts in zip(*decoded, strict=True))),
-            jax.tree.map(lambda *x: np.concatenate(x), *by_turn),
-        )
-
 
 def telling(parts: Sequence[Sampled], prompts: int, group_size: int) -> Sampled:
     """The first groups whose rewards differ; others, in order, where those are few.
@@ -150,4 +108,4 @@ def telling(parts: Sequence[Sampled], prompts: int, group_size: int) -> Sampled:
     tells = np.concatenate([part.tells(group_size) for part in parts])
     groups = np.sort(np.argsort(~tells, kind="stable")[:prompts])
     rows = (groups[:, None] * group_size + np.arange(group_size)).ravel()
-    return Sampled.joined(parts).select(rows)
+    return take(join(parts), rows)

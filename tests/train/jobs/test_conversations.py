@@ -20,6 +20,7 @@ from jaxmem.train.jobs import grpo, samples as shown
 from jaxmem.train.jobs.conversations import Replies
 from jaxmem.train.jobs.minibatches import Minibatch
 from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.jobs.rows import join, take
 from jaxmem.train.jobs.sampled import Decoded, Sampled
 from jaxmem.train.jobs.sampling_program import SamplingProgram
 from jaxmem.train.jobs.turns import SamplePrograms
@@ -186,9 +187,7 @@ def test_turns_are_compared_by_what_follows_from_each():
         asked, made, samples, graded, played.truncated, played.turns, Decoded(0, 0),
         by_turn,
     )  # fmt: skip
-    sampled = Sampled.joined(
-        [sampled.select(np.arange(8)), sampled.select(np.r_[8:16])]
-    )
+    sampled = join([take(sampled, np.arange(8)), take(sampled, np.r_[8:16])])
     got = sampled.advantages(
         8, lambda rewards, where: losses.grpo_advantages(rewards, where=where)
     )

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.train.jobs.asked import Asked
 from jaxmem.train.jobs.minibatches import Minibatch
 from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, policy_loss
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.rollouts import SAME_WEIGHTS, Logprobs
+from jaxmem.train.jobs.rows import join, take
 from tests.cases import slow
 from tests.train.jobs.test_grpo import (
     SMALL,
@@ -168,7 +168,7 @@ def test_sequences_that_are_dropped_and_those_that_have_a_ratio():
         rollout=np.full(shape, -2.0, "f4"), correction=dropping,
         log_ratio=np.arange(count, dtype="f4"),
     )  # fmt: skip
-    part = learned.select(np.array([1, 3]))
+    part = take(learned, np.array([1, 3]))
     (rows, normalizer), *more = part.micro_batches(SMALL)
     assert not more and normalizer == 2
     live = rows.batch.labels >= 0
@@ -359,7 +359,7 @@ def test_other_prompts_stand_in_for_groups_that_tell_nothing():
     assert len(asked) == 3 == made.resampled + 1 and job._next == 24
     firsts = made.graded.rewards.reshape(prompts, group)[:, 0]
     np.testing.assert_array_equal(firsts, 1 + 3 * np.arange(8))
-    whole = Asked.joined(asked)
+    whole = join(asked)
     rows = (3 * np.arange(8)[:, None] * group + np.arange(group)).ravel()
     np.testing.assert_array_equal(made.asked.ids, whole.ids[rows])
     np.testing.assert_array_equal(made.asked.items.answers, whole.items.answers[rows])

@@ -40,6 +40,7 @@ from jaxmem.train.jobs.policy import (
 )
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.jobs.rows import take
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.metrics import PolicyMetrics
 from jaxmem.train.optimizer import OptimizerConfig
@@ -131,7 +132,7 @@ def test_values_of_sampled_tokens_survive_packing():
     back = made.collect(packed.unpack(packed.place(made.spread(values))))
     live = np.arange(3) < made.lengths[:, None]
     np.testing.assert_array_equal(back, np.where(live, values, 0))
-    part = made.select(np.array([4, 1]))
+    part = take(made, np.array([4, 1]))
     np.testing.assert_array_equal(part.tokens[1], made.tokens[1])
     np.testing.assert_array_equal(
         part.collect(part.spread(values[[4, 1]])), back[[4, 1]]

@@ -21,6 +21,7 @@ from jaxmem.train.jobs.minibatches import Minibatch, kept_tokens
 from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, PolicyBatch, policy_loss
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.rollouts import Logprobs, Supports
+from jaxmem.train.jobs.rows import take
 from tests.cases import slow
 from tests.train.jobs.test_grpo import (
     CONFIGS,
@@ -53,9 +54,9 @@ def test_supports_of_packed_tokens():
     supports = Supports.of(dense)
     np.testing.assert_array_equal(supports.sizes, (dense >= 0).sum(-1))
     chosen, kept = np.array([4, 1, 3]), rng.random((3, 3)) < 0.6
-    part = made.select(chosen)
+    part = take(made, chosen)
     packed = part.pack(16, (8, 16), 0.0)
-    rows = list(supports.select(chosen).micro_batches(part, packed, kept))
+    rows = list(supports[chosen].micro_batches(part, packed, kept))
     for found, micro_batch in zip(rows, packed.micro_batches, strict=True):
         assert found.ids.shape == (4 * micro_batch.sequence.size,)
     found = [

@@ -1,0 +1,44 @@
+"""Rows of rollouts: nested tuples of arrays [N, ...], of lists of N, and of numbers."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+_Rows = TypeVar("_Rows")
+
+
+def take(values: _Rows, rows: np.ndarray) -> _Rows:
+    """Those of these numbers, of every array and list; numbers stay as they are.
+
+    >>> take((np.array([1, 2, 3]), ["a", "b", "c"], 0.5), np.array([2, 0]))
+    (array([3, 1]), ['c', 'a'], 0.5)
+    """
+
+    def taken(x: Any) -> Any:
+        if _is_list(x):
+            return [x[i] for i in rows]
+        return x if np.isscalar(x) else x[rows]
+
+    return jax.tree.map(taken, values, is_leaf=_is_list)
+
+
+def join(parts: Sequence[_Rows]) -> _Rows:
+    """Those of several, one after the other; numbers become their mean.
+
+    >>> join([(np.array([1]), ["a"], 1), (np.array([2]), ["b"], 2)])
+    (array([1, 2]), ['a', 'b'], 1.5)
+    """
+
+    def joined(*each: Any) -> Any:
+        if _is_list(each[0]):
+            return list(itertools.chain(*each))
+        return float(np.mean(each)) if np.isscalar(each[0]) else np.concatenate(each)
+
+    return jax.tree.map(joined, *parts, is_leaf=_is_list)
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, list)
