@@ -1,10 +1,13 @@
-"""Prompts of a rollout, and what completions are worth."""
+"""Prompts of a rollout, what completions are worth, and a task, which has both."""
 
-from collections.abc import Iterator
+import abc
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmem.data.records import DataError
+from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.jobs.rows import take
 
 
@@ -36,3 +39,66 @@ class Graded(NamedTuple):
     rewards: np.ndarray
     right: np.ndarray  # 1 where the (first) reward is 1 or more, else 0
     parts: dict[str, float] | None = None  # mean by reward function, of several
+
+
+class Task(abc.ABC):
+    """Where a run's prompts come from."""
+
+    size: int | None = None  # prompts to train on; None if they have no end
+
+    @abc.abstractmethod
+    def ask(self, start: int, count: int) -> Asked:
+        """Prompts of the numbers from `start` to `start + count - 1`."""
+
+    def held_out(self) -> Asked | None:
+        """Prompts that are never trained on; None without any."""
+        return None
+
+    def grade(self, asked: Asked, completions: Completions) -> Graded:
+        """What one completion of each prompt is worth."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def question(self, asked: Asked, i: int) -> str:
+        """A prompt, as it reads; of a conversation, its last message."""
+
+    @abc.abstractmethod
+    def text(self, ids: np.ndarray) -> str:
+        """Tokens as text, special ones too."""
+
+    def shown(self, asked: Asked, completions: Completions, i: int) -> tuple[str, str]:
+        """The ends of a prompt and of its completion, a line each."""
+        said = completions.sampled[i, : completions.lengths[i]]
+        texts = self.question(asked, i), self.text(said)
+        prompt, answer = (" ".join(text.split())[-60:] for text in texts)
+        return prompt, answer
+
+    def fingerprint(self) -> str | None:
+        """Identifies a file's prompts; None where the settings say it all."""
+        return None
+
+    @abc.abstractmethod
+    def described(self, asked: Asked, i: int) -> tuple[str, str]:
+        """Where a prompt is from, and what comes with it."""
+
+    @abc.abstractmethod
+    def statistics(self) -> str:
+        """All prompts in a line."""
+
+    def state(self, place: int) -> dict[str, Any]:
+        """Where a run stands in the prompts, as JSON-able values."""
+        prints = self.fingerprint()
+        return {"next_problem": place} | ({"fingerprint": prints} if prints else {})
+
+    def place(self, state: Mapping[str, Any]) -> int:
+        """The number of the next prompt.
+
+        Raises:
+            DataError: the state belongs to other prompts.
+        """
+        if state.get("fingerprint") != self.fingerprint():
+            raise DataError(
+                "the saved position belongs to other prompts than task.source has now; "
+                "restore them, or start a new run"
+            )
+        return state["next_problem"]

@@ -13,10 +13,10 @@ from jaxmem.data.documents import Batch
 from jaxmem.functional.given_columns import Columns, Drawn
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs import rollout_metrics
+from jaxmem.train.jobs.asked import Asked, Task
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.distillation import of_file
-from jaxmem.train.jobs.questions import Asked, Task, place_of, state_of
 from jaxmem.train.jobs.reading import Documents
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.jobs.rows import take
@@ -228,8 +228,8 @@ class Prompts:
 
     def get_state(self) -> dict[str, Any]:
         """See `Source`."""
-        return state_of(self._task, self._next)
+        return self._task.state(self._next)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """See `Source`."""
-        self._next = place_of(self._task, state)
+        self._next = self._task.place(state)

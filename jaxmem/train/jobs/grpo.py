@@ -27,13 +27,7 @@ from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.minibatches import Minibatch, cut_prefixes, packing_of
 from jaxmem.train.jobs.policy import correction
 from jaxmem.train.jobs.policy_program import PolicyProgram
-from jaxmem.train.jobs.questions import (
-    Conversations,
-    Questions,
-    ends_of,
-    place_of,
-    state_of,
-)
+from jaxmem.train.jobs.questions import Conversations, Questions, ends_of
 from jaxmem.train.jobs.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Update
 from jaxmem.train.jobs.rollouts import Completions, Logprobs, Supports
@@ -129,11 +123,11 @@ class Grpo(Job, name="grpo"):
 
     def get_state(self) -> dict[str, Any]:
         """See `Job`."""
-        return state_of(self.task, self._next)
+        return self.task.state(self._next)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """See `Job`."""
-        self._next = place_of(self.task, state)
+        self._next = self.task.place(state)
 
     def samples(self) -> list[dict[str, Any]]:
         """See `Job`."""

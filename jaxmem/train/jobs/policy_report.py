@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxmem.train import metrics, phases
+from jaxmem.train.jobs.asked import Task
 from jaxmem.train.jobs.policy_program import Compiled, PolicyProgram
-from jaxmem.train.jobs.questions import Task
 from jaxmem.train.jobs.rollout_metrics import Rollout
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
 from jaxmem.train.phases import Phase

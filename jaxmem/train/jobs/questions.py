@@ -1,8 +1,8 @@
 """What a rollout asks and what its completions are worth: sums, or a file's prompts."""
 
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -13,61 +13,17 @@ from jaxmem.data.ends import Ends
 from jaxmem.data.environments import Environments
 from jaxmem.data.prompts import Prompt
 from jaxmem.data.reader import RecordReader
-from jaxmem.data.records import DataError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import SamplingConfig
-from jaxmem.train.jobs.asked import Asked, Graded
+from jaxmem.train.jobs.asked import Asked, Graded, Task
 from jaxmem.train.jobs.conversations import Played, Replies, Sample, play
 from jaxmem.train.jobs.reading import Reading, Record
 from jaxmem.train.jobs.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollouts import Completions
 
 
-class Task(Protocol):
-    """Where a run's prompts come from."""
-
-    @property
-    def size(self) -> int | None:
-        """Prompts to train on; None if they have no end."""
-        ...
-
-    def ask(self, start: int, count: int) -> Asked:
-        """Prompts of the numbers from `start` to `start + count - 1`."""
-        ...
-
-    def held_out(self) -> Asked | None:
-        """Prompts that are never trained on."""
-        ...
-
-    def grade(self, asked: Asked, completions: Completions) -> Graded:
-        """What one completion of each prompt is worth."""
-        ...
-
-    def shown(self, asked: Asked, completions: Completions, i: int) -> tuple[str, str]:
-        """A prompt and its completion, as they read."""
-        ...
-
-    def text(self, ids: np.ndarray) -> str:
-        """Tokens as text, special ones too."""
-        ...
-
-    def fingerprint(self) -> str | None:
-        """Identifies a file's prompts."""
-        ...
-
-    def described(self, asked: Asked, i: int) -> tuple[str, str]:
-        """Where a prompt is from, and what comes with it."""
-        ...
-
-    def statistics(self) -> str:
-        """All prompts in a line."""
-        ...
-
-
-class Sums:
+class Sums(Task):
     """Problems that are generated, spelled in the model's ids."""
-
-    size = None
 
     def __init__(self, config: TaskConfig, checkpoint: str | None):
         self._config, self._spelling = config, vocabulary.spelling(checkpoint)
@@ -79,28 +35,19 @@ class Sums:
             self._spelling.write(problems.prompts), problems.prompt_lengths, problems
         )
 
-    def held_out(self) -> Asked | None:
-        """None: every problem is drawn anew."""
-        return None
-
     def grade(self, asked: Asked, completions: Completions) -> Graded:
         """See `Task`."""
         words = self._spelling.read(completions.sampled)
         scores = tasks.score(self._config, asked.items, words, completions.lengths)
         return Graded(scores.rewards, scores.exact)
 
-    def shown(self, asked: Asked, completions: Completions, i: int) -> tuple[str, str]:
+    def question(self, asked: Asked, i: int) -> str:
         """See `Task`."""
-        words = self._spelling.read(completions.sampled[i, : completions.lengths[i]])
-        return tasks.text(asked.items.prompts[i]), tasks.text(words)
+        return tasks.text(asked.items.prompts[i])
 
     def text(self, ids: np.ndarray) -> str:
         """See `Task`."""
         return tasks.text(self._spelling.read(ids))
-
-    def fingerprint(self) -> str | None:
-        """None: the settings say it all."""
-        return None
 
     def described(self, asked: Asked, i: int) -> tuple[str, str]:
         """See `Task`."""
@@ -112,7 +59,7 @@ class Sums:
         return "problems are drawn anew in every rollout, from task.seed"
 
 
-class OwnPrompts:
+class OwnPrompts(Task):
     """Prompts of a file, and reward functions.
 
     Args:
@@ -189,14 +136,10 @@ class OwnPrompts:
             columns,
         )
 
-    def shown(self, asked: Asked, completions: Completions, i: int) -> tuple[str, str]:
+    def question(self, asked: Asked, i: int) -> str:
         """See `Task`."""
-        ids = [int(x) for x in completions.sampled[i, : completions.lengths[i]]]
         prompt = asked.items[i].prompt
-        if not isinstance(prompt, str):
-            prompt = str(prompt[-1].get("content"))
-        answer = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return _one_line(prompt), _one_line(answer)
+        return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
 
     def text(self, ids: np.ndarray) -> str:
         """See `Task`."""
@@ -287,10 +230,6 @@ def _mean(values: np.ndarray) -> float:
     return float(np.nanmean(values)) if np.isfinite(values).any() else 0.0
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[-60:]
-
-
 _LATER = (
     "environment", "max_turns", "max_reply_tokens", "environment_errors", "recorded",
 )  # fmt: skip
@@ -324,7 +263,7 @@ class Questions(Reading):
         self._reader: RecordReader | None = None  # of prompts, once they are read
 
     @functools.cached_property
-    def task(self) -> Sums | OwnPrompts | RecordedRollouts:
+    def task(self) -> Task:
         """Where prompts and rewards come from.
 
         Raises a DataError for prompts that cannot be used, and a RewardError for a
@@ -403,23 +342,3 @@ def ends_of(task: TaskConfig, checkpoint: str | None) -> Ends:
     spelled = vocabulary.spelling(checkpoint)
     eos, pad = (int(spelled.ids[i]) for i in (tasks.EOS_ID, tasks.PAD_ID))
     return Ends(spelled.size, (eos,), pad)
-
-
-def state_of(task: Task, place: int) -> dict[str, Any]:
-    """Where a run stands in its prompts, as JSON-able values."""
-    prints = task.fingerprint()
-    return {"next_problem": place} | ({"fingerprint": prints} if prints else {})
-
-
-def place_of(task: Task, state: Mapping[str, Any]) -> int:
-    """The number of the next prompt.
-
-    Raises:
-        DataError: the state belongs to other prompts.
-    """
-    if state.get("fingerprint") != task.fingerprint():
-        raise DataError(
-            "the saved position belongs to other prompts than task.source has now; "
-            "restore them, or start a new run"
-        )
-    return state["next_problem"]

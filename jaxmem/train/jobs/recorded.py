@@ -21,14 +21,14 @@ from jaxmem.data.prompts import Prompt
 from jaxmem.data.records import DataError, Record, find_files, read_records
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import Samples, SamplingConfig
-from jaxmem.train.jobs.asked import Asked, Graded
+from jaxmem.train.jobs.asked import Asked, Graded, Task
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.jobs.sampled import Decoded, Sampled
 
 _KEYS = ("prompt_ids", "completion_ids", "logprobs", "reward")
 
 
-class RecordedRollouts:
+class RecordedRollouts(Task):
     """Completions of a file, group by group.
 
     Args:
@@ -139,9 +139,8 @@ class RecordedRollouts:
         """
         size = self._group_size
         records = [
-            self._records[(group % self.size) * size + i]
-            for group in range(start, start + count)
-            for i in range(size)
+            self._records[place % len(self._records)]
+            for place in range(start * size, (start + count) * size)
         ]
         asked, samples = self._asked(records), self._samples(records)
         said: Any = samples.tokens, samples.lengths
@@ -185,29 +184,17 @@ class RecordedRollouts:
     # ------------------------------------------------------- as other tasks have it
 
     def ask(self, start: int, count: int) -> Asked:
-        """Prompts of the groups of these numbers."""
+        """See `Task`: prompts of groups."""
         size = self._group_size
-        return self._asked(
-            [self._records[n % self.size * size] for n in range(start, start + count)]
-        )
+        places = range(start * size, (start + count) * size, size)
+        return self._asked([self._records[i % len(self._records)] for i in places])
 
-    def held_out(self) -> None:
-        """None: nothing is sampled."""
-        return
-
-    def grade(self, asked: Asked, completions: Completions) -> Graded:
-        """Never: rewards are in the file."""
-        raise NotImplementedError
-
-    def shown(self, asked: Asked, completions: Completions, i: int) -> tuple[str, str]:
-        """A prompt and its completion, as they read."""
-        said = completions.sampled[i, : completions.lengths[i]]
-        texts = (asked.items[i].prompt, self.text(said))
-        prompt, answer = (" ".join(text.split())[-60:] for text in texts)
-        return prompt, answer
+    def question(self, asked: Asked, i: int) -> str:
+        """See `Task`."""
+        return asked.items[i].prompt
 
     def text(self, ids: np.ndarray) -> str:
-        """Tokens as text, special ones too."""
+        """See `Task`."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def fingerprint(self) -> str:
@@ -215,11 +202,11 @@ class RecordedRollouts:
         return digest([record.fields for record in self._records])
 
     def described(self, asked: Asked, i: int) -> tuple[str, str]:
-        """Where a prompt is from, and what comes with it."""
+        """See `Task`."""
         return asked.items[i].where, f"{self._group_size} completions"
 
     def statistics(self) -> str:
-        """All rollouts in a line."""
+        """See `Task`."""
         lengths = [len(r.fields["completion_ids"]) for r in self._records]
         return (
             f"{len(lengths):,} rollouts of {self.size:,} prompts; {min(lengths):,} to "

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.train.jobs.questions import Asked, Task
+from jaxmem.train.jobs.asked import Asked, Task
 from jaxmem.train.jobs.rollouts import Completions
 
 _SAMPLES = 8

@@ -12,7 +12,6 @@ from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.train import configuration, jobs
 from jaxmem.train.history import read_history
-from jaxmem.train.jobs import questions
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.metrics import PolicyMetrics
 from tests.checkpoints import texts
@@ -162,12 +161,12 @@ def test_prompts_come_in_a_new_order_each_epoch_and_strings_like_messages():
 
 def test_other_prompts_do_not_resume_a_run():
     task = own_prompts()
-    state = questions.state_of(task, 7)
-    assert questions.place_of(own_prompts(), state) == 7
+    state = task.state(7)
+    assert own_prompts().place(state) == 7
     lines = pathlib.Path("prompts.jsonl").read_text().splitlines(True)
     pathlib.Path("prompts.jsonl").write_text("".join(lines[1:] + lines[:1]))
     with pytest.raises(DataError, match="belongs to other prompts than task.source"):
-        questions.place_of(own_prompts(), state)
+        own_prompts().place(state)
 
 
 @pytest.mark.parametrize(
