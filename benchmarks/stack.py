@@ -74,7 +74,7 @@ def read(text: str) -> Variant:
     for word in words:
         key, _, value = word.partition("=")
         if key in ("save", "offload"):
-            more = remat.policy(**{key: value.split(",")})
+            more = remat.Policy(**{key: value.split(",")})
             policy = more if policy is None else policy | more
         elif key == "last" and ":" in value:
             n, _, kept = value.partition(":")
@@ -82,7 +82,7 @@ def read(text: str) -> Variant:
         elif key == "last":
             if policy is None:
                 raise ValueError(f"{text!r}: 'none' keeps all blocks whole")
-            policy |= remat.policy(last=int(value))
+            policy |= remat.Policy(last=int(value))
         elif key in ("group", "rows"):
             taken[key] = int(value)
         elif key.startswith("xla_"):

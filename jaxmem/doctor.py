@@ -124,17 +124,7 @@ def driver() -> str:
 def problems(
     versions: Mapping[str, str], plugins: Mapping[str, str], driver: str, backend: str
 ) -> list[str]:
-    """Known bad combinations among the findings, with what to do about each.
-
-    Args:
-        versions: as in `Checkup`.
-        plugins: as in `Checkup`.
-        driver: as in `Checkup`.
-        backend: jax's default backend.
-
-    Returns:
-        The problems.
-    """
+    """Known bad combinations among the findings, with what to do about each."""
     checks: list[Callable[..., str]] = [
         _too_new, _unlike_versions, _two_plugins, _plugin_alone, _unused_gpu,
         _unused_tpu, _wrong_gradients, _no_kernels,

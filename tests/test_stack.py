@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def test_variants_are_read_and_policies_written():
     made = stack.read("offload_block save=q,k group=2 rows=8 last=2:none xla_a=True")
-    assert made.policy == remat.policy(save=["q", "k"], offload=["block_in"])
+    assert made.policy == remat.Policy(save=["q", "k"], offload=["block_in"])
     assert (made.group, made.rows, made.last, made.last_policy) == (2, 8, 2, None)
     assert made.options == (("xla_a", True),) and made.is_large
     names = "full save=q,k offload=block_in", "dots offload=q", "offload_block last=2"

@@ -21,9 +21,6 @@ _ITEMS = ("config", "data", "state")  # of every checkpoint
 def write(directory: Path) -> None:
     """Write the checksums of all files of a directory to its file SHA256SUMS.
 
-    Args:
-        directory: of one checkpoint.
-
     Raises:
         OSError: a file cannot be read, or the checksums cannot be written.
     """
@@ -44,12 +41,6 @@ def find_fault(directory: Path) -> str | None:
     """Return what is damaged in a checkpoint, None if nothing is.
 
     Without checksums only missing items are found.
-
-    Args:
-        directory: of the checkpoint.
-
-    Returns:
-        A message, or None.
     """
     saved = processes.by_first(lambda: _read_sums(directory))
     if not isinstance(saved, dict):

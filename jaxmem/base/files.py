@@ -23,12 +23,7 @@ def shown(path: Path) -> Path:
 
 
 def describe_failure(path: Path, error: Exception) -> str:
-    """Return one line about a failed write: the path, the reason, the free bytes.
-
-    Args:
-        path: of the file.
-        error: the exception that writing it raised.
-    """
+    """Return one line about a failed write: the path, the reason, the free bytes."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
     return f"{path}: cannot be written: {reason} ({free_bytes(path):,} bytes free)"
 
@@ -58,9 +53,6 @@ def open_own(path: Path, flags: int) -> int:
     Args:
         path: of the file; what a link names may be anybody's.
         flags: of `os.open`; the file is created if it is missing.
-
-    Returns:
-        A descriptor.
 
     Raises:
         OSError: it cannot be opened; ELOOP says that it is a link.

@@ -26,9 +26,6 @@ class JsonError(ValueError):
 def parse(text: str) -> Any:
     """Parse JSON as RFC 8259 defines it.
 
-    Args:
-        text: one JSON value.
-
     Returns:
         The value of dicts, lists, strings, finite numbers, booleans and None.
 
@@ -53,12 +50,6 @@ def parse(text: str) -> Any:
 def read_text(path: Path) -> str:
     """Read a file of UTF-8 text, with or without a byte order mark.
 
-    Args:
-        path: the file.
-
-    Returns:
-        The text.
-
     Raises:
         OSError: the file cannot be read.
         JsonError: the path is not a regular file, or its content is not UTF-8.
@@ -73,12 +64,6 @@ def read_text(path: Path) -> str:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The object.
 
     Raises:
         JsonError: the file cannot be read, or holds something else; the message starts

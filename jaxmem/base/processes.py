@@ -139,9 +139,6 @@ def by_first(action: Callable[[], _Value]) -> _Value:
     Args:
         action: a function that returns a JSON-able value.
 
-    Returns:
-        What `action` returned in the first process.
-
     Raises:
         ValueError: the function raised an OSError or ValueError; the first process
             reraises the original exception.

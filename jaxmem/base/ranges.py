@@ -99,9 +99,6 @@ def integers(
         below: the smallest integer above the range, instead of `high`.
         limit: largest magnitude; see `Range`.
 
-    Returns:
-        The range.
-
     >>> integers(1, 18).problem(0), integers(1).problem(True), integers(1).problem(3)
     ('must be from 1 to 18', 'must be an integer', None)
     >>> integers(0, below=2**31).problem(-1), integers(1, limit=2**20).problem(10**9)
@@ -126,9 +123,6 @@ def reals(
         high: the largest number in the range; None for no such bound.
         above: an exclusive lower bound, instead of `low`.
         below: an exclusive upper bound, instead of `high`.
-
-    Returns:
-        The range.
 
     >>> reals(0, below=1).problem(1.0), reals(above=0).problem(float("inf"))
     ('must be in [0, 1)', 'must be finite')

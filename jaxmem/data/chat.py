@@ -138,9 +138,6 @@ def read_template(
         options: variables of the template.
         today: the date that it may write; None: the current one.
 
-    Returns:
-        The template.
-
     Raises:
         DataError: there is no template, or it is not valid.
     """

@@ -183,9 +183,6 @@ class BatchIterator(Iterator[Batch]):
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a position that `get_state` returned, in any process.
 
-        Args:
-          state: what `get_state` returned, or the same after a JSON round trip.
-
         Raises:
           DataError: the state belongs to other data or to other settings.
         """

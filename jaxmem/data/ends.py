@@ -28,9 +28,6 @@ def of_checkpoint(
         stop: the only token that ends a completion; None: all that `end_ids` has.
         chat_template: path of a template that replaces the checkpoint's, or None.
 
-    Returns:
-        Size and ids.
-
     Raises:
         CheckpointError: there is no such token.
     """
@@ -55,10 +52,6 @@ def of_checkpoint(
 
 def end_ids(checkpoint: str | Path, template: ChatTemplate | None) -> tuple[int, ...]:
     """Every id that ends a completion: of a document, and of an assistant's turn.
-
-    Args:
-        checkpoint: directory.
-        template: that renders its conversations, if any.
 
     Returns:
         The ids that its files name, and that of the token which ends the template's

@@ -135,9 +135,6 @@ class Environments:
     def step(self, conversations: Sequence[Conversation]) -> list[Turn]:
         """Let the environments answer what the model said last.
 
-        Args:
-            conversations: those that go on.
-
         Raises:
             RewardError: an environment fails, and `on_error` is "raise".
         """

@@ -113,9 +113,6 @@ def order(
         weights: of the sources; None: each epoch has every item once.
         seed: of the order.
         stream: of random numbers, without weights.
-
-    Returns:
-        `Shuffled` or `Mixed`.
     """
     if weights is None:
         return Shuffled(len(sources), seed, stream)

@@ -57,9 +57,6 @@ def load_pairs(
         reader: how records are read; by default, without a chat template.
         drop_long: whether to drop pairs with an answer longer than a row.
 
-    Returns:
-        Pairs for training, and held-out pairs.
-
     Raises:
         DataError: a record is malformed, or a pair is too long.
     """
@@ -122,9 +119,6 @@ def batch_of(
         pairs: B of them.
         reference: [B, 2] log-probabilities of the chosen and the rejected answer.
         config: with the length of a row.
-
-    Returns:
-        The batch.
     """
     shape = 2 * len(pairs), config.sequence_length
     tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -169,9 +163,6 @@ class PairBatches(Iterator[PairBatch]):
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `get_state`.
-
-        Args:
-            state: that result.
 
         Raises:
             DataError: the state belongs to other pairs.

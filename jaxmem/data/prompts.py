@@ -40,9 +40,6 @@ def load_prompts(
         read: the checkpoint's tokenizer, and how records are read.
         environments: whose `reset` makes the prompts of records; None: they have one.
 
-    Returns:
-        Prompts for training, and held-out prompts.
-
     Raises:
         DataError: a file cannot be read, a record asks nothing, or a prompt is longer
             than `task.max_prompt_tokens`.

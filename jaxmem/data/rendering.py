@@ -93,10 +93,6 @@ class Renderer:
         special token that ends it. A template with `{% generation %}` defines turns
         itself.
 
-        Args:
-            talk: the conversation.
-            where: its record, for errors and notes.
-
         Returns:
             The text, and spans of characters in increasing order.
 

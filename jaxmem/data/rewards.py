@@ -86,12 +86,6 @@ class Scorer:
     def __call__(self, questions: Questions) -> Rewards:
         """Call all functions; async ones are awaited together.
 
-        Args:
-            questions: prompts, completions and columns.
-
-        Returns:
-            The rewards.
-
         Raises:
             RewardError: a function raises anything, ends the process, changes its
                 directory or closes its output, exceeds the timeout, returns a wrong
@@ -177,9 +171,6 @@ def load(
         name: of the function, as in `TaskConfig.reward`.
         key: of the configuration, which has the name.
         shipped: functions that need no file.
-
-    Returns:
-        The function.
 
     Raises:
         RewardError: it does not exist, or importing it fails.

@@ -67,9 +67,6 @@ def batches(
         rows: of each batch, that this process's devices read.
         reader: how records are read.
 
-    Returns:
-        The batches.
-
     Raises:
         DataError: as `documents.batches`; or a stream has rows for this process and
             rows for other processes only.

@@ -69,13 +69,6 @@ def split_documents(
     """Split into (training, evaluation) by content, independently of the order.
 
     Equal documents are never split: those at the boundary are for training.
-
-    Args:
-        documents: to be split.
-        held_out: fraction for evaluation.
-
-    Returns:
-        Both lists.
     """
     return split(documents, [digest(document) for document in documents], held_out)
 
@@ -88,9 +81,6 @@ def split(items: Sequence[Any], keys: Sequence[bytes], held_out: float):
         keys: one per item.
         held_out: fraction for evaluation; above 0 it is at least one item, where there
             are two that differ.
-
-    Returns:
-        Both lists.
     """
     first_trained = sorted(keys)[int(len(items) * held_out)]
     chosen = {key for key in keys if key < first_trained}

@@ -39,9 +39,6 @@ def talk_of(where: str, key: str, value: Any, ignored: Collection[str] = ()) -> 
             with "from" and "value"; or one message.
         ignored: keys of messages that are left out.
 
-    Returns:
-        The messages.
-
     Raises:
         DataError: a message has another form, or asks for what is not implemented.
     """

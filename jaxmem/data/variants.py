@@ -33,9 +33,6 @@ _TWICE = re.compile('\\\\"\ue000\\d+\ue001\\\\"')
 def variants(turns: Sequence[Message]) -> Iterator[Variant]:
     """The forms that the messages can have, as they are given first.
 
-    Args:
-        turns: messages, with arguments of calls as objects.
-
     Yields:
         Functions of a message, to be applied one after the other.
     """
@@ -103,12 +100,7 @@ def emptied(turn: Message) -> Message:
 
 
 def mangled(text: str, variant: Variant) -> str | None:
-    """What a template has made of a form that it does not take; None if it takes it.
-
-    Args:
-        text: rendered, with markers.
-        variant: form of the messages.
-    """
+    """What a template has made of a form that it does not take; None if it takes it."""
     if _PYTHONS.search(text):
         return "as Python prints it"
     if as_json in variant and _TWICE.search(text):

@@ -20,12 +20,6 @@ def edges(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
 
     A tokenizer trained here has its own ids; a checkpoint's are defined by its
     template, with the end that `of_checkpoint` adds.
-
-    Args:
-        tokenizer: of either kind.
-
-    Returns:
-        Both lists of ids.
     """
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     if tokenizer.post_processor is None and bos is not None and eos is not None:
@@ -59,12 +53,6 @@ def ends_turn(text: str, ids: Sequence[int], tokenizer: tokenizers.Tokenizer) ->
 
 def of_checkpoint(directory: str) -> tokenizers.Tokenizer:
     """A checkpoint's tokenizer, whose template also ends documents.
-
-    Args:
-        directory: of the checkpoint.
-
-    Returns:
-        The tokenizer.
 
     Raises:
         CheckpointError: there is none, or no token ends a sequence.
@@ -113,12 +101,6 @@ class Spelling(NamedTuple):
 
 def spelling(checkpoint: str | None) -> Spelling:
     """One token per word: the task's own ids, or a checkpoint's.
-
-    Args:
-        checkpoint: directory, or None.
-
-    Returns:
-        The ids.
 
     Raises:
         CheckpointError: a word is not a token of the checkpoint's tokenizer.

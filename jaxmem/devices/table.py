@@ -49,12 +49,6 @@ def of_kind(kind: str) -> Device | None:
 def find(name: str) -> Device:
     """The device of that name.
 
-    Args:
-        name: as in devices.toml.
-
-    Returns:
-        The device.
-
     Raises:
         ValueError: the name is unknown; the message lists all names.
     """

@@ -28,14 +28,6 @@ class CompilerMissing(RuntimeError):
 def of(device: Device, count: int, hosts: int) -> list[Any]:
     """Absent devices on the given number of hosts, for compilation.
 
-    Args:
-        device: the kind of device.
-        count: number of devices.
-        hosts: number of hosts.
-
-    Returns:
-        The devices.
-
     Raises:
         CompilerMissing: the compiler for them is not installed.
         ValueError: hosts does not divide count, or no TPU slice has that count.

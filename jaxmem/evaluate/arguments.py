@@ -8,14 +8,7 @@ from typing import Any
 def add_eval(
     commands: Any, command: Callable, dtypes: tuple[str, ...], count: Callable
 ) -> None:
-    """Add `jaxmem eval`.
-
-    Args:
-        commands: subparsers.
-        command: what runs.
-        dtypes: choices of --dtype.
-        count: type of a positive integer.
-    """
+    """Add `jaxmem eval`."""
     evaluate = commands.add_parser(
         "eval",
         help="benchmarks of a run, a checkpoint or an adapter, by lm-eval",

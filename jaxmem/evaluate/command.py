@@ -33,9 +33,6 @@ class Request(NamedTuple):
 def run(request: Request) -> dict[str, Any]:
     """Evaluate, print the table, and write the results.
 
-    Args:
-        request: the model, the tasks and the options.
-
     Returns:
         The results by task and metric, as lm_eval names them.
 

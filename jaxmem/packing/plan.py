@@ -176,9 +176,6 @@ def pack(
             quadratic·len). 0 balances tokens; about 1 / (6·D) balances the FLOPs of a
             decoder of width D.
 
-    Returns:
-        A `Packing`.
-
     Raises:
         TypeError: lengths are not integers.
         ValueError: a sequence is longer than a row, or another argument is impossible.

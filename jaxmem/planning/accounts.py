@@ -109,12 +109,6 @@ def workspace(text: str) -> int:
     These are the sizes in NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h;
     further workspaces of its engines are not known. If XLA has queried a GPU, the
     program's temporaries already include the workspace.
-
-    Args:
-        text: the compiled program.
-
-    Returns:
-        The bytes.
     """
     return max(map(_workspace, _BACKWARD.finditer(text)), default=0)
 

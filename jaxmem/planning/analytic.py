@@ -10,14 +10,7 @@ from jaxmem.train.phases import Programs, device_bytes
 
 
 def sizes(programs: Programs) -> dict[str, int]:
-    """Bytes on one device by name, during the backward pass of one micro-batch.
-
-    Args:
-        programs: `plan()` of a job, for devices of the default backend.
-
-    Returns:
-        Name to bytes, without zeros.
-    """
+    """Bytes on one device by name, during the backward pass of one micro-batch."""
     phase = programs.backward
     shapes = {**phase.arguments, **phase.held}
     by_name = {name: device_bytes(tree) for name, tree in shapes.items()}
@@ -36,9 +29,6 @@ def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
         model: of the decoder.
         head: its options; if it is not fused, C is the number of all tokens.
         tokens: tokens of a micro-batch.
-
-    Returns:
-        The bytes.
     """
     assert model.vocab_size is not None
     fused = head.logits == "fused"

@@ -129,12 +129,6 @@ def hidden(text: str) -> tuple[int, int]:
     A collective overlaps if a product is between its start and its end in the scheduled
     program. XLA prints instructions in scheduled order, and asynchronous ones as a
     pair, `…-start` and `…-done`.
-
-    Args:
-        text: the compiled program.
-
-    Returns:
-        The two counts.
     """
     beside = 0
     for lines in _by_computation(text).values():

@@ -40,9 +40,6 @@ class Request:
 def run(request: Request) -> int:
     """Print a plan.
 
-    Args:
-        request: the command's arguments.
-
     Returns:
         0 if the job fits, 1 if it does not, 2 if the compiler is missing.
 
@@ -67,13 +64,6 @@ def run(request: Request) -> int:
 
 def load(path: Path, overrides: Sequence[str]) -> Job | Scoring:
     """The job of a gin file, or the scoring run of a checkpoint's directory.
-
-    Args:
-        path: gin file or directory.
-        overrides: as on the command line.
-
-    Returns:
-        The job.
 
     Raises:
         ValueError: an override names no field, or the file cannot be used.
@@ -120,13 +110,6 @@ def _count(job: Job | Scoring, asked: int | None) -> int:
 
 def plan_of(job: Job | Scoring, device: str) -> Plan:
     """The plan of a job, inside of `jaxmem.devices.target`.
-
-    Args:
-        job: of training, or of scoring.
-        device: name of the device, for errors.
-
-    Returns:
-        The plan.
 
     Raises:
         ValueError: a program cannot be traced or compiled for the device.

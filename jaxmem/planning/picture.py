@@ -10,13 +10,7 @@ _GIB = 2**30
 
 
 def save(path: Path, plan: Plan, options: Sequence[Option] = ()) -> None:
-    """Draw a plan and its options, each option by its largest program.
-
-    Args:
-        path: of the image file.
-        plan: whose programs to draw.
-        options: of `jaxmem plan --fit`.
-    """
+    """Draw a plan and its options, each option by its largest program."""
     from matplotlib.figure import Figure
 
     bars = {phase.name: _stack(phase) for phase in plan.phases}

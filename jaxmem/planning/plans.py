@@ -207,9 +207,6 @@ def of_phases(
         restored: bytes that a checkpoint restores to one device.
         on_host: bytes of state on the host, for one device.
         notes: further sentences for the reader.
-
-    Returns:
-        The plan.
     """
     around = devices.planned()
     assert around is not None, "inside devices.target"

@@ -79,16 +79,7 @@ class Estimate:
 
 
 def of(phase: Phase, account: Account, hosts: int = 1) -> Estimate:
-    """Estimate a phase on the devices of the enclosing `jaxmem.devices.target`.
-
-    Args:
-        phase: the program.
-        account: of the compiled program.
-        hosts: number of hosts.
-
-    Returns:
-        The estimate.
-    """
+    """Estimate a phase on the devices of the enclosing `jaxmem.devices.target`."""
     around = devices.planned()
     assert around is not None, "inside devices.target"
     device, count = around.device, len(around.devices)

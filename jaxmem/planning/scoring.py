@@ -10,7 +10,8 @@ from flax import nnx
 from jaxmem import checkpoints
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.head import HeadConfig
-from jaxmem.score.run import ScoreConfig, token_stats
+from jaxmem.score.columns import Columns, token_columns
+from jaxmem.score.run import ScoreConfig
 from jaxmem.train.phases import Phase, Programs
 
 
@@ -38,7 +39,9 @@ class Scoring:
         ids = jax.ShapeDtypeStruct((config.max_tokens // width, width), "int32")
         phase = Phase(
             "forward",
-            functools.partial(token_stats.trace, decoder, ids, ids, ids, ids),
+            functools.partial(
+                token_columns.trace, decoder, ids, ids, ids, ids, None, Columns()
+            ),
             {"weights": nnx.state(decoder)},
             tokens=ids.size,
         )

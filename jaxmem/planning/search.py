@@ -73,13 +73,6 @@ def options(job: Job | Scoring, base: Plan) -> list[Option]:
     sizes is extrapolated from the plan of the unchanged config. Options are compiled
     from the fastest on.
 
-    Args:
-        job: of training.
-        base: its plan.
-
-    Returns:
-        At most three options; fewer if fewer fit.
-
     Raises:
         ValueError: the job is of scoring.
     """

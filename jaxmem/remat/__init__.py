@@ -40,7 +40,6 @@ from jaxmem.remat.policies import (
     NAMES as NAMES,
     PRESETS as PRESETS,
     Policy as Policy,
-    policy as policy,
     preset as preset,
 )
 from jaxmem.remat.residuals import (

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem import devices
 from jaxmem.remat import cost
-from jaxmem.remat.policies import NAMES, Policy, policy, preset
+from jaxmem.remat.policies import NAMES, Policy, preset
 
 # Gradients of values that a scan offloads are silently wrong, openxla/xla#46231.
 _BROKEN_JAXLIB = ("0.11.0", "0.11.1")
@@ -49,7 +49,7 @@ def recompute(
     Args:
         fn: any function of arrays; what it closes over counts as its arguments.
         save: checkpoint names inside of it that are saved as well.
-        known: as in `policy`.
+        known: as in `Policy`.
 
     Returns:
         A function of the positional arguments of fn.
@@ -59,7 +59,7 @@ def recompute(
     >>> jax.grad(remat.recompute(lambda x: jnp.sin(jnp.sin(x))))(0.0)
     Array(1., dtype=float32, weak_type=True)
     """
-    chosen = policy(save=save, known=known)
+    chosen = Policy(save, known=known)
     if _around.get() == "policy":
         return fn
     is_apart = _around.get() != "loop"
@@ -266,9 +266,6 @@ def compiler_options(
     Args:
         policy: as in `scan_blocks`.
         unroll: as in `scan_blocks`.
-
-    Returns:
-        Option names and values.
     """
     chosen = _chosen(policy)
     options: dict[str, Any] = {}

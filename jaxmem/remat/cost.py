@@ -32,9 +32,6 @@ def equations(
     Args:
         jaxpr: of the program.
         turns: maps a `while` equation to its number of iterations; by default 1.
-
-    Yields:
-        (equation, number of executions).
     """
     for equation in jaxpr.eqns:
         yield equation, 1
@@ -76,9 +73,6 @@ def host_bytes(fn: Callable | jax.stages.Traced, *args) -> int:
         fn: a function to trace with the arguments, or the result of
             `jax.jit(...).trace(...)`.
         args: the arguments, if fn is a function.
-
-    Returns:
-        The bytes.
     """
     if isinstance(fn, jax.stages.Traced):
         return bytes_on_host(fn.jaxpr.jaxpr)

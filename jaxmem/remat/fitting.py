@@ -43,9 +43,6 @@ def measure_rates(dtype: Any = jnp.bfloat16, size: int | None = None) -> Rates:
     Args:
         dtype: of the product.
         size: of its square matrices; by default 8192, and 512 on a CPU.
-
-    Returns:
-        The rates.
     """
     on_cpu = jax.default_backend() == "cpu"
     n = size or (512 if on_cpu else 8192)
@@ -267,9 +264,6 @@ def _step_seconds(compiled: jax.stages.Compiled) -> float:
 def device_limit() -> int:
     """Bytes that programs may use on the default device, or on a planned one.
 
-    Returns:
-        The bytes.
-
     Raises:
         ValueError: the device does not report it.
     """
@@ -387,15 +381,7 @@ def _refuse(each, limit, host_limit, rates) -> str:
 
 
 def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
-    """The candidates as lines of text: expected costs, and why each was not chosen.
-
-    Args:
-        candidates: of `fit`, fastest first.
-        chosen: the one that `fit` returns; None if none fits.
-
-    Returns:
-        The lines.
-    """
+    """The candidates as lines of text: expected costs, and why each was not chosen."""
     rows = [
         ("policy", "GiB device", "GiB host", "ms by formula", "measured", "why not")
     ]

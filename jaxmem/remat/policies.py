@@ -53,15 +53,19 @@ class Policy:
     "attn_lse" in `save` saves both outputs of cuDNN's attention kernel. A block that
     calls it should not name the output "attn_out" as well, because it is then saved
     twice.
+
+    >>> from jaxmem import remat
+    >>> remat.Policy(save=["attn_out"], offload=["block_in"]).offload
+    ('block_in',)
     """
 
-    save: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
+    save: Sequence[str] = ()  # tuples, once it is made
+    offload: Sequence[str] = ()
     offload_src: str = "device"
     offload_dst: str = "pinned_host"
     dots: bool = False
     last: int = 0
-    known: tuple[str, ...] = dataclasses.field(
+    known: Sequence[str] = dataclasses.field(
         default=tuple(NAMES), repr=False, compare=False, kw_only=True
     )
 
@@ -116,9 +120,9 @@ class Policy:
 
     def __or__(self, other: "Policy") -> "Policy":
         """The union: it keeps what either keeps, on the device if either saves it."""
-        save = tuple(dict.fromkeys(self.save + other.save))
+        save = tuple(dict.fromkeys([*self.save, *other.save]))
         offload = tuple(
-            k for k in dict.fromkeys(self.offload + other.offload) if k not in save
+            k for k in dict.fromkeys([*self.offload, *other.offload]) if k not in save
         )
         places = {(p.offload_src, p.offload_dst) for p in (self, other) if p.offload}
         if len(places) > 1:
@@ -131,43 +135,6 @@ class Policy:
         return Policy(
             save, offload, src, dst, dots, last, known=tuple(dict.fromkeys(known))
         )
-
-
-def policy(
-    save: Sequence[str] = (),
-    offload: Sequence[str] = (),
-    offload_src: str = "device",
-    offload_dst: str = "pinned_host",
-    *,
-    dots: bool = False,
-    last: int = 0,
-    known: Sequence[str] = tuple(NAMES),
-) -> Policy:
-    """Create a `Policy` from any sequences of names.
-
-    Args:
-        save: as in `Policy`.
-        offload: as in `Policy`.
-        offload_src: as in `Policy`.
-        offload_dst: as in `Policy`.
-        dots: as in `Policy`.
-        last: as in `Policy`.
-        known: as in `Policy`.
-
-    Returns:
-        The policy.
-
-    Raises:
-        ValueError: as `Policy` does.
-
-    >>> from jaxmem import remat
-    >>> remat.policy(save=["attn_out"], offload=["block_in"]).offload
-    ('block_in',)
-    """
-    names: Any = dict(save=save, offload=offload, known=known)  # Policy makes tuples
-    return Policy(
-        **names, offload_src=offload_src, offload_dst=offload_dst, dots=dots, last=last
-    )
 
 
 _ATTENTION = ("q", "k", "v", "attn_out", "attn_lse")
@@ -192,9 +159,6 @@ def preset(name: str) -> Policy | None:
     recomputed. save_attention: attention's operands and results are saved.
     offload_block: as full, with the inputs on the host. offload_attention: inputs, and
     attention's operands and results, are on the host.
-
-    Args:
-        name: of the preset.
 
     Returns:
         The policy; None for "none".

@@ -93,7 +93,7 @@ def residuals(block: Callable, h: Any, *rest: Any) -> Residuals:
     >>> from jaxmem import remat
     >>> h, w = (jax.ShapeDtypeStruct((n, 4), jnp.bfloat16) for n in (8, 4))
     >>> block = lambda h, w: h + jnp.sin(remat.name(h @ w, "gate"))
-    >>> print(remat.residuals(remat.block(block, remat.policy(save=["gate"])), h, w))
+    >>> print(remat.residuals(remat.block(block, remat.Policy(save=["gate"])), h, w))
     block_in  bfloat16[8, 4]           8.0 bytes/token
     gate      bfloat16[8, 4]           8.0 bytes/token
     total                             16.0 bytes/token

@@ -27,14 +27,7 @@ TEMPLATE_KWARGS: dict[str, Any] = {
 def add_score(
     commands: Any, command: Callable, dtypes: tuple[str, ...], chunk: Callable
 ) -> None:
-    """Add `jaxmem score`.
-
-    Args:
-        commands: subparsers.
-        command: what runs.
-        dtypes: choices of --dtype.
-        chunk: type of --chunk.
-    """
+    """Add `jaxmem score`."""
     score = commands.add_parser(
         "score",
         help="log-probabilities and entropies of texts under a checkpoint",

@@ -54,22 +54,22 @@ def token_columns(
     labels: jax.Array,
     segment_ids: jax.Array,
     positions: jax.Array,
-    key: jax.Array,
+    key: Any,
     columns: Columns,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Scores of a micro-batch's labels as `token_stats`, and a teacher's columns.
+    """Scores of a micro-batch's labels, and a teacher's columns of them.
 
     Args:
         decoder: the model.
-        tokens: as in `token_stats`.
-        labels: likewise.
-        segment_ids: likewise.
-        positions: likewise.
-        key: of the draws.
+        tokens: [B, T] ids.
+        labels: [B, T] ids of the next tokens; negative if not scored.
+        segment_ids: [B, T] window of each token in its row; 0 is padding.
+        positions: [B, T] position of each token in its window.
+        key: of the draws; None without columns.
         columns: which.
 
     Returns:
-        (log-probabilities, entropies, columns [B, T, K] by name).
+        (log-probabilities [B, T], entropies [B, T], columns [B, T, K] by name).
     """
     hidden = decoder(tokens, segment_ids, positions)
     stats, where = decoder.head.token_stats(hidden, labels), labels >= 0

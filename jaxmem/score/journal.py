@@ -152,9 +152,6 @@ class Journal:
     def append(self, results: Iterable[Result]) -> None:
         """Add a group of documents durably: a later kill cannot lose them.
 
-        Args:
-            results: of the documents.
-
         Raises:
             WriteError: the disk is full; earlier groups are unchanged.
         """
@@ -214,9 +211,6 @@ class Journal:
 
 def check_suffix(out: Path) -> None:
     """Check the file name of the output.
-
-    Args:
-        out: path of the output file.
 
     Raises:
         ValueError: it does not end in .jsonl or .parquet.

@@ -282,38 +282,10 @@ class _Scorer:
         return [dict(zip(by_name, values, strict=True)) for values in rows]
 
     def _of_batch(self, given: Any, start: int, number: int) -> dict[str, Any]:
-        if not self._columns:
-            numbers, made = token_stats(self._decoder, *given), {}
-        else:
-            key = self._columns.key(start, number)
-            *numbers, made = token_columns(self._decoder, *given, key, self._columns)
+        key = self._columns.key(start, number) if self._columns else None
+        *numbers, made = token_columns(self._decoder, *given, key, self._columns)
         numbers, made = jax.device_get((tuple(numbers), made))
         return {"scores": np.stack(numbers, axis=-1), **made}
-
-
-@jax.jit
-def token_stats(
-    decoder: LanguageModel,
-    tokens: jax.Array,
-    labels: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities and entropies of a micro-batch's labels, [B, T] each.
-
-    Args:
-        decoder: the model.
-        tokens: [B, T] ids.
-        labels: [B, T] ids of the next tokens; negative if not scored.
-        segment_ids: [B, T] window of each token in its row; 0 is padding.
-        positions: [B, T] position of each token in its window.
-
-    Returns:
-        (log-probabilities, entropies).
-    """
-    hidden = decoder(tokens, segment_ids, positions)
-    stats = decoder.head.token_stats(hidden, labels)
-    return stats.logprob, stats.entropy
 
 
 def _shared(

@@ -28,15 +28,6 @@ class Plan:
 def read_plan(mesh, vocab, tokens, W_fsdp):
     """Check the names of the mesh axes: they exist, and none shards one array twice.
 
-    Args:
-        mesh: as in `parallel`.
-        vocab: as in `parallel`.
-        tokens: as in `parallel`.
-        W_fsdp: as in `parallel`.
-
-    Returns:
-        The plan.
-
     Raises:
         TypeError: an axis is not a name.
         ValueError: an axis does not exist, is used twice, or is a W_fsdp that does not

@@ -17,9 +17,6 @@ _SMALL = 2**24  # bytes of a file in a directory whose content is compared
 def facts(config: JobConfig) -> dict[str, str]:
     """Names and values that are the same in all processes of a run.
 
-    Args:
-        config: of the run.
-
     Returns:
         Settings by their keys, versions by package, and what identifies the content of
         files and directories that settings name.

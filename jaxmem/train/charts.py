@@ -28,9 +28,6 @@ def chart(title: str, lines: Sequence[Line]) -> str:
     Args:
         title: what assistive technology reads.
         lines: at least one, each with at least one point.
-
-    Returns:
-        An `<svg>` element.
     """
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]

@@ -102,12 +102,6 @@ def load(
 def describe_keys(section: str | None = None) -> Iterator[str]:
     """Yield a line per key: name, default, type, meaning; see `jaxmem.train.keys`.
 
-    Args:
-        section: the only section to describe, or None.
-
-    Yields:
-        The lines.
-
     Raises:
         ConfigError: there is no section of that name.
     """

@@ -24,9 +24,6 @@ def export(
             alone, in PEFT's layout.
         dtype: of the saved weights of a whole model; None: as they are stored.
 
-    Returns:
-        A line that says what was saved.
-
     Raises:
         CheckpointError: there is no model, `out` exists, or there is nothing to merge.
     """

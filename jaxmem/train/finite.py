@@ -14,9 +14,6 @@ def not_finite(state: Any) -> list[str]:
 
     Args:
         state: pytree of arrays, on devices or hosts, sharded in any way.
-
-    Returns:
-        The names, in order; the same in every process.
     """
     named = {
         name: leaf

@@ -14,10 +14,6 @@ from jaxmem.train.settings import JobConfig
 def lines(sections: Mapping[str, type], wanted: str | None = None) -> Iterator[str]:
     """Yield a line per key: name, type, default, and its comment in the source.
 
-    Args:
-        sections: dataclasses by name.
-        wanted: the only section to describe, or None.
-
     Yields:
         The lines.
 

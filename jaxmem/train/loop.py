@@ -103,9 +103,6 @@ class Run:
             texts: files for the run's directory, by name. They are written after the
                 saved state has been checked to belong to this run; empty ones are not.
 
-        Returns:
-            The state after the last step.
-
         Raises:
             FloatingPointError: a loss or a gradient is not finite.
             CheckpointError: a checkpoint cannot be written or read.

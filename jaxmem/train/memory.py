@@ -33,7 +33,7 @@ class RematConfig:
         wanted = f"one of {', '.join(map(repr, known))}"
         check_field(self, "policy", self.policy in known, wanted)
         check_field(self, "last", self.last >= 0, "0 or more")
-        remat.policy(save=self.save)  # raises for unknown names
+        remat.Policy(save=self.save)  # raises for unknown names
         for name in ("last", "save"):
             value = getattr(self, name)
             if value and self.policy in ("none", "fit"):
@@ -66,9 +66,6 @@ class RematConfig:
     def check_layers(self, layers: int) -> None:
         """Raise if all blocks would keep all residuals.
 
-        Args:
-            layers: number of blocks of the model.
-
         Raises:
             ValueError: `last` is not below the number of layers.
         """
@@ -82,7 +79,7 @@ class RematConfig:
     def start(self) -> remat.Policy | None:
         """The initial policy; with "fit", `fit` replaces it."""
         preset = remat.preset("full" if self.policy == "fit" else self.policy)
-        more = remat.policy(save=self.save, last=self.last)
+        more = remat.Policy(save=self.save, last=self.last)
         return preset if preset is None else preset | more
 
     def fit(
@@ -99,9 +96,6 @@ class RematConfig:
             layers: number of blocks; up to a third of them may keep all residuals.
             held: shapes of other arrays on the device.
             show: as in `remat.fit`.
-
-        Returns:
-            The policy.
         """
         limit = self.memory_limit
         assert limit is not None, "checked above"

@@ -289,14 +289,7 @@ class HeadCost(NamedTuple):
 
 
 def cost_table(costs: Mapping[str, HeadCost]) -> Table:
-    """A table that compares them, in MiB.
-
-    Args:
-        costs: by `head.logits`, "fused" and "materialised".
-
-    Returns:
-        The table.
-    """
+    """A table that compares them, in MiB."""
     table = Table(title="Memory by head (MiB, from the compiler)")
     table.add_column()
     for name in costs:

@@ -22,15 +22,7 @@ from jaxmem.models.config import ModelConfig
 
 
 def peak_of(kind: str, dtype: str) -> float | None:
-    """Peak FLOP/s of one device for a dtype; None if devices.toml does not list it.
-
-    Args:
-        kind: as `jax.Device.device_kind`.
-        dtype: of the products' operands; accumulation is in float32.
-
-    Returns:
-        FLOP/s, or None.
-    """
+    """Peak FLOP/s of one device for a dtype; None if devices.toml does not list it."""
     device = devices.of_kind(kind)
     if device is None or dtype not in ("bfloat16", "float16"):
         return None
@@ -40,17 +32,7 @@ def peak_of(kind: str, dtype: str) -> float | None:
 def flops_per_token(
     config: ModelConfig, trained: Any, frozen: Any, length: int
 ) -> float:
-    """FLOPs of a training step, per token, by this module's formula.
-
-    Args:
-        config: of the decoder.
-        trained: weights that have gradients, or their shapes.
-        frozen: the other weights.
-        length: tokens of a row, T.
-
-    Returns:
-        FLOPs.
-    """
+    """FLOPs of a training step, per token, by this module's formula."""
     with_gradients = _multiplied(config, trained)
     everything = with_gradients + _multiplied(config, frozen)
     kinds = (config.pattern * config.layers)[: config.layers]

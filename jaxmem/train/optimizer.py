@@ -98,13 +98,6 @@ def _is_pattern(text: str) -> bool:
 def warmup_steps(config: OptimizerConfig, steps: int) -> int:
     """Warmup steps of a run of `steps` steps.
 
-    Args:
-        config: of the optimizer.
-        steps: of the whole run.
-
-    Returns:
-        The number of steps.
-
     Raises:
         ValueError: `optimizer.warmup_steps` is not below `steps`.
     """
@@ -120,10 +113,6 @@ def warmup_steps(config: OptimizerConfig, steps: int) -> int:
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Linear warmup to the peak, followed by `optimizer.schedule`.
-
-    Args:
-        config: peak, warmup, schedule and final fraction.
-        steps: of the whole run.
 
     Returns:
         A function from the number of finished steps to the learning rate of the next

@@ -76,10 +76,6 @@ def _file_of(name: Any) -> str:
 def check_rows(program: Any, packed: bool) -> None:
     """Raise if a model of one's own mixes up the tokens of a row; a small pass.
 
-    Args:
-        program: a `DecoderProgram`.
-        packed: whether rows hold several documents.
-
     Raises:
         OwnError: a token sees one that follows it, or one of another document.
     """

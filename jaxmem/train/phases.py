@@ -96,15 +96,7 @@ def of_step(
     micro_batches: int = 1,
     head: Callable[[], jax.stages.Traced] | None = None,
 ) -> Phase:
-    """The phase of a whole step, or of its gradients if the moments are streamed.
-
-    Args:
-        program: whose step it is.
-        trace: traces it.
-        tokens: of a micro-batch.
-        micro_batches: of the step.
-        head: as in `Phase`.
-    """
+    """The phase of a whole step, or of its gradients if the moments are streamed."""
     given = weights_of(program)
     if program.streamed is None:
         given |= {"moments": program.state_shapes.optimizer}
@@ -175,9 +167,6 @@ def kept_bytes(
         policy: rematerialisation policy.
         tokens: tokens of a micro-batch on all devices.
         mesh: sizes of the mesh axes.
-
-    Returns:
-        The bytes.
     """
     if policy is None or policy.dots or policy.last:
         return None

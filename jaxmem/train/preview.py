@@ -15,11 +15,6 @@ def show(job: Job, count: int, console: Console) -> None:
 
     Tokens that the loss counts are green; without colours they are enclosed in ⟦ ⟧.
 
-    Args:
-        job: whose data to show.
-        count: number of records.
-        console: where to print.
-
     Raises:
         DataError: the data cannot be used.
     """

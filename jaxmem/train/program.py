@@ -154,11 +154,7 @@ class DecoderProgram:
         self.layout = Layout(self.config.mesh, specs)
 
     def choose_policy(self, console: Console) -> None:
-        """Choose the policy that fits the config's memory limit, if it has one.
-
-        Args:
-            console: receives the table of candidates.
-        """
+        """Choose the policy that fits the config's memory limit, if it has one."""
         if self.config.remat.policy != "fit":
             return
 
@@ -422,13 +418,6 @@ def fixed_weights(optimizer: OptimizerConfig, seed: int) -> dict[str, dict[str, 
 
 def with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:
     """The config with a vocabulary of at least that many entries.
-
-    Args:
-        model: config of the decoder.
-        size: number of entries that the data needs.
-
-    Returns:
-        The config.
 
     Raises:
         ValueError: the config has a smaller vocabulary.

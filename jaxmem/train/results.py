@@ -18,12 +18,7 @@ END_OF_TURN = "end_of_turn.txt"  # the token that ends the turns it learned from
 
 
 def texts(job: Job, operative_text: str) -> dict[str, str]:
-    """Files that a run has from its start: settings and vocabulary.
-
-    Args:
-        job: of the run.
-        operative_text: a gin file with all settings.
-    """
+    """Files that a run has from its start: settings and vocabulary."""
     contents = {"operative.gin": operative_text}
     if operative_text:
         contents["settings.gin"] = keys.differing(job.config) + "\n"
@@ -50,12 +45,6 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
     Adapters are saved in "adapter", in PEFT's layout; a whole model in "model": as a
     checkpoint of the same kind as the one that it started from, or else of the known
     architecture that computes the same. All processes of a run call this.
-
-    Args:
-        directory: of the run.
-        decoder: after its last step.
-        console: receives the line.
-        job: of the run.
     """
     source = decoder.config.checkpoint
     if decoder.config.lora_rank:
@@ -88,14 +77,7 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
 def leave_best(
     directory: Path, decoder: LanguageModel, console: Console, job: Job
 ) -> None:
-    """`leave` in "best" of a run's directory, where a checkpoint of the best is kept.
-
-    Args:
-        directory: of the run.
-        decoder: after the best evaluation.
-        console: receives the line.
-        job: of the run.
-    """
+    """`leave` in "best" of a run's directory, which has the best one's checkpoint."""
     tokenizer = directory / "tokenizer.json"
     if processes.is_first() and tokenizer.exists():
         files.write_whole(

@@ -15,11 +15,7 @@ CHANGEABLE = "changeable"  # key in the saved settings
 
 @contextlib.contextmanager
 def advising(saved: int) -> Iterator[None]:
-    """Add what the same command does next to errors of steps and of checkpoints.
-
-    Args:
-        saved: the newest step with a checkpoint; 0 without one.
-    """
+    """Add what the same command does next to errors of steps and of checkpoints."""
     then = f"resumes the run after step {saved}" if saved else "starts anew"
     try:
         yield
@@ -141,9 +137,6 @@ def differences(
         saved: section to field to value.
         current: section to field to value.
         common: whether to ignore fields that only one of them has.
-
-    Returns:
-        The messages.
     """
     was, now = _flat(saved), _flat(current)
     keys = was.keys() & now.keys() if common else was.keys() | now.keys()

@@ -27,9 +27,6 @@ def head(first_step: int) -> bytes:
 
     Args:
         first_step: TensorBoard discards this step and later ones of earlier files.
-
-    Returns:
-        The records.
     """
     version = Event(wall_time=time.time(), file_version="brain.Event:2")
     session = SessionLog(status=SessionLog.START)

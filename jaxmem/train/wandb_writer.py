@@ -18,9 +18,6 @@ _FINISH_SECONDS = 60.0
 def check(project: str) -> None:
     """Raise unless wandb is installed and, in online mode, has an API key.
 
-    Args:
-        project: name of the project, `run.wandb`.
-
     Raises:
         ValueError: with what to do.
     """

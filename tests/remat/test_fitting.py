@@ -99,7 +99,7 @@ def test_what_is_saved_is_not_computed_again():
     assert products(None) == 3 * once
     # The product with "down" gives the block's result, which nothing backward needs.
     assert products(remat.Policy()) == 4 * once - rows * WIDTH * FF
-    saved = products(remat.policy(save=["gate"]))
+    saved = products(remat.Policy(save=["gate"]))
     assert saved == products(remat.Policy()) - rows * WIDTH * FF
 
 
@@ -168,14 +168,14 @@ def test_the_host_makes_room_for_what_is_kept():
     assert needs(policy) <= limit
     assert "chosen\n" in said + "\n"
     # All that is named can wait on the host where the link is free.
-    assert products(policy) == products(remat.policy(save=["q", "gate", "up"]))
+    assert products(policy) == products(remat.Policy(save=["q", "gate", "up"]))
 
 
 def test_the_last_blocks_are_kept_whole_where_that_fits():
     """What the last one keeps is gone before there are gradients: here it takes less
     memory than to make it again, and fewer products.
     """
-    last = remat.policy(last=1)
+    last = remat.Policy(last=1)
     limit = needs(last)
     assert limit < needs(remat.Policy()) and products(last) < products(remat.Policy())
     policy, said = chosen(limit, NO_HOST, last=[1, 3])
@@ -187,9 +187,9 @@ def test_the_last_blocks_are_kept_whole_where_that_fits():
 
 
 def test_the_host_and_the_last_blocks_together():
-    limit = needs(remat.policy(offload=["block_in"], last=1))
+    limit = needs(remat.Policy(offload=["block_in"], last=1))
     policy, _ = chosen(limit, FAST, last=[1], names=["block_in"])
-    assert policy == remat.policy(offload=["block_in"], last=1)
+    assert policy == remat.Policy(offload=["block_in"], last=1)
 
 
 def test_memory_is_that_of_each_device():
@@ -208,11 +208,11 @@ def test_memory_is_that_of_each_device():
 
     least, most = (
         remat.device_bytes(step(p).lower().compile())
-        for p in (remat.Policy(), remat.policy(save=["q", "gate", "up"]))
+        for p in (remat.Policy(), remat.Policy(save=["q", "gate", "up"]))
     )
     assert most < least + 0.7 * (INPUTS + 2 * GATES)
     options = dict(names=["q", "gate", "up"], rates=NO_HOST, show=None)
-    assert remat.fit(step, most, **options) == remat.policy(save=["q", "gate", "up"])
+    assert remat.fit(step, most, **options) == remat.Policy(save=["q", "gate", "up"])
 
 
 def test_copies_that_nothing_hides_are_a_last_resort():
@@ -229,7 +229,7 @@ def test_copies_that_nothing_hides_are_a_last_resort():
 
 
 def test_the_table_says_why_not(monkeypatch):
-    _, said = chosen(needs(remat.policy(save=["q"])), NO_HOST)
+    _, said = chosen(needs(remat.Policy(save=["q"])), NO_HOST)
     head, *rows = said.splitlines()
     assert re.split(" {2,}", head) == [
         "policy", "GiB device", "GiB host", "ms by formula", "measured", "why not"
@@ -265,7 +265,7 @@ def test_candidates_that_fit_are_run_and_the_fastest_is_taken(monkeypatch):
 
 def test_names_of_ones_own_choice():
     policy, _ = chosen(needs(remat.Policy()) + 2 * GATES, NO_HOST, names=["up"])
-    assert policy == remat.policy(save=["up"])
+    assert policy == remat.Policy(save=["up"])
 
 
 def test_names_that_only_the_steps_own_blocks_give():
@@ -284,7 +284,7 @@ def test_names_that_only_the_steps_own_blocks_give():
 
     least, mine = (
         remat.device_bytes(step(policy).lower().compile())
-        for policy in (remat.Policy(), remat.policy(save=["mine"], known=["mine"]))
+        for policy in (remat.Policy(), remat.Policy(save=["mine"], known=["mine"]))
     )
     assert least < mine
     policy = remat.fit(step, mine, names=["mine"], rates=NO_HOST, show=None)
@@ -340,7 +340,7 @@ def test_rates_are_measured():
 def test_policies_are_described_by_name_or_by_names():
     assert fitting.describe(None) == "none"
     assert fitting.describe(remat.PRESETS["offload_block"]) == "offload_block"
-    both = remat.policy(save=["q", "k"], offload=["block_in"])
+    both = remat.Policy(save=["q", "k"], offload=["block_in"])
     assert fitting.describe(both) == "save q, k; offload block_in"
-    last = remat.PRESETS["offload_block"] | remat.policy(last=4)  # pyright: ignore
+    last = remat.PRESETS["offload_block"] | remat.Policy(last=4)  # pyright: ignore
     assert fitting.describe(last) == "offload_block; last 4 whole"

@@ -15,7 +15,7 @@ from jaxmem import remat
 from tests.cases import slow
 
 LAYERS, TOKENS, WIDTH = 4, 6, 8
-LAST_WHOLE = remat.PRESETS["offload_block"] | remat.policy(last=1)
+LAST_WHOLE = remat.PRESETS["offload_block"] | remat.Policy(last=1)
 OFFLOADING = [
     LAST_WHOLE, *(slow(k) for k, p in remat.PRESETS.items() if p and p.offload)
 ]  # fmt: skip
@@ -90,7 +90,7 @@ def test_every_preset_gives_the_same_gradients(name, group, h, want):
 
 def whole(name, last):
     """The policy of that name, which keeps the last blocks whole."""
-    return remat.PRESETS[name] | remat.policy(last=last)
+    return remat.PRESETS[name] | remat.Policy(last=last)
 
 
 WITH_LAST = [slow("full", 3, 1), ("save_attention", 2, 2), ("offload_attention", 1, 1),
@@ -169,7 +169,7 @@ def test_what_a_policy_keeps_takes_memory():
 def test_a_stack_is_not_copied_for_its_last_blocks_or_for_groups():
     w, h = weights(16), jnp.zeros((1, WIDTH))
     size = sum(x.nbytes for x in w.values())
-    for policy, group in ((remat.policy(last=1), 1), ("full", 2)):
+    for policy, group in ((remat.Policy(last=1), 1), ("full", 2)):
         compiled = jax.jit(loss, static_argnums=2, static_argnames="group").lower(
             w, h, policy, group=group
         ).compile()  # fmt: skip
@@ -194,11 +194,11 @@ def test_derivatives_forward_too(h):
 
 
 def test_policies_join():
-    save, offload = remat.policy(save=["q"]), remat.policy(offload=["q", "block_in"])
-    assert save | offload == remat.policy(save=["q"], offload=["block_in"])
+    save, offload = remat.Policy(save=["q"]), remat.Policy(offload=["q", "block_in"])
+    assert save | offload == remat.Policy(save=["q"], offload=["block_in"])
     assert (remat.PRESETS["dots"] | offload).dots
-    assert (remat.policy(last=2) | save | remat.policy(last=1)).last == 2
-    back = remat.policy(offload=["k"], offload_src="pinned_host", offload_dst="device")
+    assert (remat.Policy(last=2) | save | remat.Policy(last=1)).last == 2
+    back = remat.Policy(offload=["k"], offload_src="pinned_host", offload_dst="device")
     with pytest.raises(ValueError, match="both policies offload"):
         back | offload
 
@@ -208,7 +208,7 @@ def test_products_kept_beside_names_are_not_made_again(h):
         text = str(jax.make_jaxpr(gradient(name))(weights(), h))
         return text.count("dot_general")
 
-    both = remat.PRESETS["dots"] | remat.policy(offload=["block_in"])
+    both = remat.PRESETS["dots"] | remat.Policy(offload=["block_in"])
     assert products("full") > products(both) == products("dots")
     assert placements(gradient(both), weights(), h) == (1, 1)
 
@@ -296,16 +296,16 @@ def test_impossible_policies(make, wrong, message):
 def test_cudnn_s_kernel_is_kept_by_the_name_of_its_logsumexp():
     """jax's primitive, as the policy is asked about it; a GPU test sees its effect."""
     kernel = types.SimpleNamespace(name="dot_product_attention_fwd_wrapper")
-    assert remat.policy(save=["attn_lse"])(kernel) is True
-    for other in (remat.policy(save=["attn_out"]), remat.policy(offload=["attn_lse"])):
+    assert remat.Policy(save=["attn_lse"])(kernel) is True
+    for other in (remat.Policy(save=["attn_out"]), remat.Policy(offload=["attn_lse"])):
         assert other(kernel) is not True
 
 
 def test_names_of_ones_own():
-    mine = remat.policy(save=["mine"], known=["mine"])
+    mine = remat.Policy(save=["mine"], known=["mine"])
     assert mine.save == ("mine",)
     assert mine == remat.Policy(save=("mine",), known=("mine",))
-    assert (mine | remat.policy(offload=["block_in"])).save == ("mine",)
+    assert (mine | remat.Policy(offload=["block_in"])).save == ("mine",)
 
 
 @pytest.mark.parametrize("name, last", [("none", 0), ("full", 0), ("dots", 2)])
@@ -325,7 +325,7 @@ def test_blocks_that_cannot_be(h):
         remat.scan_blocks(block, weights(), h, "offload_block", unroll=True)
     with pytest.raises(ValueError, match="group must divide the 4 blocks, got 3"):
         remat.scan_blocks(block, weights(), h, "full", group=3)
-    for policy, group in ((remat.policy(last=4), 1), (LAST_WHOLE, 2)):
+    for policy, group in ((remat.Policy(last=4), 1), (LAST_WHOLE, 2)):
         with pytest.raises(ValueError, match="below the 4 blocks, got 4|divide the 3"):
             remat.scan_blocks(block, weights(), h, policy, group=group)
     one = {k: x[0] for k, x in weights().items()}

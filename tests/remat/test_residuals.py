@@ -34,7 +34,7 @@ def test_names_shapes_types_and_bytes_per_token():
 def test_of_a_policy():
     saved = remat.residuals(remat.block(block, "full"), H, W)
     assert listed(saved) == {("block_in", (2, 8, 4), "bfloat16")}
-    gate = remat.block(block, remat.policy(save=["gate"]))
+    gate = remat.block(block, remat.Policy(save=["gate"]))
     assert {each.name for each in remat.residuals(gate, H, W)} == {"block_in", "gate"}
     products = remat.residuals(remat.block(block, "dots"), H, W)
     assert {each.name for each in products} == {"block_in", "dot_general"}

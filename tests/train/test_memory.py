@@ -8,7 +8,7 @@ from jaxmem.train.memory import RematConfig
 
 def test_names_kept_besides_a_preset():
     made = RematConfig("save_attention", save=("gate",), last=2).start
-    assert made == remat.PRESETS["save_attention"] | remat.policy(["gate"], last=2)
+    assert made == remat.PRESETS["save_attention"] | remat.Policy(["gate"], last=2)
     assert RematConfig("none", unroll=True).start is None
 
 

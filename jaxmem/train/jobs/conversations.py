@@ -81,10 +81,6 @@ class Replies:
         None where they are more than `task.max_reply_tokens`, and failures end
         conversations.
 
-        Args:
-            conversation: whose last completion is answered.
-            reply: of the environment.
-
         Raises:
             RewardError: they are too many, and failures end the run.
             DataError: the template cannot render the reply, or its text depends on what

@@ -207,14 +207,7 @@ class Grpo(Job, name="grpo"):
         asked: Asked,
         draw: tuple[int, int],
     ) -> Sampled:
-        """Completions of prompts, or conversations, with their rewards.
-
-        Args:
-            programs: that sample.
-            params: of the policy.
-            asked: the prompts.
-            draw: numbers of the step and of the attempt.
-        """
+        """Completions of prompts, or conversations, with their rewards."""
         sample = Turns(self.program, programs, (params, self.frozen), draw)
         if isinstance(self.task, Conversations):
             played, graded = self.task.play(asked, sample)

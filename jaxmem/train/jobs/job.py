@@ -138,11 +138,7 @@ class Job(abc.ABC):
         return self.reads.tokenizer
 
     def text(self, directory: Path) -> checkpoints.Text:
-        """How a model without a checkpoint reads text, for export.
-
-        Args:
-            directory: of the run.
-        """
+        """How a model without a checkpoint reads text, for export."""
         names = vocabulary.BOS, vocabulary.EOS, vocabulary.PAD
         template = self.reads.template_text()
         return checkpoints.Text(_saved_tokenizer(directory), *names, template)

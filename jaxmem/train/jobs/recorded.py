@@ -131,12 +131,7 @@ class RecordedRollouts(Task):
                 )
 
     def sampled(self, start: int, count: int) -> Sampled:
-        """The groups of these numbers, in the order of the file, again and again.
-
-        Args:
-            start: number of the first.
-            count: of groups.
-        """
+        """The groups of these numbers, in the order of the file, again and again."""
         size = self._group_size
         records = [
             self._records[place % len(self._records)]

@@ -58,9 +58,6 @@ def agreement(old: Logprobs, samples: Samples) -> dict[str, float | None]:
     Args:
         old: of the trainer, with the weights that the tokens were sampled with.
         samples: as the sampler returned them.
-
-    Returns:
-        Fields of `PolicyMetrics`.
     """
     mask = np.asarray(samples.mask) & old.known
     samples = samples._replace(mask=mask)
@@ -110,13 +107,7 @@ def dropped(
 def of_supports(
     supports: Supports | None, config: GrpoJobConfig, vocab_size: int
 ) -> dict[str, float | None]:
-    """Sizes of the supports of sampled tokens, as fields of `PolicyMetrics`.
-
-    Args:
-        supports: of the tokens; None without truncation.
-        config: of the job.
-        vocab_size: of the model.
-    """
+    """Sizes of the supports of sampled tokens, as fields of `PolicyMetrics`."""
     if supports is None:
         return {}
     sizes = supports.sizes[supports.sizes > 0]
@@ -138,11 +129,7 @@ class Update(NamedTuple):
 
 
 def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
-    """Means over a step's updates and over their tokens, as fields of `PolicyMetrics`.
-
-    Args:
-        updates: of the step.
-    """
+    """Means over a step's updates and their tokens, as fields of `PolicyMetrics`."""
     tokens = max(sum(update.tokens for update in updates), 1)
     per_token = {
         name: float(sum(update.metrics[name] for update in updates)) / tokens
@@ -156,12 +143,7 @@ def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
 
 
 def of_rollout(rollout: Rollout, config: GrpoJobConfig) -> dict[str, Any]:
-    """Rewards and lengths, as fields of `PolicyMetrics`.
-
-    Args:
-        rollout: of the step.
-        config: of the job.
-    """
+    """Rewards and lengths, as fields of `PolicyMetrics`."""
     lengths = rollout.completions.lengths
     turns = None
     if rollout.completions.own is not None:

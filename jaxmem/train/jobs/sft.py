@@ -79,11 +79,6 @@ def make_gradients(
 ) -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
     """Build the function that gives a step's gradients.
 
-    Args:
-      definition: of the decoder, from `nnx.split`.
-      head: which way to the loss.
-      seed: of the head's draws.
-
     Returns:
       (trained weights, frozen weights, micro-batches [K, B, T]) to the gradients and
       the step's `loss` (0 where no token counts, and without that of routers),
@@ -131,12 +126,6 @@ def make_step(
     seed: int = 0,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """Build the function that one optimizer step is.
-
-    Args:
-      definition: of the decoder, from `nnx.split`.
-      head: which way to the loss.
-      optimizer: from `make_optimizer`.
-      seed: of the head's draws.
 
     Returns:
       (state, frozen weights, micro-batches [K, B, T]) to the next state and what

@@ -52,13 +52,6 @@ def model_of(config: DistillJobConfig) -> ModelConfig:
 def of_same_vocabulary(config: DistillJobConfig, student: ModelConfig) -> ModelConfig:
     """The student's sizes, with the teacher's vocabulary where it has none of its own.
 
-    Args:
-        config: of the job.
-        student: sizes of the student, which may have a checkpoint.
-
-    Returns:
-        The sizes.
-
     Raises:
         TeacherError: there is no teacher, or the tokens differ. The vocabularies of two
             checkpoints may be padded to different sizes.
