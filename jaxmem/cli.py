@@ -1,11 +1,12 @@
 """The command line; each command imports its heavy modules when it runs."""
 
 import argparse
+import contextlib
 import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -82,10 +83,8 @@ def _run(arguments: argparse.Namespace) -> int:
     keys = vars(arguments).pop("ignore_keys", None)
     if keys is None:
         return arguments.command(arguments)
-    try:
+    with _needs("--ignore-keys", "train"):
         from jaxmem import checkpoints
-    except ModuleNotFoundError as error:
-        raise _missing(error, "--ignore-keys", "train") from error
     with checkpoints.ignoring_keys(keys.split(",")):
         return arguments.command(arguments)
 
@@ -197,22 +196,18 @@ def _add_data(commands) -> None:
 
 def _data(arguments: argparse.Namespace) -> int:
     path = _find_config(arguments.file)
-    try:
+    with _needs("reading data", "train"):
         from rich.console import Console
 
         from jaxmem.train import configuration, jobs, preview
-    except ModuleNotFoundError as error:
-        raise _missing(error, "reading data", "train") from error
     config, _ = configuration.load(path, arguments.overrides)
     preview.show(jobs.job_of(config), arguments.show, Console())
     return 0
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    try:
+    with _needs("generating", "train"):
         from jaxmem.generate import GenerateConfig, command
-    except ModuleNotFoundError as error:
-        raise _missing(error, "generating", "train") from error
     options = {k: v for k, v in vars(arguments).items() if k != "command"}
     request = command.Request(*(options.pop(k) for k in command.Request._fields))
     stops = tuple(options.pop("stop", ()))
@@ -221,34 +216,26 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    try:
+    with _needs("exporting", "train"):
         from jaxmem.train import export
-    except ModuleNotFoundError as error:
-        raise _missing(error, "exporting", "train") from error
     path, out = arguments.path, arguments.out
     print(export.export(path, out, merge=arguments.merge, dtype=arguments.dtype))
     return 0
 
 
 def _score(arguments: argparse.Namespace) -> int:
-    try:
+    with _needs("scoring", "score"):
         from jaxmem.score import ScoreConfig, score
-    except ModuleNotFoundError as error:
-        raise _missing(error, "scoring", "score") from error
     options = {k: v for k, v in vars(arguments).items() if k != "command"}
     config = ScoreConfig(**options)
-    try:
+    with _needs(f"writing {config.out}", "score"):
         score(config)
-    except ModuleNotFoundError as error:
-        raise _missing(error, f"writing {config.out}", "score") from error
     return 0
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    try:
+    with _needs("evaluating", "eval"):
         from jaxmem.evaluate import command
-    except ModuleNotFoundError as error:
-        raise _missing(error, "evaluating", "eval") from error
     options = {k: v for k, v in vars(arguments).items() if k != "command"}
     command.run(command.Request(**options))
     return 0
@@ -291,10 +278,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     path = Path(arguments.file)
     if not path.is_dir():
         path = _find_config(arguments.file)
-    try:
+    with _needs("planning", "train"):
         from jaxmem.planning import command
-    except ModuleNotFoundError as error:
-        raise _missing(error, "planning", "train") from error
     return command.run(
         command.Request(
             path, tuple(arguments.overrides), arguments.device, arguments.devices,
@@ -374,11 +359,9 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     path = None if arguments.keys is not None else _find_config(arguments.file)
-    try:
+    with _needs("training", "train"):
         from jaxmem.base import processes
         from jaxmem.train import configuration, jobs, keys
-    except ModuleNotFoundError as error:
-        raise _missing(error, "training", "train") from error
     if path is None:
         print(*configuration.describe_keys(arguments.keys or None), sep="\n")
         return 0
@@ -395,14 +378,18 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _missing(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
-    """An error that names the extra to install; the same error for our own modules."""
-    if (error.name or "").partition(".")[0] == "jaxmem":
-        return error
-    return UsageError(
-        f"{what} needs {error.name!r}, which is not installed; run: "
-        f"{_imports.how_to_install(extra)}"
-    )
+@contextlib.contextmanager
+def _needs(what: str, extra: str) -> Iterator[None]:
+    """Name the extra to install, where a module that is not ours is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "jaxmem":
+            raise
+        raise UsageError(
+            f"{what} needs {error.name!r}, which is not installed; run: "
+            f"{_imports.how_to_install(extra)}"
+        ) from error
 
 
 def _find_config(name: str) -> Path:

@@ -58,9 +58,7 @@ class Batch(NamedTuple):
 # --------------------------------------------------------------- vocabulary
 
 
-def load_tokenizer(
-    config: DataConfig, cache_dir: str | os.PathLike[str] | None = None
-) -> tokenizers.Tokenizer:
+def load_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
     """Return the vocabulary of the training documents, trained at the first call.
 
     Where `config.streaming`, it is that of 64 blocks of them.
@@ -70,7 +68,6 @@ def load_tokenizer(
 
     Args:
       config: names the text and the size of the vocabulary.
-      cache_dir: where vocabularies are kept; `config.cache_dir` unless given.
 
     Returns:
       A byte-level BPE tokenizer: `decode(encode(text).ids)` is `text`, whatever it is.
@@ -84,8 +81,8 @@ def load_tokenizer(
         reader = RecordReader(None, config.columns, config.ignored)
         every = load_documents(config.source, reader=reader)
         documents, _ = split_documents(every, config.held_out)
-    directory = Path(config.cache_dir if cache_dir is None else cache_dir).expanduser()
-    path = directory / f"vocabulary-{_vocabulary_key(config, documents)}.json"
+    name = f"vocabulary-{_vocabulary_key(config, documents)}.json"
+    path = Path(config.cache_dir).expanduser() / name
     if not path.exists():
         _write_in_one_step(path, _train_vocabulary(config, documents).to_str())
     return _read_vocabulary(path)

@@ -41,8 +41,7 @@ def of_checkpoint(
                 f"{checkpoint}: task.stop={stop!r} is no token of tokenizer.json"
             )
         return Ends(size, (only,), only)
-    added = tokenizer.get_added_tokens_decoder().values()
-    special = [token.content for token in added if token.special]
+    special = vocabulary.special_tokens(tokenizer)
     try:
         template = read_template(checkpoint, chat_template, special)
     except DataError:  # a model without conversations

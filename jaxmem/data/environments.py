@@ -12,14 +12,12 @@ in threads, all conversations of a turn at once.
 import dataclasses
 import functools
 import math
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxmem.base import messages
-from jaxmem.data import rewards
+from jaxmem.data import guests, rewards
 from jaxmem.data.calculator import Calculator
 from jaxmem.data.rewards import RewardError
 
@@ -157,26 +155,11 @@ class Environments:
     def _together(
         self, calls: Sequence[Callable[[], Any]]
     ) -> list[tuple[Any, BaseException | None]]:
-        """Call all in threads that may be abandoned: what they return and raise."""
         late = _Nonsense(f"took longer than task.timeout={self._timeout or 0:g} s")
-        outcomes: list[tuple[Any, BaseException | None]] = [(None, late)] * len(calls)
-
-        def run(i: int) -> None:
-            try:
-                outcomes[i] = calls[i](), None
-            except BaseException as error:
-                outcomes[i] = None, error
-
-        threads = [
-            threading.Thread(target=run, args=(i,), daemon=True)
-            for i in range(len(calls))
+        return [
+            (value, late if isinstance(error, guests.Late) else error)
+            for value, error in guests.together(calls, self._timeout)
         ]
-        for thread in threads:
-            thread.start()
-        end = None if self._timeout is None else time.monotonic() + self._timeout
-        for thread in threads:
-            thread.join(None if end is None else max(end - time.monotonic(), 0.0))
-        return list(outcomes)  # which a late thread cannot change any more
 
     def _failure(self, where: str, method: str, error: BaseException) -> RewardError:
         place = f"environment {self._name} ({where}): {method}"

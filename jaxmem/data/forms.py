@@ -254,7 +254,13 @@ class Messages(DocumentForm, PromptForm):
                 )
             turns, muted = before + turns, frozenset(i + 1 for i in muted)
         if "prompt" in columns:
-            check_begins(columns, turns, renders)
+            asked = messages_of(columns, "prompt", "user", renders)
+            if not _begins(turns, asked):
+                raise DataError(
+                    f"{columns.where}: the messages do not begin with "
+                    f'"{columns.names["prompt"]}"; remove it, or name it in '
+                    "data.ignored"
+                )
         return Talk(turns, muted)
 
     def document(self, columns: Columns, renders: Renders) -> Document:
@@ -271,16 +277,11 @@ class Messages(DocumentForm, PromptForm):
         return _asked(columns, turns, renders)
 
 
-def check_begins(columns: Columns, turns: list[Message], renders: Renders) -> int:
-    """Raise unless messages begin with the record's prompt; their number in it."""
-    prompt = messages_of(columns, "prompt", "user", renders)
-    for start in (0, 1 if turns[0]["role"] == "system" else 0):
-        if turns[start : start + len(prompt)] == prompt:
-            return start + len(prompt)
-    raise DataError(
-        f'{columns.where}: the messages do not begin with "{columns.names["prompt"]}"; '
-        "remove it, or name it in data.ignored"
-    )
+def _begins(turns: Sequence[Message], asked: Sequence[Message]) -> bool:
+    """Whether messages begin with those of a prompt, after the system's if any."""
+    starts = (0, 1) if turns[0]["role"] == "system" else (0,)
+    wanted = list(asked)
+    return any(list(turns[i : i + len(wanted)]) == wanted for i in starts)
 
 
 class ShareGpt(Messages):
@@ -390,11 +391,3 @@ class Preference(PairForm):
                   if a != b)  # fmt: skip
         first = next(differ, min(len(ours), len(theirs)))
         return [document_of_turns(columns, talk, first, renders) for talk in talks]
-
-
-def _begins(turns: Sequence[Message], asked: Sequence[Message]) -> bool:
-    """Whether messages begin with those of a prompt, after the system's if any."""
-    for start in (0, 1 if turns[0]["role"] == "system" else 0):
-        if list(turns[start : start + len(asked)]) == list(asked):
-            return True
-    return False

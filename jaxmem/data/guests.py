@@ -4,7 +4,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 
 class Misbehaved(Exception):
@@ -50,3 +53,33 @@ def raise_if_of_the_user(error: BaseException) -> None:
     python_raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if isinstance(error, KeyboardInterrupt) and python_raises:
         raise error
+
+
+class Late(Exception):
+    """A call took too long; a `TimeoutError` may also be of the function itself."""
+
+
+def together(
+    calls: Sequence[Callable[[], Any]], seconds: float | None
+) -> list[tuple[Any, BaseException | None]]:
+    """Call all in threads that may be abandoned: what each returns, and raises.
+
+    It raises `Late` where it takes longer than the seconds that all have together.
+    """
+    outcomes: list[tuple[Any, BaseException | None]] = [(None, Late())] * len(calls)
+
+    def run(i: int) -> None:
+        try:
+            outcomes[i] = calls[i](), None
+        except BaseException as error:
+            outcomes[i] = None, error
+
+    threads = [
+        threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))
+    ]
+    for thread in threads:
+        thread.start()
+    end = None if seconds is None else time.monotonic() + seconds
+    for thread in threads:
+        thread.join(None if end is None else max(end - time.monotonic(), 0.0))
+    return list(outcomes)  # which a late thread cannot change any more

@@ -22,6 +22,7 @@ from jaxmem.data.records import DataError, Record
 from jaxmem.data.rendering import Conversation, Notes, Rendered, Renderer
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.data.token_rows import Tokens
+from jaxmem.data.vocabulary import special_tokens
 
 # Columns that describe a record for others than the model.
 _HARMLESS = frozenset(
@@ -100,8 +101,7 @@ class RecordReader:
         """
         template, absent = None, ()
         if checkpoint is not None:
-            added = tokenizer.get_added_tokens_decoder().values()
-            special = [token.content for token in added if token.special]
+            special = special_tokens(tokenizer)
             template = functools.partial(
                 read_template, checkpoint, config.chat_template, special,
                 config.chat_template_kwargs, today,

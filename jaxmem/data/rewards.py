@@ -14,7 +14,6 @@ import importlib.util
 import inspect
 import math
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,8 +123,11 @@ class Scorer:
             with guests.received():
                 if self._timeout is None:
                     return call()
-                return _in_time(call, self._timeout)
-        except _Late as error:
+                ((value, error),) = guests.together([call], self._timeout)
+                if error is not None:
+                    raise error
+                return value
+        except guests.Late as error:
             raise self._too_slow(name, questions) from error
         except BaseException as error:
             guests.raise_if_of_the_user(error)
@@ -148,7 +150,7 @@ class Scorer:
             ) from error
         returned = dict(zip(functions, values, strict=True))
         for name, value in returned.items():
-            if isinstance(value, _Late):
+            if isinstance(value, guests.Late):
                 raise self._too_slow(name, questions) from value
             if isinstance(value, BaseException):
                 guests.raise_if_of_the_user(value)
@@ -236,10 +238,6 @@ def _call(function: Function, questions: Questions) -> Any:
     )
 
 
-class _Late(Exception):
-    """A call took too long; a `TimeoutError` may also be of the function itself."""
-
-
 async def _awaited(
     function: Function, questions: Questions, timeout: float | None
 ) -> Any:
@@ -258,27 +256,7 @@ async def _awaited(
     except asyncio.CancelledError as error:  # of the function; nobody else cancels
         return error
     except TimeoutError:
-        return _Late()
-
-
-def _in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """Call in a thread that may be abandoned; its exceptions are raised here."""
-    outcome: dict[str, Any] = {}
-
-    def run() -> None:
-        try:
-            outcome["value"] = call()
-        except BaseException as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise _Late
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
+        return guests.Late()
 
 
 def _failure(

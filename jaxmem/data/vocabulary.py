@@ -35,6 +35,12 @@ def edges(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     return encoding.ids[:text], encoding.ids[after:]
 
 
+def special_tokens(tokenizer: tokenizers.Tokenizer) -> list[str]:
+    """Tokens that stand for no text of their own."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return [token.content for token in added if token.special]
+
+
 def has_start(ids: Sequence[int], start: Sequence[int]) -> bool:
     """Whether a text has the ids that start every text already."""
     return bool(start) and list(ids[: len(start)]) == list(start)

@@ -8,7 +8,6 @@ import numpy as np
 from lm_eval import utils
 from lm_eval.api.model import LM
 
-from jaxmem import packing
 from jaxmem.data.documents import NO_LABEL
 from jaxmem.data.rendering import Conversation
 from jaxmem.data.turns import talk_of
@@ -16,6 +15,7 @@ from jaxmem.generate.completions import Generator, Prompt
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
 from jaxmem.models.own import LanguageModel
+from jaxmem.score import windows as scoring
 
 _WINDOWS_AT_ONCE = 1024  # packed together
 _NEW_TOKENS = 256  # of a completion for which the task names no limit
@@ -202,28 +202,23 @@ class HarnessModel(LM):
         return results
 
     def _of(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
-        inputs = [np.array(window.ids[:-1], np.int32) for window in windows]
-        labels = [np.array(window.ids[1:], np.int32) for window in windows]
-        for window, row in zip(windows, labels, strict=True):
-            row[: len(row) - window.scored] = NO_LABEL
-        widths = packing.buckets(self._length) if self._length >= 64 else None
-        packed = packing.pack(
-            [len(row) for row in inputs], self._max_tokens,
-            row_lengths=widths or (self._length,),
-        )  # fmt: skip
-        stats = []
-        for batch, tokens, targets in zip(
-            packed.micro_batches,
-            packed.place(inputs),
-            packed.place(labels, fill=NO_LABEL),
-            strict=True,
-        ):
-            given = tokens, targets, batch.segment_ids, batch.positions
-            stats.append(jax.device_get(_token_scores(self._model.decoder, *given)))
-        by_window = (packed.unpack([np.asarray(s[i]) for s in stats]) for i in (0, 1))
+        tokens: list[scoring.Window] = []
+        for window in windows:
+            ids = np.array(window.ids, np.int32)
+            labels = ids[1:].copy()
+            labels[: len(labels) - window.scored] = NO_LABEL
+            tokens.append(scoring.Window(len(tokens), ids[:-1], labels))
+
+        def run(_number: int, *given: Any) -> dict[str, jax.Array]:
+            return _token_scores(self._model.decoder, *given)
+
+        told = scoring.by_micro_batch(run, tokens, self._max_tokens, self._length)
         return [
-            (float(logprobs.sum(dtype=np.float64)), bool(greedy[-w.scored :].all()))
-            for w, logprobs, greedy in zip(windows, *by_window, strict=True)
+            (
+                float(of["logprobs"].sum(dtype=np.float64)),
+                bool(of["greedy"][-window.scored :].all()),
+            )
+            for window, of in zip(windows, told, strict=True)
         ]
 
 
@@ -234,8 +229,8 @@ def _token_scores(
     labels: jax.Array,
     segment_ids: jax.Array,
     positions: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> dict[str, jax.Array]:
     """Log-probabilities of labels, and whether each is the most probable, [B, T]."""
     hidden = decoder(tokens, segment_ids, positions)
     stats = decoder.head.token_stats(hidden, labels)
-    return stats.logprob, stats.is_argmax
+    return {"logprobs": stats.logprob, "greedy": stats.is_argmax}

@@ -14,20 +14,28 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxmem import checkpoints, packing
+from jaxmem import checkpoints
 from jaxmem.base import locks
 from jaxmem.base.stopping import Stop
 from jaxmem.data.chat import read_template
 from jaxmem.data.documents import NO_LABEL, load_documents
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import SUFFIXES, kind_of
+from jaxmem.data.vocabulary import special_tokens
 from jaxmem.models.own import LanguageModel
 from jaxmem.score.columns import Columns, check as check_columns, token_columns
 from jaxmem.score.fingerprint import files_of, update_with_files
 from jaxmem.score.journal import Journal, Scores, check_parquet, check_suffix
 from jaxmem.score.progress import Progress
 from jaxmem.score.summary import Summary, summarise
-from jaxmem.score.windows import Tokens, Window, check_lengths, cut, encode
+from jaxmem.score.windows import (
+    Tokens,
+    Window,
+    by_micro_batch,
+    check_lengths,
+    cut,
+    encode,
+)
 from jaxmem.train import saved
 from jaxmem.train.saved import Saved
 
@@ -168,8 +176,7 @@ def _read(
     console: Console,
 ) -> list[Tokens]:
     """The documents as tokens; what they were read as is said."""
-    added = vocabulary.tokenizer.get_added_tokens_decoder().values()
-    special = [token.content for token in added if token.special]
+    special = special_tokens(vocabulary.tokenizer)
     template = functools.partial(
         read_template, place.directory, place.chat_template, special,
         config.chat_template_kwargs,
@@ -215,7 +222,6 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
     config, place, length, documents, groups, _ = work
     decoder = place.load(config.dtype)
     decoder.head.chunk = config.chunk
-    scorer = _Scorer(decoder, config, length)
     with (
         stop.deferred(),
         Progress(console, "documents", len(documents), journal.done) as report,
@@ -230,11 +236,24 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
                 for number in range(start, end)
                 for window in cut(number, documents[number], length, config.stride)
             ]
-            numbers = scorer.run(windows, start)
+            run = functools.partial(_run, decoder, config.columns, start)
+            numbers = by_micro_batch(run, windows, config.max_tokens, length)
             journal.append(_collect(work, start, end, windows, numbers))
             report.update(end, sum(len(window.tokens) for window in windows))
     stop.raise_if_requested()
     return report.read
+
+
+def _run(
+    decoder: LanguageModel, columns: Columns, start: int, number: int, *given: Any
+) -> dict[str, Any]:
+    """Scores [B, T, 2] of one micro-batch, and its columns [B, T, K].
+
+    Numbers are those of the group's first document and of the micro-batch.
+    """
+    key = columns.key(start, number) if columns else None
+    *numbers, made = token_columns(decoder, *given, key, columns)
+    return {"scores": np.stack(jax.device_get(numbers), axis=-1), **made}
 
 
 def _stop_message(stop: Stop, journal: Journal, documents: int) -> str:
@@ -243,49 +262,6 @@ def _stop_message(stop: Stop, journal: Journal, documents: int) -> str:
         f"stopped by {stop.name} after document {journal.done:,} of {documents:,}, all "
         f"recorded in {journal.path}: the same command goes on from there"
     )
-
-
-class _Scorer:
-    """Computes log-probabilities and entropies of windows by micro-batches."""
-
-    def __init__(self, decoder: LanguageModel, config: ScoreConfig, length: int):
-        self._decoder, self._max_tokens = decoder, config.max_tokens
-        self._columns = config.columns
-        # Narrow rows cost less attention; at most three shapes are compiled.
-        widths = packing.buckets(length) if length >= 64 else (length,)
-        self._widths = widths
-
-    def run(self, windows: Sequence[Window], start: int) -> list[dict[str, Any]]:
-        """For each window its scores [tokens, 2], and the columns [tokens, K].
-
-        Args:
-            windows: of a group of documents.
-            start: number of the group's first document.
-        """
-        if not windows:
-            return []
-        packed = packing.pack(
-            [len(window.tokens) for window in windows],
-            self._max_tokens,
-            row_lengths=self._widths,
-        )
-        tokens = packed.place([window.tokens for window in windows])
-        labels = packed.place([window.labels for window in windows], fill=NO_LABEL)
-        scores = []
-        for batch, *ids in zip(packed.micro_batches, tokens, labels, strict=True):
-            given = *ids, batch.segment_ids, batch.positions
-            scores.append(self._of_batch(given, start, len(scores)))
-        by_name = {
-            name: packed.unpack([score[name] for score in scores]) for name in scores[0]
-        }
-        rows = zip(*by_name.values(), strict=True)
-        return [dict(zip(by_name, values, strict=True)) for values in rows]
-
-    def _of_batch(self, given: Any, start: int, number: int) -> dict[str, Any]:
-        key = self._columns.key(start, number) if self._columns else None
-        *numbers, made = token_columns(self._decoder, *given, key, self._columns)
-        numbers, made = jax.device_get((tuple(numbers), made))
-        return {"scores": np.stack(numbers, axis=-1), **made}
 
 
 def _shared(

@@ -1,10 +1,12 @@
 """Splits documents into windows, so that each token is scored exactly once."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from jaxmem import packing
 from jaxmem.checkpoints import Vocabulary
 from jaxmem.data.documents import Document
 from jaxmem.data.encoding import NO_LABEL, encode_ids, encode_rendered
@@ -141,3 +143,38 @@ def cut(document: int, tokens: Tokens, length: int, stride: int | None) -> list[
         done = min(start + length, len(inputs))
         start += stride or length
     return windows
+
+
+def by_micro_batch(
+    run: Callable[..., Mapping[str, Any]],
+    windows: Sequence[Window],
+    max_tokens: int,
+    length: int,
+) -> list[dict[str, np.ndarray]]:
+    """What a function says of each window's tokens, from packed micro-batches.
+
+    Args:
+        run: (number of the micro-batch, tokens, labels, segment_ids, positions) ->
+            arrays [B, T, ...] by name.
+        windows: that are read.
+        max_tokens: slots of a micro-batch.
+        length: of the longest window.
+
+    Returns:
+        For each window its arrays [tokens, ...] by name.
+    """
+    if not windows:
+        return []
+    # Narrow rows cost less attention; at most three shapes are compiled.
+    widths = packing.buckets(length) if length >= 64 else (length,)
+    sizes = [len(window.tokens) for window in windows]
+    packed = packing.pack(sizes, max_tokens, row_lengths=widths)
+    tokens = packed.place([window.tokens for window in windows])
+    labels = packed.place([window.labels for window in windows], fill=NO_LABEL)
+    made: list[Any] = []
+    for batch, *ids in zip(packed.micro_batches, tokens, labels, strict=True):
+        given = *ids, batch.segment_ids, batch.positions
+        made.append(jax.device_get(run(len(made), *given)))
+    by_name = {name: packed.unpack([x[name] for x in made]) for name in made[0]}
+    rows = zip(*by_name.values(), strict=True)
+    return [dict(zip(by_name, values, strict=True)) for values in rows]

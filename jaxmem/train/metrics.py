@@ -105,9 +105,7 @@ class PolicyMetrics(NamedTuple):
     @property
     def line(self) -> str:
         """What the progress report says of the step."""
-        held_out = ""
-        if self.held_out_reward is not None:
-            held_out = f"  held out {self.held_out_reward:.3f}"
+        held_out = _held_out(self.held_out_reward, 3)
         return (
             f"reward {self.reward:.3f}  entropy {self.entropy:.3f}  "
             f"{self.tokens_per_second:,.0f} tokens/s{held_out}"
@@ -141,9 +139,7 @@ class PreferenceMetrics(NamedTuple):
     @property
     def line(self) -> str:
         """What the progress report says of the step."""
-        held_out = ""
-        if self.held_out_loss is not None:
-            held_out = f"  held out {self.held_out_loss:.4f}"
+        held_out = _held_out(self.held_out_loss, 4)
         return (
             f"loss {self.loss:.4f}  margin {self.margin:.3f}  accuracy "
             f"{self.accuracy:.2f}  {self.tokens_per_second:,.0f} tokens/s{held_out}"
@@ -192,15 +188,17 @@ class DistillMetrics(NamedTuple):
     @property
     def line(self) -> str:
         """What the progress report says of the step."""
-        reward, held_out = "", ""
+        reward, held_out = "", _held_out(self.held_out_divergence, 4)
         if self.reward is not None:
             reward = f"reward {self.reward:.3f}  "
-        if self.held_out_divergence is not None:
-            held_out = f"  held out {self.held_out_divergence:.4f}"
         return (
             f"{reward}divergence {self.divergence:.4f}  ce {self.ce:.4f}  "
             f"{self.tokens_per_second:,.0f} tokens/s{held_out}"
         )
+
+
+def _held_out(value: float | None, digits: int) -> str:
+    return "" if value is None else f"  held out {value:.{digits}f}"
 
 
 class AnyMetrics(Protocol):
