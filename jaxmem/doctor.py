@@ -48,31 +48,19 @@ _HEAD = (8192, 4096, 128256)
 
 @dataclasses.dataclass(frozen=True)
 class Checkup:
-    """The findings.
+    """The findings."""
 
-    Attributes:
-        versions: versions of Python and of packages, by name.
-        plugins: versions of installed jax plugins, by name.
-        driver: version of the NVIDIA driver; empty if there is none.
-        devices: one line per device.
-        head: the backend that runs a large head here, and why.
-        compilers: device of `jaxmem plan` to what its compiler lacks; empty if nothing.
-        caches: where compiled programs and vocabularies are cached.
-        environment: values of set environment variables that jax reads.
-        missing: optional packages to the extra that installs them.
-        problems: each problem, and what to do.
-    """
-
-    versions: Mapping[str, str]
-    plugins: Mapping[str, str]
-    driver: str
-    devices: tuple[str, ...]
-    head: str
+    versions: Mapping[str, str]  # versions of Python and of packages, by name
+    plugins: Mapping[str, str]  # versions of installed jax plugins, by name
+    driver: str  # version of the NVIDIA driver; empty if there is none
+    devices: tuple[str, ...]  # one line per device
+    head: str  # the backend that runs a large head here, and why
+    # device of `jaxmem plan` to what its compiler lacks; empty if nothing
     compilers: Mapping[str, str]
-    caches: Mapping[str, str]
-    environment: Mapping[str, str]
-    missing: Mapping[str, str]
-    problems: tuple[str, ...]
+    caches: Mapping[str, str]  # where compiled programs and vocabularies are cached
+    environment: Mapping[str, str]  # values of set environment variables that jax reads
+    missing: Mapping[str, str]  # optional packages to the extra that installs them
+    problems: tuple[str, ...]  # each problem, and what to do
 
 
 def run(*, as_json: bool = False) -> int:

@@ -29,17 +29,14 @@ class Timing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stopwatch:
-    """How to wait for a framework's results, and to recognise that memory ran out.
+    """How to wait for a framework's results, and to recognise that memory ran out."""
 
-    Attributes:
-        wait: returns when a result, and everything started before it, is finished.
-        is_out_of_memory: whether an exception means that memory ran out.
-        sample_seconds: approximate duration of the back-to-back calls of one sample; 0
-            for one call per sample.
-    """
-
+    # returns when a result, and everything started before it, is finished
     wait: Callable[[Any], Any]
+    # whether an exception means that memory ran out
     is_out_of_memory: Callable[[Exception], bool]
+    # approximate duration of the back-to-back calls of one sample; 0 for one call per
+    # sample
     sample_seconds: float
 
     def seconds(self, run: Run, calls: int = 1) -> float:

@@ -82,10 +82,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
     A file that holds the content already is not written, so that a full disk does not
     matter.
 
-    Args:
-        path: of the file.
-        content: its new content; a text is encoded in UTF-8.
-
     Raises:
         WriteError: the file still has its old content.
     """

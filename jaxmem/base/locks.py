@@ -44,9 +44,6 @@ def exclusive(
         resource: what is locked, for messages, as in "run.out_dir='runs/sft'".
         log: called with one line where the file system has no locks; the run goes on.
 
-    Yields:
-        The lock.
-
     Raises:
         Busy: another process holds the lock; the message says which, since when.
         OSError: the lock file or its directory cannot be created.
@@ -62,12 +59,7 @@ def exclusive(
 
 
 class Lock:
-    """The lock of one process.
-
-    Args:
-        path: of its file.
-        resource: what is locked, for messages.
-    """
+    """The lock of one process."""
 
     def __init__(self, path: Path, resource: str):
         self._path, self._resource = path, resource

@@ -90,15 +90,6 @@ def meet(
 ) -> Meeting:
     """Meet the other processes at the address where jax's service will listen.
 
-    Args:
-        coordinator: host and port of process 0.
-        count: the number of processes.
-        index: of this one.
-        seconds: to wait for the others.
-
-    Returns:
-        The connections, which are watched.
-
     Raises:
         ValueError: two have one index or another number of processes, some do not
             come, or the address is not one of this machine.

@@ -170,9 +170,6 @@ def largest(number: int) -> int:
 def agree(facts: Mapping[str, str]) -> None:
     """Raise in every process if a fact is not the same in all of them.
 
-    Args:
-        facts: by name, such as settings and versions.
-
     Raises:
         ValueError: with the names and values that differ.
     """

@@ -18,24 +18,16 @@ _INT64 = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers between two bounds; `integers` and `reals` create them.
+    """The numbers between two bounds; `integers` and `reals` create them."""
 
-    Attributes:
-        low: the lower bound; None for none.
-        high: the upper bound; None for none.
-        limit: a bound on the magnitude that any sensible value respects; only an
-            error about a larger value mentions it.
-        whole: whether only integers are in the range.
-        open_low: whether `low` itself is outside of the range.
-        open_high: whether `high` itself is outside of the range.
-    """
-
-    low: float | None = None
-    high: float | None = None
+    low: float | None = None  # the lower bound; None for none
+    high: float | None = None  # the upper bound; None for none
+    # a bound on the magnitude that any sensible value respects; only an error about a
+    # larger value mentions it
     limit: float = LARGEST
-    whole: bool = False
-    open_low: bool = False
-    open_high: bool = False
+    whole: bool = False  # whether only integers are in the range
+    open_low: bool = False  # whether `low` itself is outside of the range
+    open_high: bool = False  # whether `high` itself is outside of the range
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with the value, as in "must be finite"; None if nothing is."""

@@ -125,11 +125,7 @@ def of_split(
 ) -> np.ndarray:
     """Return the numbers of the blocks of a split.
 
-    Args:
-        blocks: of the source.
-        config: says how many are held out.
-        split: "train" or "evaluation".
-        stream: every `config.streams`-th block; None: all.
+    With `stream`, every `config.streams`-th block of it.
 
     Raises:
         DataError: there are none.
@@ -153,15 +149,7 @@ def shuffled(
     config: DataConfig,
     epochs: int | None,
 ) -> grain.IterDataset:
-    """Pieces of blocks: the blocks in another order each epoch, pieces in a window.
-
-    Args:
-        numbers: of the blocks.
-        blocks: that have them.
-        read: the number of a block to its pieces.
-        config: of the order.
-        epochs: passes over the blocks; None never ends.
-    """
+    """Pieces of blocks: the blocks in another order each epoch, pieces in a window."""
     listed: list[int] = numbers.tolist()
     if config.weights is None or epochs is not None:
         order = grain.MapDataset.source(listed).shuffle(seed=config.seed).repeat(epochs)

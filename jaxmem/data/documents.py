@@ -66,9 +66,6 @@ def load_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
     The cache is keyed by the content that the vocabulary depends on, and written in
     one step: runs that start together agree and never read half a file.
 
-    Args:
-      config: names the text and the size of the vocabulary.
-
     Returns:
       A byte-level BPE tokenizer: `decode(encode(text).ids)` is `text`, whatever it is.
 
@@ -254,9 +251,6 @@ def packed_batches(
       epochs: passes over the pieces; `None` never ends, and heeds `config.weights`.
       sources: the number of each piece's source.
       salt: of the fingerprint, for data that belong to the pieces.
-
-    Returns:
-      A `BatchIterator`.
     """
     if config.weights is None or epochs is not None:
         whole = grain.MapDataset.source(pieces).shuffle(seed=config.seed)
@@ -297,14 +291,7 @@ def _streamed(
 def streamed_fingerprint(
     blocks: Blocks, config: DataConfig, chosen: Sequence[Any], salt: bytes = b""
 ) -> str:
-    """Identify what streamed batches hold, and in which order.
-
-    Args:
-      blocks: of the files.
-      config: how they are laid out.
-      chosen: JSON-able values that say which of the blocks.
-      salt: what else the batches depend on.
-    """
+    """Identify what streamed batches hold, and in which order."""
     layout = [config.fixed(), *chosen, block_files.BLOCK_BYTES, _ROWS_OPEN]
     fingerprint = hashlib.sha256(json.dumps(layout).encode() + blocks.fingerprint())
     fingerprint.update(salt)

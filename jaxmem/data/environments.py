@@ -96,10 +96,6 @@ class Environments:
     ) -> list[Conversation]:
         """Make one environment a record, and reset it.
 
-        Args:
-            records: what each `reset` gets.
-            where: their places, for errors.
-
         Raises:
             RewardError: an environment fails, or its prompt is none.
         """

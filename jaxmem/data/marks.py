@@ -48,13 +48,8 @@ def marked(
 ) -> Marked:
     """Put markers in the place of values.
 
-    Args:
-        turns: messages.
-        tools: schemas of functions, or None.
-        only: number of the only value to replace; None: all.
-
-    Returns:
-        Both with markers, and the values in the order of their numbers.
+    Both are returned with markers, and the values in the order of their numbers. With
+    `only`, the value of that number alone is replaced.
     """
     putting = _Putting(only)
     made = [putting.message(i, turn) for i, turn in enumerate(turns)]

@@ -22,14 +22,7 @@ _LEAST = 1e-3  # share of a source, so that a cycle has it within five per cent
 
 
 class Shuffled(Sequence[int]):
-    """Numbers of items without end: all of them in each epoch, in an order of its own.
-
-    Args:
-        count: of the items.
-        seed: of the orders.
-        stream: of random numbers.
-        of: which of several such orders.
-    """
+    """Numbers of items without end: all in each epoch, in an order of its own."""
 
     def __init__(self, count: int, seed: int, stream: Stream, of: tuple[int, ...] = ()):
         self._count, self._seed, self._stream, self._of = count, seed, stream, of
@@ -51,11 +44,6 @@ class Mixed(Sequence[int]):
     """Numbers of items of sources in proportion to weights, without end.
 
     Of each source every item comes once before any comes again.
-
-    Args:
-        sources: the number of each item's source.
-        weights: of the sources.
-        seed: of the orders.
 
     Raises:
         DataError: a source has no item.
@@ -108,11 +96,7 @@ def order(
 ) -> Sequence[int]:
     """Numbers of items without end.
 
-    Args:
-        sources: the number of each item's source.
-        weights: of the sources; None: each epoch has every item once.
-        seed: of the order.
-        stream: of random numbers, without weights.
+    With weights it is `Mixed`, else `Shuffled`.
     """
     if weights is None:
         return Shuffled(len(sources), seed, stream)

@@ -51,12 +51,6 @@ def load_pairs(
     A record has `chosen` and `rejected`, with or without `prompt`: strings, or lists of
     messages. The common start of both lists is the prompt.
 
-    Args:
-        config: of the data.
-        tokenizer: the vocabulary.
-        reader: how records are read; by default, without a chat template.
-        drop_long: whether to drop pairs with an answer longer than a row.
-
     Raises:
         DataError: a record is malformed, or a pair is too long.
     """
@@ -133,13 +127,7 @@ def batch_of(
 
 
 class PairBatches(Iterator[PairBatch]):
-    """Endless micro-batches, in a new order each epoch or by weights; resumable.
-
-    Args:
-        pairs: to train on.
-        reference: [N, 2] log-probabilities under the reference.
-        config: with `batch_size`, the pairs per micro-batch.
-    """
+    """Endless micro-batches, in a new order each epoch or by weights; resumable."""
 
     def __init__(
         self, pairs: Sequence[Pair], reference: np.ndarray, config: DataConfig

@@ -91,14 +91,7 @@ class RecordReader:
         tokenizer: tokenizers.Tokenizer,
         today: datetime.datetime | None = None,
     ) -> "RecordReader":
-        """How a job reads records.
-
-        Args:
-            config: names the template and columns.
-            checkpoint: directory whose template renders conversations, or None.
-            tokenizer: of the checkpoint.
-            today: the date that a template may write; None: the current one.
-        """
+        """How a job reads records."""
         template, absent = None, ()
         if checkpoint is not None:
             special = special_tokens(tokenizer)

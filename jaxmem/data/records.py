@@ -99,9 +99,6 @@ def read_records(
         argument: name of the source in errors.
         row_group: the only one to read of a .parquet file; None: all.
 
-    Yields:
-        The records, in order.
-
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object.
     """

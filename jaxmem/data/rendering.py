@@ -74,12 +74,7 @@ class _Shape(NamedTuple):
 
 
 class Renderer:
-    """Renders conversations by one template, and checks that nothing is lost.
-
-    Args:
-        template: the template.
-        notes: receives what is said about records.
-    """
+    """Renders conversations by one template, and checks that nothing is lost."""
 
     def __init__(self, template: ChatTemplate, notes: Notes | None = None):
         self._template = template

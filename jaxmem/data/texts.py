@@ -40,9 +40,6 @@ def load_documents(
         argument: name of the source in errors.
         reader: how records are read; by default, without a chat template.
 
-    Returns:
-        The documents, at least one.
-
     Raises:
         DataError: the source is unknown, a file is missing, or a line is malformed.
     """

@@ -224,9 +224,6 @@ def forward_kl_of_largest(
         k: from 1 to V.
         temperature: as in `forward_kl`.
         options: of the head.
-
-    Returns:
-        The divergences.
     """
     p, q = student.head, teacher.head
     shared: dict[str, Any] = dataclasses.asdict(options)

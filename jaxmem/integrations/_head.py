@@ -18,14 +18,11 @@ class NotServed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of the head, which replace the trainer's own chunking options.
+    """Options of the head, which replace the trainer's own chunking options."""
 
-    Attributes:
-        chunk: tokens whose logits may be alive at once; None for all, or "auto".
-        implementation: name of a backend; None chooses the best available one.
-    """
-
+    # tokens whose logits may be alive at once; None for all, or "auto"
     chunk: Chunk = 1024
+    # name of a backend; None chooses the best available one
     implementation: Implementation | None = None
 
 

@@ -57,21 +57,16 @@ def or_original(
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """One attribute of one module, and its replacement.
+    """One attribute of one module, and its replacement."""
 
-    Attributes:
-        where: "package.module:function" or "package.module:Class.method".
-        make: maps (original, options, say) to the replacement; it calls `say` with the
-            reason when it has to call the original, and each reason is printed once.
-        parameters: names that the original must have, in order; None if it is not a
-            function.
-        optional: whether it is left alone, and the reason printed, where its module
-            needs a package that is not installed.
-    """
-
-    where: str
+    where: str  # "package.module:function" or "package.module:Class.method"
+    # maps (original, options, say) to the replacement; it calls `say` with the reason
+    # when it has to call the original, and each reason is printed once
     make: Callable[[Any, Options, Callable[[str], None]], Any]
+    # names that the original must have, in order; None if it is not a function
     parameters: tuple[str, ...] | None
+    # whether it is left alone, and the reason printed, where its module needs a package
+    # that is not installed
     optional: bool = False
 
 

@@ -36,30 +36,19 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Memory of a program on one device, in bytes.
+    """Memory of a program on one device, in bytes."""
 
-    Attributes:
-        arguments: bytes of arguments, by the compiler.
-        results: bytes of results, by the compiler.
-        temporary: bytes of temporaries, by the compiler.
-        donated: bytes of results that alias donated arguments.
-        host: bytes of temporaries on the host.
-        workspace: workspace of cuDNN's attention, which the compiler queries from a
-            GPU.
-        collectives: collectives in program order.
-        seconds: compilation time.
-        refused: the error of a TPU compiler that found too little memory; temporary is
-            then the number in that error, and nothing else is known.
-    """
-
-    arguments: int
-    results: int
-    temporary: int
-    donated: int = 0
-    host: int = 0
+    arguments: int  # bytes of arguments, by the compiler
+    results: int  # bytes of results, by the compiler
+    temporary: int  # bytes of temporaries, by the compiler
+    donated: int = 0  # bytes of results that alias donated arguments
+    host: int = 0  # bytes of temporaries on the host
+    # workspace of cuDNN's attention, which the compiler queries from a GPU
     workspace: int = 0
-    collectives: tuple[Collective, ...] = ()
-    seconds: float = 0.0
+    collectives: tuple[Collective, ...] = ()  # collectives in program order
+    seconds: float = 0.0  # compilation time
+    # the error of a TPU compiler that found too little memory; temporary is then the
+    # number in that error, and nothing else is known
     refused: str = ""
 
     @property

@@ -21,27 +21,18 @@ USUAL_FRACTION, MOST_FRACTION = 0.75, 0.95
 
 @dataclasses.dataclass(frozen=True)
 class PlannedPhase:
-    """One program of a plan: bytes on one device, and seconds of one run.
+    """One program of a plan: bytes on one device, and seconds of one run."""
 
-    Attributes:
-        name: name of the program, such as "update".
-        resident: bytes by name that are on the device while it runs, arguments first.
-        parts: known temporaries by name; they need not be alive at the same time.
-        account: by the compiler.
-        total: all bytes, including the runtime's.
-        estimate: seconds, operations, bytes.
-        tokens: tokens of one run, on all devices.
-        runs: runs in a step of the job.
-    """
-
-    name: str
+    name: str  # name of the program, such as "update"
+    # bytes by name that are on the device while it runs, arguments first
     resident: dict[str, int]
+    # known temporaries by name; they need not be alive at the same time
     parts: dict[str, int]
-    account: Account
-    total: int
-    estimate: Estimate
-    tokens: int
-    runs: float
+    account: Account  # by the compiler
+    total: int  # all bytes, including the runtime's
+    estimate: Estimate  # seconds, operations, bytes
+    tokens: int  # tokens of one run, on all devices
+    runs: float  # runs in a step of the job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,14 +191,7 @@ def of_phases(
     on_host: int = 0,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Compile phases for the devices of the enclosing target, and count their memory.
-
-    Args:
-        phases: programs, in the order of a step.
-        restored: bytes that a checkpoint restores to one device.
-        on_host: bytes of state on the host, for one device.
-        notes: further sentences for the reader.
-    """
+    """Compile phases for the devices of the enclosing target; count their memory."""
     around = devices.planned()
     assert around is not None, "inside devices.target"
     planned = tuple(_planned(phase) for phase in phases)

@@ -25,46 +25,30 @@ EFFICIENCY = (0.4, 0.9)
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Matrix products with the same shapes; one device's share.
+    """Matrix products with the same shapes; one device's share."""
 
-    Attributes:
-        name: operands and result, as jax prints them.
-        times: executions in one run of the program.
-        operations: total operations; those of attention kernels count 1/0.6, as in
-            `jaxmem.remat`, because they run at 0.6 of the rate of large products.
-        bytes: total bytes of operands and results.
-        seconds: time at the device's peak rates.
-    """
-
-    name: str
-    times: int
+    name: str  # operands and result, as jax prints them
+    times: int  # executions in one run of the program
+    # total operations; those of attention kernels count 1/0.6, as in `jaxmem.remat`,
+    # because they run at 0.6 of the rate of large products
     operations: float
-    bytes: float
-    seconds: float
+    bytes: float  # total bytes of operands and results
+    seconds: float  # time at the device's peak rates
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The estimate of one run of a program on one device.
+    """The estimate of one run of a program on one device."""
 
-    Attributes:
-        products: the costliest first.
-        moved: bytes of arguments and results.
-        seconds: sum of the products' seconds, or of `moved` bytes if those take longer.
-        sent: bytes of collectives.
-        sending: seconds to send them at the links' peak, overlapped or not.
-        low: lower end of the range: the higher `EFFICIENCY`, all communication
-            overlaps.
-        high: upper end of the range: the lower `EFFICIENCY`, all communication is
-            exposed.
-    """
-
-    products: tuple[Product, ...]
-    moved: float
+    products: tuple[Product, ...]  # the costliest first
+    moved: float  # bytes of arguments and results
+    # sum of the products' seconds, or of `moved` bytes if those take longer
     seconds: float
-    sent: float
-    sending: float
+    sent: float  # bytes of collectives
+    sending: float  # seconds to send them at the links' peak, overlapped or not
+    # lower end of the range: the higher `EFFICIENCY`, all communication overlaps
     low: float
+    # upper end of the range: the lower `EFFICIENCY`, all communication is exposed
     high: float
 
     @property

@@ -16,11 +16,7 @@ from jaxmem.train.phases import Phase, Programs
 
 
 class Scoring:
-    """What `jaxmem plan` needs to know of a scoring run.
-
-    Args:
-        config: of the run.
-    """
+    """What `jaxmem plan` needs to know of a scoring run."""
 
     mesh = None  # one device
 

@@ -25,19 +25,12 @@ _POLICIES = (
 
 @dataclasses.dataclass
 class Option:
-    """Values of a config, and their expected cost.
+    """Values of a config, and their expected cost."""
 
-    Attributes:
-        values: by key, such as "head.chunk".
-        seconds: training time of a step, by the formula of `remat.fit`.
-        expected: estimated device bytes, before compilation.
-        plan: plan of the training program alone, once it is compiled.
-    """
-
-    values: dict[str, Any]
-    seconds: float
-    expected: int
-    plan: Any = None
+    values: dict[str, Any]  # by key, such as "head.chunk"
+    seconds: float  # training time of a step, by the formula of `remat.fit`
+    expected: int  # estimated device bytes, before compilation
+    plan: Any = None  # plan of the training program alone, once it is compiled
 
     @property
     def overrides(self) -> tuple[str, ...]:

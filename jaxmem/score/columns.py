@@ -13,19 +13,12 @@ from jaxmem.models.own import LanguageModel
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Which columns are recorded; neither count is given where none are.
+    """Which columns are recorded; neither count is given where none are."""
 
-    Attributes:
-        top_k: most likely ids of a token, with their log-probabilities.
-        sample_ids: ids drawn from a token's distribution.
-        temperature: divides the logits of the columns, not of the scores.
-        seed: of the draws.
-    """
-
-    top_k: int | None = None
-    sample_ids: int | None = None
-    temperature: float = 1.0
-    seed: int = 0
+    top_k: int | None = None  # most likely ids of a token, with their log-probabilities
+    sample_ids: int | None = None  # ids drawn from a token's distribution
+    temperature: float = 1.0  # divides the logits of the columns, not of the scores
+    seed: int = 0  # of the draws
 
     def __bool__(self):
         return self.top_k is not None or self.sample_ids is not None

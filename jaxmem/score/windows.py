@@ -95,11 +95,6 @@ def _turns(
 def check_lengths(tokens: Sequence[Tokens], length: int, most: int) -> None:
     """Raise an error that names the documents longer than a window, if any.
 
-    Args:
-        tokens: of the documents.
-        length: of a window.
-        most: tokens that the model was made for.
-
     Raises:
         TooLong: there is one.
     """
@@ -122,14 +117,7 @@ def cut(document: int, tokens: Tokens, length: int, stride: int | None) -> list[
 
     Each later window scores only the tokens that no earlier one has scored.
 
-    Args:
-        document: index of the document.
-        tokens: of the document.
-        length: number of inputs of a window.
-        stride: distance between the starts of two windows; None if one suffices.
-
-    Returns:
-        The windows that score at least one token.
+    A window that would score nothing is left out; without a stride one suffices.
     """
     inputs, labels = tokens.ids[:-1], tokens.ids[1:].copy()
     labels[: tokens.first - 1] = NO_LABEL

@@ -42,11 +42,7 @@ class Evaluated(NamedTuple):
 
 
 class Best:
-    """The checkpoint of the lowest cost so far.
-
-    Args:
-        directory: of the checkpoint.
-    """
+    """The checkpoint of the lowest cost so far."""
 
     def __init__(self, directory: Path):
         self._directory = directory

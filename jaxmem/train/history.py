@@ -23,11 +23,6 @@ def read_history(
 ) -> list[Any]:
     """Return the steps of a metrics file, in order; none without the file.
 
-    Args:
-        path: of the file.
-        kind: type of the steps.
-        unwritten: further lines, which could not be written.
-
     Raises:
         ValueError: a line is no step of that kind.
     """

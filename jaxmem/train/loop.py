@@ -325,12 +325,6 @@ def open_run(
 
     SIGTERM and SIGINT end the run after the current step and save it; see `Stop`.
 
-    Args:
-        config: of the run.
-        settings: to be compared with those of the saved run.
-        console: where progress goes.
-        evaluation: when steps are evaluated.
-
     Raises:
         ValueError: a fixed setting differs from the saved run's, another process uses
             the directory, or run.wandb is set and wandb cannot be used.

@@ -91,11 +91,8 @@ class RematConfig:
     ) -> remat.Policy | None:
         """Call `remat.fit` on the traced step.
 
-        Args:
-            step: as in `remat.fit`.
-            layers: number of blocks; up to a third of them may keep all residuals.
-            held: shapes of other arrays on the device.
-            show: as in `remat.fit`.
+        Up to a third of the blocks may keep all residuals. `held` are shapes of other
+        arrays on the device.
         """
         limit = self.memory_limit
         assert limit is not None, "checked above"

@@ -33,10 +33,6 @@ def maker(
 ) -> Callable[[nnx.Rngs], OwnModel] | None:
     """The function that makes a model with initial weights; None without a factory.
 
-    Args:
-        config: what the factory gets, with the vocabulary's size.
-        head: options of the head.
-
     Raises:
         RewardError: the factory cannot be imported.
         OwnError: it takes other arguments.
@@ -123,13 +119,7 @@ def export_of(model: ModelConfig) -> Path | None:
 
 
 def save_weights(target: Path, model: OwnModel, dtype: str | None) -> None:
-    """Write all weights in safetensors files, by their paths in the user's module.
-
-    Args:
-        target: an existing directory.
-        model: whose weights they are.
-        dtype: of what is written; None: as they are.
-    """
+    """Write all weights in safetensors files, by their paths in the user's module."""
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for path, weight in _by_path(split_module(model)[1]).items():
@@ -142,10 +132,6 @@ def save_weights(target: Path, model: OwnModel, dtype: str | None) -> None:
 
 def read_weights(directory: Path, like: dict) -> dict:
     """Weights that `save_weights` has written.
-
-    Args:
-        directory: with their files.
-        like: shapes of the weights of a model, nested by name.
 
     Raises:
         CheckpointError: one is missing, or has another shape, or is none of the model.

@@ -89,12 +89,6 @@ def leave_best(
 def export(target: Path, decoder: LanguageModel, job: Job, directory: Path) -> None:
     """Save a whole model of a run as a checkpoint.
 
-    Args:
-        target: directory to create, or to replace.
-        decoder: without adapters.
-        job: of the run.
-        directory: of the run, where the vocabulary is that it trained.
-
     Raises:
         CheckpointError: no known architecture is that of the decoder.
     """
@@ -113,14 +107,7 @@ def export(target: Path, decoder: LanguageModel, job: Job, directory: Path) -> N
 
 
 def write_text(target: Path, model: OwnModel, job: Job, directory: Path) -> None:
-    """Write how a model of one's own reads text, in the files of a checkpoint.
-
-    Args:
-        target: directory to write in.
-        model: of the run.
-        job: of the run.
-        directory: of the run, where the vocabulary is that it trained.
-    """
+    """Write how a model of one's own reads text, in the files of a checkpoint."""
     target.mkdir(parents=True, exist_ok=True)
     source, reads = job.config.model.checkpoint, job.reads
     if source is None:

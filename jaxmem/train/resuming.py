@@ -36,11 +36,6 @@ def check_finite(taken: AnyMetrics, checkpoints: Checkpoints, saved: int) -> Non
     were saved, so that no learning rate would help: the checkpoint is renamed. If they
     are finite, older checkpoints are no longer needed.
 
-    Args:
-        taken: metrics of the step.
-        checkpoints: of the run.
-        saved: the newest step with a checkpoint; 0 without one.
-
     Raises:
         FloatingPointError: the message says what the same command does next.
     """
@@ -72,15 +67,7 @@ def changes(
 ) -> list[str]:
     """Compare with the saved settings.
 
-    Args:
-        saved: as `Checkpoints.saved_config` returns it.
-        settings: of this run: those that must not change, and those that may.
-        out_dir: directory of the run.
-        done: number of its finished steps.
-        steps: that it is to have.
-
-    Returns:
-        A message for each difference that is allowed.
+    A message for each difference that is allowed.
 
     Raises:
         ValueError: another one differs, or what differs has no effect.
@@ -111,11 +98,6 @@ def check_same_config(
 ) -> None:
     """Raise if the model or data of a run to resume has changed.
 
-    Args:
-        saved: section to field to value, as `Checkpoints.saved_config` returns it.
-        current: the same of the run that is to be resumed.
-        directory: the run's directory, for the message.
-
     Raises:
         ValueError: some fields differ; the message names each, with both values.
     """
@@ -133,10 +115,7 @@ def differences(
 ) -> list[str]:
     """Return a message for each field that differs, with both values.
 
-    Args:
-        saved: section to field to value.
-        current: section to field to value.
-        common: whether to ignore fields that only one of them has.
+    With `common`, fields that only one of them has are ignored.
     """
     was, now = _flat(saved), _flat(current)
     keys = was.keys() & now.keys() if common else was.keys() | now.keys()

@@ -32,11 +32,7 @@ class Saved(NamedTuple):
     end_of_turn: str | None = None  # token that a run on conversations has taught
 
     def load(self, dtype: str | None = None) -> LanguageModel:
-        """The decoder, with its adapter.
-
-        Args:
-            dtype: of weights, activations and products; None: as they are stored.
-        """
+        """The decoder, with its adapter."""
         if self.decoder is not None:
             return self.decoder
         return checkpoints.load(

@@ -25,8 +25,7 @@ def new_file(directory: Path) -> Path:
 def head(first_step: int) -> bytes:
     """Return the first records of a file.
 
-    Args:
-        first_step: TensorBoard discards this step and later ones of earlier files.
+    TensorBoard discards `first_step` and later ones of earlier files.
     """
     version = Event(wall_time=time.time(), file_version="brain.Event:2")
     session = SessionLog(status=SessionLog.START)

@@ -28,32 +28,18 @@ _FILLER = "\ue000\ue001"
 
 
 class Played(NamedTuple):
-    """N conversations after their prompts, as `Samples` of R slots.
+    """N conversations after their prompts, as `Samples` of R slots."""
 
-    Attributes:
-        samples: mask is False, log-probabilities are 0 and supports are empty for what
-            environments said, which tokens and lengths contain.
-        truncated: [N] whether the last completion has no end.
-        turns: [N] completions of each.
-        by_turn: their rewards, and which tokens are of which.
-    """
-
+    # mask is False, log-probabilities are 0 and supports are empty for what
+    # environments said, which tokens and lengths contain
     samples: Samples
-    truncated: np.ndarray
-    turns: np.ndarray
-    by_turn: ByTurn
+    truncated: np.ndarray  # [N] whether the last completion has no end
+    turns: np.ndarray  # [N] completions of each
+    by_turn: ByTurn  # their rewards, and which tokens are of which
 
 
 class Replies:
-    """Turns what environments say into tokens.
-
-    Args:
-        config: of the task.
-        tokenizer: of the checkpoint.
-        template: returns the template that renders messages.
-        eos_ids: the tokens that end a completion.
-        tools: schemas of the environment's tools, or None.
-    """
+    """Turns what environments say into tokens."""
 
     def __init__(
         self,
@@ -204,16 +190,7 @@ def play(
     A conversation ends when its environment says so, after the last turn, or after a
     completion without an end, which its environment rewards like others.
 
-    Args:
-        environments: that made the conversations.
-        conversations: N, after `reset`.
-        prompts: their ids [N, P] and lengths [N].
-        sample: completes them.
-        replies: turns replies into tokens.
-        limits: turns, tokens after a prompt, and tokens that `sample` reads.
-
-    Returns:
-        What was said.
+    `limits` are turns, tokens after a prompt, and tokens that `sample` reads.
     """
     turns, slots, width = limits
     rows = _Rows(*prompts, slots)

@@ -42,12 +42,7 @@ from jaxmem.train.progress import ProgressReport
 
 
 class Program(DecoderProgram):
-    """A run's functions and shapes.
-
-    Args:
-        config: of the run.
-        vocab_size: entries of the tokenizer.
-    """
+    """A run's functions and shapes."""
 
     config: DpoJobConfig
 

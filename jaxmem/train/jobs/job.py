@@ -36,9 +36,6 @@ class Job(abc.ABC):
     `evaluate` as often as there are steps, and `finish`; `jaxmem plan` calls `plan` and
     `jaxmem data` `records`.
 
-    Args:
-        config: of the run.
-
     Attributes:
         Config: its sections, a `JobConfig` whose fields are dataclasses.
         Metrics: the numbers of a step, a NamedTuple as `metrics.AnyMetrics`.

@@ -83,12 +83,7 @@ class Reading(abc.ABC):
 
 
 class Documents(Reading):
-    """Documents in packed rows.
-
-    Args:
-        config: of the data.
-        model: whose checkpoint's tokenizer reads them, if it has one.
-    """
+    """Documents in packed rows."""
 
     def __init__(self, config: DataConfig, model: ModelConfig):
         self.config, self._checkpoint = config, model.checkpoint
@@ -197,13 +192,7 @@ class Documents(Reading):
 
 
 class Pairs(Documents):
-    """Pairs of answers, each answer in a row with its prompt.
-
-    Args:
-        config: of the data.
-        model: whose checkpoint's tokenizer reads them.
-        drop_long: leave out pairs longer than a row.
-    """
+    """Pairs of answers, each answer in a row with its prompt."""
 
     def __init__(self, config: DataConfig, model: ModelConfig, drop_long: bool):
         super().__init__(config, model)

@@ -31,13 +31,6 @@ _KEYS = ("prompt_ids", "completion_ids", "logprobs", "reward")
 class RecordedRollouts(Task):
     """Completions of a file, group by group.
 
-    Args:
-        config: of the task.
-        sampling: what the other engine sampled with.
-        tokenizer: of the checkpoint, to show them.
-        group_size: completions of each prompt.
-        ends: size of the vocabulary, and the token that ends a completion.
-
     Raises:
         DataError: a record cannot be used.
     """

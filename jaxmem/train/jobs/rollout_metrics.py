@@ -53,12 +53,7 @@ _mismatch = jax.jit(jaxmem.mismatch_report)
 
 
 def agreement(old: Logprobs, samples: Samples) -> dict[str, float | None]:
-    """How far the trainer's probabilities are from the sampler's.
-
-    Args:
-        old: of the trainer, with the weights that the tokens were sampled with.
-        samples: as the sampler returned them.
-    """
+    """How far the trainer's probabilities are from the sampler's."""
     mask = np.asarray(samples.mask) & old.known
     samples = samples._replace(mask=mask)
     report = jax.device_get(_mismatch(old.drawn_from, samples.logprobs, mask))
@@ -91,13 +86,7 @@ def _inside(logprobs: np.ndarray, samples: Samples) -> float | None:
 def dropped(
     weights: np.ndarray | None, old: Logprobs, samples: Samples
 ) -> dict[str, float]:
-    """Share of sampled tokens that a correction drops, as a field of `PolicyMetrics`.
-
-    Args:
-        weights: [N, R] of the correction; None without one.
-        old: of the trainer.
-        samples: as the sampler returned them.
-    """
+    """Share of sampled tokens that a correction drops, a field of `PolicyMetrics`."""
     if weights is None:
         return {}
     mask = np.asarray(samples.mask) & old.known
@@ -160,12 +149,7 @@ def of_rollout(rollout: Rollout, config: GrpoJobConfig) -> dict[str, Any]:
 
 
 def of_grades(graded: Graded, group_size: int) -> dict[str, Any]:
-    """Rewards, as fields of `PolicyMetrics` and of `DistillMetrics`.
-
-    Args:
-        graded: of completions in the order of their prompts.
-        group_size: completions of each prompt.
-    """
+    """Rewards, as fields of `PolicyMetrics` and of `DistillMetrics`."""
     groups = graded.rewards.reshape(-1, group_size)
     return {
         "reward": float(graded.rewards.mean()),
@@ -176,11 +160,7 @@ def of_grades(graded: Graded, group_size: int) -> dict[str, Any]:
 
 
 def of_held_out(graded: Sequence[Graded]) -> dict[str, float]:
-    """Mean reward and accuracy of held-out prompts, as fields of the same.
-
-    Args:
-        graded: of parts of the prompts, at least one.
-    """
+    """Mean reward and accuracy of held-out prompts, as fields of the same."""
     reward, right = (
         float(np.concatenate([getattr(grades, name) for grades in graded]).mean())
         for name in ("rewards", "right")

@@ -21,13 +21,6 @@ def table(
 ) -> list[dict[str, Any]]:
     """Prompt, tokens, their log-probabilities and any reward of some samples.
 
-    Args:
-        task: that the prompts belong to.
-        asked: prompts, N of them.
-        completions: one a prompt.
-        rewards: [N]; None where there are none.
-        logprobs: [N, R] of the sampled tokens.
-
     Returns:
         JSON-able values; of a long completion, its first tokens. What an environment
         said has no log-probabilities, but None.

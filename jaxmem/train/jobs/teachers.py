@@ -112,12 +112,7 @@ def reading(config: DistillJobConfig) -> ModelConfig:
 
 
 def text(config: DistillJobConfig, chosen: str | None) -> checkpoints.Text:
-    """How a student without a checkpoint reads text: as its teacher does.
-
-    Args:
-        config: of the job.
-        chosen: path of a chat template that replaces the teacher's, or None.
-    """
+    """How a student without a checkpoint reads text: as its teacher does."""
     path = directory(config)
     tokenizer, start, eos, _ = checkpoints.load_vocabulary(path)
     described = path / "tokenizer_config.json"

@@ -29,14 +29,7 @@ class SamplePrograms(NamedTuple):
 
 
 class Turns:
-    """Completes prompts, and goes on after replies to the completions.
-
-    Args:
-        program: whose shapes these are.
-        compiled: its programs.
-        weights: of the policy, trained and frozen.
-        draw: numbers of the step and of the attempt, for random numbers.
-    """
+    """Completes prompts, and goes on after replies to the completions."""
 
     def __init__(
         self,
