@@ -67,6 +67,23 @@ def _public():
             yield module.LMHead
 
 
+def test_methods_say_what_they_do_or_inherit_it():
+    """In modules in which the linter does not look."""
+    names = "jaxmem.train.jobs.", "jaxmem.data.forms", "jaxmem.data.token_rows"
+    without = [
+        f"{kind.__qualname__}.{name}"
+        for module in MODULES
+        if module.__name__.startswith(names)
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and kind.__module__ == module.__name__
+        for name, value in vars(kind).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(value) or isinstance(value, property))
+        and not inspect.getdoc(getattr(kind, name))
+    ]
+    assert not without
+
+
 @pytest.mark.every_function
 @pytest.mark.parametrize("example", _examples(), ids=lambda test: test.name)
 def test_docstring_example(example):

@@ -184,7 +184,6 @@ class Text(DocumentForm):
     needs = {"text": ("text",)}
 
     def document(self, columns: Columns, renders: Renders) -> Document:
-        """See the form."""
         return Document(columns.where, columns.string("text"))
 
 
@@ -196,7 +195,6 @@ class Answered(DocumentForm):
     takes = _TEMPLATES
 
     def document(self, columns: Columns, renders: Renders) -> Document:
-        """See the form."""
         before, after = columns["prompt"], columns["answer"]
         if isinstance(before, list) or isinstance(after, (list, dict)):
             return self._of_messages(columns, renders)
@@ -264,11 +262,9 @@ class Messages(DocumentForm, PromptForm):
         return Talk(turns, muted)
 
     def document(self, columns: Columns, renders: Renders) -> Document:
-        """See the form."""
         return document_of_turns(columns, self._talk(columns, renders), 0, renders)
 
     def prompt(self, columns: Columns, renders: Renders) -> Asked:
-        """See the form."""
         turns = self._talk(columns, renders).turns
         if turns[-1]["role"] == "assistant":
             turns = turns[:-1]
@@ -317,14 +313,12 @@ class Alpaca(DocumentForm, PromptForm):
         return [*turns, {"role": "user", "content": asked}]
 
     def document(self, columns: Columns, renders: Renders) -> Document:
-        """See the form."""
         turns = self._turns(columns)
         answer = {"role": "assistant", "content": columns.string("answer")}
         talk = Talk([*turns, answer], frozenset())
         return document_of_turns(columns, talk, 0, renders)
 
     def prompt(self, columns: Columns, renders: Renders) -> Asked:
-        """See the form."""
         return _asked(columns, self._turns(columns), renders)
 
 
@@ -342,7 +336,6 @@ class Prompt(PromptForm):
     takes = _TEMPLATES
 
     def prompt(self, columns: Columns, renders: Renders) -> Asked:
-        """See the form."""
         if isinstance(columns["prompt"], str) and "system" not in columns:
             prompt = columns.string("prompt")
             return Asked(prompt, prompt, rendered=False)
@@ -358,7 +351,6 @@ class Preference(PairForm):
     takes = {**_TEMPLATES, "prompt": (*_PROMPT, "instruction", *_MESSAGES)}
 
     def answers(self, columns: Columns, renders: Renders) -> list[Document]:
-        """See the form."""
         if columns["chosen"] == columns["rejected"]:
             raise DataError(f"{columns.where}: chosen and rejected are equal")
         both = [columns["chosen"], columns["rejected"]]

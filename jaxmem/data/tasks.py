@@ -76,7 +76,6 @@ class TaskConfig:
     seed: int = 0  # which sums; order of a file's prompts, another one each epoch
 
     def __post_init__(self):
-        """Raise a ValueError that names a field with an impossible value."""
         check_numbers(self, _RANGES)
         check_weights(self)
         answers, rewards = ("last_digit", "sum"), ("exact", "prefix")

@@ -19,7 +19,6 @@ class Tokens(DocumentForm):
     }
 
     def document(self, columns: Columns, renders: Renders) -> Document:
-        """See the form."""
         ids = self._integers(columns, "ids", columns["ids"])
         count = len(ids)
         live = [True] * count

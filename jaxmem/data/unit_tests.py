@@ -79,7 +79,6 @@ class UnitTests:
     file_mib: int = 16
 
     def __post_init__(self):
-        """Raise a ValueError that names a field with an impossible value."""
         check_numbers(self, _RANGES)
 
     def __call__(

@@ -15,7 +15,7 @@ from jaxmem.generate.completions import Generator, Prompt
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
 from jaxmem.models.own import LanguageModel
-from jaxmem.score import windows as scoring
+from jaxmem.score.windows import by_micro_batch
 
 _WINDOWS_AT_ONCE = 1024  # packed together
 _NEW_TOKENS = 256  # of a completion for which the task names no limit
@@ -202,17 +202,15 @@ class HarnessModel(LM):
         return results
 
     def _of(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
-        tokens: list[scoring.Window] = []
-        for window in windows:
-            ids = np.array(window.ids, np.int32)
-            labels = ids[1:].copy()
-            labels[: len(labels) - window.scored] = NO_LABEL
-            tokens.append(scoring.Window(len(tokens), ids[:-1], labels))
+        inputs = [np.array(window.ids[:-1], np.int32) for window in windows]
+        labels = [np.array(window.ids[1:], np.int32) for window in windows]
+        for window, row in zip(windows, labels, strict=True):
+            row[: len(row) - window.scored] = NO_LABEL
 
         def run(_number: int, *given: Any) -> dict[str, jax.Array]:
             return _token_scores(self._model.decoder, *given)
 
-        told = scoring.by_micro_batch(run, tokens, self._max_tokens, self._length)
+        told = by_micro_batch(run, inputs, labels, self._max_tokens, self._length)
         return [
             (
                 float(of["logprobs"].sum(dtype=np.float64)),

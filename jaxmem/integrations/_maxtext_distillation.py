@@ -245,7 +245,7 @@ DISTILLATION = (
             "beta_end",
             "beta_schedule",
             "max_steps",
-        ),
+        ),  # fmt: skip
         True,
     ),
     Replacement(

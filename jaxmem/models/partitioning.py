@@ -73,7 +73,6 @@ class MeshConfig:
     prefetch: bool = True
 
     def __post_init__(self):
-        """Raise a ValueError that names a field with an impossible value."""
         for name in AXES:
             check_field(self, name, getattr(self, name) >= 1, "at least 1")
 

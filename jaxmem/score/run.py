@@ -65,7 +65,6 @@ class ScoreConfig:
     chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the template
 
     def __post_init__(self):
-        """Raise a ValueError that names an option with an impossible value."""
         if self.max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {self.max_tokens}")
         if self.stride is not None and not 1 <= self.stride <= self.max_tokens:
@@ -237,7 +236,9 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
                 for window in cut(number, documents[number], length, config.stride)
             ]
             run = functools.partial(_run, decoder, config.columns, start)
-            numbers = by_micro_batch(run, windows, config.max_tokens, length)
+            tokens = [window.tokens for window in windows]
+            labels = [window.labels for window in windows]
+            numbers = by_micro_batch(run, tokens, labels, config.max_tokens, length)
             journal.append(_collect(work, start, end, windows, numbers))
             report.update(end, sum(len(window.tokens) for window in windows))
     stop.raise_if_requested()

@@ -135,32 +135,32 @@ def cut(document: int, tokens: Tokens, length: int, stride: int | None) -> list[
 
 def by_micro_batch(
     run: Callable[..., Mapping[str, Any]],
-    windows: Sequence[Window],
+    inputs: Sequence[np.ndarray],
+    labels: Sequence[np.ndarray],
     max_tokens: int,
     length: int,
 ) -> list[dict[str, np.ndarray]]:
-    """What a function says of each window's tokens, from packed micro-batches.
+    """What a function says of each sequence's tokens, from packed micro-batches.
 
     Args:
         run: (number of the micro-batch, tokens, labels, segment_ids, positions) ->
             arrays [B, T, ...] by name.
-        windows: that are read.
+        inputs: ids of each sequence.
+        labels: the ids that follow.
         max_tokens: slots of a micro-batch.
-        length: of the longest window.
+        length: of the longest sequence.
 
     Returns:
-        For each window its arrays [tokens, ...] by name.
+        For each sequence its arrays [tokens, ...] by name.
     """
-    if not windows:
+    if not inputs:
         return []
     # Narrow rows cost less attention; at most three shapes are compiled.
     widths = packing.buckets(length) if length >= 64 else (length,)
-    sizes = [len(window.tokens) for window in windows]
-    packed = packing.pack(sizes, max_tokens, row_lengths=widths)
-    tokens = packed.place([window.tokens for window in windows])
-    labels = packed.place([window.labels for window in windows], fill=NO_LABEL)
+    packed = packing.pack([*map(len, inputs)], max_tokens, row_lengths=widths)
+    placed = packed.place(inputs), packed.place(labels, fill=NO_LABEL)
     made: list[Any] = []
-    for batch, *ids in zip(packed.micro_batches, tokens, labels, strict=True):
+    for batch, *ids in zip(packed.micro_batches, *placed, strict=True):
         given = *ids, batch.segment_ids, batch.positions
         made.append(jax.device_get(run(len(made), *given)))
     by_name = {name: packed.unpack([x[name] for x in made]) for name in made[0]}

@@ -26,7 +26,6 @@ class EvalConfig:
     keep_best: bool = True  # keep the best evaluation's checkpoint, in out_dir/best
 
     def __post_init__(self):
-        """Raise a ValueError that names a field with an impossible value."""
         check_numbers(self, _RANGES)
 
     def is_due(self, step: int, steps: int) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -252,17 +252,8 @@ class Memory(NamedTuple):
     peak: int  # the arena, arguments and results; a donated argument counts once
 
 
-class Measurable(Protocol):
-    """A compiled program, or an object that has the memory of one."""
-
-    @property
-    def memory_analysis(self) -> Callable[[], Any]:
-        """As in `jax.stages.Compiled`."""
-        ...
-
-
-def memory_of(compiled: Measurable) -> Memory:
-    """Memory of a program as the compiler reports it; nothing is run."""
+def memory_of(compiled: Any) -> Memory:
+    """Memory of a compiled program as the compiler reports it; nothing is run."""
     sizes = compiled.memory_analysis()
     if sizes is None:
         raise NotImplementedError(

@@ -57,7 +57,6 @@ class OptimizerConfig:
     name: Literal["adamw", "muon", "adafactor", "lion", "sgd"] = "adamw"
 
     def __post_init__(self):
-        """Raise a ValueError that names a field with an impossible value."""
         check_numbers(self, _RANGES)
         check_field(self, "name", self.name in _RULES, f"one of {tuple(_RULES)}")
         self._check_read()

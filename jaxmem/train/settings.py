@@ -38,7 +38,6 @@ class RunConfig:
     wandb: str | None = None
 
     def __post_init__(self):
-        """Raise a ValueError that names a field with an impossible value."""
         for name in ("steps", "accumulate", "keep", "log_every"):
             check_field(self, name, getattr(self, name) >= 1, "at least 1")
         if self.checkpoint_every is not None:

@@ -29,7 +29,6 @@ class DpoJobConfig(JobConfig):
     dpo: DpoConfig
 
     def __post_init__(self):
-        """Refuse what the job cannot do."""
         if self.model.checkpoint is None:
             raise ValueError(
                 "run.job='dpo' needs model.checkpoint: what is preferred is learned by "
@@ -62,7 +61,6 @@ class DistillJobConfig(JobConfig):
     sampling: SamplingConfig = SamplingConfig()
 
     def __post_init__(self):
-        """Refuse what fits no other section, by the names of both."""
         offline = self.distill.mode == "offline"
         if self.distill.teacher is None and not (offline and self.model.checkpoint):
             raise ValueError(
@@ -213,7 +211,6 @@ class GrpoJobConfig(JobConfig):
     grpo: GrpoConfig
 
     def __post_init__(self):
-        """Refuse what fits no other section, by the names of both."""
         if not self.task.is_arithmetic and self.model.checkpoint is None:
             raise ValueError(
                 f"task.source={self.task.source!r} needs model.checkpoint, a directory "

@@ -83,7 +83,6 @@ class Program(DecoderProgram):
             )
 
     def trace_loss(self) -> None:
-        """See `DecoderProgram`."""
         self.trace_logprobs()
 
     def _gradients(
@@ -126,7 +125,6 @@ class Program(DecoderProgram):
         return state, statistics | {"grad_norm": norm}
 
     def trace_backward(self) -> jax.stages.Traced:
-        """See `DecoderProgram`."""
         return self.trace_step()
 
     def trace_step(self) -> jax.stages.Traced:
@@ -209,16 +207,13 @@ class Dpo(Job, name="dpo"):
     chart = ("margin", "reward margin")
 
     def reading(self) -> Pairs:
-        """See `Job`."""
         config = self.config
         return Pairs(config.data, config.model, config.dpo.drop_long)
 
     def make_program(self, vocab_size: int) -> Program:
-        """See `Job`."""
         return Program(self.config, vocab_size)
 
     def plan(self) -> Programs:
-        """See `Job`."""
         note = "the reference is scored once, before the first step"
         made = super().plan()
         return dataclasses.replace(made, notes=(*made.notes, note))
@@ -244,7 +239,6 @@ class Dpo(Job, name="dpo"):
         return [reference, step]
 
     def open(self) -> None:
-        """See `Job`."""
         self._pairs, self._held_out = self.reads.pairs
 
     def compile(self, progress: ProgressReport) -> None:
@@ -262,7 +256,6 @@ class Dpo(Job, name="dpo"):
     def step(
         self, number: int, state: TrainState
     ) -> tuple[TrainState, Callable[[], PreferenceMetrics]]:
-        """See `Job`."""
         start, config = time.perf_counter(), self.config
         taken = [next(self.batches) for _ in range(config.run.accumulate)]
         batches = PairBatch(*(np.stack(x) for x in zip(*taken, strict=True)))
@@ -290,7 +283,6 @@ class Dpo(Job, name="dpo"):
         )
 
     def evaluate(self, state: TrainState, taken: PreferenceMetrics) -> Evaluated | None:
-        """See `Job`."""
         if not self._held_out:
             return None
         logprobs = jnp.asarray(self._score(state.params, self._held_out))
@@ -303,7 +295,6 @@ class Dpo(Job, name="dpo"):
         return Evaluated(taken._replace(**values), values["held_out_loss"])
 
     def summary(self, history: Sequence[PreferenceMetrics]) -> Mapping[str, Any]:
-        """See `Job`."""
         last = history[-1]
         return {
             **super().summary(history),
@@ -313,7 +304,6 @@ class Dpo(Job, name="dpo"):
         }
 
     def closing(self, history: Sequence[PreferenceMetrics]) -> Iterator[str]:
-        """See `Job`."""
         first, last = history[0], history[-1]
         yield (
             f"loss {first.loss:.4f} -> {last.loss:.4f}, margin {first.margin:.3f} -> "

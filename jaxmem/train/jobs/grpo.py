@@ -50,7 +50,6 @@ class Grpo(Job, name="grpo"):
     # ---------------------------------------------------------- configuration
 
     def reading(self) -> Questions:
-        """See `Job`."""
         config = self.config
         return Questions(
             config.task, config.sampling, config.model.checkpoint, config.grpo.prompts,
@@ -58,7 +57,6 @@ class Grpo(Job, name="grpo"):
         )  # fmt: skip
 
     def fixed(self) -> dict[str, Any]:
-        """See `Job`."""
         config, fixed = self.config, super().fixed()
         trainable = {"trainable": config.optimizer.trainable}
         # The optimizer counts updates, of which a rollout has so many.
@@ -81,11 +79,9 @@ class Grpo(Job, name="grpo"):
     expected_vocabulary = vocabulary
 
     def saved_vocabulary(self, directory: Path) -> int:
-        """See `Job`."""
         return self.vocabulary()
 
     def scaled(self, factor: float) -> tuple[int, dict[str, Any]] | None:
-        """See `Job`."""
         slots = int(self.config.grpo.max_tokens_train * factor)
         rows, rest = divmod(slots, self.config.row_lengths[-1])
         return None if rest else (rows, {"grpo.max_tokens_train": slots})
@@ -93,23 +89,19 @@ class Grpo(Job, name="grpo"):
     # --------------------------------------------------------------- programs
 
     def make_program(self, vocab_size: int) -> PolicyProgram:
-        """See `Job`."""
         return PolicyProgram(self.config)
 
     def phases(self) -> list[Phase]:
-        """See `Job`."""
         return policy_report.phases_of(self.program)
 
     # ------------------------------------------------------------------ steps
 
     def open(self) -> None:
-        """See `Job`."""
         self.task = self.reads.task
         self._next, self._told = 0, False  # number of the next problem
         self.last: Rollout | None = None  # what the report shows samples of
 
     def compile(self, progress: ProgressReport) -> None:
-        """See `Job`."""
         self._compiled, self._say = self.program.compile(), progress.say
         self._reference = None
         if self.config.grpo.kl_coefficient:
@@ -122,22 +114,18 @@ class Grpo(Job, name="grpo"):
         self._correction = jax.jit(functools.partial(correction, self.config.grpo))
 
     def get_state(self) -> dict[str, Any]:
-        """See `Job`."""
         return self.task.state(self._next)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """See `Job`."""
         self._next = self.task.place(state)
 
     def samples(self) -> list[dict[str, Any]]:
-        """See `Job`."""
         if (last := self.last) is None:
             return []
         rewards, logprobs = last.graded.rewards, np.asarray(last.samples.logprobs)
         return samples.table(self.task, last.asked, last.completions, rewards, logprobs)
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, PolicyMetrics]:
-        """See `Job`."""
         clock, compiled, grpo = Clock(), self._compiled, self.config.grpo
         rollout = self._roll_out(number, state.params)
         clock.lap("rollout")
@@ -408,7 +396,6 @@ class Grpo(Job, name="grpo"):
     # -------------------------------------------------------------------- end
 
     def costs(self) -> dict[str, HeadCost]:
-        """See `Job`."""
         return policy_report.head_costs(self.program, self._compiled)
 
     def summary(self, history: Sequence[PolicyMetrics]) -> Mapping[str, Any]:
@@ -425,7 +412,6 @@ class Grpo(Job, name="grpo"):
         }
 
     def closing(self, history: Sequence[PolicyMetrics]) -> Iterator[Any]:
-        """See `Job`."""
         yield metrics.phase_table(policy_report.timed_phases(history, self._compiled))
         if self.last is not None:
             yield from policy_report.examples(self.task, self.last)

@@ -26,7 +26,6 @@ class DpoConfig:
     drop_long: bool = False  # leave out pairs longer than a row, instead of stopping
 
     def __post_init__(self):
-        """Refuse impossible values, by name."""
         check_numbers(self, _RANGES)
         ways = tuple(_LOSSES)
         check_field(self, "loss", self.loss in ways, f"one of {ways}")

@@ -104,7 +104,6 @@ class Documents(Reading):
         )
 
     def lines(self) -> list[str]:
-        """See `Reading`."""
         return [*self.reader.lines(), *mixing.shares(self.config, "data")]
 
     def end_of_turn(self) -> str | None:
@@ -143,19 +142,15 @@ class Documents(Reading):
         )
 
     def fixed(self) -> dict[str, dict[str, Any]]:
-        """See `Reading`."""
         return {"data": self.config.fixed()}
 
     def per_epoch(self) -> float:
-        """See `Reading`."""
         return sum(1 for _ in self._once())
 
     def text(self, ids: np.ndarray) -> str:
-        """See `Reading`."""
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def records(self, count: int) -> Iterator[Record | str]:
-        """See `Reading`."""
         read, length = self._read(), self.config.sequence_length
         encoded = list(documents.encode_documents(read, self.tokenizer))
         for document, (tokens, labels) in zip(read[:count], encoded, strict=False):
@@ -206,11 +201,9 @@ class Pairs(Documents):
         )
 
     def per_epoch(self) -> float:
-        """See `Reading`."""
         return len(self.pairs[0]) / self.config.batch_size
 
     def records(self, count: int) -> Iterator[Record | str]:
-        """See `Reading`."""
         training, held_out = self.pairs
         for pair in training[:count]:
             yield Record(f"{pair.where} chosen", *pair.chosen)
@@ -239,12 +232,10 @@ class TeacherRows(Documents):
         return teacher_streams.opened(self.config)
 
     def per_epoch(self) -> float:
-        """See `Reading`."""
         examples = teacher_streams.examples(self.file, self.config, epochs=1)
         return sum(1 for _ in examples)
 
     def records(self, count: int) -> Iterator[Record | str]:
-        """See `Reading`."""
         file = self.file
         for i, (ids, prompt) in enumerate(file.documents[:count]):
             labels = np.append(ids[1:], documents.NO_LABEL)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,9 @@ from flax import nnx
 
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.ends import Ends
-from jaxmem.data.tasks import TaskConfig
 from jaxmem.models import own, route_records
 from jaxmem.models.kv_cache import Cache
-from jaxmem.models.partitioning import Layout, MeshConfig
+from jaxmem.models.partitioning import Layout
 from jaxmem.models.sampling import (
     COMPILER_OPTIONS,
     Sampler,
@@ -25,32 +24,8 @@ from jaxmem.models.sampling import (
     samples_of,
 )
 from jaxmem.train.jobs.accumulated import AccumulatedProgram
+from jaxmem.train.jobs.config import DistillJobConfig, GrpoJobConfig
 from jaxmem.train.phases import Phase, weights_of
-from jaxmem.train.settings import RunConfig
-
-
-class SamplingSections(Protocol):
-    """The config sections that decide completions."""
-
-    @property
-    def task(self) -> TaskConfig:
-        """The prompts."""
-        ...
-
-    @property
-    def sampling(self) -> SamplingConfig:
-        """How completions are drawn."""
-        ...
-
-    @property
-    def run(self) -> RunConfig:
-        """The seed."""
-        ...
-
-    @property
-    def mesh(self) -> MeshConfig:
-        """The device mesh."""
-        ...
 
 
 class Rollouts(NamedTuple):
@@ -58,7 +33,7 @@ class Rollouts(NamedTuple):
 
     rows: int  # completions of a rollout
     named: str  # the settings whose product that is
-    config: SamplingSections
+    config: GrpoJobConfig | DistillJobConfig
     records: bool = False  # whether routes are recorded, as in `Sampler`
 
 

@@ -167,7 +167,6 @@ class Program(DecoderProgram):
         return StreamedStep(compiled, finish)
 
     def trace_backward(self) -> jax.stages.Traced:
-        """See `DecoderProgram`."""
         return self.trace_step(self.config.head)
 
     def trace_step(self, head: HeadConfig) -> jax.stages.Traced:
@@ -236,7 +235,6 @@ class Program(DecoderProgram):
         return self.trace_head(head).lower().compile()
 
     def trace_loss(self) -> None:
-        """See `DecoderProgram`."""
         self.trace_head(self.config.head)
 
     def trace_head(self, head: HeadConfig) -> jax.stages.Traced:
@@ -269,7 +267,6 @@ class Sft(Job, name="sft"):
     Config = Config
 
     def make_program(self, vocab_size: int) -> Program:
-        """See `Job`."""
         return Program(self.config, vocab_size, self.packed)
 
     def fixed(self) -> dict[str, Any]:
@@ -281,7 +278,6 @@ class Sft(Job, name="sft"):
         return fixed | fixed_weights(config.optimizer, config.run.seed)
 
     def phases(self) -> list[Phase]:
-        """See `Job`."""
         program, data, head = self.program, self.config.data, self.config.head
         return [
             phases.of_step(
@@ -294,19 +290,16 @@ class Sft(Job, name="sft"):
         ]
 
     def open(self) -> None:
-        """See `Job`."""
         super().open()
         self._held_out = self.reads.held_out()
         self._held_out_loss: float | None = None  # of the last evaluation
 
     def compile(self, progress: ProgressReport) -> None:
-        """See `Job`."""
         self._compiled = self.program.compile_step(self.config.head)
 
     def step(
         self, number: int, state: TrainState
     ) -> tuple[TrainState, Callable[[], StepMetrics]]:
-        """See `Job`."""
         start = time.perf_counter()
         config, program = self.config, self.program
         taken = streams.stacked(self.batches, config.run.accumulate)
@@ -325,7 +318,6 @@ class Sft(Job, name="sft"):
         return taken._replace(mfu=mfu, routers=routers, forward_error=error)
 
     def evaluate(self, state: TrainState, taken: StepMetrics) -> Evaluated | None:
-        """See `Job`."""
         if self._held_out is None:
             return None
         loss = self.program.evaluate(state.params, self.frozen, self._held_out())
@@ -355,12 +347,10 @@ class Sft(Job, name="sft"):
         return costs
 
     def summary(self, history: Sequence[StepMetrics]) -> Mapping[str, Any]:
-        """See `Job`."""
         held_out = {"held_out_loss": history[-1].held_out_loss}
         return {**super().summary(history), **held_out}
 
     def closing(self, history: Sequence[StepMetrics]) -> Iterator[str]:
-        """See `Job`."""
         first, last = history[0], history[-1]
         yield (
             f"loss {first.loss:.4f} -> {last.loss:.4f} nats per token in "
