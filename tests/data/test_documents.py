@@ -261,24 +261,30 @@ def test_special_tokens_written_in_a_text_are_text(tokenizer):
     assert [tokenizer.token_to_id(t) for t in data.SPECIAL_TOKENS] == [0, 1, 2]
 
 
-def test_a_vocabulary_is_trained_once(config, tmp_path, monkeypatch):
-    first = data.load_tokenizer(config, tmp_path)
+@pytest.fixture
+def fresh(config, tmp_path):
+    """The config, with a cache of its own, which is tmp_path."""
+    return dataclasses.replace(config, cache_dir=str(tmp_path))
+
+
+def test_a_vocabulary_is_trained_once(fresh, tmp_path, monkeypatch):
+    first = data.load_tokenizer(fresh)
     (cached,) = tmp_path.iterdir()
     monkeypatch.setattr(data, "_train_vocabulary", None)
-    assert data.load_tokenizer(config, tmp_path).to_str() == first.to_str()
+    assert data.load_tokenizer(fresh).to_str() == first.to_str()
     assert list(tmp_path.iterdir()) == [cached]
 
 
-def test_other_text_or_size_is_another_vocabulary(config, tmp_path):
-    data.load_tokenizer(config, tmp_path)
-    data.load_tokenizer(dataclasses.replace(config, vocab_size=270), tmp_path)
-    data.load_tokenizer(dataclasses.replace(config, held_out=0.5), tmp_path)
+def test_other_text_or_size_is_another_vocabulary(fresh, tmp_path):
+    data.load_tokenizer(fresh)
+    data.load_tokenizer(dataclasses.replace(fresh, vocab_size=270))
+    data.load_tokenizer(dataclasses.replace(fresh, held_out=0.5))
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_two_processes_train_the_same_vocabulary_at_once(config, tmp_path):
+def test_two_processes_train_the_same_vocabulary_at_once(fresh, tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        left, right = pool.starmap(data.load_tokenizer, [(config, str(tmp_path))] * 2)
+        left, right = pool.map(data.load_tokenizer, [fresh] * 2)
     assert left.to_str() == right.to_str()
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -289,21 +295,21 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_cache_is_named(config, tmp_path):
-    data.load_tokenizer(config, tmp_path)
+def test_a_damaged_cache_is_named(fresh, tmp_path):
+    data.load_tokenizer(fresh)
     (cached,) = tmp_path.iterdir()
     cached.write_text("{")
     with pytest.raises(data.DataError, match=f"{cached.name}.*delete the file"):
-        data.load_tokenizer(config, tmp_path)
+        data.load_tokenizer(fresh)
 
 
-def test_too_little_text_says_how_many_entries_it_has(config, tmp_path):
-    greedy = dataclasses.replace(config, vocab_size=5000)
+def test_too_little_text_says_how_many_entries_it_has(fresh):
+    greedy = dataclasses.replace(fresh, vocab_size=5000)
     with pytest.raises(data.DataError, match=r"set data\.vocab_size=\d+") as caught:
-        data.load_tokenizer(greedy, tmp_path)
+        data.load_tokenizer(greedy)
     size = int(str(caught.value).rpartition("vocab_size=")[2].split()[0])
-    enough = dataclasses.replace(config, vocab_size=size)
-    assert data.load_tokenizer(enough, tmp_path).get_vocab_size() == size
+    enough = dataclasses.replace(fresh, vocab_size=size)
+    assert data.load_tokenizer(enough).get_vocab_size() == size
 
 
 # ---------------------------------------------------------------- documents
