@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, traverse_util
+from flax import nnx
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
@@ -26,6 +26,7 @@ from jaxmem.checkpoints.tensors import Tensors, new_directory, whole, write_tens
 from jaxmem.models.config import RANGES, ModelConfig
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.lora import SAVED, TARGETS, is_adapter
+from jaxmem.models.weights import by_path
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _RANK = integers(1, limit=2**16)
@@ -92,7 +93,7 @@ def _warn(target: Path, decoder: Decoder, family: Family) -> None:
     of_each = any(name.count("{}") == 2 for name in family.names.values())
     if not of_each or family.model_type == "qwen2_moe":
         return
-    sites = adapter_tensors.sites(_flat(decoder), naming)
+    sites = adapter_tensors.sites(by_path(decoder), naming)
     labels = _labels([site for site in sites if not site.parameter], naming).values()
     confused = "gate_proj", "up_proj", "down_proj"
     others = [label for label in dict.fromkeys(labels) if label.endswith(confused)]
@@ -161,7 +162,7 @@ def _possible(naming: names.Naming) -> dict[str, list[Site]]:
             found[target] = []
     model = dataclasses.replace(plain, lora_rank=1, lora_targets=tuple(found))
     decoder = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
-    for site in adapter_tensors.sites(_flat(decoder), naming):
+    for site in adapter_tensors.sites(by_path(decoder), naming):
         for target in {target_of(part) for part in site.parts}:
             found[target].append(site)
     return found | {"head": [adapter_tensors.site_of("head", naming)]}
@@ -360,7 +361,7 @@ def _read_whole(
 
 def _tensors(decoder: Decoder, family: Family) -> Iterator[tuple[str, np.ndarray]]:
     """Yield names and matrices [out, in]."""
-    flat = _flat(decoder)
+    flat = by_path(decoder)
     naming = names.Naming(family, decoder.config)
     for path in sorted(SAVED[name] for name in decoder.config.lora_saved):
         (name,), matrix = naming(path).names, whole(flat[path], None)
@@ -368,14 +369,9 @@ def _tensors(decoder: Decoder, family: Family) -> Iterator[tuple[str, np.ndarray
     yield from adapter_tensors.written(flat, naming)
 
 
-def _flat(decoder: Decoder) -> dict[str, Any]:
-    weights = nnx.to_pure_dict(nnx.split(decoder)[1])
-    return dict(traverse_util.flatten_dict(weights, sep="/"))
-
-
 def _peft_config(decoder: Decoder, family: Family, base: str) -> dict[str, Any]:
     config, naming = decoder.config, names.Naming(family, decoder.config)
-    sites = adapter_tensors.sites(_flat(decoder), naming)
+    sites = adapter_tensors.sites(by_path(decoder), naming)
     labels = _labels(sites, naming)
     times = {labels[s.parts]: len(s.parts) for s in sites if len(s.parts) > 1}
     saved = [

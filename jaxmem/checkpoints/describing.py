@@ -21,7 +21,7 @@ from jaxmem.checkpoints.reader import CheckpointError
 from jaxmem.models.config import ModelConfig
 
 # Fields that do not describe the function that the weights compute.
-_FREE = (
+FREE = (
     "checkpoint", "factory", "dtype", "param_dtype", "attention", "lora_rank",
     "lora_alpha", "lora_targets", "lora_head", "lora_saved", "router_aux_loss_coef",
 )  # fmt: skip
@@ -81,7 +81,7 @@ def _differing(model: ModelConfig, raw: Mapping[str, Any]) -> list[str] | None:
 
 def _comparable(model: ModelConfig) -> dict[str, Any]:
     """Every setting that affects results, each in one form."""
-    fields = {k: v for k, v in dataclasses.asdict(model).items() if k not in _FREE}
+    fields = {k: v for k, v in dataclasses.asdict(model).items() if k not in FREE}
     fields["pattern"] = _kinds(model)
     fields["attention_scale"] = f"{model.score_scale:.12g}"
     if model.rope_scaling is None:

@@ -20,7 +20,7 @@ from jaxmem.checkpoints.adapters import (
     with_adapter,
 )
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
-from jaxmem.checkpoints.describing import Text, describe, write_text_files
+from jaxmem.checkpoints.describing import FREE, Text, describe, write_text_files
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.reader import CheckpointError
@@ -29,7 +29,7 @@ from jaxmem.models import lora
 from jaxmem.models.config import DTYPES, ModelConfig
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.head import HeadConfig
-from jaxmem.models.weights import join_weights
+from jaxmem.models.weights import by_path, join_weights
 
 # The sharding of a weight, or a function of its path ("blocks/attention/query/kernel")
 # and shape.
@@ -99,18 +99,16 @@ def load(
     if adapter is not None:
         model = with_adapter(model, config.family, adapter)
     weights = _read_weights(config, model, sharding)
-    definition, state = nnx.split(_abstract(model, head, policy))
+    shapes = _abstract(model, head, policy)
     if adapter is not None:
         whole = {lora.SAVED[name] for name in model.lora_saved}
         wanted = {
-            k: v
-            for k, v in _flat(nnx.to_pure_dict(state)).items()
-            if lora.is_adapter(k) or k in whole
+            k: v for k, v in by_path(shapes).items() if lora.is_adapter(k) or k in whole
         }
         read = read_adapter(adapter, names.Naming(config.family, model), wanted)
         added = traverse_util.unflatten_dict(read, sep="/")
         weights = join_weights(weights, added)
-    return nnx.merge(definition, weights)
+    return nnx.merge(nnx.split(shapes)[0], weights)
 
 
 def read_weights(
@@ -152,12 +150,14 @@ def _read_weights(
     images = config.images
     prefixes = names.prefixes_of(tensors, config.family, images)
     naming = names.Naming(config.family, model, prefixes, tensors)
-    every = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
+    every = by_path(_abstract(model))
     every = {path: leaf for path, leaf in every.items() if not lora.is_adapter(path)}
     of_images = images.images if images else ()
     names.refuse_others(tensors, every, of_images, naming)
     names.say_what_is_left_out(tensors, of_images, naming)
-    wanted = every if like is None else _flat(like)
+    wanted: Any = every
+    if like is not None:
+        wanted = traverse_util.flatten_dict(dict(like), sep="/")
     arrays = {}
     for path, leaf in wanted.items():
         if path not in every:  # an adapter's weight
@@ -287,7 +287,7 @@ def as_known(decoder: Decoder, max_positions: int) -> tuple[Decoder, dict[str, A
             raise
     plain = dataclasses.replace(model, embed_scale=False, tied=False)
     described = describe(plain, max_positions)
-    flat = _flat(nnx.to_pure_dict(nnx.split(decoder)[1]))
+    flat = by_path(decoder)
     table = flat["embed/embedding"]
     if model.tied:
         flat["head/kernel"] = table.T
@@ -310,7 +310,7 @@ def _write_weights(
     dtype: str,
     max_shard_bytes: int,
 ) -> None:
-    weights = _flat(nnx.to_pure_dict(nnx.split(decoder)[1]))
+    weights = by_path(decoder)
     naming = names.Naming(family, decoder.config)
     tensors = names.tensors_of(weights, naming, dtype)
     write_tensors(directory, tensors, max_shard_bytes=max_shard_bytes)
@@ -379,20 +379,13 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
 
 def _choices(model: ModelConfig) -> dict[str, Any]:
     """The fields that the user chooses, independent of the checkpoint."""
-    free = ("dtype", "param_dtype", "attention", "checkpoint", "lora_rank")
-    free += ("lora_alpha", "lora_targets", "lora_head", "lora_saved")
-    free += ("router_aux_loss_coef",)
-    return {name: getattr(model, name) for name in free}
+    return {name: getattr(model, name) for name in FREE}
 
 
 def _abstract(
     model: ModelConfig, head: HeadConfig | None = None, policy: Any = "full"
 ) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(model, head, policy, rngs=nnx.Rngs(0)))
-
-
-def _flat(weights: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(traverse_util.flatten_dict(dict(weights), sep="/"))
 
 
 def _write_rest(

@@ -42,6 +42,12 @@ def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
     )
 
 
+def by_path(module: nnx.Module) -> dict[str, Any]:
+    """The weights of a module by paths like "blocks/attention/query/kernel"."""
+    nested = nnx.to_pure_dict(nnx.split(module)[1])
+    return dict(traverse_util.flatten_dict(nested, sep="/"))
+
+
 _WIDE = {
     "scale", "router", "router_scale", "correction", "expert_scale", "shared_gate",
     "delta_log_speed", "delta_shift",
