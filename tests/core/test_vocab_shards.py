@@ -131,15 +131,12 @@ def alone_and_exact():
     "name", [x if x in ("2x4", "vocabulary over two axes") else slow(x) for x in MESHES]
 )
 def test_every_mesh(name):
-    check(with_gradients(sharded(stats, name), *problem()), *alone_and_exact())
-
-
-def test_masked_rows_are_exactly_nothing_on_every_mesh():
-    made, (dh, _) = with_gradients(sharded(stats, "4x2"), *problem())
+    """Where masked rows are exactly nothing."""
+    made, gradients = with_gradients(sharded(stats, name), *problem())
+    check((made, gradients), *alone_and_exact())
     masked = problem()[2] < 0
-    assert not dh[masked].any() and dh[~masked].any()
-    for value in made.values():
-        assert not value[masked].any()
+    assert not gradients[0][masked].any() and gradients[0][~masked].any()
+    assert not any(value[masked].any() for value in made.values())
 
 
 @pytest.mark.parametrize("check_vma", [slow(True), False])
@@ -225,8 +222,9 @@ def test_loss_in_one_pass(check_vma, frozen):
     for got, want in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
     assert both[0][1][1].any() != frozen
-    value = jit(split)(h, W, y, advantage)[0]  # statistics alone, no gradients
-    np.testing.assert_allclose(value, both[0][0][0], rtol=1e-5)
+    if check_vma:
+        value = jit(split)(h, W, y, advantage)[0]  # statistics alone, no gradients
+        np.testing.assert_allclose(value, both[0][0][0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("check_vma", [True, slow(False)])
@@ -263,9 +261,14 @@ def test_from_logits():
         functools.partial(run, axis_name="tensor"), mesh=mesh_of(MESHES["2x4"][0]),
         in_specs=(P("data", "tensor"), P("data")), out_specs=P("data"),
     )  # fmt: skip
-    for f, g in ((split, run), (jax.grad(lambda *a: split(*a).sum()),
-                                jax.grad(lambda *a: run(*a).sum()))):  # fmt: skip
-        got, want = jit(f)(logits, y), jit(g)(logits, y)
+
+    def both(f):
+        value, pull = jax.vjp(lambda z: f(z, y), logits)
+        return value, pull(jnp.ones(N))[0]
+
+    for got, want in zip(
+        *(jit(lambda f=f: both(f))() for f in (split, run)), strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
@@ -349,10 +352,10 @@ def verbs_without_axis_name():
 @pytest.mark.parametrize(
     "name, of_hidden",
     [
-        *one_at_a_time(["reverse_kl", "jsd", "ragged supports"], [P("data"), P()]),
+        *one_at_a_time(["reverse_kl", "ragged supports"], [P("data"), P()]),
         *(  # slow, because the cases above have the same derivative rules
             slow(name, of_hidden)
-            for name in ("forward_kl", "selected_logprobs", "support_logprobs")
+            for name in ("jsd", "forward_kl", "selected_logprobs", "support_logprobs")
             for of_hidden in (P("data"), P())
         ),
     ],
@@ -422,12 +425,12 @@ def test_vmap_where_other_axes_are_left_to_jax():
         functools.partial(run, axis_name="tensor"), mesh=mesh_of(MESHES["2x4"][0]),
         in_specs=(P(), P("tensor"), P()), out_specs=P(), axis_names={"tensor"},
     )  # fmt: skip
-    for argument in (0, 1):
-        got, want = (
-            jit(jax.grad(lambda *a, f=f: jnp.cos(f(*a)).sum(), argument))(h, W, y)
-            for f in (split, run)
-        )
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    got, want = (
+        jit(jax.grad(lambda *a, f=f: jnp.cos(f(*a)).sum(), (0, 1)))(h, W, y)
+        for f in (split, run)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_shards_have_the_same_bits(optimized):

@@ -21,7 +21,7 @@ from tests.functional.test_divergence import (
     materialised,
     shapes,
 )
-from tests.targets import loss_of_two_heads, reverse_kl
+from tests.targets import loss_of_two_heads
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
@@ -101,7 +101,7 @@ def numbers_of(options):
 
 
 @pytest.mark.parametrize("std", [1.0, 15.0], ids=["ordinary", "peaked"])
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [slow(x) if x == "jsd" else x for x in VERBS])
 def test_values_and_gradients(verb, std):
     check(verb, make(std))
 
@@ -122,7 +122,7 @@ def test_every_option():
 @pytest.mark.parametrize("temperature", [2.5, slow(1.0)])
 @pytest.mark.parametrize(
     "of_stats",
-    [1.0, 0.7, np.linspace(0.5, 2, N, dtype=np.float32)],
+    [slow(1.0), slow(0.7), np.linspace(0.5, 2, N, dtype=np.float32)],
     ids=["one", "scalar", "per token"],
 )
 def test_statistics_at_a_temperature_of_their_own(of_stats, temperature):
@@ -138,6 +138,7 @@ def test_paddings_that_differ(more):
     wide = np.concatenate([W, np.full((6, W.shape[1]), 9, np.float32)])
     options = {"chunk": CHUNK, "vocab_size": V - 1} | more
 
+    @jax.jit
     def run(W, W_ref):
         def loss(h, W):
             given = h, W, LABELS % (V - 1), h_ref, W_ref, WEIGHT
@@ -208,8 +209,8 @@ def test_an_infinite_divergence_that_the_loss_leaves_out():
     assert np.isinf(loss(h, 1.0))
 
 
-@pytest.mark.parametrize("of_stats", [None, 0.5])
-def test_four_products(of_stats, optimized):
+@pytest.mark.parametrize("of_stats", [None, slow(0.5)])
+def test_four_products(of_stats):
     """Both heads' logits and two gradients; a loss of `divergence` takes six."""
 
     def one_pass(h, W, *reference):
@@ -218,15 +219,11 @@ def test_four_products(of_stats, optimized):
         more = {"chunk": 64, "statistics_temperature": of_stats}
         return loss(h, W, labels, *reference, **more)[0]
 
-    def of_kl(h, W, *reference):
-        return reverse_kl(h, W, *reference, 64).mean()
-
     def gemms(fn):
         return count_gemms(compiled(fn, *shapes(256, 24, 640)).as_text())
 
     assert gemms(one_pass) == 2
     assert gemms(jax.grad(one_pass, (0, 1))) == 4
-    assert gemms(jax.grad(of_kl, (0, 1))) == 6
 
 
 def test_statistics_and_divergence_share_the_largest_logit():
@@ -240,7 +237,7 @@ def test_statistics_and_divergence_share_the_largest_logit():
 
 @pytest.mark.parametrize("verb", ["jsd", slow("reverse_kl"), slow("forward_kl")])
 @pytest.mark.parametrize("of_stats", [slow(None), 0.5])
-def test_memory_is_what_the_page_says(of_stats, verb, optimized):
+def test_memory_is_what_the_page_says(of_stats, verb):
     n, d, v, chunk = 2048, 64, 8192, 128
 
     def loss(h, W, *reference):

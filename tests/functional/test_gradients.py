@@ -10,6 +10,8 @@ import pytest
 
 import jaxmem
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PAGE = Path(__file__).parents[2] / "docs/heads.md"
 H, W = jnp.ones((4, 8), jnp.bfloat16), jnp.cos(jnp.arange(480.0)).reshape(60, 8)
 Y, KEY = jnp.arange(4), jax.random.key(0)

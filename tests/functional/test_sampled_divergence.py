@@ -89,7 +89,7 @@ def test_the_mean_of_draws_is_the_exact_gradient(verb, options):
 @pytest.mark.parametrize("verb", ["jsd", slow("reverse_kl"), slow("forward_kl")])
 def test_values_are_the_exact_path_s_to_the_bit(verb, optimized):
     operands = problem(50, 16, 300)
-    exact = loss_of(verb, 1.0, chunk=16)(*operands)[0]
+    exact = jax.jit(lambda *a: jnp.sum(VERBS[verb](*a, chunk=16)))(*operands)
     drawn = loss_of(verb, 1.0, chunk=16, gradient=Sample(20), key=KEY)(*operands)[0]
     np.testing.assert_array_equal(drawn, exact)
 
@@ -168,7 +168,7 @@ def test_the_report_says_that_gradients_are_sampled():
     assert calls.calls[0].gradient_samples == 8
 
 
-def test_memory_as_documented(optimized):
+def test_memory_as_documented():
     n, d, v, k, chunk = 256, 32, 8192, 16, 64
     run = loss_of("jsd", 1.0, gradient=Sample(k), key=KEY, chunk=chunk)
     shapes = [(n, d), (v, d), (n, d), (v, d)]

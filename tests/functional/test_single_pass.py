@@ -148,11 +148,8 @@ def test_loss_and_gradients(name):
     check(CASES[name].make(), CASES[name].chunk)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("peaked", "float16"), ("NaN in masked rows", "bfloat16")]
-)
-def test_sixteen_bit_inputs(name, dtype):
-    check(CASES[name].make(), dtype=dtype)
+def test_peaked_logits_in_float16():
+    check(CASES["peaked"].make(), dtype="float16")
 
 
 def test_sixteen_bits_where_promotion_is_strict(problem):
@@ -183,7 +180,7 @@ def test_options_and_layouts(names, layout):
 
 
 def test_a_temperature_for_each_token_in_bfloat16():
-    problem = CASES["a third masked"].make()
+    problem = CASES["NaN in masked rows"].make()
     temperature = np.linspace(0.3, 3, len(problem.y), dtype=np.float32)
     check(problem, dtype="bfloat16", temperature=temperature)
 
@@ -218,6 +215,7 @@ GRADIENTS = {"argnums": (0, 1, 3, 4), "has_aux": True}
 differentiated = jax.jit(jax.value_and_grad(total, **GRADIENTS))
 
 
+@pytest.mark.slow
 def test_as_through_token_stats(problem):
     operands = *problem, *arguments(problem)
     got = differentiated(*operands)
@@ -424,7 +422,7 @@ def test_the_loss_does_not_depend_on_the_chunk(problem):
         lambda chunk: jaxmem.token_loss(ppo, *operands, chunk=chunk)[0],
         static_argnums=0,
     )
-    assert run(16) == run(32) == run(None) or not CPU
+    assert run(16) == run(None) or not CPU
 
 
 # Transformations and closures
@@ -462,7 +460,7 @@ def closing(h, W, y, scale, shift):
     "wrap",
     [
         lambda f: jax.grad(f),
-        lambda f: jax.jit(jax.grad(f)),
+        pytest.param(lambda f: jax.jit(jax.grad(f)), marks=pytest.mark.slow),
         lambda f: jax.grad(jax.jit(f)),
         lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
         lambda f: (

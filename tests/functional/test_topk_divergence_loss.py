@@ -90,7 +90,9 @@ def assert_near(gradients, expected, tolerance):
 
 @pytest.mark.parametrize("way, tail", PAIRS)
 def test_values_and_gradients(way, tail):
-    check(way, tail, make(3.0))
+    h, W, ids, ln_q = make(3.0)
+    ids[::3, 2:] = -1
+    check(way, tail, (h, W, ids, ln_q))
 
 
 @pytest.mark.parametrize("way, tail", [("jsd", True), slow("reverse_kl", False)])
@@ -101,6 +103,7 @@ def test_every_option(way, tail):
     check(way, tail, make(3.0), **options)
 
 
+@pytest.mark.slow
 def test_it_is_the_sum_of_its_parts():
     """In 16 bits, with ids that are absent, and with tokens that have none."""
     h, W, ids, ln_q = make(3.0)
@@ -181,7 +184,7 @@ def test_a_drawn_id_that_does_not_exist_poisons_only_what_uses_it():
     assert np.isfinite(loss) and np.isfinite(dh).all()
 
 
-@pytest.mark.parametrize("tail", [True, False, None])
+@pytest.mark.parametrize("tail", [True, slow(False), None])
 def test_no_ids_at_all(tail):
     h, W, ids, ln_q = make()
     none = ids[:, :0], None if tail is None else ln_q[:, :0]
@@ -205,6 +208,7 @@ def test_a_frozen_head_masks_and_a_constant_teacher():
     where = np.arange(N) % 4 > 0
     h[~where] = np.nan
 
+    @functools.partial(jax.jit, static_argnums=0)
     def gradients(frozen):
         def loss(h, W, ln_q):
             given = h, jax.lax.stop_gradient(W) if frozen else W, ids, ln_q
@@ -214,14 +218,17 @@ def test_a_frozen_head_masks_and_a_constant_teacher():
 
     dh, dW, teacher = gradients(True)
     assert not dW.any() and not teacher.any() and not dh[~where].any()
-    np.testing.assert_array_equal(dh, gradients(False)[0])
-    assert np.isfinite(dh).all() and gradients(False)[1].any()
+    also_dh, of_W, _ = gradients(False)
+    np.testing.assert_array_equal(dh, also_dh)
+    assert np.isfinite(dh).all() and of_W.any()
 
 
 def test_a_divergence_that_is_not_used_poisons_nothing():
     h, W, ids, ln_q = make()
     ln_q[3, 0] = -np.inf  # excluded by the teacher, not by the student
 
+    @jax.jit
+    @jax.value_and_grad
     def loss(h, weight):
         def of(stats, divergence, weight):
             return jnp.where(weight > 0, weight * divergence, 0) - stats.logprob
@@ -230,9 +237,10 @@ def test_a_divergence_that_is_not_used_poisons_nothing():
         return loss_of_columns("reverse_kl", of)(*given, chunk=CHUNK)[0]
 
     used = np.ones(N, np.float32)
-    assert np.isinf(loss(h, used))
+    assert np.isinf(loss(h, used)[0])
     used[3] = 0
-    assert np.isfinite(loss(h, used)) and np.isfinite(jax.grad(loss)(h, used)).all()
+    value, dh = loss(h, used)
+    assert np.isfinite(value) and np.isfinite(dh).all()
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -305,7 +313,7 @@ def total(chunk, **options):
     return run
 
 
-def test_three_products(optimized):
+def test_three_products():
     """The logits and two gradients; a loss of `divergence` takes four."""
 
     def gemms(fn):
@@ -326,7 +334,7 @@ def test_three_products(optimized):
 
 
 @pytest.mark.parametrize("of_stats", [slow(None), 0.5])
-def test_memory_is_what_the_page_says(of_stats, optimized):
+def test_memory_is_what_the_page_says(of_stats):
     n, d, v, k, chunk = 2048, 64, 8192, 16, 128
     loss = jax.grad(total(chunk, statistics_temperature=of_stats), (0, 1))
     promised = (4 + 4 + (4 if of_stats else 0)) * chunk * v + 4 * v * d

@@ -43,11 +43,6 @@ def test_eager_and_jit_agree(problem):
     assert_same(jax.value_and_grad(loss, (0, 1))(*problem), reference(*problem))
 
 
-def test_under_checkpoint(problem):
-    remat = jax.jit(jax.value_and_grad(jax.checkpoint(loss), (0, 1)))
-    assert_same(remat(*problem), reference(*problem))
-
-
 def test_scan_inside_the_loss(problem):
     h, W, y = problem
 
@@ -78,7 +73,7 @@ def test_vmap_over_heads(problem):
     h, W, y = problem
     heads = jnp.stack([W, 2 * W, W - 1])
     got = jax.jit(jax.vmap(jax.grad(loss, 1), (None, 0, None)))(h, heads, y)
-    want = jnp.stack([jax.grad(loss, 1)(h, head, y) for head in heads])
+    want = jnp.stack([reference(h, head, y)[1][1] for head in heads])
     assert_same(got, want)
 
 
@@ -100,17 +95,6 @@ def test_scan_around_a_training_step(problem):
     _, losses = jax.jit(lambda W: lax.scan(step, W, length=5))(W)
     assert losses[0] == pytest.approx(float(loss(h, W, y)), rel=1e-5)
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("order", ["frozen first", "trained first"])
-def test_a_frozen_head_seen_before_does_not_freeze_the_next(problem, order):
-    """One cached trace must serve both calls."""
-    h, W, y = problem
-    calls = [jax.grad(loss, 0), jax.grad(loss, (0, 1))]
-    for grad in calls if order == "frozen first" else reversed(calls):
-        got = grad(h, W, y)
-    want = reference(*problem)[1]
-    assert_same(got if isinstance(got, tuple) else (got, want[1]), want)
 
 
 def test_nothing_of_the_size_of_the_logits_is_saved(problem):

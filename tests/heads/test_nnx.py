@@ -115,7 +115,7 @@ def test_pure_state_dict_round_trip():
 
 @pytest.mark.parametrize(
     "use_bias, softcap, temperature",
-    [slow(True, None, 1.0), (False, 0.7, 1.0), (True, 0.7, 0.6)],
+    [slow(True, None, 1.0), slow(False, 0.7, 1.0), (True, 0.7, 0.6)],
 )
 def test_verbs_agree_with_the_logits(use_bias, softcap, temperature):
     head = make_head(
@@ -330,7 +330,7 @@ def test_divergence_is_that_of_both_heads(softcaps):
     np.testing.assert_allclose(loss, 2 * expected.sum() / KEEP.sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("padded", ["teacher", "student", "both"])
+@pytest.mark.parametrize("padded", ["both", slow("teacher"), slow("student")])
 def test_padding_of_either_head_has_no_probability(padded):
     def head(seed, columns, is_padded):
         own = {"vocab_size": V - 3} if is_padded else {}
@@ -540,7 +540,7 @@ def test_sharding_metadata_is_kept_and_harmless():
 # Memory
 
 
-def test_compiled_loss_gradient_holds_no_logits(optimized):
+def test_compiled_loss_gradient_holds_no_logits():
     tokens, columns, chunk = 4096, 8192, 32
     embed = nnx.Embed(columns, D, rngs=nnx.Rngs(0))
     head = LMHead(tied_to=embed, chunk=chunk)

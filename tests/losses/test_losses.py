@@ -231,18 +231,27 @@ def from_logits(problem):
     return pull(z, zeros)[0], lambda g: pull(z, g)[1][0]
 
 
-@pytest.mark.parametrize("name", TOKEN_LOSSES)
-def test_value_and_gradient(name, problem, from_logits):
-    z, y, other = problem
-    stats, pull = from_logits
-    ours, reference = TOKEN_LOSSES[name]
+@pytest.fixture(scope="module")
+def of_every_loss(problem, from_logits):
+    """Values and slopes by the statistics, in one program."""
 
     @jax.jit
-    def value_and_slopes(stats, other):
-        made, back = jax.vjp(lambda stats: ours(stats, other), stats)
-        return made, back(jnp.ones_like(made))[0]
+    def run(stats, other):
+        def both(ours):
+            made, back = jax.vjp(lambda stats: ours(stats, other), stats)
+            return made, back(jnp.ones_like(made))[0]
 
-    value, slopes = value_and_slopes(stats, other)
+        return {name: both(ours) for name, (ours, _) in TOKEN_LOSSES.items()}
+
+    return run(from_logits[0], problem[2])
+
+
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_value_and_gradient(name, problem, from_logits, of_every_loss):
+    z, y, other = problem
+    _, pull = from_logits
+    _, reference = TOKEN_LOSSES[name]
+    value, slopes = of_every_loss[name]
     assert value.dtype == jnp.float32 and value.shape == SHAPE
     held, other = dense(z, y), {k: v.astype(np.float64) for k, v in other.items()}
 
@@ -369,6 +378,12 @@ POLICY = {
 }
 
 
+@jax.jit
+def of_policies(lp, old, A):
+    """Values and slopes of all of them, in one program."""
+    return {name: value_and_slope(loss, lp, old, A) for name, loss in POLICY.items()}
+
+
 @pytest.mark.parametrize("name", POLICY)
 @pytest.mark.parametrize("log_ratio", [1000.0, -1000.0])
 def test_no_ratio_overflows(name, log_ratio):
@@ -376,20 +391,18 @@ def test_no_ratio_overflows(name, log_ratio):
     # each row is good, the second bad.
     lp = jnp.full((2, 2), min(log_ratio, 0.0))
     A = jnp.array([[1.0, -1.0], [0.0, -3.0]])
-    loss, slope = value_and_slope(POLICY[name], lp, lp - log_ratio, A)
+    loss, slope = of_policies(lp, lp - log_ratio, A)[name]
     assert np.isfinite(loss).all() and np.isfinite(slope).all()
     if name != "cispo":  # whose weight is clipped, and never its gradient
         assert not slope.any()
-    at_edge = value_and_slope(
-        POLICY[name], jnp.full((2, 2), 19.9), jnp.zeros((2, 2)), A
-    )
+    at_edge = of_policies(jnp.full((2, 2), 19.9), jnp.zeros((2, 2)), A)[name]
     assert np.isfinite(at_edge).all()
 
 
 @pytest.mark.parametrize("name", POLICY)
 def test_a_masked_token_has_ratio_one(name):
     nothing = jnp.zeros((2, 2))
-    loss, slope = value_and_slope(POLICY[name], nothing, nothing, nothing)
+    loss, slope = of_policies(nothing, nothing, nothing)[name]
     want = 1 if name.endswith("weights") else 0
     assert (loss == want).all() and (slope == 0).all()
 

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxmem import remat
 from jaxmem.remat import cost, fitting
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LAYERS, TOKENS, WIDTH, FF = 4, 512, 8, 32
 INPUTS = 4 * LAYERS * TOKENS * WIDTH  # bytes of all blocks' inputs
 GATES = 4 * LAYERS * TOKENS * FF  # of what each of the wide layers makes

@@ -14,6 +14,8 @@ import jaxmem
 from jaxmem import remat
 from tests.cases import slow
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LAYERS, TOKENS, WIDTH = 4, 6, 8
 LAST_WHOLE = remat.PRESETS["offload_block"] | remat.Policy(last=1)
 OFFLOADING = [
