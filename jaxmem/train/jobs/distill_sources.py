@@ -22,6 +22,7 @@ from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.jobs.rows import take
 from jaxmem.train.jobs.sampled import Decoded
 from jaxmem.train.jobs.samples import table
+from jaxmem.train.jobs.turns import SamplePrograms, Turns
 
 
 class Example(NamedTuple):
@@ -156,20 +157,16 @@ class Prompts:
         self._program, self._config, self._frozen = program, program.config, frozen
         self._task, self._next = task, 0
         self._last: tuple | None = None  # rollout, whose samples the report shows
-        self._sample = program.trace_sample().lower().compile()
+        self._sample = SamplePrograms.of(program)
 
     def take(self, number: int, params: Any) -> Taken:
         """See `Source`."""
         distill = self._config.distill
         asked = self._task.ask(self._next, distill.prompts)
         asked = asked.repeated(distill.completions)
-        completions, samples = self._complete(params, asked, number)
-        lengths = completions.lengths
-        tokens = int(lengths.sum()) - len(lengths)
-        decoded = Decoded(tokens, samples.steps * self._program.slots)
-        observed: dict[str, Any] = {
-            "response_length": float(lengths.mean()), "busy": decoded.busy,
-        }  # fmt: skip
+        completions, samples, decoded = self._complete(params, asked, number)
+        length = float(completions.lengths.mean())
+        observed: dict[str, Any] = {"response_length": length, "busy": decoded.busy}
         rewards = advantages = None
         if distill.reward_weight is not None:
             graded = self._task.grade(asked, completions)
@@ -195,7 +192,7 @@ class Prompts:
         asked = asked.first(self._config.eval.prompts)
         examples, graded = [], []
         for part, live in asked.parts(self._config.distill.samples):
-            completions, _ = self._complete(params, part, 0)  # no step has this number
+            completions, *_ = self._complete(params, part, 0)  # no step is number 0
             kept = take(completions, np.arange(live))
             examples += self._batches(kept)
             if self._config.distill.reward_weight is not None:
@@ -204,12 +201,12 @@ class Prompts:
 
     def _complete(
         self, params: Any, asked: Asked, number: int
-    ) -> tuple[Completions, Samples]:
-        placed = self._program.sampling_layout.place(asked[:2], self._program.prompts)
-        made, _ = self._sample(params, self._frozen, *placed, np.int32(number))
-        samples: Samples = jax.device_get(made)
+    ) -> tuple[Completions, Samples, Decoded]:
+        weights = params, self._frozen
+        sample = Turns(self._program, self._sample, weights, (number, 0))
+        samples = sample(*asked[:2], 0)
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
-        return Completions.of(*asked[:2], tokens, lengths), samples
+        return Completions.of(*asked[:2], tokens, lengths), samples, sample.decoded
 
     def _batches(
         self, completions: Completions, advantages: np.ndarray | None = None

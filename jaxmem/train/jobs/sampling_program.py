@@ -85,8 +85,9 @@ class SamplingProgram(AccumulatedProgram):
     def _drops_cache(self) -> str | None:
         """The setting with which no cache is kept from turn to turn; None without one.
 
-        Slots that are refilled hold other rows by then, and of the cache of a model of
-        one's own only the model knows which axes are rows.
+        Slots that are refilled write at one place, which goes round and would overwrite
+        a row that waits for its reply; and of the cache of a model of one's own only
+        the model knows which axes are rows.
         """
         config, own = self._rollouts.config, self.model_config.factory is not None
         settings = {
