@@ -137,6 +137,19 @@ def units_of_positive(sampling: Sampling, p: jax.Array) -> jax.Array:
     return jnp.minimum(scaled, sampling.one)
 
 
+def at_columns(tree: Any, columns: jax.Array) -> Any:
+    """Entries of every [C, V] of a tree in columns [C, K], of which none need exist."""
+    return jax.tree.map(
+        lambda x: jnp.take_along_axis(x, columns, axis=1, mode="clip"), tree
+    )
+
+
+def inverse(sampling: Sampling, p: jax.Array) -> jax.Array:
+    """1 / q, what entries with these probabilities weigh; 0 where p is 0."""
+    q = units(sampling, p).astype(p.dtype) / sampling.one
+    return jnp.where(p > 0, 1 / jnp.where(p > 0, q, 1), 0)
+
+
 def scale(part_max: jax.Array, rows: Outputs | Normaliser) -> jax.Array:
     """What makes probabilities of e^(z - part_max), of some rows and columns."""
     nothing = part_max == -jnp.inf  # and -inf - -inf would be NaN

@@ -114,6 +114,26 @@ def facts(gradient: Gradient | None, vocab_size: int) -> dict[str, Any]:
     return {} if (checked := check(gradient)) is None else checked.facts(vocab_size)
 
 
+def facts_of_whole_logits(gradient: Gradient | None, vocab_size: int) -> dict[str, Any]:
+    """`facts`, for verbs that read a chunk's exact logits over the whole vocabulary.
+
+    Raises:
+        NotImplementedError: the gradient is for other verbs.
+    """
+    found = facts(gradient, vocab_size)
+    if found.get("gradient_blocks", 1) > 1:
+        raise NotImplementedError(
+            f"gradient={gradient} must have one block: this verb reads whole rows of "
+            "logits, and sums W's gradient at once"
+        )
+    if found.get("forward", "exact") != "exact":
+        raise NotImplementedError(
+            f"gradient={gradient} must have forward='exact': this verb needs more "
+            "exact logits than those of labels and sampled entries"
+        )
+    return found
+
+
 def from_literal(value: object) -> Gradient | None:
     """What a gin file spells as None, or a name and a class's arguments.
 

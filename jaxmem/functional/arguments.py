@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmem import devices
 from jaxmem.backends import choose
-from jaxmem.backends.protocol import Backend
+from jaxmem.backends.protocol import Backend, Sampler
 from jaxmem.core import (
     checks,
     column_sampling,
@@ -50,6 +50,7 @@ def columns_call(
     check_only_xla(verb, options.implementation)
     source, head, shape = read_head(hidden, W)
     spec = _spec_of(source, head, (), options)
+    gradients.facts_of_whole_logits(options.gradient, spec.vocab_size)
     return spec, source, read_rows(spec, shape, labels, options), shape
 
 
@@ -109,6 +110,15 @@ def check_only_xla(verb: str, implementation: Implementation | None) -> None:
             "head's logits to the statistics of token_stats and keep no row of them; "
             "pass implementation=None"
         )
+
+
+def sampler(
+    implementation: Implementation | None, spec: Spec, source: Factors
+) -> Sampler | None:
+    """The loops of `Sample(k)` for a verb that only "xla" has; None without it."""
+    if spec.gradient_samples is None:
+        return None
+    return choose.choose(implementation, spec, source)[0].sampler
 
 
 def uses_kernels(implementation: Implementation | None) -> bool:

@@ -15,14 +15,16 @@ columns of S that are in it.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.backends import xla
-from jaxmem.core import row_stats, vocab_shards
+from jaxmem.backends.protocol import Sampler
+from jaxmem.backends.xla_sampled import sampling_of, starts_of
+from jaxmem.core import column_sampling, row_stats, vocab_shards
 from jaxmem.core.backend_operands import (
     Factors,
     Rows,
@@ -32,13 +34,62 @@ from jaxmem.core.backend_operands import (
     take,
     trained,
 )
+from jaxmem.core.column_sampling import Entries
 from jaxmem.core.spec import Spec
 from jaxmem.functional.given_ids import existing_columns
 from jaxmem.functional.rule import LoopRule
 
 
 @dataclasses.dataclass(frozen=True)
-class ColumnsRule(LoopRule):
+class SomeColumnsRule(LoopRule):
+    """A rule of some columns of each token, with a `Derivative` by the logits.
+
+    With a sampler, the forward pass keeps few entries of the other columns, and the
+    backward pass recomputes no logits.
+    """
+
+    sampler: Sampler | None
+
+    def loop(self, source, rows, given, starts) -> tuple[Any, dict]:
+        """`forward_loop`; with starts [N], the residuals have sampled entries."""
+        raise NotImplementedError
+
+    def derivative(self, given, result, saved, g) -> "Derivative":
+        """The derivative by the logits of some rows, for the result's cotangent g."""
+        raise NotImplementedError
+
+    def forward_loop(self, source, rows, given):
+        """See `LoopRule.forward_loop`."""
+        return self.loop(source, rows, given, None)
+
+    def saving_loop(self, source, rows, given):
+        """See `LoopRule.saving_loop`."""
+        starts = None
+        if self.sampler is not None:
+            sampling = sampling_of(self.spec)
+            starts = starts_of(self.spec, sampling, rows[0])
+        return self.loop(source, rows, given, starts)
+
+    def backward_loop(self, source, rows, given, result, saved, g):
+        """See `LoopRule.backward_loop`."""
+        operands = given, result, saved, g
+        if self.sampler is not None:
+            d = self.derivative(*operands)
+            dz = at_entries(self.spec, rows[0], d, saved["entries"])
+            return self.sampler.gradient(self.spec, source, rows[0], dz)
+
+        def derivative(row_ids):
+            def here(x):
+                is_id = jnp.issubdtype(x.dtype, jnp.integer)
+                return take(x, row_ids, fill_value=-1 if is_id else 0)
+
+            return self.derivative(*jax.tree.map(here, operands))
+
+        return pull(self.spec, source, rows[0], derivative)
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnsRule(SomeColumnsRule):
     """The rule of ln p of K distinct columns a token and of the rest, [N, K + 1].
 
     Given are their ids [N, K]. A negative id is absent, with ln p of -inf; an id that
@@ -46,33 +97,33 @@ class ColumnsRule(LoopRule):
     or no rest is there.
     """
 
-    def forward_loop(self, source, rows, given):
-        """See `LoopRule.forward_loop`."""
+    def loop(self, source, rows, given, starts):
+        """See `SomeColumnsRule.loop`."""
         (rows,), spec = rows, self.spec
         head = source.cast(spec)
 
         def chunk(row_ids, results):
             z = logits(spec, head, rows, row_ids)
-            parts = split(spec, z, take(given, row_ids, fill_value=-1))
-            return put_all(results, row_ids, (parts.log_p, {"normaliser": parts.rest}))
+            ids = take(given, row_ids, fill_value=-1)
+            parts = split(spec, z, ids)
+            saved = {"normaliser": parts.rest, "logsumexp": parts.logsumexp}
+            if starts is not None:
+                here = take(starts, row_ids)
+                saved |= sampled(spec, parts.logits, parts.rest, ids, here)
+            return put_all(results, row_ids, (parts.log_p, saved))
 
         n_rows, n_ids = given.shape
         zero = jnp.zeros(n_rows, spec.stats_dtype)
         log_p = jnp.zeros((n_rows, n_ids + 1), spec.stats_dtype)
-        results = log_p, {"normaliser": row_stats.Normaliser(zero, zero)}
-        results = vocab_shards.vary(results, spec.varying)
+        saved = {"normaliser": row_stats.Normaliser(zero, zero), "logsumexp": zero}
+        log_p, saved = vocab_shards.vary((log_p, saved), spec.varying)
+        results = log_p, saved | nothing_sampled(spec, starts)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
-    def backward_loop(self, source, rows, given, result, saved, g):
-        """See `LoopRule.backward_loop`."""
-
-        def derivative(row_ids):
-            ids = take(given, row_ids, fill_value=-1)
-            log_p, g_row = take(result, row_ids), take(g, row_ids)
-            rest = jax.tree.map(lambda x: take(x, row_ids), saved["normaliser"])
-            return derivative_of_split(ids, log_p, g_row, rest)
-
-        return pull(self.spec, source, rows[0], derivative)
+    def derivative(self, given, result, saved, g):
+        """See `SomeColumnsRule.derivative`."""
+        found = derivative_of_split(given, result, g, saved["normaliser"])
+        return found._replace(logits=result[:, :-1] + saved["logsumexp"][:, None])
 
 
 class Split(NamedTuple):
@@ -82,6 +133,7 @@ class Split(NamedTuple):
     rest: row_stats.Normaliser  # [C]
     logits: jax.Array  # those given, in the same memory
     largest: jax.Array  # [C], of them
+    logsumexp: jax.Array  # [C], of them
 
 
 class Derivative(NamedTuple):
@@ -91,6 +143,71 @@ class Derivative(NamedTuple):
     at_ids: jax.Array  # [C, K]
     factor: jax.Array  # [C]
     normaliser: row_stats.Normaliser  # [C], of the softmax
+    logits: jax.Array | None = None  # [C, K] of the ids, rounded, where none are there
+
+
+def sampled(spec: Spec, z, normaliser, ids, starts) -> dict[str, Entries]:
+    """Entries of the softmax of logits z [C, V] in other columns than ids [C, K].
+
+    Args:
+        spec: static facts.
+        z: of a chunk.
+        normaliser: of the softmax, which is the whole one's or that without the ids.
+        ids: negative ones are absent.
+        starts: int32 [C].
+    """
+    density = jnp.exp(row_stats.log_softmax(z, normaliser))
+    return {"entries": select(spec, density, ids, starts)}
+
+
+def select(spec: Spec, density: jax.Array, ids, starts: jax.Array) -> Entries:
+    """Entries of rows, sampled by a density [C, V] of columns; not those of ids."""
+    if ids is not None:
+        density = density.at[places(spec, ids)].set(0, mode="drop")
+    ones = jnp.ones(len(density), density.dtype)
+    return column_sampling.select(sampling_of(spec), density, ones, starts)
+
+
+def nothing_sampled(spec: Spec, starts: jax.Array | None) -> dict[str, Entries]:
+    """`sampled` of rows [N] without entries; nothing without starts."""
+    if starts is None:
+        return {}
+    sampling = sampling_of(spec)
+    none = column_sampling.none(sampling, len(starts), spec.stats_dtype)
+    return {"entries": vocab_shards.vary(none, spec.part_varying)}
+
+
+def at_entries(
+    spec: Spec, rows: Rows, d: Derivative, entries: Entries
+) -> column_sampling.Derivative:
+    """The derivative by h Wᵀ of all rows, exact at its ids, and of the entries.
+
+    Args:
+        spec: static facts.
+        rows: of the tokens.
+        d: by their logits; equal ids are neighbours.
+        entries: of `sampled` by the same softmax.
+    """
+    weight = entries.p * column_sampling.inverse(sampling_of(spec), entries.p)
+    log_p = jnp.log(jnp.where(entries.p > 0, entries.p, 1))
+    others = unnormalised(log_p, d.normaliser)
+    z = jnp.concatenate([jnp.asarray(d.logits), others], axis=1)
+    dz = jnp.concatenate([d.at_ids, d.factor[:, None] * weight], axis=1)
+    dz = xla.unscale(spec, rows, jnp.arange(len(z), dtype=jnp.int32), z, dz)
+    columns = jnp.concatenate([distinct_columns(spec, d.ids), entries.columns], axis=1)
+    used = rows.active[:, None] & (columns < spec.columns)
+    return column_sampling.Derivative(columns, jnp.where(used, dz, 0))
+
+
+def unnormalised(log_p: jax.Array, rows: row_stats.Normaliser) -> jax.Array:
+    """Logits [C, K], rounded, from log-probabilities and the rows' normalisers."""
+    return log_p + (row_stats.finite(rows.max) + rows.log_sum)[:, None]
+
+
+def distinct_columns(spec: Spec, ids: jax.Array) -> jax.Array:
+    """Columns of ids here; past the end for all but the first of equal neighbours."""
+    repeats = jnp.pad(ids[:, 1:] == ids[:, :-1], ((0, 0), (1, 0)))
+    return existing_columns(spec, jnp.where(repeats, -1, ids))
 
 
 def pull(
@@ -226,5 +343,7 @@ def split(spec: Spec, z: jax.Array, ids: jax.Array) -> Split:
     # The rest's two terms are not added up before their maximum is subtracted.
     log_rest = (rest.max[:, None] - row_max) + rest.log_sum[:, None]
     shifted = jnp.concatenate([at_ids - row_max, log_rest], axis=1)
-    log_p = row_stats.log_softmax(shifted, row_stats.normaliser(shifted))
-    return Split(log_p, rest, z, largest)
+    of_parts = row_stats.normaliser(shifted)
+    log_p = row_stats.log_softmax(shifted, of_parts)
+    logsumexp = row_max[:, 0] + (of_parts.max + of_parts.log_sum)
+    return Split(log_p, rest, z, largest, logsumexp)

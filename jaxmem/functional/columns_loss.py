@@ -31,12 +31,20 @@ class ColumnsLossRule(DivergenceLossRule):
         z = columns.logits(self.spec, heads[0], rows, row_ids)
         ids = take(ids, row_ids, fill_value=-1)
         log_q = take(log_q, row_ids, fill_value=-jnp.inf)
-        log_p, rest, z, largest = columns.split(self.spec, z, ids)
+        log_p, rest, z, largest, _ = columns.split(self.spec, z, ids)
         value, slopes = column_divergences.compare(self.how, log_p, log_q)
         has_ids = jnp.any(ids >= 0, axis=1)
         slopes = jnp.where(has_ids[:, None], slopes, 0)
         saved = {"ids": ids, "log_p": log_p, "slopes": slopes, "rest": rest}
         return Compared((z,), jnp.where(has_ids, value, 0), saved, largest)
+
+    def n_ids(self, given):
+        """See `DivergenceLossRule.n_ids`."""
+        return given[2].shape[1]
+
+    def density(self, logits, saved):
+        """See `DivergenceLossRule.density`."""
+        return jnp.exp(row_stats.log_softmax(logits[0], saved["rest"])), saved["ids"]
 
     def by_logits(self, logits, saved, g):
         """See `DivergenceLossRule.by_logits`."""
@@ -69,6 +77,15 @@ class DrawnLossRule(DivergenceLossRule):
         value = -weight * jnp.sum(log_p, axis=1)
         saved = {"ids": ids, "log_p": log_p, "weight": weight, "normaliser": normaliser}
         return Compared((z,), value, saved, normaliser.max)
+
+    def n_ids(self, given):
+        """See `DivergenceLossRule.n_ids`."""
+        return given[2].shape[1]
+
+    def density(self, logits, saved):
+        """See `DivergenceLossRule.density`."""
+        softmax = row_stats.log_softmax(logits[0], saved["normaliser"])
+        return jnp.exp(softmax), saved["ids"]
 
     def by_logits(self, logits, saved, g):
         """See `DivergenceLossRule.by_logits`."""

@@ -49,9 +49,10 @@ def divergence(
         where: booleans that broadcast to the tokens; False masks a token, which then
             costs nothing.
         temperature: of the student, as in `logprobs`.
-        gradient: as in `logprobs`, with one block, for a `Teacher`; otherwise None.
-            `Sample(k)` keeps at most k entries of a token: entry v with probability
-            min(1, k p_v), for `ForwardKL` min(1, k (p_v + q_v) / 2).
+        gradient: as in `logprobs`, with one block. `Sample(k)` keeps at most k entries
+            of a token, entry v with probability min(1, k d_v): d is p; for `ForwardKL`
+            of a `Teacher` (p + q) / 2; for `Columns` the softmax over all other ids.
+            The entries of given ids are exact.
         key: PRNG key of the samples, as in `logprobs`.
         axis_name: as in `logprobs`, for `Columns` and `Drawn`, whose ids are those of
             the whole vocabulary.

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmem.core.explicit_axes import merged, spec_of, with_automatic_axes
+from jaxmem.core.gradients import Gradient
 from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import loss_functions, targets
@@ -32,6 +33,8 @@ def divergence_loss(
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
     statistics_temperature: ArrayLike | None = None,
+    gradient: Gradient | None = None,
+    key: jax.Array | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -55,7 +58,11 @@ def divergence_loss(
         statistics_temperature: of the statistics, a scalar or one per token; None for
             the student's. Hinton's mixture has `temperature=2.0` or more for the
             divergence, and 1.0 for the cross-entropy.
-        hidden, W, chunk, where, temperature, axis_name, implementation: as in
+        gradient: as in `token_loss`, with one block. `Sample(k)` keeps the entries of
+            the label and of given ids, and at most k others: entry v with probability
+            min(1, k d_v), d as in `divergence`, or half of it and half of the softmax
+            at statistics_temperature, if that differs.
+        hidden, W, chunk, where, temperature, key, axis_name, implementation: as in
             `divergence`; per_token, normalizer: as in `token_loss`.
 
     Returns:
@@ -85,8 +92,8 @@ def divergence_loss(
     """
     loss_functions.check(loss_fn)
     options = CallOptions(
-        chunk=chunk, where=where, temperature=temperature, axis_name=axis_name,
-        implementation=implementation,
+        chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
+        axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
     checked = targets.check(target)
     student = targets.Student(hidden, W, labels, options)

@@ -17,7 +17,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.backends import choose, xla
-from jaxmem.core import row_stats, vocab_shards
+from jaxmem.backends.xla_sampled import sampling_of, starts_of
+from jaxmem.core import column_sampling, row_stats, vocab_shards
 from jaxmem.core.backend_operands import (
     Factors,
     Rows,
@@ -30,11 +31,14 @@ from jaxmem.core.backend_operands import (
     take,
     trained as trained_part,
 )
+from jaxmem.core.column_sampling import Derivative
+from jaxmem.core.options import CallOptions
 from jaxmem.core.row_stats import TokenStats
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, columns, rule, traced_loss
 from jaxmem.functional.given_ids import existing_columns
 from jaxmem.functional.rule import on_tokens
+from jaxmem.functional.sampled import sampler_of
 from jaxmem.functional.single_pass import flat_per_token, read_normalizer
 from jaxmem.functional.traced_loss import Operands, Values
 from jaxmem.functional.vjp import LossRule
@@ -47,6 +51,7 @@ class Compared(NamedTuple):
     value: jax.Array  # [C]
     saved: Any  # of each row
     largest: jax.Array | None  # the policy's largest logits [C], if known
+    masses: Any = None  # of `TwoHeadsRule.values`
 
 
 class ByLogits(NamedTuple):
@@ -74,6 +79,10 @@ class DivergenceLossRule(LossRule):
         """The policy, and a head it is compared with, in the dtypes of the products."""
         return (source.cast(self.spec),)
 
+    def n_ids(self, given) -> int:
+        """How many ids a token has in `by_logits`."""
+        return 0
+
     def compare(self, heads, given, row_ids) -> Compared:
         """The divergence of some rows."""
         raise NotImplementedError
@@ -82,11 +91,33 @@ class DivergenceLossRule(LossRule):
         """The divergence's derivative for cotangents g [C].
 
         Args:
-            logits: of `Compared`.
+            logits: of `Compared`, all of their columns or some.
             saved: of `Compared`.
             g: cotangents; 0 past the last active row.
         """
         raise NotImplementedError
+
+    def density(self, logits, saved) -> tuple[jax.Array, jax.Array | None]:
+        """By which columns are sampled [C, V], but not the ids of `by_logits`, [C, K].
+
+        Args:
+            logits: of `Compared`.
+            saved: of `Compared`.
+        """
+        raise NotImplementedError
+
+    def entries(self, tile, starts) -> tuple[jax.Array, jax.Array]:
+        """The sampled columns of some rows, and what they weigh, [C, K]."""
+        density, ids = self.density(tile["compared"].logits, tile["compared"].saved)
+        if tile["scale"] is not None:
+            outputs = tile["outputs"]
+            z = _scaled(tile["compared"].logits[0], tile["scale"])
+            normaliser = row_stats.Normaliser(outputs.max, outputs.log_sum)
+            p = jnp.exp(row_stats.log_softmax(z, normaliser))
+            density = (density + p[:, : density.shape[1]]) / 2
+        found = columns.select(self.spec, density, ids, starts)
+        sampling = sampling_of(self.spec)
+        return found.columns, column_sampling.inverse(sampling, found.p)
 
     def forward(self, trained, fixed):
         """See `Rule.forward`."""
@@ -99,22 +130,23 @@ class DivergenceLossRule(LossRule):
         """See `LossRule.one_pass`."""
         rows, this = given[0], dataclasses.replace(self, spec=spec)
         heads, n_rows = this.heads(source, given), len(rows.labels)
+        made_by = _Sampled if spec.gradient_samples else _Exact
+        gradient = made_by(this, heads[0], given)
 
         def chunk(row_ids, carry):
             values, sums = carry
             tile = this._tile(heads, given, row_ids)
             new, g = this._differentiate(tile, row_ids, operands, count, n_rows)
-            dz = this._derivative(tile, heads[0], rows, row_ids, g)
-            sums = xla.accumulate(spec, heads[0], row_ids, dz, sums)
+            sums = gradient.add(tile, row_ids, g, sums)
             return put_all(values, row_ids, new), sums
 
         zeros = traced_loss.nothing(
             self.loss, spec, self._complete(operands, n_rows), n_rows, pull=True
         )
         zeros = zeros._replace(per_token=zeros.per_token[1:])
-        carry = vocab_shards.vary(zeros, spec.varying), xla.zero_sums(spec, heads[0])
+        carry = vocab_shards.vary(zeros, spec.varying), gradient.zeros()
         values, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
-        return values, sum_over_shards(spec, trained_part(spec, sums))
+        return values, gradient.of(source, sums)
 
     def _outputs(self, spec, source, given) -> tuple[dict, jax.Array]:
         """Statistics by name and the divergence, [N]; 0 where inactive."""
@@ -143,6 +175,7 @@ class DivergenceLossRule(LossRule):
         of_stats = _scaled(compared.logits[0], scale)
         stats, _ = row_stats.of_tile(of_stats, labels, largest)
         outputs = merged(self.spec, rows, row_ids, stats)
+        masses, compared = compared.masses, compared._replace(masses=None)
         # The derivative computes probabilities again instead of storing [C, V] of them.
         if self.spec.shards:  # jax 0.10 gives all results of a barrier one type
             logits = lax.optimization_barrier(compared.logits)
@@ -150,7 +183,8 @@ class DivergenceLossRule(LossRule):
         else:
             compared = lax.optimization_barrier(compared)
         return {
-            "compared": compared, "outputs": outputs, "labels": labels, "scale": scale
+            "compared": compared, "outputs": outputs, "labels": labels, "scale": scale,
+            "masses": masses,
         }  # fmt: skip
 
     def _differentiate(
@@ -168,10 +202,13 @@ class DivergenceLossRule(LossRule):
         g, g_divergence = jax.tree.map(lambda x: x / count, (g, g_divergence))
         return values._replace(per_token=tuple(g_per_token)), (g, g_divergence)
 
-    def _derivative(self, tile, head, rows, row_ids, cotangents) -> jax.Array:
-        """The derivative by the rows' logits before softcap and temperature."""
-        compared, outputs, spec = tile["compared"], tile["outputs"], self.spec
-        g, g_divergence = cotangents
+    def derivative(self, tile, rows, row_ids, g) -> Callable[..., jax.Array]:
+        """The derivative by logits before softcap and temperature, as a function.
+
+        It takes scaled logits [C, K], whether each is the label's, and the divergence's
+        derivative by them, for cotangents g of the statistics.
+        """
+        outputs, spec = tile["outputs"], self.spec
         # Rows past the last active one: ln S = inf makes every p zero.
         here = row_ids < rows.labels.shape[0]
         outputs = outputs._replace(log_sum=jnp.where(here, outputs.log_sum, jnp.inf))
@@ -182,14 +219,7 @@ class DivergenceLossRule(LossRule):
             dz = _scaled(dz, scale) + of_divergence
             return xla.unscale(spec, rows, row_ids, z, dz)
 
-        z, labels = compared.logits[0], tile["labels"]
-        found = self.by_logits(compared.logits, compared.saved, g_divergence)
-        dz = add(z, row_stats.is_label(z, labels), found.everywhere)
-        if found.ids is None:
-            return dz
-        is_label = existing_columns(spec, found.ids) == labels[:, None]
-        at_ids = add(columns.logits_at(spec, z, found.ids), is_label, found.at_ids)
-        return columns.put_in_columns(spec, head, dz, found.ids, at_ids)
+        return add
 
     def _complete(self, operands, n_rows, row_ids=None, divergence=None) -> Operands:
         """The operands, with the divergence of some rows as first per-token array."""
@@ -197,6 +227,88 @@ class DivergenceLossRule(LossRule):
         if row_ids is not None:
             first = put(first, row_ids, divergence)
         return operands._replace(per_token=(first, *operands.per_token))
+
+
+class _Exact(NamedTuple):
+    """The source's cotangent, as sums over chunks of rows."""
+
+    rule: DivergenceLossRule
+    head: Factors  # in the dtypes of the products
+    given: tuple  # of the rule
+
+    @property
+    def rows(self) -> Rows:
+        """Those of the tokens."""
+        return self.given[0]
+
+    def zeros(self) -> Any:
+        """What `add` adds to."""
+        return xla.zero_sums(self.rule.spec, self.head)
+
+    def add(self, tile, row_ids, cotangents, sums) -> Any:
+        """The sums, with some rows of these cotangents (statistics', divergence's)."""
+        compared, spec = tile["compared"], self.rule.spec
+        z, labels, (g, g_divergence) = compared.logits[0], tile["labels"], cotangents
+        of = self.rule.derivative(tile, self.rows, row_ids, g)
+        found = self.rule.by_logits(compared.logits, compared.saved, g_divergence)
+        dz = of(z, row_stats.is_label(z, labels), found.everywhere)
+        if found.ids is not None:
+            is_label = existing_columns(spec, found.ids) == labels[:, None]
+            at_ids = of(columns.logits_at(spec, z, found.ids), is_label, found.at_ids)
+            dz = columns.put_in_columns(spec, self.head, dz, found.ids, at_ids)
+        return xla.accumulate(spec, self.head, row_ids, dz, sums)
+
+    def of(self, source, sums) -> Factors:
+        """The cotangent."""
+        spec = self.rule.spec
+        return sum_over_shards(spec, trained_part(spec, sums))
+
+
+class _Sampled(_Exact):
+    """The source's cotangent, from few entries of each row: its label's, its ids'.
+
+    These are exact; others are sampled.
+    """
+
+    def zeros(self):
+        """See `_Exact.zeros`."""
+        spec, n_ids = self.rule.spec, self.rule.n_ids(self.given)
+        shape = len(self.rows.labels), 1 + n_ids + (spec.gradient_samples or 0)
+        columns = jnp.full(shape, spec.columns, jnp.int32)
+        none = Derivative(columns, jnp.zeros(shape, spec.stats_dtype))
+        return vocab_shards.vary(none, spec.part_varying)
+
+    def add(self, tile, row_ids, cotangents, sums):
+        """See `_Exact.add`."""
+        compared, spec = tile["compared"], self.rule.spec
+        labels, (g, g_divergence) = tile["labels"][:, None], cotangents
+        here = self.rows._replace(draws=take(self.rows.draws, row_ids))
+        starts = starts_of(spec, sampling_of(spec), here)
+        drawn, weights = self.rule.entries(tile, starts)
+        at = jnp.concatenate([labels, drawn], axis=1)
+        logits = column_sampling.at_columns(compared.logits, at)
+        of = self.rule.derivative(tile, self.rows, row_ids, g)
+        found = self.rule.by_logits(logits, compared.saved, g_divergence)
+        dz = of(logits[0], at == labels, found.everywhere)
+        weights = jnp.where(drawn == labels, 0, weights)
+        weights = jnp.concatenate([jnp.ones_like(dz[:, :1]), weights], axis=1)
+        if found.ids is not None:
+            ids = columns.distinct_columns(spec, found.ids)
+            given = jnp.any(ids == labels, axis=1)
+            weights = weights.at[:, 0].set(jnp.where(given, 0.0, 1.0))
+            z = columns.logits_at(spec, compared.logits[0], found.ids)
+            at_ids = of(z, ids == labels, found.at_ids)
+            at = jnp.concatenate([at, ids], axis=1)
+            dz = jnp.concatenate([dz, at_ids], axis=1)
+            weights = jnp.pad(weights, ((0, 0), (0, ids.shape[1])), constant_values=1)
+        used = (at >= 0) & (at < spec.columns) & (weights > 0)
+        at, dz = jnp.where(used, at, spec.columns), jnp.where(used, weights * dz, 0)
+        return put_all(sums, row_ids, Derivative(at, dz))
+
+    def of(self, source, sums):
+        """See `_Exact.of`."""
+        sampler = sampler_of(self.rule.backend)
+        return sampler.gradient(self.rule.spec, source, self.rows, sums)
 
 
 def _scaled(z, scale):
@@ -211,6 +323,7 @@ class LossCall(NamedTuple):
     policy: Factors
     given: tuple  # of a `DivergenceLossRule`
     shape: tuple[int, ...]  # of the tokens
+    options: CallOptions
 
 
 def run(
@@ -232,7 +345,7 @@ def run(
     Returns:
         (loss, metrics), as `token_loss` does.
     """
-    spec, policy, given, shape = call
+    spec, policy, given, shape, options = call
     flat = flat_per_token(per_token, shape)
     count = read_normalizer(normalizer, given[0], spec)
     spec, policy = arguments.typed(spec, policy, (given, flat, count))
@@ -245,7 +358,9 @@ def run(
         nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)
         total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics
     else:
-        loss_rule = rule_of(spec, choose.choose("xla", spec, policy)[0], loss)
+        # Kernels have no loop for it, but may sum the entries that are sampled.
+        named = options.implementation if spec.gradient_samples else "xla"
+        loss_rule = rule_of(spec, choose.choose(named, spec, policy)[0], loss)
         fixed = given, operands.closed
         total, metrics = rule.run(loss_rule, (policy, flat, count), fixed)
     metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}

@@ -85,7 +85,8 @@ class Columns(Target):
         ids, log_q = _columns(spec, ids, logprobs)
         rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
         spec, source = arguments.typed(spec, source, (rows, ids, log_q))
-        log_p = rule.run(ColumnsRule(spec), (source,), ((rows,), ids))
+        sampler = arguments.sampler(student.options.implementation, spec, source)
+        log_p = rule.run(ColumnsRule(spec, sampler), (source,), ((rows,), ids))
         values = column_divergences.values(how, log_p, log_q)
         return jnp.reshape(jnp.where(rows.active, values, 0), shape)
 
@@ -100,7 +101,7 @@ class Columns(Target):
         scale = statistics_scale(spec, shape, rows, statistics_temperature)
         given = rows, scale, *_columns(spec, ids, logprobs)
         rule_of = functools.partial(ColumnsLossRule, how=how)
-        return rule_of, LossCall(spec, source, given, shape)
+        return rule_of, LossCall(spec, source, given, shape, student.options)
 
     def placed(self, places):
         """See `Target.placed`."""
@@ -153,7 +154,8 @@ class Drawn(Target):
         ids = flat_ids(ids, shape)
         rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
         spec, source = arguments.typed(spec, source, (rows, ids))
-        log_p = rule.run(SelectedRule(spec), (source,), ((rows,), ids))
+        sampler = arguments.sampler(student.options.implementation, spec, source)
+        log_p = rule.run(SelectedRule(spec, sampler), (source,), ((rows,), ids))
         count = jnp.maximum(jnp.sum(ids >= 0, axis=1), 1).astype(log_p.dtype)
         return jnp.reshape(-jnp.sum(log_p, axis=1) / count, shape)
 
@@ -165,7 +167,7 @@ class Drawn(Target):
         ids = ids if ids.shape[-1] else _absent(shape)
         scale = statistics_scale(spec, shape, rows, statistics_temperature)
         given = rows, scale, flat_ids(ids, shape)
-        return DrawnLossRule, LossCall(spec, source, given, shape)
+        return DrawnLossRule, LossCall(spec, source, given, shape, student.options)
 
     def placed(self, places):
         """See `Target.placed`."""
@@ -178,11 +180,6 @@ def _read(
 ) -> tuple[tuple[Spec, Factors, Rows, tuple[int, ...]], Any, Any]:
     """(a call of columns, checked ids, checked mask), which is recorded."""
     hidden, W, labels, options = student
-    if options.gradient is not None or options.key is not None:
-        raise NotImplementedError(
-            f"gradient={options.gradient} must be None, and key, for a divergence from "
-            "given columns, whose backward pass recomputes the logits"
-        )
     call = arguments.columns_call(verb, hidden, W, options, labels)
     spec, source, _, shape = call
     where = arguments.read_where(options.where, shape)

@@ -16,10 +16,11 @@ from jaxmem.core.backend_operands import (
     take,
 )
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.gradients import Gradient
 from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, columns, rule
-from jaxmem.functional.rule import LoopRule
+from jaxmem.functional.columns import SomeColumnsRule
 
 
 class TopK(NamedTuple):
@@ -43,6 +44,8 @@ def topk(
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
+    gradient: Gradient | None = None,
+    key: jax.Array | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> TopK:
@@ -63,7 +66,8 @@ def topk(
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
         implementation: "xla", or None: on an NVIDIA GPU, kernels then read the logits
             once, if k ≤ 256.
-        chunk, temperature: as in `logprobs`.
+        chunk, temperature, gradient, key: as in `logprobs`, with one block; the entries
+            of the ids are exact.
 
     Returns:
         `TopK(logprobs, ids)`: float32 [..., k] (float64 for float64 hidden) and int32
@@ -92,8 +96,8 @@ def topk(
     """
     verb = "topk"
     options = CallOptions(
-        chunk=chunk, where=where, temperature=temperature, axis_name=axis_name,
-        implementation=implementation,
+        chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
+        axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
     spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
     k = _check_k(k, spec.vocab_size)
@@ -103,19 +107,20 @@ def topk(
         log_p = jnp.zeros((*shape, k), spec.stats_dtype)
         return TopK(log_p, jnp.zeros((*shape, k), jnp.int32))
     spec, source = arguments.typed(spec, source, rows)
-    of_call = _Largest(spec, k, arguments.uses_kernels(implementation))
+    sampler = arguments.sampler(implementation, spec, source)
+    of_call = _Largest(spec, sampler, k, arguments.uses_kernels(implementation))
     results = rule.run(of_call, (source,), ((rows,), None))
     return jax.tree.map(lambda x: jnp.reshape(x, (*shape, k)), results)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Largest(LoopRule):
+class _Largest(SomeColumnsRule):
     """The rule of `topk`; nothing is given."""
 
     k: int
     kernels: bool  # those of `kernels.row_blocks` read the logits, if they can
 
-    def forward_loop(self, source, rows, given):
+    def loop(self, source, rows, given, starts):
         (rows,), spec = rows, self.spec
         head = source.cast(spec)
 
@@ -125,15 +130,19 @@ class _Largest(LoopRule):
             entries, ids = self._of_shards(entries, ids)
             normaliser = columns.over_shards(spec, normaliser)
             log_p = row_stats.log_softmax(entries, normaliser)
-            values = TopK(log_p, ids), {"normaliser": normaliser}
-            return put_all(results, row_ids, values)
+            saved = {"normaliser": normaliser}
+            if starts is not None:
+                here = take(starts, row_ids)
+                saved |= columns.sampled(spec, z, normaliser, ids, here)
+            return put_all(results, row_ids, (TopK(log_p, ids), saved))
 
         n_rows = rows.labels.shape[0]
         zero = jnp.zeros(n_rows, spec.stats_dtype)
         log_p = jnp.zeros((n_rows, self.k), spec.stats_dtype)
         ids = jnp.full((n_rows, self.k), -1, jnp.int32)
         results = TopK(log_p, ids), {"normaliser": row_stats.Normaliser(zero, zero)}
-        results = vocab_shards.vary(results, spec.varying)
+        top, saved = vocab_shards.vary(results, spec.varying)
+        results = top, saved | columns.nothing_sampled(spec, starts)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
     def _of_columns(self, z):
@@ -168,15 +177,11 @@ class _Largest(LoopRule):
         """See `Rule.backward`; ids have no cotangent."""
         return super().backward(residuals, cotangents.logprobs)
 
-    def backward_loop(self, source, rows, given, result, saved, g):
-        def derivative(row_ids):
-            log_p, g_row = take(result.logprobs, row_ids), take(g, row_ids)
-            ids = take(result.ids, row_ids, fill_value=-1)
-            normaliser = jax.tree.map(lambda x: take(x, row_ids), saved["normaliser"])
-            at_ids = columns.by_log_p(log_p, g_row)
-            return columns.Derivative(ids, at_ids, -jnp.sum(g_row, 1), normaliser)
-
-        return columns.pull(self.spec, source, rows[0], derivative)
+    def derivative(self, given, result, saved, g):
+        (log_p, ids), normaliser = result, saved["normaliser"]
+        z = columns.unnormalised(log_p, normaliser)
+        at_ids = columns.by_log_p(log_p, g)
+        return columns.Derivative(ids, at_ids, -jnp.sum(g, 1), normaliser, z)
 
 
 def _check_k(k, vocab_size):

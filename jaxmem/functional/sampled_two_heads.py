@@ -8,16 +8,21 @@ mean of the estimate is dz. All columns may be left out: none is a label's.
 """
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 
-from jaxmem.backends import xla, xla_sampled
+from jaxmem.backends import xla
 from jaxmem.backends.protocol import Sampler
+from jaxmem.backends.xla_sampled import sampling_of, starts_of
 from jaxmem.core import column_sampling, row_stats, vocab_shards
 from jaxmem.core.backend_operands import for_active_chunks, put_all, take
-from jaxmem.core.column_sampling import Derivative, Entries, Sampling
+from jaxmem.core.column_sampling import Derivative, Sampling
+from jaxmem.functional.columns import select
+from jaxmem.functional.kinds import Kind
 from jaxmem.functional.rule import LoopRule
-from jaxmem.functional.two_heads import Masses, TwoHeadsRule, beside, compare, softmax
+from jaxmem.functional.two_heads import Masses, TwoHeadsRule, beside, softmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,21 +39,19 @@ class SampledTwoHeadsRule(TwoHeadsRule):
         """See `LoopRule.saving_loop`; the entries are selected here."""
         spec, n_rows = self.spec, source.hidden.shape[0]
         policy, reference = self.cast(source, given)
-        sampling = xla_sampled.sampling_of(spec)
-        starts = xla_sampled.starts_of(spec, sampling, rows[0])
+        sampling = sampling_of(spec)
+        starts = starts_of(spec, sampling, rows[0])
 
         def chunk(row_ids, results):
-            full, z, y = self.logits(policy, reference, rows, row_ids)
-            value, saved, masses = self.values(z, y)
+            logits = self.logits(policy, reference, rows, row_ids)
+            value, saved, masses = self.values(*logits[1:])
             here = take(starts, row_ids)
-            if masses is None:
-                entries = self._entries(sampling, z, y, saved, here)
-                dz = self._derivative(sampling, z, y, saved, entries)
-            else:
-                dz = self._by_kernels(z, y, saved, masses, here)
-            at = jnp.take_along_axis(full, dz.columns, axis=1, mode="clip")
-            scaled = xla.unscale(spec, rows[0], row_ids, at, dz.values)
-            return put_all(results, row_ids, (value, dz._replace(values=scaled)))
+            columns, weights = entries(self, logits, saved, masses, here)
+            logits = column_sampling.at_columns(logits, columns)
+            dz = self.derivative(logits, saved, jnp.ones_like(value))
+            dz = jnp.where(weights > 0, weights * dz, 0)
+            dz = xla.unscale(spec, rows[0], row_ids, logits[0], dz)
+            return put_all(results, row_ids, (value, Derivative(columns, dz)))
 
         none = column_sampling.none(sampling, n_rows, spec.stats_dtype)
         dz = Derivative(none.columns, none.p)
@@ -67,46 +70,37 @@ class SampledTwoHeadsRule(TwoHeadsRule):
             self.spec, source, rows[0], dz._replace(values=values)
         )
 
-    def _entries(self, sampling, z, y, saved, starts) -> Entries:
-        """The sampled entries of rows of a divergence."""
-        policy, reference = beside(saved["normalisers"])
-        density = self._density(z, y, *policy, *reference)
-        ones = jnp.ones(len(z), density.dtype)
-        return column_sampling.select(sampling, density, ones, starts)
 
-    def _by_kernels(self, z, y, saved, masses: Masses, starts) -> Derivative:
-        """The sampled derivative, from blocks whose masses are known."""
-        from jaxmem.kernels import sampled_blocks  # Pallas takes a while to import
+def entries(
+    heads: TwoHeadsRule, logits, saved, masses: Masses | None, starts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The sampled columns of rows of both heads' logits, and what they weigh, [C, K].
 
-        spec, (policy, reference) = self.spec, saved["normalisers"]
-        sampling = Sampling(
-            spec.gradient_samples or 0, spec.columns, sampled_blocks.MARGIN
-        )
-        bounds = sampled_blocks.bounds(sampling, *masses)
-        density = sampled_blocks.Density(
-            self._density, (z, y), rows=(*policy, *reference)
-        )
-        entries = sampled_blocks.select(sampling, density, bounds, masses.width, starts)
-        return self._derivative(sampling, z, y, saved, entries)
+    Args:
+        heads: the rule.
+        logits: of `TwoHeadsRule.logits`.
+        saved: of `TwoHeadsRule.values`.
+        masses: of the same; None where no kernels run.
+        starts: int32 [C].
+    """
+    (_, z, y), spec = logits, heads.spec
+    policy, reference = saved["normalisers"]
+    if masses is None:
+        density = density_of(heads.divergence, z, y, *beside((*policy, *reference)))
+        found, sampling = select(spec, density, None, starts), sampling_of(spec)
+        return found.columns, column_sampling.inverse(sampling, found.p)
+    from jaxmem.kernels import sampled_blocks  # Pallas takes a while to import
 
-    def _density(self, z, y, p_max, p_log_sum, q_max, q_log_sum):
-        """The density of tiles of both heads' logits, and their normalisers."""
-        p = softmax(z, row_stats.Normaliser(p_max, p_log_sum))
-        q = softmax(y, row_stats.Normaliser(q_max, q_log_sum))
-        return self.divergence.density(p, q)
+    sampling = Sampling(spec.gradient_samples or 0, spec.columns, sampled_blocks.MARGIN)
+    bounds = sampled_blocks.bounds(sampling, *masses)
+    of = functools.partial(density_of, heads.divergence)
+    density = sampled_blocks.Density(of, (z, y), rows=(*policy, *reference))
+    found = sampled_blocks.select(sampling, density, bounds, masses.width, starts)
+    return found.columns, column_sampling.inverse(sampling, found.p)
 
-    def _derivative(self, sampling, z, y, saved, entries: Entries) -> Derivative:
-        """The derivative of rows of a divergence by the scaled logits."""
-        columns, kept, _ = entries
-        normalisers, mean_slope = beside((saved["normalisers"], saved["mean_slope"]))
 
-        def at(x):
-            return jnp.take_along_axis(x, columns, axis=1, mode="clip")
-
-        p, q, log_ratio = compare(at(z), at(y), *normalisers)
-        dz = self.divergence.slopes(p, q, log_ratio) - p * mean_slope
-        probability = (
-            column_sampling.units(sampling, kept).astype(dz.dtype) / sampling.one
-        )
-        weight = jnp.where(kept > 0, 1 / jnp.where(kept > 0, probability, 1), 0)
-        return Derivative(columns, jnp.where(kept > 0, weight * dz, 0))
+def density_of(kind: Kind, z, y, p_max, p_log_sum, q_max, q_log_sum):
+    """The density of tiles of both heads' logits, and their normalisers."""
+    p = softmax(z, row_stats.Normaliser(p_max, p_log_sum))
+    q = softmax(y, row_stats.Normaliser(q_max, q_log_sum))
+    return kind.density(p, q)

@@ -14,11 +14,12 @@ from jax.typing import ArrayLike
 from jaxmem.core import row_stats, vocab_shards
 from jaxmem.core.backend_operands import for_active_chunks, put_all, take
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.gradients import Gradient
 from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, columns, rule
+from jaxmem.functional.columns import SomeColumnsRule
 from jaxmem.functional.given_ids import check_ids, flat_ids
-from jaxmem.functional.rule import LoopRule
 
 
 @with_automatic_axes(sharded_like(ids=1, hidden=1))
@@ -30,6 +31,8 @@ def selected_logprobs(
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
+    gradient: Gradient | None = None,
+    key: jax.Array | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -50,7 +53,8 @@ def selected_logprobs(
         where: booleans that broadcast to hidden.shape[:-1]; False masks a token.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
         implementation: "xla", or None, which means the same.
-        chunk, temperature: as in `logprobs`.
+        chunk, temperature, gradient, key: as in `logprobs`, with one block; the entries
+            of the ids are exact.
 
     Returns:
         float32 [..., K] (float64 for float64 hidden): 0 where masked or absent, with a
@@ -77,8 +81,8 @@ def selected_logprobs(
     """
     verb = "selected_logprobs"
     options = CallOptions(
-        chunk=chunk, where=where, temperature=temperature, axis_name=axis_name,
-        implementation=implementation,
+        chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
+        axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
     spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
     where = arguments.read_where(where, shape)
@@ -89,48 +93,48 @@ def selected_logprobs(
     if 0 in ids.shape:
         return jnp.zeros((*shape, ids.shape[-1]), spec.stats_dtype)
     spec, source = arguments.typed(spec, source, (rows, ids))
-    results = rule.run(SelectedRule(spec), (source,), ((rows,), ids))
+    of_call = SelectedRule(spec, arguments.sampler(implementation, spec, source))
+    results = rule.run(of_call, (source,), ((rows,), ids))
     return jnp.reshape(results, (*shape, ids.shape[-1]))
 
 
 @dataclasses.dataclass(frozen=True)
-class SelectedRule(LoopRule):
+class SelectedRule(SomeColumnsRule):
     """The rule of `selected_logprobs`; given are the ids [N, K]."""
 
-    def forward_loop(self, source, rows, given):
-        """See `LoopRule.forward_loop`."""
+    def loop(self, source, rows, given, starts):
+        """See `SomeColumnsRule.loop`."""
         (rows,), spec = rows, self.spec
         head = source.cast(spec)
 
         def chunk(row_ids, parts):
             z = columns.logits(spec, head, rows, row_ids)
             ids = take(given, row_ids, fill_value=-1)
-            values = columns.logits_at(spec, z, ids), row_stats.normaliser(z)
+            part, more = row_stats.normaliser(z), {}
+            if starts is not None:
+                whole, here = columns.over_shards(spec, part), take(starts, row_ids)
+                more = columns.sampled(spec, z, whole, ids, here)
+            values = columns.logits_at(spec, z, ids), part, more
             return put_all(parts, row_ids, values)
 
         zero = jnp.zeros(given.shape[0], spec.stats_dtype)
         parts = (
             jnp.zeros(given.shape, spec.stats_dtype),
             row_stats.Normaliser(zero, zero),
+            columns.nothing_sampled(spec, starts),
         )
         parts = vocab_shards.vary(parts, spec.part_varying)
-        z, part = for_active_chunks(spec.chunk, rows.active, chunk, parts)
+        z, part, more = for_active_chunks(spec.chunk, rows.active, chunk, parts)
         normaliser = columns.over_shards(spec, part)
         log_p = row_stats.log_softmax(columns.max_over_shards(spec, z), normaliser)
         log_p = jnp.where(given < spec.vocab_size, log_p, jnp.nan)
         log_p = jnp.where(rows.active[:, None] & (given >= 0), log_p, 0)
-        return vocab_shards.vary((log_p, {"normaliser": normaliser}), spec.varying)
+        results = vocab_shards.vary((log_p, {"normaliser": normaliser}), spec.varying)
+        return results[0], results[1] | more
 
-    def backward_loop(self, source, rows, given, result, saved, g):
-        """See `LoopRule.backward_loop`."""
-
-        def derivative(row_ids):
-            ids = take(given, row_ids, fill_value=-1)
-            log_p, g_ids = take(result, row_ids), take(g, row_ids)
-            normaliser = jax.tree.map(lambda x: take(x, row_ids), saved["normaliser"])
-            return derivative_of_selected(ids, log_p, g_ids, normaliser)
-
-        return columns.pull(self.spec, source, rows[0], derivative)
+    def derivative(self, given, result, saved, g):
+        """See `SomeColumnsRule.derivative`."""
+        return derivative_of_selected(given, result, g, saved["normaliser"])
 
 
 def derivative_of_selected(
@@ -148,12 +152,13 @@ def derivative_of_selected(
     g = jnp.where(jnp.isnan(log_p) & (g != 0), jnp.nan, g)
     g = jnp.where(ids < 0, 0, g)
     total = jnp.sum(g, axis=-1)
-    ids, at_ids = _at_ids(ids, log_p, g, total[:, None])
-    return columns.Derivative(ids, at_ids, -total, normaliser)
+    ids, log_p, at_ids = _at_ids(ids, log_p, g, total[:, None])
+    z = columns.unnormalised(log_p, normaliser)
+    return columns.Derivative(ids, at_ids, -total, normaliser, z)
 
 
 def _at_ids(ids, log_p, g, total):
-    """Sorted ids and the derivative there, Σ_l g_l ([ids_l = ids_k] - p_k); [C, K].
+    """Sorted ids, ln p and the derivative there, Σ_l g_l ([ids_l = ids_k] - p_k).
 
     1 - p is computed from log p, because g - g p would cancel near p = 1.
     """
@@ -162,4 +167,4 @@ def _at_ids(ids, log_p, g, total):
     run = jnp.pad(jnp.cumsum(starts, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     of_run = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], run
     here = jnp.zeros_like(g).at[of_run].add(g)[of_run]  # summed over equal ids
-    return ids, here * -jnp.expm1(log_p) - (total - here) * jnp.exp(log_p)
+    return ids, log_p, here * -jnp.expm1(log_p) - (total - here) * jnp.exp(log_p)

@@ -7,14 +7,12 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmem.backends import choose
 from jaxmem.core import checks, gradients, partition
 from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.head import Head
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.divergence_loss_rule import LossCall, statistics_scale
-from jaxmem.functional.sampled import sampler_of
 from jaxmem.functional.sampled_two_heads import SampledTwoHeadsRule
 from jaxmem.functional.targets import Target
 from jaxmem.functional.two_heads import TwoHeadsRule
@@ -70,9 +68,7 @@ class Teacher(Target):
         implementation = student.options.implementation
         kernels = arguments.uses_kernels(implementation)
         two_heads = TwoHeadsRule(spec, kind, other_spec, kernels)
-        if spec.gradient_samples is not None:
-            backend, _ = choose.choose(implementation, spec, policy)
-            sampler = sampler_of(backend)
+        if sampler := arguments.sampler(implementation, spec, policy):
             two_heads = SampledTwoHeadsRule(spec, kind, other_spec, kernels, sampler)
         results = rule.run(two_heads, (policy,), ((rows, other_rows), other))
         return jnp.reshape(results, shape)
@@ -87,7 +83,8 @@ class Teacher(Target):
             return TwoHeadsLossRule(spec, backend, loss, kind, other_spec, kernels)
 
         scale = statistics_scale(spec, shape, rows, statistics_temperature)
-        return rule_of, LossCall(spec, policy, (rows, scale, other_rows, other), shape)
+        given = rows, scale, other_rows, other
+        return rule_of, LossCall(spec, policy, given, shape, student.options)
 
     def placed(self, places):
         """See `Target.placed`."""
@@ -156,17 +153,7 @@ def _specs(policy, other, options) -> tuple[Spec, Spec]:
     both, n_tokens = columns + other_columns, policy.hidden.shape[0]
     vocab_size = checks.check_vocab_size(head.vocab_size, columns)
     _check_vocabulary(vocab_size, other_head, other_columns)
-    facts = gradients.facts(options.gradient, vocab_size)
-    if facts.get("gradient_blocks", 1) > 1:
-        raise NotImplementedError(
-            f"gradient={options.gradient} must have one block: a divergence of two "
-            "heads sums W's gradient at once"
-        )
-    if facts.get("forward", "exact") != "exact":
-        raise NotImplementedError(
-            f"gradient={options.gradient} must have forward='exact': a divergence of "
-            "two heads needs both heads' logits"
-        )
+    facts = gradients.facts_of_whole_logits(options.gradient, vocab_size)
     spec = Spec(
         columns=columns,
         vocab_size=vocab_size,

@@ -159,20 +159,20 @@ class TwoHeadsRule(LoopRule):
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, like)
 
     def derivative(self, logits, saved, g) -> jax.Array:
-        """The derivative by the policy's scaled logits, [C, columns].
+        """The derivative by the policy's scaled logits, or by some columns of them.
 
         Args:
-            logits: of `logits`.
+            logits: of `logits`, all of their columns or some.
             saved: residuals of the rows.
             g: cotangents of the rows, [C].
         """
-        _, z, y = logits
+        whole, z, y = logits
         mean_slope, g = saved["mean_slope"][:, None], g[:, None]
         p, q, log_ratio = compare(z, y, *beside(saved["normalisers"]))
         dz = g * (self.divergence.slopes(p, q, log_ratio) - p * mean_slope)
         # Rows past the last active one, or whose infinite divergence is not used.
         dz = jnp.where(g == 0, 0, dz)
-        return jnp.pad(dz, ((0, 0), (0, self.spec.columns - dz.shape[1])))
+        return jnp.pad(dz, ((0, 0), (0, whole.shape[1] - dz.shape[1])))
 
     def cast(self, policy, reference):
         """Both heads in the dtypes that their products take."""

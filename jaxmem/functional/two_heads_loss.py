@@ -13,7 +13,8 @@ from jaxmem.functional.divergence_loss_rule import (
     DivergenceLossRule,
 )
 from jaxmem.functional.kinds import Kind
-from jaxmem.functional.two_heads import TwoHeadsRule
+from jaxmem.functional.sampled_two_heads import density_of, entries
+from jaxmem.functional.two_heads import TwoHeadsRule, beside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +37,26 @@ class TwoHeadsLossRule(DivergenceLossRule):
         (rows, _, reference_rows, _), (policy, reference) = given, heads
         of_heads = rows, reference_rows
         logits = self._two_heads.logits(policy, reference, of_heads, row_ids)
-        value, saved, _ = self._two_heads.values(*logits[1:])
+        value, saved, masses = self._two_heads.values(*logits[1:])
         # Columns that only the policy has are padding and have no largest logit.
-        return Compared(logits, value, saved, saved["normalisers"][0].max)
+        return Compared(logits, value, saved, saved["normalisers"][0].max, masses)
 
     def by_logits(self, logits, saved, g):
         """See `DivergenceLossRule.by_logits`."""
         return ByLogits(self._two_heads.derivative(logits, saved, g))
+
+    def entries(self, tile, starts):
+        """See `DivergenceLossRule.entries`."""
+        if tile["scale"] is not None:
+            return super().entries(tile, starts)
+        logits, _, saved, *_ = tile["compared"]
+        return entries(self._two_heads, logits, saved, tile["masses"], starts)
+
+    def density(self, logits, saved):
+        """See `DivergenceLossRule.density`."""
+        policy, reference = beside(saved["normalisers"])
+        of = density_of(self.divergence, *logits[1:], *policy, *reference)
+        return of, None
 
     @property
     def _two_heads(self) -> TwoHeadsRule:

@@ -270,6 +270,8 @@ def test_a_divergence_and_a_split_vocabulary_are_refused():
     target = jaxmem.ReverseKL(jaxmem.Teacher(h, W))
     with pytest.raises(NotImplementedError, match="forward='exact'"):
         jaxmem.divergence(h, W, target, gradient=INT8, key=KEY)
+    with pytest.raises(NotImplementedError, match="forward='exact'"):
+        jaxmem.topk(h, W, 2, gradient=INT8, key=KEY)
     mesh = jax.make_mesh((2,), ("v",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jaxmem.sharding.parallel(jaxmem.logprobs, mesh, vocab="v")
     with pytest.raises(NotImplementedError, match="the whole vocabulary"):

@@ -1,26 +1,38 @@
 """Which function takes which `gradient=`: the table of docs/heads.md."""
 
+import functools
 import re
 from pathlib import Path
 
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxmem
+from jaxmem.heads import nnx
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PAGE = Path(__file__).parents[2] / "docs/heads.md"
 H, W = jnp.ones((4, 8), jnp.bfloat16), jnp.cos(jnp.arange(480.0)).reshape(60, 8)
 Y, KEY = jnp.arange(4), jax.random.key(0)
+TOP = jaxmem.Columns(Y[:, None], jnp.full((4, 1), -1.0))
 ARGUMENTS = {
     "logprobs": (H, W, Y),
     "entropy": (H, W),
     "token_stats": (H, W, Y),
     "token_loss": (lambda stats: -stats.logprob, H, W, Y),
     "divergence": (H, W, jaxmem.ReverseKL(jaxmem.Teacher(H, W))),
+    "divergence_loss": (lambda stats, d: d, H, W, Y, jaxmem.JSD(TOP)),
+    "selected_logprobs": (H, W, Y[:, None]),
+    "topk": (H, W, 3),
+}
+TARGETS = {
+    "JSD of columns": jaxmem.JSD(TOP),
+    "ForwardKL of draws": jaxmem.ForwardKL(jaxmem.Drawn(Y[:, None])),
+    "ForwardKL of a teacher": jaxmem.ForwardKL(jaxmem.Teacher(H, W)),
 }
 GRADIENTS = {
     "None": None,
@@ -45,18 +57,39 @@ def test_the_table_has_every_function_and_choice():
     assert pairs == {(verb, name) for verb in ARGUMENTS for name in GRADIENTS}
 
 
-@pytest.mark.parametrize("verb, name, takes", list(table()))
-def test_a_function_takes_what_the_table_says(verb, name, takes):
+def check(verb, operands, name, takes):
+    """The function refuses the gradient by name, or has its values to the bit."""
     options = {"gradient": GRADIENTS[name]}
     options |= {"key": KEY} if name == "Sample(k)" else {}
     run = getattr(jaxmem, verb)
-    want = run(*ARGUMENTS[verb])
     if takes == "no":
         with pytest.raises(NotImplementedError, match="must have one block"):
-            run(*ARGUMENTS[verb], **options)
+            run(*operands, **options)
         return
-    got = run(*ARGUMENTS[verb], **options)
+    got, want = run(*operands, **options), run(*operands)
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("verb, name, takes", list(table()))
+def test_a_function_takes_what_the_table_says(verb, name, takes):
+    check(verb, ARGUMENTS[verb], name, takes)
+
+
+@pytest.mark.parametrize(
+    "verb, name, takes", [row for row in table() if row[0].startswith("divergence")]
+)
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_takes_what_the_table_says(target, verb, name, takes):
+    check(verb, (*ARGUMENTS[verb][:-1], TARGETS[target]), name, takes)
+
+
+@pytest.mark.parametrize("verb", ARGUMENTS)
+def test_methods_of_a_head_take_them_too(verb):
+    head = nnx.LMHead(8, 60, rngs=flax.nnx.Rngs(0))
+    operands = [x for x in ARGUMENTS[verb] if x is not W]
+    run = functools.partial(getattr(head, verb), *operands)
+    got = run(gradient=jaxmem.Sample(4), key=KEY)
+    jax.tree.map(np.testing.assert_array_equal, got, run())
 
 
 @pytest.mark.parametrize("kind, value", [("Recompute", 0), ("Sample", True)])

@@ -6,22 +6,105 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 import jaxmem
 from jaxmem import Sample
 from jaxmem.core import column_sampling
 from tests.cases import Case, slow
-from tests.targets import forward_kl, of_two_heads, reverse_kl
+from tests.described import FIELDS
+from tests.targets import (
+    forward_kl,
+    loss_of_columns,
+    loss_of_two_heads,
+    of_columns,
+    of_two_heads,
+    reverse_kl,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
 N, D, V, K = 4, 8, 60, 8
 KEY = jax.random.key(7)
+LABELS = np.array([3, 11, 0, 7])
+
+
+def mixture(stats, divergence):
+    """A loss of a divergence, cross-entropy and entropy."""
+    return divergence - 0.3 * stats.logprob + 0.1 * stats.entropy
+
+
+def top(other_h, other_W):
+    """Two ids of a teacher, the label, and one that is absent; with their ln p."""
+    of_head = other_h, jaxmem.Head(other_W, vocab_size=50)
+    ids = jaxmem.topk(*of_head, 4).ids
+    labels = jnp.broadcast_to(LABELS[: ids.shape[-2]], ids.shape[:-1])
+    ids = ids.at[..., 1].set(-1).at[..., 2].set(labels)
+    ids = ids.at[..., 2, 2].set(-1)  # one token has not its label
+    ids = jnp.where((ids == ids[..., 2:3]) & (jnp.arange(4) != 2), -1, ids)
+    return ids, jaxmem.selected_logprobs(*of_head, ids) - 0.2
+
+
+def from_columns(verb):
+    """Of columns in place of the teacher's head; ids alone for drawn ones."""
+
+    def run(h, W, other_h, other_W, **options):
+        return verb(h, W, *top(other_h, other_W), **options)
+
+    return run
+
+
+def from_draws(verb):
+    """Of ids of which one repeats."""
+
+    def run(h, W, other_h, other_W, **options):
+        ids = top(other_h, other_W)[0]
+        return verb(h, W, jnp.concatenate([ids, ids[..., 2:3]], -1), None, **options)
+
+    return run
+
+
+def in_loss(verb, **more):
+    """A loss of the operands of a divergence, not divided."""
+
+    def run(h, W, *others, **options):
+        labels = jnp.broadcast_to(LABELS, h.shape[:-1])
+        made = more | {"normalizer": 1.0} | options
+        return verb(h, W, labels, *others, **made)[0]
+
+    return run
+
+
+def selected(h, W, ids, _, verb=jaxmem.selected_logprobs, **options):
+    """A sum of log-probabilities with weights of both signs."""
+    head = jaxmem.Head(W, **{k: options.pop(k) for k in FIELDS if k in options})
+    log_p = verb(h, head, ids, **options)
+    return jnp.sum(log_p * jnp.linspace(-1, 1.5, ids.shape[-1]), -1)
+
+
+def largest(h, W, *_, **options):
+    """A sum of the largest log-probabilities."""
+    head = jaxmem.Head(W, **{k: options.pop(k) for k in FIELDS if k in options})
+    return jaxmem.topk(h, head, 3, **options).logprobs @ jnp.float32([0.5, 1, -1])
+
+
 VERBS = {
     "reverse_kl": reverse_kl,
     "forward_kl": forward_kl,
     "jsd": of_two_heads("jsd 0.3"),
+    "forward_kl of columns": from_columns(of_columns("forward_kl")),
+    "jsd of columns": from_columns(of_columns("jsd 0.3")),
+    "forward_kl of draws": from_draws(of_columns("forward_kl")),
+    "selected": from_draws(selected),
+    "topk": largest,
+    "loss of forward_kl": in_loss(loss_of_two_heads("forward_kl", mixture)),
+    "loss of jsd, warm": in_loss(
+        loss_of_two_heads("jsd", mixture), statistics_temperature=0.6
+    ),
+    "loss of columns": from_columns(in_loss(loss_of_columns("reverse_kl", mixture))),
+    "loss of draws, warm": from_draws(
+        in_loss(loss_of_columns("forward_kl", mixture), statistics_temperature=0.6)
+    ),
 }
 SOME = {
     "temperature": np.float32([0.5, 1, 2, 1.5]),
@@ -40,8 +123,10 @@ def problem(n=N, d=D, v=V):
 
 
 def loss_of(verb, g, **options):
+    verb = VERBS.get(verb, verb)
+
     def loss(h, W, other_h, other_W):
-        made = VERBS[verb](h, W, other_h, other_W, **options)
+        made = verb(h, W, other_h, other_W, **options)
         return jnp.sum(g * made)
 
     return jax.jit(jax.value_and_grad(loss, (0, 1)))
@@ -56,17 +141,25 @@ def loss_of(verb, g, **options):
         slow("reverse_kl", SOME),
         slow("forward_kl", {}),
         slow("jsd", {}),
+        ("forward_kl of columns", SOME),
+        slow("jsd of columns", {}),
+        slow("forward_kl of draws", SOME),
+        ("selected", SOME),
+        slow("topk", SOME),
+        slow("loss of forward_kl", {}),
+        ("loss of jsd, warm", SOME),
+        slow("loss of columns", SOME),
+        ("loss of columns", {}),
+        ("loss of draws, warm", SOME),
     ],
-    ids=[
-        "reverse_kl",
-        "jsd, some",
-        "forward_kl, some",
-        "kl, some",
-        "forward_kl",
-        "jsd",
-    ],
+    ids=lambda x: x if isinstance(x, str) else "some" if x else "plain",
 )
 def test_the_mean_of_draws_is_the_exact_gradient(verb, options):
+    check_mean(VERBS[verb], options)
+
+
+def check_mean(verb, options, drawn_by=None):
+    """The exact gradient of a verb, and the mean of draws of it or of another."""
     h, W, other_h, other_W = problem()
     g, copies = np.linspace(0.5, 1.5, N, dtype=np.float32), 256
     value, (dh, dW) = loss_of(verb, g, **options)(h, W, other_h, other_W)
@@ -74,7 +167,8 @@ def test_the_mean_of_draws_is_the_exact_gradient(verb, options):
     options = options | {"gradient": Sample(K), "key": KEY}
     if "temperature" in options:
         options["temperature"] = np.tile(options["temperature"], (copies, 1))
-    values, (drawn, total) = loss_of(verb, g, **options)(many[0], W, many[1], other_W)
+    run = loss_of(drawn_by or verb, g, **options)
+    values, (drawn, total) = run(many[0], W, many[1], other_W)
     np.testing.assert_allclose(values / copies, value, rtol=1e-5)
     drawn = np.asarray(drawn, np.float64)
     z = (drawn.mean(0) - dh) / np.maximum(drawn.std(0) / copies**0.5, 1e-6)
@@ -148,6 +242,25 @@ def test_parallel_draws_what_one_device_draws():
 
     for a, b in zip(gradient(verb), gradient(reverse_kl), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("verb", ["divergence", "loss", slow("selected")])
+def test_shards_of_the_vocabulary_draw_from_their_parts(verb):
+    mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
+    split = functools.partial(
+        jaxmem.sharding.parallel, mesh=mesh, tokens=PartitionSpec("t"), vocab="v"
+    )
+    if verb == "divergence":
+        made = from_columns(of_columns("forward_kl", split(jaxmem.divergence)))
+        check_mean(VERBS["forward_kl of columns"], {}, made)
+    elif verb == "loss":
+        of = functools.partial(jaxmem.divergence_loss, mixture)
+        made = from_columns(in_loss(loss_of_columns("reverse_kl", mixture, split(of))))
+        check_mean(VERBS["loss of columns"], {}, made)
+    else:
+        of = split(jaxmem.selected_logprobs)
+        made = from_draws(functools.partial(selected, verb=of))
+        check_mean(VERBS["selected"], {}, made)
 
 
 @pytest.mark.parametrize("options, error, message", [

@@ -411,12 +411,6 @@ def test_errors(changes, kind, message):
     assert str(caught.value) == message
 
 
-def test_how_a_gradient_is_computed_is_no_choice():
-    for options in ({"gradient": jaxmem.Recompute()}, {"key": jax.random.key(0)}):
-        with pytest.raises(NotImplementedError, match="must be None"):
-            topk_kl(H, W_, IDS, Q, **options)
-
-
 def test_what_is_not_read_is_not_checked():
     where = np.arange(N) > 3
     ids, q = IDS.copy(), Q.copy()

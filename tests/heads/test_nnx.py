@@ -274,7 +274,7 @@ def test_columns_as_the_functions_have_them():
     """The best two, the divergence from a teacher's, and draws."""
     head, hidden = make_head(softcap=5.0), hidden_states()
     logits = f64(head(hidden)) / 0.7
-    top = head.topk(hidden, 2, KEEP, 0.7)
+    top = head.topk(hidden, 2, where=KEEP, temperature=0.7)
     best = np.argsort(-logits, axis=-1, kind="stable")[..., :2]
     np.testing.assert_array_equal(top.ids, np.where(KEEP[..., None], best, -1))
     ln_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -295,7 +295,7 @@ def test_columns_as_the_functions_have_them():
     each = got - np.where(KEEP, np.take_along_axis(ln_p, best, -1)[..., 1], 0)
     np.testing.assert_allclose(loss, each.sum() / KEEP.sum(), rtol=1e-5)
 
-    ids = head.sample_ids(hidden, 50, jax.random.key(0), KEEP, 0.01)
+    ids = head.sample_ids(hidden, 50, jax.random.key(0), where=KEEP, temperature=0.01)
     assert (ids[KEEP] == best[KEEP][:, :1]).mean() > 0.5 and (ids[~KEEP] == -1).all()
 
 

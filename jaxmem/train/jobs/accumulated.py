@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmem.models import balance
+from jaxmem.models.head import HeadConfig
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import (
     DecoderProgram,
@@ -37,6 +39,17 @@ class AccumulatedProgram(DecoderProgram):
     def number(self) -> Any:
         """Shape of a float32 scalar on every device."""
         return self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
+
+    def micro_batch_numbers(self, head: HeadConfig, *numbers: int) -> tuple:
+        """Numbers of a step, a minibatch and a micro-batch, if a head draws by them.
+
+        Their shape, if none are given.
+        """
+        if head.sample is None:
+            return ()
+        if numbers:
+            return (np.array(numbers, np.uint32),)
+        return (self.layout.whole(jax.ShapeDtypeStruct((3,), jnp.uint32)),)
 
     def sums(self) -> Sums:
         """Shapes of `Sums`, with their places."""

@@ -67,14 +67,7 @@ class DistillJobConfig(JobConfig):
                 f"distill.mode={self.distill.mode!r} needs distill.teacher, the "
                 "directory of a checkpoint or of a run that has ended"
             )
-        head = self.head
-        usable = HeadConfig(chunk=head.chunk, implementation=head.implementation)
-        if (name := _differing(head, usable)) is not None:
-            raise ValueError(
-                f"head.{name}={getattr(head, name)!r} must stay "
-                f"{getattr(usable, name)!r} for run.job='distill': divergences are "
-                "exact, and never materialised"
-            )
+        self._check_head()
         unread = {"data": DataConfig()}
         if not self.is_on_policy:
             unread = {"task": TaskConfig(), "sampling": SamplingConfig()}
@@ -96,6 +89,22 @@ class DistillJobConfig(JobConfig):
             raise ValueError(
                 f"data.streams={self.data.streams} must stay 1 for distill.mode="
                 "'offline', whose every process reads all rows"
+            )
+
+    def _check_head(self) -> None:
+        head = self.head
+        sampled = head.sample is not None and head.sample.forward == "exact"
+        usable = HeadConfig(
+            chunk=head.chunk,
+            implementation=head.implementation,
+            gradient=head.gradient if sampled else None,
+        )
+        if (name := _differing(head, usable)) is not None:
+            raise ValueError(
+                f"head.{name}={getattr(head, name)!r} must stay "
+                f"{getattr(usable, name)!r} for run.job='distill': divergences are "
+                "exact, and never materialised; gradients are exact or "
+                '("sample", k)'
             )
 
     def _check_rollouts(self) -> None:

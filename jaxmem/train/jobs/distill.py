@@ -207,10 +207,11 @@ class Distill(Job, name="distill"):
         sums = self._compiled.zeros()
         for i, (batch, _, advantages) in enumerate(examples):
             target, parked[i] = self._teacher.fetch(parked[i]), None
-            given = () if advantages is None else (advantages,)
+            drawn_by = self.program.micro_batch_numbers(self.config.head, number, 0, i)
             sums = self._compiled.gradients[batch.tokens.shape](
-                state.params, self.frozen, sums, batch, target, counted, *given
-            )
+                state.params, self.frozen, sums, batch, target, counted, advantages,
+                *drawn_by,
+            )  # fmt: skip
         sums, slopes = sums._replace(gradients=None), sums.gradients
         state, norm = self._compiled.update(state, slopes)
         sums, norm, tokens = jax.device_get((sums, norm, counted.learned))

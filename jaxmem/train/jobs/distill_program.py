@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxmem.core.random_streams import Stream
 from jaxmem.data.documents import Batch
 from jaxmem.functional.given_columns import Columns, Drawn
 from jaxmem.models import balance
@@ -45,7 +46,7 @@ class Compiled(NamedTuple):
     states: dict[Shape, jax.stages.Compiled]
     count: dict[Shape, jax.stages.Compiled]  # (Batch) -> Counted
     zeros: jax.stages.Compiled  # () -> Sums
-    # (params, frozen, Sums, Batch, target, Counted[, advantages]) -> Sums
+    # (params, frozen, Sums, Batch, target, Counted, advantages[, numbers]) -> Sums
     gradients: dict[Shape, jax.stages.Compiled]
     sums: dict[Shape, jax.stages.Compiled]  # (params, frozen, Batch, target)
     #                                          -> METRICS, summed over tokens
@@ -213,19 +214,19 @@ class DistillProgram(SamplingProgram):
                 batch,
                 self.target(shape),
                 self.counted(),
-                *self.advantages(shape),
+                self.advantages(shape),
+                *self.micro_batch_numbers(self.config.head),
             )
 
     def counted(self) -> Counted:
         """Shapes of `Counted`, with their places."""
         return Counted(self.number(), self.number())
 
-    def advantages(self, shape: Shape) -> tuple:
-        """Shapes of what follows on the normalizer, where rewards are learned from."""
+    def advantages(self, shape: Shape) -> Any:
+        """Shape of advantages; None where no rewards are learned from."""
         if not self.config.distill.reward_weight:
-            return ()
-        floats = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return (self.layout.of_tokens(floats),)
+            return None
+        return self.layout.of_tokens(jax.ShapeDtypeStruct(shape, jnp.float32))
 
     @property
     def teacher(self) -> TeacherProgram:
@@ -253,9 +254,10 @@ class DistillProgram(SamplingProgram):
         """See `DecoderProgram`."""
         definition, weights = nnx.split(self.abstract.head)
 
-        def loss(weights, hidden, labels, target, normalizer, *advantages):
-            head, targets = nnx.merge(definition, weights), Targets(labels, *advantages)
-            return self._of_hidden(head, hidden, targets, target, normalizer)
+        def loss(weights, hidden, labels, target, normalizer, advantages):
+            head, targets = nnx.merge(definition, weights), Targets(labels, advantages)
+            drawn_by = self.micro_batch_numbers(self.config.head, 0, 0, 0)
+            return self._of_hidden(head, hidden, targets, target, normalizer, *drawn_by)
 
         for shape in self.shapes:
             given = self.layout.of_head(
@@ -263,24 +265,32 @@ class DistillProgram(SamplingProgram):
                 self.hidden(*shape),
                 jax.ShapeDtypeStruct(shape, jnp.int32),
             )
-            given += self.target(shape), self.number(), *self.advantages(shape)
+            given += self.target(shape), self.number(), self.advantages(shape)
             with self.layout.context():
                 jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).trace(*given)
 
-    def _loss(self, params, frozen, batch: Batch, target, counted, *advantages):
+    def _loss(
+        self, params, frozen, batch: Batch, target, counted, advantages=None, *numbers
+    ):
         """What is differentiated, and the loss, sums over tokens, and of routers."""
         model = self.model(params, frozen)
         given = batch.tokens, batch.segment_ids, batch.positions
         hidden, routed = model.routed(*given)
-        targets, own = Targets(batch.labels, *advantages), _count(batch)
+        targets, own = Targets(batch.labels, advantages), _count(batch)
         value, observed = self._of_hidden(
-            model.head, hidden, targets, target, counted.learned
+            model.head, hidden, targets, target, counted.learned, *numbers
         )
         share = own.read / jnp.maximum(counted.read, 1)
         cost = balance.with_loss(value, routed, self.model_config, share)
         return cost, (value, observed, routed)
 
-    def _of_hidden(self, head, hidden, targets: Targets, target, normalizer):
+    def _of_hidden(
+        self, head, hidden, targets: Targets, target, normalizer, numbers=None
+    ):
+        call = HeadCall(self.config.sampling.temperature, "fused")
+        if numbers is not None:
+            key = Stream.GRADIENTS.key(self.config.run.seed, *numbers)
+            call = dataclasses.replace(call, sample=self.config.head.sample, key=key)
         if self._teacher is not None:
             theirs = self.teacher.head(target.head)
             # One of two vocabularies may be padded further.
@@ -288,13 +298,7 @@ class DistillProgram(SamplingProgram):
             head.vocab_size = theirs.vocab_size = size
             target = theirs.teacher(target.hidden)
         return distill_loss(
-            self.config.distill,
-            head,
-            hidden,
-            targets,
-            target,
-            normalizer,
-            HeadCall(self.config.sampling.temperature, "fused"),
+            self.config.distill, head, hidden, targets, target, normalizer, call
         )
 
     def _trace_sums(self, shape: Shape) -> jax.stages.Traced:

@@ -118,7 +118,8 @@ def distill_loss(
         targets: labels, and advantages where rewards are learned from.
         teacher: of the same tokens.
         normalizer: tokens of the whole step; 0 counts as 1.
-        call: options of the head; its temperature is that of the sampler.
+        call: options of the head; its temperature is that of the sampler. A second
+            pass draws by another key.
 
     Returns:
         Float32 scalar, and [B, T] of `divergence`, `ce` and `entropy`; the last two
@@ -142,12 +143,13 @@ def distill_loss(
         loss_fn, hidden, labels, kinds[config.divergence],
         *joint, temperature=config.temperature,
         statistics_temperature=None if config.temperature == 1 else 1.0,
-        normalizer=normalizer,
+        normalizer=normalizer, gradient=call.sample, key=call.key,
     )  # fmt: skip
     if learned and not joint:
+        key = None if call.key is None else jax.random.fold_in(call.key, 1)
         policy, _ = head.token_loss(
             _policy, hidden, labels, *learned, temperature=call.temperature,
-            normalizer=normalizer,
+            normalizer=normalizer, gradient=call.sample, key=key,
         )  # fmt: skip
         loss += reward_weight * policy
     return loss, observed

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import jaxmem
@@ -247,14 +246,6 @@ class PolicyProgram(SamplingProgram):
         with self.layout.context():
             numbers = self.micro_batch_numbers(head)
             return jitted.trace(*weights, sums, micro_batch, normalizer, *numbers)
-
-    def micro_batch_numbers(self, head: HeadConfig, *numbers: int) -> tuple:
-        """What follows on the normalizer: numbers, or their shape, if a head draws."""
-        if head.sample is None:
-            return ()
-        if numbers:
-            return (np.array(numbers, np.uint32),)
-        return (self.layout.whole(jax.ShapeDtypeStruct((3,), jnp.uint32)),)
 
     def trace_backward(self) -> jax.stages.Traced:
         """See `DecoderProgram`: the gradients of the largest micro-batch."""

@@ -191,7 +191,7 @@ def test_a_steps_gradient_is_that_of_dense_float64(overrides):
     student, teacher = program.model(params, {}), program.teacher.model(taught, {})
     W = student.head.kernel[...]  # read before the sums consume anything
     sums = compiled.gradients[shape](
-        params, {}, compiled.zeros(), batch, target, counted
+        params, {}, compiled.zeros(), batch, target, counted, None
     )
 
     live = batch.labels >= 0
@@ -248,6 +248,20 @@ def test_a_student_learns_is_evaluated_and_a_killed_run_resumes_bitwise(monkeypa
     assert "Divergence from the teacher" in page and "Cross-entropy, nats" in page
 
     killed_and_resumed(monkeypatch)
+    assert steps("cut") == steps("run")
+
+
+@pytest.mark.usefixtures("one_program")
+def test_gradients_are_sampled_by_seed_and_step(monkeypatch):
+    never = "eval.every=None", "head.gradient=('sample', 16)"
+    exact, _ = train(*TWO_STEPS, "run.out_dir=exact")
+    sampled, _ = train(*never)
+    first, of_exact = sampled.history[0], exact.history[0]
+    assert first.loss == of_exact.loss  # divergences stay exact
+    assert first.grad_norm != of_exact.grad_norm
+    assert first.grad_norm == pytest.approx(of_exact.grad_norm, rel=0.5)
+    assert sampled.history[-1].divergence < first.divergence
+    killed_and_resumed(monkeypatch, *never)
     assert steps("cut") == steps("run")
 
 
@@ -548,8 +562,8 @@ def tokens_of(directory, **options):
         (["distill.loss_weight=-1.0"], "distill.loss_weight must be at least 0"),
         (["head.logits=materialised"], "head.logits='materialised' "),
         (
-            ["head.gradient=('sample', 8)"],
-            "head.gradient=('sample', 8) must stay None for",
+            ["head.gradient=('sample', 8, 'int8')"],
+            "head.gradient=('sample', 8, 'int8') must stay None for",
         ),
         (["dpo.beta=1.0"], "dpo.beta is of the job 'dpo', but run.job is 'distill'"),
     ],
