@@ -12,6 +12,8 @@ import jaxmem
 from jaxmem.backends import choose, hopper
 from jaxmem.models.head import HeadConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 XLA = choose.BACKENDS[-1]
 H = jnp.linspace(-1, 1, 40 * 8).reshape(40, 8).astype(jnp.bfloat16)
 W = jnp.cos(jnp.arange(300 * 8.0)).reshape(300, 8).astype(jnp.bfloat16)

@@ -148,8 +148,8 @@ def test_a_row_is_batch_invariant_up_to_the_order_of_float32_sums(interpreted):
 @pytest.mark.parametrize(
     "name",
     [
-        "several blocks, every option",
         "nothing active",
+        slow("several blocks, every option"),  # as in the next test
         slow("one block"),
         slow("several blocks"),
         slow("every option"),
@@ -160,7 +160,9 @@ def test_a_loss_of_every_statistic_in_one_pass(name, interpreted):
 
 
 @needs_pallas
-@pytest.mark.parametrize("name", ["several blocks, every option", "several blocks"])
+@pytest.mark.parametrize(
+    "name", ["several blocks, every option", slow("several blocks")]
+)
 def test_hidden_s_gradient_in_parts_of_the_vocabulary(name, interpreted, monkeypatch):
     """The last part is shorter than the others."""
     monkeypatch.setattr(block_sizes, "hidden_splits", lambda *_: 3)

@@ -116,10 +116,22 @@ def test_logps_and_entropies(tied, temperature):
     assert algo_core.common is common
 
 
-def test_packed_rows_and_a_softcap():
+def capped():
     config = gemma.ModelConfig.gemma2_2b()
     changes = dict(num_layers=1, num_embed=V, embed_dim=16, hidden_dim=24, num_heads=2,
                    head_dim=8, num_kv_heads=1, final_logit_softcap=0.5)  # fmt: skip
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    return gemma.Gemma(config, rngs=nnx.Rngs(0))
+
+
+def test_the_softcap_of_a_model_is_its_head_s():
+    assert tunix.head_of(capped()).head.softcap == 0.5
+
+
+# test_tunix_stand_in has both.
+@pytest.mark.slow
+def test_packed_rows_and_a_softcap():
     model = qwen()
     segments = jnp.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]])
     places = jnp.array([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]])
@@ -130,13 +142,10 @@ def test_packed_rows_and_a_softcap():
         ours, made = logps_and_entropies(model, *arguments, **packed)
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
     np.testing.assert_allclose(made, entropy, atol=4e-6)
-    for name, value in changes.items():
-        object.__setattr__(config, name, value)
-    capped = gemma.Gemma(config, rngs=nnx.Rngs(0))
-    assert tunix.head_of(capped).head.softcap == 0.5
-    theirs = logps(capped, *batch())
+    model = capped()
+    theirs = logps(model, *batch())
     with tunix.applied():
-        np.testing.assert_allclose(logps(capped, *batch()), theirs, atol=2e-6)
+        np.testing.assert_allclose(logps(model, *batch()), theirs, atol=2e-6)
 
 
 @needs_0_1_7
@@ -186,9 +195,6 @@ def grpo_loss(model):
     return value, aux, gradient
 
 
-# The tests above replace the functions that this loss calls, and the test of
-# run_integrations takes steps of it.
-@pytest.mark.slow
 def test_grpo_loss_its_metrics_and_gradients():
     theirs = grpo_loss(qwen(tied=False))
     with tunix.applied(chunk=4):
@@ -271,18 +277,3 @@ def test_compiled_memory_is_lower(optimized):
         ours = temporary()
     logits = 4 * 4 * 64 * 8192
     assert theirs > 2 * logits and ours < logits
-
-
-@needs_0_1_7
-@pytest.mark.parametrize("loss", ["grpo", slow("distill")])
-def test_the_benchmark_measures_both_ways_to_the_same_loss(loss):
-    from benchmarks import run_integrations
-
-    asked = ["--model=tiny", f"--loss={loss}", "--layers=1", "--rows=2", "--prompt=4"]
-    asked += ["--completion=6", "--repetitions=1"]
-    args = run_integrations.parser().parse_args(asked)
-    theirs = run_integrations.measure(args, loss, "tiny")
-    with tunix.applied():
-        ours = run_integrations.measure(args, loss, "tiny")
-    assert ours.keys() == theirs.keys() and ours["ms"] > 0
-    assert abs(ours["loss_value"] - theirs["loss_value"]) < 0.01  # bfloat16 logits

@@ -114,7 +114,9 @@ def test_topk_with_them(k, v, rows_interpreted):
     np.testing.assert_allclose(by_kernels.logprobs, plain.logprobs, rtol=16 * EPS)
 
 
-@pytest.mark.parametrize("std, v", [slow(1.0, 600), slow(15.0, 600), (1.0, 2051)])
+# The next test draws by the same kernels, of a last block that is cut.
+@pytest.mark.slow
+@pytest.mark.parametrize("std, v", [(1.0, 600), (15.0, 600), (1.0, 2051)])
 def test_draws_with_them(std, v, rows_interpreted):
     h, W = test_draws.make(std, v)
     by_kernels, _ = run_both(
