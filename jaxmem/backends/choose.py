@@ -71,9 +71,6 @@ def choose(
         spec: static facts of the call.
         source: head or logits.
 
-    Returns:
-        The backend, and why it was chosen.
-
     Raises:
         NotImplementedError: the named backend, or none, can run the call.
     """

@@ -116,9 +116,6 @@ def with_adapter(
         family: of it.
         directory: of the adapter.
 
-    Returns:
-        The config.
-
     Raises:
         CheckpointError: the directory does not hold one of PEFT's plain LoRA adapters.
     """

@@ -63,9 +63,6 @@ def read_config(directory: str | Path) -> CheckpointConfig:
     Args:
         directory: of the checkpoint.
 
-    Returns:
-        A `CheckpointConfig`.
-
     Raises:
         CheckpointError: the file is missing, maybe because the directory is a run's, or
             asks for something that is not implemented; the message names the key.

@@ -39,12 +39,6 @@ def ignoring_keys(keys: Iterable[str]) -> Iterator[None]:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
-    Args:
-        path: of the file.
-
-    Returns:
-        The object.
-
     Raises:
         CheckpointError: the file cannot be read, or holds something else.
     """
@@ -89,9 +83,6 @@ class Reader:
             default: value for a missing key, or for null where that is no value of its
                 own; without a default, both are errors.
             within: range of a number.
-
-        Returns:
-            The value.
 
         Raises:
             CheckpointError: the key is missing, or its value has another type or range.

@@ -80,9 +80,6 @@ class Tensors:
             shape: required shape of the whole tensor.
             index: slices of the part.
 
-        Returns:
-            The part.
-
         Raises:
             CheckpointError: there is no such tensor, or it has another shape or dtype.
         """

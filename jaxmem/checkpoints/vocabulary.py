@@ -40,12 +40,6 @@ class Vocabulary(NamedTuple):
 def load_vocabulary(directory: str | Path) -> Vocabulary:
     """Load `tokenizer.json` from a checkpoint's directory.
 
-    Args:
-        directory: of the checkpoint.
-
-    Returns:
-        A `Vocabulary`.
-
     Raises:
         CheckpointError: the file is missing, or has ids that the model lacks.
     """

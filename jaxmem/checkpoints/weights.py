@@ -68,9 +68,6 @@ def load(
         adapter: directory of a LoRA adapter in PEFT's layout, to be added.
         options: other fields of `ModelConfig` that do not affect results: `attention`.
 
-    Returns:
-        A `Decoder`.
-
     **Memory** on the host: at most one weight (all layers of it), or one device's shard
     of it.
 
@@ -345,9 +342,6 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
 
     Args:
         model: config whose `checkpoint` may be a directory.
-
-    Returns:
-        The config.
 
     Raises:
         ValueError: the config has a size that differs from the checkpoint's.

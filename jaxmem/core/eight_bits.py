@@ -87,9 +87,6 @@ def of_call(spec: Spec, source: Factors, rows: Rows) -> EightBits:
         spec: static facts.
         source: the head.
         rows: of the tokens, of which active ones count.
-
-    Returns:
-        Both.
     """
     head = source.cast(spec)
     W = head.W if spec.layout == "vd" else head.W.T

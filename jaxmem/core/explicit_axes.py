@@ -31,9 +31,6 @@ def with_automatic_axes(
     Args:
         result: maps the function's arguments by name to a tree prefix of the
             PartitionSpecs of its results along the explicit axes.
-
-    Returns:
-        The decorator.
     """
 
     def decorate(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:

@@ -37,9 +37,6 @@ def check_axis_name(axis_name) -> Shards:
     Args:
         axis_name: the name of a mesh axis, or a tuple of names.
 
-    Returns:
-        The shards.
-
     Raises:
         TypeError: axis_name is not a name or a tuple of different names.
         ValueError: no enclosing `jax.shard_map` binds such an axis.

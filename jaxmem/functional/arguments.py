@@ -281,9 +281,6 @@ def typed(spec: Spec, source: Any, deciding) -> tuple[Spec, Any]:
         spec: of the call.
         source: `Factors` or `Logits`.
         deciding: operands along whose axes the results vary.
-
-    Returns:
-        Both, with types.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:  # not inside of one
         return spec, source

@@ -378,9 +378,6 @@ def statistics_scale(
         rows: of the tokens, with the temperature of the divergence.
         temperature: of the statistics; None for the same.
 
-    Returns:
-        The scale.
-
     Raises:
         TypeError: the temperature has the wrong type.
         ValueError: it has the wrong shape, or is not positive.

@@ -73,9 +73,6 @@ def run(rule: Rule, trained, fixed) -> Any:
         trained: operands with a derivative.
         fixed: constants.
 
-    Returns:
-        The result.
-
     Raises:
         NotImplementedError: it is differentiated in a way that is not supported.
     """
@@ -183,9 +180,6 @@ def on_tokens(spec: Spec, loop: Callable, *operands: Any) -> Any:
         spec: static facts of the call.
         loop: a function of the spec and the operands.
         operands: trees of arrays, of which the first begins with one of tokens.
-
-    Returns:
-        The loop's result.
     """
     run = functools.partial(loop, spec)
     if spec.token_parallel:

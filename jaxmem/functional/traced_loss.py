@@ -221,9 +221,6 @@ def nothing(
         operands: of the loss.
         n_rows: number of rows.
         pull: whether to include cotangents.
-
-    Returns:
-        Zeros.
     """
     rows = _examples(spec, loss.n_rows, operands.per_token)
     stats = _stats_like(spec, loss.n_rows)

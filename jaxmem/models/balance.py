@@ -58,9 +58,6 @@ def add(
         choice: of its router.
         where: [B, T] the tokens that count.
         trained: whether `chances` have a gradient.
-
-    Returns:
-        The sums.
     """
     logits = choice.logits if trained else jax.lax.stop_gradient(choice.logits)
     logs = jax.nn.log_softmax(logits)

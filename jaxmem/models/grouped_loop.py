@@ -61,9 +61,6 @@ def gradients(
         some: the weights.
         arguments: of `sums`.
         slope: of its result, float32 [N, D'].
-
-    Returns:
-        The gradients.
     """
 
     def body(t, totals):

@@ -303,9 +303,6 @@ def document_mask(segment_ids: Ids, window: Ids | int | None = None) -> jax.Arra
     Args:
         segment_ids: [B, T] document of each token.
         window: tokens that a query sees, with its own, or [B, T] of each; None: all.
-
-    Returns:
-        The mask.
     """
     mask = segment_ids[:, :, None] == segment_ids[:, None, :]
     if window is not None:
@@ -335,9 +332,6 @@ def documents(
         positions: [B, T] of the tokens in their documents.
         segment_ids: [B, T] document of each token; None: a row is one document.
         branches: layout of rows whose blocks share a prompt; None: there is none.
-
-    Returns:
-        The function.
     """
     if config.window is None:
         return lambda kind: Sight(segment_ids, branches=branches)
@@ -387,9 +381,6 @@ def sights(
         positions: [B, T] of the tokens in their documents.
         visible: from an entry to what a layer of the kind sees.
         lengths: [B, T or 1] tokens of each document so far; None: they do not matter.
-
-    Returns:
-        The function.
     """
     by_pair = None
     if config.rope_limit is not None and lengths is not None:

@@ -241,9 +241,6 @@ class Sampler:
             prompts: as in `sample`.
             prompt_lengths: as in `sample`.
             keys: [B] of the rows, from `row_keys`.
-
-        Returns:
-            The state after one token.
         """
         _check_prompts(prompts, prompt_lengths)
         width, slots = prompts.shape[1], self.config.max_new_tokens
@@ -309,9 +306,6 @@ class Sampler:
             decoder: as in `start`.
             state: from `start` or `advance`; rows may be ended from outside.
             until: number of tokens, at most max_new_tokens.
-
-        Returns:
-            The next state.
         """
         definition, weights = decoder.in_compute_type()
         until = jnp.minimum(until, self.config.max_new_tokens)

@@ -372,20 +372,6 @@ class StreamedUpdate:
         return TrainState(*updated), norm
 
 
-class StreamedStep:
-    """A step whose moments are on the host: its gradients, then a `StreamedUpdate`."""
-
-    def __init__(self, gradients: jax.stages.Compiled, finish: StreamedUpdate):
-        self._gradients, self._finish = gradients, finish
-        self.memory_analysis = gradients.memory_analysis
-
-    def __call__(self, state: TrainState, frozen: dict, *given: Any):
-        """Call as a compiled step."""
-        slopes, numbers = self._gradients(state.params, frozen, *given)
-        state, norm = self._finish(state, slopes)
-        return state, numbers | {"grad_norm": norm}
-
-
 def gradient_shapes(params: Any) -> Any:
     """Shapes of gradient sums in float32, sharded like the parameters."""
     return jax.tree.map(

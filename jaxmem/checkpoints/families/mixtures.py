@@ -29,9 +29,6 @@ def sizes(
         count: key of the number of experts.
         width: key of their width; None: `intermediate_size`, as of dense layers.
         older: another name of `count`.
-
-    Returns:
-        The keys.
     """
     own = "intermediate_size" if width is None else width
     return (
@@ -48,9 +45,6 @@ def names(block: str, experts: str, matrices: tuple[str, str, str]) -> dict[str,
         block: start of the names in a layer, such as "mlp.".
         experts: of the router.
         matrices: of gate, up and down.
-
-    Returns:
-        Names by path.
     """
     start = "model.layers.{}." + block
     found = {"blocks/feed_forward/router": start + experts}

@@ -20,6 +20,7 @@ from jaxmem.base import files, processes
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.pairs import Pair, PairBatch, PairBatches, batch_of, fingerprint
 from jaxmem.models import balance
+from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import as_stored
 from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
@@ -27,21 +28,14 @@ from jaxmem.train.jobs.config import DpoJobConfig
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.preferences import pair_losses
 from jaxmem.train.jobs.reading import Pairs
+from jaxmem.train.jobs.whole_step import StepProgram
 from jaxmem.train.metrics import PreferenceMetrics
 from jaxmem.train.phases import Phase, Programs
-from jaxmem.train.program import (
-    DecoderProgram,
-    StreamedStep,
-    StreamedUpdate,
-    TrainState,
-    add_in_float32,
-    gradient_shapes,
-    update,
-)
+from jaxmem.train.program import TrainState, add_in_float32
 from jaxmem.train.progress import ProgressReport
 
 
-class Program(DecoderProgram):
+class Program(StepProgram):
     """A run's functions and shapes."""
 
     config: DpoJobConfig
@@ -119,39 +113,11 @@ class Program(DecoderProgram):
         (numbers, routed), slopes = sums
         return slopes, numbers if routed is None else numbers | {"routed": routed}
 
-    def _step(self, state: TrainState, frozen: Any, batches: PairBatch, *number: Any):
-        slopes, statistics = self._gradients(state.params, frozen, batches, *number)
-        state, norm = update(self.optimizer, state, slopes)
-        return state, statistics | {"grad_norm": norm}
+    def gradients(self, head: HeadConfig) -> Callable:
+        return self._gradients
 
-    def trace_backward(self) -> jax.stages.Traced:
-        return self.trace_step()
-
-    def trace_step(self) -> jax.stages.Traced:
-        """Trace the train step; its gradients alone where the moments are streamed."""
-        number = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
-        run, given, donated = self._step, self.state_shapes, 0
-        arguments: Any = given, number
-        if self.streamed is not None:
-            run, given, donated = self._gradients, given.params, ()
-            arguments = gradient_shapes(given), number
-        options = self.compiler_options
-        jitted = self.layout.jit(
-            run, arguments, donate_argnums=donated, compiler_options=options
-        )
-        batches = self.batch(self.config.run.accumulate)
-        with self.layout.context():
-            number = self.step_numbers(self.config.head)
-            return jitted.trace(given, self.frozen_shapes, batches, *number)
-
-    def compile_step(self) -> jax.stages.Compiled | StreamedStep:
-        """Compile the train step from shapes alone; the state given is consumed."""
-        compiled = self.compile_verified(self.trace_step())
-        if self.streamed is None:
-            return compiled
-        slopes = gradient_shapes(self.state_shapes.params)
-        finish = StreamedUpdate(self.config.optimizer, self.streamed, slopes)
-        return StreamedStep(compiled, finish)
+    def micro_batches(self) -> PairBatch:
+        return self.batch(self.config.run.accumulate)
 
 
 NUMBERS = ("chosen_reward", "rejected_reward", "margin", "accuracy")

@@ -25,19 +25,11 @@ from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import Config
 from jaxmem.train.jobs.job import Job
+from jaxmem.train.jobs.whole_step import StepProgram
 from jaxmem.train.metrics import HeadCost, StepMetrics
 from jaxmem.train.mfu import flops_per_token, peak_of
 from jaxmem.train.phases import Phase
-from jaxmem.train.program import (
-    DecoderProgram,
-    StreamedStep,
-    StreamedUpdate,
-    TrainState,
-    add_in_float32,
-    fixed_weights,
-    gradient_shapes,
-    update,
-)
+from jaxmem.train.program import TrainState, add_in_float32, fixed_weights
 from jaxmem.train.progress import ProgressReport
 
 # -------------------------------------------------------------------- step
@@ -83,8 +75,8 @@ def make_gradients(
       (trained weights, frozen weights, micro-batches [K, B, T]) to the gradients and
       the step's `loss` (0 where no token counts, and without that of routers),
       `tokens`, what the head tells of its tokens (means) and, for a model with experts,
-      `routed` (`balance.Routed`). With
-      `Sample` in head.gradient there is a fourth argument, the step's number.
+      `routed` (`balance.Routed`). With `Sample` in head.gradient there is a fourth
+      argument, the step's number.
     """
 
     def gradients(params: Any, frozen: dict, micro_batches: Batch, number: Any = None):
@@ -119,29 +111,7 @@ def make_gradients(
     return gradients
 
 
-def make_step(
-    definition: nnx.GraphDef[Any],
-    head: HeadConfig,
-    optimizer: optax.GradientTransformation,
-    seed: int = 0,
-) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """Build the function that one optimizer step is.
-
-    Returns:
-      (state, frozen weights, micro-batches [K, B, T]) to the next state and what
-      `make_gradients` tells, with `grad_norm`; a fourth argument as there.
-    """
-    gradients = make_gradients(definition, head, seed)
-
-    def step(state: TrainState, frozen: dict, *given: Any):
-        slopes, numbers = gradients(state.params, frozen, *given)
-        state, norm = update(optimizer, state, slopes)
-        return state, numbers | {"grad_norm": norm}
-
-    return step
-
-
-class Program(DecoderProgram):
+class Program(StepProgram):
     """A supervised run's functions and shapes.
 
     Args:
@@ -157,39 +127,12 @@ class Program(DecoderProgram):
         self._packed = packed
         self._rows = config.data.batch_size, config.data.sequence_length
 
-    def compile_step(self, head: HeadConfig) -> jax.stages.Compiled | StreamedStep:
-        """Compile the train step from shapes alone; the state given is consumed."""
-        compiled = self.compile_verified(self.trace_step(head))
-        if self.streamed is None:
-            return compiled
-        slopes = gradient_shapes(self.state_shapes.params)
-        finish = StreamedUpdate(self.config.optimizer, self.streamed, slopes)
-        return StreamedStep(compiled, finish)
+    def gradients(self, head: HeadConfig) -> Callable:
+        return make_gradients(self.definition, head, self.config.run.seed)
 
-    def trace_backward(self) -> jax.stages.Traced:
-        return self.trace_step(self.config.head)
-
-    def trace_step(self, head: HeadConfig) -> jax.stages.Traced:
-        """Trace the train step; its gradients alone where the moments are streamed."""
-        options = self.compiler_options
+    def micro_batches(self) -> Batch:
         batch: Any = self.tokens(self.config.run.accumulate, *self._rows)
-        if not self._packed:
-            batch = batch._replace(segment_ids=None)
-        number = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
-        given: Any = self.state_shapes
-        seed = self.config.run.seed
-        if self.streamed is None:
-            step = make_step(self.definition, head, self.optimizer, seed)
-            jitted = self.layout.jit(
-                step, (given, number), donate_argnums=0, compiler_options=options
-            )
-        else:
-            step, given = make_gradients(self.definition, head, seed), given.params
-            arguments = gradient_shapes(given), number
-            jitted = self.layout.jit(step, arguments, compiler_options=options)
-        with self.layout.context():
-            numbers = self.step_numbers(head)
-            return jitted.trace(given, self.frozen_shapes, batch, *numbers)
+        return batch if self._packed else batch._replace(segment_ids=None)
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilisation (`jaxmem.train.mfu`); None on an unknown device."""

@@ -29,7 +29,7 @@ from jaxmem.models.head import HeadConfig
 from jaxmem.models.weights import join_weights, split_weights
 from jaxmem.train import jobs
 from jaxmem.train.history import read_history
-from jaxmem.train.jobs import sft
+from jaxmem.train.jobs import sft, whole_step
 from jaxmem.train.jobs.config import Config
 from jaxmem.train.jobs.running import with_steps
 from jaxmem.train.optimizer import (
@@ -37,7 +37,7 @@ from jaxmem.train.optimizer import (
     learning_rate_schedule,
     make_optimizer,
 )
-from jaxmem.train.program import TrainState
+from jaxmem.train.program import TrainState, update
 from jaxmem.train.settings import RunConfig
 from tests.cases import slow
 from tests.hlo import vocabulary_gemms
@@ -208,7 +208,7 @@ def small_step(make, **changes):
     decoder = Decoder(model, HeadConfig(chunk=8), rngs=nnx.Rngs(0))
     definition, weights = nnx.split(decoder)
     params, optimizer = nnx.to_pure_dict(weights), make()
-    step = sft.make_step(definition, HeadConfig(), optimizer)
+    step = whole_step.step_of(sft.make_gradients(definition, HeadConfig()), optimizer)
     run = jax.jit(lambda state, batch: step(state, {}, batch))
     return run, TrainState(params, optimizer.init(params))
 
@@ -582,8 +582,10 @@ def test_another_backend_than_the_checkpoint_s_is_refused(finished, monkeypatch)
 
 
 def test_a_gradient_that_is_not_finite_leaves_no_checkpoint(config, monkeypatch):
-    norm = sft.update
-    monkeypatch.setattr(sft, "update", lambda *a: (norm(*a)[0], jnp.float32(jnp.inf)))
+    def not_finite(*given):
+        return update(*given)[0], jnp.float32(jnp.inf)
+
+    monkeypatch.setattr(whole_step, "update", not_finite)
     config = changed(config, run=dict(checkpoint_every=1))
     with pytest.raises(FloatingPointError, match="gradient's norm of step 1 is inf"):
         train(config)

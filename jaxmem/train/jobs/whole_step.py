@@ -1,0 +1,92 @@
+"""A step that is one program, from the data to the next weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmem.models.head import HeadConfig
+from jaxmem.train.program import (
+    DecoderProgram,
+    StreamedUpdate,
+    TrainState,
+    gradient_shapes,
+    update,
+)
+
+
+def step_of(gradients: Callable, optimizer: optax.GradientTransformation) -> Callable:
+    """The function of a step, from that of its gradients.
+
+    (state, frozen weights, ...) -> (next state, numbers with `grad_norm`), where
+    gradients is (trained weights, frozen weights, ...) -> (gradients, numbers).
+    """
+
+    def step(state: TrainState, frozen: dict, *given: Any):
+        slopes, numbers = gradients(state.params, frozen, *given)
+        state, norm = update(optimizer, state, slopes)
+        return state, numbers | {"grad_norm": norm}
+
+    return step
+
+
+class StreamedStep:
+    """A step whose moments are on the host: its gradients, then a `StreamedUpdate`."""
+
+    def __init__(self, gradients: jax.stages.Compiled, finish: StreamedUpdate):
+        self._gradients, self._finish = gradients, finish
+        self.memory_analysis = gradients.memory_analysis
+
+    def __call__(self, state: TrainState, frozen: dict, *given: Any):
+        """Call as a compiled step."""
+        slopes, numbers = self._gradients(state.params, frozen, *given)
+        state, norm = self._finish(state, slopes)
+        return state, numbers | {"grad_norm": norm}
+
+
+class StepProgram(DecoderProgram):
+    """A `DecoderProgram` that says what a step's gradients are."""
+
+    def gradients(self, head: HeadConfig) -> Callable:
+        """The function that `step_of` takes; its last argument is the step's number.
+
+        That is given where the head draws (`DecoderProgram.step_numbers`).
+        """
+        raise NotImplementedError
+
+    def micro_batches(self) -> Any:
+        """Shapes of a step's micro-batches, with their places."""
+        raise NotImplementedError
+
+    def trace_backward(self) -> jax.stages.Traced:
+        return self.trace_step()
+
+    def trace_step(self, head: HeadConfig | None = None) -> jax.stages.Traced:
+        """Trace the train step; its gradients alone where the moments are streamed."""
+        chosen: HeadConfig = head or self.config.head
+        number = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
+        run, given, donated = self.gradients(chosen), self.state_shapes.params, ()
+        results: Any = gradient_shapes(given), number
+        if self.streamed is None:
+            run, given, donated = step_of(run, self.optimizer), self.state_shapes, 0
+            results = given, number
+        options, batches = self.compiler_options, self.micro_batches()
+        jitted = self.layout.jit(
+            run, results, donate_argnums=donated, compiler_options=options
+        )
+        with self.layout.context():
+            numbers = self.step_numbers(chosen)
+            return jitted.trace(given, self.frozen_shapes, batches, *numbers)
+
+    def compile_step(
+        self, head: HeadConfig | None = None
+    ) -> jax.stages.Compiled | StreamedStep:
+        """Compile the train step from shapes alone; the state given is consumed."""
+        compiled = self.compile_verified(self.trace_step(head))
+        if self.streamed is None:
+            return compiled
+        slopes = gradient_shapes(self.state_shapes.params)
+        finish = StreamedUpdate(self.config.optimizer, self.streamed, slopes)
+        return StreamedStep(compiled, finish)
