@@ -6,6 +6,8 @@ is started last is waited for. Of equal ones it is the prompt with the fewest, s
 the first rows, of which nothing is known, are as many of each. A row's tokens depend
 neither on its slot nor on when it starts: random numbers belong to a row and to the
 number of its token.
+
+Reference: Qin et al., 2025, arXiv:2511.14617, who schedule by lengths of a prompt.
 """
 
 import dataclasses
