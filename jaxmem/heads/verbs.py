@@ -134,13 +134,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         return in_float32(hidden, weights.head)
 
     def logprobs(
-        self,
-        hidden: ArrayLike,
-        labels: ArrayLike,
-        where: ArrayLike | None = None,
-        temperature: ArrayLike = 1.0,
-        gradient: Gradient | None = None,
-        key: jax.Array | None = None,
+        self, hidden: ArrayLike, labels: ArrayLike, **options: Any
     ) -> jax.Array:
         """Return the log-probability of each label; see `jaxmem.logprobs`.
 
@@ -149,39 +143,26 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         Args:
             hidden: final hidden states [..., D].
             labels: token ids [...]; negative marks padding.
-            where: booleans that broadcast to labels; False masks a token.
-            temperature: positive scalar or one per token, [...]; not differentiable.
-            gradient: as in `jaxmem.logprobs`; None: the head's own.
-            key: PRNG key of the samples of `jaxmem.Sample(k)`.
+            options: of the function, such as `where`, `key` and `gradient`
+                (None: the head's own).
 
         Returns:
             float32 [...]; 0, with a gradient of 0, where masked.
 
         **Memory**: that of `jaxmem.logprobs`, with the head's chunk.
         """
-        return self._run(
-            api.logprobs, hidden, labels, where=where, temperature=temperature, key=key,
-            **self._division(gradient),
-        )  # fmt: skip
+        return self._run(api.logprobs, hidden, labels, **self._with_own(options))
 
     def token_stats(
-        self,
-        hidden: ArrayLike,
-        labels: ArrayLike,
-        where: ArrayLike | None = None,
-        temperature: ArrayLike = 1.0,
-        gradient: Gradient | None = None,
-        key: jax.Array | None = None,
+        self, hidden: ArrayLike, labels: ArrayLike, **options: Any
     ) -> TokenStats:
         """Return all statistics that one pass computes; see `jaxmem.token_stats`.
 
         Args:
             hidden: final hidden states [..., D].
             labels: token ids [...]; negative marks padding.
-            where: booleans that broadcast to labels; False masks a token.
-            temperature: positive scalar or one per token, [...]; not differentiable.
-            gradient: as in `jaxmem.logprobs`; None: the head's own.
-            key: PRNG key of the samples of `jaxmem.Sample(k)`.
+            options: of the function, such as `where`, `key` and `gradient`
+                (None: the head's own).
 
         Returns:
             `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)` of
@@ -189,39 +170,24 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
 
         **Memory**: that of `jaxmem.token_stats`, with the head's chunk.
         """
-        return self._run(
-            api.token_stats, hidden, labels, where=where, temperature=temperature,
-            key=key, **self._division(gradient),
-        )  # fmt: skip
+        return self._run(api.token_stats, hidden, labels, **self._with_own(options))
 
-    def entropy(
-        self,
-        hidden: ArrayLike,
-        where: ArrayLike | None = None,
-        temperature: ArrayLike = 1.0,
-        gradient: Gradient | None = None,
-        key: jax.Array | None = None,
-    ) -> jax.Array:
+    def entropy(self, hidden: ArrayLike, **options: Any) -> jax.Array:
         """Return the entropy of each token's softmax; see `jaxmem.entropy`.
 
             out = -Σ_v p_v ln p_v,   p = softmax(head(h) / temperature)        (nats)
 
         Args:
             hidden: final hidden states [..., D].
-            where: booleans that broadcast to the tokens; False masks a token.
-            temperature: positive scalar or one per token, [...]; not differentiable.
-            gradient: as in `jaxmem.logprobs`; None: the head's own.
-            key: PRNG key of the samples of `jaxmem.Sample(k)`.
+            options: of the function, such as `where`, `key` and `gradient`
+                (None: the head's own).
 
         Returns:
             float32 [...]; 0 where masked.
 
         **Memory**: that of `jaxmem.entropy`, with the head's chunk.
         """
-        return self._run(
-            api.entropy, hidden, where=where, temperature=temperature, key=key,
-            **self._division(gradient),
-        )  # fmt: skip
+        return self._run(api.entropy, hidden, **self._with_own(options))
 
     def loss(
         self,
@@ -282,11 +248,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         hidden: ArrayLike,
         labels: ArrayLike,
         *per_token: ArrayLike,
-        where: ArrayLike | None = None,
-        normalizer: ArrayLike | None = None,
-        temperature: ArrayLike = 1.0,
-        gradient: Gradient | None = None,
-        key: jax.Array | None = None,
+        **options: Any,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return a loss of each token's statistics, with its gradient in the same pass.
 
@@ -297,11 +259,8 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
             hidden: final hidden states [..., D].
             labels: token ids [...]; negative marks padding.
             per_token: further arguments of loss_fn, [...] or [..., K] each.
-            where: booleans that broadcast to labels; False masks a token.
-            normalizer: divisor of the sum; None: the number of tokens not masked here.
-            temperature: positive scalar or one per token, [...]; not differentiable.
-            gradient: as in `jaxmem.logprobs`; None: the head's own.
-            key: PRNG key of the samples of `jaxmem.Sample(k)`.
+            options: of the function, such as `where`, `key` and `gradient`
+                (None: the head's own).
 
         Returns:
             (loss, metrics): a float32 scalar, and the metrics that loss_fn returns,
@@ -310,22 +269,14 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         **Memory**: that of `jaxmem.token_loss`, with the head's chunk.
         """
         verb = functools.partial(token_loss, loss_fn)
-        return self._run(
-            verb, hidden, labels, *per_token, where=where, normalizer=normalizer,
-            temperature=temperature, key=key,
-            **self._division(gradient),
-        )  # fmt: skip
+        return self._run(verb, hidden, labels, *per_token, **self._with_own(options))
 
     def support_logprobs(
         self,
         hidden: ArrayLike,
         labels: ArrayLike,
         support_ids: ArrayLike,
-        where: ArrayLike | None = None,
-        temperature: ArrayLike = 1.0,
-        *,
-        offsets: ArrayLike | None = None,
-        max_ids: int | None = None,
+        **options: Any,
     ) -> jax.Array:
         """Return the log-probability of each label within its sampling support.
 
@@ -336,33 +287,21 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
             labels: token ids [...]; negative marks padding.
             support_ids: the support of each token, [..., K], padded by negative ids; or
                 with offsets those of all tokens, [M].
-            where: booleans that broadcast to labels; False masks a token.
-            temperature: positive scalar or one per token, [...]; not differentiable.
-            offsets: integers [N + 1]: token i has ids offsets[i] to offsets[i + 1].
-            max_ids: with offsets, the most ids that a token may have.
+            options: of the function, such as `where`, `offsets` and `max_ids`.
 
         Returns:
             float32 [...]; 0 where masked.
 
         **Memory**: that of `jaxmem.support_logprobs`, with chunk="auto".
         """
-        return self._run(
-            support_logprobs,
-            hidden,
-            labels,
-            support_ids,
-            chunk="auto",
-            where=where,
-            temperature=temperature,
-            implementation=None,  # there is one, whichever runs the other verbs
-            offsets=offsets,
-            max_ids=max_ids,
-        )
+        # There is one implementation, whichever runs the other verbs.
+        options = {"chunk": "auto", "implementation": None} | options
+        return self._run(support_logprobs, hidden, labels, support_ids, **options)
 
-    def _division(self, gradient):
-        """How the verbs that take these options divide the vocabulary."""
-        gradient = self.gradient if gradient is None else gradient
-        return {"gradient": gradient, "vocab_groups": self.vocab_groups}
+    def _with_own(self, options):
+        """The options, with the head's own gradient if none is named."""
+        gradient = options.get("gradient") or self.gradient
+        return {"vocab_groups": self.vocab_groups} | options | {"gradient": gradient}
 
     def _run(self, verb, hidden, *per_token, **keywords):
         hidden, weights = self._prepare(hidden)

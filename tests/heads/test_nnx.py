@@ -132,14 +132,15 @@ def test_verbs_agree_with_the_logits(use_bias, softcap, temperature):
 
     given |= dict(temperature=temperature, on=KEEP)
     expected, _ = exact(hidden, head.kernel[...].T, **given)
-    stats = head.token_stats(hidden, LABELS, KEEP, temperature)
+    options = {"where": KEEP, "temperature": temperature}
+    stats = head.token_stats(hidden, LABELS, **options)
     for name in ("logprob", "entropy", "logsumexp", "sum_pi_squared"):
         np.testing.assert_allclose(getattr(stats, name), expected[name], atol=5e-6)
-    logprob = head.logprobs(hidden, LABELS, KEEP, temperature)
+    logprob = head.logprobs(hidden, LABELS, **options)
     np.testing.assert_allclose(logprob, expected["logprob"], atol=5e-6)
     without_labels, _ = exact(hidden, head.kernel[...].T, np.abs(LABELS), **given)
     np.testing.assert_allclose(
-        head.entropy(hidden, KEEP, temperature), without_labels["entropy"], atol=5e-6
+        head.entropy(hidden, **options), without_labels["entropy"], atol=5e-6
     )
 
 
@@ -236,7 +237,7 @@ def test_token_loss_is_the_loss_of_the_statistics():
         )  # fmt: skip
 
     def plain(head, hidden):
-        stats = head.token_stats(hidden, LABELS, KEEP, 0.7)
+        stats = head.token_stats(hidden, LABELS, where=KEEP, temperature=0.7)
         losses, metrics = per_token(stats, advantages)
         return jnp.sum(losses) / 7, metrics
 
@@ -256,7 +257,8 @@ def test_support_logprobs_are_a_softmax_over_the_support():
     head, hidden = make_head(softcap=5.0), hidden_states()
     others = np.random.default_rng(3).integers(0, V, (*BATCH, 3))
     support = np.concatenate([np.maximum(LABELS, 0)[..., None], others], -1)
-    got = head.support_logprobs(hidden, LABELS, support, KEEP, 0.7)
+    options = {"where": KEEP, "temperature": 0.7}
+    got = head.support_logprobs(hidden, LABELS, support, **options)
     logits = f64(head(hidden)) / 0.7
     weights = np.zeros_like(logits)
     np.put_along_axis(weights, support, 1, -1)
@@ -266,7 +268,7 @@ def test_support_logprobs_are_a_softmax_over_the_support():
     np.testing.assert_allclose(got, want, atol=1e-5)
     ids, offsets = packing.support_to_csr(support)
     ragged = {"offsets": offsets, "max_ids": 4}
-    got = head.support_logprobs(hidden, LABELS, ids, KEEP, 0.7, **ragged)
+    got = head.support_logprobs(hidden, LABELS, ids, **options, **ragged)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 

@@ -412,7 +412,7 @@ def within_supports(
 def _stats(head: LMHead, hidden, labels, call: HeadCall) -> jaxmem.TokenStats:
     """Statistics over the whole vocabulary."""
     if call.logits == "fused":
-        return head.token_stats(hidden, labels, None, call.temperature)
+        return head.token_stats(hidden, labels, temperature=call.temperature)
     return jaxmem.token_stats_from_logits(
         head(hidden), labels, None, temperature=call.temperature
     )

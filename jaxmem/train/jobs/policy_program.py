@@ -172,7 +172,7 @@ class PolicyProgram(SamplingProgram):
     def _over_vocabulary(self, head, hidden, labels) -> jax.Array:
         temperature = self.config.sampling.temperature
         if self.config.head.logits == "fused":
-            return head.logprobs(hidden, labels, None, temperature)
+            return head.logprobs(hidden, labels, temperature=temperature)
         return jaxmem.logprobs_from_logits(
             head(hidden), labels, None, temperature=temperature
         )
