@@ -51,11 +51,11 @@ metric_list: [{{metric: exact_match}}]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_index_of_tasks():
-    """The harness reads the files of all its tasks, thousands, for each command."""
+def index_of_our_tasks():
+    """The harness reads the files of all its own tasks, thousands, for each command."""
     with pytest.MonkeyPatch.context() as patched:
-        once = functools.cache(command.TaskManager)
-        patched.setattr(command, "TaskManager", once)
+        ours = functools.partial(command.TaskManager, include_defaults=False)
+        patched.setattr(command, "TaskManager", functools.cache(ours))
         yield
 
 

@@ -305,25 +305,3 @@ POLICY = GrpoJobConfig(
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
     run=RunConfig(job="grpo", steps=2, checkpoint_every=None, compare_heads=False),
 )  # fmt: skip
-
-
-# test_shared_prompts has rollouts and rewards on a mesh, and the tests above have
-# training steps on one.
-@pytest.mark.slow
-def test_a_policy_learns_the_same_on_a_mesh(tmp_path):
-    """Prompts over all devices; packed rows over rows, tokens and the vocabulary."""
-
-    def history(name, sizes, remat=FULL):
-        run = dataclasses.replace(POLICY.run, out_dir=str(tmp_path / name))
-        changes = dict(run=run, mesh=MeshConfig(*sizes), remat=remat)
-        config = dataclasses.replace(POLICY, **changes)
-        return jobs.train(config, "", Console(file=io.StringIO())).history
-
-    wanted = history("alone", (1, 1, 1, 1))
-    made = history("mesh", (1, 2, 2, 2), LAST_WHOLE)
-    for got, want in zip(made, wanted, strict=True):
-        assert got.reward == want.reward and got.tokens == want.tokens
-        for name in ("loss", "grad_norm", "entropy", "kl"):
-            value = getattr(want, name)
-            assert getattr(got, name) == pytest.approx(value, rel=2e-3, abs=1e-5)
-        assert got.mismatch_max < 1e-5

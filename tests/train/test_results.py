@@ -91,28 +91,6 @@ def mean_loss(decoder):
 # -------------------------------------------------------------------- runs
 
 
-# A later test starts adapters from a checkpoint, and test_saved reads what runs save.
-@pytest.mark.slow
-def test_supervised_training_starts_from_a_checkpoint_and_leaves_one(directory):
-    model = texts.checkpoint("llama", directory)
-    named = f"model.checkpoint={model}", "data.batch_size=4"
-    result, shown = trained("sft", *named, "run.out_dir=run")
-    before = checkpoints.load(model, dtype="float32", param_dtype="float32")
-    assert abs(result.history[0].loss - mean_loss(before)) < 1e-4
-    assert result.history[-1].loss < result.history[0].loss - 0.1
-    assert "saved in run/model, for transformers to load" in shown
-    after = checkpoints.load("run/model")
-    assert after.config == dataclasses.replace(
-        before.config, dtype="float32", param_dtype="float32"
-    )
-    assert mean_loss(after) < result.history[0].loss - 0.1
-    assert (directory / "run" / "model" / "tokenizer.json").exists()
-    # From what it left: a run like any other.
-    named = "model.checkpoint=run/model", "data.batch_size=4"
-    again, _ = trained("sft", *named, "run.out_dir=run2")
-    assert again.history[0].loss < result.history[-1].loss
-
-
 @pytest.mark.parametrize("whole", [False, True], ids=["head adapted", "saved whole"])
 def test_adapters_train_with_the_base_frozen(whole, directory):
     model = texts.checkpoint("qwen3", directory)

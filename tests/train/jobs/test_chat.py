@@ -4,14 +4,11 @@ import io
 import json
 import pathlib
 
-import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxmem import checkpoints
 from jaxmem.data import block_files
 from jaxmem.train import configuration, jobs
-from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import sft
 from tests.checkpoints import texts
@@ -100,22 +97,3 @@ def test_chats_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatc
     _, said = train("run.out_dir=cut")
     assert "resuming cut after step 3" in said
     assert steps("cut") == steps("run") and best_step("cut") == best_step("run")
-
-
-# test_own_prompts saves the best weights as a checkpoint as well.
-@pytest.mark.slow
-def test_the_best_is_left_as_a_checkpoint_and_a_longer_run_keeps_it(monkeypatch):
-    losses = iter([5.0, 2.0, 3.0, 4.0, 6.0, 7.0])
-    monkeypatch.setattr(sft.Program, "evaluate", lambda *_: next(losses))
-    _, said = train("run.steps=6")
-    assert best_step("run") == 4 and "saved in run/best/model, for trans" in said
-    with Checkpoints(pathlib.Path("run/best"), keep=1) as saved:
-        assert saved.saved_config(4)["best"] == {"cost": 2.0, "step": 4}
-    left, best = (checkpoints.load(f"run/{p}model") for p in ("", "best/"))
-    weights = [np.asarray(x.embed.embedding[...]) for x in (left, best)]
-    assert np.any(weights[0] != weights[1])
-    assert pathlib.Path("run/best/model/tokenizer.json").exists()
-    train("run.steps=10")
-    assert best_step("run") == 4
-    again = checkpoints.load("run/best/model").embed.embedding[...]
-    np.testing.assert_array_equal(again, weights[1])

@@ -343,18 +343,16 @@ def test_a_cache_that_is_kept_over_turns_changes_nothing(monkeypatch):
     assert [x.shape[1] for x, _ in (job.program.prompts, job.program.replies)] == [
         12, 11,
     ]  # fmt: skip
-    for overrides, keeps in (
-        ([], False), (["sampling.slots=8"], False),
-        ([*MESH, "grpo.max_tokens_train=192", "grpo.max_tokens_forward=192"], True),
-    ):  # fmt: skip
+    program = job_with("sampling.slots=8").program  # which reads all of it again
+    assert program.prompts[0].shape[1] == 12 + 2 * (4 + 10)
+    assert len([line for line in program.lines() if "again: with" in line]) == 1
+    rows = "grpo.max_tokens_train=192", "grpo.max_tokens_forward=192"
+    for keeps, overrides in ((False, ()), (True, (*MESH, *rows))):
         with monkeypatch.context() as patched:
-            if not overrides:
-                patched.setattr(SamplingProgram, "keeps_cache", False)
+            patched.setattr(SamplingProgram, "keeps_cache", keeps)
             job, again = rolled_out("sampling.top_k=5", *overrides)
             width = 12 if keeps else 12 + 2 * (4 + 10)
             assert job.program.prompts[0].shape[1] == width
-            said = [line for line in job.program.lines() if "again: with" in line]
-            assert len(said) == (overrides == ["sampling.slots=8"])
         assert_same(kept, again)
         np.testing.assert_array_equal(kept.supports.csr.ids, again.supports.csr.ids)
 

@@ -36,7 +36,6 @@ from jaxmem.train.metrics import DistillMetrics
 from jaxmem.train.program import DecoderProgram
 from tests.cases import slow
 from tests.checkpoints import texts
-from tests.checkpoints.texts import LETTERS
 from tests.train.jobs.kills import kill_before
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
@@ -278,17 +277,6 @@ def test_a_student_reads_text_as_its_teacher_does(two_steps):
         assert place.load().config.hidden == 24
 
 
-def test_the_data_may_count_too_and_only_responses_do():
-    write([{"prompt": "ab", "response": "cd" + x} for x in "efghijklm"] * 4)
-    held = ["data.held_out=0", "run.steps=1", "run.accumulate=1", "data.batch_size=1"]
-    held += ["run.checkpoint_every=None"]
-    result, _ = train("distill.loss_weight=0.5", *held)
-    (step,) = result.history
-    assert step.loss == pytest.approx(step.divergence + 0.5 * step.ce, rel=1e-5)
-    assert step.tokens % 4 == 0  # three letters and the end, of each of some texts
-    assert step.held_out_divergence is None
-
-
 # Supervised training and GRPO add the same loss to a step.
 @pytest.mark.slow
 def test_routers_are_recorded_and_their_loss_is_learned():
@@ -305,19 +293,6 @@ def test_routers_are_recorded_and_their_loss_is_learned():
     assert made[0][0]["routers"] == made[1][0]["routers"]
     assert made[0][0]["grad_norm"] < made[1][0]["grad_norm"]
     assert made[0][1]["routers"] != made[1][1]["routers"]
-
-
-# test_starting trains adapters, and the test above reads a saved run.
-@pytest.mark.slow
-def test_adapters_learn_and_a_run_is_a_teacher(two_steps):
-    sizes = [f"model.{n}=None" for n in ("layers", "hidden", "ff", "heads")]
-    sizes += ["model.kv_heads=None", "model.head_dim=None"]
-    result, said = train(
-        f"distill.teacher={two_steps}", "model.checkpoint=llama", "model.lora_rank=4",
-        "optimizer.learning_rate=5e-2", "eval.every=None", "run.steps=4", *sizes,
-    )  # fmt: skip
-    assert result.history[-1].divergence < result.history[0].divergence
-    assert "saved in run/adapter" in said
 
 
 # ---------------------------------------------------------------- on policy
@@ -458,27 +433,6 @@ def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
     expected, _ = divergence(dense(hidden, head), y, config)
     assert expected.min() > 0.05
     np.testing.assert_allclose(got, np.where(where, expected, 0), rtol=2e-5)
-
-
-# Other tests of this file cover the divergence over all columns, and the order of
-# columns.
-@pytest.mark.slow
-@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
-def test_all_columns_are_the_whole_teacher(divergence):
-    """The same text, the same order: a file of every column is the text's mode."""
-    write([{"text": "".join(LETTERS[i : i + 14])} for i in range(20)])
-    scored("--top-k=40", "--temperature=2.0")
-    more = [f"distill.divergence={divergence}", "distill.temperature=2.0"]
-    more += ["data.held_out=0", "distill.teacher_dtype=float32", "run.steps=1"]
-    more += ["run.accumulate=5", "eval.every=None"]
-    whole, _ = train(*more)
-    columns, _ = train(*OFFLINE, "run.out_dir=file", *more)
-    (whole,), (columns,) = whole.history, columns.history
-    assert columns.tokens == whole.tokens == 20 * 15
-    # A teacher's logprobs are rounded to float32, of which the tail is what is left.
-    assert columns.divergence == pytest.approx(whole.divergence, rel=1e-3)
-    assert columns.grad_norm == pytest.approx(whole.grad_norm, rel=1e-3)
-    assert columns.ce == pytest.approx(whole.ce, rel=1e-5)
 
 
 def count(*columns):
@@ -635,16 +589,17 @@ def of_checkpoints(student, teacher, *more):
     )  # fmt: skip
 
 
-def test_vocabularies_that_are_padded_to_different_sizes():
+@pytest.mark.parametrize("larger", ["llama", slow("qwen3")])
+def test_vocabularies_that_are_padded_to_different_sizes(larger):
     """The smaller one serves; the other's further rows change nothing."""
     texts.checkpoint("qwen3", pathlib.Path())
-    student, teacher = padded("qwen3", 48), padded("llama", 56)
-    pairs = [("qwen3", "llama"), ("qwen3", teacher), (student, "llama")]
-    losses = []
+    pairs, losses = [("qwen3", "llama")], []
+    made = padded(larger, 56)
+    pairs.append(tuple(made if name == larger else name for name in pairs[0]))
     for i, pair in enumerate(pairs):
         train(*of_checkpoints(*pair, f"run.out_dir=run{i}"))
         losses.append([step["loss"] for step in steps(f"run{i}")])
-    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-5)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 def test_an_on_policy_student_with_more_rows_than_its_teacher(prompts):

@@ -205,20 +205,6 @@ def test_a_weight_of_0_records_rewards_and_learns_bitwise_nothing_of_them():
     assert one == other
 
 
-# A test above compares the gradient with float64.
-@pytest.mark.slow
-def test_the_reward_rises_beside_a_teacher_that_cannot_add():
-    result, said = train(
-        "distill.reward_weight=10.0", "run.steps=40", "run.checkpoint_every=None"
-    )
-    rewards = [step.reward for step in result.history]
-    assert np.mean(rewards[:8]) < 0.06 and np.mean(rewards[-8:]) > 0.09
-    assert f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}, divergence" in said
-    assert "step 40/40  reward" in said
-    page = pathlib.Path("run/report.html").read_text()
-    assert "Reward" in page and "Groups of equal rewards, share" in page
-
-
 OWN = """
 def vowels(completions, extra, **others):
     return [sum(c in "aeiou" for c in text) + n for text, n in zip(completions, extra)]
@@ -283,20 +269,6 @@ def alone(tmp_path_factory):
         patched.chdir(tmp_path_factory.mktemp("alone"))
         prepare()
         return train(*EVEN)[0].history
-
-
-# test_shared_prompts samples and learns on a mesh, and the verbs take a teacher there.
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", ["data", "tensor", "fsdp", "sequence"])
-def test_two_devices_take_the_steps_of_one(axis, alone):
-    """Completions are divided among devices; so are rows, tokens or the vocabulary."""
-    made, _ = train(*EVEN, f"mesh.{axis}=2")
-    for got, want in zip(made.history, alone, strict=True):
-        assert got.reward == want.reward and got.tokens == want.tokens
-        assert got.response_length == want.response_length
-        for name in ("loss", "grad_norm", "divergence", "ce", "entropy"):
-            value = getattr(want, name)
-            assert getattr(got, name) == pytest.approx(value, rel=2e-3, abs=1e-5), name
 
 
 # ------------------------------------------------------------------ errors

@@ -129,9 +129,10 @@ def log_probabilities(loss, pairs):
 
 @pytest.mark.usefixtures("one_program")
 def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
-    result, said = train()
+    sampled = 'head.gradient=("sample", 4)'  # whose draws follow from seed and step
+    result, said = train(sampled)
     first, last = result.history[0], result.history[-1]
-    # Before the first update the policy is the reference.
+    # Before the first update the policy is the reference, and its numbers are exact.
     assert first.loss == pytest.approx(np.log(2), abs=1e-5)
     assert abs(first.margin) < 1e-5
     assert last.loss < first.loss - 0.1 and last.accuracy == 1 and last.margin > 0.2
@@ -143,29 +144,16 @@ def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatc
     summary = json.loads(pathlib.Path("run/summary.json").read_text())
     assert summary["held_out_accuracy"] == 1 and summary["last_margin"] == last.margin
 
-    kill_before(6, dpo.Dpo, monkeypatch, lambda: train("run.out_dir=cut"))
+    kill_before(6, dpo.Dpo, monkeypatch, lambda: train(sampled, "run.out_dir=cut"))
     scored = pathlib.Path("cut/reference.npz").stat().st_mtime_ns
-    _, said = train("run.out_dir=cut")
+    _, said = train(sampled, "run.out_dir=cut")
     assert "resuming cut after step 3" in said
     assert pathlib.Path("cut/reference.npz").stat().st_mtime_ns == scored
     assert steps("cut") == steps("run")
 
     monkeypatch.setattr(DecoderProgram, "backend", "hopper")
     with pytest.raises(ValueError, match="^head.implementation was 'xla' in run"):
-        train("run.steps=9")
-
-
-@pytest.mark.usefixtures("one_program")
-def test_gradients_are_sampled_by_seed_and_step():
-    few = "run.steps=2", "eval.every=None", "run.checkpoint_every=None"
-    sampled = 'head.gradient=("sample", 4)'
-    exact, _ = train(*few, "run.out_dir=exact")
-    runs = [train(*few, sampled, f"run.out_dir={name}")[0] for name in "ab"]
-    (first, second), again = (run.history for run in runs)
-    assert [s.grad_norm for s in again] == [first.grad_norm, second.grad_norm]
-    assert first.loss == exact.history[0].loss  # log-probabilities stay exact
-    assert first.grad_norm != exact.history[0].grad_norm
-    assert first.grad_norm == pytest.approx(exact.history[0].grad_norm, rel=0.5)
+        train(sampled, "run.steps=9")
 
 
 def load(**changes):

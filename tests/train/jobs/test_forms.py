@@ -9,6 +9,7 @@ from rich.console import Console
 
 from jaxmem import cli
 from jaxmem.train import configuration, jobs
+from tests.cases import slow
 from tests.checkpoints import texts
 
 pytestmark = pytest.mark.usefixtures(
@@ -53,20 +54,25 @@ def directory(tmp_path_factory):
     return folder
 
 
+def job_of(form):
+    return next((job for job in GIN if f"({job}" in form), "sft")
+
+
 def test_the_page_has_forms_for_each_job():
     assert len(FORMS) >= 10
     assert {job_of(form) for form in FORMS} == GIN.keys()
 
 
-def job_of(form):
-    return next((job for job in GIN if f"({job}" in form), "sft")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_line_of_the_page_is_trained_on(form, directory, monkeypatch, capsys):
+def job_of_line(form, directory, monkeypatch):
     monkeypatch.chdir(directory)
     (directory / "data.jsonl").write_text(FORMS[form] + "\n")
-    job, out_dir = job_of(form), re.sub(r"\W+", "_", form)
+    return job_of(form)
+
+
+# What other jobs read is trained on by their own tests.
+@pytest.mark.parametrize("form", [x if job_of(x) == "sft" else slow(x) for x in FORMS])
+def test_a_line_of_the_page_is_trained_on(form, directory, monkeypatch):
+    job, out_dir = job_of_line(form, directory, monkeypatch), re.sub(r"\W+", "_", form)
     config, text = configuration.load(f"{job}.gin", [f"run.out_dir={out_dir}"])
     console = Console(file=io.StringIO(), width=200)
     (step,) = jobs.train(config, text, console).history
@@ -74,7 +80,13 @@ def test_a_line_of_the_page_is_trained_on(form, directory, monkeypatch, capsys):
     said = console.file.getvalue()
     named = re.split(r" with| \(| of conv", form)[0]  # as the reader names it
     assert f"read as {named}" in said or "in two columns" in form
-    # What was read, rendered and counted is shown by the command.
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_read_rendered_and_counted_is_shown(
+    form, directory, monkeypatch, capsys
+):
+    job = job_of_line(form, directory, monkeypatch)
     assert cli.main(["data", f"{job}.gin", "--show", "1"]) == 0
     shown = capsys.readouterr().out
     assert "data.jsonl:1" in shown and "read as " in shown

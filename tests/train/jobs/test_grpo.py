@@ -16,7 +16,6 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-import jaxmem
 from jaxmem import losses
 from jaxmem.data import tasks
 from jaxmem.data.documents import Batch
@@ -281,24 +280,6 @@ def gradients(made, logits, config=None, **options):
     return jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, hidden)
 
 
-# test_sampled tests the same of token_loss, and a later test runs the job with them.
-@pytest.mark.slow
-def test_sampled_gradients_are_near_the_exact_ones():
-    """Their mean is nearer than each of them; the loss is the same."""
-    made = random_micro_batch()
-    value, exact = gradients(made, "fused")
-
-    def draw(key):
-        return gradients(made, "fused", sample=jaxmem.Sample(4), key=key)
-
-    values, drawn = jax.vmap(draw)(jax.random.split(jax.random.key(0), 40))
-    np.testing.assert_array_equal(values, value)
-    for got, want in zip(*map(jax.tree.leaves, (drawn, exact)), strict=True):
-        spread = np.abs(got - want).mean()
-        assert spread > 0 and not np.array_equal(got[0], got[1])
-        assert np.abs(got.mean(0) - want).mean() < 0.35 * spread
-
-
 def test_both_heads_give_one_gradient():
     fused, materialised = (
         gradients(random_micro_batch(), name) for name in ("fused", "materialised")
@@ -447,12 +428,10 @@ def finished(tmp_path_factory, programs_of_module):
     """A run of four steps, what it returned and what it said; not to be changed."""
     config = changed(
         SMALL,
-        sampling=dict(temperature=0.8, top_k=5),
+        sampling=dict(temperature=0.8),
         # Eight completions of each prompt: half of the groups differ in reward, so that
         # there is a gradient whichever way a processor rounds.
-        grpo=dict(
-            kl_coefficient=0.05, group_size=8, minibatches=1, row_lengths=(8, 16)
-        ),
+        grpo=dict(kl_coefficient=0.05, group_size=8, minibatches=1),
         run=dict(seed=1),
     )
     out_dir = tmp_path_factory.mktemp("finished") / "run"
@@ -469,7 +448,7 @@ def test_a_run_leaves_everything_it_promises(finished):
         "tensorboard",
     }  # fmt: skip
     for step in history:
-        assert step.mismatch_max < 1e-5  # over the support that was sampled from
+        assert step.mismatch_max < 1e-5
         assert 1 <= step.response_length <= 3 and 0 <= step.degenerate <= 1
         assert step.kl is not None and step.kl >= 0
         parts = step.rollout_seconds + step.old_seconds + step.reference_seconds
@@ -509,35 +488,30 @@ def test_moments_on_the_host_and_a_policy_by_limit_change_no_number(
         train(changed(config, optimizer=dict(offload=False)), tmp_path / "run", steps=5)
 
 
-@pytest.mark.slow
-def test_fused_and_materialised_give_the_same_curves_for_thirty_steps(tmp_path):
-    config = changed(SMALL, grpo=dict(kl_coefficient=0.02, entropy_coefficient=0.01))
-    names = ("loss", "entropy", "kl", "grad_norm", "sum_pi_squared")
-    curves, rewards = [], []
-    for name in ("fused", "materialised"):
-        head = changed(config, head=dict(logits=name))
-        result, _ = train(head, tmp_path / name, steps=30, checkpoint_every=30)
-        curves.append(curve(result, *names))
-        rewards.append(curve(result, "reward", "accuracy", "response_length"))
-    np.testing.assert_array_equal(*rewards)
-    np.testing.assert_allclose(*curves, atol=2e-3)
-    assert rewards[0][-5:, 0].mean() > rewards[0][:5, 0].mean() + 0.1
-
-
-def test_routers_are_recorded_and_their_loss_is_learned(tmp_path):
+def test_the_loss_of_routers_is_learned():
     mixed = {
         "feed_forwards": ("experts",), "experts": 4, "expert_ff": 48,
         "experts_per_token": 2, "router_renormalised": True, "embed_scale": False,
     }  # fmt: skip
-    made = []
+    made, _ = completions()
+    advantages = np.linspace(-1, 1, len(made.lengths), dtype="f4")
+    old = np.full(made.sampled.shape, -2.0, "f4")
+    found = []
     for factor in (0.0, 5.0):
         model = {**mixed, "router_aux_loss_coef": factor}
-        config = changed(SMALL, model=model, run=dict(steps=2, checkpoint_every=None))
-        result, _ = train(config, tmp_path / str(factor))
-        made.append(result.history[0])
-    assert made[0].routers["load_worst"] == made[0].routers["load"] >= 1
-    assert made[0].reward == made[1].reward
-    assert made[0].grad_norm < made[1].grad_norm
+        program = PolicyProgram(changed(SMALL, model=model))
+        learned = Minibatch(made, advantages, old, None, None)
+        rows, normalizer = next(learned.micro_batches(program.config))
+        shape, zeros = rows.batch.tokens.shape, program.compile_zeros()
+        run = program.compile_gradients(shape, program.config.head)
+        sums, _ = run(program.initial_params(), {}, zeros(), rows, normalizer)
+        found.append(sums)
+    assert found[0].loss == found[1].loss  # that of tokens alone is recorded
+    norms = [
+        np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(sums.gradients)))
+        for sums in found
+    ]
+    assert 0 < norms[0] < norms[1]
 
 
 @pytest.mark.slow  # own prompts are learned, too, and gradients are the papers'
@@ -618,9 +592,10 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
         grpo=dict(kl_coefficient=0.02, epochs=2),
         optimizer=dict(trainable="blocks|head"),
         sampling=dict(slots=5),
-        head=dict(gradient=("sample", 4)),
+        model=dict(dtype="bfloat16"),
+        head=dict(gradient=("sample", 4, "int8")),
+        run=dict(steps=6),
     )
-    config = changed(config, run=dict(steps=6))
     train(config, tmp_path / "whole", checkpoint_every=None)
     killed = tmp_path / "killed"
 
@@ -638,18 +613,9 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
     )
     assert resumed == whole and len(whole) == 6
     assert {s["gradient_samples"] for s in whole} == {4}
+    assert all(0 < s["forward_error"] < 1e-2 for s in whole)
     busy = [s["busy"] for s in whole]
     assert all(0.5 < share <= 1 for share in busy) and min(busy) < 1
-
-
-def test_a_forward_pass_in_8_bits_tells_its_error(tmp_path):
-    config = changed(
-        SMALL, model=dict(dtype="bfloat16"), head=dict(gradient=("sample", 4, "int8")),
-        run=dict(steps=2),
-    )  # fmt: skip
-    result, _ = train(config, tmp_path, checkpoint_every=None)
-    for step in result.history:
-        assert 0 < step.forward_error < 1e-2 and step.gradient_samples == 4
 
 
 def test_the_reference_of_adapters_shares_the_weights_that_they_adapt(tmp_path):

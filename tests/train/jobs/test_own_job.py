@@ -114,13 +114,6 @@ def test_it_is_planned(fake, capsys):
     assert teacher["resident"]["teacher"] == step["resident"]["trained weights"] > 0
 
 
-# The planning tests fit other jobs, whose policies they compile in the same way.
-@pytest.mark.slow
-def test_it_is_fitted(fake, capsys):
-    assert cli.main(["plan", "own.gin", "--device", "h200", "--fit"]) == 0
-    assert "remat.policy=save_attention" in capsys.readouterr().out
-
-
 def test_its_data_and_keys_are_shown(capsys):
     assert cli.main(["data", "own.gin", "--show", "1"]) == 0
     said = capsys.readouterr().out

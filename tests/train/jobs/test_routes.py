@@ -12,11 +12,9 @@ from jaxmem.models import route_records, sampling
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.weights import merge_module, split_module
 from jaxmem.train.configuration import ConfigError, load
-from jaxmem.train.jobs import grpo
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_report import phases_of
 from tests.cases import slow
-from tests.train.jobs.kills import kill_before
 from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, train
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
@@ -129,6 +127,7 @@ def test_routers_of_the_same_weights_choose_what_was_recorded(
     result, _ = train(config, tmp_path, steps=2)
     for step in result.history:
         assert step.rerouted == 0 and step.mismatch_max < 1e-5
+        assert step.routers["load_worst"] >= step.routers["load"] >= 1
 
 
 @pytest.mark.slow
@@ -150,18 +149,6 @@ def test_updates_take_experts_that_routers_no_longer_choose(tmp_path, monkeypatc
         told[replays] = result.history[0]
     assert told[True].rerouted > 0.5 and told[False].rerouted is None
     assert told[True].mismatch_mean < told[False].mismatch_mean
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_a_run_is_bitwise_the_same(tmp_path, monkeypatch):
-    wanted, _ = train(REPLAY, tmp_path / "whole")
-    kill_before(3, grpo.Grpo, monkeypatch, lambda: train(REPLAY, tmp_path / "run"))
-    result, _ = train(REPLAY, tmp_path / "run")
-    untimed = [
-        [{k: v for k, v in s._asdict().items() if "second" not in k} for s in history]
-        for history in (result.history, wanted.history)
-    ]
-    assert untimed[0] == untimed[1]
 
 
 def test_a_plan_names_what_is_recorded():

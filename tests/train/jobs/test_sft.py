@@ -131,7 +131,7 @@ def test_neither_head_nor_loop_nor_more_names_change_a_loss(sections, config, fi
 def test_utilisation_where_the_peak_is_known(config, monkeypatch):
     """6 N and attention, over the peak of all devices; here of 1 TFLOP/s."""
     monkeypatch.setattr(sft, "peak_of", lambda kind, dtype: 1e12)
-    result, said = train(changed(config, run=dict(steps=3)))
+    result, said = train(config)
     step = result.history[-1]
     weights = sft.Program(config, 320).state_shapes.params
     matrices = sum(
@@ -278,7 +278,7 @@ def test_the_loss_is_the_mean_over_tokens_not_over_micro_batches():
 
 
 def test_a_step_without_labels_has_loss_zero_and_no_gradient():
-    masked = split(random_rows(8)._replace(labels=np.full((8, 16), -1, np.int32)), 2)
+    masked = split(random_rows(8)._replace(labels=np.full((8, 16), -1, np.int32)), 8)
     step, state = small_step(keep_gradients)
     after, numbers = step(state, masked)
     assert float(numbers["loss"]) == 0.0 and float(numbers["grad_norm"]) == 0.0
@@ -467,17 +467,6 @@ def test_that_nothing_is_held_out_is_said_before_the_first_step(config):
     assert not (pathlib.Path(config.run.out_dir) / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
-def test_both_heads_learn_alike_over_fifty_steps(config, tmp_path):
-    curves = []
-    for name in ("fused", "materialised"):
-        changes = dict(steps=50, checkpoint_every=50, out_dir=str(tmp_path / name))
-        result, _ = train(changed(config, run=changes, head=dict(logits=name)))
-        curves.append(np.array(losses(result)))
-    np.testing.assert_allclose(*curves, atol=2e-3)
-    assert curves[0][-1] < curves[0][0] - 1.0
-
-
 @pytest.mark.usefixtures("one_program")
 def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
     config, first, _ = finished
@@ -490,6 +479,8 @@ def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
     assert train(longer)[0].history == result.history  # nothing left to do
 
 
+# The run that is killed has such a pass, and its errors are held against float64.
+@pytest.mark.slow
 def test_a_forward_pass_in_8_bits_tells_its_error(config):
     model = dict(hidden=32, dtype="bfloat16")
     history = {}
@@ -563,13 +554,6 @@ def test_a_run_resumes_without_clipping(finished, tmp_path):
     run = dict(steps=7, out_dir=str(tmp_path / "run"), compare_heads=False)
     longer = changed(config, optimizer=dict(clip_norm=None), run=run)
     result, said = train(longer)
-    assert "after step 6" in said and len(result.history) == 7
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_clipping(config):
-    train(changed(config, optimizer=dict(clip_norm=None)))
-    result, said = train(changed(config, run=dict(steps=7)))
     assert "after step 6" in said and len(result.history) == 7
 
 
@@ -692,8 +676,9 @@ def of_steps(out_dir):
 
 @pytest.mark.usefixtures("one_program")
 def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_path):
-    head = dict(gradient=("sample", 8))  # whose draws follow from the step's number
-    config = changed(config, run=dict(steps=20, accumulate=2), head=head)
+    head = dict(gradient=("sample", 8, "int8"))  # draws follow from the step's number
+    model = dict(hidden=32, dtype="bfloat16")
+    config = changed(config, run=dict(steps=20, accumulate=2), head=head, model=model)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     kill_after(start(config, killed, 5), killed / "metrics.jsonl", 7)
     assert 7 <= len(of_steps(killed)) < 20
@@ -702,6 +687,8 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_p
         _, said = train(changed(config, run=run))
         assert ("resuming" in said) == (out_dir == killed)
     assert of_steps(killed) == of_steps(whole)
+    told = read_history(whole / "metrics.jsonl")
+    assert all(0 < step.forward_error < 1e-2 for step in told)
 
 
 @pytest.mark.slow
