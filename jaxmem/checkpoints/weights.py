@@ -95,8 +95,8 @@ def load(
     )
     if adapter is not None:
         model = with_adapter(model, config.family, adapter)
-    weights = _read_weights(config, model, sharding)
     shapes = _abstract(model, head, policy)
+    weights = _read_weights(config, model, shapes, sharding)
     if adapter is not None:
         whole = {lora.SAVED[name] for name in model.lora_saved}
         wanted = {
@@ -134,12 +134,14 @@ def read_weights(
         CheckpointError: a tensor is missing, has another shape, or does not belong to
             the decoder; the message names it and its file.
     """
-    return _read_weights(read_config(directory), model, sharding, like)
+    config = read_config(directory)
+    return _read_weights(config, model, _abstract(model), sharding, like)
 
 
 def _read_weights(
     config: CheckpointConfig,
     model: ModelConfig,
+    shapes: Decoder,
     sharding: Placement | None,
     like: Any = None,
 ) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def _read_weights(
     images = config.images
     prefixes = names.prefixes_of(tensors, config.family, images)
     naming = names.Naming(config.family, model, prefixes, tensors)
-    every = by_path(_abstract(model))
+    every = by_path(shapes)
     every = {path: leaf for path, leaf in every.items() if not lora.is_adapter(path)}
     of_images = images.images if images else ()
     names.refuse_others(tensors, every, of_images, naming)
