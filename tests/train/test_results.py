@@ -29,6 +29,7 @@ data.sequence_length = 16
 data.batch_size = 2
 head.chunk = 8
 optimizer.warmup_steps = 0
+optimizer.schedule = "constant"
 optimizer.learning_rate = 1e-2
 run.steps = 3
 run.checkpoint_every = 3

@@ -38,6 +38,7 @@ model.ff = 16
 head.chunk = 32
 optimizer.learning_rate = 1e-2
 optimizer.warmup_steps = 0
+optimizer.schedule = "constant"
 run.steps = 4
 run.checkpoint_every = 2
 run.compare_heads = False
