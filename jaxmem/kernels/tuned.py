@@ -46,11 +46,11 @@ FILE = "tuned.json"
 # H100, D=576, dH of a block of V took 0.160 ms with 256 columns, 0.131 with 192 and
 # 0.144 with 128, which are three, three and five tiles.
 _COLUMNS = {256: 1.0, 192: 1.1, 128: 1.09}
-_PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4)
+_PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, stored_bytes=4)
 DEFAULTS: Mapping[Kernel, Tiles] = {
     "statistics": Tiles(group=2, cluster=2, panel=8),
-    "exps": Tiles(group=2, cluster=2, panel=8, stored=64, slots=1),
-    "derivative": Tiles(group=1, cluster=2, panel=8, stored=64, slots=1),
+    "exps": Tiles(group=2, cluster=2, panel=8, stored=64),
+    "derivative": Tiles(group=1, cluster=2, panel=8, stored=64),
     "to_hidden": _PRODUCT,
     "to_W": _PRODUCT,
 }
