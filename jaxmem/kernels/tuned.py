@@ -27,7 +27,7 @@ FILE = "tuned.json"
 #   0.109, but would copy each block of W and of its gradient.
 # - forward that stores exponentials, in a later run: 1.06 with 64 columns per store
 #   from one buffer, 1.08 with 32 from two, 1.05 to 1.08 with three stages and more
-#   buffers.
+#   buffers: there is one.
 # - tiles of 320 columns in two accumulators, 192 and 128, with three stages, N=8192
 #   V=149760, against 256 columns: forward 15.13 ms and 15.13 at D=4096, 18.58 and 18.80
 #   at D=5120 (range 0.02); derivatives of a ninth of V 1.74 and 1.73; dH of it 1.81 and
