@@ -50,7 +50,7 @@ def run(spec, source, rows, g):
 def test_with_enough_slots_it_is_exact(layout, vocab_size, interpreted):
     """Every column is kept with certainty, so that nothing of 8 bits is left."""
     n, d, v = 20, 64, 70
-    spec, source, rows = problem(n, d, v, 256, layout, vocab_size, std=0.25)
+    spec, source, rows = problem(n, d, v, 160, layout, vocab_size, std=0.25)
     g, on = cotangents(n), np.asarray(rows.active)
     made, entries, grads = jax.jit(run, static_argnums=0)(spec, source, rows, g)
     kept = np.sum(np.asarray(entries.p) > 0, 1)

@@ -60,7 +60,7 @@ def test_with_enough_slots_it_is_the_derivative(all_options, interpreted):
         )  # fmt: skip
     else:
         options = dict(temperature=jnp.full(n, 12.0))
-    spec, source, rows = problem(n, d, v, 256, **options)
+    spec, source, rows = problem(n, d, v, 160, **options)
     g = cotangents(n)
     made, entries, grads = jax.jit(run, static_argnums=0)(spec, source, rows, g)
     exact = jax.jit(hopper.forward, static_argnums=(0, 3))(spec, source, rows, SAVED)
