@@ -36,8 +36,10 @@ class Policy:
 
     Attributes:
         save: names whose values stay in their memory.
-        offload: names whose values move to the host's pinned memory after the forward
-            pass of their block, and back before its backward pass.
+        offload: names whose values move to `offload_dst` after the forward pass of
+            their block, and back before its backward pass.
+        offload_src: the memory that offloaded values are in, "device".
+        offload_dst: the memory that they move to, "pinned_host".
         dots: whether to save every product without a batch dimension too, named or not.
         last: number of blocks at the end of a stack whose residuals all stay on the
             device. Only `scan_blocks` can apply it, as a single block does not know its
@@ -45,8 +47,8 @@ class Policy:
         known: all names that blocks use; pass those of your own blocks here.
 
     Raises:
-        ValueError: a name is unknown or is both saved and offloaded, or a number of
-            blocks is below 0.
+        ValueError: a name is unknown or is both saved and offloaded, a memory does not
+            exist, or a number of blocks is below 0.
 
     "attn_lse" in `save` saves both outputs of cuDNN's attention kernel. A block that
     calls it should not name the output "attn_out" as well, because it is then saved
@@ -59,6 +61,8 @@ class Policy:
 
     save: Sequence[str] = ()  # tuples, once it is made
     offload: Sequence[str] = ()
+    offload_src: str = "device"
+    offload_dst: str = "pinned_host"
     dots: bool = False
     last: int = 0
     known: Sequence[str] = dataclasses.field(
@@ -83,6 +87,12 @@ class Policy:
         both = sorted(set(self.save) & set(self.offload))
         if both:
             raise ValueError(f"save and offload both have {', '.join(both)}")
+        if {self.offload_src, self.offload_dst} != {"device", "pinned_host"}:
+            raise ValueError(
+                "offload_src and offload_dst must be 'device' and 'pinned_host', or "
+                f"the other way round, got {self.offload_src!r} and "
+                f"{self.offload_dst!r}"
+            )
         if self.last < 0:
             raise ValueError(f"last must be a number of blocks, got {self.last}")
 
@@ -104,8 +114,8 @@ class Policy:
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(self.save),
             names_which_can_be_offloaded=list(self.offload),
-            offload_src="device",
-            offload_dst="pinned_host",
+            offload_src=self.offload_src,
+            offload_dst=self.offload_dst,
         )(primitive, *avals, **params)
 
     def __or__(self, other: "Policy") -> "Policy":
@@ -114,9 +124,17 @@ class Policy:
         offload = tuple(
             k for k in dict.fromkeys([*self.offload, *other.offload]) if k not in save
         )
+        places = {(p.offload_src, p.offload_dst) for p in (self, other) if p.offload}
+        if len(places) > 1:
+            raise ValueError(
+                f"both policies offload, between different memories: {places}"
+            )
+        src, dst = places.pop() if places else (self.offload_src, self.offload_dst)
         last = max(self.last, other.last)
         dots, known = self.dots or other.dots, (*self.known, *other.known)
-        return Policy(save, offload, dots, last, known=tuple(dict.fromkeys(known)))
+        return Policy(
+            save, offload, src, dst, dots, last, known=tuple(dict.fromkeys(known))
+        )
 
 
 _ATTENTION = ("q", "k", "v", "attn_out", "attn_lse")

@@ -203,6 +203,9 @@ def test_policies_join():
     assert save | offload == remat.Policy(save=["q"], offload=["block_in"])
     assert (remat.PRESETS["dots"] | offload).dots
     assert (remat.Policy(last=2) | save | remat.Policy(last=1)).last == 2
+    back = remat.Policy(offload=["k"], offload_src="pinned_host", offload_dst="device")
+    with pytest.raises(ValueError, match="both policies offload"):
+        back | offload
 
 
 def test_products_kept_beside_names_are_not_made_again(h):
@@ -284,6 +287,7 @@ def test_with_the_head_after_it(policy, h):
         ({"save": ["quarry"]}, "save has names that no block gives: quarry; known are"),
         ({"offload": "q"}, "offload must be a sequence of names, got 'q'"),
         ({"save": ["q", "k"], "offload": ["k"]}, "save and offload both have k"),
+        ({"offload_dst": "disk"}, "offload_src and offload_dst must be.*'disk'"),
         ({"last": -1}, "last must be a number of blocks, got -1"),
     ],
 )
