@@ -64,5 +64,7 @@ def _launch_env(spec, values, n_rows):
     rounded = dataclasses.replace(spec, layout="vd", compute_dtype=np.dtype(np.int8))
     env = hopper.launch_env(rounded, Factors(values, values, None), n_rows, "exps")
     # Half as many bytes a stage; `lowbit_h100.csv` has other sizes' times.
-    tiles = dataclasses.replace(env.tiles, stages=6, stored=64, operand_bytes=1)
+    tiles = dataclasses.replace(
+        env.tiles, stages=6, stored=64, slots=1, operand_bytes=1
+    )
     return dataclasses.replace(env, tiles=tiles)

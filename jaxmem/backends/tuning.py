@@ -27,15 +27,16 @@ TRIED: dict[str, tuple[int, ...]] = {
     "panel": (4, 8, 16, 32),
     "group": (1, 2, 3, 4, 8),
     "stages": (3, 4),
+    "slots": (1, 2, 4),
     "stored": (32, 64),
     "cluster": (1, 2),
 }
 _FIELDS = {  # tuned, by kernel; the group of "exps" is that of "statistics"
     "statistics": ("panel", "group", "cluster"),
-    "exps": ("panel", "stored", "stages", "cluster"),
-    "derivative": ("panel", "group", "stored", "stages", "cluster"),
-    "to_hidden": ("panel", "group", "stages", "cluster"),
-    "to_W": ("panel", "group", "stages", "cluster"),
+    "exps": ("panel", "slots", "stored", "stages", "cluster"),
+    "derivative": ("panel", "group", "slots", "stored", "stages", "cluster"),
+    "to_hidden": ("panel", "group", "slots", "stages", "cluster"),
+    "to_W": ("panel", "group", "slots", "stages", "cluster"),
 }
 _NOISE = 0.997  # a candidate is better if its time ratio is below
 _AGAIN = 5  # factor of repetitions for the final comparison with the default

@@ -53,10 +53,10 @@ def operands(env: Env, inputs: Inputs, rows: Outputs, c: Coefficients) -> Operan
         The operands.
     """
     hidden, W, labels, bias, inverse_temperature = inputs
-    of_rows = fold(rows, c, inverse_temperature, env.softcap)
+    of_rows = fold(rows, c, inverse_temperature)
     arrays: dict[str, Any] = dict(
         h=hidden, w=W, labels=labels, rows=jnp.stack(tuple(of_rows.values())),
-        marks=logits.marks(env, labels),
+        marked=logits.tiles_with_labels_or_mask(env, labels),
     )  # fmt: skip
     if bias is not None:
         arrays["bias"] = logits.whole_tiles(env, bias)
@@ -89,43 +89,37 @@ def _launch(env, names, width, arrays):
     )(*arrays)
 
 
-def fold(rows: Outputs, c: Coefficients, inverse_temperature, softcap) -> dict:
-    """The per-row operands of the kernels by name.
+def fold(rows: Outputs, c: Coefficients, inverse_temperature) -> dict:
+    """The per-row operands of the kernels by name; an absent one is zero.
 
     With e_j = 2^(x_j) = e^(z_j - max), which is S times p_j,
 
         dz_j = e_j (slope + beta x_j + gamma e_j)
 
-    and at_label if j is the label, where 1 - p must not be a difference; an absent one
-    of these is zero.
+    but if j is the label, alpha replaces slope, and at_label is added.
 
     Args:
         rows: statistics of the rows.
         c: coefficients of the rows.
         inverse_temperature: of the rows, or None.
-        softcap: of the logits, or None.
 
     Returns:
         Float32 arrays [n_rows].
     """
-    label, alpha, beta, gamma = (0.0 if x is None else x for x in c)
+    scale = jnp.exp(-rows.log_sum)  # 1/S
     inverse = 1 if inverse_temperature is None else inverse_temperature
-    scale = inverse * jnp.exp(-rows.log_sum)  # of 1/S
-    folded = dict(max=rows.max * logits.LOG2_E)
-    folded["slope"] = (alpha - label - beta * rows.log_sum) * scale
+    folded, alpha = dict(max=rows.max * logits.LOG2_E), jnp.zeros_like(rows.max)
+    if c.alpha is not None:
+        alpha = c.alpha
     if c.beta is not None:
-        folded["beta"] = beta * logits.LN_2 * scale
+        alpha = alpha - c.beta * rows.log_sum
+        folded["beta"] = c.beta * logits.LN_2 * scale * inverse
     if c.gamma is not None:
-        folded["gamma"] = gamma * scale * jnp.exp(-rows.log_sum)
-    logprob = jnp.maximum(rows.logprob, logits.MASK_VALUE)  # times 0 it is 0
-    p = jnp.exp(logprob)
-    at_label = p * (alpha + beta * logprob + gamma * p) - label * jnp.expm1(logprob)
-    at_label = at_label * inverse
-    if softcap is not None:
-        capped = (logprob + rows.log_sum + rows.max) / (softcap * inverse)
-        # At most 1; an absent row's is infinite.
-        at_label = at_label * (1 - jnp.minimum(capped * capped, 1))
-    folded["at_label"] = at_label
+        folded["gamma"] = c.gamma * scale * scale * inverse
+    folded["alpha"] = alpha * scale * inverse
+    if c.label is not None:
+        folded["slope"] = (alpha - c.label) * scale * inverse
+        folded["at_label"] = c.label * -jnp.expm1(rows.logprob) * inverse
     if inverse_temperature is not None:
         folded["inverse_temperature"] = inverse_temperature
     return folded
@@ -141,7 +135,7 @@ def _kernel(env, names, row_names, *refs):
         rows_smem=plgpu.SMEM((N_COMPUTE, len(row_names), t.rows), jnp.float32),
         bias_smem=plgpu.SMEM((N_COMPUTE, t.columns), jnp.float32),
         out_smem=plgpu.SMEM(
-            (N_COMPUTE, t.rows, t.stored),
+            (N_COMPUTE, t.slots, t.rows, t.stored),
             env.dtype,
             transforms=ring.swizzle(env.dtype, t.stored),
         ),
@@ -176,24 +170,17 @@ def _unit(scope, tile, n_tiles, step):
     start = tile(0).first_row + wg * t.rows
     rows = pl.ds(start, t.rows)
     fetch = functools.partial(logits.fetch, smem["loaded"])
-    fetch(gmem["labels"].at[rows], smem["labels_smem"])
+    labels = fetch(gmem["labels"].at[rows], smem["labels_smem"])
     fetch(gmem["rows"].at[:, rows], smem["rows_smem"])
 
     def of_tile(i, step):
         at, bias = tile(i).column, None
-        marks = gmem["marks"][lax.div(start, t.rows), at]
+        marked = gmem["marked"][lax.div(start, t.rows), at]
         if "bias" in gmem:
             columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
         column = (at - extent.first_tile) * t.columns
-        to = gmem["out"], smem["out_smem"], rows, column
-        first = at * t.columns
-
-        def mend(i, part):
-            mark = functools.partial(_mark, env, part, first + i * t.stored)
-            at_label = smem["rows_smem"].at[row_names.index("at_label")]
-            marked = logits.is_marked(marks, i * t.stored)
-            pl.when(marked)(lambda: mark(smem["labels_smem"], at_label))
+        store_to = functools.partial(_store, env, (gmem["out"], smem, rows, column))
 
         def store(z):
             # Read for each tile: the accumulator needs the registers.
@@ -201,7 +188,15 @@ def _unit(scope, tile, n_tiles, step):
             inverse = row.get("inverse_temperature")
             along = None if inverse is None else logits.along(inverse, z.shape)
             z = logits.parts(logits.scale(env, z, bias, along), t.stored)
-            _store(env, to, z, logits.to_base_2(env, bias), row, mend)
+            to_base_2 = logits.to_base_2(env, bias)
+
+            @pl.when(marked > 0)
+            def _with_labels_or_masks():
+                store_to(z, to_base_2, row | {"label": labels}, at * t.columns)
+
+            @pl.when(marked == 0)
+            def _plain():
+                store_to(z, to_base_2, row)
 
         ring.multiply(env.product, extent, buffers, step, store)
         return step + extent.n_steps
@@ -209,58 +204,55 @@ def _unit(scope, tile, n_tiles, step):
     return lax.fori_loop(0, n_tiles, of_tile, step)
 
 
-def _store(env, target, z, to_base_2, row, mend):
+def _store(env, target, z, to_base_2, row, first=None):
     """Stores one part after another, so that few derivatives are in registers.
 
     The target is (array in GMEM, buffers in SMEM, its rows, its first column).
     """
     (out_gmem, smem, rows, column), width = target, env.tiles.stored
-    for i, part in enumerate(z):
-        to = out_gmem.at[rows, pl.ds(column + i * width, width)]
-        derivative = functools.partial(_derivative, env, part, to_base_2, row)
-        ring.store_part(to, derivative, smem, functools.partial(mend, i))
+    to = [out_gmem.at[rows, pl.ds(column + i * width, width)] for i in range(len(z))]
+
+    def part(i):
+        at = None if first is None else first + i * width
+        return _derivative(env, z[i], to_base_2, row, at).astype(env.dtype)
+
+    columns = [functools.partial(part, i) for i in range(len(z))]
+    ring.store(to, columns, smem["out_smem"])
 
 
-def _derivative(env, z, to_base_2, row):
+def _derivative(env, z, to_base_2, row, first=None):
+    """Derivative at scaled logits; `first` is their column if one may be marked."""
     row = {k: logits.along(x, z.shape) for k, x in row.items()}
     x = z * to_base_2 - row["max"]
-    return of_exponentials(env, jnp.exp2(x), x, z, row).astype(env.dtype)
+    return of_exponentials(env, jnp.exp2(x), x, z, row, first)
 
 
-def _mark(env, smem, first, labels, at_label):
-    """Overwrites derivatives in SMEM, whose registers the other parts need."""
-    dz = plgpu.load(smem, layout=plgpu.Layout.WGMMA)
-    smem[...] = marked(env, dz, first, labels[...], at_label[...])
-
-
-def of_exponentials(env: Env, e, x, z, row: dict) -> jax.Array:
-    """dloss/d(h Wᵀ) of one part of a tile, without labels and masks.
+def of_exponentials(env: Env, e, x, z, row: dict, first=None) -> jax.Array:
+    """dloss/d(h Wᵀ) of one part of a tile.
 
     Args:
         env: static facts of the launch.
         e: e^(z - max) [C, columns].
         x: its logarithm to base 2 [C, columns].
         z: scaled logits, read only if there is a softcap.
-        row: results of `fold`, [C, columns] each.
+        row: results of `fold`, [C, columns] each; and "label", with `first`.
+        first: column of the part if it may hold labels or masked columns, else None.
 
     Returns:
         The derivative [C, columns].
     """
-    slope = row["slope"]
+    slope = row.get("slope", row["alpha"])
+    if first is not None:
+        at = logits.column(e.shape, first)
+        slope = jnp.where(at == row["label"], row["alpha"], slope)
     if "beta" in row:
         slope = slope + row["beta"] * x
     if "gamma" in row:
         slope = slope + row["gamma"] * e
     dz = e * slope
+    if first is not None and "at_label" in row:
+        dz = dz + jnp.where(at == row["label"], row["at_label"], 0.0)
     if env.softcap is not None:
         capped = z / (env.softcap * row.get("inverse_temperature", 1.0))
         dz = dz * (1 - capped * capped)
-    return dz
-
-
-def marked(env: Env, dz, first, labels, at_label) -> jax.Array:
-    """Derivatives [C, columns] from column `first` on, with labels and masks."""
-    at = logits.column(dz.shape, first)
-    at_label = logits.along(at_label.astype(dz.dtype), dz.shape)
-    dz = jnp.where(at == logits.along(labels, dz.shape), at_label, dz)
-    return jnp.where(at < env.vocab_size, dz, jnp.zeros((), dz.dtype))
+    return dz if first is None else jnp.where(at < env.vocab_size, dz, 0.0)

@@ -94,8 +94,8 @@ def others_and_exps(
 
 
 def _facts(env, labels, n_active):
-    marks = logits.marks(env, labels)
-    return {"labels": labels, "n_active": n_active, "marks": marks}
+    marked = logits.tiles_with_labels_or_mask(env, labels)
+    return {"labels": labels, "n_active": n_active, "marked": marked}
 
 
 def _operands(
@@ -164,7 +164,7 @@ def _kernel(env, names, *refs):
         scratch["max_smem"] = plgpu.SMEM(rows, jnp.float32)
         scratch["sums_smem"] = plgpu.SMEM(rows, jnp.float32)
         scratch["exps_smem"] = plgpu.SMEM(
-            (N_COMPUTE, t.rows, t.stored),
+            (N_COMPUTE, t.slots, t.rows, t.stored),
             env.exps_dtype,
             transforms=ring.swizzle(env.exps_dtype, t.stored),
         )
@@ -204,7 +204,7 @@ def _unit(scope, tile, n_tiles, step):
     def of_tile(i, carry):
         step, so_far = carry[0], Stats(*carry[1:])
         at, bias = tile(i).column, None
-        marked = gmem["marks"][lax.div(start, t.rows), at] > 0
+        marked = gmem["marked"][lax.div(start, t.rows), at]
         if "bias" in gmem:
             columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
@@ -262,14 +262,15 @@ def _keep(env, place, gmem, smem, i, exps):
     width = env.tiles.stored
     columns = pl.ds(tile * env.tiles.columns + i * width, width)
     to = gmem["exps"].at[rows, columns]
-    ring.store_part(to, lambda: exps.astype(env.exps_dtype), smem["exps_smem"])
+    ring.store_part(i, to, lambda: exps.astype(env.exps_dtype), smem["exps_smem"])
 
 
 def _keep_numbers(tile, rows, gmem, smem, stats):
     """Stores a tile's largest logits and, if requested, its sums.
 
-    The buffer is free: the copy of the previous tile was complete before this one's
-    exponentials were stored.
+    The buffer is free: the previous tile's copy is complete, because later stores
+    waited for it. Stores complete in order, and there are no more buffers than a tile
+    has parts.
     """
     numbers = {"max": stats.max, "sums": stats.sum_others}
     numbers = {k: x for k, x in numbers.items() if k in gmem}
@@ -304,7 +305,7 @@ def _of_tile(env, z, to_base_2, tile, labels, marked, keep):
     def plain():
         return jnp.full(narrow, MASK_VALUE, jnp.float32), *z
 
-    label, *z = lax.cond(marked, without_labels_and_masks, plain)
+    label, *z = lax.cond(marked > 0, without_labels_and_masks, plain)
     label = jnp.max(label, axis=1)
     if env.in_8_bits:  # exact elsewhere
         label = jnp.full_like(label, MASK_VALUE)

@@ -53,7 +53,8 @@ class Launch:
         """With tiles that are no wider than some results of a width."""
         t, narrow = self.tiles, -(-width // _SWIZZLED) * _SWIZZLED
         columns = min(t.columns, narrow * n_results)
-        tiles = dataclasses.replace(t, columns=columns)
+        slots = min(t.slots, columns // t.stored)
+        tiles = dataclasses.replace(t, columns=columns, slots=slots)
         return dataclasses.replace(self, tiles=tiles)
 
 
@@ -241,7 +242,7 @@ class _Kernel:
             pl.run_scoped,
             **self._scratch(dtype),
             out_smem=plgpu.SMEM(
-                (N_COMPUTE, tiles.rows, tiles.stored),
+                (N_COMPUTE, tiles.slots, tiles.rows, tiles.stored),
                 out[0].dtype,
                 transforms=ring.swizzle(out[0].dtype, tiles.stored),
             ),

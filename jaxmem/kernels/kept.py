@@ -43,7 +43,8 @@ def derivative(
         c: coefficients of the rows, [n_rows].
         inverse_temperature: float32 [n_rows], or None.
     """
-    of_rows = dlogits.fold(rows, c, inverse_temperature, env.softcap)
+    of_rows = dlogits.fold(rows, c, inverse_temperature)
+    of_rows["label_logit"] = (rows.logprob + rows.log_sum) * logits.LOG2_E
     if env.softcap is not None:
         of_rows["row_max"] = rows.max
     # Without an active row, products still read one tile of rows.
@@ -51,7 +52,7 @@ def derivative(
     operands = dict(
         scalars=jnp.stack([n_active, n_tiles]), max=kept.max, labels=labels,
         rows=jnp.stack(tuple(of_rows.values())),
-        marks=_marks(env, labels, n_active),
+        marked=_marked_tiles(env, labels, n_active),
     )  # fmt: skip
     names = *operands, "exps"
     kernel = pl.kernel(
@@ -67,11 +68,11 @@ def derivative(
     return ring.in_place(run, lax.optimization_barrier(kept.exps))
 
 
-def _marks(env, labels, n_active):
+def _marked_tiles(env, labels, n_active):
     """Tiles with labels or masks, including those where active rows end."""
     first_row = jnp.arange(env.n_rows // env.tiles.rows) * env.tiles.rows
     ends = first_row + env.tiles.rows > n_active
-    return logits.marks(env, labels) | ends[:, None]
+    return logits.tiles_with_labels_or_mask(env, labels) | ends[:, None]
 
 
 def _kernel(env, names, row_names, *refs):
@@ -136,7 +137,8 @@ def _work(env, row_names, gmem, smem, at):
         smem["max"][...] * logits.LOG2_E - of_rows["max"]
     )  # rescales from the tile's maximum to the row's
     of_rows |= {"shift": shift, "scale": jnp.exp2(shift)}
-    is_marked = gmem["marks"][row, column] > 0
+    of_rows["of_label"] = jnp.exp2(of_rows["label_logit"])
+    is_marked = gmem["marked"][row, column] > 0
 
     @pl.when(is_marked)
     def _with_labels_or_masks():
@@ -161,19 +163,22 @@ def _turn(env, smem, row, at=None):
     for i in range(env.tiles.columns // width):
         part = smem.at[:, pl.ds(i * width, width)]
         exps = plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        dz = _derivative(env, exps, row)
+        first = None if at is None else at[1] + i * width
+        dz = _derivative(env, exps, row, first)
         if at is not None:
-            first = at[1] + i * width
-            dz = dlogits.marked(env, dz, first, row["label"], row["at_label"])
             live = at[0] + lax.broadcasted_iota(jnp.int32, dz.shape, 0) < at[2]
             dz = jnp.where(live, dz, 0.0)
         part[...] = dz.astype(env.dtype)
 
 
-def _derivative(env, exps, row):
+def _derivative(env, exps, row, first):
     row = {k: logits.along(x, exps.shape) for k, x in row.items()}
     e, z = exps * row["scale"], None
     x = jnp.log2(jnp.maximum(exps, _TINY)) + row["shift"]
+    if first is not None:  # a label's exponential is not stored
+        is_label = logits.column(exps.shape, first) == row["label"]
+        e = jnp.where(is_label, row["of_label"], e)
+        x = jnp.where(is_label, row["label_logit"], x)
     if env.softcap is not None:
         z = x * logits.LN_2 + row["row_max"]
-    return dlogits.of_exponentials(env, e, x, z, row)
+    return dlogits.of_exponentials(env, e, x, z, row, first)

@@ -22,7 +22,6 @@ MASK_VALUE = -(2.0**100)
 # benchmarks/results/rounding_h200.csv).
 TRUNCATION_BIAS = 9.3e-10
 
-MARKED = 64  # columns of `marks`
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 
 
@@ -78,24 +77,17 @@ def weights(env: Env, W) -> dict:
     return {"w": first} if last is None else {"w": first, "w_last": last}
 
 
-def marks(env: Env, labels):
-    """Which parts of a warpgroup's tile have a label or mask, [n_rows / rows, n_tiles].
+def tiles_with_labels_or_mask(env: Env, labels):
+    """Whether a warpgroup's tile has a label or mask, [n_rows / rows, n_tiles].
 
-    Bit i is of the i-th `MARKED` columns. Few have; the others skip the comparison of
-    column indices.
+    Few tiles have; the others skip the comparison of column indices.
     """
-    t, n = env.tiles, env.tiles.columns // MARKED
-    part = jnp.where(labels < 0, env.n_tiles * n, labels // MARKED)
+    t = env.tiles
+    tile = jnp.where(labels < 0, env.n_tiles, labels // t.columns)
     of_rows = jnp.arange(env.n_rows, dtype=jnp.int32) // t.rows
-    masked = jnp.arange(env.n_tiles * n) >= env.vocab_size // MARKED
-    marked = jnp.broadcast_to(masked, (env.n_rows // t.rows, env.n_tiles * n))
-    marked = marked.astype(jnp.int32).at[of_rows, part].set(1, mode="drop")
-    return jnp.sum(marked.reshape(-1, env.n_tiles, n) << jnp.arange(n), axis=2)
-
-
-def is_marked(marks, column: int):
-    """Whether the part of a tile with this one of its columns is marked."""
-    return (marks >> (column // MARKED)) & 1 > 0
+    masked = jnp.arange(env.n_tiles) >= env.vocab_size // t.columns
+    tiles = jnp.broadcast_to(masked, (env.n_rows // t.rows, env.n_tiles))
+    return tiles.astype(jnp.int32).at[of_rows, tile].set(1, mode="drop")
 
 
 def parts(z, width):

@@ -328,7 +328,7 @@ def _kernel(product, add, *refs):
         pl.run_scoped,
         buffers=Ring.scratch(product),
         out_smem=plgpu.SMEM(
-            (N_COMPUTE, t.rows, t.stored),
+            (N_COMPUTE, t.slots, t.rows, t.stored),
             out_gmem.dtype,
             transforms=ring.swizzle(out_gmem.dtype, t.stored),
         ),

@@ -295,20 +295,19 @@ def multiply(product: Product, extent: Extent, ring: Ring, step, epilogue) -> An
 
 
 def store(parts_gmem, parts, smem, add=False):
-    """SMEM → GMEM stores of a tile's parts; none out of bounds."""
-    for part_gmem, part in zip(parts_gmem, parts, strict=True):
-        store_part(part_gmem, part, smem, add=add)
+    """Multi-buffered SMEM → GMEM stores of a tile's parts; none out of bounds."""
+    for i, (part_gmem, part) in enumerate(zip(parts_gmem, parts, strict=True)):
+        store_part(i, part_gmem, part, smem, add)
 
 
-def store_part(part_gmem, part, smem, mend=None, add=False):
-    """Stores part(), computed once the buffer is free; mend(smem) may change it."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    smem[...] = part()
-    if mend is not None:
-        mend(smem)
+def store_part(i, part_gmem, part, smem, add=False):
+    """Stores the i-th part, computed once its buffer is free."""
+    n_slots = smem.shape[0]
+    plgpu.wait_smem_to_gmem(n_slots - 1, wait_read_only=True)
+    smem[i % n_slots] = part()
     plgpu.commit_smem()
     copy = add_to if add else plgpu.copy_smem_to_gmem
-    copy(smem, part_gmem)
+    copy(smem.at[i % n_slots], part_gmem)
 
 
 def add_to(smem, gmem):

@@ -24,6 +24,7 @@ class Tiles:
             that blocks share their loads in L2.
         stored: columns of a result per store; 0 where the epilogue stores no tile.
         stored_bytes: bytes of one stored number, 4 at most.
+        slots: SMEM buffers of the stores.
         cluster: blocks, each with its own rows, that load W once by multicast.
         operand_bytes: bytes of one number of the factors.
     """
@@ -36,6 +37,7 @@ class Tiles:
     panel: int = 16
     stored: int = 0
     stored_bytes: int = 2
+    slots: int = 1
     cluster: int = 1
     operand_bytes: int = 2
 
@@ -53,14 +55,23 @@ class Tiles:
             )
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2, to load ahead")
-        if min(self.group, self.panel) < 1:
+        if min(self.group, self.panel, self.slots) < 1:
             raise ValueError(
-                f"group={self.group}, panel={self.panel} must be at least 1"
+                f"group={self.group}, panel={self.panel}, slots={self.slots} must be "
+                "at least 1"
             )
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster={self.cluster} must be 1 or 2 blocks")
-        if self.stored not in (0, 32, 64):
-            raise ValueError(f"stored={self.stored} must be 32 or 64, or 0 for none")
+        if self.stored and (self.stored % 32 or self.columns % self.stored):
+            raise ValueError(
+                f"stored={self.stored} must be a multiple of 32 that divides "
+                f"columns={self.columns}"
+            )
+        if self.stored and self.slots * self.stored > self.columns:
+            raise ValueError(
+                f"slots={self.slots} of stored={self.stored} must hold no more than "
+                f"columns={self.columns}: a tile waits for its own stores"
+            )
         if self.smem_bytes > SMEM_BYTES:
             raise ValueError(
                 f"{self} needs {self.smem_bytes} bytes of shared memory, a block has "
@@ -81,7 +92,7 @@ class Tiles:
     def smem_bytes(self) -> int:
         """Shared memory of one block."""
         stage = (self.block_rows + self.columns) * self.depth * self.operand_bytes
-        out = self.block_rows * self.stored * self.stored_bytes
+        out = self.slots * self.block_rows * self.stored * self.stored_bytes
         # Channels that 8 bits do not hold, which each warpgroup has.
         wide = (
             N_COMPUTE * (self.rows + self.columns) * 32

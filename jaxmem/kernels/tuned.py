@@ -27,7 +27,7 @@ FILE = "tuned.json"
 #   0.109, but would copy each block of W and of its gradient.
 # - forward that stores exponentials, in a later run: 1.06 with 64 columns per store
 #   from one buffer, 1.08 with 32 from two, 1.05 to 1.08 with three stages and more
-#   buffers: there is one.
+#   buffers.
 # - tiles of 320 columns in two accumulators, 192 and 128, with three stages, N=8192
 #   V=149760, against 256 columns: forward 15.13 ms and 15.13 at D=4096, 18.58 and 18.80
 #   at D=5120 (range 0.02); derivatives of a ninth of V 1.74 and 1.73; dH of it 1.81 and
@@ -46,11 +46,11 @@ FILE = "tuned.json"
 # H100, D=576, dH of a block of V took 0.160 ms with 256 columns, 0.131 with 192 and
 # 0.144 with 128, which are three, three and five tiles.
 _COLUMNS = {256: 1.0, 192: 1.1, 128: 1.09}
-_PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, stored_bytes=4)
+_PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4)
 DEFAULTS: Mapping[Kernel, Tiles] = {
     "statistics": Tiles(group=2, cluster=2, panel=8),
-    "exps": Tiles(group=2, cluster=2, panel=8, stored=64),
-    "derivative": Tiles(group=1, cluster=2, panel=8, stored=64),
+    "exps": Tiles(group=2, cluster=2, panel=8, stored=64, slots=1),
+    "derivative": Tiles(group=1, cluster=2, panel=8, stored=64, slots=1),
     "to_hidden": _PRODUCT,
     "to_W": _PRODUCT,
 }

@@ -15,7 +15,8 @@ from jaxmem.kernels.tiles import Tiles
         ({"depth": 32}, "depth=32 must be a multiple of 64"),
         ({"stages": 1}, "stages=1 must be at least 2"),
         ({"group": 0}, "group=0"),
-        ({"stored": 96}, "stored=96 must be 32 or 64, or 0 for none"),
+        ({"stored": 96}, "stored=96 must be a multiple of 32 that divides"),
+        ({"stored": 128, "slots": 4, "stages": 2}, "slots=4 of stored=128 must hold"),
         ({"stages": 8}, "bytes of shared memory, a block has 232448"),
     ],
 )
