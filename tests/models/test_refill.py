@@ -55,11 +55,12 @@ def test_what_a_row_samples_depends_neither_on_its_slot_nor_on_when_it_starts(
 @pytest.mark.parametrize("slots", [None, 2])
 def test_nothing_waits_for_rows_that_get_no_token(slots):
     config, live = SamplingConfig(max_new_tokens=12, slots=slots), np.arange(5) != 1
+    model = decoder()  # is kept, so it cannot be made in a trace
 
     @jax.jit
     def draw(live):
         lengths = jnp.where(live, LENGTHS, 0)
-        given = decoder(), PROMPTS, lengths, jax.random.key(1), config
+        given = model, PROMPTS, lengths, jax.random.key(1), config
         return sample(*given, eos_id=EOS, pad_id=PAD)
 
     whole, made = jax.device_get((draw(live | True), draw(live)))
