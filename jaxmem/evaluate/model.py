@@ -210,13 +210,13 @@ class HarnessModel(LM):
         def run(_number: int, *given: Any) -> dict[str, jax.Array]:
             return _token_scores(self._model.decoder, *given)
 
-        told = by_micro_batch(run, inputs, labels, self._max_tokens, self._length)
+        scores = by_micro_batch(run, inputs, labels, self._max_tokens, self._length)
         return [
             (
-                float(of["logprobs"].sum(dtype=np.float64)),
-                bool(of["greedy"][-window.scored :].all()),
+                float(score["logprobs"].sum(dtype=np.float64)),
+                bool(score["greedy"][-window.scored :].all()),
             )
-            for window, of in zip(windows, told, strict=True)
+            for window, score in zip(windows, scores, strict=True)
         ]
 
 

@@ -130,8 +130,8 @@ class DivergenceLossRule(LossRule):
         """See `LossRule.one_pass`."""
         rows, this = given[0], dataclasses.replace(self, spec=spec)
         heads, n_rows = this.heads(source, given), len(rows.labels)
-        made_by = _Sampled if spec.gradient_samples else _Exact
-        gradient = made_by(this, heads[0], given)
+        kind = _Sampled if spec.gradient_samples else _Exact
+        gradient = kind(this, heads[0], given)
 
         def chunk(row_ids, carry):
             values, sums = carry
@@ -230,7 +230,7 @@ class DivergenceLossRule(LossRule):
 
 
 class _Exact(NamedTuple):
-    """The source's cotangent, as sums over chunks of rows."""
+    """The cotangent of the source (hidden and W), summed over chunks of rows."""
 
     rule: DivergenceLossRule
     head: Factors  # in the dtypes of the products
@@ -242,32 +242,33 @@ class _Exact(NamedTuple):
         return self.given[0]
 
     def zeros(self) -> Any:
-        """What `add` adds to."""
+        """The initial value of the sums."""
         return xla.zero_sums(self.rule.spec, self.head)
 
     def add(self, tile, row_ids, cotangents, sums) -> Any:
-        """The sums, with some rows of these cotangents (statistics', divergence's)."""
+        """Add some rows, with the cotangents (of the statistics, of the divergence)."""
         compared, spec = tile["compared"], self.rule.spec
         z, labels, (g, g_divergence) = compared.logits[0], tile["labels"], cotangents
-        of = self.rule.derivative(tile, self.rows, row_ids, g)
+        total = self.rule.derivative(tile, self.rows, row_ids, g)
         found = self.rule.by_logits(compared.logits, compared.saved, g_divergence)
-        dz = of(z, row_stats.is_label(z, labels), found.everywhere)
+        dz = total(z, row_stats.is_label(z, labels), found.everywhere)
         if found.ids is not None:
             is_label = existing_columns(spec, found.ids) == labels[:, None]
-            at_ids = of(columns.logits_at(spec, z, found.ids), is_label, found.at_ids)
+            z_ids = columns.logits_at(spec, z, found.ids)
+            at_ids = total(z_ids, is_label, found.at_ids)
             dz = columns.put_in_columns(spec, self.head, dz, found.ids, at_ids)
         return xla.accumulate(spec, self.head, row_ids, dz, sums)
 
     def of(self, source, sums) -> Factors:
-        """The cotangent."""
+        """The cotangent, from the sums."""
         spec = self.rule.spec
         return sum_over_shards(spec, trained_part(spec, sums))
 
 
 class _Sampled(_Exact):
-    """The source's cotangent, from few entries of each row: its label's, its ids'.
+    """The cotangent of the source, from few entries of each row's derivative.
 
-    These are exact; others are sampled.
+    Those of the label and of given ids are exact; the others are sampled.
     """
 
     def zeros(self):
@@ -287,9 +288,9 @@ class _Sampled(_Exact):
         drawn, weights = self.rule.entries(tile, starts)
         at = jnp.concatenate([labels, drawn], axis=1)
         logits = column_sampling.at_columns(compared.logits, at)
-        of = self.rule.derivative(tile, self.rows, row_ids, g)
+        total = self.rule.derivative(tile, self.rows, row_ids, g)
         found = self.rule.by_logits(logits, compared.saved, g_divergence)
-        dz = of(logits[0], at == labels, found.everywhere)
+        dz = total(logits[0], at == labels, found.everywhere)
         weights = jnp.where(drawn == labels, 0, weights)
         weights = jnp.concatenate([jnp.ones_like(dz[:, :1]), weights], axis=1)
         if found.ids is not None:
@@ -297,7 +298,7 @@ class _Sampled(_Exact):
             given = jnp.any(ids == labels, axis=1)
             weights = weights.at[:, 0].set(jnp.where(given, 0.0, 1.0))
             z = columns.logits_at(spec, compared.logits[0], found.ids)
-            at_ids = of(z, ids == labels, found.at_ids)
+            at_ids = total(z, ids == labels, found.at_ids)
             at = jnp.concatenate([at, ids], axis=1)
             dz = jnp.concatenate([dz, at_ids], axis=1)
             weights = jnp.pad(weights, ((0, 0), (0, ids.shape[1])), constant_values=1)

@@ -140,7 +140,7 @@ def by_micro_batch(
     max_tokens: int,
     length: int,
 ) -> list[dict[str, np.ndarray]]:
-    """What a function says of each sequence's tokens, from packed micro-batches.
+    """Run a function on packed micro-batches, and unpack its results by sequence.
 
     Args:
         run: (number of the micro-batch, tokens, labels, segment_ids, positions) ->
@@ -159,10 +159,10 @@ def by_micro_batch(
     widths = packing.buckets(length) if length >= 64 else (length,)
     packed = packing.pack([*map(len, inputs)], max_tokens, row_lengths=widths)
     placed = packed.place(inputs), packed.place(labels, fill=NO_LABEL)
-    made: list[Any] = []
+    results: list[Any] = []
     for batch, *ids in zip(packed.micro_batches, *placed, strict=True):
         given = *ids, batch.segment_ids, batch.positions
-        made.append(jax.device_get(run(len(made), *given)))
-    by_name = {name: packed.unpack([x[name] for x in made]) for name in made[0]}
+        results.append(jax.device_get(run(len(results), *given)))
+    by_name = {name: packed.unpack([x[name] for x in results]) for name in results[0]}
     rows = zip(*by_name.values(), strict=True)
     return [dict(zip(by_name, values, strict=True)) for values in rows]

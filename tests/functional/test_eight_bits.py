@@ -152,7 +152,7 @@ def test_neither_a_derivative_nor_the_chunk_nor_remat_changes_values(verb, optim
 
     taken, slopes = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))(h, W)
     other = jax.checkpoint(functools.partial(value, key=keys, chunk=16))
-    # What is made again has its derivative taken; these values are of the first pass.
+    # The derivative is of the recomputed forward pass; values are of the first one.
     alone, again = jax.jit(jax.value_and_grad(other, (0, 1), has_aux=True))(h, W)
     jax.tree.map(np.testing.assert_array_equal, alone[1], taken[1])
     jax.tree.map(np.testing.assert_array_equal, slopes, again)
