@@ -18,11 +18,9 @@ from benchmarks import (
     plot_first,
     plot_head,
     results,
-    run_distill_verbs,
     run_grpo,
     run_head,
     run_peers,
-    run_refill,
     workers,
 )
 from jaxmem import timing
@@ -409,73 +407,3 @@ def test_first_figure_shows_what_its_words_say(page):
 
 def ordered(rows):
     return [rows[path] for path in plot_first.BARS]
-
-
-# The functional tests have the verbs, and test_the_materialised_path such a script.
-@pytest.mark.slow
-@pytest.mark.parametrize("verbs", [("topk_kl", "kl"), ()])
-def test_run_distill_verbs(verbs, tmp_path):
-    path = tmp_path / "verbs.csv"
-    asked = ["--shape=64,16,320", "--dtype=float32", "--chunk=32", "--repetitions=1"]
-    asked += ["--teacher-depth=8", *(f"--verb={verb}" for verb in verbs)]
-    run_distill_verbs.main([*asked, f"--out={path}"])
-    rows = {row["path"]: row for row in results.read(path)}
-    assert len(rows) == (8 if verbs else 26)
-    for name, row in rows.items():
-        assert float(row["ms"]) > 0 and float(row["over_unit"]) > 0, name
-        assert not row.get("note")
-        assert row["unit"] == ("four" if "teacher" in name else row["unit"])
-        assert row["teacher_d"] == ("8" if "teacher" in name else "")
-    ours, theirs = (
-        float(rows[name]["temp_mib"])
-        for name in ("topk_kl with gradients", "topk_kl with gradients materialised")
-    )
-    assert ours < theirs
-
-
-# ---------------------------------------------------------------- refilled slots
-
-
-def test_slots_that_are_refilled_are_busier(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_refill, "SCALE", 1000)
-    lengths = run_refill.lengths_of(np.random.default_rng(0), 8, 0.7, 1)
-    table = np.hstack(lengths.reshape(2, 8, 16))
-    rows = [f"test,{i},{n}" for i, row in enumerate(table) for n in row]
-    path, header = tmp_path / "lengths.csv", "split,sample_id,length"
-    path.write_text("\n".join([header, *rows]))
-    np.testing.assert_array_equal(run_refill.published(path), table)
-    drawn = run_refill.lognormal(slots=16, alike=0.5, repetitions=2)
-    taken = run_refill.resampled(table, 16384, repetitions=2)
-    for told, count in ((drawn, 64), (taken, 128)):
-        shares = {name: float(x) for name, x in told.items() if name.startswith("busy")}
-        most = shares["busy_at_most"]
-        assert shares["busy_without"] < shares["busy"] < shares["busy_longest_first"]
-        assert max(shares.values()) == most <= 1
-        assert shares["busy_without"] < shares["busy_advancing_alike"]
-        assert told["completions"] == count
-
-
-def test_the_share_of_a_prompt_in_the_variance_of_lengths_is_measured():
-    rng = np.random.default_rng(0)
-    of_prompt, own = rng.standard_normal((4000, 1)), rng.standard_normal((4000, 4))
-    told = run_refill.alike_of(np.exp(3 + 0.8 * of_prompt + 0.6 * own))
-    np.testing.assert_allclose(told, (0.64, 1.0), atol=0.03)
-
-
-SIZES = (
-    "model.layers=1 model.hidden=32 model.ff=40 model.heads=2 model.kv_heads=1 "
-    "model.head_dim=16 model.vocab_size=64 task.digits=1 model.dtype=float32"
-)
-
-
-def test_a_rollout_of_a_real_size_is_timed(tmp_path, monkeypatch):
-    out = tmp_path / "rows.csv"
-    run_refill.main(
-        ["--timed=grpo_qwen3_8b_h200.gin", f"--out={out}", "--slots=8", *SIZES.split()]
-    )
-    one, parts = results.read(out)
-    assert (one["way"], parts["way"]) == ("refilled", "parts")
-    assert (
-        float(one["busy"]) > float(parts["busy"]) and one["tokens"] == parts["tokens"]
-    )
-    assert int(one["steps"]) < int(parts["steps"])

@@ -2,8 +2,9 @@
 
 import pytest
 
-from benchmarks import schedule, stack
+from benchmarks import stack
 from jaxmem import remat
+from tests import schedule
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import schedule, stack
+from benchmarks import stack
 from jaxmem import offload, remat
 from jaxmem.train.configuration import load
 from jaxmem.train.jobs import sft
+from tests import schedule
 
 pytestmark = pytest.mark.gpu
 
