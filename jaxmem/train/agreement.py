@@ -15,12 +15,7 @@ _SMALL = 2**24  # bytes of a file in a directory whose content is compared
 
 
 def facts(config: JobConfig) -> dict[str, str]:
-    """Names and values that are the same in all processes of a run.
-
-    Returns:
-        Settings by their keys, versions by package, and what identifies the content of
-        files and directories that settings name.
-    """
+    """Settings, versions and digests of files, equal in all processes of a run."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
     found |= {"jaxmem": __version__, "python": platform.python_version()}
     for section in config.sections():

@@ -23,12 +23,7 @@ class Line(NamedTuple):
 
 
 def chart(title: str, lines: Sequence[Line]) -> str:
-    """Draw lines over steps.
-
-    Args:
-        title: what assistive technology reads.
-        lines: at least one, each with at least one point.
-    """
+    """Lines over steps as SVG: at least one, each of at least one point."""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     ticks = _ticks(min(ys), max(ys))

@@ -25,15 +25,9 @@ class CheckpointError(OSError):
 class Checkpoints:
     """The newest `keep` checkpoints of a run, each complete or absent.
 
-    A checkpoint is written under a temporary name. Once its numbers are known to be
-    finite, every array is found in it and its checksums are on the disk, it is renamed.
+    A checkpoint is written under a temporary name, and renamed once its numbers are
+    known to be finite, every array is found in it and its checksums are on the disk.
     One more than `keep` is left until `prune` or the exit says that it can be used.
-    Saving is synchronous: when `save` returns, the step can be resumed. For later
-    damage, see `set_aside_damaged`.
-
-    Args:
-        directory: of the checkpoints; created if missing, removed on exit if empty.
-        keep: number of newest checkpoints to keep.
     """
 
     def __init__(self, directory: Path, keep: int):
@@ -58,11 +52,7 @@ class Checkpoints:
         return processes.by_first(lambda: newest(self.directory))
 
     def check_storage(self) -> None:
-        """Write a small checkpoint, open it and remove it.
-
-        Raises:
-            CheckpointError: it cannot be written or opened.
-        """
+        """Write a small checkpoint, open it and remove it; raise if that fails."""
         try:
             self._write(0, {"probe": np.zeros((), np.float32)}, {}, {})
         except CheckpointError as error:
@@ -76,18 +66,10 @@ class Checkpoints:
             self._discard(0)
 
     def save(self, step: int, state: Any, data_state: Mapping, config: Mapping) -> None:
-        """Save everything that the next step depends on.
+        """Save a state, and what belongs to it as JSON; then the step can be resumed.
 
-        Args:
-            step: number of finished steps.
-            state: pytree of arrays: parameters, optimizer, rng.
-            data_state: what the data iterator's `get_state` returned; JSON.
-            config: settings of the run, by section and field; JSON.
-
-        Raises:
-            FloatingPointError: the state has a number that is not finite.
-            CheckpointError: it cannot be written.  Earlier checkpoints are unchanged
-                after either error.
+        Raises a FloatingPointError if a number of the state is not finite. After any
+        error, earlier checkpoints are unchanged.
         """
         names = finite.not_finite(state)
         if names:
@@ -168,27 +150,15 @@ class Checkpoints:
             return storage.settings_of(restored["config"])
 
     def saved_shapes(self, step: int) -> Any:
-        """Orbax's metadata of each array of the saved `state`, which have its shape.
-
-        They are nested by name in dicts and lists.
-        """
+        """Orbax's metadata of each array of the saved state, nested by name."""
         with self._naming(step):
             return storage.shapes(self.directory / str(step))
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """Load a checkpoint.
+        """Load the state, and the data iterator's.
 
-        Args:
-            step: a step that was saved.
-            like: pytree of `jax.ShapeDtypeStruct`: the shapes of the saved state, and
-                the shardings to restore to, whatever devices it was on.
-
-        Returns:
-            The state, on the default device where `like` has no sharding, and the data
-            iterator's state.
-
-        Raises:
-            CheckpointError: it cannot be read.
+        `like` has the shapes of the saved state and the shardings to restore to,
+        whatever devices it was on; without one, arrays are on the default device.
         """
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         placed = jax.tree.map(
@@ -224,17 +194,9 @@ def newest(directory: Path) -> int | None:
 
 
 def read_params(directory: Path, step: int, like: Any) -> Any:
-    """Read the weights of a checkpoint, without the optimizer's state.
+    """Read the weights of a checkpoint alone, with shapes as in `Checkpoints.restore`.
 
     Nothing in the directory is changed, so that the run may still be going on.
-
-    Args:
-        directory: of the checkpoints.
-        step: a step that was saved.
-        like: pytree of `jax.ShapeDtypeStruct`, as in `Checkpoints.restore`.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds other weights.
     """
     path = directory / str(step)
     fault = checksums.find_fault(path)
@@ -259,11 +221,7 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
 
 
 def _check_found(path: Path, state: Any) -> None:
-    """Raise unless each array of the state is found in a checkpoint.
-
-    Raises:
-        ValueError: it names what is missing.
-    """
+    """Raise a ValueError unless each array of the state is found in a checkpoint."""
     saved = finite.by_name(storage.shapes(path))
     missing = [
         name

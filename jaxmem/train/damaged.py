@@ -15,21 +15,12 @@ from jaxmem.train.checkpoint import CheckpointError
 
 
 def set_aside_damaged(directory: Path, needed: bool = True) -> list[str]:
-    """Rename unusable checkpoints that are newer than the newest good one.
+    """Rename unusable checkpoints that are newer than the newest good one; say which.
 
     A checkpoint is unusable if it is incomplete, if a file differs from its checksum,
     or if a number of its state is not finite. All arrays of one without checksums, or
-    of a version that saved what is not finite, are read.
-
-    Args:
-        directory: of the checkpoints; it need not exist.
-        needed: whether it is an error if none is good.
-
-    Returns:
-        A message about each, and one if the newest good one has no checksums.
-
-    Raises:
-        CheckpointError: none can be used, and one is needed; none was renamed.
+    of a version that saved what is not finite, are read. None is renamed where one is
+    `needed` and none is good, which raises a CheckpointError.
     """
     steps = processes.by_first(lambda: storage.steps_in(directory))
     faults: dict[int, str] = {}

@@ -51,15 +51,9 @@ class Best:
     ) -> str:
         """Save the step if its cost is lower than that of the saved checkpoint.
 
-        Args:
-            step: that was evaluated.
-            cost: of it; one that is not finite is never the best, and one that was
-                saved by mistake is replaced.
-            save: called with the checkpoints to save to, and settings to add to the
-                run's.
-
-        Returns:
-            A message about a cost that is not finite, "" for others.
+        A cost that is not finite is never the best, but a message; one that was saved
+        by mistake is replaced. `save` gets the checkpoints, and settings to add to the
+        run's.
         """
         if not math.isfinite(cost):
             return f"step {step}: an evaluation of {cost} is not kept as the best"

@@ -10,11 +10,7 @@ from jaxmem.base import processes
 
 
 def not_finite(state: Any) -> list[str]:
-    """Names of arrays that hold NaN or infinity.
-
-    Args:
-        state: pytree of arrays, on devices or hosts, sharded in any way.
-    """
+    """Names of a pytree's arrays, sharded in any way, that hold NaN or infinity."""
     named = {
         name: leaf
         for name, leaf in by_name(state).items()

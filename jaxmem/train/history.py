@@ -21,11 +21,7 @@ from jaxmem.train.wandb_writer import WandbWriter
 def read_history(
     path: Path, kind: Any = StepMetrics, unwritten: Iterable[bytes] = ()
 ) -> list[Any]:
-    """Return the steps of a metrics file, in order; none without the file.
-
-    Raises:
-        ValueError: a line is no step of that kind.
-    """
+    """The steps of a metrics file, in order; a ValueError names a line that is none."""
     content = path.read_bytes() if path.exists() else b""
     lines = (content + b"".join(unwritten)).splitlines()
     return [_step(line, kind, f"{path}:{i}") for i, line in enumerate(lines, start=1)]
@@ -45,16 +41,10 @@ def _step(line: bytes, kind: Callable[..., Any], where: str) -> Any:
 
 
 class MetricsWriter:
-    """Appends steps to metrics.jsonl and to a TensorBoard file.
+    """Appends steps to metrics.jsonl and to a TensorBoard file, and tells wandb.
 
-    Args:
-        out_dir: the run's directory.
-        done: the restored step; 0 in a new run. Later steps, which will be taken again,
-            are removed from metrics.jsonl; a new run renames the file of an earlier
-            run without checkpoints.
-        log: called with one line about a problem.
-        retry_every: steps between attempts to write, after one has failed.
-        wandb: receives the scalars of each step too.
+    After a restored step, later ones are removed from metrics.jsonl; a new run (done 0)
+    renames the file of an earlier run without checkpoints.
     """
 
     def __init__(
@@ -151,15 +141,7 @@ def _moved_aside(path: Path) -> Path | None:
 
 
 def repair(path: Path, done: int) -> list[str]:
-    """Remove later steps and damaged lines from a metrics file.
-
-    Args:
-        path: of the file; it need not exist.
-        done: the last step to keep.
-
-    Returns:
-        Messages about damaged lines and missing steps.
-    """
+    """Remove damaged lines and steps after `done`; say so, and which are missing."""
     content = path.read_bytes() if path.exists() else b""
     kept, steps, damaged = [], set(), 0
     for line in content.splitlines(True):

@@ -12,14 +12,7 @@ from jaxmem.train.settings import JobConfig
 
 
 def lines(sections: Mapping[str, type], wanted: str | None = None) -> Iterator[str]:
-    """Yield a line per key: name, type, default, and its comment in the source.
-
-    Yields:
-        The lines.
-
-    Raises:
-        ValueError: there is no section of that name.
-    """
+    """Yield a line per key: name, type, default, and its comment in the source."""
     if wanted is not None and wanted not in sections:
         raise ValueError(
             f"--keys: no section {wanted!r}; the sections are {', '.join(sections)}"

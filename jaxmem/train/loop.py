@@ -30,13 +30,8 @@ _BACKEND = "implementation"
 class Run:
     """A run in its directory: its finished steps, and a method that takes the others.
 
-    Attributes:
-        out_dir: the directory.
-        done: the step that was restored; 0 in a new run.
-        saved: the newest step with a checkpoint; 0 without one.
-        taken: the last step, with or without a checkpoint.
-        metrics_path: path of the file with one line per step.
-        progress: reports the steps, and what a job does before the first.
+    `done` is the step that was restored, `saved` the newest one with a checkpoint, both
+    0 without one, and `taken` the last step.
     """
 
     def __init__(
@@ -74,12 +69,7 @@ class Run:
     def use_backend(self, backend: str, named: str | None) -> None:
         """Record what computes the head's loss; a resumed run must go on with it.
 
-        Args:
-            backend: its name.
-            named: by the config, which allows a change; None: it was chosen.
-
-        Raises:
-            ValueError: the saved steps are of another backend, and none is named.
+        Another one than before is an error unless the config names it.
         """
         saved, where = self._saved_backend, f"run.out_dir={self._config.out_dir!r}"
         if saved not in (None, backend) and self.done < self._config.steps:
@@ -96,17 +86,10 @@ class Run:
         self._settings = Settings(fixed, {**changeable, "head": head})
 
     def take_steps(self, job: Job, texts: Mapping[str, str]) -> TrainState:
-        """Take the remaining steps, and record each.
+        """Take the remaining steps, and record each; after a signal, raise it.
 
-        Args:
-            job: whose steps to take.
-            texts: files for the run's directory, by name. They are written after the
-                saved state has been checked to belong to this run; empty ones are not.
-
-        Raises:
-            FloatingPointError: a loss or a gradient is not finite.
-            CheckpointError: a checkpoint cannot be written or read.
-            KeyboardInterrupt, SystemExit: after a signal; the last step is saved.
+        The texts are files for the run's directory, by name, written after the saved
+        state has been checked to belong to this run; empty ones are not.
         """
         state = self._first_state(job)
         self._texts, run = texts, self._config
@@ -321,14 +304,8 @@ def open_run(
 
     If checkpoints are there, `Run.take_steps` continues from the newest that can be
     read: killed at any step and called again, it takes bitwise the same steps on the
-    CPU as if it had never stopped.
-
-    SIGTERM and SIGINT end the run after the current step and save it; see `Stop`.
-
-    Raises:
-        ValueError: a fixed setting differs from the saved run's, another process uses
-            the directory, or run.wandb is set and wandb cannot be used.
-        CheckpointError: there are checkpoints, and all are damaged.
+    CPU as if it had never stopped. SIGTERM and SIGINT end the run after the current
+    step and save it; see `Stop`.
     """
     out_dir = Path(config.out_dir).expanduser().absolute()
     where = f"run.out_dir={config.out_dir!r}"

@@ -64,11 +64,7 @@ class RematConfig:
             )
 
     def check_layers(self, layers: int) -> None:
-        """Raise if all blocks would keep all residuals.
-
-        Raises:
-            ValueError: `last` is not below the number of layers.
-        """
+        """Raise a ValueError if all blocks would keep all residuals."""
         if self.last >= layers:
             raise ValueError(
                 f"remat.last={self.last} must be below the {layers} layers of the "

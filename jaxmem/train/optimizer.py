@@ -95,11 +95,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def warmup_steps(config: OptimizerConfig, steps: int) -> int:
-    """Warmup steps of a run of `steps` steps.
-
-    Raises:
-        ValueError: `optimizer.warmup_steps` is not below `steps`.
-    """
+    """Warmup steps of a run of `steps` steps, which is longer."""
     if config.warmup_steps is None:
         return min(round(config.warmup_fraction * steps), steps - 1)
     if config.warmup_steps >= steps:
@@ -111,15 +107,7 @@ def warmup_steps(config: OptimizerConfig, steps: int) -> int:
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warmup to the peak, followed by `optimizer.schedule`.
-
-    Returns:
-        A function from the number of finished steps to the learning rate of the next
-        one; it is never 0 in the first step.
-
-    Raises:
-        ValueError: the warmup is not shorter than the run.
-    """
+    """Linear warmup to the peak, followed by `optimizer.schedule`; never 0 at first."""
     warmup, peak = warmup_steps(config, steps), config.learning_rate
     start, final = peak / (warmup + 1), peak * config.final_fraction
     if config.schedule == "cosine":

@@ -31,12 +31,7 @@ _BODY = "body/"  # how names of weights start in `OwnModel`, but not in its modu
 def maker(
     config: ModelConfig, head: HeadConfig
 ) -> Callable[[nnx.Rngs], OwnModel] | None:
-    """The function that makes a model with initial weights; None without a factory.
-
-    Raises:
-        RewardError: the factory cannot be imported.
-        OwnError: it takes other arguments.
-    """
+    """The function that makes a model with initial weights; None without a factory."""
     if config.factory is None:
         return None
     named, key = f"model.factory={config.factory!r}", "model.factory"
@@ -70,11 +65,7 @@ def _file_of(name: Any) -> str:
 
 
 def check_rows(program: Any, packed: bool) -> None:
-    """Raise if a model of one's own mixes up the tokens of a row; a small pass.
-
-    Raises:
-        OwnError: a token sees one that follows it, or one of another document.
-    """
+    """Raise if a model of one's own mixes up the tokens of a row; a small pass."""
     name, layout = program.config.model.factory, program.layout
     if name is None:
         return
@@ -131,11 +122,7 @@ def save_weights(target: Path, model: OwnModel, dtype: str | None) -> None:
 
 
 def read_weights(directory: Path, like: dict) -> dict:
-    """Weights that `save_weights` has written.
-
-    Raises:
-        CheckpointError: one is missing, or has another shape, or is none of the model.
-    """
+    """Weights that `save_weights` has written, which are all those of the model."""
     tensors, wanted = Tensors(directory), _by_path(like)
     known = {path.removeprefix(_BODY): path for path in wanted}
     read = {}
@@ -157,11 +144,7 @@ def _by_path(weights: dict) -> dict[str, Any]:
 
 
 def check(config: JobConfig) -> None:
-    """Refuse settings of the decoder's that no other model follows.
-
-    Raises:
-        OwnError: there is one.
-    """
+    """Refuse settings of the decoder's that no other model follows."""
     remat, model = config.remat, config.model
     wanted = {
         "remat.policy": remat.policy in ("full", "none"),

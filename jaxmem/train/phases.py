@@ -162,11 +162,7 @@ def kept_bytes(
 ) -> int | None:
     """Bytes per device that a policy saves in all blocks; None if they are not named.
 
-    Args:
-        model: sizes of the decoder.
-        policy: rematerialisation policy.
-        tokens: tokens of a micro-batch on all devices.
-        mesh: sizes of the mesh axes.
+    `tokens` are those of a micro-batch on all devices.
     """
     if policy is None or policy.dots or policy.last:
         return None

@@ -14,9 +14,6 @@ def show(job: Job, count: int, console: Console) -> None:
     """Print the first records as tokens, and statistics of all.
 
     Tokens that the loss counts are green; without colours they are enclosed in ⟦ ⟧.
-
-    Raises:
-        DataError: the data cannot be used.
     """
 
     def say(line: str | Text) -> None:

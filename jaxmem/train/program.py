@@ -110,11 +110,7 @@ class DecoderProgram:
         return make_optimizer(self.config.optimizer, schedule)
 
     def tokens(self, *shape: int) -> Batch:
-        """Shapes of micro-batches, with their places.
-
-        Args:
-            shape: [..., B, T]; those of `config.data` if none is given.
-        """
+        """Shapes of micro-batches with places: [..., B, T], or of `config.data`."""
         if not shape:
             data = self.config.data
             shape = data.batch_size, data.sequence_length
@@ -190,11 +186,7 @@ class DecoderProgram:
 
     @functools.cached_property
     def backend(self) -> str:
-        """The name of the backend that computes the head's loss.
-
-        It is "xla" or "hopper", or "hopper+xla" where the loss takes both. Raises a
-        ValueError where `head.implementation` cannot compute it here.
-        """
+        """The backend that computes the head's loss; "hopper+xla" where both do."""
         if self.config.head.logits == "materialised":
             return "xla"  # not by a verb
         try:
@@ -351,10 +343,7 @@ def update(
 class StreamedUpdate:
     """`update` with moments on the host: (state, gradients) -> (state, norm).
 
-    Args:
-        config: of the optimizer.
-        optimizer: applied after clipping.
-        gradients: their shapes; those passed to a call are consumed.
+    The gradients that are passed to a call are consumed.
     """
 
     def __init__(self, config: OptimizerConfig, optimizer: Streamed, gradients: Any):
@@ -403,11 +392,7 @@ def fixed_weights(optimizer: OptimizerConfig, seed: int) -> dict[str, dict[str, 
 
 
 def with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:
-    """The config with a vocabulary of at least that many entries.
-
-    Raises:
-        ValueError: the config has a smaller vocabulary.
-    """
+    """The config with a vocabulary of at least that many entries."""
     if model.vocab_size is None:
         return dataclasses.replace(model, vocab_size=size)
     if model.vocab_size < size:

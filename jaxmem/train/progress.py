@@ -28,14 +28,7 @@ class ProgressReport:
     """A progress bar on a terminal; elsewhere, a plain line every few steps.
 
     Until the first step has ended it says what the run is waiting for, such as
-    "compiling", and for how many seconds.
-
-    Args:
-        console: receives the output.
-        steps: number of steps of the whole run.
-        done: number of steps that earlier processes finished.
-        every: steps between two plain lines.
-        clock: returns seconds.
+    "compiling", and for how many seconds. `clock` returns seconds.
     """
 
     def __init__(

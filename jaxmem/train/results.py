@@ -87,11 +87,7 @@ def leave_best(
 
 
 def export(target: Path, decoder: LanguageModel, job: Job, directory: Path) -> None:
-    """Save a whole model of a run as a checkpoint.
-
-    Raises:
-        CheckpointError: no known architecture is that of the decoder.
-    """
+    """Save a whole model of a run as a checkpoint, if some architecture is its own."""
     source, reads = decoder.config.checkpoint, job.reads
     decoder = known(decoder)
     if source is None:
@@ -125,11 +121,7 @@ def write_text(target: Path, model: OwnModel, job: Job, directory: Path) -> None
 
 
 def known(model: LanguageModel) -> Decoder:
-    """The model, which some checkpoint can be of.
-
-    Raises:
-        CheckpointError: it is one of `model.factory`.
-    """
+    """The model, which some checkpoint can be of; raise for one of `model.factory`."""
     if isinstance(model, OwnModel):
         raise checkpoints.CheckpointError(
             f"the model of model.factory={model.config.factory!r} has no architecture "

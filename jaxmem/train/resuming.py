@@ -30,14 +30,11 @@ def advising(saved: int) -> Iterator[None]:
 
 
 def check_finite(taken: AnyMetrics, checkpoints: Checkpoints, saved: int) -> None:
-    """Raise if a step's loss or gradient is not finite.
+    """Raise if a step's loss or gradient is not finite, with what comes next.
 
-    If it is the first step after a checkpoint, these numbers come from the weights that
-    were saved, so that no learning rate would help: the checkpoint is renamed. If they
-    are finite, older checkpoints are no longer needed.
-
-    Raises:
-        FloatingPointError: the message says what the same command does next.
+    Numbers of the first step after a checkpoint come from the weights that were saved,
+    so that no learning rate would help: the checkpoint is renamed. If they are finite,
+    older checkpoints are no longer needed.
     """
     first = taken.step == saved + 1
     try:
@@ -65,13 +62,7 @@ def changes(
     done: int,
     steps: int,
 ) -> list[str]:
-    """Compare with the saved settings.
-
-    A message for each difference that is allowed.
-
-    Raises:
-        ValueError: another one differs, or what differs has no effect.
-    """
+    """A message for each allowed difference from the saved settings; others raise."""
     fixed, changeable = settings
     saved = dict(saved)
     before = saved.pop(CHANGEABLE, {})
@@ -96,11 +87,7 @@ def changes(
 def check_same_config(
     saved: Mapping[str, Mapping], current: Mapping[str, Mapping], directory: Path
 ) -> None:
-    """Raise if the model or data of a run to resume has changed.
-
-    Raises:
-        ValueError: some fields differ; the message names each, with both values.
-    """
+    """Raise a ValueError that names what has changed of the model or data of a run."""
     differing = differences(saved, current)
     if differing:
         raise ValueError(

@@ -16,11 +16,7 @@ _FINISH_SECONDS = 60.0
 
 
 def check(project: str) -> None:
-    """Raise unless wandb is installed and, in online mode, has an API key.
-
-    Raises:
-        ValueError: with what to do.
-    """
+    """Raise a ValueError unless wandb is installed and, online, has an API key."""
     try:
         import wandb  # pyright: ignore
     except ModuleNotFoundError as error:
@@ -42,15 +38,7 @@ class WandbWriter:
     """Sends steps to one run of a project; a failure is logged once and ends it.
 
     The run's id is kept in `out_dir`, so that a resumed run continues the same curves;
-    wandb drops steps that it has already. WANDB_MODE=offline only writes files, which
-    `wandb sync` uploads.
-
-    Args:
-        project: name of the project.
-        out_dir: the run's directory; wandb's files are in its directory "wandb".
-        done: the restored step; 0 in a new run, which gets a new id.
-        settings: of the run, by section and field.
-        log: called with one line about a problem, possibly from another thread.
+    wandb drops steps that it has already. Another thread may call `log`.
     """
 
     def __init__(

@@ -87,12 +87,7 @@ class AccumulatedProgram(DecoderProgram):
             return donating.trace(self.state_shapes, self.sums().gradients)
 
     def update_phase(self, held: Mapping[str, Any], runs: int) -> Phase:
-        """The optimizer's step, for a plan.
-
-        Args:
-            held: shapes of what else is on the device, by name.
-            runs: in a step of the job.
-        """
+        """The optimizer's step, so many times in a step of the job, for a plan."""
         given = {
             "trained weights": self.state_shapes.params,
             "moments": self.state_shapes.optimizer,

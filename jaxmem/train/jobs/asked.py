@@ -91,11 +91,7 @@ class Task(abc.ABC):
         return {"next_problem": place} | ({"fingerprint": prints} if prints else {})
 
     def place(self, state: Mapping[str, Any]) -> int:
-        """The number of the next prompt.
-
-        Raises:
-            DataError: the state belongs to other prompts.
-        """
+        """The number of the next prompt, if the state belongs to these prompts."""
         if state.get("fingerprint") != self.fingerprint():
             raise DataError(
                 "the saved position belongs to other prompts than task.source has now; "

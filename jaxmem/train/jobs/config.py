@@ -294,8 +294,8 @@ class GrpoJobConfig(JobConfig):
     def slots_read(self, parts: int = 1) -> int:
         """Slots of all sequences of a rollout that is read in so many parts, at most.
 
-        Prompts that are shared are read once in each row of their group's completions.
-        Sequences that are cut have the length that they have on average.
+        Shared prompts are read in each row of their group; cut sequences count at their
+        mean.
         """
         layout, grpo = self.branches, self.grpo
         if layout is None:

@@ -64,13 +64,8 @@ class Replies:
     def ids(self, conversation: Conversation, reply: Any) -> list[int] | None:
         """The tokens that follow a completion, which has ended.
 
-        None where they are more than `task.max_reply_tokens`, and failures end
+        None where they are more than `task.max_reply_tokens` and failures end
         conversations.
-
-        Raises:
-            RewardError: they are too many, and failures end the run.
-            DataError: the template cannot render the reply, or its text depends on what
-                was said before.
         """
         text = reply if isinstance(reply, str) else self._suffix(conversation, reply)
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -187,10 +182,9 @@ def play(
 ) -> Played:
     """Let a model and environments speak in turn, until all conversations have ended.
 
-    A conversation ends when its environment says so, after the last turn, or after a
-    completion without an end, which its environment rewards like others.
-
-    `limits` are turns, tokens after a prompt, and tokens that `sample` reads.
+    That is when the environment says so, after the last turn, or after a completion
+    without an end. `limits` are turns, tokens after a prompt, and tokens that `sample`
+    reads.
     """
     turns, slots, width = limits
     rows = _Rows(*prompts, slots)

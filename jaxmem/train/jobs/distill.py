@@ -94,7 +94,6 @@ class Distill(Job, name="distill"):
         return teachers.of_same_vocabulary(self.config, super().sizes())
 
     def reading(self) -> Documents | Questions:
-        """See `Job`."""
         config, model = self.config, teachers.reading(self.config)
         if config.is_on_policy:
             prompts = config.distill.prompts
@@ -109,12 +108,10 @@ class Distill(Job, name="distill"):
 
     @property
     def changeable(self) -> list[str]:
-        """See `Job`."""
         sampling = ["sampling"] if self.config.is_on_policy else []
         return ["optimizer", "distill", *sampling]
 
     def fixed(self) -> dict[str, Any]:
-        """See `Job`."""
         config, fixed = self.config, super().fixed()
         if config.is_on_policy:  # as runs from before rewards had a time limit
             fixed["task"] = dataclasses.replace(config.task, timeout=None).fixed()
@@ -126,7 +123,6 @@ class Distill(Job, name="distill"):
         return teachers.text(self.config, self.reads.chat_template)
 
     def scaled(self, factor: float) -> tuple[int, dict[str, Any]] | None:
-        """See `Job`."""
         config = self.config
         if not config.is_on_policy:
             return super().scaled(factor)
@@ -137,7 +133,6 @@ class Distill(Job, name="distill"):
     # --------------------------------------------------------------- programs
 
     def make_program(self, vocab_size: int) -> DistillProgram:
-        """See `Job`."""
         return DistillProgram(self.config, vocab_size, self._columns())
 
     def _columns(self) -> FileColumns | None:
@@ -165,13 +160,11 @@ class Distill(Job, name="distill"):
         return dataclasses.replace(made, on_host=made.on_host + waiting)
 
     def phases(self) -> list[Phase]:
-        """See `Job`."""
         return self.program.phases()
 
     # ------------------------------------------------------------------ steps
 
     def open(self) -> None:
-        """See `Job`."""
         config, reads = self.config, self.reads
         if config.is_on_policy:
             self._task = reads.task
@@ -181,7 +174,6 @@ class Distill(Job, name="distill"):
             self.batches = Text(self.program, reads)
 
     def compile(self, progress: ProgressReport) -> None:
-        """See `Job`."""
         program = self.program
         if self.config.is_on_policy:
             self.batches = Prompts(program, self.frozen, self._task)
@@ -191,11 +183,9 @@ class Distill(Job, name="distill"):
             self._teacher = _Teacher(program, self._compiled)
 
     def samples(self) -> list[dict[str, Any]]:
-        """See `Job`."""
         return self.batches.samples()
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, DistillMetrics]:
-        """See `Job`."""
         start = time.perf_counter()
         taken = self.batches.take(number, state.params)
         examples = [self._place(example) for example in taken.examples]
@@ -245,7 +235,6 @@ class Distill(Job, name="distill"):
         return self._compiled.count[batch.tokens.shape](batch)
 
     def evaluate(self, state: TrainState, taken: DistillMetrics) -> Evaluated | None:
-        """See `Job`."""
         held_out = self.batches.held_out(state.params)
         if held_out is None:
             return None
@@ -280,7 +269,6 @@ class Distill(Job, name="distill"):
     # -------------------------------------------------------------------- end
 
     def summary(self, history: Sequence[DistillMetrics]) -> Mapping[str, Any]:
-        """See `Job`."""
         held_out = ["held_out_loss", "held_out_divergence", "held_out_ce"]
         held_out += ["held_out_reward"] if history[-1].reward is not None else []
         return {
@@ -290,7 +278,6 @@ class Distill(Job, name="distill"):
         }
 
     def closing(self, history: Sequence[DistillMetrics]) -> Iterator[str]:
-        """See `Job`."""
         first, last, rewards = history[0], history[-1], ""
         if first.reward is not None and last.reward is not None:
             rewards = f"reward {first.reward:.3f} -> {last.reward:.3f}, "

@@ -69,11 +69,7 @@ class FileColumns(NamedTuple):
 
 
 class TeacherProgram(DecoderProgram):
-    """The teacher's functions and shapes; it is never trained.
-
-    Args:
-        config: of the job.
-    """
+    """The teacher's functions and shapes; it is never trained."""
 
     def __init__(self, config: DistillJobConfig):
         model = teachers.model_of(config)
@@ -125,13 +121,7 @@ class Counted(NamedTuple):
 
 
 class DistillProgram(SamplingProgram):
-    """A student's functions and shapes.
-
-    Args:
-        config: of the run, resolved.
-        vocab_size: entries of the tokenizer.
-        columns: of a file, instead of a teacher.
-    """
+    """A student's functions and shapes; a file's columns may replace the teacher."""
 
     config: DistillJobConfig
 
@@ -251,7 +241,6 @@ class DistillProgram(SamplingProgram):
         return TeacherStates(self.teacher.states(shape), self.teacher.head_shapes)
 
     def trace_loss(self) -> None:
-        """See `DecoderProgram`."""
         definition, weights = nnx.split(self.abstract.head)
 
         def loss(weights, hidden, labels, target, normalizer, advantages):

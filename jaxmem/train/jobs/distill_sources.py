@@ -65,12 +65,7 @@ class Source(Protocol):
 
 
 class Text:
-    """The data's rows.
-
-    Args:
-        program: of the student.
-        documents: what it reads.
-    """
+    """The data's rows."""
 
     def __init__(self, program: DistillProgram, documents: Documents):
         config = program.config
@@ -96,12 +91,7 @@ class Text:
 
 
 class File:
-    """The rows of a file that `jaxmem score` wrote, with the teacher's columns.
-
-    Args:
-        file: what was read; of a stream, its first part.
-        config: of the job.
-    """
+    """The rows of a file that `jaxmem score` wrote, with the teacher's columns."""
 
     def __init__(self, file: teacher_files.TeacherFile, config: DistillJobConfig):
         self._file, self._config = file, config.data
@@ -145,13 +135,7 @@ _advantages = jax.jit(losses.grpo_advantages)
 
 
 class Prompts:
-    """Completions of prompts, sampled from the student as it is at a step.
-
-    Args:
-        program: of the student.
-        frozen: its frozen weights.
-        task: whose prompts.
-    """
+    """Completions of prompts, sampled from the student as it is at a step."""
 
     def __init__(self, program: DistillProgram, frozen: Any, task: Task):
         self._program, self._config, self._frozen = program, program.config, frozen

@@ -90,13 +90,7 @@ class Targets(NamedTuple):
 
 
 def of_file(config: DistillConfig, ids: Any, logprobs: Any) -> Columns | Drawn:
-    """What a file has of a teacher of a micro-batch.
-
-    Args:
-        config: which loss.
-        ids: [B, T, K]; negative ids are absent.
-        logprobs: [B, T, K]; None where the ids were drawn from the teacher.
-    """
+    """What a file has of a teacher: ids [B, T, K], drawn ones without logprobs."""
     return Drawn(ids) if logprobs is None else Columns(ids, logprobs, config.tail)
 
 
@@ -109,21 +103,11 @@ def distill_loss(
     normalizer: jax.Array,
     call: HeadCall,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Loss of one micro-batch, and sums over its tokens.
+    """Loss of one micro-batch of hidden states [B, T, D], and metrics of its tokens.
 
-    Args:
-        config: which loss.
-        head: of the student.
-        hidden: [B, T, D] the student's final hidden states.
-        targets: labels, and advantages where rewards are learned from.
-        teacher: of the same tokens.
-        normalizer: tokens of the whole step; 0 counts as 1.
-        call: options of the head; its temperature is that of the sampler. A second
-            pass draws by another key.
-
-    Returns:
-        Float32 scalar, and [B, T] of `divergence`, `ce` and `entropy`; the last two
-        are at temperature 1.
+    The normalizer counts the tokens of the whole step; 0 counts as 1. The temperature
+    of `call` is the sampler's; a second pass draws by another key. With the float32
+    scalar come `divergence`, `ce` and `entropy` [B, T], the last two at temperature 1.
     """
     labels, advantages = targets
     reward_weight = config.reward_weight or 0.0

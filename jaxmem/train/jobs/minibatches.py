@@ -50,15 +50,7 @@ class Minibatch(NamedTuple):
     def micro_batches(
         self, config: GrpoJobConfig, kept: np.ndarray | None = None
     ) -> Iterator[tuple[PolicyBatch, np.float32]]:
-        """Micro-batches, and the normaliser of all of them.
-
-        Args:
-            config: of the job.
-            kept: [N, R] the sampled tokens to learn from; None: all.
-
-        Yields:
-            A micro-batch and the normaliser.
-        """
+        """Micro-batches of the kept tokens [N, R], each with the normaliser of all."""
         part = self.completions
         slots = config.sampling.max_new_tokens * config.task.turns
         counts = part.counts if self.cut is None else self.cut.counts
@@ -104,23 +96,12 @@ class Minibatch(NamedTuple):
 def kept_tokens(
     config: GrpoJobConfig, step: int, minibatch: int, lengths: np.ndarray
 ) -> np.ndarray | None:
-    """Which sampled tokens an update learns from; None for all of them.
+    """Which sampled tokens [N, R] an update learns from; None for all of them.
 
         kept ~ Bernoulli(grpo.token_fraction), each token by itself
 
-    It depends on nothing but the seed of the run and the arguments.
-
-    Args:
-        config: of the job.
-        step: number of the rollout.
-        minibatch: number of the update within the step.
-        lengths: [N] tokens of each completion.
-
-    Returns:
-        [N, R] booleans, False after the end of a completion.
-
-    Reference: Horvitz and Thompson, "A Generalization of Sampling Without Replacement
-    From a Finite Universe", 1952.
+    It depends on the seed of the run and the arguments alone (Horvitz and Thompson,
+    1952).
     """
     fraction, slots = config.grpo.token_fraction, config.completion_length
     if fraction == 1:
@@ -140,14 +121,7 @@ def cut_prefixes(
 
     for n tokens, of which c are kept. A token's loss divided by that probability has
     the expectation of its loss in the whole completion, because nothing before it is
-    missing.
-
-    Args:
-        config: of the job.
-        step: number of the rollout.
-        completions: N of them.
-
-    Reference: arXiv:2603.06619.
+    missing (arXiv:2603.06619).
     """
     share, n = config.grpo.prefix_cut, completions.lengths
     if share is None:

@@ -250,12 +250,7 @@ class PolicyBatch(NamedTuple):
 
 
 def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:
-    """The function that `jaxmem.token_loss` makes a loss of.
-
-    Args:
-        config: which loss.
-        names: of its arrays after the statistics, from `PolicyBatch.of_tokens`.
-    """
+    """The function that `jaxmem.token_loss` makes a loss of, of arrays by name."""
     loss, clips = config._loss, config.clips
     options = {} if clips is None else dict(clip_low=clips[0], clip_high=clips[1])
 
@@ -292,11 +287,8 @@ def correction(
 ) -> jax.Array:
     """Weights of tokens by `grpo.correction`, which the loss is multiplied with.
 
-    Args:
-        config: which correction.
-        old: log-probabilities of the trainer under the weights that sampled.
-        rollout: those of the sampler.
-        where: [N, R] which count, one sequence a row; only some corrections need it.
+    `old` are the trainer's log-probabilities under the weights that sampled, `rollout`
+    the sampler's; of a correction of sequences, `where` [N, R] says which count.
     """
     chosen, (low, high) = config._correction, config._bounds
     assert chosen.weights is not None
@@ -340,20 +332,11 @@ def policy_loss(
     config: GrpoConfig,
     call: HeadCall,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Loss of one micro-batch, and metrics of its tokens.
+    """Loss of one micro-batch of hidden states [B, T, D], and metrics of its tokens.
 
-    Args:
-        head: of the policy.
-        hidden: final hidden states [B, T, hidden].
-        micro_batch: of B rows.
-        normalizer: of the whole minibatch.
-        config: which loss.
-        call: options of the head.
-
-    Returns:
-        A float32 scalar, and `logprob`, `entropy`, `sum_pi_squared`, `clip_fraction`
-        and, with a reference, `kl` and, with supports, `whole`, the log-probability
-        over the vocabulary; [B, T] each, 0 where masked.
+    The metrics [B, T] are `logprob`, `entropy`, `sum_pi_squared`, `clip_fraction` and,
+    with a reference, `kl` and, with supports, `whole`, the log-probability over the
+    vocabulary; 0 where masked.
     """
     labels, given = jnp.asarray(micro_batch.batch.labels), micro_batch.of_tokens()
     objective, per_token = token_objective(config, tuple(given)), [*given.values()]
@@ -390,15 +373,7 @@ def within_supports(
     supports: Supports,
     call: HeadCall,
 ) -> jax.Array:
-    """Log-probabilities [B, T] of labels among the ids that they were drawn from.
-
-    Args:
-        head: of the policy.
-        hidden: final hidden states [B, T, hidden].
-        labels: [B, T]; -1 marks padding.
-        supports: of the tokens in row-major order.
-        call: options of the head.
-    """
+    """Log-probabilities [B, T] of labels among the ids that they were drawn from."""
     return head.support_logprobs(
         hidden,
         labels,
@@ -428,12 +403,7 @@ class Average(NamedTuple):
 def average(
     config: GrpoConfig, lengths: Sequence[int] | np.ndarray, max_new_tokens: int
 ) -> Average:
-    """Weights and normaliser of a minibatch.
-
-    Args:
-      config: which loss.
-      lengths: tokens sampled in each of its sequences.
-      max_new_tokens: the most there can be, Dr. GRPO's constant.
+    """Weights and normaliser of a minibatch of sequences of so many sampled tokens.
 
     >>> average(GrpoConfig(loss="grpo"), [1, 4], 8)
     Average(weights=array([1.  , 0.25], dtype=float32), normalizer=np.float32(2.0))

@@ -57,11 +57,7 @@ class Compiled(NamedTuple):
 
 
 class PolicyProgram(SamplingProgram):
-    """A run's functions and shapes.
-
-    Args:
-      config: of the run.
-    """
+    """A run's functions and shapes."""
 
     config: GrpoJobConfig
 
@@ -104,7 +100,6 @@ class PolicyProgram(SamplingProgram):
         return [(max_tokens // width, width) for width in self.config.row_lengths]
 
     def trace_loss(self) -> None:
-        """See `DecoderProgram`."""
         for shape in self.shapes(self.config.grpo.max_tokens_train):
             self.trace_head(shape, self.config.head)
 
@@ -137,17 +132,10 @@ class PolicyProgram(SamplingProgram):
         )
 
     def trace_logprobs(self, shape: Shape, of_policy: bool = True) -> jax.stages.Traced:
-        """Trace a micro-batch's log-probabilities.
+        """Trace log-probabilities of tokens: in their supports, and in the vocabulary.
 
-        Args:
-            shape: of the micro-batch.
-            of_policy: whether experts are replayed, and those over the vocabulary are
-                wanted too; False for the reference.
-
-        Returns:
-            A program of two results: log-probabilities under the distributions that the
-            tokens were drawn from; and over the vocabulary, None if that is the same or
-            if they are not wanted.
+        The second is None where it is the same, and for the reference, which has no
+        routes.
         """
         call = self._head_call(self.config.head)
 
@@ -204,8 +192,7 @@ class PolicyProgram(SamplingProgram):
     def gradients(self, head: HeadConfig):
         """The function that adds a micro-batch to a minibatch's sums.
 
-        If the head samples, its last argument tells one micro-batch of the run from
-        all others: the numbers [3] of its step, its minibatch and its own.
+        If the head samples, its last argument is `micro_batch_numbers`.
         """
 
         def run(params, frozen, sums: Sums, rows: PolicyBatch, normalizer, *numbers):

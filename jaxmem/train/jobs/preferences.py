@@ -39,19 +39,12 @@ class DpoConfig:
 def pair_losses(
     config: DpoConfig, logprobs: jax.Array, reference: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Loss and rewards of each pair.
+    """Losses [B] of pairs, and their rewards, from log-probabilities [B, 2] of answers.
 
         out = (1 - ε) l(chosen, rejected) + ε l(rejected, chosen)
         reward = beta (ln p - ln p of the reference)
 
-    Args:
-        config: l, beta and ε.
-        logprobs: [B, 2] of the chosen and the rejected answer, sums over tokens, or
-            means where `config.averages`.
-        reference: [B, 2] the same under the reference.
-
-    Returns:
-        [B] losses, and [B] of `chosen_reward`, `rejected_reward`, `margin`, `accuracy`.
+    ln p are sums over tokens, or means where `config.averages`.
     """
     loss = _LOSSES[config.loss]
     (c, r), (ref_c, ref_r) = logprobs.T, reference.T

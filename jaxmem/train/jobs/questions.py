@@ -29,45 +29,32 @@ class Sums(Task):
         self._config, self._spelling = config, vocabulary.spelling(checkpoint)
 
     def ask(self, start: int, count: int) -> Asked:
-        """See `Task`."""
         problems = tasks.problems(self._config, start, count)
         return Asked(
             self._spelling.write(problems.prompts), problems.prompt_lengths, problems
         )
 
     def grade(self, asked: Asked, completions: Completions) -> Graded:
-        """See `Task`."""
         words = self._spelling.read(completions.sampled)
         scores = tasks.score(self._config, asked.items, words, completions.lengths)
         return Graded(scores.rewards, scores.exact)
 
     def question(self, asked: Asked, i: int) -> str:
-        """See `Task`."""
         return tasks.text(asked.items.prompts[i])
 
     def text(self, ids: np.ndarray) -> str:
-        """See `Task`."""
         return tasks.text(self._spelling.read(ids))
 
     def described(self, asked: Asked, i: int) -> tuple[str, str]:
-        """See `Task`."""
         answer = tasks.text(asked.items.answers[i])
         return f"problem {i}", f"answer {answer}"
 
     def statistics(self) -> str:
-        """See `Task`."""
         return "problems are drawn anew in every rollout, from task.seed"
 
 
 class OwnPrompts(Task):
-    """Prompts of a file, and reward functions.
-
-    Args:
-        config: of the task.
-        sampling: how completions are drawn.
-        tokenizer: of the checkpoint.
-        reader: how records are read.
-    """
+    """Prompts of a file, and reward functions."""
 
     def __init__(
         self,
@@ -102,11 +89,9 @@ class OwnPrompts(Task):
         return Asked(ids, lengths, items)
 
     def held_out(self) -> Asked | None:
-        """See `Task`."""
         return self._asked(self._held_out) if self._held_out else None
 
     def grade(self, asked: Asked, completions: Completions) -> Graded:
-        """See `Task`."""
         scores = self._score(self._questions(asked.items, completions))
         values = next(iter(scores.parts.values()))
         right = np.nan_to_num(values, nan=0.0) >= 1
@@ -137,25 +122,20 @@ class OwnPrompts(Task):
         )
 
     def question(self, asked: Asked, i: int) -> str:
-        """See `Task`."""
         prompt = asked.items[i].prompt
         return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
 
     def text(self, ids: np.ndarray) -> str:
-        """See `Task`."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def fingerprint(self) -> str | None:
-        """See `Task`."""
         return prompts.fingerprint(self._train)
 
     def described(self, asked: Asked, i: int) -> tuple[str, str]:
-        """See `Task`."""
         item = asked.items[i]
         return item.where, f"columns {', '.join(item.columns)}"
 
     def statistics(self) -> str:
-        """See `Task`."""
         lengths = [len(item.ids) for item in self._train]
         return (
             f"{self.size:,} prompts to train on, {len(self._held_out):,} held out; "
@@ -165,14 +145,7 @@ class OwnPrompts(Task):
 
 
 class Conversations(OwnPrompts):
-    """Records of a file, and environments that answer completions and reward them.
-
-    Args:
-        config: of the task.
-        sampling: how completions are drawn.
-        read: the checkpoint's tokenizer, and how records are read.
-        eos_ids: the tokens that end a completion.
-    """
+    """Records of a file, and environments that answer completions and reward them."""
 
     def __init__(
         self,
@@ -194,15 +167,7 @@ class Conversations(OwnPrompts):
         self._keep(prompts.load_prompts(config, read, self._environments))
 
     def play(self, asked: Asked, sample: Sample) -> tuple[Played, Graded]:
-        """Complete prompts over several turns; a reward of 1 or more is right.
-
-        Args:
-            asked: the prompts, each of a record.
-            sample: completes them, turn by turn.
-
-        Raises:
-            RewardError: an environment fails.
-        """
+        """Complete prompts over several turns; a reward of 1 or more is right."""
         where = [item.where for item in asked.items]
         opened = self._environments.open([item.columns for item in asked.items], where)
         for conversation, item in zip(opened, asked.items, strict=True):
@@ -236,15 +201,7 @@ _LATER = (
 
 
 class Questions(Reading):
-    """Prompts of a task: sums, or those of a file.
-
-    Args:
-        task: which prompts.
-        sampling: how completions are drawn.
-        checkpoint: whose tokenizer reads the prompts; None: the words of sums.
-        prompts: of a rollout.
-        group_size: completions of a prompt.
-    """
+    """Prompts of a task: sums, or a file's, which a checkpoint's tokenizer reads."""
 
     def __init__(
         self,
@@ -264,11 +221,7 @@ class Questions(Reading):
 
     @functools.cached_property
     def task(self) -> Task:
-        """Where prompts and rewards come from.
-
-        Raises a DataError for prompts that cannot be used, and a RewardError for a
-        reward function that cannot be imported.
-        """
+        """Where prompts and rewards come from."""
         task, checkpoint = self._config, self._checkpoint
         if task.is_arithmetic:
             return Sums(task, checkpoint)
@@ -298,7 +251,6 @@ class Questions(Reading):
         return {"task": fields}
 
     def per_epoch(self) -> float:
-        """See `Reading`."""
         if (size := self.task.size) is None:
             raise ValueError(
                 "run.epochs needs a task.source of prompts: sums have no end"
@@ -306,20 +258,16 @@ class Questions(Reading):
         return size / self._prompts
 
     def text(self, ids: np.ndarray) -> str:
-        """See `Reading`."""
         return self.task.text(ids)
 
     def lines(self) -> list[str]:
-        """See `Reading`."""
         read = [] if self._reader is None else self._reader.lines()
         return [*read, *mixing.shares(self._config, "task")]
 
     def end_of_turn(self) -> str | None:
-        """See `Reading`."""
         return None if self._reader is None else self._reader.end_of_turn()
 
     def records(self, count: int) -> Iterator[Record | str]:
-        """See `Reading`."""
         task = self.task
         asked = task.ask(0, count if task.size is None else min(count, task.size))
         for i, (ids, length) in enumerate(zip(asked.ids, asked.lengths, strict=True)):
@@ -330,12 +278,7 @@ class Questions(Reading):
 
 
 def ends_of(task: TaskConfig, checkpoint: str | None) -> Ends:
-    """Size of the vocabulary, and the ids that end completions.
-
-    Args:
-        task: where prompts come from.
-        checkpoint: whose tokenizer reads them; None: the words of sums.
-    """
+    """Size of the vocabulary, and the ids that end completions."""
     if not task.is_arithmetic:
         assert checkpoint is not None, "the job's config says so"
         return ends.of_checkpoint(checkpoint, task.stop, task.chat_template)

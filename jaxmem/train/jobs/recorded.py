@@ -29,11 +29,7 @@ _KEYS = ("prompt_ids", "completion_ids", "logprobs", "reward")
 
 
 class RecordedRollouts(Task):
-    """Completions of a file, group by group.
-
-    Raises:
-        DataError: a record cannot be used.
-    """
+    """Completions of a file, group by group."""
 
     def __init__(
         self,
@@ -178,11 +174,9 @@ class RecordedRollouts(Task):
         return self._asked([self._records[i % len(self._records)] for i in places])
 
     def question(self, asked: Asked, i: int) -> str:
-        """See `Task`."""
         return asked.items[i].prompt
 
     def text(self, ids: np.ndarray) -> str:
-        """See `Task`."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def fingerprint(self) -> str:
@@ -190,11 +184,9 @@ class RecordedRollouts(Task):
         return digest([record.fields for record in self._records])
 
     def described(self, asked: Asked, i: int) -> tuple[str, str]:
-        """See `Task`."""
         return asked.items[i].where, f"{self._group_size} completions"
 
     def statistics(self) -> str:
-        """See `Task`."""
         lengths = [len(r.fields["completion_ids"]) for r in self._records]
         return (
             f"{len(lengths):,} rollouts of {self.size:,} prompts; {min(lengths):,} to "

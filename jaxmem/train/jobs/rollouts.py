@@ -98,12 +98,7 @@ class Completions(NamedTuple):
         return out
 
     def measured(self, packed: Packing, outputs: Sequence[Any]) -> "Logprobs":
-        """What programs returned for the micro-batches of a packing.
-
-        Args:
-            packed: of these sequences.
-            outputs: of each micro-batch both arrays of `Logprobs`, the second or None.
-        """
+        """What programs returned for the micro-batches: both arrays of `Logprobs`."""
         drawn_from, whole = zip(*outputs, strict=True)
         rest = None
         if whole[0] is not None:
@@ -195,17 +190,11 @@ class Logprobs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Supports:
-    """The ids that each sampled token was drawn from, as compressed sparse rows.
+    """The ids that each sampled token was drawn from, as compressed sparse rows."""
 
-    Attributes:
-      csr: of all tokens of a rollout.
-      numbers: [N, R] which of them are those of each sampled token.
-      limit: most ids that a token can have.
-    """
-
-    csr: packing.Supports
-    numbers: np.ndarray
-    limit: int
+    csr: packing.Supports  # of all tokens of a rollout
+    numbers: np.ndarray  # [N, R] which of them are those of each sampled token
+    limit: int  # most ids that a token can have
 
     @classmethod
     def of(cls, padded: np.ndarray) -> "Supports":
@@ -228,13 +217,7 @@ class Supports:
     ) -> Iterator[packing.Supports]:
         """Yield the supports of each micro-batch, with room for `limit` ids a token.
 
-        Args:
-          completions: of the same sequences.
-          packed: their packing.
-          kept: [N, R] the tokens whose supports are needed; None: all.
-
-        Yields:
-          Supports of the tokens in row-major order.
+        Only of the tokens [N, R] that are kept, in row-major order.
         """
         numbers = self.numbers
         if kept is not None:

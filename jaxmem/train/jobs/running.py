@@ -89,9 +89,6 @@ def with_steps(job: Job) -> Job:
     """The job with `run.steps` as `run.epochs` says; itself without it.
 
     The data are read and tokenised once more for that.
-
-    Raises:
-        ValueError: the data cannot be used, or have no end.
     """
     run = job.config.run
     if run.epochs is None:

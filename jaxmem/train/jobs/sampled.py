@@ -76,11 +76,7 @@ class Sampled(NamedTuple):
         """Advantages of completions [N]; or of tokens [N, R] if turns are compared.
 
         A turn's advantage compares the rewards from it on with those of the group's
-        conversations that have this turn.
-
-        Args:
-            group_size: completions of a prompt.
-            compare: from rewards [..., group_size], and which of them there are.
+        conversations that have this turn: `compare` gets [..., group_size] of both.
         """
         rewards = self.graded.rewards.reshape(-1, group_size)
         if self.by_turn is None:
@@ -96,12 +92,7 @@ class Sampled(NamedTuple):
 def telling(parts: Sequence[Sampled], prompts: int, group_size: int) -> Sampled:
     """The first groups whose rewards differ; others, in order, where those are few.
 
-    Args:
-        parts: rollouts, of as many prompts each.
-        prompts: groups that are wanted.
-        group_size: completions of a group.
-
-    Reference: dynamic sampling, Yu et al., 2025, arXiv:2503.14476 (DAPO).
+    This is dynamic sampling (Yu et al., 2025, arXiv:2503.14476, DAPO).
     """
     if len(parts) == 1:
         return parts[0]

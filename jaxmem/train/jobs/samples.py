@@ -19,11 +19,9 @@ def table(
     rewards: np.ndarray | None,
     logprobs: np.ndarray,
 ) -> list[dict[str, Any]]:
-    """Prompt, tokens, their log-probabilities and any reward of some samples.
+    """Some samples as JSON: prompt, first tokens, their log-probabilities, any reward.
 
-    Returns:
-        JSON-able values; of a long completion, its first tokens. What an environment
-        said has no log-probabilities, but None.
+    What an environment said has None for log-probabilities.
     """
     count = min(_SAMPLES, len(logprobs))
     every = len(logprobs) // count

@@ -47,12 +47,7 @@ class SamplingProgram(AccumulatedProgram):
     """
 
     def sample_from(self, rollouts: Rollouts, ends: Ends) -> None:
-        """Say what is sampled.
-
-        Raises:
-            ValueError: the mesh does not divide the completions, or there are more
-                slots than completions, or slots are refilled on several devices.
-        """
+        """Say what is sampled, and refuse slots and meshes that do not go with it."""
         self._rollouts, self.ends = rollouts, ends
         by_rows, slots = rollouts.config.mesh.by_rows, rollouts.config.sampling.slots
         self.slots = rollouts.rows if slots is None else slots
@@ -100,11 +95,7 @@ class SamplingProgram(AccumulatedProgram):
     def trace_sample(self, greedy: bool = False) -> jax.stages.Traced:
         """Trace a rollout, or the first turn of one whose cache is kept.
 
-        Args:
-            greedy: whether it is at temperature 0: the most probable tokens.
-
-        Returns:
-            A program of two results: `Samples`, and the cache that is kept, or None.
+        It returns `Samples`, and the cache that is kept, or None.
         """
         config, records = self._sampling(greedy), self._records(greedy)
 
@@ -209,11 +200,7 @@ class SamplingProgram(AccumulatedProgram):
         return task.prompt_length + task.conversation_length(slots) - 1
 
     def rollout_phases(self, held: Mapping[str, Any]) -> list[Phase]:
-        """The rollout, for a plan; turns that go on from a cache are another phase.
-
-        Args:
-            held: shapes of what else is on the device, by name.
-        """
+        """The rollout, for a plan; turns that go on from a cache are another phase."""
         config = self._rollouts.config
         rows, most = self.prompts[0].shape[0], config.sampling.max_new_tokens
         steps = most - 1

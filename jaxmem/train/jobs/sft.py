@@ -43,16 +43,10 @@ def sum_gradients(
 ) -> tuple[Any, Any]:
     """Loss and gradient of a whole step, one micro-batch alive at a time.
 
-    Args:
-      loss: (params, micro-batch, normalizer) to its share of what is differentiated,
-        and of the step's loss; with that, a tree of other sums.
-      params: what is differentiated.
-      micro_batches: a tree of arrays [K, ...].
-      normalizer: tokens of the whole step, known before the first micro-batch, so
-        that each token weighs the same wherever it lies.
-
-    Returns:
-      The sums of the losses with the tree, and of the gradients, in float32.
+    loss: (params, micro-batch, normalizer) to its share of what is differentiated, and
+    of the step's loss; with that, a tree of other sums. The normalizer is the tokens of
+    the whole step, so that each token weighs the same wherever it lies. All sums are in
+    float32.
     """
 
     def add(sums: Any, micro_batch: Any) -> tuple[Any, Any]:
@@ -71,12 +65,11 @@ def make_gradients(
 ) -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
     """Build the function that gives a step's gradients.
 
-    Returns:
-      (trained weights, frozen weights, micro-batches [K, B, T]) to the gradients and
-      the step's `loss` (0 where no token counts, and without that of routers),
-      `tokens`, what the head tells of its tokens (means) and, for a model with experts,
-      `routed` (`balance.Routed`). With `Sample` in head.gradient there is a fourth
-      argument, the step's number.
+    It maps trained weights, frozen weights and micro-batches [K, B, T] to the gradients
+    and the step's `loss` (0 where no token counts, and without that of routers),
+    `tokens`, what the head tells of its tokens (means) and, for a model with experts,
+    `routed` (`balance.Routed`). With `Sample` in head.gradient there is a fourth
+    argument, the step's number.
     """
 
     def gradients(params: Any, frozen: dict, micro_batches: Batch, number: Any = None):

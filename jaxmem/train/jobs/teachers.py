@@ -18,11 +18,7 @@ class TeacherError(ValueError):
 
 
 def directory(config: DistillJobConfig) -> Path:
-    """The directory of the teacher's checkpoint: `distill.teacher`, or its `model`.
-
-    Raises:
-        TeacherError: there is no checkpoint.
-    """
+    """The directory of the teacher's checkpoint: `distill.teacher`, or its `model`."""
     named = config.distill.teacher
     assert named is not None, "DistillJobConfig says so"
     path = Path(named).expanduser()
@@ -52,9 +48,7 @@ def model_of(config: DistillJobConfig) -> ModelConfig:
 def of_same_vocabulary(config: DistillJobConfig, student: ModelConfig) -> ModelConfig:
     """The student's sizes, with the teacher's vocabulary where it has none of its own.
 
-    Raises:
-        TeacherError: there is no teacher, or the tokens differ. The vocabularies of two
-            checkpoints may be padded to different sizes.
+    The vocabularies of two checkpoints may be padded to different sizes.
     """
     if config.distill.teacher is None:
         return student  # of a file, which says what its vocabulary is
