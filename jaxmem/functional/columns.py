@@ -59,11 +59,9 @@ class SomeColumnsRule(LoopRule):
         raise NotImplementedError
 
     def forward_loop(self, source, rows, given):
-        """See `LoopRule.forward_loop`."""
         return self.loop(source, rows, given, None)
 
     def saving_loop(self, source, rows, given):
-        """See `LoopRule.saving_loop`."""
         starts = None
         if self.sampler is not None:
             sampling = sampling_of(self.spec)
@@ -71,7 +69,6 @@ class SomeColumnsRule(LoopRule):
         return self.loop(source, rows, given, starts)
 
     def backward_loop(self, source, rows, given, result, saved, g):
-        """See `LoopRule.backward_loop`."""
         operands = given, result, saved, g
         if self.sampler is not None:
             d = self.derivative(*operands)
@@ -98,7 +95,6 @@ class ColumnsRule(SomeColumnsRule):
     """
 
     def loop(self, source, rows, given, starts):
-        """See `SomeColumnsRule.loop`."""
         (rows,), spec = rows, self.spec
         head = source.cast(spec)
 
@@ -121,7 +117,6 @@ class ColumnsRule(SomeColumnsRule):
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
     def derivative(self, given, result, saved, g):
-        """See `SomeColumnsRule.derivative`."""
         found = derivative_of_split(given, result, g, saved["normaliser"])
         return found._replace(logits=result[:, :-1] + saved["logsumexp"][:, None])
 

@@ -26,7 +26,6 @@ class ColumnsLossRule(DivergenceLossRule):
     how: tuple[Kind, bool]  # of `column_divergences.compare`
 
     def compare(self, heads, given, row_ids):
-        """See `DivergenceLossRule.compare`."""
         rows, _, ids, log_q = given
         z = columns.logits(self.spec, heads[0], rows, row_ids)
         ids = take(ids, row_ids, fill_value=-1)
@@ -39,15 +38,12 @@ class ColumnsLossRule(DivergenceLossRule):
         return Compared((z,), jnp.where(has_ids, value, 0), saved, largest)
 
     def n_ids(self, given):
-        """See `DivergenceLossRule.n_ids`."""
         return given[2].shape[1]
 
     def density(self, logits, saved):
-        """See `DivergenceLossRule.density`."""
         return jnp.exp(row_stats.log_softmax(logits[0], saved["rest"])), saved["ids"]
 
     def by_logits(self, logits, saved, g):
-        """See `DivergenceLossRule.by_logits`."""
         # A row whose value is not used, maybe because it is NaN, has no derivative.
         g = jnp.where(g[:, None] == 0, 0, g[:, None] * saved["slopes"])
         derivative = columns.derivative_of_split(
@@ -64,7 +60,6 @@ class DrawnLossRule(DivergenceLossRule):
     """
 
     def compare(self, heads, given, row_ids):
-        """See `DivergenceLossRule.compare`."""
         spec, (rows, _, ids) = self.spec, given
         z = columns.logits(spec, heads[0], rows, row_ids)
         ids = take(ids, row_ids, fill_value=-1)
@@ -79,16 +74,13 @@ class DrawnLossRule(DivergenceLossRule):
         return Compared((z,), value, saved, normaliser.max)
 
     def n_ids(self, given):
-        """See `DivergenceLossRule.n_ids`."""
         return given[2].shape[1]
 
     def density(self, logits, saved):
-        """See `DivergenceLossRule.density`."""
         softmax = row_stats.log_softmax(logits[0], saved["normaliser"])
         return jnp.exp(softmax), saved["ids"]
 
     def by_logits(self, logits, saved, g):
-        """See `DivergenceLossRule.by_logits`."""
         log_p = saved["log_p"]
         g = jnp.broadcast_to((-g * saved["weight"])[:, None], log_p.shape)
         derivative = selected.derivative_of_selected(

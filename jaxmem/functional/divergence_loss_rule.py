@@ -72,7 +72,6 @@ class DivergenceLossRule(LossRule):
     """
 
     def rows(self, given):
-        """See `LossRule.rows`."""
         return given[0]
 
     def heads(self, source, given) -> tuple:
@@ -120,14 +119,12 @@ class DivergenceLossRule(LossRule):
         return found.columns, column_sampling.inverse(sampling, found.p)
 
     def forward(self, trained, fixed):
-        """See `Rule.forward`."""
         (source, per_token, count), (given, closed) = trained, fixed
         stats, divergence = on_tokens(self.spec, self._outputs, source, given)
         operands = Operands((divergence, *per_token), closed)
         return self.total(stats, given[0], operands, count)
 
     def one_pass(self, spec, source, given, operands, count):
-        """See `LossRule.one_pass`."""
         rows, this = given[0], dataclasses.replace(self, spec=spec)
         heads, n_rows = this.heads(source, given), len(rows.labels)
         kind = _Sampled if spec.gradient_samples else _Exact
@@ -272,7 +269,6 @@ class _Sampled(_Exact):
     """
 
     def zeros(self):
-        """See `_Exact.zeros`."""
         spec, n_ids = self.rule.spec, self.rule.n_ids(self.given)
         shape = len(self.rows.labels), 1 + n_ids + (spec.gradient_samples or 0)
         columns = jnp.full(shape, spec.columns, jnp.int32)
@@ -280,7 +276,6 @@ class _Sampled(_Exact):
         return vocab_shards.vary(none, spec.part_varying)
 
     def add(self, tile, row_ids, cotangents, sums):
-        """See `_Exact.add`."""
         compared, spec = tile["compared"], self.rule.spec
         labels, (g, g_divergence) = tile["labels"][:, None], cotangents
         here = self.rows._replace(draws=take(self.rows.draws, row_ids))
@@ -307,7 +302,6 @@ class _Sampled(_Exact):
         return put_all(sums, row_ids, Derivative(at, dz))
 
     def of(self, source, sums):
-        """See `_Exact.of`."""
         sampler = sampler_of(self.rule.backend)
         return sampler.gradient(self.rule.spec, source, self.rows, sums)
 

@@ -71,11 +71,9 @@ class Columns(Target):
 
     @property
     def leading(self):
-        """See `Target.leading`."""
         return self.ids
 
     def divergence(self, kind, student):
-        """See `Target.divergence`."""
         call, ids, where = _read("divergence", self.ids, student)
         spec, source, rows, shape = call
         how = kind, checks.check_flag("Columns.tail", self.tail)
@@ -91,7 +89,6 @@ class Columns(Target):
         return jnp.reshape(jnp.where(rows.active, values, 0), shape)
 
     def loss(self, kind, student, statistics_temperature):
-        """See `Target.loss`."""
         call, ids, where = _read("divergence_loss", self.ids, student)
         spec, source, rows, shape = call
         how = kind, checks.check_flag("Columns.tail", self.tail)
@@ -104,7 +101,6 @@ class Columns(Target):
         return rule_of, LossCall(spec, source, given, shape, student.options)
 
     def placed(self, places):
-        """See `Target.placed`."""
         tokens = places.tokens
         ids = check_ids("ids", self.ids, places.where, tokens, places.vocab_size)
         logprobs = _check_logprobs(self.logprobs, ids, places.where, tokens)
@@ -141,11 +137,9 @@ class Drawn(Target):
 
     @property
     def leading(self):
-        """See `Target.leading`."""
         return self.ids
 
     def divergence(self, kind, student):
-        """See `Target.divergence`."""
         _check_drawn(kind)
         call, ids, _ = _read("divergence", self.ids, student)
         spec, source, rows, shape = call
@@ -160,7 +154,6 @@ class Drawn(Target):
         return jnp.reshape(-jnp.sum(log_p, axis=1) / count, shape)
 
     def loss(self, kind, student, statistics_temperature):
-        """See `Target.loss`."""
         _check_drawn(kind)
         call, ids, _ = _read("divergence_loss", self.ids, student)
         spec, source, rows, shape = call
@@ -170,7 +163,6 @@ class Drawn(Target):
         return DrawnLossRule, LossCall(spec, source, given, shape, student.options)
 
     def placed(self, places):
-        """See `Target.placed`."""
         ids = check_ids("ids", self.ids, places.where, places.tokens, places.vocab_size)
         return Drawn(places.of_tokens(ids, -1))
 

@@ -89,19 +89,15 @@ class ReverseKL(Kind):
     """
 
     def terms(self, p, q, log_ratio, ops=XLA):
-        """See `Kind.terms`."""
         return (divergence_terms.excess_of(p, q, log_ratio, ops),)
 
     def slopes(self, p, q, log_ratio, ops=XLA):
-        """See `Kind.slopes`."""
         return divergence_terms.product(p, log_ratio)
 
     def block_terms(self, w, v, d, ops=XLA):
-        """See `Kind.block_terms`."""
         return divergence_terms.relative(w, v, d, ops)
 
     def of_blocks(self, b: Blocks):
-        """See `Kind.of_blocks`."""
         excess, difference = (divergence_terms.product(b.p_scale, x) for x in b.sums)
         value = divergence_terms.shifted_excess(
             b.p, b.q, excess, difference, b.log_ratio
@@ -135,7 +131,6 @@ class ForwardKL(Kind):
     of_draws: ClassVar[bool] = True
 
     def terms(self, p, q, log_ratio, ops=XLA):
-        """See `Kind.terms`."""
         return (divergence_terms.excess_of(q, p, -log_ratio, ops),)
 
     def slopes(self, p, q, log_ratio, ops=XLA):
@@ -148,15 +143,12 @@ class ForwardKL(Kind):
         )
 
     def density(self, p, q):
-        """See `Kind.density`."""
         return (p + q) / 2
 
     def block_terms(self, w, v, d, ops=XLA):
-        """See `Kind.block_terms`."""
         return divergence_terms.relative(v, w, -d, ops)
 
     def of_blocks(self, b: Blocks):
-        """See `Kind.of_blocks`."""
         excess, difference = (divergence_terms.product(b.q_scale, x) for x in b.sums)
         t = -b.log_ratio
         value = divergence_terms.shifted_excess(b.q, b.p, excess, difference, t)
@@ -207,7 +199,6 @@ class JSD(Kind):
             )
 
     def terms(self, p, q, log_ratio, ops=XLA):
-        """See `Kind.terms`."""
         if self.beta == 0.5:
             return (divergence_terms.half_terms(p, q, log_ratio, ops),)
         heavy, light, weight, x = self._by_weight(p, q, log_ratio)

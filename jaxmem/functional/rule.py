@@ -141,17 +141,14 @@ class LoopRule(Rule):
         raise NotImplementedError
 
     def forward(self, trained, fixed):
-        """See `Rule.forward`."""
         return self._forward(trained, fixed, saving=False)[0]
 
     def forward_and_save(self, trained, fixed):
-        """See `Rule.forward_and_save`."""
         result, saved = self._forward(trained, fixed, saving=True)
         saved = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in saved.items()}
         return result, (*trained, *fixed, result, saved)
 
     def backward(self, residuals, cotangents):
-        """See `Rule.backward`."""
         if isinstance(cotangents, SymbolicZero):
             return (jax.tree.map(jnp.zeros_like, residuals[0]),)
         cotangents = sum_over_shards(self.spec, cotangents)

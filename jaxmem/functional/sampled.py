@@ -69,7 +69,6 @@ class SampledStatisticsRule(_SampledRule, StatisticsRule):
     """`StatisticsRule` with a sampled derivative."""
 
     def outputs(self, source, rows, names):
-        """See `BackendRule.outputs`."""
         return super().outputs(self._typed(source), rows, names)
 
     def _typed(self, source):
@@ -78,7 +77,6 @@ class SampledStatisticsRule(_SampledRule, StatisticsRule):
         return type(source)(source.hidden, *W_bias)
 
     def forward_and_save(self, trained, fixed):
-        """See `Rule.forward_and_save`."""
         (source,), (rows,), spec = trained, fixed, self.spec
         names = tuple(dict.fromkeys((*spec.outputs, *_SAVED)))
         results, entries = self.sampled(self._typed(source), rows, names)
@@ -103,7 +101,6 @@ class SampledLossRule(_SampledRule, LossRule):
     """
 
     def forward(self, trained, fixed):
-        """See `Rule.forward`."""
         (source, per_token, count), (rows, closed) = trained, fixed
         stats = self.outputs(source, rows, (*TokenStats._fields, *self.errors))
         error = {k: stats.pop(k) for k in self.errors}
@@ -111,17 +108,14 @@ class SampledLossRule(_SampledRule, LossRule):
         return total, _with(metrics, error)
 
     def forward_and_save(self, trained, fixed):
-        """See `Rule.forward_and_save`."""
         rows, closed = fixed
         given = rows, *self.shared(trained[0], rows)
         return super().forward_and_save(trained, (given, closed))
 
     def rows(self, given) -> Rows:
-        """See `LossRule.rows`."""
         return given[0]
 
     def one_pass(self, spec, source, given, operands, count):
-        """See `LossRule.one_pass`."""
         (rows, *shared), sampler = given, sampler_of(self.backend)
         names = (*TokenStats._fields, "max", "log_sum", *self.errors)
         outputs, entries = self.pass_of(spec, source, rows, shared, names)

@@ -32,7 +32,6 @@ class SampledTwoHeadsRule(TwoHeadsRule):
     sampler: Sampler
 
     def frozen(self):
-        """See `Rule.frozen`."""
         return LoopRule.frozen(self)
 
     def saving_loop(self, source, rows, given):
@@ -62,7 +61,6 @@ class SampledTwoHeadsRule(TwoHeadsRule):
         return value, {"entries": dz}
 
     def backward_loop(self, source, rows, given, result, saved, g):
-        """See `LoopRule.backward_loop`."""
         dz, g = saved["entries"], jnp.where(rows[0].active, g, 0)[:, None]
         # Rows whose infinite divergence is not used.
         values = jnp.where(g == 0, 0, g * dz.values)

@@ -103,7 +103,6 @@ class SelectedRule(SomeColumnsRule):
     """The rule of `selected_logprobs`; given are the ids [N, K]."""
 
     def loop(self, source, rows, given, starts):
-        """See `SomeColumnsRule.loop`."""
         (rows,), spec = rows, self.spec
         head = source.cast(spec)
 
@@ -133,7 +132,6 @@ class SelectedRule(SomeColumnsRule):
         return results[0], results[1] | more
 
     def derivative(self, given, result, saved, g):
-        """See `SomeColumnsRule.derivative`."""
         return derivative_of_selected(given, result, g, saved["normaliser"])
 
 

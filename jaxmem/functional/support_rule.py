@@ -34,7 +34,6 @@ class SupportRule(LoopRule):
     """The rule of `support_logprobs`; given are the supports [N, K]."""
 
     def forward_loop(self, source, rows, given):
-        """See `LoopRule.forward_loop`."""
         (rows,), source = rows, self._widen(source)
 
         def chunk(width, row_ids, results):
@@ -56,7 +55,6 @@ class SupportRule(LoopRule):
         return vocab_shards.vary(saved, self.spec.varying)
 
     def backward_loop(self, source, rows, given, result, saved, g):
-        """See `LoopRule.backward_loop`."""
         (rows,), original, source = rows, source, self._widen(source)
         saved = saved | {"logprob": result}
 
@@ -167,7 +165,6 @@ class RaggedSupportRule(SupportRule):
                 yield width, tokens, here
 
     def _ids(self, given, row_ids, width):
-        """See `SupportRule._ids`."""
         k, counts = jnp.arange(width, dtype=jnp.int32), take(given.counts, row_ids)
         counts = counts[:, None]
         place = take(given.starts, row_ids)[:, None] + k

@@ -55,11 +55,9 @@ class Teacher(Target):
 
     @property
     def leading(self):
-        """See `Target.leading`."""
         return self.hidden
 
     def divergence(self, kind, student):
-        """See `Target.divergence`."""
         call = _read("divergence", self, student)
         spec, other_spec, policy, other, rows, other_rows, shape = call
         if 0 in shape:
@@ -74,7 +72,6 @@ class Teacher(Target):
         return jnp.reshape(results, shape)
 
     def loss(self, kind, student, statistics_temperature):
-        """See `Target.loss`."""
         call = _read("divergence_loss", self, student)
         spec, other_spec, policy, other, rows, other_rows, shape = call
         kernels = arguments.uses_kernels(student.options.implementation)
@@ -87,7 +84,6 @@ class Teacher(Target):
         return rule_of, LossCall(spec, policy, given, shape, student.options)
 
     def placed(self, places):
-        """See `Target.placed`."""
         hidden = checks.as_array(f"{_OWNER}hidden", self.hidden)
         checks.check_hidden(hidden, f"{_OWNER}hidden")
         head, columns = places.head(hidden, self.head, _OWNER)
@@ -99,7 +95,6 @@ class Teacher(Target):
         return Teacher(places.of_tokens(hidden, 0), head, temperature)
 
     def heads_as(self, whole):
-        """See `Target.heads_as`."""
         return dataclasses.replace(self, head=whole(self.head))
 
 

@@ -39,7 +39,6 @@ class TwoHeadsRule(LoopRule):
     kernels: bool  # those of `kernels.row_pairs` or `row_sums` compute sums over V
 
     def frozen(self):
-        """See `Rule.frozen`."""
         rule = super().frozen()
         if self.spec.recomputes:
             return rule
@@ -47,20 +46,17 @@ class TwoHeadsRule(LoopRule):
         return FrozenTwoHeadsRule(rule.spec, *of)
 
     def forward_and_save(self, trained, fixed):
-        """See `Rule.forward_and_save`."""
         result, (*operands, saved) = super().forward_and_save(trained, fixed)
         normaliser = row_stats.Normaliser(empty(), empty())
         nothing = {"mean_slope": empty(), "normalisers": (normaliser, normaliser)}
         return result, (*operands, nothing | {"dhidden": empty()} | saved)
 
     def backward(self, residuals, cotangents):
-        """See `Rule.backward`."""
         *operands, saved = residuals
         saved = {k: v for k, v in saved.items() if jax.tree.leaves(v)[0].size}
         return super().backward((*operands, saved), cotangents)
 
     def forward_loop(self, source, rows, given):
-        """See `LoopRule.forward_loop`."""
         n_rows, dtype = source.hidden.shape[0], self.spec.stats_dtype
         policy, reference = self.cast(source, given)
 
@@ -143,7 +139,6 @@ class TwoHeadsRule(LoopRule):
         return row_sums.supports(z.shape[1], z.dtype)
 
     def backward_loop(self, source, rows, given, result, saved, g):
-        """See `LoopRule.backward_loop`."""
         policy, reference = self.cast(source, given)
 
         def chunk(row_ids, sums):
@@ -197,7 +192,6 @@ class FrozenTwoHeadsRule(TwoHeadsRule):
     """
 
     def saving_loop(self, source, rows, given):
-        """See `LoopRule.saving_loop`."""
         spec, (policy, reference) = self.spec, self.cast(source, given)
 
         def chunk(row_ids, results):
@@ -219,7 +213,6 @@ class FrozenTwoHeadsRule(TwoHeadsRule):
         return value, {"dhidden": sums.hidden}
 
     def backward(self, residuals, cotangents):
-        """See `Rule.backward`."""
         _, rows, *_, saved = residuals
         return (scaled(saved["dhidden"], rows[0].active, cotangents),)
 

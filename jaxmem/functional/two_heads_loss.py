@@ -29,11 +29,9 @@ class TwoHeadsLossRule(DivergenceLossRule):
     kernels: bool
 
     def heads(self, source, given):
-        """See `DivergenceLossRule.heads`."""
         return self._two_heads.cast(source, given[3])
 
     def compare(self, heads, given, row_ids):
-        """See `DivergenceLossRule.compare`."""
         (rows, _, reference_rows, _), (policy, reference) = given, heads
         of_heads = rows, reference_rows
         logits = self._two_heads.logits(policy, reference, of_heads, row_ids)
@@ -42,18 +40,15 @@ class TwoHeadsLossRule(DivergenceLossRule):
         return Compared(logits, value, saved, saved["normalisers"][0].max, masses)
 
     def by_logits(self, logits, saved, g):
-        """See `DivergenceLossRule.by_logits`."""
         return ByLogits(self._two_heads.derivative(logits, saved, g))
 
     def entries(self, tile, starts):
-        """See `DivergenceLossRule.entries`."""
         if tile["scale"] is not None:
             return super().entries(tile, starts)
         logits, _, saved, *_ = tile["compared"]
         return entries(self._two_heads, logits, saved, tile["masses"], starts)
 
     def density(self, logits, saved):
-        """See `DivergenceLossRule.density`."""
         policy, reference = beside(saved["normalisers"])
         of = density_of(self.divergence, *logits[1:], *policy, *reference)
         return of, None

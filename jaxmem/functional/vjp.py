@@ -80,12 +80,10 @@ class StatisticsRule(BackendRule):
     """The rule of fields of `TokenStats`; trained is `(source,)`, fixed `(rows,)`."""
 
     def forward(self, trained, fixed):
-        """See `Rule.forward`."""
         (source,), (rows,) = trained, fixed
         return self.outputs(source, rows, self.spec.outputs)
 
     def forward_and_save(self, trained, fixed):
-        """See `Rule.forward_and_save`."""
         (source,), (rows,), spec = trained, fixed, self.spec
         if spec.keeps_gradient:
             results, dhidden = on_tokens(spec, self._with_gradient, source, rows)
@@ -98,7 +96,6 @@ class StatisticsRule(BackendRule):
         return {k: results[k] for k in spec.outputs}, (source, rows, results, empty())
 
     def backward(self, residuals, cotangents):
-        """See `Rule.backward`."""
         cotangents = sum_over_shards(self.spec, cotangents)
         source, rows, results, kept = residuals
         if self.spec.keeps_gradient:
@@ -141,14 +138,12 @@ class LossRule(BackendRule):
     loss: Loss
 
     def forward(self, trained, fixed):
-        """See `Rule.forward`."""
         (source, per_token, count), (rows, closed) = trained, fixed
         stats = self.outputs(source, rows, TokenStats._fields)
         operands = Operands(per_token, closed)
         return self.total(stats, rows, operands, count)
 
     def forward_and_save(self, trained, fixed):
-        """See `Rule.forward_and_save`."""
         (source, per_token, count), (given, closed) = trained, fixed
         operands, early = Operands(per_token, closed), self._early(count, given)
         values, dsource = on_tokens(
@@ -165,7 +160,6 @@ class LossRule(BackendRule):
         return (total, values.metrics), residuals
 
     def backward(self, residuals, cotangents):
-        """See `Rule.backward`."""
         dsource, types, dper_token, total, count, late = residuals
         dsource, types = (trained_part(self.spec, x) for x in (dsource, types))
         g, _ = cotangents
@@ -300,7 +294,6 @@ class TwoPassLossRule(LossRule):
     """
 
     def one_pass(self, spec, source, given, operands, count):
-        """See `LossRule.one_pass`."""
         if spec.gradient_blocks == 1 and not spec.vocab_groups:
             return super().one_pass(spec, source, given, operands, count)
         rows, names = given, (*TokenStats._fields, *_SAVED)
