@@ -103,18 +103,9 @@ def sum_over_shards(spec: Spec, sums) -> Any:
 def for_active_chunks(chunk, active, body, carry, n_chunks: int | None = None):
     """Run `body(row_ids, carry) -> carry` over chunks of rows, active ones first.
 
-    Every shard of a vocabulary has the same rows and so runs the same number of
-    chunks. The body may therefore contain collectives over the shards.
-
-    Args:
-        chunk: rows of a chunk.
-        active: bool [N].
-        body: called with the indices of rows; those past the last one are N.
-        carry: what the body maps.
-        n_chunks: how many chunks to run; None: those with an active row.
-
-    Returns:
-        The last carry.
+    Indices past the last row are N. Only chunks with an active row run, unless their
+    number is given. Every shard of a vocabulary has the same rows and so runs the same
+    number of chunks. The body may therefore contain collectives over the shards.
     """
     n_rows = active.shape[0]
     n_padded = -(-n_rows // chunk) * chunk

@@ -88,12 +88,7 @@ class Derivative(NamedTuple):
 
 
 def token_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One key for each token, whatever other tokens and devices there are.
-
-    Args:
-        key: a typed PRNG key, or already one for each token.
-        shape: of the tokens.
-    """
+    """One key for each token, whatever other tokens and devices there are."""
     if key.shape:
         return key
     token_ids = jnp.arange(math.prod(shape), dtype=jnp.uint32)
@@ -112,13 +107,9 @@ def draws(keys: jax.Array) -> jax.Array:
 def starts(sampling: Sampling, draws: jax.Array, shard: ArrayLike = 0) -> jax.Array:
     """r, int32 [N], uniform over {0, ..., u - 1}; another one on each shard.
 
-    For shards, the draws are mixed with the shard's number by a bijection of uint32
-    (the finalizer of MurmurHash3), so that they stay uniform and look independent.
-
-    Args:
-        sampling: static facts.
-        draws: uint32 [N], of `draws`.
-        shard: which part of the vocabulary.
+    For shards, the draws, uint32 [N], are mixed with the shard's number by a bijection
+    of uint32 (the finalizer of MurmurHash3), so that they stay uniform and look
+    independent.
     """
     mixed = draws + jnp.uint32(0x9E3779B9) * jnp.asarray(shard).astype(jnp.uint32)
     for factor in (0x85EBCA6B, 0xC2B2AE35):
@@ -170,11 +161,8 @@ def select(
 ) -> Entries:
     """Entries of rows whose whole vocabulary, or this shard's part of it, is here.
 
-    Args:
-        sampling: static facts.
-        exps: [C, V], proportional to probabilities; 0 at the label.
-        scale: [C], what they are to be multiplied by.
-        starts: int32 [C].
+    exps [C, V], 0 at the label, times scale [C] are probabilities; starts are int32
+    [C].
     """
 
     def units_of(exps):
@@ -192,17 +180,10 @@ def derivative(
     sampling: Sampling, entries: Entries, labels: jax.Array, rows: Outputs,
     c: Coefficients,
 ) -> tuple[jax.Array, Derivative]:  # fmt: skip
-    """dz_j / q_j of the sampled entries, and dz of the label's.
+    """(ln p of the entries, dz_j / q_j), with dz of the label's in the first slot.
 
-    Args:
-        sampling: static facts.
-        entries: of the rows.
-        labels: int32 [N], columns; one outside [0, V) is in another part.
-        rows: statistics of the rows, [N]; logprob, and what the coefficients need.
-        c: coefficients of the rows, [N].
-
-    Returns:
-        (ln p of the entries, their derivative), with the label's in the first slot.
+    Labels [N] are columns; one outside [0, V) is in another part. Of the statistics,
+    logprob is read, and c has the coefficients of the rows.
     """
     ln_p = jnp.log(jnp.where(entries.p > 0, entries.p, 1))
     # p / q first: their quotient is near 1/κ even where both are tiny.
@@ -234,7 +215,7 @@ class Pairs(NamedTuple):
 
 
 def sort_by_column(dz: Derivative) -> Pairs:
-    """Tokens of one column stay in their order."""
+    """Pairs of all entries; tokens of one column stay in their order."""
     n_slots = dz.columns.shape[1]
     at = jnp.arange(dz.columns.size, dtype=jnp.int32)
     columns, at = lax.sort((dz.columns.reshape(-1), at), num_keys=1)

@@ -78,15 +78,10 @@ def copy_bytes(columns: int, depth: int) -> int:
 
 
 def of_call(spec: Spec, source: Factors, rows: Rows) -> EightBits:
-    """W in 8 bits, and the channels in 16 bits.
+    """W in 8 bits, and the channels in 16 bits, chosen from W and from active rows.
 
     W's values and scales depend on W alone, so that XLA computes them once for all
     micro-batches of a loop.
-
-    Args:
-        spec: static facts.
-        source: the head.
-        rows: of the tokens, of which active ones count.
     """
     head = source.cast(spec)
     W = head.W if spec.layout == "vd" else head.W.T
@@ -121,16 +116,9 @@ def _largest(sizes):
 
 
 def logits_at(spec: Spec, head: Factors, hidden: jax.Array, columns: jax.Array):
-    """Logits z of some columns of each row, in the statistics' dtype.
+    """Logits z [C, n] of some columns of each row, in the statistics' dtype.
 
-    Args:
-        spec: static facts.
-        head: whose W they are products with, in hidden's dtype.
-        hidden: [C, D].
-        columns: int32 [C, n]; the logits of those past the last one are undefined.
-
-    Returns:
-        [C, n].
+    Those of columns past the last one are undefined.
     """
     W = head.W if spec.layout == "vd" else head.W.T
     slots = jnp.arange(1, columns.shape[1] + 1, dtype=jnp.int32)
@@ -161,18 +149,10 @@ def corrected(
     sampling: Sampling, others: Stats, selected: Entries, z: jax.Array,
     label_logit: jax.Array, label_exists: jax.Array,
 ) -> Corrected:  # fmt: skip
-    """Results of rows, from sums of e^ẑ and the logits of the entries that are kept.
+    """Results of rows, from sums of e^ẑ and logits z [C, K] of entries that are kept.
 
-    Args:
-        sampling: static facts.
-        others: of ẑ, over all columns but the label's; its label_logit is -inf.
-        selected: with p̂, of ẑ and `normaliser`.
-        z: logits of the entries [C, K].
-        label_logit: z of the label [C].
-        label_exists: whether it is a column [C].
-
-    Returns:
-        Outputs, the entries with p of z and weights p / q, and the error.
+    `others` are sums over all columns but the label's, `selected` has p̂ of ẑ and
+    `normaliser`. The entries of the result have p of z and weights p / q.
     """
     kept, rows = selected.p > 0, normaliser(others, label_logit)
     q = column_sampling.units(sampling, selected.p).astype(z.dtype) / sampling.one

@@ -27,10 +27,8 @@ def with_automatic_axes(
     """Decorate a function of arrays so that all mesh axes are automatic inside it.
 
     Each gradient is sharded like the array that it is a gradient of, as jax requires.
-
-    Args:
-        result: maps the function's arguments by name to a tree prefix of the
-            PartitionSpecs of its results along the explicit axes.
+    `result` maps the function's arguments by name to a tree prefix of the
+    PartitionSpecs of its results along the explicit axes.
     """
 
     def decorate(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
@@ -67,13 +65,10 @@ def _run_automatic(function, mesh, call, specs) -> Any:
 
 
 def sharded_like(**sources: int) -> Callable[[Mapping[str, Any]], PartitionSpec]:
-    """A `result` argument for `with_automatic_axes` that copies shardings of arguments.
+    """A `result` for `with_automatic_axes`: each axis as the first source to shard it.
 
-    Args:
-        sources: argument name to the number of its trailing axes that the result lacks.
-
-    Returns:
-        A function whose PartitionSpec shards each axis as the first source to shard it.
+    Sources are names of arguments, with the number of trailing axes that the result
+    lacks.
     """
     return lambda arguments: merged(
         *(spec_of(arguments.get(name), after) for name, after in sources.items())

@@ -82,11 +82,7 @@ class Sample:
         )
 
     def facts(self, vocab_size: int) -> dict[str, Any]:
-        """The fields of `Spec` that it decides on.
-
-        Raises:
-            ValueError: k is not less than the vocabulary.
-        """
+        """The fields of `Spec` that it decides on; a ValueError for too large a k."""
         if self.k >= vocab_size:
             raise ValueError(
                 f"gradient=Sample(k) must have k from 1 to {vocab_size - 1}, less than "
@@ -115,11 +111,7 @@ def facts(gradient: Gradient | None, vocab_size: int) -> dict[str, Any]:
 
 
 def facts_of_whole_logits(gradient: Gradient | None, vocab_size: int) -> dict[str, Any]:
-    """`facts`, for verbs that read a chunk's exact logits over the whole vocabulary.
-
-    Raises:
-        NotImplementedError: the gradient is for other verbs.
-    """
+    """`facts`, for verbs that read a chunk's exact logits over the whole vocabulary."""
     found = facts(gradient, vocab_size)
     if found.get("gradient_blocks", 1) > 1:
         raise NotImplementedError(
@@ -138,9 +130,6 @@ def from_literal(value: object) -> Gradient | None:
     """What a gin file spells as None, or a name and a class's arguments.
 
     These are ("recompute", blocks), ("sample", k) and ("sample", k, "int8").
-
-    Raises:
-        ValueError: it is none of these.
     """
     if value is None:
         return None

@@ -33,14 +33,9 @@ def is_possible() -> bool:
 def by_tokens(run: Callable, of_tokens: Callable[[Any], Any]) -> Callable:
     """Wrap `run` so that jit partitions it by tokens when it targets several devices.
 
-    Args:
-        run: maps arrays to arrays, for any number of tokens.
-        of_tokens: maps its arguments, or shapes of its results, to a tree prefix of
-            them: True for arrays whose first axis is tokens, False for arguments that
-            are replicated and results that are sums over tokens.
-
-    Returns:
-        A function with the signature of `run`.
+    `of_tokens` maps the arguments, or shapes of the results, to a tree prefix of them:
+    True for arrays whose first axis is tokens, False for arguments that are replicated
+    and results that are sums over tokens.
     """
 
     def call(*args):

@@ -28,16 +28,11 @@ class Stream(enum.IntEnum):
     TEACHER = 0x74656163  # ids that `jaxmem score` draws for a student
 
     def key(self, seed: int, *numbers: ArrayLike) -> jax.Array:
-        """The key of one draw.
+        """The key of one draw, which no other stream or numbers give.
 
             fold_in(... fold_in(fold_in(key(seed), stream), n_1) ..., n_k)
 
-        Args:
-            seed: of a run, or a command.
-            numbers: of the step and the like, which may be traced.
-
-        Returns:
-            A typed key, which no other stream or numbers give.
+        The numbers, of the step and the like, may be traced.
         """
         key = jax.random.fold_in(jax.random.key(seed), self.value)
         for number in numbers:

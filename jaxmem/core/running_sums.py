@@ -15,10 +15,9 @@ _GROUP = 16  # columns of a leaf, a power of two
 
 
 def tree(units: jax.Array) -> list[jax.Array]:
-    """Sums of columns, level by level; the first level, [C, 1], has the rows' sums.
+    """Sums of columns of units, int32 [C, V], not negative, level by level.
 
-    Args:
-        units: int32 [C, V], not negative; a row's sum fits int32.
+    The first level, [C, 1], has the rows' sums, which fit int32.
     """
     return levels_above(_group_sums(units))
 
@@ -38,17 +37,11 @@ def find(
     x: jax.Array,
     targets: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first column of each row whose running sum is at least each target.
+    """(exists, column, entry of x): the first whose running sum reaches each target.
 
-    Args:
-        levels: `tree(units_of(x))`.
-        units_of: the integers of entries of x, whose first axis is that of the rows.
-        x: [C, V].
-        targets: int32 [C, K], at least 1.
-
-    Returns:
-        (exists, column, entry of x there), [C, K] each. Where no running sum reaches
-        the target, exists is False and the others have no meaning.
+    Targets, int32 [C, K], are at least 1. The levels are `tree(units_of(x))`, where
+    `units_of` takes any entries of x [C, V], the rows' axis first. Where no running sum
+    reaches the target, exists is False and the others have no meaning.
     """
     exists, group, rest = descend(levels, targets)
     columns, entries = window(x, group, _GROUP)
@@ -61,14 +54,10 @@ def find(
 def descend(
     levels: list[jax.Array], targets: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first leaf of each row whose running sum is at least each target.
+    """(exists, leaf, rest of the target): the first leaf that reaches each target.
 
-    Args:
-        levels: of `tree` or `levels_above`.
-        targets: int32 [C, K], at least 1.
-
-    Returns:
-        (exists, leaf, what the target exceeds the sum before the leaf by), [C, K] each.
+    The rest is what the target, int32 [C, K] and at least 1, exceeds the sum before the
+    leaf by.
     """
     exists = targets <= levels[0]
     leaf, rest = jnp.zeros_like(targets), targets
@@ -93,15 +82,9 @@ def _group_sums(units):
 
 
 def window(x: jax.Array, leaf: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Columns and entries of leaves, or the last ones of the row.
+    """(columns, entries of x [C, V]) of leaves [C, K], [C, K, width] each.
 
-    Args:
-        x: [C, V].
-        leaf: int32 [C, K].
-        width: columns of a leaf.
-
-    Returns:
-        (columns, entries of x there), [C, K, width] each; x counts as 0 beyond V.
+    They are those of the leaf, or the last ones of the row; x counts as 0 beyond V.
     """
     x = jnp.pad(x, ((0, 0), (0, max(width - x.shape[1], 0))))
     first = jnp.minimum(leaf * width, x.shape[1] - width)
@@ -114,15 +97,10 @@ def window(x: jax.Array, leaf: jax.Array, width: int) -> tuple[jax.Array, jax.Ar
 
 
 def reach(units: jax.Array, values, rest: jax.Array) -> list[jax.Array]:
-    """Return the values of each window where the running sum of units reaches `rest`.
+    """The values [C, K] of each window where the running sum of units reaches `rest`.
 
-    Args:
-        units: int32 [C, K, width], where width is a power of two.
-        values: arrays of the same shape.
-        rest: int32 [C, K], at least 1 and at most the sum of the units.
-
-    Returns:
-        An array [C, K] of each of the values.
+    Units and values are [C, K, width], the width a power of two; `rest` is at least 1
+    and at most the sum of the units.
     """
     while (n := units.shape[-1]) > 1:
         left = jnp.sum(units[..., : n // 2], axis=-1, dtype=jnp.int32)

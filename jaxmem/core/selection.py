@@ -8,19 +8,13 @@ _BLOCK = 16  # neighbours that one maximum stands for
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest entries of each row, largest first, equal ones in their order.
+    """The k largest entries of rows x [C, n], largest first, and their indices.
 
-    A row is cut into blocks of neighbours. k entries come before any entry outside of
-    the k blocks with the largest maxima, one in each of these blocks, so that all k
-    largest entries are inside of them. These blocks are found in the same way. At
-    151936 columns and k=64, the rows that are sorted have 594, 1024 and 1024 entries.
-
-    Args:
-        x: floats [C, n], with k ≤ n.
-        k: how many.
-
-    Returns:
-        (entries, their indices), [C, k] each, the indices in int32.
+    Equal ones are in their order. A row is cut into blocks of neighbours. k entries
+    come before any entry outside of the k blocks with the largest maxima, one in each
+    of these blocks, so that all k largest entries are inside of them. These blocks are
+    found in the same way. At 151936 columns and k=64, the rows that are sorted have
+    594, 1024 and 1024 entries.
     """
     n_rows, n = x.shape
     if n <= 2 * k * _BLOCK:

@@ -32,15 +32,7 @@ class Shards:
 
 
 def check_axis_name(axis_name) -> Shards:
-    """The shards along axes of an enclosing `jax.shard_map`.
-
-    Args:
-        axis_name: the name of a mesh axis, or a tuple of names.
-
-    Raises:
-        TypeError: axis_name is not a name or a tuple of different names.
-        ValueError: no enclosing `jax.shard_map` binds such an axis.
-    """
+    """The shards along axes, one name or several, of an enclosing `jax.shard_map`."""
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     named = axes and all(isinstance(axis, str) for axis in axes)
     if not named or len(set(axes)) < len(axes):
@@ -72,16 +64,7 @@ def check_split(shards: Shards, name: str, array) -> None:
 
 
 def described(shards: Shards, hidden, rows) -> Shards:
-    """Shards with the axes along which hidden is replicated and row outputs vary.
-
-    Args:
-        shards: the sharding of the vocabulary.
-        hidden: the hidden states.
-        rows: the arrays that row outputs depend on.
-
-    Returns:
-        The shards with both fields set.
-    """
+    """Shards with axes along which hidden is replicated, and outputs of rows vary."""
     unknown = varying(rows)
     return dataclasses.replace(
         shards,
@@ -113,16 +96,8 @@ def vary(tree, axes: frozenset[str]) -> Any:
 def sum_hidden(shards: Shards | None, dhidden, dW, overlap: bool) -> tuple[Any, Any]:
     """The all-reduced cotangent of hidden, and that of W, in a fixed order.
 
-    Args:
-        shards: the sharding of the vocabulary; None for none.
-        dhidden: this shard's part of hidden's cotangent.
-        dW: W's cotangent.
-        overlap: whether the all-reduce overlaps the computation of dW. Otherwise it
-            starts after that, because it would slow down a kernel that uses the whole
-            chip.
-
-    Returns:
-        (dhidden, dW).
+    With overlap, the all-reduce overlaps the computation of dW. Otherwise it starts
+    after that, because it would slow down a kernel that uses the whole chip.
     """
     if not (shards and shards.same_hidden):
         return dhidden, dW

@@ -97,12 +97,7 @@ def _typed_samples(spec, given, rows):
 
 
 def check_only_xla(verb: str, implementation: Implementation | None) -> None:
-    """Check the implementation of a verb that only "xla" has.
-
-    Raises:
-        NotImplementedError: another backend is named.
-        ValueError: no such backend exists.
-    """
+    """Raise for an implementation that a verb which only "xla" has cannot use."""
     choose.check(implementation)
     if implementation not in (None, "xla"):
         raise NotImplementedError(
@@ -182,16 +177,9 @@ def _groups_of(options, all_columns, shards):
 
 
 def read_head(hidden, W, prefix: str = "") -> tuple[Factors, Head, tuple[int, ...]]:
-    """The operands with tokens in one axis, the head, and the tokens' shape.
+    """Operands with tokens in one axis, the head with its layout, the tokens' shape.
 
-    Args:
-        hidden: [..., D].
-        W: [V, D] or [D, V], or a `Head`.
-        prefix: of the arguments' names in errors, as in Teacher.W.
-
-    Returns:
-        `Factors` with hidden [N, D], the head with its layout, and the shape of the
-        tokens.
+    Errors put the prefix before the arguments' names, as in Teacher.W.
     """
     head = as_head(W)
     hidden = checks.as_array(f"{prefix}hidden", hidden)
@@ -273,14 +261,9 @@ def read_temperature(
 def typed(spec: Spec, source: Any, deciding) -> tuple[Spec, Any]:
     """Spec and source, typed as varying along mesh axes inside `jax.shard_map`.
 
-    Results vary along the axes of `deciding` and of the source, except those that shard
-    the vocabulary. The derivative of typing W as varying along an axis of tokens sums
-    its gradient over that axis.
-
-    Args:
-        spec: of the call.
-        source: `Factors` or `Logits`.
-        deciding: operands along whose axes the results vary.
+    Results vary along the axes of the operands `deciding` and of the source, except
+    those that shard the vocabulary. The derivative of typing W as varying along an axis
+    of tokens sums its gradient over that axis.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:  # not inside of one
         return spec, source

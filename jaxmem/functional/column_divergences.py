@@ -18,15 +18,10 @@ def values(how, log_p, log_q):
 def compare(
     how: tuple[Kind, bool], log_p: jax.Array, log_q: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The divergence per row, and its derivative by ln p.
+    """The divergence per row, and its derivative by ln p [N, K + 1], the rest's last.
 
-    Args:
-        how: which divergence, and whether the rest is one more outcome.
-        log_p: ln p [N, K + 1], the rest's last.
-        log_q: ln q [N, K].
-
-    Returns:
-        ([N], [N, K + 1]).
+    `how` says which divergence, and whether the rest is one more outcome; ln q is
+    [N, K].
     """
     (divergence, tail), given = how, log_p
     if tail:

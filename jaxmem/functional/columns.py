@@ -142,14 +142,9 @@ class Derivative(NamedTuple):
 
 
 def sampled(spec: Spec, z, normaliser, ids, starts) -> dict[str, Entries]:
-    """Entries of the softmax of logits z [C, V] in other columns than ids [C, K].
+    """Entries of a softmax of logits z [C, V] in other columns than ids [C, K].
 
-    Args:
-        spec: static facts.
-        z: of a chunk.
-        normaliser: of the softmax, which is the whole one's or that without the ids.
-        ids: negative ones are absent.
-        starts: int32 [C].
+    Negative ids are absent; the normaliser is that of all columns, or without the ids.
     """
     density = jnp.exp(row_stats.log_softmax(z, normaliser))
     return {"entries": select(spec, density, ids, starts)}
@@ -177,11 +172,8 @@ def at_entries(
 ) -> column_sampling.Derivative:
     """The derivative by h Wᵀ of all rows, exact at its ids, and of the entries.
 
-    Args:
-        spec: static facts.
-        rows: of the tokens.
-        d: by their logits; equal ids are neighbours.
-        entries: of `sampled` by the same softmax.
+    Of the derivative by logits, equal ids are neighbours; the entries are of `sampled`
+    by the same softmax.
     """
     weight = entries.p * column_sampling.inverse(sampling_of(spec), entries.p)
     log_p = jnp.log(jnp.where(entries.p > 0, entries.p, 1))
@@ -211,17 +203,7 @@ def pull(
     rows: Rows,
     derivative: Callable[[jax.Array], Derivative],
 ) -> Factors:
-    """Cotangent of the source, from the derivative of the rows' recomputed logits.
-
-    Args:
-        spec: static facts.
-        source: the head.
-        rows: of the tokens.
-        derivative: of some rows, given their indices.
-
-    Returns:
-        The cotangent, in the source's dtypes.
-    """
+    """Cotangent of the source, from the derivative of the rows' recomputed logits."""
     head = source.cast(spec)
 
     def chunk(row_ids, sums):
@@ -241,14 +223,7 @@ def pull(
 def derivative_of_split(
     ids: jax.Array, log_p: jax.Array, g: jax.Array, rest: row_stats.Normaliser
 ) -> Derivative:
-    """The derivative by logits for cotangents of the results of `split`.
-
-    Args:
-        ids: [C, K], distinct or negative.
-        log_p: of `split`, [C, K + 1].
-        g: its cotangents.
-        rest: of `split`.
-    """
+    """The derivative by logits for cotangents g of `Split.log_p` [C, K + 1]."""
     dz = by_log_p(log_p, g)
     # Rows past the last active one, or whose NaN or infinity is not used.
     dz = jnp.where(jnp.any(g != 0, axis=1, keepdims=True), dz, 0)

@@ -87,22 +87,14 @@ class DivergenceLossRule(LossRule):
         raise NotImplementedError
 
     def by_logits(self, logits, saved, g) -> ByLogits:
-        """The divergence's derivative for cotangents g [C].
+        """The divergence's derivative for cotangents g [C], 0 past the last active row.
 
-        Args:
-            logits: of `Compared`, all of their columns or some.
-            saved: of `Compared`.
-            g: cotangents; 0 past the last active row.
+        The logits are all columns or some of those of `Compared`.
         """
         raise NotImplementedError
 
     def density(self, logits, saved) -> tuple[jax.Array, jax.Array | None]:
-        """By which columns are sampled [C, V], but not the ids of `by_logits`, [C, K].
-
-        Args:
-            logits: of `Compared`.
-            saved: of `Compared`.
-        """
+        """By which columns [C, V] are sampled, but the ids [C, K] of `by_logits`."""
         raise NotImplementedError
 
     def entries(self, tile, starts) -> tuple[jax.Array, jax.Array]:
@@ -328,17 +320,9 @@ def run(
     per_token: tuple,
     normalizer: ArrayLike | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss and its metrics.
+    """The loss and metrics of a loss function with a divergence, as of `token_loss`.
 
-    Args:
-        rule_of: makes the rule from the spec, the backend and the traced loss.
-        loss_fn: given by the caller.
-        call: all else that is compared.
-        per_token: further arguments of loss_fn.
-        normalizer: given by the caller.
-
-    Returns:
-        (loss, metrics), as `token_loss` does.
+    `rule_of` makes the rule from the spec, the backend and the traced loss.
     """
     spec, policy, given, shape, options = call
     flat = flat_per_token(per_token, shape)
@@ -365,18 +349,7 @@ def run(
 def statistics_scale(
     spec: Spec, shape: tuple[int, ...], rows: Rows, temperature: ArrayLike | None
 ) -> jax.Array | None:
-    """What scales the policy's divided logits for the statistics, [N]; None for 1.
-
-    Args:
-        spec: of the call.
-        shape: of the tokens.
-        rows: of the tokens, with the temperature of the divergence.
-        temperature: of the statistics; None for the same.
-
-    Raises:
-        TypeError: the temperature has the wrong type.
-        ValueError: it has the wrong shape, or is not positive.
-    """
+    """What scales the policy's divided logits for the statistics, [N]; None for 1."""
     if temperature is None:
         return None
     divisor = arguments.read_temperature(

@@ -89,12 +89,7 @@ def relative(a, b, x, ops):
 def shifted_excess(a, b, excess, difference, t):
     """Σ e(a, b) of columns whose ln(a/b) is t more than in excess and difference.
 
-    Args:
-        a: mass of the columns.
-        b: mass of the columns.
-        excess: Σ e(a, b e^t).
-        difference: Σ (a - b e^t).
-        t: to be added to ln(a/b).
+    a and b are masses of the columns, excess Σ e(a, b e^t), difference Σ (a - b e^t).
     """
     series = exp_series(t, 3) * (t * t / 2)  # e^-t - 1 + t
     near = a * series + (t - series) * difference

@@ -11,12 +11,7 @@ from jaxmem.functional import arguments
 
 
 def check_ids(name: str, ids, where, shape: tuple[int, ...], vocab_size: int):
-    """int32 ids [..., K], clipped so that none overflows.
-
-    Raises:
-        TypeError: they are not integers.
-        ValueError: they have the wrong shape, or one is ≥ vocab_size.
-    """
+    """int32 ids [..., K], clipped so that none overflows; visible ones are checked."""
     ids = check_integers(name, ids)
     if ids.shape[:-1] != shape or ids.ndim == 0:
         raise ValueError(

@@ -21,20 +21,10 @@ def check(loss_fn) -> None:
 
 
 def call(loss_fn: Callable, stats, per_token, rows: int):
-    """(loss, metrics) of a chunk of rows.
+    """(loss [rows], metrics [rows] by name) of a chunk of rows.
 
-    Args:
-        loss_fn: given by the caller.
-        stats: `TokenStats` of the rows.
-        per_token: its further arguments.
-        rows: number of rows.
-
-    Returns:
-        The loss [rows] and metrics by name, [rows] each.
-
-    Raises:
-        TypeError: loss_fn takes other arguments, or returns something else. Errors that
-            loss_fn itself raises keep their type and traceback.
+    A TypeError says that loss_fn takes other arguments, or returns something else.
+    Errors that loss_fn itself raises keep their type and traceback.
     """
     try:
         bound = inspect.signature(loss_fn)

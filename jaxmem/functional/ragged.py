@@ -13,23 +13,10 @@ from jaxmem.functional.given_ids import check_below, check_integers, counted_tok
 def read_ragged(
     ids, offsets, max_ids: int | None, where, tokens: tuple[tuple[int, ...], int]
 ) -> Ragged:
-    """The supports of all tokens, with a count of -1 for those that are not valid.
+    """The checked supports of all tokens; the count of one that is not valid is -1.
 
-    Args:
-        ids: integers [M].
-        offsets: integers [N + 1].
-        max_ids: the most ids of a token; required.
-        where: checked mask of the tokens, or None.
-        tokens: the tokens' shape, and the size of the vocabulary.
-
-    Returns:
-        The supports, of tokens in one axis; ids are clipped so that none overflows.
-
-    Raises:
-        TypeError: ids or offsets are not integers.
-        ValueError: max_ids is None, a shape is wrong, an offset is out of order or
-            beyond the ids, or a token that is not masked has too many ids or one ≥
-            vocab_size.
+    `tokens` are their shape and the size of the vocabulary. Ids are clipped so that
+    none overflows.
     """
     max_ids = _check_max_ids(max_ids)
     shape, vocab_size = tokens

@@ -56,26 +56,14 @@ class Rule:
         return dataclasses.replace(self, spec=spec)
 
     def refuse(self, fixed) -> None:
-        """Raise for constants that are being differentiated; leaves have perturbed.
-
-        Called where any of them is.
-        """
+        """Raise for constants that are differentiated: `perturbed` leaves."""
         for rows in jax.tree.leaves(fixed, is_leaf=lambda x: isinstance(x, Rows)):
             if isinstance(rows, Rows):
                 _refuse_temperature_gradient(rows)
 
 
 def run(rule: Rule, trained, fixed) -> Any:
-    """The rule's result, differentiable with respect to trained.
-
-    Args:
-        rule: of the call.
-        trained: operands with a derivative.
-        fixed: constants.
-
-    Raises:
-        NotImplementedError: it is differentiated in a way that is not supported.
-    """
+    """The rule's result, differentiable with respect to trained."""
     try:
         return _compiled(rule, trained, fixed)
     except TypeError as error:
@@ -171,12 +159,7 @@ def on_tokens(spec: Spec, loop: Callable, *operands: Any) -> Any:
 
     If XLA may partition the program, each device has its own share of the tokens. Under
     vmap one example runs after another, so that `chunk` still bounds the logits that
-    are alive.
-
-    Args:
-        spec: static facts of the call.
-        loop: a function of the spec and the operands.
-        operands: trees of arrays, of which the first begins with one of tokens.
+    are alive. The first array of the operands begins with an axis of tokens.
     """
     run = functools.partial(loop, spec)
     if spec.token_parallel:
@@ -226,15 +209,10 @@ def sum_over_shards(spec: Spec, cotangents) -> Any:
 
 
 def scaled(dhidden: jax.Array, active: jax.Array, g: Any) -> Factors:
-    """Cotangent of a frozen head, whose derivative by hidden is known.
+    """Cotangent of a frozen head, whose derivative by hidden is known, [N, D].
 
-    Args:
-        dhidden: of a sum of the results, [N, D].
-        active: bool [N].
-        g: cotangents of the results, [N], or a `SymbolicZero`.
-
-    Returns:
-        The cotangent; 0 where g is 0 or a row is inactive, even for NaN.
+    It is scaled by g [N], or a `SymbolicZero`; 0 where g is 0 or a row is inactive,
+    even for NaN.
     """
     if isinstance(g, SymbolicZero):
         return Factors(jnp.zeros_like(dhidden), None, None)

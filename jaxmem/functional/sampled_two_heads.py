@@ -74,12 +74,7 @@ def entries(
 ) -> tuple[jax.Array, jax.Array]:
     """The sampled columns of rows of both heads' logits, and what they weigh, [C, K].
 
-    Args:
-        heads: the rule.
-        logits: of `TwoHeadsRule.logits`.
-        saved: of `TwoHeadsRule.values`.
-        masses: of the same; None where no kernels run.
-        starts: int32 [C].
+    The masses of `TwoHeadsRule.values` are None where no kernels run.
     """
     (_, z, y), spec = logits, heads.spec
     policy, reference = saved["normalisers"]

@@ -138,13 +138,9 @@ class SelectedRule(SomeColumnsRule):
 def derivative_of_selected(
     ids: jax.Array, log_p: jax.Array, g: jax.Array, normaliser: row_stats.Normaliser
 ) -> columns.Derivative:
-    """The derivative by logits for cotangents of log-probabilities of ids.
+    """The derivative by logits for cotangents g of log-probabilities of ids [C, K].
 
-    Args:
-        ids: [C, K]; negative ones are absent, others may repeat.
-        log_p: log-probabilities of the ids, NaN for an id ≥ V.
-        g: their cotangents.
-        normaliser: of the rows.
+    Negative ids are absent, others may repeat; log_p is NaN for an id ≥ V.
     """
     # An id ≥ V makes only those gradients NaN whose result was used.
     g = jnp.where(jnp.isnan(log_p) & (g != 0), jnp.nan, g)

@@ -141,18 +141,7 @@ def _read_supports(support_ids, offsets, max_ids, where, tokens):
 
 
 def check_support(labels, support_ids, offsets, where, shape: tuple[int, ...]) -> None:
-    """Raise for an empty support, or a visible label that is not in its support.
-
-    Args:
-        labels: checked, [...].
-        support_ids: checked, [..., K], or [M] with offsets.
-        offsets: checked, or None.
-        where: checked, or None.
-        shape: of the tokens.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Raise for an empty support, or a visible label that is not in its support."""
     if offsets is None and support_ids.shape[-1] == 0:
         raise ValueError("support_ids must hold at least one id a token, got none")
     offsets = None if offsets is None else checks.as_visible_array("offsets", offsets)

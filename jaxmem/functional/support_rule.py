@@ -176,13 +176,7 @@ class RaggedSupportRule(SupportRule):
 def chunk_entries(chunk: int, max_ids: int, capacity: int) -> int:
     """The most entries of ragged supports whose columns are alive at once.
 
-    Args:
-        chunk: tokens of the widest support that may be alive at once.
-        max_ids: the most ids of a support.
-        capacity: entries of all tokens.
-
-    Returns:
-        The number of entries, at least max_ids.
+    They are those of a chunk of the widest supports, as far as all tokens have more.
     """
     return max(max_ids, min(chunk * max_ids, max(_FEW, capacity // _PARTS)))
 

@@ -70,17 +70,7 @@ class Loss:
 def trace(
     loss_fn: Callable, spec: Spec, n_rows: int, per_token: tuple[jax.Array, ...]
 ) -> tuple[Loss, Operands]:
-    """Trace loss_fn.
-
-    Args:
-        loss_fn: given by the caller.
-        spec: of the call.
-        n_rows: rows of one evaluation.
-        per_token: further arguments, [N, ...] each.
-
-    Returns:
-        The traced loss and its operands.
-    """
+    """The traced loss for `n_rows` rows at a time, and its operands."""
 
     def checked(stats, *per_token):
         result = loss_functions.call(loss_fn, stats, per_token, n_rows)
@@ -142,17 +132,9 @@ def _closes_over_types():
 def evaluate(
     loss: Loss, row_ids: jax.Array, stats: TokenStats, operands: Operands, n_rows: int
 ) -> Values:
-    """Values of some rows.
+    """Values of some rows, without cotangents; indices of `n_rows` or more are no rows.
 
-    Args:
-        loss: the traced loss.
-        row_ids: indices of the rows; `n_rows` or more for none.
-        stats: statistics of these rows; ignored where there is no row.
-        operands: of all rows.
-        n_rows: number of rows in all.
-
-    Returns:
-        Their values, without cotangents.
+    The operands are of all rows, the statistics of these.
     """
     stats, operands, _ = _complete(row_ids, stats, operands, n_rows)
     losses, metrics = loss(stats, operands)
@@ -162,20 +144,10 @@ def evaluate(
 def differentiate(
     loss: Loss, row_ids: jax.Array, stats: TokenStats, operands: Operands, n_rows: int
 ) -> tuple[Values, Cotangents]:
-    """`evaluate`, and the cotangents of statistics and per-token arguments.
+    """`evaluate`, and cotangents of statistics and per-token arguments; 0 of no row.
 
-    Cotangents of ids of `n_rows` or more are 0. The number of rows may differ from the
-    one that the loss was traced for, as it does where devices split the tokens.
-
-    Args:
-        loss: the traced loss.
-        row_ids: indices of the rows; `n_rows` or more for none.
-        stats: statistics of these rows; ignored where there is no row.
-        operands: of all rows.
-        n_rows: number of rows in all.
-
-    Returns:
-        Values with cotangents of per-token arguments, and cotangents of statistics.
+    The number of rows may differ from the one that the loss was traced for, as it does
+    where devices split the tokens.
     """
     size, pieces = row_ids.shape[0], -(-row_ids.shape[0] // loss.n_rows)
     if size == loss.n_rows:
@@ -213,15 +185,7 @@ def _differentiate(loss, row_ids, stats, operands, n_rows):
 def nothing(
     loss: Loss, spec: Spec, operands: Operands, n_rows: int, pull: bool
 ) -> Values:
-    """Values of inactive rows.
-
-    Args:
-        loss: the traced loss.
-        spec: of the call.
-        operands: of the loss.
-        n_rows: number of rows.
-        pull: whether to include cotangents.
-    """
+    """Values of inactive rows; pull says whether to include cotangents."""
     rows = _examples(spec, loss.n_rows, operands.per_token)
     stats = _stats_like(spec, loss.n_rows)
     _, metrics = jax.eval_shape(loss, stats, operands._replace(per_token=rows))

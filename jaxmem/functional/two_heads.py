@@ -154,12 +154,9 @@ class TwoHeadsRule(LoopRule):
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, like)
 
     def derivative(self, logits, saved, g) -> jax.Array:
-        """The derivative by the policy's scaled logits, or by some columns of them.
+        """The derivative by the policy's scaled logits, for cotangents g [C] of rows.
 
-        Args:
-            logits: of `logits`, all of their columns or some.
-            saved: residuals of the rows.
-            g: cotangents of the rows, [C].
+        The logits are of `logits`, all of their columns or some.
         """
         whole, z, y = logits
         mean_slope, g = saved["mean_slope"][:, None], g[:, None]
