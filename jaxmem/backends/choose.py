@@ -64,16 +64,7 @@ def check(implementation: Implementation | None) -> None:
 def choose(
     implementation: Implementation | None, spec: Spec, source: Factors | Logits
 ) -> tuple[Backend, str]:
-    """The backend of a call; a named one runs or raises, and never falls back.
-
-    Args:
-        implementation: given by the caller.
-        spec: static facts of the call.
-        source: head or logits.
-
-    Raises:
-        NotImplementedError: the named backend, or none, can run the call.
-    """
+    """The backend of a call, and why; a named one runs or raises: no fallback."""
     if implementation is not None:
         return _named(implementation, spec, source), "named by the caller"
     refusals = {x.name: x.refuses(spec, source) for x in BACKENDS}

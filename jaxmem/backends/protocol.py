@@ -46,18 +46,10 @@ class Loops(Protocol):
     def one_pass(
         self, spec: Spec, source: Any, rows: Rows, of_chunk: OfChunk, initial: Any
     ) -> tuple[Any, Factors]:
-        """`backward`, with cotangents computed from each chunk's outputs.
+        """`backward`, with cotangents computed by `of_chunk` from each chunk's outputs.
 
-        Args:
-            spec: static facts.
-            source: the head.
-            rows: of the tokens.
-            of_chunk: computes per-row values and cotangents.
-            initial: values of inactive rows.
-
-        Returns:
-            initial, with of_chunk's values for active rows, and the cotangent of the
-            source.
+        The result is `initial`, the values of inactive rows, with of_chunk's for active
+        ones, and the cotangent of the source.
         """
         ...
 

@@ -56,16 +56,9 @@ class Measured(NamedTuple):
 def tune(
     shape: tuple[int, int, int], kernels, stopwatch: timing.Stopwatch, repetitions: int
 ) -> Iterator[tuple[list[Measured], dict]]:
-    """Measure candidates of each field, and choose the best tiles.
+    """Yield (measurements, table entry) of each kernel, from candidates of each field.
 
-    Args:
-        shape: N, D, V; D and V multiples of 64, W is [V, D] in bfloat16.
-        kernels: names in `tuned.Kernel`.
-        stopwatch: of the timing.
-        repetitions: of each measurement.
-
-    Yields:
-        (measurements, table entry) of each kernel.
+    The shape is (N, D, V), D and V multiples of 64, for W [V, D] in bfloat16.
     """
     n, depth, columns = shape
     keys = jax.random.split(jax.random.key(0), 3)

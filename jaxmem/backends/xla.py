@@ -99,19 +99,7 @@ def _by_logits(spec, source, rows, saved, cotangents):
 def one_pass(
     spec: Spec, source: Factors, rows: Rows, of_chunk: OfChunk, initial
 ) -> tuple[Any, Factors]:
-    """`backward`, with cotangents computed from the outputs, from the same logits.
-
-    Args:
-        spec: static facts.
-        source: the head.
-        rows: of the tokens.
-        of_chunk: computes per-row values and cotangents.
-        initial: values of inactive rows.
-
-    Returns:
-        initial, with of_chunk's values for active rows, and the cotangent of the
-        source, whose sums over tokens are in the statistics' dtype.
-    """
+    """See `Loops.one_pass`; sums over tokens stay in the statistics' dtype."""
     head = _aligned(spec, source.cast(spec))
     n_rows = rows.labels.shape[0]
 

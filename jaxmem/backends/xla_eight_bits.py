@@ -20,15 +20,8 @@ def forward(
 ) -> tuple[dict, Entries]:
     """The named fields of `Outputs` and `eight_bits.ERROR` of every row, and entries.
 
-    Args:
-        spec: static facts.
-        source: the head.
-        rows: of the tokens, with their draws.
-        names: of `Outputs`, or `eight_bits.ERROR`.
-        shared: of all tokens of the call.
-
-    Returns:
-        (outputs, entries): 0 and no entries where a row is not active.
+    They are 0, and no entries, where a row is not active. `shared` is of all tokens of
+    the call.
     """
     sampling = xla_sampled.sampling_of(spec)
     head = source.cast(spec)

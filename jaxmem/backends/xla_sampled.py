@@ -38,16 +38,9 @@ def sampling_of(spec: Spec) -> Sampling:
 
 
 def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
-    """The named fields of `Outputs` for every row, bitwise equal to `xla.forward`'s.
+    """The named fields of `Outputs`, bitwise equal to `xla.forward`'s, and entries.
 
-    Args:
-        spec: static facts.
-        source: the head.
-        rows: of the tokens, with their draws.
-        names: of `Outputs`.
-
-    Returns:
-        (outputs, entries): 0 and no entries where a row is not active.
+    They are 0, and no entries, where a row is not active.
     """
     n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
     head = source.cast(spec)
@@ -86,34 +79,19 @@ def backward(
     spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs,
     cotangents: row_stats.Cotangents, entries: Entries,
 ) -> Factors:  # fmt: skip
-    """Cotangent of the source from the sampled entries; sums in the statistics' dtype.
+    """Cotangent of the source from the sampled entries, in the source's dtypes.
 
-    Args:
-        spec: static facts.
-        source: the head.
-        rows: of the tokens, with their draws.
-        saved: of `Outputs`: logprob, max, log_sum, and the outputs with cotangents.
-        cotangents: of the outputs, [N].
-        entries: of `forward`.
-
-    Returns:
-        The cotangent, in the source's dtypes.
+    `saved` has logprob, max, log_sum, and the outputs with cotangents. Sums are in the
+    statistics' dtype.
     """
     dz = derivative(spec, sampling_of(spec), rows, saved, cotangents, entries)
     return gradient(spec, source, rows, dz)
 
 
 def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors:
-    """Cotangent of the source from the derivative at sampled entries.
+    """Cotangent of the source from the derivative by h Wᵀ at sampled entries.
 
-    Args:
-        spec: static facts.
-        source: the head.
-        rows: of the tokens.
-        dz: derivative of the loss with respect to h Wᵀ; 0 in inactive rows.
-
-    Returns:
-        The cotangent, in the source's dtypes.
+    The derivative is 0 in inactive rows. The result has the source's dtypes.
     """
     head = source.cast(spec)
     dhidden = _to_hidden(spec, head, rows, dz)
@@ -130,19 +108,7 @@ def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors
 def derivative(
     spec: Spec, sampling: Sampling, rows: Rows, saved, cotangents, entries: Entries
 ) -> Derivative:
-    """Derivative of the loss with respect to h Wᵀ, through temperature and softcap.
-
-    Args:
-        spec: static facts.
-        sampling: of the call.
-        rows: of the tokens; inactive rows have no derivative.
-        saved: of `Outputs`.
-        cotangents: of the outputs, [N].
-        entries: of `forward`.
-
-    Returns:
-        The derivative at the entries.
-    """
+    """Derivative of the loss by h Wᵀ at entries, through temperature and softcap."""
     row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
     labels = jnp.where(
         rows.active, backend_operands.part_labels(spec, rows, row_ids), -1
@@ -202,18 +168,9 @@ def over_tokens(
     """Gradients of W and of the bias, of the tokens of all devices along `token_axes`.
 
     Each device gets everyone's entries and hidden states, computes a part of the
-    columns, and sends it to the others: half of what an all-reduce sends, and every
-    column is rounded once.
-
-    Args:
-        spec: static facts.
-        dz: of the tokens of this device.
-        hidden: of the same tokens.
-        source: shapes and dtypes of the gradients.
-        sums: (spec, pairs, hidden, source) to the gradients of some columns.
-
-    Returns:
-        (dW, dbias), typed as replicated along those axes.
+    columns by `sums(spec, pairs, hidden, source)`, and sends it to the others: half of
+    what an all-reduce sends, and every column is rounded once. The results are typed as
+    replicated along those axes.
     """
     if not spec.token_axes:
         return sums(spec, sort_by_column(dz), hidden, source)

@@ -54,18 +54,7 @@ class HeadSharding:
     W_fsdp: AxisName | None = None
 
     def apply(self, verb: Callable, weights: Weights) -> Callable:
-        """Return the verb on this mesh.
-
-        Args:
-            verb: as in `jaxmem.sharding.parallel`.
-            weights: of the head.
-
-        Returns:
-            The sharded verb.
-
-        Raises:
-            ValueError: there is no mesh.
-        """
+        """Return the verb on this mesh, of the head with these weights."""
         mesh = self.mesh or jax.sharding.get_abstract_mesh()
         if mesh.empty:
             raise ValueError(

@@ -31,15 +31,7 @@ def whole(n_rows: int) -> int:
 def forward_rows(n_rows: int, chunk: int, columns: int, depth: int, groups: int) -> int:
     """Rows per launch, with no more bytes for statistics than the logits of "xla".
 
-    Args:
-        n_rows: N.
-        chunk: C.
-        columns: V.
-        depth: D.
-        groups: of columns, with five statistics per row each.
-
-    Returns:
-        The number of rows.
+    Each row has five statistics for each of the groups of columns.
     """
     of_groups = 4 * 5 * groups
     a_row = 2 * depth + of_groups + of_groups // 8  # and an eighth of it when merged
@@ -51,14 +43,16 @@ def backward_rows(
     n_rows: int, chunk: int, columns: int, depth: int, apart: bool, clusters: int,
     n_blocks: int = 1,
 ) -> tuple[int, bool]:  # fmt: skip
-    """Rows per launch, and whether a block of the vocabulary has launches of all rows.
+    """Rows per launch, and whether all rows share each block of the vocabulary.
 
     Blocks of R rows and K columns move 8 D (N V / K + N V / R) bytes of float32 sums,
     which is least for R = K. If each block of columns is computed for all rows, in
     several launches, sums take 4 N D bytes for hidden and 4 K D for W, otherwise 4 V D
-    for W. This is done for up to V rows, if it takes no more than 2 C V + 4 V D with
-    derivatives. On an H200, D=4096, C=1024, GEMMs with gradients and MiB, of one launch
-    for all rows with few columns, and of blocks of rows:
+    for W, by n_blocks. This is done for up to V rows, unless they must stay `apart`, if
+    it takes no more than 2 C V + 4 V D with derivatives. For a shard of the vocabulary,
+    C is multiplied by the number of shards. On an H200, D=4096, C=1024, GEMMs with
+    gradients and MiB, of one launch for all rows with few columns, and of blocks of
+    rows:
 
         N      V
         32768  128256    4.27,   706    4.24, 2269
@@ -68,18 +62,6 @@ def backward_rows(
     In four launches, as chosen below, the first takes 4.18 and 902, and with C=4096,
     which allows one launch and 33 tiles, 4.08 and 1042 (head_h200.csv, another card);
     the last, in eight launches, takes the time of blocks of rows, and 1672 MiB.
-
-    Args:
-        n_rows: N.
-        chunk: C; for a shard of the vocabulary, times the number of shards.
-        columns: V.
-        depth: D.
-        apart: whether blocks of rows must go through the vocabulary one by one.
-        clusters: of the device.
-        n_blocks: of the vocabulary, by which W's sums of 4 V D are divided otherwise.
-
-    Returns:
-        Rows per launch, and whether all rows share each block of the vocabulary.
     """
     side = _side(chunk, columns)
     if n_rows <= side:
@@ -115,17 +97,6 @@ def vocabulary_block(
 
     Derivatives take 2 C V bytes at most, and the rows are no more than make a square of
     those, because they take 8 D each. Of these, the rows that take the least time.
-
-    Args:
-        n_rows: N.
-        chunk: C; for a shard of the vocabulary, times the number of shards.
-        columns: V.
-        depth: D.
-        n_blocks: of the vocabulary.
-        clusters: of the device.
-
-    Returns:
-        Both.
     """
     n_tiles, depth_tiles = -(-columns // TILE), -(-depth // TILE)
     tiles = -(-n_tiles // n_blocks)
@@ -158,17 +129,6 @@ def backward_tiles(
         2048, 4096, 131072      33: 13.6,  65  132: 13.4, 164   231: 13.4, 263
 
     If not even one such multiple fits, the number that takes the least time by `_time`.
-
-    Args:
-        n_tiles: of the vocabulary.
-        rows: of the block.
-        chunk: C; for a shard of the vocabulary, times the number of shards.
-        columns: V.
-        depth: D.
-        clusters: of the device.
-
-    Returns:
-        The number of tiles.
     """
     most = _most_tiles(n_tiles, rows, chunk, columns)
     if most == n_tiles:
@@ -210,14 +170,6 @@ def hidden_splits(n_rows: int, depth: int, clusters: int) -> int:
 
     Hidden's gradient of a launch has few tiles if D is small. With parts, clusters that
     would have none compute some, for 4 D bytes of sums per row and part.
-
-    Args:
-        n_rows: of a launch.
-        depth: D.
-        clusters: of the device.
-
-    Returns:
-        The number of parts.
     """
     tiles = -(-n_rows // MAX_CLUSTER_ROWS) * -(-depth // TILE)
 
@@ -236,22 +188,13 @@ def _side(chunk, columns):
 def loss_rows(n_rows: int, chunk: int, depth: int, frozen: bool, clusters: int) -> int:
     """Rows whose exponentials `one_pass` stores at once, in no more bytes than "xla".
 
-    "xla" has logits of a chunk, their derivatives and float32 sums of W's gradient: 6 C
-    V + 4 V D. If the exponentials of all rows, 2 N V, fit in that, no sums are needed.
-    Otherwise two to three chunks, so that hidden's gradient occupies all clusters: on
-    an H200 with N=16384 D=2048 V=248320, 3.40 GEMMs with 2,048 rows, which 64 of its 66
-    clusters compute at once, and 3.63 with 3,072, which take two turns; with D=2304
-    N=8192 V=256000 both take two turns, 4.08 and 3.61.
-
-    Args:
-        n_rows: N.
-        chunk: C.
-        depth: D.
-        frozen: whether W has no gradient.
-        clusters: of the device.
-
-    Returns:
-        The number of rows.
+    "xla" has logits of a chunk, their derivatives and float32 sums of W's gradient,
+    which a frozen W does not have: 6 C V + 4 V D. If the exponentials of all rows, 2 N
+    V, fit in that, no sums are needed. Otherwise two to three chunks, so that hidden's
+    gradient occupies all clusters: on an H200 with N=16384 D=2048 V=248320, 3.40 GEMMs
+    with 2,048 rows, which 64 of its 66 clusters compute at once, and 3.63 with 3,072,
+    which take two turns; with D=2304 N=8192 V=256000 both take two turns, 4.08 and
+    3.61.
     """
     kept = 3 * chunk
     if n_rows <= kept + (0 if frozen else 2 * depth):

@@ -58,20 +58,11 @@ def attend(
 
         out = Σ_t p_t v_t,   p = softmax(scale q·k),   t cached or new
 
-    With a softcap, scores s become softcap·tanh(s / softcap) before the softmax.
-
-    Args:
-        query: [B, kv_heads, group, head_dim], rotated.
-        token: keys and values of the new tokens, [B, kv_heads, head_dim].
-        cached: of all layers, [layers, B, kv_heads, T, head_dim].
-        place: the layer and slots to attend to.
-        scale: factor of the scores.
-        softcap: bound of the scores; None: they are not capped.
-
-    Returns:
-        An array like `query`.
-
-    **Memory**: 4·splits·B·heads·(head_dim + 1), if several programs share a head.
+    With a softcap, scores s become softcap·tanh(s / softcap) before the softmax. The
+    query is [B, kv_heads, group, head_dim], rotated; token has the keys and values of
+    the new tokens, [B, kv_heads, head_dim]; cached those of all layers, [layers, B,
+    kv_heads, T, head_dim]. Memory: 4·splits·B·heads·(head_dim + 1), if several programs
+    share a head.
     """
     rows, heads, group, width = query.shape
     layers, slots = cached[0].shape[0], cached[0].shape[3]

@@ -43,14 +43,7 @@ class Inputs(NamedTuple):
 def operands(env: Env, inputs: Inputs, rows: Outputs, c: Coefficients) -> Operands:
     """The operands, computed once for all parts, not in each iteration of a loop.
 
-    Args:
-        env: static facts of the launch.
-        inputs: of the logits.
-        rows: statistics of the rows, [n_rows]; `max` is NO_ROW for an absent row.
-        c: coefficients of the rows, [n_rows].
-
-    Returns:
-        The operands.
+    The statistics' `max` is NO_ROW for an absent row.
     """
     hidden, W, labels, bias, inverse_temperature = inputs
     of_rows = fold(rows, c, inverse_temperature)
@@ -66,12 +59,8 @@ def operands(env: Env, inputs: Inputs, rows: Outputs, c: Coefficients) -> Operan
 def derivative(env: Env, operands: Operands, part, width: int) -> jax.Array:
     """dloss/d(h Wᵀ) of some tiles, [n_rows, width] in hidden's type; 0 where masked.
 
-    Args:
-        env: static facts of the launch.
-        operands: of that function.
-        part: int32 [3]: active rows, first tile of the vocabulary, number of tiles.
-            Rows after the last cluster and columns after the last tile are undefined.
-        width: columns of the result.
+    `part` is int32 [3]: active rows, first tile of the vocabulary, number of tiles.
+    Rows after the last cluster and columns after the last tile are undefined.
     """
     arrays = operands.arrays | {"part": part}
     arrays |= logits.weights(env, arrays["w"])
@@ -90,21 +79,13 @@ def _launch(env, names, width, arrays):
 
 
 def fold(rows: Outputs, c: Coefficients, inverse_temperature) -> dict:
-    """The per-row operands of the kernels by name; an absent one is zero.
+    """The float32 per-row operands of the kernels by name; an absent one is zero.
 
     With e_j = 2^(x_j) = e^(z_j - max), which is S times p_j,
 
         dz_j = e_j (slope + beta x_j + gamma e_j)
 
     but if j is the label, alpha replaces slope, and at_label is added.
-
-    Args:
-        rows: statistics of the rows.
-        c: coefficients of the rows.
-        inverse_temperature: of the rows, or None.
-
-    Returns:
-        Float32 arrays [n_rows].
     """
     scale = jnp.exp(-rows.log_sum)  # 1/S
     inverse = 1 if inverse_temperature is None else inverse_temperature
@@ -228,18 +209,10 @@ def _derivative(env, z, to_base_2, row, first=None):
 
 
 def of_exponentials(env: Env, e, x, z, row: dict, first=None) -> jax.Array:
-    """dloss/d(h Wᵀ) of one part of a tile.
+    """dloss/d(h Wᵀ) [C, columns] of one part of a tile, from e = 2^x = e^(z - max).
 
-    Args:
-        env: static facts of the launch.
-        e: e^(z - max) [C, columns].
-        x: its logarithm to base 2 [C, columns].
-        z: scaled logits, read only if there is a softcap.
-        row: results of `fold`, [C, columns] each; and "label", with `first`.
-        first: column of the part if it may hold labels or masked columns, else None.
-
-    Returns:
-        The derivative [C, columns].
+    z is read only if there is a softcap. `row` has the results of `fold`, and "label"
+    with `first`: the column of the part if it may hold labels or masked columns.
     """
     slope = row.get("slope", row["alpha"])
     if first is not None:

@@ -46,15 +46,7 @@ class Kept(NamedTuple):
 def statistics(env: Env, *operands, **options) -> Stats:
     """Stats [n_rows] of the first `n_active` rows; the others are undefined.
 
-    Args:
-        env: static facts of the launch.
-        *operands: hidden [n_rows, D]; W [V, D] or [D, V]; labels, int32 [n_rows];
-            n_active, int32 [1].
-        **options: bias, float32 [V], -inf allowed; inverse_temperature, float32
-            [n_rows]; None for none.
-
-    Returns:
-        The statistics.
+    The operands and options are those of `_operands`.
     """
     (partial,) = _launch(env, _operands(env, *operands, **options))
     return _merge_groups(_stats_of(partial))
@@ -71,19 +63,10 @@ def statistics_and_exps(
 def others_and_exps(
     env: Env, hidden: Rounded, W: Rounded, labels, n_active
 ) -> tuple[Stats, Kept]:
-    """Statistics of all columns but the labels', of operands in 8 bits.
+    """Statistics of all columns but the labels', of `int8_factors.padded` operands.
 
-    The exponentials are those that the sums are of, rounded to 16 bits.
-
-    Args:
-        env: static facts of the launch.
-        hidden: `int8_factors.padded`, of n_rows.
-        W: likewise.
-        labels: int32 [n_rows].
-        n_active: int32 [1]; the statistics of later rows are undefined.
-
-    Returns:
-        The statistics, whose label_logit is -inf, and `Kept` with sums.
+    Their label_logit is -inf. `Kept`, with sums, has the exponentials that they are
+    sums of, rounded to 16 bits.
     """
     operands = int8_factors.operands(env, hidden, W)
     operands |= _facts(env, labels, n_active)
@@ -101,7 +84,10 @@ def _facts(env, labels, n_active):
 def _operands(
     env, hidden, W, labels, n_active, bias=None, inverse_temperature=None
 ) -> dict[str, Any]:
-    """The kernel's operands by name."""
+    """The kernel's operands by name.
+
+    Labels are int32 [n_rows], n_active int32 [1]; bias float32 [V], -inf allowed.
+    """
     operands: dict[str, Any] = dict(h=hidden, **logits.weights(env, W))
     operands |= _facts(env, labels, n_active)
     if bias is not None:

@@ -76,15 +76,8 @@ def of_rows(
 
         [x W[g] for W in weights], or Σ_i y_i W_i[g]ᵀ if transposed
 
-    Args:
-        launch: static facts.
-        rows: [P, K], one; or as many as weights, [P, N], if transposed.
-        weights: one or two, [groups, K, N], of the same shape.
-        where: of the rows. Other rows of the results are undefined.
-        transposed: whether to multiply by the transposed matrices, and add up.
-
-    Returns:
-        Arrays [P, N]; or one [P, K].
+    Rows are one [P, K], or transposed as many [P, N] as weights; weights are one or
+    two, [groups, K, N]. Rows of the results that are in no group are undefined.
     """
     n_rows, n_pairs, n_tiles = len(rows[0]), len(rows), len(where.groups)
     asked = weights[0].shape[1 if transposed else 2]
@@ -135,17 +128,10 @@ def of_groups(
     where: Sorted,
     dtype: np.dtype,
 ) -> list[jax.Array]:
-    """The sums over each group's rows of x_rᵀ y_r, for each y; 0 where it has none.
+    """Sums [groups, K, N] over each group's rows of x_rᵀ y_r, for each y of slopes.
 
-    Args:
-        launch: static facts.
-        x: [P, K], 0 in rows that pad a group to a multiple of 64.
-        slopes: one or two y [P, N], likewise, of the same shape.
-        where: of the rows.
-        dtype: of the results; they are summed in float32.
-
-    Returns:
-        Arrays [groups, K, N].
+    They are in float32 until they have the dtype, and 0 where a group has no rows. x
+    [P, K] and one or two y [P, N] are 0 in rows that pad a group to a multiple of 64.
     """
     n_groups, n_results = len(where.first) - 1, len(slopes)
     asked = x.shape[1], slopes[0].shape[1]

@@ -1,9 +1,9 @@
 """Derivative of logits from their kept exponentials, in place, without a product.
 
 Each block processes tiles in turn: a tile and its row data are loaded into an SMEM
-    buffer, overwritten by derivatives and stored back, while the next tiles are loaded.
-    ln p
-is the logarithm of an exponential kept to 8 bits, which a derivative in 16 bits allows.
+buffer, overwritten by derivatives and stored back, while the next tiles are loaded.
+ln p is the logarithm of an exponential kept to 8 bits, which a derivative in 16 bits
+allows.
 """
 
 import functools
@@ -32,16 +32,7 @@ def derivative(
     """dloss/d(h Wᵀ), [n_rows, columns] in hidden's type, in the buffer of kept.exps.
 
     0 where masked, and in inactive rows of a tile with active ones; other rows are
-    undefined.
-
-    Args:
-        env: that of the launch that kept them.
-        kept: exponentials; overwritten.
-        n_active: int32, number of active rows.
-        labels: int32 [n_rows].
-        rows: statistics of the rows, [n_rows].
-        c: coefficients of the rows, [n_rows].
-        inverse_temperature: float32 [n_rows], or None.
+    undefined. env is that of the launch that kept them.
     """
     of_rows = dlogits.fold(rows, c, inverse_temperature)
     of_rows["label_logit"] = (rows.logprob + rows.log_sum) * logits.LOG2_E

@@ -19,13 +19,6 @@ def head(spec, head) -> Factors:
     W [V, D] is not copied either if only V is not a multiple: kernels read it in two
     parts (`split`). On an H200 with V=50257, that takes 0.93 GEMMs forward and 3.72
     with gradients, or 0.97 and 3.77 with copies; "xla" takes 1.28 and 4.57.
-
-    Args:
-        spec: static facts.
-        head: hidden, W and bias.
-
-    Returns:
-        The head, padded.
     """
     bias = _bias(spec, head.bias)
     if splits(head.W, spec.layout):
@@ -60,14 +53,6 @@ def split(W: jax.Array, layout, step: int) -> tuple[jax.Array, jax.Array | None]
 
     It must be called where a kernel is launched: there XLA passes the first rows of an
     array without a copy; hoisted out of a loop, they would be copied.
-
-    Args:
-        W: [V, D] or [D, V].
-        layout: of W.
-        step: columns of a step.
-
-    Returns:
-        Both parts.
     """
     if not splits(W, layout):
         return W, None

@@ -48,18 +48,9 @@ class Launch(NamedTuple):
 def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
     """`into` with dz · W[block] in its first `n_rows` rows, updated in place.
 
-    Args:
-        launch: static facts.
-        dz: derivative of the logits [N, width], in 16 bits.
-        W: [V, D] or [D, V], of dz's dtype.
-        n_rows: int32, number of active rows.
-        block: int32 (first column, columns) of the vocabulary, multiples of
-            `tiles.depth`.
-        into: [N, D]; float32 if `launch.add`. If the block is the whole vocabulary,
-            [S N, D] for sums over S parts of it, one below the other.
-
-    Returns:
-        The updated array.
+    The block is int32 (first column, columns), multiples of `tiles.depth`. `into` is
+    [N, D], float32 if `launch.add`; if the block is the whole vocabulary, [S N, D] for
+    sums over S parts of it, one below the other.
     """
     tiles, layout, splits = launch.tiles, launch.layout, len(into) // len(dz)
     rhs = "kn" if layout == "vd" else "nk"
@@ -79,18 +70,9 @@ def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
 def to_W(launch: Launch, dz, hidden, n_rows, block, into) -> jax.Array:
     """`into` with dzᵀ · hidden over the first `n_rows` rows at [block], in place.
 
-    Args:
-        launch: static facts.
-        dz: derivative of the logits [N, width], in 16 bits. Its rows and those of
-            hidden are zero from `n_rows` up to a multiple of `tiles.depth`.
-        hidden: [N, D], of dz's dtype.
-        n_rows: int32, number of active rows.
-        block: int32 (first column, columns) of the vocabulary, whole tiles.
-        into: shaped like W; float32 if `launch.add`. None for a new array like
-            `launch.new`, which is undefined outside of [block].
-
-    Returns:
-        The updated or new array.
+    Rows of dz and hidden are zero from `n_rows` up to a multiple of `tiles.depth`; the
+    block is int32 (first column, columns), whole tiles. `into` is like W, float32 if
+    `launch.add`; None for a new array like `launch.new`, undefined outside of [block].
     """
     tiles, layout, n_blocks, add, new = launch
     first, columns = block
@@ -127,16 +109,8 @@ class Blocks(NamedTuple):
 def into_hidden(env: Env, n_tiles: int, clusters: int, dtype, hidden) -> jax.Array:
     """What `gradients` computes hidden's gradient of a launch into.
 
-    Args:
-        env: that of the derivative.
-        n_tiles: of the vocabulary, per block.
-        clusters: of the device.
-        dtype: of a result that is only overwritten.
-        hidden: [R, D], of the launch.
-
-    Returns:
-        Zeros if there are several blocks; an undefined array, perhaps for sums over
-        parts of the vocabulary, one below the other, if there is one block.
+    Zeros if there are several blocks; an undefined array, perhaps for sums over parts
+    of the vocabulary, one below the other, if there is one block.
     """
     if n_tiles < env.n_tiles:
         return jnp.zeros(hidden.shape, jnp.float32)
@@ -158,20 +132,12 @@ def gradients(
 ) -> Factors:
     """`sums`, with the rows' contribution added block by block of the vocabulary.
 
-    Args:
-        blocks: of the vocabulary.
-        W: [V, D] or [D, V].
-        parts: of the rows; several only for a `single_block`. Then each block of W's
-            gradient is summed over them in float32 before it is written to sums.W;
-            likewise if kernels cannot write to sums.W.
-        sums: for hidden of each part, what `into_hidden` returns; W and bias, None
-            without a gradient.
-        overlap_all_reduce: whether hidden's gradient is all-reduced afterwards while
-            the last block of W's gradient is computed, which is then outside of the
-            loop.
-
-    Returns:
-        The updated sums.
+    Several parts of the rows are only for a `single_block`. Then each block of W's
+    gradient is summed over them in float32 before it is written to sums.W; likewise if
+    kernels cannot write to sums.W. Sums of hidden are those of `into_hidden` for each
+    part; those of W and bias None without a gradient. With `overlap_all_reduce`,
+    hidden's gradient is all-reduced afterwards while the last block of W's gradient is
+    computed, which is then outside of the loop.
     """
     env, n_tiles, single_block, _ = blocks
     columns, several = env.tiles.columns, len(parts) > 1
@@ -214,18 +180,10 @@ def gradients(
 
 
 def add_block(blocks: Blocks, W, part: Part, first, sums: Factors) -> Factors:
-    """Gradients of some rows from one block of the vocabulary.
+    """Gradients of some rows from one block of the vocabulary, from tile `first` on.
 
-    Args:
-        blocks: of the vocabulary.
-        W: [V, D] or [D, V].
-        part: the rows.
-        first: int32, first tile of the block.
-        sums: hidden's of the part, an undefined float32 array that is overwritten; W's
-            of the block and the bias's of all, in float32, to which is added.
-
-    Returns:
-        The updated sums.
+    Sums of hidden are those of the part, undefined and overwritten; to W's of the block
+    and the bias's of all, in float32, is added.
     """
     env, columns = blocks.env, blocks.env.tiles.columns
     here = jnp.int32(jnp.minimum(blocks.n_tiles, env.n_tiles - first))

@@ -40,22 +40,13 @@ def split(
     joined: jax.Array, kv_heads: int, tables: tuple[jax.Array, ...],
     norms: Norms | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Queries and keys, normalised and rotated, and values.
+    """Queries and keys, normalised and rotated, and values, [B, heads, head_dim] each.
 
         q_h = R(n(x_h)),   k_h = R(n(x_(heads + h))),   v_h = x_(heads + kv_heads + h)
 
-    R is `jaxmem.models.positions.apply_rope`. Both n and R compute in float32, and
-    their results are rounded.
-
-    Args:
-        joined: [B, heads + 2·kv_heads, head_dim], of one token per row.
-        kv_heads: heads of keys, and of values.
-        tables: cosines and sines of each row's angles, [B, head_dim / 2] float32.
-        norms: n; None for no norms.
-
-    Returns:
-        Arrays [B, heads, head_dim], [B, kv_heads, head_dim] and the same, in the dtype
-        of `joined`.
+    x is `joined`, of one token per row. R is `jaxmem.models.positions.apply_rope`, for
+    tables of cosines and sines, [B, head_dim / 2] float32. Both n and R compute in
+    float32, and their results are rounded.
     """
     rows, all_heads, width = joined.shape
     sizes = all_heads - 2 * kv_heads, kv_heads, kv_heads

@@ -82,18 +82,10 @@ def normaliser(blocks: Parts) -> Normaliser:
 
 
 def top_k(z: jax.Array, largest: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest of rows of logits, largest first, equal ones in their order.
+    """The k largest of rows of logits and their columns, largest first, equal in order.
 
     The next one is in the block with the largest maximum, which is read again: it also
-    gives the maximum of what is left of that block.
-
-    Args:
-        z: float32 [C, V].
-        largest: of its `Parts`.
-        k: how many, at most V; see `supports`.
-
-    Returns:
-        (logits, their columns in int32), [C, k] each.
+    gives the maximum of what is left of that block. See `supports` for k.
     """
     n_rows, columns = z.shape
     n = pl.cdiv(largest.shape[1], 128) * 128

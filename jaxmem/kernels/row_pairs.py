@@ -37,14 +37,8 @@ def parts(
 ) -> Pairs:
     """The blocks of logits z and y [C, V], float32.
 
-    Args:
-        terms: of w, v and d, arrays of one shape, to arrays of that shape. In a column
-            that is masked in both heads, w = v = 0 and d is NaN.
-        z: logits.
-        y: logits of the other head.
-
-    Returns:
-        The blocks.
+    The terms are of w, v and d, arrays of one shape. In a column that is masked in both
+    heads, w = v = 0 and d is NaN.
     """
 
     def reduce(z, y):

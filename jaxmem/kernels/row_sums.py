@@ -29,16 +29,9 @@ def sums(
     tiles: tuple[jax.Array, ...],
     rows: tuple[jax.Array, ...],
 ) -> list[jax.Array]:
-    """Sums over V of terms of tiles [C, V] and numbers of their rows [C].
+    """Sums over V, [C] each, of terms of tiles [C, V] and numbers of their rows [C].
 
-    Args:
-        terms: of tiles and numbers that broadcast against them, float32, to arrays of
-            the tiles' shape.
-        tiles: its first arguments, whole.
-        rows: the others.
-
-    Returns:
-        An array [C] for each of the terms.
+    The terms' arguments are float32 and broadcast against each other.
     """
     operands = typed.alike(*tiles, *rows)
     n_rows, columns = tiles[0].shape

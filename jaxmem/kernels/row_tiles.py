@@ -36,16 +36,9 @@ def reduce_blocks(
     tiles: Sequence[jax.Array],
     width: int,
 ) -> list[jax.Array]:
-    """Numbers of each block of columns, float32 [C, ⌈V / width⌉].
+    """What a function of tiles [blocks, columns] gives, float32 [C, ⌈V / width⌉] each.
 
-    Args:
-        name: of the kernel.
-        function: of tiles [blocks, columns], to arrays [blocks].
-        tiles: [C, V], float32, with V ≥ TILE.
-        width: columns of a block but the last, a power of two from 16 to 512.
-
-    Returns:
-        What the function returns, for all blocks.
+    The width of blocks, but of the last, is a power of two from 16 to 512, V ≥ TILE.
     """
     operands = typed.alike(*tiles)
     n_rows, columns = operands[0].shape

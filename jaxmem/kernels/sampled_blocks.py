@@ -57,13 +57,7 @@ def bounds(
     """Upper bounds of the sum of units of a block's columns, int32.
 
     A column is kept at most once, so that the largest ones count as 1 each, or less.
-
-    Args:
-        sampling: static facts, with `MARGIN`.
-        width: columns of a block.
-        mass: Σ density over the block, [C, n].
-        others: the same without `tops` of the columns.
-        tops: how many.
+    `mass` is Σ density over the block [C, n], `others` that without `tops` columns.
     """
     capped = tops + sampling.rate * others
     bound = jnp.minimum(sampling.rate * mass, capped)
@@ -76,17 +70,10 @@ def select(
     sampling: Sampling, density: Density, bounds: jax.Array, width: int,
     starts: jax.Array,
 ) -> Entries:  # fmt: skip
-    """Entries of rows that are in memory.
+    """Entries of rows that are in memory, with their densities as p.
 
-    Args:
-        sampling: static facts, with a margin that the bounds keep to.
-        density: of the columns.
-        bounds: of the units of each block, int32 [C, n].
-        width: columns of a block, 64, 128 or 256.
-        starts: int32 [C].
-
-    Returns:
-        The entries, with their densities as p.
+    The bounds are of the units of each block, int32 [C, n], and keep to the sampling's
+    margin; blocks have 64, 128 or 256 columns.
     """
     sums = running_sums(bounds)
     operands = starts, sums, *density.tiles, *density.blocks, *density.rows

@@ -28,11 +28,7 @@ def at_entries(
 ) -> jax.Array:
     """Logits of entries, float32 [N, K]; undefined in empty slots.
 
-    Args:
-        columns: int32 [N, K]; past the last one in empty slots.
-        W: [V, D] or [D, V].
-        hidden: [N, D].
-        layout: of W.
+    Columns, int32 [N, K], are past the last one in empty slots.
     """
     n_columns = W.shape[0 if layout == "vd" else 1]
     slots = jnp.arange(1, columns.shape[1] + 1, dtype=jnp.int32)

@@ -79,18 +79,7 @@ class Pieces(NamedTuple):
 def to_hidden(
     dz: Derivative, W: jax.Array, layout, dtype, launch: Launch = TO_HIDDEN
 ) -> jax.Array:
-    """The product dz · W, [N, D].
-
-    Args:
-        dz: entries of the tokens.
-        W: [V, D] or [D, V].
-        layout: of W.
-        dtype: of the result.
-        launch: how it is computed.
-
-    Returns:
-        The product.
-    """
+    """The product dz · W, [N, D]."""
     n_columns = W.shape[0 if layout == "vd" else 1]
     n_rows, n_slots = dz.columns.shape
     slots = jnp.arange(1, n_slots + 1, dtype=jnp.int32)
@@ -114,18 +103,7 @@ def to_weights(
     pairs: Pairs, hidden: jax.Array, like: jax.ShapeDtypeStruct, layout,
     launch: Launch = TO_W,
 ) -> jax.Array:  # fmt: skip
-    """dzᵀ · hidden, with the shape and dtype of W; zero for columns without an entry.
-
-    Args:
-        pairs: of all tokens, sorted by column.
-        hidden: [N, D].
-        like: shape and dtype of W.
-        layout: of W.
-        launch: how it is computed.
-
-    Returns:
-        The product.
-    """
+    """dzᵀ · hidden, of W's shape and dtype; zero for columns without an entry."""
     n_columns = like.shape[0 if layout == "vd" else 1]
     if layout == "vd":
         return sum_columns(launch, pairs, n_columns, hidden, like.dtype)
@@ -149,15 +127,7 @@ def sum_rows(
 ) -> jax.Array:
     """Σ_k values_k x[rows_k] of each segment, [n, D], summed in float32.
 
-    Args:
-        launch: how it is computed.
-        segments: of pairs.
-        x: [rows, D].
-        dtype: of the result.
-        zeros: whether sums of empty segments are written, or else undefined.
-
-    Returns:
-        The sums.
+    Without `zeros`, sums of empty segments are undefined.
     """
     whole = _whole(x)
     part, n_segments = _Part(whole, launch.at_once), len(segments.first)
@@ -187,15 +157,7 @@ def sum_columns(
 ) -> jax.Array:
     """Σ_k values_k x[tokens_k] over the pairs of each column, summed in float32.
 
-    Args:
-        launch: how it is computed.
-        pairs: sorted by column; those past the last column are ignored.
-        n_columns: number of sums.
-        x: [N, D].
-        dtype: of the result.
-
-    Returns:
-        The sums, [n_columns, D].
+    Pairs past the last column are ignored.
     """
     whole = _whole(x)
     n_programs, part = pl.cdiv(n_columns, launch.sums), _Part(whole, launch.at_once)

@@ -37,19 +37,9 @@ class OfRows(NamedTuple):
 def entries(
     sampling: Sampling, width: int, kept: Kept, rows: OfRows, starts, n_active
 ) -> Entries:
-    """Entries of rows whose exponentials are stored.
+    """Entries [n_rows, K] of the first n_active rows, whose exponentials are stored.
 
-    Args:
-        sampling: static facts, with `MARGIN`.
-        width: columns of a tile.
-        kept: exponentials, 0 at the labels, of which columns from V on are ignored,
-            tiles' largest logits and sums.
-        rows: of the launch.
-        starts: int32 [n_rows].
-        n_active: int32; only the first n_active rows have entries.
-
-    Returns:
-        The entries [n_rows, K].
+    Exponentials are 0 at the labels; columns from V on are ignored.
     """
     scale = column_sampling.scale(kept.max, rows.normaliser)
     found = bounds(sampling, width, kept, rows, scale)
@@ -66,14 +56,7 @@ def bounds(sampling, width, kept: Kept, rows: OfRows, scale) -> jax.Array:
 
     The largest exponential of a tile is 1 and its column is kept at most once. Unless
     it is the label's, the bound is the smaller one of that of all columns, and that of
-    the other columns plus one.
-
-    Args:
-        sampling: static facts.
-        width: columns of a tile.
-        kept: tiles' largest logits and sums.
-        rows: of the launch.
-        scale: what makes probabilities of the exponentials, [n_tiles, n_rows].
+    the other columns plus one. `scale` makes probabilities of the exponentials.
     """
     tile = jnp.arange(len(scale), dtype=jnp.int32)[:, None]
     label_on_top = (lax.div(rows.labels, width) == tile) & (

@@ -81,15 +81,10 @@ class Places:
 
 
 def read(plan, given, split) -> dict[str, Any]:
-    """Operands by argument name, checked as global arrays.
+    """A tree of `Operand` and numbers by argument name, checked as global arrays.
 
-    Args:
-        plan: of the mesh.
-        given: arguments by name; those that remain are static, and adapted.
-        split: the mesh axes that shard each axis of the tokens.
-
-    Returns:
-        A tree of `Operand` and of Python numbers.
+    Arguments by name that remain in `given` are static, and adapted. `split` has the
+    mesh axes that shard each axis of the tokens.
     """
     name = "hidden" if "hidden" in given else "logits"
     data = checks.as_array(name, given[name])

@@ -26,13 +26,7 @@ class Plan:
 
 
 def read_plan(mesh, vocab, tokens, W_fsdp):
-    """Check the names of the mesh axes: they exist, and none shards one array twice.
-
-    Raises:
-        TypeError: an axis is not a name.
-        ValueError: an axis does not exist, is used twice, or is a W_fsdp that does not
-            shard tokens.
-    """
+    """Check the names of the mesh axes: they exist, and none shards one array twice."""
     if tokens is None:
         tokens = ()
     elif not isinstance(tokens, PartitionSpec):
