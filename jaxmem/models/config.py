@@ -402,14 +402,12 @@ class ModelConfig:
         check_field(self, "lora_targets", fits, wanted)
 
     def _check_reuse(self):
-        layers = range(self.layers)
-        mixers = [self.mixers[i % len(self.mixers)] for i in layers]
-        kinds = [self.pattern[i % len(self.pattern)] for i in layers]
+        mixers, kinds = self.by_layer("mixers"), self.by_layer("pattern")
         own = mixers.count("attention") if "reuse" in mixers else self.layers
         good = (
             own in (0, self.layers)
             or (  # 0: it is that of a layer
-                mixers == ["attention"] * own + ["reuse"] * (self.layers - own)
+                mixers == ("attention",) * own + ("reuse",) * (self.layers - own)
                 and set(kinds[own:]) <= set(kinds[:own])
             )
         )
@@ -429,6 +427,11 @@ class ModelConfig:
         local = bool({"local", "chunked"} & {*self.pattern})
         wanted = "given where pattern has 'local' or 'chunked', and only there"
         check_field(self, "window", local == (self.window is not None), wanted)
+
+    def by_layer(self, cycle: str) -> tuple[str, ...]:
+        """Each layer's entry of `pattern`, `mixers` or `feed_forwards`."""
+        entries = getattr(self, cycle)
+        return tuple(entries[i % len(entries)] for i in range(self.layers))
 
     @property
     def rope_width(self) -> int:

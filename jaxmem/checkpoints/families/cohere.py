@@ -1,31 +1,33 @@
-"""Command R: attention and feed-forward in parallel, layer norms."""
+"""Command: attention and feed-forward in parallel, layer norms."""
 
 from jaxmem.checkpoints.families import standard
-from jaxmem.checkpoints.families.family import Family, Key
-from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.family import NAMES, Family, Key
+from jaxmem.checkpoints.families.windows import Windows, by_period
 
-PARTS = (
-    *standard.sizes(eps=1e-5, key="layer_norm_eps"),
-    standard.SHARED_WIDTH,
-    standard.ACTIVATION,
-    standard.TIED,
-    standard.ATTENTION_BIAS,
-    Key("logit_scale", "logit_multiplier", float, 0.0625),
-    Rope(),
-)
-NAMES = {
-    module: name
-    for module, name in standard.NAMES.items()
-    if module != "blocks/feed_forward_norm"
-}
-SWITCHES = {"norm": "layer", "parallel": "shared"}
-
-FAMILY = Family(
+COHERE = Family(
     architecture="CohereForCausalLM",
     model_type="cohere",
-    parts=PARTS,
-    names=NAMES,
-    switches=SWITCHES,
+    parts=standard.parts(
+        standard.ATTENTION_BIAS,
+        Key("logit_scale", "logit_multiplier", float, 0.0625),
+        eps=1e-5,
+        eps_key="layer_norm_eps",
+        head=standard.SHARED_WIDTH,
+        tied=standard.TIED,
+    ),
+    names=standard.but(NAMES, "blocks/feed_forward_norm"),
+    switches={"norm": "layer", "parallel": "shared"},
     only={"use_qk_norm": (False, None)},
+    pairs="neighbours",
+)
+
+# R7B and A: windows in three of four layers; the fourth is not rotated.
+COHERE2 = Family(
+    architecture="Cohere2ForCausalLM",
+    model_type="cohere2",
+    parts=(*COHERE.parts, Windows(by_period(4), 4096, full="unrotated")),
+    names=COHERE.names,
+    switches=COHERE.switches,
+    ignored=("head_dim", "sliding_window_pattern"),
     pairs="neighbours",
 )

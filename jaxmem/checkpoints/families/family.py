@@ -36,12 +36,26 @@ def write(parts: Iterable[Part], model: ModelConfig) -> dict[str, Any]:
     return {k: v for part in parts for k, v in part.write(model).items()}
 
 
+def listed_layers(reader: Reader, known: Mapping[str, Any]) -> tuple | None:
+    """What `layer_types` lists of each layer; None where it is left out."""
+    listed = reader.take("layer_types", (list, type(None)), None)
+    if listed is None:
+        return None
+    kinds = tuple(reader.choose("layer_types", kind, known) for kind in listed)
+    if len(kinds) != (count := reader.raw["num_hidden_layers"]):
+        raise reader.error(
+            f"layer_types must have one entry a layer, {count}, got {len(kinds)}"
+        )
+    return kinds
+
+
 def _same(value: Any) -> Any:
+    """The value itself."""
     return value
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class Key(Part):
     """One key that sets one field.
 
     Attributes:
@@ -72,7 +86,6 @@ class Key:
     may_be_zero: bool = False
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """The field."""
         value = self._given(reader)
         if self.values is not None:
             value = reader.choose(self.key, value, self.values)
@@ -99,11 +112,29 @@ class Key:
         return found[0] if found else default
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The key."""
         value = self.write_value(getattr(model, self.field))
         if self.values is not None:
             value = next((k for k, v in self.values.items() if v == value), None)
         return {self.key: value}
+
+
+_LAYER = "model.layers.{}."
+NAMES = {
+    "embed": "model.embed_tokens",
+    "blocks/attention_norm": _LAYER + "input_layernorm",
+    "blocks/attention/query": _LAYER + "self_attn.q_proj",
+    "blocks/attention/key": _LAYER + "self_attn.k_proj",
+    "blocks/attention/value": _LAYER + "self_attn.v_proj",
+    "blocks/attention/output": _LAYER + "self_attn.o_proj",
+    "blocks/attention/query_norm": _LAYER + "self_attn.q_norm",
+    "blocks/attention/key_norm": _LAYER + "self_attn.k_norm",
+    "blocks/feed_forward_norm": _LAYER + "post_attention_layernorm",
+    "blocks/feed_forward/gate": _LAYER + "mlp.gate_proj",
+    "blocks/feed_forward/up": _LAYER + "mlp.up_proj",
+    "blocks/feed_forward/down": _LAYER + "mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +147,8 @@ class Family:
         parts: what reads its keys.
         names: names of modules in a checkpoint, by the decoder's: of
             "blocks/attention/query" the name of layer "{}"; of a module of experts,
-            that of layer "{}" and expert "{}", or one for all experts.
+            that of layer "{}" and expert "{}", or one for all experts. By default those
+            of Llama.
         switches: the fields of `ModelConfig` that are the same in all its models.
         only: keys of which only some values are implemented, the first of them the
             default, in addition to `ONLY`.
@@ -143,7 +175,7 @@ class Family:
     architecture: str
     model_type: str
     parts: tuple[Part, ...]
-    names: Mapping[str, str]
+    names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)
     switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()

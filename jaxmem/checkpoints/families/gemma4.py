@@ -1,39 +1,149 @@
-"""Gemma 4: models of text, and text parts."""
+"""Gemma 4: models of text, and text parts. Global layers have sizes of their own."""
 
 from typing import Any
 
+from jaxmem.base import messages
+from jaxmem.base.ranges import integers
 from jaxmem.checkpoints.families import mixtures, standard
-from jaxmem.checkpoints.families.family import Family, Key, WithImages
-from jaxmem.checkpoints.families.global_layers import GlobalLayers, Reused
+from jaxmem.checkpoints.families.family import (
+    NAMES,
+    Family,
+    Key,
+    Part,
+    WithImages,
+    read,
+)
 from jaxmem.checkpoints.families.windows import Windows, up_to_every_sixth
+from jaxmem.checkpoints.reader import Reader
+from jaxmem.models.config import ModelConfig
+
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_ROPES = {
+    _GLOBAL: {"rope_type": "proportional", "rope_theta": 1e6},
+    _LOCAL: {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+class GlobalLayers(Part):
+    """What is said of global layers, in two forms, and their rotation.
+
+    Either `global_head_dim` and `num_global_key_value_heads`, or `per_layer_config`,
+    which has both for each global layer.
+    """
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        shares = reader.take("attention_k_eq_v", bool, False)
+        given = reader.take("per_layer_config", (dict, type(None)), None)
+        sizes = (
+            Key("global_head_dim", "global_head_dim", int | None, 512),
+            Key("num_global_key_value_heads", "global_kv_heads", int | None, None),
+        )
+        fields = read(sizes, reader)
+        if not shares:
+            fields["global_kv_heads"] = None
+        if given is not None:
+            fields = self._of_each(reader, given)
+        return {"keys_are_values": shares, **fields, **self._ropes(reader)}
+
+    def _of_each(self, reader: Reader, given: dict[str, Any]) -> dict[str, Any]:
+        """The sizes that all global layers have, and no others."""
+        kinds = reader.take("layer_types", list)
+        wanted = {str(i) for i, kind in enumerate(kinds) if kind == _GLOBAL}
+        found = [repr(sorted(given[i].items())) for i in given]
+        if given and set(given) != wanted or len(set(found)) > 1:
+            raise reader.error(
+                "per_layer_config must say the same of every full_attention layer, and "
+                f"nothing of others, got {messages.short(given)}"
+            )
+        inner = Reader(reader.path, dict(next(iter(given.values()), {})))
+        sizes = (
+            Key("head_dim", "global_head_dim", default=reader.raw["head_dim"]),
+            Key("num_key_value_heads", "global_kv_heads", int | None, None),
+        )
+        fields = read(sizes, inner)
+        inner.finish({})
+        return fields
+
+    def _ropes(self, reader: Reader) -> dict[str, Any]:
+        given = reader.take("rope_parameters", (dict, type(None)), None) or _ROPES
+        if set(given) != set(_ROPES):
+            raise reader.error(
+                f"rope_parameters must be of {_GLOBAL} and {_LOCAL}, got "
+                f"{', '.join(map(messages.name, given))}"
+            )
+        fields = {"rope_proportion": 1.0}
+        for kind, field in ((_GLOBAL, "rope_theta"), (_LOCAL, "local_rope_theta")):
+            inner = Reader(reader.path, dict(given[kind]))
+            known = {"default": False, "proportional": True}
+            known = known if kind == _GLOBAL else {"default": False}
+            named = inner.take("rope_type", str, "default")
+            is_part = reader.choose(f"rope type of {kind}", named, known)
+            theta = _ROPES[kind]["rope_theta"]
+            fields |= Key("rope_theta", field, float, theta).read(inner)
+            if is_part:
+                part = Key("partial_rotary_factor", "rope_proportion", float, 1.0)
+                fields |= part.read(inner)
+            inner.finish({"factor": (1.0, 1, None)})
+        return fields
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        part = {"partial_rotary_factor": model.rope_proportion or 1.0}
+        own = {"rope_type": "proportional", "rope_theta": model.rope_theta} | part
+        theta = model.local_rope_theta or model.rope_theta
+        return {
+            "attention_k_eq_v": model.keys_are_values,
+            "global_head_dim": model.global_head_dim,
+            "num_global_key_value_heads": model.global_kv_heads,
+            "rope_parameters": {
+                _GLOBAL: own, _LOCAL: {"rope_type": "default", "rope_theta": theta}
+            },
+        }  # fmt: skip
+
+
+class Reused(Part):
+    """Last layers that attend to keys and values of earlier ones."""
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        layers, key = reader.raw["num_hidden_layers"], "num_kv_shared_layers"
+        within = integers(0, limit=layers - 1)
+        count = reader.take(key, (int, type(None)), 0, within=within) or 0
+        wide = reader.take("use_double_wide_mlp", (bool, type(None)), False)
+        if not count:
+            return {}
+        mixers = ("attention",) * (layers - count) + ("reuse",) * count
+        double = 2 * reader.raw["intermediate_size"]
+        return {"mixers": mixers, "reuse_ff": double if wide else None}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {
+            "num_kv_shared_layers": model.by_layer("mixers").count("reuse"),
+            "use_double_wide_mlp": model.reuse_ff == 2 * model.ff,
+        }
+
 
 _LAYER = "model.layers.{}."
-_LAYER_INPUT = Key(
-    "hidden_size_per_layer_input", "layer_input", int | None, 256,
-    read_value=lambda value: value or None, write_value=lambda value: value or 0,
-    may_be_zero=True,
-)  # fmt: skip
 
-PARTS: tuple[Any, ...] = (
-    *standard.sizes(eps=1e-6),
-    standard.head_dim(256),
-    standard.activation("gelu_pytorch_tanh", "hidden_activation"),
-    standard.TIED,
-    standard.ATTENTION_BIAS,
-    Key("final_logit_softcapping", "softcap", float | None, None),
-    _LAYER_INPUT,
-    Key("vocab_size_per_layer_input", "layer_input_vocab", int | None, 262_144),
-    mixtures.Beside(),
-    GlobalLayers(),
-    Windows(up_to_every_sixth, 512),
-    Reused(),
-)
-
-FAMILY = Family(
+GEMMA4 = Family(
     architecture="Gemma4ForCausalLM",
     model_type="gemma4_text",
-    parts=PARTS,
-    names=standard.NAMES
+    parts=standard.parts(
+        standard.ATTENTION_BIAS,
+        Key("final_logit_softcapping", "softcap", float | None, None),
+        Key(
+            "hidden_size_per_layer_input", "layer_input", int | None, 256,
+            read_value=lambda value: value or None,
+            write_value=lambda value: value or 0, may_be_zero=True,
+        ),
+        Key("vocab_size_per_layer_input", "layer_input_vocab", int | None, 262_144),
+        mixtures.Beside(),
+        Windows(up_to_every_sixth, 512),
+        Reused(),
+        head=standard.head_dim(256),
+        activation=standard.activation("gelu_pytorch_tanh", "hidden_activation"),
+        tied=standard.TIED,
+        rope=GlobalLayers(),
+    ),
+    names=NAMES
     | standard.POST_NORMS
     | {
         "blocks/layer_scale": _LAYER + "layer_scalar",
@@ -57,9 +167,9 @@ FAMILY = Family(
     only={
         "use_bidirectional_attention": (None, "vision"),  # which text alone has not
     },
-)
+)  # fmt: skip
 
-WITH_IMAGES = WithImages(
+GEMMA4_WITH_IMAGES = WithImages(
     architecture="Gemma4ForConditionalGeneration",
     model_type="gemma4",
     text=("gemma4_text",),

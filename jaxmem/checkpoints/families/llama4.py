@@ -1,14 +1,13 @@
 """Llama 4's text part: chunks, layers without rotation, experts of scaled inputs."""
 
 from jaxmem.checkpoints.families import mixtures, standard
-from jaxmem.checkpoints.families.family import Family, Key, WithImages
+from jaxmem.checkpoints.families.family import NAMES, Family, Key, WithImages
 from jaxmem.checkpoints.families.ropes import Rope
 from jaxmem.checkpoints.families.windows import Chunks, Growth, Unrotated
 
-_PART, _EXPERTS = "model.layers.{}.feed_forward.", "blocks/feed_forward/experts/"
-_DENSE = ("gate", "up", "down")
+_PART, _DENSE = "model.layers.{}.feed_forward.", ("gate", "up", "down")
 
-FAMILY = Family(
+LLAMA4 = Family(
     architecture="Llama4ForCausalLM",
     model_type="llama4_text",
     parts=(
@@ -27,18 +26,11 @@ FAMILY = Family(
         Chunks(Unrotated(4), 8192),
         Growth(),
     ),
-    names=standard.NAMES
+    names=NAMES
     | {f"blocks/feed_forward/{x}": f"{_PART}{x}_proj" for x in _DENSE}
-    | {
-        f"blocks/feed_forward/shared/{x}": f"{_PART}shared_expert.{x}_proj"
-        for x in _DENSE
-    }
-    | {
-        "blocks/feed_forward/router": _PART + "router",
-        _EXPERTS + "gate/kernel": _PART + "experts.gate_up_proj",
-        _EXPERTS + "up/kernel": _PART + "experts.gate_up_proj",
-        _EXPERTS + "down/kernel": _PART + "experts.down_proj",
-    },
+    | mixtures.shared("shared_expert", _PART)
+    | {"blocks/feed_forward/router": _PART + "router"}
+    | mixtures.joined_experts(_PART + "experts."),
     switches={
         "qk_norm_last": True,
         "qk_norm_scale": False,
@@ -48,11 +40,11 @@ FAMILY = Family(
     },
     only={"router_jitter_noise": (0.0, 0, None)},
     ignored=("for_llm_compressor", *mixtures.IGNORED),
-    stored_as_in_out=(_EXPERTS,),
+    stored_as_in_out=("blocks/feed_forward/experts/",),
     pairs="neighbours",
 )
 
-WITH_IMAGES = WithImages(
+LLAMA4_WITH_IMAGES = WithImages(
     architecture="Llama4ForConditionalGeneration",
     model_type="llama4",
     text=("llama4_text",),

@@ -1,20 +1,63 @@
-"""Mistral 7B and its successors of the same architecture."""
+"""Mistral and Mixtral, and Ministral, whose queries may grow with their position."""
 
-from jaxmem.checkpoints.families import standard
-from jaxmem.checkpoints.families.family import Family
+from jaxmem.checkpoints.families import mixtures, standard
+from jaxmem.checkpoints.families.family import NAMES, Family, WithImages
 from jaxmem.checkpoints.families.ropes import Rope
 from jaxmem.checkpoints.families.windows import Windows, every_layer
 
-FAMILY = Family(
+MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
-    parts=(
-        *standard.SIZES,
-        standard.head_dim(),
-        standard.ACTIVATION,
-        standard.UNTIED,
-        Rope(),
+    parts=standard.parts(Windows(every_layer, listed=False)),
+)
+
+# A window in the layers that are listed.
+MINISTRAL = Family(
+    architecture="MinistralForCausalLM",
+    model_type="ministral",
+    parts=standard.parts(Windows(every_layer, 4096)),
+)
+
+MINISTRAL3 = Family(
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    parts=standard.parts(
         Windows(every_layer, listed=False),
+        eps=1e-5,
+        head=standard.head_dim(128),
+        rope=Rope(1_000_000.0, growth="llama_4_scaling_beta"),
     ),
-    names=standard.NAMES,
+)
+
+MIXTRAL = Family(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    parts=standard.parts(
+        *mixtures.sizes("num_local_experts", None, older="num_experts"),
+        mixtures.Balance(),
+        Windows(every_layer, listed=False),
+        eps=1e-5,
+        rope=Rope(theta=1_000_000.0),
+    ),
+    names=NAMES | mixtures.BLOCK_SPARSE,
+    switches={"feed_forwards": ("experts",), "router_renormalised": True},
+    only={"router_jitter_noise": (0.0, 0, None)},
+)
+
+MISTRAL3_WITH_IMAGES = WithImages(
+    architecture="Mistral3ForConditionalGeneration",
+    model_type="mistral3",
+    text=("mistral", "ministral3"),
+    defaults={
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 131_072,
+    },
+    ignored=frozenset(
+        "image_token_index multimodal_projector_bias projector_hidden_act "
+        "spatial_merge_size vision_config vision_feature_layer".split()
+    ),
 )

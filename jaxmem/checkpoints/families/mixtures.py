@@ -5,12 +5,13 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
-from jaxmem.checkpoints.families.family import Key, read, write
+from jaxmem.checkpoints.families.family import Key, Part, read, write
 from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
 # Of families that have no loss of their routers.
 IGNORED = ("output_router_logits", "router_aux_loss_coef")
+SHARED_WIDTH = Key("shared_expert_intermediate_size", "shared_ff")
 RENORMALISED = Key("norm_topk_prob", "router_renormalised", bool, False)
 # Of routers as that of DeepSeek V3.
 GROUPS = (
@@ -23,12 +24,10 @@ GROUPS = (
 def sizes(
     count: str, width: str | None = "moe_intermediate_size", older: str | None = None
 ) -> tuple[Key, ...]:
-    """How many experts there are and are chosen, and their width.
+    """Keys of the number of experts, of those chosen, and of their width.
 
-    Args:
-        count: key of the number of experts.
-        width: key of their width; None: `intermediate_size`, as of dense layers.
-        older: another name of `count`.
+    `older` is another name of `count`. Without a key of its own, the width is that of
+    dense layers.
     """
     own = "intermediate_size" if width is None else width
     return (
@@ -38,32 +37,34 @@ def sizes(
     )
 
 
-def names(block: str, experts: str, matrices: tuple[str, str, str]) -> dict[str, str]:
-    """Names of a router and of the matrices of each expert.
-
-    Args:
-        block: start of the names in a layer, such as "mlp.".
-        experts: of the router.
-        matrices: of gate, up and down.
-    """
+def names(block: str, matrices: tuple[str, str, str]) -> dict[str, str]:
+    """Names of a router and of the matrices (gate, up, down) of each expert."""
     start = "model.layers.{}." + block
-    found = {"blocks/feed_forward/router": start + experts}
+    found = {"blocks/feed_forward/router": start + "gate"}
     for part, name in zip(("gate", "up", "down"), matrices, strict=True):
         found[f"blocks/feed_forward/experts/{part}"] = start + "experts.{}." + name
     return found
 
 
-def shared(name: str) -> dict[str, str]:
+def shared(name: str, block: str = "model.layers.{}.mlp.") -> dict[str, str]:
     """Names of the matrices of an expert that every token uses."""
-    start = f"model.layers.{{}}.mlp.{name}."
     return {
-        f"blocks/feed_forward/shared/{part}": f"{start}{part}_proj"
+        f"blocks/feed_forward/shared/{part}": f"{block}{name}.{part}_proj"
         for part in ("gate", "up", "down")
     }
 
 
+def joined_experts(start: str, kind: str = "kernel", end: str = "") -> dict[str, str]:
+    """Names where one tensor has the matrices, or biases, of all experts."""
+    names = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+    return {
+        f"blocks/feed_forward/experts/{part}/{kind}": start + name + end
+        for part, name in names.items()
+    }
+
+
 @dataclasses.dataclass(frozen=True)
-class Balance:
+class Balance(Part):
     """The loss of routers, where `output_router_logits` asks for it.
 
     Attributes:
@@ -73,25 +74,22 @@ class Balance:
     default: float = 0.001
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """`router_aux_loss_coef`."""
         key = "router_aux_loss_coef"
         asked = reader.take("output_router_logits", (bool, type(None)), False)
         factor = reader.take(key, float, self.default, within=RANGES[key])
         return {key: factor if asked else None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Both keys, or that nothing is asked for."""
         factor = model.router_aux_loss_coef
         if not factor:
             return {"output_router_logits": False}
         return {"output_router_logits": True, "router_aux_loss_coef": factor}
 
 
-class LimitedGroups:
+class LimitedGroups(Part):
     """Groups of experts, where `topk_method` says that the choice heeds them."""
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """`router_groups` and `router_groups_kept`."""
         known = {"greedy": False, "group_limited_greedy": True}
         method = reader.take("topk_method", str, "greedy")
         fields = read(GROUPS[:2], reader)
@@ -100,38 +98,31 @@ class LimitedGroups:
         return dict.fromkeys(fields, 1)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The method and the groups."""
         limited = model.router_groups > 1
         method = "group_limited_greedy" if limited else "greedy"
         return {"topk_method": method} | write(GROUPS[:2], model)
 
 
-class Shared:
-    """A shared expert as wide as several experts.
+@dataclasses.dataclass(frozen=True)
+class Shared(Part):
+    """A shared expert as wide as several experts, whose number a key has."""
 
-    Args:
-        key: how many.
-        default: where the key is left out.
-    """
-
-    def __init__(self, key: str, default: Any):
-        self.key, self.default = key, default
+    key: str
+    default: int
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """`shared_ff`."""
         optional = int, type(None)
         count = reader.take(self.key, optional, self.default, within=integers(0))
         width = reader.raw["moe_intermediate_size"]
         return {"shared_ff": count * width if count else None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """How many experts are as wide."""
         if model.shared_ff is None or model.expert_ff is None:
             return {self.key: None}
         return {self.key: model.shared_ff // model.expert_ff}
 
 
-class Beside:
+class Beside(Part):
     """Experts beside the dense layer, where `enable_moe_block` says so."""
 
     keys = (
@@ -141,7 +132,6 @@ class Beside:
     )
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """`feed_forwards`, and the sizes of experts."""
         fields = read(self.keys, reader)
         if not reader.take("enable_moe_block", bool, False):
             return {}
@@ -153,26 +143,16 @@ class Beside:
         return fields | {"feed_forwards": ("dense_and_experts",)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The switch and the sizes."""
         is_there = {"enable_moe_block": model.experts is not None}
         return is_there | write(self.keys, model)
 
 
-_EXPERTS, _FUSED = "blocks/feed_forward/experts/", "model.layers.{}.mlp.experts."
-# Where one tensor has the matrices of all experts.
-FUSED = {
-    _EXPERTS + "gate/kernel": _FUSED + "gate_up_proj",
-    _EXPERTS + "up/kernel": _FUSED + "gate_up_proj",
-    _EXPERTS + "down/kernel": _FUSED + "down_proj",
-}
 _PART, _LAYER = "blocks/feed_forward/", "model.layers.{}."
 BESIDE = {
     _PART + "router": _LAYER + "router.proj",
     _PART + "router_scale": _LAYER + "router.scale",
     _PART + "expert_scale": _LAYER + "router.per_expert_scale",
-    _EXPERTS + "gate/kernel": _LAYER + "experts.gate_up_proj",
-    _EXPERTS + "up/kernel": _LAYER + "experts.gate_up_proj",
-    _EXPERTS + "down/kernel": _LAYER + "experts.down_proj",
+    **joined_experts(_LAYER + "experts."),
     _PART + "dense_norm": _LAYER + "post_feedforward_layernorm_1",
     _PART + "mixed_norm": _LAYER + "post_feedforward_layernorm_2",
     _PART + "stream_norm": _LAYER + "pre_feedforward_layernorm_2",
@@ -180,7 +160,8 @@ BESIDE = {
 SHARED_WITH_GATE = shared("shared_expert") | {
     "blocks/feed_forward/shared_gate": "model.layers.{}.mlp.shared_expert_gate"
 }
-NAMES = names("mlp.", "gate", ("gate_proj", "up_proj", "down_proj"))
+NAMES = names("mlp.", ("gate_proj", "up_proj", "down_proj"))
+BLOCK_SPARSE = names("block_sparse_moe.", ("w1", "w3", "w2"))
 CORRECTION = {
     "blocks/feed_forward/correction": "model.layers.{}.mlp.gate.e_score_correction_bias"
 }
@@ -191,11 +172,10 @@ CORRECTED = {
 }
 
 
-class EveryFew:
+class EveryFew(Part):
     """Each last of `decoder_sparse_step` layers has experts, but those listed."""
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """`feed_forwards`; without experts in any layer, none of their sizes."""
         count, whole = reader.raw["num_hidden_layers"], RANGES["layers"]
         step = reader.take("decoder_sparse_step", int, 1, within=whole)
         dense = reader.take("mlp_only_layers", (list, type(None)), None) or []
@@ -210,17 +190,15 @@ class EveryFew:
         )
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The list of the others."""
-        kinds = (model.feed_forwards * model.layers)[: model.layers]
+        kinds = model.by_layer("feed_forwards")
         dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-class EveryLast:
+class EveryLast(Part):
     """Layers with experts: listed, or each last of `interleave_moe_layer_step`."""
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """`feed_forwards`."""
         count, whole = reader.raw["num_hidden_layers"], RANGES["layers"]
         step = reader.take("interleave_moe_layer_step", int, 1, within=whole)
         listed = reader.take("moe_layers", (list, type(None)), None)
@@ -233,13 +211,12 @@ class EveryLast:
         return _of_layers(reader, [layer in listed for layer in range(count)])
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The list."""
-        kinds = (model.feed_forwards * model.layers)[: model.layers]
+        kinds = model.by_layer("feed_forwards")
         return {"moe_layers": [i for i, kind in enumerate(kinds) if kind != "dense"]}
 
 
 @dataclasses.dataclass(frozen=True)
-class AfterTheFirst:
+class AfterTheFirst(Part):
     """All layers after the first ones have experts.
 
     Attributes:
@@ -249,14 +226,12 @@ class AfterTheFirst:
     default: int
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """`feed_forwards`."""
         count, key = reader.raw["num_hidden_layers"], "first_k_dense_replace"
         first = reader.take(key, int, self.default, within=integers(0))
         return _of_layers(reader, [layer >= first for layer in range(count)])
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """How many layers are dense."""
-        kinds = (model.feed_forwards * model.layers)[: model.layers]
+        kinds = model.by_layer("feed_forwards")
         return {"first_k_dense_replace": kinds.count("dense")}
 
 

@@ -1,31 +1,67 @@
-"""Phi-1, Phi-1.5 and Phi-2: both sublayers read one norm; every matrix has a bias."""
+"""Phi 1 to 4: parallel sublayers, then joined projections, then experts."""
 
-from jaxmem.checkpoints.families import standard
-from jaxmem.checkpoints.families.family import Family
+from jaxmem.checkpoints.families import mixtures, standard
+from jaxmem.checkpoints.families.family import NAMES, Family, Key
 from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.windows import Windows, every_layer
 
 _LAYER = "model.layers.{}."
-_BIASES = ("qkv_bias", "output_bias", "ff_bias", "norm_bias", "head_bias")
 
-FAMILY = Family(
+# Both sublayers read one norm; every matrix has a bias.
+PHI = Family(
     architecture="PhiForCausalLM",
     model_type="phi",
-    parts=(
-        *standard.sizes(eps=1e-5, key="layer_norm_eps"),
-        standard.SHARED_WIDTH,
-        standard.activation("gelu_new"),
-        standard.UNTIED,
-        Rope(fraction=0.5),
+    parts=standard.parts(
+        eps=1e-5,
+        eps_key="layer_norm_eps",
+        head=standard.SHARED_WIDTH,
+        activation=standard.activation("gelu_new"),
+        rope=Rope(fraction=0.5),
     ),
-    names=standard.NAMES
+    names=NAMES
     | {
         "blocks/attention/output": _LAYER + "self_attn.dense",
         "blocks/feed_forward/up": _LAYER + "mlp.fc1",
         "blocks/feed_forward/down": _LAYER + "mlp.fc2",
         "norm": "model.final_layernorm",
     },
-    switches={"norm": "layer", "parallel": "shared", "gated": False}
-    | dict.fromkeys(_BIASES, True),
+    switches=standard.LAYER_NORM
+    | {"parallel": "shared", "gated": False}
+    | dict.fromkeys(("qkv_bias", "output_bias", "ff_bias", "head_bias"), True),
     only={"qk_layernorm": (False, None)},
     ignored=("embd_pdrop", "resid_pdrop"),
+)
+
+PHI3 = Family(
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    parts=standard.parts(
+        Windows(every_layer, listed=False),
+        eps=1e-5,
+        head=standard.SHARED_WIDTH,
+        rope=Rope(fraction=1.0),
+    ),
+    names=NAMES | standard.JOINED_QKV | standard.JOINED_GATE,
+    ignored=("embd_pdrop", "original_max_position_embeddings", "resid_pdrop"),
+)
+
+# Two experts are chosen one by one.
+PHIMOE = Family(
+    architecture="PhimoeForCausalLM",
+    model_type="phimoe",
+    parts=standard.parts(
+        standard.ATTENTION_BIAS,
+        Key("lm_head_bias", "head_bias", bool, False),
+        *mixtures.sizes("num_local_experts", None, older="num_experts"),
+        mixtures.Balance(),
+        Key("router_jitter_noise", "router_nearness", float, 0.01),
+        Windows(every_layer, listed=False),
+        eps=1e-5,
+        rope=Rope(theta=1_000_000.0),
+    ),
+    names=NAMES | mixtures.BLOCK_SPARSE,
+    switches=standard.LAYER_NORM
+    | {"feed_forwards": ("experts",), "router_scores": "near"},
+    only={"input_jitter_noise": (0.0, 0, None)},
+    ignored=("hidden_dropout",),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import reals
-from jaxmem.checkpoints.families.family import ONLY
+from jaxmem.checkpoints.families.family import ONLY, Part
 from jaxmem.checkpoints.reader import MISSING, Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
@@ -41,7 +41,7 @@ _ANY, _POSITIVE = reals(), reals(above=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rope:
+class Rope(Part):
     """Rotary parameters: one object, or a base and a separate scaling object.
 
     Attributes:
@@ -65,7 +65,6 @@ class Rope:
     ignored: tuple[str, ...] = ()
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """The fields whose names start with "rope"."""
         optional = (dict, type(None))
         given = reader.take("rope_parameters", optional, None)
         within = RANGES["rope_theta"]
@@ -150,7 +149,7 @@ class Rope:
         return fields | {"rope_theta": theta}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The older form, which every version of transformers reads."""
+        # The older form, which every version of transformers reads.
         scaling: Any = None
         if model.rope_scaling == "listed":
             scaling = _listed_again(model)
@@ -172,7 +171,7 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoRopes:
+class TwoRopes(Part):
     """Rotary parameters that are separate for global and local layers."""
 
     theta: float = 1_000_000.0
@@ -180,7 +179,6 @@ class TwoRopes:
     local_key: str | None = "rope_local_base_freq"  # of the older form, if it has one
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """As `Rope.read`, and the base of local layers."""
         given = reader.take("rope_parameters", (dict, type(None)), None)
         keys = () if self.local_key is None else (self.local_key,)
         if given is None or "full_attention" not in given:
@@ -206,7 +204,7 @@ class TwoRopes:
         return whole | {"local_rope_theta": local["rope_theta"]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The older form, where it can say the base of local layers."""
+        # The older form, where it can say the base of local layers.
         local = model.local_rope_theta or model.rope_theta
         raw = Rope(self.theta).write(model)
         if self.local_key is not None:

@@ -1,8 +1,10 @@
-"""What most families share: keys and names as Llama has them."""
+"""What most families share: keys as Llama has them."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from jaxmem.checkpoints.families.family import Key
+from jaxmem.checkpoints.families.family import Key, Part
+from jaxmem.checkpoints.families.ropes import Rope
 from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import ModelConfig
 
@@ -46,13 +48,16 @@ def without(parts: tuple[Any, ...], field: str) -> tuple[Any, ...]:
     return tuple(part for part in parts if getattr(part, "field", None) != field)
 
 
+def but(names: Mapping[str, str], *modules: str) -> dict[str, str]:
+    """Names but those of some modules."""
+    return {module: name for module, name in names.items() if module not in modules}
+
+
 def head_dim(default: int | None = None) -> Key:
     """The width of a head; None: heads share the width of the residual stream."""
 
     def of(raw: Any) -> int:
-        if default is None:
-            return raw["hidden_size"] // raw["num_attention_heads"]
-        return default
+        return default or raw["hidden_size"] // raw["num_attention_heads"]
 
     return Key("head_dim", "head_dim", default=of, null_is_default=True)
 
@@ -60,6 +65,14 @@ def head_dim(default: int | None = None) -> Key:
 def qkv_bias(default: bool) -> Key:
     """Biases of queries, keys and values."""
     return Key("attention_bias", "qkv_bias", bool, default, null_is_default=True)
+
+
+def all_biases(default: bool, null_is_default: bool = False) -> Key:
+    """Those of attention's output as well."""
+    return Key(
+        "attention_bias", "qkv_bias", bool, default, null_is_default=null_is_default,
+        also=("output_bias",),
+    )  # fmt: skip
 
 
 def parallel(kind: str, default: bool) -> Key:
@@ -71,7 +84,7 @@ def parallel(kind: str, default: bool) -> Key:
     )  # fmt: skip
 
 
-class Derived:
+class Derived(Part):
     """Fields that other keys determine: another key's value, or a ratio of two.
 
     Args:
@@ -82,7 +95,6 @@ class Derived:
         self.fields = fields
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """The fields."""
         raw = reader.raw
         return {
             field: raw[keys] if isinstance(keys, str) else raw[keys[0]] // raw[keys[1]]
@@ -90,40 +102,36 @@ class Derived:
         }
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Nothing."""
         del model
         return {}
 
 
-SIZES = sizes()
+HEAD_DIM = head_dim()
 ACTIVATION = activation("silu")
 TIED = Key("tie_word_embeddings", "tied", bool, True)
 UNTIED = Key("tie_word_embeddings", "tied", bool, False)
 SHARED_WIDTH = Derived(head_dim=("hidden_size", "num_attention_heads"))
 QKV_BIAS = qkv_bias(True)
-ATTENTION_BIAS = Key(
-    "attention_bias", "qkv_bias", bool, False, null_is_default=True,
-    also=("output_bias",),
-)  # fmt: skip
+ATTENTION_BIAS = all_biases(False, null_is_default=True)
 FF_BIAS = Key("mlp_bias", "ff_bias", bool, False, null_is_default=True)
 
+
+def parts(
+    *more: Part,
+    eps: float = 1e-6,
+    eps_key: str = "rms_norm_eps",
+    head: Part = HEAD_DIM,
+    activation: Key = ACTIVATION,
+    tied: Key = UNTIED,
+    rope: Part = Rope(),  # noqa: B008
+) -> tuple[Part, ...]:
+    """The parts of Llama, where others do not take their place, and more."""
+    return (*sizes(eps, eps_key), head, activation, tied, rope, *more)
+
+
+LAYER_NORM = {"norm": "layer", "norm_bias": True}
+
 _LAYER = "model.layers.{}."
-NAMES = {
-    "embed": "model.embed_tokens",
-    "blocks/attention_norm": _LAYER + "input_layernorm",
-    "blocks/attention/query": _LAYER + "self_attn.q_proj",
-    "blocks/attention/key": _LAYER + "self_attn.k_proj",
-    "blocks/attention/value": _LAYER + "self_attn.v_proj",
-    "blocks/attention/output": _LAYER + "self_attn.o_proj",
-    "blocks/attention/query_norm": _LAYER + "self_attn.q_norm",
-    "blocks/attention/key_norm": _LAYER + "self_attn.k_norm",
-    "blocks/feed_forward_norm": _LAYER + "post_attention_layernorm",
-    "blocks/feed_forward/gate": _LAYER + "mlp.gate_proj",
-    "blocks/feed_forward/up": _LAYER + "mlp.up_proj",
-    "blocks/feed_forward/down": _LAYER + "mlp.down_proj",
-    "norm": "model.norm",
-    "head": "lm_head",
-}
 # Of families that also normalise what a sublayer adds.
 POST_NORMS = {
     "blocks/post_attention_norm": _LAYER + "post_attention_layernorm",

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
+from jaxmem.checkpoints.families.family import Key, Part, listed_layers, read, write
 from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
@@ -85,7 +86,7 @@ def alternating_up_to(reader: Reader) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class Windows(Part):
     """The pattern of layers, and the window of some of them.
 
     Attributes:
@@ -107,22 +108,14 @@ class Windows:
     nothing: int | None = None
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """`pattern` and `window`."""
         optional, within = (int, type(None)), RANGES["window"]
         key = "sliding_window"
         if self.nothing is not None and reader.raw.get(key) == self.nothing:
             window = reader.take(key, int) and None
         else:
             window = reader.take(key, optional, self.default, within=within)
-        listed = reader.take("layer_types", (list, type(None)), None)
-        if listed is not None:
-            kinds = tuple(reader.choose("layer_types", kind, KINDS) for kind in listed)
-            if len(kinds) != reader.raw["num_hidden_layers"]:
-                raise reader.error(
-                    "layer_types must have one entry a layer, "
-                    f"{reader.raw['num_hidden_layers']}, got {len(kinds)}"
-                )
-        else:
+        kinds = listed_layers(reader, KINDS)
+        if kinds is None:
             kinds = self.pattern(reader) if window is not None else ("global",)
         reader.read.update(("use_sliding_window", "max_window_layers", *self.ignored))
         if "local" not in kinds:
@@ -133,25 +126,22 @@ class Windows:
         return {"pattern": kinds, "window": window}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The window, and the layers that have it."""
         raw: dict[str, Any] = {"sliding_window": model.window}
         if self.listed:
             names = {kind: name for name, kind in KINDS.items()}
             names["unrotated"] = names["global"]
-            kinds = (model.pattern * model.layers)[: model.layers]
+            kinds = model.by_layer("pattern")
             raw = {"layer_types": [names[kind] for kind in kinds]} | raw
         if self.default is not None and model.window is None:
             raw["sliding_window"] = self.default  # of no layer, but it must be given
         if self.switch:
-            raw |= {
-                "use_sliding_window": model.window is not None,
-                "max_window_layers": 0,
-            }
+            raw["use_sliding_window"] = model.window is not None
+            raw["max_window_layers"] = 0
         return raw
 
 
 @dataclasses.dataclass(frozen=True)
-class Unrotated:
+class Unrotated(Part):
     """Layers without rotation: listed, or each last of so many.
 
     Attributes:
@@ -161,7 +151,6 @@ class Unrotated:
     interval: int
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """`pattern`; `no_rope_layers` has 1 for layers that are rotated."""
         layers = reader.raw["num_hidden_layers"]
         within = RANGES["layers"]
         key = "no_rope_layer_interval"
@@ -177,13 +166,12 @@ class Unrotated:
         return {"pattern": tuple("global" if on else "unrotated" for on in listed)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The list."""
-        kinds = (model.pattern * model.layers)[: model.layers]
+        kinds = model.by_layer("pattern")  # 1 for layers that are rotated
         return {"no_rope_layers": [int(kind == "global") for kind in kinds]}
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunks:
+class Chunks(Part):
     """Layers that attend to chunks, which rotated ones do if nothing else is listed.
 
     Attributes:
@@ -195,7 +183,6 @@ class Chunks:
     default: int
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """`pattern` and `window`."""
         kinds = self.unrotated.read(reader)["pattern"]
         key, within = "attention_chunk_size", RANGES["window"]
         chunk = reader.take(key, (int, type(None)), self.default, within=within)
@@ -220,8 +207,7 @@ class Chunks:
         return {"pattern": found, "window": chunk if "chunked" in found else None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Both lists, and the chunk."""
-        kinds = (model.pattern * model.layers)[: model.layers]
+        kinds = model.by_layer("pattern")
         names = {True: "chunked_attention", False: "full_attention"}
         return {
             "no_rope_layers": [int(kind in ("global", "chunked")) for kind in kinds],
@@ -230,26 +216,20 @@ class Chunks:
         }
 
 
-class Growth:
+class Growth(Part):
     """How queries of unrotated layers grow, where `attn_temperature_tuning` says so."""
 
+    keys = (
+        Key("attn_scale", "unrotated_growth", float, 0.1),
+        Key("floor_scale", "unrotated_growth_length", default=8192),
+    )
+
     def read(self, reader: Reader) -> dict[str, Any]:
-        """`unrotated_growth` and its length."""
         tuned = reader.take("attn_temperature_tuning", (bool, int), True)
-        within = RANGES["unrotated_growth"]
-        growth = reader.take("attn_scale", float, 0.1, within=within)
-        within = RANGES["unrotated_growth_length"]
-        length = reader.take("floor_scale", int, 8192, within=within)
-        return {
-            "unrotated_growth": growth if tuned else None,
-            "unrotated_growth_length": length,
-        }
+        fields = read(self.keys, reader)
+        return fields if tuned else fields | {"unrotated_growth": None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The switch and what it needs."""
-        growth = model.unrotated_growth
-        return {
-            "attn_temperature_tuning": growth is not None,
-            "attn_scale": 0.1 if growth is None else growth,
-            "floor_scale": model.unrotated_growth_length,
-        }
+        if model.unrotated_growth is not None:
+            return {"attn_temperature_tuning": True} | write(self.keys, model)
+        return {"attn_temperature_tuning": False}
