@@ -53,6 +53,15 @@ def check_numbers(config: Any, ranges: Mapping[str, Range]) -> None:
             )
 
 
+def check_choices(config: Any) -> None:
+    """Raise a ValueError that names the first field that is none of its literals."""
+    for field in dataclasses.fields(config):
+        kinds = field.type, *typing.get_args(field.type)
+        if Literal in map(typing.get_origin, kinds):
+            good = accepts(field.type, getattr(config, field.name))
+            check_field(config, field.name, good, describe(field.type))
+
+
 def problem_of(value: Any) -> str | None:
     """What is wrong with a value that no option may have; None for any other value.
 

@@ -7,17 +7,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxmem.base.fields import check_field, check_numbers
-from jaxmem.base.ranges import integers, reals
+from jaxmem.base.fields import check_choices, check_field, check_numbers
+from jaxmem.base.ranges import Range, integers, reals
 from jaxmem.models import lora
 
 KINDS = ("global", "local", "chunked", "unrotated")
 MIXERS = ("attention", "reuse", "latent", "delta")
 FEED_FORWARDS = ("dense", "experts", "dense_and_experts")
-
-
-_SCORES = ("softmax", "sigmoid", "chosen", "near")
-_ROPES = (None, "linear", "llama3", "yarn", "listed", "dynamic")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -31,75 +27,44 @@ ACTIVATIONS = {
 }
 
 
+def _all(names: str, within: Range) -> dict[str, Range]:
+    return dict.fromkeys(names.split(), within)
+
+
 # Sizes have bounds, each far above that of any model, so that an impossible size is an
 # error before anything is allocated. They also bound a weight to less than 2**63 bytes.
-_POSITIONS = integers(above=0, limit=2**31 - 1)  # int32
-_FF = integers(above=0, limit=2**22)
-_POSITIVE, _HEADS = reals(above=0), integers(above=0, limit=2**16)
 RANGES = {
     "layers": integers(above=0, limit=10_000),
     "hidden": integers(above=0, limit=2**20),
-    "ff": _FF,
-    "heads": _HEADS,
-    "kv_heads": _HEADS,
-    "head_dim": integers(above=0, limit=2**16),
-    "vocab_size": integers(above=0, limit=2**31 - 1),  # ids are int32
-    "rope_theta": _POSITIVE,
-    "rope_factor": _POSITIVE,
-    "rope_low_factor": _POSITIVE,
-    "rope_high_factor": _POSITIVE,
-    "rope_original": _POSITIONS,
-    "rope_magnitude": _POSITIVE,
-    "rope_long_magnitude": _POSITIVE,
-    "rope_limit": _POSITIONS,
     "rope_fraction": reals(above=0, high=1),
-    "delta_heads": _HEADS,
-    "delta_key_heads": _HEADS,
-    "delta_key_dim": _HEADS,
-    "delta_value_dim": _HEADS,
-    "delta_taps": integers(above=1, limit=2**10),
-    "global_head_dim": integers(above=0, limit=2**16),
-    "global_kv_heads": _HEADS,
     "rope_proportion": reals(0, high=1),
-    "layer_input": _FF,
-    "layer_input_vocab": integers(above=0, limit=2**31 - 1),
-    "rotated_width": _HEADS,
-    "value_dim": _HEADS,
-    "latent": _FF,
-    "query_latent": _FF,
-    "reuse_ff": _FF,
-    "learned_positions": _POSITIONS,
-    "experts": _HEADS,
-    "experts_per_token": _HEADS,
-    "expert_ff": _FF,
-    "router_scale": _POSITIVE,
-    "router_nearness": _POSITIVE,
+    "delta_taps": integers(above=1, limit=2**10),
     "router_aux_loss_coef": reals(0),
-    "router_groups": _HEADS,
-    "router_groups_kept": _HEADS,
-    "router_group_best": _HEADS,
-    "shared_ff": _FF,
-    "gate_limit": _POSITIVE,
-    "query_growth": _POSITIVE,
-    "unrotated_growth": _POSITIVE,
-    "unrotated_growth_length": _POSITIONS,
-    "embed_multiplier": _POSITIVE,
-    "residual_multiplier": _POSITIVE,
-    "logit_multiplier": _POSITIVE,
-    "window": _POSITIONS,
-    "local_rope_theta": _POSITIVE,
-    "softcap": _POSITIVE,
-    "attention_softcap": _POSITIVE,
-    "attention_scale": _POSITIVE,
     "norm_eps": reals(above=0, below=1),
     "lora_rank": integers(0, limit=2**16),
-    "lora_alpha": _POSITIVE,
+    **_all(
+        "heads kv_heads head_dim rotated_width value_dim global_head_dim "
+        "global_kv_heads delta_heads delta_key_heads delta_key_dim delta_value_dim "
+        "experts experts_per_token router_groups router_groups_kept router_group_best",
+        integers(above=0, limit=2**16),
+    ),
+    **_all(
+        "ff reuse_ff expert_ff shared_ff layer_input latent query_latent",
+        integers(above=0, limit=2**22),
+    ),
+    **_all(  # int32
+        "vocab_size layer_input_vocab rope_original rope_limit learned_positions "
+        "unrotated_growth_length window",
+        integers(above=0, limit=2**31 - 1),
+    ),
+    **_all(
+        "rope_theta local_rope_theta rope_factor rope_low_factor rope_high_factor "
+        "rope_magnitude rope_long_magnitude query_growth unrotated_growth "
+        "router_scale router_nearness gate_limit embed_multiplier residual_multiplier "
+        "logit_multiplier softcap attention_softcap attention_scale lora_alpha",
+        reals(above=0),
+    ),
 }
-
-
-def _check_choice(config: object, name: str, known: tuple) -> None:
-    wanted = f"one of {', '.join(map(repr, known))}"
-    check_field(config, name, getattr(config, name) in known, wanted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,21 +212,16 @@ class ModelConfig:
     def __post_init__(self):
         """Raise a ValueError that names a field whose size cannot be built."""
         check_numbers(self, RANGES)
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                "ModelConfig.kv_heads must divide heads, got "
-                f"kv_heads={self.kv_heads} for heads={self.heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"ModelConfig.head_dim must be even (RoPE), got {self.head_dim}"
-            )
+        check_choices(self)
+        for name in ("dtype", "param_dtype"):
+            known = getattr(self, name) in DTYPES
+            check_field(self, name, known, f"one of {', '.join(map(repr, DTYPES))}")
+        divides = self.heads % self.kv_heads == 0
+        check_field(self, "kv_heads", divides, f"a divisor of heads={self.heads}")
+        check_field(self, "head_dim", self.head_dim % 2 == 0, "even (RoPE)")
         self._check_kinds()
         self._check_rope()
-        _check_choice(self, "activation", (*ACTIVATIONS, "xielu"))
         self._check_norms()
-        _check_choice(self, "dtype", DTYPES)
-        _check_choice(self, "param_dtype", DTYPES)
         self._check_attention()
         self._check_experts()
         self._check_latent()
@@ -271,14 +231,10 @@ class ModelConfig:
         problem = lora.check(self)
         if problem is not None:
             raise ValueError(f"ModelConfig.{problem}")
-        if self.lora_rank and not self.gated and "gate" in self.lora_targets:
-            raise ValueError(
-                "ModelConfig.lora_targets has 'gate', which a feed-forward layer with "
-                "gated=False does not have; leave it out"
-            )
+        gate = self.lora_rank == 0 or self.gated or "gate" not in self.lora_targets
+        check_field(self, "lora_targets", gate, "without 'gate' with gated=False")
 
     def _check_rope(self):
-        _check_choice(self, "rope_scaling", _ROPES)
         pairs, is_listed = self.rope_width // 2, self.rope_scaling == "listed"
         for name in ("rope_factors", "rope_long_factors"):
             listed = getattr(self, name)
@@ -294,9 +250,6 @@ class ModelConfig:
         check_field(self, "rope_high_factor", above, "at least rope_low_factor")
 
     def _check_norms(self):
-        _check_choice(self, "norm", ("rms", "layer"))
-        _check_choice(self, "qk_norm_axis", ("head", "width"))
-        _check_choice(self, "parallel", (None, "shared", "separate"))
         for name, problem, why in (
             ("norm_bias", self.norm_bias and self.norm != "layer", "norm='layer'"),
             ("norm_bias", self.norm_bias and not self.norm_scale, "norm_scale"),
@@ -316,26 +269,17 @@ class ModelConfig:
                 raise ValueError(f"ModelConfig.{name}={value!r} needs {why}")
 
     def _check_attention(self):
-        _check_choice(self, "attention", ("xla", "cudnn", None))
         if self.attention != "cudnn":
             return
-        if self.attention_softcap is not None:
-            raise ValueError(
-                "ModelConfig.attention='cudnn' cannot cap scores; leave it None, or "
-                "'xla', with attention_softcap"
-            )
-        if self.sinks:
-            raise ValueError(
-                "ModelConfig.attention='cudnn' has no sinks; leave it None, or 'xla'"
-            )
-        if self.dtype == "float32":
-            raise ValueError(
-                "ModelConfig.attention='cudnn' needs dtype='bfloat16' or 'float16', "
-                "got 'float32'"
-            )
+        for problem, why in (
+            (self.attention_softcap is not None, "with attention_softcap"),
+            (self.sinks, "with sinks"),
+            (self.dtype == "float32", "with dtype='float32'"),
+            (self.rotated_width is not None, "with latent attention"),
+        ):
+            check_field(self, "attention", not problem, f"None or 'xla' {why}")
 
     def _check_experts(self):
-        _check_choice(self, "router_scores", _SCORES)
         has_experts = bool({"experts", "dense_and_experts"} & {*self.feed_forwards})
         wanted = "given where feed_forwards has 'experts', and only there"
         for name in ("experts", "expert_ff"):
@@ -374,8 +318,6 @@ class ModelConfig:
             return
         fits = self.rotated_width <= self.head_dim and self.rotated_width % 2 == 0
         check_field(self, "rotated_width", fits, "even, and at most head_dim")
-        plain = self.attention != "cudnn"
-        check_field(self, "attention", plain, "None or 'xla' with latent attention")
         without = {"query", "key", "value"} & {*self.lora_targets}
         fits = not (self.lora_rank and without)
         wanted = "without 'query', 'key' and 'value' with latent attention"

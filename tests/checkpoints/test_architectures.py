@@ -334,7 +334,7 @@ def test_both_forms_of_rotary_parameters_say_the_same(config, changes, tmp_path)
         (LLAMA3, dict(num_experts=8), "unknown keys 'num_experts': what they do to"),
         (LLAMA3, dict(hidden_size="4096"), "hidden_size must be int, got '4096'"),
         (LLAMA3, dict(hidden_size=None), "hidden_size must be int, got None"),
-        (LLAMA3, dict(num_key_value_heads=5), "kv_heads must divide heads"),
+        (LLAMA3, dict(num_key_value_heads=5), "kv_heads must be a divisor of heads="),
         (QWEN3, dict(layer_types=["full_attention"]), "one entry a layer, 28, got 1"),
         (
             QWEN3,

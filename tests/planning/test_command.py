@@ -190,7 +190,7 @@ def test_a_mesh(fake, capsys):
         (("--devices", "2"), "add an override such as mesh.fsdp=2"),
         (("mesh.tensor=8",), "mesh.tensor=8 must divide"),
         (("mesh.tensr=8",), "mesh.tensor"),
-        (("model.attention=cudnn",), "needs dtype='bfloat16' or 'float16'"),
+        (("model.attention=cudnn",), "None or 'xla' with dtype='float32'"),
         (("model.attention=cudnn", "model.dtype=bfloat16"), "cannot compile for h200"),
     ],
 )
