@@ -35,6 +35,16 @@ def short(value: object) -> str:
     return cut(text, _LONGEST)
 
 
+def must_be(place: str, wanted: str, got: object) -> str:
+    """What is said of a value that an argument, a key or a field cannot have."""
+    return f"{place} must be {wanted}, got {short(got)}"
+
+
+def reason(error: Exception) -> str:
+    """Why something cannot be read, as the operating system or a library says."""
+    return cut(getattr(error, "strerror", None) or str(error))
+
+
 def name(text: str) -> str:
     """The name unchanged, or as `short` writes it if it is long or unprintable."""
     plain = text.isprintable() and 0 < len(text) <= _LONGEST_NAME

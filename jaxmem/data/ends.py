@@ -57,9 +57,9 @@ def end_ids(checkpoint: str | Path, template: ChatTemplate | None) -> tuple[int,
         turns.
     """
     ids = set(checkpoints.end_ids(checkpoint))
-    end = None if template is None else Renderer(template).end_of_turn()
+    end = None if template is None else Renderer(lambda: template).end_of_turn()
     if end is not None:
         tokenizer = checkpoints.load_vocabulary(checkpoint).tokenizer
-        id_ = tokenizer.token_to_id(end)
-        ids |= set() if id_ is None else {id_}
+        if (id_ := tokenizer.token_to_id(end)) is not None:
+            ids.add(id_)
     return tuple(sorted(ids))

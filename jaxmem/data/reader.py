@@ -8,7 +8,7 @@ import datetime
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -19,7 +19,7 @@ from jaxmem.data.chat import ChatTemplate, Templates, read_template
 from jaxmem.data.config import DataConfig
 from jaxmem.data.forms import Asked, Columns, Document, Form
 from jaxmem.data.records import DataError, Record
-from jaxmem.data.rendering import Conversation, Notes, Rendered, Renderer
+from jaxmem.data.rendering import Notes, Renderer
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.data.token_rows import Tokens
 from jaxmem.data.vocabulary import special_tokens
@@ -37,21 +37,20 @@ _REFUSED = frozenset(
     "conversations completion response output chosen rejected input_ids "
     "attention_mask chat_template_kwargs".split()
 )
-DOCUMENTS: tuple[forms.DocumentForm, ...] = (
+DOCUMENTS = (
     Tokens(), forms.ShareGpt(), forms.Messages(), forms.Alpaca(), forms.Answered(),
     forms.Text(),
 )  # fmt: skip
-PAIRS: tuple[forms.PairForm, ...] = (forms.Preference(),)
-PROMPTS: tuple[forms.PromptForm, ...] = (
+PAIRS = (forms.Preference(),)
+PROMPTS = (
     forms.ShareGpt(), forms.Messages(), forms.Instruction(), forms.Prompt(),
 )  # fmt: skip
-_Form = TypeVar("_Form", bound=Form)
 
 
 class _Choice(NamedTuple):
     """What a set of columns is."""
 
-    form: Any
+    form: Form
     names: dict[str, str]  # of the form's columns, in the record
     refused: str | None  # a column that must not be left out
     unused: tuple[str, ...]  # those that are said once
@@ -74,12 +73,11 @@ class RecordReader:
         ignored: Collection[str] = (),
         absent: Sequence[str] = (),
     ):
-        self._ignored = frozenset(ignored)
-        self._template, self._absent = template, tuple(absent)
+        self._ignored, self._absent = frozenset(ignored), tuple(absent)
         self._columns = {theirs: ours for ours, theirs in (columns or {}).items()}
         self._choices: dict[Any, _Choice] = {}
-        self._renderer: Renderer | None = None
         self.notes, self._kinds = Notes(), Counter[str]()
+        self.renderer = Renderer(template, self.notes, self._ignored)
         self._seen: set[str] = set()  # columns of records
         _check_names(self._columns.values())
 
@@ -126,7 +124,7 @@ class RecordReader:
             DataError: it is of no form, or cannot be rendered.
         """
         form, columns = self._read(record, DOCUMENTS, exact=True)
-        document = form.document(columns, self)
+        document = form.document(columns)
         self._check(record.where, document.text, document.prompt)
         return document
 
@@ -137,7 +135,7 @@ class RecordReader:
             DataError: as in `document`.
         """
         form, columns = self._read(record, PAIRS, exact=True)
-        documents = form.answers(columns, self)
+        documents = form.answers(columns)
         for document in documents:
             self._check(record.where, document.text, document.prompt)
         return documents
@@ -149,15 +147,15 @@ class RecordReader:
             DataError: as in `document`.
         """
         form, columns = self._read(record, PROMPTS, exact=False)
-        asked = form.prompt(columns, self)
+        asked = form.prompt(columns)
         self._check(record.where, asked.text)
         used = set(columns.names.values())
         given = self._renamed(record.fields)
         return asked, {k: v for k, v in given.items() if k not in used}
 
     def _read(
-        self, record: Record, known: Sequence[_Form], exact: bool
-    ) -> tuple[_Form, Columns]:
+        self, record: Record, known: Sequence[Form], exact: bool
+    ) -> tuple[Form, Columns]:
         fields = self._renamed(record.fields)
         present = {k: v for k, v in fields.items() if v is not None}
         key = known, exact, frozenset(present)
@@ -170,9 +168,12 @@ class RecordReader:
                 f'"{choice.refused}"; remove it, name it in data.ignored, or say what '
                 "it is in data.columns"
             )
-        self._count(record.where, choice)
+        self._kinds[choice.form.name] += 1
+        for column in choice.unused:
+            note = f"the column {messages.short(column)} is not used"
+            self.notes.add(note, record.where)
         values = {name: present[key] for name, key in choice.names.items()}
-        return choice.form, Columns(record.where, values, choice.names)
+        return choice.form, Columns(record.where, values, choice.names, self.renderer)
 
     def _renamed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The columns under the names of forms, without those that are left out."""
@@ -190,7 +191,7 @@ class RecordReader:
         self,
         record: Record,
         present: Collection[str],
-        known: Sequence[_Form],
+        known: Sequence[Form],
         exact: bool,
     ) -> _Choice:
         for form in known:
@@ -203,11 +204,6 @@ class RecordReader:
             return _Choice(form, names, refused, unused)
         raise DataError(f"{record.where}: {_expected(known, present, self._columns)}")
 
-    def _count(self, where: str, choice: _Choice) -> None:
-        self._kinds[choice.form.name] += 1
-        for column in choice.unused:
-            self.notes.add(f"the column {messages.short(column)} is not used", where)
-
     def _check(self, where: str, *texts: str) -> None:
         for token in self._absent:
             if any(token in text for text in texts):
@@ -216,52 +212,15 @@ class RecordReader:
                     "the model has no embedding of"
                 )
 
-    # ---------------------------------------------------------------- rendering
-
-    @property
-    def ignored(self) -> frozenset[str]:
-        """Keys of messages that are left out."""
-        return self._ignored
-
-    def counted(self, talk: Conversation, where: str) -> Rendered:
-        """A conversation as text, and the spans that the loss counts."""
-        try:
-            return self._rendering(where).counted(talk, where)
-        except DataError as error:
-            raise _placed(where, error) from error
-
-    def asked(self, talk: Conversation, where: str) -> str:
-        """A conversation as text, up to the answer."""
-        try:
-            return self._rendering(where).prompt(talk, where)
-        except DataError as error:
-            raise _placed(where, error) from error
-
-    def _rendering(self, where: str) -> Renderer:
-        if self._renderer is None:
-            if self._template is None:
-                raise DataError(
-                    f"{where}: messages are rendered by a checkpoint's chat template; "
-                    "set model.checkpoint"
-                )
-            self._renderer = Renderer(self._template(), self.notes)
-        return self._renderer
-
     # -------------------------------------------------------------------- lines
 
     def template(self) -> ChatTemplate:
         """The template of conversations; raises a DataError where there is none."""
-        self._rendering("the conversation")
-        assert self._template is not None
-        return self._template()
-
-    def check_template(self) -> None:
-        """Raise a DataError where there is no template."""
-        self._rendering("the conversation")
+        return self.renderer.template
 
     def end_of_turn(self) -> str | None:
         """The token that ends an assistant's turn; None where none was rendered."""
-        return None if self._renderer is None else self._renderer.end_of_turn()
+        return self.renderer.end_of_turn() if self.renderer.has_rendered else None
 
     def lines(self) -> list[str]:
         """What was read as what, and what was not used; nothing of plain texts."""
@@ -283,11 +242,6 @@ def _check_names(names: Iterable[str]) -> None:
                 f"data.columns has {messages.short(name)}, which is no column of a "
                 f"form; those are {', '.join(sorted(known))}"
             )
-
-
-def _placed(where: str, error: DataError) -> DataError:
-    said = str(error)
-    return error if said.startswith(where) else DataError(f"{where}: {said}")
 
 
 _HINTS = {

@@ -9,14 +9,16 @@ follow from it. Otherwise each field is looked for by a marker of its own.
 """
 
 import bisect
+import contextlib
+import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxmem.data import marks, variants
-from jaxmem.data.chat import END, START, ChatTemplate, Message
+from jaxmem.data.chat import END, START, ChatTemplate, Message, Templates
 from jaxmem.data.marks import FILLER, Field
 from jaxmem.data.records import DataError
 from jaxmem.data.variants import Variant
@@ -74,12 +76,38 @@ class _Shape(NamedTuple):
 
 
 class Renderer:
-    """Renders conversations by one template, and checks that nothing is lost."""
+    """Renders conversations by one template, and checks that nothing is lost.
 
-    def __init__(self, template: ChatTemplate, notes: Notes | None = None):
-        self._template = template
+    Args:
+        template: returns the template, at its first use; None: there is none.
+        notes: what is said once about many records.
+        ignored: keys of messages that are left out.
+    """
+
+    def __init__(
+        self,
+        template: Templates | None,
+        notes: Notes | None = None,
+        ignored: Collection[str] = (),
+    ):
+        self._read, self.ignored = template, ignored
         self._notes = Notes() if notes is None else notes
         self._shapes: dict[str, _Shape] = {}
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The template; it raises a DataError where there is none."""
+        if self._read is None:
+            raise DataError(
+                "messages are rendered by a checkpoint's chat template; set "
+                "model.checkpoint"
+            )
+        return self._read()
+
+    @property
+    def has_rendered(self) -> bool:
+        """Whether there was a conversation."""
+        return bool(self._shapes)
 
     def counted(self, talk: Conversation, where: str) -> Rendered:
         """Render a conversation, and find the spans that its counted turns wrote.
@@ -94,26 +122,34 @@ class Renderer:
         Raises:
             DataError: the template raises, or leaves a field out.
         """
-        shape, given, fields = self._shape(talk, False)
-        turns = given.turns
-        text, move = self._text(shape, given, fields, False, where)
-        if not shape.ordered:
-            if len(talk.counted) < sum(t["role"] == "assistant" for t in talk.turns):
-                raise DataError(
-                    "the chat template marks another number of assistant turns than "
-                    "there are, and the loss is not to count all of them"
-                )
-            spans: Iterable[Span] = _marked_spans(self._render(turns, given, False))
-        elif move is None:
-            exact = self._spans(turns, given, self._render(turns, given, False))
-            spans = [exact[i] for i in sorted(talk.counted) if i in exact]
-        else:
-            spans = [
+        with _placed(where):
+            shape, given, fields = self._shape(talk, False)
+            text, move = self._text(shape, given, fields, False, where)
+            return Rendered(text, tuple(self._counted(talk, shape, given, move)))
+
+    def _counted(
+        self,
+        talk: Conversation,
+        shape: _Shape,
+        given: Conversation,
+        move: marks.Filled | None,
+    ) -> Iterable[Span]:
+        if shape.ordered and move is not None:
+            return [
                 (_moved(move, a), _moved(move, b))
                 for i, (a, b) in sorted(shape.spans.items())
                 if i in talk.counted
             ]
-        return Rendered(text, tuple(spans))
+        text = self._render(given.turns, given, False)
+        if shape.ordered:
+            exact = self._spans(given.turns, given, text)
+            return [exact[i] for i in sorted(talk.counted) if i in exact]
+        if len(talk.counted) < sum(t["role"] == "assistant" for t in talk.turns):
+            raise DataError(
+                "the chat template marks another number of assistant turns than "
+                "there are, and the loss is not to count all of them"
+            )
+        return _marked_spans(text)
 
     def prompt(self, talk: Conversation, where: str) -> str:
         """Render a conversation up to the answer.
@@ -121,8 +157,9 @@ class Renderer:
         Raises:
             DataError: as in `counted`.
         """
-        shape, given, fields = self._shape(talk, True)
-        return self._text(shape, given, fields, True, where)[0]
+        with _placed(where):
+            shape, given, fields = self._shape(talk, True)
+            return self._text(shape, given, fields, True, where)[0]
 
     def end_of_turn(self) -> str | None:
         """The special token that ends an assistant's turn, if one does."""
@@ -137,12 +174,12 @@ class Renderer:
                 continue
             if FILLER in text:
                 stop = text.rindex(FILLER) + len(FILLER)
-                end = self._template.end.match(text, stop)
+                end = self.template.end.match(text, stop)
                 return end[0].strip() if end and end[0].strip() else None
         return None
 
     def _render(self, turns: Sequence[Message], talk: Conversation, asks: bool) -> str:
-        return self._template.render(
+        return self.template.render(
             turns, tools=talk.tools, options=talk.options, add_generation_prompt=asks
         )
 
@@ -248,27 +285,25 @@ class Renderer:
         elsewhere, refused = self._missing(text, given, asks)
         spans = {} if asks or refused else self._spans(marked.turns, marked, text)
         assistants = sum(turn["role"] == "assistant" for turn in talk.turns)
-        ordered = not self._template.marks or len(spans) == assistants
+        ordered = not self.template.marks or len(spans) == assistants
         return _Shape(variant, _unmarked(text), spans, ordered, elsewhere, refused)
 
     def _missing(
         self, text: str, given: Conversation, asks: bool
     ) -> tuple[tuple[Field, ...], str | None]:
         """Fields without a marker in a text: those written elsewhere, and an error."""
-        fields = marks.marked(given.turns, given.tools).fields
-        elsewhere = []
+        turns, elsewhere = given.turns, []
+        fields = marks.marked(turns, given.tools).fields
         for number in sorted(set(range(len(fields))) - marks.found(text)):
             field = fields[number]
-            if self._is_a_link(given.turns, field) or self._writes(given, number, asks):
+            # The name of the function that has answered stands in its call as well.
+            is_link = field.name == "name" and turns[field.turn]["role"] == "tool"
+            if is_link or self._writes(given, number, asks):
                 continue
             if not self._writes_elsewhere(given, number, field):
                 return (), _dropped(field)
             elsewhere.append(field)
         return tuple(elsewhere), None
-
-    def _is_a_link(self, turns: Sequence[Message], field: Field) -> bool:
-        """Whether a field says which function has answered, as its call does."""
-        return field.name == "name" and turns[field.turn]["role"] == "tool"
 
     # -------------------------------------------------------------------- spans
 
@@ -277,7 +312,7 @@ class Renderer:
     ) -> dict[int, Span]:
         """Spans of the assistant turns in a text with marks of generation."""
         assistants = [i for i, t in enumerate(turns) if t["role"] == "assistant"]
-        if self._template.marks:
+        if self.template.marks:
             spans = _marked_spans(text)
             if len(spans) != len(assistants):
                 return dict(enumerate(spans, start=-len(spans)))
@@ -303,7 +338,7 @@ class Renderer:
         start = len(os.path.commonprefix([text, changed]))
         stop = len(text) - len(os.path.commonprefix([text[::-1], changed[::-1]]))
         start = self._after_prompt(turns[:i], talk, text, start)
-        end = self._template.end.match(text, stop)
+        end = self.template.end.match(text, stop)
         return (start, end.end() if end else stop)
 
     def _after_prompt(
@@ -323,6 +358,18 @@ class Renderer:
 
 _ELSEWHERE = "the chat template writes {!r} in later places alone, and not in records"
 _RESHAPED = "the chat template writes {!r} otherwise than it is given"
+
+
+@contextlib.contextmanager
+def _placed(where: str) -> Iterator[None]:
+    """Name the record in a DataError that does not."""
+    try:
+        yield
+    except DataError as error:
+        said = str(error)
+        if said.startswith(where):
+            raise
+        raise DataError(f"{where}: {said}") from error
 
 
 def _dropped(field: Field) -> str:

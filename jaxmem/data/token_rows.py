@@ -1,13 +1,11 @@
 """Records that are tokens already."""
 
-from typing import Any
-
 from jaxmem.base import messages
-from jaxmem.data.forms import Columns, Document, DocumentForm, Renders
+from jaxmem.data.forms import Columns, Document, Form
 from jaxmem.data.records import DataError
 
 
-class Tokens(DocumentForm):
+class Tokens(Form):
     """Ids of tokens, and labels as transformers has them: -100 where none counts."""
 
     name = "tokens"
@@ -18,13 +16,13 @@ class Tokens(DocumentForm):
         "mask": ("completion_mask", "assistant_masks", "assistant_mask"),
     }
 
-    def document(self, columns: Columns, renders: Renders) -> Document:
-        ids = self._integers(columns, "ids", columns["ids"])
+    def document(self, columns: Columns) -> Document:
+        ids = self._integers(columns, "ids")
         count = len(ids)
         live = [True] * count
         for name in ("attention", "mask"):
             if name in columns:
-                values = self._integers(columns, name, columns[name], count)
+                values = self._integers(columns, name, count)
                 if name == "attention" and 0 in values:
                     raise DataError(
                         f"{columns.where}: attention_mask must be 1 everywhere: "
@@ -32,7 +30,7 @@ class Tokens(DocumentForm):
                     )
                 live = [a and b == 1 for a, b in zip(live, values, strict=True)]
         if "labels" in columns:
-            labels = self._integers(columns, "labels", columns["labels"], count)
+            labels = self._integers(columns, "labels", count)
             for i, (id_, label) in enumerate(zip(ids, labels, strict=True)):
                 if label not in (id_, -100):
                     raise DataError(
@@ -46,15 +44,14 @@ class Tokens(DocumentForm):
         )
 
     def _integers(
-        self, columns: Columns, name: str, values: Any, count: int | None = None
+        self, columns: Columns, name: str, count: int | None = None
     ) -> list[int]:
+        values = columns[name]
         good = isinstance(values, list) and all(
             type(x) is int and abs(x) < 2**31 for x in values
         )
         if not good or not values or (count is not None and len(values) != count):
             wanted = "integers" if count is None else f"{count} integers, one a token"
-            raise DataError(
-                f'{columns.where}: "{columns.names[name]}" must be a list of {wanted}, '
-                f"got {messages.short(values)}"
-            )
+            place = f'{columns.where}: "{columns.names[name]}"'
+            raise DataError(messages.must_be(place, f"a list of {wanted}", values))
         return values

@@ -28,6 +28,11 @@ class Talk(NamedTuple):
     turns: list[Message]
     muted: frozenset[int]  # numbers of the assistant turns that it may not
 
+    def after(self, before: list[Message]) -> "Talk":
+        """The messages with others before them."""
+        muted = frozenset(len(before) + i for i in self.muted)
+        return Talk([*before, *self.turns], muted)
+
 
 def talk_of(where: str, key: str, value: Any, ignored: Collection[str] = ()) -> Talk:
     """Return the messages of a field, checked.
@@ -44,9 +49,8 @@ def talk_of(where: str, key: str, value: Any, ignored: Collection[str] = ()) -> 
     """
     listed = [value] if isinstance(value, dict) else value
     if not isinstance(listed, list) or not listed:
-        raise DataError(
-            f'{where}: "{key}" must be a list of messages, got {messages.short(value)}'
-        )
+        place = f'{where}: "{key}"'
+        raise DataError(messages.must_be(place, "a list of messages", value))
     turns, muted = [], set()
     for i, given in enumerate(listed):
         place = f'{where}: "{key}"[{i}]'
@@ -58,19 +62,13 @@ def talk_of(where: str, key: str, value: Any, ignored: Collection[str] = ()) -> 
 
 
 def _turn(place: str, given: Any, ignored: Collection[str]) -> tuple[Message, bool]:
-    if not isinstance(given, dict):
-        raise DataError(
-            f'{place} must be an object with "role" and "content", got '
-            f"{messages.short(given)}"
-        )
-    turn = {k: v for k, v in given.items() if v is not None and k not in ignored}
+    items = given.items() if isinstance(given, dict) else ()
+    turn = {k: v for k, v in items if v is not None and k not in ignored}
     if "role" not in turn and "from" in turn:
         turn = _of_sharegpt(place, turn)
     if not isinstance(turn.get("role"), str):
-        raise DataError(
-            f'{place} must be an object with "role" and "content", got '
-            f"{messages.short(given)}"
-        )
+        wanted = 'an object with "role" and "content"'
+        raise DataError(messages.must_be(place, wanted, given))
     if _MORE.isdisjoint(turn) and isinstance(turn.get("content"), str):
         return turn, True
     counts = _counts(place, turn)
@@ -78,7 +76,12 @@ def _turn(place: str, given: Any, ignored: Collection[str]) -> tuple[Message, bo
     if "function_call" in turn:  # as OpenAI had it before there were several
         turn["tool_calls"] = [{"function": turn.pop("function_call")}]
     if "tool_calls" in turn:
-        turn["tool_calls"] = _calls(place, turn["tool_calls"])
+        calls = turn["tool_calls"]
+        if not isinstance(calls, list):
+            raise DataError(messages.must_be(f"{place}.tool_calls", "a list", calls))
+        turn["tool_calls"] = [
+            _call(f"{place}.tool_calls[{i}]", call) for i, call in enumerate(calls)
+        ]
         turn.setdefault("content", None)
     if "content" not in turn and _REASONING[0] not in turn:
         raise DataError(f'{place} has no "content", and no "tool_calls"')
@@ -104,10 +107,8 @@ def _of_sharegpt(place: str, turn: Message) -> Message:
     named = turn.pop("from")
     role = _ROLES.get(named) if isinstance(named, str) else None
     if role is None:
-        raise DataError(
-            f"{place}.from must be one of {', '.join(_ROLES)}, got "
-            f"{messages.short(named)}"
-        )
+        wanted = f"one of {', '.join(_ROLES)}"
+        raise DataError(messages.must_be(f"{place}.from", wanted, named))
     made: Message = {"role": role, **turn}
     value = made.pop("value", None)
     if named != "function_call":
@@ -125,10 +126,8 @@ def _counts(place: str, turn: Message) -> bool:
             continue
         value = turn.pop(flag)
         if value not in (0, 1):
-            raise DataError(
-                f"{place}.{flag} must be 0 or 1: other weights of messages are not "
-                f"implemented, got {messages.short(value)}"
-            )
+            wanted = "0 or 1: other weights of messages are not implemented"
+            raise DataError(messages.must_be(f"{place}.{flag}", wanted, value))
         if value and turn["role"] != "assistant":
             raise DataError(
                 f"{place}.{flag} must be 0, or left out: the loss counts assistant "
@@ -142,10 +141,8 @@ def _content(place: str, content: Any) -> Any:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise DataError(
-            f"{place}.content must be a text or a list of parts, got "
-            f"{messages.short(content)}"
-        )
+        wanted = "a text or a list of parts"
+        raise DataError(messages.must_be(f"{place}.content", wanted, content))
     return [_part(f"{place}.content[{i}]", part) for i, part in enumerate(content)]
 
 
@@ -154,10 +151,9 @@ def _part(place: str, part: Any) -> Any:
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise DataError(
-            f'{place} must be a part with the type "text" and a "text", got '
-            f"{messages.short(kind if isinstance(kind, str) else part)}"
-        )
+        got = kind if isinstance(kind, str) else part
+        wanted = 'a part with the type "text" and a "text"'
+        raise DataError(messages.must_be(place, wanted, got))
     kept = {k: v for k, v in part.items() if v is not None}
     if others := sorted(kept.keys() - {"type", "text"}):
         raise DataError(f"{place} has the keys {messages.listing(others)}, which are "
@@ -165,17 +161,10 @@ def _part(place: str, part: Any) -> Any:
     return kept
 
 
-def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
-    place = f"{place}.tool_calls"
-    if not isinstance(calls, list):
-        raise DataError(f"{place} must be a list, got {messages.short(calls)}")
-    return [_call(f"{place}[{i}]", call) for i, call in enumerate(calls)]
-
-
 def _call(place: str, call: Any) -> dict[str, Any]:
     """A call whose arguments, if any, are an object."""
     if not isinstance(call, dict):
-        raise DataError(f"{place} must be an object, got {messages.short(call)}")
+        raise DataError(messages.must_be(place, "an object", call))
     made = {k: v for k, v in call.items() if v is not None}
     if "function" in made:
         return made | {"function": _call(f"{place}.function", made["function"])}
@@ -187,18 +176,15 @@ def _call(place: str, call: Any) -> dict[str, Any]:
 
 
 def _arguments(place: str, given: Any) -> dict[str, Any]:
-    value = given
-    if isinstance(given, str):
-        value = _parsed(f"{place}.arguments", given or "{}")
+    source = "{}" if given == "" else given
+    value = _parsed(f"{place}.arguments", source)
     if not isinstance(value, Mapping):
-        raise DataError(
-            f"{place}.arguments must be an object, or one as JSON, got "
-            f"{messages.short(given)}"
-        )
-    if not isinstance(given, str):
+        wanted = "an object, or one as JSON"
+        raise DataError(messages.must_be(f"{place}.arguments", wanted, given))
+    if not isinstance(source, str):
         return dict(value)
     decoded = Decoded(value)
-    decoded.source = given or "{}"
+    decoded.source = source
     return decoded
 
 
@@ -208,15 +194,14 @@ def tools_of(where: str, value: Any) -> list[Any] | None:
     Raises:
         DataError: they are something else.
     """
-    listed = _parsed(f"{where}: tools", value) if isinstance(value, str) else value
+    listed = _parsed(f"{where}: tools", value)
     if not isinstance(listed, list) or not all(isinstance(t, dict) for t in listed):
-        raise DataError(
-            f"{where}: tools must be a list of schemas, got {messages.short(value)}"
-        )
+        raise DataError(messages.must_be(f"{where}: tools", "a list of schemas", value))
     return listed or None
 
 
 def _parsed(place: str, text: Any) -> Any:
+    """A value, or what a text holds as JSON."""
     if not isinstance(text, str):
         return text
     try:

@@ -85,11 +85,11 @@ class HarnessModel(LM):
     ) -> str:
         """See `lm_eval.api.model.LM`."""
         where = "the conversation"
-        reader, talk = self._model.reader, talk_of(where, "messages", chat_history)
-        given = Conversation(talk.turns)
+        given = Conversation(talk_of(where, "messages", chat_history).turns)
+        renderer = self._model.reader.renderer
         if add_generation_prompt:
-            return reader.asked(given, where)
-        return reader.counted(given, where).text
+            return renderer.prompt(given, where)
+        return renderer.counted(given, where).text
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Score continuations: ln p, and whether greedy decoding would write them.

@@ -19,7 +19,7 @@ def chat(generator: Generator, system: str | None = None) -> None:
     Raises:
         DataError: the model has no chat template.
     """
-    generator.model.reader.check_template()
+    generator.model.reader.template()
     start = [] if system is None else [{"role": "system", "content": system}]
     turns: list[dict[str, Any]] = [*start]
     _note(_HELP)

@@ -148,7 +148,7 @@ def test_text_and_tokens_are_transformers(name, tokenizer):
         tokenizer_object=tokenizer, chat_template=TEMPLATES[name][0], **NAMED
     )
     assert made == theirs.apply_chat_template(TALK, tokenize=False)
-    prompt = Renderer(template(name)).prompt(Conversation(TALK[:1]), "")
+    prompt = Renderer(lambda: template(name)).prompt(Conversation(TALK[:1]), "")
     assert prompt == theirs.apply_chat_template(
         TALK[:1], tokenize=False, add_generation_prompt=True
     )
@@ -169,7 +169,7 @@ def rendered(name):
 def counted_of(name, first=0):
     """What the loss counts from message `first` on."""
     turns = frozenset(i for i in (1, 3) if i >= first)
-    return Renderer(template(name)).counted(Conversation(TALK, turns), "")
+    return Renderer(lambda: template(name)).counted(Conversation(TALK, turns), "")
 
 
 def labels_of(name, tokenizer):
@@ -211,7 +211,7 @@ def test_a_call_of_a_tool_is_counted_whole():
         "{% endfor %}"
     )
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "é"}]}
-    renderer = Renderer(ChatTemplate(text, {}, "", ["<|im_end|>"]))
+    renderer = Renderer(lambda: ChatTemplate(text, {}, "", ["<|im_end|>"]))
     made = renderer.counted(Conversation([TALK[0], call], frozenset([1])), "")
     ((a, b),) = made.counted
     assert made.text[a:b] == '[{"name": "é"}]<|im_end|>'
