@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +101,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
         except OSError:
             unfinished.unlink(missing_ok=True)
             raise
+
+
+@contextlib.contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """A path to write, which becomes the given one; several processes may do so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(".unfinished", dir=path.parent) as directory:
+        made = Path(directory) / path.name
+        yield made
+        os.replace(made, path)
 
 
 def sync(descriptor: int) -> None:

@@ -40,7 +40,7 @@ def must_be(place: str, wanted: str, got: object) -> str:
     return f"{place} must be {wanted}, got {short(got)}"
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Why something cannot be read, as the operating system or a library says."""
     return cut(getattr(error, "strerror", None) or str(error))
 

@@ -96,7 +96,7 @@ def _read_text(path: Path) -> str:
     try:
         return json_files.read_text(path)
     except (OSError, json_files.JsonError) as error:
-        reason = messages.cut(getattr(error, "strerror", None) or str(error))
+        reason = messages.reason(error)
         raise CheckpointError(f"{path}: cannot be read: {reason}") from error
 
 
@@ -113,7 +113,7 @@ def _read_tokenizer(
     except BaseException as error:
         if not isinstance(error, Exception) and "Panic" not in type(error).__name__:
             raise
-        reason = messages.cut(getattr(error, "strerror", None) or str(error))
+        reason = messages.reason(error)
         raise CheckpointError(f"{path}: cannot be read: {reason}") from error
 
 

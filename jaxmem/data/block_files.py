@@ -8,9 +8,9 @@ of the files.
 import bisect
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -26,6 +26,7 @@ from jaxmem.data.records import (
     numbered_files,
     parse_line,
     read_records,
+    unreadable,
 )
 
 BLOCK_BYTES = 2**20
@@ -74,11 +75,7 @@ class Blocks(Sequence[Block]):
         try:
             return -(-path.stat().st_size // BLOCK_BYTES)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            shown = messages.name(str(path))
-            raise DataError(
-                f"{self._argument}: cannot read {shown}: {reason}"
-            ) from None
+            raise unreadable(path, self._argument, error) from None
 
     def __len__(self) -> int:
         return self._stops[-1]
@@ -142,14 +139,27 @@ def of_split(
     return numbers
 
 
+class _Read(grain.experimental.FlatMapTransform):
+    """The number of a block to its pieces."""
+
+    def __init__(self, read: Callable[[int], Iterable[Any]]):
+        self._read = read
+
+    def flat_map(self, element: int) -> list[Any]:
+        return list(self._read(element))
+
+
 def shuffled(
     numbers: np.ndarray,
     blocks: Blocks,
-    read: grain.experimental.FlatMapTransform,
+    read: Callable[[int], Iterable[dict[str, np.ndarray]]],
     config: DataConfig,
     epochs: int | None,
 ) -> grain.IterDataset:
-    """Pieces of blocks: the blocks in another order each epoch, pieces in a window."""
+    """Pieces of blocks, which `read` makes of a block's number.
+
+    Blocks come in another order each epoch, and pieces are shuffled in a window.
+    """
     listed: list[int] = numbers.tolist()
     if config.weights is None or epochs is not None:
         order = grain.MapDataset.source(listed).shuffle(seed=config.seed).repeat(epochs)
@@ -158,7 +168,7 @@ def shuffled(
         mixed = mixing.Mixed(sources, config.weights, config.seed)
         order = grain.MapDataset.source(mixed).map(listed.__getitem__)
     pieces = grain.experimental.FlatMapIterDataset(
-        order.to_iter_dataset(IN_THIS_THREAD), read
+        order.to_iter_dataset(IN_THIS_THREAD), _Read(read)
     )
     return grain.experimental.WindowShuffleIterDataset(
         pieces, window_size=config.shuffle_window, seed=config.seed
@@ -175,13 +185,11 @@ def _lines(path: Path, start: int) -> Iterator[Record]:
             line = file.readline()
             if not line:
                 return
-            if line.strip():
-                yield _record(f"{path}: line at byte {place:,}", line)
-
-
-def _record(where: str, line: bytes) -> Record:
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 ({error.reason})") from error
-    return Record(where, parse_line(where, text))
+            if not line.strip():
+                continue
+            where = f"{path}: line at byte {place:,}"
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}: not UTF-8 ({error.reason})") from error
+            yield Record(where, parse_line(where, text))

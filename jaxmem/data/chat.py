@@ -67,8 +67,11 @@ class ChatTemplate:
         self._where = where
         try:
             environment = _environment()
+            from jinja2 import meta
+
             self._template = environment.from_string(text)
-            self._variables = _variables(environment, text)
+            # Those that the template reads and does not set first.
+            self._variables = meta.find_undeclared_variables(environment.parse(text))
         except Exception as error:  # of jinja2, which may not be imported here
             raise DataError(f"{where}: {_reason(error)}") from error
         now = today or datetime.datetime.now()
@@ -141,9 +144,12 @@ def read_template(
     Raises:
         DataError: there is no template, or it is not valid.
     """
-    directory = Path(directory)
-    config = _optional_object(directory / "tokenizer_config.json")
-    tokens = {}
+    directory, tokens = Path(directory), {}
+    described = directory / "tokenizer_config.json"
+    try:
+        config = json_files.read_object(described) if described.exists() else {}
+    except json_files.JsonError as error:
+        raise DataError(str(error)) from error
     for name in _NAMED_TOKENS:
         token = config.get(name)
         token = token.get("content") if isinstance(token, dict) else token
@@ -155,34 +161,20 @@ def read_template(
         try:
             text = json_files.read_text(chosen)
         except (OSError, json_files.JsonError) as error:
-            reason = getattr(error, "strerror", None) or error
+            reason = messages.reason(error)
             raise DataError(f"{chosen}: cannot be read: {reason}") from error
         return ChatTemplate(text, tokens, str(chosen), special, options, today)
-    where = f"{directory / 'tokenizer_config.json'}: chat_template"
-    text = _default_template(config.get("chat_template"))
-    if text is None:
+    where = f"{described}: chat_template"
+    text = config.get("chat_template")
+    if isinstance(text, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in text if isinstance(t, dict)}
+        text = named.get("default")
+    if not isinstance(text, str):
         raise DataError(
             f"{directory} has no chat template, neither in chat_template.jinja nor in "
             "tokenizer_config.json; set data.chat_template to the path of one"
         )
     return ChatTemplate(text, tokens, where, special, options, today)
-
-
-def _optional_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        return json_files.read_object(path)
-    except json_files.JsonError as error:
-        raise DataError(str(error)) from error
-
-
-def _default_template(value: Any) -> str | None:
-    """The template, which may be one of several in a list."""
-    if isinstance(value, list):
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
 
 
 # -------------------------------------------------------------------- jinja2
@@ -251,8 +243,12 @@ def _environment() -> Any:
     environment = _counting(jinja2, nodes, sandbox)(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
+
+    def raise_exception(message):
+        raise jinja2.exceptions.TemplateError(message)
+
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception(jinja2)
+    environment.globals["raise_exception"] = raise_exception
     return environment
 
 
@@ -262,20 +258,6 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
         sort_keys=sort_keys,
     )  # fmt: skip
-
-
-def _raise_exception(jinja2):
-    def raise_exception(message):
-        raise jinja2.exceptions.TemplateError(message)
-
-    return raise_exception
-
-
-def _variables(environment: Any, text: str) -> frozenset[str]:
-    """Names of the variables that a template reads and does not set first."""
-    from jinja2 import meta
-
-    return frozenset(meta.find_undeclared_variables(environment.parse(text)))
 
 
 def _reason(error: Exception) -> str:

@@ -11,8 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,6 +20,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxmem.base import files
 from jaxmem.data import block_files, mixing
 from jaxmem.data.block_files import IN_THIS_THREAD, Blocks
 from jaxmem.data.config import DataConfig as DataConfig
@@ -61,10 +60,9 @@ class Batch(NamedTuple):
 def load_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
     """Return the vocabulary of the training documents, trained at the first call.
 
-    Where `config.streaming`, it is that of 64 blocks of them.
-
-    The cache is keyed by the content that the vocabulary depends on, and written in
-    one step: runs that start together agree and never read half a file.
+    Where `config.streaming`, it is that of 64 blocks of them. The cache is keyed by the
+    content that the vocabulary depends on, and written in one step: runs that start
+    together agree and never read half a file.
 
     Returns:
       A byte-level BPE tokenizer: `decode(encode(text).ids)` is `text`, whatever it is.
@@ -72,24 +70,21 @@ def load_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
     Raises:
       DataError: the text is unusable or too small for `config.vocab_size` entries.
     """
+    reader = RecordReader(None, config.columns, config.ignored)
     if config.streaming:
-        documents = _some_documents(config)
+        blocks = Blocks(config.source, "data.source")
+        numbers = blocks.split(config.held_out)[0][:_VOCABULARY_BLOCKS]
+        documents = [reader.document(r) for i in numbers for r in blocks.records(i)]
     else:
-        reader = RecordReader(None, config.columns, config.ignored)
         every = load_documents(config.source, reader=reader)
         documents, _ = split_documents(every, config.held_out)
     name = f"vocabulary-{_vocabulary_key(config, documents)}.json"
     path = Path(config.cache_dir).expanduser() / name
     if not path.exists():
-        _write_in_one_step(path, _train_vocabulary(config, documents).to_str())
+        made = _train_vocabulary(config, documents).to_str()
+        with files.unfinished(path) as unfinished:
+            unfinished.write_text(made, "utf-8")
     return _read_vocabulary(path)
-
-
-def _some_documents(config: DataConfig) -> list[Document]:
-    blocks = Blocks(config.source, "data.source")
-    numbers = blocks.split(config.held_out)[0][:_VOCABULARY_BLOCKS]
-    reader = RecordReader(None, config.columns, config.ignored)
-    return [reader.document(r) for i in numbers for r in blocks.records(i)]
 
 
 def _vocabulary_key(config: DataConfig, documents: Iterable[Document]) -> str:
@@ -136,18 +131,6 @@ def _read_vocabulary(path: Path) -> tokenizers.Tokenizer:
     # "<eos>" written in a document is text, not the end of the document.
     tokenizer.encode_special_tokens = True
     return tokenizer
-
-
-def _write_in_one_step(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(unfinished, path)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
 
 
 # ------------------------------------------------------------------ batches
@@ -280,7 +263,12 @@ def _streamed(
     numbers = block_files.of_split(blocks, config, split, stream)
     if stream is not None:
         config = _of_one_stream(config)
-    read = _ReadBlock(blocks, tokenizer, config.sequence_length, reader)
+    reads, length = reader or RecordReader(), config.sequence_length
+
+    def read(number: int) -> list[dict[str, np.ndarray]]:
+        documents = [reads.document(record) for record in blocks.records(number)]
+        return [piece for _, piece in _pieces(documents, tokenizer, length)]
+
     pieces = block_files.shuffled(numbers, blocks, read, config, epochs)
     rows = packed_rows(pieces, config).map(to_batch)
     salt = tokenizer.to_str().encode()
@@ -296,26 +284,6 @@ def streamed_fingerprint(
     fingerprint = hashlib.sha256(json.dumps(layout).encode() + blocks.fingerprint())
     fingerprint.update(salt)
     return fingerprint.hexdigest()[:24]
-
-
-class _ReadBlock(grain.experimental.FlatMapTransform):
-    """The number of a block to the pieces of its documents."""
-
-    def __init__(
-        self,
-        blocks: Blocks,
-        tokenizer: tokenizers.Tokenizer,
-        length: int,
-        reader: RecordReader | None,
-    ):
-        self._blocks, self._reader = blocks, reader or RecordReader()
-        self._tokenizer, self._length = tokenizer, length
-
-    def flat_map(self, element: int) -> list[dict[str, np.ndarray]]:
-        records = self._blocks.records(element)
-        documents = [self._reader.document(record) for record in records]
-        made = _pieces(documents, self._tokenizer, self._length)
-        return [piece for _, piece in made]
 
 
 def _nothing_left(config: DataConfig, split: str, documents: Sequence[Document]) -> str:

@@ -36,9 +36,6 @@ def find_files(source: Source, argument: str) -> list[Path]:
             a tuple of these.
         argument: name of the source in errors.
 
-    Returns:
-        Paths, at least one; a glob's are sorted.
-
     Raises:
         DataError: a file has another suffix, or a glob matches nothing.
     """
@@ -89,15 +86,10 @@ def kind_of(path: Path) -> str:
 def read_records(
     path: Path, argument: str, row_group: int | None = None
 ) -> Iterator[Record]:
-    """Yield the records of one .jsonl, .json or .parquet file.
+    """Yield the records of a .jsonl, .json or .parquet file, or of one row group.
 
     A .json file holds an array of records, an object of which one value is such an
     array, or lines as a .jsonl file does; and a .jsonl file may hold an array, too.
-
-    Args:
-        path: of the file.
-        argument: name of the source in errors.
-        row_group: the only one to read of a .parquet file; None: all.
 
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object.
@@ -119,16 +111,21 @@ def count_row_groups(path: Path, argument: str) -> int:
 
 def read_text(path: Path, argument: str) -> str:
     """Return the text of a file; raise a DataError if it has none."""
-    shown = messages.name(str(path))
     try:
         if path.suffix == ".gz":
             return gzip.decompress(path.read_bytes()).decode("utf-8-sig")
         return json_files.read_text(path)
     except json_files.JsonError as error:
+        shown = messages.name(str(path))
         raise DataError(f"{argument}: {shown} is {error}") from error
     except (OSError, ValueError, EOFError, zlib.error) as error:  # a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{argument}: cannot read {shown}: {reason}") from error
+        raise unreadable(path, argument, error) from error
+
+
+def unreadable(path: Path, argument: str, error: Exception) -> DataError:
+    """What is said of a file that cannot be read."""
+    shown = messages.name(str(path))
+    return DataError(f"{argument}: cannot read {shown}: {messages.reason(error)}")
 
 
 def _jsonl(path: Path, text: str) -> Iterator[Record]:
@@ -200,15 +197,14 @@ def _parquet(path: Path, argument: str, row_group: int | None) -> Iterator[Recor
 @contextlib.contextmanager
 def opened_parquet(path: Path, argument: str) -> Iterator[Any]:
     """A Parquet file; what goes wrong while it is read is a DataError."""
-    shown = messages.name(str(path))
     if not path.is_file():
-        raise DataError(f"{argument}: cannot read {shown}: No such file")
+        raise unreadable(path, argument, FileNotFoundError("No such file"))
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError as error:
         raise DataError(
-            f"{argument}: {shown} needs pyarrow, which is not installed; run: "
-            f"{_imports.how_to_install('score')}"
+            f"{argument}: {messages.name(str(path))} needs pyarrow, which is not "
+            f"installed; run: {_imports.how_to_install('score')}"
         ) from error
     try:
         with parquet.ParquetFile(path) as file:
@@ -216,8 +212,7 @@ def opened_parquet(path: Path, argument: str) -> Iterator[Any]:
     except (ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        reason = messages.cut(getattr(error, "strerror", None) or str(error))
-        raise DataError(f"{argument}: cannot read {shown}: {reason}") from error
+        raise unreadable(path, argument, error) from error
 
 
 def without_nulls(value: Any) -> Any:

@@ -7,15 +7,13 @@ run that is resumed, and every reader of local files reads it.
 import contextlib
 import glob
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxmem import _imports
-from jaxmem.base import messages
+from jaxmem.base import files, messages
 
 CACHE = Path("~/.cache/jaxmem/remote")
 # hf://OWNER/NAME, with @REVISION, /CONFIG and :SPLIT or without.
@@ -81,8 +79,8 @@ def _files(address: str) -> list[Path]:
     for name in names:
         described = {k: v for k, v in system.info(name).items() if k in _VERSION}
         place = _place(address, str(name), str(described), Path(name).name)
-        with _unfinished(place) as unfinished:
-            if unfinished is not None:
+        if not place.exists():
+            with files.unfinished(place) as unfinished:
                 system.get_file(name, str(unfinished))
         made.append(place)
     return made
@@ -103,8 +101,8 @@ def _data_set(address: str, found: re.Match) -> Path:
     )
     name = f"{found['name'].replace('/', '-')}.parquet"
     place = _place(address, found["name"], str(part._fingerprint), name)
-    with _unfinished(place) as unfinished:
-        if unfinished is not None:
+    if not place.exists():
+        with files.unfinished(place) as unfinished:
             part.to_parquet(str(unfinished))
     return place
 
@@ -114,16 +112,3 @@ def _place(address: str, name: str, version: str, last: str) -> Path:
     content = "\n".join((scheme, name, version))
     key = hashlib.sha256(content.encode()).hexdigest()[:24]
     return CACHE.expanduser() / key / last
-
-
-@contextlib.contextmanager
-def _unfinished(place: Path) -> Iterator[Path | None]:
-    """A path to write, which becomes that of the copy; None if that is there."""
-    if place.exists():
-        yield None
-        return
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as directory:
-        unfinished = Path(directory) / place.name
-        yield unfinished
-        os.replace(unfinished, place)

@@ -41,35 +41,30 @@ class Example(NamedTuple):
 
 
 def read(source: str | tuple[str, ...]) -> TeacherFile:
-    """Read the files of `data.source`.
-
-    Args:
-        source: paths and globs.
-
-    Returns:
-        Their content, in order.
+    """The content of the files of `data.source`, in order.
 
     Raises:
         DataError: a file is not of `jaxmem score`, or two are of different options.
     """
     paths = numbered_files(source, "data.source")
-    parts = [_read(path) for _, path in paths]
-    first, last = parts[0], parts[-1]
-    for part in parts:
-        check_alike(first, part)
+    parts: list[TeacherFile] = []
+    for _, path in paths:
+        if (part := read_part(path)) is None:
+            raise DataError(f"data.source: {path} holds no document")
+        parts.append(part)
+        check_alike(parts[0], part)
     ids = np.concatenate([part.ids for part in parts])
     if len(ids) > _LONGEST:
         raise DataError(f"data.source: {len(ids):,} scored tokens are too many")
-    logprobs = None
-    if last.logprobs is not None:
-        logprobs = np.concatenate([p.logprobs for p in parts if p.logprobs is not None])
+    columns = [part.logprobs for part in parts if part.logprobs is not None]
+    logprobs = np.concatenate(columns) if columns else None
     documents = [document for part in parts for document in part.documents]
     sources = [
         number
         for (number, _), part in zip(paths, parts, strict=True)
         for _ in part.documents
     ]
-    return first._replace(
+    return parts[0]._replace(
         documents=documents, ids=ids, logprobs=logprobs, sources=sources
     )
 
@@ -92,19 +87,8 @@ def _kind(part: TeacherFile) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> TeacherFile:
-    file = read_part(path)
-    if file is None:
-        raise DataError(f"data.source: {path} holds no document")
-    return file
-
-
 def read_part(path: Path, row_group: int | None = None) -> TeacherFile | None:
-    """Read a file, or a part of it; None if there is no document in it.
-
-    Args:
-        path: of the file.
-        row_group: number of the part; None: all.
+    """Read a file, or one row group; None if there is no document in it.
 
     Raises:
         DataError: the file is not of `jaxmem score`.
@@ -168,10 +152,8 @@ def _only(where: str, name: str, table: Any) -> Any:
     """The value of a column that is the same in every row."""
     values = table[name].unique().to_pylist()
     if len(values) != 1 or values[0] is None:
-        shown = messages.short(values[:2])
-        raise DataError(
-            f"data.source: {where}: {name!r} must be one value, got {shown}"
-        )
+        place = f"data.source: {where}: {name!r}"
+        raise DataError(messages.must_be(place, "one value", values[:2]))
     return values[0]
 
 

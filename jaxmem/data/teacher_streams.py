@@ -9,7 +9,6 @@ packed are held, whatever the size of the files.
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import grain
 import numpy as np
 
 from jaxmem.data import block_files
@@ -37,9 +36,6 @@ _COLUMNS = ("ids", "logprobs")
 
 def opened(config: DataConfig) -> TeacherFile:
     """The content of `data.source`; where it is streamed, its first row group.
-
-    Args:
-        config: of the data.
 
     Raises:
         DataError: a file is not of `jaxmem score`, or holds no document.
@@ -97,7 +93,15 @@ class StreamedExamples(Iterator[Example]):
         blocks = Blocks(config.source, "data.source")
         numbers = block_files.of_split(blocks, config, part)
         names = _COLUMNS[: 1 if file.logprobs is None else 2]
-        read = _ReadRowGroup(blocks, file, config.sequence_length)
+        # Its options alone are compared.
+        first = file._replace(documents=[], ids=file.ids[:0].copy())
+
+        def read(number: int) -> Iterator[dict[str, np.ndarray]]:
+            part = read_part(*blocks[number])
+            if part is not None:
+                check_alike(first, part)
+                yield from _pieces(part, config.sequence_length)
+
         pieces = block_files.shuffled(numbers, blocks, read, config, epochs)
         rows = packed_rows(pieces, config, names).map(_to_example)
         fingerprint = streamed_fingerprint(blocks, config, [part, "teacher"])
@@ -112,22 +116,6 @@ def _to_example(packed: dict[str, np.ndarray]) -> Example:
     batch, logprobs = to_batch(packed), packed.get("logprobs")
     ids = np.where(batch.labels[..., None] >= 0, packed["ids"], np.int32(NO_LABEL))
     return Example(batch, ids, logprobs)
-
-
-class _ReadRowGroup(grain.experimental.FlatMapTransform):
-    """The number of a row group to the pieces of its documents."""
-
-    def __init__(self, blocks: Blocks, first: TeacherFile, length: int):
-        self._blocks, self._length = blocks, length
-        # Its options alone are compared.
-        self._first = first._replace(documents=[], ids=first.ids[:0].copy())
-
-    def flat_map(self, element: int) -> list[dict[str, np.ndarray]]:
-        file = read_part(*self._blocks[element])
-        if file is None:
-            return []
-        check_alike(self._first, file)
-        return list(_pieces(file, self._length))
 
 
 def _pieces(file: TeacherFile, length: int) -> Iterator[dict[str, np.ndarray]]:

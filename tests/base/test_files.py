@@ -125,3 +125,14 @@ def test_a_file_that_is_removed_is_made_anew(moved, tmp_path):
     file.flush()
     assert not file.was_removed and file.path.read_bytes() == b"two\n"
     file.close()
+
+
+def test_a_file_that_was_not_finished_is_not_there(tmp_path):
+    path = tmp_path / "new" / "a.txt"
+    with pytest.raises(ZeroDivisionError), files.unfinished(path) as made:
+        made.write_text("half")
+        raise ZeroDivisionError
+    assert list(path.parent.iterdir()) == []
+    with files.unfinished(path) as made:
+        made.write_text("whole")
+    assert [*path.parent.iterdir()] == [path] and path.read_text() == "whole"
