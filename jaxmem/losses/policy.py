@@ -109,13 +109,9 @@ def grpo(
     Use A from `grpo_advantages`, and average with `sequence_mean_weights`.
 
     Args:
-        logprob: under the policy being updated [...].
-        old_logprob: under the behaviour policy, which sampled; a constant [...].
         ref_logprob: under the reference policy, a constant [...]; None: no KL term.
-        advantages: of the sequence, at each of its tokens [...].
-        clip_low: as in `ppo_clip`.
-        clip_high: as in `ppo_clip`.
         beta: weight of the KL term.
+        logprob, old_logprob, advantages, clip_low, clip_high: as in `ppo_clip`.
 
     Returns:
         A loss per token [...].
@@ -153,17 +149,8 @@ def dr_grpo(
     The loss per token is PPO's; advantages and averaging differ. Advantages are those
     of `grpo_advantages(..., normalize_std=False)`, and the sum over all tokens is
     divided by a constant, the number of sequences times the maximum completion length,
-    instead of by the length of each completion.
-
-    Args:
-        logprob: as in `ppo_clip`.
-        old_logprob: as in `ppo_clip`.
-        advantages: as in `ppo_clip`.
-        clip_low: as in `ppo_clip`.
-        clip_high: as in `ppo_clip`.
-
-    Returns:
-        A loss per token [...].
+    instead of by the length of each completion. Arguments and result are those of
+    `ppo_clip`.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -192,16 +179,7 @@ def dapo(
 
     Average over tokens: divide the sum by the number of tokens of the whole step.
     Groups whose rewards are all equal, which DAPO resamples, have advantage 0.
-
-    Args:
-        logprob: as in `ppo_clip`.
-        old_logprob: as in `ppo_clip`.
-        advantages: as in `ppo_clip`.
-        clip_low: as in `ppo_clip`.
-        clip_high: as in `ppo_clip`.
-
-    Returns:
-        A loss per token [...].
+    Arguments and result are those of `ppo_clip`.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -237,11 +215,9 @@ def gspo(
     is 0, and needs no pass.
 
     Args:
-        logprob: under the policy being updated [...].
+        logprob, advantages: as in `ppo_clip`.
         sequence_log_ratio: of the sequence, at each of its tokens; a constant [...].
-        advantages: of the sequence, at each of its tokens [...].
-        clip_low: as in `ppo_clip`; small, because the ratio is a geometric mean.
-        clip_high: as in `ppo_clip`; also small.
+        clip_low, clip_high: as in `ppo_clip`; small, as s is a geometric mean.
 
     Returns:
         A loss per token [...].
@@ -280,11 +256,8 @@ def cispo(
     ScaleRL.
 
     Args:
-        logprob: as in `ppo_clip`.
-        old_logprob: as in `ppo_clip`.
-        advantages: as in `ppo_clip`.
-        clip_low: distance of the lower clip from 1; it may be above 1.
-        clip_high: distance of the upper clip from 1.
+        logprob, old_logprob, advantages, clip_high: as in `ppo_clip`.
+        clip_low: as in `ppo_clip`, but it may be above 1.
 
     Returns:
         A loss per token [...].
@@ -324,9 +297,7 @@ def sapo(
     sides, for either sign of A. Average with `sequence_mean_weights`.
 
     Args:
-        logprob: as in `ppo_clip`.
-        old_logprob: as in `ppo_clip`.
-        advantages: as in `ppo_clip`.
+        logprob, old_logprob, advantages: as in `ppo_clip`.
         temperature_pos: how fast the gradient of a good token decays, above 0.
         temperature_neg: that of a bad token; larger, as its gradient raises the
             probability of all other tokens.

@@ -29,10 +29,7 @@ def dpo(
     Args:
         chosen: ln p of the preferred completion [pairs], a sum over its tokens.
         rejected: ln p of the other completion [pairs].
-        ref_chosen: ln p of the preferred one under the reference policy, a constant
-            [pairs].
-        ref_rejected: ln p of the other one under the reference policy, a constant
-            [pairs].
+        ref_chosen, ref_rejected: the same under the reference policy, constants.
         beta: strength of the regularisation towards the reference.
 
     Returns:
@@ -65,15 +62,7 @@ def ipo(
         h = (chosen - ref_chosen) - (rejected - ref_rejected)
         out = (h - 1 / (2·beta))²
 
-    Args:
-        chosen: as in `dpo`.
-        rejected: as in `dpo`.
-        ref_chosen: as in `dpo`.
-        ref_rejected: as in `dpo`.
-        beta: the paper's τ; it must not be 0.
-
-    Returns:
-        A loss per pair [pairs].
+    Arguments and result are those of `dpo`; beta, the paper's τ, must not be 0.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses

@@ -50,20 +50,8 @@ def as_coefficient(
 ) -> Coefficient:
     """A float in [low, high], or a jax array that broadcasts to the tokens' shape.
 
-    Args:
-        name: name of the argument.
-        value: a Python number, or a jax array, whose values are not checked.
-        low: smallest allowed value.
-        high: largest allowed value.
-        infinite: whether infinity is allowed, as a bound that never applies.
-        tokens: shape that an array must broadcast to.
-
-    Returns:
-        The number as a float, or the array.
-
-    Raises:
-        TypeError: an array does not hold numbers.
-        ValueError: a value is out of range, or a shape does not broadcast.
+    The values of an array are not checked. Infinity may be allowed, as a bound that
+    never applies.
     """
     if isinstance(value, jax.Array):
         checks.check_number(name, value)
@@ -121,21 +109,12 @@ def kl_k2(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
         out = ½ (logprob - ref_logprob)²                                       (nats)
 
     For tokens sampled from the policy, the expectation of its gradient is the gradient
-    of the KL.
-
-    Args:
-        logprob: as in `kl_k1`.
-        ref_logprob: as in `kl_k1`.
-
-    Returns:
-        An estimate per token [...].
+    of the KL. Arguments, result and reference are those of `kl_k1`.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
     >>> losses.kl_k2(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0]))
     Array([0.125, 0.5  ], dtype=float32)
-
-    Reference: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog.
     """
     return 0.5 * jnp.square(kl_k1(logprob, ref_logprob))
 
@@ -148,22 +127,14 @@ def kl_k3(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
     δ is clamped to ±20 (no NaN, no infinity, gradient 0 beyond). Near 0, where the
     difference would cancel, a series is summed instead. It is unbiased for tokens
     sampled from the policy; the expectation of its gradient is that of KL(reference ‖
-    policy).
-
-    Args:
-        logprob: as in `kl_k1`.
-        ref_logprob: as in `kl_k1`.
-
-    Returns:
-        An estimate per token [...].
+    policy). Arguments and result are those of `kl_k1`.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
     >>> losses.kl_k3(jnp.array([-1.0, -2.0]), jnp.array([-1.0, -1.0])).round(4)
     Array([0.    , 0.7183], dtype=float32)
 
-    Reference: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog; in
-    GRPO's loss, Shao et al., 2024, arXiv:2402.03300.
+    Reference: as `kl_k1`; in GRPO's loss, Shao et al., 2024, arXiv:2402.03300.
     """
     delta = clamp(-kl_k1(logprob, ref_logprob))
     is_small = jnp.abs(delta) < _SERIES_BELOW
@@ -183,8 +154,7 @@ def kl_low_variance(
     the default limit, the values are those of verl's `low_var_kl`.
 
     Args:
-        logprob: as in `kl_k1`.
-        ref_logprob: as in `kl_k1`.
+        logprob, ref_logprob: as in `kl_k1`.
         limit: largest value of the estimate.
 
     Returns:
@@ -195,8 +165,7 @@ def kl_low_variance(
     >>> losses.kl_low_variance(jnp.array([-9.0, -2.0]), jnp.array([-1.0, -2.0]))
     Array([10.,  0.], dtype=float32)
 
-    Reference: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog; Sheng et
-    al., 2024, arXiv:2409.19256 (verl).
+    Reference: as `kl_k1`; Sheng et al., 2024, arXiv:2409.19256 (verl).
     """
     kl = kl_k3(logprob, ref_logprob)
     limit = as_coefficient("limit", limit, 0, infinite=True, tokens=kl.shape)
@@ -248,14 +217,7 @@ def masked_importance_weights(
 
     `truncated_importance_weights` keeps such a token with the weight `cap`. A dropped
     token counts in the loss's normaliser as before. TRL calls this `token_mask`.
-
-    Args:
-        logprob: as in `truncated_importance_weights`.
-        rollout_logprob: as in `truncated_importance_weights`.
-        cap: largest weight that is kept.
-
-    Returns:
-        A weight per token [...].
+    Arguments and result are those of `truncated_importance_weights`.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -286,8 +248,7 @@ def icepop_weights(
     A dropped token counts in the loss's normaliser as before.
 
     Args:
-        logprob: as in `truncated_importance_weights`.
-        rollout_logprob: as in `truncated_importance_weights`.
+        logprob, rollout_logprob: as in `truncated_importance_weights`.
         low: smallest weight that is kept, the paper's α.
         high: largest weight that is kept, the paper's β.
 
@@ -308,11 +269,7 @@ def icepop_weights(
 
 
 def in_band(ratio: jax.Array, low: Coefficient, high: Coefficient) -> jax.Array:
-    """Whether each ratio is in [low, high]; NaN is in none.
-
-    Raises:
-        TypeError, ValueError: a bound is out of range, or low is above high.
-    """
+    """Whether each ratio is in [low, high], which is checked; NaN is in none."""
     low = as_coefficient("low", low, 0, tokens=ratio.shape)
     high = as_coefficient("high", high, 0, infinite=True, tokens=ratio.shape)
     if isinstance(low, float) and isinstance(high, float) and low > high:

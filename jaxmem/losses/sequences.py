@@ -131,14 +131,11 @@ def sequence_mask_weights(
     the default band is that of its guide.
 
     Args:
-        logprob: as in `truncated_importance_weights` [..., T].
-        rollout_logprob: as in `truncated_importance_weights` [..., T].
-        segment_ids: sequence of each token in its row [..., T]; 0 is padding.
+        logprob, rollout_logprob: as in `truncated_importance_weights` [..., T].
+        segment_ids, where: as in `sequence_log_ratio`.
         low: smallest s of a sequence that is kept.
         high: largest s of a sequence that is kept.
         statistic: "geometric_mean" or "every_token".
-        where: booleans that broadcast to the tokens; False (a prompt's token) does not
-            count.
 
     Returns:
         A weight per token [..., T]; 0 where a token does not count.
@@ -190,8 +187,7 @@ def sequence_mean_weights(
     number) and of Dr. GRPO's sum (sequences times the maximum completion length).
 
     Args:
-        segment_ids: sequence of each token in its row [..., T]; 0 is padding.
-        where: booleans that broadcast to the tokens; a token with False does not count.
+        segment_ids, where: as in `sequence_log_ratio`.
         num_sequences: sequences of the whole step, over all micro-batches and devices;
             None for those in segment_ids.
 
@@ -287,17 +283,7 @@ def rloo_advantages(
 
         out_i = r_i - Σ_{j≠i} r_j / (n - 1) = n/(n - 1) (r_i - mean(r))
 
-    Args:
-        rewards: as in `grpo_advantages`.
-        group_ids: as in `grpo_advantages`.
-        num_groups: as in `grpo_advantages`.
-        where: as in `grpo_advantages`.
-
-    Returns:
-        As `grpo_advantages`.
-
-    Raises:
-        ValueError: as `grpo_advantages`.
+    Arguments, result and errors are those of `grpo_advantages`.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses

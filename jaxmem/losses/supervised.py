@@ -129,10 +129,8 @@ def mean_logit(
     Exact, because logits are linear in W; differentiable in hidden, W and bias.
 
     Args:
-        hidden: as in `jaxmem.logprobs`.
-        W: as in `jaxmem.logprobs`, a head without a softcap.
-        where: as in `jaxmem.logprobs`.
-        temperature: as in `jaxmem.logprobs`.
+        hidden, W, where, temperature: as in `jaxmem.logprobs`, of a head without
+            softcap.
 
     Returns:
         float32 [...] (float64 for float64 hidden); 0 for a masked token, with a

@@ -5,14 +5,18 @@ import re
 
 import pytest
 
-from jaxmem import functional
+from jaxmem import functional, losses
 
-FUNCTIONS = [f for f in vars(functional).values() if inspect.isfunction(f)]
-FUNCTIONS = [f for f in FUNCTIONS if f.__module__.startswith(functional.__name__)]
+FUNCTIONS = [
+    value
+    for module in (functional, losses)
+    for value in vars(module).values()
+    if inspect.isfunction(value) and value.__module__.startswith(module.__name__)
+]
 
 
 def test_there_are_functions():
-    assert len(FUNCTIONS) > 10
+    assert len(FUNCTIONS) > 30
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
