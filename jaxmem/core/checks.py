@@ -126,6 +126,17 @@ def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
     )
 
 
+def as_integers(name: str, value) -> jax.Array | np.ndarray:
+    """An array of integers; a numpy array stays one, to be readable under jit."""
+    value = as_visible_array(name, value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(
+            f"{name} must be integers, got {value.dtype}; convert them with "
+            f"{name}.astype('int32')"
+        )
+    return value
+
+
 def check_labels(labels, where, shape: tuple[int, ...], vocab_size: int) -> None:
     """Require one integer per token, below vocab_size where unmasked and not traced."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -211,13 +222,22 @@ def check_temperature(
         )
 
 
-def check_where(where, shape: tuple[int, ...]) -> None:
-    """Require booleans that broadcast to the tokens' shape."""
+def read_where(where, shape: tuple[int, ...]) -> jax.Array | np.ndarray | None:
+    """A mask of booleans that broadcasts to the tokens' shape; None for none."""
+    if where is None:
+        return None
+    where = as_visible_array("where", where)
     if where.dtype != jnp.bool_:
         raise TypeError(
             f"where must be boolean, got {where.dtype}; compare it, as in where != 0"
         )
     check_broadcast("where", where, shape)
+    return where
+
+
+def counted_tokens(where, shape: tuple[int, ...]) -> np.ndarray:
+    """The visible mask of the tokens [...], all of them for None."""
+    return np.broadcast_to(True if where is None else np.asarray(where), shape)
 
 
 def check_broadcast(name: str, value, shape: tuple[int, ...]) -> None:

@@ -201,7 +201,7 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: CallOptions) 
     where, temperature, dtype = options.where, options.temperature, spec.stats_dtype
     divisor = draws = None
     if where is not None:
-        where = read_where(where, shape)
+        where = checks.read_where(where, shape)
     labels = np.zeros(shape, np.int32) if labels is NO_LABELS else labels
     labels = checks.as_visible_array("labels", labels)
     checks.check_labels(labels, where, shape, spec.vocab_size)
@@ -224,15 +224,6 @@ def _draws(options, shape):
     return column_sampling.draws(
         jnp.reshape(column_sampling.token_keys(keys, shape), (-1,))
     )
-
-
-def read_where(where, shape: tuple[int, ...]):
-    """The checked mask; None if there is none."""
-    if where is None:
-        return None
-    where = checks.as_visible_array("where", where)
-    checks.check_where(where, shape)
-    return where
 
 
 def as_int32(ids, vocab_size: int) -> jax.Array:

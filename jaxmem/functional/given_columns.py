@@ -174,7 +174,7 @@ def _read(
     hidden, W, labels, options = student
     call = arguments.columns_call(verb, hidden, W, options, labels)
     spec, source, _, shape = call
-    where = arguments.read_where(options.where, shape)
+    where = checks.read_where(options.where, shape)
     ids = check_ids("ids", ids, where, shape, spec.vocab_size)
     shapes = source.shapes(shape) | {"ids": ids.shape}
     arguments.record_only_xla(verb, spec, shapes, options.implementation)
@@ -224,7 +224,7 @@ def _check_logprobs(logprobs, ids, where, shape: tuple[int, ...]):
         )
     if not all(map(checks.is_visible, (given, ids, where))):
         return given
-    counted = np.broadcast_to(True if where is None else np.asarray(where), shape)
+    counted = checks.counted_tokens(where, shape)
     visible = np.asarray(given).astype(np.float64)
     wrong = counted[..., None] & (np.asarray(ids) >= 0) & ~(visible <= _LARGEST_LOGPROB)
     if wrong.any():

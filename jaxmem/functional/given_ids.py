@@ -12,27 +12,16 @@ from jaxmem.functional import arguments
 
 def check_ids(name: str, ids, where, shape: tuple[int, ...], vocab_size: int):
     """int32 ids [..., K], clipped so that none overflows; visible ones are checked."""
-    ids = check_integers(name, ids)
+    ids = checks.as_integers(name, ids)
     if ids.shape[:-1] != shape or ids.ndim == 0:
         raise ValueError(
             f"{name} must have some entries a token, shape {shape} and one more axis, "
             f"got {ids.shape}"
         )
     if checks.is_visible(ids) and checks.is_visible(where):
-        counted = counted_tokens(where, shape)[..., None]
+        counted = checks.counted_tokens(where, shape)[..., None]
         check_below(name, np.asarray(ids), counted, vocab_size)
     return arguments.as_int32(ids, vocab_size)
-
-
-def check_integers(name: str, values):
-    """An array of integers; a numpy array stays one, to be readable under jit."""
-    values = checks.as_visible_array(name, values)
-    if not jnp.issubdtype(values.dtype, jnp.integer):
-        raise TypeError(
-            f"{name} must be integers, got {values.dtype}; convert them with "
-            f"{name}.astype('int32')"
-        )
-    return values
 
 
 def check_below(name: str, ids: np.ndarray, counted, vocab_size: int) -> None:
@@ -55,8 +44,3 @@ def existing_columns(spec, ids):
     exists = (ids >= 0) & (ids < spec.vocab_size)
     columns = ids - first_column(spec)
     return jnp.where(exists & (columns >= 0), columns, spec.columns)
-
-
-def counted_tokens(where, shape):
-    """The visible mask of the tokens [...], all of them for None."""
-    return np.broadcast_to(True if where is None else np.asarray(where), shape)

@@ -7,7 +7,7 @@ from jax import lax
 from jaxmem.core import checks
 from jaxmem.core.backend_operands import Ragged
 from jaxmem.functional import arguments
-from jaxmem.functional.given_ids import check_below, check_integers, counted_tokens
+from jaxmem.functional.given_ids import check_below
 
 
 def read_ragged(
@@ -21,10 +21,8 @@ def read_ragged(
     max_ids = _check_max_ids(max_ids)
     shape, vocab_size = tokens
     n_tokens = int(np.prod(shape, dtype=np.int64))
-    ids, offsets = (
-        check_integers("support_ids", ids),
-        check_integers("offsets", offsets),
-    )
+    ids = checks.as_integers("support_ids", ids)
+    offsets = checks.as_integers("offsets", offsets)
     if ids.ndim != 1:
         raise ValueError(
             "support_ids must have one axis with offsets, which say where each token's "
@@ -55,7 +53,7 @@ def _check_visible(ids, offsets, max_ids, where, tokens):
     _check_offsets(offsets, ids.shape[0])
     if not checks.is_visible(where):
         return
-    counted = np.ravel(counted_tokens(where, shape))
+    counted = np.ravel(checks.counted_tokens(where, shape))
     _check_counts(offsets, counted, max_ids)
     if checks.is_visible(ids):
         owners, entries = entries_of(ids, offsets)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.core import row_stats, vocab_shards
+from jaxmem.core import checks, row_stats, vocab_shards
 from jaxmem.core.backend_operands import for_active_chunks, put_all, take
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.gradients import Gradient
@@ -85,7 +85,7 @@ def selected_logprobs(
         axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
     spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
-    where = arguments.read_where(where, shape)
+    where = checks.read_where(where, shape)
     ids = flat_ids(check_ids("ids", ids, where, shape, spec.vocab_size), shape)
     rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
     shapes = source.shapes(shape) | {"ids": (*shape, ids.shape[-1])}

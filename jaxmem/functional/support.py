@@ -17,7 +17,7 @@ from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, rule
-from jaxmem.functional.given_ids import check_ids, counted_tokens, flat_ids
+from jaxmem.functional.given_ids import check_ids, flat_ids
 from jaxmem.functional.ragged import check_dense, entries_of, read_ragged
 from jaxmem.functional.support_rule import (
     RaggedSupportRule,
@@ -107,7 +107,7 @@ def support_logprobs(
         implementation=implementation,
     )  # fmt: skip
     spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options, labels)
-    tokens, where = (shape, spec.vocab_size), arguments.read_where(where, shape)
+    tokens, where = (shape, spec.vocab_size), checks.read_where(where, shape)
     labels = checks.as_visible_array("labels", labels)
     support_ids = checks.as_visible_array("support_ids", support_ids)
     given, widest = _read_supports(support_ids, offsets, max_ids, where, tokens)
@@ -148,7 +148,7 @@ def check_support(labels, support_ids, offsets, where, shape: tuple[int, ...]) -
     if not all(map(checks.is_visible, (labels, support_ids, offsets, where))):
         return
     labels, support_ids = np.asarray(labels), np.asarray(support_ids)
-    missing = (labels >= 0) & counted_tokens(where, shape)
+    missing = (labels >= 0) & checks.counted_tokens(where, shape)
     if offsets is None:
         missing &= np.all(support_ids != labels[..., None], axis=-1)
     else:

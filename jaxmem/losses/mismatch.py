@@ -83,11 +83,8 @@ def mismatch_report(
     joschu.net/blog.
     """
     train, rollout = as_tokens(train_logp=train_logp, rollout_logp=rollout_logp)
-    if where is None:
-        where = jnp.ones(train.shape, bool)
-    where = checks.as_array("where", where)
-    checks.check_where(where, train.shape)
-    where = jnp.broadcast_to(where, train.shape)
+    where = checks.read_where(where, train.shape)
+    where = jnp.broadcast_to(True if where is None else where, train.shape)
     train, rollout = jnp.where(where, train, 0), jnp.where(where, rollout, 0)
     tokens = jnp.sum(where, dtype=jnp.int32)
     distance = jnp.abs(train - rollout)

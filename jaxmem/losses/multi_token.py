@@ -53,13 +53,13 @@ def multi_token_labels(
     Prediction", 2024, arXiv:2404.19737.
     """
     heads = checks.check_count("heads", heads)
-    labels = _integers("labels", labels)
+    labels = jnp.asarray(checks.as_integers("labels", labels))
     if labels.ndim == 0:
         raise ValueError("labels must have an axis of positions, got a scalar")
     if heads > _MOST_HEADS:  # each is a row of the result
         raise ValueError(f"heads must be at most {_MOST_HEADS}, got {heads}")
     if segment_ids is not None:
-        segment_ids = _integers("segment_ids", segment_ids)
+        segment_ids = checks.as_integers("segment_ids", segment_ids)
         if segment_ids.shape != labels.shape:
             raise ValueError(
                 f"segment_ids must have the shape of labels, {labels.shape}, got "
@@ -81,13 +81,3 @@ def _ahead(x, steps, fill):
     steps = min(steps, x.shape[-1])
     after = [(0, 0)] * (x.ndim - 1) + [(0, steps)]
     return jnp.pad(x[..., steps:], after, constant_values=fill)
-
-
-def _integers(name, value):
-    array = checks.as_array(name, value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(
-            f"{name} must be integers, got {array.dtype}; convert them with "
-            f"{name}.astype('int32')"
-        )
-    return array

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxmem.base import messages
@@ -64,7 +63,7 @@ def sequence_sum(
     values, ids, unknown = _live_tokens(
         "values", values, segment_ids, where, num_segments - 1
     )
-    if _is_visible(unknown) and unknown.any():
+    if checks.is_visible(unknown) and unknown.any():
         raise ValueError(
             f"segment_ids must be in [0, {num_segments}) for num_segments="
             f"{num_segments}, got {np.asarray(segment_ids)[unknown].flat[0]}"
@@ -301,9 +300,7 @@ def _deviations(rewards, group_ids, num_groups, where):
     (rewards,) = as_tokens(rewards=rewards)
     ids, num_groups = _group_ids(rewards, group_ids, num_groups)
     live = ids >= 0
-    if where is not None:
-        where = checks.as_array("where", where)
-        checks.check_where(where, rewards.shape)
+    if (where := checks.read_where(where, rewards.shape)) is not None:
         live = live & where
     if group_ids is not None:
         _check_groups(ids, live, num_groups)
@@ -341,7 +338,7 @@ def _group_ids(rewards, group_ids, num_groups):
 
 
 def _check_groups(ids, live, num_groups):
-    if not (_is_visible(ids) and _is_visible(live)):
+    if not (checks.is_visible(ids) and checks.is_visible(live)):
         return
     largest = np.max(np.asarray(ids), where=np.asarray(live), initial=-1)
     if largest >= num_groups:
@@ -371,9 +368,7 @@ def _live_tokens(name, values, segment_ids, where, largest):
         raise ValueError(f"{name} must be [..., T], got a scalar")
     ids = _integers("segment_ids", segment_ids, values.shape, "token")
     live = ids != 0
-    if where is not None:
-        where = checks.as_array("where", where)
-        checks.check_where(where, values.shape)
+    if (where := checks.read_where(where, values.shape)) is not None:
         live = live & where
     unknown = live & ((ids < 0) | (ids > largest))
     live = live & ~unknown
@@ -391,9 +386,7 @@ def _segment_sum(values, ids, num_segments):
 
 
 def _integers(name, value, shape, of):
-    ids = checks.as_array(name, value)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {ids.dtype}")
+    ids = jnp.asarray(checks.as_integers(name, value))
     if ids.shape != shape:
         raise ValueError(
             f"{name} must have one entry a {of}, shape {shape}, got {ids.shape}"
@@ -403,7 +396,3 @@ def _integers(name, value, shape, of):
         most = min(jnp.iinfo(ids.dtype).max, jnp.iinfo(jnp.int32).max)
         ids = jnp.minimum(ids, ids.dtype.type(most)).astype(jnp.int32)
     return ids
-
-
-def _is_visible(ids):
-    return not isinstance(ids, Tracer) and ids.is_fully_addressable

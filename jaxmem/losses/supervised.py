@@ -155,32 +155,20 @@ def mean_logit(
             "every logit; leave label smoothing out, or take it from logits with "
             "token_stats_from_logits"
         )
-    hidden, W = checks.as_array("hidden", hidden), checks.as_array("W", head.W)
-    checks.check_hidden(hidden)
-    vocabulary = 0 if checks.check_layout(hidden, W, head.layout) == "vd" else 1
-    columns = W.shape[vocabulary]
-    columns = checks.check_vocab_size(head.vocab_size, columns)
-    tokens, dtype = hidden.shape[:-1], np.promote_types(hidden.dtype, np.float32)
+    source, head, tokens = arguments.read_head(hidden, head)
+    (hidden, W, bias), vocabulary = source, 0 if head.layout == "vd" else 1
+    columns = checks.check_vocab_size(head.vocab_size, source.columns(head.layout))
+    dtype = np.promote_types(hidden.dtype, np.float32)
     divisor = arguments.read_temperature("temperature", temperature, tokens, dtype)
-    if where is not None:
-        where = checks.as_array("where", where)
-        checks.check_where(where, tokens)
-        where = jnp.broadcast_to(where, tokens)
-        hidden = jnp.where(where[..., None], hidden, 0)
+    if (where := checks.read_where(where, tokens)) is not None:
+        where = jnp.broadcast_to(where, tokens).reshape(-1)
+        hidden = jnp.where(where[:, None], hidden, 0)
     kept = lax.slice_in_dim(W, 0, columns, axis=vocabulary).astype(hidden.dtype)
     mean = jnp.mean(kept, axis=vocabulary, dtype=dtype)
     out = jnp.matmul(hidden.astype(dtype), mean, precision="highest")
-    if head.bias is not None:
-        bias = checks.as_array("bias", head.bias)
-        checks.check_bias(bias, W.shape[vocabulary])
+    if bias is not None:
         out = out + jnp.mean(bias[:columns], dtype=dtype)
-    return _cooled(out, divisor, where)
-
-
-def _cooled(out, divisor, where):
-    """The logits divided by their temperature, [N] or None; 0 for masked tokens."""
     if divisor is not None:
-        divisor = jnp.reshape(divisor, out.shape)
         # Divide masked tokens by 1: their NaN would reach W's gradient as 0 · NaN.
         out = out / (divisor if where is None else jnp.where(where, divisor, 1))
-    return out if where is None else jnp.where(where, out, 0)
+    return jnp.reshape(out if where is None else jnp.where(where, out, 0), tokens)

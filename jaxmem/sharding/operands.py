@@ -102,7 +102,7 @@ def read(plan, given, split) -> dict[str, Any]:
     operands |= _read_rows(given, shape, split, vocab_size)
     operands |= _read_key(given, shape, split, vocab_size)
     if "target" in given:
-        where = arguments.read_where(given["where"], shape)
+        where = checks.read_where(given["where"], shape)
         target, places = given["target"], Places(plan, where, shape, vocab_size, split)
         placed = target.of.placed(places)
         operands["target"] = dataclasses.replace(target, of=placed)
@@ -147,10 +147,7 @@ def _read_head(plan, hidden, head, owner, vocab_groups) -> tuple[Head, int]:
 
 def _read_rows(given, shape, of_tokens, vocab_size):
     """The per-token operands, and numbers that may be traced."""
-    operands, where = {}, given["where"]
-    if where is not None:
-        where = checks.as_visible_array("where", where)
-        checks.check_where(where, shape)
+    operands, where = {}, checks.read_where(given["where"], shape)
     if "labels" in given:
         labels = checks.as_visible_array("labels", given["labels"])
         checks.check_labels(labels, where, shape, vocab_size)

@@ -1103,7 +1103,8 @@ ONE, TWO = jnp.zeros(1), jnp.zeros(2)
         ),
         pytest.param(
             lambda: losses.sequence_log_ratio(TWO, TWO, jnp.ones(2)), TypeError,
-            "segment_ids must be integers, got float32",
+            "segment_ids must be integers, got float32; convert them with "
+            "segment_ids.astype('int32')",
             id="segment type",
         ),
         pytest.param(
