@@ -14,7 +14,6 @@ from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
     HeadVerbs,
     Weights,
-    check_division,
     check_options,
 )
 
@@ -41,16 +40,8 @@ class LMHead(HeadVerbs, nn.Module):
         kernel_init: initializer of the kernel.
         bias_init: initializer of the bias.
         tied_to: an nn.Embed (embedding [V, D]) whose weights to use.
-        softcap: caps logits at ±softcap by tanh.
-        chunk: tokens whose logits may be alive at once; None for all, or "auto".
-        vocab_size: logical vocabulary if V is padded; later columns have p = 0.
-        gradient: as in `jaxmem.logprobs`, for `logprobs`, `token_stats`, `entropy`,
-            `loss` and `token_loss`.
-        implementation: as in `jaxmem.logprobs`.
-        sharding: sharding of the verbs on a mesh of devices; None: one device, or as
-            XLA partitions them.
-        vocab_groups: as in `jaxmem.logprobs`, for `logprobs`, `token_stats`, `entropy`,
-            `loss` and `token_loss`; None: the bits depend on the vocabulary's shards.
+        softcap, chunk, vocab_size, gradient, implementation, sharding, vocab_groups:
+            as in `jaxmem.heads.verbs.HeadVerbs`.
 
     Raises:
         TypeError: tied_to has another type, features is missing, or dtype is not a
@@ -86,12 +77,7 @@ class LMHead(HeadVerbs, nn.Module):
 
     def __post_init__(self):
         """Raise for options that no call could use."""
-        columns = _columns(self.features, self.tied_to)
-        check_options(
-            columns, self.dtype, self.softcap, self.chunk, self.vocab_size,
-            self.implementation,
-        )  # fmt: skip
-        check_division(self.gradient, self.vocab_groups)
+        check_options(self, _columns(self.features, self.tied_to))
         super().__post_init__()
 
     # Linen names, binds and transforms only methods in the class body.

@@ -25,11 +25,7 @@ def logits(hidden: jax.Array, head: Head) -> jax.Array:
     """The logits [..., V] of hidden [..., D]; see `HeadVerbs.__call__`."""
     contract = ((hidden.ndim - 1,), (1 if head.layout == "vd" else 0,))
     z = lax.dot_general(hidden, head.W.astype(hidden.dtype), (contract, ((), ())))
-    if head.bias is not None:
-        z = z + head.bias.astype(z.dtype).reshape((1,) * (z.ndim - 1) + (-1,))
-    if head.softcap is not None:
-        z = _capped(z, head.softcap)
-    return _without_padding(z, head.vocab_size)
+    return _finished(z, head)
 
 
 def in_float32(hidden: jax.Array, head: Head) -> jax.Array:
@@ -40,20 +36,17 @@ def in_float32(hidden: jax.Array, head: Head) -> jax.Array:
         head.W.astype(hidden.dtype),
         preferred_element_type=jnp.float32,
     )
+    return _finished(z, head)
+
+
+def _finished(z, head):
+    """The product with the bias, capped, and -inf in padding."""
     if head.bias is not None:
-        z = z + head.bias.astype(jnp.float32)
+        z = z + head.bias.astype(z.dtype).reshape((1,) * (z.ndim - 1) + (-1,))
     if head.softcap is not None:
-        z = _capped(z, head.softcap)
-    return _without_padding(z, head.vocab_size)
-
-
-def _capped(z, softcap):
-    wide = z.astype(np.promote_types(z.dtype, np.float32))
-    return (softcap * jnp.tanh(wide / softcap)).astype(z.dtype)
-
-
-def _without_padding(z, vocab_size):
-    if vocab_size is None or vocab_size == z.shape[-1]:
+        wide = z.astype(np.promote_types(z.dtype, np.float32))
+        z = (head.softcap * jnp.tanh(wide / head.softcap)).astype(z.dtype)
+    if head.vocab_size is None or head.vocab_size == z.shape[-1]:
         return z
     column = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
-    return jnp.where(column < vocab_size, z, jnp.asarray(-jnp.inf, z.dtype))
+    return jnp.where(column < head.vocab_size, z, jnp.asarray(-jnp.inf, z.dtype))

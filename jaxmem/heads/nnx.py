@@ -19,7 +19,6 @@ from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
     HeadVerbs,
     Weights,
-    check_division,
     check_options,
 )
 
@@ -57,16 +56,8 @@ class LMHead(HeadVerbs, nnx.Module):
         bias_metadata: metadata of the bias.
         tied_to: an nnx.Embed (embedding [V, D]), an nnx.Linear (kernel [D, V]) or any
             nnx.Param of either shape, whose weights to use.
-        softcap: caps logits at ±softcap by tanh.
-        chunk: tokens whose logits may be alive at once; None for all, or "auto".
-        vocab_size: logical vocabulary if V is padded; later columns have p = 0.
-        gradient: as in `jaxmem.logprobs`, for `logprobs`, `token_stats`, `entropy`,
-            `loss` and `token_loss`.
-        implementation: as in `jaxmem.logprobs`.
-        sharding: sharding of the verbs on a mesh of devices; None: one device, or as
-            XLA partitions them.
-        vocab_groups: as in `jaxmem.logprobs`, for `logprobs`, `token_stats`, `entropy`,
-            `loss` and `token_loss`; None: the bits depend on the vocabulary's shards.
+        softcap, chunk, vocab_size, gradient, implementation, sharding, vocab_groups:
+            as in `jaxmem.heads.verbs.HeadVerbs`.
 
     Raises:
         TypeError: tied_to has another type, sizes or rngs are missing, or dtype is not
@@ -111,16 +102,6 @@ class LMHead(HeadVerbs, nnx.Module):
         vocab_groups: int | None = None,
     ):
         depth, columns, layout = _describe(in_features, out_features, tied_to)
-        check_options(columns, dtype, softcap, chunk, vocab_size, implementation)
-        check_division(gradient, vocab_groups)
-        if tied_to is None:
-            kernel = kernel_init(_params_key(rngs), (depth, columns), param_dtype)
-            self.kernel = nnx.Param(kernel, **kernel_metadata)
-        self.tied_to = nnx.data(tied_to)
-        self.bias: nnx.Param | None = nnx.data(None)
-        if use_bias or (use_bias is None and tied_to is None):
-            bias = bias_init(_params_key(rngs), (columns,), param_dtype)
-            self.bias = nnx.Param(bias, **bias_metadata)
         self.in_features, self.out_features = depth, columns
         self.layout: Layout = layout
         self.use_bias = use_bias
@@ -129,6 +110,15 @@ class LMHead(HeadVerbs, nnx.Module):
         self.vocab_size, self.implementation = vocab_size, implementation
         self.gradient, self.vocab_groups = gradient, vocab_groups
         self.sharding = sharding
+        check_options(self, columns)
+        if tied_to is None:
+            kernel = kernel_init(_params_key(rngs), (depth, columns), param_dtype)
+            self.kernel = nnx.Param(kernel, **kernel_metadata)
+        self.tied_to = nnx.data(tied_to)
+        self.bias: nnx.Param | None = nnx.data(None)
+        if use_bias or (use_bias is None and tied_to is None):
+            bias = bias_init(_params_key(rngs), (columns,), param_dtype)
+            self.bias = nnx.Param(bias, **bias_metadata)
 
     def _weights(self, depth: int) -> Weights:
         source = self if self.tied_to is None else self.tied_to
@@ -164,14 +154,9 @@ def _names(source) -> tuple:
     if not isinstance(source, nnx.Variable):
         is_embed = isinstance(source, nnx.Embed)
         source = source.embedding if is_embed else source.kernel
-    (spec,) = jax.tree.leaves(
-        nnx.get_partition_spec({"W": source}), is_leaf=_is_partition_spec
-    )
+    specs = nnx.get_partition_spec({"W": source})
+    (spec,) = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return tuple(spec) + (None,) * (2 - len(spec)) if spec else ()
-
-
-def _is_partition_spec(x):
-    return isinstance(x, PartitionSpec)
 
 
 def _describe(in_features, out_features, tied_to) -> tuple[int, int, Layout]:

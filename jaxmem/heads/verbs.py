@@ -19,10 +19,15 @@ from jaxmem.core.head import Head
 from jaxmem.core.options import AxisName, Chunk, Implementation
 from jaxmem.core.row_stats import TokenStats
 from jaxmem.functional import api
+from jaxmem.functional.divergence import divergence
+from jaxmem.functional.divergence_loss import divergence_loss
+from jaxmem.functional.draws import sample_ids
+from jaxmem.functional.kinds import Kind
+from jaxmem.functional.largest import TopK, topk
+from jaxmem.functional.selected import selected_logprobs
 from jaxmem.functional.single_pass import token_loss
 from jaxmem.functional.support import support_logprobs
-from jaxmem.heads.columns import ColumnVerbs
-from jaxmem.heads.divergences import DivergenceVerbs
+from jaxmem.functional.teacher import Teacher
 from jaxmem.heads.logits import in_float32, logits
 from jaxmem.sharding import parallel
 
@@ -71,10 +76,26 @@ class HeadSharding:
         )
 
 
-class HeadVerbs(ColumnVerbs, DivergenceVerbs):
+class HeadVerbs:
     """Logits, and the verbs that need none, for a module with head weights.
 
-    A subclass finds its arrays in `_weights`; the options are attributes.
+    A verb is the function of jaxmem with its name, of hidden states [..., D] and of
+    this head: it takes that function's other arguments and options, returns the same in
+    the same memory, and raises its errors. Options that are not given are those of the
+    module; a verb that has one implementation runs it, whichever the module names. A
+    subclass finds its arrays in `_weights`.
+
+    Attributes:
+        softcap: caps logits at ±softcap by tanh.
+        chunk: tokens whose logits may be alive at once; None for all, or "auto".
+        vocab_size: logical vocabulary if V is padded; later columns have p = 0.
+        gradient: as in `jaxmem.logprobs`, for `logprobs`, `token_stats`, `entropy`,
+            `loss` and `token_loss`.
+        implementation: as in `jaxmem.logprobs`.
+        sharding: sharding of the verbs on a mesh of devices; None: one device, or as
+            XLA partitions them.
+        vocab_groups: as in `jaxmem.logprobs`, for `logprobs`, `token_stats`, `entropy`,
+            `loss` and `token_loss`; None: the bits depend on the vocabulary's shards.
     """
 
     softcap: float | None
@@ -89,18 +110,12 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         raise NotImplementedError
 
     def __call__(self, hidden: ArrayLike) -> jax.Array:
-        """Return logits, for sampling: the one method that builds them.
+        """Return logits [..., V], for sampling, in the compute dtype.
 
             z = h W + bias,   then softcap·tanh(z / softcap) if there is a softcap
 
-        Args:
-            hidden: final hidden states [..., D].
-
-        Returns:
-            [..., V] in the compute dtype, equal to those of the plain Flax layer if
-            there is no softcap; -inf in columns from vocab_size on.
-
-        **Memory**: the result, tokens · V.
+        They are equal to those of the plain Flax layer if there is no softcap; -inf in
+        columns from vocab_size on.
         """
         hidden, weights = self._prepare(hidden)
         return logits(hidden, weights.head)
@@ -110,14 +125,6 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
 
         `__call__` rounds them to the compute dtype; a policy that is sampled from
         rounded logits differs slightly from the trained one.
-
-        Args:
-            hidden: final hidden states [..., D].
-
-        Returns:
-            float32 [..., V].
-
-        **Memory**: 4 · tokens · V.
         """
         hidden, weights = self._prepare(hidden)
         return in_float32(hidden, weights.head)
@@ -125,57 +132,17 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
     def logprobs(
         self, hidden: ArrayLike, labels: ArrayLike, **options: Any
     ) -> jax.Array:
-        """Return the log-probability of each label; see `jaxmem.logprobs`.
-
-            out = z[label] - ln Σ_v e^(z_v),   z = head(h) / temperature       (nats)
-
-        Args:
-            hidden: final hidden states [..., D].
-            labels: token ids [...]; negative marks padding.
-            options: of the function, such as `where`, `key` and `gradient`
-                (None: the head's own).
-
-        Returns:
-            float32 [...]; 0, with a gradient of 0, where masked.
-
-        **Memory**: that of `jaxmem.logprobs`, with the head's chunk.
-        """
+        """Return the log-probability of each label; see `jaxmem.logprobs`."""
         return self._run(api.logprobs, hidden, labels, **self._with_own(options))
 
     def token_stats(
         self, hidden: ArrayLike, labels: ArrayLike, **options: Any
     ) -> TokenStats:
-        """Return all statistics that one pass computes; see `jaxmem.token_stats`.
-
-        Args:
-            hidden: final hidden states [..., D].
-            labels: token ids [...]; negative marks padding.
-            options: of the function, such as `where`, `key` and `gradient`
-                (None: the head's own).
-
-        Returns:
-            `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)` of
-            labels' shape; 0 (False) where masked.
-
-        **Memory**: that of `jaxmem.token_stats`, with the head's chunk.
-        """
+        """Return all statistics that one pass computes; see `jaxmem.token_stats`."""
         return self._run(api.token_stats, hidden, labels, **self._with_own(options))
 
     def entropy(self, hidden: ArrayLike, **options: Any) -> jax.Array:
-        """Return the entropy of each token's softmax; see `jaxmem.entropy`.
-
-            out = -Σ_v p_v ln p_v,   p = softmax(head(h) / temperature)        (nats)
-
-        Args:
-            hidden: final hidden states [..., D].
-            options: of the function, such as `where`, `key` and `gradient`
-                (None: the head's own).
-
-        Returns:
-            float32 [...]; 0 where masked.
-
-        **Memory**: that of `jaxmem.entropy`, with the head's chunk.
-        """
+        """Return the entropy of each token's softmax; see `jaxmem.entropy`."""
         return self._run(api.entropy, hidden, **self._with_own(options))
 
     def loss(
@@ -188,7 +155,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         gradient: Gradient | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the mean cross-entropy over the unmasked tokens.
+        """Return the mean cross-entropy over the unmasked tokens, by `token_loss`.
 
             out = Σ_t (-logprob_t + z_loss · logsumexp_t²) / normalizer        (nats)
 
@@ -206,14 +173,9 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         Returns:
             float32 scalar; 0, with gradients of 0, if every token is masked.
 
-        **Memory**: that of `jaxmem.token_loss`, with the head's chunk. Loss and
-        gradients are computed in one pass, with three matrix products, or two if W is
-        not differentiated.
-
         Raises:
             TypeError, ValueError: as `jaxmem.logprobs`; or a normalizer or z_loss is
-            not a
-                scalar, or is negative.
+                not a scalar, or is negative.
 
         Reference: the z-loss is that of Chowdhery et al., "PaLM", 2022,
         arXiv:2204.02311, section 5.
@@ -239,24 +201,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         *per_token: ArrayLike,
         **options: Any,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return a loss of each token's statistics, with its gradient in the same pass.
-
-            loss = Σ_t loss_fn(stats_t, *per_token_t) / normalizer
-
-        Args:
-            loss_fn: see `jaxmem.token_loss`.
-            hidden: final hidden states [..., D].
-            labels: token ids [...]; negative marks padding.
-            per_token: further arguments of loss_fn, [...] or [..., K] each.
-            options: of the function, such as `where`, `key` and `gradient`
-                (None: the head's own).
-
-        Returns:
-            (loss, metrics): a float32 scalar, and the metrics that loss_fn returns,
-            [...].
-
-        **Memory**: that of `jaxmem.token_loss`, with the head's chunk.
-        """
+        """Return a loss of each token's statistics; see `jaxmem.token_loss`."""
         verb = functools.partial(token_loss, loss_fn)
         return self._run(verb, hidden, labels, *per_token, **self._with_own(options))
 
@@ -269,38 +214,79 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
     ) -> jax.Array:
         """Return the log-probability of each label within its sampling support.
 
-            out = z[label] - ln Σ_(v in support) e^(z_v)                       (nats)
-
-        Args:
-            hidden: final hidden states [..., D].
-            labels: token ids [...]; negative marks padding.
-            support_ids: the support of each token, [..., K], padded by negative ids; or
-                with offsets those of all tokens, [M].
-            options: of the function, such as `where`, `offsets` and `max_ids`.
-
-        Returns:
-            float32 [...]; 0 where masked.
-
-        **Memory**: that of `jaxmem.support_logprobs`, with chunk="auto".
+        See `jaxmem.support_logprobs`; the chunk is "auto" if none is given.
         """
-        # There is one implementation, whichever runs the other verbs.
-        options = {"chunk": "auto", "implementation": None} | options
-        return self._run(support_logprobs, hidden, labels, support_ids, **options)
+        options = {"chunk": "auto"} | options
+        return self._run_only(support_logprobs, hidden, labels, support_ids, **options)
+
+    def topk(self, hidden: ArrayLike, k: int, **options: Any) -> TopK:
+        """Return the k most likely ids of each token; see `jaxmem.topk`."""
+        return self._run_only(topk, hidden, k, **options)
+
+    def sample_ids(
+        self, hidden: ArrayLike, n: int, key: jax.Array, **options: Any
+    ) -> jax.Array:
+        """Return n ids drawn from each token's softmax; see `jaxmem.sample_ids`."""
+        return self._run_only(sample_ids, hidden, n, key, **options)
+
+    def selected_logprobs(
+        self, hidden: ArrayLike, ids: ArrayLike, **options: Any
+    ) -> jax.Array:
+        """Return log-probabilities of given ids; see `jaxmem.selected_logprobs`."""
+        return self._run_only(selected_logprobs, hidden, ids, **options)
+
+    def teacher(
+        self, hidden: ArrayLike, temperature: ArrayLike | None = None
+    ) -> Teacher:
+        """Return this head, of these hidden states, as a target of divergences.
+
+        The temperature is as in `jaxmem.Teacher`.
+        """
+        hidden, weights = self._prepare(hidden)
+        return Teacher(hidden, weights.head, temperature)
+
+    def divergence(self, hidden: ArrayLike, target: Kind, **options: Any) -> jax.Array:
+        """Return the divergence of this head from a target; see `jaxmem.divergence`.
+
+        >>> import jax.numpy as jnp, jaxmem
+        >>> from flax import nnx
+        >>> from jaxmem.heads.nnx import LMHead
+        >>> student, teacher = (LMHead(d, 4, rngs=nnx.Rngs(d)) for d in (8, 16))
+        >>> target = jaxmem.ReverseKL(teacher.teacher(jnp.ones((2, 16))))
+        >>> student.divergence(jnp.ones((2, 8)), target).shape
+        (2,)
+        """
+        return self._run_only(divergence, hidden, target, **options)
+
+    def divergence_loss(
+        self,
+        loss_fn: Callable,
+        hidden: ArrayLike,
+        labels: ArrayLike,
+        target: Kind,
+        *per_token: ArrayLike,
+        **options: Any,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return a loss with each token's divergence; see `jaxmem.divergence_loss`."""
+        verb = functools.partial(divergence_loss, loss_fn)
+        return self._run_only(verb, hidden, labels, target, *per_token, **options)
 
     def _with_own(self, options):
         """The options, with the head's own gradient if none is named."""
         gradient = options.get("gradient") or self.gradient
         return {"vocab_groups": self.vocab_groups} | options | {"gradient": gradient}
 
-    def _run(self, verb, hidden, *per_token, **keywords):
+    def _run_only(self, verb, hidden, *per_token, **options):
+        """Run a verb that has one implementation."""
+        options = {"implementation": None} | options
+        return self._run(verb, hidden, *per_token, **options)
+
+    def _run(self, verb, hidden, *per_token, **options):
         hidden, weights = self._prepare(hidden)
-        options = {
-            "chunk": self.chunk,
-            "implementation": self.implementation,
-        }
         if self.sharding:
             verb = self.sharding.apply(verb, weights)
-        return verb(hidden, weights.head, *per_token, **options | keywords)
+        options = {"chunk": self.chunk, "implementation": self.implementation} | options
+        return verb(hidden, weights.head, *per_token, **options)
 
     def _prepare(self, hidden) -> tuple[jax.Array, Weights]:
         """Hidden in the compute dtype, and the weights as they are stored."""
@@ -316,24 +302,17 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         return jnp.asarray(hidden).astype(_compute_dtype(hidden, weights)), weights
 
 
-def check_options(
-    columns: int, dtype: Any, softcap: Any, chunk: Any, vocab_size: Any,
-    implementation: Any,
-) -> None:  # fmt: skip
+def check_options(head: Any, columns: int) -> None:
     """Raise, when a head is constructed, for options that every call would reject."""
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be a floating type, got {jnp.dtype(dtype)}")
-    checks.check_softcap(softcap)
-    checks.check_chunk(chunk, tokens=1, columns=columns)
-    checks.check_vocab_size(vocab_size, columns)
-    choose.check(implementation)
-
-
-def check_division(gradient: Any, vocab_groups: Any) -> None:
-    """Raise, when a head is constructed, for numbers that every call would reject."""
-    gradients.check(gradient)
+    if head.dtype is not None and not jnp.issubdtype(head.dtype, jnp.floating):
+        raise TypeError(f"dtype must be a floating type, got {jnp.dtype(head.dtype)}")
+    checks.check_softcap(head.softcap)
+    checks.check_chunk(head.chunk, tokens=1, columns=columns)
+    checks.check_vocab_size(head.vocab_size, columns)
+    choose.check(head.implementation)
+    gradients.check(head.gradient)
     # `HeadSharding` pads the columns; the verbs check those of a head without it.
-    checks.check_vocab_groups(vocab_groups, columns=0, n_shards=1)
+    checks.check_vocab_groups(head.vocab_groups, columns=0, n_shards=1)
 
 
 def _compute_dtype(hidden, weights):
