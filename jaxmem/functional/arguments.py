@@ -36,7 +36,7 @@ class Call(NamedTuple):
     spec: Spec
     backend: Backend
     source: Any  # Factors or Logits
-    rows: Rows
+    rows: Any  # `Rows`; of a loss, the operands that its rule calls given
     shape: tuple[int, ...]  # of the caller's tokens
 
 

@@ -1,6 +1,7 @@
 """The rules of losses of statistics and of a divergence from a teacher's columns."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ class ColumnsLossRule(DivergenceLossRule):
     """
 
     how: tuple[Kind, bool]  # of `column_divergences.compare`
+    has_ids: ClassVar[bool] = True
 
     def compare(self, heads, given, row_ids):
         rows, _, ids, log_q = given
@@ -36,9 +38,6 @@ class ColumnsLossRule(DivergenceLossRule):
         slopes = jnp.where(has_ids[:, None], slopes, 0)
         saved = {"ids": ids, "log_p": log_p, "slopes": slopes, "rest": rest}
         return Compared((z,), jnp.where(has_ids, value, 0), saved, largest)
-
-    def n_ids(self, given):
-        return given[2].shape[1]
 
     def density(self, logits, saved):
         return jnp.exp(row_stats.log_softmax(logits[0], saved["rest"])), saved["ids"]
@@ -59,6 +58,8 @@ class DrawnLossRule(DivergenceLossRule):
     Given is `(rows, scale, ids [N, K])`; negative ids are absent, others may repeat.
     """
 
+    has_ids: ClassVar[bool] = True
+
     def compare(self, heads, given, row_ids):
         spec, (rows, _, ids) = self.spec, given
         z = columns.logits(spec, heads[0], rows, row_ids)
@@ -72,9 +73,6 @@ class DrawnLossRule(DivergenceLossRule):
         value = -weight * jnp.sum(log_p, axis=1)
         saved = {"ids": ids, "log_p": log_p, "weight": weight, "normaliser": normaliser}
         return Compared((z,), value, saved, normaliser.max)
-
-    def n_ids(self, given):
-        return given[2].shape[1]
 
     def density(self, logits, saved):
         softmax = row_stats.log_softmax(logits[0], saved["normaliser"])

@@ -6,13 +6,14 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from jaxmem.backends import choose
 from jaxmem.core.explicit_axes import merged, spec_of, with_automatic_axes
 from jaxmem.core.gradients import Gradient
 from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
-from jaxmem.functional import loss_functions, targets
-from jaxmem.functional.divergence_loss_rule import run
+from jaxmem.functional import arguments, loss_functions, targets
 from jaxmem.functional.kinds import Kind
+from jaxmem.functional.single_pass import run
 
 
 def _shardings(given):
@@ -97,5 +98,11 @@ def divergence_loss(
     )  # fmt: skip
     checked = targets.check(target)
     student = targets.Student(hidden, W, labels, options)
-    rule_of, call = checked.of.loss(checked.kind, student, statistics_temperature)
-    return run(rule_of, loss_fn, call, per_token, normalizer)
+    rule_of, spec, source, given, shape = checked.of.loss(
+        checked.kind, student, statistics_temperature
+    )
+    # Kernels have no loop for it, but may sum the entries that are sampled.
+    named = implementation if spec.gradient_samples else "xla"
+    backend, _ = choose.choose(named, spec, source)
+    call = arguments.Call(spec, backend, source, given, shape)
+    return run(rule_of, loss_fn, call, per_token, normalizer, of_divergence=True)

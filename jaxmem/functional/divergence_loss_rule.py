@@ -7,16 +7,15 @@ may be of the logits at another temperature.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.backends import choose, xla
+from jaxmem.backends import xla
 from jaxmem.backends.xla_sampled import sampling_of, starts_of
 from jaxmem.core import column_sampling, row_stats, vocab_shards
 from jaxmem.core.backend_operands import (
@@ -32,14 +31,12 @@ from jaxmem.core.backend_operands import (
     trained as trained_part,
 )
 from jaxmem.core.column_sampling import Derivative
-from jaxmem.core.options import CallOptions
 from jaxmem.core.row_stats import TokenStats
 from jaxmem.core.spec import Spec
-from jaxmem.functional import arguments, columns, rule, traced_loss
+from jaxmem.functional import arguments, columns, traced_loss
 from jaxmem.functional.given_ids import existing_columns
 from jaxmem.functional.rule import on_tokens
 from jaxmem.functional.sampled import sampler_of
-from jaxmem.functional.single_pass import flat_per_token, read_normalizer
 from jaxmem.functional.traced_loss import Operands, Values
 from jaxmem.functional.vjp import LossRule
 
@@ -71,16 +68,11 @@ class DivergenceLossRule(LossRule):
     which the loops compute.
     """
 
-    def rows(self, given):
-        return given[0]
+    has_ids: ClassVar[bool] = False  # given[2], [N, K], are the ids of `by_logits`
 
     def heads(self, source, given) -> tuple:
         """The policy, and a head it is compared with, in the dtypes of the products."""
         return (source.cast(self.spec),)
-
-    def n_ids(self, given) -> int:
-        """How many ids a token has in `by_logits`."""
-        return 0
 
     def compare(self, heads, given, row_ids) -> Compared:
         """The divergence of some rows."""
@@ -261,7 +253,9 @@ class _Sampled(_Exact):
     """
 
     def zeros(self):
-        spec, n_ids = self.rule.spec, self.rule.n_ids(self.given)
+        spec, n_ids = self.rule.spec, 0
+        if self.rule.has_ids:
+            n_ids = self.given[2].shape[1]
         shape = len(self.rows.labels), 1 + n_ids + (spec.gradient_samples or 0)
         columns = jnp.full(shape, spec.columns, jnp.int32)
         none = Derivative(columns, jnp.zeros(shape, spec.stats_dtype))
@@ -301,49 +295,6 @@ class _Sampled(_Exact):
 def _scaled(z, scale):
     """Rows z [C, V] times scale [C], if it is not None."""
     return z if scale is None else z * scale[:, None]
-
-
-class LossCall(NamedTuple):
-    """A checked call; operands have all tokens in one axis."""
-
-    spec: Spec
-    policy: Factors
-    given: tuple  # of a `DivergenceLossRule`
-    shape: tuple[int, ...]  # of the tokens
-    options: CallOptions
-
-
-def run(
-    rule_of: Callable[..., DivergenceLossRule],
-    loss_fn: Callable,
-    call: LossCall,
-    per_token: tuple,
-    normalizer: ArrayLike | None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss and metrics of a loss function with a divergence, as of `token_loss`.
-
-    `rule_of` makes the rule from the spec, the backend and the traced loss.
-    """
-    spec, policy, given, shape, options = call
-    flat = flat_per_token(per_token, shape)
-    count = read_normalizer(normalizer, given[0], spec)
-    spec, policy = arguments.typed(spec, policy, (given, flat, count))
-    flat, count = vocab_shards.vary((flat, count), spec.varying)
-    first = vocab_shards.vary(
-        jnp.zeros(math.prod(shape), spec.stats_dtype), spec.varying
-    )
-    loss, operands = traced_loss.trace(loss_fn, spec, spec.chunk, (first, *flat))
-    if 0 in shape:
-        nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)
-        total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics
-    else:
-        # Kernels have no loop for it, but may sum the entries that are sampled.
-        named = options.implementation if spec.gradient_samples else "xla"
-        loss_rule = rule_of(spec, choose.choose(named, spec, policy)[0], loss)
-        fixed = given, operands.closed
-        total, metrics = rule.run(loss_rule, (policy, flat, count), fixed)
-    metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
-    return total, metrics
 
 
 def statistics_scale(

@@ -16,7 +16,7 @@ from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, column_divergences, rule
 from jaxmem.functional.columns import ColumnsRule
 from jaxmem.functional.columns_loss import ColumnsLossRule, DrawnLossRule
-from jaxmem.functional.divergence_loss_rule import LossCall, statistics_scale
+from jaxmem.functional.divergence_loss_rule import statistics_scale
 from jaxmem.functional.given_ids import check_ids, flat_ids
 from jaxmem.functional.selected import SelectedRule
 from jaxmem.functional.targets import Student, Target
@@ -98,7 +98,7 @@ class Columns(Target):
         scale = statistics_scale(spec, shape, rows, statistics_temperature)
         given = rows, scale, *_columns(spec, ids, logprobs)
         rule_of = functools.partial(ColumnsLossRule, how=how)
-        return rule_of, LossCall(spec, source, given, shape, student.options)
+        return rule_of, spec, source, given, shape
 
     def placed(self, places):
         tokens = places.tokens
@@ -160,7 +160,7 @@ class Drawn(Target):
         ids = ids if ids.shape[-1] else _absent(shape)
         scale = statistics_scale(spec, shape, rows, statistics_temperature)
         given = rows, scale, flat_ids(ids, shape)
-        return DrawnLossRule, LossCall(spec, source, given, shape, student.options)
+        return DrawnLossRule, spec, source, given, shape
 
     def placed(self, places):
         ids = check_ids("ids", self.ids, places.where, places.tokens, places.vocab_size)

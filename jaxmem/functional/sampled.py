@@ -101,19 +101,16 @@ class SampledLossRule(_SampledRule, LossRule):
     """
 
     def forward(self, trained, fixed):
-        (source, per_token, count), (rows, closed) = trained, fixed
+        (source, per_token, count), ((rows,), closed) = trained, fixed
         stats = self.outputs(source, rows, (*TokenStats._fields, *self.errors))
         error = {k: stats.pop(k) for k in self.errors}
         total, metrics = self.total(stats, rows, Operands(per_token, closed), count)
         return total, _with(metrics, error)
 
     def forward_and_save(self, trained, fixed):
-        rows, closed = fixed
+        (rows,), closed = fixed
         given = rows, *self.shared(trained[0], rows)
         return super().forward_and_save(trained, (given, closed))
-
-    def rows(self, given) -> Rows:
-        return given[0]
 
     def one_pass(self, spec, source, given, operands, count):
         (rows, *shared), sampler = given, sampler_of(self.backend)

@@ -17,14 +17,9 @@ from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.core.row_stats import TokenStats
 from jaxmem.core.spec import Spec
-from jaxmem.functional import (
-    arguments,
-    loss_functions,
-    rule,
-    traced_loss,
-)
+from jaxmem.functional import arguments, loss_functions, rule, traced_loss
 from jaxmem.functional.sampled import SampledLossRule
-from jaxmem.functional.vjp import LossRule, TwoPassLossRule
+from jaxmem.functional.vjp import LossRule
 
 
 def _shardings(arguments):
@@ -116,30 +111,49 @@ def token_loss(
     fields = TokenStats._fields
     operands = arguments.read_head(hidden, W)
     call = arguments.call("token_loss", fields, operands, labels, options)
-    spec, backend, source, rows, shape = call
-    flat = flat_per_token(per_token, shape)
-    count = read_normalizer(normalizer, rows, spec)
-    spec, source = arguments.typed(spec, source, (rows, flat, count))
+    rule_of = SampledLossRule if call.spec.gradient_samples else LossRule
+    call = call._replace(rows=(call.rows,))
+    return run(rule_of, loss_fn, call, per_token, normalizer)
+
+
+def run(
+    rule_of: Callable[..., LossRule],
+    loss_fn: Callable,
+    call: arguments.Call,
+    per_token: tuple,
+    normalizer: ArrayLike | None,
+    of_divergence: bool = False,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss and its metrics, by the rule of a spec, a backend and a traced loss.
+
+    That of a divergence computes the first of loss_fn's per-token arguments itself, for
+    a chunk at a time.
+    """
+    spec, backend, source, given, shape = call
+    flat = _flat_per_token(per_token, shape)
+    count = _read_normalizer(normalizer, given[0], spec)
+    spec, source = arguments.typed(spec, source, (given, flat, count))
     flat, count = vocab_shards.vary((flat, count), spec.varying)
-    loss, operands = traced_loss.trace(
-        loss_fn, spec, backend.loops.loss_rows(spec, source), flat
-    )
+    traced, n_rows = flat, spec.chunk
+    if of_divergence:
+        first = jnp.zeros(math.prod(shape), spec.stats_dtype)
+        traced = vocab_shards.vary(first, spec.varying), *flat
+    else:
+        n_rows = backend.loops.loss_rows(spec, source)
+    loss, operands = traced_loss.trace(loss_fn, spec, n_rows, traced)
     if 0 in shape:
         nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)
         total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics
         if spec.forward != "exact":
             metrics = metrics | {eight_bits.ERROR: jnp.zeros_like(total, shape=(0,))}
     else:
-        trained, fixed = (source, operands.per_token, count), (rows, operands.closed)
-        two_passes = spec.gradient_blocks > 1 or spec.vocab_groups
-        made_by = TwoPassLossRule if two_passes else LossRule
-        made_by = SampledLossRule if spec.gradient_samples else made_by
-        total, metrics = rule.run(made_by(spec, backend, loss), trained, fixed)
+        trained, fixed = (source, flat, count), (given, operands.closed)
+        total, metrics = rule.run(rule_of(spec, backend, loss), trained, fixed)
     metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
     return total, metrics
 
 
-def flat_per_token(per_token, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+def _flat_per_token(per_token, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
     """Each per-token argument of a loss, checked, with all tokens in one axis."""
     arrays = []
     for i, value in enumerate(per_token):
@@ -149,7 +163,7 @@ def flat_per_token(per_token, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
     return tuple(arrays)
 
 
-def read_normalizer(normalizer, rows: Rows, spec: Spec) -> jax.Array:
+def _read_normalizer(normalizer, rows: Rows, spec: Spec) -> jax.Array:
     """The divisor of the sum; NaN for a negative one that is known at run time only."""
     if normalizer is None:
         count = jnp.sum(rows.active, dtype=jnp.int32)

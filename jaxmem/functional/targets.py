@@ -8,9 +8,11 @@ import jax
 from jax.typing import ArrayLike
 
 from jaxmem.base import messages
+from jaxmem.core.backend_operands import Factors
 from jaxmem.core.explicit_axes import spec_of
 from jaxmem.core.head import Head
 from jaxmem.core.options import CallOptions
+from jaxmem.core.spec import Spec
 from jaxmem.functional.kinds import Kind
 
 
@@ -64,8 +66,8 @@ class Target:
 
     def loss(
         self, kind: Kind, student: Student, statistics_temperature: ArrayLike | None
-    ) -> tuple[Callable, Any]:
-        """Rule and call of a loss; see `divergence_loss_rule.run`."""
+    ) -> tuple[Callable, Spec, Factors, tuple, tuple[int, ...]]:
+        """What makes a loss's rule, and its spec, head, `given` and tokens' shape."""
         raise NotImplementedError
 
     def placed(self, places: Places) -> "Target":

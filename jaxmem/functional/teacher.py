@@ -2,17 +2,16 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem.core import checks, gradients, partition
-from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.head import Head
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
-from jaxmem.functional.divergence_loss_rule import LossCall, statistics_scale
+from jaxmem.functional.divergence_loss_rule import statistics_scale
 from jaxmem.functional.sampled_two_heads import SampledTwoHeadsRule
 from jaxmem.functional.targets import Target
 from jaxmem.functional.two_heads import TwoHeadsRule
@@ -74,14 +73,12 @@ class Teacher(Target):
     def loss(self, kind, student, statistics_temperature):
         call = _read("divergence_loss", self, student)
         spec, other_spec, policy, other, rows, other_rows, shape = call
-        kernels = arguments.uses_kernels(student.options.implementation)
-
-        def rule_of(spec, backend, loss):
-            return TwoHeadsLossRule(spec, backend, loss, kind, other_spec, kernels)
-
+        rule_of = functools.partial(
+            TwoHeadsLossRule, divergence=kind, reference_spec=other_spec,
+            kernels=arguments.uses_kernels(student.options.implementation),
+        )  # fmt: skip
         scale = statistics_scale(spec, shape, rows, statistics_temperature)
-        given = rows, scale, other_rows, other
-        return rule_of, LossCall(spec, policy, given, shape, student.options)
+        return rule_of, spec, policy, (rows, scale, other_rows, other), shape
 
     def placed(self, places):
         hidden = checks.as_array(f"{_OWNER}hidden", self.hidden)
@@ -98,20 +95,8 @@ class Teacher(Target):
         return dataclasses.replace(self, head=whole(self.head))
 
 
-class _TwoHeads(NamedTuple):
-    """A checked call of two heads; operands have all tokens in one axis."""
-
-    spec: Spec
-    other_spec: Spec
-    policy: Factors
-    other: Factors
-    rows: Rows
-    other_rows: Rows
-    shape: tuple[int, ...]  # of the tokens
-
-
-def _read(verb, teacher, student) -> _TwoHeads:
-    """Check the arguments of a call of two heads, and record it."""
+def _read(verb, teacher, student) -> tuple:
+    """Specs, heads and rows of student and teacher, checked, and the tokens' shape."""
     hidden, W, labels, options = student
     if options.axis_name is not None:
         raise NotImplementedError(
@@ -137,7 +122,7 @@ def _read(verb, teacher, student) -> _TwoHeads:
     shapes |= {f"{_OWNER}{name}": size for name, size in of_other}
     live_bytes = 4 * spec.chunk * (spec.columns + other_spec.columns)
     arguments.record_only_xla(verb, spec, shapes, options.implementation, live_bytes)
-    return _TwoHeads(spec, other_spec, policy, other, rows, other_rows, shape)
+    return spec, other_spec, policy, other, rows, other_rows, shape
 
 
 def _specs(policy, other, options) -> tuple[Spec, Spec]:

@@ -129,19 +129,17 @@ class StatisticsRule(BackendRule):
 class LossRule(BackendRule):
     """The rule of a loss that is known in the forward pass.
 
-    trained is `(source, per_token, count)`, fixed is `(given, closed)`, where given are
-    the tokens' `Rows`, or for a subclass a tree of operands that begins with them. The
-    result is the sum of the active rows' losses divided by count, and metrics [N] by
-    name, which are constants.
+    trained is `(source, per_token, count)`, fixed is `(given, closed)`, where given
+    begins with the tokens' `Rows`. The result is the sum of the active rows' losses
+    divided by count, and metrics [N] by name, which are constants.
     """
 
     loss: Loss
 
     def forward(self, trained, fixed):
-        (source, per_token, count), (rows, closed) = trained, fixed
+        (source, per_token, count), ((rows,), closed) = trained, fixed
         stats = self.outputs(source, rows, TokenStats._fields)
-        operands = Operands(per_token, closed)
-        return self.total(stats, rows, operands, count)
+        return self.total(stats, rows, Operands(per_token, closed), count)
 
     def forward_and_save(self, trained, fixed):
         (source, per_token, count), (given, closed) = trained, fixed
@@ -196,10 +194,6 @@ class LossRule(BackendRule):
         """
         return self.spec.compute_dtype != jnp.float16
 
-    def rows(self, given) -> Rows:
-        """The tokens' rows among the operands."""
-        return given
-
     def _early(self, count, given):
         """What cotangents are divided by before the logits' derivative.
 
@@ -208,7 +202,7 @@ class LossRule(BackendRule):
         """
         if self.divides_early:
             return count
-        n_active = jnp.maximum(jnp.sum(self.rows(given).active, dtype=jnp.int32), 1)
+        n_active = jnp.maximum(jnp.sum(given[0].active, dtype=jnp.int32), 1)
         mean = jnp.maximum(count / n_active, 1)
         return row_stats.power_of_two(mean)
 
@@ -246,7 +240,9 @@ class LossRule(BackendRule):
 
         The count is what the losses' cotangents are divided by, `_early`.
         """
-        rows, n_rows = given, given.labels.shape[0]
+        (rows,), n_rows = given, given[0].labels.shape[0]
+        if spec.gradient_blocks > 1 or spec.vocab_groups:
+            return self._two_passes(spec, source, rows, operands, count)
 
         def of_chunk(row_ids, outputs):
             stats = TokenStats(*(getattr(outputs, k) for k in TokenStats._fields))
@@ -257,6 +253,16 @@ class LossRule(BackendRule):
 
         zeros = traced_loss.nothing(self.loss, spec, operands, n_rows, pull=True)
         return self.backend.loops.one_pass(spec, source, rows, of_chunk, zeros)
+
+    def _two_passes(self, spec, source, rows, operands, count):
+        """`one_pass` by blocks or groups of columns, which recomputes the logits.
+
+        Without those of the whole vocabulary the loss's derivative is not known.
+        """
+        outputs = self._forward()(spec, source, rows, (*TokenStats._fields, *_SAVED))
+        values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
+        saved = Outputs(**outputs)
+        return values, self._gradient()(spec, source, rows, saved, cotangents)
 
     def _narrowed_pass(self, spec, source, given, operands, count):
         """`one_pass`, whose cotangents may be summed over devices."""
@@ -284,23 +290,6 @@ class LossRule(BackendRule):
         nothing = vocab_shards.vary(nothing, spec.varying)
         values, g = for_all_chunks(loss.n_rows, rows.active, chunk, nothing)
         return values, jax.tree.map(lambda x: self._over(x, count), g)
-
-
-class TwoPassLossRule(LossRule):
-    """`LossRule` with several blocks or `vocab_groups`: recomputes the logits.
-
-    Logits of a block or a group are not those of the whole vocabulary, without which
-    the loss's derivative is not known.
-    """
-
-    def one_pass(self, spec, source, given, operands, count):
-        if spec.gradient_blocks == 1 and not spec.vocab_groups:
-            return super().one_pass(spec, source, given, operands, count)
-        rows, names = given, (*TokenStats._fields, *_SAVED)
-        outputs = self._forward()(spec, source, rows, names)
-        values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
-        saved = Outputs(**outputs)
-        return values, self._gradient()(spec, source, rows, saved, cotangents)
 
 
 def _scale(by, x, like):
