@@ -5,7 +5,6 @@ launch: hidden's gradient of some rows is one product, and added to what other b
 gave.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -50,14 +49,9 @@ def backward(
     total = _zeros(spec, source, n_blocks * width)
     total = lax.fori_loop(0, n_blocks - 1, block, total)
     total = block(n_blocks - 1, total, last=True)
-    total = backend_operands.sum_over_shards(
-        spec, vocab_shards.vary(total, spec.part_varying)
-    )
-    return jax.tree.map(
-        lambda x, like: backend_operands.unpadded(x, like).astype(like.dtype),
-        total,
-        source,
-    )
+    total = vocab_shards.vary(total, spec.part_varying)
+    total = backend_operands.sum_over_shards(spec, total)
+    return backend_operands.rounded(spec, total, source)
 
 
 def _zeros(spec, source, columns):

@@ -98,6 +98,4 @@ def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors
     if not spec.frozen_head:
         dW, dbias = xla_sampled.over_tokens(spec, dz, head.hidden, source, to_weights)
     dhidden = sampled_products.to_hidden(dz, head.W, spec.layout, dtype)
-    sums = backend_operands.sum_over_shards(spec, Factors(dhidden, dW, dbias))
-    like = backend_operands.trained(spec, source)
-    return jax.tree.map(lambda x, primal: x.astype(primal.dtype), sums, like)
+    return backend_operands.cotangent(spec, Factors(dhidden, dW, dbias), source)

@@ -8,7 +8,6 @@ float32 would take more than those that are saved where tokens are many.
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -17,9 +16,9 @@ from jaxmem.core import checks, row_stats, vocab_shards
 from jaxmem.core.backend_operands import (
     Factors,
     Rows,
+    cotangent,
     for_active_chunks,
     put,
-    sum_over_shards,
     take,
 )
 from jaxmem.core.spec import Spec
@@ -58,8 +57,7 @@ def backward(
     total = lax.fori_loop(0, n_whole, lambda i, t: block(i * width, width, t), total)
     if rest:
         total = block(n_whole * width, rest, total)
-    total = sum_over_shards(spec, total)
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, source)
+    return cotangent(spec, total, source)
 
 
 def block_columns(spec: Spec) -> int:

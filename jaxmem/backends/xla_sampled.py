@@ -93,16 +93,11 @@ def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors
 
     The derivative is 0 in inactive rows. The result has the source's dtypes.
     """
-    head = source.cast(spec)
+    head, of_head = source.cast(spec), (None, None)
     dhidden = _to_hidden(spec, head, rows, dz)
-    sums = Factors(dhidden, None, None)
     if not spec.frozen_head:
-        sums = Factors(
-            dhidden, *over_tokens(spec, dz, head.hidden, source, _to_weights)
-        )
-    sums = backend_operands.sum_over_shards(spec, sums)
-    like = backend_operands.trained(spec, source)
-    return jax.tree.map(lambda x, primal: x.astype(primal.dtype), sums, like)
+        of_head = over_tokens(spec, dz, head.hidden, source, _to_weights)
+    return backend_operands.cotangent(spec, Factors(dhidden, *of_head), source)
 
 
 def derivative(

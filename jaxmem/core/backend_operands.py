@@ -100,6 +100,12 @@ def sum_over_shards(spec: Spec, sums) -> Any:
     return sums._replace(hidden=dhidden.astype(spec.compute_dtype))
 
 
+def cotangent(spec: Spec, sums, source) -> Any:
+    """`sum_over_shards`, in the dtypes of what of the source is differentiated."""
+    sums, like = sum_over_shards(spec, sums), trained(spec, source)
+    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, like)
+
+
 def for_active_chunks(chunk, active, body, carry, n_chunks: int | None = None):
     """Run `body(row_ids, carry) -> carry` over chunks of rows, active ones first.
 

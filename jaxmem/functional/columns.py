@@ -28,11 +28,10 @@ from jaxmem.core import column_sampling, row_stats, vocab_shards
 from jaxmem.core.backend_operands import (
     Factors,
     Rows,
+    cotangent,
     for_active_chunks,
     put_all,
-    sum_over_shards,
     take,
-    trained,
 )
 from jaxmem.core.column_sampling import Entries
 from jaxmem.core.spec import Spec
@@ -216,8 +215,7 @@ def pull(
 
     sums = xla.zero_sums(spec, head)
     sums = for_active_chunks(spec.chunk, rows.active, chunk, sums)
-    sums, like = sum_over_shards(spec, sums), trained(spec, source)
-    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, like)
+    return cotangent(spec, sums, source)
 
 
 def derivative_of_split(
@@ -249,12 +247,13 @@ def put_in_columns(
     return dz.at[places(spec, ids)].set(at_ids, mode="drop")
 
 
-def by_log_p(log_p: jax.Array, g: jax.Array) -> jax.Array:
+def by_log_p(log_p: jax.Array, g: jax.Array, total=None) -> jax.Array:
     """Derivative by logits, Σ_l g_l ([l = k] - p_k), for cotangents g of ln p [C, K].
 
-    1 - p is computed from ln p, because g - g p would cancel near p = 1.
+    The total is Σ_l g_l. 1 - p is computed from ln p, because g - g p would cancel near
+    p = 1.
     """
-    total = jnp.sum(g, axis=-1, keepdims=True)
+    total = jnp.sum(g, axis=-1, keepdims=True) if total is None else total
     return g * -jnp.expm1(log_p) - (total - g) * jnp.exp(log_p)
 
 

@@ -11,15 +11,14 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.core import checks
-from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, column_divergences, rule
 from jaxmem.functional.columns import ColumnsRule
 from jaxmem.functional.columns_loss import ColumnsLossRule, DrawnLossRule
 from jaxmem.functional.divergence_loss_rule import statistics_scale
-from jaxmem.functional.given_ids import check_ids, flat_ids
-from jaxmem.functional.selected import SelectedRule
-from jaxmem.functional.targets import Student, Target
+from jaxmem.functional.given_ids import check_ids, flat_ids, ids_call
+from jaxmem.functional.selected import logprobs_of
+from jaxmem.functional.targets import Target
 
 _LARGEST_LOGPROB = 0.1  # what 16 bits may make of ln 1
 
@@ -74,7 +73,7 @@ class Columns(Target):
         return self.ids
 
     def divergence(self, kind, student):
-        call, ids, where = _read("divergence", self.ids, student)
+        call, ids, where = ids_call("divergence", self.ids, *student)
         spec, source, rows, shape = call
         how = kind, checks.check_flag("Columns.tail", self.tail)
         logprobs = _check_logprobs(self.logprobs, ids, where, shape)
@@ -89,7 +88,7 @@ class Columns(Target):
         return jnp.reshape(jnp.where(rows.active, values, 0), shape)
 
     def loss(self, kind, student, statistics_temperature):
-        call, ids, where = _read("divergence_loss", self.ids, student)
+        call, ids, where = ids_call("divergence_loss", self.ids, *student)
         spec, source, rows, shape = call
         how = kind, checks.check_flag("Columns.tail", self.tail)
         logprobs = _check_logprobs(self.logprobs, ids, where, shape)
@@ -141,21 +140,14 @@ class Drawn(Target):
 
     def divergence(self, kind, student):
         _check_drawn(kind)
-        call, ids, _ = _read("divergence", self.ids, student)
-        spec, source, rows, shape = call
-        if 0 in ids.shape:
-            return jnp.zeros(shape, spec.stats_dtype)
-        ids = flat_ids(ids, shape)
-        rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
-        spec, source = arguments.typed(spec, source, (rows, ids))
-        sampler = arguments.sampler(student.options.implementation, spec, source)
-        log_p = rule.run(SelectedRule(spec, sampler), (source,), ((rows,), ids))
-        count = jnp.maximum(jnp.sum(ids >= 0, axis=1), 1).astype(log_p.dtype)
-        return jnp.reshape(-jnp.sum(log_p, axis=1) / count, shape)
+        call, ids, _ = ids_call("divergence", self.ids, *student)
+        log_p = logprobs_of(call, ids, student.options.implementation)
+        count = jnp.maximum(jnp.sum(ids >= 0, axis=-1), 1).astype(log_p.dtype)
+        return -jnp.sum(log_p, axis=-1) / count
 
     def loss(self, kind, student, statistics_temperature):
         _check_drawn(kind)
-        call, ids, _ = _read("divergence_loss", self.ids, student)
+        call, ids, _ = ids_call("divergence_loss", self.ids, *student)
         spec, source, rows, shape = call
         ids = ids if ids.shape[-1] else _absent(shape)
         scale = statistics_scale(spec, shape, rows, statistics_temperature)
@@ -165,20 +157,6 @@ class Drawn(Target):
     def placed(self, places):
         ids = check_ids("ids", self.ids, places.where, places.tokens, places.vocab_size)
         return Drawn(places.of_tokens(ids, -1))
-
-
-def _read(
-    verb: str, ids, student: Student
-) -> tuple[tuple[Spec, Factors, Rows, tuple[int, ...]], Any, Any]:
-    """(a call of columns, checked ids, checked mask), which is recorded."""
-    hidden, W, labels, options = student
-    call = arguments.columns_call(verb, hidden, W, options, labels)
-    spec, source, _, shape = call
-    where = checks.read_where(options.where, shape)
-    ids = check_ids("ids", ids, where, shape, spec.vocab_size)
-    shapes = source.shapes(shape) | {"ids": ids.shape}
-    arguments.record_only_xla(verb, spec, shapes, options.implementation)
-    return call, ids, where
 
 
 def _absent(shape):

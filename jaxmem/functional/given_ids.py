@@ -1,13 +1,30 @@
 """What the verbs of given token ids share: the checks of the ids."""
 
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.core import checks
-from jaxmem.core.backend_operands import first_column
+from jaxmem.core.backend_operands import Factors, Rows, first_column
+from jaxmem.core.options import CallOptions
+from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments
+
+
+def ids_call(
+    verb: str, ids, hidden, W, labels, options: CallOptions
+) -> tuple[tuple[Spec, Factors, Rows, tuple[int, ...]], jax.Array, Any]:
+    """(`arguments.columns_call`, checked ids, checked mask), which is recorded."""
+    call = arguments.columns_call(verb, hidden, W, options, labels)
+    spec, source, _, shape = call
+    where = checks.read_where(options.where, shape)
+    ids = check_ids("ids", ids, where, shape, spec.vocab_size)
+    shapes = source.shapes(shape) | {"ids": ids.shape}
+    arguments.record_only_xla(verb, spec, shapes, options.implementation)
+    return call, ids, where
 
 
 def check_ids(name: str, ids, where, shape: tuple[int, ...], vocab_size: int):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.core import checks, row_stats, vocab_shards
+from jaxmem.core import row_stats, vocab_shards
 from jaxmem.core.backend_operands import for_active_chunks, put_all, take
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.gradients import Gradient
@@ -19,7 +19,7 @@ from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, columns, rule
 from jaxmem.functional.columns import SomeColumnsRule
-from jaxmem.functional.given_ids import check_ids, flat_ids
+from jaxmem.functional.given_ids import flat_ids, ids_call
 
 
 @with_automatic_axes(sharded_like(ids=1, hidden=1))
@@ -79,23 +79,26 @@ def selected_logprobs(
     Reference: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015,
     arXiv:1503.02531.
     """
-    verb = "selected_logprobs"
     options = CallOptions(
         chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
-    spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
-    where = checks.read_where(where, shape)
-    ids = flat_ids(check_ids("ids", ids, where, shape, spec.vocab_size), shape)
-    rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
-    shapes = source.shapes(shape) | {"ids": (*shape, ids.shape[-1])}
-    arguments.record_only_xla(verb, spec, shapes, implementation)
+    call, ids, _ = ids_call(
+        "selected_logprobs", ids, hidden, W, arguments.NO_LABELS, options
+    )
+    return logprobs_of(call, ids, implementation)
+
+
+def logprobs_of(call: tuple, ids: jax.Array, implementation: Implementation | None):
+    """Log-probabilities of ids, both [..., K], of a call of `given_ids.ids_call`."""
+    spec, source, rows, shape = call
     if 0 in ids.shape:
-        return jnp.zeros((*shape, ids.shape[-1]), spec.stats_dtype)
-    spec, source = arguments.typed(spec, source, (rows, ids))
+        return jnp.zeros(ids.shape, spec.stats_dtype)
+    flat = flat_ids(ids, shape)
+    rows = rows._replace(active=rows.active & jnp.any(flat >= 0, axis=-1))
+    spec, source = arguments.typed(spec, source, (rows, flat))
     of_call = SelectedRule(spec, arguments.sampler(implementation, spec, source))
-    results = rule.run(of_call, (source,), ((rows,), ids))
-    return jnp.reshape(results, (*shape, ids.shape[-1]))
+    return jnp.reshape(rule.run(of_call, (source,), ((rows,), flat)), ids.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,13 +155,10 @@ def derivative_of_selected(
 
 
 def _at_ids(ids, log_p, g, total):
-    """Sorted ids, ln p and the derivative there, Σ_l g_l ([ids_l = ids_k] - p_k).
-
-    1 - p is computed from log p, because g - g p would cancel near p = 1.
-    """
+    """Sorted ids, ln p and the derivative there, Σ_l g_l ([ids_l = ids_k] - p_k)."""
     ids, g, log_p = lax.sort((ids, g, log_p), dimension=1, num_keys=1)
     starts = ids[:, 1:] != ids[:, :-1]
     run = jnp.pad(jnp.cumsum(starts, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     of_run = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], run
     here = jnp.zeros_like(g).at[of_run].add(g)[of_run]  # summed over equal ids
-    return ids, log_p, here * -jnp.expm1(log_p) - (total - here) * jnp.exp(log_p)
+    return ids, log_p, columns.by_log_p(log_p, here, total)

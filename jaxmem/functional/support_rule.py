@@ -11,13 +11,12 @@ from jaxmem.backends import xla
 from jaxmem.core import row_stats, vocab_shards
 from jaxmem.core.backend_operands import (
     Factors,
+    cotangent,
     for_active_chunks,
     no_statistics,
     put,
     put_all,
-    sum_over_shards,
     take,
-    trained,
 )
 from jaxmem.functional.given_ids import existing_columns
 from jaxmem.functional.rule import LoopRule
@@ -74,8 +73,7 @@ class SupportRule(LoopRule):
 
         sums = xla.zero_sums(self.spec, source)
         sums = self._for_chunks(rows, given, chunk, sums)
-        sums, like = sum_over_shards(self.spec, sums), trained(self.spec, original)
-        return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, like)
+        return cotangent(self.spec, sums, original)
 
     def _for_chunks(self, rows, given, body, carry):
         """Run `body(width, row_ids, carry) -> carry` over chunks of active tokens."""

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxmem.backends import xla
 from jaxmem.core import column_sampling, row_stats, vocab_shards
-from jaxmem.core.backend_operands import for_active_chunks, put_all, take, trained
+from jaxmem.core.backend_operands import cotangent, for_active_chunks, put_all, take
 from jaxmem.core.spec import Spec
 from jaxmem.functional.divergence_terms import XLA, Arithmetic, Blocks
 from jaxmem.functional.kinds import Kind
@@ -150,8 +150,7 @@ class TwoHeadsRule(LoopRule):
 
         sums = xla.zero_sums(self.spec, policy)
         sums = for_active_chunks(self.spec.chunk, rows[0].active, chunk, sums)
-        like = trained(self.spec, source)
-        return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, like)
+        return cotangent(self.spec, sums, source)
 
     def derivative(self, logits, saved, g) -> jax.Array:
         """The derivative by the policy's scaled logits, for cotangents g [C] of rows.
