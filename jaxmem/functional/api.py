@@ -70,7 +70,8 @@ def logprobs(
         ≥ V that is known at run time only. On a CPU a token's bits depend neither on
         other tokens nor on the chunk, if it is a multiple of 16.
 
-    Memory in docs/memory.md and communication in docs/meshes.md ("logprobs").
+    Memory of this and of every verb is in docs/memory.md, communication in
+    docs/meshes.md.
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
@@ -196,8 +197,6 @@ def logprobs_from_logits(
 
     Logits are read in chunks and not copied. Arguments and errors are those of
     `logprobs`; softcap and vocab_size are described in `jaxmem.Head`.
-
-    Memory in docs/memory.md ("logprobs_from_logits").
 
     >>> import jax.numpy as jnp, jaxmem
     >>> jaxmem.logprobs_from_logits(jnp.zeros((1, 4)), jnp.array([2]))

@@ -49,7 +49,7 @@ def columns_call(
     """
     check_only_xla(verb, options.implementation)
     source, head, shape = read_head(hidden, W)
-    spec = _spec_of(source, head, (), options)
+    spec = spec_of(source, head, (), options)
     gradients.facts_of_whole_logits(options.gradient, spec.vocab_size)
     return spec, source, read_rows(spec, shape, labels, options), shape
 
@@ -68,7 +68,7 @@ def call(
 ) -> Call:
     """A call whose operands are those of `read_head` or `read_logits`."""
     source, head, shape = operands
-    spec = _spec_of(source, head, outputs, options)
+    spec = spec_of(source, head, outputs, options)
     rows = read_rows(spec, shape, labels, options)
     if spec.forward != "exact":
         eight_bits.check(spec, source, rows)
@@ -139,7 +139,7 @@ def record_only_xla(
     report.record(verb, shapes, "xla", why, *facts)
 
 
-def _spec_of(source, head, outputs, options):
+def spec_of(source: Any, head: Head, outputs, options: CallOptions) -> Spec:
     """The static facts of a call, of which `facts` has those that are given."""
     tokens, dtype = source[0].shape[0], np.dtype(source[0].dtype)
     columns = all_columns = vocab_size = source.columns(head.layout)

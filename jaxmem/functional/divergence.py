@@ -40,25 +40,20 @@ def divergence(
     FLOPs are those of `logprobs` for any number of ids.
 
     Args:
-        hidden: the student's final hidden states [..., D], as in `logprobs`.
-        W: the student's vocabulary matrix, [V, D] or [D, V], or its `jaxmem.Head`.
         target: `jaxmem.ForwardKL(of)`, `ReverseKL(of)` or `JSD(of, beta)`, of a
             `jaxmem.Teacher(hidden, head)`, `Columns(ids, logprobs)` or `Drawn(ids)`.
         chunk: tokens whose logits, of both heads, may be alive at once; None for all of
             them; "auto" for as many as fit 512 MiB.
-        where: booleans that broadcast to the tokens; False masks a token, which then
-            costs nothing.
-        temperature: of the student, as in `logprobs`.
         gradient: as in `logprobs`, with one block. `Sample(k)` keeps at most k entries
             of a token, entry v with probability min(1, k d_v): d is p; for `ForwardKL`
             of a `Teacher` (p + q) / 2; for `Columns` the softmax over all other ids.
             The entries of given ids are exact.
-        key: PRNG key of the samples, as in `logprobs`.
         axis_name: as in `logprobs`, for `Columns` and `Drawn`, whose ids are those of
             the whole vocabulary.
         implementation: "xla", or None: on an NVIDIA GPU, kernels then sum over the
             vocabulary of two heads, and with `Sample(k)`, on a Hopper GPU, over the
             samples.
+        hidden, W, where, temperature, key: of the student, as in `logprobs`.
 
     Returns:
         float32 [...] (float64 for float64 hidden), not negative, with a relative
@@ -67,14 +62,11 @@ def divergence(
         there; NaN for an id ≥ V that is known at run time only. 0 for a masked token,
         with a gradient of exactly 0, even where a hidden state is NaN.
 
-    Memory in docs/memory.md and communication in docs/meshes.md ("divergence").
-
     Raises:
-        TypeError: an argument has the wrong type; the message names it.
-        ValueError: shapes disagree, a layout is ambiguous, the vocabularies differ in
-            size, or a number is out of its range.
-        NotImplementedError: a gradient of a temperature or a second derivative is
-            requested, or gradient, axis_name or implementation is not for this target.
+        TypeError: as `logprobs`.
+        ValueError: as `logprobs`; or the vocabularies differ in size.
+        NotImplementedError: as `logprobs`; or gradient, axis_name or implementation is
+            not for this target.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5]]))

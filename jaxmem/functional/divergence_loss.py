@@ -71,12 +71,8 @@ def divergence_loss(
         zero. A token's divergence that is infinite makes the gradient NaN, unless
         loss_fn does not use it.
 
-    Memory in docs/memory.md and communication in docs/meshes.md ("divergence_loss").
-
     Raises:
-        TypeError: as `divergence` and `token_loss`.
-        ValueError: as `divergence` and `token_loss`.
-        NotImplementedError: as `divergence` and `token_loss`.
+        TypeError, ValueError, NotImplementedError: as `divergence` and `token_loss`.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> def distill(stats, divergence):

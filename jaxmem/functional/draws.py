@@ -69,20 +69,16 @@ def sample_ids(
     temperature τ.
 
     Args:
-        hidden: final hidden states [..., D].
-        W: vocabulary matrix, [V, D] or [D, V], or a `jaxmem.Head`.
         n: draws per token, a Python integer.
         key: PRNG key, or one per token, [...]. A token's ids depend on the key, its
             position and its logits only, not on the chunk. Use another key each step.
             Inside `jax.shard_map`, devices with different tokens need different keys;
             `jaxmem.sharding.parallel` derives them.
-        where: booleans that broadcast to hidden.shape[:-1]; False masks a token, which
-            then costs nothing.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary, and the
             draws those of one device, up to the rounding of the logits' sum.
         implementation: "xla", or None: on an NVIDIA GPU, kernels then read the logits
             once. Both draw the same ids, up to the rounding of the logits' sum.
-        chunk, temperature: as in `logprobs`.
+        hidden, W, chunk, where, temperature: as in `logprobs`.
 
     Returns:
         int32 [..., n]: -1, which `selected_logprobs` reads as absent, for a masked
@@ -91,13 +87,9 @@ def sample_ids(
         block of 64 columns whose sum is below 2^-31. On a CPU the ids are
         batch-invariant, if the chunk is a multiple of 16.
 
-    Memory in docs/memory.md and communication in docs/meshes.md ("sample_ids").
-
     Raises:
-        TypeError: an argument has the wrong type; the message names it.
-        ValueError: shapes disagree, the layout is ambiguous, or n is not a positive
-            integer.
-        NotImplementedError: the implementation does not have this verb.
+        TypeError, NotImplementedError: as `logprobs`.
+        ValueError: as `logprobs`; or n is not a positive integer.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5], [0.0]]))

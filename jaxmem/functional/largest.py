@@ -58,16 +58,12 @@ def topk(
     over the logits gives both results, exactly.
 
     Args:
-        hidden: final hidden states [..., D].
-        W: vocabulary matrix, [V, D] or [D, V], or a `jaxmem.Head`.
         k: a Python integer from 1 to V.
-        where: booleans that broadcast to hidden.shape[:-1]; False masks a token, which
-            then costs nothing.
-        axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
         implementation: "xla", or None: on an NVIDIA GPU, kernels then read the logits
             once, if k ≤ 256.
-        chunk, temperature, gradient, key: as in `logprobs`, with one block; the entries
-            of the ids are exact.
+        hidden, W, chunk, where, temperature, axis_name: as in `logprobs`; the ids are
+            those of the whole vocabulary.
+        gradient, key: as in `logprobs`, with one block; entries of the ids are exact.
 
     Returns:
         `TopK(logprobs, ids)`: float32 [..., k] (float64 for float64 hidden) and int32
@@ -76,14 +72,9 @@ def topk(
         differentiable, with the ids held constant, as those of `selected_logprobs`
         are, for 6·N·V·D FLOPs.
 
-    Memory in docs/memory.md and communication in docs/meshes.md ("topk").
-
     Raises:
-        TypeError: an argument has the wrong type; the message names it.
-        ValueError: shapes disagree, the layout is ambiguous, or k is not an integer
-            from 1 to V.
-        NotImplementedError: a gradient of the temperature or a second derivative is
-            requested, or the implementation does not have this verb.
+        TypeError, NotImplementedError: as `logprobs`.
+        ValueError: as `logprobs`; or k is not an integer from 1 to V.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.ones((1, 1)), jnp.log(jnp.array([[0.2], [0.5], [0.1], [0.2]]))

@@ -45,30 +45,22 @@ def selected_logprobs(
     those of `logprobs` for any K.
 
     Args:
-        hidden: final hidden states [..., D].
-        W: vocabulary matrix, [V, D] or [D, V], or a `jaxmem.Head`.
         ids: token ids [..., K], any integer dtype; they may repeat. A negative id is
             absent: its result is 0, with a gradient of 0. A token without ids costs
             nothing.
-        where: booleans that broadcast to hidden.shape[:-1]; False masks a token.
-        axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
         implementation: "xla", or None, which means the same.
-        chunk, temperature, gradient, key: as in `logprobs`, with one block; the entries
-            of the ids are exact.
+        hidden, W, chunk, where, temperature, axis_name: as in `logprobs`; the ids are
+            those of the whole vocabulary.
+        gradient, key: as in `logprobs`, with one block; entries of the ids are exact.
 
     Returns:
         float32 [..., K] (float64 for float64 hidden): 0 where masked or absent, with a
         gradient of exactly 0, even where the hidden state is NaN; NaN for an id ≥ V
         that is known at run time only.
 
-    Memory in docs/memory.md and communication in docs/meshes.md ("selected_logprobs").
-
     Raises:
-        TypeError: an argument has the wrong type; the message names it.
-        ValueError: shapes disagree, the layout is ambiguous, an id is ≥ V, no enclosing
-            shard_map binds axis_name, or W is not sharded along it.
-        NotImplementedError: a gradient of the temperature or a second derivative is
-            requested, or the implementation does not have this verb.
+        TypeError, NotImplementedError: as `logprobs`.
+        ValueError: as `logprobs`; or an id is ≥ V.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.zeros((2, 8)), jnp.zeros((4, 8))

@@ -85,8 +85,6 @@ def token_loss(
         hidden and per_token hold there, and their metrics are 0; the loss of a batch
         without active tokens is 0.
 
-    Memory in docs/memory.md and communication in docs/meshes.md ("token_loss").
-
     Raises:
         TypeError: as `logprobs`; or loss_fn is no function or returns something else.
         ValueError: as `logprobs`; or a per-token argument has another shape.

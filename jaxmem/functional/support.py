@@ -56,9 +56,6 @@ def support_logprobs(
     … max_ids, so a token costs less than twice its ids, or 4.
 
     Args:
-        hidden: final hidden states [..., D].
-        W: vocabulary matrix, [V, D] or [D, V], or a `jaxmem.Head`.
-        labels: token ids [...]. Negative marks padding.
         support_ids: the support of each token, [..., K], including the label, padded by
             negative ids; an id that repeats counts once. With offsets, [M], for any M:
             entries that offsets leave out are ignored.
@@ -71,7 +68,7 @@ def support_logprobs(
             vocabulary. Each shard multiplies as many rows as one device would, zeros
             for others' ids.
         implementation: "xla", or None, which means the same.
-        where, temperature: as in `logprobs`.
+        hidden, W, labels, where, temperature: as in `logprobs`.
 
     Returns:
         float32 [...] (float64 for float64 hidden): 0 for a masked token, with a
@@ -79,13 +76,10 @@ def support_logprobs(
         support lacks its label, contains an id ≥ V, has more than max_ids ids or
         offsets that are out of order, if that is known at run time only.
 
-    Memory in docs/memory.md and communication in docs/meshes.md ("support_logprobs").
-
     Raises:
-        TypeError: as `logprobs`.
+        TypeError, NotImplementedError: as `logprobs`.
         ValueError: as `logprobs`; or a label is not in its support, or offsets
             decrease, reach beyond the ids or give a token more than max_ids.
-        NotImplementedError: as `logprobs`; or another implementation than "xla".
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.zeros((2, 8)), jnp.zeros((4, 8))

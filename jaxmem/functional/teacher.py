@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxmem.core import checks, gradients, partition
+from jaxmem.core import checks, gradients
 from jaxmem.core.head import Head
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
@@ -105,9 +105,8 @@ def _read(verb, teacher, student) -> tuple:
         )
     arguments.check_only_xla(verb, options.implementation)
     policy, head, shape = arguments.read_head(hidden, W)
-    other, other_head, other_shape = arguments.read_head(
-        teacher.hidden, teacher.head, _OWNER
-    )
+    of_teacher = arguments.read_head(teacher.hidden, teacher.head, _OWNER)
+    other, other_head, other_shape = of_teacher
     _check_tokens(other_shape, shape)
     spec, other_spec = _specs((policy, head), (other, other_head), options)
     rows = arguments.read_rows(spec, shape, labels, options)
@@ -128,23 +127,13 @@ def _read(verb, teacher, student) -> tuple:
 def _specs(policy, other, options) -> tuple[Spec, Spec]:
     """The static facts of both heads, with one chunk and one vocabulary."""
     (policy, head), (other, other_head) = policy, other
-    columns = policy.columns(head.layout)
+    spec = arguments.spec_of(policy, head, (), options)
+    gradients.facts_of_whole_logits(options.gradient, spec.vocab_size)
     other_columns = other.columns(other_head.layout)
-    both, n_tokens = columns + other_columns, policy.hidden.shape[0]
-    vocab_size = checks.check_vocab_size(head.vocab_size, columns)
-    _check_vocabulary(vocab_size, other_head, other_columns)
-    facts = gradients.facts_of_whole_logits(options.gradient, vocab_size)
-    spec = Spec(
-        columns=columns,
-        vocab_size=vocab_size,
-        chunk=checks.check_chunk(options.chunk, n_tokens, both),
-        outputs=(),
-        compute_dtype=policy.hidden.dtype,
-        layout=head.layout,
-        softcap=checks.check_softcap(head.softcap),
-        token_parallel=partition.is_possible(),
-        **facts,
-    )
+    _check_vocabulary(spec.vocab_size, other_head, other_columns)
+    both, n_tokens = spec.columns + other_columns, len(policy.hidden)
+    chunk = checks.check_chunk(options.chunk, n_tokens, both)
+    spec = dataclasses.replace(spec, chunk=chunk)
     other_spec = dataclasses.replace(
         spec,
         columns=other_columns,

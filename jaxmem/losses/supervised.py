@@ -156,16 +156,16 @@ def mean_logit(
             "token_stats_from_logits"
         )
     source, head, tokens = arguments.read_head(hidden, head)
-    (hidden, W, bias), vocabulary = source, 0 if head.layout == "vd" else 1
+    (h, kernel, bias), vocabulary = source, 0 if head.layout == "vd" else 1
     columns = checks.check_vocab_size(head.vocab_size, source.columns(head.layout))
-    dtype = np.promote_types(hidden.dtype, np.float32)
+    dtype = np.promote_types(h.dtype, np.float32)
     divisor = arguments.read_temperature("temperature", temperature, tokens, dtype)
     if (where := checks.read_where(where, tokens)) is not None:
         where = jnp.broadcast_to(where, tokens).reshape(-1)
-        hidden = jnp.where(where[:, None], hidden, 0)
-    kept = lax.slice_in_dim(W, 0, columns, axis=vocabulary).astype(hidden.dtype)
+        h = jnp.where(where[:, None], h, 0)
+    kept = lax.slice_in_dim(kernel, 0, columns, axis=vocabulary).astype(h.dtype)
     mean = jnp.mean(kept, axis=vocabulary, dtype=dtype)
-    out = jnp.matmul(hidden.astype(dtype), mean, precision="highest")
+    out = jnp.matmul(h.astype(dtype), mean, precision="highest")
     if bias is not None:
         out = out + jnp.mean(bias[:columns], dtype=dtype)
     if divisor is not None:
