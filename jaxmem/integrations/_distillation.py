@@ -146,17 +146,10 @@ def forward_kl(
     options: Options,
     where: jax.Array | None = None,
 ) -> jax.Array:
-    """KL(teacher ‖ student) per token at a temperature: float32 [...].
+    """KL(teacher ‖ student) per token: float32 [...], 0 where masked.
 
-    Args:
-        student: [..., V].
-        teacher: [..., V], a constant.
-        temperature: divides the logits of both, after their softcaps.
-        options: of the head.
-        where: [...] False masks a token.
-
-    Returns:
-        The divergences, 0 where masked.
+    The temperature divides the logits of both, after their softcaps; the teacher is a
+    constant.
     """
     p = student.head
     return divergence(
@@ -177,18 +170,9 @@ def forward_kl_and_cross_entropy(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A weighted mean of `forward_kl` and `cross_entropy`, in one pass over both heads.
 
-    Args:
-        student: [..., V].
-        teacher: [..., V], a constant.
-        labels: [..., V].
-        temperature: of the divergence; the cross-entropy is at the student's own.
-        weights: of the divergence and of the cross-entropy.
-        options: of the head.
-        where: [...] False masks a token.
-
-    Returns:
-        The mean over the tokens that are not masked, and both terms per token, [...],
-        as constants that are 0 where masked.
+    The temperature is that of the divergence; the cross-entropy is at the student's
+    own. Returns the mean over the tokens that are not masked, and both terms per token,
+    [...], as constants that are 0 where masked.
     """
     p, counted = student.head, labels.counted
 
@@ -218,12 +202,7 @@ def forward_kl_of_largest(
 ) -> jax.Array:
     """`forward_kl` within the teacher's k largest columns, where both are renormalised.
 
-    Args:
-        student: [..., V].
-        teacher: [..., V], a constant; of equal logits, those of smaller ids are larger.
-        k: from 1 to V.
-        temperature: as in `forward_kl`.
-        options: of the head.
+    Of equal logits, those of smaller ids are larger.
     """
     p, q = student.head, teacher.head
     shared: dict[str, Any] = dataclasses.asdict(options)
@@ -248,16 +227,7 @@ def forward_kl_of_top(
 ) -> jax.Array:
     """`forward_kl` of both distributions' restrictions to K columns, renormalised.
 
-    Args:
-        student: [..., V].
-        teacher: [..., K] logits, a constant.
-        ids: [..., K] their columns.
-        temperature: as in `forward_kl`.
-        options: of the head.
-        where: as in `forward_kl`.
-
-    Returns:
-        The divergences, 0 where masked.
+    The teacher's logits are [..., K], constants, and `ids` are their columns.
     """
     head = student.head
     logp = selected.selected_logprobs(

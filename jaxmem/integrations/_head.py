@@ -67,17 +67,8 @@ def scores(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Log-probability of each label, entropy and logsumexp: float32 [...].
 
-    Args:
-        hidden: [..., D] final hidden states.
-        head: the head that maps them to logits.
-        labels: [...] ids.
-        options: chunk and implementation.
-        temperature: divides logits; 0 means 1, as in trainers.
-        entropy: whether to compute the other two; otherwise they are None.
-        where: [...] False masks a token.
-
-    Returns:
-        (log-probabilities, entropies, logsumexps).
+    Labels are [...] ids of hidden states [..., D]. The temperature divides logits; 0
+    means 1, as in trainers. Without `entropy` the other two are None.
     """
     arguments = jnp.asarray(hidden).astype(head.dtype), head.head, labels
     keywords = {

@@ -6,7 +6,6 @@ loss (features, load balancing, counts, weights that depend on the step) is comp
 MaxText's own `compute_loss`, from a vocabulary of one token, whose terms are 0.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ from jaxmem.integrations._maxtext_models import (
     head_of,
     stopped_before_head,
 )
-from jaxmem.integrations._replace import Replacement, or_original
+from jaxmem.integrations._replace import Call, Replacement, or_original, replacing
 
 _STRATEGY = (
     "maxtext.trainers.post_train.distillation.distillation_utils:"
@@ -36,14 +35,24 @@ _STRATEGY = (
 )
 
 
-def _init(original: Callable, options: Options, say: Callable[[str], None]) -> Callable:
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        for name in ("student_forward_fn", "teacher_forward_fn"):
-            setattr(self, name, _forward(self, getattr(self, name), say))
+# Optional: MaxText trains without Tunix, which its distillation imports.
+def _method(name: str, **options: Any) -> Callable[[Callable], Replacement]:
+    return replacing(f"{_STRATEGY}.{name}", optional=True, **options)
 
-    return __init__
+
+@_method(
+    "__init__",
+    parameters=tuple(
+        "self student_forward_fn teacher_forward_fn pad_id temperature alpha "
+        "beta_feature layer_indices feature_loss_fn feature_loss_type "
+        "cosine_distance_axis vocab_size alpha_end alpha_schedule temperature_end "
+        "temperature_schedule beta_end beta_schedule max_steps".split()
+    ),
+)
+def _INIT(call: Call, self, *args, **kwargs):
+    call.original(self, *args, **kwargs)
+    for name in ("student_forward_fn", "teacher_forward_fn"):
+        setattr(self, name, _forward(self, getattr(self, name), call.say))
 
 
 def _forward(strategy: Any, forward: Callable, say: Callable[[str], None]) -> Callable:
@@ -76,83 +85,70 @@ def _is_served(strategy: Any) -> bool:
     return all("jaxmem_original" in vars(method) for method in methods)
 
 
-def _labels(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    @functools.wraps(original)
-    def create_labels(self, targets, targets_segmentation=None, **kwargs):
-        if not _is_served(self):
-            return original(self, targets, targets_segmentation, **kwargs)
-        counts = targets != self.pad_id
-        if targets_segmentation is not None:
-            counts &= targets_segmentation != 0
-        weights = counts.astype(jnp.float32)
-        return OneHot(jnp.asarray(targets), weights, self.vocab_size)
-
-    vars(create_labels)["jaxmem_original"] = original
-    return create_labels
+@_method("create_labels")
+def _LABELS(call: Call, self, targets, targets_segmentation=None, **kwargs):
+    if not _is_served(self):
+        return call.original(self, targets, targets_segmentation, **kwargs)
+    counts = targets != self.pad_id
+    if targets_segmentation is not None:
+        counts &= targets_segmentation != 0
+    weights = counts.astype(jnp.float32)
+    return OneHot(jnp.asarray(targets), weights, self.vocab_size)
 
 
-def _train_loss(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    cap = vars(inspect.getmodule(original))["_PPL_CE_CAP"]
-
-    @or_original(original, say, _as_array)
-    def compute_loss(self, student_output, teacher_output, labels, step=None):
-        ids = getattr(teacher_output, "top_k_indices", None)
-        student, teacher = student_output.logits, teacher_output.logits
-        _check_served(student, labels, None if ids is not None else teacher)
-        none = jnp.zeros((*student.shape[:-1], 1), jnp.float32)
-        rest, metrics = original(
-            self, student_output.replace(logits=none),
-            teacher_output.replace(logits=none, top_k_indices=None),
-            labels.counted[..., None], step,
-        )  # fmt: skip
-        temperature, alpha = (
-            metrics[f"distill/{name}"][0] for name in ("temperature", "alpha")
-        )
-        settings = labels, (temperature, alpha), options
-        if ids is None:
-            total, sums = _terms(student, teacher, *settings)
-        else:
-            total, sums = _terms_of_columns(student, (teacher, ids), *settings)
-        count = metrics["distill/soft_loss"][1]
-        means = {name: x / jnp.maximum(count, 1) for name, x in sums.items()}
-        metrics |= {f"distill/{name}": (total, count) for name, total in sums.items()}
-        for model, loss in (("student", "hard_loss"), ("teacher", "teacher_loss")):
-            perplexity = jnp.exp(jnp.minimum(means[loss], cap))
-            one = metrics[f"distill/{model}_perplexity"][1]
-            metrics[f"distill/{model}_perplexity"] = perplexity, one
-        loss = rest + total / jnp.maximum(count, 1)
-        metrics["distill/total_loss"] = loss, metrics["distill/total_loss"][1]
-        return loss, metrics
-
-    vars(compute_loss)["jaxmem_original"] = original
-    return compute_loss
+def _as_array(argument: Any) -> Any:
+    """An argument of MaxText's own loss: logits, or labels, as arrays."""
+    if isinstance(getattr(argument, "logits", None), Logits):
+        return argument.replace(logits=argument.logits.array())
+    return argument.array() if isinstance(argument, OneHot) else argument
 
 
-def _eval_loss(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    cap = vars(inspect.getmodule(original))["_PPL_CE_CAP"]
+def _perplexity(call: Call, loss: jax.Array) -> jax.Array:
+    cap = vars(inspect.getmodule(call.original))["_PPL_CE_CAP"]
+    return jnp.exp(jnp.minimum(loss, cap))
 
-    @or_original(original, say, _as_array)
-    def compute_eval_loss(self, student_output, labels):
-        student = student_output.logits
-        _check_served(student, labels)
-        total = jnp.sum(cross_entropy(student, labels, options))
-        count = jnp.sum((labels.counted != 0).astype(jnp.float32))
-        loss = total / jnp.maximum(count, 1)
-        perplexity = jnp.exp(jnp.minimum(loss, cap))
-        one = jnp.ones((), jnp.float32)
-        return loss, {
-            "eval/hard_loss": (total, count),
-            "eval/student_perplexity": (perplexity, one),
-        }
 
-    vars(compute_eval_loss)["jaxmem_original"] = original
-    return compute_eval_loss
+@_method("compute_loss", given=_as_array)
+def _TRAIN(call: Call, self, student_output, teacher_output, labels, step=None):
+    ids = getattr(teacher_output, "top_k_indices", None)
+    student, teacher = student_output.logits, teacher_output.logits
+    _check_served(student, labels, None if ids is not None else teacher)
+    none = jnp.zeros((*student.shape[:-1], 1), jnp.float32)
+    rest, metrics = call.original(
+        self, student_output.replace(logits=none),
+        teacher_output.replace(logits=none, top_k_indices=None),
+        labels.counted[..., None], step,
+    )  # fmt: skip
+    temperature, alpha = (
+        metrics[f"distill/{name}"][0] for name in ("temperature", "alpha")
+    )
+    settings = labels, (temperature, alpha), call.options
+    if ids is None:
+        total, sums = _terms(student, teacher, *settings)
+    else:
+        total, sums = _terms_of_columns(student, (teacher, ids), *settings)
+    count = metrics["distill/soft_loss"][1]
+    metrics |= {f"distill/{name}": (total, count) for name, total in sums.items()}
+    for model, loss in (("student", "hard_loss"), ("teacher", "teacher_loss")):
+        perplexity = _perplexity(call, sums[loss] / jnp.maximum(count, 1))
+        one = metrics[f"distill/{model}_perplexity"][1]
+        metrics[f"distill/{model}_perplexity"] = perplexity, one
+    loss = rest + total / jnp.maximum(count, 1)
+    metrics["distill/total_loss"] = loss, metrics["distill/total_loss"][1]
+    return loss, metrics
+
+
+@_method("compute_eval_loss", given=_as_array)
+def _EVAL(call: Call, self, student_output, labels):
+    student = student_output.logits
+    _check_served(student, labels)
+    total = jnp.sum(cross_entropy(student, labels, call.options))
+    count = jnp.sum((labels.counted != 0).astype(jnp.float32))
+    loss = total / jnp.maximum(count, 1)
+    perplexity = _perplexity(call, loss), jnp.ones((), jnp.float32)
+    return loss, {
+        "eval/hard_loss": (total, count), "eval/student_perplexity": perplexity
+    }  # fmt: skip
 
 
 def _terms(
@@ -213,57 +209,4 @@ def _check_served(student: Any, labels: Any, teacher: Any = None) -> None:
         raise NotServed("the teacher's forward function returns logits")
 
 
-def _as_array(argument: Any) -> Any:
-    """An argument of MaxText's own loss: logits, or labels, as arrays."""
-    if isinstance(getattr(argument, "logits", None), Logits):
-        return argument.replace(logits=argument.logits.array())
-    return argument.array() if isinstance(argument, OneHot) else argument
-
-
-# Optional: MaxText trains without Tunix, which its distillation imports.
-DISTILLATION = (
-    Replacement(
-        f"{_STRATEGY}.__init__",
-        _init,
-        (
-            "self",
-            "student_forward_fn",
-            "teacher_forward_fn",
-            "pad_id",
-            "temperature",
-            "alpha",
-            "beta_feature",
-            "layer_indices",
-            "feature_loss_fn",
-            "feature_loss_type",
-            "cosine_distance_axis",
-            "vocab_size",
-            "alpha_end",
-            "alpha_schedule",
-            "temperature_end",
-            "temperature_schedule",
-            "beta_end",
-            "beta_schedule",
-            "max_steps",
-        ),  # fmt: skip
-        True,
-    ),
-    Replacement(
-        f"{_STRATEGY}.create_labels",
-        _labels,
-        ("self", "targets", "targets_segmentation", "kwargs"),
-        True,
-    ),
-    Replacement(
-        f"{_STRATEGY}.compute_loss",
-        _train_loss,
-        ("self", "student_output", "teacher_output", "labels", "step"),
-        True,
-    ),
-    Replacement(
-        f"{_STRATEGY}.compute_eval_loss",
-        _eval_loss,
-        ("self", "student_output", "labels"),
-        True,
-    ),
-)
+DISTILLATION = (_INIT, _LABELS, _TRAIN, _EVAL)

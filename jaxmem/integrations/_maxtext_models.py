@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxmem.core.head import Head
 from jaxmem.integrations._head import ModelHead, NotServed
+from jaxmem.integrations._replace import holding
 
 
 def head_of(model: Any) -> ModelHead:
@@ -64,8 +65,7 @@ class HeadCall(NamedTuple):
 @contextlib.contextmanager
 def stopped_before_head(decoder: Any) -> Iterator[list[HeadCall]]:
     """Record the calls of one decoder's head, which return placeholders."""
-    kind = type(decoder)
-    original = kind.apply_output_head
+    original = type(decoder).apply_output_head
     calls: list[HeadCall] = []
 
     @functools.wraps(original)
@@ -78,8 +78,5 @@ def stopped_before_head(decoder: Any) -> Iterator[list[HeadCall]]:
         calls.append(HeadCall(y, deterministic, placeholder))
         return placeholder
 
-    kind.apply_output_head = keep
-    try:
+    with holding(type(decoder), "apply_output_head", keep):
         yield calls
-    finally:
-        kind.apply_output_head = original

@@ -16,8 +16,9 @@ import inspect
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmem.core.options import Chunk, Implementation
 from jaxmem.integrations._head import NotServed, Options
@@ -34,10 +35,8 @@ def or_original(
 ) -> Callable[[Callable], Callable]:
     """Decorate a replacement: where it raises `NotServed`, the original is called.
 
-    Args:
-        original: the replaced function.
-        say: is called with the reason.
-        given: makes an argument of the original from one of the replacement.
+    `say` is called with the reason, and `given` makes an argument of the original from
+    one of the replacement.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -50,6 +49,7 @@ def or_original(
             named = {name: given(value) for name, value in kwargs.items()}
             return original(*map(given, args), **named)
 
+        vars(call)["jaxmem_original"] = original
         return call
 
     return decorate
@@ -70,15 +70,57 @@ class Replacement:
     optional: bool = False
 
 
+class Call(NamedTuple):
+    """What the replacement of a function has to know beside its arguments."""
+
+    original: Callable
+    options: Options
+    say: Callable[[str], None]  # as in `Replacement.make`
+    refused: weakref.WeakSet  # objects that need not be traced in every step
+
+
+def replacing(
+    where: str,
+    given: Callable[[Any], Any] = lambda argument: argument,
+    optional: bool = False,
+    parameters: tuple[str, ...] | None = None,
+) -> Callable[[Callable], Replacement]:
+    """Make a function of a `Call` and the original's arguments a `Replacement`.
+
+    The original must have the same parameters, or those that are given; `given` is that
+    of `or_original`, and the others are those of `Replacement`.
+    """
+
+    def decorate(function: Callable) -> Replacement:
+        def make(original: Callable, options: Options, say: Callable[[str], None]):
+            call = Call(original, options, say, weakref.WeakSet())
+            return or_original(original, say, given)(functools.partial(function, call))
+
+        names = parameters or tuple(inspect.signature(function).parameters)[1:]
+        return Replacement(where, make, names, optional)
+
+    return decorate
+
+
+@contextlib.contextmanager
+def holding(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within this context, an attribute has another value."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
 class Integration:
     """A package's replacements, which are applied and undone together.
 
     Args:
         name: name of the package, for messages.
-        known: replacements by the name of an installed distribution, and by version: a
-            release must start with it, as in "0.1.7"; "" accepts any release whose
-            functions have the expected arguments. The first installed distribution is
-            used.
+        known: replacements by the name of a distribution, of which the first installed
+            one counts, and by version: a release must start with it, as in "0.1.7"; ""
+            accepts any release whose functions have the expected arguments.
     """
 
     def __init__(self, name: str, known: dict[str, dict[str, tuple[Replacement, ...]]]):
@@ -117,8 +159,10 @@ class Integration:
             self._warn_of_others("apply()", replacement.where, original)
         for replacement, owner, name, original in originals:
             function = replacement.make(original, options, self._say)
-            self._set(owner, name, original, function)
-            self._set_aliases(original, function)
+            # Also what `from module import function` copied within the package.
+            for place in ((owner, name), *self._holders(original, within=True)):
+                self._undo.append((*place, original, function))
+                setattr(*place, function)
             self._functions.append((replacement.where, function))
             print(f"jaxmem: {self._name} {version}: {replacement.where} is replaced")
 
@@ -137,7 +181,8 @@ class Integration:
         for owner, name, original, function in reversed(self._undo):
             if vars(owner).get(name) is function:
                 setattr(owner, name, original)
-            self._restore_aliases(function, original)
+            for place in self._holders(function, within=True):
+                setattr(*place, original)
         replaced, self._functions = self._functions, []
         self._undo, self._messages = [], set()
         for where, function in replaced:
@@ -211,19 +256,6 @@ class Integration:
                     "known here"
                 )
         return owner, name, original
-
-    def _set(self, owner: Any, name: str, original: Any, function: Any) -> None:
-        setattr(owner, name, function)
-        self._undo.append((owner, name, original, function))
-
-    def _set_aliases(self, original: Any, function: Any) -> None:
-        """Replace what `from module import function` copied within the package."""
-        for module, name in self._holders(original, within=True):
-            self._set(module, name, original, function)
-
-    def _restore_aliases(self, function: Any, original: Any) -> None:
-        for module, name in self._holders(function, within=True):
-            setattr(module, name, original)
 
     def _warn_of_others(self, call: str, where: str, value: Any) -> None:
         names = [

@@ -9,8 +9,7 @@ step. A function that does more than select and mask gets arrays, as in Tunix.
 import contextlib
 import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,59 +24,43 @@ from jaxmem.integrations._distillation import (
     forward_kl_of_largest,
 )
 from jaxmem.integrations._head import NotServed, Options
-from jaxmem.integrations._replace import Replacement, or_original
+from jaxmem.integrations._replace import Call, holding, replacing
 from jaxmem.integrations._tunix_models import head_of, without_logits
 
 _STRATEGY = "tunix.distillation.strategies.base_strategy:BaseStrategy"
 
 
-def _teacher_outputs(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    refused: weakref.WeakSet = weakref.WeakSet()  # do not trace them in every step
+@replacing(f"{_STRATEGY}.get_teacher_outputs")
+def _TEACHER(call: Call, self, teacher_model, inputs):
+    _check_served(self)
+    head_of(teacher_model)  # for `NotServed`
+    if self in call.refused:
+        return call.original(self, teacher_model, inputs)
+    try:
+        return _states_of_teacher(self, teacher_model, inputs)
+    except NotServed:
+        call.refused.add(self)
+        raise
 
-    @or_original(original, say)
-    def get_teacher_outputs(self, teacher_model, inputs):
+
+def _as_array(argument: Any) -> Any:
+    return argument.array() if isinstance(argument, Logits) else argument
+
+
+@replacing(f"{_STRATEGY}.get_train_loss", given=_as_array)
+def _TRAIN(call: Call, self, student_model, teacher_output, inputs):
+    if not isinstance(teacher_output, Logits):
         _check_served(self)
-        head_of(teacher_model)  # for `NotServed`
-        if self in refused:
-            return original(self, teacher_model, inputs)
-        try:
-            return _states_of_teacher(self, teacher_model, inputs)
-        except NotServed:
-            refused.add(self)
-            raise
-
-    return get_teacher_outputs
+        return call.original(self, student_model, teacher_output, inputs)
+    student, labels = _student(self, student_model, inputs)
+    return _loss(self, student, teacher_output.constant(), labels, call.options)
 
 
-def _train_loss(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    def as_array(argument):
-        return argument.array() if isinstance(argument, Logits) else argument
-
-    @or_original(original, say, as_array)
-    def get_train_loss(self, student_model, teacher_output, inputs):
-        if not isinstance(teacher_output, Logits):
-            _check_served(self)
-            return original(self, student_model, teacher_output, inputs)
-        student, labels = _student(self, student_model, inputs)
-        return _loss(self, student, teacher_output.constant(), labels, options)
-
-    return get_train_loss
-
-
-def _eval_loss(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    @or_original(original, say)
-    def get_eval_loss(self, student_model, inputs):
-        _check_served(self)
-        student, labels = _student(self, student_model, inputs)
-        return jnp.mean(cross_entropy(student.constant(), labels, options)), {}
-
-    return get_eval_loss
+@replacing(f"{_STRATEGY}.get_eval_loss")
+def _EVAL(call: Call, self, student_model, inputs):
+    _check_served(self)
+    student, labels = _student(self, student_model, inputs)
+    return jnp.mean(cross_entropy(student.constant(), labels, call.options)), {}
 
 
 def _loss(
@@ -173,8 +156,7 @@ def _refusal(function: str, what: str, error: Exception) -> NotServed:
     )
 
 
-@contextlib.contextmanager
-def _without_one_hot() -> Iterator[None]:
+def _without_one_hot() -> contextlib.AbstractContextManager:
     """Inside, `jax.nn.one_hot` along the last axis returns `OneHot`."""
     original = jax.nn.one_hot
 
@@ -185,54 +167,24 @@ def _without_one_hot() -> Iterator[None]:
         ids = jnp.asarray(x)
         return OneHot(ids, jnp.ones(ids.shape, dtype or float), num_classes)
 
-    jax.nn.one_hot = one_hot
-    try:
-        yield
-    finally:
-        jax.nn.one_hot = original
+    return holding(jax.nn, "one_hot", one_hot)
 
 
-def _shard_input(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
+def _is_logits(x: Any) -> bool:
+    return isinstance(x, Logits)
+
+
+@replacing("tunix.sft.sharding_utils:shard_input")
+def _SHARD(call: Call, input_data, data_sharding_axis):
     """Shard a batch, but not the teacher's head in it, which has its sharding."""
-
-    def is_logits(x: Any) -> bool:
-        return isinstance(x, Logits)
-
-    @functools.wraps(original)
-    def shard_input(input_data, data_sharding_axis):
-        leaves, tree = jax.tree.flatten(input_data, is_leaf=is_logits)
-        states = [x.hidden if is_logits(x) else x for x in leaves]
-        made = original(tree.unflatten(states), data_sharding_axis)
-        sharded = tree.flatten_up_to(made)
-        return tree.unflatten(
-            Logits(new, old.head) if is_logits(old) else new
-            for old, new in zip(leaves, sharded, strict=True)
-        )
-
-    return shard_input
+    leaves, tree = jax.tree.flatten(input_data, is_leaf=_is_logits)
+    states = [x.hidden if _is_logits(x) else x for x in leaves]
+    made = call.original(tree.unflatten(states), data_sharding_axis)
+    sharded = tree.flatten_up_to(made)
+    return tree.unflatten(
+        Logits(new, old.head) if _is_logits(old) else new
+        for old, new in zip(leaves, sharded, strict=True)
+    )
 
 
-DISTILLATION = (
-    Replacement(
-        f"{_STRATEGY}.get_teacher_outputs",
-        _teacher_outputs,
-        ("self", "teacher_model", "inputs"),
-    ),
-    Replacement(
-        f"{_STRATEGY}.get_train_loss",
-        _train_loss,
-        ("self", "student_model", "teacher_output", "inputs"),
-    ),
-    Replacement(
-        f"{_STRATEGY}.get_eval_loss",
-        _eval_loss,
-        ("self", "student_model", "inputs"),
-    ),
-    Replacement(
-        "tunix.sft.sharding_utils:shard_input",
-        _shard_input,
-        ("input_data", "data_sharding_axis"),
-    ),
-)
+DISTILLATION = (_TEACHER, _TRAIN, _EVAL, _SHARD)

@@ -12,15 +12,16 @@ import jax.numpy as jnp
 from jaxmem.core.head import Head
 from jaxmem.integrations._distillation import Logits
 from jaxmem.integrations._head import ModelHead, NotServed
+from jaxmem.integrations._replace import holding
 
 
 def head_of(model: Any) -> ModelHead:
     """The head of a model; raises `NotServed` for one that is not supported.
 
     A model of another package is supported if it has two methods: `jaxmem_head()`,
-    which returns what this function returns or why it cannot, and
-    `jaxmem_hidden_states(*args, **kwargs)`, which takes the model's arguments and
-    returns the hidden states [B, T, D] of its head.
+    which returns a `ModelHead` or why there is none, and `jaxmem_hidden_states(*args,
+    **kwargs)`, which takes the model's arguments and returns the hidden states [B, T,
+    D] of its head.
     """
     if hasattr(model, "jaxmem_head"):
         given = model.jaxmem_head()
@@ -47,8 +48,12 @@ def head_of(model: Any) -> ModelHead:
     return ModelHead(Head(W, softcap=softcap, layout="dv" if untied else "vd"), dtype)
 
 
-def hidden_states(model: Any, *args: Any, **kwargs: Any) -> jax.Array:
+def hidden_states(
+    model: Any, *args: Any, images: Any = None, **kwargs: Any
+) -> jax.Array:
     """Run a model without its head: the states [B, T, D] that W multiplies."""
+    if images is not None:  # not all models take them
+        kwargs["images"] = images
     return _states_and_more(model, args, kwargs)[0]
 
 
@@ -68,8 +73,7 @@ def _projection(model: Any) -> tuple[Any, str]:
 @contextlib.contextmanager
 def _stopped_at(owner: Any, method: str) -> Iterator[list[jax.Array]]:
     """Record the argument of one module's method, which returns a placeholder."""
-    kind = type(owner)
-    original = getattr(kind, method)
+    original = getattr(type(owner), method)
     states: list[jax.Array] = []
 
     @functools.wraps(original)
@@ -79,11 +83,8 @@ def _stopped_at(owner: Any, method: str) -> Iterator[list[jax.Array]]:
         states.append(x)
         return jnp.zeros((*x.shape[:-1], 1), x.dtype)
 
-    setattr(kind, method, keep)
-    try:
+    with holding(type(owner), method, keep):
         yield states
-    finally:
-        setattr(kind, method, original)
 
 
 @contextlib.contextmanager
@@ -94,18 +95,12 @@ def without_logits(model: Any) -> Iterator[None]:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> tuple:
-        kind.__call__ = original
-        try:
+        with holding(kind, "__call__", original):
             hidden, *more = _states_and_more(self, args, kwargs)
-        finally:
-            kind.__call__ = call
         return Logits(hidden, head_of(self)), *more
 
-    kind.__call__ = call
-    try:
+    with holding(kind, "__call__", call):
         yield
-    finally:
-        kind.__call__ = original
 
 
 def _states_and_more(model: Any, args: tuple, kwargs: dict) -> tuple:

@@ -1,7 +1,5 @@
 """EasyDeL: log-probabilities and entropies of PPO and GRPO from hidden states.
 
-EasyDeL 0.3.0 computes logits of `lmhead_chunksize` tokens of each row at a time, reads
-them three times in pieces of the vocabulary, and recomputes them in the backward pass.
 The replaced function is
 
     easydel.trainers._logprob_utils
@@ -14,20 +12,13 @@ own method. A negative id counts from the end of the vocabulary, as in EasyDeL.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxmem.core.head import Head
-from jaxmem.integrations._head import (
-    ModelHead,
-    NotServed,
-    Options,
-    as_index,
-    scores,
-)
-from jaxmem.integrations._replace import Integration, Replacement, or_original
+from jaxmem.integrations._head import ModelHead, NotServed, as_index, scores
+from jaxmem.integrations._replace import Call, Integration, replacing
 
 _TIED = ("tie_word_embeddings", "use_lm_head", "share_input_output_layers")
 _GENERIC = ("easydel.infra.base_module", "easydel.modules._base.")
@@ -57,50 +48,29 @@ def head_of(module: Any) -> ModelHead:
     return ModelHead(Head(W, bias, layout=layout), layer.dtype or W.dtype)
 
 
-def _logps_and_entropies(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    @or_original(original, say)
-    def compute_per_token_logps_and_entropies_from_hidden_states(
-        model, hidden_states, targets, *, token_chunk_size, vocab_chunk_size,
-        return_entropy,
-    ):  # fmt: skip
-        module: Any = _projection(model) or model
-        head = head_of(module)
-        if hasattr(module, "prepare_lm_head_inputs"):
-            hidden_states = module.prepare_lm_head_inputs(hidden_states)
-        if head.dtype != hidden_states.dtype:  # without its own dtype: promote
-            wide = jnp.promote_types(head.dtype, hidden_states.dtype)
-            own = module.get_lm_head().dtype
-            head = dataclasses.replace(head, dtype=own or wide)
-        logps, entropy, _ = scores(
-            hidden_states,
-            head,
-            as_index(targets, head),
-            options,
-            entropy=return_entropy,
-        )
-        return logps, entropy
-
-    return compute_per_token_logps_and_entropies_from_hidden_states
-
-
-def _projection(model: Any) -> Any:
-    """The model, or its inner model, that computes logits; None if neither does."""
-    for candidate in (model, getattr(model, "model", None)):
-        if hasattr(candidate, "compute_lm_logits"):
-            return candidate
-    return None
-
-
-_LOGPS = Replacement(
+@replacing(
     "easydel.trainers._logprob_utils:"
-    "compute_per_token_logps_and_entropies_from_hidden_states",
-    _logps_and_entropies,
-    (
-        "model", "hidden_states", "targets", "token_chunk_size", "vocab_chunk_size",
-        "return_entropy",
-    ),
-)  # fmt: skip
+    "compute_per_token_logps_and_entropies_from_hidden_states"
+)
+def _LOGPS(
+    call: Call, model, hidden_states, targets, *, token_chunk_size, vocab_chunk_size,
+    return_entropy,
+):  # fmt: skip
+    # The model, or its inner model, computes logits.
+    inner = getattr(model, "model", None)
+    is_outer = hasattr(model, "compute_lm_logits")
+    is_inner = not is_outer and hasattr(inner, "compute_lm_logits")
+    module: Any = inner if is_inner else model
+    head = head_of(module)
+    if hasattr(module, "prepare_lm_head_inputs"):
+        hidden_states = module.prepare_lm_head_inputs(hidden_states)
+    if head.dtype != hidden_states.dtype:  # without its own dtype: promote
+        wide = jnp.promote_types(head.dtype, hidden_states.dtype)
+        own = module.get_lm_head().dtype
+        head = dataclasses.replace(head, dtype=own or wide)
+    labels = as_index(targets, head)
+    return scores(hidden_states, head, labels, call.options, entropy=return_entropy)[:2]
+
+
 _EASYDEL = Integration("easydel", {"easydel": {"0.3.0": (_LOGPS,)}})
 apply, undo, applied = _EASYDEL.apply, _EASYDEL.undo, _EASYDEL.applied

@@ -1,10 +1,8 @@
 """MaxText: the loss of vocabulary tiling without logits, and hidden states for Tunix.
 
-MaxText 0.2.5 computes logits of B·T / num_vocab_tiling tokens at a time and a one-hot
-of the same size, recomputes both in the backward pass, and accumulates the head's
-gradient in its own dtype. Here jaxmem computes the loss in tiles of `chunk` tokens,
-whatever num_vocab_tiling is (it must stay above 1, because MaxText then provides hidden
-states). The replaced functions and class are
+The loss is computed in tiles of `chunk` tokens, whatever num_vocab_tiling is (it must
+stay above 1, because MaxText then provides hidden states). The replaced functions and
+class are
 
     maxtext.utils.vocabulary_tiling.vocab_tiling_nnx_loss
     maxtext.utils.vocabulary_tiling.vocab_tiling_linen_loss   (if it exists)
@@ -37,9 +35,13 @@ from jaxmem.integrations._maxtext_models import (
     head_of,
     stopped_before_head,
 )
-from jaxmem.integrations._replace import Integration, Replacement, or_original
-
-# ----------------------------------------------------------- replacements
+from jaxmem.integrations._replace import (
+    Call,
+    Integration,
+    Replacement,
+    holding,
+    replacing,
+)
 
 
 def _loss(
@@ -57,31 +59,21 @@ def _loss(
     return z_loss - jnp.sum(logps), z_loss
 
 
-def _nnx_loss(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    @or_original(original, say)
-    def vocab_tiling_nnx_loss(model, hidden_states, data, config, is_train):
-        head = head_of(model)
-        deterministic = not config.enable_dropout if is_train else True
-        states = final_states(model, hidden_states, deterministic)
-        return _loss(states, data, config, head, options)
-
-    return vocab_tiling_nnx_loss
+@replacing("maxtext.utils.vocabulary_tiling:vocab_tiling_nnx_loss")
+def _NNX(call: Call, model, hidden_states, data, config, is_train):
+    head = head_of(model)
+    deterministic = not config.enable_dropout if is_train else True
+    states = final_states(model, hidden_states, deterministic)
+    return _loss(states, data, config, head, call.options)
 
 
-def _linen_loss(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    @or_original(original, say)
-    def vocab_tiling_linen_loss(hidden_states, data, config, model, params, is_train):
-        seen = _Linen(model, params)
-        head = head_of(seen)
-        if is_train and config.enable_dropout and config.dropout_rate > 0:
-            raise NotServed("a Linen model with dropout before its head")
-        return _loss(seen.states(hidden_states), data, config, head, options)
-
-    return vocab_tiling_linen_loss
+@replacing("maxtext.utils.vocabulary_tiling:vocab_tiling_linen_loss")
+def _LINEN(call: Call, hidden_states, data, config, model, params, is_train):
+    seen = _Linen(model, params)
+    head = head_of(seen)
+    if is_train and config.enable_dropout and config.dropout_rate > 0:
+        raise NotServed("a Linen model with dropout before its head")
+    return _loss(seen.states(hidden_states), data, config, head, call.options)
 
 
 class _Linen:
@@ -114,18 +106,14 @@ class _Linen:
                 return keep(args[0])
             return method(*args, **kwargs)
 
-        attend = layers.attend_on_embedding
-        layers.attend_on_embedding = lambda y, *_, **__: keep(y)
-        try:
-            with nn.intercept_methods(intercept):
-                self._model.apply(
-                    {"params": self._params["params"]},
-                    hidden,
-                    deterministic=True,
-                    method="logits_from_hidden_states_for_vocab_tiling",
-                )
-        finally:
-            layers.attend_on_embedding = attend
+        attend = holding(layers, "attend_on_embedding", lambda y, *_, **__: keep(y))
+        with attend, nn.intercept_methods(intercept):
+            self._model.apply(
+                {"params": self._params["params"]},
+                hidden,
+                deterministic=True,
+                method="logits_from_hidden_states_for_vocab_tiling",
+            )
         return states[0]
 
 
@@ -154,16 +142,6 @@ def _adapter(original: type, options: Options, say: Callable[[str], None]) -> ty
     return TunixMaxTextAdapter
 
 
-_NNX = Replacement(
-    "maxtext.utils.vocabulary_tiling:vocab_tiling_nnx_loss",
-    _nnx_loss,
-    ("model", "hidden_states", "data", "config", "is_train"),
-)
-_LINEN = Replacement(
-    "maxtext.utils.vocabulary_tiling:vocab_tiling_linen_loss",
-    _linen_loss,
-    ("hidden_states", "data", "config", "model", "params", "is_train"),
-)
 _ADAPTER = Replacement(
     "maxtext.integration.tunix.tunix_adapter:TunixMaxTextAdapter", _adapter, None
 )

@@ -1,9 +1,6 @@
 """SkyRL-tx: float32 log-probabilities of its models, without storing logits.
 
-SkyRL-tx computes logits of `loss_chunk_size` tokens at a time in a `lax.map`, and
-stores them all for the backward pass unless `gradient_checkpointing` is on; with
-bfloat16 weights its log-probabilities are bfloat16. Here they are float32, and no
-logits are stored. The replaced method is
+The replaced method, whose log-probabilities are bfloat16 with bfloat16 weights, is
 
     LogitsProcessorMixin._compute_chunked_logprobs
 
@@ -21,21 +18,14 @@ of the vocabulary, as in SkyRL.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem.core.head import Head
-from jaxmem.integrations._head import (
-    ModelHead,
-    NotServed,
-    Options,
-    as_index,
-    scores,
-)
-from jaxmem.integrations._replace import Integration, Replacement, or_original
+from jaxmem.integrations._head import ModelHead, NotServed, as_index, scores
+from jaxmem.integrations._replace import Call, Integration, replacing
 
 
 def head_of(model: Any) -> ModelHead:
@@ -66,9 +56,8 @@ def _with_adapters(
     A, B, scaling = (x[...] for x in (layer.lora_A, layer.lora_B, layer.lora_scaling))
     count, _, rank = A.shape
     hidden = hidden.astype(head.dtype)
-    mine = jax.nn.one_hot(adapters, count, dtype=head.dtype) * scaling.astype(
-        head.dtype
-    )
+    mine = jax.nn.one_hot(adapters, count, dtype=head.dtype)
+    mine = mine * scaling.astype(head.dtype)
     low = jnp.einsum("td,ndr->tnr", hidden, A.astype(head.dtype)) * mine[..., None]
     states = jnp.concatenate([hidden, low.reshape(-1, count * rank)], axis=1)
     W = head.head.W.astype(head.dtype)
@@ -78,43 +67,28 @@ def _with_adapters(
 
 
 def _chunked_logprobs(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    @or_original(original, say)
-    def _compute_chunked_logprobs(
-        self, hidden_states, target_ids, chunk_size, adapter_indices
-    ):
-        head = head_of(self)
-        states, labels = hidden_states, as_index(target_ids, head)
-        layer = getattr(self, "lm_head", None)
-        adapts = layer is not None and getattr(layer, "max_lora_adapters", 0) > 0
-        if adapts:
-            mine = jnp.zeros(labels.size, jnp.int32)
-            if adapter_indices is not None:
-                mine = jnp.repeat(adapter_indices, labels.shape[1])
-            flat = states.reshape(-1, states.shape[-1])
-            states, head = _with_adapters(head, layer, flat, mine)
-            labels = labels.reshape(-1)
-        logps, _, _ = scores(states, head, labels, options, entropy=False)
-        return logps.reshape(target_ids.shape)
-
-    return _compute_chunked_logprobs
+    call: Call, self, hidden_states, target_ids, chunk_size, adapter_indices
+):
+    head = head_of(self)
+    states, labels = hidden_states, as_index(target_ids, head)
+    layer = getattr(self, "lm_head", None)
+    if getattr(layer, "max_lora_adapters", 0) > 0:
+        mine = jnp.zeros(labels.size, jnp.int32)
+        if adapter_indices is not None:
+            mine = jnp.repeat(adapter_indices, labels.shape[1])
+        flat = states.reshape(-1, states.shape[-1])
+        states, head = _with_adapters(head, layer, flat, mine)
+        labels = labels.reshape(-1)
+    logps, _, _ = scores(states, head, labels, call.options, entropy=False)
+    return logps.reshape(target_ids.shape)
 
 
-def _chunked_in(package: str) -> Replacement:
-    return Replacement(
-        f"{package}.utils.logits_processor:"
-        "LogitsProcessorMixin._compute_chunked_logprobs",
-        _chunked_logprobs,
-        ("self", "hidden_states", "target_ids", "chunk_size", "adapter_indices"),
-    )
-
-
+_METHOD = "utils.logits_processor:LogitsProcessorMixin._compute_chunked_logprobs"
 _SKYRL = Integration(
     "skyrl",
     {
-        "skyrl": {"": (_chunked_in("skyrl.tx"),)},
-        "skyrl-tx": {"": (_chunked_in("tx"),)},
+        distribution: {"": (replacing(f"{package}.{_METHOD}")(_chunked_logprobs),)}
+        for distribution, package in (("skyrl", "skyrl.tx"), ("skyrl-tx", "tx"))
     },
 )
 apply, undo, applied = _SKYRL.apply, _SKYRL.undo, _SKYRL.applied

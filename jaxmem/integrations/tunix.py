@@ -1,9 +1,7 @@
 """Tunix: log-probabilities and entropies of PPO, GRPO, DPO and SFT, without logits.
 
-Tunix computes the logits [B, T, V] in float32, stores them for the backward pass and
-computes a softmax of them for the entropy. 0.1.8 can compute them in chunks of T, if
-`compute_logps_chunk_size` is set. Here its models run up to their head, and jaxmem
-computes the rest, whatever that option is. The replaced functions are
+Tunix's models run up to their head, and jaxmem computes the rest, whatever
+`compute_logps_chunk_size` is (0.1.8). The replaced functions are
 
     tunix.rl.common.compute_per_token_logps   GRPO, PPO, reference and rollout
     tunix.rl.common.get_per_token_logps       DPO and ORPO
@@ -27,9 +25,9 @@ gives NaN. In the SFT loss, a negative id counts as 0; an id of V or more gives 
 whereas Tunix counts that as 0 too.
 """
 
-import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +36,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem.integrations._head import NotServed, Options, as_index, scores
-from jaxmem.integrations._replace import Integration, Replacement, or_original
+from jaxmem.integrations._replace import (
+    Call,
+    Integration,
+    Replacement,
+    or_original,
+    replacing,
+)
 from jaxmem.integrations._tunix_distillation import DISTILLATION
 from jaxmem.integrations._tunix_models import (
     head_of,
@@ -54,84 +58,68 @@ class Entropies:
         self.entropy = entropy
 
 
-# ----------------------------------------------------------- replacements
+def _per_token_logps(option: str, of_entropies: Callable[[jax.Array], Any] | None):
+    """Make the replacement of `compute_per_token_logps`.
 
-
-def _per_token_logps(
-    original: Callable,
-    options: Options,
-    say: Callable[[str], None],
-    option: str,
-    of_entropies: Callable[[jax.Array], Any] | None,
-) -> Callable:
-    """The replacement of `compute_per_token_logps`, whose second result is optional.
-
-    The argument named `option` requests it. `of_entropies` makes it of entropies; None
-    if it is logits.
+    The argument named `option` requests its second result, which `of_entropies` makes
+    of entropies; None if it is logits.
     """
-    common: Any = inspect.getmodule(original)
-    signature = inspect.signature(original)
 
-    @functools.partial(
-        jax.jit,
-        static_argnames=(
-            "pad_id", "eos_id", "stop_gradient", "temperature", "chunk_size", "entropy"
-        ),
-    )  # fmt: skip
-    def run(graphdef, state, stop_gradient, **call):
-        model = nnx.merge(graphdef, state)
-        pair = _scores_of_ids(common, model, options, _Call(**call))
-        return jax.lax.stop_gradient(pair) if stop_gradient else pair
+    def make(original: Callable, options: Options, say: Callable[[str], None]):
+        common: Any = inspect.getmodule(original)
+        signature = inspect.signature(original)
 
-    @or_original(original, say)
-    def compute_per_token_logps(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        head_of(nnx.merge(given["graphdef"], given["state"]))  # for `NotServed`
-        if not given.pop(option):
-            return run(**given, entropy=False)[0]
-        if of_entropies is None:
-            asked = f"compute_per_token_logps({option}=True)"
-            raise NotServed(f"{asked} is asked for logits")
-        logps, entropy = run(**given, entropy=True)
-        return logps, of_entropies(entropy)
+        @functools.partial(
+            jax.jit,
+            static_argnames=(
+                "pad_id", "eos_id", "stop_gradient", "temperature", "chunk_size",
+                "entropy",
+            ),
+        )  # fmt: skip
+        def run(graphdef, state, stop_gradient, **given):
+            model, call = nnx.merge(graphdef, state), types.SimpleNamespace(**given)
+            pair = _scores_of_ids(common, model, options, call)
+            return jax.lax.stop_gradient(pair) if stop_gradient else pair
 
-    return compute_per_token_logps
+        @or_original(original, say)
+        def compute_per_token_logps(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            head_of(nnx.merge(given["graphdef"], given["state"]))  # for `NotServed`
+            if not given.pop(option):
+                return run(**given, entropy=False)[0]
+            if of_entropies is None:
+                asked = f"compute_per_token_logps({option}=True)"
+                raise NotServed(f"{asked} is asked for logits")
+            logps, entropy = run(**given, entropy=True)
+            return logps, of_entropies(entropy)
 
+        return compute_per_token_logps
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """Tunix's arguments of `compute_per_token_logps`, by Tunix's names."""
-
-    prompt_tokens: jax.Array
-    completion_tokens: jax.Array
-    pad_id: int
-    eos_id: int
-    images: jax.Array | None
-    segment_ids: jax.Array | None
-    segment_positions: jax.Array | None
-    temperature: float
-    entropy: bool  # whether entropies are computed
-    chunk_size: int = 0
+    return make
 
 
 def _scores_of_ids(
-    common: Any, model: Any, options: Options, call: _Call
+    common: Any, model: Any, options: Options, call: types.SimpleNamespace
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Log-probabilities and entropies of completions, or of whole packed rows."""
+    """Log-probabilities and entropies of completions, or of whole packed rows.
+
+    `call` has Tunix's arguments of `compute_per_token_logps`, and `entropy`, whether
+    entropies are computed.
+    """
     head, packed = head_of(model), call.segment_ids is not None
     tokens, positions, mask, padding = common.process_ids(
         call.prompt_tokens, call.completion_tokens, call.pad_id, call.eos_id,
         call.segment_ids, call.segment_positions,
     )  # fmt: skip
-    segments = call.segment_ids if packed else padding
-    more = {} if call.images is None else {"images": call.images}
+    segments, more = call.segment_ids if packed else padding, {}
     if segments is not None and takes_segment_ids(model):
         more["segment_ids"] = segments
     hidden = hidden_states(
-        model, tokens, positions=positions, cache=None, attention_mask=mask, **more
-    )
+        model, tokens, positions=positions, cache=None, attention_mask=mask,
+        images=call.images, **more,
+    )  # fmt: skip
     kept = tokens.shape[1] - 1 if packed else call.completion_tokens.shape[1]
     logps, entropies, _ = scores(
         hidden[:, -kept - 1 : -1], head, as_index(tokens[:, -kept:], head), options,
@@ -142,178 +130,111 @@ def _scores_of_ids(
         logps = jnp.pad(logps, front)
         if entropies is not None:
             # Tunix pads logits by 0, whose entropy is ln V; in chunks, entropies by 0.
-            first = 0.0 if call.chunk_size else jnp.log(head.n_columns)
+            in_chunks = getattr(call, "chunk_size", 0)
+            first = 0.0 if in_chunks else jnp.log(head.n_columns)
             entropies = jnp.pad(entropies, front, constant_values=first)
     return logps, entropies
 
 
-def _with_entropies(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    return _per_token_logps(original, options, say, "return_entropy", lambda x: x)
-
-
-def _without_logits(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    replacement = _per_token_logps(original, options, say, "return_logits", None)
-    vars(replacement)["jaxmem_original"] = original
-    return replacement
+_SHARED = (
+    "graphdef", "state", "prompt_tokens", "completion_tokens", "pad_id", "eos_id",
+    "images", "stop_gradient",
+)  # fmt: skip
+_MORE = "segment_ids", "segment_positions", "temperature"
+_LOGPS = Replacement(
+    "tunix.rl.common:compute_per_token_logps",
+    _per_token_logps("return_entropy", lambda entropy: entropy),
+    (*_SHARED, "return_entropy", *_MORE, "chunk_size"),
+)
+# In 0.1.7, algorithms request logits to compute entropies from them.
+_LOGPS_OR_LOGITS = Replacement(
+    "tunix.rl.common:compute_per_token_logps",
+    _per_token_logps("return_logits", None),
+    (*_SHARED, "return_logits", *_MORE),
+)
 
 
 class _Common:
     """`tunix.rl.common` for `algo_core`, which requests logits to compute entropies."""
 
-    def __init__(self, module: Any, compute_per_token_logps: Callable):
+    def __init__(self, module: Any, options: Options, say: Callable[[str], None]):
+        original = module.compute_per_token_logps
+        original = getattr(original, "jaxmem_original", original)
+        make = _per_token_logps("return_logits", Entropies)
         self._module = module
-        self.compute_per_token_logps = compute_per_token_logps
+        self.compute_per_token_logps = make(original, options, say)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
 
-def _common_of_algorithms(
-    module: Any, options: Options, say: Callable[[str], None]
-) -> _Common:
-    original = module.compute_per_token_logps
-    original = getattr(original, "jaxmem_original", original)
-    replacement = _per_token_logps(original, options, say, "return_logits", Entropies)
-    return _Common(module, replacement)
+_COMMON = Replacement("tunix.rl.algo_core:common", _Common, None)
 
 
-def _entropy_from_logits(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    @functools.wraps(original)
-    def compute_entropy_from_logits(logits: Any) -> jax.Array:
-        if isinstance(logits, Entropies):
-            return logits.entropy
-        return original(logits)
-
-    return compute_entropy_from_logits
+@replacing("tunix.rl.algo_core:compute_entropy_from_logits")
+def _ENTROPY(call: Call, logits):
+    is_made = isinstance(logits, Entropies)
+    return logits.entropy if is_made else call.original(logits)
 
 
-def _preference_logps(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    @or_original(original, say)
-    def get_per_token_logps(
-        model, input_tokens, positions, attn_mask, logits_to_keep, images=None
-    ):
-        head = head_of(model)
-        hidden = hidden_states(
-            model,
-            input_tokens,
-            positions=positions,
-            attention_mask=attn_mask,
-            cache=None,
-            **({} if images is None else {"images": images}),
-        )
-        states = hidden[:, -logits_to_keep - 1 : -1]
-        labels = as_index(input_tokens[:, -logits_to_keep:], head)
-        return scores(states, head, labels, options, entropy=False)[0]
-
-    return get_per_token_logps
+@replacing("tunix.rl.common:get_per_token_logps")
+def _PREFERENCES(
+    call: Call, model, input_tokens, positions, attn_mask, logits_to_keep, images=None
+):
+    head = head_of(model)
+    hidden = hidden_states(
+        model, input_tokens, positions=positions, attention_mask=attn_mask,
+        cache=None, images=images,
+    )  # fmt: skip
+    states = hidden[:, -logits_to_keep - 1 : -1]
+    labels = as_index(input_tokens[:, -logits_to_keep:], head)
+    return scores(states, head, labels, call.options, entropy=False)[0]
 
 
-def _default_loss(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    utils: Any = getattr(inspect.getmodule(original), "utils", None)
-
-    @or_original(original, say)
-    def _default_loss_fn(
-        model, input_tokens, input_mask, positions, attention_mask, images=None
-    ):
-        head = head_of(model)
-        more = {} if images is None else {"images": images}
-        hidden = hidden_states(
-            model, input_tokens, positions, None, attention_mask, **more
-        )
-        mask = input_mask[:, 1:]
-        logps, _, _ = scores(
-            hidden[:, :-1], head, input_tokens[:, 1:], options, entropy=False,
-            where=mask != 0,
-        )  # fmt: skip
-        total, count = -jnp.sum(logps * mask), jnp.sum(mask)
-        if not hasattr(utils, "LossOutput"):
-            return total / (count + 1e-8)
-        # Sums, which the trainer divides after accumulating micro-batches.
-        loss = utils.WeightedMetric(total, count, eps=1e-8)
-        return utils.LossOutput(primary_loss=loss, aux_metrics={})
-
-    return _default_loss_fn
+@replacing("tunix.sft.peft_trainer:_default_loss_fn")
+def _LOSS(
+    call: Call, model, input_tokens, input_mask, positions, attention_mask, images=None
+):
+    utils: Any = getattr(inspect.getmodule(call.original), "utils", None)
+    head = head_of(model)
+    hidden = hidden_states(
+        model, input_tokens, positions, None, attention_mask, images=images
+    )
+    mask = input_mask[:, 1:]
+    logps, _, _ = scores(
+        hidden[:, :-1], head, input_tokens[:, 1:], call.options, entropy=False,
+        where=mask != 0,
+    )  # fmt: skip
+    total, count = -jnp.sum(logps * mask), jnp.sum(mask)
+    if not hasattr(utils, "LossOutput"):
+        return total / (count + 1e-8)
+    # Sums, which the trainer divides after accumulating micro-batches.
+    loss = utils.WeightedMetric(total, count, eps=1e-8)
+    return utils.LossOutput(primary_loss=loss, aux_metrics={})
 
 
-def _chunked_logps(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    @or_original(original, say)
-    def compute_chunked_logps(
-        model, hidden_states, target_ids, temperature, chunk_size, return_entropy
-    ):
-        head = head_of(model)
-        logps, entropy, _ = scores(
-            hidden_states, head, as_index(target_ids, head), options,
-            temperature=temperature, entropy=return_entropy,
-        )  # fmt: skip
-        return (logps, entropy) if return_entropy else logps
-
-    return compute_chunked_logps
+@replacing("tunix.rl.common:compute_chunked_logps")
+def _CHUNKED(
+    call: Call, model, hidden_states, target_ids, temperature, chunk_size,
+    return_entropy,
+):  # fmt: skip
+    head = head_of(model)
+    logps, entropy, _ = scores(
+        hidden_states, head, as_index(target_ids, head), call.options,
+        temperature=temperature, entropy=return_entropy,
+    )  # fmt: skip
+    return (logps, entropy) if return_entropy else logps
 
 
-_LOGPS_PARAMETERS = (
-    "graphdef", "state", "prompt_tokens", "completion_tokens", "pad_id", "eos_id",
-    "images", "stop_gradient",
-)  # fmt: skip
-_LOGPS_MORE = "segment_ids", "segment_positions", "temperature"
-_LOGPS = Replacement(
-    "tunix.rl.common:compute_per_token_logps",
-    _with_entropies,
-    (*_LOGPS_PARAMETERS, "return_entropy", *_LOGPS_MORE, "chunk_size"),
-)
-_CHUNKED = Replacement(
-    "tunix.rl.common:compute_chunked_logps",
-    _chunked_logps,
-    (
-        "model", "hidden_states", "target_ids", "temperature", "chunk_size",
-        "return_entropy",
-    ),
-)  # fmt: skip
-_PREFERENCES = Replacement(
-    "tunix.rl.common:get_per_token_logps",
-    _preference_logps,
-    ("model", "input_tokens", "positions", "attn_mask", "logits_to_keep", "images"),
-)
-_LOSS = Replacement(
-    "tunix.sft.peft_trainer:_default_loss_fn",
-    _default_loss,
-    ("model", "input_tokens", "input_mask", "positions", "attention_mask", "images"),
-)
-# In 0.1.7, algorithms request logits to compute entropies from them.
-_LOGPS_OR_LOGITS = Replacement(
-    "tunix.rl.common:compute_per_token_logps",
-    _without_logits,
-    (*_LOGPS_PARAMETERS, "return_logits", *_LOGPS_MORE),
-)
-_COMMON = Replacement("tunix.rl.algo_core:common", _common_of_algorithms, None)
-_ENTROPY = Replacement(
-    "tunix.rl.algo_core:compute_entropy_from_logits", _entropy_from_logits, ("logits",)
-)
 _TUNIX = Integration(
     "tunix",
     {
         "google-tunix": {
             "0.1.7": (
-                _LOGPS_OR_LOGITS,
-                _COMMON,
-                _ENTROPY,
-                _PREFERENCES,
-                _LOSS,
-                *DISTILLATION,
+                _LOGPS_OR_LOGITS, _COMMON, _ENTROPY, _PREFERENCES, _LOSS, *DISTILLATION
             ),
             "0.1.8": (_LOGPS, _CHUNKED, _PREFERENCES, _LOSS, *DISTILLATION),
         }
     },
-)
+)  # fmt: skip
 apply, undo, applied = _TUNIX.apply, _TUNIX.undo, _TUNIX.applied
