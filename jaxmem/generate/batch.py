@@ -24,13 +24,10 @@ _COLUMNS = ("completion", "tokens", "finish", "stop")  # of the output
 
 
 class _Result(NamedTuple):
-    """One line of the output."""
-
     fields: dict[str, Any]  # of the input
     completion: Completion
 
     def record(self) -> dict[str, Any]:
-        """The input's columns, and those of the completion."""
         text, ids, finish, stop = self.completion
         values = text, len(ids), finish, stop
         return {**self.fields, **dict(zip(_COLUMNS, values, strict=True))}
@@ -108,12 +105,8 @@ def _complete(
                 if stop.signal:
                     break
                 completions = generator.complete(prompts[start : start + size])
-                journal.append(
-                    _Result(record.fields, completion)
-                    for record, completion in zip(
-                        records[start:], completions, strict=False
-                    )
-                )
+                fields = (record.fields for record in records[start:])
+                journal.append(map(_Result, fields, completions))
                 report.update(journal.done, sum(len(x.ids) for x in completions))
         if stop.signal:
             _log(
@@ -130,17 +123,12 @@ def _complete(
 def _summarise(
     generator: Generator, journal: Journal, console: Console, seconds: float
 ) -> None:
-    completions = [
-        Completion("", [0] * record["tokens"], record["finish"])
-        for record in journal.records()
-    ]
-    tokens = sum(len(x.ids) for x in completions)
-    _log(
-        console,
-        f"{len(completions):,} completions, {tokens:,} tokens, in {seconds:,.1f} s",
-    )
-    line = unreached(generator.config.stop, completions)
-    if line is not None:
+    records = list(journal.records())
+    tokens = sum(record["tokens"] for record in records)
+    line = f"{len(records):,} completions, {tokens:,} tokens, in {seconds:,.1f} s"
+    _log(console, line)
+    ends = [record["finish"] for record in records]
+    if (line := unreached(generator.config.stop, ends)) is not None:
         _log(console, line)
 
 

@@ -64,8 +64,7 @@ def _answered(
         print()
     else:
         print()
-        note = unreached(generator.config.stop, [completion])
-        if note is not None:
+        if note := unreached(generator.config.stop, [completion.finish]):
             _note(note)
     return [*asked, {"role": "assistant", "content": "".join(pieces)}]
 

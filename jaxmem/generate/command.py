@@ -25,11 +25,7 @@ class Request(NamedTuple):
 
 
 def run(request: Request, config: GenerateConfig) -> None:
-    """Run the command.
-
-    Raises:
-        ValueError: the combination of options is impossible, or one of them is.
-    """
+    """Run the command; a ValueError says which options are impossible."""
     _check(request)
     model = load(
         request.model,
@@ -65,6 +61,5 @@ def _show(generator: Generator, prompt: str) -> None:
         [encoded], lambda piece: print(piece, end="", flush=True)
     )
     print()
-    line = unreached(generator.config.stop, [completion])
-    if line is not None:
+    if line := unreached(generator.config.stop, [completion.finish]):
         print(f"jaxmem: {line}", file=sys.stderr)

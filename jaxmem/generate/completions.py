@@ -86,9 +86,6 @@ class Generator:
         Args:
             prompts: texts, or lists of messages for the chat template.
 
-        Returns:
-            One completion a prompt.
-
         Raises:
             DataError: a prompt has no token, or no room for a completion.
         """
@@ -135,9 +132,6 @@ class Generator:
         Args:
             prompts: from `prompt`.
             show: called with each piece of the first completion's text as it arrives.
-
-        Returns:
-            One completion a prompt.
         """
         tokenizer = self.model.vocabulary.tokenizer
         texts = [Text(tokenizer, prompt.ids, self._stops) for prompt in prompts]
@@ -158,9 +152,8 @@ class Generator:
                 shown = len(text)
             if ended.all():
                 break
-            state = self._advance(
-                self._decoder, state._replace(ended=ended), np.int32(done + step)
-            )
+            state, until = state._replace(ended=ended), np.int32(done + step)
+            state = self._advance(self._decoder, state, until)
         if show is not None:
             show(texts[0].whole[shown:])
         return [self._completion(text) for text in texts]
@@ -202,13 +195,13 @@ def _add(text: Text, room: int, tokens: np.ndarray, mask: np.ndarray) -> bool:
     return text.stop is not None or len(text.ids) == room
 
 
-def unreached(stops: Sequence[str], completions: Sequence[Completion]) -> str | None:
-    """A line about completions that ended without any of the stop strings."""
-    count = sum(completion.finish == "length" for completion in completions)
+def unreached(stops: Sequence[str], ends: Sequence[str]) -> str | None:
+    """A line about completions, by their `finish`, that reached no stop string."""
+    count = ends.count("length")
     if not stops or not count:
         return None
     named = ", ".join(map(repr, stops))
     return (
-        f"{count} of {len(completions)} completions ended by length, without a stop "
-        f"string ({named})"
+        f"{count} of {len(ends)} completions ended by length, without a stop string "
+        f"({named})"
     )

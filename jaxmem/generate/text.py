@@ -22,6 +22,7 @@ class Text:
     Attributes:
         ids: the tokens; with a stop string, up to the one that completes it.
         stop: the stop string that was reached; None without one.
+        whole: all of the text.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Text:
         self._before = tokenizer.decode(self._context)
         self.ids: list[int] = []
         self.stop: str | None = None
-        self._text = ""
+        self.whole = ""
 
     def add(self, ids: Sequence[int]) -> None:
         """Add tokens; those after the end of a stop string are dropped."""
@@ -44,7 +45,7 @@ class Text:
             if self.stop is not None:
                 return
             self.ids += part
-            self._text = self._decoded()
+            self.whole = self._decoded()
             self._find_stop()
 
     def _decoded(self) -> str:
@@ -54,23 +55,18 @@ class Text:
         return self._tokenizer.decode(self.ids)
 
     def _find_stop(self) -> None:
-        ends = [(self._text.find(stop), stop) for stop in self._stops]
+        ends = [(self.whole.find(stop), stop) for stop in self._stops]
         first = min((pair for pair in ends if pair[0] >= 0), default=None)
         if first is not None:
             place, self.stop = first
-            self._text = self._text[:place]
-
-    @property
-    def whole(self) -> str:
-        """All of the text."""
-        return self._text
+            self.whole = self.whole[:place]
 
     @property
     def settled(self) -> str:
         """The start of the text that no further token can change."""
         if self.stop is not None:
-            return self._text
-        text = self._text.rstrip(_INCOMPLETE)
+            return self.whole
+        text = self.whole.rstrip(_INCOMPLETE)
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         return text[: len(text) - held]
 

@@ -15,7 +15,7 @@ from tokenizers import decoders
 from jaxmem import cli, generate
 from jaxmem.data.records import DataError
 from jaxmem.generate import GenerateConfig, Generator, chat
-from jaxmem.generate.completions import Completion, Prompt, unreached
+from jaxmem.generate.completions import Prompt, unreached
 from tests.cases import slow
 from tests.checkpoints import texts
 
@@ -129,13 +129,13 @@ def test_a_stop_string_ends_where_it_starts(model, greedy):
     assert made == (whole.text[:place], through, "stop", stop)
     assert len(through) < len(whole.ids)
     assert "".join(pieces) == made.text
-    assert unreached(config.stop, [made]) is None
+    assert unreached(config.stop, [made.finish]) is None
 
 
 def test_stop_strings_that_are_never_reached_are_reported():
-    made = [Completion("a", [3], "length"), Completion("b", [4, 2], "eos")]
-    assert unreached((), made) is None
-    assert unreached(("#", "\n"), made) == (
+    ends = ["length", "eos"]
+    assert unreached((), ends) is None
+    assert unreached(("#", "\n"), ends) == (
         "1 of 2 completions ended by length, without a stop string ('#', '\\n')"
     )
 
