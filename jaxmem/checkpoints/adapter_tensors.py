@@ -105,11 +105,7 @@ def experts_module(family: Family) -> str:
 def read(
     tensors: Tensors, path: str, like: Any, naming: names.Naming
 ) -> tuple[jnp.ndarray, list[str]]:
-    """A weight of the decoder's adapters, and the names of the tensors it is of.
-
-    Raises:
-        CheckpointError: a tensor is missing, or has another shape.
-    """
+    """A weight of the decoder's adapters, and the names of the tensors it is of."""
     module, _, kind = path.rpartition("/")
     site, config = site_of(module, naming), naming.config
     experts = (config.experts or 1) if site.parameter else 1
@@ -166,12 +162,7 @@ def _times(tensors, start, site, rank, experts) -> int:
 def written(
     flat: Mapping[str, Any], naming: names.Naming
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield PEFT's names and matrices of a decoder's adapters, one at a time.
-
-    Args:
-        flat: the decoder's weights by path.
-        naming: of the adapted model, alone.
-    """
+    """Yield PEFT's names and matrices of a decoder's adapters, one at a time."""
     for site in sites(flat, naming):
         for layer, start in enumerate(site.tensors(naming.config)):
             at = layer if site.leading else None

@@ -23,9 +23,9 @@ from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
 from jaxmem.checkpoints.tensors import Tensors, new_directory, whole, write_tensors
-from jaxmem.models.config import RANGES, ModelConfig
+from jaxmem.models.config import RANGES, SAVED, TARGETS, ModelConfig
 from jaxmem.models.decoder import Decoder
-from jaxmem.models.lora import SAVED, TARGETS, is_adapter
+from jaxmem.models.lora import is_adapter
 from jaxmem.models.weights import by_path
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -110,11 +110,6 @@ def with_adapter(
     model: ModelConfig, family: Family, directory: str | Path
 ) -> ModelConfig:
     """The config of a model with the adapters in a directory.
-
-    Args:
-        model: config of the adapted model.
-        family: of it.
-        directory: of the adapter.
 
     Raises:
         CheckpointError: the directory does not hold one of PEFT's plain LoRA adapters.
@@ -316,15 +311,7 @@ def _saved(reader: Reader, family: Family) -> tuple[str, ...]:
 def read_adapter(
     directory: str | Path, naming: names.Naming, wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Read the weights of adapters.
-
-    Args:
-        directory: of the adapter.
-        naming: of the adapted model, alone.
-        wanted: the decoder's adapters, path to `jax.ShapeDtypeStruct`.
-
-    Returns:
-        Arrays by the same paths.
+    """Read the weights of adapters, arrays by the paths that are wanted.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape.

@@ -82,7 +82,7 @@ def _differing(model: ModelConfig, raw: Mapping[str, Any]) -> list[str] | None:
 def _comparable(model: ModelConfig) -> dict[str, Any]:
     """Every setting that affects results, each in one form."""
     fields = {k: v for k, v in dataclasses.asdict(model).items() if k not in FREE}
-    fields["pattern"] = _kinds(model)
+    fields["pattern"] = model.by_layer("pattern")
     fields["attention_scale"] = f"{model.score_scale:.12g}"
     if model.rope_scaling is None:
         fields["rope_factor"] = 1.0
@@ -93,10 +93,6 @@ def _comparable(model: ModelConfig) -> dict[str, Any]:
     if "local" not in fields["pattern"] or model.local_rope_theta == model.rope_theta:
         fields["local_rope_theta"] = None
     return fields
-
-
-def _kinds(model: ModelConfig) -> list[str]:
-    return [model.pattern[i % len(model.pattern)] for i in range(model.layers)]
 
 
 def write_text_files(

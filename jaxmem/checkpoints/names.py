@@ -6,6 +6,7 @@ matrices are joined or their outputs have another order; a multimodal model adds
 prefixes to the names, and has tensors that text does not need.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,9 +29,7 @@ class Stored(NamedTuple):
     names: tuple[str, ...]  # of its tensors: a single one, or in the order of `leading`
     leading: tuple[int, ...]  # axes of the decoder's weight that the tensors lack
     transposed: bool  # whether the tensors have the last two axes swapped
-    joined: tuple[
-        str, ...
-    ] = ()  # paths of the weights that share the tensors, in order
+    joined: tuple[str, ...] = ()  # paths of the weights that share them, in order
     rows: tuple[int, ...] = ()  # outputs of each of them
     heads: int | None = None  # they alternate by so many heads; None: one by one
     order: tuple[int, ...] | None = None  # outputs of the tensor, as the decoder's
@@ -58,10 +57,8 @@ class Naming:
         self.prefixes = prefixes or (family.prefix, "")
         self.stacks = structure.stacks(config)
         there = set(present)
-        fused = {name.rpartition("}")[2] for name in family.fused.values()}
-        is_fused = (
-            any(name.endswith(tuple(fused)) for name in there) if fused else False
-        )
+        fused = tuple(name.rpartition("}")[2] for name in family.fused.values())
+        is_fused = any(name.endswith(fused) for name in there)
         self.names = {**family.names, **(family.fused if is_fused else {})}
         known = family.other_names.items()
         self.others = {name: other for name, other in known if other in there}
@@ -83,7 +80,7 @@ class Naming:
         full = self.full(name)
         tensors = tuple(full.format(i, j) for i in layers for j in experts)
         as_is = plain.startswith(family.stored_as_in_out)
-        transposed = kind == "kernel" and not (family.stored_as_in_out and as_is)
+        transposed = kind == "kernel" and not as_is
         stored = Stored(tensors, leading, transposed)
         if kind in ("kernel", "bias"):
             key = plain if plain in self.names else module
@@ -92,13 +89,12 @@ class Naming:
 
     def unread(self) -> Iterator[str]:
         """Names of tensors of keys and values of layers that reuse those of others."""
-        mixers, layers = self.config.mixers, range(self.config.layers)
-        for layer in layers:
-            if mixers[layer % len(mixers)] == "reuse":
-                for part in ("key", "value", "key_norm"):
-                    for end in (".weight", ".bias"):
-                        name = self.names[f"blocks/attention/{part}"] + end
-                        yield self.full(name).format(layer)
+        kinds = enumerate(self.config.by_layer("mixers"))
+        layers = [layer for layer, kind in kinds if kind == "reuse"]
+        parts, ends = ("key", "value", "key_norm"), (".weight", ".bias")
+        for layer, part, end in itertools.product(layers, parts, ends):
+            name = self.names[f"blocks/attention/{part}"] + end
+            yield self.full(name).format(layer)
 
     def plain(self, path: str) -> str:
         """The path as that of a decoder of one stack."""
@@ -123,13 +119,9 @@ class Naming:
         joined = tuple(f"{start}{part.removeprefix('blocks')}{end}" for part in parts)
         modules = [(part + end).rpartition("/")[0] for part in parts]
         rows = tuple(map(self._outputs, modules))
-        by = self.family.joined_by.get(parts[0], "one")
-        heads = {
-            "one": None,
-            "head": self.config.heads,
-            "key_head": self.config.delta_key_heads,
-            "number": rows[0],
-        }[by]
+        config, by = self.config, self.family.joined_by.get(parts[0])
+        counts = {"head": config.heads, "key_head": config.delta_key_heads}
+        heads = (counts | {"number": rows[0], None: None})[by]
         return stored._replace(joined=joined, rows=rows, heads=heads)
 
     def _outputs(self, module: str) -> int:
@@ -138,19 +130,19 @@ class Naming:
             return config.expert_ff or 0
         latent = config.latent is not None
         rotated = config.rotated_width or 0
+        queries, states = config.heads * config.head_dim, config.delta_heads or 0
+        keys = config.delta_key_heads * config.delta_key_dim
+        values = states * config.delta_value_dim
         sizes = {
-            "query": config.heads * config.head_dim,
-            "query_up": config.heads * config.head_dim,
+            "query": queries,
+            "query_up": queries,
             "key": config.kv_heads * (config.head_dim - rotated * latent),
             "value": config.kv_heads * config.value_width,
             "latent": config.latent or 0,
             "rotated": rotated,
-            "delta_query": config.delta_key_heads * config.delta_key_dim,
-            "delta_key": config.delta_key_heads * config.delta_key_dim,
-            "delta_value": (config.delta_heads or 0) * config.delta_value_dim,
-            "delta_gate": (config.delta_heads or 0) * config.delta_value_dim,
-            "delta_rate": config.delta_heads or 0,
-            "delta_decay": config.delta_heads or 0,
+            **dict.fromkeys(("delta_query", "delta_key"), keys),
+            **dict.fromkeys(("delta_value", "delta_gate"), values),
+            **dict.fromkeys(("delta_rate", "delta_decay"), states),
         }
         if part == "blocks/attention" and name == "gate":
             name = "query"
@@ -187,16 +179,7 @@ class Naming:
 def prefixes_of(
     tensors: Iterable[str], family: Family, images: WithImages | None
 ) -> tuple[str, str]:
-    """The prefixes that a checkpoint has, as `Naming` takes them.
-
-    Args:
-        tensors: names of its tensors.
-        family: of the checkpoint, or of its text part.
-        images: the multimodal model whose text part it is, if it is one.
-
-    Returns:
-        The prefixes of the model, and of its head.
-    """
+    """The prefixes of a checkpoint, maybe of a text part, as `Naming` takes them."""
     present = list(tensors)
     known = ((family.prefix, ""), ("", "")) if images is None else images.prefixes
     for prefixes in known:
@@ -251,9 +234,8 @@ def _check_copy(tensors: Tensors, naming: Naming) -> None:
     if head not in tensors or table not in tensors:
         return
     some = slice(0, 16), slice(None)
-    if not np.array_equal(
-        tensors.read(head, shape, some), tensors.read(table, shape, some)
-    ):
+    first, second = (tensors.read(name, shape, some) for name in (head, table))
+    if not np.array_equal(first, second):
         raise CheckpointError(
             f"{tensors.file_of(head)}: tensor {head} is no copy of {table}, as "
             "tie_word_embeddings says; set it to false in config.json"
@@ -278,27 +260,27 @@ def say_what_is_left_out(
     tensors: Tensors, images: tuple[str, ...], naming: Naming
 ) -> None:
     """Warn that some tensors are not read; Python shows such a warning once."""
-    left = sum(name.startswith(images) for name in tensors)
-    if images:
-        warnings.warn(
-            f"{tensors.directory}: only the text part of a model that reads images is "
-            f"read; its {left} tensors of images are left out",
-            stacklevel=1,
-        )
-    left = len(further(tensors, naming))
-    if left:
-        warnings.warn(
-            f"{tensors.directory}: its layers that predict tokens beyond the next one "
-            f"are not read; their {left} tensors are left out",
-            stacklevel=1,
-        )
-    left = len(set(naming.unread()).intersection(tensors))
-    if left:
-        warnings.warn(
-            f"{tensors.directory}: layers that reuse the keys and values of others do "
-            f"not read their own; {left} tensors of these are left out",
-            stacklevel=1,
-        )
+    of_images = sum(name.startswith(images) for name in tensors)
+    later, own = further(tensors, naming), set(naming.unread()).intersection(tensors)
+    for is_there, said in (
+        (
+            images,
+            "only the text part of a model that reads images is read; its "
+            f"{of_images} tensors of images are left out",
+        ),
+        (
+            later,
+            "its layers that predict tokens beyond the next one are not read; their "
+            f"{len(later)} tensors are left out",
+        ),
+        (
+            own,
+            "layers that reuse the keys and values of others do not read their own; "
+            f"{len(own)} tensors of these are left out",
+        ),
+    ):
+        if is_there:
+            warnings.warn(f"{tensors.directory}: {said}", stacklevel=1)
 
 
 def reader(
@@ -312,13 +294,13 @@ def reader(
 
     def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
         if mixed:
-            return _unmixed(tensors, stored, name, path, shape)[index].astype(
-                like.dtype
-            )
-        if not stored.transposed:
-            return tensors.read(name, shape, index).astype(like.dtype)
-        part = tensors.read(name, _swapped(shape), _swapped(index))
-        return part.swapaxes(-1, -2).astype(like.dtype)
+            part = _unmixed(tensors, stored, name, path, shape)[index]
+        elif stored.transposed:
+            part = tensors.read(name, _swapped(shape), _swapped(index))
+            part = part.swapaxes(-1, -2)
+        else:
+            part = tensors.read(name, shape, index)
+        return part.astype(like.dtype)
 
     def read(index: Any) -> np.ndarray:
         wanted = numbers[index[:axes]]

@@ -76,13 +76,8 @@ class Reader:
     ) -> Any:
         """Return the value of a key, checked, or the default.
 
-        Args:
-            key: of the object.
-            kind: the type of the value, or several; with `float`, integers are
-                converted.
-            default: value for a missing key, or for null where that is no value of its
-                own; without a default, both are errors.
-            within: range of a number.
+        With `float`, integers are converted. The default is also for null where that is
+        no value of its own; without a default, both are errors.
 
         Raises:
             CheckpointError: the key is missing, or its value has another type or range.

@@ -14,12 +14,8 @@ _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 def in_both(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The config with `rope_parameters`, and `rope_theta` and `rope_scaling` beside it.
 
-    Args:
-        raw: an object that `read_config` accepts.
-
-    Returns:
-        The same with the form that it lacks; kinds of layers with bases of their own
-        (Gemma 3) have `rope_local_base_freq` in the older form.
+    Kinds of layers with bases of their own (Gemma 3) have `rope_local_base_freq` in the
+    older form.
     """
     kinds = [raw.get(_NEW), (raw.get(_NEW) or {}).get(_GLOBAL)]
     if any((kind or {}).get("rope_type") == "proportional" for kind in kinds):

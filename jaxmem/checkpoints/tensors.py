@@ -73,12 +73,7 @@ class Tensors:
     def read(
         self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]
     ) -> np.ndarray:
-        """Read part of a tensor, without the rest of it.
-
-        Args:
-            name: of the tensor.
-            shape: required shape of the whole tensor.
-            index: slices of the part.
+        """Read part of a tensor, without the rest of it, which must have a shape.
 
         Raises:
             CheckpointError: there is no such tensor, or it has another shape or dtype.
@@ -233,12 +228,9 @@ def write_tensors(
 ) -> None:
     """Write tensors to one file, or to shards and their index.
 
-    Args:
-        directory: an existing directory; None: write nothing, in a process that only
-            takes part in gathering the tensors.
-        tensors: names and arrays; at most one shard of them is in memory at a time.
-        max_shard_bytes: maximum size of a file; a larger tensor has its own file.
-        one: name of the file, if one is enough.
+    At most one shard of them is in memory at a time; a tensor above `max_shard_bytes`
+    has its own file. Without a directory nothing is written, in a process that only
+    takes part in gathering the tensors.
     """
     if directory is None:
         for _ in tensors:
@@ -277,11 +269,8 @@ def _write_shard(
 def new_directory(target: Path) -> Iterator[Path | None]:
     """A directory that appears under its name once it is complete, or not at all.
 
-    Args:
-        target: its name; what is there is replaced.
-
-    Yields:
-        The unfinished directory; None in all processes of a run but the first.
+    What is there is replaced. Yields the unfinished directory; None in all processes of
+    a run but the first.
     """
     if not processes.is_first():
         yield None

@@ -66,13 +66,8 @@ def _without_absent(text: str, rows: int) -> tuple[str, tuple[str, ...]]:
         described = json.loads(text)
         added = described["added_tokens"]
         absent = [token for token in added if token["id"] >= rows]
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ):  # the library says what is wrong
-        return text, ()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return text, ()  # the library says what is wrong
     if not absent:
         return text, ()
     described["added_tokens"] = [token for token in added if token["id"] < rows]
@@ -168,12 +163,8 @@ def _first_eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int
 def end_ids(directory: str | Path) -> tuple[int, ...]:
     """Every id that ends a completion: of a document, and of an assistant's turn.
 
-    Args:
-        directory: of a checkpoint.
-
-    Returns:
-        The ids that the tokenizer's config, `config.json` and `generation_config.json`
-        name, sorted; () if they name none.
+    The ids that the tokenizer's config, `config.json` and `generation_config.json` of a
+    checkpoint name, sorted; () if they name none.
     """
     vocabulary, config = load_vocabulary(directory), read_config(directory)
     path = config.path.parent / "generation_config.json"

@@ -15,10 +15,7 @@ from flax import nnx, traverse_util
 from jaxmem import remat
 from jaxmem.base import messages
 from jaxmem.checkpoints import names, rope_forms
-from jaxmem.checkpoints.adapters import (
-    read_adapter,
-    with_adapter,
-)
+from jaxmem.checkpoints.adapters import read_adapter, with_adapter
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.describing import FREE, Text, describe, write_text_files
 from jaxmem.checkpoints.families import FAMILIES
@@ -26,7 +23,7 @@ from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.reader import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, new_directory, write_tensors
 from jaxmem.models import lora
-from jaxmem.models.config import DTYPES, ModelConfig
+from jaxmem.models.config import DTYPES, SAVED, UNTIED, ModelConfig
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.head import HeadConfig
 from jaxmem.models.weights import by_path, join_weights
@@ -98,7 +95,7 @@ def load(
     shapes = _abstract(model, head, policy)
     weights = _read_weights(config, model, shapes, sharding)
     if adapter is not None:
-        whole = {lora.SAVED[name] for name in model.lora_saved}
+        whole = {SAVED[name] for name in model.lora_saved}
         wanted = {
             k: v for k, v in by_path(shapes).items() if lora.is_adapter(k) or k in whole
         }
@@ -353,7 +350,7 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
     config = read_config(model.checkpoint)
     read = config.model
     if model.lora_saved and read.tied:
-        raise ValueError(f"model.lora_saved {lora.UNTIED}")
+        raise ValueError(f"model.lora_saved {UNTIED}")
     choices, default = _choices(model), ModelConfig()
     if model.router_aux_loss_coef is None:
         choices["router_aux_loss_coef"] = read.router_aux_loss_coef

@@ -27,24 +27,10 @@ def attend(
 
         out = softmax(s) v,   s = scale q·k,  or softcap tanh(scale q·k / softcap)
 
-    With sinks, each head's softmax has one more score, whose value is 0.
-
-    Args:
-        query: [B, T, heads, head_dim].
-        key: [B, S, kv_heads, head_dim] of the same tokens, after S - T others;
-            kv_heads divides heads.
-        value: like `key`, or of another width.
-        sight: which keys a query sees, in addition to causality.
-        scale: factor of the scores.
-        softcap: bound of the scores; None: they are not capped.
-        sinks: [heads]; None: there are none.
-
-    Returns:
-        An array like `query`, as wide as the values.
-
-    **Memory** of residuals: q, k, v and the output in their own dtype, and the
-    logsumexp, 4·B·T·heads. The checkpoint names of the last two are "attn_out" and
-    "attn_lse". While it runs, the scores take 4·B·heads·T·S.
+    Queries are [B, T, heads, head_dim]; keys and values [B, S, kv_heads, ...] are of
+    the same tokens after S - T others. With sinks [heads], each head's softmax has one
+    more score, whose value is 0. Residuals are the operands, the output, and the
+    logsumexp, with the checkpoint names "attn_out" and "attn_lse".
     """
     return _attention(query, key, value, sight, sinks, scale, softcap)
 

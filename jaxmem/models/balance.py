@@ -52,12 +52,8 @@ def add(
 ) -> Routed:
     """The sums with those of one layer.
 
-    Args:
-        routed: of the layers before it.
-        layer: its number.
-        choice: of its router.
-        where: [B, T] the tokens that count.
-        trained: whether `chances` have a gradient.
+    `where` [B, T] are the tokens that count, and `trained` says whether `chances` have
+    a gradient.
     """
     logits = choice.logits if trained else jax.lax.stop_gradient(choice.logits)
     logs = jax.nn.log_softmax(logits)
@@ -91,14 +87,8 @@ def loss(routed: Routed, experts_per_token: int) -> jax.Array:
 
         E Σ_e f_e P_e,   f_e = tokens of expert e / N,   P_e = Σ softmax_e / N
 
-    N counts tokens once a layer. The gradient is that of P alone.
-
-    Args:
-        routed: of a micro-batch.
-        experts_per_token: as in `ModelConfig`.
-
-    Returns:
-        f32 scalar; 0 without tokens.
+    N counts tokens once a layer. The gradient is that of P alone; without tokens it is
+    0.
 
     Reference: Fedus et al., "Switch Transformers", 2021, arXiv:2101.03961, equations 4
     to 6, with all layers as one, as transformers has it.
@@ -113,11 +103,8 @@ def with_loss(
 ) -> jax.Array:
     """What is differentiated: a loss, with that of the routers if it has a factor.
 
-    Args:
-        value: a micro-batch's part of the loss of a step.
-        routed: of the micro-batch; None for a model without experts.
-        config: of the model.
-        share: of the step's tokens that the micro-batch has.
+    `value` is a micro-batch's part of the loss of a step, and `share` is its part of
+    the step's tokens.
     """
     if routed is None or not config.router_aux_loss_coef:
         return value
@@ -128,14 +115,9 @@ def with_loss(
 def report(routed: Routed, experts_per_token: int) -> dict[str, float]:
     """What metrics say of the routers of a step.
 
-    Args:
-        routed: of all tokens of the step.
-        experts_per_token: as in `ModelConfig`.
-
-    Returns:
-        Of layers with experts, the mean and the worst of: `load`, the largest number of
-        tokens of an expert over the mean one; `entropy` of a token's softmax in nats.
-        And `loss`, that of `loss`.
+    Of layers with experts, the mean and the worst of: `load`, the largest number of
+    tokens of an expert over the mean one; `entropy` of a token's softmax in nats. And
+    `loss`, that of `loss`.
     """
     routed = Routed(*(np.asarray(x, np.float64) for x in routed))
     tokens = routed.counts.sum(axis=1) / experts_per_token

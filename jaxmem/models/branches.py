@@ -16,15 +16,7 @@ from jaxmem.models.positions import Sight
 
 
 def check(config: ModelConfig, sequence: int = 1) -> None:
-    """Refuse what cannot share a prompt.
-
-    Args:
-        config: of the decoder.
-        sequence: devices along the mesh axis of that name.
-
-    Raises:
-        ValueError: a layer does not attend to all tokens before it.
-    """
+    """Raise a ValueError where a layer does not attend to all tokens before it."""
     problem = None
     if config.factory is not None:
         problem = f"model.factory={config.factory!r} is another decoder"
@@ -51,19 +43,10 @@ def attend(
 ) -> jax.Array:
     """Attention of a row's prompt to itself, and of its blocks to both.
 
-    Args:
-        attention: a function of queries [B, T, heads, head_dim], keys and values
-            [B, S, kv_heads, head_dim] of the same tokens, with others before them, and
-            of a `Sight`.
-        query: [B, prompt + k·width, heads, head_dim].
-        key: likewise, with kv_heads.
-        value: like `key`.
-        sight: documents of the rows, and their layout.
-
-    Returns:
-        An array like `query`.
-
-    **Memory**: keys and values of the prompt, once for each block.
+    Arrays are [B, prompt + k·width, heads, head_dim], in the layout of
+    `sight.branches`; `attention` is a function of queries, of keys and values that may
+    have others before them, and of a `Sight`. Keys and values of the prompt are stored
+    once for each block.
     """
     assert sight.branches is not None
     start, width = sight.branches

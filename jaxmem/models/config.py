@@ -9,13 +9,14 @@ import jax.numpy as jnp
 
 from jaxmem.base.fields import check_choices, check_field, check_numbers
 from jaxmem.base.ranges import Range, integers, reals
-from jaxmem.models import lora
 
 KINDS = ("global", "local", "chunked", "unrotated")
 MIXERS = ("attention", "reuse", "latent", "delta")
 FEED_FORWARDS = ("dense", "experts", "dense_and_experts")
 DTYPES = ("float32", "bfloat16", "float16")
-
+TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+SAVED = {"embed": "embed/embedding", "head": "head/kernel"}  # weights by name
+UNTIED = "is for a head with a matrix of its own (tied=False)"
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -228,9 +229,32 @@ class ModelConfig:
         self._check_delta()
         self._check_global()
         self._check_reuse()
-        problem = lora.check(self)
-        if problem is not None:
-            raise ValueError(f"ModelConfig.{problem}")
+        self._check_lora()
+
+    def _check_lora(self):
+        rank, head, saved = self.lora_rank, self.lora_head, self.lora_saved
+        for name, known in (("lora_targets", TARGETS), ("lora_saved", tuple(SAVED))):
+            unknown = [x for x in getattr(self, name) if x not in known]
+            if unknown:
+                raise ValueError(
+                    f"ModelConfig.{name} must be among {', '.join(known)}, got "
+                    f"{unknown[0]!r}"
+                )
+        name = "lora_head" if head else "lora_saved"
+        for problem, said in (
+            (
+                rank and not (self.lora_targets or head),
+                "lora_targets must name a matrix, where lora_head is False",
+            ),
+            ((head or saved) and not rank, f"{name} needs a lora_rank above 0"),
+            (saved and self.tied and self.checkpoint is None, f"lora_saved {UNTIED}"),
+            (
+                head and "head" in saved,
+                "lora_saved has 'head', which cannot have an adapter (lora_head) too",
+            ),
+        ):
+            if problem:
+                raise ValueError(f"ModelConfig.{said}")
         gate = self.lora_rank == 0 or self.gated or "gate" not in self.lora_targets
         check_field(self, "lora_targets", gate, "without 'gate' with gated=False")
 

@@ -32,20 +32,11 @@ class Inputs(NamedTuple):
 
 
 def run(inputs: Inputs, before: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Outputs of all tokens, and the state after the last.
+    """Outputs f32 [B, T, H, V] of all tokens, and the state after the last.
 
-    A document starts with a state of 0. A token with g = 0 and β = 0 changes nothing.
-
-    Args:
-        inputs: of T tokens in a row.
-        before: f32 [B, H, K, V], the state that each row's first document goes on from;
-            None: it starts there.
-
-    Returns:
-        f32 [B, T, H, V], and f32 [B, H, K, V].
-
-    **Memory** of residuals: the inputs, and a state for each chunk of 64 tokens, 4 · B
-    · H · K · V bytes; a chunk is computed again in the backward pass.
+    A document starts with a state of 0; each row's first document goes on from
+    `before`, f32 [B, H, K, V], if it is given. A token with g = 0 and β = 0 changes
+    nothing. Residuals are the inputs and a state for each chunk.
     """
     length = inputs.query.shape[1]
     size = min(CHUNK, length)
@@ -100,15 +91,7 @@ def _chunk(carry, part: Inputs):
 
 
 def step(state: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """The rule for one more token of each row.
-
-    Args:
-        state: f32 [B, H, K, V].
-        inputs: of one token; their documents are not read.
-
-    Returns:
-        f32 [B, 1, H, V], and the state after it.
-    """
+    """The rule for one more token of a row: f32 [B, 1, H, V], and the state after it."""
     query, key, value, decay, rate = (x[:, 0] for x in inputs[:-1])
     state = jnp.exp(decay)[..., None, None] * state
     update = rate[..., None] * (value - _einsum("bhk,bhkv->bhv", key, state))
@@ -117,17 +100,9 @@ def step(state: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def convolve(x: jax.Array, taps: jax.Array, documents: jax.Array) -> jax.Array:
-    """A causal convolution of each channel within documents.
+    """A causal convolution of each channel within documents: f32 [B, T, C].
 
-        y_tc = Σ_j taps_c,J-1-j x_{t-j},c
-
-    Args:
-        x: [B, T, C].
-        taps: [C, J].
-        documents: int32 [B, T].
-
-    Returns:
-        f32 [B, T, C].
+    y_tc = Σ_j taps_c,J-1-j x_{t-j},c
     """
     wide, out = x.astype(jnp.float32), 0.0
     for back in range(taps.shape[1]):

@@ -173,11 +173,7 @@ class DeltaMixer(nnx.Module):
 
 
 def _documents(segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which tokens are of a document, and that of each, padding's being the last one's.
-
-    Args:
-        segments: [B, T] document of each token; 0 or False is padding.
-    """
+    """Which tokens are of a document, not 0, and which; padding's is the last one."""
     is_token = segments != 0
     place = jnp.where(is_token, jnp.arange(segments.shape[1]), 0)
     last = jax.lax.cummax(place, axis=1)

@@ -14,10 +14,7 @@ from jaxmem.models.linears import linear, residual_linear
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
-    """Compute activation(gate) * up in f32, rounded once to the dtype of `gate`.
-
-    **Memory** of residuals: gate and up.
-    """
+    """Compute activation(gate) * up in f32, rounded once to the dtype of `gate`."""
     wide = ACTIVATIONS[activation](gate.astype(jnp.float32))
     return (wide * up.astype(jnp.float32)).astype(gate.dtype)
 
@@ -91,19 +88,11 @@ _XIELU_START = 0.5413  # softplus of it is 0.8 + 0.2
 
 
 def xielu(x: jax.Array, positive: jax.Array, negative: jax.Array) -> jax.Array:
-    """An activation whose curvature is learnt on both sides of 0.
+    """An activation whose curvature is learnt on both sides of 0; all of it is f32.
 
         p x² + x / 2                             where x > 0
         n (exp(min(x, -1e-6)) - 1 - x) + x / 2   elsewhere
         p = softplus(positive),   n = 1/2 + softplus(negative)
-
-    Args:
-        x: f32 of any shape.
-        positive: [1].
-        negative: [1].
-
-    Returns:
-        An array like x.
 
     Reference: Huang and Schlag, "Deriving Activation Functions Using Integration",
     2024, arXiv:2411.13010.

@@ -25,20 +25,10 @@ def apply(function: Function, weights: Any, x: jax.Array, choice, scale) -> jax.
 
         out_n = Σ_k function(weights[choice_nk], x_n, scale_nk)
 
-    Args:
-        function: computes each row alone, by `grouped_rows.Rows`. It is hashable, and
-            closes over no arrays.
-        weights: pytree of arrays [groups, ...].
-        x: [N, D].
-        choice: int32 [N, K] groups, all different in a row.
-        scale: f32 [N, K].
-
-    Returns:
-        f32 [N, D'].
-
-    **Memory**: the result and, in the backward pass, the gradients. In the loop nothing
-    else grows with rows or groups; `grouped_sorted` says what the kernels store.
-    Residuals are the arguments: the function runs again.
+    The function computes each row of x [N, D] alone, by `grouped_rows.Rows`; it is
+    hashable, and closes over no arrays. Weights are arrays [groups, ...], the K choices
+    of a row are different, and the result is f32. Residuals are the arguments: the
+    function runs again.
     """
     around = vocab_shards.varying((weights, x, choice, scale))
     weights, x, choice, scale = vocab_shards.vary((weights, x, choice, scale), around)

@@ -56,11 +56,8 @@ def gradients(
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Float32 gradients of some weights, x, and the scale [N K].
 
-    Args:
-        function: as in `sums`, with those weights also as an argument before others.
-        some: the weights.
-        arguments: of `sums`.
-        slope: of its result, float32 [N, D'].
+    The function is as in `sums`, with those weights also as an argument before others;
+    `slope` is of its result, float32 [N, D'].
     """
 
     def body(t, totals):

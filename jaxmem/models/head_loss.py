@@ -22,19 +22,17 @@ def head_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Sum of the tokens' cross-entropies, divided by `normalizer`, and metrics.
 
+    The sum is a float32 scalar in nats; metrics are the sums over tokens of what
+    `jaxmem.token_loss` tells besides.
+
     Args:
         head: of the decoder.
         hidden: [B, T, hidden] final hidden states.
         labels: [B, T] next token ids; negative for tokens without a loss.
         normalizer: number of tokens that count in the whole step.
-        logits: "fused" never stores all logits; "materialised" does, as is
-            usual, and serves as the reference and for comparison.
+        logits: "materialised" stores all logits, and serves for comparison.
         sample: how to sample the gradient, for "fused"; None: it is exact.
         key: as in `jaxmem.logprobs`, for "fused".
-
-    Returns:
-        Float32 scalar, in nats, 0 if no token counts; and the sums over tokens of what
-        `jaxmem.token_loss` tells besides.
     """
     if logits == "fused":
         loss, told = head.token_loss(

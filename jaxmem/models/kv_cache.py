@@ -199,10 +199,7 @@ def advance(
 
 
 def routes_by_place(cache: Any) -> jax.Array | None:
-    """Recorded routes `by_place`.
-
-    None where a cache, which may be that of a model of one's own, records none.
-    """
+    """Recorded routes `by_place`; None where a cache, maybe a user's, records none."""
     routes = getattr(cache, "routes", None)
     return None if routes is None else by_place(cache, routes)
 
@@ -218,20 +215,7 @@ def attend_in_place(
     query: jax.Array, token: Layer, cached: Cached, seen: jax.Array, *,
     scale: float, softcap: float | None = None, sinks: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """`attend`, on one GPU in 16 bits by a kernel that reads the cache in place.
-
-    Args:
-        query: as in `attend`.
-        token: as in `attend`.
-        cached: the layer to attend to.
-        seen: as in `attend`.
-        scale: as in `attend`.
-        softcap: as in `attend`.
-        sinks: as in `attend`; with them no kernel runs.
-
-    Returns:
-        An array like `query`.
-    """
+    """`attend` of a layer, on one GPU in 16 bits by a kernel that reads it in place."""
     # XLA cannot partition a kernel: on a mesh, every device would need all rows.
     on_one_gpu = devices.backend() == "gpu" and partitioning.current() is None
     plain = functools.partial(attend, scale=scale, softcap=softcap, sinks=sinks)
@@ -260,10 +244,9 @@ def attend(
 
         out = Σ_t p_t v_t,   p = softmax(scale q·k),   t cached or new
 
-    With a softcap, scores s become softcap·tanh(s / softcap) before the softmax.
-
-    The new token is not in the cache yet, so that a layer only reads the cache. The
-    tokens of all layers are written at once, after the last layer.
+    With a softcap, scores s become softcap·tanh(s / softcap) before the softmax. The
+    new token is not in the cache yet, so that a layer only reads the cache: the tokens
+    of all layers are written at once, after the last layer.
 
     Args:
         query: [B, 1, heads, head_dim], rotated.
@@ -273,9 +256,6 @@ def attend(
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         softcap: bound of the scores; None: they are not capped.
         sinks: [heads] one more score of each head, without a value; None: none.
-
-    Returns:
-        An array like `query`.
     """
     batch, _, heads, width = query.shape
     # Queries of one group become rows of one matrix, so keys are not copied per head.

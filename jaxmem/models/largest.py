@@ -8,20 +8,11 @@ _BLOCK = 128  # numbers of which only the largest is compared at first
 
 
 def top(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The largest numbers of each row and their places, as `jax.lax.top_k` has them.
+    """The largest numbers of each row of [B, V] and their places, as `jax.lax.top_k`.
 
     XLA sorts whole rows for `top_k`. The largest `count` numbers are in the `count`
-    blocks with the largest maxima, and only these are sorted.
-
-    Args:
-        x: [B, V].
-        count: from 1 to V.
-
-    Returns:
-        The numbers [B, count] by falling size, and their places; of equal ones, the
-        lower places come first.
-
-    **Memory**: 8·B·(count·128 + V/128).
+    blocks with the largest maxima, and only these are sorted. Of equal numbers, those
+    at lower places come first.
     """
     size = x.shape[-1]
     if count == 1:
@@ -44,17 +35,9 @@ def top(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def nucleus(z: jax.Array, share: float) -> jax.Array:
     """Whether each number is among the fewest largest that have a share of Σ exp(z).
 
-    Bisects the bits of the smallest number that is needed, two at a time. Of equal
-    numbers, those at lower places are taken first.
-
-    Args:
-        z: [B, V] f32, of which the largest in each row is 0.
-        share: of the sum, above 0 and below 1.
-
-    Returns:
-        [B, V] bool; at least one is true in each row.
-
-    **Memory**: 4·B·V.
+    Bisects the bits of the smallest number that is needed, two at a time. The largest
+    number in each row of z [B, V] must be 0. Of equal ones, those at lower places are
+    taken first; at least one is true in each row.
     """
     # As integers, the sizes of float32 numbers are in the same order.
     sizes = lax.bitcast_convert_type(jnp.abs(z), jnp.uint32)

@@ -9,7 +9,7 @@ Reference: Hu et al., "LoRA", 2021, arXiv:2106.09685.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,33 +17,14 @@ from flax import nnx, traverse_util
 
 from jaxmem.heads.nnx import LMHead
 from jaxmem.heads.verbs import Weights
-
-TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
-SAVED = {"embed": "embed/embedding", "head": "head/kernel"}  # weights by name
+from jaxmem.models.config import SAVED, ModelConfig
 
 
-class LoraOptions(Protocol):
-    """The fields of a `ModelConfig` that describe adapters."""
-
-    @property
-    def lora_rank(self) -> int:
-        """The rank of A and B; 0 for no adapters."""
-        ...
-
-    @property
-    def lora_alpha(self) -> float:
-        """The scale of A B, multiplied by the rank."""
-        ...
-
-
-UNTIED = "is for a head with a matrix of its own (tied=False)"
-
-
-def _scale(options: LoraOptions) -> float:
+def _scale(options: ModelConfig) -> float:
     return options.lora_alpha / options.lora_rank
 
 
-def _matrices(options: LoraOptions, inputs: int, outputs: int, dtype, rngs: nnx.Rngs):
+def _matrices(options: ModelConfig, inputs: int, outputs: int, dtype, rngs: nnx.Rngs):
     """A, initialised uniformly within 1 / sqrt(inputs), and B, initialised to zeros."""
     bound = inputs**-0.5
     key, shape = rngs.params(), (inputs, options.lora_rank)
@@ -52,15 +33,9 @@ def _matrices(options: LoraOptions, inputs: int, outputs: int, dtype, rngs: nnx.
 
 
 class LoraLinear(nnx.Linear):
-    """`nnx.Linear` with a low-rank adapter of its kernel.
+    """`nnx.Linear`, with its arguments, and a low-rank adapter of its kernel."""
 
-    Args:
-        options: rank and alpha.
-        arguments: positional arguments of `nnx.Linear`.
-        keywords: keyword arguments of `nnx.Linear`.
-    """
-
-    def __init__(self, options: LoraOptions, *arguments: Any, **keywords: Any):
+    def __init__(self, options: ModelConfig, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
         self.lora_a, self.lora_b = _matrices(
             options,
@@ -94,7 +69,7 @@ class LoraHead(LMHead):
         keywords: the other keyword arguments of `LMHead`.
     """
 
-    def __init__(self, options: LoraOptions, *, rngs: nnx.Rngs, **keywords: Any):
+    def __init__(self, options: ModelConfig, *, rngs: nnx.Rngs, **keywords: Any):
         super().__init__(rngs=rngs, **keywords)
         dtype = keywords.get("param_dtype", jnp.float32)
         self.lora_a, self.lora_b = _matrices(
@@ -139,7 +114,7 @@ def adapters_of(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(
-    weights: Mapping[str, Any], options: LoraOptions, tied: bool
+    weights: Mapping[str, Any], options: ModelConfig, tied: bool
 ) -> dict[str, Any]:
     """The weights of the model without adapters that computes the same.
 
@@ -164,30 +139,3 @@ def merged(
         added = _scale(options) * jnp.matmul(A, B, precision="highest")
         out[kernel] = (W.astype(jnp.float32) + added).astype(W.dtype)
     return traverse_util.unflatten_dict(out, sep="/")
-
-
-def check(options: Any) -> str | None:
-    """The reason why a model's adapters are impossible; None if they are possible."""
-    rank, alpha = options.lora_rank, options.lora_alpha
-    targets, head, saved = (
-        options.lora_targets, options.lora_head, options.lora_saved,
-    )  # fmt: skip
-    if rank < 0:
-        return f"lora_rank must be 0 (none) or more, got {rank}"
-    if alpha <= 0:
-        return f"lora_alpha must be above 0, got {alpha}"
-    unknown = [target for target in targets if target not in TARGETS]
-    if unknown:
-        return f"lora_targets must be among {', '.join(TARGETS)}, got {unknown[0]!r}"
-    if rank and not (targets or head):
-        return "lora_targets must name a matrix, where lora_head is False"
-    if (head or saved) and not rank:
-        return f"{'lora_head' if head else 'lora_saved'} needs a lora_rank above 0"
-    unknown = [name for name in saved if name not in SAVED]
-    if unknown:
-        return f"lora_saved must be among {', '.join(SAVED)}, got {unknown[0]!r}"
-    if saved and options.tied and options.checkpoint is None:
-        return f"lora_saved {UNTIED}"
-    if head and "head" in saved:
-        return "lora_saved has 'head', which cannot have an adapter (lora_head) too"
-    return None

@@ -63,10 +63,7 @@ class Mixture(nnx.Module):
     def join(
         self, *projected: jax.Array, chosen: jax.Array | None = None
     ) -> tuple[jax.Array, Choice]:
-        """[B, T, hidden] from normalised x [B, T, hidden], and the router's choice.
-
-        `chosen` is as in `routing.choose`.
-        """
+        """[B, T, hidden] from normalised x [B, T, hidden], and the router's choice."""
         (x,) = projected
         return remat.recompute(self._mix)(x, chosen)
 
@@ -130,12 +127,7 @@ class Experts(nnx.Module):
         specs = {name: _specs(each, name) for name, each in arrays.items()}
         return jax.shard_map(
             on_mesh,
-            in_specs=(
-                specs,
-                partitioning.TOKENS,
-                partitioning.TOKENS,
-                partitioning.TOKENS,
-            ),
+            in_specs=(specs, *(partitioning.TOKENS,) * 3),
             out_specs=partitioning.TOKENS,
         )(arrays, x, chosen, weights)
 
@@ -159,13 +151,7 @@ def _specs(arrays: Mapping[str, jax.Array], name: str) -> dict[str, PartitionSpe
 class Matrices(nnx.Module):
     """One matrix of every expert [experts, inputs, outputs], with or without adapters.
 
-    Args:
-        config: of the layer.
-        name: of the matrix, which `lora_targets` may have.
-        inputs: of each matrix.
-        outputs: of each matrix.
-        gain: of its results' variance.
-        rngs: source of the initial weights.
+    `lora_targets` may have its name; `gain` is that of its results' variance.
     """
 
     def __init__(

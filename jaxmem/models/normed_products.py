@@ -19,17 +19,9 @@ def apply(
 
         s = x + more,   out_i = readers_i(norm(s))
 
-    Args:
-        norm: of the last axis; None: the modules read s itself.
-        readers: modules, such as `nnx.Linear`.
-        x: [B, T, D].
-        more: like x, or None for 0; with it, s has the checkpoint name "block_mid".
-
-    Returns:
-        s like x, and each module's result.
-
-    **Memory** of residuals: s in its own dtype, and 4 bytes per token under the
-    checkpoint name "norm_rms". The modules' input is computed again.
+    Returns s [B, T, D], and each module's result. Without a norm the modules read s
+    itself. With `more`, s has the checkpoint name "block_mid". Residuals are s, and 4
+    bytes per token with the name "norm_rms": the modules' input is computed again.
     """
     if more is not None:
         x = remat.name(partitioning.constrain_activations(x + more), "block_mid")

@@ -21,23 +21,13 @@ def rms_normalize(
     epsilon: float,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Divide each row by its root mean square, and multiply it by a scale.
+    """Divide each row by its root mean square, and multiply it by a scale [D].
 
         y_i = r x_i (offset + scale_i),   r = 1 / sqrt(mean_j x_j² + epsilon)
 
-    Args:
-        x: [..., D] in any floating-point type.
-        scale: [D] in any floating-point type.
-        offset: added to the scale in float32, so that a 16-bit scale near 0 keeps its
-            precision.
-        epsilon: added to the mean square.
-        dtype: dtype of the result; everything is computed in float32.
-
-    Returns:
-        [..., D] in `dtype`.
-
-    **Memory** of residuals: x in its own dtype, and r, 4 bytes per row, under the
-    checkpoint name "norm_rms". The gradient of the scale is accumulated in float32.
+    Everything is computed in float32, in which the offset keeps the precision of a
+    16-bit scale near 0; the result has the type `dtype`. Residuals are x in its own
+    type, and r, with the checkpoint name "norm_rms".
 
     Reference: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019,
     arXiv:1910.07467.

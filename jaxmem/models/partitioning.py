@@ -185,8 +185,8 @@ class Layout:
     def of_cache(self, cache: Any) -> Any:
         """Shapes of a decoder's KV cache, with their shardings.
 
-        States are [layers, B, ...], and those of heads [layers, B, heads, ...] if they
-        have five axes.
+        States are [layers, B, ...], those of heads [layers, B, heads, ...] with five
+        axes.
         """
 
         def spec_of(name: str, shape: tuple[int, ...]) -> PartitionSpec:

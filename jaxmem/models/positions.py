@@ -62,21 +62,16 @@ def layer_kinds(config: ModelConfig) -> np.ndarray | None:
     used = used_kinds(config)
     if len(used) == 1:
         return None
-    times = -(-config.layers // len(config.pattern))
-    kinds = (config.pattern * times)[: config.layers]
+    kinds = config.by_layer("pattern")
     return np.array([used.index(kind) for kind in kinds], np.int32)
 
 
 def by_kind(config: ModelConfig, make: Callable[[str], Any]) -> Callable[[Any], Any]:
     """Compute something for each kind of layer, and select it by a layer's kind.
 
-    Args:
-        config: of the decoder.
-        make: maps a kind to a pytree of arrays, with the same shapes for every kind.
-
-    Returns:
-        A function from a layer's entry of `layer_kinds`, which may be traced, to the
-        pytree of its kind.
+    `make` maps a kind to a pytree of arrays of the same shapes for every kind. Returns
+    a function from a layer's entry of `layer_kinds`, which may be traced, to its
+    kind's.
     """
     used = used_kinds(config)
     if len(used) == 1:
@@ -89,7 +84,7 @@ def by_kind(config: ModelConfig, make: Callable[[str], Any]) -> Callable[[Any], 
 def rope_frequencies(
     config: ModelConfig, kind: str = "global", lengths: jax.Array | None = None
 ) -> jax.Array:
-    """Rotary angle per position of each pair, for one kind of layer.
+    """Rotary angle per position of each pair, f32 [..., d / 2], for one kind of layer.
 
         f_i = theta^(-2i / d),   then, if scaled,   f_i ((1 - s_i) / factor + s_i)
         linear:  s_i = 0;   listed:  the same, with a factor for each i
@@ -98,19 +93,13 @@ def rope_frequencies(
         yarn:    s_i = clip((j(low) - i) / (j(low) - j(high)), 0, 1),
                  j(n) = d ln(original / 2πn) / (2 ln theta), within [0, d - 1]
 
-    Args:
-        config: of the decoder; d is its `rope_width`.
-        kind: of layer; "local" layers with a `local_rope_theta` are not scaled, and
-            "unrotated" ones have frequencies of 0.
-        lengths: [..., 1] tokens n of a document, by which "listed" factors are chosen;
-            those up to the limit count as `rope_limit`. None: such ones.
+    "local" layers with a `local_rope_theta` are not scaled, and "unrotated" ones have
+    frequencies of 0. By `lengths` [..., 1], the tokens n of a document, "listed"
+    factors are chosen; without them, and up to `rope_limit`, those of short documents.
 
-    Returns:
-        f32 [..., d / 2].
-
-    Reference: Su et al., "RoFormer", 2021, arXiv:2104.09864; linear: Chen et al.,
-    2023, arXiv:2306.15595; llama3: the Llama team, 2024, arXiv:2407.21783; yarn: Peng
-    et al., 2023, arXiv:2309.00071.
+    Reference: Su et al., "RoFormer", 2021, arXiv:2104.09864; linear: Chen et al., 2023,
+    arXiv:2306.15595; llama3: the Llama team, 2024, arXiv:2407.21783; yarn: Peng et al.,
+    2023, arXiv:2309.00071.
     """
     width = rope_width(config, kind)
     theta = config.rope_theta
@@ -191,15 +180,10 @@ def _yarn_limits(config: ModelConfig, width: int) -> tuple[float, float]:
 
 
 def rope_tables(positions: Ids, frequencies: jax.Array, magnitude: Any = 1.0) -> Rope:
-    """Cosines and sines of the rotary angles, position x frequency.
+    """Cosines and sines, f32 [B, T, 1, d / 2], of position x frequency.
 
-    Args:
-        positions: [B, T] position of each token in its document.
-        frequencies: from `rope_frequencies`, [d / 2] or [B, T or 1, 1, d / 2].
-        magnitude: factor of both.
-
-    Returns:
-        A `Rope` of f32 arrays [B, T, 1, d / 2].
+    Frequencies are [d / 2] or [B, T or 1, 1, d / 2], and the magnitude is a factor of
+    both.
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     return Rope(magnitude * jnp.cos(angles), magnitude * jnp.sin(angles))
@@ -211,19 +195,10 @@ def apply_rope(
 ) -> jax.Array:
     """Rotate each pair (x_i, x_{i + d/2}) by its angle, in f32.
 
-    Args:
-        x: [B, T, heads, head_dim] queries or keys, of which the first d numbers of a
-            head are rotated.
-        cosines: [B, T, 1, d / 2] from `rope_tables`, or those of several kinds of
-            layers on a leading axis.
-        sines: like `cosines`.
-        kind: index on that leading axis; None if there is none.
-
-    Returns:
-        An array like `x`.
-
-    **Memory** of residuals: only the tables, which all layers share, because the
-    backward pass applies the inverse rotation. The tables have no gradients.
+    The first d numbers of each head of x [B, T, heads, head_dim] are rotated. Tables
+    are those of `rope_tables`, or of several kinds of layers on a leading axis, and
+    `kind` is then the index on that. Only they are residuals, because the backward pass
+    applies the inverse rotation; they have no gradients.
     """
     return _rotate(x, 1, cosines, sines, kind)
 
@@ -298,11 +273,8 @@ def document_mask(segment_ids: Ids, window: Ids | int | None = None) -> jax.Arra
     """[B, 1, T, T], true where query and key share a document and the window.
 
     Causality is not included: attention applies it. Padding (segment 0) sees padding,
-    so that no row of the softmax is empty.
-
-    Args:
-        segment_ids: [B, T] document of each token.
-        window: tokens that a query sees, with its own, or [B, T] of each; None: all.
+    so that no row of the softmax is empty. A window is a number of tokens, with the
+    query's own, or [B, T] one of each query.
     """
     mask = segment_ids[:, :, None] == segment_ids[:, None, :]
     if window is not None:
@@ -327,11 +299,7 @@ def documents(
 ) -> Callable[[Any], Sight]:
     """A function from a layer's entry of `layer_kinds` to its `Sight`.
 
-    Args:
-        config: of the decoder.
-        positions: [B, T] of the tokens in their documents.
-        segment_ids: [B, T] document of each token; None: a row is one document.
-        branches: layout of rows whose blocks share a prompt; None: there is none.
+    Without `segment_ids` [B, T] a row is one document.
     """
     if config.window is None:
         return lambda kind: Sight(segment_ids, branches=branches)
@@ -354,8 +322,7 @@ def document_lengths(
 ) -> jax.Array | None:
     """[B, T] tokens of each token's document; None where they do not matter.
 
-    Raises:
-        ValueError: documents are not given, and they matter.
+    Raises a ValueError where documents are not given, and they matter.
     """
     if config.rope_limit is None:
         return None
@@ -376,11 +343,8 @@ def sights(
 ) -> Callable[[Any], tuple[Any, Rope]]:
     """A function from an entry of `layer_kinds` to what is seen and rotary tables.
 
-    Args:
-        config: of the decoder.
-        positions: [B, T] of the tokens in their documents.
-        visible: from an entry to what a layer of the kind sees.
-        lengths: [B, T or 1] tokens of each document so far; None: they do not matter.
+    `visible` is one to what a layer of the kind sees, and `lengths` [B, T or 1] are
+    tokens of each document so far; None: they do not matter.
     """
     by_pair = None
     if config.rope_limit is not None and lengths is not None:

@@ -76,11 +76,7 @@ class Refill:
     records: bool = False
 
     def run(self, nothing: Any) -> Rows:
-        """Decode until all rows have ended.
-
-        Args:
-            nothing: what is drawn [N, R, ...] before anything is.
-        """
+        """Decode until all rows have ended, from what is drawn before anything is."""
         count = self._count
         cache = jax.eval_shape(lambda: self._prefill(jnp.arange(self.slots))[1])
         cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)

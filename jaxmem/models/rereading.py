@@ -23,18 +23,10 @@ def tokens(config: ModelConfig, ids: Ids) -> jax.Array | None:
 def longer(
     model: Any, cache: kv_cache.Cache, ids: jax.Array, counts: jax.Array
 ) -> kv_cache.Cache:
-    """The cache before further tokens, of which some rows pass the limit with.
+    """The cache before further tokens, with other states of rows that pass the limit.
 
-    Args:
-        model: the decoder.
-        cache: before the tokens; what is recorded of routes stays.
-        ids: [B, M] the tokens, those of each row first.
-        counts: [B] how many a row has.
-
-    Returns:
-        The cache, with other states of those rows.
-
-    **Memory**: that of `prefill` of all rows with as many tokens as there are slots.
+    `ids` [B, M] are those of each row first, `counts` [B] how many a row has. What is
+    recorded of routes stays.
     """
     limit, before = model.config.rope_limit, cache.tokens
     if before is None:

@@ -16,8 +16,8 @@ from jaxmem.models.structure import Stack
 
 def layers(config: ModelConfig) -> list[int]:
     """The numbers of the layers that have routers."""
-    cycle = config.feed_forwards
-    return [i for i in range(config.layers) if cycle[i % len(cycle)] != "dense"]
+    kinds = config.by_layer("feed_forwards")
+    return [layer for layer, kind in enumerate(kinds) if kind != "dense"]
 
 
 def dtype(config: ModelConfig) -> np.dtype:
@@ -46,10 +46,8 @@ def of_layers(
 ) -> jax.Array | None:
     """Routes from the choices of all layers; None if there are none.
 
-    Args:
-        chosen: by the numbers of some layers, an array [some layers, B, T,
-            experts_per_token], or None where they have no routers.
-        config: of the model.
+    `chosen` has, by the numbers of some layers, an array [some layers, B, T,
+    experts_per_token], or None where they have no routers.
     """
     found = {layers: x for layers, x in chosen.items() if x is not None}
     if not found:

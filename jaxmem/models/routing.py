@@ -22,16 +22,8 @@ def choose(
     as the sum of its `router_group_best` best scores. With the scores "chosen" the
     weights are the softmax of the chosen experts' logits. With "near" each weight is
     that in the softmax of an expert and of those after it whose logits are near its.
-
-    Args:
-        logits: f32 [..., experts].
-        correction: [experts]; None for 0. It has no gradient.
-        config: of the layer.
-        chosen: int32 [..., experts_per_token], the experts to take in the place of the
-            best ones; weights are of these logits all the same. None: the best.
-
-    Returns:
-        int32 and f32 [..., experts_per_token].
+    Logits are f32 [..., experts]; the correction has no gradient. Experts that are
+    `chosen` take the place of the best ones; weights are of these logits all the same.
     """
     kind = config.router_scores
     scores = logits

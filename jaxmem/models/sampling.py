@@ -160,33 +160,6 @@ def samples_of(state: State) -> Samples:
     return Samples(*drawn, lengths=lengths, routes=routes)
 
 
-def _refilled(
-    sampler: "Sampler",
-    model: LanguageModel,
-    prompts: Ids,
-    lengths: Ids,
-    keys: jax.Array,
-) -> Samples:
-    config, rows = sampler.config, len(lengths)
-    _check_prompts(prompts, lengths)
-    given = refill.Prompts(jnp.asarray(prompts), jnp.asarray(lengths), keys)
-    assert config.slots is not None
-    check_field(config, "slots", config.slots <= rows, f"at most the {rows} rows")
-    made = refill.Refill(
-        model.in_compute_type(), given, config.slots, config.max_new_tokens,
-        sampler._draw, sampler.is_unrolled, sampler.records,
-    )  # fmt: skip
-    ids = None
-    if (size := config.support_size) is not None:
-        ids = jnp.zeros((rows, size), jnp.int32)
-    zeros = jnp.zeros(rows, jnp.int32)
-    like = Drawn(zeros, zeros.astype(bool), zeros.astype(float), ids)
-    nothing = _nothing_drawn(like, config.max_new_tokens, sampler.pad_id)
-    ended = made.run(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), nothing))
-    after = {name: getattr(ended, name) for name in ("lengths", "starts", "routes")}
-    return Samples(*ended.drawn, **after)
-
-
 def prepared(decoder: LanguageModel) -> LanguageModel:
     """The decoder with its weights in the compute dtype, so that no call casts them.
 
@@ -227,9 +200,29 @@ class Sampler:
         model = prepared(decoder)  # once, for both parts
         keys = row_keys(key, jnp.arange(len(prompts)))
         if self.config.slots is not None:
-            return _refilled(self, model, prompts, prompt_lengths, keys)
+            return self._refilled(model, prompts, prompt_lengths, keys)
         state = self.start(model, prompts, prompt_lengths, keys)
         return samples_of(self.advance(model, state, self.config.max_new_tokens))
+
+    def _refilled(
+        self, model: LanguageModel, prompts: Ids, lengths: Ids, keys: jax.Array
+    ) -> Samples:
+        config, rows = self.config, len(lengths)
+        _check_prompts(prompts, lengths)
+        given = refill.Prompts(jnp.asarray(prompts), jnp.asarray(lengths), keys)
+        assert config.slots is not None
+        check_field(config, "slots", config.slots <= rows, f"at most the {rows} rows")
+        made = refill.Refill(
+            model.in_compute_type(), given, config.slots, config.max_new_tokens,
+            self._draw, self.is_unrolled, self.records,
+        )  # fmt: skip
+        zeros, size = jnp.zeros(rows, jnp.int32), config.support_size
+        ids = None if size is None else jnp.zeros((rows, size), jnp.int32)
+        like = Drawn(zeros, zeros.astype(bool), zeros.astype(float), ids)
+        nothing = _nothing_drawn(like, config.max_new_tokens, self.pad_id)
+        ended = made.run(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), nothing))
+        after = {name: getattr(ended, name) for name in ("lengths", "starts", "routes")}
+        return Samples(*ended.drawn, **after)
 
     def start(
         self, decoder: LanguageModel, prompts: Ids, prompt_lengths: Ids, keys: jax.Array
@@ -285,17 +278,10 @@ class Sampler:
         hidden, cache = model.extend(tokens, lengths, cache)
         return self._begun(model, hidden, lengths == 0, keys, cache)
 
-    def _begun(
-        self,
-        model: LanguageModel,
-        hidden: jax.Array,
-        ended: jax.Array,
-        keys: jax.Array,
-        cache: kv_cache.Cache,
-    ) -> State:
+    def _begun(self, model: LanguageModel, hidden, ended, keys, cache) -> State:
         """The state after a first token, drawn from hidden states of the last one."""
         step, slots = jnp.asarray(0), self.config.max_new_tokens
-        first, ended = self._drawn(keys, step, model.logits(hidden), ended)
+        first, ended = self._draw(keys, step, model.logits(hidden), ended)
         drawn = _put(_nothing_drawn(first, slots, self.pad_id), step, first)
         return State(step + 1, first.tokens, ended, keys, drawn, cache)
 
@@ -318,7 +304,7 @@ class Sampler:
             model = nnx.merge(definition, weights)  # modules must not enter the loop
             live = ~ended
             hidden, cache = model.decode(token, cache, live, unroll=self.is_unrolled)
-            new, ended = self._drawn(keys, step, model.logits(hidden), ended)
+            new, ended = self._draw(keys, step, model.logits(hidden), ended)
             drawn = _put(drawn, step, new)
             return State(step + 1, new.tokens, ended, keys, drawn, cache)
 
@@ -329,16 +315,14 @@ class Sampler:
         """Whether `Decoder.decode` unrolls."""
         return devices.backend() == "gpu" if self.unroll is None else self.unroll
 
-    def _drawn(
-        self, keys: jax.Array, step: jax.Array, logits: jax.Array, ended: jax.Array
-    ) -> tuple[Drawn, jax.Array]:
-        """`_draw` where all rows have as many tokens."""
-        return self._draw(keys, jnp.broadcast_to(step, keys.shape), logits, ended)
-
     def _draw(
         self, keys: jax.Array, steps: jax.Array, logits: jax.Array, ended: jax.Array
     ) -> tuple[Drawn, jax.Array]:
-        """One more token per row, and which rows have ended with it."""
+        """One more token per row, and which rows have ended with it.
+
+        `steps` are the tokens of each row so far, or of all.
+        """
+        steps = jnp.broadcast_to(steps, keys.shape)
         keys = jax.vmap(jax.random.fold_in)(keys, steps)
         new = _draw(keys, *self._truncated(logits))
         if not self.keep_support:

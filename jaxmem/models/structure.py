@@ -23,14 +23,7 @@ class Stack(NamedTuple):
 
 
 def runs(config: ModelConfig) -> tuple[tuple[Stack, ...], ...]:
-    """The loops of a decoder, in order; each runs a layer of its stacks in turn.
-
-    Args:
-        config: of the decoder.
-
-    Returns:
-        The stacks of each loop.
-    """
+    """The loops of a decoder in order: stacks, of which each runs a layer in turn."""
     parts = [_of_layer(config, i) for i in range(config.layers)]
     found, first = [], 0
     while first < len(parts):

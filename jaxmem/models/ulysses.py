@@ -33,20 +33,9 @@ def attend(
 ) -> jax.Array:
     """Compute `attention(query, key, value, sight, by_head)` of whole sequences.
 
-    Args:
-        attention: a function of arrays [B, T, heads, head_dim] and the other two.
-        query: [B, T, heads, head_dim].
-        key: [B, T, kv_heads, head_dim]; with fewer heads than devices along the axis
-            "sequence", each head is sent to several devices.
-        value: like `key`.
-        sight: a pytree of arrays [B, ...] of whole sequences, and of scalars.
-        by_head: [heads] of queries, or None.
-
-    Returns:
-        An array like `query`.
-
-    **Memory** per device: queries, keys and values of whole sequences for its share of
-    the heads, and `sight` of its rows.
+    Arrays are [B, T, heads, head_dim]; with fewer kv_heads than devices along the axis
+    "sequence", each head is sent to several devices. `sight` is a pytree of arrays [B,
+    ...] of whole sequences, and of scalars; `by_head` is [heads] of queries, or None.
 
     Raises:
         ValueError: the number of tokens or heads is not divisible by the devices.

@@ -3,7 +3,7 @@
 from jaxmem.checkpoints.families import standard
 from jaxmem.checkpoints.families.family import NAMES, Family, Key
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.families.windows import Unrotated, Windows, every_layer
+from jaxmem.checkpoints.families.windows import EVERY_LAYER, Unrotated, Windows
 
 _LAYER = "model.layers.{}."
 
@@ -207,7 +207,7 @@ STARCODER2 = Family(
     model_type="starcoder2",
     parts=standard.parts(
         Key("use_bias", "qkv_bias", bool, True, also=("output_bias", "ff_bias")),
-        Windows(every_layer, listed=False),
+        Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
         eps_key="norm_epsilon",
         head=standard.SHARED_WIDTH,

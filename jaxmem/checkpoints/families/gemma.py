@@ -3,7 +3,7 @@
 from jaxmem.checkpoints.families import standard
 from jaxmem.checkpoints.families.family import NAMES, Family, Key, WithImages
 from jaxmem.checkpoints.families.ropes import TwoRopes
-from jaxmem.checkpoints.families.windows import Windows, alternating, up_to_every_sixth
+from jaxmem.checkpoints.families.windows import ALTERNATING, Windows, up_to_every_sixth
 
 # Its first files say "gelu" and mean the approximation that it was trained with.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "gelu": "gelu"}
@@ -49,7 +49,7 @@ def _parts(caps: tuple[float | None, float | None], windows: Windows, **changes)
 GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
-    parts=_parts((50.0, 30.0), Windows(alternating, 4096)),
+    parts=_parts((50.0, 30.0), Windows(ALTERNATING, 4096)),
     names=NAMES | standard.POST_NORMS,
     switches=_BOTH_NORMS,
 )

@@ -3,7 +3,7 @@
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.family import NAMES, Family, Key
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.families.windows import Windows, alternating
+from jaxmem.checkpoints.families.windows import ALTERNATING, Windows
 
 _GPT2, _NEOX, _OSS = "transformer.h.{}.", "gpt_neox.layers.{}.", "model.layers.{}.mlp."
 _PROJECTIONS = tuple(f"blocks/attention/{x}" for x in ("query", "key", "value"))
@@ -100,7 +100,7 @@ GPT_OSS = Family(
         mixtures.Balance(),
         Key("swiglu_limit", "gate_limit", float, 7.0),
         Rope(theta=150_000.0),
-        Windows(alternating, 128),
+        Windows(ALTERNATING, 128),
     ),
     names=NAMES
     | mixtures.joined_experts(_OSS + "experts.")

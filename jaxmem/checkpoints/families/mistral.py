@@ -3,26 +3,26 @@
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.family import NAMES, Family, WithImages
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.families.windows import Windows, every_layer
+from jaxmem.checkpoints.families.windows import EVERY_LAYER, Windows
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
-    parts=standard.parts(Windows(every_layer, listed=False)),
+    parts=standard.parts(Windows(EVERY_LAYER, listed=False)),
 )
 
 # A window in the layers that are listed.
 MINISTRAL = Family(
     architecture="MinistralForCausalLM",
     model_type="ministral",
-    parts=standard.parts(Windows(every_layer, 4096)),
+    parts=standard.parts(Windows(EVERY_LAYER, 4096)),
 )
 
 MINISTRAL3 = Family(
     architecture="Ministral3ForCausalLM",
     model_type="ministral3",
     parts=standard.parts(
-        Windows(every_layer, listed=False),
+        Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
         head=standard.head_dim(128),
         rope=Rope(1_000_000.0, growth="llama_4_scaling_beta"),
@@ -35,7 +35,7 @@ MIXTRAL = Family(
     parts=standard.parts(
         *mixtures.sizes("num_local_experts", None, older="num_experts"),
         mixtures.Balance(),
-        Windows(every_layer, listed=False),
+        Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
         rope=Rope(theta=1_000_000.0),
     ),

@@ -3,7 +3,7 @@
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.family import NAMES, Family
 from jaxmem.checkpoints.families.ropes import TwoRopes
-from jaxmem.checkpoints.families.windows import Windows, but_every_last_of, by_period
+from jaxmem.checkpoints.families.windows import Windows, by_period
 
 _WIDE_NORM = {"qk_norm": True, "qk_norm_axis": "width"}
 _AFTER = {"pre_norms": False, "post_norms": True}
@@ -26,7 +26,7 @@ OLMO3 = Family(
     model_type="olmo3",
     parts=standard.parts(
         standard.ATTENTION_BIAS,
-        Windows(but_every_last_of(4), 4096),
+        Windows(("local",) * 3 + ("global",), 4096),
         eps=1e-5,
         head=standard.SHARED_WIDTH,
         rope=TwoRopes(500_000.0, 500_000.0, local_key=None),

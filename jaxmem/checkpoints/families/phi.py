@@ -3,7 +3,7 @@
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.family import NAMES, Family, Key
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.families.windows import Windows, every_layer
+from jaxmem.checkpoints.families.windows import EVERY_LAYER, Windows
 
 _LAYER = "model.layers.{}."
 
@@ -36,7 +36,7 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
     parts=standard.parts(
-        Windows(every_layer, listed=False),
+        Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
         head=standard.SHARED_WIDTH,
         rope=Rope(fraction=1.0),
@@ -55,7 +55,7 @@ PHIMOE = Family(
         *mixtures.sizes("num_local_experts", None, older="num_experts"),
         mixtures.Balance(),
         Key("router_jitter_noise", "router_nearness", float, 0.01),
-        Windows(every_layer, listed=False),
+        Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
         rope=Rope(theta=1_000_000.0),
     ),

@@ -13,16 +13,7 @@ from jaxmem.models.config import RANGES, ModelConfig
 KINDS = {"full_attention": "global", "sliding_attention": "local"}
 
 
-def every_layer(reader: Reader) -> tuple[str, ...]:
-    """All layers have the window."""
-    del reader
-    return ("local",)
-
-
-def alternating(reader: Reader) -> tuple[str, ...]:
-    """Every other layer, from the first on."""
-    del reader
-    return ("local", "global")
+EVERY_LAYER, ALTERNATING = ("local",), ("local", "global")
 
 
 def up_to_every_sixth(reader: Reader) -> tuple[str, ...]:
@@ -33,23 +24,14 @@ def up_to_every_sixth(reader: Reader) -> tuple[str, ...]:
     return ("local",) * (period - 1) + ("global",)
 
 
-def but_every_last_of(period: int) -> Callable[[Reader], tuple[str, ...]]:
-    """All but each last of so many layers."""
-    return lambda reader: ("local",) * (period - 1) + ("global",)
-
-
 def by_period(default: int) -> Callable[[Reader], tuple[str, ...]]:
     """All but each last of `sliding_window_pattern` layers, a number or letters."""
 
     def pattern(reader: Reader) -> tuple[str, ...]:
-        kinds = (int, str, type(None))
-        given = reader.take("sliding_window_pattern", kinds, default)
+        key = "sliding_window_pattern"
+        given = reader.take(key, (int, str, type(None)), default)
         if not isinstance(given, str):
-            within = RANGES["layers"]
-            period = default
-            if given is not None:
-                key = "sliding_window_pattern"
-                period = reader.take(key, int, default, within=within)
+            period = reader.take(key, int, default, within=RANGES["layers"])
             return ("local",) * (period - 1) + ("global",)
         if not given or set(given) - {"L", "G"}:
             raise reader.error(
@@ -90,7 +72,8 @@ class Windows(Part):
     """The pattern of layers, and the window of some of them.
 
     Attributes:
-        pattern: which kinds layers have where `layer_types` does not list them.
+        pattern: which kinds layers have where `layer_types` does not list them, or a
+            function that reads it.
         default: tokens of the window where `sliding_window` is left out.
         listed: whether `layer_types` is written; if not, all layers have the window.
         ignored: keys that only `pattern` reads.
@@ -99,7 +82,7 @@ class Windows(Part):
         nothing: a value of `sliding_window` that says as much as null; None: none does.
     """
 
-    pattern: Callable[[Reader], tuple[str, ...]]
+    pattern: tuple[str, ...] | Callable[[Reader], tuple[str, ...]]
     default: int | None = None
     listed: bool = True
     ignored: tuple[str, ...] = ()
@@ -116,7 +99,8 @@ class Windows(Part):
             window = reader.take(key, optional, self.default, within=within)
         kinds = listed_layers(reader, KINDS)
         if kinds is None:
-            kinds = self.pattern(reader) if window is not None else ("global",)
+            kinds = self.pattern(reader) if callable(self.pattern) else self.pattern
+            kinds = ("global",) if window is None else kinds
         reader.read.update(("use_sliding_window", "max_window_layers", *self.ignored))
         if "local" not in kinds:
             return {"pattern": ("global",), "window": None}
