@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import warnings
@@ -21,7 +20,12 @@ from jaxmem.checkpoints.adapter_tensors import PREFIX, Site, target_of
 from jaxmem.checkpoints.architectures import read_config
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.families.family import Family
-from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
+from jaxmem.checkpoints.reader import (
+    CheckpointError,
+    Reader,
+    read_object,
+    write_object,
+)
 from jaxmem.checkpoints.tensors import Tensors, new_directory, whole, write_tensors
 from jaxmem.models.config import RANGES, SAVED, TARGETS, ModelConfig
 from jaxmem.models.decoder import Decoder
@@ -79,8 +83,8 @@ def save_adapter(
     with new_directory(target) as unfinished:
         write_tensors(unfinished, _tensors(decoder, family), one=_TENSORS)
         if unfinished is not None:
-            described = json.dumps(_peft_config(decoder, family, base), indent=2)
-            (unfinished / _CONFIG).write_text(described + "\n", "utf-8")
+            described = _peft_config(decoder, family, base)
+            write_object(unfinished / _CONFIG, described)
 
 
 def _warn(target: Path, decoder: Decoder, family: Family) -> None:

@@ -60,9 +60,6 @@ def is_hub_name(path: str | Path) -> bool:
 def read_config(directory: str | Path) -> CheckpointConfig:
     """Read `config.json` from a checkpoint's directory.
 
-    Args:
-        directory: of the checkpoint.
-
     Raises:
         CheckpointError: the file is missing, maybe because the directory is a run's, or
             asks for something that is not implemented; the message names the key.

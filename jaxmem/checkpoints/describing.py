@@ -6,7 +6,6 @@ exactly that model.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from tokenizers import processors
 from jaxmem.checkpoints import rope_forms
 from jaxmem.checkpoints.architectures import parse_config
 from jaxmem.checkpoints.families import FAMILIES
-from jaxmem.checkpoints.reader import CheckpointError
+from jaxmem.checkpoints.reader import CheckpointError, write_object
 from jaxmem.models.config import ModelConfig
 
 # Fields that do not describe the function that the weights compute.
@@ -38,14 +37,11 @@ class Text(NamedTuple):
 
 
 def describe(model: ModelConfig, max_positions: int) -> dict[str, Any]:
-    """Return a `config.json` that is read back as these settings.
+    """Return a `config.json`, but for ids of special tokens, of these settings.
 
     Args:
         model: of the decoder; `vocab_size` must be known.
         max_positions: longest context in tokens, as the model was trained.
-
-    Returns:
-        The object, without ids of special tokens.
 
     Raises:
         CheckpointError: no known architecture computes the same; the message names the
@@ -100,37 +96,26 @@ def write_text_files(
 ) -> None:
     """Write config.json, generation_config.json and the tokenizer's files.
 
-    Args:
-        directory: an existing directory.
-        config: from `describe`.
-        text: tokenizer and special tokens.
-        dtype: of the stored weights.
+    The config is from `describe`, and the dtype that of the stored weights.
     """
-    ids = _ids(text)
+    tokens = {"bos_token": text.bos, "eos_token": text.eos, "pad_token": text.pad}
+    tokens = {key: token for key, token in tokens.items() if token is not None}
+    known = text.tokenizer.token_to_id
+    ids = {f"{key}_id": known(token) for key, token in tokens.items()}
+    ids = {key: id_ for key, id_ in ids.items() if id_ is not None}
     both = rope_forms.in_both(config)
-    _write(directory / "config.json", {**both, **ids, "dtype": dtype})
-    _write(directory / "generation_config.json", ids)
+    write_object(directory / "config.json", {**both, **ids, "dtype": dtype})
+    write_object(directory / "generation_config.json", ids)
     tokenizer = _with_start(text)
     (directory / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
-    names = {"bos_token": text.bos, "eos_token": text.eos, "pad_token": text.pad}
-    described = {k: v for k, v in names.items() if v is not None} | {
+    described = tokens | {
         "clean_up_tokenization_spaces": False,
         "model_max_length": config["max_position_embeddings"],
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    _write(directory / "tokenizer_config.json", described)
+    write_object(directory / "tokenizer_config.json", described)
     if text.chat_template is not None:
         (directory / "chat_template.jinja").write_text(text.chat_template, "utf-8")
-
-
-def _ids(text: Text) -> dict[str, int]:
-    names = {"bos": text.bos, "eos": text.eos, "pad": text.pad}
-    ids = {
-        f"{kind}_token_id": text.tokenizer.token_to_id(name)
-        for kind, name in names.items()
-        if name is not None
-    }
-    return {key: id_ for key, id_ in ids.items() if id_ is not None}
 
 
 def _with_start(text: Text) -> tokenizers.Tokenizer:
@@ -142,7 +127,3 @@ def _with_start(text: Text) -> tokenizers.Tokenizer:
             single=f"{text.bos} $A", special_tokens=[(text.bos, start)]
         )
     return tokenizer
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

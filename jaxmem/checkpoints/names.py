@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class Naming:
-    """The names and layouts of a decoder's weights.
+    """The names and layouts of the weights of a decoder with a config.
 
     Args:
         family: of the checkpoint.

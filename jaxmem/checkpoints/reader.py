@@ -1,6 +1,7 @@
 """Reads JSON objects of a checkpoint key by key, checking types and ranges."""
 
 import contextlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,7 @@ _ignored: set[str] = set()  # keys that a user has said do nothing
 
 @contextlib.contextmanager
 def ignoring_keys(keys: Iterable[str]) -> Iterator[None]:
-    """Within this context, unknown keys of these names are accepted.
-
-    Args:
-        keys: of `config.json` that do not change what the model computes.
+    """Within this context, unknown keys of `config.json` of these names are accepted.
 
     >>> from jaxmem import checkpoints
     >>> with checkpoints.ignoring_keys(["a_trainers_note"]):
@@ -46,6 +44,11 @@ def read_object(path: Path) -> dict[str, Any]:
         return json_files.read_object(path)
     except json_files.JsonError as error:
         raise CheckpointError(str(error)) from error
+
+
+def write_object(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file that holds one JSON object."""
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 class Reader:

@@ -10,7 +10,12 @@ import tokenizers
 from jaxmem.base import json_files, messages
 from jaxmem.base.ranges import integers
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
-from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
+from jaxmem.checkpoints.reader import (
+    CheckpointError,
+    Reader,
+    read_object,
+    write_object,
+)
 
 
 class Vocabulary(NamedTuple):
@@ -181,12 +186,8 @@ def end_ids(directory: str | Path) -> tuple[int, ...]:
 def add_end(directory: Path, token: str, like: Path | None = None) -> None:
     """Name a token that ends a completion in a checkpoint's generation_config.json.
 
-    Conversations teach a base model to end its turns with a token of their template.
-
-    Args:
-        directory: of the checkpoint, or of an adapter.
-        token: of its tokenizer.
-        like: the checkpoint that the adapter is of, whose file it gets a copy of.
+    Conversations teach a base model to end its turns with a token of their template. An
+    adapter's directory gets a copy of the file of the checkpoint it is of, `like`.
     """
     vocabulary, name = load_vocabulary(like or directory), "generation_config.json"
     id_ = vocabulary.tokenizer.token_to_id(token)
@@ -199,7 +200,7 @@ def add_end(directory: Path, token: str, like: Path | None = None) -> None:
         ids = [vocabulary.eos, id_]
     ids = list(dict.fromkeys(ids))
     described["eos_token_id"] = ids[0] if len(ids) == 1 else ids
-    path.write_text(json.dumps(described, indent=2) + "\n", "utf-8")
+    write_object(path, described)
 
 
 def vocabulary_digest(tokenizer: tokenizers.Tokenizer) -> str:

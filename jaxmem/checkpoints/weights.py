@@ -1,7 +1,6 @@
 """Loads a checkpoint's weights into a sharded decoder, and saves them."""
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.describing import FREE, Text, describe, write_text_files
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.families.family import Family
-from jaxmem.checkpoints.reader import CheckpointError
+from jaxmem.checkpoints.reader import CheckpointError, write_object
 from jaxmem.checkpoints.tensors import Tensors, new_directory, write_tensors
 from jaxmem.models import lora
 from jaxmem.models.config import DTYPES, SAVED, UNTIED, ModelConfig
@@ -54,6 +53,8 @@ def load(
 ) -> Decoder:
     """Load a checkpoint's decoder.
 
+    At most one weight (all layers of it), or one device's shard of it, is on the host.
+
     Args:
         directory: with `config.json` and safetensors files, sharded or not.
         dtype: dtype of activations and matrix products; None: the checkpoint's.
@@ -64,9 +65,6 @@ def load(
         policy: rematerialisation policy, as in `Decoder`.
         adapter: directory of a LoRA adapter in PEFT's layout, to be added.
         options: other fields of `ModelConfig` that do not affect results: `attention`.
-
-    **Memory** on the host: at most one weight (all layers of it), or one device's shard
-    of it.
 
     Raises:
         CheckpointError: a file is missing, damaged, or asks for something that is not
@@ -112,7 +110,7 @@ def read_weights(
     sharding: Placement | None = None,
     like: Any = None,
 ) -> dict[str, Any]:
-    """Read a checkpoint's weights, without adapters.
+    """Read a checkpoint's weights, without adapters, as arrays nested by name.
 
     Args:
         directory: of the checkpoint.
@@ -120,9 +118,6 @@ def read_weights(
         sharding: as in `load`.
         like: `jax.ShapeDtypeStruct`s nested by name, for some weights: only these are
             read, with their dtypes and shardings. None: all.
-
-    Returns:
-        Arrays nested by name, as in `nnx.to_pure_dict` of the decoder's state.
 
     Warns:
         UserWarning: only a part of the model is read, without images, say.
@@ -180,11 +175,11 @@ def save(
 ) -> None:
     """Save a decoder as a checkpoint of the same architecture as another.
 
-    Config and tokenizer files are copied from the other checkpoint; weights are the
-    decoder's, under the names and in the layout that `transformers` expects. If the
-    other one is multimodal, only its text part is saved (Gemma3ForCausalLM). The
-    directory appears once it is complete. In a run of several processes each of them
-    calls this, and the first one writes.
+    Config and tokenizer files are copied from the other checkpoint; weights are under
+    the names and in the layout that `transformers` expects. If the other one is
+    multimodal, only its text part is saved (Gemma3ForCausalLM). The directory appears
+    once it is complete. In a run of several processes each of them calls this, and the
+    first one writes.
 
     Args:
         directory: to create.
@@ -219,7 +214,8 @@ def save(
     dtype = dtype or decoder.config.param_dtype
     raw = dict(config.raw) | ({"tie_word_embeddings": False} if untied else {})
     with new_directory(target) as unfinished:
-        _write_weights(unfinished, decoder, config.family, dtype, max_shard_bytes)
+        tensors = _tensors(decoder, config.family, dtype)
+        write_tensors(unfinished, tensors, max_shard_bytes=max_shard_bytes)
         if unfinished is not None:
             _write_rest(unfinished, source, raw, dtype)
             if chat_template is not None:
@@ -239,17 +235,9 @@ def save_new(
 ) -> None:
     """Save a decoder that came from no checkpoint, as one that transformers loads.
 
-    The architecture is the known one that computes the same; see `describe`. In a run
-    of several processes each of them calls this, and the first one writes.
-
-    Args:
-        directory: to create.
-        decoder: whose weights to save.
-        text: tokenizer, special tokens and chat template.
-        max_positions: longest context in tokens, as it was trained.
-        dtype: dtype of the tensors; None: that of the decoder's weights.
-        max_shard_bytes: maximum size of a file.
-        overwrite: whether to replace an existing directory.
+    The architecture is the known one that computes the same; see `describe`. `text` has
+    tokenizer, special tokens and chat template, and `max_positions` is the longest
+    context in tokens, as it was trained; other arguments are as in `save`.
 
     Raises:
         CheckpointError: the directory exists, or no known architecture is the
@@ -261,7 +249,8 @@ def save_new(
     family = next(f for f in FAMILIES if f.model_type == config["model_type"])
     dtype = dtype or decoder.config.param_dtype
     with new_directory(target) as unfinished:
-        _write_weights(unfinished, decoder, family, dtype, max_shard_bytes)
+        tensors = _tensors(decoder, family, dtype)
+        write_tensors(unfinished, tensors, max_shard_bytes=max_shard_bytes)
         if unfinished is not None:
             write_text_files(unfinished, config, text, dtype)
 
@@ -292,6 +281,11 @@ def as_known(decoder: Decoder, max_positions: int) -> tuple[Decoder, dict[str, A
     return nnx.merge(definition, traverse_util.unflatten_dict(flat, sep="/")), described
 
 
+def _tensors(decoder: Decoder, family: Family, dtype: str):
+    naming = names.Naming(family, decoder.config)
+    return names.tensors_of(by_path(decoder), naming, dtype)
+
+
 def _check_target(target: Path, decoder: Decoder, overwrite: bool) -> None:
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
@@ -299,29 +293,11 @@ def _check_target(target: Path, decoder: Decoder, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: the decoder has adapters; save_adapter them")
 
 
-def _write_weights(
-    directory: Path | None,
-    decoder: Decoder,
-    family: Family,
-    dtype: str,
-    max_shard_bytes: int,
-) -> None:
-    weights = by_path(decoder)
-    naming = names.Naming(family, decoder.config)
-    tensors = names.tensors_of(weights, naming, dtype)
-    write_tensors(directory, tensors, max_shard_bytes=max_shard_bytes)
-
-
 def merge(decoder: Decoder) -> Decoder:
     """The decoder without adapters that computes the same, up to rounding.
 
-    Args:
-        decoder: with `lora_rank` above 0.
-
-    Returns:
-        A decoder that `save` can save; an adapter of a tied head unties the head.
-
-    **Memory**: a second copy of the adapted matrices.
+    `save` can save it; an adapter of a tied head unties the head. The adapted matrices
+    are copied.
     """
     config = decoder.config
     weights = nnx.to_pure_dict(nnx.split(decoder)[1])
@@ -337,10 +313,7 @@ def merge(decoder: Decoder) -> Decoder:
 
 
 def with_checkpoint(model: ModelConfig) -> ModelConfig:
-    """The config with the sizes of its `checkpoint`, which it may repeat.
-
-    Args:
-        model: config whose `checkpoint` may be a directory.
+    """The config with the sizes of its `checkpoint`, if any, which it may repeat.
 
     Raises:
         ValueError: the config has a size that differs from the checkpoint's.
@@ -385,12 +358,12 @@ def _write_rest(
     directory: Path, source: Path, raw: Mapping[str, Any], dtype: str
 ) -> None:
     kept = {key: value for key, value in raw.items() if key != "torch_dtype"}
-    config = json.dumps(rope_forms.in_both(kept) | {"dtype": dtype}, indent=2)
-    (directory / "config.json").write_text(config + "\n", "utf-8")
+    config = rope_forms.in_both(kept) | {"dtype": dtype}
+    write_object(directory / "config.json", config)
     kinds = "bos_token_id", "eos_token_id", "pad_token_id"
     ids = {kind: raw[kind] for kind in kinds if raw.get(kind) is not None}
-    generation = json.dumps(ids, indent=2)  # replaced by the source's own, if any
-    (directory / "generation_config.json").write_text(generation + "\n", "utf-8")
+    # Replaced by the source's own, if any.
+    write_object(directory / "generation_config.json", ids)
     _copy(source, directory, _TOKENIZER_FILES)
 
 

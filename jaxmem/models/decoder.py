@@ -88,12 +88,11 @@ class Decoder(nnx.Module):
 
     Args:
         config: sizes and choices; `vocab_size` must be known.
-        head: options of the head; its implementation matters to
-            `head_loss.head_loss` only.
+        head: options of the head; `head_loss` alone reads its implementation.
         policy: which residuals each block keeps: a `remat.Policy`, the name of a
             preset, or None for all of them.
-        unroll: whether the blocks are traced one after the other, as in
-            `remat.scan_blocks`; compile time then grows with depth.
+        unroll: whether the blocks are traced one after the other; compile time then
+            grows with depth.
         rngs: source of the initial weights.
     """
 
@@ -131,8 +130,7 @@ class Decoder(nnx.Module):
                 means that a row is one document, and that what follows it counts in no
                 loss; if all layers are global, no T x T mask is then built.
             positions: [B, T] position of each token in its document, from 0.
-            branches: layout of rows whose blocks share a prompt, in which positions go
-                on; None: there is none.
+            branches: layout of rows whose blocks share a prompt; None: there is none.
             routes: of the tokens, as in `models.route_records`, which routers then take
                 in the place of their own choices; None: they choose.
 
@@ -145,10 +143,9 @@ class Decoder(nnx.Module):
         self, tokens: Ids, segment_ids: Ids | None, positions: Ids,
         branches: Branches | None = None, routes: Ids | None = None,
     ) -> tuple[jax.Array, balance.Routed | None]:  # fmt: skip
-        """As `__call__`, with what routers do with the tokens that are no padding.
+        """As `__call__`, with sums of what routers do; None without experts.
 
-        Returns:
-            Hidden states, and sums over tokens; None for a model without experts.
+        Padding does not count in them.
         """
         routed = balance.nothing(self.config)
         return self._run(tokens, segment_ids, positions, branches, routes, routed)
@@ -238,9 +235,9 @@ class Decoder(nnx.Module):
             records: whether the cache also has the routes of all tokens that are read.
 
         Returns:
-            Hidden states [B, hidden] of each prompt's last token, as `__call__`
-            computes them, and the cache for `decode`. A row whose length is out of
-            range is NaN, whatever is decoded after it.
+            Hidden states [B, hidden] of each prompt's last token, and the cache for
+            `decode`. A row whose length is out of range is NaN, whatever is decoded
+            after it.
 
         Raises:
             ValueError: max_length is below P.
@@ -278,10 +275,7 @@ class Decoder(nnx.Module):
             cache: from `prefill`, `decode` or `extend`; M of its slots are taken.
 
         Returns:
-            Hidden states [B, hidden] of each row's last token, as `__call__` computes
-            them, and the updated cache. They are NaN once the cache is full.
-
-        **Memory** of attention: scores, 4·B·heads·M·(T + M), of a layer at a time.
+            As `prefill`. Hidden states are NaN once the cache is full.
         """
         rows, width = tokens.shape
         lengths = jnp.asarray(lengths, jnp.int32)
@@ -304,50 +298,67 @@ class Decoder(nnx.Module):
         inputs = self._inputs(tokens, x)
         records = cache.routes is not None
         x, made, routes = self._read(x, inputs, sight, width, cache.layers, records)
-        states = {
-            stack.name: self._grown(stack, cache, made[stack.name], lengths > 0)
-            for stack in structure.stacks(self.config).values()
-        }
+        states = self._grown(cache, made, lengths > 0)
         fits = cache.slot + width <= cache.max_length
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
         hidden = jnp.where(fits, self._final(last), jnp.nan)
         return hidden, kv_cache.advance(cache, states, lengths, width, routes, tokens)
 
     def _read(self, x, inputs, sight, room, before: dict[str, Any], records: bool):
-        """The stream after all blocks, and states of what was read, with room for more.
+        """`_through` where blocks read tokens, with room in their states for more.
 
-        `before` are the states of earlier tokens of the rows, or {}. The last result
-        are routes, if they are recorded.
+        `before` are the states of earlier tokens of the rows, or {}.
         """
-        states, chosen, width = {}, {}, x.shape[1]
+        width = x.shape[1]
+
+        def given(stack: structure.Stack, made: dict[str, Any]) -> Any:
+            pair = _reused(stack.source, made, before, width)
+            return before.get(stack.name), pair
+
+        def one(stack, block, x, given, kind, index, added):
+            earlier, pair = given
+            earlier = jax.tree.map(lambda s: s[index], earlier)
+            earlier = earlier if pair is None else pair
+            x, kept, choice = block.read(x, *sight(kind), added, earlier)
+            # Inside the scan, so that the cache is allocated once, in its final layout.
+            return x, block.attention.state(kept, room), choice
+
+        return self._through(x, inputs, records, given, one)
+
+    def _through(self, x, inputs, records: bool, given, one, unroll: bool = False):
+        """The stream after all blocks, what those of each stack make, and routes.
+
+        Routes are None unless they are recorded. `given` maps a stack and what earlier
+        ones made to what all its blocks get; `one` is a function of a stack, a block of
+        it, the stream, what `given` gives, and what `_scanned` has of a layer.
+        """
+        made, chosen = {}, {}
         for run in structure.runs(self.config):
             definitions, scanned = self._scanned(run, inputs)
-            known = [before.get(stack.name) for stack in run]
-            given = [_reused(stack.source, states, before, width) for stack in run]
+            shared = [given(stack, made) for stack in run]
 
-            def blocks(x, of_layers, definitions=definitions, known=known, given=given):
-                made, choices = [], []
-                each = zip(definitions, of_layers, known, given, strict=True)
-                for definition, (weights, kind, index, added), earlier, pair in each:
+            def blocks(x, of_layers, run=run, definitions=definitions, shared=shared):
+                parts, choices = [], []
+                each = zip(run, definitions, shared, of_layers, strict=True)
+                for stack, definition, own, (weights, *of_layer) in each:
                     merged = nnx.merge(definition, weights)
-                    earlier = jax.tree.map(lambda s, at=index: s[at], earlier)
-                    earlier = earlier if pair is None else pair
-                    x, kept, choice = merged.read(x, *sight(kind), added, earlier)
+                    x, part, choice = one(stack, merged, x, own, *of_layer)
+                    parts.append(part)
                     choices.append(balance.chosen(choice, records))
-                    # Inside the scan, so that the cache is allocated once, in its
-                    # final layout.
-                    made.append(merged.attention.state(kept, room))
-                return x, (made, choices)
+                return x, (parts, choices)
 
-            x, (made, choices) = jax.lax.scan(blocks, x, scanned)
-            states |= {stack.name: m for stack, m in zip(run, made, strict=True)}
+            x, (parts, choices) = jax.lax.scan(blocks, x, scanned, unroll=unroll)
+            made |= {stack.name: part for stack, part in zip(run, parts, strict=True)}
             chosen |= zip((stack.layers for stack in run), choices, strict=True)
-        return x, states, route_records.of_layers(chosen, self.config)
+        return x, made, route_records.of_layers(chosen, self.config)
 
-    def _grown(self, stack, cache: kv_cache.Cache, added: Any, live: jax.Array) -> Any:
-        """The states of a stack after tokens of the rows that are live."""
-        grow = layers.MIXERS[stack.config.mixers[0]].grow
-        return grow(cache.layers[stack.name], added, cache.slot, live)
+    def _grown(self, cache: kv_cache.Cache, made: dict[str, Any], live: jax.Array):
+        """The states of all stacks after tokens of the rows that are live."""
+        states = {}
+        for name, stack in structure.stacks(self.config).items():
+            grow = layers.MIXERS[stack.config.mixers[0]].grow
+            states[name] = grow(cache.layers[name], made[name], cache.slot, live)
+        return states
 
     def decode(
         self, tokens: Ids, cache: kv_cache.Cache, live: jax.Array | None = None, *,
@@ -359,16 +370,15 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: [B] ids.
-            cache: from `prefill` or the previous call; it is updated in place if it is
-                donated or carried by a loop.
+            cache: as in `extend`; it is updated in place if it is donated or carried by
+                a loop.
             live: [B] whether a row reads its token; None: all do.
             unroll: whether the blocks are traced one after the other. Compile time then
                 grows with depth, but on GPUs XLA reads each layer's weights where they
                 are in their stack, instead of copying some of them in every step.
 
         Returns:
-            Hidden states [B, hidden] of these tokens, as `__call__` computes them, and
-            the updated cache. The hidden states are NaN once the cache is full.
+            As `extend`.
         """
         config, tokens = self.config, jnp.asarray(tokens)[:, None]
         live = jnp.ones(len(tokens), bool) if live is None else live
@@ -381,34 +391,21 @@ class Decoder(nnx.Module):
 
         sight = sights(config, positions, by_kind(config, visible), positions + 1)
         inputs = self._inputs(tokens, x)
-        states, new, chosen, records = {}, {}, {}, cache.routes is not None
-        for run in structure.runs(config):
-            definitions, scanned = self._scanned(run, inputs)
-            shared = [self._shared(stack, new) for stack in run]
 
-            def blocks(x, of_layers, run=run, definitions=definitions, shared=shared):
-                added, choices = [], []
-                each = zip(run, definitions, shared, of_layers, strict=True)
-                for stack, definition, arrays, (weights, kind, index, own) in each:
-                    seen, rope = sight(kind)
-                    before = cache.layers[stack.source or stack.name]
-                    if stack.source is not None:
-                        index = jnp.asarray(len(before.keys) - 1)
-                    cached = kv_cache.Cached(before, index, cache.used)
-                    merged = nnx.merge(definition, weights)
-                    x, more, choice = merged.decode(x, rope, cached, seen, arrays, own)
-                    added.append(more)
-                    choices.append(balance.chosen(choice, records))
-                return x, (added, choices)
+        def one(stack, block, x, shared, kind, index, own):
+            seen, rope = sight(kind)
+            before = cache.layers[stack.source or stack.name]
+            if stack.source is not None:
+                index = jnp.asarray(len(before.keys) - 1)
+            cached = kv_cache.Cached(before, index, cache.used)
+            return block.decode(x, rope, cached, seen, shared, own)
 
-            x, (added, choices) = jax.lax.scan(blocks, x, scanned, unroll=unroll)
-            for stack, more in zip(run, added, strict=True):
-                new[stack.name] = more
-                states[stack.name] = self._grown(stack, cache, more, live)
-            chosen |= zip((stack.layers for stack in run), choices, strict=True)
+        x, made, routes = self._through(
+            x, inputs, cache.routes is not None, self._shared, one, unroll
+        )
+        states = self._grown(cache, made, live)
         fits, read = cache.slot < cache.max_length, live.astype(jnp.int32)
         hidden = jnp.where(fits, self._final(x)[:, 0], jnp.nan)
-        routes = route_records.of_layers(chosen, config)
         return hidden, kv_cache.advance(cache, states, read, 1, routes, tokens)
 
     def _shared(self, stack: structure.Stack, new: dict[str, Any]) -> Any:

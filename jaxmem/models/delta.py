@@ -91,7 +91,7 @@ def _chunk(carry, part: Inputs):
 
 
 def step(state: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """The rule for one more token of a row: f32 [B, 1, H, V], and the state after it."""
+    """The rule for one more token of a row: f32 [B, 1, H, V], and its next state."""
     query, key, value, decay, rate = (x[:, 0] for x in inputs[:-1])
     state = jnp.exp(decay)[..., None, None] * state
     update = rate[..., None] * (value - _einsum("bhk,bhkv->bhv", key, state))

@@ -2,12 +2,8 @@
 
 Rows are gathered into tiles of one group, the function runs on all of them, and the
 results of a row's choices are gathered and added: nothing is scattered, so sums are
-deterministic.
-
-**Memory** of P = tiles · 128 ≤ N K + 128 groups sorted rows of 16 bits, with a hidden
-width D and a function that keeps F numbers a row: 2 P (D + F) and results 2 P D in the
-forward pass; in the backward pass the gradients of both as well. Weights of other types
-have a copy in the type of x.
+deterministic. Stored are up to N K + 128 groups sorted rows, their results, and in the
+backward pass the gradients of both; weights of other types have a copy in that of x.
 """
 
 import functools

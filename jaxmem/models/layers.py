@@ -141,10 +141,8 @@ class Attention(nnx.Module):
 
         Few rows are bound by reading the matrices, and those of keys and values alone
         are too small to occupy a GPU. With adapters of these projections, and if they
-        are joined already, nothing changes.
-
-        **Memory**: layers · hidden · (heads + 2 · kv_heads) · head_dim numbers, as long
-        as the projections are held elsewhere, too.
+        are joined already, nothing changes. The projections may still be held
+        elsewhere, too.
         """
         lora_targets = self.config.lora_targets if self.config.lora_rank else ()
         if hasattr(self, "joined") or {"query", "key", "value"} & {*lora_targets}:
@@ -340,13 +338,10 @@ class Block(nnx.Module):
     """One layer: attention, then feed-forward, each added to its input.
 
     Its config is that of one layer and names the class of each part; in a path both
-    keep the names "attention" and "feed_forward", whatever they are.
-
-    **Memory** of residuals per token, without a policy. In the dtype of activations:
-    the residual stream before each sublayer, all matrix products except those added to
-    it, rotated queries and keys, and attention's output. In float32: attention's
-    logsumexp and one number for each row of a norm. Elementwise operations between
-    these are recomputed.
+    keep the names "attention" and "feed_forward", whatever they are. Residuals are the
+    stream before each sublayer, all products except those added to it, rotated queries
+    and keys, attention's output and logsumexp, and a number for each row of a norm;
+    elementwise operations between these are recomputed.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

@@ -62,11 +62,6 @@ class LoraHead(LMHead):
     The verbs need no change for it, and W is rounded as without an adapter. The
     backward pass computes the whole gradient of [W; B], although only that of B is
     used: a head with an adapter costs as much as a trained head.
-
-    Args:
-        options: rank and alpha.
-        rngs: source of the initial weights.
-        keywords: the other keyword arguments of `LMHead`.
     """
 
     def __init__(self, options: ModelConfig, *, rngs: nnx.Rngs, **keywords: Any):
@@ -120,14 +115,8 @@ def merged(
 
         W' = W + alpha / rank · A B,   in float32, rounded once
 
-    Args:
-        weights: of a decoder with adapters, nested by name.
-        options: rank and alpha.
-        tied: whether the head reads the embedding table. The adapter of a tied head
-            makes a kernel of its own for the head, so that the embedding is unchanged.
-
-    Returns:
-        Weights nested by name.
+    Weights are nested by name. The adapter of a `tied` head makes a kernel of its own
+    for the head, so that the embedding is unchanged.
     """
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(dict(weights), sep="/"))
     out = {path: weight for path, weight in flat.items() if not is_adapter(path)}

@@ -39,12 +39,9 @@ class Own(Protocol):
     ) -> jax.Array:
         """Final hidden states [B, T, D] of packed rows.
 
-        A token sees itself and those before it in its document.
-
-        Args:
-            tokens: [B, T] ids.
-            positions: [B, T] position of each token in its document, from 0.
-            segment_ids: [B, T] document of each token in its row; 0 is padding.
+        A token sees itself and those before it in its document. All arguments are [B,
+        T]: `positions` of tokens in their documents, from 0, and `segment_ids` the
+        document of each in its row; 0 is padding.
         """
         ...
 
@@ -62,10 +59,8 @@ class Cached(Protocol):
     ) -> tuple[jax.Array, Any]:
         """Hidden states [B, D] of each prompt's last token, and a cache.
 
-        Args:
-            prompts: [B, P] ids, each row's prompt first.
-            lengths: [B] tokens of each prompt, from 1 to P.
-            max_length: tokens of a row that the cache must have room for.
+        Prompts [B, P] come first in their rows, and have `lengths` [B] from 1 to P. The
+        cache must have room for `max_length` tokens of a row.
         """
         ...
 
@@ -89,11 +84,9 @@ class Extended(Protocol):
     ) -> tuple[jax.Array, Any]:
         """Hidden states [B, D] of each row's last new token, and the next cache.
 
-        Args:
-            tokens: [B, M] ids, the new ones of each row first.
-            lengths: [B] how many of them there are, from 0 to M. A row of 0 stays as
-                it is, and its hidden state is not used.
-            cache: from `prefill` or `extend`.
+        The new ids [B, M] come first in their rows, and `lengths` [B] says how many
+        there are, from 0 to M. A row of 0 stays as it is, and its hidden state is not
+        used.
         """
         ...
 
@@ -108,14 +101,8 @@ class Rows(NamedTuple):
 class OwnModel(nnx.Module):
     """A module with the methods of `Own`, as the trainers use a `Decoder`.
 
-    Args:
-        body: the module; the names of its weights start with "body/".
-        config: that it was made of.
-        head: options of its head.
-
-    Attributes:
-        config: the model's own width, type and vocabulary, and defaults.
-        head: the verbs of its head.
+    The names of its weights start with "body/". Its config has the model's own width,
+    type and vocabulary, and defaults; `head` has the verbs of its head.
 
     Raises:
         OwnError: a method is missing, or returns what it must not.
@@ -255,9 +242,6 @@ class OwnModel(nnx.Module):
 LanguageModel = Decoder | OwnModel
 
 
-# ------------------------------------------------------------------ checks
-
-
 def _named(body: Any) -> str:
     return type(body).__name__
 
@@ -324,12 +308,8 @@ def _hidden_shape(body: Any) -> jax.ShapeDtypeStruct:
 def _few(rows: int = 1) -> tuple[int, int]:
     """The shape [B, T] of a few tokens, which the mesh divides."""
     around = partitioning.current()
-    if around is None:
-        return rows, 8
-    return (
-        rows * around.shape["data"] * around.shape["fsdp"],
-        8 * around.shape["sequence"],
-    )
+    sizes = dict.fromkeys(partitioning.AXES, 1) if around is None else around.shape
+    return rows * sizes["data"] * sizes["fsdp"], 8 * sizes["sequence"]
 
 
 def _head(body: Any, hidden: jax.ShapeDtypeStruct, options: HeadConfig) -> LMHead:
@@ -348,6 +328,7 @@ def _head(body: Any, hidden: jax.ShapeDtypeStruct, options: HeadConfig) -> LMHea
             f"{named} must be [V, D] or [D, V] with D = {depth}, as hidden_states "
             f"returns, and V another number; got {shape}"
         )
+    on_mesh = partitioning.current() is not None
     head = LMHead(
         depth,
         shape[0] if shape[1] == depth else shape[1],
@@ -355,16 +336,11 @@ def _head(body: Any, hidden: jax.ShapeDtypeStruct, options: HeadConfig) -> LMHea
         softcap=given.softcap,
         vocab_size=given.vocab_size,
         dtype=hidden.dtype,
-        sharding=HeadSharding(tokens=partitioning.TOKENS)
-        if partitioning.current()
-        else None,
+        sharding=HeadSharding(tokens=partitioning.TOKENS) if on_mesh else None,
         **head_options(options),
     )
     head.bias = nnx.data(given.bias)
     return head
-
-
-# ------------------------------------------------------------------- probe
 
 
 class Probe(NamedTuple):
@@ -393,9 +369,7 @@ class Probe(NamedTuple):
     def problem(self, hidden: np.ndarray, packs: bool) -> str | None:
         """What a model does wrong that returned these hidden states [B, T, D].
 
-        Args:
-            hidden: of the rows.
-            packs: whether a row may have several documents.
+        `packs` says whether a row may have several documents.
         """
         half = hidden.shape[1] // 2
 
@@ -427,12 +401,7 @@ def random_weights(shapes: Any) -> Any:
 
 
 def recomputation(tokens: int, row: int | None = None) -> str:
-    """What sampling costs without a cache, in a sentence.
-
-    Args:
-        tokens: most tokens of a completion.
-        row: tokens of its row, prompt included; None: unknown.
-    """
+    """What sampling up to so many tokens costs without a cache, in a sentence."""
     what = "its row" if row is None else f"its row of {row}"
     return (
         f"the model of model.factory has no cached decoding (prefill, decode), so that "

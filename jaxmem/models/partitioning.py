@@ -94,14 +94,9 @@ class MeshConfig:
 class Layout:
     """The shardings of a run's arrays; on one device, arrays have none and do not move.
 
-    Args:
-        config: of the mesh.
-        specs: partition specs of weights by name, of a model of one's own; None: those
-            of a decoder's.
-
-    Attributes:
-        mesh: None for one device.
-        sizes: devices along each axis.
+    `specs` are partition specs of weights by name, of a model of one's own; None: those
+    of a decoder's. The mesh is None for one device, and `sizes` are devices along each
+    axis.
 
     Raises:
         ValueError: there are fewer devices than the mesh has, or a process would have
@@ -147,11 +142,7 @@ class Layout:
             _SPECS.reset(before)
 
     def of_weights(self, shapes: Any) -> Any:
-        """`jax.ShapeDtypeStruct`s of weights with shardings.
-
-        Raises:
-            ValueError: a weight's axis is not divisible by its mesh axes.
-        """
+        """Structs of weights with shardings, which must divide them."""
         return self._placed(shapes, self._weight_spec)
 
     def _weight_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
@@ -245,10 +236,7 @@ class Layout:
         )
 
     def jit(self, run: Callable, out: Any = None, **options) -> Any:
-        """`jax.jit` with the shardings of the structs `out` for its results.
-
-        The result must be traced in `context`.
-        """
+        """`jax.jit`, in `context`, with the shardings of structs `out` for results."""
         places = None if self.mesh is None or out is None else shardings(out)
         return jax.jit(run, out_shardings=places, **options)
 

@@ -56,21 +56,15 @@ State = tuple[Slots, Rows]
 class Refill:
     """Decodes N rows of at most R tokens in S slots.
 
-    Args:
-        model: definition and weights of the decoder.
-        prompts: of the rows.
-        slots: S, at most N.
-        most: R.
-        draw: returns tokens and which rows end with them, from keys [k], numbers of
-            tokens in their rows [k], logits [k, V] and which are no rows [k].
-        unroll: as in `Decoder.decode`.
-        records: as in `Decoder.prefill`.
+    `draw` returns tokens and which rows end with them, from keys [k], numbers of tokens
+    in their rows [k], logits [k, V] and which are no rows [k]. `unroll` is as in
+    `Decoder.decode`, and `records` as in `Decoder.prefill`.
     """
 
-    model: tuple[Any, Any]
+    model: tuple[Any, Any]  # definition and weights
     prompts: Prompts
-    slots: int
-    most: int
+    slots: int  # S, at most N
+    most: int  # R
     draw: Callable[..., tuple[Any, jax.Array]]
     unroll: bool
     records: bool = False

@@ -137,10 +137,6 @@ def sample(
     Returns:
         `Samples`; log-probabilities are NaN where a traced length is out of range.
 
-    **Memory**: one cache (`jaxmem.models.kv_cache.Cache`, of P + max_new_tokens slots,
-    rounded up to a multiple of eight); the logits of a step and their noise, 4·B·V
-    each; and the weights that `prepared` casts or joins. With slots, B is their number.
-
     Raises:
         ValueError: shapes disagree, there are fewer rows than slots, or a length or an
             id is out of range; the message names it.
@@ -227,13 +223,9 @@ class Sampler:
     def start(
         self, decoder: LanguageModel, prompts: Ids, prompt_lengths: Ids, keys: jax.Array
     ) -> State:
-        """Read prompts and draw the first token of each row.
+        """Read prompts, as in `sample`, and draw the first token of each row.
 
-        Args:
-            decoder: the policy; steps are fastest if it is `prepared`.
-            prompts: as in `sample`.
-            prompt_lengths: as in `sample`.
-            keys: [B] of the rows, from `row_keys`.
+        Steps are fastest if the decoder is `prepared`; keys [B] are from `row_keys`.
         """
         _check_prompts(prompts, prompt_lengths)
         width, slots = prompts.shape[1], self.config.max_new_tokens
@@ -269,9 +261,6 @@ class Sampler:
             tokens: [B, M] ids: that last token, then what follows on it.
             lengths: [B] tokens of each row, from 0 to M; 0: the row gets no token.
             keys: [B] of the rows' further random numbers.
-
-        Returns:
-            The state after one token of the next completions.
         """
         model = nnx.merge(*decoder.in_compute_type())
         lengths = jnp.asarray(lengths)
@@ -288,10 +277,7 @@ class Sampler:
     def advance(self, decoder: LanguageModel, state: State, until: Ids | int) -> State:
         """Draw tokens until there are so many, or all rows have ended.
 
-        Args:
-            decoder: as in `start`.
-            state: from `start` or `advance`; rows may be ended from outside.
-            until: number of tokens, at most max_new_tokens.
+        The state is from `start` or `advance`, and its rows may be ended from outside.
         """
         definition, weights = decoder.in_compute_type()
         until = jnp.minimum(until, self.config.max_new_tokens)

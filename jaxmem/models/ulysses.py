@@ -2,8 +2,6 @@
 
 Outside of attention each device holds some tokens of all heads. An all-to-all before
 attention gives it all tokens of some heads, and another one afterwards reverses that.
-With k devices, each sends (k - 1)/k of its queries, keys, values and results, and
-receives as much.
 
 Reference: Jacobs et al., "DeepSpeed Ulysses", 2023, arXiv:2309.14509.
 """

@@ -10,16 +10,13 @@ from flax import nnx, traverse_util
 
 
 def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
-    """Return the trained and the frozen weights.
+    """Return the trained and the frozen weights, nested by name, for `join_weights`.
 
     Args:
-        weights: nested dicts by name, as `nnx.to_pure_dict` returns them.
+        weights: nested dicts, as `nnx.to_pure_dict` returns them.
         trainable: the `trainable` of an `OptimizerConfig`, a regular expression for
-            names; None trains all weights.
-
-    Returns:
-        Two dicts nested likewise, for `join_weights`. The trained weights are in
-        float32 unless nothing is frozen.
+            names; None trains all weights. The trained weights are in float32 unless
+            nothing is frozen.
 
     Raises:
         ValueError: no weight has a matching name.
