@@ -2,11 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 from rich.table import Table
+
+from jaxmem.models.head import HeadConfig
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -275,6 +277,20 @@ class HeadCost(NamedTuple):
 
     head: Memory  # loss and gradients of the head alone, one micro-batch
     step: Memory  # the whole train step
+
+
+def head_costs(
+    trained: HeadConfig, step: Any, compile_step: Callable, trace_head: Callable
+) -> dict[str, HeadCost]:
+    """Costs by `head.logits`; the step that trained is not compiled again."""
+    heads = {logits: trained.using(logits) for logits in ("fused", "materialised")}
+    return {
+        logits: HeadCost(
+            head=memory_of(trace_head(head).lower().compile()),
+            step=memory_of(step if head == trained else compile_step(head)),
+        )
+        for logits, head in heads.items()
+    }
 
 
 def cost_table(costs: Mapping[str, HeadCost]) -> Table:

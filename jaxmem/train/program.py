@@ -184,6 +184,23 @@ class DecoderProgram:
         """Trace what computes the loss of hidden states, for `backend`."""
         self.trace_backward()
 
+    def trace_of_head(
+        self, loss: Callable, shape: tuple[int, int], *given: Any, wanted: Any = (0, 1)
+    ) -> jax.stages.Traced:
+        """Trace loss(head, hidden, labels, ...) and its gradients, and nothing else."""
+        definition, weights = nnx.split(self.abstract.head)
+
+        def run(weights: Any, *arguments: Any):
+            return loss(nnx.merge(definition, weights), *arguments)
+
+        labels = jax.ShapeDtypeStruct(shape, jnp.int32)
+        shapes = self.layout.of_head(
+            nnx.to_pure_dict(weights), self.hidden(*shape), labels
+        )
+        gradients = jax.jit(jax.value_and_grad(run, wanted, has_aux=True))
+        with self.layout.context():
+            return gradients.trace(*shapes, *given)
+
     @functools.cached_property
     def backend(self) -> str:
         """The backend that computes the head's loss; "hopper+xla" where both do."""

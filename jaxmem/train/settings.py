@@ -1,18 +1,25 @@
 """The sections that every job has, and the settings that its checkpoints record."""
 
 import dataclasses
-import math
 import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxmem.base.fields import check_field
+from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.ranges import integers, reals
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.train.evaluation import EvalConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
+
+_RANGES = {
+    **dict.fromkeys(("steps", "accumulate", "keep", "log_every"), integers(1)),
+    "checkpoint_every": integers(1),
+    "epochs": reals(above=0),
+    "seed": integers(0, below=2**31),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +45,10 @@ class RunConfig:
     wandb: str | None = None
 
     def __post_init__(self):
-        for name in ("steps", "accumulate", "keep", "log_every"):
-            check_field(self, name, getattr(self, name) >= 1, "at least 1")
-        if self.checkpoint_every is not None:
-            good = self.checkpoint_every >= 1
-            check_field(self, "checkpoint_every", good, "at least 1, or None")
-        if self.epochs is not None:
-            good = 0 < self.epochs < math.inf
-            check_field(self, "epochs", good, "above 0 and finite, or None")
+        check_numbers(self, _RANGES)
         local = "://" not in self.out_dir
         check_field(self, "out_dir", local, "a directory of a mounted file system")
         check_field(self, "wandb", self.wandb != "", "the name of a project, or None")
-        check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +68,13 @@ class JobConfig:
         """The dataclass of each section, the job's own ones first."""
         types = typing.get_type_hints(cls)
         return {name: types[name] for name in cls.__annotations__} | types
+
+    def check_stays(self, key: str, wanted: Any, why: str) -> None:
+        """Raise a ValueError unless a setting has the value that others need."""
+        section, _, field = key.partition(".")
+        value = getattr(getattr(self, section), field)
+        if value != wanted:
+            raise ValueError(f"{key}={value!r} must stay {wanted!r} {why}")
 
     def replaced(self, values: Mapping[str, Any]) -> Any:
         """The config with other values, by key: {"run.steps": 10}."""

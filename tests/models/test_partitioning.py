@@ -141,7 +141,7 @@ def test_what_each_device_holds(text_file, tmp_path):
     assert parts == {8}
     mean = state.optimizer[1][0].mu["blocks"]["feed_forward"]["down"]["kernel"]
     assert mean.sharding.spec == P(None, "tensor", partitioning.PARTS)
-    head = program.compile_head(config.head).memory_analysis()
+    head = program.trace_head(config.head).lower().compile().memory_analysis()
     assert head.temp_size_in_bytes > 0
     rows = program.layout.place(np.zeros((1, 8, 32), np.int32))
     assert rows.addressable_shards[0].data.shape == (1, 4, 16)

@@ -34,15 +34,9 @@ class DpoJobConfig(JobConfig):
                 "run.job='dpo' needs model.checkpoint: what is preferred is learned by "
                 "a model that answers already"
             )
-        if self.data.streams != 1:
-            raise ValueError(
-                f"data.streams={self.data.streams} must stay 1 for run.job='dpo'"
-            )
-        if self.data.streaming:
-            raise ValueError(
-                "data.streaming=True must stay False for run.job='dpo', which keeps "
-                "every pair's reference in memory"
-            )
+        self.check_stays("data.streams", 1, "for run.job='dpo'")
+        why = "for run.job='dpo', which keeps every pair's reference in memory"
+        self.check_stays("data.streaming", False, why)
         sample = self.head.sample
         if sample is not None and sample.forward != "exact":
             raise ValueError(
@@ -85,11 +79,9 @@ class DistillJobConfig(JobConfig):
                 f"distill.reward_weight={weight} needs distill.mode='on_policy': "
                 "rewards are of completions that the student samples"
             )
-        if offline and self.data.streams != 1:
-            raise ValueError(
-                f"data.streams={self.data.streams} must stay 1 for distill.mode="
-                "'offline', whose every process reads all rows"
-            )
+        if offline:
+            why = "for distill.mode='offline', whose every process reads all rows"
+            self.check_stays("data.streams", 1, why)
 
     def _check_head(self) -> None:
         head = self.head
@@ -99,12 +91,12 @@ class DistillJobConfig(JobConfig):
             implementation=head.implementation,
             gradient=head.gradient if sampled else None,
         )
-        if (name := _differing(head, usable)) is not None:
-            raise ValueError(
-                f"head.{name}={getattr(head, name)!r} must stay "
-                f"{getattr(usable, name)!r} for run.job='distill': divergences are "
-                "exact, and never materialised; gradients are exact or "
-                '("sample", k)'
+        for field in dataclasses.fields(head):
+            self.check_stays(
+                f"head.{field.name}",
+                getattr(usable, field.name),
+                "for run.job='distill': divergences are exact, and never materialised; "
+                'gradients are exact or ("sample", k)',
             )
 
     def _check_rollouts(self) -> None:
@@ -112,17 +104,12 @@ class DistillJobConfig(JobConfig):
         for name in ("environment", "recorded"):
             if value := getattr(self.task, name):
                 raise ValueError(f"task.{name}={value!r} needs run.job='grpo'")
-        if distill.loss_weight:
-            raise ValueError(
-                f"distill.loss_weight={distill.loss_weight} must stay 0 for "
-                "distill.mode='on_policy': samples have no labels but themselves"
-            )
+        mode = "for distill.mode='on_policy'"
+        why = f"{mode}: samples have no labels but themselves"
+        self.check_stays("distill.loss_weight", 0, why)
         self._check_rewards()
-        if self.run.accumulate != 1:
-            raise ValueError(
-                f"run.accumulate={self.run.accumulate} must stay 1 for distill.mode="
-                "'on_policy': distill.max_tokens says how much a micro-batch holds"
-            )
+        why = f"{mode}: distill.max_tokens says how much a micro-batch holds"
+        self.check_stays("run.accumulate", 1, why)
         widest = self.row_lengths[-1]
         _check_rows("distill.row_lengths", distill.row_lengths, widest, self.longest)
         _check_slots("distill.max_tokens", distill.max_tokens, self)
@@ -166,7 +153,7 @@ class DistillJobConfig(JobConfig):
     @property
     def row_lengths(self) -> tuple[int, ...]:
         """Widths of packed rows of completions."""
-        return self.distill.row_lengths or (-(-self.longest // 16) * 16,)
+        return self.distill.row_lengths or (_rounded(self.longest),)
 
 
 def _differing(section: Any, default: Any) -> str | None:
@@ -229,29 +216,21 @@ class GrpoJobConfig(JobConfig):
             raise ValueError(
                 "grpo.turn_rewards=True needs a task.environment, which has turns"
             )
-        if self.task.recorded and self.sampling.slots is not None:
-            raise ValueError(
-                f"sampling.slots={self.sampling.slots} must stay None for "
-                "task.recorded=True: nothing is sampled"
-            )
-        if self.task.recorded and self.grpo.replay_routing:
-            raise ValueError(
-                "grpo.replay_routing=True must stay False for task.recorded=True: the "
-                "rollouts of a file do not say which experts their tokens went to"
-            )
+        if self.task.recorded:
+            given = "for task.recorded=True"
+            self.check_stays("sampling.slots", None, f"{given}: nothing is sampled")
+            why = "rollouts of a file do not say which experts their tokens went to"
+            self.check_stays("grpo.replay_routing", False, f"{given}: {why}")
         _check_answers(self.task, self.sampling)
-        if self.run.accumulate != 1:
-            raise ValueError(
-                f"run.accumulate={self.run.accumulate} must stay 1 in this job: "
-                "grpo.max_tokens_train says how much a micro-batch holds"
-            )
-        for name in ("gradient", "vocab_groups"):
-            value = getattr(self.head, name)
-            if self.sampling.truncates and value is not None:
-                raise ValueError(
-                    f"head.{name}={value} must stay None where sampling.top_k, top_p "
-                    "or min_p truncates: sums and gradients within the support are "
-                    "exact and need no groups"
+        why = "in this job: grpo.max_tokens_train says how much a micro-batch holds"
+        self.check_stays("run.accumulate", 1, why)
+        for key in ("head.gradient", "head.vocab_groups"):
+            if self.sampling.truncates:
+                self.check_stays(
+                    key,
+                    None,
+                    "where sampling.top_k, top_p or min_p truncates: sums and "
+                    "gradients within the support are exact and need no groups",
                 )
         widest = self.row_lengths[-1]
         _check_rows("grpo.row_lengths", self.grpo.row_lengths, widest, self.longest)

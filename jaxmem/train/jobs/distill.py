@@ -27,7 +27,6 @@ from jaxmem.train.jobs import teachers
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill_program import (
     METRICS,
-    Compiled,
     Counted,
     DistillProgram,
     FileColumns,
@@ -46,39 +45,6 @@ from jaxmem.train.metrics import DistillMetrics
 from jaxmem.train.phases import Phase, Programs, device_bytes
 from jaxmem.train.program import TrainState
 from jaxmem.train.progress import ProgressReport
-
-
-class _Columns:
-    """A file's columns, in the place of a teacher."""
-
-    def __init__(self, program: DistillProgram):
-        self._layout = program.layout
-
-    def park(self, example: Example) -> Any:
-        """The columns of a micro-batch, which are in the host's memory."""
-        return example.columns
-
-    def fetch(self, columns: Columns | Drawn) -> Columns | Drawn:
-        """Place the columns where the student's programs read them."""
-        return self._layout.place(columns, self._layout.of_hidden(columns))
-
-
-class _Teacher:
-    """The teacher's weights, and its hidden states of micro-batches."""
-
-    def __init__(self, program: DistillProgram, compiled: Compiled):
-        self._states = compiled.states
-        self._params = program.teacher.initial_params()
-        self._head = program.teacher.head_weights(self._params)
-
-    def park(self, example: Example) -> Any:
-        """The hidden states of a placed micro-batch, in the host's memory."""
-        batch = example.batch
-        return offload.park(self._states[batch.tokens.shape](self._params, batch))
-
-    def fetch(self, states: Any) -> TeacherStates:
-        """What the student's programs read, back on the device."""
-        return TeacherStates(offload.fetch(states), self._head)
 
 
 class Distill(Job, name="distill"):
@@ -133,19 +99,15 @@ class Distill(Job, name="distill"):
     # --------------------------------------------------------------- programs
 
     def make_program(self, vocab_size: int) -> DistillProgram:
-        return DistillProgram(self.config, vocab_size, self._columns())
-
-    def _columns(self) -> FileColumns | None:
-        """What a file has of the teacher; None where a teacher is there."""
-        distill, reads = self.config.distill, self.reads
+        distill, rows = self.config.distill, self.config.model.vocab_size
         if distill.mode != "offline":
-            return None
-        digest = checkpoints.vocabulary_digest(self.tokenizer)
-        teacher_files.check(reads.file, distill.temperature, distill.divergence, digest)
-        rows = self.config.model.vocab_size
+            return DistillProgram(self.config, vocab_size)
+        file, digest = self.reads.file, checkpoints.vocabulary_digest(self.tokenizer)
+        teacher_files.check(file, distill.temperature, distill.divergence, digest)
         if rows is not None:
-            teacher_files.check_ids(reads.file, rows, self.config.data.source)
-        return FileColumns(reads.file.ids.shape[1], reads.file.logprobs is not None)
+            teacher_files.check_ids(file, rows, self.config.data.source)
+        columns = FileColumns(file.ids.shape[1], file.logprobs is not None)
+        return DistillProgram(self.config, vocab_size, columns)
 
     def plan(self) -> Programs:
         """See `Job`; the teacher's states of a step wait on the host."""
@@ -178,9 +140,10 @@ class Distill(Job, name="distill"):
         if self.config.is_on_policy:
             self.batches = Prompts(program, self.frozen, self._task)
         self._compiled = program.compile()
-        self._teacher: _Teacher | _Columns = _Columns(program)
+        self._taught: Any = None  # weights of the teacher; None: a file is read
         if self._compiled.states:
-            self._teacher = _Teacher(program, self._compiled)
+            self._taught = program.teacher.initial_params()
+            self._head = program.teacher.head_weights(self._taught)
 
     def samples(self) -> list[dict[str, Any]]:
         return self.batches.samples()
@@ -190,13 +153,13 @@ class Distill(Job, name="distill"):
         taken = self.batches.take(number, state.params)
         examples = [self._place(example) for example in taken.examples]
         ready = time.perf_counter()
-        parked = [self._teacher.park(example) for example in examples]
+        parked = [self._park(example) for example in examples]
         taught = time.perf_counter()
         counts = [self._count(example.batch) for example in examples]
         counted = jax.tree.map(lambda *x: sum(x), *counts)
         sums = self._compiled.zeros()
         for i, (batch, _, advantages) in enumerate(examples):
-            target, parked[i] = self._teacher.fetch(parked[i]), None
+            target, parked[i] = self._fetch(parked[i]), None
             drawn_by = self.program.micro_batch_numbers(self.config.head, number, 0, i)
             sums = self._compiled.gradients[batch.tokens.shape](
                 state.params, self.frozen, sums, batch, target, counted, advantages,
@@ -230,6 +193,21 @@ class Distill(Job, name="distill"):
         batch, advantages = self.program.layout.place(given)
         return example._replace(batch=batch, advantages=advantages)
 
+    def _park(self, example: Example) -> Any:
+        """What a placed micro-batch learns from, in the host's memory."""
+        if self._taught is None:
+            return example.columns
+        batch = example.batch
+        run = self._compiled.states[batch.tokens.shape]
+        return offload.park(run(self._taught, batch))
+
+    def _fetch(self, parked: Any) -> TeacherStates | Columns | Drawn:
+        """What the student's programs read, back on the device."""
+        if self._taught is None:
+            layout = self.program.layout
+            return layout.place(parked, layout.of_hidden(parked))
+        return TeacherStates(offload.fetch(parked), self._head)
+
     def _count(self, batch: Batch) -> Counted:
         """Tokens of a placed micro-batch, of all processes."""
         return self._compiled.count[batch.tokens.shape](batch)
@@ -257,7 +235,7 @@ class Distill(Job, name="distill"):
         """Means over the tokens of micro-batches, forward only."""
         observed = []
         for example in map(self._place, examples):
-            target = self._teacher.fetch(self._teacher.park(example))
+            target = self._fetch(self._park(example))
             batch = example.batch
             sums = self._compiled.sums[batch.tokens.shape](
                 params, self.frozen, batch, target

@@ -24,7 +24,7 @@ from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distillation import Targets, distill_loss, of_file
 from jaxmem.train.jobs.policy import HeadCall
 from jaxmem.train.jobs.questions import ends_of
-from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
+from jaxmem.train.jobs.sampling_program import SamplingProgram
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.phases import Phase, activations, moments_beside, weights_of
@@ -137,9 +137,8 @@ class DistillProgram(SamplingProgram):
         self._teacher = None if columns else TeacherProgram(config)
         if config.is_on_policy:
             named = "distill.prompts x distill.completions"
-            rollouts = Rollouts(distill.samples, named, config)
-            checkpoint = teachers.reading(config).checkpoint
-            self.sample_from(rollouts, ends_of(config.task, checkpoint))
+            ends = ends_of(config.task, teachers.reading(config).checkpoint)
+            self.sample_from(distill.samples, named, ends)
 
     @property
     def metric_names(self) -> list[str]:
@@ -241,22 +240,14 @@ class DistillProgram(SamplingProgram):
         return TeacherStates(self.teacher.states(shape), self.teacher.head_shapes)
 
     def trace_loss(self) -> None:
-        definition, weights = nnx.split(self.abstract.head)
-
-        def loss(weights, hidden, labels, target, normalizer, advantages):
-            head, targets = nnx.merge(definition, weights), Targets(labels, advantages)
+        def loss(head, hidden, labels, target, normalizer, advantages):
+            targets = Targets(labels, advantages)
             drawn_by = self.micro_batch_numbers(self.config.head, 0, 0, 0)
             return self._of_hidden(head, hidden, targets, target, normalizer, *drawn_by)
 
         for shape in self.shapes:
-            given = self.layout.of_head(
-                nnx.to_pure_dict(weights),
-                self.hidden(*shape),
-                jax.ShapeDtypeStruct(shape, jnp.int32),
-            )
-            given += self.target(shape), self.number(), self.advantages(shape)
-            with self.layout.context():
-                jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).trace(*given)
+            given = self.target(shape), self.number(), self.advantages(shape)
+            self.trace_of_head(loss, shape, *given)
 
     def _loss(
         self, params, frozen, batch: Batch, target, counted, advantages=None, *numbers

@@ -1,8 +1,9 @@
 """What a student learns from: rows of a text or a file, or its own completions."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -40,101 +41,75 @@ class Taken(NamedTuple):
     observed: Mapping[str, Any] = MappingProxyType({})  # fields of `DistillMetrics`
 
 
-class Source(Protocol):
-    """Where micro-batches come from."""
+class Source:
+    """Where micro-batches come from: `_batches`, or held-out ones, `_evaluation`."""
+
+    _batches: Any
+    _count: int  # micro-batches of a step
+    _evaluation: Callable[[], Iterable[Any]] | None  # None if nothing is held out
 
     def take(self, number: int, params: Any) -> Taken:
         """The micro-batches of the step of that number, for these weights."""
-        ...
+        return Taken([self._example(next(self._batches)) for _ in range(self._count)])
 
     def held_out(self, params: Any) -> Taken | None:
         """Micro-batches that are never trained on; None if nothing is held out."""
-        ...
+        if self._evaluation is None:
+            return None
+        return Taken(map(self._example, self._evaluation()))
+
+    def _example(self, batch: Any) -> Example:
+        return Example(batch)
 
     def samples(self) -> list[dict[str, Any]]:
-        """Rows of the report's table; see `steps.ShowsSamples`."""
-        ...
+        """Rows of the report's table, as `Job.samples` returns them."""
+        return []
 
     def get_state(self) -> dict[str, Any]:
         """Return the position, as JSON-able values."""
-        ...
+        return self._batches.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from the position that `get_state` returned."""
-        ...
+        self._batches.set_state(state)
 
 
-class Text:
+class Text(Source):
     """The data's rows."""
 
     def __init__(self, program: DistillProgram, documents: Documents):
         config = program.config
         rows = program.layout.own_rows(config.data.batch_size)
-        batches = documents.batches(rows)
-        self._batches, self._count = batches, config.run.accumulate
-        self._held_out = documents.held_out()
-        self.get_state, self.set_state = batches.get_state, batches.set_state
-
-    def take(self, number: int, params: Any) -> Taken:
-        """See `Source`."""
-        return Taken([Example(next(self._batches)) for _ in range(self._count)])
-
-    def held_out(self, params: Any) -> Taken | None:
-        """See `Source`."""
-        if self._held_out is None:
-            return None
-        return Taken(map(Example, self._held_out()))
-
-    def samples(self) -> list[dict[str, Any]]:
-        """None: nothing is sampled."""
-        return []
+        self._batches, self._count = documents.batches(rows), config.run.accumulate
+        self._evaluation = documents.held_out()
 
 
-class File:
+class File(Source):
     """The rows of a file that `jaxmem score` wrote, with the teacher's columns."""
 
     def __init__(self, file: teacher_files.TeacherFile, config: DistillJobConfig):
-        self._file, self._config = file, config.data
-        self._distill = config.distill
+        self._file, self._config, self._distill = file, config.data, config.distill
         self._rows = config.model.vocab_size if config.data.streaming else None
-        self._examples = teacher_streams.examples(file, config.data)
-        self._count = config.run.accumulate
-        self.get_state = self._examples.get_state
-        self.set_state = self._examples.set_state
+        self._batches = teacher_streams.examples(file, config.data)
+        self._count, self._evaluation = config.run.accumulate, None
         if config.data.held_out:
+            given = file, config.data, "evaluation", 1
+            self._evaluation = functools.partial(teacher_streams.examples, *given)
             self._evaluation()  # for what may be wrong
 
-    def _example(self, example: teacher_files.Example) -> Example:
+    def _example(self, batch: teacher_files.Example) -> Example:
         """With the ids of a stream checked, of which the first part was before."""
         if self._rows is not None:
-            part = self._file._replace(ids=example.ids)
+            part = self._file._replace(ids=batch.ids)
             teacher_files.check_ids(part, self._rows, self._config.source)
-        batch, *columns = example
-        return Example(batch, of_file(self._distill, *columns))
-
-    def _evaluation(self) -> Iterator[teacher_files.Example]:
-        return teacher_streams.examples(self._file, self._config, "evaluation", 1)
-
-    def take(self, number: int, params: Any) -> Taken:
-        """See `Source`."""
-        taken = (next(self._examples) for _ in range(self._count))
-        return Taken([self._example(example) for example in taken])
-
-    def held_out(self, params: Any) -> Taken | None:
-        """See `Source`."""
-        if not self._config.held_out:
-            return None
-        return Taken(map(self._example, self._evaluation()))
-
-    def samples(self) -> list[dict[str, Any]]:
-        """None: nothing is sampled."""
-        return []
+        rows, *columns = batch
+        return Example(rows, of_file(self._distill, *columns))
 
 
 _advantages = jax.jit(losses.grpo_advantages)
 
 
-class Prompts:
+class Prompts(Source):
     """Completions of prompts, sampled from the student as it is at a step."""
 
     def __init__(self, program: DistillProgram, frozen: Any, task: Task):
@@ -144,7 +119,6 @@ class Prompts:
         self._sample = SamplePrograms.of(program)
 
     def take(self, number: int, params: Any) -> Taken:
-        """See `Source`."""
         distill = self._config.distill
         asked = self._task.ask(self._next, distill.prompts)
         asked = asked.repeated(distill.completions)
@@ -165,7 +139,6 @@ class Prompts:
         return Taken(self._batches(completions, advantages), observed)
 
     def samples(self) -> list[dict[str, Any]]:
-        """See `Source`."""
         return [] if self._last is None else table(self._task, *self._last)
 
     def held_out(self, params: Any) -> Taken | None:
@@ -208,9 +181,7 @@ class Prompts:
         ]
 
     def get_state(self) -> dict[str, Any]:
-        """See `Source`."""
         return self._task.state(self._next)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """See `Source`."""
         self._next = self._task.place(state)

@@ -21,17 +21,16 @@ from jaxmem.core.random_streams import Stream
 from jaxmem.data.pairs import Pair, PairBatch, PairBatches, batch_of, fingerprint
 from jaxmem.models import balance
 from jaxmem.models.head import HeadConfig
-from jaxmem.models.partitioning import as_stored
 from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import DpoJobConfig
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.preferences import pair_losses
 from jaxmem.train.jobs.reading import Pairs
-from jaxmem.train.jobs.whole_step import StepProgram
+from jaxmem.train.jobs.whole_step import StepProgram, sum_gradients
 from jaxmem.train.metrics import PreferenceMetrics
 from jaxmem.train.phases import Phase, Programs
-from jaxmem.train.program import TrainState, add_in_float32
+from jaxmem.train.program import TrainState
 from jaxmem.train.progress import ProgressReport
 
 
@@ -86,8 +85,8 @@ class Program(StepProgram):
         count = self.config.run.accumulate * self.config.data.batch_size
         all_read = jnp.maximum(jnp.sum(batches.segment_ids > 0), 1)
 
-        def loss(params: Any, batch: PairBatch, index: jax.Array):
-            key = None
+        def loss(params: Any, given: tuple[PairBatch, jax.Array]):
+            (batch, index), key = given, None
             if number is not None:
                 key = Stream.GRADIENTS.key(self.config.run.seed, number, index)
             logprobs, routed = self._read(params, frozen, batch, key)
@@ -100,17 +99,9 @@ class Program(StepProgram):
             cost = balance.with_loss(sums["loss"], routed, self.model_config, share)
             return cost, (sums, routed)
 
-        def add(sums: Any, given: Any):
-            (_, seen), slopes = jax.value_and_grad(loss, has_aux=True)(params, *given)
-            return add_in_float32(sums, (seen, as_stored(slopes))), None
-
-        names = [*NUMBERS, "tokens", "loss"]
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        seen = dict.fromkeys(names, jnp.zeros(())), balance.nothing(self.model_config)
-        start = seen, as_stored(zeros)
         indices = jnp.arange(len(batches.labels), dtype=jnp.uint32)
-        sums, _ = jax.lax.scan(add, start, (batches, indices))
-        (numbers, routed), slopes = sums
+        told, slopes = sum_gradients(loss, params, (batches, indices))
+        numbers, routed = told
         return slopes, numbers if routed is None else numbers | {"routed": routed}
 
     def gradients(self, head: HeadConfig) -> Callable:
@@ -118,9 +109,6 @@ class Program(StepProgram):
 
     def micro_batches(self) -> PairBatch:
         return self.batch(self.config.run.accumulate)
-
-
-NUMBERS = ("chosen_reward", "rejected_reward", "margin", "accuracy")
 
 
 class _Scorer:

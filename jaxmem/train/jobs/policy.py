@@ -22,13 +22,25 @@ import numpy as np
 
 import jaxmem
 from jaxmem import losses
-from jaxmem.base.fields import check_field
+from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.ranges import integers, reals
 from jaxmem.core.gradients import Sample
 from jaxmem.data.documents import Batch
 from jaxmem.heads.nnx import LMHead
 from jaxmem.packing import Supports
 from jaxmem.train.jobs import objectives
 from jaxmem.train.jobs.rollouts import SAME_WEIGHTS
+
+_SIZES = "prompts", "minibatches", "epochs", "max_tokens_train", "max_tokens_forward"
+_RANGES = {
+    **dict.fromkeys(_SIZES, integers(1)),
+    "group_size": integers(2),
+    "resample": integers(0, below=1000),
+    "kl_coefficient": reals(0),
+    "entropy_coefficient": reals(0),
+    "prefix_cut": reals(0, below=1),
+    "token_fraction": reals(above=0, high=1),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +90,11 @@ class GrpoConfig:
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
-        counts = "prompts", "minibatches", "epochs"
-        for name in (*counts, "max_tokens_train", "max_tokens_forward"):
-            check_field(self, name, getattr(self, name) >= 1, "at least 1")
-        check_field(self, "resample", 0 <= self.resample < 1000, "in [0, 1000)")
-        check_field(self, "group_size", self.group_size >= 2, "at least 2")
+        check_numbers(self, _RANGES)
         known = tuple(objectives.LOSSES)
         check_field(self, "loss", self.loss in known, f"one of {known}")
         self._check_clips()
         self._check_correction()
-        for name in ("kl_coefficient", "entropy_coefficient"):
-            check_field(self, name, getattr(self, name) >= 0, "0 or more")
-        good = 0 < self.token_fraction <= 1
-        check_field(self, "token_fraction", good, "in (0, 1]")
         self._check_cut()
         if self.samples % self.minibatches:
             raise ValueError(
@@ -131,8 +135,6 @@ class GrpoConfig:
     def _check_cut(self) -> None:
         if self.prefix_cut is None:
             return
-        good = 0 <= self.prefix_cut < 1
-        check_field(self, "prefix_cut", good, "in [0, 1), or None")
         for name, unfit, why in (
             ("loss", self.has_sequence_ratio, "it reads whole sequences"),
             ("correction", self.drops_sequences, "it reads whole sequences"),

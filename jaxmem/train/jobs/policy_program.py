@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 import jaxmem
 from jaxmem.core import eight_bits
@@ -31,7 +30,7 @@ from jaxmem.train.jobs.policy import (
     within_supports,
 )
 from jaxmem.train.jobs.questions import ends_of
-from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
+from jaxmem.train.jobs.sampling_program import SamplingProgram
 from jaxmem.train.jobs.turns import SamplePrograms
 from jaxmem.train.optimizer import learning_rate_schedule
 from jaxmem.train.program import StreamedUpdate, add_in_float32
@@ -83,8 +82,7 @@ class PolicyProgram(SamplingProgram):
         if config.grpo.replay_routing:
             route_records.check(self.model_config)
         named = "grpo.prompts x grpo.group_size"
-        sampled = config.grpo.samples, named, config, config.grpo.replay_routing
-        self.sample_from(Rollouts(*sampled), ends)
+        self.sample_from(config.grpo.samples, named, ends, config.grpo.replay_routing)
 
     @property
     def metric_names(self) -> list[str]:
@@ -256,30 +254,16 @@ class PolicyProgram(SamplingProgram):
             call = dataclasses.replace(call, sample=head.sample, key=key)
         return policy_loss(module, hidden, rows, normalizer, self.config.grpo, call)
 
-    def compile_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
-        """Compile loss and gradients of the head alone, for one micro-batch."""
-        return self.trace_head(shape, head).lower().compile()
-
     def trace_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
         """Trace loss and gradients of the head alone."""
-        definition, weights = nnx.split(self.abstract.head)
 
-        def loss(weights, hidden, micro_batch, normalizer):
-            module = nnx.merge(definition, weights)
+        def loss(module, hidden, _, micro_batch, normalizer):
             drawn_by = self.micro_batch_numbers(head, 0, 0, 0)
             return self._loss(head, module, hidden, micro_batch, normalizer, *drawn_by)
 
+        given = self.micro_batch(shape), jax.ShapeDtypeStruct((), jnp.float32)
         wanted = 1 if self.head_is_frozen else (0, 1)
-        gradients = jax.jit(jax.value_and_grad(loss, wanted, has_aux=True))
-        hidden = self.hidden(*shape)
-        normalizer = jax.ShapeDtypeStruct((), jnp.float32)
-        labels = _ints(shape)
-        weights, hidden, _ = self.layout.of_head(
-            nnx.to_pure_dict(weights), hidden, labels
-        )
-        micro_batch = self.micro_batch(shape)
-        with self.layout.context():
-            return gradients.trace(weights, hidden, micro_batch, normalizer)
+        return self.trace_of_head(loss, shape, *given, wanted=wanted)
 
     def micro_batch(self, shape: Shape) -> PolicyBatch:
         """Shapes of what an update reads."""

@@ -53,20 +53,12 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
 
 
 def head_costs(program: PolicyProgram, compiled: Compiled) -> dict[str, HeadCost]:
-    """Memory of a micro-batch with either head; the one that trained is not redone."""
-    trained = program.config.head
+    """Memory of a micro-batch with either head."""
     shape = program.shapes(program.config.grpo.max_tokens_train)[-1]
-    costs = {}
-    for logits in ("fused", "materialised"):
-        head = trained.using(logits)
-        step = compiled.gradients[shape]
-        if head != trained:
-            step = program.compile_gradients(shape, head)
-        costs[logits] = HeadCost(
-            head=metrics.memory_of(program.compile_head(shape, head)),
-            step=metrics.memory_of(step),
-        )
-    return costs
+    of_shape = functools.partial(program.compile_gradients, shape)
+    head_of = functools.partial(program.trace_head, shape)
+    step = compiled.gradients[shape]
+    return metrics.head_costs(program.config.head, step, of_shape, head_of)
 
 
 def timed_phases(

@@ -1,8 +1,9 @@
 """A program that also samples completions of prompts from the model it trains."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +25,7 @@ from jaxmem.models.sampling import (
     samples_of,
 )
 from jaxmem.train.jobs.accumulated import AccumulatedProgram
-from jaxmem.train.jobs.config import DistillJobConfig, GrpoJobConfig
 from jaxmem.train.phases import Phase, weights_of
-
-
-class Rollouts(NamedTuple):
-    """Which completions are sampled."""
-
-    rows: int  # completions of a rollout
-    named: str  # the settings whose product that is
-    config: GrpoJobConfig | DistillJobConfig
-    records: bool = False  # whether routes are recorded, as in `Sampler`
 
 
 class SamplingProgram(AccumulatedProgram):
@@ -46,35 +37,40 @@ class SamplingProgram(AccumulatedProgram):
         sampling_layout: shardings of prompts and completions.
     """
 
-    def sample_from(self, rollouts: Rollouts, ends: Ends) -> None:
-        """Say what is sampled, and refuse slots and meshes that do not go with it."""
-        self._rollouts, self.ends = rollouts, ends
-        by_rows, slots = rollouts.config.mesh.by_rows, rollouts.config.sampling.slots
-        self.slots = rollouts.rows if slots is None else slots
-        if self.slots > rollouts.rows:
+    rows = 0  # completions of a rollout; 0: nothing is sampled
+    records = False  # whether routes are recorded, as in `Sampler`
+
+    def sample_from(
+        self, rows: int, named: str, ends: Ends, records: bool = False
+    ) -> None:
+        """Say what is sampled, and refuse slots and meshes that do not go with it.
+
+        `named` are the settings whose product the number of rows is.
+        """
+        self.rows, self.ends, self.records = rows, ends, records
+        by_rows, slots = self.config.mesh.by_rows, self.config.sampling.slots
+        self.slots = rows if slots is None else slots
+        if self.slots > rows:
             raise ValueError(
-                f"sampling.slots must be at most {rollouts.named} = {rollouts.rows}, "
-                f"got {slots}"
+                f"sampling.slots must be at most {named} = {rows}, got {slots}"
             )
-        if slots is not None and math.prod(by_rows.sizes) > 1:
+        if math.prod(by_rows.sizes) > 1:
+            why = "on a mesh of several devices"
+            self.config.check_stays("sampling.slots", None, why)
+        if rows % (parts := by_rows.data * by_rows.fsdp):
             raise ValueError(
-                f"sampling.slots={slots} must stay None on a mesh of several devices"
+                f"mesh.data x mesh.fsdp x mesh.sequence must divide {named} = {rows}, "
+                f"got {parts}"
             )
-        if rollouts.rows % (parts := by_rows.data * by_rows.fsdp):
-            raise ValueError(
-                f"mesh.data x mesh.fsdp x mesh.sequence must divide {rollouts.named} = "
-                f"{rollouts.rows}, got {parts}"
-            )
-        if slots is not None and self.model_config.factory is not None:
-            raise ValueError(
-                f"sampling.slots={slots} must stay None for a model of model.factory"
-            )
+        if self.model_config.factory is not None:
+            why = "for a model of model.factory"
+            self.config.check_stays("sampling.slots", None, why)
         self.sampling_layout = Layout(by_rows, self.layout.specs)
 
     @property
     def keeps_cache(self) -> bool:
         """Whether turns after the first read only what follows on their cache."""
-        return self._rollouts.config.task.turns > 1 and self._drops_cache is None
+        return self.config.task.turns > 1 and self._drops_cache is None
 
     @property
     def _drops_cache(self) -> str | None:
@@ -84,7 +80,7 @@ class SamplingProgram(AccumulatedProgram):
         a row that waits for its reply; and of the cache of a model of one's own only
         the model knows which axes are rows.
         """
-        config, own = self._rollouts.config, self.model_config.factory is not None
+        config, own = self.config, self.model_config.factory is not None
         settings = {
             "sampling.slots": config.sampling.slots is not None,
             "a model.factory on a mesh": own and self.sampling_layout.mesh is not None,
@@ -97,9 +93,7 @@ class SamplingProgram(AccumulatedProgram):
 
         It returns `Samples`, and the cache that is kept, or None.
         """
-        config, records = self._sampling(greedy), self._records(greedy)
-
-        sampler = self._sampler(config, records)
+        sampler = self._sampler(greedy)
 
         def run(params, frozen, prompts, lengths, step):
             model, key = self.model(params, frozen), self._key(step)
@@ -121,8 +115,7 @@ class SamplingProgram(AccumulatedProgram):
 
     def trace_further(self, greedy: bool = False) -> jax.stages.Traced:
         """Trace a turn after the first, where a cache is kept, which is consumed."""
-        layout, records = self.sampling_layout, self._records(greedy)
-        sampler = self._sampler(self._sampling(greedy), records)
+        layout, sampler = self.sampling_layout, self._sampler(greedy)
 
         def run(params, frozen, cache, tokens, lengths, step):
             model = prepared(self.model(params, frozen))
@@ -153,22 +146,17 @@ class SamplingProgram(AccumulatedProgram):
         layout = self.sampling_layout
         return shapes if layout.mesh is None else layout.of_cache(shapes)
 
-    def _sampling(self, greedy: bool) -> SamplingConfig:
-        config = self._rollouts.config.sampling
-        if not greedy:
-            return config
-        return SamplingConfig(config.max_new_tokens, top_k=1, slots=config.slots)
-
-    def _records(self, greedy: bool) -> bool:
-        """What is evaluated is not replayed."""
-        return self._rollouts.records and not greedy
-
-    def _sampler(self, config: SamplingConfig, records: bool) -> Sampler:
-        ends = self.ends.eos_ids, self.ends.pad_id
-        return Sampler(config, *ends, room=self._room, records=records)
+    def _sampler(self, greedy: bool) -> Sampler:
+        """What is evaluated, at temperature 0, is not replayed."""
+        config, ends = self.config.sampling, self.ends
+        if greedy:
+            config = SamplingConfig(config.max_new_tokens, top_k=1, slots=config.slots)
+        records = self.records and not greedy
+        given = config, ends.eos_ids, ends.pad_id
+        return Sampler(*given, room=self._room, records=records)
 
     def _key(self, step: jax.Array) -> jax.Array:
-        return Stream.ROLLOUTS.key(self._rollouts.config.run.seed, step)
+        return Stream.ROLLOUTS.key(self.config.run.seed, step)
 
     @property
     def _scalar(self) -> Any:
@@ -177,31 +165,31 @@ class SamplingProgram(AccumulatedProgram):
     @property
     def prompts(self) -> tuple[Any, Any]:
         """Shapes of what is sampled from: ids [N, P] and lengths [N]."""
-        width = self._rollouts.config.task.prompt_length
+        width = self.config.task.prompt_length
         if not self.keeps_cache:  # all before the last completion
-            width = self._room + 1 - self._rollouts.config.sampling.max_new_tokens
+            width = self._room + 1 - self.config.sampling.max_new_tokens
         return self._rows(width)
 
     @property
     def replies(self) -> tuple[Any, Any]:
         """Shapes of what follows on a kept cache: a completion's end and a reply."""
-        return self._rows(1 + self._rollouts.config.task.max_reply_tokens)
+        return self._rows(1 + self.config.task.max_reply_tokens)
 
     def _rows(self, width: int) -> tuple[Any, Any]:
-        ids = jax.ShapeDtypeStruct((self._rollouts.rows, width), jnp.int32)
-        lengths = jax.ShapeDtypeStruct((self._rollouts.rows,), jnp.int32)
+        ids = jax.ShapeDtypeStruct((self.rows, width), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((self.rows,), jnp.int32)
         return self.sampling_layout.of_rows((ids, lengths))
 
     @property
     def _room(self) -> int:
         """Tokens of the longest conversation that are read."""
-        config = self._rollouts.config
+        config = self.config
         task, slots = config.task, config.sampling.max_new_tokens
         return task.prompt_length + task.conversation_length(slots) - 1
 
     def rollout_phases(self, held: Mapping[str, Any]) -> list[Phase]:
         """The rollout, for a plan; turns that go on from a cache are another phase."""
-        config = self._rollouts.config
+        config = self.config
         rows, most = self.prompts[0].shape[0], config.sampling.max_new_tokens
         steps = most - 1
         if config.sampling.slots is not None:  # from one refilled slot to the next
@@ -209,30 +197,24 @@ class SamplingProgram(AccumulatedProgram):
         runs, kept = config.task.turns, {}
         if self.model_config.factory is None:  # else it is unknown
             kept["keys and values"] = self._cache_bytes()
-        if self._rollouts.records:
+        if self.records:
             kept["routes"] = self._routes_bytes()
         weights, tokens = weights_of(self), rows * most
+        first = Phase(
+            "rollout", self.trace_sample, weights, held, {}, tokens, turns=steps
+        )
         if not self.keeps_cache:
-            return [
-                Phase(
-                    "rollout", self.trace_sample, weights, held, kept, tokens,
-                    runs=runs, turns=steps,
-                )
-            ]  # fmt: skip
-        return [
-            Phase("rollout", self.trace_sample, weights, held, {}, tokens, turns=steps),
-            Phase(
-                "further turns", self.trace_further, weights, held, {}, tokens,
-                runs=runs - 1, turns=steps,
-            ),
-        ]  # fmt: skip
+            return [dataclasses.replace(first, parts=kept, runs=runs)]
+        trace = self.trace_further
+        further = dict(name="further turns", trace=trace, runs=runs - 1)
+        return [first, dataclasses.replace(first, **further)]
 
     def lines(self) -> Iterator[str]:
         """See `DecoderProgram`; what sampling without a cache costs."""
         yield from super().lines()
-        if "_rollouts" not in vars(self) or self._rollouts.config.task.recorded:
+        if not self.rows or self.config.task.recorded:
             return
-        config = self._rollouts.config
+        config = self.config
         if config.task.turns > 1 and self._drops_cache is not None:
             yield (
                 f"each of up to {config.task.turns} turns reads its whole conversation "

@@ -19,45 +19,19 @@ from jaxmem.data.documents import Batch
 from jaxmem.models import balance
 from jaxmem.models.head import HeadConfig
 from jaxmem.models.head_loss import head_loss
-from jaxmem.models.partitioning import as_stored
 from jaxmem.models.weights import join_weights, merge_module
 from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import Config
 from jaxmem.train.jobs.job import Job
-from jaxmem.train.jobs.whole_step import StepProgram
+from jaxmem.train.jobs.whole_step import StepProgram, sum_gradients
 from jaxmem.train.metrics import HeadCost, StepMetrics
 from jaxmem.train.mfu import flops_per_token, peak_of
 from jaxmem.train.phases import Phase
-from jaxmem.train.program import TrainState, add_in_float32, fixed_weights
+from jaxmem.train.program import TrainState, fixed_weights
 from jaxmem.train.progress import ProgressReport
 
 # -------------------------------------------------------------------- step
-
-
-def sum_gradients(
-    loss: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]],
-    params: Any,
-    micro_batches: Any,
-    normalizer: jax.Array,
-) -> tuple[Any, Any]:
-    """Loss and gradient of a whole step, one micro-batch alive at a time.
-
-    loss: (params, micro-batch, normalizer) to its share of what is differentiated, and
-    of the step's loss; with that, a tree of other sums. The normalizer is the tokens of
-    the whole step, so that each token weighs the same wherever it lies. All sums are in
-    float32.
-    """
-
-    def add(sums: Any, micro_batch: Any) -> tuple[Any, Any]:
-        run = jax.value_and_grad(loss, has_aux=True)
-        (_, (value, others)), gradients = run(params, micro_batch, normalizer)
-        return add_in_float32(sums, (value, as_stored(gradients))), others
-
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    zeros = jnp.zeros(()), as_stored(zeros)
-    (total, gradients), others = jax.lax.scan(add, zeros, micro_batches)
-    return (total, jax.tree.map(lambda x: jnp.sum(x, axis=0), others)), gradients
 
 
 def make_gradients(
@@ -76,7 +50,7 @@ def make_gradients(
         read = balance.counted(micro_batches.tokens, micro_batches.segment_ids)
         all_read = jnp.maximum(jnp.sum(read), 1)
 
-        def loss(params: Any, given: Any, normalizer: jax.Array):
+        def loss(params: Any, given: Any):
             batch, index, own_read = given
             key = None
             if number is not None:
@@ -85,18 +59,17 @@ def make_gradients(
             given = batch.tokens, batch.segment_ids, batch.positions
             hidden, routed = model.routed(*given)
             value, told = head_loss(
-                model.head, hidden, batch.labels, normalizer, head.logits,
+                model.head, hidden, batch.labels, tokens, head.logits,
                 head.sample, key,
             )  # fmt: skip
             share = own_read / all_read
             cost = balance.with_loss(value, routed, model.config, share)
-            return cost, (value, (routed, told))
+            return cost, (value, routed, told)
 
         tokens = jnp.sum(micro_batches.labels >= 0)
         indices = jnp.arange(len(micro_batches.labels), dtype=jnp.uint32)
         given = micro_batches, indices, jnp.sum(read, axis=(1, 2))
-        (total, others), slopes = sum_gradients(loss, params, given, tokens)
-        routed, told = others
+        (total, routed, told), slopes = sum_gradients(loss, params, given)
         seen = {} if routed is None else {"routed": routed}
         seen |= {name: x / jnp.maximum(tokens, 1) for name, x in told.items()}
         return slopes, {"loss": total, "tokens": tokens, **seen}
@@ -166,32 +139,19 @@ class Program(StepProgram):
 
         return sums
 
-    def compile_head(self, head: HeadConfig) -> jax.stages.Compiled:
-        """Compile loss and gradients of the head alone, for one micro-batch."""
-        return self.trace_head(head).lower().compile()
-
     def trace_loss(self) -> None:
         self.trace_head(self.config.head)
 
     def trace_head(self, head: HeadConfig) -> jax.stages.Traced:
         """Trace loss and gradients of the head alone."""
-        definition, weights = nnx.split(self.abstract.head)
-        hidden = self.hidden(*self._rows)
 
-        def loss(weights: Any, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+        def loss(module: Any, hidden: jax.Array, labels: jax.Array):
             tokens = jnp.sum(labels >= 0)
-            module = nnx.merge(definition, weights)
             key = Stream.GRADIENTS.key(0) if head.sample else None
-            return head_loss(
-                module, hidden, labels, tokens, head.logits,
-                head.sample, key,
-            )[0]  # fmt: skip
+            given = module, hidden, labels, tokens, head.logits, head.sample, key
+            return head_loss(*given)
 
-        gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-        labels = jax.ShapeDtypeStruct(self._rows, jnp.int32)
-        shapes = self.layout.of_head(nnx.to_pure_dict(weights), hidden, labels)
-        with self.layout.context():
-            return gradients.trace(*shapes)
+        return self.trace_of_head(loss, self._rows)
 
 
 # --------------------------------------------------------------------- job
@@ -271,16 +231,9 @@ class Sft(Job, name="sft"):
         return {"held_out_loss": self._held_out_loss}
 
     def costs(self) -> dict[str, HeadCost]:
-        """See `Job`; the step that trained is not compiled again."""
-        program, trained, costs = self.program, self.config.head, {}
-        for logits in ("fused", "materialised"):
-            head = trained.using(logits)
-            step = self._compiled if head == trained else program.compile_step(head)
-            costs[logits] = HeadCost(
-                head=metrics.memory_of(program.compile_head(head)),
-                step=metrics.memory_of(step),
-            )
-        return costs
+        program, trained = self.program, self._compiled
+        given = self.config.head, trained, program.compile_step, program.trace_head
+        return metrics.head_costs(*given)
 
     def summary(self, history: Sequence[StepMetrics]) -> Mapping[str, Any]:
         held_out = {"held_out_loss": history[-1].held_out_loss}

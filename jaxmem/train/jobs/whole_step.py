@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.models.head import HeadConfig
+from jaxmem.models.partitioning import as_stored
 from jaxmem.train.program import (
     DecoderProgram,
     StreamedUpdate,
     TrainState,
+    add_in_float32,
     gradient_shapes,
     update,
 )
@@ -30,6 +32,24 @@ def step_of(gradients: Callable, optimizer: optax.GradientTransformation) -> Cal
         return state, numbers | {"grad_norm": norm}
 
     return step
+
+
+def sum_gradients(
+    loss: Callable[[Any, Any], tuple[jax.Array, Any]], params: Any, micro_batches: Any
+) -> tuple[Any, Any]:
+    """What a loss tells of a whole step, and its gradients in float32.
+
+    One micro-batch is alive at a time. The loss gives what is differentiated of it, and
+    a tree of arrays; both add up over the micro-batches [K, ...].
+    """
+
+    def add(sums: Any, micro_batch: Any) -> tuple[Any, Any]:
+        (_, told), slopes = jax.value_and_grad(loss, has_aux=True)(params, micro_batch)
+        return add_in_float32(sums, as_stored(slopes)), told
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    gradients, told = jax.lax.scan(add, as_stored(zeros), micro_batches)
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), told), gradients
 
 
 class StreamedStep:

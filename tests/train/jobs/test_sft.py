@@ -409,7 +409,7 @@ def test_epochs_decide_the_steps(config):
         assert made.steps == -(-epochs * count // accumulate)
     job = jobs.job_of(config)
     assert with_steps(job) is job
-    with pytest.raises(ValueError, match="RunConfig.epochs must be above 0 and finite"):
+    with pytest.raises(ValueError, match="RunConfig.epochs must be above 0, or None"):
         changed(config, run=dict(epochs=0.0))
 
 
