@@ -152,9 +152,6 @@ def _macros_in(value: Any) -> list[str]:
     return [r.scoped_selector.removesuffix("/gin.macro") for r in references]
 
 
-# -------------------------------------------------------------------- files
-
-
 class _OnlyValues(gin_config.ParserDelegate):
     """Rejects `@references`, which no field accepts."""
 
@@ -249,9 +246,6 @@ def _gin_key(key: str) -> str | tuple[str, str, str]:
     return key if "." in key else (key, "gin.macro", "value")
 
 
-# ---------------------------------------------------------------- overrides
-
-
 def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
     bindings: dict[str, _Binding] = {}
     for override in overrides:
@@ -279,9 +273,6 @@ def _override_value(text: str, where: str) -> Any:
             shown = messages.short(text)
             raise ConfigError(f"{where}: {shown} is not a Python literal") from error
         return text.strip()
-
-
-# ------------------------------------------------------------ keys and types
 
 
 def _check_known(key: str, where: str) -> None:

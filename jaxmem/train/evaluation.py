@@ -30,7 +30,12 @@ class EvalConfig:
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether a step, of `steps` in all, is evaluated."""
-        return self.every is not None and (step % self.every == 0 or step == steps)
+        return is_due(self.every, step, steps)
+
+
+def is_due(every: int | None, step: int, steps: int) -> bool:
+    """Whether what is done every so many steps, and after the last, follows a step."""
+    return every is not None and (step % every == 0 or step == steps)
 
 
 class Evaluated(NamedTuple):

@@ -65,10 +65,7 @@ def _of_own(
         own.save_weights(unfinished, model, dtype)
         text = unfinished / own.TEXT
         text.mkdir()
-        checkpoints.copy_text_files(place.directory, text)
-        if place.chat_template is not None:
-            template = Path(place.chat_template).expanduser()
-            shutil.copyfile(template, text / "chat_template.jinja")
+        results.copy_text(place.directory, text, place.chat_template)
         results.add_end(text, place.end_of_turn)
     return (
         f"saved in {target}: model.safetensors has the weights by their paths in the "

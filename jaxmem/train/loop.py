@@ -16,11 +16,11 @@ from jaxmem.data.rewards import RewardError
 from jaxmem.train import metrics, report, resuming, wandb_writer
 from jaxmem.train.checkpoint import CheckpointError, Checkpoints
 from jaxmem.train.damaged import set_aside_damaged
-from jaxmem.train.evaluation import Best, EvalConfig
+from jaxmem.train.evaluation import Best, EvalConfig, is_due
 from jaxmem.train.history import MetricsWriter, read_history
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.program import TrainState
-from jaxmem.train.progress import ProgressReport
+from jaxmem.train.progress import ProgressReport, say
 from jaxmem.train.settings import RunConfig, Settings
 from jaxmem.train.wandb_writer import WandbWriter
 
@@ -51,7 +51,7 @@ class Run:
         self.out_dir = Path(config.out_dir).expanduser().absolute()
         self.done = self.saved = self.taken = checkpoints.latest() or 0
         self.metrics_path = self.out_dir / "metrics.jsonl"
-        self._unwritten: list[bytes] = []  # lines of that file
+        self._metrics: MetricsWriter | None = None  # in the first process
         self.progress = ProgressReport(
             console, config.steps, self.done, config.log_every
         )
@@ -64,7 +64,7 @@ class Run:
             where = (Path(config.out_dir), self.done, config.steps)
             changes = resuming.changes(saved, settings, *where)
             message = f"resuming {files.shown(self.out_dir)} after step {self.done}"
-            _log(console, "; ".join([message, *changes]))
+            say(console, "; ".join([message, *changes]))
 
     def use_backend(self, backend: str, named: str | None) -> None:
         """Record what computes the head's loss; a resumed run must go on with it.
@@ -80,7 +80,7 @@ class Run:
                     f"head.implementation={saved!r} to go on as before, or {backend!r} "
                     "to change it"
                 )
-            _log(self._console, f"head.implementation was {saved!r}, is {backend!r}")
+            say(self._console, f"head.implementation was {saved!r}, is {backend!r}")
         fixed, changeable = self._settings
         head = {**changeable.get("head", {}), _BACKEND: backend}
         self._settings = Settings(fixed, {**changeable, "head": head})
@@ -91,29 +91,29 @@ class Run:
         The texts are files for the run's directory, by name, written after the saved
         state has been checked to belong to this run; empty ones are not.
         """
-        state = self._first_state(job)
+        state = job.initial_state() if not self.done else self._restored_state(job)
         self._texts, run = texts, self._config
         self._write_texts()
-        with self._stop.deferred(), self._writer() as writer, self.progress:
+        with self._stop.deferred(), self._writing(), self.progress:
             if self.taken < run.steps:
                 self.progress.waiting("compiling")
             unread, number = None, self.taken
             while not (stopped := self._must_stop()) and number < run.steps:
                 before, number = unread, number + 1
                 try:
-                    state, unread = self._dispatch(job, number, state, writer)
+                    state, unread = self._dispatch(job, number, state)
                 finally:  # while the device takes the step
                     if before is not None:
-                        self._record(self._finite(before), writer)
+                        self._record(self._finite(before))
                 if self._reads_now(unread, number):
                     taken, unread = self._finite(unread), None
-                    self._record(self._evaluated(job, state, taken), writer)
+                    self._record(self._evaluated(job, state, taken))
                 if self._is_due(number):
-                    self._save(job, state, writer)
+                    self._save(job, state)
             if unread is not None:
-                self._record(self._finite(unread), writer)
+                self._record(self._finite(unread))
             if stopped and run.checkpoint_every and self.saved < self.taken:
-                self._save(job, state, writer)
+                self._save(job, state)
         if stopped:
             self._stop.raise_if_requested()
         return state
@@ -130,11 +130,7 @@ class Run:
         return taken
 
     def _dispatch(
-        self,
-        job: Job,
-        number: int,
-        state: TrainState,
-        writer: MetricsWriter | None,
+        self, job: Job, number: int, state: TrainState
     ) -> tuple[TrainState, Any]:
         """Start a step; a call of what is returned waits for its metrics."""
         try:
@@ -142,7 +138,7 @@ class Run:
         except RewardError:
             # A rollout leaves the state as the last step made it.
             if self._config.checkpoint_every and self.saved < self.taken:
-                self._save(job, state, writer)
+                self._save(job, state)
             raise
 
     def _reads_now(self, unread: Any, number: int) -> bool:
@@ -150,10 +146,10 @@ class Run:
         evaluates = self._evaluation.is_due(number, self._config.steps)
         return evaluates or self._is_due(number) or not callable(unread)
 
-    def _record(self, taken: metrics.AnyMetrics, writer: MetricsWriter | None) -> None:
+    def _record(self, taken: metrics.AnyMetrics) -> None:
         self.taken = taken.step
-        if writer is not None:
-            writer.write(taken)
+        if self._metrics is not None:
+            self._metrics.write(taken)
         self.progress.update(taken)
 
     def _evaluated(
@@ -176,12 +172,10 @@ class Run:
                 best = Best(self.out_dir / "best")
                 message = best.offer(number, evaluated.cost, save)
             if message:
-                _log(self._console, message)
+                say(self._console, message)
         return evaluated.metrics
 
-    def _first_state(self, job: Job) -> TrainState:
-        if not self.done:
-            return job.initial_state()
+    def _restored_state(self, job: Job) -> TrainState:
         state, data_state = job.restored_state(self._checkpoints, self.done)
         job.set_state(data_state)
         return state
@@ -196,16 +190,14 @@ class Run:
 
     def _is_due(self, number: int) -> bool:
         """Whether a checkpoint follows a step."""
-        every = self._config.checkpoint_every
-        if every is None:
-            return False
-        return number % every == 0 or number == self._config.steps
+        run = self._config
+        return is_due(run.checkpoint_every, number, run.steps)
 
-    def _save(self, job: Job, state: TrainState, writer: MetricsWriter | None) -> None:
+    def _save(self, job: Job, state: TrainState) -> None:
         self._renew()
         # Before the checkpoint, so that the metrics of a restored step are on disk.
-        if writer is not None:
-            writer.flush()
+        if self._metrics is not None:
+            self._metrics.flush()
         saved = self.taken, state, job.get_state(), self._saved_settings
         with resuming.advising(self.saved):
             try:
@@ -215,13 +207,13 @@ class Run:
                     raise
                 self._checkpoints.save(*saved)  # it was removed at that moment
         self.saved = self.taken
-        if writer is not None:
+        if self._metrics is not None:
             self._report(job)
 
     def _renew(self) -> bool:
         """Make the run's directory anew if it was removed; return whether it was."""
         if said := processes.by_first(self._lock.renew):
-            _log(self._console, said)
+            say(self._console, said)
             self._write_texts()
         return bool(said)
 
@@ -233,41 +225,40 @@ class Run:
                 files.write_whole(self.out_dir / "samples.jsonl", "".join(lines))
             report.write(self.out_dir)
         except OSError as error:
-            _log(self._console, f"{error}; training goes on")
+            say(self._console, f"{error}; training goes on")
 
     @property
     def _saved_settings(self) -> dict[str, Any]:
         return {**self._settings.fixed, resuming.CHANGEABLE: self._settings.changeable}
 
     @contextlib.contextmanager
-    def _writer(self) -> Iterator[MetricsWriter | None]:
-        """A metrics writer in the first process; None in the others."""
+    def _writing(self) -> Iterator[None]:
+        """With a metrics writer in the first process."""
         if not processes.is_first():
-            yield None
+            yield
             return
-        log = functools.partial(_log, self._console)
+        log = functools.partial(say, self._console)
         every = self._config.log_every
         with (
             self._wandb(log) as board,
-            MetricsWriter(self.out_dir, self.done, log, every, board) as writer,
+            MetricsWriter(self.out_dir, self.done, log, every, board) as self._metrics,
         ):
-            yield writer
-        self._unwritten = writer.unwritten
+            yield
 
     def _wandb(self, log: Callable[[str], None]) -> contextlib.AbstractContextManager:
         project, settings = self._config.wandb, self._settings
         if project is None:
             return contextlib.nullcontext()
-        names = [*settings.fixed, *(settings.changeable.keys() - settings.fixed.keys())]
         merged = {
             name: {**settings.changeable.get(name, {}), **settings.fixed.get(name, {})}
-            for name in names
+            for name in {**settings.fixed, **settings.changeable}
         }
         return WandbWriter(project, self.out_dir, self.done, merged, log)
 
     def history(self, kind: type) -> list[Any]:
         """Every step of the run, including those of earlier processes."""
-        return read_history(self.metrics_path, kind, self._unwritten)
+        unwritten = self._metrics.unwritten if self._metrics is not None else ()
+        return read_history(self.metrics_path, kind, unwritten)
 
     def best_state(self, job: Job) -> TrainState | None:
         """The state of the best evaluation, as `out_dir/best` keeps it, if any."""
@@ -309,13 +300,14 @@ def open_run(
     """
     out_dir = Path(config.out_dir).expanduser().absolute()
     where = f"run.out_dir={config.out_dir!r}"
-    log = functools.partial(_log, console)
+    log = functools.partial(say, console)
     if config.wandb is not None and processes.is_first():
         wandb_writer.check(config.wandb)
     with (
         Stop() as stop,
         locks.exclusive(out_dir / "lock", where, log) as lock,
-        _deferred_if_distributed(stop),
+        # Several processes must agree on the last step.
+        stop.deferred() if jax.process_count() > 1 else contextlib.nullcontext(),
     ):
         run = None
         try:
@@ -333,14 +325,3 @@ def open_run(
             if stop.signal:
                 last = run.position() if run is not None else "before the first step"
                 log(f"stopped by {stop.name} {last}")
-
-
-def _deferred_if_distributed(stop: Stop) -> contextlib.AbstractContextManager:
-    """Defer signals if several processes must agree on the last step."""
-    return stop.deferred() if jax.process_count() > 1 else contextlib.nullcontext()
-
-
-def _log(console: Console, line: str) -> None:
-    """Print a line; a full disk behind stdout does not end the run."""
-    with contextlib.suppress(OSError):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)

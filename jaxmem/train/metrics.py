@@ -1,8 +1,7 @@
 """Metrics of steps, and the summary of a run and its memory."""
 
-import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -234,14 +233,6 @@ class AnyMetrics(Protocol):
     def _asdict(self) -> dict[str, Any]: ...
 
 
-def finite(taken: AnyMetrics) -> AnyMetrics:
-    """Return the metrics; raise if the loss or the gradient is infinite or NaN."""
-    for name, value in (("loss", taken.loss), ("gradient's norm", taken.grad_norm)):
-        if not math.isfinite(value):
-            raise FloatingPointError(f"the {name} of step {taken.step} is {value}")
-    return taken
-
-
 def tokens_per_second(history: Sequence[AnyMetrics]) -> float:
     """Median over the steps, which is robust to slow ones; 0 without steps."""
     return statistics.median(s.tokens_per_second for s in history) if history else 0.0
@@ -315,17 +306,6 @@ class Phase(NamedTuple):
     name: str
     seconds: float  # median over the steps
     memory: Memory  # of the largest of its programs
-
-
-def phase_of(
-    name: str,
-    history: Sequence[PolicyMetrics],
-    programs: Iterable[jax.stages.Compiled],
-) -> Phase:
-    """A phase's median time over the steps, and its memory by the compiler."""
-    seconds = statistics.median(getattr(s, f"{name}_seconds") for s in history)
-    memory = max((memory_of(p) for p in programs), key=lambda memory: memory.peak)
-    return Phase(name, seconds, memory)
 
 
 def phase_table(phases: Sequence[Phase]) -> Table:

@@ -69,13 +69,11 @@ class OptimizerConfig:
 
     def _check_read(self) -> None:
         """Refuse what the named optimizer does not read or cannot do."""
-        for field in dataclasses.fields(self):
-            if field.name not in ("b1", "b2", "eps"):
-                continue
-            value = getattr(self, field.name)
-            if value != field.default and field.name not in _READ[self.name]:
+        for name in ("b1", "b2", "eps"):
+            value = getattr(self, name)
+            if value != getattr(type(self), name) and name not in _READ[self.name]:
                 raise ValueError(
-                    f"OptimizerConfig.{field.name}={value} is not read by "
+                    f"OptimizerConfig.{name}={value} is not read by "
                     f"optimizer.name={self.name!r}; leave it out"
                 )
         if self.offload and self.name in ("muon", "adafactor"):
@@ -129,20 +127,20 @@ def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
     """Clipping by the global norm, if configured, followed by `update_rule`."""
+    return optax.chain(_clipping(config), update_rule(config, schedule))
+
+
+def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
     # The state has one structure in both cases, so a resumed run may change clip_norm.
-    clipping = optax.identity()
-    if config.clip_norm is not None:
-        clipping = optax.clip_by_global_norm(config.clip_norm)
-    return optax.chain(clipping, update_rule(config, schedule))
+    if config.clip_norm is None:
+        return optax.identity()
+    return optax.clip_by_global_norm(config.clip_norm)
 
 
 def clip(config: OptimizerConfig, gradients: Any) -> tuple[Any, jax.Array]:
     """The clipped gradients, as in `make_optimizer`, and their norm before clipping."""
-    norm = optax.tree.norm(gradients)
-    if config.clip_norm is None:
-        return gradients, norm
-    clipping = optax.clip_by_global_norm(config.clip_norm)
-    return clipping.update(gradients, optax.EmptyState())[0], norm
+    clipped, _ = _clipping(config).update(gradients, optax.EmptyState())
+    return clipped, optax.tree.norm(gradients)
 
 
 def update_rule(

@@ -38,14 +38,10 @@ from jaxmem.train.optimizer import (
     make_optimizer,
     update_rule,
 )
+from jaxmem.train.progress import say
 
 # Only "xla" has these verbs, whichever backend computes the others.
-_OF_XLA = (
-    "support_logprobs",
-    "selected_logprobs",
-    "divergence",
-    "divergence_loss",
-)
+_OF_XLA = "support_logprobs", "selected_logprobs", "divergence", "divergence_loss"
 
 
 class TrainState(NamedTuple):
@@ -158,10 +154,8 @@ class DecoderProgram:
             self._use(policy)
             return self.trace_backward()
 
-        def show(table: str) -> None:
-            console.print(table, highlight=False, markup=False, soft_wrap=True)
-
         layers, held = self.model_config.layers, self.held_with_backward()
+        show = functools.partial(say, console)
         self._use(self.config.remat.fit(step, layers, held, show))
 
     def trace_backward(self) -> jax.stages.Traced:

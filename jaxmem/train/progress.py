@@ -11,6 +11,12 @@ from rich.text import Text
 from jaxmem.train.metrics import AnyMetrics
 
 
+def say(console: Console, line: str) -> None:
+    """Print a line as it is; a full disk behind stdout does not end the run."""
+    with contextlib.suppress(OSError):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 class _Clock(progress.ProgressColumn):
     """Seconds since the start until the first step ends, then the time remaining."""
 
@@ -87,8 +93,7 @@ class ProgressReport:
 
     def say(self, line: str) -> None:
         """Print a line, beside the bar if there is one."""
-        with contextlib.suppress(OSError):  # a full disk behind stdout
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, line)
 
     def _print(self, line: str) -> None:
         """Print a plain line, where there is no bar."""

@@ -133,13 +133,7 @@ def write(out_dir: Path) -> None:
     steps = [step for step in lines if type(step.get("step")) is int]
     if not steps:
         return
-    summary = next(_objects(out_dir / "summary.json", whole=True), {})
-    samples = [x for x in _objects(out_dir / "samples.jsonl") if _is_sample(x)]
-    evaluated = next(_objects(out_dir / "eval.json", whole=True), {})
-    subject = ", ".join(_SUBJECT.findall(_text(out_dir / "operative.gin")))
-    settings = _text(out_dir / "settings.gin")
-    name = out_dir.resolve().name
-    page = "".join(_page(name, subject, steps, summary, evaluated, samples, settings))
+    page = "".join(_page(out_dir, steps))
     # Half of a surrogate pair, which JSON can hold, is no text.
     files.write_whole(out_dir / "report.html", page.encode("utf-8", "replace"))
 
@@ -166,16 +160,10 @@ def _text(path: Path) -> str:
     return path.read_text("utf-8", errors="replace") if path.exists() else ""
 
 
-def _page(
-    name: str,
-    subject: str,
-    steps: Sequence[Mapping[str, Any]],
-    summary: Mapping[str, Any],
-    evaluated: Mapping[str, Any],
-    samples: Sequence[Mapping[str, Any]],
-    settings: str,
-) -> Iterator[str]:
-    title = escape(name)
+def _page(out_dir: Path, steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    summary = next(_objects(out_dir / "summary.json", whole=True), {})
+    evaluated = next(_objects(out_dir / "eval.json", whole=True), {})
+    title = escape(out_dir.resolve().name)
     yield (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -184,7 +172,7 @@ def _page(
     )
     device = f" on {summary['device']}" if "device" in summary else ""
     yield f"<p>step {steps[-1]['step']:,}{escape(device)}, jaxmem {__version__}</p>"
-    if subject:
+    if subject := ", ".join(_SUBJECT.findall(_text(out_dir / "operative.gin"))):
         yield f"<p>{escape(subject)}</p>"
     results = "".join([*_results(steps), *_tiles(_RATES, steps)])
     yield f'<section class="tiles">{results}</section>'
@@ -193,9 +181,9 @@ def _page(
         yield f'<h2>Last values</h2><section class="tiles">{last}</section>'
     yield f'<h2>By step</h2><section class="charts">{"".join(_charts(steps))}</section>'
     yield from _memory(summary.get("memory"))
-    if samples:
+    if samples := [x for x in _objects(out_dir / "samples.jsonl") if _is_sample(x)]:
         yield from _samples(samples)
-    if settings:
+    if settings := _text(out_dir / "settings.gin"):
         yield "<h2>Settings that differ from the defaults</h2>"
         yield f'<div class="card"><pre>{escape(settings)}</pre></div>'
     yield "</main></body></html>\n"

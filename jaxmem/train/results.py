@@ -12,6 +12,7 @@ from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.own import LanguageModel, OwnModel
 from jaxmem.train import keys, own
 from jaxmem.train.jobs.job import Job
+from jaxmem.train.progress import say
 
 _STARTED = "started.txt"  # when a run did
 END_OF_TURN = "end_of_turn.txt"  # the token that ends the turns it learned from
@@ -61,9 +62,7 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
         except checkpoints.CheckpointError as error:
             if source is not None and decoder.config.factory is None:
                 raise
-            console.print(
-                f"no {files.shown(target)}: {error}", highlight=False, soft_wrap=True
-            )
+            say(console, f"no {files.shown(target)}: {error}")
             if isinstance(decoder, OwnModel) and processes.is_first():
                 write_text(directory / own.TEXT, decoder, job, directory)
             return
@@ -71,7 +70,7 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
     adapts = source if decoder.config.lora_rank else None
     if adapts is not None and checkpoints.read_config(adapts).text_part:
         line += ", with the text part of the checkpoint alone, once that is saved"
-    console.print(line, highlight=False, soft_wrap=True)
+    say(console, line)
 
 
 def leave_best(
@@ -113,11 +112,16 @@ def write_text(target: Path, model: OwnModel, job: Job, directory: Path) -> None
         text = job.text(directory)
         checkpoints.write_text_files(target, described, text, "float32")
         return
-    checkpoints.copy_text_files(Path(source).expanduser(), target)
-    if reads.chat_template is not None:
-        template = Path(reads.chat_template).expanduser()
-        shutil.copyfile(template, target / "chat_template.jinja")
+    copy_text(Path(source).expanduser(), target, reads.chat_template)
     add_end(target, reads.end_of_turn())
+
+
+def copy_text(source: Path, target: Path, template: str | None) -> None:
+    """Copy how a checkpoint reads text; a template that is named replaces its own."""
+    checkpoints.copy_text_files(source, target)
+    if template is not None:
+        path = Path(template).expanduser()
+        shutil.copyfile(path, target / "chat_template.jinja")
 
 
 def known(model: LanguageModel) -> Decoder:

@@ -2,11 +2,11 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmem.train import metrics
 from jaxmem.train.checkpoint import CheckpointError, Checkpoints
 from jaxmem.train.metrics import AnyMetrics
 
@@ -37,20 +37,20 @@ def check_finite(taken: AnyMetrics, checkpoints: Checkpoints, saved: int) -> Non
     older checkpoints are no longer needed.
     """
     first = taken.step == saved + 1
-    try:
-        metrics.finite(taken)
-    except FloatingPointError as error:
+    for name, value in (("loss", taken.loss), ("gradient's norm", taken.grad_norm)):
+        if math.isfinite(value):
+            continue
+        problem = f"the {name} of step {taken.step} is {value}"
         if taken.step == 1:
             raise FloatingPointError(
-                f"{error}, from the initial weights and the first batch"
-            ) from error
-        note = ""
+                f"{problem}, from the initial weights and the first batch"
+            )
         if first:
-            note = f", so that checkpoint {saved} is renamed to "
-            note += checkpoints.reject(saved)
+            moved = checkpoints.reject(saved)
+            problem += f", so that checkpoint {saved} is renamed to {moved}"
             saved = checkpoints.latest() or 0
         with advising(saved):
-            raise FloatingPointError(f"{error}{note}") from error
+            raise FloatingPointError(problem)
     if first:
         checkpoints.prune()
 

@@ -5,10 +5,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import tokenizers
 
+from jaxmem.data.prompts import Prompt
 from jaxmem.data.records import DataError
+from jaxmem.data.tasks import TaskConfig
 from jaxmem.train.jobs.rollouts import Completions
-from jaxmem.train.jobs.rows import take
+from jaxmem.train.jobs.rows import padded, take
 
 
 class Asked(NamedTuple):
@@ -98,3 +101,21 @@ class Task(abc.ABC):
                 "restore them, or start a new run"
             )
         return state["next_problem"]
+
+
+class FilePrompts(Task):
+    """A task whose prompts are those of a file's records."""
+
+    def __init__(self, config: TaskConfig, tokenizer: tokenizers.Tokenizer):
+        self._config, self._tokenizer = config, tokenizer
+
+    def _asked(self, items: list[Prompt]) -> Asked:
+        rows = [item.ids for item in items]
+        return Asked(*padded(rows, self._config.max_prompt_tokens), items)
+
+    def question(self, asked: Asked, i: int) -> str:
+        prompt = asked.items[i].prompt
+        return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+
+    def text(self, ids: np.ndarray) -> str:
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)

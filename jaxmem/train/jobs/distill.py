@@ -53,8 +53,6 @@ class Distill(Job, name="distill"):
     Config, Metrics = DistillJobConfig, DistillMetrics
     chart = ("divergence", "divergence (nats per token)")
 
-    # ---------------------------------------------------------- configuration
-
     def sizes(self) -> ModelConfig:
         """See `Job`; without a checkpoint, with its teacher's vocabulary."""
         return teachers.of_same_vocabulary(self.config, super().sizes())
@@ -96,8 +94,6 @@ class Distill(Job, name="distill"):
         rows, rest = divmod(slots, config.row_lengths[-1])
         return None if rest else (rows, {"distill.max_tokens": slots})
 
-    # --------------------------------------------------------------- programs
-
     def make_program(self, vocab_size: int) -> DistillProgram:
         distill, rows = self.config.distill, self.config.model.vocab_size
         if distill.mode != "offline":
@@ -123,8 +119,6 @@ class Distill(Job, name="distill"):
 
     def phases(self) -> list[Phase]:
         return self.program.phases()
-
-    # ------------------------------------------------------------------ steps
 
     def open(self) -> None:
         config, reads = self.config, self.reads
@@ -243,8 +237,6 @@ class Distill(Job, name="distill"):
             observed.append(sums | {"tokens": self._count(batch).learned})
         sums = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *observed)
         return {name: sums[name] / max(sums["tokens"], 1) for name in METRICS}
-
-    # -------------------------------------------------------------------- end
 
     def summary(self, history: Sequence[DistillMetrics]) -> Mapping[str, Any]:
         held_out = ["held_out_loss", "held_out_divergence", "held_out_ce"]

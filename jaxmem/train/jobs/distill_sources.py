@@ -162,8 +162,7 @@ class Prompts(Source):
         weights = params, self._frozen
         sample = Turns(self._program, self._sample, weights, (number, 0))
         samples = sample(*asked[:2], 0)
-        tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
-        return Completions.of(*asked[:2], tokens, lengths), samples, sample.decoded
+        return Completions.of_samples(asked, samples), samples, sample.decoded
 
     def _batches(
         self, completions: Completions, advantages: np.ndarray | None = None

@@ -47,8 +47,6 @@ class Grpo(Job, name="grpo"):
     changeable = ("optimizer", "grpo", "sampling")
     chart = ("reward", "reward")
 
-    # ---------------------------------------------------------- configuration
-
     def reading(self) -> Questions:
         config = self.config
         return Questions(
@@ -86,15 +84,11 @@ class Grpo(Job, name="grpo"):
         rows, rest = divmod(slots, self.config.row_lengths[-1])
         return None if rest else (rows, {"grpo.max_tokens_train": slots})
 
-    # --------------------------------------------------------------- programs
-
     def make_program(self, vocab_size: int) -> PolicyProgram:
         return PolicyProgram(self.config)
 
     def phases(self) -> list[Phase]:
         return policy_report.phases_of(self.program)
-
-    # ------------------------------------------------------------------ steps
 
     def open(self) -> None:
         self.task = self.reads.task
@@ -200,24 +194,22 @@ class Grpo(Job, name="grpo"):
         if isinstance(self.task, Conversations):
             played, graded = self.task.play(asked, sample)
             samples, truncated, turns, by_turn = played
-            said = np.asarray(samples.tokens), np.asarray(samples.lengths)
-            own, routes = np.asarray(samples.mask), samples.routes
-            completions = Completions.of(*asked[:2], *said, own, routes)
-            samples = samples._replace(routes=None)
-            return Sampled(
-                asked, completions, samples, graded, truncated, turns, sample.decoded,
-                by_turn if self.config.grpo.turn_rewards else None,
-            )  # fmt: skip
-        samples = sample(*asked[:2], 0)
-        tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
-        completions = Completions.of(*asked[:2], tokens, lengths, None, samples.routes)
+            own = np.asarray(samples.mask)
+            completions = Completions.of_samples(asked, samples, own)
+            if not self.config.grpo.turn_rewards:
+                by_turn = None
+        else:
+            samples, by_turn = sample(*asked[:2], 0), None
+            completions = Completions.of_samples(asked, samples)
+            ids, lengths = completions.sampled, completions.lengths
+            ends = np.take_along_axis(ids, lengths[:, None] - 1, axis=1)[:, 0]
+            truncated = ~np.isin(ends, self.program.ends.eos_ids)
+            graded, turns = self.task.grade(asked, completions), np.ones_like(lengths)
         samples = samples._replace(routes=None)
-        ends = np.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
-        truncated = ~np.isin(ends, self.program.ends.eos_ids)
-        graded, turns = self.task.grade(asked, completions), np.ones_like(lengths)
         return Sampled(
-            asked, completions, samples, graded, truncated, turns, sample.decoded
-        )
+            asked, completions, samples, graded, truncated, turns, sample.decoded,
+            by_turn,
+        )  # fmt: skip
 
     def evaluate(self, state: TrainState, taken: PolicyMetrics) -> Evaluated | None:
         """Complete the held-out prompts at temperature 0."""
@@ -265,12 +257,10 @@ class Grpo(Job, name="grpo"):
         replays = completions.routes is not None
         for batch in completions.batches(packed):
             shape, given = batch.tokens.shape, (batch, next(supports), next(routes))
-            placed = self._placed(given, self.program.forward(shape, replays))
+            structs = self.program.forward(shape, replays)
+            placed = self.program.layout.place(given, structs)
             outputs.append(programs[shape](params, self.frozen, *placed))
         return completions.measured(packed, jax.device_get(outputs))
-
-    def _placed(self, arrays: Any, structs: Any) -> Any:
-        return self.program.layout.place(arrays, structs)
 
     def _learn(
         self, number: int, state: TrainState, rollout: Minibatch, old: Logprobs
@@ -318,7 +308,7 @@ class Grpo(Job, name="grpo"):
         program, sums, measured = self.program, self._compiled.zeros(), []
         for i, (rows, normalizer) in enumerate(part.micro_batches(self.config, kept)):
             shape = rows.batch.tokens.shape
-            rows = self._placed(rows, program.micro_batch(shape))
+            rows = program.layout.place(rows, program.micro_batch(shape))
             drawn_by = program.micro_batch_numbers(
                 self.config.head, number, minibatch, i
             )
@@ -392,8 +382,6 @@ class Grpo(Job, name="grpo"):
             "ids, in the sampler and the trainer alike; raise it for all of "
             "sampling.top_p or min_p"
         )
-
-    # -------------------------------------------------------------------- end
 
     def costs(self) -> dict[str, HeadCost]:
         return policy_report.head_costs(self.program, self._compiled)

@@ -74,8 +74,6 @@ class Job(abc.ABC):
             )
         self.config = dataclasses.replace(config, **changes)
 
-    # ---------------------------------------------------------- configuration
-
     @property
     def mesh(self) -> MeshConfig:
         """The device mesh."""
@@ -113,8 +111,6 @@ class Job(abc.ABC):
             name: {k: v for k, v in fields.items() if k not in fixed.get(name, {})}
             for name, fields in changeable.items()
         })  # fmt: skip
-
-    # ------------------------------------------------------------------- data
 
     def reading(self) -> Reading:
         """What the job reads; nothing is opened yet."""
@@ -156,8 +152,6 @@ class Job(abc.ABC):
         """Entries of the vocabulary of a run's directory."""
         return _saved_tokenizer(directory).get_vocab_size()
 
-    # --------------------------------------------------------------- programs
-
     @abc.abstractmethod
     def make_program(self, vocab_size: int) -> DecoderProgram:
         """Functions and shapes of a run; nothing is allocated."""
@@ -194,8 +188,6 @@ class Job(abc.ABC):
             return None
         values = {"data.batch_size": int(rows), "run.accumulate": int(parts)}
         return int(rows), values
-
-    # -------------------------------------------------------------------- run
 
     def open(self) -> None:
         """Open the data, before anything is compiled."""
@@ -270,8 +262,6 @@ class Job(abc.ABC):
     def samples(self) -> list[dict[str, Any]]:
         """Rows of the report's table: prompt, tokens, logprobs and reward (or None)."""
         return []
-
-    # -------------------------------------------------------------------- end
 
     def finish(self, state: Any) -> dict[str, Any]:
         """What the last evaluation adds to the metrics of the last step."""

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 
 from jaxmem.train import metrics, phases
@@ -72,9 +73,13 @@ def timed_phases(
         "update": [*compiled.gradients.values(), compiled.update],
     }
     return [
-        metrics.phase_of(name, history, programs[name])
-        for name in programs
-        if programs[name]
+        metrics.Phase(
+            name,
+            statistics.median(getattr(step, f"{name}_seconds") for step in history),
+            max(map(metrics.memory_of, made), key=lambda memory: memory.peak),
+        )
+        for name, made in programs.items()
+        if made
     ]
 
 

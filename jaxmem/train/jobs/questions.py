@@ -15,7 +15,7 @@ from jaxmem.data.prompts import Prompt
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import SamplingConfig
-from jaxmem.train.jobs.asked import Asked, Graded, Task
+from jaxmem.train.jobs.asked import Asked, FilePrompts, Graded, Task
 from jaxmem.train.jobs.conversations import Played, Replies, Sample, play
 from jaxmem.train.jobs.reading import Reading, Record
 from jaxmem.train.jobs.recorded import RecordedRollouts
@@ -53,7 +53,7 @@ class Sums(Task):
         return "problems are drawn anew in every rollout, from task.seed"
 
 
-class OwnPrompts(Task):
+class OwnPrompts(FilePrompts):
     """Prompts of a file, and reward functions."""
 
     def __init__(
@@ -63,7 +63,7 @@ class OwnPrompts(Task):
         tokenizer: tokenizers.Tokenizer,
         reader: RecordReader,
     ):
-        self._config, self._tokenizer = config, tokenizer
+        super().__init__(config, tokenizer)
         self._max_new_tokens = sampling.max_new_tokens
         self._score = rewards.Scorer(
             config.rewards, config.reward_weights, config.timeout
@@ -80,13 +80,6 @@ class OwnPrompts(Task):
         """See `Task`; every epoch has an order of its own."""
         numbers = (self._order[n] for n in range(start, start + count))
         return self._asked([self._train[i] for i in numbers])
-
-    def _asked(self, items: list[Prompt]) -> Asked:
-        lengths = np.array([len(item.ids) for item in items], np.int32)
-        ids = np.zeros((len(items), self._config.max_prompt_tokens), np.int32)
-        for row, item in zip(ids, items, strict=True):
-            row[: len(item.ids)] = item.ids
-        return Asked(ids, lengths, items)
 
     def held_out(self) -> Asked | None:
         return self._asked(self._held_out) if self._held_out else None
@@ -121,13 +114,6 @@ class OwnPrompts(Task):
             columns,
         )
 
-    def question(self, asked: Asked, i: int) -> str:
-        prompt = asked.items[i].prompt
-        return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
-
-    def text(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-
     def fingerprint(self) -> str | None:
         return prompts.fingerprint(self._train)
 
@@ -155,7 +141,7 @@ class Conversations(OwnPrompts):
         eos_ids: tuple[int, ...],
     ):
         assert config.environment is not None
-        self._config, (self._tokenizer, _) = config, read
+        FilePrompts.__init__(self, config, read[0])
         slots = config.conversation_length(sampling.max_new_tokens)
         width = config.prompt_length + slots - sampling.max_new_tokens
         self._limits = config.max_turns, slots, width

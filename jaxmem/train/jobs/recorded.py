@@ -21,14 +21,15 @@ from jaxmem.data.prompts import Prompt
 from jaxmem.data.records import DataError, Record, find_files, read_records
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import Samples, SamplingConfig
-from jaxmem.train.jobs.asked import Asked, Graded, Task
+from jaxmem.train.jobs.asked import Asked, FilePrompts, Graded
 from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.jobs.rows import padded
 from jaxmem.train.jobs.sampled import Decoded, Sampled
 
 _KEYS = ("prompt_ids", "completion_ids", "logprobs", "reward")
 
 
-class RecordedRollouts(Task):
+class RecordedRollouts(FilePrompts):
     """Completions of a file, group by group."""
 
     def __init__(
@@ -39,9 +40,9 @@ class RecordedRollouts(Task):
         group_size: int,
         ends: Ends,
     ):
-        self._config, self._sampling, self._tokenizer = config, sampling, tokenizer
+        super().__init__(config, tokenizer)
+        self._sampling, self._group_size = sampling, group_size
         self._vocab_size, self._eos_ids, _ = ends
-        self._group_size = group_size
         paths = find_files(config.source, "task.source")
         self._records = [r for path in paths for r in read_records(path, "task.source")]
         for record in self._records:
@@ -126,9 +127,8 @@ class RecordedRollouts(Task):
             self._records[place % len(self._records)]
             for place in range(start * size, (start + count) * size)
         ]
-        asked, samples = self._asked(records), self._samples(records)
-        said: Any = samples.tokens, samples.lengths
-        completions = Completions.of(*asked[:2], *said)
+        asked, samples = self._asked_of(records), self._samples(records)
+        completions = Completions.of_samples(asked, samples)
         rewards = np.array([r.fields["reward"] for r in records], np.float32)
         graded = Graded(rewards, (rewards >= 1).astype(np.float32))
         ends = np.array([r.fields["completion_ids"][-1] for r in records])
@@ -138,19 +138,15 @@ class RecordedRollouts(Task):
             asked, completions, samples, graded, truncated, turns, Decoded(0, 0)
         )
 
-    def _asked(self, records: Sequence[Record]) -> Asked:
-        rows = [record.fields["prompt_ids"] for record in records]
-        ids, lengths = _padded(rows, self._config.max_prompt_tokens, 0)
-        items = [
-            Prompt(record.where, self.text(np.array(row)), {}, np.array(row, np.int32))
-            for record, row in zip(records, rows, strict=True)
-        ]
-        return Asked(ids, lengths, items)
+    def _asked_of(self, records: Sequence[Record]) -> Asked:
+        ids = [np.array(x.fields["prompt_ids"], np.int32) for x in records]
+        given = zip(records, ids, strict=True)
+        return self._asked([Prompt(x.where, self.text(i), {}, i) for x, i in given])
 
     def _samples(self, records: Sequence[Record]) -> Samples:
         most, limit = self._sampling.max_new_tokens, self._sampling.support_size
         fields = [record.fields for record in records]
-        tokens, lengths = _padded([f["completion_ids"] for f in fields], most, 0)
+        tokens, lengths = padded([f["completion_ids"] for f in fields], most)
         logprobs = np.zeros(tokens.shape, np.float32)
         for row, f in zip(logprobs, fields, strict=True):
             row[: len(f["logprobs"])] = f["logprobs"]
@@ -165,19 +161,11 @@ class RecordedRollouts(Task):
         )  # fmt: skip
         return Samples(*made)
 
-    # ------------------------------------------------------- as other tasks have it
-
     def ask(self, start: int, count: int) -> Asked:
         """See `Task`: prompts of groups."""
         size = self._group_size
         places = range(start * size, (start + count) * size, size)
-        return self._asked([self._records[i % len(self._records)] for i in places])
-
-    def question(self, asked: Asked, i: int) -> str:
-        return asked.items[i].prompt
-
-    def text(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return self._asked_of([self._records[i % len(self._records)] for i in places])
 
     def fingerprint(self) -> str:
         """Identifies the rollouts and their order."""
@@ -201,15 +189,6 @@ def digest(values: Sequence[Any]) -> str:
     for value in values:
         made.update(json.dumps(value, sort_keys=True).encode())
     return made.hexdigest()[:24]
-
-
-def _padded(
-    rows: Sequence[Sequence[int]], width: int, fill: int
-) -> tuple[np.ndarray, np.ndarray]:
-    padded = np.full((len(rows), width), fill, np.int32)
-    for out, row in zip(padded, rows, strict=True):
-        out[: len(row)] = row
-    return padded, np.array([len(row) for row in rows], np.int32)
 
 
 def _check_ids(record: Record, key: str, ids: Any, vocab_size: int) -> None:

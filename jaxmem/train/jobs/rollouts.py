@@ -17,6 +17,7 @@ import numpy as np
 from jaxmem import packing
 from jaxmem.data.documents import NO_LABEL, Batch
 from jaxmem.models.positions import Branches, Ids
+from jaxmem.models.sampling import Samples
 from jaxmem.packing import Packing
 from jaxmem.packing.branches import Parts, pack_branches
 
@@ -63,6 +64,14 @@ class Completions(NamedTuple):
             each = zip(np.asarray(routes), tokens, strict=True)
             replayed = [row[: len(read)] for row, read in each]
         return cls(tokens, prompt_lengths - 1, sampled, lengths, own, replayed)
+
+    @classmethod
+    def of_samples(
+        cls, asked: Any, samples: Samples, own: np.ndarray | None = None
+    ) -> "Completions":
+        """What was sampled after prompts, as `Asked` has them."""
+        tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
+        return cls.of(asked.ids, asked.lengths, tokens, lengths, own, samples.routes)
 
     @property
     def counts(self) -> np.ndarray:

@@ -40,5 +40,13 @@ def join(parts: Sequence[_Rows]) -> _Rows:
     return jax.tree.map(joined, *parts, is_leaf=_is_list)
 
 
+def padded(rows: Sequence[Any], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of numbers as int32 [N, width], right-padded by 0, and their lengths."""
+    out = np.zeros((len(rows), width), np.int32)
+    for place, row in zip(out, rows, strict=True):
+        place[: len(row)] = row
+    return out, np.array([len(row) for row in rows], np.int32)
+
+
 def _is_list(x: Any) -> bool:
     return isinstance(x, list)

@@ -15,6 +15,7 @@ from jaxmem.base import files, processes
 from jaxmem.train import agreement, loop, metrics, plots, report, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.metrics import HeadCost
+from jaxmem.train.progress import say
 from jaxmem.train.settings import JobConfig
 
 
@@ -65,7 +66,7 @@ def train(
         run.use_backend(job.program.backend, config.head.implementation)
         job.open()
         for line in (*job.program.lines(), *job.reads.lines()):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(console, line)
         run.progress.waiting("compiling")
         job.program.choose_policy(console)
         job.compile(run.progress)
@@ -77,8 +78,7 @@ def train(
             return Result(run.out_dir)
         history = run.history(job.Metrics)
         if not history:  # the file was removed after the last step
-            line = f"{run.metrics_path} has no step: no summary, no report"
-            console.print(line, highlight=False, soft_wrap=True)
+            say(console, f"{run.metrics_path} has no step: no summary, no report")
             return Result(run.out_dir, [], costs)
         told = [*history[:-1], history[-1]._replace(**last)]
         summary = _report(job, run.out_dir, told, costs, console)
@@ -121,8 +121,7 @@ def _report(
     if costs:
         console.print(metrics.cost_table(costs))
     for item in job.closing(history):
-        markup = not isinstance(item, str)
-        console.print(item, highlight=False, markup=markup, soft_wrap=not markup)
+        say(console, item) if isinstance(item, str) else console.print(item)
     summary = summary_of(job, history, costs)
     text = json.dumps(summary, indent=2) + "\n"
     files.write_whole(out_dir / "summary.json", text)

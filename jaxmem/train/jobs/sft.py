@@ -31,8 +31,6 @@ from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_weights
 from jaxmem.train.progress import ProgressReport
 
-# -------------------------------------------------------------------- step
-
 
 def make_gradients(
     definition: nnx.GraphDef[Any], head: HeadConfig, seed: int = 0
@@ -152,9 +150,6 @@ class Program(StepProgram):
             return head_loss(*given)
 
         return self.trace_of_head(loss, self._rows)
-
-
-# --------------------------------------------------------------------- job
 
 
 class Sft(Job, name="sft"):
