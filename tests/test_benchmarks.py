@@ -176,29 +176,6 @@ def test_what_is_wrong_is_not_timed():
 # ------------------------------------------------------------------ the scripts
 
 
-# The next tests run its worker in this process, and compare its rows.
-@pytest.mark.slow
-@pytest.mark.parametrize("paths", [["token_stats"], ["materialised", "logprobs"]])
-def test_run_head(paths, tmp_path, monkeypatch):
-    """As it is called: a process for each path's times, the CSV row by row."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    out = tmp_path / "head.csv"
-    run_head.main([f"--out={out}", *TINY, *(f"--path={path}" for path in paths)])
-    rows = {row["path"]: row for row in results.read(out)}
-    assert list(rows) == paths
-    for row in rows.values():
-        assert float(row["forward_backward_over_gemm"]) > 0
-        assert float(row["forward_backward_temp_mib"]) >= 0
-        assert float(row["logprob_error"]) < 2e-5 < float(row["gemm_ms"])
-        assert float(row["logprob_error_std20"]) < 1e-4
-        assert float(row["dh_error"]) < 1e-5 > float(row["dw_error"])
-        assert row["date"] and row["jax"] and row["device"]
-        assert row["implementation"] == ("" if "mat" in row["path"] else "xla")
-        entropy = row["entropy_error"]
-        assert float(entropy) < 2e-5 if row["path"] == "token_stats" else entropy == ""
-
-
 def test_the_materialised_path(capsys):
     arguments = ["--worker=time", *TINY, "--path=materialised"]
     ((row,), _) = rows_of(capsys, run_head.main, arguments)

@@ -264,20 +264,6 @@ def test_one_argument_alone_is_sharded(verb, name):
     check_types(verb, SHARDINGS[name])
 
 
-# One head is above. The types of all verbs are in the next test, and what verbs compute
-# along automatic axes is in `core/test_partition.py`.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "verb",
-    [
-        reverse_kl, selected_logprobs, token_stats, entropy, support_logprobs,
-        ragged_support_logprobs, topk, topk_kl,
-    ],
-)  # fmt: skip
-def test_every_derivative(verb):
-    check(verb, SHARDINGS["all"], in_context=False)
-
-
 @pytest.mark.every_function
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
@@ -462,14 +448,6 @@ def loss_and_logits(make):
         return loss + jnp.sum(z**2), {"z": z}
 
     return verb
-
-
-# The next test has their types, and heads/test_sharding what they compute on a mesh.
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [nnx_head, linen_head])
-def test_heads(make):
-    made = check(loss_and_logits(make), SHARDINGS["vocabulary"])
-    assert made[1]["z"].sharding.spec == P("data", None, "tensor")
 
 
 @pytest.mark.parametrize("make", [nnx_head, linen_head])

@@ -5,10 +5,10 @@ import importlib.util
 import json
 
 import pytest
-from flax import nnx
 
 from benchmarks import decode_jax, results, run_decode, trace_summary, workers
-from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.decoder import ModelConfig
+from tests import decoders
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -24,7 +24,7 @@ def test_what_a_step_must_read_and_a_prefill_must_compute():
         layers=3, hidden=8, ff=16, heads=4, kv_heads=2, head_dim=4, vocab_size=32,
         tied=False, dtype="bfloat16",
     )  # fmt: skip
-    decoder = Decoder(sizes, rngs=nnx.Rngs(0))
+    decoder = decoders.drawn(sizes)
     layer = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q; k, v; output; feed-forward
     assert decode_jax.matrices(decoder, 0) == (3 * layer, 8 * 32)
     keys_and_values = 3 * 5 * 10 * 2 * 2 * 4  # layers, rows, tokens, both, heads, width
@@ -33,7 +33,7 @@ def test_what_a_step_must_read_and_a_prefill_must_compute():
     sparse = dataclasses.replace(
         sizes, feed_forwards=("experts",), experts=4, experts_per_token=2, expert_ff=6
     )
-    mixed = Decoder(sparse, rngs=nnx.Rngs(0))
+    mixed = decoders.drawn(sparse)
     expert = 3 * 8 * 6
     chosen = 4 * (1 - 0.5**5)  # of five rows
     routed = layer - 3 * 8 * 16 + 8 * 4 + chosen * expert

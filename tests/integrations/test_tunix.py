@@ -129,25 +129,6 @@ def test_the_softcap_of_a_model_is_its_head_s():
     assert tunix.head_of(capped()).head.softcap == 0.5
 
 
-# test_tunix_stand_in has both.
-@pytest.mark.slow
-def test_packed_rows_and_a_softcap():
-    model = qwen()
-    segments = jnp.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]])
-    places = jnp.array([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]])
-    packed = dict(segment_ids=segments, segment_positions=places)
-    arguments = jnp.zeros((2, 0), jnp.int32), tokens((2, 6))
-    theirs, entropy = logps_and_entropies(model, *arguments, **packed)
-    with tunix.applied():
-        ours, made = logps_and_entropies(model, *arguments, **packed)
-    np.testing.assert_allclose(ours, theirs, atol=2e-6)
-    np.testing.assert_allclose(made, entropy, atol=4e-6)
-    model = capped()
-    theirs = logps(model, *batch())
-    with tunix.applied():
-        np.testing.assert_allclose(logps(model, *batch()), theirs, atol=2e-6)
-
-
 @needs_0_1_7
 def test_logits_that_others_ask_for_stay_logits(capsys):
     with tunix.applied():
@@ -252,28 +233,3 @@ def test_tunix_trains_with_the_same_losses():
         ours = sft_losses()
     assert len(ours) == 3 and theirs[0] != theirs[-1]
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-
-
-# test_tunix_stand_in checks that the call without logits is the one made.
-@pytest.mark.slow
-def test_compiled_memory_is_lower(optimized):
-    model, ids = qwen(vocab_size=8192), tokens((4, 64))
-    definition, weights = nnx.split(model)
-    places = jnp.broadcast_to(jnp.arange(64), ids.shape)
-    mask = jnp.ones((4, 64, 64), bool)
-
-    def temporary():
-        def loss(weights):
-            merged = nnx.merge(definition, weights)
-            ones = jnp.ones_like(ids)
-            value = peft_trainer._default_loss_fn(merged, ids, ones, places, mask)
-            return value if LOGITS else value.primary_loss.compute()
-
-        compiled = jax.jit(jax.grad(loss)).lower(weights).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    theirs = temporary()
-    with tunix.applied(chunk=32):
-        ours = temporary()
-    logits = 4 * 4 * 64 * 8192
-    assert theirs > 2 * logits and ours < logits

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import re
 import warnings
 
 import jax
@@ -105,10 +106,10 @@ def of_tunix():
     return losses(strategy_of(), *models())
 
 
-def values(strategy, student, teacher):
-    """(loss, metrics) alone, for what only calls one function or another."""
+def program(strategy, student, teacher):
+    """What computes (loss, metrics): that of Tunix, where it is left alone."""
     loss, given = loss_of(strategy, student, teacher)
-    return jax.jit(loss)(*given)
+    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(loss)(*given)))
 
 
 def assert_near(ours, theirs, rtol=2e-5):
@@ -148,9 +149,9 @@ def test_loss_metrics_and_gradient(alpha, temperature, k):
 
 def test_more_logits_than_there_are_raise_what_they_raise_in_tunix(capsys):
     with pytest.raises(Exception) as theirs:
-        values(strategy_of(distill_top_k=V + 1), *models())
+        program(strategy_of(distill_top_k=V + 1), *models())
     with tunix.applied(), pytest.raises(theirs.type) as ours:
-        values(strategy_of(distill_top_k=V + 1), *models())
+        program(strategy_of(distill_top_k=V + 1), *models())
     assert str(ours.value) == str(theirs.value)
     assert f"distill_top_k={V + 1} exceeds {V} logits" in capsys.readouterr().out
 
@@ -189,9 +190,9 @@ def test_bfloat16_is_as_near_to_float32_as_tunix_is():
         return half
 
     halves = rounded(student), rounded(teacher)
-    theirs = values(strategy_of(), *halves)
+    theirs = losses(strategy_of(), *halves)[0][0]
     with tunix.applied():
-        ours = values(strategy_of(), *halves)
+        ours = losses(strategy_of(), *halves)[0][0]
     error = abs(float(theirs[0] - exact[0]))
     assert abs(float(ours[0] - exact[0])) <= 2 * error + 1e-2
 
@@ -205,19 +206,6 @@ def trained(strategy, steps=3, evaluated=None):
     ).with_gen_model_input_fn(inputs_of)
     trainer.train([example(seed) for seed in range(steps)], evaluated)
     return nnx.state(student, nnx.Param)
-
-
-# A later test trains with the same trainer on a mesh.
-@pytest.mark.slow
-def test_tunix_trains_to_the_same_weights():
-    theirs = trained(strategy_of(), evaluated=[example(9)])
-    with tunix.applied(chunk=4), jaxmem.report() as calls:
-        ours = trained(strategy_of(), evaluated=[example(9)])
-    assert {call.verb for call in calls.calls} == {"divergence_loss", "logprobs"}
-    assert_near(ours, theirs, rtol=1e-4)
-    start = nnx.state(models()[0], nnx.Param)
-    moved = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), theirs, start)
-    assert max(jax.tree.leaves(moved)) > 1e-3
 
 
 def add_one(model, **inputs):
@@ -252,19 +240,19 @@ def dense(**inputs):
     ],
 )
 def test_what_is_left_alone_and_why(functions, reason, capsys):
-    theirs = values(strategy_of(**functions), *models())
+    theirs = program(strategy_of(**functions), *models())
     with tunix.applied():
-        ours = values(strategy_of(**functions), *models())
+        ours = program(strategy_of(**functions), *models())
     assert f"not patched: {reason}" in capsys.readouterr().out
-    assert_near(ours, theirs)
+    assert ours == theirs
 
 
 def test_a_wrong_function_raises_what_it_raises_in_tunix():
     functions = dict(student=over_part, teacher=over_part)  # V - 1 columns, labels V
     with pytest.raises(Exception) as theirs:
-        values(strategy_of(**functions), *models())
+        program(strategy_of(**functions), *models())
     with tunix.applied(), pytest.raises(theirs.type) as ours:
-        values(strategy_of(**functions), *models())
+        program(strategy_of(**functions), *models())
     assert str(ours.value) == str(theirs.value)
 
 
@@ -273,9 +261,9 @@ def test_heads_with_lora_are_left_alone(capsys):
         pair = models()
         owner = pair[1].lm_head if which else pair[0].embedder
         owner.w_lora_a = nnx.LoRAParam(jnp.zeros((16, 2)))
-        theirs = values(strategy_of(), *pair)
+        theirs = program(strategy_of(), *pair)
         with tunix.applied():
-            assert_near(values(strategy_of(), *pair), theirs)
+            assert program(strategy_of(), *pair) == theirs
         assert "the head of Qwen3 has LoRA" in capsys.readouterr().out
 
 
@@ -298,10 +286,10 @@ def test_strategies_with_another_loss_are_left_alone(capsys):
         def compute_eval_loss(self, student_output, labels):
             return jnp.mean(student_output)
 
-    theirs = values(Features(forward, forward, labels), *models())
+    theirs = program(Features(forward, forward, labels), *models())
     with tunix.applied():
-        ours = values(Features(forward, forward, labels), *models())
-    assert_near(ours, theirs)
+        ours = program(Features(forward, forward, labels), *models())
+    assert ours == theirs
     said = "not patched: Features compares other things than logits"
     assert said in capsys.readouterr().out
 
@@ -321,35 +309,3 @@ def test_a_mesh_shards_the_batch_and_not_the_head():
     for x in (made.input_tokens, made.teacher_output.hidden):
         assert x.sharding.spec == jax.sharding.PartitionSpec("fsdp")
     assert made.teacher_output.head.head.W is output.head.head.W
-
-
-# The tests above check that the calls without logits are the ones made.
-@pytest.mark.slow
-@pytest.mark.parametrize("k", [0, 16])
-def test_compiled_memory_is_lower(k, optimized):
-    n = 8192
-    student, teacher = qwen(vocab_size=n), qwen(tied=False, vocab_size=n)
-    ids = tokens((4, 64))
-    inputs = inputs_of(trainers.TrainingInput(ids, jnp.ones_like(ids)))
-    definition, weights = nnx.split(student)
-
-    def used():
-        strategy = strategy_of(
-            labels=lambda **inputs: labels(n=n, **inputs), distill_top_k=k
-        )
-        output = strategy.get_teacher_outputs(teacher, inputs)
-
-        def total(weights, output):
-            merged = nnx.merge(definition, weights)
-            return strategy.get_train_loss(merged, output, inputs)[0]
-
-        compiled = jax.jit(jax.grad(total)).lower(weights, output).compile()
-        leaf = jax.tree.leaves(output)[0]
-        return compiled.memory_analysis().temp_size_in_bytes, leaf.nbytes
-
-    theirs, theirs_parked = used()
-    with tunix.applied(chunk=32):
-        ours, ours_parked = used()
-    logits = 4 * 4 * 63 * n
-    assert theirs > 2 * logits and ours < logits
-    assert theirs_parked == logits and ours_parked == 4 * 4 * 63 * 16

@@ -10,7 +10,6 @@ from jaxmem.kernels import block_sizes, padding
 from tests.cases import CASES, Case
 from tests.functional.test_api import check
 from tests.kernels import needs_pallas
-from tests.kernels.one_pass import check_one_pass
 
 pytestmark = [needs_pallas, pytest.mark.usefixtures("on_one_device")]
 
@@ -36,19 +35,6 @@ def test_outputs_and_gradients(name, interpreted):
     check(problem, "hopper", dtype="bfloat16")
 
 
-# The next test combines a bias with padding, and test_hopper combines all options.
-@pytest.mark.slow
-@pytest.mark.parametrize("vocab_size", [330, 200])
-def test_every_option_at_once(vocab_size, interpreted):
-    """The last of W's columns count, or none of the last step."""
-    problem = Case(70, 64, 333, std=3.0).make()
-    check(
-        problem._replace(y=problem.y % vocab_size), "hopper", dtype="float16",
-        softcap=5.0, temperature=np.linspace(0.5, 2, 70, dtype=np.float32),
-        vocab_size=vocab_size, bias=jnp.linspace(-1, 1, 333, dtype=jnp.float16),
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 def test_rows_in_blocks_and_columns_in_blocks(interpreted):
     check(Case(301, 64, 300, std=3.0).make(), "hopper", 16, dtype="bfloat16")
@@ -61,15 +47,3 @@ def test_launches_of_all_rows_follow_a_block_of_columns(interpreted, monkeypatch
     problem = problem._replace(y=np.where(np.arange(300) % 3 == 0, -100, problem.y))
     bias = jnp.linspace(-1, 1, 700, dtype=jnp.bfloat16)
     check(problem, "hopper", 16, dtype="bfloat16", bias=bias)
-
-
-# test_hopper has this loss, of columns and rows that do not fill their last block, too.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "n, v, chunk",
-    [(100, 600, 48), (300, 300, 32)],
-)
-def test_a_loss_of_every_statistic_in_one_pass(n, v, chunk, interpreted):
-    """In one block of rows, and in several."""
-    case = Case(n, 64, v, std=2.0, chunk=chunk)
-    check_one_pass(case, bias=np.sin(np.arange(v, dtype=np.float32)))

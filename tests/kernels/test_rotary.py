@@ -10,8 +10,8 @@ from flax import nnx
 
 from jaxmem import devices
 from jaxmem.kernels import rotary
-from jaxmem.models.decoder import Decoder, ModelConfig
-from tests import hlo
+from jaxmem.models.decoder import ModelConfig
+from tests import decoders, hlo
 from tests.cases import slow
 from tests.kernels import needs_pallas
 
@@ -88,9 +88,8 @@ def test_a_decoder_with_it(changes, rows_interpreted, monkeypatch):
         layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=64, vocab_size=61,
         **changes,
     )  # fmt: skip
-    definition, weights = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
-    rng = np.random.default_rng(0)  # all layers have equal norms and biases at first
-    weights = jax.tree.map(lambda w: w + 0.1 * rng.standard_normal(w.shape), weights)
+    definition, weights = nnx.split(decoders.drawn(config))
+    rng = np.random.default_rng(0)
     model, joined = (nnx.merge(definition, weights) for _ in range(2))
     joined.blocks.attention.join()
     prompts, lengths = rng.integers(0, 61, (3, 5), np.int32), np.array([2, 5, 4])

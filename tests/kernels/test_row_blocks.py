@@ -114,18 +114,6 @@ def test_topk_with_them(k, v, rows_interpreted):
     np.testing.assert_allclose(by_kernels.logprobs, plain.logprobs, rtol=16 * EPS)
 
 
-# The next test draws by the same kernels, of a last block that is cut.
-@pytest.mark.slow
-@pytest.mark.parametrize("std, v", [(1.0, 600), (15.0, 600), (1.0, 2051)])
-def test_draws_with_them(std, v, rows_interpreted):
-    h, W = test_draws.make(std, v)
-    by_kernels, _ = run_both(
-        lambda h, W: jaxmem.sample_ids(h, W, 50, test_draws.KEY, 16), h, W
-    )
-    u, p = test_draws.uniform(50), test_draws.softmax(h, W)
-    test_draws.assert_inverse(np.asarray(by_kernels), u, p)
-
-
 def test_draws_of_excluded_columns_and_of_no_number(rows_interpreted):
     """256 equal columns among excluded ones: the first 8 bits are the number of one."""
     columns = np.sort(np.random.default_rng(0).permutation(1000)[:256])

@@ -31,7 +31,7 @@ def by_kernels(rows_interpreted, monkeypatch):
 @pytest.mark.parametrize("peak", [slow(0.0), 8.0])
 def test_each_column_is_kept_as_often_as_its_probability_says(peak, rows_interpreted):
     """Over starts in equal steps, so that counts are exact up to one."""
-    width, columns, slots, n = 64, 300, 6, 64
+    width, columns, slots, n = 64, 300, 6, 32
     rng = np.random.default_rng(0)
     z = rng.standard_normal(columns).astype(np.float32)
     z[[3, 4]] += peak
@@ -67,41 +67,10 @@ def test_each_column_is_kept_as_often_as_its_probability_says(peak, rows_interpr
     assert not kept[~there].any()
 
 
-# test_sampled_divergence has the mean of the XLA loop's draws, and the next test
-# compares the entries that kernels keep.
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", ["reverse_kl", "forward_kl", "jsd"])
-def test_the_mean_of_draws_is_the_exact_gradient(verb, by_kernels):
-    test_sampled_divergence.test_the_mean_of_draws_is_the_exact_gradient(
-        verb, test_sampled_divergence.SOME
-    )
-
-
 @pytest.mark.parametrize("verb", ["jsd", slow("reverse_kl"), slow("forward_kl")])
 def test_values_and_entries_with_certainty(verb, by_kernels):
     test_sampled_divergence.test_values_are_the_exact_path_s_to_the_bit(verb, None)
     test_sampled_divergence.test_with_every_column_kept_the_gradient_is_exact(verb)
-
-
-# test_sampled_divergence tests the same of the XLA loop.
-@pytest.mark.slow
-def test_neither_chunk_nor_other_tokens_change_what_is_drawn(by_kernels):
-    operands, keys = (
-        test_sampled_divergence.problem(48, 16, 300),
-        column_sampling.token_keys(KEY, (48,)),
-    )
-
-    def gradient(rows, **options):
-        run = test_sampled_divergence.loss_of(
-            "reverse_kl", 1.0, gradient=jaxmem.Sample(8), **options
-        )
-        h, W, other_h, other_W = operands
-        return run(h[rows], W, other_h[rows], other_W)[1][0]
-
-    want = gradient(slice(None), key=KEY, chunk=48)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    close(gradient(slice(None), key=keys, chunk=16), want)
-    close(gradient(slice(9, 20), key=keys[9:20]), want[9:20])
 
 
 @pytest.mark.parametrize("verb", ["reverse_kl", "jsd"])

@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 
 from jaxmem.models import attention, branches, positions
-from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.positions import Branches, Sight
 from jaxmem.packing.branches import Parts, pack_branches
 from jaxmem.packing.plan import pack
+from tests import decoders
 
 SMALL = ModelConfig(
     layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=8, vocab_size=61
@@ -74,7 +75,7 @@ def test_states_and_gradients_are_those_of_prompts_that_are_read_each_time(
     changes, policy
 ):
     config = dataclasses.replace(SMALL, **changes)
-    model = Decoder(config, policy=policy, rngs=nnx.Rngs(0))
+    model = decoders.drawn(config, policy=policy)
     parts, tokens, worth = problem()
     shared = pack_branches(parts, 26, LAYOUT, (9, 13))
     alone = pack(parts.lengths, 18, row_lengths=(9,))

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxmem.models import delta
-from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.decoder import ModelConfig
+from tests import decoders
 from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -100,26 +100,11 @@ def test_prompts_of_several_lengths_go_on_as_each_alone():
         mixers=("delta", "attention"), delta_heads=2, delta_key_dim=8,
         delta_value_dim=4, attention_gate=True,
     )  # fmt: skip
-    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    decoder = decoders.drawn(config)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (3, 12)), jnp.int32)
     lengths = np.array([1, 2, 7])  # the convolution reads more than the first two have
-
-    @jax.jit
-    def cached(decoder):
-        hidden, cache = decoder.prefill(tokens[:, :7], lengths, 12)
-        made = [hidden]
-        for step in range(4):
-            after = tokens[np.arange(3), lengths + step]
-            hidden, cache = decoder.decode(after, cache)
-            made.append(hidden)
-        return jnp.stack(made, axis=1)
-
-    @jax.jit
-    def whole(decoder):
-        places = jnp.broadcast_to(jnp.arange(12), tokens.shape)
-        return decoder(tokens, None, places)
-
-    got, every = cached(decoder), whole(decoder)
+    got, _ = decoders.stepwise(decoder, tokens, lengths, 7)
+    every = decoders.whole(decoder, tokens)
     for row, length in enumerate(lengths):
-        expected = every[row, length - 1 : length + 4]
+        expected = every[row, length - 1 : length + 5]
         np.testing.assert_allclose(got[row], expected, rtol=0, atol=2e-5)

@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 
 from jaxmem.models import kv_cache
-from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.decoder import ModelConfig
+from tests import decoders
+from tests.decoders import stepwise, whole
 
 SMALL = ModelConfig(
     layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=8, vocab_size=61
@@ -26,31 +28,12 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @functools.cache
 def decoder(**changes):
-    return Decoder(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+    return decoders.drawn(dataclasses.replace(SMALL, **changes))
 
 
 def random_tokens(seed=0):
     rng = np.random.default_rng(seed)
     return rng.integers(0, SMALL.vocab_size, (len(LENGTHS), WIDTH + NEW), np.int32)
-
-
-@jax.jit
-def whole(model, tokens):
-    """Hidden states of sequences that are read at once, one a row."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return model(tokens, jnp.ones_like(tokens), positions)
-
-
-@jax.jit
-def stepwise(model, tokens, lengths):
-    """The same for the last token of each prompt and the NEW after it."""
-    rows = jnp.arange(len(tokens))
-    hidden, cache = model.prefill(tokens[:, :WIDTH], lengths, WIDTH + NEW)
-    made = [hidden]
-    for step in range(NEW):
-        hidden, cache = model.decode(tokens[rows, lengths + step], cache)
-        made.append(hidden)
-    return jnp.stack(made, axis=1), cache
 
 
 def at_steps(hidden, lengths):
@@ -92,7 +75,7 @@ def at_steps(hidden, lengths):
 )  # fmt: skip
 def test_a_token_at_a_time_is_the_sequence_at_once(changes):
     model, tokens = decoder(**changes), random_tokens()
-    got, _ = stepwise(model, tokens, LENGTHS)
+    got, _ = stepwise(model, tokens, LENGTHS, WIDTH)
     expected = at_steps(whole(model, tokens), LENGTHS)
     # One softmax of at most 8 terms, summed in another order, in two layers.
     np.testing.assert_allclose(got, expected, atol=1e-5)
@@ -114,18 +97,18 @@ def test_what_lies_after_a_prompt_is_ignored():
 
 def test_rows_do_not_meet():
     tokens = random_tokens(2)
-    before, _ = stepwise(decoder(), tokens, LENGTHS)
+    before, _ = stepwise(decoder(), tokens, LENGTHS, WIDTH)
     tokens[1] = random_tokens(3)[1]
     lengths = LENGTHS.copy()
     lengths[1] = 3
-    after, _ = stepwise(decoder(), tokens, lengths)
+    after, _ = stepwise(decoder(), tokens, lengths, WIDTH)
     others = [0, 2, 3]
     np.testing.assert_array_equal(before[np.array(others)], after[np.array(others)])
     assert float(jnp.max(jnp.abs(before[1] - after[1]))) > 0.1
 
 
 def test_the_cache_knows_what_it_holds():
-    _, cache = stepwise(decoder(), random_tokens(), LENGTHS)
+    _, cache = stepwise(decoder(), random_tokens(), LENGTHS, WIDTH)
     np.testing.assert_array_equal(cache.lengths, LENGTHS + NEW)
     assert int(cache.slot) == cache.max_length == WIDTH + NEW
     slots = np.arange(WIDTH + NEW)
@@ -135,7 +118,7 @@ def test_the_cache_knows_what_it_holds():
 
 def test_bfloat16_is_cached_as_such():
     model, tokens = decoder(dtype="bfloat16"), random_tokens()
-    got, cache = stepwise(model, tokens, LENGTHS)
+    got, cache = stepwise(model, tokens, LENGTHS, WIDTH)
     assert got.dtype == cache.layers["blocks"].keys.dtype
     assert got.dtype == jnp.bfloat16
     exact = at_steps(whole(decoder(), tokens), LENGTHS)
@@ -206,10 +189,10 @@ def test_logits_are_those_inside_the_head(tied, softcap):
 
 def test_the_cache_exists_once_and_no_layer_of_it_is_copied_for_a_head(optimized):
     config = dataclasses.replace(
-        SMALL, layers=4, hidden=16, ff=16, heads=8, kv_heads=1, head_dim=16
+        SMALL, layers=3, hidden=16, ff=16, heads=8, kv_heads=1, head_dim=16
     )
     rows, slots = 4, 2048
-    model = Decoder(config, rngs=nnx.Rngs(0))
+    model = decoders.drawn(config)
 
     def loop(model, prompts, lengths):
         definition, weights = nnx.split(model)

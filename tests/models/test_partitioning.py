@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models import partitioning, ulysses
-from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import SamplingConfig
@@ -30,6 +29,7 @@ from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig
+from tests import decoders
 from tests.cases import slow
 from tests.train.jobs.conftest import programs_of_module
 
@@ -87,12 +87,6 @@ def assert_same_steps(result, wanted):
     assert result.summary["held_out_loss"] == pytest.approx(
         wanted.summary["held_out_loss"], rel=2e-5
     )
-
-
-@pytest.mark.slow
-def test_the_same_steps_on_a_mesh_of_all_axes(text_file, tmp_path, alone):
-    config = config_of(text_file, tmp_path, (1, 2, 2, 2), LAST_WHOLE)
-    assert_same_steps(train(config), alone)
 
 
 @pytest.mark.parametrize(
@@ -283,12 +277,11 @@ def test_one_document_a_row_needs_no_mask(changes):
     positions = np.tile(np.arange(8), (2, 1))
 
     @jax.jit
-    def run():
-        model = Decoder(config, rngs=nnx.Rngs(0))
+    def run(model):
         plain = model(tokens, np.ones_like(tokens), positions)
         return plain, model(tokens, None, positions)
 
-    np.testing.assert_array_equal(*run())
+    np.testing.assert_array_equal(*run(decoders.drawn(config)))
 
 
 # ------------------------------------------------- reinforcement learning

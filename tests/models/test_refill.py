@@ -14,10 +14,14 @@ from tests.models.test_sampling import EOS, LENGTHS, PAD, PROMPTS, decoder, run
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+LAYERS_OF_ATTENTION = dict(
+    layers=3, pattern=("local", "chunked", "chunked"), window=3,
+    mixers=("attention", "attention", "reuse"),
+)  # fmt: skip
 OTHER_PARTS = dict(
-    mixers=("delta", "latent"), delta_heads=2, delta_key_dim=6, delta_value_dim=4,
-    latent=6, rotated_width=4, query_latent=5, feed_forwards=("experts",), experts=3,
-    experts_per_token=2, expert_ff=8, shared_ff=4,
+    layers=2, mixers=("delta", "latent"), feed_forwards=("dense", "experts"),
+    delta_heads=2, delta_key_dim=6, delta_value_dim=4, latent=6, rotated_width=4,
+    query_latent=5, experts=3, experts_per_token=2, expert_ff=8, shared_ff=4,
 )  # fmt: skip
 # Rows that pass so many tokens are read again.
 LONG = dict(
@@ -30,8 +34,7 @@ LONG = dict(
     ("slots", "changes", "settings"),
     [
         (1, LONG, {}),
-        (2, dict(pattern=("local", "global"), window=3), dict(top_k=5)),
-        (3, dict(learned_positions=16, mixers=("attention", "reuse")), {}),
+        (3, LAYERS_OF_ATTENTION | dict(learned_positions=16), dict(top_k=5)),
         (5, {}, dict(top_p=0.7, support=7)),
         (2, OTHER_PARTS, {}),
     ],
@@ -94,18 +97,21 @@ def test_every_step_decodes_and_none_is_left_over(monkeypatch):
 def started(lengths, groups, slots):
     """Steps before each row, where rows are known to end at these lengths."""
     prompts = np.array([[1 + group, 1] for group in groups], np.int32)
+    split, rows = nnx.split(decoder()), len(groups)
 
     def draw(wanted, steps, logits, none):
         zeros = jnp.zeros_like(steps)
         drawn = Drawn(zeros, ~none, zeros.astype(float), None)
         return drawn, none | (steps + 1 == wanted)
 
-    given = prompts, np.full(len(groups), 2), lengths
-    given = refill.Prompts(*map(jnp.asarray, given))
-    nothing = jnp.zeros((len(groups), 9))
-    nothing = Drawn(nothing.astype(int), nothing.astype(bool), nothing, None)
-    split = nnx.split(decoder())
-    made = refill.Refill(split, given, slots, 9, draw, unroll=False).run(nothing)
+    @jax.jit
+    def run(*given):
+        nothing = jnp.zeros((rows, 9))
+        nothing = Drawn(nothing.astype(int), nothing.astype(bool), nothing, None)
+        given = refill.Prompts(*given)
+        return refill.Refill(split, given, slots, 9, draw, unroll=False).run(nothing)
+
+    made = run(prompts, np.full(rows, 2), np.array(lengths))
     np.testing.assert_array_equal(made.lengths, lengths)
     np.testing.assert_array_equal(made.drawn.mask.sum(1), lengths)
     return made.starts.tolist()
@@ -121,7 +127,7 @@ def test_prompts_without_a_completion_start_first_then_those_that_take_long():
     starts = started([6] * 6 + [9] * 3, [0] * 3 + [1] * 3 + [2] * 3, 4)
     assert starts == [0, 0, 5, 0, 5, 10, 0, 5, 8]
     # Rows of one token take no step, and leave their slot at once.
-    assert started([1, 1, 4], [0, 1, 2], 1) == [0, 0, 0]
+    assert started([1, 1, 4, 1, 1, 2], range(6), 2) == [0] * 6
 
 
 @pytest.mark.parametrize("slots", [0, 6])

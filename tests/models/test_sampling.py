@@ -22,10 +22,12 @@ from jaxmem.models.sampling import (
     sample,
     truncate,
 )
+from tests import decoders
 from tests.cases import slow
+from tests.decoders import whole
 
 SMALL = ModelConfig(
-    layers=2,
+    layers=1,
     hidden=32,
     ff=48,
     heads=4,
@@ -45,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @functools.cache
 def decoder(**changes):
-    return Decoder(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+    return decoders.drawn(dataclasses.replace(SMALL, **changes))
 
 
 @functools.cache
@@ -66,13 +68,6 @@ def run(model, prompts=PROMPTS, lengths=LENGTHS, seed=0, **settings):
     settings = {"max_new_tokens": 12, "temperature": 1.0, **settings}
     made = sampler(**settings)(model, prompts, lengths, jax.random.key(seed))
     return jax.device_get(made)
-
-
-@jax.jit
-def whole(model, tokens):
-    """Hidden states of sequences that are read at once, one a row."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return model(tokens, jnp.ones_like(tokens), positions)
 
 
 def read(model, samples):
@@ -379,13 +374,15 @@ def test_parts_and_places_in_a_batch_do_not_affect_tokens():
 
 
 def test_layers_compiled_one_by_one_draw_the_same_tokens():
+    model = decoder(layers=2)
+
     def drawn(unroll):
         sampler = Sampler(SamplingConfig(max_new_tokens=12), (EOS,), PAD, unroll=unroll)
         keys = row_keys(jax.random.key(7), np.arange(5))
-        state = jax.jit(sampler.start)(decoder(), PROMPTS, LENGTHS, keys)
-        lowered = jax.jit(sampler.advance).lower(decoder(), state, 12)
+        state = jax.jit(sampler.start)(model, PROMPTS, LENGTHS, keys)
+        lowered = jax.jit(sampler.advance).lower(model, state, 12)
         loops = lowered.as_text().count("stablehlo.while")
-        return lowered.compile()(decoder(), state, 12).drawn, loops
+        return lowered.compile()(model, state, 12).drawn, loops
 
     (one, loops), (by_loop, more_loops) = drawn(True), drawn(False)
     assert loops < more_loops
@@ -419,7 +416,8 @@ def test_projections_are_joined_on_one_gpu_before_the_loop(as_on_a_gpu):
         key, config = jax.random.key(0), SamplingConfig(max_new_tokens=3)
         return sample(model, PROMPTS, LENGTHS, key, config, eos_id=EOS, pad_id=PAD)
 
-    program: Any = jax.make_jaxpr(draw)(decoder(dtype="bfloat16", head_dim=16)).jaxpr
+    model = decoder(dtype="bfloat16", head_dim=16, layers=2)
+    program: Any = jax.make_jaxpr(draw)(model).jaxpr
     (loop,) = (each for each in program.eqns if each.primitive.name == "while")
     joined = [
         each for each in program.eqns

@@ -1,7 +1,5 @@
 """Completions after completions: a cache that is kept, and one that is made again."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ from jaxmem.models.sampling import (
     row_keys,
     samples_of,
 )
-from tests.models.test_refill import LONG, OTHER_PARTS
+from tests.models.test_refill import LAYERS_OF_ATTENTION, LONG, OTHER_PARTS
 from tests.models.test_sampling import EOS, LENGTHS, PAD, PROMPTS, decoder
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -22,27 +20,11 @@ ROWS, WIDTH = PROMPTS.shape
 ROOM = WIDTH + TURNS * NEW + (TURNS - 1) * REPLY - 1
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def of_rows(model, ids, lengths, key, config):
-    records = model.config.experts is not None
-    made = Sampler(config, (EOS,), PAD, records=records)
-    return made.complete(model, ids, lengths, key)
-
-
-def again(model, said, config, turn):
-    """Completions of all that was said, by `sample`."""
-    ids, lengths = np.zeros((ROWS, ROOM), np.int32), np.array([len(x) for x in said])
-    for row, words in zip(ids, said, strict=True):
-        row[: len(words)] = words
-    return of_rows(model, ids, lengths, jax.random.key(turn), config)
-
-
 @pytest.mark.parametrize(
     ("changes", "settings"),
     [
         (LONG, dict(top_k=1)),
-        (dict(pattern=("local", "chunked"), window=3), dict(top_k=5)),
-        (dict(learned_positions=64, mixers=("attention", "reuse")), {}),
+        (LAYERS_OF_ATTENTION | dict(learned_positions=64), dict(top_k=5)),
         (OTHER_PARTS, {}),
     ],
 )
@@ -51,25 +33,30 @@ def test_what_is_sampled_after_a_reply_does_not_depend_on_a_kept_cache(
 ):
     model, config = decoder(**changes), SamplingConfig(max_new_tokens=NEW, **settings)
     records, rng = model.config.experts is not None, np.random.default_rng(0)
-    sampler = Sampler(config, (EOS,), PAD, room=ROOM, records=records)
+    sampler = Sampler(config, (EOS,), PAD, room=2 * ROOM, records=records)
     said = [list(np.asarray(row)[:n]) for row, n in zip(PROMPTS, LENGTHS, strict=True)]
 
     def keys(turn):
         return row_keys(jax.random.key(turn), jnp.arange(ROWS))
 
     @jax.jit
-    def first(model):
-        state = sampler.start(model, PROMPTS, LENGTHS, keys(0))
+    def anew(model, ids, lengths, keys):
+        state = sampler.start(model, ids, lengths, keys)
         return sampler.advance(model, state, NEW)
+
+    def whole(turn):
+        ids = [[*words, *[0] * (ROOM - len(words))] for words in said]
+        lengths = np.array([*map(len, said)])
+        return anew(model, np.array(ids, np.int32), lengths, keys(turn))
 
     @jax.jit
     def further(model, cache, ids, lengths, keys):
         state = sampler.resume(model, cache, ids, lengths, keys)
         return sampler.advance(model, state, NEW)
 
-    state = first(model)
+    state = whole(0)
     for turn in range(TURNS):
-        made, wanted = samples_of(state), again(model, said, config, turn)
+        made, wanted = samples_of(state), samples_of(whole(turn))
         for name in ("tokens", "mask", "support_ids", "lengths"):
             ours, theirs = getattr(made, name), getattr(wanted, name)
             np.testing.assert_array_equal(ours, theirs)

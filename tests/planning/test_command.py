@@ -1,5 +1,6 @@
 """`jaxmem plan`, all but the compiler for absent devices."""
 
+import dataclasses
 import json
 
 import pytest
@@ -243,18 +244,10 @@ def test_scoring_without_a_compiler_says_what_shapes_say(capsys, monkeypatch):
 
 
 def test_a_job_that_does_not_fit(fake, capsys, monkeypatch):
-    small = devices.known()["h200"]
-    monkeypatch.setattr(
-        devices.table, "known", lambda: {"h200": _with_memory(small, 2**20)}
-    )
-    status, said = planned(capsys, *SFT)
+    small = dataclasses.replace(devices.known()["h200"], memory=2**16)
+    monkeypatch.setattr(devices.table, "known", lambda: {"h200": small})
+    status, said = planned(capsys, SCORE, "max_tokens=64", "dtype=float32")
     assert status == 1 and "does not fit" in said.out
-
-
-def _with_memory(device, memory):
-    import dataclasses
-
-    return dataclasses.replace(device, memory=memory)
 
 
 @pytest.mark.parametrize("job", [SFT, slow(DPO)], ids=["sft", "dpo"])

@@ -502,26 +502,6 @@ def test_a_teachers_columns_are_the_largest_of_its_logits(model, directory):
     assert first["vocabulary"] == checkpoints.vocabulary_digest(vocabulary)
 
 
-# test_draws tests the frequencies of sample_ids, and test_distill trains on such ids.
-@pytest.mark.slow
-def test_drawn_ids_have_the_teachers_frequencies(model, directory):
-    write([{"text": "ab"}] * 2)
-    _, (record, again) = scored(model, sample_ids=4000)
-    assert record["sampled_ids"] != again["sampled_ids"]  # of other tokens
-    (drawn,) = record["sampled_ids"][1:]
-    decoder = checkpoints.load(model, dtype="float32", param_dtype="float32")
-    ids = np.array([record["prompt_ids"] + record["token_ids"]])
-    hidden = decoder(ids, np.ones_like(ids), np.arange(3)[None])
-    p = np.asarray(jax.nn.softmax(decoder.logits(hidden)[0, 1]), np.float64)
-    share = np.bincount(drawn, minlength=40) / 4000
-    # Five deviations of a share.
-    assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / 4000)).all()
-    os.remove("scores.jsonl")
-    assert scored(model, sample_ids=4000)[1][0] == record  # of the seed
-    os.remove("scores.jsonl")
-    assert scored(model, sample_ids=4000, seed=1)[1][0] != record
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
