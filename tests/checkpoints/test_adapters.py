@@ -16,6 +16,7 @@ from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError, adapters
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.weights import join_weights
+from tests.decoders import whole as hidden_states
 
 QWEN3 = pathlib.Path(__file__).parent / "tiny" / "qwen3"
 ADAPTER, WHOLE = QWEN3 / "adapter", QWEN3 / "whole"
@@ -29,12 +30,6 @@ def decoder():
     return checkpoints.load(
         QWEN3, dtype="float32", param_dtype="float32", adapter=ADAPTER
     )
-
-
-@jax.jit
-def hidden_states(decoder, tokens):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return decoder(tokens, jnp.ones_like(tokens), positions)
 
 
 def test_numbers_are_pefts(decoder):

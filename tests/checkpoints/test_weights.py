@@ -25,6 +25,7 @@ from jaxmem.models.head import HeadConfig
 from tests.cases import slow
 from tests.checkpoints import seeded
 from tests.checkpoints.texts import MISTRAL_3, NESTED, QWEN3_5_MOE
+from tests.decoders import whole as hidden_states
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 NAMES = sorted(path.name for path in TINY.iterdir())
@@ -42,12 +43,6 @@ def expected(name):
 @functools.cache
 def loaded(name, dtype="float32"):
     return checkpoints.load(TINY / name, dtype=dtype, param_dtype="float32")
-
-
-@jax.jit
-def hidden_states(decoder, tokens):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return decoder(tokens, jnp.ones_like(tokens), positions)
 
 
 def logits_of(decoder, tokens):

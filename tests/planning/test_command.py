@@ -51,7 +51,7 @@ def planned(capsys, *words):
     return status, capsys.readouterr()
 
 
-def test_phases_of_a_policy_are_its_programs(fake):
+def test_phases_of_a_policy_are_its_programs(fake, numbered):
     config, _ = configuration.load(cli._find_config(GRPO[0]), GRPO[1:])
     with devices.target("h200"):
         job = job_of(config).plan()
@@ -80,7 +80,7 @@ def test_phases_of_a_policy_are_its_programs(fake):
     assert forward.runs * forward.tokens == pytest.approx(1.5 * read)
 
 
-def test_phases_of_pairs_are_its_programs(fake, capsys):
+def test_phases_of_pairs_are_its_programs(fake, numbered, capsys):
     """The reference is in the plan, and in no step's time."""
     words = (
         f"model.checkpoint={SCORE}", "data.sequence_length=16", "head.chunk=32",
@@ -120,7 +120,7 @@ DISTILL = (
 
 
 @pytest.mark.parametrize("mode", [slow("text"), "on_policy"])
-def test_phases_of_a_student_are_its_programs(fake, tmp_path, mode):
+def test_phases_of_a_student_are_its_programs(fake, numbered, tmp_path, mode):
     """The teacher is on the device in every phase; its states are on the host."""
     words = ("distill_stdlib.gin", *DISTILL, "data.sequence_length=16")
     names = ["teacher", "gradients", "update"]
