@@ -1,9 +1,12 @@
 """Crash-safe checkpoints that refuse to continue another run."""
 
 import contextlib
+import functools
+import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxmem.base import checksums, files, processes
-from jaxmem.train import finite, storage
+from jaxmem.base import checksums, files, messages, processes
+from jaxmem.train import finite
 
+FINITE = "finite"  # key in orbax's own metadata of a checkpoint
+_STEP = re.compile("0|[1-9][0-9]{0,17}")  # name of a checkpoint
 _LEFT = re.compile(r"[0-9]+\.(unfinished|deleted|orbax-checkpoint-tmp).*")
 
 
@@ -96,8 +101,8 @@ class Checkpoints:
         )
         self._discard(step)
         try:
-            with storage.silenced():
-                mark = {storage.FINITE: True}
+            with silenced():
+                mark = {FINITE: True}
                 self._orbax.save(path, args=items, custom_metadata=mark)
                 _check_found(path, state)
             checksums.write(path)
@@ -105,7 +110,7 @@ class Checkpoints:
             self._discard(step)
             named = self.directory / str(step)
             raise CheckpointError(
-                files.describe_failure(named, storage.as_os_error(error))
+                files.describe_failure(named, as_os_error(error))
             ) from error
 
     def _unfinished(self, step: int) -> Path:
@@ -147,12 +152,12 @@ class Checkpoints:
         items = ocp.args.Composite(config=ocp.args.JsonRestore())
         with self._naming(step):
             restored = self._orbax.restore(self.directory / str(step), args=items)
-            return storage.settings_of(restored["config"])
+            return settings_of(restored["config"])
 
     def saved_shapes(self, step: int) -> Any:
         """Orbax's metadata of each array of the saved state, nested by name."""
         with self._naming(step):
-            return storage.shapes(self.directory / str(step))
+            return shapes(self.directory / str(step))
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """Load the state, and the data iterator's.
@@ -178,19 +183,19 @@ class Checkpoints:
     def _naming(self, step: int) -> Iterator[None]:
         """Convert errors raised inside to a CheckpointError that names the step."""
         try:
-            with storage.silenced():
+            with silenced():
                 yield
         except Exception as error:
             raise CheckpointError(
                 f"checkpoint {self.directory / str(step)} cannot be read "
-                f"({storage.reason(error)}); move it to another directory to "
+                f"({reason(error)}); move it to another directory to "
                 "resume from an older one, or name another run.out_dir"
             ) from error
 
 
 def newest(directory: Path) -> int | None:
     """The newest step in a directory of checkpoints that a run may be writing to."""
-    return max(storage.steps_in(directory), default=None)
+    return max(steps_in(directory), default=None)
 
 
 def read_params(directory: Path, step: int, like: Any) -> Any:
@@ -211,18 +216,18 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
         {"params": like}, restore_args={"params": places}, partial_restore=True
     )
     try:
-        with storage.silenced(), ocp.PyTreeCheckpointer() as checkpointer:
+        with silenced(), ocp.PyTreeCheckpointer() as checkpointer:
             saved = checkpointer.restore((path / "state").resolve(), args=restore)
     except Exception as error:
         raise CheckpointError(
-            f"checkpoint {path} cannot be read ({storage.reason(error)})"
+            f"checkpoint {path} cannot be read ({reason(error)})"
         ) from error
     return saved["params"]
 
 
 def _check_found(path: Path, state: Any) -> None:
     """Raise a ValueError unless each array of the state is found in a checkpoint."""
-    saved = finite.by_name(storage.shapes(path))
+    saved = finite.by_name(shapes(path))
     missing = [
         name
         for name, leaf in finite.by_name(state).items()
@@ -239,7 +244,7 @@ def _prepare(directory: Path) -> None:
 
 
 def _delete_old(directory: Path, keep: int) -> None:
-    for step in storage.steps_in(directory)[:-keep]:
+    for step in steps_in(directory)[:-keep]:
         path = directory / str(step)
         with contextlib.suppress(OSError):  # the next process tries again
             path.rename(path.with_suffix(".deleted"))
@@ -253,3 +258,74 @@ def _remove(directory: Path, prefix: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
             with contextlib.suppress(OSError):  # a link, which `rmtree` refuses
                 path.unlink()
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Numbers of the checkpoints in a directory, which need not exist."""
+    if not directory.is_dir():
+        return []
+    names = (path.name for path in directory.iterdir())
+    return sorted(int(name) for name in names if _STEP.fullmatch(name))
+
+
+def shapes(path: Path) -> Any:
+    """Metadata of each array of a checkpoint, nested by name in dicts and lists."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata((path / "state").resolve())
+    if metadata.item_metadata is None:
+        raise ValueError("no array is found in it")
+    return metadata.item_metadata.tree
+
+
+def settings_of(config: Any) -> dict[str, dict[str, Any]]:
+    """The settings, if they are of sections; else raise a ValueError."""
+    if isinstance(config, dict) and all(isinstance(x, dict) for x in config.values()):
+        return config
+    raise ValueError(f"config is not what a run saves: {messages.short(config)}")
+
+
+def reason(error: Exception) -> str:
+    """An error of another library on one line."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {messages.cut(first, 200)}"
+
+
+def as_os_error(error: Exception) -> Exception:
+    """Return the operating system's error that a tensorstore error quotes."""
+    match = re.search(r"os_error_code='(\d+)'", str(error))
+    if match:
+        return OSError(int(match[1]), os.strerror(int(match[1])))
+    if isinstance(error, OSError):
+        return error
+    return ValueError(messages.cut(str(error).partition("\n")[0], 200))
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Silence what orbax logs of an error that it raises as well."""
+    _expect_leftovers()
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@functools.cache
+def _expect_leftovers() -> None:
+    """Hear nothing of the other tasks of orbax, which end after the first has failed.
+
+    asyncio logs them when they are garbage-collected; threads of tensorstore find that
+    the event loop, to which they want to report, is closed.
+    """
+    logging.getLogger("asyncio").addFilter(lambda x: "orbax" not in x.getMessage())
+    before = sys.unraisablehook
+
+    def hook(raised: Any) -> None:
+        known = "Event loop is closed"
+        if raised.exc_type is not RuntimeError or str(raised.exc_value) != known:
+            before(raised)
+
+    sys.unraisablehook = hook

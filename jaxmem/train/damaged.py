@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxmem.base import checksums, processes
-from jaxmem.train import finite, storage
+from jaxmem.train import checkpoint, finite
 from jaxmem.train.checkpoint import CheckpointError
 
 
@@ -22,7 +22,7 @@ def set_aside_damaged(directory: Path, needed: bool = True) -> list[str]:
     of a version that saved what is not finite, are read. None is renamed where one is
     `needed` and none is good, which raises a CheckpointError.
     """
-    steps = processes.by_first(lambda: storage.steps_in(directory))
+    steps = processes.by_first(lambda: checkpoint.steps_in(directory))
     faults: dict[int, str] = {}
     good = None
     for step in reversed(steps):
@@ -61,7 +61,7 @@ def _is_trusted(path: Path) -> bool:
     """Whether checksums say that it is as it was written, with finite numbers."""
     try:
         saved = json.loads((path / "_CHECKPOINT_METADATA").read_text("utf-8"))
-        marked = bool(saved["custom_metadata"].get(storage.FINITE))
+        marked = bool(saved["custom_metadata"].get(checkpoint.FINITE))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
     return marked and (path / checksums.NAME).exists()
@@ -73,24 +73,25 @@ def _fault_of_content(path: Path) -> str | None:
     items = {name: ocp.args.JsonRestore() for name in names}
     try:
         with (
-            storage.silenced(),
+            checkpoint.silenced(),
             ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as c,
         ):
             saved = c.restore(path.resolve(), args=ocp.args.Composite(**items))
             for name in names:
                 if not isinstance(saved[name], dict):
                     return f"{name} is no object"
-            storage.settings_of(saved["config"])
-        with storage.silenced(), ocp.PyTreeCheckpointer() as c:
+            checkpoint.settings_of(saved["config"])
+        with checkpoint.silenced(), ocp.PyTreeCheckpointer() as c:
             arrays = jax.tree.map(
-                lambda _: ocp.RestoreArgs(restore_type=np.ndarray), storage.shapes(path)
+                lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
+                checkpoint.shapes(path),
             )
             restore = ocp.args.PyTreeRestore(restore_args=arrays)
             found = finite.not_finite(
                 c.restore((path / "state").resolve(), args=restore)
             )
     except Exception as error:
-        return storage.reason(error)
+        return checkpoint.reason(error)
     return f"{checksums.first(found)} is not finite" if found else None
 
 

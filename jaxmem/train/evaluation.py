@@ -45,30 +45,26 @@ class Evaluated(NamedTuple):
     cost: float  # the lower, the better
 
 
-class Best:
-    """The checkpoint of the lowest cost so far."""
+def keep_best(
+    directory: Path,
+    step: int,
+    cost: float,
+    save: Callable[[Checkpoints, Mapping], None],
+) -> str:
+    """Save the step if its cost is lower than that of the checkpoint in a directory.
 
-    def __init__(self, directory: Path):
-        self._directory = directory
-
-    def offer(
-        self, step: int, cost: float, save: Callable[[Checkpoints, Mapping], None]
-    ) -> str:
-        """Save the step if its cost is lower than that of the saved checkpoint.
-
-        A cost that is not finite is never the best, but a message; one that was saved
-        by mistake is replaced. `save` gets the checkpoints, and settings to add to the
-        run's.
-        """
-        if not math.isfinite(cost):
-            return f"step {step}: an evaluation of {cost} is not kept as the best"
-        with Checkpoints(self._directory, keep=1) as checkpoints:
-            saved = checkpoints.latest()
-            if saved is not None:
-                before: Any = checkpoints.saved_config(saved).get(_BEST, {})
-                # A step that is repeated after a kill has the same cost.
-                known = before.get("cost", math.nan)
-                if math.isfinite(known) and (saved == step or cost >= known):
-                    return ""
-            save(checkpoints, {_BEST: {"cost": cost, "step": step}})
-        return ""
+    A cost that is not finite is never the best, but a message; one that was saved by
+    mistake is replaced. `save` gets the checkpoints, and settings to add to the run's.
+    """
+    if not math.isfinite(cost):
+        return f"step {step}: an evaluation of {cost} is not kept as the best"
+    with Checkpoints(directory, keep=1) as checkpoints:
+        saved = checkpoints.latest()
+        if saved is not None:
+            before: Any = checkpoints.saved_config(saved).get(_BEST, {})
+            # A step that is repeated after a kill has the same cost.
+            known = before.get("cost", math.nan)
+            if math.isfinite(known) and (saved == step or cost >= known):
+                return ""
+        save(checkpoints, {_BEST: {"cost": cost, "step": step}})
+    return ""

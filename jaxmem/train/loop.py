@@ -16,7 +16,7 @@ from jaxmem.data.rewards import RewardError
 from jaxmem.train import metrics, report, resuming, wandb_writer
 from jaxmem.train.checkpoint import CheckpointError, Checkpoints
 from jaxmem.train.damaged import set_aside_damaged
-from jaxmem.train.evaluation import Best, EvalConfig, is_due
+from jaxmem.train.evaluation import EvalConfig, is_due, keep_best
 from jaxmem.train.history import MetricsWriter, read_history
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.program import TrainState
@@ -169,8 +169,8 @@ class Run:
                 )
 
             with resuming.advising(self.saved):
-                best = Best(self.out_dir / "best")
-                message = best.offer(number, evaluated.cost, save)
+                where = self.out_dir / "best"
+                message = keep_best(where, number, evaluated.cost, save)
             if message:
                 say(self._console, message)
         return evaluated.metrics

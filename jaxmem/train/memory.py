@@ -94,10 +94,12 @@ class RematConfig:
         assert limit is not None, "checked above"
         limit = remat.device_limit() if limit == "auto" else int(limit * _GIB)
         last = [2**i for i in range(layers.bit_length()) if 3 * 2**i <= layers]
-        limit -= sum(map(_bytes_of_a_device, jax.tree.leaves(held)))
+        limit -= sum(map(shard_bytes, jax.tree.leaves(held)))
         return remat.fit(step, limit, last=last, show=show)
 
 
-def _bytes_of_a_device(x):
-    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-    return math.prod(shape) * x.dtype.itemsize
+def shard_bytes(leaf: Any) -> int:
+    """Bytes of an array, or of a shape, on one device."""
+    sharding = getattr(leaf, "sharding", None)
+    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jaxmem import remat
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.head import HeadConfig
+from jaxmem.train.memory import shard_bytes
 from jaxmem.train.program import DecoderProgram, gradient_shapes
 
 BACKWARD = ("train step", "gradients")  # names of the phase that takes the gradients
@@ -194,13 +194,13 @@ def _mean_ff(model: ModelConfig) -> float:
 
 def device_bytes(tree: Any) -> int:
     """Bytes on one device of arrays or shapes with shardings; none for host memory."""
-    return sum(map(_bytes, filter(_is_on_device, jax.tree.leaves(tree))))
+    return sum(map(shard_bytes, filter(_is_on_device, jax.tree.leaves(tree))))
 
 
 def host_bytes(tree: Any) -> int:
     """Bytes that one device's shards take on the host."""
     leaves = jax.tree.leaves(tree)
-    return sum(_bytes(leaf) for leaf in leaves if not _is_on_device(leaf))
+    return sum(shard_bytes(leaf) for leaf in leaves if not _is_on_device(leaf))
 
 
 def _is_on_device(leaf):
@@ -209,9 +209,3 @@ def _is_on_device(leaf):
         "pinned_host",
         "unpinned_host",
     )
-
-
-def _bytes(leaf):
-    sharding = getattr(leaf, "sharding", None)
-    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize

@@ -54,15 +54,11 @@ class TrainState(NamedTuple):
 class DecoderProgram:
     """A run's functions and shapes; nothing is allocated until `initial_state`.
 
-    Args:
-        config: of the run, a `JobConfig`.
-        vocab_size: number of ids in the data; it becomes the model's vocabulary unless
-            config has a larger one, whose remaining entries are padding.
-        schedule: number of finished updates to the next learning rate; None: as
-            config.optimizer says.
+    The model's vocabulary is that of the data, unless config has a larger one, whose
+    remaining entries are padding. `schedule` maps the number of finished updates to the
+    next learning rate; None: as config.optimizer says.
 
     Attributes:
-        config: of the run.
         policy: rematerialisation policy of the blocks.
         abstract: the decoder, with shapes in the place of its weights.
         layout: shardings of arrays; the model must be traced in its context.

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.train.checkpoint import Checkpoints
-from jaxmem.train.evaluation import Best
+from jaxmem.train.evaluation import keep_best
 
 NAN = math.nan
 
@@ -15,7 +15,7 @@ def offer(directory, step, cost):
     def save(checkpoints, more):
         checkpoints.save(step, {"w": jnp.full(3, cost)}, {}, more)
 
-    return Best(directory).offer(step, cost, save)
+    return keep_best(directory, step, cost, save)
 
 
 def kept(directory):

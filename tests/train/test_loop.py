@@ -18,7 +18,7 @@ from rich.console import Console
 
 from jaxmem.base import checksums
 from jaxmem.base.locks import Busy
-from jaxmem.train import checkpoint, loop, metrics, storage
+from jaxmem.train import checkpoint, loop, metrics
 from jaxmem.train.checkpoint import CheckpointError
 from jaxmem.train.evaluation import EvalConfig, Evaluated
 from jaxmem.train.history import read_history
@@ -515,7 +515,7 @@ def poison(run, monkeypatch, **fields):
     """What a version without the check has saved."""
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.finite, "not_finite", lambda _: [])
-        patched.setattr(storage, "FINITE", "other")
+        patched.setattr(checkpoint, "FINITE", "other")
         with contextlib.suppress(AssertionError):  # the sum is NaN
             run(steps=4, job=Poisoned(4), **fields)
 
@@ -533,7 +533,7 @@ def test_a_poisoned_checkpoint_of_an_older_version_is_set_aside(run, monkeypatch
 
 def test_a_good_checkpoint_of_an_older_version_is_used(run, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "FINITE", "other")
+        patched.setattr(checkpoint, "FINITE", "other")
         run(steps=4)
     again = run()
     assert again.error is None and again.said.startswith("resuming")

@@ -1,6 +1,6 @@
 """A step whose gradients are summed by one program and applied by another."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,11 +9,13 @@ import numpy as np
 
 from jaxmem.models import balance
 from jaxmem.models.head import HeadConfig
+from jaxmem.models.partitioning import as_stored
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import (
     DecoderProgram,
     StreamedUpdate,
     TrainState,
+    add_in_float32,
     gradient_shapes,
     update,
 )
@@ -55,6 +57,33 @@ class AccumulatedProgram(DecoderProgram):
         """Shapes of `Sums`, with their places."""
         sums = self.layout.whole(jax.eval_shape(self._zeros))
         return sums._replace(gradients=gradient_shapes(self.state_shapes.params))
+
+    def trace_sums(
+        self, loss: Callable, given: tuple, head: HeadConfig, kept: Sequence[str] = ()
+    ) -> jax.stages.Traced:
+        """Trace what adds a micro-batch to the sums given, which are consumed.
+
+        The loss is a function of both weights, of what is given and of the numbers of a
+        head that draws: what is differentiated, and its value, metrics of tokens
+        [B, T], and what routers did. Metrics that are kept are returned besides.
+        """
+
+        def run(params: Any, frozen: Any, sums: Sums, *given: Any) -> tuple[Sums, Any]:
+            gradients = jax.value_and_grad(loss, has_aux=True)
+            (_, (value, metrics, routed)), slopes = gradients(params, frozen, *given)
+            told = tuple(metrics.pop(name, None) for name in kept)
+            metrics = {name: jnp.sum(x) for name, x in metrics.items()}
+            terms = Sums(value, metrics, as_stored(slopes), routed)
+            return add_in_float32(sums, terms), told
+
+        sums, options = self.sums(), self.compiler_options
+        jitted = self.layout.jit(
+            run, (sums, self.number()), donate_argnums=2, compiler_options=options
+        )
+        weights = self.state_shapes.params, self.frozen_shapes
+        with self.layout.context():
+            numbers = self.micro_batch_numbers(head)
+            return jitted.trace(*weights, sums, *given, *numbers)
 
     def compile_zeros(self) -> jax.stages.Compiled:
         """Compile what sums start from."""

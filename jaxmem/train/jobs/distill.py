@@ -155,7 +155,7 @@ class Distill(Job, name="distill"):
         for i, (batch, _, advantages) in enumerate(examples):
             target, parked[i] = self._fetch(parked[i]), None
             drawn_by = self.program.micro_batch_numbers(self.config.head, number, 0, i)
-            sums = self._compiled.gradients[batch.tokens.shape](
+            sums, _ = self._compiled.gradients[batch.tokens.shape](
                 state.params, self.frozen, sums, batch, target, counted, advantages,
                 *drawn_by,
             )  # fmt: skip

@@ -17,9 +17,7 @@ from jaxmem.core.random_streams import Stream
 from jaxmem.data.documents import Batch
 from jaxmem.functional.given_columns import Columns, Drawn
 from jaxmem.models import balance
-from jaxmem.models.partitioning import as_stored
 from jaxmem.train.jobs import teachers
-from jaxmem.train.jobs.accumulated import Sums
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distillation import Targets, distill_loss, of_file
 from jaxmem.train.jobs.policy import HeadCall
@@ -31,7 +29,6 @@ from jaxmem.train.phases import Phase, activations, moments_beside, weights_of
 from jaxmem.train.program import (
     DecoderProgram,
     StreamedUpdate,
-    add_in_float32,
     gradient_shapes,
 )
 
@@ -46,7 +43,7 @@ class Compiled(NamedTuple):
     states: dict[Shape, jax.stages.Compiled]
     count: dict[Shape, jax.stages.Compiled]  # (Batch) -> Counted
     zeros: jax.stages.Compiled  # () -> Sums
-    # (params, frozen, Sums, Batch, target, Counted, advantages[, numbers]) -> Sums
+    # (params, frozen, Sums, Batch, target, Counted, advantages[, numbers]) -> Sums, ()
     gradients: dict[Shape, jax.stages.Compiled]
     sums: dict[Shape, jax.stages.Compiled]  # (params, frozen, Batch, target)
     #                                          -> METRICS, summed over tokens
@@ -179,33 +176,9 @@ class DistillProgram(SamplingProgram):
 
     def trace_gradients(self, shape: Shape) -> jax.stages.Traced:
         """Trace what adds a micro-batch to a step's sums; these are consumed."""
-
-        def run(params, frozen, sums: Sums, *given):
-            def loss(params):
-                return self._loss(params, frozen, *given)
-
-            (_, seen), slopes = jax.value_and_grad(loss, has_aux=True)(params)
-            value, observed, routed = seen
-            observed = {name: jnp.sum(x) for name, x in observed.items()}
-            terms = Sums(value, observed, as_stored(slopes), routed)
-            return add_in_float32(sums, terms)
-
-        sums = self.sums()
-        jitted = self.layout.jit(
-            run, sums, donate_argnums=2, compiler_options=self.compiler_options
-        )
-        weights = self.state_shapes.params, self.frozen_shapes
-        batch = self.tokens(*shape)
-        with self.layout.context():
-            return jitted.trace(
-                *weights,
-                sums,
-                batch,
-                self.target(shape),
-                self.counted(),
-                self.advantages(shape),
-                *self.micro_batch_numbers(self.config.head),
-            )
+        given = self.tokens(*shape), self.target(shape), self.counted()
+        given += (self.advantages(shape),)
+        return self.trace_sums(self._loss, given, self.config.head)
 
     def counted(self) -> Counted:
         """Shapes of `Counted`, with their places."""

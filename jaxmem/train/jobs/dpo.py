@@ -111,47 +111,6 @@ class Program(StepProgram):
         return self.batch(self.config.run.accumulate)
 
 
-class _Scorer:
-    """ln p of many pairs under some weights, [N, 2]."""
-
-    def __init__(self, program: Program, frozen: Any):
-        self._program, self._frozen = program, frozen
-        self._run = program.trace_logprobs().lower().compile()
-
-    def __call__(self, params: Any, pairs: Sequence[Pair]) -> np.ndarray:
-        config, logprobs = self._program.config.data, []
-        for start in range(0, len(pairs), config.batch_size):
-            # The last micro-batch repeats some, to be of the shape that is compiled.
-            stop = start + config.batch_size
-            chosen = [pairs[i % len(pairs)] for i in range(start, stop)]
-            nothing = np.zeros((len(chosen), 2), np.float32)
-            batch = batch_of(chosen, nothing, config)
-            placed = self._program.layout.place(batch)
-            logprobs.append(jax.device_get(self._run(params, self._frozen, placed)))
-        return np.concatenate(logprobs)[: len(pairs)]
-
-
-def _reference(
-    path: Path, program: Program, score: _Scorer, pairs: Sequence[Pair]
-) -> np.ndarray:
-    """Return ln p [N, 2] under the initial weights: read, or computed and saved."""
-    config = program.config
-    way = ["means"] if config.dpo.averages else []
-    of = json.dumps(
-        [fingerprint(pairs), dataclasses.asdict(config.model), config.run.seed] + way
-    )
-    if jax.process_count() == 1 and path.exists():
-        with np.load(path) as saved:
-            if str(saved["of"]) == of:
-                return saved["logprobs"]
-    logprobs = score(program.initial_params(), pairs)
-    if processes.is_first():
-        content = io.BytesIO()
-        np.savez(content, of=of, logprobs=logprobs)
-        files.write_whole(path, content.getvalue())
-    return logprobs
-
-
 class Dpo(Job, name="dpo"):
     """Pairs of answers, whose reference is scored once."""
 
@@ -198,14 +157,43 @@ class Dpo(Job, name="dpo"):
     def compile(self, progress: ProgressReport) -> None:
         """See `Job`; the reference is scored, too."""
         program, pairs, held_out = self.program, self._pairs, self._held_out
-        self._score = _Scorer(program, self.frozen)
-        path = Path(self.config.run.out_dir).expanduser() / "reference.npz"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._logprobs = program.trace_logprobs().lower().compile()
         progress.waiting("scoring the reference")
-        reference = _reference(path, program, self._score, [*pairs, *held_out])
+        reference = self._score_reference([*pairs, *held_out])
         self._reference = jnp.asarray(reference[len(pairs) :])
         self.batches = PairBatches(pairs, reference[: len(pairs)], self.config.data)
         self._compiled = program.compile_step()
+
+    def _score(self, params: Any, pairs: Sequence[Pair]) -> np.ndarray:
+        """Return ln p [N, 2] of pairs under some weights."""
+        config, logprobs = self.config.data, []
+        for start in range(0, len(pairs), config.batch_size):
+            # The last micro-batch repeats some, to be of the shape that is compiled.
+            stop = start + config.batch_size
+            chosen = [pairs[i % len(pairs)] for i in range(start, stop)]
+            nothing = np.zeros((len(chosen), 2), np.float32)
+            batch = self.program.layout.place(batch_of(chosen, nothing, config))
+            logprobs.append(jax.device_get(self._logprobs(params, self.frozen, batch)))
+        return np.concatenate(logprobs)[: len(pairs)]
+
+    def _score_reference(self, pairs: Sequence[Pair]) -> np.ndarray:
+        """Return ln p [N, 2] under the initial weights: read, or computed and saved."""
+        config = self.config
+        path = Path(config.run.out_dir).expanduser() / "reference.npz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        model = dataclasses.asdict(config.model)
+        way = ["means"] if config.dpo.averages else []
+        of = json.dumps([fingerprint(pairs), model, config.run.seed, *way])
+        if jax.process_count() == 1 and path.exists():
+            with np.load(path) as saved:
+                if str(saved["of"]) == of:
+                    return saved["logprobs"]
+        logprobs = self._score(self.program.initial_params(), pairs)
+        if processes.is_first():
+            content = io.BytesIO()
+            np.savez(content, of=of, logprobs=logprobs)
+            files.write_whole(path, content.getvalue())
+        return logprobs
 
     def step(
         self, number: int, state: TrainState

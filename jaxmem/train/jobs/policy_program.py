@@ -19,9 +19,7 @@ from jaxmem.data.documents import Batch
 from jaxmem.models import balance, branches, route_records
 from jaxmem.models.head import HeadConfig
 from jaxmem.models.own import LanguageModel
-from jaxmem.models.partitioning import as_stored
 from jaxmem.packing import Supports
-from jaxmem.train.jobs.accumulated import Sums
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.policy import (
     HeadCall,
@@ -33,7 +31,7 @@ from jaxmem.train.jobs.questions import ends_of
 from jaxmem.train.jobs.sampling_program import SamplingProgram
 from jaxmem.train.jobs.turns import SamplePrograms
 from jaxmem.train.optimizer import learning_rate_schedule
-from jaxmem.train.program import StreamedUpdate, add_in_float32
+from jaxmem.train.program import StreamedUpdate
 
 Shape = tuple[int, int]  # of a micro-batch
 
@@ -187,50 +185,29 @@ class PolicyProgram(SamplingProgram):
         offsets: Any = _ints((tokens + 1,))
         return self.layout.whole(Supports(ids, offsets))
 
-    def gradients(self, head: HeadConfig):
-        """The function that adds a micro-batch to a minibatch's sums.
-
-        If the head samples, its last argument is `micro_batch_numbers`.
-        """
-
-        def run(params, frozen, sums: Sums, rows: PolicyBatch, normalizer, *numbers):
-            def loss(params):
-                model, batch = self.model(params, frozen), rows.batch
-                given = batch.tokens, batch.segment_ids, batch.positions
-                given = *given, self.config.branches, rows.routes
-                hidden, routed = model.routed(*given)
-                value, metrics = self._loss(
-                    head, model.head, hidden, rows, normalizer, *numbers
-                )
-                share, sizes = rows.share, self.model_config
-                cost = balance.with_loss(value, routed, sizes, share)
-                return cost, (value, metrics, routed)
-
-            (_, seen), slopes = jax.value_and_grad(loss, has_aux=True)(params)
-            (value, metrics, routed), slopes = seen, as_stored(slopes)
-            logprobs = metrics.pop("logprob"), metrics.pop("whole", None)
-            metrics = {name: jnp.sum(x) for name, x in metrics.items()}
-            terms = Sums(value, metrics, slopes, routed)
-            return add_in_float32(sums, terms), logprobs
-
-        return run
-
     def compile_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
         """Compile what a micro-batch takes; the sums given are consumed."""
         return self.compile_verified(self.trace_gradients(shape, head))
 
     def trace_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
-        """Trace what adds a micro-batch to the sums."""
-        sums, micro_batch = self.sums(), self.micro_batch(shape)
-        normalizer, options = self.number(), self.compiler_options
-        made = sums, self.layout.whole(_ints(()))
-        jitted = self.layout.jit(
-            self.gradients(head), made, donate_argnums=2, compiler_options=options
-        )
-        weights = self.state_shapes.params, self.frozen_shapes
-        with self.layout.context():
-            numbers = self.micro_batch_numbers(head)
-            return jitted.trace(*weights, sums, micro_batch, normalizer, *numbers)
+        """Trace what adds a micro-batch to the sums, with log-probabilities of tokens.
+
+        If the head samples, the last argument tells one micro-batch of the run from all
+        others: the numbers [3] of its step, its minibatch and its own.
+        """
+
+        def loss(params, frozen, rows: PolicyBatch, normalizer, *numbers):
+            model, batch = self.model(params, frozen), rows.batch
+            given = batch.tokens, batch.segment_ids, batch.positions
+            hidden, routed = model.routed(*given, self.config.branches, rows.routes)
+            value, metrics = self._loss(
+                head, model.head, hidden, rows, normalizer, *numbers
+            )
+            cost = balance.with_loss(value, routed, self.model_config, rows.share)
+            return cost, (value, metrics, routed)
+
+        given = self.micro_batch(shape), self.number()
+        return self.trace_sums(loss, given, head, kept=("logprob", "whole"))
 
     def trace_backward(self) -> jax.stages.Traced:
         """See `DecoderProgram`: the gradients of the largest micro-batch."""

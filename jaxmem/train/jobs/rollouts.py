@@ -23,24 +23,16 @@ from jaxmem.packing.branches import Parts, pack_branches
 
 
 class Completions(NamedTuple):
-    """Prompts and what was sampled after them; N sequences.
+    """Prompts and what was sampled after them; N sequences."""
 
-    Attributes:
-      tokens: of each sequence, the ids that the model reads.
-      first: [N] place in each sequence of the first sampled token's prediction.
-      sampled: [N, R] ids.
-      lengths: [N] tokens sampled.
-      own: [N, R] which of these the model sampled, where an environment said others;
-        None: all.
-      routes: of each sequence, the routes of its tokens [T, ...] that are replayed, as
-        in `models.route_records`; None: routers choose.
-    """
-
-    tokens: list[np.ndarray]
-    first: np.ndarray
-    sampled: np.ndarray
-    lengths: np.ndarray
+    tokens: list[np.ndarray]  # of each sequence, the ids that the model reads
+    first: np.ndarray  # [N] place in a sequence of the first sampled token's prediction
+    sampled: np.ndarray  # [N, R] ids
+    lengths: np.ndarray  # [N] tokens sampled
+    # [N, R] which of these the model sampled, where an environment said others
     own: np.ndarray | None = None
+    # of each sequence, the routes of its tokens [T, ...] that are replayed, as in
+    # `models.route_records`; None: routers choose
     routes: list[np.ndarray] | None = None
 
     @classmethod

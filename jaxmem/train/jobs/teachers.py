@@ -55,7 +55,15 @@ def of_same_vocabulary(config: DistillJobConfig, student: ModelConfig) -> ModelC
     size = model_of(config).vocab_size
     if student.checkpoint is not None:
         _check_tokens(config, student.checkpoint)
-        _check_rows(config, student.vocab_size or 0, size or 0)
+        ours, theirs = student.vocab_size or 0, size or 0
+        # Divergences are over the smaller one, but a sample could be of any row.
+        if config.is_on_policy and ours > theirs:
+            raise TeacherError(
+                f"distill.mode='on_policy': model.checkpoint={student.checkpoint!r} "
+                f"has a vocabulary of {ours} entries and may sample those beyond the "
+                f"{theirs} of distill.teacher={config.distill.teacher!r}; use "
+                "distill.mode='text'"
+            )
         return student
     if student.vocab_size is None:
         return dataclasses.replace(student, vocab_size=size)
@@ -66,20 +74,6 @@ def of_same_vocabulary(config: DistillJobConfig, student: ModelConfig) -> ModelC
             "equal; leave it None"
         )
     return student
-
-
-def _check_rows(config: DistillJobConfig, ours: int, theirs: int) -> None:
-    """Raise where the teacher would have to read ids that it has no row of.
-
-    One vocabulary may be padded to different sizes: divergences are over the smaller.
-    """
-    if config.is_on_policy and ours > theirs:
-        raise TeacherError(
-            f"distill.mode='on_policy': model.checkpoint={config.model.checkpoint!r} "
-            f"has a vocabulary of {ours} entries and may sample those beyond the "
-            f"{theirs} of distill.teacher={config.distill.teacher!r}; use "
-            "distill.mode='text'"
-        )
 
 
 def _check_tokens(config: DistillJobConfig, student: str) -> None:
