@@ -27,21 +27,13 @@ _ALL = slice(None), slice(None)
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Adapters of decoder's modules that PEFT has as one.
+    """Adapters of decoder's modules that PEFT has as one."""
 
-    Attributes:
-        parts: paths of the modules, in order.
-        modules: PEFT's name of the matrix in each layer, without the prefix.
-        parameter: the parameter's name in a module of experts; None: a matrix.
-        stored: how the outputs of the parts are joined.
-        leading: whether the decoder's arrays have an axis of layers.
-    """
-
-    parts: tuple[str, ...]
-    modules: tuple[str, ...]
-    parameter: str | None
-    stored: names.Stored
-    leading: bool
+    parts: tuple[str, ...]  # paths of the modules, in order
+    modules: tuple[str, ...]  # PEFT's name of the matrix in each layer, without prefix
+    parameter: str | None  # its name in a module of experts; None: a matrix
+    stored: names.Stored  # how the outputs of the parts are joined
+    leading: bool  # whether the decoder's arrays have an axis of layers
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -93,14 +93,10 @@ def parse_config(path: Path, raw: Mapping[str, Any]) -> CheckpointConfig:
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     positions = reader.take(family.positions_key, int, within=_POSITIONS)
-    return CheckpointConfig(path, raw, model, positions, _dtype(reader), family, images)
-
-
-def _dtype(reader: Reader) -> str | None:
-    """The dtype of the stored weights; the newer key has precedence."""
-    key = "dtype" if "dtype" in reader.raw else "torch_dtype"
-    named = reader.take(key, (str, type(None)), None)
-    return None if named is None else named.removeprefix("torch.")
+    key = "dtype" if "dtype" in raw else "torch_dtype"  # the newer one has precedence
+    dtype = reader.take(key, (str, type(None)), None)
+    dtype = dtype and dtype.removeprefix("torch.")
+    return CheckpointConfig(path, raw, model, positions, dtype, family, images)
 
 
 def _text_part(

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -154,8 +155,7 @@ def _first_eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int
     listed = config.raw.get("eos_token_id")
     if listed is None:
         return None
-    ids = listed if isinstance(listed, list) else [listed]
-    within = integers(0, (config.model.vocab_size or 0) - 1)
+    ids, within = _listed(config.raw), integers(0, (config.model.vocab_size or 0) - 1)
     possible = ids and not any(map(within.problem, ids))
     if not possible or tokenizer.id_to_token(ids[0]) is None:
         raise CheckpointError(
@@ -177,10 +177,14 @@ def end_ids(directory: str | Path) -> tuple[int, ...]:
     ids = set() if vocabulary.eos is None else {vocabulary.eos}
     within = integers(0, (config.model.vocab_size or 0) - 1)
     for raw in raws:
-        listed = raw.get("eos_token_id")
-        listed = listed if isinstance(listed, list) else [listed]
-        ids.update(id_ for id_ in listed if id_ is not None and not within.problem(id_))
+        ids.update(i for i in _listed(raw) if i is not None and not within.problem(i))
     return tuple(sorted(ids))
+
+
+def _listed(raw: Mapping[str, Any]) -> list[Any]:
+    """`eos_token_id`, an id or null, as the list that it may be."""
+    listed = raw.get("eos_token_id")
+    return listed if isinstance(listed, list) else [listed]
 
 
 def add_end(directory: Path, token: str, like: Path | None = None) -> None:
@@ -193,9 +197,7 @@ def add_end(directory: Path, token: str, like: Path | None = None) -> None:
     id_ = vocabulary.tokenizer.token_to_id(token)
     path, source = directory / name, (like or directory) / name
     described = read_object(source) if source.exists() else {}
-    listed = described.get("eos_token_id")
-    listed = listed if isinstance(listed, list) else [listed]
-    ids = [*(i for i in listed if i is not None), id_]
+    ids = [*(i for i in _listed(described) if i is not None), id_]
     if ids[:-1] == [] and vocabulary.eos is not None:
         ids = [vocabulary.eos, id_]
     ids = list(dict.fromkeys(ids))

@@ -34,10 +34,7 @@ def add_generate(commands: Any, command: Callable) -> None:
     }.items():
         generate.add_argument(flag, **options)
     for flag, options in {
-        "--max-new-tokens": {
-            "type": int,
-            "help": "what fits, at most 256",
-        },
+        "--max-new-tokens": {"type": int, "help": "what fits, at most 256"},
         "--temperature": {"type": float, "help": "0: the most probable token; 1"},
         "--top-k": {"type": int, "help": "among the k most probable tokens"},
         "--top-p": {"type": float, "help": "among the fewest of this probability"},

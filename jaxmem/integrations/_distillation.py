@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxmem.core.head import Head
 from jaxmem.functional import largest, selected
 from jaxmem.functional.divergence import divergence
 from jaxmem.functional.divergence_loss import divergence_loss
@@ -55,8 +56,12 @@ class Logits:
 
     def as_teacher(self, temperature: ArrayLike) -> ForwardKL:
         """A target whose logits are divided by the temperature besides."""
-        head, hidden = self.head, self.hidden.astype(self.head.dtype)
-        return ForwardKL(Teacher(hidden, head.head, temperature * head.temperature))
+        return ForwardKL(Teacher(*self.operands, temperature * self.head.temperature))
+
+    @property
+    def operands(self) -> tuple[jax.Array, Head]:
+        """Hidden states in the type of the product, and the head."""
+        return self.hidden.astype(self.head.dtype), self.head.head
 
     def array(self) -> jax.Array:
         """The logits, float32 [..., V]."""
@@ -151,11 +156,9 @@ def forward_kl(
     The temperature divides the logits of both, after their softcaps; the teacher is a
     constant.
     """
-    p = student.head
     return divergence(
-        student.hidden.astype(p.dtype), p.head, teacher.as_teacher(temperature),
-        options.chunk, implementation=options.implementation, where=where,
-        temperature=temperature * p.temperature,
+        *student.operands, teacher.as_teacher(temperature), where=where,
+        temperature=temperature * student.head.temperature, **options.keywords,
     )  # fmt: skip
 
 
@@ -174,7 +177,7 @@ def forward_kl_and_cross_entropy(
     own. Returns the mean over the tokens that are not masked, and both terms per token,
     [...], as constants that are 0 where masked.
     """
-    p, counted = student.head, labels.counted
+    own, counted = student.head.temperature, labels.counted
 
     def loss_fn(stats, kl, counted):
         # A row of zeros has no label: whatever is selected for it does not count.
@@ -183,12 +186,10 @@ def forward_kl_and_cross_entropy(
 
     same = isinstance(temperature, (int, float)) and temperature == 1
     loss, terms = divergence_loss(
-        loss_fn, student.hidden.astype(p.dtype), p.head,
-        jnp.where(counted != 0, labels.ids, 0), teacher.as_teacher(temperature),
-        counted, chunk=options.chunk, where=where,
-        temperature=temperature * p.temperature,
-        statistics_temperature=None if same else p.temperature,
-        implementation=options.implementation,
+        loss_fn, *student.operands, jnp.where(counted != 0, labels.ids, 0),
+        teacher.as_teacher(temperature), counted, where=where,
+        temperature=temperature * own,
+        statistics_temperature=None if same else own, **options.keywords,
     )  # fmt: skip
     return loss, terms["kl"], terms["ce"]
 
@@ -204,17 +205,13 @@ def forward_kl_of_largest(
 
     Of equal logits, those of smaller ids are larger.
     """
-    p, q = student.head, teacher.head
-    shared: dict[str, Any] = dataclasses.asdict(options)
-    log_q, ids = largest.topk(
-        teacher.hidden.astype(q.dtype), q.head, k,
-        temperature=temperature * q.temperature, **shared,
-    )  # fmt: skip
+    of_teacher, of_student = (
+        {"temperature": temperature * logits.head.temperature, **options.keywords}
+        for logits in (teacher, student)
+    )
+    log_q, ids = largest.topk(*teacher.operands, k, **of_teacher)
     target = ForwardKL(Columns(ids, log_q, tail=False))
-    return divergence(
-        student.hidden.astype(p.dtype), p.head, target,
-        temperature=temperature * p.temperature, **shared,
-    )  # fmt: skip
+    return divergence(*student.operands, target, **of_student)
 
 
 def forward_kl_of_top(
@@ -229,11 +226,9 @@ def forward_kl_of_top(
 
     The teacher's logits are [..., K], constants, and `ids` are their columns.
     """
-    head = student.head
     logp = selected.selected_logprobs(
-        student.hidden.astype(head.dtype), head.head, ids, options.chunk, where=where,
-        temperature=temperature * head.temperature,
-        implementation=options.implementation,
+        *student.operands, ids, where=where,
+        temperature=temperature * student.head.temperature, **options.keywords,
     )  # fmt: skip
     log_q = jax.nn.log_softmax(teacher.astype(jnp.float32) / temperature)
     terms = jnp.exp(log_q) * (log_q - jax.nn.log_softmax(logp))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,11 @@ class Options:
     chunk: Chunk = 1024
     # name of a backend; None chooses the best available one
     implementation: Implementation | None = None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Both, as the verbs take them."""
+        return dataclasses.asdict(self)
 
 
 @functools.partial(
@@ -71,12 +77,10 @@ def scores(
     means 1, as in trainers. Without `entropy` the other two are None.
     """
     arguments = jnp.asarray(hidden).astype(head.dtype), head.head, labels
-    keywords = {
-        "chunk": options.chunk,
-        "implementation": options.implementation,
-        "temperature": (temperature or 1.0) * head.temperature,
-        "where": where,
-    }
+    keywords: dict[str, Any] = {
+        "temperature": (temperature or 1.0) * head.temperature, "where": where,
+        **options.keywords,
+    }  # fmt: skip
     if not entropy:
         return api.logprobs(*arguments, **keywords), None, None
     stats = api.token_stats(*arguments, **keywords)

@@ -68,13 +68,8 @@ def add(
         jnp.sum(jnp.where(where, x, 0), axis=(0, 1))
         for x in (chosen, chances, entropy, foreign)
     )
-    counts, chances, entropy, foreign = sums
-    return Routed(
-        routed.counts.at[layer].set(counts),
-        routed.chances.at[layer].set(chances),
-        routed.entropy.at[layer].set(entropy[0]),
-        routed.rerouted.at[layer].set(foreign[0]),
-    )
+    both = zip(routed, sums, strict=True)
+    return Routed(*(old.at[layer].set(x.reshape(old.shape[1:])) for old, x in both))
 
 
 def rerouted(routed: Routed) -> float:

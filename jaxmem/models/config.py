@@ -225,8 +225,7 @@ class ModelConfig:
         self._check_norms()
         self._check_attention()
         self._check_experts()
-        self._check_latent()
-        self._check_delta()
+        self._check_mixers()
         self._check_global()
         self._check_reuse()
         self._check_lora()
@@ -304,11 +303,6 @@ class ModelConfig:
             check_field(self, "attention", not problem, f"None or 'xla' {why}")
 
     def _check_experts(self):
-        has_experts = bool({"experts", "dense_and_experts"} & {*self.feed_forwards})
-        wanted = "given where feed_forwards has 'experts', and only there"
-        for name in ("experts", "expert_ff"):
-            given = getattr(self, name) is not None
-            check_field(self, name, given == has_experts, wanted)
         if self.experts is None:
             without = "left out where feed_forwards has no 'experts'"
             nothing = not self.router_aux_loss_coef or self.checkpoint is not None
@@ -332,12 +326,9 @@ class ModelConfig:
         shared = not self.shared_gate or self.shared_ff is not None
         check_field(self, "shared_ff", shared, "given with shared_gate")
 
-    def _check_latent(self):
-        has_latents = "latent" in self.mixers
-        wanted = "given where mixers has 'latent', and only there"
-        for name in ("latent", "rotated_width"):
-            given = getattr(self, name) is not None
-            check_field(self, name, given == has_latents, wanted)
+    def _check_mixers(self):
+        divides = (self.delta_heads or 0) % self.delta_key_heads == 0
+        check_field(self, "delta_key_heads", divides, "a divisor of delta_heads")
         if self.rotated_width is None:
             return
         fits = self.rotated_width <= self.head_dim and self.rotated_width % 2 == 0
@@ -346,14 +337,6 @@ class ModelConfig:
         fits = not (self.lora_rank and without)
         wanted = "without 'query', 'key' and 'value' with latent attention"
         check_field(self, "lora_targets", fits, wanted)
-
-    def _check_delta(self):
-        given = self.delta_heads is not None
-        wanted = "given where mixers has 'delta', and only there"
-        check_field(self, "delta_heads", given == ("delta" in self.mixers), wanted)
-        divides = (self.delta_heads or 0) % self.delta_key_heads == 0
-        divides = divides or self.delta_heads is None
-        check_field(self, "delta_key_heads", divides, "a divisor of delta_heads")
 
     def _check_global(self):
         own = self.global_head_dim is not None
@@ -390,9 +373,18 @@ class ModelConfig:
             good = set(named) <= set(known) and len(named) > 0
             wanted = f"of {', '.join(map(repr, known))}, at least one"
             check_field(self, name, good, wanted)
-        local = bool({"local", "chunked"} & {*self.pattern})
-        wanted = "given where pattern has 'local' or 'chunked', and only there"
-        check_field(self, "window", local == (self.window is not None), wanted)
+        for name, field, kinds in (
+            ("window", "pattern", ("local", "chunked")),
+            ("experts", "feed_forwards", ("experts", "dense_and_experts")),
+            ("expert_ff", "feed_forwards", ("experts", "dense_and_experts")),
+            ("latent", "mixers", ("latent",)),
+            ("rotated_width", "mixers", ("latent",)),
+            ("delta_heads", "mixers", ("delta",)),
+        ):
+            needed = not {*kinds}.isdisjoint(getattr(self, field))
+            good = needed == (getattr(self, name) is not None)
+            has = f"{field} has {' or '.join(map(repr, kinds))}"
+            check_field(self, name, good, f"given where {has}, and only there")
 
     def by_layer(self, cycle: str) -> tuple[str, ...]:
         """Each layer's entry of `pattern`, `mixers` or `feed_forwards`."""

@@ -10,9 +10,14 @@ from flax import nnx
 from jaxmem import remat
 from jaxmem.models import delta, kv_cache
 from jaxmem.models.config import ModelConfig
+from jaxmem.models.interfaces import Mixer
 from jaxmem.models.linears import linear, residual_linear
 from jaxmem.models.norms import make_norm
 from jaxmem.models.positions import Rope, Sight
+
+_READERS = tuple(
+    f"delta_{name}" for name in ("query", "key", "value", "gate", "rate", "decay")
+)
 
 
 class State(NamedTuple):
@@ -22,29 +27,22 @@ class State(NamedTuple):
     matrix: jax.Array  # f32 [B, H, K, V]
 
 
-class DeltaMixer(nnx.Module):
-    """The gated delta rule behind a short convolution, an `interfaces.Mixer`.
+class DeltaMixer(Mixer):
+    """The gated delta rule behind a short convolution.
 
     Padding and tokens of other documents change no state. On a mesh the layer is not
     split along `tensor`, and rows are not split along `sequence` inside it.
     """
-
-    shared = ()
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         assert config.delta_heads is not None
         keys = config.delta_key_heads * config.delta_key_dim
         values = config.delta_heads * config.delta_value_dim
 
-        def project(name: str, outputs: int) -> nnx.Linear:
-            return linear(config, name, config.hidden, outputs, rngs)
-
-        self.delta_query = project("delta_query", keys)
-        self.delta_key = project("delta_key", keys)
-        self.delta_value = project("delta_value", values)
-        self.delta_gate = project("delta_gate", values)
-        self.delta_rate = project("delta_rate", config.delta_heads)
-        self.delta_decay = project("delta_decay", config.delta_heads)
+        states = config.delta_heads
+        widths = keys, keys, values, values, states, states
+        for name, width in zip(_READERS, widths, strict=True):
+            setattr(self, name, linear(config, name, config.hidden, width, rngs))
         dtype = jnp.dtype(config.param_dtype)
         shape = 2 * keys + values, 1, config.delta_taps
         bound = config.delta_taps**-0.5
@@ -63,14 +61,9 @@ class DeltaMixer(nnx.Module):
 
     @property
     def readers(self) -> tuple[nnx.Linear, ...]:
-        """The projections."""
-        return (
-            self.delta_query, self.delta_key, self.delta_value, self.delta_gate,
-            self.delta_rate, self.delta_decay,
-        )  # fmt: skip
+        return tuple(getattr(self, name) for name in _READERS)
 
     def mix(self, projected, sight: Sight, rope: Rope, before: State | None = None):
-        """[B, T, hidden] from the results of `readers`, and the state after it."""
         del rope
         *mixed, gate, rate, decay = projected
         x = jnp.concatenate(mixed, axis=-1)
@@ -138,14 +131,7 @@ class DeltaMixer(nnx.Module):
         out = (out * jax.nn.silu(wide)).astype(gate.dtype)
         return self.delta_output(out.reshape(gate.shape))
 
-    @staticmethod
-    def state(made: State, max_length: int) -> State:
-        """The state after prompts, whose size is that of any other."""
-        del max_length
-        return made
-
     def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, seen, shared):
-        """[B, 1, hidden] from the next token's x, and the state after it."""
         del rope, seen, shared
         before: State = cached.layer
         *mixed, gate, rate, decay = (read(x) for read in self.readers)
@@ -160,16 +146,12 @@ class DeltaMixer(nnx.Module):
 
     @staticmethod
     def grow(states: State, added: State, slot: jax.Array, live: jax.Array) -> State:
-        """The states after tokens, which replace those before in rows that are live."""
         del slot
 
         def one(old: jax.Array, new: jax.Array) -> jax.Array:
             return jnp.where(live.reshape(-1, *(1,) * (new.ndim - 2)), new, old)
 
         return jax.tree.map(one, states, added)
-
-    def join(self) -> None:
-        """Nothing: a token's cost is that of the state."""
 
 
 def _documents(segments: jax.Array) -> tuple[jax.Array, jax.Array]:

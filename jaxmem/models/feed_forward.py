@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem import remat
+from jaxmem.models import interfaces
 from jaxmem.models.config import ACTIVATIONS, ModelConfig
 from jaxmem.models.linears import linear, residual_linear
 
@@ -33,14 +34,11 @@ gated.defvjp(
 )
 
 
-class FeedForward(nnx.Module):
+class FeedForward(interfaces.FeedForward):
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
 
-    With "silu" the first is SwiGLU, with "gelu" GeGLU. It is an
-    `interfaces.FeedForward`.
+    With "silu" the first is SwiGLU, with "gelu" GeGLU.
     """
-
-    reads_stream = False
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         sizes, bias = (config.hidden, config.ff), config.ff_bias
@@ -53,19 +51,13 @@ class FeedForward(nnx.Module):
             start = jnp.full(1, _XIELU_START, jnp.dtype(config.param_dtype))
             self.positive, self.negative = nnx.Param(start), nnx.Param(start)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [B, T, hidden] to [B, T, hidden]."""
-        return self.join(*(read(x) for read in self.readers))[0]
-
     @property
     def readers(self) -> tuple[nnx.Linear, ...]:
-        """The gate, if there is one, and up projections, to [B, T, ff] each."""
         return (self.gate, self.up) if self.gated else (self.up,)
 
     def join(
         self, *projected: jax.Array, chosen: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """[B, T, hidden] from the results of `readers`; it has no router."""
         del chosen
         names = ("gate", "up") if self.gated else ("up",)
         named = [remat.name(x, n) for x, n in zip(projected, names, strict=True)]
@@ -73,15 +65,14 @@ class FeedForward(nnx.Module):
         def join(*projected: jax.Array) -> jax.Array:
             if self.gated:
                 return self.down(gated(*projected, self.activation))
-            return self.down(self._activated(*projected))
+            (up,) = projected
+            active = ACTIVATIONS.get(self.activation, self._xielu)
+            return self.down(active(up.astype(jnp.float32)).astype(up.dtype))
 
         return remat.recompute(join)(*named), None
 
-    def _activated(self, up: jax.Array) -> jax.Array:
-        wide = up.astype(jnp.float32)
-        if self.activation == "xielu":
-            return xielu(wide, self.positive[...], self.negative[...]).astype(up.dtype)
-        return ACTIVATIONS[self.activation](wide).astype(up.dtype)
+    def _xielu(self, x: jax.Array) -> jax.Array:
+        return xielu(x, self.positive[...], self.negative[...])
 
 
 _XIELU_START = 0.5413  # softplus of it is 0.8 + 0.2

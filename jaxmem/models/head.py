@@ -1,9 +1,11 @@
-"""The head of a decoder, and its options."""
+"""The head of a decoder, its options, and the cross-entropy that it trains by."""
 
 import dataclasses
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from jaxmem.backends import choose
@@ -13,12 +15,9 @@ from jaxmem.core.gradients import Sample
 from jaxmem.heads.nnx import LMHead
 from jaxmem.models import embedding, lora, partitioning
 from jaxmem.models.config import ModelConfig
+from jaxmem.models.positions import Ids
 
-_FUSED_ONLY = {
-    "gradient": None,
-    "implementation": None,
-    "vocab_groups": None,
-}
+_FUSED_ONLY = dict.fromkeys(("gradient", "implementation", "vocab_groups"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +46,9 @@ class HeadConfig:
         known = self.implementation in (*choose.names(), None)
         expected = f"{', '.join(map(repr, choose.names()))} or None"
         check_field(self, "implementation", known, expected)
-        if self.chunk is not None and self.chunk != "auto":
-            if not isinstance(self.chunk, int) or self.chunk <= 0:
-                raise ValueError(
-                    "HeadConfig.chunk must be a positive number of tokens, 'auto' or "
-                    f"None, got {self.chunk!r}"
-                )
+        counts = isinstance(self.chunk, int) and self.chunk > 0
+        wanted = "a positive number of tokens, 'auto' or None"
+        check_field(self, "chunk", counts or self.chunk in ("auto", None), wanted)
         try:
             gradients.from_literal(self.gradient)
         except ValueError as error:
@@ -67,9 +63,9 @@ class HeadConfig:
                 f"HeadConfig.vocab_groups={groups} must be None with "
                 f"gradient={self.gradient}"
             )
-        for name, default in _FUSED_ONLY.items():
+        for name in _FUSED_ONLY:
             value = getattr(self, name)
-            if value != default and self.logits != "fused":
+            if value is not None and self.logits != "fused":
                 raise ValueError(f"HeadConfig.{name}={value!r} needs logits='fused'")
 
     @property
@@ -128,3 +124,43 @@ def make_head(
     if sharding is not None:
         raise NotImplementedError("model.lora_head on a mesh of several devices")
     return lora.LoraHead(config, **options)
+
+
+def head_loss(
+    head: LMHead,
+    hidden: jax.Array,
+    labels: Ids,
+    normalizer: jax.Array,
+    logits: Literal["fused", "materialised"],
+    sample: Sample | None = None,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Sum of the tokens' cross-entropies, divided by `normalizer`, and metrics.
+
+    The sum is a float32 scalar in nats; metrics are the sums over tokens of what
+    `jaxmem.token_loss` tells besides.
+
+    Args:
+        head: of the decoder.
+        hidden: [B, T, hidden] final hidden states.
+        labels: [B, T] next token ids; negative for tokens without a loss.
+        normalizer: number of tokens that count in the whole step.
+        logits: "materialised" stores all logits, and serves for comparison.
+        sample: how to sample the gradient, for "fused"; None: it is exact.
+        key: as in `jaxmem.logprobs`, for "fused".
+    """
+    if logits == "fused":
+        loss, told = head.token_loss(
+            _cross_entropy, hidden, labels, normalizer=normalizer,
+            gradient=sample, key=key,
+        )  # fmt: skip
+        return loss, {name: jnp.sum(x) for name, x in told.items()}
+    per_token = optax.softmax_cross_entropy_with_integer_labels(
+        head(hidden).astype(jnp.float32), jnp.maximum(labels, 0)
+    )
+    total = jnp.sum(jnp.where(labels >= 0, per_token, 0.0))
+    return total / jnp.maximum(normalizer, 1), {}
+
+
+def _cross_entropy(stats):
+    return -stats.logprob

@@ -6,16 +6,17 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+from flax import nnx
 
 from jaxmem.models import kv_cache
 from jaxmem.models.balance import Choice
 from jaxmem.models.positions import Rope, Sight
 
 
-class Mixer(Protocol):
+class Mixer(nnx.Module):
     """Mixes the tokens of a row: attention, or something with a state in its place.
 
     What one layer keeps of the tokens that it has read is its state, a pytree of arrays
@@ -25,39 +26,37 @@ class Mixer(Protocol):
     @property
     def readers(self) -> Sequence[Any]:
         """Modules that read the normalised residual stream [B, T, hidden]."""
-        ...
+        raise NotImplementedError
 
     def mix(
-        self, projected: Sequence[jax.Array], sight: Sight, rope: Rope, before: Any
-    ) -> tuple[jax.Array, Any]:
+        self, projected: Sequence[jax.Array], sight: Sight, rope: Rope,
+        before: Any = None,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
         """[B, T, hidden] from the results of `readers`, and what `state` is made of.
 
         Documents do not see each other, and no token sees what follows it. `before` is
         the state of a layer that has read earlier tokens of the rows, or None; or of
         `layers.Reuse` the keys and values that it attends to.
         """
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def state(made: Any, max_length: int) -> Any:
         """The layer's state after prompts, from what `mix` has returned."""
-        ...
+        del max_length
+        return made
 
     @property
     def shared(self) -> Any:
         """Arrays of all layers of the stack that every layer's `decode` gets."""
-        ...
+        return ()
 
     def decode(
-        self,
-        x: jax.Array,
-        rope: Rope,
-        cached: kv_cache.Cached,
-        seen: jax.Array,
+        self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, seen: jax.Array,
         shared: Any,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
         """[B, 1, hidden] from the next token's normalised x, and what `grow` adds."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def grow(states: Any, added: Any, slot: jax.Array, live: jax.Array) -> Any:
@@ -65,22 +64,25 @@ class Mixer(Protocol):
 
         Those of rows [B] that are not live need not change: nothing was read.
         """
-        ...
+        raise NotImplementedError
 
     def join(self) -> None:
         """Join the matrices of `readers`, where that makes decoding faster."""
-        ...
 
 
-class FeedForward(Protocol):
+class FeedForward(nnx.Module):
     """Processes every token alone."""
+
+    reads_stream = False  # whether `join` gets the residual stream, too, as the last
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map [B, T, hidden] to [B, T, hidden]."""
+        return self.join(*(read(x) for read in self.readers))[0]
 
     @property
     def readers(self) -> Sequence[Any]:
         """Modules that read the normalised residual stream [B, T, hidden]."""
-        ...
-
-    reads_stream: bool  # whether `join` gets the residual stream, too, as the last
+        raise NotImplementedError
 
     def join(
         self, *projected: jax.Array, chosen: jax.Array | None = None
@@ -89,4 +91,4 @@ class FeedForward(Protocol):
 
         A router takes the experts that are `chosen`, if they are given.
         """
-        ...
+        raise NotImplementedError

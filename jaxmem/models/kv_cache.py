@@ -142,13 +142,13 @@ def layer_of(keys: jax.Array, values: jax.Array, max_length: int) -> Layer:
     return Layer(*(jnp.pad(jnp.swapaxes(x, 1, 2), unused) for x in (keys, values)))
 
 
-def append(layers: Layer, tokens: Layer, slot: jax.Array, live: jax.Array) -> Layer:
+def append(states: Layer, added: Layer, slot: jax.Array, live: jax.Array) -> Layer:
     """Write tokens of each row: keys and values [layers, B, kv_heads, M, head_dim].
 
     Those of rows that are not live are masked by their positions.
     """
     del live
-    both = zip(layers, tokens, strict=True)
+    both = zip(states, added, strict=True)
     put = lax.dynamic_update_slice_in_dim
     return Layer(*(put(cached, new, slot, axis=-2) for cached, new in both))
 

@@ -20,24 +20,23 @@ from flax import nnx
 from jaxmem import remat
 from jaxmem.models import attention, kv_cache, ulysses
 from jaxmem.models.config import ModelConfig
+from jaxmem.models.interfaces import Mixer
 from jaxmem.models.linears import linear, residual_linear
 from jaxmem.models.norms import make_norm
 from jaxmem.models.positions import Rope, Sight
 
 
-class LatentAttention(nnx.Module):
-    """Causal attention whose keys and values are latents, an `interfaces.Mixer`.
+class LatentAttention(Mixer):
+    """Causal attention whose keys and values are latents.
 
     A head has `rotated_width` numbers that are rotated, and head_dim in all. Its state
     is a `kv_cache.Layer` of one head: rotated keys, and latents.
     """
 
     grow = staticmethod(kv_cache.append)
-    shared = ()
 
     @staticmethod
     def state(made: tuple[jax.Array, jax.Array], max_length: int) -> kv_cache.Layer:
-        """Rotated keys and latents of prompts in the layout of the cache."""
         rotated, latent = made
         return kv_cache.layer_of(rotated, latent[:, :, None], max_length)
 
@@ -72,12 +71,10 @@ class LatentAttention(nnx.Module):
 
     @property
     def readers(self) -> tuple[nnx.Linear, nnx.Linear, nnx.Linear]:
-        """What makes queries or their latents, and latents and rotated keys."""
         down = self.config.query_latent is not None
         return (self.query_down if down else self.query), self.latent, self.rotated
 
     def mix(self, projected, sight: Sight, rope: Rope, before=None):
-        """[B, T, hidden] from the results of `readers`, and what is cached."""
         query, latent, rotated = self._of_tokens(projected, rope)
         made = rotated, latent
         if before is not None:
@@ -110,7 +107,6 @@ class LatentAttention(nnx.Module):
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
     def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, seen, shared):
-        """[B, 1, hidden] from the next token's x, and its rotated key and latent."""
         del shared
         projected = [read(x) for read in self.readers]
         query, latent, rotated = self._of_tokens(projected, rope)
@@ -140,6 +136,3 @@ class LatentAttention(nnx.Module):
         """The matrix of a module [latent, heads, width]."""
         kernel = module.kernel[...].astype(self.config.dtype)
         return kernel.reshape(len(kernel), self.config.heads, -1)
-
-    def join(self) -> None:
-        """Nothing: the matrices have no inputs in common that are worth a copy."""

@@ -13,34 +13,29 @@ from jaxmem.models import (
     attention,
     branches,
     kv_cache,
-    normed_products,
     norms,
     partitioning,
     ulysses,
 )
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.delta_mixer import DeltaMixer
-from jaxmem.models.dense_and_experts import DenseAndExperts
 from jaxmem.models.feed_forward import FeedForward
+from jaxmem.models.interfaces import Mixer
 from jaxmem.models.latent import LatentAttention
 from jaxmem.models.layer_inputs import Injection
 from jaxmem.models.linears import linear, residual_linear
-from jaxmem.models.mixture import Mixture
+from jaxmem.models.mixture import DenseAndExperts, Mixture
 from jaxmem.models.norms import make_norm
 from jaxmem.models.positions import Ids as Ids, Rope, Sight
 
 
-class Attention(nnx.Module):
-    """Causal grouped-query attention within documents, an `interfaces.Mixer`.
-
-    Its state is a `kv_cache.Layer`.
-    """
+class Attention(Mixer):
+    """Causal grouped-query attention within documents; its state is a `Layer`."""
 
     grow = staticmethod(kv_cache.append)
 
     @staticmethod
     def state(made: tuple[jax.Array, jax.Array], max_length: int) -> kv_cache.Layer:
-        """Keys and values of prompts in the layout of the cache."""
         key, value = made
         return kv_cache.layer_of(key, value, max_length)
 
@@ -79,12 +74,7 @@ class Attention(nnx.Module):
             self.sinks = nnx.Param(zeros)
         self.config = config
 
-    def __call__(self, x: jax.Array, sight: Sight, rope: Rope) -> jax.Array:
-        """Map [B, T, hidden] to [B, T, hidden]."""
-        return self.mix([read(x) for read in self.readers], sight, rope)[0]
-
     def mix(self, projected, sight: Sight, rope: Rope, before=None):
-        """[B, T, hidden] from the results of `readers`, and rotated keys and values."""
         projected, gate = self._without_gate(projected)
         query, key, value = self.split(*projected)
         query, key = self.rotate(query, key, rope)
@@ -167,8 +157,10 @@ class Attention(nnx.Module):
         first = config.qk_norm and not config.qk_norm_last
         # Without a norm before it, the rotation's gradient needs no residual.
         x = remat.name(x if first else rope.turn(x), name[0])
-        if config.qk_norm:
-            x = _normalized(getattr(self, f"{name}_norm"), x, config, rope)
+        if config.qk_norm:  # of each head, or of all as one
+            heads = x.shape[2:] if config.qk_norm_axis == "head" else (-1,)
+            norm, flat = getattr(self, f"{name}_norm"), x.reshape(*x.shape[:2], *heads)
+            x = rope.if_rotated(norm(flat).reshape(x.shape), x)
         return rope.turn(x) if first else x
 
     @property
@@ -207,10 +199,6 @@ class Attention(nnx.Module):
         return tuple(norm.scale[...] for norm in both if norm.scale is not None)
 
     def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
-        """[B, 1, hidden] from [B, 1, hidden], and the new tokens' keys and values.
-
-        `scales` are `shared` of all layers.
-        """
         gate = self.gate(x) if self.config.attention_gate else None
         query, key, value = self._of_token(x, rope, cached.index, scales)
         token = kv_cache.layer_of(key, value, 1)
@@ -278,18 +266,15 @@ class Reuse(Attention):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of the projections."""
         return ("query",)
 
     @staticmethod
     def state(made: Any, max_length: int) -> Any:
-        """Nothing."""
         del made, max_length
         return ()
 
     @staticmethod
     def grow(states: Any, added: Any, slot: jax.Array, live: jax.Array) -> Any:
-        """Nothing."""
         del states, added, slot, live
         return ()
 
@@ -297,14 +282,12 @@ class Reuse(Attention):
         """There is one projection."""
 
     def mix(self, projected, sight: Sight, rope: Rope, before=None):
-        """[B, T, hidden] from the results of `readers`, and the keys and values."""
         (query,), gate = self._without_gate(projected)
         assert before is not None
         key, value = before
         return self.attend(self._query(query, rope), key, value, sight, gate), ()
 
     def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
-        """[B, 1, hidden] from the next token's normalised x, and nothing to add."""
         (query,), gate = self._without_gate([read(x) for read in self.readers])
         query = self._query(query, rope)
         return self._of_cached(query, scales, cached, filled, gate), ()
@@ -312,15 +295,6 @@ class Reuse(Attention):
     def _query(self, query: jax.Array, rope: Rope) -> jax.Array:
         heads = query.reshape(*query.shape[:2], -1, self.config.head_dim)
         return rope.grow(self._turned("query", heads, rope))
-
-
-def _normalized(
-    norm: norms.RMSNorm, x: jax.Array, config: ModelConfig, rope: Rope
-) -> jax.Array:
-    """Heads [B, T, heads, head_dim], each normalised, or all as one."""
-    if config.qk_norm_axis == "head":
-        return rope.if_rotated(norm(x), x)
-    return rope.if_rotated(norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape), x)
 
 
 MIXERS: dict[str, Any] = {
@@ -363,20 +337,15 @@ class Block(nnx.Module):
         if config.layer_scale:
             self.layer_scale = nnx.Param(jnp.ones(1, jnp.dtype(config.param_dtype)))
 
-    def __call__(
-        self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None
-    ) -> jax.Array:
-        """[B, T, hidden] from the same, and the layer's input if it has one."""
-        return self.read(x, sight, rope, added)[0]
-
     def read(
         self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None,
         before: Any = None, chosen: jax.Array | None = None,
     ):  # fmt: skip
-        """The result of `__call__`, what its mixer's state is made of, and a choice.
+        """[B, T, hidden] from the same, what its mixer's state is made of, a choice.
 
-        `before` is the mixer's state after earlier tokens, or what it reuses, or None.
-        The choice is that of the router, or None; it takes those `chosen`, if given.
+        `added` is the layer's input, if it has one, and `before` the mixer's state
+        after earlier tokens, or what it reuses, or None. The choice is that of the
+        router, or None; it takes those `chosen`, if given.
         """
         x, made, choice = self._mixed(x, sight, rope, before, chosen)
         return self._ended(x, added), made, choice
@@ -391,12 +360,12 @@ class Block(nnx.Module):
         readers = self.attention.readers
         norm = self.attention_norm if self.pre_norms else None
         if self.parallel != "shared":
-            x, projected = normed_products.apply(norm, readers, x)
+            x, projected = norms.normed_products(norm, readers, x)
             mixed, made = self.attention.mix(projected, sight, rope, before)
             x, choice = self._finish(x, mixed, chosen)
             return x, made, choice
         both = (*readers, *self.feed_forward.readers)
-        x, projected = normed_products.apply(norm, both, x)
+        x, projected = norms.normed_products(norm, both, x)
         first, second = projected[: len(readers)], projected[len(readers) :]
         mixed, made = self.attention.mix(first, sight, rope, before)
         output, choice = self.feed_forward.join(*second, chosen=chosen)
@@ -421,12 +390,12 @@ class Block(nnx.Module):
         readers = self.feed_forward.readers
         norm = self.feed_forward_norm if self.pre_norms else None
         if self.parallel == "separate":
-            x, projected = normed_products.apply(norm, readers, x)
+            x, projected = norms.normed_products(norm, readers, x)
             output, choice = self.feed_forward.join(*projected, chosen=chosen)
             return self._added(x, mixed, output), choice
         mixed = self.post_attention_norm(mixed) if self.post_norms else mixed
         mixed = self._scaled(mixed)
-        x, projected = normed_products.apply(norm, readers, x, mixed)
+        x, projected = norms.normed_products(norm, readers, x, mixed)
         stream = (x,) if self.feed_forward.reads_stream else ()
         output, choice = self.feed_forward.join(*projected, *stream, chosen=chosen)
         output = self.post_feed_forward_norm(output) if self.post_norms else output

@@ -12,34 +12,33 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxmem import remat
-from jaxmem.models import grouped, grouped_rows, partitioning, routing
+from jaxmem.models import grouped, grouped_rows, interfaces, partitioning, routing
 from jaxmem.models.balance import Choice
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.feed_forward import FeedForward, gated
+from jaxmem.models.norms import make_norm
 
 _TENSOR = "tensor"
 
 
-class Mixture(nnx.Module):
-    """Σ_k weight_k expert_k(x), plus shared experts; an `interfaces.FeedForward`.
+def _wide(config: ModelConfig, outputs: int, rngs: nnx.Rngs, use_bias: bool):
+    return nnx.Linear(
+        config.hidden, outputs, use_bias=use_bias, dtype=jnp.float32,
+        param_dtype=jnp.dtype(config.param_dtype), precision="highest", rngs=rngs,
+    )  # fmt: skip
+
+
+class Mixture(interfaces.FeedForward):
+    """Σ_k weight_k expert_k(x), plus shared experts.
 
     Routing is in float32. On a mesh, each device has a part of every expert's width,
     and runs it on its tokens.
     """
 
-    reads_stream = False
-
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         assert config.experts is not None
-        wide: Any = functools.partial(
-            nnx.Linear,
-            param_dtype=jnp.dtype(config.param_dtype),
-            dtype=jnp.float32,
-            precision="highest",
-            rngs=rngs,
-        )
         bias = config.router_bias
-        self.router = wide(config.hidden, config.experts, use_bias=bias)
+        self.router = _wide(config, config.experts, rngs, use_bias=bias)
         if config.router_correction:
             self.correction = nnx.Param(jnp.zeros(config.experts))
         self.experts = Experts(config, rngs=rngs)
@@ -47,23 +46,17 @@ class Mixture(nnx.Module):
             own = dataclasses.replace(config, ff=config.shared_ff)
             self.shared = FeedForward(own, rngs=rngs)
         if config.shared_gate:
-            self.shared_gate = wide(config.hidden, 1, use_bias=False)
+            self.shared_gate = _wide(config, 1, rngs, use_bias=False)
         self.whole = Whole()
         self.config = config
 
     @property
     def readers(self) -> tuple["Whole"]:
-        """What they read itself: routing and experts need it."""
         return (self.whole,)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [B, T, hidden] to [B, T, hidden]."""
-        return self.join(x)[0]
 
     def join(
         self, *projected: jax.Array, chosen: jax.Array | None = None
     ) -> tuple[jax.Array, Choice]:
-        """[B, T, hidden] from normalised x [B, T, hidden], and the router's choice."""
         (x,) = projected
         return remat.recompute(self._mix)(x, chosen)
 
@@ -195,22 +188,14 @@ class Expert:
     """down(scale activation(gate(x)) up(x)) of one expert, for `grouped.apply`.
 
     Or down(activation(gate(scale x)) up(scale x)).
-
-    Attributes:
-        dtype: of the products' operands.
-        activation: of the gate.
-        limit: the gate is at most this, and up within ± this; None: no limit.
-        plus_one: whether up + 1 takes the place of up.
-        lora_scale: factor of adapters.
-        scales_inputs: whether the scale is that of x.
     """
 
-    dtype: str
+    dtype: str  # of the products' operands
     activation: str
-    limit: float | None
-    plus_one: bool
-    lora_scale: float
-    scales_inputs: bool
+    limit: float | None  # the gate is at most this, and up within ± this
+    plus_one: bool  # whether up + 1 takes the place of up
+    lora_scale: float  # factor of adapters
+    scales_inputs: bool  # whether the scale is that of x
 
     def __call__(
         self, rows: grouped_rows.Rows, weights: Mapping[str, Any], x, scale
@@ -241,3 +226,46 @@ class Expert:
                 scaled = bias if scale is None else bias * scale[:, None]
                 out[i] = (out[i] + scaled).astype(self.dtype)
         return out
+
+
+class DenseAndExperts(FeedForward):
+    """norm(dense(x)) + norm(Σ_k weight_k expert_k(norm(s))), s the residual stream.
+
+    The router reads s, normalised without a scale of the norm's own. The dense part has
+    the paths of a dense layer.
+    """
+
+    reads_stream = True
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        assert config.experts is not None
+        dtype = jnp.dtype(config.param_dtype)
+        self.router = _wide(config, config.experts, rngs, use_bias=False)
+        self.router_scale = nnx.Param(jnp.ones(config.hidden, dtype))
+        self.expert_scale = nnx.Param(jnp.ones(config.experts, dtype))
+        plain = dataclasses.replace(config, norm_scale=False)
+        self.router_norm = make_norm(plain, config.hidden, rngs)
+        self.experts = Experts(config, rngs=rngs)
+        norm = functools.partial(make_norm, config, config.hidden, rngs)
+        self.dense_norm, self.mixed_norm, self.stream_norm = norm(), norm(), norm()
+        self.config = config
+
+    def join(
+        self, *projected: jax.Array, chosen: jax.Array | None = None
+    ) -> tuple[jax.Array, Choice]:
+        *dense, stream = projected
+        out = self.dense_norm(super().join(*dense)[0])
+        mixed, choice = remat.recompute(self._mix)(stream, chosen)
+        return out + mixed, choice
+
+    def _mix(
+        self, stream: jax.Array, chosen: jax.Array | None
+    ) -> tuple[jax.Array, Choice]:
+        scale = self.router_scale[...].astype(jnp.float32)
+        x = self.router_norm(stream).astype(jnp.float32) * scale
+        logits = self.router(x * self.config.hidden**-0.5)
+        choice, weights = routing.decide(logits, None, self.config, chosen)
+        scale = self.expert_scale[...].astype(jnp.float32)[choice.chosen]
+        out = self.experts(self.stream_norm(stream), choice.chosen, weights * scale)
+        return self.mixed_norm(out.astype(stream.dtype)), choice

@@ -85,7 +85,7 @@ class Refill:
         zeros = jnp.zeros(count, jnp.int32)
         state = slots, Rows(nothing, zeros, zeros - 1, routes)
         state = lax.fori_loop(0, count, lambda _, state: self._filled(state), state)
-        return self._stepped(state, self._is_live)[1]
+        return lax.while_loop(self._is_live, self._step, state)[1]
 
     @property
     def _count(self) -> int:
@@ -114,13 +114,9 @@ class Refill:
     def _is_full(self, state: State) -> jax.Array:
         return jnp.all(state[0].rows < self._count)
 
-    def _stepped(self, state: State, while_: Callable[[State], jax.Array]) -> State:
-        """Decode as long as something holds."""
-        return lax.while_loop(while_, self._step, state)
-
     def _filled(self, state: State) -> State:
         """Start one more row, as soon as a slot has none."""
-        slots, rows = self._stepped(state, self._is_full)
+        slots, rows = lax.while_loop(self._is_full, self._step, state)
         place = jnp.argmax(slots.rows == self._count)
         row = self._next(rows)[None]
         hidden, cache = self._prefill(row)

@@ -32,7 +32,12 @@ def choose(
     elif kind == "sigmoid":
         scores = jax.nn.sigmoid(logits)
     if chosen is None:
-        chosen = _best(jax.lax.stop_gradient(scores), correction, config)
+        ranks = jax.lax.stop_gradient(scores)
+        if correction is not None:
+            ranks = ranks + jax.lax.stop_gradient(correction.astype(jnp.float32))
+        if config.router_groups > 1:
+            ranks = _of_best_groups(ranks, config)
+        chosen = jax.lax.top_k(ranks, config.experts_per_token)[1]
     if kind == "near":
         return chosen.astype(jnp.int32), _near(logits, chosen, config)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
@@ -55,14 +60,6 @@ def decide(
         return Choice(logits, own, own), weights
     given, weights = choose(logits, correction, config, given)
     return Choice(logits, given, own), weights
-
-
-def _best(scores, correction, config: ModelConfig) -> jax.Array:
-    if correction is not None:
-        scores = scores + jax.lax.stop_gradient(correction.astype(jnp.float32))
-    if config.router_groups > 1:
-        scores = _of_best_groups(scores, config)
-    return jax.lax.top_k(scores, config.experts_per_token)[1]
 
 
 def _near(logits: jax.Array, chosen: jax.Array, config: ModelConfig) -> jax.Array:

@@ -142,8 +142,12 @@ def sample(
             id is out of range; the message names it.
     """
     ends = eos_id if isinstance(eos_id, tuple) else (eos_id,)
+    size = decoder.config.vocab_size or 0
     for name, token in (*(("eos_id", end) for end in ends), ("pad_id", pad_id)):
-        _check_id(name, token, decoder.config.vocab_size or 0)
+        if not 0 <= token < size:
+            raise ValueError(
+                f"{name} must be a token of the vocabulary, in [0, {size}), got {token}"
+            )
     sampler = Sampler(config, ends, pad_id)
     return sampler.complete(decoder, prompts, prompt_lengths, key)
 
@@ -310,19 +314,16 @@ class Sampler:
         """
         steps = jnp.broadcast_to(steps, keys.shape)
         keys = jax.vmap(jax.random.fold_in)(keys, steps)
-        new = _draw(keys, *self._truncated(logits))
+        whole = self.config.support_size == logits.shape[-1] and not self.keep_support
+        if whole and self.config.top_k is None:  # ids need not be known
+            new = _draw(keys, among_all(logits, self.config), None)
+        else:
+            new = _draw(keys, *truncate(logits, self.config))
         if not self.keep_support:
             new = new._replace(support_ids=None)
         new = _masked(new, ended, self.pad_id)
         ends = jnp.isin(new.tokens, jnp.asarray(self.eos_ids, jnp.int32))
         return new, ended | ends
-
-    def _truncated(self, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """As from `truncate`; without ids where all ids are in the support."""
-        is_whole = self.config.support_size == logits.shape[-1]
-        if is_whole and self.config.top_k is None and not self.keep_support:
-            return among_all(logits, self.config), None
-        return truncate(logits, self.config)
 
 
 def _draw(keys: jax.Array, logprobs: jax.Array, ids: jax.Array | None) -> Drawn:
@@ -369,17 +370,9 @@ def _check_prompts(prompts: Ids, lengths: Ids) -> None:
     if isinstance(lengths, Tracer):
         return
     lengths = np.asarray(lengths)
-    if np.any((lengths < 0) | (lengths > prompts.shape[1])):
-        bad = lengths[(lengths < 0) | (lengths > prompts.shape[1])][0]
+    bad = lengths[(lengths < 0) | (lengths > prompts.shape[1])]
+    if len(bad):
         raise ValueError(
             f"prompt_lengths must be from 0 to the {prompts.shape[1]} tokens that "
-            f"prompts has room for, got {bad}"
-        )
-
-
-def _check_id(name: str, token: int, vocab_size: int) -> None:
-    if not 0 <= token < vocab_size:
-        raise ValueError(
-            f"{name} must be a token of the vocabulary, in [0, {vocab_size}), "
-            f"got {token}"
+            f"prompts has room for, got {bad[0]}"
         )

@@ -6,6 +6,7 @@ attention gives it all tokens of some heads, and another one afterwards reverses
 Reference: Jacobs et al., "DeepSpeed Ulysses", 2023, arXiv:2309.14509.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -50,10 +51,13 @@ def attend(
     copies = parts // math.gcd(parts, kv_heads)
     _check("model.heads", query.shape[2] // tensor, kv_heads * copies, sizes)
 
+    move = functools.partial(lax.all_to_all, tiled=True)
+
     def on_device(query, key, value, sight, by_head):
         key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
-        query, key, value = map(_to_heads, (query, key, value))
-        return _to_tokens(attention(query, key, value, sight, by_head))
+        # Reshard [b, T/k, H, ...] to [b, T, H/k, ...], and back.
+        query, key, value = (move(x, AXIS, 2, 1) for x in (query, key, value))
+        return move(attention(query, key, value, sight, by_head), AXIS, 1, 2)
 
     def spec(x):
         return PartitionSpec(partitioning.ROWS) if jnp.ndim(x) else PartitionSpec()
@@ -68,15 +72,6 @@ def attend(
         # No output is replicated along an axis with more than one device.
         check_vma=False,
     )(query, key, value, sight, by_head)  # fmt: skip
-
-
-def _to_heads(x):
-    """Reshard [b, T/k, H, ...] to [b, T, H/k, ...]."""
-    return lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
-
-
-def _to_tokens(x):
-    return lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)
 
 
 def _check(what, size, parts, sizes):

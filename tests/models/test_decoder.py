@@ -13,8 +13,7 @@ from flax import nnx
 from jaxmem import Recompute, remat
 from jaxmem.models import layers
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.models.head import HeadConfig
-from jaxmem.models.head_loss import head_loss
+from jaxmem.models.head import HeadConfig, head_loss
 from jaxmem.models.positions import (
     Sight,
     rope_frequencies,
@@ -144,8 +143,8 @@ def test_attention_is_grouped_causal_and_stays_in_its_document():
     attention = layers.Attention(SMALL, rngs=nnx.Rngs(3))
     _, segments, positions = rows_of(range(5), range(4), length=11)
     x = np.random.default_rng(0).normal(size=(1, 11, SMALL.hidden)).astype(np.float32)
-    got = attention(
-        jnp.asarray(x),
+    got, _ = attention.mix(
+        [read(jnp.asarray(x)) for read in attention.readers],
         Sight(jnp.asarray(segments)),
         rope_tables(jnp.asarray(positions), frequencies(8, SMALL.rope_theta)),
     )
@@ -162,7 +161,7 @@ def test_scanned_blocks_are_the_blocks_one_after_the_other():
     rope = rope_tables(positions, frequencies(8, SMALL.rope_theta))
     for layer in range(SMALL.layers):
         block = nnx.merge(definition, jax.tree.map(lambda w, i=layer: w[i], weights))
-        x = block(x, sight, rope)
+        x, *_ = block.read(x, sight, rope)
     np.testing.assert_allclose(
         run(model, (tokens, segments, positions)), model.norm(x), atol=1e-5
     )

@@ -129,7 +129,7 @@ def lean(config, w, x, segment_ids, positions):
     block = nnx.merge(definition_of(config), nested)
     sight = Sight(segment_ids, config.window)
     tables = rope_tables(positions, rope_frequencies(config, config.pattern[0]))
-    return block(x, sight, tables)
+    return block.read(x, sight, tables)[0]
 
 
 @functools.cache
@@ -221,7 +221,7 @@ def shaped(config, policy="none", rows=BATCH, length=LENGTH):
 
     def block(h, weights, cosines, sines, ids, window, kind):
         sight, rope = Sight(ids, window), Rope(cosines, sines, kind)
-        return nnx.merge(definition, weights)(h, sight, rope)
+        return nnx.merge(definition, weights).read(h, sight, rope)[0]
 
     block = remat.block(block, policy)
     return remat.residuals(block, h, weights, table, table, ids, number, number)

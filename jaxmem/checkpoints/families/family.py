@@ -56,34 +56,20 @@ def _same(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Key(Part):
-    """One key that sets one field.
-
-    Attributes:
-        key: of `config.json`.
-        field: of `ModelConfig`.
-        kind: type of the value; None where it may be null, which the field then is.
-        default: value that transformers takes where the key is left out, or a function
-            from the object to it.
-        values: the names that the value may be, and what the field is for each.
-        null_is_default: whether null means the default.
-        older: name of the key in older files, read where `key` is left out or null.
-        read_value: from the value to the field's.
-        write_value: the inverse of `read_value`.
-        also: other fields that it sets to the same.
-        may_be_zero: whether 0 is a value, which `read_value` makes another of.
-    """
+    """One key of `config.json` that sets one field of `ModelConfig`."""
 
     key: str
     field: str
-    kind: type | types.UnionType = int
+    kind: type | types.UnionType = int  # None where it may be null, as the field then
+    # that of transformers where the key is left out, or a function from the object
     default: Any = MISSING
-    values: Mapping[str, Any] | None = None
-    null_is_default: bool = False
-    older: str | None = None
-    read_value: Callable[[Any], Any] = _same
-    write_value: Callable[[Any], Any] = _same
-    also: tuple[str, ...] = ()
-    may_be_zero: bool = False
+    values: Mapping[str, Any] | None = None  # what it may be, and the field for each
+    null_is_default: bool = False  # whether null means the default
+    older: str | None = None  # its name in older files, read where it is absent or null
+    read_value: Callable[[Any], Any] = _same  # from the value to the field's
+    write_value: Callable[[Any], Any] = _same  # the inverse
+    also: tuple[str, ...] = ()  # other fields that it sets to the same
+    may_be_zero: bool = False  # whether 0 is a value, which `read_value` changes
 
     def read(self, reader: Reader) -> dict[str, Any]:
         value = self._given(reader)
@@ -139,59 +125,43 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One architecture of `config.json`.
-
-    Attributes:
-        architecture: its name in "architectures".
-        model_type: its "model_type".
-        parts: what reads its keys.
-        names: names of modules in a checkpoint, by the decoder's: of
-            "blocks/attention/query" the name of layer "{}"; of a module of experts,
-            that of layer "{}" and expert "{}", or one for all experts. By default those
-            of Llama.
-        switches: the fields of `ModelConfig` that are the same in all its models.
-        only: keys of which only some values are implemented, the first of them the
-            default, in addition to `ONLY`.
-        ignored: keys that do not change logits, in addition to `IGNORED`.
-        positions_key: the key of the longest context.
-        prefix: how the names of all tensors but the head's start; files may lack it.
-        pairs: how the numbers of a head that are rotated together are stored: in
-            "halves", as the decoder has them, as "neighbours", as such
-            neighbours "last" in a head, or in "swapped" halves.
-        joined_by: of the first of modules that share a name, how their outputs
-            alternate there: by "head", by "key_head" of mixers named "delta", or by
-            "number"; else one follows the other.
-        stored_as_in_out: starts of the paths whose matrices are stored as [in, out].
-        other_names: names that files may have in the place of others.
-        derived: ends of the names of tensors that are computed from the config.
-        constants: tensors that must have these values, of layer "{}".
-        more_layers_key: the key of a number of further layers, which predict tokens
-            beyond the next one: their tensors are left out. None: there are none.
-        further: starts of the names of tensors of such layers apart from the others.
-        fused: paths and names that take the place of others where a file has them.
-        in_float32: paths of weights that are stored in float32, whatever others are.
-    """
+    """One architecture of `config.json`, with the names that it has there."""
 
     architecture: str
     model_type: str
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # what reads its keys
+    # names of modules in a checkpoint, by the decoder's: of "blocks/attention/query"
+    # the name of layer "{}"; of a module of experts, that of layer "{}" and expert
+    # "{}", or one for all experts
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)
+    # the fields of `ModelConfig` that are the same in all its models
     switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # keys of which only some values are implemented, the default first, beside `ONLY`
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    positions_key: str = "max_position_embeddings"
-    prefix: str = "model."
+    ignored: tuple[str, ...] = ()  # keys that do not change logits, beside `IGNORED`
+    positions_key: str = "max_position_embeddings"  # of the longest context
+    prefix: str = "model."  # of names of tensors but the head's; files may lack it
+    # how the numbers of a head that are rotated together are stored: in halves, as the
+    # decoder has them, as neighbours, as such in the last numbers, or in swapped halves
     pairs: Literal["halves", "neighbours", "last", "swapped"] = "halves"
+    # of the first of modules that share a name, how their outputs alternate there, also
+    # by heads of keys in mixers named "delta"; else one follows the other
     joined_by: Mapping[str, Literal["head", "key_head", "number"]] = dataclasses.field(
         default_factory=dict
     )
-    stored_as_in_out: tuple[str, ...] = ()
+    stored_as_in_out: tuple[str, ...] = ()  # starts of paths of matrices [in, out]
+    # names that files may have in the place of others
     other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    derived: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()  # ends of names of tensors that the config determines
+    # tensors that must have these values, of layer "{}"
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # the key of a number of further layers, which predict tokens beyond the next one:
+    # their tensors are left out
     more_layers_key: str | None = None
-    further: tuple[str, ...] = ()
+    further: tuple[str, ...] = ()  # starts of names of such tensors elsewhere
+    # paths and names that take the place of others where a file has them
     fused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # paths of weights that are stored in float32, whatever others are
     in_float32: tuple[str, ...] = ("blocks/feed_forward/correction",)
 
     def read(self, reader: Reader) -> dict[str, Any]:
@@ -213,35 +183,26 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class WithImages:
-    """A multimodal architecture, whose text part is read as a model of its own.
-
-    Attributes:
-        architecture: its name in "architectures".
-        model_type: its "model_type".
-        defaults: keys of the text part that may be left out, and what they are then.
-        ignored: keys that concern images only.
-        prefixes: what replaces "model." in the names of the text part's tensors, and
-            what precedes "lm_head", in each published form.
-        images: how the names of the other tensors start.
-        tied: whether the head is, where `tie_word_embeddings` is left out.
-    """
+    """A multimodal architecture, whose text part is read as a model of its own."""
 
     architecture: str
     model_type: str
-    text: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    ignored: frozenset[str]
+    text: tuple[str, ...]  # "model_type" of text parts, the default first
+    defaults: Mapping[str, Any]  # of keys of the text part that may be left out
+    ignored: frozenset[str]  # keys that concern images only
+    # what replaces "model." in the names of the text part's tensors, and what precedes
+    # "lm_head", in each published form
     prefixes: tuple[tuple[str, str], ...] = (
         ("language_model.model.", "language_model."),
         ("model.language_model.", ""),
     )
-    images: tuple[str, ...] = (
+    images: tuple[str, ...] = (  # starts of the names of the other tensors
         "vision_tower.",
         "multi_modal_projector.",
         "model.vision_tower.",
         "model.multi_modal_projector.",
     )
-    tied: bool = True
+    tied: bool = True  # whether the head is, where `tie_word_embeddings` is left out
 
 
 # Keys that do not change the logits of a forward pass without dropout: names and

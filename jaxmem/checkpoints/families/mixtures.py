@@ -65,13 +65,9 @@ def joined_experts(start: str, kind: str = "kernel", end: str = "") -> dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class Balance(Part):
-    """The loss of routers, where `output_router_logits` asks for it.
+    """The loss of routers, where `output_router_logits` asks for it."""
 
-    Attributes:
-        default: its factor, where `router_aux_loss_coef` is left out.
-    """
-
-    default: float = 0.001
+    default: float = 0.001  # its factor, where `router_aux_loss_coef` is left out
 
     def read(self, reader: Reader) -> dict[str, Any]:
         key = "router_aux_loss_coef"
@@ -217,13 +213,9 @@ class EveryLast(Part):
 
 @dataclasses.dataclass(frozen=True)
 class AfterTheFirst(Part):
-    """All layers after the first ones have experts.
+    """All layers after the first ones have experts."""
 
-    Attributes:
-        default: how many those are, where `first_k_dense_replace` is left out.
-    """
-
-    default: int
+    default: int  # how many those are, where `first_k_dense_replace` is left out
 
     def read(self, reader: Reader) -> dict[str, Any]:
         count, key = reader.raw["num_hidden_layers"], "first_k_dense_replace"

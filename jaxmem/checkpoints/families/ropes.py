@@ -7,34 +7,32 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import reals
-from jaxmem.checkpoints.families.family import ONLY, Part
-from jaxmem.checkpoints.reader import MISSING, Reader
+from jaxmem.checkpoints.families.family import ONLY, Key, Part, read, write
+from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
+_FACTOR = Key("factor", "rope_factor", float)
+_ORIGINAL = Key("original_max_position_embeddings", "rope_original")
 _KINDS = {
-    "default": None, "linear": "linear", "llama3": "llama3", "yarn": "yarn",
-    "longrope": "listed", "su": "listed", "dynamic": "dynamic",
-}  # fmt: skip
-_FIELDS = {
-    "default": {},
-    "linear": {"factor": "rope_factor"},
-    "llama3": {
-        "factor": "rope_factor",
-        "low_freq_factor": "rope_low_factor",
-        "high_freq_factor": "rope_high_factor",
-        "original_max_position_embeddings": "rope_original",
-    },
-    "yarn": {
-        "factor": "rope_factor",
-        "beta_slow": "rope_low_factor",
-        "beta_fast": "rope_high_factor",
-        "original_max_position_embeddings": "rope_original",
-    },
-    "longrope": {},
-    "su": {},
-    "dynamic": {"factor": "rope_factor"},
+    "default": (),
+    "linear": (_FACTOR,),
+    "llama3": (
+        _FACTOR,
+        Key("low_freq_factor", "rope_low_factor", float),
+        Key("high_freq_factor", "rope_high_factor", float),
+        _ORIGINAL,
+    ),
+    "yarn": (
+        _FACTOR,
+        Key("beta_slow", "rope_low_factor", float, 1.0),
+        Key("beta_fast", "rope_high_factor", float, 32.0),
+        _ORIGINAL,
+    ),
+    "longrope": (),
+    "su": (),
+    "dynamic": (_FACTOR,),
 }
-_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+_SCALINGS = {"default": None, "longrope": "listed", "su": "listed"}  # others: the same
 _LAYERS = "full_attention", "sliding_attention"
 _WITH_NULL = (float, type(None))
 _ANY, _POSITIVE = reals(), reals(above=0)
@@ -42,27 +40,17 @@ _ANY, _POSITIVE = reals(), reals(above=0)
 
 @dataclasses.dataclass(frozen=True)
 class Rope(Part):
-    """Rotary parameters: one object, or a base and a separate scaling object.
+    """Rotary parameters: one object, or a base and a separate scaling object."""
 
-    Attributes:
-        theta: base that transformers takes where none is given.
-        fraction: of each head that is rotated where none is given; None: all of it, and
-            no other can be given.
-        theta_key: the key of the base in the older form.
-        fraction_key: the key of the fraction in the older form.
-        growth: the key of `query_growth`, if the family has it.
-        stretch: the key a of a fixed factor a^(d / (d - 2)) of the base with the type
-            "dynamic", if the family has it.
-        ignored: keys of the object that do not change logits of text.
-    """
-
-    theta: float = 10_000.0
+    theta: float = 10_000.0  # base that transformers takes where none is given
+    # of each head that is rotated where none is given; None: all of it, always
     fraction: float | None = None
-    theta_key: str = "rope_theta"
-    fraction_key: str = "partial_rotary_factor"
-    growth: str | None = None
+    theta_key: str = "rope_theta"  # of the base in the older form
+    fraction_key: str = "partial_rotary_factor"  # of the fraction in the older form
+    growth: str | None = None  # the key of `query_growth`, if the family has it
+    # the key a of a fixed factor a^(d / (d - 2)) of the base with the type "dynamic"
     stretch: str | None = None
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # keys of the object that do not change logits
 
     def read(self, reader: Reader) -> dict[str, Any]:
         optional = (dict, type(None))
@@ -103,31 +91,24 @@ class Rope(Part):
         stretch = given.pop(self.stretch, None) if self.stretch else None
         if stretch is not None and kind == "dynamic":
             return self._stretched(reader, given, stretch)
-        fields = {"rope_scaling": reader.choose("rope type", kind, _KINDS)}
+        keys = [Key("rope_theta", "rope_theta", float, self.theta)]
+        keys += reader.choose("rope type", kind, _KINDS)
         inner = Reader(reader.path, given)
-        for key, field in {"rope_theta": "rope_theta", **_FIELDS[kind]}.items():
-            default = {**_DEFAULTS, "rope_theta": self.theta}.get(key, MISSING)
-            whole = int if RANGES[field].whole else float
-            fields[field] = inner.take(key, whole, default, within=RANGES[field])
-        if kind == "dynamic":
-            fields["rope_limit"] = _positions(reader, inner)
+        if self.growth is not None:
+            keys.append(Key(self.growth, "query_growth", float | None, None))
+            inner.read.add("max_position_embeddings")
+        if self.fraction is not None:
+            keys.append(Key("partial_rotary_factor", "rope_fraction", float, 1.0))
+        fields = {"rope_scaling": _SCALINGS.get(kind, kind)} | read(keys, inner)
+        if kind == "dynamic":  # stretches nothing up to so many tokens
+            for each in (reader, inner):  # it does not read the original number
+                each.read.add("original_max_position_embeddings")
+            key, within = "max_position_embeddings", RANGES["rope_limit"]
+            fields["rope_limit"] = reader.take(key, int, within=within)
         if fields["rope_scaling"] == "listed":
             fields |= _listed(reader, inner)
         if kind == "yarn":
             fields |= _yarn(inner, fields["rope_factor"])
-        if self.growth is not None:
-            field = "query_growth"
-            within = RANGES[field]
-            fields[field] = inner.take(self.growth, _WITH_NULL, None, within=within)
-            inner.read.add("max_position_embeddings")
-        return fields | self._fraction(inner)
-
-    def _fraction(self, inner: Reader) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        if self.fraction is not None:
-            within = RANGES["rope_fraction"]
-            key = "partial_rotary_factor"
-            fields["rope_fraction"] = inner.take(key, float, 1.0, within=within)
         inner.read.update(self.ignored)
         inner.finish({k: v for k, v in ONLY.items() if k not in inner.read})
         return fields
@@ -154,9 +135,8 @@ class Rope(Part):
         if model.rope_scaling == "listed":
             scaling = _listed_again(model)
         elif model.rope_scaling is not None:
-            keys = _FIELDS[model.rope_scaling]
-            scaling = {"rope_type": model.rope_scaling}
-            scaling |= {key: getattr(model, field) for key, field in keys.items()}
+            kind = model.rope_scaling
+            scaling = {"rope_type": kind} | write(_KINDS[kind], model)
         if scaling is not None and model.rope_scaling == "yarn":
             scaling |= {
                 "attention_factor": model.rope_magnitude,
@@ -236,24 +216,12 @@ def _yarn(inner: Reader, factor: float) -> dict[str, Any]:
     return {"rope_magnitude": given, "rope_truncate": truncate}
 
 
-def _limit(reader: Reader, inner: Reader) -> int:
-    """The positions that a model was trained on before others were added."""
-    key, within = "original_max_position_embeddings", RANGES["rope_limit"]
-    whole = reader.take(key, int, 0, within=within)
-    whole = inner.take(key, int, whole, within=within)
-    return whole or reader.take("max_position_embeddings", int)
-
-
-def _positions(reader: Reader, inner: Reader) -> int:
-    """Tokens up to which transformers' "dynamic" type stretches nothing."""
-    for each in (reader, inner):  # it does not read the original number
-        each.read.add("original_max_position_embeddings")
-    return reader.take("max_position_embeddings", int, within=RANGES["rope_limit"])
-
-
 def _listed(reader: Reader, inner: Reader) -> dict[str, Any]:
     """The factors of documents up to the limit, and of longer ones."""
-    limit, factors = _limit(reader, inner), []
+    key, within = "original_max_position_embeddings", RANGES["rope_limit"]
+    limit = inner.take(key, int, reader.take(key, int, 0, within=within), within=within)
+    limit = limit or reader.take("max_position_embeddings", int)
+    factors = []
     for key in ("short_factor", "long_factor"):
         listed = inner.take(key, list)
         if not all(type(x) in (int, float) and x > 0 for x in listed):

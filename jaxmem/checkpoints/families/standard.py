@@ -85,11 +85,7 @@ def parallel(kind: str, default: bool) -> Key:
 
 
 class Derived(Part):
-    """Fields that other keys determine: another key's value, or a ratio of two.
-
-    Args:
-        fields: by name, a key, or a dividend and a divisor.
-    """
+    """Fields that other keys determine: another key's value, or a ratio of two."""
 
     def __init__(self, **fields: str | tuple[str, str]):
         self.fields = fields

@@ -69,26 +69,16 @@ def alternating_up_to(reader: Reader) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Windows(Part):
-    """The pattern of layers, and the window of some of them.
+    """The pattern of layers, and the window of some of them."""
 
-    Attributes:
-        pattern: which kinds layers have where `layer_types` does not list them, or a
-            function that reads it.
-        default: tokens of the window where `sliding_window` is left out.
-        listed: whether `layer_types` is written; if not, all layers have the window.
-        ignored: keys that only `pattern` reads.
-        switch: whether `use_sliding_window` is written.
-        full: the kind of the layers without a window, where others have one.
-        nothing: a value of `sliding_window` that says as much as null; None: none does.
-    """
-
+    # which kinds layers have where `layer_types` does not list them, or what reads it
     pattern: tuple[str, ...] | Callable[[Reader], tuple[str, ...]]
-    default: int | None = None
-    listed: bool = True
-    ignored: tuple[str, ...] = ()
-    switch: bool = False
-    full: str = "global"
-    nothing: int | None = None
+    default: int | None = None  # tokens where `sliding_window` is left out
+    listed: bool = True  # whether `layer_types` is written; else all have windows
+    ignored: tuple[str, ...] = ()  # keys that only `pattern` reads
+    switch: bool = False  # whether `use_sliding_window` is written
+    full: str = "global"  # the kind of layers without a window, where others have one
+    nothing: int | None = None  # a value of `sliding_window` that is as null
 
     def read(self, reader: Reader) -> dict[str, Any]:
         optional, within = (int, type(None)), RANGES["window"]
@@ -126,13 +116,9 @@ class Windows(Part):
 
 @dataclasses.dataclass(frozen=True)
 class Unrotated(Part):
-    """Layers without rotation: listed, or each last of so many.
+    """Layers without rotation: listed, or each last of so many."""
 
-    Attributes:
-        interval: how many, where `no_rope_layer_interval` is left out.
-    """
-
-    interval: int
+    interval: int  # where `no_rope_layer_interval` is left out
 
     def read(self, reader: Reader) -> dict[str, Any]:
         layers = reader.raw["num_hidden_layers"]
@@ -156,15 +142,10 @@ class Unrotated(Part):
 
 @dataclasses.dataclass(frozen=True)
 class Chunks(Part):
-    """Layers that attend to chunks, which rotated ones do if nothing else is listed.
+    """Layers that attend to chunks, which rotated ones do if nothing else is listed."""
 
-    Attributes:
-        unrotated: which layers are not rotated; these have no chunks.
-        default: tokens of a chunk, where `attention_chunk_size` is left out.
-    """
-
-    unrotated: Unrotated
-    default: int
+    unrotated: Unrotated  # which layers are not rotated; these have no chunks
+    default: int  # tokens of a chunk, where `attention_chunk_size` is left out
 
     def read(self, reader: Reader) -> dict[str, Any]:
         kinds = self.unrotated.read(reader)["pattern"]

@@ -17,8 +17,7 @@ from jaxmem.core.random_streams import Stream
 from jaxmem.data import streams
 from jaxmem.data.documents import Batch
 from jaxmem.models import balance
-from jaxmem.models.head import HeadConfig
-from jaxmem.models.head_loss import head_loss
+from jaxmem.models.head import HeadConfig, head_loss
 from jaxmem.models.weights import join_weights, merge_module
 from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
