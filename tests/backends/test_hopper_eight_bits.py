@@ -7,7 +7,12 @@ import pytest
 
 import jaxmem
 from jaxmem import Sample
-from jaxmem.backends import hopper_eight_bits, hopper_sampled, xla_eight_bits
+from jaxmem.backends import (
+    hopper_eight_bits,
+    hopper_sampled,
+    xla_eight_bits,
+    xla_sampled,
+)
 from jaxmem.core import eight_bits, row_stats
 from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.spec import Spec
@@ -37,13 +42,15 @@ def problem(n, d, v, slots, layout="vd", vocab_size=None, std=1.0):
 
 
 def run(spec, source, rows, g):
-    """(outputs, entries, gradients)."""
+    """(outputs, entries, gradients), these by XLA: test_hopper_sampled has kernels."""
     shared = eight_bits.of_call(spec, source, rows)
     made, entries = hopper_eight_bits.forward(spec, source, rows, NAMES, shared)
     saved = row_stats.Outputs(**{k: made[k] for k in NAMES[:-1]})
     cotangents = row_stats.Cotangents(*(g.get(k) for k in FLOATS))
-    grads = hopper_sampled.backward(spec, source, rows, saved, cotangents, entries)
-    return made, entries, grads
+    dz = xla_sampled.derivative(
+        spec, hopper_sampled.sampling_of(spec), rows, saved, cotangents, entries
+    )
+    return made, entries, xla_sampled.gradient(spec, source, rows, dz)
 
 
 @pytest.mark.parametrize("layout, vocab_size", [("vd", 60), slow("dv", 60)])

@@ -12,6 +12,7 @@ import pytest
 
 import jaxmem
 from jaxmem.core import backend_operands
+from tests import oracle
 from tests.cases import Case, slow
 from tests.described import described
 
@@ -51,38 +52,28 @@ def count_gemms(text):
 N, D, V, CHUNK = 256, 24, 640, 64
 
 
-def gemms(fn):
-    return count_gemms(compiled(fn, *shapes(N, D, V)).as_text())
+@functools.cache
+def texts():
+    """The program of a loss; with its gradients; with that by hidden, or W, alone."""
+    loss = total(jaxmem.logprobs, CHUNK)
+    grads = (jax.value_and_grad(loss, of) for of in ((0, 1), 0, 1))
+    return [compiled(f, *shapes(N, D, V)).as_text() for f in (loss, *grads)]
 
 
 def test_gemms_of_each_path():
-    loss = total(jaxmem.logprobs, CHUNK)
-    assert gemms(loss) == 1
-    assert gemms(jax.value_and_grad(loss, (0, 1))) == 4  # z, z again, dH, dW
-
-
-def test_a_frozen_head_costs_no_gemm_and_no_buffer():
-    frozen = compiled(
-        jax.value_and_grad(total(jaxmem.logprobs, CHUNK)), *shapes(N, D, V)
-    )
-    assert count_gemms(frozen.as_text()) == 2  # hidden's gradient comes with z
-    # W itself comes as a parameter; nothing else has its shape.
-    made = re.findall(rf"= f32\[{V},{D}\]\S* (\w+)\(", frozen.as_text())
+    # z; z again, dH and dW; hidden's gradient comes with z; frozen hidden states.
+    assert [count_gemms(text) for text in texts()] == [1, 4, 2, 3]
+    # W itself comes as a parameter; nothing else of a frozen head has its shape.
+    made = re.findall(rf"= f32\[{V},{D}\]\S* (\w+)\(", texts()[2])
     assert set(made) <= {"parameter", "get-tuple-element"}
-
-
-def test_frozen_hidden_states_cost_no_gemm():
-    assert gemms(jax.value_and_grad(total(jaxmem.logprobs, CHUNK), 1)) == 3
 
 
 def test_an_unused_output_costs_nothing():
     def alone(h, W, y):
         return jaxmem.token_stats(h, W, y, CHUNK).logprob.sum()
 
-    got, want = (
-        compiled(jax.value_and_grad(f, (0, 1)), *shapes(N, D, V)).as_text()
-        for f in (alone, total(jaxmem.logprobs, CHUNK))
-    )
+    alone = jax.value_and_grad(alone, (0, 1))
+    got, want = compiled(alone, *shapes(N, D, V)).as_text(), texts()[1]
     # Left over are two multiply-adds in the reduction that the logsumexp needs anyway.
     for operation in (" dot(", " scatter(", " while("):
         assert got.count(operation) == want.count(operation), operation
@@ -90,8 +81,8 @@ def test_an_unused_output_costs_nothing():
 
 def test_entropy_is_not_computed_for_logprobs():
     def sums(verb):
-        text = jax.jit(lambda *a: verb(*a, CHUNK)).lower(*shapes(N, D, V)).compile()
-        return text.as_text().count(" multiply(")
+        text = compiled(lambda *a: verb(*a, CHUNK), *shapes(N, D, V)).as_text()
+        return text.count(" multiply(")
 
     assert sums(jaxmem.logprobs) < sums(jaxmem.token_stats)
 
@@ -205,25 +196,31 @@ def test_memory_from_logits(dtype):
         assert temp <= PERCENT * promised + 64 * n
 
 
-def test_logits_given_are_never_written_to():
+def test_logits_given_are_never_written_to_and_a_rerun_has_the_same_bits():
     h, W, y = Case(64, 16, 300).make()
     logits = jnp.asarray(h @ W.T)
     before = np.array(logits)
-    jax.value_and_grad(lambda z: jaxmem.logprobs_from_logits(z, y, 16).sum())(logits)
+
+    @jax.jit
+    def both(z):
+        run = lambda z: jaxmem.logprobs_from_logits(z, y, 16).sum()  # noqa: E731
+        return jax.value_and_grad(run)(z)
+
+    jax.tree.map(np.testing.assert_array_equal, both(logits), both(logits))
     np.testing.assert_array_equal(logits, before)
 
 
 def dw_error(chunk, n=512, d=32, v=256):
     """Relative error of dW in bfloat16, for a token-mean objective."""
     h, W, y = Case(n, d, v).make()
-    h16, W16 = jnp.asarray(h, BF16), jnp.asarray(W, BF16)
+    h, W = jnp.asarray(h, BF16), jnp.asarray(W, BF16)
 
-    def loss(h, W):
-        return -jaxmem.logprobs(h, W, y, chunk).sum()
+    def loss(W):
+        return jaxmem.logprobs(h, W, y, chunk).sum()
 
-    got = jax.jit(jax.grad(loss, 1))(h16, W16).astype(F32)
-    want = jax.jit(jax.grad(loss, 1))(h16.astype(F32), W16.astype(F32))
-    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+    got = np.asarray(jax.jit(jax.grad(loss))(W), np.float64)
+    _, (_, want, _) = oracle.head(h, W, y, {"logprob": np.ones(n)})
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
 def test_dw_error_is_flat_in_the_number_of_chunks():
@@ -234,14 +231,7 @@ def test_dw_error_is_flat_in_the_number_of_chunks():
 
 @pytest.mark.skipif(not CPU, reason="GPU GEMMs are chosen by the number of rows")
 @pytest.mark.parametrize(
-    "dtype, size",
-    [
-        ("float32", (48, 517)),
-        slow("bfloat16", (32, 300)),
-        slow("float32", (32, 300)),
-        slow("bfloat16", (48, 517)),
-    ],
-    ids=str,
+    "dtype, size", [("float32", (48, 517)), slow("bfloat16", (32, 300))], ids=str
 )
 def test_rows_are_the_same_bits_in_any_order_and_company(dtype, size):
     """Permuted, padded by masked rows, alone, or in chunks of any whole groups."""
@@ -261,18 +251,12 @@ def test_rows_are_the_same_bits_in_any_order_and_company(dtype, size):
             jax.tree.map(lambda x: x[::2], stats(h.repeat(2, 0), spread)),
             np.arange(200),
         ),
-        **{f"first {n}": (stats(h[:n], y[:n]), np.arange(n)) for n in (1, 5, 37)},
-        **{f"chunk {c}": (stats(h, y, c), np.arange(200)) for c in (16, 48, 128, None)},
+        **{f"first {n}": (stats(h[:n], y[:n]), np.arange(n)) for n in (1, 37)},
+        **{f"chunk {c}": (stats(h, y, c), np.arange(200)) for c in (16, 48, None)},
     }
     for what, (got, rows) in same.items():
         for name, a, b in zip(want._fields, want, got, strict=True):
             np.testing.assert_array_equal(a[rows], b, err_msg=f"{name}, {what}")
-
-
-def test_a_rerun_is_bitwise_equal():
-    h, W, y = Case(200, 48, 517).make()
-    run = jax.jit(jax.value_and_grad(total(jaxmem.token_stats, 32), (0, 1)))
-    jax.tree.map(np.testing.assert_array_equal, run(h, W, y), run(h, W, y))
 
 
 @pytest.mark.parametrize("layout", ["vd", slow("dv")])

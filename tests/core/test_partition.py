@@ -11,8 +11,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from jaxmem.core import partition
-from tests import targets
+from tests import oracle, targets
 from tests.cases import one_at_a_time, slow
+from tests.functional.test_divergence import exact as of_heads
 
 B, T, D, V = 8, 16, 8, 96
 MESHES = {  # sizes, names, and how tokens [B, T] and W [V, D] lie
@@ -95,10 +96,9 @@ def ragged(h, W, y, a):
 
 
 VERBS = [
-    logprobs, token_stats, frozen, token_loss, from_logits, kl, frozen_kl, sample_ids,
-    ragged,
+    logprobs, token_stats, frozen, token_loss, from_logits, kl, sample_ids, ragged,
 ]  # fmt: skip
-ALIKE = [selected, support, topk, topk_kl]  # by the same rule as kl
+ALIKE = [selected, support, topk, topk_kl, frozen_kl]  # by the same rules
 
 
 def with_gradients(verb):
@@ -113,9 +113,65 @@ def problem():
     return h.astype("f"), W.astype("f"), np.abs(y).astype(np.int32), a.astype("f")
 
 
+def exact(h, W, y, g, **options):
+    """Outputs, and gradients of hidden and W, in float64; g are of each token."""
+    g = {k: np.reshape(x, -1) for k, x in g.items()}
+    h = h.reshape(-1, D)
+    outputs, (dh, dW, dbias) = oracle.head(h, W, y.reshape(-1), g, **options)
+    return outputs, [dh.reshape(*y.shape, D), dW, dbias]
+
+
+def exact_token_loss(h, W, y, a):
+    ones = np.ones(a.size) / a.size
+    g = {"logprob": -a.reshape(-1) * ones, "entropy": 0.1 * ones}
+    outputs, slopes = exact(h, W, y, g)
+    value = sum((g[k] * outputs[k]).sum() for k in g) + outputs["entropy"].mean()
+    return value, slopes[:2]
+
+
+def exact_token_stats(h, W, y, a):
+    options = {"bias": W[:, 0], "softcap": 4.0, "on": y.reshape(-1) % 3 > 0}
+    options["temperature"] = 1 + a.reshape(-1) ** 2
+    outputs, _ = exact(h, W, y, {"logprob": a}, **options)
+    g = {"logprob": a, "entropy": 2 * outputs["entropy"], "sum_pi_squared": 1 + 0 * a}
+    _, (dh, dW, dbias) = exact(h, W, y, g, **options)
+    dW[:, 0] += dbias
+    each = a.reshape(-1) * outputs["logprob"] + outputs["entropy"] ** 2
+    return (each + outputs["sum_pi_squared"]).sum(), (dh, dW)
+
+
+def exact_kl(h, W, y, a):
+    flat = h.reshape(-1, D)
+    operands = flat, W, 2 * flat, W
+    value, (dh, dW, _) = of_heads("reverse_kl", a.reshape(-1), operands, vocab_size=V)
+    return (value * a.reshape(-1)).sum(), (dh.reshape(h.shape), dW)
+
+
+def exact_sum(name, trained=1):
+    """Of a statistic times a."""
+
+    def run(h, W, y, a):
+        outputs, (dh, dW, _) = exact(h, W, y, {name: a})
+        return (outputs[name] * a.reshape(-1)).sum(), (dh, trained * dW)
+
+    return run
+
+
+EXACT = {
+    logprobs: exact_sum("logprob"),
+    from_logits: exact_sum("logprob"),
+    frozen: exact_sum("entropy", trained=0),
+    token_loss: exact_token_loss,
+    token_stats: exact_token_stats,
+    kl: exact_kl,
+}
+
+
 @functools.cache
 def alone(verb):
-    """On one device, and traced for one: tokens are not divided among devices."""
+    """In float64, or on one device: tokens are not divided among several."""
+    if verb in EXACT:
+        return EXACT[verb](*problem())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxmem.core.partition.is_possible", lambda: False)
         return jax.device_get(with_gradients(verb)(*problem()))
@@ -177,7 +233,7 @@ def test_gradients_of_weights_are_summed_once(quick_compilation):
 def test_tokens_that_the_devices_do_not_divide(size, quick_compilation):
     h, W, y, a = (x if x.shape == (V, D) else x.reshape(-1, *x.shape[2:])[:size]
                   for x in problem())  # fmt: skip
-    want = jax.device_get(with_gradients(token_loss)(h, W, y, a))
+    want = exact_token_loss(h, W, y, a)
     mesh = jax.make_mesh((4, 2), ("data", "x"), axis_types=(AxisType.Auto,) * 2)
     whole = NamedSharding(mesh, P())
     got = with_gradients(token_loss)(*jax.device_put((h, W, y, a), whole))
@@ -206,17 +262,22 @@ def test_a_loss_that_was_traced_for_other_rows(quick_compilation):
     """On each device fewer than a chunk, and than what the loss is called with."""
     h, W, y, a = place("data")
 
-    def loss(chunk):
-        return lambda h, W: jaxmem.token_loss(
-            lambda stats, a: (-a * stats.logprob * stats.entropy, {}), h, W, y, a,
-            chunk=chunk,
-        )[0]  # fmt: skip
+    def loss(h, W):
+        def of(stats, a):
+            return -a * stats.logprob * stats.entropy, {}
 
-    want = jax.jit(jax.grad(loss(16), (0, 1)))(h, W)  # as many as there are
-    for chunk in (5, 64):
-        got = jax.jit(jax.grad(loss(chunk), (0, 1)))(h, W)
-        for x, y_ in zip(got, want, strict=True):
-            np.testing.assert_allclose(x, y_, rtol=2e-5, atol=2e-6)
+        runs = (jaxmem.token_loss(of, h, W, y, a, chunk=c)[0] for c in (5, 64))
+        return jnp.stack([*runs])
+
+    got = jax.jit(jax.jacrev(loss, (0, 1)))(h, W)
+    numbers, n = problem(), a.size
+    outputs, _ = exact(*numbers[:3], {"logprob": numbers[3]})
+    g = {"logprob": outputs["entropy"], "entropy": outputs["logprob"]}
+    g = {k: -numbers[3].reshape(-1) * x / n for k, x in g.items()}
+    _, want = exact(*numbers[:3], g)
+    for x, exact_one in zip(got, want, strict=False):
+        for of_chunk in x:
+            np.testing.assert_allclose(of_chunk, exact_one, rtol=2e-5, atol=2e-6)
 
 
 def test_not_where_devices_have_their_own_parts_already():
@@ -274,7 +335,7 @@ def test_a_cache_without_addresses_tells_programs_apart(
     arrays = place("data")
     address_in_key(True)
     assert text_of(4.0, arrays) == text_of(5.0, arrays)  # but for their addresses
-    want = jax.device_get(with_gradients(logprobs)(*arrays))
+    want = jax.device_get(compiled(logprobs, "data")(*arrays))
     address_in_key(False)
     assert text_of(4.0, arrays) != text_of(5.0, arrays)
     assert text_of(4.0, arrays) == text_of(4.0, arrays)

@@ -98,7 +98,7 @@ def ours(operands, g, arrays, verb, layout="vd", options=(), frozen=False):
         W, bias = jax.lax.stop_gradient((W, bias)) if frozen else (W, bias)
         W, other = (W, W_ref) if layout == "vd" else (W.T, W_ref.T)
         given = arrays | bias | layouts | dict(options)
-        return VERBS[verb](h, W, h_ref, other, CHUNK, **given)
+        return of_two_heads(verb)(h, W, h_ref, other, CHUNK, **given)
 
     bias = {k: v for k, v in arrays.items() if k == "bias"}
     value, pull = jax.vjp(call, *operands[:2], bias)
@@ -142,12 +142,7 @@ def check(verb, operands, dtype="float32", layout="vd", **options):
 @pytest.mark.parametrize("std", [0.0, 1.0, 15.0], ids=["flat", "ordinary", "peaked"])
 @pytest.mark.parametrize("verb", VERBS)
 def test_values_and_gradients(verb, std):
-    check(verb, [*make(std)[:2], *make(max(std, 0.5))[2:]])
-
-
-@pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl"), slow("jsd")])
-def test_sixteen_bit_inputs(verb):
-    check(verb, make(3.0), "bfloat16")
+    check(verb, same_depth(std, max(std, 0.5)))
 
 
 BIAS = np.linspace(-2, 2, V, dtype=np.float32)
@@ -166,25 +161,20 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["all", *(slow(x) for x in OPTIONS if x != "all")])
-def test_options(name):
-    check("reverse_kl", make(3.0), **OPTIONS[name])
+@pytest.mark.parametrize(
+    "verb, dtype, layout, name",
+    [
+        ("reverse_kl", "bfloat16", "vd", "all"),
+        ("jsd 0.1", "float16", "dv", "all"),
+        slow("forward_kl", "float32", "dv", "all"),
+        *(slow("reverse_kl", "float32", "vd", x) for x in OPTIONS if x != "all"),
+    ],
+)
+def test_options(verb, dtype, layout, name):
+    check(verb, make(3.0), dtype, layout, **OPTIONS[name])
 
 
-@pytest.mark.parametrize("verb", [slow("forward_kl"), "jsd 0.1"])
-def test_all_options_of_the_other_verbs(verb):
-    check(verb, make(3.0), "float16", layout="dv", **OPTIONS["all"])
-
-
-@pytest.mark.parametrize("name", ["temperature", "teacher_temperature"])
-def test_temperature_of_each_token(name):
-    per_token = np.linspace(0.3, 3, N, dtype=np.float32)
-    got = reverse_kl(*make(), CHUNK, **{name: per_token})
-    want, _ = exact("reverse_kl", np.zeros(N), make(), **{name: per_token[:, None]})
-    assert error(got, want) < STATS_EPSILON
-
-
-# Where the textbook's sums cancel. All of these share their compiled functions.
+# Where the textbook's sums cancel. These share the functions of values and gradients.
 
 
 def same_depth(std, std_reference, seed=0):
@@ -239,30 +229,14 @@ def test_jsd_is_symmetric_and_bounded():
     assert (np.asarray(half) <= np.log(2)).all() and np.asarray(half).max() > 0.6
 
 
-@pytest.mark.parametrize("limit", ["forward_kl", "reverse_kl"])
-def test_jsd_tends_to(limit):
-    small = 1e-5
-    beta = small if limit == "forward_kl" else 1 - small
-    got = of_two_heads(f"jsd {beta}")(*make(), CHUNK) / small
-    want, _ = exact(limit, np.zeros(N), make())
-    np.testing.assert_allclose(got, want, rtol=5e-3)
-
-
 @pytest.mark.parametrize(
     "beta, std",
     [
         (1e-6, 4.0),
-        slow(1e-2, 1.0),
-        slow(1 - 1e-4, 4.0),
         (1 - 1e-6, 1.0),
-        slow(1e-6, 1.0),
-        slow(1e-4, 1.0),
-        slow(1e-4, 4.0),
-        slow(1e-2, 4.0),
-        slow(0.5, 1.0),
+        slow(1 - 1e-4, 4.0),
+        slow(1e-2, 1.0),
         slow(0.5, 4.0),
-        slow(1 - 1e-4, 1.0),
-        slow(1 - 1e-6, 4.0),
     ],
 )
 def test_jsd_of_any_weight_keeps_its_digits(beta, std):
@@ -270,10 +244,9 @@ def test_jsd_of_any_weight_keeps_its_digits(beta, std):
     h, W, *reference = same_depth(std, std)
     g = np.ones(N, np.float32)
     want, (dh, dW, _) = exact(f"jsd {beta}", g, [h, W, *reference])
-    verb = functools.partial(of_two_heads(f"jsd {beta}"), chunk=CHUNK)
-    value, pull = jax.vjp(lambda h, W: verb(h, W, *reference), h, W)
+    value, gradients = ours([h, W, *reference], g, {}, f"jsd {beta}")
     np.testing.assert_allclose(value, want, rtol=STATS_EPSILON)
-    for got, need in zip(pull(g), (dh, dW), strict=True):
+    for got, need in zip(gradients, (dh, dW), strict=True):
         atol = STATS_EPSILON * np.abs(need).max()
         np.testing.assert_allclose(got, need, atol=atol)
 
@@ -284,8 +257,8 @@ def test_jsd_where_a_ratio_overflows():
     far[7], far[9] = 95.0, -95.0
     for name in ("bias", "teacher_bias"):
         g, arrays = np.ones(N, np.float32), everything(**{name: far})
-        value, gradients = ours([h, W, h_ref, W_ref], g, arrays, "jsd 0.1")
-        want, need = exact("jsd 0.1", g, make(), **{name: far})
+        value, gradients = ours([h, W, h_ref, W_ref], g, arrays, "jsd")
+        want, need = exact("jsd", g, make(), **{name: far})
         np.testing.assert_allclose(value, want, rtol=STATS_EPSILON)
         for got, exact_one in zip(gradients, need, strict=False):
             np.testing.assert_allclose(got, exact_one, atol=STATS_EPSILON)
@@ -309,11 +282,8 @@ RULED = np.where(np.isin(np.arange(V), [3, 5]), -np.inf, 0).astype(np.float32)
 @pytest.mark.parametrize(
     "verb,p_alone,q_alone",
     [
-        (
-            "reverse_kl",
-            np.isfinite,
-            np.isposinf,
-        ),  # p = 0 adds nothing; q = 0 < p is infinite
+        # p = 0 adds nothing; q = 0 < p is infinite.
+        ("reverse_kl", np.isfinite, np.isposinf),
         ("forward_kl", np.isposinf, np.isfinite),
         ("jsd", np.isfinite, np.isfinite),
     ],
@@ -402,16 +372,16 @@ def test_a_frozen_head_has_the_same_gradient_by_hidden(verb, dtype):
     operands = [jnp.asarray(x, dtype) for x in make(3.0)]
     g = np.random.default_rng(1).standard_normal(N).astype(np.float32)
     options = {"softcap": 5.0, "teacher_softcap": 3.0, "vocab_size": 100}
-    arrays = {"bias": BIAS, "temperature": np.linspace(0.5, 2, N, dtype=np.float32)}
-    given = tuple(options.items())
-    want, (dh, *_) = ours(operands, g, arrays, verb, "dv", given)
-    value, (got, dW, dbias) = ours(operands, g, arrays, verb, "dv", given, True)
-    np.testing.assert_array_equal(value, want)
+    each = np.linspace(0.5, 2, N, dtype=np.float32)
+    arrays = {"temperature": each, "teacher_temperature": each[::-1]}
+    given = operands, g, arrays | {"bias": BIAS}, verb, "dv", tuple(options.items())
+    value, (got, dW, dbias) = ours(*given, frozen=True)
+    options |= {k: v[:, None] for k, v in arrays.items()}
+    want, (dh, *_) = exact(verb, g, operands, bias=BIAS, **options)
+    assert error(value, want) < STATS_EPSILON
     assert got.dtype == dtype and not dW.any() and not dbias.any()
-    atol = 2 * EPSILON[dtype] * np.abs(np.asarray(dh, np.float32)).max()
-    np.testing.assert_allclose(
-        got.astype(jnp.float32), dh.astype(jnp.float32), atol=atol
-    )
+    atol = 2 * EPSILON[dtype] * np.abs(dh).max()
+    np.testing.assert_allclose(got.astype(jnp.float32), dh, atol=atol)
 
 
 def test_masks_and_infinite_divergences_with_a_frozen_head():
@@ -437,19 +407,18 @@ def test_masks_and_infinite_divergences_with_a_frozen_head():
 
 def test_the_reference_is_constant():
     """Also where one head serves both: the gradient is the policy's alone."""
-    h, W, noise, _ = (jnp.asarray(x) for x in same_depth(1.0, 1.0))
+    h, W, noise, _ = same_depth(1.0, 1.0)
 
     @jax.jit
-    def gradients(*operands):
-        return jax.grad(lambda *a: reverse_kl(*a, CHUNK).sum(), (0, 1, 2, 3))(*operands)
+    def gradients(h, W, h_ref):
+        tied = lambda h, W, h_ref: reverse_kl(h, W, h_ref, W, CHUNK).sum()  # noqa: E731
+        return jax.grad(tied, (0, 1, 2))(h, W, h_ref)
 
-    @jax.jit
-    def tied(W):
-        return jax.grad(lambda W: reverse_kl(h, W, noise, W, CHUNK).sum())(W)
-
-    dh, dW, *of_reference = gradients(h, W, noise, W)
-    assert dh.any() and not any(x.any() for x in of_reference)
-    np.testing.assert_array_equal(tied(W), dW)
+    dh, dW, of_reference = gradients(h, W, noise)
+    assert not of_reference.any()
+    _, need = exact("reverse_kl", np.ones(N), [h, W, noise, W])
+    for got, want in zip((dh, dW), need, strict=False):
+        np.testing.assert_allclose(got, want, atol=3e-6 * np.abs(want).max())
 
 
 def test_types_of_the_two_heads_may_differ():
@@ -475,28 +444,35 @@ def test_float64_stays_float64(verb):
 
 def test_any_leading_shape():
     h, W, h_ref, W_ref = make(n=24)
-    flat = reverse_kl(h, W, h_ref, W_ref)
-    got = reverse_kl(h.reshape(2, 3, 4, D), W, h_ref.reshape(2, 3, 4, -1), W_ref)
+
+    @jax.jit
+    def all_shapes(h, h_ref):
+        of = (h, h_ref), (h.reshape(2, 3, 4, D), h_ref.reshape(2, 3, 4, -1))
+        of = *of, (h[0], h_ref[0])
+        return [reverse_kl(h, W, h_ref, W_ref) for h, h_ref in of]
+
+    flat, got, scalar = jax.device_get(all_shapes(h, h_ref))
     np.testing.assert_array_equal(got, flat.reshape(2, 3, 4))
-    scalar = reverse_kl(h[0], W, h_ref[0], W_ref)
     assert scalar.shape == ()
     np.testing.assert_allclose(scalar, flat[0], rtol=1e-6)
     empty = jax.grad(lambda h: reverse_kl(h, W, jnp.zeros((0, 5)), W[:, :5]).sum())
-    assert empty(jnp.zeros((0, D))).shape == (0, D)
+    assert jax.eval_shape(empty, jnp.zeros((0, D))).shape == (0, D)
 
 
 def test_a_tokens_bits_depend_on_no_other_token_and_no_chunk(optimized):
     if jax.default_backend() != "cpu":
         pytest.skip("GPU GEMMs are chosen by the number of rows")
     h, W, h_ref, W_ref = make(n=96)
-    want = jsd(h, W, h_ref, W_ref, 32)
-    np.testing.assert_array_equal(jsd(h, W, h_ref, W_ref, 64), want)
+    run = jax.jit(jsd, static_argnums=4)
+    want = np.asarray(run(h, W, h_ref, W_ref, 32))
+    np.testing.assert_array_equal(run(h, W, h_ref, W_ref, 64), want)
     order = np.random.default_rng(0).permutation(96)
-    got = jsd(h[order], W, h_ref[order], W_ref, 32)
+    got = run(h[order], W, h_ref[order], W_ref, 32)
     np.testing.assert_array_equal(got, want[order])
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+# test_frozen_head has a frozen head under both.
+@pytest.mark.parametrize("frozen", [False, slow(True)])
 def test_under_checkpoint_and_vmap(frozen):
     h, W, h_ref, W_ref = (jnp.asarray(x) for x in make(n=32))
 
@@ -533,16 +509,10 @@ def total(verb, chunk):
     return lambda *operands: verb(*operands, chunk).sum()
 
 
-def test_gemms_of_each_path():
-    def gemms(fn):
-        return count_gemms(compiled(fn, *shapes(256, 24, 640)).as_text())
-
-    loss = total(reverse_kl, 64)
-    assert gemms(loss) == 2
-    assert gemms(jax.value_and_grad(loss, (0, 1))) == 6  # both again, dH, dW
-    assert gemms(jax.value_and_grad(loss)) == 3
+def test_gemms_of_the_least_memory():
     least = functools.partial(reverse_kl, gradient=jaxmem.Recompute())
-    assert gemms(jax.value_and_grad(total(least, 64))) == 5
+    made = compiled(jax.value_and_grad(total(least, 64)), *shapes(256, 24, 640))
+    assert count_gemms(made.as_text()) == 5
 
 
 @pytest.mark.parametrize(
@@ -554,7 +524,7 @@ def test_gemms_of_each_path():
         slow(jsd, "bfloat16"),
     ],
 )
-def test_memory_is_what_the_page_says(verb, dtype):
+def test_memory_and_gemms_are_what_the_page_says(verb, dtype):
     n, d, v, chunk = 2048, 64, 8192, 128
     on_cpu, size = jax.default_backend() == "cpu", jnp.dtype(dtype).itemsize
     widened = 8 * v * d if size == 2 and on_cpu else 0
@@ -563,11 +533,13 @@ def test_memory_is_what_the_page_says(verb, dtype):
     frozen = (8 + size) * chunk * v + widened
     besides = 64 * n + 16 * n * d + (0 if on_cpu else 32 * 2**20)
     loss = total(verb, chunk)
-    of_hidden = jax.grad(total(verb, chunk))
-    for fn, promised in (
-        (loss, forward), (jax.grad(loss, (0, 1)), backward), (of_hidden, frozen)
-    ):  # fmt: skip
+    for fn, promised, gemms in (
+        (loss, forward, 2),
+        (jax.grad(loss, (0, 1)), backward, 6),  # both again, dH, dW
+        (jax.grad(loss), frozen, 3),
+    ):
         made = compiled(fn, *shapes(n, d, v, dtype))
+        assert count_gemms(made.as_text()) == gemms
         temp = made.memory_analysis().temp_size_in_bytes
         assert 4 * chunk * v <= temp <= 1.04 * promised + besides
         assert temp < 4 * n * v
@@ -688,7 +660,7 @@ def test_an_unseen_temperature_that_is_not_positive_is_nan():
         both = {"temperature": 1.0, "teacher_temperature": t}
         return reverse_kl(*make(), CHUNK, **both)
 
-    per_token = jnp.ones(N).at[3].set(-1.0)
+    per_token = np.where(np.arange(N) == 3, -1, 1).astype(np.float32)
     np.testing.assert_array_equal(np.isnan(jax.jit(run)(per_token)), per_token < 0)
 
 

@@ -62,7 +62,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("std", [0.0, 1.0, 15.0], ids=["flat", "ordinary", "peaked"])
-@pytest.mark.parametrize("v", [1, slow(15), 300, 4099])
+@pytest.mark.parametrize("v", [1, 300, 4099])
 def test_the_inverse_of_the_distribution_function(v, std):
     h, W = make(std, v)
     ids = np.asarray(jaxmem.sample_ids(h, W, 50, KEY, CHUNK))
@@ -83,13 +83,16 @@ def test_every_option(layout):
 
 def test_bit_by_bit_where_probabilities_are_powers_of_two():
     """256 equal columns among excluded ones: the first 8 bits are the number of one."""
-    columns = np.sort(np.random.default_rng(0).permutation(1000)[:256])
-    bias = np.full(1000, -np.inf, np.float32)
+    columns = np.sort(np.random.default_rng(0).permutation(V)[:256])
+    bias = np.full(V, -np.inf, np.float32)
     bias[columns] = 2.5
-    h, W = np.zeros((N, D), np.float32), np.zeros((1000, D), np.float32)
-    ids = jaxmem.sample_ids(h, jaxmem.Head(W, bias=bias), 40, KEY, CHUNK)
-    want = columns[np.floor(uniform(40) * 256).astype(int)]
-    np.testing.assert_array_equal(ids, want)
+    h, W = np.zeros((N, D), np.float32), np.zeros((V, D), np.float32)
+    want = columns[np.floor(uniform(50) * 256).astype(int)]
+    np.testing.assert_array_equal(biased(h, W, bias), want)
+
+
+def biased(h, W, bias):
+    return jaxmem.sample_ids(h, jaxmem.Head(W, bias=bias), 50, KEY, CHUNK)
 
 
 def test_the_bounds_of_a_column():
@@ -121,47 +124,22 @@ def test_frequencies():
         assert abs(both - same) < 5 * math.sqrt(same * (1 - same) / a.size)
 
 
-def test_the_loss_of_drawn_ids_has_the_mean_of_the_whole_teachers():
-    """Value and gradient, within 5 standard errors."""
-    (h, W), n = make(2.0, 40), 20000
-    student = make(1.0, 40, seed=5)[0][:1]
-    p = softmax(h[:1], W)[0]
-    ids = jaxmem.sample_ids(h[:1], W, n, KEY)
-
-    def loss(student):
-        return -jaxmem.selected_logprobs(student, W, ids).mean(-1)[0]
-
-    ln_q = np.log(softmax(student, W)[0])
-    got, gradient = jax.value_and_grad(loss)(student)
-    spread = np.sqrt((p * ln_q**2).sum() - (p * ln_q).sum() ** 2)
-    assert abs(got + (p * ln_q).sum()) < 5 * spread / math.sqrt(n)
-    want = (np.exp(ln_q) - p) @ W
-    spread = np.sqrt(p @ W**2 - (p @ W) ** 2)
-    assert (np.abs(gradient[0] - want) < 5 * spread / math.sqrt(n)).all()
-
-
 def test_excluded_columns_are_never_drawn():
     h, W = make()
     bias = np.where(np.arange(V) % 3 == 0, 0, -np.inf).astype(np.float32)
-    ids = jaxmem.sample_ids(
-        h, jaxmem.Head(W, bias=bias, vocab_size=200), 200, KEY, CHUNK
-    )
-    assert (ids % 3 == 0).all() and ids.max() < 200
+    assert (biased(h, W, bias) % 3 == 0).all()
     certain = np.where(np.arange(V) == 7, 0, -np.inf).astype(np.float32)
-    assert (jaxmem.sample_ids(h, jaxmem.Head(W, bias=certain), 200, KEY) == 7).all()
+    assert (biased(h, W, certain) == 7).all()
 
 
 def test_ids_depend_on_the_key_and_the_position_only(optimized):
     """Not on the chunk, other tokens, or their mask."""
     h, W = make()
-    want = jaxmem.sample_ids(h, W, 20, KEY, 16)
-    where = np.arange(N) % 3 > 0
-    masked = jaxmem.sample_ids(h, W, 20, KEY, None, where=where)
-    np.testing.assert_array_equal(masked[where], want[where])
-    assert (masked[~where] == -1).all()
-    keys = column_sampling.token_keys(KEY, (N,))
-    some = jaxmem.sample_ids(h[5:], W, 20, keys[5:], 32)
-    np.testing.assert_array_equal(some, want[5:])
+    want = np.asarray(jaxmem.sample_ids(h, W, 20, KEY, 16))
+    keys, where = column_sampling.token_keys(KEY, (N,)), np.arange(5, N) % 3 > 0
+    some = np.asarray(jaxmem.sample_ids(h[5:], W, 20, keys[5:], None, where=where))
+    np.testing.assert_array_equal(some[where], want[5:][where])
+    assert (some[~where] == -1).all()
     raw = jax.random.key_data(KEY)
     np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 20, raw, 16), want)
     other = jaxmem.sample_ids(h, W, 20, jax.random.key(4), 16)
@@ -171,9 +149,9 @@ def test_ids_depend_on_the_key_and_the_position_only(optimized):
 
 def test_a_row_that_is_nan_draws_nothing_and_stays_alone():
     h, W = make()
-    want = np.array(jaxmem.sample_ids(h, W, 5, KEY))
+    want = np.array(jaxmem.sample_ids(h, W, 50, KEY, CHUNK))
     h[5], want[5] = np.nan, -1
-    np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 5, KEY), want)
+    np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 50, KEY, CHUNK), want)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
@@ -188,21 +166,23 @@ def test_other_types(dtype):
 def test_any_leading_shape_vmap_and_gradients():
     h, W = make()
     h = h[:32]
-    want = jaxmem.sample_ids(h, W, 3, KEY, CHUNK)
-    cut = jaxmem.sample_ids(h.reshape(2, 16, D), W, 3, KEY, CHUNK)
     keys = column_sampling.token_keys(KEY, (32,)).reshape(2, 16)
-    mapped = jax.vmap(lambda h, key: jaxmem.sample_ids(h, W, 3, key, CHUNK))(
-        h.reshape(2, 16, D), keys
-    )
+
+    def draw(h, key=KEY):
+        return jaxmem.sample_ids(h, W, 3, key, CHUNK)
+
+    @jax.jit
+    def run(h):
+        cut = h.reshape(2, 16, D)
+        gradient = jax.grad(lambda h: draw(h).astype(jnp.float32).sum())(h)
+        return draw(h), draw(cut), jax.vmap(draw)(cut, keys), gradient
+
+    want, cut, mapped, gradient = run(h)
     for got in (cut, mapped):
         np.testing.assert_array_equal(got.reshape(32, 3), want)
-    assert jaxmem.sample_ids(h[0], W, 3, KEY).shape == (3,)
-    assert jaxmem.sample_ids(np.zeros((0, D), np.float32), W, 3, KEY).shape == (0, 3)
-
-    def total(h):
-        return jaxmem.sample_ids(h, W, 3, KEY).astype(jnp.float32).sum()
-
-    assert not jax.jit(jax.grad(total))(h).any()
+    assert not gradient.any()
+    assert jax.eval_shape(draw, h[0]).shape == (3,)
+    assert draw(np.zeros((0, D), np.float32)).shape == (0, 3)
 
 
 def test_products_of_32_bits():

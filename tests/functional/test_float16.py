@@ -80,6 +80,19 @@ def materialised(h, W, y, weight, normalizer):
     return jnp.sum(jnp.where(y >= 0, -weight * log_p, 0)) / normalizer
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def value_and_gradients(kind, frozen, h, W, y, weight, normalizer):
+    """Of a call, or of materialised logits."""
+
+    def total(h, W):
+        if kind is None:
+            return materialised(h, W, y, weight, normalizer)
+        options = {"normalizer": normalizer, "chunk": 16}
+        return KINDS[kind](h, W, y, weight, **options)[0]
+
+    return jax.value_and_grad(total, (0,) if frozen else (0, 1))(h, W)
+
+
 CALLS = [
     ("token_loss", "large", False),
     ("token_loss", "large", True),
@@ -105,18 +118,10 @@ REST = [
 def test_weights_and_normalisers_of_any_size(kind, size, frozen):
     h, W, y = operands()
     largest, normalizer = WEIGHTS[size]
-    weight = jnp.asarray(largest * np.linspace(0.1, 1, N), jnp.float32)
-
-    def total(h, W):
-        options = {"normalizer": normalizer, "chunk": 16}
-        return KINDS[kind](h, W, y, weight, **options)[0]
-
-    want, *need = exact(h, W, y, np.asarray(weight, np.float64), normalizer)
-    trained = (0,) if frozen else (0, 1)
-    loss, made = jax.jit(jax.value_and_grad(total, trained))(h, W)
-    rough, near = jax.value_and_grad(
-        lambda h, W: materialised(h, W, y, weight, normalizer), (0, 1)
-    )(h, W)
+    weight = (largest * np.linspace(0.1, 1, N)).astype(np.float32)
+    want, *need = exact(h, W, y, np.float64(weight), normalizer)
+    loss, made = value_and_gradients(kind, frozen, h, W, y, weight, normalizer)
+    rough, near = value_and_gradients(None, False, h, W, y, weight, normalizer)
     scale = abs(want)
     assert_as_good(loss / scale, rough / scale, want / scale, STATS_EPSILON, "loss")
     for name, got, other, expected in zip("hW", made, near, need, strict=False):
@@ -138,13 +143,12 @@ def test_samples_know_no_size():
     """An estimate is as it is with small weights, to rounding, and neither is inf."""
     h, W, y = operands()
 
+    @jax.jit
     def gradients(size):
         def total(h, W):
             weight = jnp.linspace(0.1, 1, N) * size
-            return jaxmem.token_loss(
-                nll, h, W, y, weight, normalizer=8 * size, gradient=Sample(8),
-                key=jax.random.key(0),
-            )[0]  # fmt: skip
+            options = {"gradient": Sample(8), "key": jax.random.key(0)}
+            return token_loss(h, W, y, weight, normalizer=8 * size, **options)[0]
 
         return jax.grad(total, (0, 1))(h, W)
 

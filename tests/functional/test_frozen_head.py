@@ -3,7 +3,6 @@
 import functools
 import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,8 +90,6 @@ def check(problem, verb="logprobs", dtype="float32", layout="vd", bias=None, **o
         ("label ahead by 25", "logprobs"),
         ("NaN in masked rows", "entropy"),
         slow("peaked", "entropy"),
-        slow("label ahead by 25", "entropy"),
-        slow("NaN in masked rows", "logprobs"),
     ],
 )
 def test_values_and_gradients(name, verb):
@@ -100,17 +97,11 @@ def test_values_and_gradients(name, verb):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
-def test_sixteen_bit_inputs(dtype):
-    check(CASES["NaN in masked rows"].make(), dtype=dtype)
-
-
-@pytest.mark.parametrize("layout", ["dv", slow("vd")])
-def test_every_option(layout):
+def test_every_option(dtype):
     options = {k: v for each in OPTIONS.values() for k, v in each.items()}
     problem = Case(40, 33, 130, std=3.0).make()
-    temperature = np.linspace(0.3, 3, 40, dtype=np.float32)
-    options |= {"temperature": temperature}
-    check(problem._replace(y=problem.y % 100), layout=layout, **options)
+    options["temperature"] = np.linspace(0.3, 3, 40, dtype=np.float32)
+    check(problem._replace(y=problem.y % 100), dtype=dtype, layout="dv", **options)
 
 
 def total(h, W, y, bias=None, verb="logprobs", **options):
@@ -143,24 +134,31 @@ def of_stats(h, W, y, bias=None, **options):
     return sum(jnp.cos(field).sum() for field in stats[:4])
 
 
+def exact(fn, h, W, y, bias=0.0):
+    """Gradients of hidden, W and the bias, in float64."""
+    made, _ = oracle.head(h, W, y, {"logprob": np.zeros(N)}, bias=bias)
+    n = (y >= 0).sum()
+    g = {
+        total: {"logprob": -np.sin(made["logprob"])},
+        loss: {
+            "logprob": -np.sin(made["logprob"]) / n,
+            "entropy": 2 * made["entropy"] / n,
+        },
+        of_stats: {k: -np.sin(x) for k, x in made.items()},
+    }[fn]
+    return oracle.head(h, W, y, g, bias=bias)[1]
+
+
 @pytest.mark.parametrize(
     "fn, wrap",
-    [
-        (total, lambda f: f),
-        slow(loss, lambda f: f),
-        slow(of_stats, lambda f: f),
-        (loss, jax.jit),
-        slow(total, jax.jit),
-        slow(of_stats, jax.jit),
-    ],
+    [(total, lambda f: f), (loss, jax.jit), slow(of_stats, lambda f: f)],
 )
 def test_as_if_stopped(problem, fn, wrap):
     """hidden's gradient is that of a trained head; W's and the bias's are 0."""
-    bias = jnp.linspace(-1, 1, V)
-    want = jax.jit(jax.value_and_grad(fn))(*problem, bias)
-    frozen = wrap(jax.value_and_grad(stopped(fn), (0, 1, 3)))
-    value, (dh, dW, dbias) = frozen(*problem, bias)
-    chex.assert_trees_all_close((value, dh), want, rtol=2e-5, atol=1e-5)
+    bias = np.linspace(-1, 1, V, dtype=np.float32)
+    dh, dW, dbias = wrap(jax.grad(stopped(fn), (0, 1, 3)))(*problem, bias)
+    want = exact(fn, *problem, bias)[0]
+    np.testing.assert_allclose(dh, want, rtol=2e-5, atol=1e-5)
     assert dW.shape == (V, D) and not dW.any() and not dbias.any()
 
 
@@ -178,19 +176,16 @@ def test_a_frozen_head_seen_before_does_not_freeze_the_next(problem, order):
         (total, lambda f: f),
         (loss, jax.checkpoint),
         slow(of_stats, lambda f: f),
-        slow(loss, lambda f: f),
-        slow(total, jax.checkpoint),
-        slow(of_stats, jax.checkpoint),
     ],
 )
 def test_one_traced_function_is_differentiated_in_several_ways(problem, fn, wrap):
     """jax keeps one structure of residuals for all of them."""
     jitted, (h, W, y) = wrap(jax.jit(fn)), problem
-    both = jax.grad(fn, (0, 1))(h, W, y)
+    both = exact(fn, h, W, y)
     for order in ((0,), (0, 1), (1,), (0,), (0, 1)):
         got = jax.grad(jitted, order)(h, W, y)
-        want = tuple(both[i] for i in order)
-        chex.assert_trees_all_close(got, want, rtol=2e-5, atol=1e-5)
+        for x, i in zip(got, order, strict=True):
+            np.testing.assert_allclose(x, both[i], rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fn", [total, loss, of_stats])
@@ -245,18 +240,16 @@ def test_no_cotangent_no_gradient(problem):
 
 def test_under_checkpoint_and_its_policies(problem):
     """A policy that saves the kept gradient by its name saves its GEMMs too."""
-    frozen = total
     policy = jax.checkpoint_policies.save_only_these_names("jaxmem_dhidden")
 
     def step(h, *rest, **how):
-        return jax.value_and_grad(jax.checkpoint(frozen, **how))(h, *rest)
+        return jax.grad(jax.checkpoint(total, **how))(h, *rest)
 
-    want = jax.value_and_grad(frozen)(*problem)
-    gemms = []
+    want, gemms = exact(total, *problem)[0], []
     for how in ({}, {"policy": policy}):
-        run = jax.jit(functools.partial(step, **how))
-        chex.assert_trees_all_close(run(*problem), want, rtol=1e-6, atol=1e-6)
-        gemms.append(count_gemms(run.lower(*problem).compile().as_text()))
+        run = jax.jit(functools.partial(step, **how)).lower(*problem).compile()
+        np.testing.assert_allclose(run(*problem), want, rtol=2e-5, atol=2e-6)
+        gemms.append(count_gemms(run.as_text()))
     assert gemms[1] <= gemms[0] and gemms[1] <= 4
 
 
@@ -266,8 +259,8 @@ def test_vmap_runs_one_example_after_another(problem):
     got = jax.jit(jax.vmap(frozen, (0, None, 0)))(
         h.reshape(3, 16, D), W, y.reshape(3, 16)
     )
-    want = frozen(h, W, y)
-    np.testing.assert_allclose(got.reshape(N, D), want, rtol=1e-5, atol=1e-6)
+    want = exact(total, h, W, y)[0]
+    np.testing.assert_allclose(got.reshape(N, D), want, rtol=2e-5, atol=2e-6)
 
 
 def test_second_derivatives_are_refused(problem):

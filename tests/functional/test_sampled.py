@@ -100,9 +100,7 @@ def run(verb, name, copies=0, keys=None):
 
 # test_xla_sampled tests the same of each statistic.
 @pytest.mark.parametrize("verb, name", [
-    slow("token_stats", "plain"), slow("logprobs", "plain"), slow("entropy", "plain"),
-    slow("token_loss", "plain"), slow("logprobs", "some"),
-    slow("logprobs", "dv"), slow("logprobs", "frozen"), slow("entropy", "some"),
+    slow("token_stats", "plain"), slow("entropy", "some"), slow("logprobs", "dv"),
     slow("token_loss", "dv"), ("token_loss", "frozen"),
 ])  # fmt: skip
 def test_the_mean_of_draws_is_the_exact_gradient(verb, name):
@@ -128,9 +126,7 @@ def test_the_mean_of_draws_is_the_exact_gradient(verb, name):
         assert not np.any(off[50:])
 
 
-@pytest.mark.parametrize(
-    "verb", ["token_loss", slow("logprobs"), slow("entropy"), slow("token_stats")]
-)
+@pytest.mark.parametrize("verb", ["token_loss", slow("logprobs")])
 def test_results_are_the_exact_path_s_to_the_bit(verb, optimized):
     h, W, y = Case(50, 16, 300, std=2.0).make()
     y[::7] = -1
@@ -143,25 +139,14 @@ def test_results_are_the_exact_path_s_to_the_bit(verb, optimized):
     np.testing.assert_array_equal(jax.jit(jax.value_and_grad(drawn))(h, W)[0], exact)
 
 
-def grads(h, W, y, **options):
-    f = lambda h, W: jnp.sum(described(jaxmem.logprobs)(h, W, y, **options))  # noqa: E731
-    return jax.jit(jax.grad(f, (0, 1)))(h, W)
-
-
-def test_a_key_of_the_old_kind_draws_the_same():
-    h, W, y, _ = problem()
-    old = grads(h, W, y, gradient=Sample(8), key=jax.random.PRNGKey(7))
-    new = grads(h, W, y, gradient=Sample(8), key=KEY)
-    jax.tree.map(np.testing.assert_array_equal, old, new)
-
-
-def test_another_key_compiles_nothing():
+def test_another_key_compiles_nothing_and_one_of_the_old_kind_draws_the_same():
     h, W, y, _ = problem()
     f = jax.jit(jax.grad(
         lambda h, key: jnp.sum(jaxmem.logprobs(h, W, y, gradient=Sample(8), key=key))
     ))  # fmt: skip
-    made = [f(h, key) for key in jax.random.split(KEY, 3)]
+    made = [f(h, key) for key in (KEY, *jax.random.split(KEY, 2))]
     assert f._cache_size() == 1 and np.any(np.asarray(made[0]) != made[1])
+    np.testing.assert_array_equal(f(h, jax.random.PRNGKey(7)), made[0])
 
 
 @pytest.mark.parametrize(
@@ -171,10 +156,6 @@ def test_another_key_compiles_nothing():
         slow("logprobs", "t", "v"),
         slow("token_loss", "t", None),
         slow("token_loss", None, "v"),
-        slow("logprobs", "t", None),
-        slow("logprobs", None, "v"),
-        slow("logprobs", None, None),
-        slow("token_loss", None, None),
     ],
 )
 def test_over_a_mesh(verb, tokens, vocab):
@@ -239,8 +220,9 @@ def test_second_derivatives_and_forward_mode_are_refused():
 def test_the_report_says_that_gradients_are_sampled():
     h, W, y, _ = problem()
     with jaxmem.report() as calls:
-        jaxmem.logprobs(h, W, y)
-        jaxmem.logprobs(h, W, y, gradient=Sample(8), key=KEY)
+        jax.eval_shape(jaxmem.logprobs, h, W, y)
+        drawn = functools.partial(jaxmem.logprobs, gradient=Sample(8), key=KEY)
+        jax.eval_shape(drawn, h, W, y)
     exact, drawn = calls.calls
     assert (exact.gradient_samples, drawn.gradient_samples) == (None, 8)
     assert "sampled" not in str(exact)

@@ -136,11 +136,8 @@ def check(problem, chunk=64, dtype="float32", layout="vd", bias=None, **options)
 @pytest.mark.parametrize(
     "name",
     [
-        slow("flat"),
-        slow("D odd"),
         "NaN in masked rows",
         slow("peaked"),
-        slow("N prime"),
         slow("one chunk"),
     ],
 )
@@ -164,25 +161,19 @@ def test_sixteen_bits_where_promotion_is_strict(problem):
 
 
 @pytest.mark.parametrize(
-    ("names", "layout"),
+    ("names", "layout", "dtype"),
     [
-        ([*OPTIONS], "dv"),
-        slow(["softcap", "temperature"], "dv"),
-        slow(["bias"], "vd"),
-        slow(["vocab_size"], "dv"),
-        slow([*OPTIONS], "vd"),
+        ([*OPTIONS], "dv", "bfloat16"),
+        slow([*OPTIONS], "vd", "float32"),
+        slow(["softcap", "temperature"], "dv", "float32"),
     ],
 )
-def test_options_and_layouts(names, layout):
+def test_options_and_layouts(names, layout, dtype):
     options = {k: v for name in names for k, v in OPTIONS[name].items()}
+    if dtype == "bfloat16":
+        options["temperature"] = np.linspace(0.3, 3, 40, dtype=np.float32)
     problem = Case(40, 33, 130, std=3.0).make()
-    check(problem._replace(y=problem.y % 100), 16, layout=layout, **options)
-
-
-def test_a_temperature_for_each_token_in_bfloat16():
-    problem = CASES["NaN in masked rows"].make()
-    temperature = np.linspace(0.3, 3, len(problem.y), dtype=np.float32)
-    check(problem, dtype="bfloat16", temperature=temperature)
+    check(problem._replace(y=problem.y % 100), 16, dtype, layout, **options)
 
 
 N, D, V, CHUNK = 48, 8, 200, 16
@@ -200,27 +191,8 @@ def total(h, W, y, *per_token, loss_fn=ppo, **options):
     )
 
 
-def by_token_stats(h, W, y, *per_token, loss_fn=ppo):
-    """The same loss, with logits made twice."""
-    stats = jaxmem.token_stats(h, W, y, CHUNK)
-    per_token = (jnp.where(y >= 0, x, 0) for x in per_token)
-    loss, metrics = loss_fn(stats, *per_token)
-    keep = functools.partial(jnp.where, y >= 0)
-    return keep(loss, 0).sum() / (y >= 0).sum(), {
-        k: keep(v, 0).astype(jnp.float32) for k, v in metrics.items()
-    }
-
-
 GRADIENTS = {"argnums": (0, 1, 3, 4), "has_aux": True}
 differentiated = jax.jit(jax.value_and_grad(total, **GRADIENTS))
-
-
-@pytest.mark.slow
-def test_as_through_token_stats(problem):
-    operands = *problem, *arguments(problem)
-    got = differentiated(*operands)
-    want = jax.jit(jax.value_and_grad(by_token_stats, **GRADIENTS))(*operands)
-    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_eager_jit_and_ungraded_agree(problem):
@@ -244,14 +216,15 @@ def test_metrics_have_no_gradient(problem):
     def metric(h):
         return total(h, *problem[1:], *arguments(problem))[1]["ratio"].sum()
 
-    assert not jax.grad(metric)(problem.h).any()
-
     def by_metric(h):
         """What is constant may be closed over."""
-        mean = total(h, *problem[1:], *arguments(problem))[1]["ratio"].mean()
+        mean = metric(h) / N
         return total(h, *problem[1:], loss_fn=lambda s: -s.logprob * mean)[0]
 
-    assert jax.grad(by_metric)(problem.h).any()
+    none, some = jax.jit(lambda h: [jax.grad(f)(h) for f in (metric, by_metric)])(
+        problem.h
+    )
+    assert not none.any() and some.any()
 
 
 def test_any_leading_shape_and_trailing_axes(problem):
@@ -287,15 +260,16 @@ def test_arguments_of_any_type(problem):
     got, dscale = jax.value_and_grad(
         lambda scale: total(*problem, keep, problem.y, scale, loss_fn=loss_fn)[0]
     )(scale)
-    logprob = jaxmem.logprobs(*problem)
+    logprob = oracle.head(*problem, {"logprob": np.zeros(N)})[0]["logprob"]
     want = np.sum(keep * logprob * problem.y * (problem.y >= 0)) * 2
     assert got == pytest.approx(float(want) / (problem.y >= 0).sum(), rel=1e-5)
     assert dscale.dtype == jnp.bfloat16
     assert dscale.astype(F32).sum() == pytest.approx(float(got) / 2, rel=1e-2)
-    allowed = jax.grad(
+    by_count = jax.grad(
         lambda count: total(*problem, keep, count, scale, loss_fn=loss_fn)[0],
         allow_int=True,
-    )(problem.y)
+    )
+    allowed = jax.eval_shape(by_count, problem.y)
     assert allowed.dtype == jax.dtypes.float0
 
 
@@ -336,7 +310,8 @@ def test_rows_past_the_last_active_one_have_no_say(problem, live):
         (0, 1),
     )(problem.h, weights)
     jax.effects_barrier()
-    logsumexp = jaxmem.token_stats(*problem[:2], abs(problem.y)).logsumexp[where]
+    none = {"logprob": np.zeros(N)}
+    logsumexp = oracle.head(*problem[:2], abs(problem.y), none)[0]["logsumexp"][where]
     assert len(seen) == -(-live // CHUNK)
     for weight, got in seen:
         assert (weight == 2).all()
@@ -460,14 +435,13 @@ def closing(h, W, y, scale, shift):
     "wrap",
     [
         lambda f: jax.grad(f),
-        pytest.param(lambda f: jax.jit(jax.grad(f)), marks=pytest.mark.slow),
         lambda f: jax.grad(jax.jit(f)),
         lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
         lambda f: (
             lambda *a: jax.vmap(jax.grad(f), (None,) * 4 + (0,))(*a[:4], a[4][None])[0]
         ),
     ],
-    ids=["grad", "jit of grad", "grad of jit", "checkpoint", "vmap"],
+    ids=["grad", "grad of jit", "checkpoint", "vmap"],
 )
 def test_what_is_closed_over_may_be_traced(problem, wrap):
     got = wrap(closing)(*problem, jnp.array([1.0, 2.0]), jnp.int32(4))

@@ -30,15 +30,11 @@ ONE_PASS = {
     "several blocks, every option": every_option(
         Case(300, 64, 300, std=3.0, chunk=32), 9
     ),
-    "nothing active": {
-        "case": Case(40, 64, 300, chunk=64),
-        "where": np.zeros(40, bool),
-    },
 }
 
 
-def check_one_pass(case, dtype="bfloat16", **options):
-    """Loss, metrics and all gradients."""
+def check_one_pass(case, dtype="bfloat16", where=None, and_none=True, **options):
+    """Loss, metrics and all gradients; where some are masked, with none active, too."""
     h, W, y = case.make()
     y = np.where(np.arange(len(y)) % 7 == 3, -1, y % options.get("vocab_size", case.v))
     h, W = (jnp.asarray(x, dtype) for x in (h, W))
@@ -46,20 +42,21 @@ def check_one_pass(case, dtype="bfloat16", **options):
     weight = np.linspace(-1, 1, len(y), dtype=np.float32)
     bias = options.pop("bias", None)
 
-    def run(h, W, weight, bias, implementation):
+    def run(h, W, weight, bias, where, implementation):
         def loss(h, W, weight, bias):
             return described(jaxmem.token_loss)(
                 _of_every_statistic, h, W, y, weight, chunk=case.chunk,
-                implementation=implementation, bias=bias, **options,
+                implementation=implementation, bias=bias, where=where, **options,
             )  # fmt: skip
 
         wanted = (0, 1, 2) if bias is None else (0, 1, 2, 3)
         return jax.value_and_grad(loss, wanted, has_aux=True)(h, W, weight, bias)
 
-    run = jax.jit(run, static_argnums=4)
-    got = run(h, W, weight, bias, "hopper")
-    want = run(*(x.astype(jnp.float32) for x in (h, W)), weight, bias, "xla")
-    jax.tree.map(close, got, want)
+    run = jax.jit(run, static_argnums=5)
+    for rows in (where, np.zeros(len(y), bool))[: 1 + and_none]:
+        got = run(h, W, weight, bias, rows, "hopper")
+        want = run(*(x.astype(jnp.float32) for x in (h, W)), weight, bias, rows, "xla")
+        jax.tree.map(close, got, want)
 
 
 def _of_every_statistic(stats, weight):
