@@ -130,19 +130,14 @@ def made_of(name, dtype, shards=0):
     return with_gradients(call, shards, dtype, vocab_groups=groups, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "shards"),
-    [
-        ("token_stats, every option", "bfloat16", 4),
-        ("logprobs of a frozen head", "bfloat16", 2),
-        slow("token_stats, every option", "float32", 1),
-        slow("token_stats", "float32", 2),
-        slow("logprobs", "float32", 2),
-        slow("entropy", "float32", 2),
-        slow("token_loss", "float32", 2),
-        slow("token_loss, every option", "bfloat16", 4),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype", "shards"), [
+    ("token_stats, every option", "bfloat16", 4),
+    ("logprobs of a frozen head", "bfloat16", 2),
+    slow("token_stats, every option", "float32", 1), slow("token_stats", "float32", 2),
+    slow("logprobs", "float32", 2), slow("entropy", "float32", 2),
+    slow("token_loss", "float32", 2),
+    slow("token_loss, every option", "bfloat16", 4),
+])  # fmt: skip
 def test_bits_do_not_depend_on_the_shards(name, dtype, shards):
     assert_same_bits(made_of(name, dtype, shards), made_of(name, dtype))
 
@@ -250,35 +245,21 @@ def test_groups_hold_less_than_all_logits():
 
 
 REFUSED = [
-    (
-        {"vocab_groups": 6},
-        ValueError,
-        "vocab_groups must be a power of two, at least 2, or None, got 6",
-    ),
-    (
-        {"vocab_groups": True},
-        ValueError,
-        "vocab_groups must be a power of two, at least 2, or None, got True",
-    ),
-    (
-        {"vocab_groups": 512},
-        ValueError,
-        "vocab_groups must divide the 1280 columns of W, got 512; pad W to 1536 "
-        "columns and pass jaxmem.Head(W, vocab_size=…)",
-    ),
-    (
-        {"vocab_groups": 2, "gradient": jaxmem.Sample(4), "key": jax.random.key(0)},
-        NotImplementedError,
-        "vocab_groups cannot be combined with gradient=Sample(k=4, forward='exact'); "
-        "pass one of both",
-    ),
-    (
-        {"vocab_groups": 2, "gradient": jaxmem.Recompute(2)},
-        NotImplementedError,
-        "vocab_groups cannot be combined with gradient=Recompute(blocks=2); pass one "
-        "of both",
-    ),
-]
+    ({"vocab_groups": 6}, ValueError,
+     "vocab_groups must be a power of two, at least 2, or None, got 6"),
+    ({"vocab_groups": True}, ValueError,
+     "vocab_groups must be a power of two, at least 2, or None, got True"),
+    ({"vocab_groups": 512}, ValueError,
+     "vocab_groups must divide the 1280 columns of W, got 512; pad W to 1536 "
+     "columns and pass jaxmem.Head(W, vocab_size=…)"),
+    ({"vocab_groups": 2, "gradient": jaxmem.Sample(4), "key": jax.random.key(0)},
+     NotImplementedError,
+     "vocab_groups cannot be combined with gradient=Sample(k=4, forward='exact'); "
+     "pass one of both"),
+    ({"vocab_groups": 2, "gradient": jaxmem.Recompute(2)}, NotImplementedError,
+     "vocab_groups cannot be combined with gradient=Recompute(blocks=2); pass one "
+     "of both"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "kind", "message"), REFUSED)

@@ -86,15 +86,10 @@ def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
 
 
 @needs_pallas
-@pytest.mark.parametrize(
-    "name, splits",
-    [
-        ("several blocks, every option", 3),
-        slow("several blocks", 3),
-        slow("several blocks, every option", None),
-        slow("one block", None),
-    ],
-)
+@pytest.mark.parametrize("name, splits", [
+    ("several blocks, every option", 3), slow("several blocks", 3),
+    slow("several blocks, every option", None), slow("one block", None),
+])  # fmt: skip
 def test_a_loss_of_every_statistic_in_one_pass(name, splits, interpreted, monkeypatch):
     """Hidden's gradient in parts of the vocabulary: the last is shorter than others."""
     if splits:
@@ -250,16 +245,10 @@ def traced_in_parts(total, check_vma=True, n_devices=None, shapes=PARTS):
 
 
 @needs_pallas
-@pytest.mark.parametrize(
-    "verb, check_vma",
-    [
-        (by_loss, True),
-        (frozen, False),
-        slow(by_stats, False),
-        slow(by_loss, False),
-        slow(frozen, True),
-    ],
-)
+@pytest.mark.parametrize("verb, check_vma", [
+    (by_loss, True), (frozen, False), slow(by_stats, False), slow(by_loss, False),
+    slow(frozen, True),
+])  # fmt: skip
 def test_parts_of_the_vocabulary_are_typed(verb, check_vma, lowered_anywhere):
     """Which axes a value varies over is checked while a call is traced."""
     options = {"vocab_size": 5000, "axis_name": "tensor", "implementation": "hopper"}

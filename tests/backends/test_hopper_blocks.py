@@ -68,14 +68,11 @@ def test_blocks_that_all_rows_share_need_no_other(lowered_anywhere, of_blocks):
     assert not of_blocks
 
 
-@pytest.mark.parametrize(
-    "n, d, v, options",
-    [
-        slow(131_072, 4096, 128_256, {"layout": "vd"}),
-        slow(20_000, 1000, 5001, {"layout": "vd", "bias": True, "vocab_size": 5000}),
-        (20_000, 1000, 5001, {"layout": "dv", "bias": True, "softcap": 30.0}),
-    ],
-)
+@pytest.mark.parametrize("n, d, v, options", [
+    slow(131_072, 4096, 128_256, {"layout": "vd"}),
+    slow(20_000, 1000, 5001, {"layout": "vd", "bias": True, "vocab_size": 5000}),
+    (20_000, 1000, 5001, {"layout": "dv", "bias": True, "softcap": 30.0}),
+])  # fmt: skip
 def test_all_kernels_lower_for_cuda(n, d, v, options, lowered_anywhere, of_blocks):
     options, bias = dict(options), None
 

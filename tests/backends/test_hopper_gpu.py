@@ -326,16 +326,11 @@ def close(got, want):
         np.testing.assert_allclose(a, b, atol=2**-7 * np.abs(b).max())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(3000, 64, 1000),
-        Case(3000, 64, 1000, chunk=50),
-        Case(6000, 512, 32000, chunk=256),
-        Case(6000, 512, 32001, chunk=256),
-        Case(400, 64, 1001, chunk=256),
-    ],
-)
+@pytest.mark.parametrize("case", [
+    Case(3000, 64, 1000), Case(3000, 64, 1000, chunk=50),
+    Case(6000, 512, 32000, chunk=256), Case(6000, 512, 32001, chunk=256),
+    Case(400, 64, 1001, chunk=256),
+])  # fmt: skip
 def test_W_in_float32_gets_its_gradient_in_float32(case):
     """Written in one go, in blocks of columns, and summed over blocks of rows."""
     h, W, y = case.make()

@@ -15,16 +15,10 @@ from tests.targets import of_two_heads
 pytestmark = pytest.mark.gpu
 
 OPTIONS = {
-    "plain": {},
-    "dv": {"layout": "dv"},
-    "every option": {
-        "softcap": 5.0,
-        "vocab_size": 4900,
-        "temperature": 0.8,
-        "where": np.arange(600) % 3 > 0,
-        "bias": jnp.linspace(-1, 1, 5001, dtype=jnp.bfloat16),
-    },
-}
+    "plain": {}, "dv": {"layout": "dv"},
+    "every option": {"softcap": 5.0, "vocab_size": 4900, "temperature": 0.8, "where":
+     np.arange(600) % 3 > 0, "bias": jnp.linspace(-1, 1, 5001, dtype=jnp.bfloat16)},
+}  # fmt: skip
 
 
 def problem(n=600, d=320, v=5001, std=3.0):

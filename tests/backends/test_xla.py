@@ -120,12 +120,9 @@ def test_a_new_mask_compiles_nothing():
 
 # (tokens, D, V, chunk): V a multiple of 128, as every padded vocabulary is.
 SIZES = [
-    (1024, 64, 4096, 128),
-    (4096, 64, 4096, 128),
-    (2048, 128, 16384, 256),
-    (2048, 32, 50304, 64),
-    (4096, 256, 8192, 512),
-]
+    (1024, 64, 4096, 128), (4096, 64, 4096, 128), (2048, 128, 16384, 256),
+    (2048, 32, 50304, 64), (4096, 256, 8192, 512),
+]  # fmt: skip
 CPU = jax.default_backend() == "cpu"
 CUBLAS = 32 * 2**20  # its workspace
 PERCENT = 1.04  # statistics, row ids, the chunk's hidden states

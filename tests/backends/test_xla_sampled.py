@@ -74,15 +74,10 @@ SOME = {
 OPTIONS = {"plain": {}, "some": SOME, "all": {**SOME, "layout": "dv"}}
 
 
-@pytest.mark.parametrize(
-    "name, dtype",
-    [
-        slow("plain", "float32"),
-        slow("some", "float32"),
-        slow("all", "float32"),
-        ("all", "bfloat16"),
-    ],
-)
+@pytest.mark.parametrize("name, dtype", [
+    slow("plain", "float32"), slow("some", "float32"), slow("all", "float32"),
+    ("all", "bfloat16"),
+])  # fmt: skip
 def test_with_enough_slots_it_is_the_derivative(name, dtype):
     """8,192 of 130 columns, none of which is below 1/κ: nothing is random."""
     options = dict(OPTIONS[name])

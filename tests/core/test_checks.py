@@ -540,25 +540,12 @@ def test_options_are_keyword_only(verb):
 
 
 @pytest.mark.parametrize("verb", GOOD)
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"chunk": np.int64(2)},
-        {"chunk": "auto"},
-        {"chunk": None},
-        {"chunk": 10**9},
-        {"temperature": np.float32(1)},
-        {"temperature": 1},
-        {"temperature": [1, 1, 1]},
-        {"softcap": None},
-        {"where": True},
-        {"where": [True]},
-        {"where": np.ones(N, bool)},
-        {"vocab_size": np.int32(V)},
-        {"implementation": "xla"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [
+    {"chunk": np.int64(2)}, {"chunk": "auto"}, {"chunk": None}, {"chunk": 10**9},
+    {"temperature": np.float32(1)}, {"temperature": 1}, {"temperature": [1, 1, 1]},
+    {"softcap": None}, {"where": True}, {"where": [True]}, {"where": np.ones(N, bool)},
+    {"vocab_size": np.int32(V)}, {"implementation": "xla"},
+], ids=str)  # fmt: skip
 def test_spellings_of_the_defaults(verb, change):
     for got, expected in zip(
         jax.tree.leaves(call(verb, **change)), jax.tree.leaves(call(verb)), strict=True
@@ -727,16 +714,12 @@ def test_gradient_of_temperature_says_what_to_do(verb):
     assert stopped == 0
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        lambda f, x: jax.hessian(f)(x),
-        lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(f)(x)))(x),
-        lambda f, x: jax.jvp(jax.grad(f), (x,), (x,)),
-        lambda f, x: jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(f)(x))))(x),
-    ],
-    ids=["hessian", "grad-of-grad", "jvp-of-grad", "jit"],
-)
+@pytest.mark.parametrize("second", [
+    lambda f, x: jax.hessian(f)(x),
+    lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(f)(x)))(x),
+    lambda f, x: jax.jvp(jax.grad(f), (x,), (x,)),
+    lambda f, x: jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(f)(x))))(x),
+], ids=["hessian", "grad-of-grad", "jvp-of-grad", "jit"])  # fmt: skip
 @pytest.mark.parametrize("verb", GOOD)
 def test_second_derivative_says_what_to_do(verb, second):
     first = next(iter(GOOD[verb]))

@@ -158,13 +158,10 @@ def exact_sum(name, trained=1):
 
 
 EXACT = {
-    logprobs: exact_sum("logprob"),
-    from_logits: exact_sum("logprob"),
-    frozen: exact_sum("entropy", trained=0),
-    token_loss: exact_token_loss,
-    token_stats: exact_token_stats,
-    kl: exact_kl,
-}
+    logprobs: exact_sum("logprob"), from_logits: exact_sum("logprob"),
+    frozen: exact_sum("entropy", trained=0), token_loss: exact_token_loss,
+    token_stats: exact_token_stats, kl: exact_kl,
+}  # fmt: skip
 
 
 @functools.cache

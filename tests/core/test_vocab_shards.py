@@ -34,12 +34,9 @@ MESHES = {
     "4x2": ({"data": 4, "tensor": 2}, "data", "tensor"),
     "8x1": ({"data": 8, "tensor": 1}, "data", "tensor"),
     "2x2x2": ({"data": 2, "fsdp": 2, "tensor": 2}, ("data", "fsdp"), "tensor"),
-    "vocabulary over two axes": (
-        {"data": 2, "tensor": 2, "expert": 2},
-        "data",
-        ("tensor", "expert"),
-    ),
-}
+    "vocabulary over two axes": ({"data": 2, "tensor": 2, "expert": 2}, "data",
+     ("tensor", "expert")),
+}  # fmt: skip
 
 
 # What these programs compute is a trifle beside what compiling them well takes.

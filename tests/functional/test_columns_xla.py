@@ -46,17 +46,10 @@ def test_one_pass_over_the_logits(verb):
     assert gemms(sample_ids(64)) == 1
 
 
-@pytest.mark.parametrize(
-    "verb, dtype",
-    [
-        (topk, "float32"),
-        (topk_kl, "bfloat16"),
-        (sample_ids, "bfloat16"),
-        slow(topk, "bfloat16"),
-        slow(topk_kl, "float32"),
-        slow(sample_ids, "float32"),
-    ],
-)
+@pytest.mark.parametrize("verb, dtype", [
+    (topk, "float32"), (topk_kl, "bfloat16"), (sample_ids, "bfloat16"),
+    slow(topk, "bfloat16"), slow(topk_kl, "float32"), slow(sample_ids, "float32"),
+])  # fmt: skip
 def test_memory_is_what_the_page_says(verb, dtype):
     if OLD_XLA:
         pytest.skip("XLA for CPUs in jaxlib 0.10 stores more parts of a chunk's logits")

@@ -161,15 +161,11 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "verb, dtype, layout, name",
-    [
-        ("reverse_kl", "bfloat16", "vd", "all"),
-        ("jsd 0.1", "float16", "dv", "all"),
-        slow("forward_kl", "float32", "dv", "all"),
-        *(slow("reverse_kl", "float32", "vd", x) for x in OPTIONS if x != "all"),
-    ],
-)
+@pytest.mark.parametrize("verb, dtype, layout, name", [
+    ("reverse_kl", "bfloat16", "vd", "all"), ("jsd 0.1", "float16", "dv", "all"),
+    slow("forward_kl", "float32", "dv", "all"),
+    *(slow("reverse_kl", "float32", "vd", x) for x in OPTIONS if x != "all"),
+])  # fmt: skip
 def test_options(verb, dtype, layout, name):
     check(verb, make(3.0), dtype, layout, **OPTIONS[name])
 
@@ -229,16 +225,9 @@ def test_jsd_is_symmetric_and_bounded():
     assert (np.asarray(half) <= np.log(2)).all() and np.asarray(half).max() > 0.6
 
 
-@pytest.mark.parametrize(
-    "beta, std",
-    [
-        (1e-6, 4.0),
-        (1 - 1e-6, 1.0),
-        slow(1 - 1e-4, 4.0),
-        slow(1e-2, 1.0),
-        slow(0.5, 4.0),
-    ],
-)
+@pytest.mark.parametrize("beta, std", [
+    (1e-6, 4.0), (1 - 1e-6, 1.0), slow(1 - 1e-4, 4.0), slow(1e-2, 1.0), slow(0.5, 4.0),
+])  # fmt: skip
 def test_jsd_of_any_weight_keeps_its_digits(beta, std):
     """ln(p/m) tends to 0 where m tends to p, whatever p/q is."""
     h, W, *reference = same_depth(std, std)
@@ -359,14 +348,9 @@ def test_paddings_of_the_vocabulary_may_differ(padded):
     assert not got[1][V:].any()
 
 
-@pytest.mark.parametrize(
-    "verb, dtype",
-    [
-        ("reverse_kl", "bfloat16"),
-        ("jsd", "float32"),
-        slow("forward_kl", "float32"),
-    ],
-)
+@pytest.mark.parametrize("verb, dtype", [
+    ("reverse_kl", "bfloat16"), ("jsd", "float32"), slow("forward_kl", "float32"),
+])  # fmt: skip
 def test_a_frozen_head_has_the_same_gradient_by_hidden(verb, dtype):
     """Scaled after it was computed for a cotangent of 1, and none by W and bias."""
     operands = [jnp.asarray(x, dtype) for x in make(3.0)]
@@ -515,15 +499,10 @@ def test_gemms_of_the_least_memory():
     assert count_gemms(made.as_text()) == 5
 
 
-@pytest.mark.parametrize(
-    "verb, dtype",
-    [
-        (reverse_kl, "bfloat16"),
-        (jsd, "float32"),
-        slow(reverse_kl, "float32"),
-        slow(jsd, "bfloat16"),
-    ],
-)
+@pytest.mark.parametrize("verb, dtype", [
+    (reverse_kl, "bfloat16"), (jsd, "float32"), slow(reverse_kl, "float32"),
+    slow(jsd, "bfloat16"),
+])  # fmt: skip
 def test_memory_and_gemms_are_what_the_page_says(verb, dtype):
     n, d, v, chunk = 2048, 64, 8192, 128
     on_cpu, size = jax.default_backend() == "cpu", jnp.dtype(dtype).itemsize

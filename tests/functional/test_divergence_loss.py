@@ -244,20 +244,17 @@ def test_it_is_reported():
     assert call.live_logits_bytes == 4 * CHUNK * 2 * V
 
 
-@pytest.mark.parametrize(
-    "changes, error, message",
-    [
-        ({"implementation": "hopper"}, NotImplementedError, "has no divergence_loss"),
-        ({"chunk": 0}, ValueError, "chunk must be"),
-        ({"normalizer": -1.0}, ValueError, "normalizer must"),
-        ({"statistics_temperature": 0.0}, ValueError, "statistics_temperature must"),
-        ({"statistics_temperature": np.ones(3)}, ValueError, "scalar or one per token"),
-        ({"labels": LABELS[:5]}, ValueError, "labels must have"),
-        ({"teacher_hidden": np.ones((3, 10))}, ValueError, "Teacher.hidden must"),
-        ({"loss_fn": lambda stats: stats.logprob}, TypeError, "1 per-token argument"),
-        ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
-    ],
-)
+@pytest.mark.parametrize("changes, error, message", [
+    ({"implementation": "hopper"}, NotImplementedError, "has no divergence_loss"),
+    ({"chunk": 0}, ValueError, "chunk must be"),
+    ({"normalizer": -1.0}, ValueError, "normalizer must"),
+    ({"statistics_temperature": 0.0}, ValueError, "statistics_temperature must"),
+    ({"statistics_temperature": np.ones(3)}, ValueError, "scalar or one per token"),
+    ({"labels": LABELS[:5]}, ValueError, "labels must have"),
+    ({"teacher_hidden": np.ones((3, 10))}, ValueError, "Teacher.hidden must"),
+    ({"loss_fn": lambda stats: stats.logprob}, TypeError, "1 per-token argument"),
+    ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
+])  # fmt: skip
 def test_wrong_arguments(changes, error, message):
     names = "hidden", "W", "teacher_hidden", "teacher_W"
     given = dict(zip(names, make(), strict=True))

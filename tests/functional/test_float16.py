@@ -94,17 +94,12 @@ def value_and_gradients(kind, frozen, h, W, y, weight, normalizer):
 
 
 CALLS = [
-    ("token_loss", "large", False),
-    ("token_loss", "large", True),
-    ("token_loss", "larger", False),
-    ("token_loss", "small over 1", False),
-    ("token_loss", "one over many", False),
-    ("blocks", "large", False),
-    ("groups", "large", False),
-    ("divergence_loss", "large", False),
-    ("divergence_loss", "large", True),
-    ("columns", "large", False),
-]
+    ("token_loss", "large", False), ("token_loss", "large", True),
+    ("token_loss", "larger", False), ("token_loss", "small over 1", False),
+    ("token_loss", "one over many", False), ("blocks", "large", False),
+    ("groups", "large", False), ("divergence_loss", "large", False),
+    ("divergence_loss", "large", True), ("columns", "large", False),
+]  # fmt: skip
 REST = [
     slow(kind, size, frozen)
     for kind in KINDS

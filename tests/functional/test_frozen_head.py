@@ -83,15 +83,10 @@ def check(problem, verb="logprobs", dtype="float32", layout="vd", bias=None, **o
     assert not dh[problem.y < 0].any()
 
 
-@pytest.mark.parametrize(
-    "name, verb",
-    [
-        slow("peaked", "logprobs"),
-        ("label ahead by 25", "logprobs"),
-        ("NaN in masked rows", "entropy"),
-        slow("peaked", "entropy"),
-    ],
-)
+@pytest.mark.parametrize("name, verb", [
+    slow("peaked", "logprobs"), ("label ahead by 25", "logprobs"),
+    ("NaN in masked rows", "entropy"), slow("peaked", "entropy"),
+])  # fmt: skip
 def test_values_and_gradients(name, verb):
     check(CASES[name].make(), verb)
 
@@ -170,14 +165,9 @@ def test_a_frozen_head_seen_before_does_not_freeze_the_next(problem, order):
         assert dW.any() != frozen
 
 
-@pytest.mark.parametrize(
-    "fn, wrap",
-    [
-        (total, lambda f: f),
-        (loss, jax.checkpoint),
-        slow(of_stats, lambda f: f),
-    ],
-)
+@pytest.mark.parametrize("fn, wrap", [
+    (total, lambda f: f), (loss, jax.checkpoint), slow(of_stats, lambda f: f),
+])  # fmt: skip
 def test_one_traced_function_is_differentiated_in_several_ways(problem, fn, wrap):
     """jax keeps one structure of residuals for all of them."""
     jitted, (h, W, y) = wrap(jax.jit(fn)), problem
@@ -308,15 +298,10 @@ def test_gemms_where_weights_are_stopped(fn, gemms):
     assert gemms_of(jax.value_and_grad(stopped(fn), (0, 1)), *SHAPES) == gemms
 
 
-@pytest.mark.parametrize(
-    "size, dtype",
-    [
-        ((4096, 64, 4096, 128), BF16),
-        ((2048, 32, 50304, 64), jnp.float32),
-        slow((4096, 64, 4096, 128), jnp.float32),
-        slow((2048, 32, 50304, 64), BF16),
-    ],
-)
+@pytest.mark.parametrize("size, dtype", [
+    ((4096, 64, 4096, 128), BF16), ((2048, 32, 50304, 64), jnp.float32),
+    slow((4096, 64, 4096, 128), jnp.float32), slow((2048, 32, 50304, 64), BF16),
+])  # fmt: skip
 def test_memory_is_what_the_page_says(size, dtype):
     n, d, v, chunk = size
     width = jnp.dtype(dtype).itemsize

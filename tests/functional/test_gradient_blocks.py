@@ -115,17 +115,10 @@ def largest_logit(h, W):
     return np.abs(h @ np.asarray(W, np.float64).T).max()
 
 
-@pytest.mark.parametrize(
-    "name, layout",
-    [
-        ("a third masked", "vd"),
-        slow("peaked", "dv"),
-        slow("a third masked", "dv"),
-        slow("peaked", "vd"),
-        slow("V=2049", "vd"),
-        slow("V=2049", "dv"),
-    ],
-)
+@pytest.mark.parametrize("name, layout", [
+    ("a third masked", "vd"), slow("peaked", "dv"), slow("a third masked", "dv"),
+    slow("peaked", "vd"), slow("V=2049", "vd"), slow("V=2049", "dv"),
+])  # fmt: skip
 def test_sixteen_bits_against_float64(name, layout, on_one_device, of_blocks):
     check(
         CASES[name].make(), "xla", 16, dtype="bfloat16", layout=layout,
@@ -145,16 +138,12 @@ def test_every_option_at_once_against_float64(on_one_device, of_blocks):
     assert of_blocks == [(None, 128), (128, 2)]
 
 
-@pytest.mark.parametrize(
-    "run, name",
-    [
-        (of_stats, "vocab_size"),
-        (of_loss, "where"),
-        *(slow(of_stats, x) for x in ("bias", "softcap", "temperature", "where", "dv")),
-        *(slow(of_loss, x) for x in ("bias", "softcap", "temperature", "dv")),
-        slow(of_loss, "vocab_size"),
-    ],
-)
+@pytest.mark.parametrize("run, name", [
+    (of_stats, "vocab_size"), (of_loss, "where"),
+    *(slow(of_stats, x) for x in ("bias", "softcap", "temperature", "where", "dv")),
+    *(slow(of_loss, x) for x in ("bias", "softcap", "temperature", "dv")),
+    slow(of_loss, "vocab_size"),
+])  # fmt: skip
 def test_gradients_are_those_of_one_block(run, name, on_one_device, of_blocks):
     options = {
         "bias": {},
@@ -195,15 +184,10 @@ def test_without_an_active_token_the_gradient_is_zero(on_one_device):
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(got))
 
 
-@pytest.mark.parametrize(
-    "run, why",
-    [
-        (of_stats, "frozen"),
-        (of_loss, "float32"),
-        slow(of_stats, "float32"),
-        slow(of_loss, "frozen"),
-    ],
-)
+@pytest.mark.parametrize("run, why", [
+    (of_stats, "frozen"), (of_loss, "float32"), slow(of_stats, "float32"),
+    slow(of_loss, "frozen"),
+])  # fmt: skip
 def test_nothing_changes_where_there_are_no_sums(run, why, on_one_device, of_blocks):
     h, W, y = problem()
     W = W.astype(F32) if why == "float32" else W

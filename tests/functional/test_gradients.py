@@ -17,15 +17,12 @@ H, W = jnp.ones((4, 8), jnp.bfloat16), jnp.cos(jnp.arange(480.0)).reshape(60, 8)
 Y, KEY = jnp.arange(4), jax.random.key(0)
 TOP = jaxmem.Columns(Y[:, None], jnp.full((4, 1), -1.0))
 ARGUMENTS = {
-    "logprobs": (H, W, Y),
-    "entropy": (H, W),
-    "token_stats": (H, W, Y),
+    "logprobs": (H, W, Y), "entropy": (H, W), "token_stats": (H, W, Y),
     "token_loss": (lambda stats: -stats.logprob, H, W, Y),
     "divergence": (H, W, jaxmem.ReverseKL(jaxmem.Teacher(H, W))),
     "divergence_loss": (lambda stats, d: d, H, W, Y, jaxmem.JSD(TOP)),
-    "selected_logprobs": (H, W, Y[:, None]),
-    "topk": (H, W, 3),
-}
+    "selected_logprobs": (H, W, Y[:, None]), "topk": (H, W, 3),
+}  # fmt: skip
 TARGETS = {
     "JSD of columns": jaxmem.JSD(TOP),
     "ForwardKL of draws": jaxmem.ForwardKL(jaxmem.Drawn(Y[:, None])),

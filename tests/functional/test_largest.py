@@ -68,18 +68,10 @@ def check(h, W, k, dtype="float32", layout="vd", **options):
         assert_as_good(got, near, need, EPSILON[got.dtype.name], name)
 
 
-@pytest.mark.parametrize(
-    "k, v",
-    [
-        (5, 130),
-        (130, 130),
-        (4, 2049),
-        slow(1, 1),
-        slow(1, 130),
-        slow(129, 130),
-        slow(1, 50257),
-    ],
-)
+@pytest.mark.parametrize("k, v", [
+    (5, 130), (130, 130), (4, 2049), slow(1, 1), slow(1, 130), slow(129, 130),
+    slow(1, 50257),
+])  # fmt: skip
 def test_ids_values_and_gradients(k, v):
     check(*make(v), k)
 

@@ -53,11 +53,8 @@ SOME = {
     "where": np.array([True, True, False, True]),
 }
 OPTIONS = {
-    "plain": {},
-    "some": SOME,
-    "dv": {**SOME, "layout": "dv"},
-    "frozen": {},
-}
+    "plain": {}, "some": SOME, "dv": {**SOME, "layout": "dv"}, "frozen": {},
+}  # fmt: skip
 
 
 @functools.cache
@@ -149,15 +146,10 @@ def test_another_key_compiles_nothing_and_one_of_the_old_kind_draws_the_same():
     np.testing.assert_array_equal(f(h, jax.random.PRNGKey(7)), made[0])
 
 
-@pytest.mark.parametrize(
-    "verb, tokens, vocab",
-    [
-        ("token_loss", "t", "v"),
-        slow("logprobs", "t", "v"),
-        slow("token_loss", "t", None),
-        slow("token_loss", None, "v"),
-    ],
-)
+@pytest.mark.parametrize("verb, tokens, vocab", [
+    ("token_loss", "t", "v"), slow("logprobs", "t", "v"), slow("token_loss", "t", None),
+    slow("token_loss", None, "v"),
+])  # fmt: skip
 def test_over_a_mesh(verb, tokens, vocab):
     """However tokens are split, the same draws; parts of a vocabulary draw their own.
 

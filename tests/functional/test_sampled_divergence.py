@@ -69,23 +69,18 @@ def largest(h, W, *_, **options):
 
 
 VERBS = {
-    "reverse_kl": reverse_kl,
-    "forward_kl": forward_kl,
-    "jsd": of_two_heads("jsd 0.3"),
+    "reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": of_two_heads("jsd 0.3"),
     "forward_kl of columns": of_columns("forward_kl"),
     "jsd of columns": of_columns("jsd 0.3"),
-    "forward_kl of draws": of_columns("forward_kl"),
-    "selected of draws": selected,
+    "forward_kl of draws": of_columns("forward_kl"), "selected of draws": selected,
     "topk": largest,
     "loss of forward_kl": in_loss(loss_of_two_heads("forward_kl", mixture)),
-    "loss of jsd, warm": in_loss(
-        loss_of_two_heads("jsd", mixture), statistics_temperature=0.6
-    ),
+    "loss of jsd, warm": in_loss(loss_of_two_heads("jsd", mixture),
+     statistics_temperature=0.6),
     "loss of columns": in_loss(loss_of_columns("reverse_kl", mixture)),
-    "loss of draws, warm": in_loss(
-        loss_of_columns("forward_kl", mixture), statistics_temperature=0.6
-    ),
-}
+    "loss of draws, warm": in_loss(loss_of_columns("forward_kl", mixture),
+     statistics_temperature=0.6),
+}  # fmt: skip
 SOME = {
     "temperature": np.float32([0.5, 1, 2, 1.5]),
     "softcap": 3.0,

@@ -146,16 +146,11 @@ def below(limit, operands):
     return h, W, ids[:, 2].astype(np.int32), ids.astype(np.int32)
 
 
-@pytest.mark.parametrize(
-    "verb,dtype,layout",
-    [
-        ("selected", "float32", "dv"),
-        ("support", "bfloat16", "dv"),
-        slow("selected", "bfloat16", "vd"),
-        slow("support", "float32", "dv"),
-        slow("support", "bfloat16", "vd"),
-    ],
-)
+@pytest.mark.parametrize("verb,dtype,layout", [
+    ("selected", "float32", "dv"), ("support", "bfloat16", "dv"),
+    slow("selected", "bfloat16", "vd"), slow("support", "float32", "dv"),
+    slow("support", "bfloat16", "vd"),
+])  # fmt: skip
 def test_every_option(verb, dtype, layout):
     check(verb, below(100, make(3.0)), dtype, layout, **OPTIONS)
 

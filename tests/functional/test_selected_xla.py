@@ -55,17 +55,11 @@ BESIDES = 0 if CPU else CUBLAS
 SCALED = {"softcap": 5.0, "temperature": 0.7}
 
 
-@pytest.mark.parametrize(
-    "dtype, options",
-    [
-        ("float32", SCALED),
-        slow("bfloat16", {}),
-        ("bfloat16", {"bias": np.zeros(8192, np.float32)}),
-        slow("float32", {}),
-        slow("bfloat16", SCALED),
-    ],
-    ids=lambda x: x if isinstance(x, str) else " ".join(x),
-)
+@pytest.mark.parametrize("dtype, options", [
+    ("float32", SCALED), slow("bfloat16", {}),
+    ("bfloat16", {"bias": np.zeros(8192, np.float32)}), slow("float32", {}),
+    slow("bfloat16", SCALED),
+], ids=lambda x: x if isinstance(x, str) else " ".join(x))  # fmt: skip
 def test_memory_of_selected_ids_is_what_the_page_says(dtype, options):
     n, d, v, k, chunk = 2048, 64, 8192, 8, 128
     size = jnp.dtype(dtype).itemsize

@@ -133,14 +133,9 @@ def check(problem, chunk=64, dtype="float32", layout="vd", bias=None, **options)
         assert name == "dW" or name == "dbias" or not got[~live].any()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "NaN in masked rows",
-        slow("peaked"),
-        slow("one chunk"),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "NaN in masked rows", slow("peaked"), slow("one chunk"),
+])  # fmt: skip
 def test_loss_and_gradients(name):
     check(CASES[name].make(), CASES[name].chunk)
 
@@ -160,14 +155,10 @@ def test_sixteen_bits_where_promotion_is_strict(problem):
     assert {x.dtype for x in made} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize(
-    ("names", "layout", "dtype"),
-    [
-        ([*OPTIONS], "dv", "bfloat16"),
-        slow([*OPTIONS], "vd", "float32"),
-        slow(["softcap", "temperature"], "dv", "float32"),
-    ],
-)
+@pytest.mark.parametrize(("names", "layout", "dtype"), [
+    ([*OPTIONS], "dv", "bfloat16"), slow([*OPTIONS], "vd", "float32"),
+    slow(["softcap", "temperature"], "dv", "float32"),
+])  # fmt: skip
 def test_options_and_layouts(names, layout, dtype):
     options = {k: v for name in names for k, v in OPTIONS[name].items()}
     if dtype == "bfloat16":

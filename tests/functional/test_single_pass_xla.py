@@ -69,16 +69,10 @@ def test_an_output_that_no_loss_depends_on_costs_nothing():
     assert multiplications(ppo) > want
 
 
-@pytest.mark.parametrize(
-    "size, dtype",
-    [
-        slow(SIZES[1], F32),
-        (SIZES[4], jnp.bfloat16),
-        slow(SIZES[4], F32),
-        slow(SIZES[1], jnp.bfloat16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("size, dtype", [
+    slow(SIZES[1], F32), (SIZES[4], jnp.bfloat16), slow(SIZES[4], F32),
+    slow(SIZES[1], jnp.bfloat16),
+], ids=str)  # fmt: skip
 def test_memory_is_what_the_page_says(size, dtype):
     n, d, v, chunk = size
     operands = *shapes(n, d, v, dtype), *[jax.ShapeDtypeStruct((n,), F32)] * 2

@@ -361,22 +361,19 @@ def test_it_is_reported():
     assert call.live_logits_bytes == 4 * CHUNK * V
 
 
-@pytest.mark.parametrize(
-    "changes, kind, message",
-    [
-        ({"tail": 1}, TypeError, "Columns.tail must be"),
-        ({"implementation": "hopper"}, NotImplementedError, "has no divergence_loss"),
-        ({"ids": np.full((N, K), V)}, ValueError, f"ids must be below vocab_size={V}"),
-        ({"logprobs": np.ones((N, K))}, ValueError, "which are not positive"),
-        ({"logprobs": None, "name": "jsd"}, ValueError, "must be jaxmem.ForwardKL of"),
-        ({"logprobs": None, "name": "reverse_kl"}, ValueError, "got ReverseKL"),
-        ({"labels": LABELS[:5]}, ValueError, "labels must have"),
-        ({"labels": None}, TypeError, "labels must be"),
-        ({"normalizer": -1.0}, ValueError, "normalizer must"),
-        ({"statistics_temperature": 0.0}, ValueError, "statistics_temperature must"),
-        ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
-    ],
-)
+@pytest.mark.parametrize("changes, kind, message", [
+    ({"tail": 1}, TypeError, "Columns.tail must be"),
+    ({"implementation": "hopper"}, NotImplementedError, "has no divergence_loss"),
+    ({"ids": np.full((N, K), V)}, ValueError, f"ids must be below vocab_size={V}"),
+    ({"logprobs": np.ones((N, K))}, ValueError, "which are not positive"),
+    ({"logprobs": None, "name": "jsd"}, ValueError, "must be jaxmem.ForwardKL of"),
+    ({"logprobs": None, "name": "reverse_kl"}, ValueError, "got ReverseKL"),
+    ({"labels": LABELS[:5]}, ValueError, "labels must have"),
+    ({"labels": None}, TypeError, "labels must be"),
+    ({"normalizer": -1.0}, ValueError, "normalizer must"),
+    ({"statistics_temperature": 0.0}, ValueError, "statistics_temperature must"),
+    ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
+])  # fmt: skip
 def test_wrong_arguments(changes, kind, message):
     names = "hidden", "W", "ids", "logprobs"
     given = dict(zip(names, make(), strict=True))

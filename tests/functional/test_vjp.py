@@ -119,15 +119,10 @@ def test_the_statistics_are_named_for_remat_policies(problem, capsys):
     assert "jaxmem_call" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "differentiate",
-    [
-        lambda f, h: jax.grad(lambda h: jax.grad(f)(h).sum())(h),
-        lambda f, h: jax.jvp(jax.grad(f), (h,), (h,)),
-        lambda f, h: jax.hessian(f)(h),
-    ],
-    ids=["reverse over reverse", "forward over reverse", "hessian"],
-)
+@pytest.mark.parametrize("differentiate", [
+    lambda f, h: jax.grad(lambda h: jax.grad(f)(h).sum())(h),
+    lambda f, h: jax.jvp(jax.grad(f), (h,), (h,)), lambda f, h: jax.hessian(f)(h),
+], ids=["reverse over reverse", "forward over reverse", "hessian"])  # fmt: skip
 def test_second_derivatives_are_refused(problem, differentiate):
     h, W, y = problem
     with pytest.raises(NotImplementedError, match="second derivatives"):

@@ -47,16 +47,10 @@ def test_same_initial_params_as_dense(given, param_dtype):
     assert_same(LMHead(V, **given).init(KEY, HIDDEN), expected)
 
 
-@pytest.mark.parametrize(
-    "method, args",
-    [
-        ("__call__", ()),
-        ("entropy", ()),
-        ("logprobs", (LABELS,)),
-        ("token_stats", (LABELS,)),
-        ("loss", (LABELS,)),
-    ],
-)
+@pytest.mark.parametrize("method, args", [
+    ("__call__", ()), ("entropy", ()), ("logprobs", (LABELS,)),
+    ("token_stats", (LABELS,)), ("loss", (LABELS,)),
+])  # fmt: skip
 def test_every_method_creates_the_params_and_does_what_the_nnx_head_does(method, args):
     options = dict(softcap=2.0, chunk=4, vocab_size=V - 2, dtype=jnp.bfloat16)
     head, labels = LMHead(V, **options), [np.minimum(a, V - 3) for a in args]
@@ -125,21 +119,15 @@ LOGPROBS = -1.0 * LABELS[..., None]
 TARGET = jaxmem.ForwardKL(jaxmem.Columns(LABELS[..., None], LOGPROBS))
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("entropy", (HIDDEN,)),
-        ("logprobs", (HIDDEN, LABELS)),
-        ("token_stats", (HIDDEN, LABELS)),
-        ("loss", (HIDDEN, LABELS)),
-        ("token_loss", (negative_logprob, HIDDEN, LABELS)),
-        ("support_logprobs", (HIDDEN, LABELS, LABELS[..., None])),
-        ("topk", (HIDDEN, 2)),
-        ("divergence", (HIDDEN, TARGET)),
-        ("divergence_loss", (divergence, HIDDEN, LABELS, TARGET)),
-        ("sample_ids", (HIDDEN, 2, KEY)),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments"), [
+    ("entropy", (HIDDEN,)), ("logprobs", (HIDDEN, LABELS)),
+    ("token_stats", (HIDDEN, LABELS)), ("loss", (HIDDEN, LABELS)),
+    ("token_loss", (negative_logprob, HIDDEN, LABELS)),
+    ("support_logprobs", (HIDDEN, LABELS, LABELS[..., None])), ("topk", (HIDDEN, 2)),
+    ("divergence", (HIDDEN, TARGET)),
+    ("divergence_loss", (divergence, HIDDEN, LABELS, TARGET)),
+    ("sample_ids", (HIDDEN, 2, KEY)),
+])  # fmt: skip
 def test_flax_sees_every_method(name, arguments):
     head, is_method = LMHead(V), lambda module, method: method == name
 
@@ -314,25 +302,19 @@ def test_partitioned_params_are_unboxed():
 # Errors
 
 
-@pytest.mark.parametrize(
-    "error, match, options",
-    [
-        (TypeError, "features must be a positive", dict()),
-        (TypeError, "features must be a positive", dict(features=0)),
-        (TypeError, "tied_to must be an nn.Embed", dict(tied_to=nn.Dense(V))),
-        (
-            ValueError,
-            f"features must be left out or {V}",
-            dict(features=3, tied_to=nn.Embed(V, D)),
-        ),
-        (TypeError, "dtype must be a floating", dict(features=V, dtype=jnp.int32)),
-        (ValueError, "softcap must be positive", dict(features=V, softcap=0.0)),
-        (ValueError, "chunk must be a positive", dict(features=V, chunk=-1)),
-        (TypeError, "gradient must be None", dict(features=V, gradient=2)),
-        (ValueError, "vocab_size must be", dict(features=V, vocab_size=V + 1)),
-        (ValueError, "implementation must be", dict(features=V, implementation="?")),
-    ],
-)
+@pytest.mark.parametrize("error, match, options", [
+    (TypeError, "features must be a positive", dict()),
+    (TypeError, "features must be a positive", dict(features=0)),
+    (TypeError, "tied_to must be an nn.Embed", dict(tied_to=nn.Dense(V))),
+    (ValueError, f"features must be left out or {V}", dict(features=3,
+     tied_to=nn.Embed(V, D))),
+    (TypeError, "dtype must be a floating", dict(features=V, dtype=jnp.int32)),
+    (ValueError, "softcap must be positive", dict(features=V, softcap=0.0)),
+    (ValueError, "chunk must be a positive", dict(features=V, chunk=-1)),
+    (TypeError, "gradient must be None", dict(features=V, gradient=2)),
+    (ValueError, "vocab_size must be", dict(features=V, vocab_size=V + 1)),
+    (ValueError, "implementation must be", dict(features=V, implementation="?")),
+])  # fmt: skip
 def test_bad_construction(error, match, options):
     with pytest.raises(error, match=match):
         LMHead(**options)

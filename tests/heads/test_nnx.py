@@ -68,16 +68,11 @@ def test_same_initial_state_as_linear(use_bias, param_dtype):
     assert_trees(np.testing.assert_array_equal, *made)
 
 
-@pytest.mark.parametrize(
-    "dtype, param_dtype, input_dtype",
-    [
-        (None, jnp.float32, jnp.float32),
-        (None, jnp.float32, jnp.bfloat16),
-        (None, jnp.bfloat16, jnp.bfloat16),
-        (jnp.bfloat16, jnp.float32, jnp.float32),
-        (jnp.float32, jnp.bfloat16, jnp.bfloat16),
-    ],
-)
+@pytest.mark.parametrize("dtype, param_dtype, input_dtype", [
+    (None, jnp.float32, jnp.float32), (None, jnp.float32, jnp.bfloat16),
+    (None, jnp.bfloat16, jnp.bfloat16), (jnp.bfloat16, jnp.float32, jnp.float32),
+    (jnp.float32, jnp.bfloat16, jnp.bfloat16),
+])  # fmt: skip
 def test_same_logits_as_linear(dtype, param_dtype, input_dtype):
     options = dict(
         dtype=dtype, param_dtype=param_dtype, bias_init=nnx.initializers.normal(1.0)
@@ -160,19 +155,11 @@ def test_padded_vocabulary_has_no_probability():
         padded.logprobs(hidden, np.full(BATCH, V - 5, np.int32))
 
 
-@pytest.mark.parametrize(
-    "normalizer, z_loss, where",
-    [
-        (None, 0.0, None),
-        (None, 0.1, KEEP),
-        (5.0, 0.0, KEEP[:1]),
-        (11, 0.1, None),
-        slow(None, 0.1, None),
-        slow(None, 0.0, KEEP),
-        slow(5.0, 0.1, KEEP),
-        slow(11, 0.0, KEEP[:1]),
-    ],
-)
+@pytest.mark.parametrize("normalizer, z_loss, where", [
+    (None, 0.0, None), (None, 0.1, KEEP), (5.0, 0.0, KEEP[:1]), (11, 0.1, None),
+    slow(None, 0.1, None), slow(None, 0.0, KEEP), slow(5.0, 0.1, KEEP),
+    slow(11, 0.0, KEEP[:1]),
+])  # fmt: skip
 def test_loss_against_float64(normalizer, z_loss, where):
     bias_init = nnx.initializers.normal(1.0)
     head, hidden = make_head(chunk=4, bias_init=bias_init), hidden_states()
@@ -615,24 +602,17 @@ def test_bad_construction(error, match, make):
         make()
 
 
-@pytest.mark.parametrize(
-    "error, match, change",
-    [
-        (TypeError, "hidden must be floating", dict(hidden=np.ones((*BATCH, D), int))),
-        (
-            ValueError,
-            rf"hidden must be \[..., {D}\]",
-            dict(hidden=jnp.ones((2, D + 1))),
-        ),
-        (TypeError, "labels must be integers", dict(labels=LABELS.astype(np.float32))),
-        (ValueError, "labels must have one entry", dict(labels=LABELS[0])),
-        (TypeError, "where must be boolean", dict(where=np.ones(BATCH, np.int32))),
-        (ValueError, "normalizer must not be negative", dict(normalizer=-1)),
-        (ValueError, "normalizer must be a scalar", dict(normalizer=np.ones(2))),
-        (ValueError, "z_loss must not be negative", dict(z_loss=-0.1)),
-        (ValueError, "z_loss must be a scalar", dict(z_loss=np.ones(BATCH))),
-    ],
-)
+@pytest.mark.parametrize("error, match, change", [
+    (TypeError, "hidden must be floating", dict(hidden=np.ones((*BATCH, D), int))),
+    (ValueError, rf"hidden must be \[..., {D}\]", dict(hidden=jnp.ones((2, D + 1)))),
+    (TypeError, "labels must be integers", dict(labels=LABELS.astype(np.float32))),
+    (ValueError, "labels must have one entry", dict(labels=LABELS[0])),
+    (TypeError, "where must be boolean", dict(where=np.ones(BATCH, np.int32))),
+    (ValueError, "normalizer must not be negative", dict(normalizer=-1)),
+    (ValueError, "normalizer must be a scalar", dict(normalizer=np.ones(2))),
+    (ValueError, "z_loss must not be negative", dict(z_loss=-0.1)),
+    (ValueError, "z_loss must be a scalar", dict(z_loss=np.ones(BATCH))),
+])  # fmt: skip
 def test_bad_call(error, match, change):
     given = {"hidden": hidden_states(), "labels": LABELS} | change
     with pytest.raises(error, match=match):

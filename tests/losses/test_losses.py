@@ -497,13 +497,10 @@ def test_low_variance_has_a_ceiling_without_slope():
 
 OPTIONS = {
     "none": {},
-    "all but a softcap": {
-        "bias": np.linspace(-1, 2, V, dtype=np.float32),
-        "temperature": np.linspace(0.5, 2, SHAPE[0], dtype=np.float32),
-        "vocab_size": V - 2,
-        "layout": "dv",
-    },
-}
+    "all but a softcap": {"bias": np.linspace(-1, 2, V, dtype=np.float32),
+     "temperature": np.linspace(0.5, 2, SHAPE[0], dtype=np.float32), "vocab_size": V -
+     2, "layout": "dv"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONS)
