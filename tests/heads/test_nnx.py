@@ -15,7 +15,7 @@ from jaxmem.heads.nnx import LMHead
 from tests import oracle
 from tests.cases import slow
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
 D, V = 8, 37
 BATCH = (3, 5)
@@ -209,139 +209,88 @@ def test_all_masked_gives_zero_and_zero_gradients(normalizer, z_loss):
 # Types
 
 
-def test_token_loss_is_the_loss_of_the_statistics():
-    head, hidden = make_head(softcap=5.0, chunk=4), hidden_states()
-    advantages = np.random.default_rng(2).normal(size=BATCH).astype(np.float32)
-
-    def per_token(stats, advantage):
-        loss = -advantage * stats.logprob - 0.1 * stats.entropy
-        return loss, {"entropy": stats.entropy}
-
-    def fused(head, hidden):
-        return head.token_loss(
-            per_token, hidden, LABELS, advantages, where=KEEP, normalizer=7,
-            temperature=0.7,
-        )  # fmt: skip
-
-    def plain(head, hidden):
-        stats = head.token_stats(hidden, LABELS, where=KEEP, temperature=0.7)
-        losses, metrics = per_token(stats, advantages)
-        return jnp.sum(losses) / 7, metrics
-
-    made, want = (
-        nnx.jit(nnx.value_and_grad(f, argnums=(0, 1), has_aux=True))(head, hidden)
-        for f in (fused, plain)
-    )
-    (loss, metrics), (of_head, of_hidden) = made
-    np.testing.assert_allclose(loss, want[0][0], rtol=1e-6)
-    np.testing.assert_allclose(metrics["entropy"], want[0][1]["entropy"], rtol=1e-6)
-    np.testing.assert_allclose(of_hidden, want[1][1], atol=1e-6)
-    for got, expected in zip(*map(jax.tree.leaves, (of_head, want[1][0])), strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-6)
-
-
-def test_support_logprobs_are_a_softmax_over_the_support():
-    head, hidden = make_head(softcap=5.0), hidden_states()
-    others = np.random.default_rng(3).integers(0, V, (*BATCH, 3))
-    support = np.concatenate([np.maximum(LABELS, 0)[..., None], others], -1)
+def operands(name):
+    """What a method is called with beside hidden, and its options."""
     options = {"where": KEEP, "temperature": 0.7}
-    got = head.support_logprobs(hidden, LABELS, support, **options)
-    logits = f64(head(hidden)) / 0.7
-    weights = np.zeros_like(logits)
-    np.put_along_axis(weights, support, 1, -1)
-    within = np.log(np.sum(weights * np.exp(logits), -1))
-    chosen = np.take_along_axis(logits, support[..., :1], -1)[..., 0]
-    want = np.where(KEEP & (LABELS >= 0), chosen - within, 0)
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    labels, support = np.abs(LABELS), np.stack([np.abs(LABELS), LABELS + 1], -1)
     ids, offsets = packing.support_to_csr(support)
-    ragged = {"offsets": offsets, "max_ids": 4}
-    got = head.support_logprobs(hidden, LABELS, ids, **options, **ragged)
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    of_columns = jaxmem.Columns(support[..., :1], -np.ones((*BATCH, 1), np.float32))
+    target = jaxmem.ReverseKL(of_columns)
+    ragged = options | {"offsets": offsets, "max_ids": 4}
+    return {
+        "topk": ((2,), options),
+        "sample_ids": ((50, jax.random.key(0)), options),
+        "selected_logprobs": ((support,), options),
+        "support_logprobs": ((labels, support), options),
+        "support_logprobs, ragged": ((labels, ids), ragged),
+        "token_loss": ((LABELS, KEEP * 1.0), options | {"normalizer": 7}),
+        "divergence": ((target,), options),
+        "divergence_loss": ((labels, target, KEEP * 1.0), options),
+    }[name]
 
 
-def test_columns_as_the_functions_have_them():
-    """The best two, the divergence from a teacher's, and draws."""
-    head, hidden = make_head(softcap=5.0), hidden_states()
-    logits = f64(head(hidden)) / 0.7
-    top = head.topk(hidden, 2, where=KEEP, temperature=0.7)
-    best = np.argsort(-logits, axis=-1, kind="stable")[..., :2]
-    np.testing.assert_array_equal(top.ids, np.where(KEEP[..., None], best, -1))
-    ln_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    want = np.where(KEEP[..., None], np.take_along_axis(ln_p, best, -1), 0)
-    np.testing.assert_allclose(top.logprobs, want, atol=1e-5)
-
-    said = np.log(np.full((*BATCH, 1), 0.25, np.float32))
-    target = jaxmem.ReverseKL(jaxmem.Columns(best[..., :1], said))
-    got = head.divergence(hidden, target, where=KEEP, temperature=0.7)
-    p = np.exp(np.take_along_axis(ln_p, best, -1)[..., 0])
-    want = p * np.log(p / 0.25) + (1 - p) * np.log((1 - p) / 0.75)
-    np.testing.assert_allclose(got, np.where(KEEP, want, 0), atol=1e-5)
-    loss, metrics = head.divergence_loss(
-        lambda stats, d: (d - stats.logprob, {"d": d}), hidden, best[..., 1], target,
-        where=KEEP, temperature=0.7,
-    )  # fmt: skip
-    np.testing.assert_allclose(metrics["d"], got, atol=1e-6)
-    each = got - np.where(KEEP, np.take_along_axis(ln_p, best, -1)[..., 1], 0)
-    np.testing.assert_allclose(loss, each.sum() / KEEP.sum(), rtol=1e-5)
-
-    ids = head.sample_ids(hidden, 50, jax.random.key(0), where=KEEP, temperature=0.01)
-    assert (ids[KEEP] == best[KEEP][:, :1]).mean() > 0.5 and (ids[~KEEP] == -1).all()
+def mixture(stats, *others):
+    return others[-1] * stats.logprob + sum(others), {"entropy": stats.entropy}
 
 
-@pytest.mark.parametrize("softcaps", [(None, 0.7), slow((0.7, None))])
-def test_divergence_is_that_of_both_heads(softcaps):
-    """Each head has its own width, layout, bias and softcap."""
-    embed = nnx.Embed(V, 2 * D, rngs=nnx.Rngs(1))
-    student = make_head(softcap=softcaps[0], bias_init=nnx.initializers.normal(1.0))
+def assert_same_program(method, function, name, given):
+    """The method of a head and the function of its weights are traced alike."""
+    loss, (args, options) = (mixture,) * name.endswith("loss"), given
+    calls = (lambda h: method(*loss, h, *args, **options),
+             lambda h: function(*loss, h, *args, **options))  # fmt: skip
+    got, want = (jax.jit(call).lower(hidden_states()).as_text() for call in calls)
+    assert got == want
+
+
+@pytest.mark.parametrize("name", [
+    "topk", "sample_ids", "selected_logprobs", "support_logprobs",
+    "support_logprobs, ragged", "token_loss", "divergence", "divergence_loss",
+])  # fmt: skip
+def test_methods_are_the_functions_of_the_weights(name):
+    head, verb = make_head(softcap=5.0, chunk=4, vocab_size=V - 3), name.split(",")[0]
+    own = {"softcap": 5.0, "vocab_size": V - 3, "layout": "dv"}
+    plain = jaxmem.Head(head.kernel[...], head.bias[...], **own)
+    (*args,), options = operands(name)
+
+    def function(*given, **options):
+        at = 2 if name.endswith("loss") else 1
+        given = *given[:at], plain, *given[at:]
+        return getattr(jaxmem, verb)(*given, chunk=4, **options)
+
+    assert_same_program(getattr(head, verb), function, name, (args, options))
+
+
+@pytest.mark.parametrize("name", ["divergence", "divergence_loss"])
+def test_divergences_of_two_heads(name):
+    """Each head has its own width, layout, bias, softcap and padding."""
+    embed, wide = nnx.Embed(V + 5, 2 * D, rngs=nnx.Rngs(1)), 2 * D
+    student = make_head(chunk=4, vocab_size=V - 3)
     teacher = LMHead(
-        tied_to=embed, softcap=softcaps[1], use_bias=True,
-        bias_init=nnx.initializers.normal(1.0), rngs=nnx.Rngs(2),
-    )  # fmt: skip
-    hidden = hidden_states()
-    states = jnp.concatenate([hidden, hidden[..., ::-1]], -1)
-    z = f64(hidden) @ f64(student.kernel[...]) + f64(student.bias[...])
-    y = f64(states) @ f64(embed.embedding[...]).T + f64(teacher.bias[...])
-    logs = []
-    for logits, cap in zip((z, y), softcaps, strict=True):
-        logits = logits if cap is None else cap * np.tanh(logits / cap)
-        logits = logits / 0.8
-        logs.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
-    expected = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1) * KEEP
-    target = jaxmem.ReverseKL(teacher.teacher(states))
-    made = student.divergence(hidden, target, where=KEEP, temperature=0.8)
-    np.testing.assert_allclose(made, expected, atol=5e-6)
-    loss, metrics = student.divergence_loss(
-        lambda stats, divergence, weight: (weight * divergence, {"each": divergence}),
-        hidden, jnp.abs(LABELS), target, 2 * jnp.ones(LABELS.shape),
-        where=KEEP, temperature=0.8,
-    )  # fmt: skip
-    np.testing.assert_allclose(metrics["each"], expected, atol=5e-6)
-    np.testing.assert_allclose(loss, 2 * expected.sum() / KEEP.sum(), rtol=1e-5)
+        tied_to=embed, softcap=0.7, use_bias=True, vocab_size=V - 3, rngs=nnx.Rngs(2)
+    )
+    states = np.linspace(-1, 1, LABELS.size * wide, dtype=np.float32)
+    states = states.reshape(*BATCH, wide)
+    own = {"vocab_size": V - 3}
+    plain = jaxmem.Head(student.kernel[...], student.bias[...], layout="dv", **own)
+    other = jaxmem.Head(
+        embed.embedding[...], teacher.bias[...], softcap=0.7, layout="vd", **own
+    )
+    options = operands(name)[1]
 
+    def call(method, teacher):
+        target = jaxmem.ReverseKL(teacher)
+        given = (np.abs(LABELS), target, KEEP * 1.0)
+        given = given if name == "divergence_loss" else (target,)
+        return lambda *first, **options: method(*first, *given, **options)
 
-@pytest.mark.parametrize("padded", ["both", slow("teacher"), slow("student")])
-def test_padding_of_either_head_has_no_probability(padded):
-    def head(seed, columns, is_padded):
-        own = {"vocab_size": V - 3} if is_padded else {}
-        columns = columns if is_padded else V - 3
-        return LMHead(D, columns, rngs=nnx.Rngs(seed), **own)
+    def function(*first, **options):
+        at = 2 if name.endswith("loss") else 1
+        given = *first[:at], plain, *first[at:]
+        return getattr(jaxmem, name)(*given, chunk=4, **options)
 
-    student = head(1, V, padded != "teacher")
-    teacher = head(2, V + 5, padded != "student")
-    hidden = hidden_states()
-    logs = [
-        jax.nn.log_softmax(f64(hidden) @ f64(x.kernel[...])[:, : V - 3])
-        for x in (student, teacher)
-    ]
-    expected = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
-    target = jaxmem.ReverseKL(teacher.teacher(hidden))
-    made = student.divergence(hidden, target)
-    np.testing.assert_allclose(made, expected, atol=5e-6)
-    loss, _ = student.divergence_loss(
-        lambda stats, divergence: divergence, hidden,
-        np.zeros(hidden.shape[:-1], int), target,
-    )  # fmt: skip
-    np.testing.assert_allclose(loss, expected.mean(), rtol=1e-5)
+    method = call(getattr(student, name), teacher.teacher(states))
+    function = call(function, jaxmem.Teacher(states, other))
+    assert_same_program(method, function, name, ((), options))
 
 
 def test_heads_of_two_vocabularies_are_not_compared():
@@ -349,14 +298,6 @@ def test_heads_of_two_vocabularies_are_not_compared():
     with pytest.raises(ValueError, match=f"same vocabulary, got {V - 1} and {V - 2}"):
         target = jaxmem.ReverseKL(heads[1].teacher(hidden_states()))
         heads[0].divergence(hidden_states(), target)
-
-
-def test_selected_logprobs_are_those_of_labels():
-    head, hidden = make_head(softcap=0.7), hidden_states()
-    ids = jnp.stack([jnp.abs(LABELS)] * 2, -1)
-    made = head.selected_logprobs(hidden, ids, temperature=0.8)
-    expected = head.logprobs(hidden, jnp.abs(LABELS), temperature=0.8)
-    np.testing.assert_allclose(made[..., 1], expected, atol=2e-6)
 
 
 def test_gradient_has_the_parameter_type_and_f32_sums():
