@@ -278,7 +278,7 @@ def test_over_devices_that_share_the_tokens():
     each = 0.3 * stats["entropy"] + 0.1 * stats["logsumexp"] ** 2
     each = g * (each - stats["sum_pi_squared"] - stats["logprob"])
     y = np.where(np.arange(N) == 2, -1, y)
-    h, y, g = (np.tile(x, (50,) + (1,) * (x.ndim - 1)) for x in (h, y, g))
+    h, y, g = (np.tile(x, (200,) + (1,) * (x.ndim - 1)) for x in (h, y, g))
     public = jaxmem.sharding.parallel(jaxmem.token_loss, mesh, tokens="t")
 
     def loss(h, W):
@@ -286,8 +286,8 @@ def test_over_devices_that_share_the_tokens():
         return public(objective, h, W, y, g, gradient=INT8, key=KEY, **options)[0]
 
     value, got = jax.jit(jax.value_and_grad(loss, (0, 1)))(h, W)
-    assert 0 < abs(value / 50 - each.sum()) < 2e-3 * abs(each.sum())
-    means = np.float64(got[0]).reshape(50, N, D).mean(0), np.float64(got[1]) / 50
+    assert 0 < abs(value / 200 - each.sum()) < 2e-3 * abs(each.sum())
+    means = np.float64(got[0]).reshape(200, N, D).mean(0), np.float64(got[1]) / 200
     for mean, exact_one in zip(means, want, strict=False):
         far = np.linalg.norm(mean - exact_one)
         assert far < 0.1 * np.linalg.norm(exact_one)

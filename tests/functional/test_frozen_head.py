@@ -145,8 +145,7 @@ def exact(fn, h, W, y, bias=0.0):
 
 
 @pytest.mark.parametrize(
-    "fn, wrap",
-    [(total, lambda f: f), (loss, jax.jit), slow(of_stats, lambda f: f)],
+    "fn, wrap", [(total, lambda f: f), (loss, jax.jit), slow(of_stats, lambda f: f)]
 )
 def test_as_if_stopped(problem, fn, wrap):
     """hidden's gradient is that of a trained head; W's and the bias's are 0."""
@@ -233,12 +232,12 @@ def test_under_checkpoint_and_its_policies(problem):
     policy = jax.checkpoint_policies.save_only_these_names("jaxmem_dhidden")
 
     def step(h, *rest, **how):
-        return jax.grad(jax.checkpoint(total, **how))(h, *rest)
+        return jax.value_and_grad(jax.checkpoint(total, **how))(h, *rest)
 
     want, gemms = exact(total, *problem)[0], []
     for how in ({}, {"policy": policy}):
         run = jax.jit(functools.partial(step, **how)).lower(*problem).compile()
-        np.testing.assert_allclose(run(*problem), want, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(run(*problem)[1], want, rtol=2e-5, atol=1e-5)
         gemms.append(count_gemms(run.as_text()))
     assert gemms[1] <= gemms[0] and gemms[1] <= 4
 
@@ -251,12 +250,6 @@ def test_vmap_runs_one_example_after_another(problem):
     )
     want = exact(total, h, W, y)[0]
     np.testing.assert_allclose(got.reshape(N, D), want, rtol=2e-5, atol=2e-6)
-
-
-def test_second_derivatives_are_refused(problem):
-    grad = jax.grad(total)
-    with pytest.raises(NotImplementedError, match="second derivatives of the head"):
-        jax.grad(lambda h: grad(h, *problem[1:]).sum())(problem.h)
 
 
 # What it compiles to
@@ -283,8 +276,7 @@ def test_two_gemms_forward_and_none_backward():
 
 
 @pytest.mark.parametrize(
-    ("fn", "gemms"),
-    [(total, 2), (of_entropy, 2), (of_stats, 3), (loss, 2)],
+    ("fn", "gemms"), [(total, 2), (of_entropy, 2), (of_stats, 3), (loss, 2)]
 )
 def test_gemms_and_no_buffer_of_the_weights_size(fn, gemms):
     text = compiled(jax.value_and_grad(fn), *SHAPES).as_text()
