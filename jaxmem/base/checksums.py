@@ -46,15 +46,15 @@ def find_fault(directory: Path) -> str | None:
     if not isinstance(saved, dict):
         return saved
     sums = _sums(directory)
-    faults = [
-        *(f"{name} is missing" for name in saved.keys() - sums.keys()),
-        *(f"{name} has no checksum" for name in sums.keys() - saved.keys()),
-        *(
-            f"{name} {_difference(sums[name])}"
-            for name in saved.keys() & sums.keys()
-            if saved[name] != sums[name]
-        ),
-    ]
+    faults = [f"{name} is missing" for name in saved.keys() - sums.keys()]
+    for name, digest in sums.items():
+        if name not in saved:
+            faults.append(f"{name} has no checksum")
+        elif digest != saved[name]:
+            differs = not digest.startswith(_UNREADABLE)
+            faults.append(
+                f"{name} {'differs from its checksum' if differs else digest}"
+            )
     return first(sorted(faults)) if faults else None
 
 
@@ -78,10 +78,6 @@ def first(names: list[str]) -> str:
 
 
 _UNREADABLE = "cannot be read"
-
-
-def _difference(digest: str) -> str:
-    return digest if digest.startswith(_UNREADABLE) else "differs from its checksum"
 
 
 def _parse(text: str) -> dict[str, str]:

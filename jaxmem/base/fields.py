@@ -11,33 +11,16 @@ from jaxmem.base.ranges import Range, integers, reals
 
 
 def check_field(config: object, name: str, good: bool, wanted: str) -> None:
-    """Raise a ValueError that names a config's field unless its value is good.
-
-    Args:
-        config: the dataclass instance; the message names its class too.
-        name: name of the field.
-        good: whether the value is acceptable.
-        wanted: what the value must be, in words.
-
-    Raises:
-        ValueError: `good` is false.
-    """
+    """Raise a ValueError unless a field is good; it says what is wanted, in words."""
     if not good:
-        raise ValueError(
-            f"{type(config).__name__}.{name} must be {wanted}, "
-            f"got {messages.short(getattr(config, name))}"
-        )
+        place = f"{type(config).__name__}.{name}"
+        raise ValueError(messages.must_be(place, wanted, getattr(config, name)))
 
 
 def check_numbers(config: Any, ranges: Mapping[str, Range]) -> None:
     """Raise a ValueError that names the first field whose number is out of its range.
 
-    Args:
-        config: a dataclass; None is accepted in a field whose type allows it.
-        ranges: field name to the range of its number.
-
-    Raises:
-        ValueError: a number is out of its range, or is not a number.
+    None is accepted in a field whose type allows it.
     """
     for field in dataclasses.fields(config):
         if field.name not in ranges:

@@ -76,8 +76,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except JsonError as error:
         raise JsonError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:  # ValueError: the path itself is invalid
-        reason = getattr(error, "strerror", None) or error
-        raise JsonError(f"{path}: cannot be read: {reason}") from error
+        raise JsonError(f"{path}: cannot be read: {messages.reason(error)}") from error
     if not isinstance(value, dict):
         raise JsonError(f"{path}: expected a JSON object, got {messages.short(value)}")
     return value
@@ -87,7 +86,7 @@ _TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 
 
 def _check_values(root: Any, surrogates: bool) -> None:
-    """Check depth and strings breadth-first, one level of nesting at a time."""
+    """Check depth and strings, one level of nesting at a time."""
     level, depth = [root], 0
     while level:
         depth += 1

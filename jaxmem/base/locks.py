@@ -71,7 +71,13 @@ class Lock:
         """Take the lock; returns a message, "" if there is none."""
         directory, resource = self._path.parent, self._resource
         self._created += [d for d in (directory, *directory.parents) if not d.exists()]
-        _make(directory, resource)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"cannot be made: {error.strerror}"
+            raise files.WriteError(
+                f"{resource}: the directory {directory} {reason}"
+            ) from error
         try:
             self._descriptor = _open_locked(self._path)
         except _Unsupported as error:
@@ -127,24 +133,9 @@ class Lock:
 
 _LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
 
-
-def _forget_all() -> None:
-    for lock in list(_LOCKS):
-        lock.forget()
-
-
 if hasattr(os, "register_at_fork"):
     # A descriptor keeps what `flock` has locked, in whichever process it is open.
-    os.register_at_fork(after_in_child=_forget_all)
-
-
-def _make(directory: Path, resource: str) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise files.WriteError(
-            f"{resource}: the directory {directory} cannot be made: {error.strerror}"
-        ) from error
+    os.register_at_fork(after_in_child=lambda: [lock.forget() for lock in [*_LOCKS]])
 
 
 def _open_locked(path: Path) -> int:

@@ -35,13 +35,13 @@ class Meeting:
     def leave(self) -> None:
         """Say that this process ends as it should."""
         self._ended.set()
-        self._tell({"left": self._index})
+        _tell(self._connections, {"left": self._index})
 
     def fail(self) -> None:
         """Say that this process ends with an error, and wait for the others to end."""
         self._ended.set()
         connections = list(self._connections.values())
-        self._tell({"failed": self._index})
+        _tell(self._connections, {"failed": self._index})
         deadline = time.monotonic() + _GRACE
         while connections and (rest := deadline - time.monotonic()) > 0:
             for connection in select.select(connections, [], [], rest)[0]:
@@ -49,11 +49,6 @@ class Meeting:
                     if connection.recv(4096):
                         continue
                 connections.remove(connection)
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        for connection in self._connections.values():
-            with contextlib.suppress(OSError):
-                _send(connection, message)
 
     def _watch(self) -> None:
         """End this process soon after another has ended as it should not."""
@@ -71,7 +66,7 @@ class Meeting:
         """Tell the others and end, at once unless a process has time to say why."""
         gone = message.get("failed", message.get("gone", index))
         if index != 0:  # the first one tells the others
-            self._tell(message or {"gone": gone})
+            _tell(self._connections, message or {"gone": gone})
         if "failed" in message and self._ended.wait(_GRACE):
             return
         sys.stdout.flush()
@@ -132,6 +127,7 @@ def _gather(listener: socket.socket, count: int, deadline: float) -> Connections
                 ) from None
             connection.settimeout(_GREETING_SECONDS)
             greeting = _receive(connection) or {}
+            connection.settimeout(None)
             if "index" not in greeting:  # not one of ours
                 connection.close()
                 continue
@@ -147,17 +143,16 @@ def _gather(listener: socket.socket, count: int, deadline: float) -> Connections
                 )
             found[index] = connection
     except ValueError as error:
-        _answer(found, {"refused": str(error)})
+        _tell(found, {"refused": str(error)})
         for connection in found.values():
             connection.close()
         raise
-    _answer(found, {"met": count})
+    _tell(found, {"met": count})
     return found
 
 
-def _answer(connections: Connections, message: dict[str, Any]) -> None:
+def _tell(connections: Connections, message: dict[str, Any]) -> None:
     for connection in connections.values():
-        connection.settimeout(None)
         with contextlib.suppress(OSError):
             _send(connection, message)
 

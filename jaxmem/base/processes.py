@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmem.base import meeting
 
 HEARTBEAT_SECONDS = 30
+_FLAGS = "--coordinator", "--processes", "--process-id"
 _SHOWN = 3  # differences in a message
 _met: list[meeting.Meeting] = []  # with the other processes, if they have met
 
@@ -48,12 +49,8 @@ def start(
         ValueError: only some of the three are given, a value is impossible, or jax
             finds no cluster environment.
     """
-    given = {
-        "--coordinator": coordinator,
-        "--processes": processes,
-        "--process-id": process_id,
-    }
-    missing = [name for name, value in given.items() if value is None]
+    given = coordinator, processes, process_id
+    missing = [flag for flag, x in zip(_FLAGS, given, strict=True) if x is None]
     if 0 < len(missing) < 3:
         raise ValueError(
             f"{', '.join(missing)} must be given too: pass all three: coordinator "
@@ -134,10 +131,7 @@ def is_first() -> bool:
 
 
 def by_first(action: Callable[[], _Value]) -> _Value:
-    """Run a function in the first process and return its result in all processes.
-
-    Args:
-        action: a function that returns a JSON-able value.
+    """Run a function in the first process and return its result, which is JSON-able.
 
     Raises:
         ValueError: the function raised an OSError or ValueError; the first process

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmem.base import messages
+
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)
 _INT64 = 2**63 - 1
@@ -37,7 +39,12 @@ class Range:
         number = int(value) if whole else float(value)
         if number != number or number in (float("inf"), -float("inf")):
             return "must be finite"
-        if not self._holds(number):
+        low, high = self.low, self.high
+        too_low = low is not None and (number <= low if self.open_low else number < low)
+        too_high = high is not None and (
+            number >= high if self.open_high else number > high
+        )
+        if too_low or too_high:
             return f"must be {self._wanted}"
         if abs(number) > self.limit:
             size = "" if self.low is not None and self.low >= 0 else " in size"
@@ -58,14 +65,6 @@ class Range:
         left, right = "[("[self.open_low], "])"[self.open_high]
         return f"in {left}{low}, {high}{right}"
 
-    def _holds(self, value: float) -> bool:
-        low = self.low is None or value > self.low or value == self.low
-        high = self.high is None or value < self.high or value == self.high
-        at_open_end = (self.open_low and value == self.low) or (
-            self.open_high and value == self.high
-        )
-        return low and high and not at_open_end
-
 
 def _plain(bound: float | None) -> str:
     if isinstance(bound, int):
@@ -84,12 +83,7 @@ def integers(
 ) -> Range:
     """The range of integers from `low`, or above `above`, to `high`, or below `below`.
 
-    Args:
-        low: the smallest integer in the range; None for no such bound.
-        high: the largest integer in the range; None for no such bound.
-        above: the largest integer below the range, instead of `low`.
-        below: the smallest integer above the range, instead of `high`.
-        limit: largest magnitude; see `Range`.
+    No such bound is None; `limit` is that of `Range`.
 
     >>> integers(1, 18).problem(0), integers(1).problem(True), integers(1).problem(3)
     ('must be from 1 to 18', 'must be an integer', None)
@@ -110,12 +104,6 @@ def reals(
 ) -> Range:
     """The range of numbers from `low`, or above `above`, to `high`, or below `below`.
 
-    Args:
-        low: the smallest number in the range; None for no such bound.
-        high: the largest number in the range; None for no such bound.
-        above: an exclusive lower bound, instead of `low`.
-        below: an exclusive upper bound, instead of `high`.
-
     >>> reals(0, below=1).problem(1.0), reals(above=0).problem(float("inf"))
     ('must be in [0, 1)', 'must be finite')
     >>> reals(above=0).problem(1e-300)
@@ -124,3 +112,9 @@ def reals(
     low, high = above if low is None else low, below if high is None else high
     opens = above is not None, below is not None
     return Range(low, high, LARGEST, False, *opens)
+
+
+def check(name: str, value: Any, within: Range) -> None:
+    """Raise a ValueError that names the value unless it is in the range."""
+    if problem := within.problem(value):
+        raise ValueError(f"{name} {problem}, got {messages.short(value)}")

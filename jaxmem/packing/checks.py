@@ -1,15 +1,15 @@
 """Checks of the arguments of `jaxmem.packing`, before anything is allocated."""
 
-from typing import TypeGuard
-
 import numpy as np
 
 from jaxmem.base import messages
+from jaxmem.base.ranges import Range, integers
 
 _SLOTS = 2**31  # bound of slots per micro-batch over all ranks: int32 numbers them
+COUNTS = integers(1, limit=_SLOTS - 1)
 ROWS = 2**20  # most rows per micro-batch over all ranks; most parts of `karmarkar_karp`
+QUADRATIC = Range(0, limit=1e6)  # of a cost, far above that of attention
 _LARGEST = float(np.finfo(np.float64).max)
-_QUADRATIC = 1e6  # bound of a quadratic cost, far above that of attention
 
 
 def check_lengths(lengths, max_tokens, width, limit="max_tokens"):
@@ -36,42 +36,24 @@ def check_row_lengths(row_lengths, max_tokens):
     """Return the widths of rows, ascending; raise for invalid widths."""
     given = (max_tokens,) if row_lengths is None else row_lengths
     widths = tuple(np.ravel(as_array("row_lengths", given)).tolist())
-    good = widths and all(is_integer(T) and 1 <= T <= max_tokens for T in widths)
+    good = widths and not any(map(integers(1, max_tokens).problem, widths))
     if not good or list(widths) != sorted(set(widths)):
-        raise ValueError(
-            "row_lengths must be increasing integers from 1 to max_tokens="
-            f"{max_tokens}, got {messages.short(widths)}"
-        )
+        wanted = f"increasing integers from 1 to max_tokens={max_tokens}"
+        raise ValueError(messages.must_be("row_lengths", wanted, widths))
     return widths
 
 
 def check_size(max_tokens, narrowest, ranks):
     """Raise if there would be more rows or slots than a machine can hold."""
     if ranks * max_tokens >= _SLOTS:
-        raise ValueError(
-            f"ranks must be below 2**31 slots / max_tokens={max_tokens}, got "
-            f"{messages.short(ranks)}"
-        )
+        wanted = f"below 2**31 slots / max_tokens={max_tokens}"
+        raise ValueError(messages.must_be("ranks", wanted, ranks))
     rows = max_tokens // narrowest * ranks
     if rows > ROWS:
         raise ValueError(
             f"ranks={ranks} have {rows:,} rows of {narrowest} tokens in a micro-batch; "
             f"at most {ROWS:,} are possible: lower ranks or max_tokens, or raise the "
             "least of row_lengths"
-        )
-
-
-def check_quadratic(quadratic):
-    """Raise unless the coefficient of the quadratic cost is finite and not negative."""
-    number = isinstance(quadratic, int | float | np.integer | np.floating)
-    if not number or isinstance(quadratic, bool) or not 0 <= quadratic < np.inf:
-        raise ValueError(
-            "quadratic must be finite and not negative, got "
-            f"{messages.short(quadratic)}"
-        )
-    if quadratic > _QUADRATIC:
-        raise ValueError(
-            f"quadratic must be at most {_QUADRATIC:g}, got {messages.short(quadratic)}"
         )
 
 
@@ -115,42 +97,21 @@ def as_arrays(name, values):
     try:
         values = list(values)
     except TypeError as error:
-        raise TypeError(
-            f"{name} must be a sequence of arrays, got {messages.short(values)}"
-        ) from error
+        wanted = "a sequence of arrays"
+        raise TypeError(messages.must_be(name, wanted, values)) from error
     return [as_array(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
 def as_array(name, value):
     """Return an array of numbers, or raise an error that names the argument."""
+    wanted = "an array of numbers"
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(
-            f"{name} must be an array of numbers, got {messages.short(value)}"
-        ) from error
+        raise TypeError(messages.must_be(name, wanted, value)) from error
     if array.dtype.kind in "OSUMm" or array.dtype.names:  # objects, text, dates, ...
-        raise TypeError(
-            f"{name} must be an array of numbers, got {messages.short(value)}"
-        )
+        raise TypeError(messages.must_be(name, wanted, value))
     return array
-
-
-def check_integer(name, value, largest=_SLOTS - 1):
-    """Raise unless the value is an integer from 1 to largest."""
-    if not (is_integer(value) and value >= 1):
-        raise ValueError(
-            f"{name} must be a positive integer, got {messages.short(value)}"
-        )
-    if value > largest:
-        raise ValueError(
-            f"{name} must be at most {largest:,}, got {messages.short(value)}"
-        )
-
-
-def is_integer(value) -> TypeGuard[int]:
-    """Whether a value is an integer, of Python or numpy, and not a boolean."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_each_length(arrays, lengths):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxmem.base import messages
+from jaxmem.base import messages, ranges
 from jaxmem.packing import checks
 
 
@@ -196,9 +196,9 @@ def pack(
     differencing method, Karmarkar and Karp, 1982; for batches of a trainer, Sheng et
     al., 2024, arXiv:2409.19256 (verl).
     """
-    checks.check_integer("max_tokens", max_tokens)
-    checks.check_integer("ranks", ranks)
-    checks.check_quadratic(quadratic)
+    ranges.check("max_tokens", max_tokens, checks.COUNTS)
+    ranges.check("ranks", ranks, checks.COUNTS)
+    ranges.check("quadratic", quadratic, checks.QUADRATIC)
     widths = checks.check_row_lengths(row_lengths, max_tokens)
     checks.check_size(max_tokens, widths[0], ranks)
     tokens = checks.check_lengths(lengths, max_tokens, widths[-1])
@@ -235,8 +235,8 @@ def buckets(max_tokens: int, count: int = 3) -> tuple[int, ...]:
     >>> packing.buckets(8192)
     (2048, 4096, 8192)
     """
-    checks.check_integer("max_tokens", max_tokens)
-    checks.check_integer("count", count)
+    ranges.check("max_tokens", max_tokens, checks.COUNTS)
+    ranges.check("count", count, checks.COUNTS)
     if count > int(max_tokens).bit_length():
         raise ValueError(
             f"max_tokens={max_tokens} cannot be halved {count - 1} times; lower count"
@@ -263,7 +263,7 @@ def first_fit_decreasing(lengths: ArrayLike, capacity: int) -> list[list[int]]:
     >>> packing.first_fit_decreasing([2, 5, 3, 4], capacity=7)
     [[0, 1], [2, 3]]
     """
-    checks.check_integer("capacity", capacity, 2**62)
+    ranges.check("capacity", capacity, ranges.integers(1, limit=2**62))
     tokens = checks.check_lengths(lengths, capacity, capacity, "capacity")
     return _fit(tokens, (capacity,), [1])[0]
 
@@ -289,7 +289,7 @@ def karmarkar_karp(costs: ArrayLike, k: int) -> list[list[int]]:
     >>> packing.karmarkar_karp([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
     """
-    checks.check_integer("k", k, checks.ROWS)
+    ranges.check("k", k, ranges.integers(1, limit=checks.ROWS))
     costs = checks.check_costs(costs)
     # Entries are (-difference, unique number, parts); a part is (sum, indices). Empty
     # parts at the end are not stored.
@@ -315,10 +315,7 @@ def _merge(a, b, k):
 
 
 def _fit(tokens, widths, rows_of_step):
-    """First-fit decreasing that opens the rows of a whole step at once.
-
-    It returns rows and their widths.
-    """
+    """Rows and their widths: first fit that opens the rows of a whole step at once."""
     rows, row_widths = [], []
     room = np.zeros(0, np.int64)
     for i in np.argsort(-tokens, kind="stable").tolist():

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxmem.base import messages
+from jaxmem.base import messages, ranges
 from jaxmem.packing import checks
 
 _MOST = 2**28  # entries of a result, 1 GiB
@@ -94,12 +94,10 @@ def csr_to_support(
     if max_ids is None:
         max_ids = most
     else:
-        checks.check_integer("max_ids", max_ids)
+        ranges.check("max_ids", max_ids, checks.COUNTS)
     if max_ids * len(counts) > _MOST:
-        raise ValueError(
-            f"max_ids must be at most {_MOST // len(counts)} for {len(counts)} tokens, "
-            f"got {messages.short(max_ids)}"
-        )
+        wanted = f"at most {_MOST // len(counts)} for {len(counts)} tokens"
+        raise ValueError(messages.must_be("max_ids", wanted, max_ids))
     if most > max_ids:
         raise ValueError(
             f"max_ids must be at least the ids of every token, got {max_ids}, and "
@@ -155,13 +153,8 @@ def take_supports(
 
 def _supports(ids, counts, capacity):
     """Supports from the ids of all tokens and how many each has."""
-    if capacity is None:
-        capacity = len(ids)
-    elif not checks.is_integer(capacity) or not 0 <= capacity <= _MOST:
-        raise ValueError(
-            f"capacity must be an integer from 0 to {_MOST}, got "
-            f"{messages.short(capacity)}"
-        )
+    capacity = len(ids) if capacity is None else capacity
+    ranges.check("capacity", capacity, ranges.integers(0, limit=_MOST))
     if len(ids) > capacity:
         raise ValueError(
             f"capacity must be at least the number of ids, {len(ids)}, got {capacity}"

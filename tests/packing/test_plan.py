@@ -312,12 +312,10 @@ def test_errors():
         "lengths must have one axis, got shape (1, 1)",
         lambda: pack([[1]], 8),
     )
-    raises(
-        ValueError, "max_tokens must be a positive integer, got 0", lambda: pack([1], 0)
-    )
+    raises(ValueError, "max_tokens must be at least 1, got 0", lambda: pack([1], 0))
     raises(
         ValueError,
-        "ranks must be a positive integer, got True",
+        "ranks must be an integer, got True",
         lambda: pack([1], 8, ranks=True),
     )
     for widths in ((), (4, 2), (2, 2), (2, 9), (2.0,), (0, 4)):
@@ -329,7 +327,7 @@ def test_errors():
         )
     raises(
         ValueError,
-        "quadratic must be finite and not negative, got -1",
+        "quadratic must be at least 0, got -1",
         lambda: pack([1], 8, quadratic=-1),
     )
     raises(
@@ -361,7 +359,7 @@ def test_errors():
         (lambda: packing.pack([2, 3], 10**30), "max_tokens must be at most 2,147,483"),
         (
             lambda: packing.pack([2], 8, quadratic="x"),
-            "quadratic must be finite and not",
+            "quadratic must be a number, got 'x'",
         ),
         (lambda: packing.pack([2], 8, quadratic=1e300), "quadratic must be at most 1e"),
         (
@@ -370,7 +368,7 @@ def test_errors():
         ),
         (lambda: packing.buckets(8, 10**12), "count must be at most 2,147,483,647"),
         (lambda: packing.buckets(8, 10**6), "max_tokens=8 cannot be halved 999999 tim"),
-        (lambda: packing.karmarkar_karp([1], 10**12), "k must be at most 1,048,576"),
+        (lambda: packing.karmarkar_karp([1], 10**12), r"k must be at most 2\*\*20"),
         (lambda: packing.karmarkar_karp("ab", 2), "costs must be an array of numbers"),
         (
             lambda: packing.karmarkar_karp([1e308] * 9, 2),

@@ -85,7 +85,7 @@ ERRORS = [
     (lambda: packing.support_to_csr(DENSE, capacity=5), ValueError,
      "capacity must be at least the number of ids, 6, got 5"),
     (lambda: packing.support_to_csr(DENSE, capacity=-1), ValueError,
-     "capacity must be an integer from 0 to 268435456, got -1"),
+     "capacity must be at least 0, got -1"),
     (lambda: packing.csr_to_support([IDS], OFFSETS), ValueError,
      "ids must have one axis, got shape (1, 6)"),
     (lambda: packing.csr_to_support(IDS, []), ValueError,
@@ -97,7 +97,7 @@ ERRORS = [
     (lambda: packing.csr_to_support(IDS, OFFSETS, 2), ValueError,
      "max_ids must be at least the ids of every token, got 2, and token 3 has 3"),
     (lambda: packing.csr_to_support(IDS, OFFSETS, 0), ValueError,
-     "max_ids must be a positive integer, got 0"),
+     "max_ids must be at least 1, got 0"),
     (lambda: packing.take_supports(IDS, OFFSETS, [4]), ValueError,
      "tokens must be below 4, the tokens of offsets, got 4"),
 ]  # fmt: skip
