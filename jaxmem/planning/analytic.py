@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from jaxmem.base import tables
 from jaxmem.core import eight_bits
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.head import HeadConfig
@@ -47,6 +48,6 @@ def text(programs: Programs, device: str) -> str:
     rows += [[name, table.gib(size)] for name, size in by_name.items()]
     rows.append(["at least", table.gib(sum(by_name.values()))])
     return (
-        f"{table.aligned(rows)}\n\nNot compiled: a sum of shapes, without what one "
+        f"{tables.aligned(rows)}\n\nNot compiled: a sum of shapes, without what one "
         "block's backward pass, products and collectives take beside."
     )

@@ -111,17 +111,10 @@ def _chunks(loop) -> int:
     body = loop.params["body_jaxpr"].jaxpr
     for equation in body.eqns:
         if equation.primitive.name == "dynamic_slice":
-            (rows,), (chunk,) = _vectors(equation)
-            if rows and chunk:
-                return -(-rows // chunk)
+            rows, chunk = equation.invars[0].aval, equation.outvars[0].aval
+            if rows.ndim == 1 and rows.dtype == "int32" and rows.size and chunk.size:
+                return -(-rows.size // chunk.size)
     return 0
-
-
-def _vectors(equation):
-    operand, result = equation.invars[0].aval, equation.outvars[0].aval
-    if operand.ndim == 1 and operand.dtype == "int32":
-        return operand.shape, result.shape
-    return (0,), (0,)
 
 
 def _work(equation) -> tuple[float, float]:
@@ -132,7 +125,7 @@ def _work(equation) -> tuple[float, float]:
     if not work:
         return 0.0, 0.0
     arrays = [x.aval for x in (*equation.invars, *equation.outvars)]
-    return work, float(sum(a.size * a.dtype.itemsize for a in arrays))
+    return work, float(sum(map(cost.nbytes, arrays)))
 
 
 def _of_kernel(equation):
@@ -146,13 +139,10 @@ def _of_kernel(equation):
     if groups := _groups(equation):
         rows, each = avals[1].shape[0], sum(a.size // a.shape[0] for a in groups)
         every = (*avals, *(x.aval for x in equation.outvars))
-        return 2.0 * rows * each, float(sum(a.size * a.dtype.itemsize for a in every))
-    matrices = [
-        a for a in avals if getattr(a, "ndim", 0) == 2 and a.dtype.itemsize == 2
-    ]
-    sums = [
-        a for a in avals if getattr(a, "ndim", 0) == 2 and "Ref" in type(a).__name__
-    ]
+        return 2.0 * rows * each, float(sum(map(cost.nbytes, every)))
+    flat = [a for a in avals if getattr(a, "ndim", 0) == 2]
+    matrices = [a for a in flat if a.dtype.itemsize == 2]
+    sums = [a for a in flat if "Ref" in type(a).__name__]
     results = [x.aval for x in equation.outvars if x.aval.ndim == 2]
     if len(matrices) < 2:
         return 0.0, 0.0
@@ -162,8 +152,8 @@ def _of_kernel(equation):
         columns = sums[-1].shape[1]
     elif results:
         columns = results[0].shape[1]
-    moved = sum(a.size * a.dtype.itemsize for a in (*matrices, *results))
-    return 2.0 * first.size * columns, float(moved)
+    moved = float(sum(map(cost.nbytes, (*matrices, *results))))
+    return 2.0 * first.size * columns, moved
 
 
 def _groups(equation):

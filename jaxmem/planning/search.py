@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmem import devices, remat
+from jaxmem.base import tables
 from jaxmem.planning import accounts, plans, roofline, table
 from jaxmem.planning.plans import Plan
 from jaxmem.planning.scoring import Scoring
@@ -168,8 +169,7 @@ def _seconds(policy, full, factor, offload) -> float:
 
 
 def _bound(phase) -> float:
-    nothing = accounts.Account(0, 0, 0)
-    return roofline.of(phase, nothing).seconds
+    return roofline.of(phase, accounts.Account(0, 0, 0)).seconds
 
 
 def _own(config, known: Sequence[_Policy]) -> _Policy:
@@ -195,11 +195,7 @@ def text(options: Sequence[Option]) -> str:
         return "--fit: nothing tried fits; more devices, or a smaller model or batch"
     rows = [["overrides, the fastest first", "GiB", "seconds of training, by formula"]]
     for option in options:
-        rows.append(
-            [
-                " ".join(option.overrides),
-                table.gib(option.plan.peak),
-                f"{option.seconds:.3g}",
-            ]
-        )
-    return table.aligned(rows)
+        seconds = f"{option.seconds:.3g}"
+        overrides = " ".join(option.overrides)
+        rows.append([overrides, table.gib(option.plan.peak), seconds])
+    return tables.aligned(rows)

@@ -1,8 +1,9 @@
 """Formats a plan as lines of text."""
 
 import collections
-from collections.abc import Sequence
 from typing import Any
+
+from jaxmem.base.tables import aligned
 
 _GIB = 2**30
 _MANY = 6  # products that are listed
@@ -30,7 +31,7 @@ def _memory(plan) -> str:
         rows.append([f"  {name}", *(_cell(phase.parts.get(name)) for phase in phases)])
     for name, read in {
         "cuDNN's workspace": lambda phase: phase.account.workspace,
-        "the runtime": lambda phase: _runtime(phase),
+        "the runtime": _runtime,
         "total": lambda phase: phase.total,
         "on the host": lambda phase: phase.account.host,
     }.items():
@@ -123,15 +124,3 @@ def _products(plan) -> str:
             ]
         )  # fmt: skip
     return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text: the first one left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

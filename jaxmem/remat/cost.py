@@ -84,7 +84,7 @@ def bytes_on_host(jaxpr: Any) -> int:
 
     def held_by(equation):
         if equation.primitive.name == "device_put":
-            yield "", sum(_nbytes(x) for x in _outputs(equation) if _is_there(x))
+            yield "", sum(nbytes(x) for x in _outputs(equation) if _is_there(x))
 
     return _held(jaxpr, held_by, _is_there)[""]
 
@@ -92,7 +92,7 @@ def bytes_on_host(jaxpr: Any) -> int:
 def bytes_to_host(jaxpr: Any) -> int:
     """Bytes that are sent to the host, counting repeated transfers."""
     return sum(
-        times * sum(_nbytes(x) for x in _outputs(eqn) if _is_there(x))
+        times * sum(nbytes(x) for x in _outputs(eqn) if _is_there(x))
         for eqn, times in equations(jaxpr)
         if eqn.primitive.name == "device_put"
     )
@@ -108,7 +108,7 @@ def bytes_by_name(jaxpr: Any) -> dict[str, int]:
         kind = equation.primitive.name
         if kind in ("name", CUDNN_FORWARD):
             label = equation.params["name"] if kind == "name" else "attn_lse"
-            yield label, sum(map(_nbytes, _outputs(equation)))
+            yield label, sum(map(nbytes, _outputs(equation)))
 
     return dict(_held(jaxpr, held_by, lambda aval: True))
 
@@ -128,7 +128,7 @@ def _held(jaxpr, held_by, counts) -> collections.Counter[str]:
             for key, once in _held(inner, held_by, counts).items():
                 held = once * _times(eqn)
                 if eqn.primitive.name == "scan":
-                    room = sum(_nbytes(x) for x in _stacks(eqn, inner) if counts(x))
+                    room = sum(nbytes(x) for x in _stacks(eqn, inner) if counts(x))
                     held = max(once, min(held, room))
                 total[key] += held
     return total
@@ -167,7 +167,8 @@ def _outputs(equation):
     return [x.aval for x in equation.outvars]
 
 
-def _nbytes(aval):
+def nbytes(aval: Any) -> int:
+    """Bytes of an array."""
     return aval.size * aval.dtype.itemsize
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import devices
+from jaxmem.base import tables
 from jaxmem.remat import cost
 from jaxmem.remat.policies import PRESETS, Policy
 
@@ -57,11 +58,6 @@ def measure_rates(dtype: Any = jnp.bfloat16, size: int | None = None) -> Rates:
         x.nbytes / _seconds(jax.device_put, x, host),
         x.nbytes / _seconds(jax.device_put, there, x.sharding),
     )
-
-
-def _rates():
-    around = devices.planned()
-    return planned_rates(around.device) if around else measure_rates()
 
 
 def planned_rates(device: devices.Device) -> Rates:
@@ -112,16 +108,6 @@ class Candidate:
     device: int | None = None  # device bytes, by the compiler
     measured: float | None = None  # seconds
     why_not: str = ""
-
-    def divide_by(self, count: int) -> None:
-        """Divide totals over all devices by the number of devices.
-
-        This underestimates values that are replicated; compilation gives the true
-        number.
-        """
-        self.products /= count
-        for field in ("kept", "whole", "sent", "host"):
-            setattr(self, field, getattr(self, field) // count)
 
     def is_of(self, names: Sequence[str]) -> bool:
         """Whether it saves and offloads only these names."""
@@ -181,20 +167,22 @@ def fit(
     """
     _check_arguments(last, rates, trials)
     limit = device_limit() if memory_limit == "auto" else int(memory_limit)
-    rates = _rates() if rates is None else rates
+    around = devices.planned()
+    if rates is None:
+        rates = planned_rates(around.device) if around else measure_rates()
     everything, nothing = step(None), step(Policy())
     least = nothing.lower().compile()
     count = cost.devices(least)
     sizes = _sizes(everything.jaxpr, names)
     if trials is None:
-        nothing_runs = devices.planned() or devices.backend() == "cpu"
+        nothing_runs = around or devices.backend() == "cpu"
         trials = 0 if jax.process_count() > 1 or nothing_runs else 3
-    candidates = _candidates(step, everything, nothing, sizes, last, rates.to_host > 0)
+    traces = _traces(step, everything, nothing, sizes, last, rates.to_host > 0)
+    candidates = _candidates(traces, sizes, count)
     if names is not None:
         candidates = [each for each in candidates if each.is_of(names)]
     forward = cost.products(everything.jaxpr.jaxpr) / 3 / count / rates.products
     for each in candidates:
-        each.divide_by(count)
         _predict(each, forward, rates)
         _expect(each, least, sizes.get("block_in", 0) // count)
     order = sorted(candidates, key=lambda c: (c.exposed > 0, c.seconds, c.host))
@@ -295,8 +283,8 @@ def _sizes(jaxpr, names):
     return {k: sizes[k] for k in chosen}
 
 
-def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candidate]:
-    """The candidates of `fit`.
+def _traces(step, everything, nothing, sizes, last, has_host) -> dict[Any, Any]:
+    """The traced step of each policy that `fit` considers.
 
     They are: all residuals kept, the presets, prefixes of the names ordered by
     operations saved per byte, and policies that keep all residuals of the last blocks.
@@ -326,8 +314,7 @@ def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candid
     for policy in policies:
         if policy not in traces:
             traces[policy] = step(policy)
-    remade = work - cost.products(everything.jaxpr.jaxpr)
-    return [_candidate(*item, sizes, work, remade) for item in traces.items()]
+    return traces
 
 
 def _together(sizes):
@@ -339,17 +326,26 @@ def _together(sizes):
     ]
 
 
-def _candidate(policy, traced, sizes, most_work, remade):
-    """A candidate; without residuals, `remade` of `most_work` is recomputed."""
-    jaxpr = traced.jaxpr.jaxpr
-    names = sizes if policy is None else policy.save
-    kept = sum(sizes.get(label, 0) for label in names)
-    sent, host = cost.bytes_to_host(jaxpr), cost.bytes_on_host(jaxpr)
-    work = cost.products(jaxpr)
-    whole = 0
-    if policy is not None and policy.last and remade:
-        whole = int(sum(sizes.values()) * (most_work - work) / remade)
-    return Candidate(policy, traced, work, kept, whole, sent, host)
+def _candidates(traces, sizes, count) -> list[Candidate]:
+    """Their costs on each of `count` devices, among which totals are divided evenly.
+
+    That underestimates values that are replicated; compilation gives the true number.
+    """
+    products = {p: cost.products(step.jaxpr.jaxpr) for p, step in traces.items()}
+    most = products[Policy()]
+    remade = most - products[None]  # of what nothing keeps
+    made = []
+    for policy, step in traces.items():
+        jaxpr, work = step.jaxpr.jaxpr, products[policy]
+        names = sizes if policy is None else policy.save
+        kept = sum(sizes.get(label, 0) for label in names)
+        whole = 0
+        if policy is not None and policy.last and remade:
+            whole = int(sum(sizes.values()) * (most - work) / remade)
+        sent, host = cost.bytes_to_host(jaxpr), cost.bytes_on_host(jaxpr)
+        each = (size // count for size in (kept, whole, sent, host))
+        made.append(Candidate(policy, step, work / count, *each))
+    return made
 
 
 def _predict(each, forward, rates):
@@ -392,25 +388,10 @@ def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
             note = "chosen"
             if each.exposed:
                 note += f"; nothing hides {each.exposed * 1e3:.0f} ms of its copies"
-        rows.append(
-            (
-                describe(each.policy),
-                device,
-                f"{each.host / _GIB:.3f}",
-                f"{each.seconds * 1e3:.1f}",
-                "" if each.measured is None else f"{each.measured * 1e3:.1f}",
-                note,
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = []
-    for row in rows:
-        first, *rest = (
-            text.rjust(width) if i else text.ljust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=False))
-        )
-        lines.append("  ".join([first, *rest, row[5]]).rstrip())
-    return "\n".join(lines)
+        measured = "" if each.measured is None else f"{each.measured * 1e3:.1f}"
+        host, seconds = f"{each.host / _GIB:.3f}", f"{each.seconds * 1e3:.1f}"
+        rows.append((describe(each.policy), device, host, seconds, measured, note))
+    return tables.aligned(rows, left=(0, 5))
 
 
 def describe(policy: Policy | None) -> str:
