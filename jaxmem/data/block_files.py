@@ -22,8 +22,8 @@ from jaxmem.data.records import (
     DataError,
     Record,
     Source,
-    count_row_groups,
     numbered_files,
+    opened_parquet,
     parse_line,
     read_records,
     unreadable,
@@ -44,10 +44,6 @@ class Block(NamedTuple):
 class Blocks(Sequence[Block]):
     """The blocks of a source's files; what is held does not grow with the files.
 
-    Args:
-        source: paths and globs of .jsonl and .parquet files.
-        argument: what an error calls the source.
-
     Raises:
         DataError: another kind of file, one that cannot be read, or all are empty.
     """
@@ -66,7 +62,8 @@ class Blocks(Sequence[Block]):
 
     def _count(self, path: Path) -> int:
         if path.suffix == ".parquet":
-            return count_row_groups(path, self._argument)
+            with opened_parquet(path, self._argument) as file:
+                return file.num_row_groups
         if path.suffix != ".jsonl":
             raise DataError(
                 f"{self._argument}: data.streaming reads .jsonl and .parquet files, "
@@ -90,11 +87,7 @@ class Blocks(Sequence[Block]):
         return self._sources[bisect.bisect_right(self._stops, index)]
 
     def records(self, index: int) -> Iterator[Record]:
-        """Yield the records of a block.
-
-        Raises:
-            DataError: a record that is none, by its place in the file.
-        """
+        """Yield the records of a block."""
         path, number = self[index]
         if path.suffix == ".parquet":
             return read_records(path, self._argument, number)
@@ -120,13 +113,7 @@ class Blocks(Sequence[Block]):
 def of_split(
     blocks: Blocks, config: DataConfig, split: str, stream: int | None = None
 ) -> np.ndarray:
-    """Return the numbers of the blocks of a split.
-
-    With `stream`, every `config.streams`-th block of it.
-
-    Raises:
-        DataError: there are none.
-    """
+    """The numbers of a split's blocks; of a stream, every `config.streams`-th one."""
     numbers = blocks.split(config.held_out)[split == "evaluation"]
     if stream is not None:
         numbers = numbers[stream :: config.streams]

@@ -228,12 +228,8 @@ def packed_batches(
 ) -> BatchIterator:
     """Shuffle pieces of documents each epoch, and pack them into rows.
 
-    Args:
-      pieces: `tokens` and `labels` of each, at most a row long.
-      config: how to lay them out.
-      epochs: passes over the pieces; `None` never ends, and heeds `config.weights`.
-      sources: the number of each piece's source.
-      salt: of the fingerprint, for data that belong to the pieces.
+    Endless epochs (None) heed `config.weights` of the pieces' sources. What the salt is
+    of belongs to the pieces, and is in the fingerprint.
     """
     if config.weights is None or epochs is not None:
         whole = grain.MapDataset.source(pieces).shuffle(seed=config.seed)
@@ -321,15 +317,9 @@ def _pieces(
 def packed_rows(
     pieces: grain.IterDataset, config: DataConfig, more: Sequence[str] = ()
 ) -> grain.IterDataset:
-    """Pack pieces into rows; `to_batch` makes a `Batch` of each element.
+    """Pack pieces of `tokens`, `labels` and `more` into rows, [B, T, ...] each.
 
-    Args:
-      pieces: `tokens` and `labels`.
-      config: how to lay them out.
-      more: names of other values of each token, which elements have too.
-
-    Returns:
-      Names to arrays [B, T, ...]; 0 where a row is not filled.
+    A row that is not filled has zeros; `to_batch` makes a `Batch` of each element.
     """
     rows = grain.experimental.FirstFitPackIterDataset(
         pieces,

@@ -23,10 +23,7 @@ def of_checkpoint(
 ) -> Ends:
     """The ends of a checkpoint's vocabulary.
 
-    Args:
-        checkpoint: directory.
-        stop: the only token that ends a completion; None: all that `end_ids` has.
-        chat_template: path of a template that replaces the checkpoint's, or None.
+    `stop` is the only token that ends a completion; None: all that `end_ids` has.
 
     Raises:
         CheckpointError: there is no such token.
@@ -50,12 +47,7 @@ def of_checkpoint(
 
 
 def end_ids(checkpoint: str | Path, template: ChatTemplate | None) -> tuple[int, ...]:
-    """Every id that ends a completion: of a document, and of an assistant's turn.
-
-    Returns:
-        The ids that its files name, and that of the token which ends the template's
-        turns.
-    """
+    """Every id that ends a completion: of the files, and of the template's turns."""
     ids = set(checkpoints.end_ids(checkpoint))
     end = None if template is None else Renderer(lambda: template).end_of_turn()
     if end is not None:

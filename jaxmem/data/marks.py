@@ -46,11 +46,7 @@ class Marked(NamedTuple):
 def marked(
     turns: Sequence[Message], tools: Sequence[Any] | None, only: int | None = None
 ) -> Marked:
-    """Put markers in the place of values.
-
-    Both are returned with markers, and the values in the order of their numbers. With
-    `only`, the value of that number alone is replaced.
-    """
+    """Put markers in the place of values; with `only`, of the one of that number."""
     putting = _Putting(only)
     made = [putting.message(i, turn) for i, turn in enumerate(turns)]
     schemas = None if tools is None else [putting.tool(tool) for tool in tools]
@@ -146,11 +142,8 @@ class Filled(NamedTuple):
 def filled(text: str, fields: Sequence[Field], strip: bool, quoted: bool) -> Filled:
     """Replace markers by their values.
 
-    Args:
-        text: with markers.
-        fields: the values.
-        strip: whether spaces around values are left out.
-        quoted: whether a marker in double quotes is a value as JSON.
+    With `strip`, spaces around values are left out; with `quoted`, a marker in double
+    quotes is a value as JSON.
     """
     pieces, stops, moved, last, shift = [], [], [], 0, 0
     for match in _MARKER.finditer(text):

@@ -46,7 +46,7 @@ def load_pairs(
     reader: RecordReader | None = None,
     drop_long: bool = False,
 ) -> tuple[list[Pair], list[Pair]]:
-    """Read pairs.
+    """Read pairs: to train on, held out.
 
     A record has `chosen` and `rejected`, with or without `prompt`: strings, or lists of
     messages. The common start of both lists is the prompt.
@@ -107,13 +107,7 @@ def fingerprint(pairs: Sequence[Pair]) -> str:
 def batch_of(
     pairs: Sequence[Pair], reference: np.ndarray, config: DataConfig
 ) -> PairBatch:
-    """Return pairs as padded rows.
-
-    Args:
-        pairs: B of them.
-        reference: [B, 2] log-probabilities of the chosen and the rejected answer.
-        config: with the length of a row.
-    """
+    """B pairs as padded rows, with the reference's log-probabilities [B, 2] of them."""
     shape = 2 * len(pairs), config.sequence_length
     tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     labels, first = np.full(shape, NO_LABEL, np.int32), np.zeros(shape, np.float32)
@@ -150,11 +144,7 @@ class PairBatches(Iterator[PairBatch]):
         return {"next_pair": self._next, "fingerprint": self._fingerprint}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `get_state`.
-
-        Raises:
-            DataError: the state belongs to other pairs.
-        """
+        """Continue from the result of `get_state`, of the same pairs."""
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 "the saved position belongs to other pairs than data.source has now; "

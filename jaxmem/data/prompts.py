@@ -33,12 +33,9 @@ Reader = tuple[tokenizers.Tokenizer, RecordReader]
 def load_prompts(
     config: TaskConfig, read: Reader, environments: Environments | None = None
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Read the prompts of `task.source`.
+    """Read the prompts of `task.source`: to train on, held out.
 
-    Args:
-        config: of the task.
-        read: the checkpoint's tokenizer, and how records are read.
-        environments: whose `reset` makes the prompts of records; None: they have one.
+    With environments, their `reset` makes the prompts of records.
 
     Raises:
         DataError: a file cannot be read, a record asks nothing, or a prompt is longer

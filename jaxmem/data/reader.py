@@ -129,11 +129,7 @@ class RecordReader:
         return document
 
     def answers(self, record: Record) -> list[Document]:
-        """The documents of a chosen and of a rejected answer.
-
-        Raises:
-            DataError: as in `document`.
-        """
+        """The documents of a chosen and of a rejected answer."""
         form, columns = self._read(record, PAIRS, exact=True)
         documents = form.answers(columns)
         for document in documents:
@@ -141,11 +137,7 @@ class RecordReader:
         return documents
 
     def prompt(self, record: Record) -> tuple[Asked, dict[str, Any]]:
-        """What a record asks, and its other columns.
-
-        Raises:
-            DataError: as in `document`.
-        """
+        """What a record asks, and its other columns."""
         form, columns = self._read(record, PROMPTS, exact=False)
         asked = form.prompt(columns)
         self._check(record.where, asked.text)

@@ -29,7 +29,12 @@ class Record(NamedTuple):
 
 
 def find_files(source: Source, argument: str) -> list[Path]:
-    """Return the files that a source names, in the same order on every run.
+    """The files of a source, in the same order on every run."""
+    return [path for _, path in numbered_files(source, argument)]
+
+
+def numbered_files(source: Source, argument: str) -> list[tuple[int, Path]]:
+    """The files of a source, in one order, each with the number of its entry.
 
     Args:
         source: a path, a glob such as "data/*.jsonl", an address of `remote.copies`, or
@@ -39,11 +44,6 @@ def find_files(source: Source, argument: str) -> list[Path]:
     Raises:
         DataError: a file has another suffix, or a glob matches nothing.
     """
-    return [path for _, path in numbered_files(source, argument)]
-
-
-def numbered_files(source: Source, argument: str) -> list[tuple[int, Path]]:
-    """`find_files`, each with the number of the source's entry that names it."""
     patterns = (source,) if isinstance(source, str) else source
     paths = [
         (number, path)
@@ -103,14 +103,8 @@ def read_records(
     return _jsonl(path, text)
 
 
-def count_row_groups(path: Path, argument: str) -> int:
-    """Return how many parts a .parquet file has; its footer alone is read."""
-    with opened_parquet(path, argument) as file:
-        return file.num_row_groups
-
-
 def read_text(path: Path, argument: str) -> str:
-    """Return the text of a file; raise a DataError if it has none."""
+    """The text of a file; a DataError if it has none."""
     try:
         if path.suffix == ".gz":
             return gzip.decompress(path.read_bytes()).decode("utf-8-sig")

@@ -34,14 +34,11 @@ def is_remote(address: str) -> bool:
 
 
 def copies(address: str) -> list[Path]:
-    """Copy the files of an address to this machine, where they are not there yet.
+    """Copies of an address's files on this machine, in the order of their addresses.
 
     Args:
         address: of a file, or a glob of files, that fsspec reads (gs://, s3://,
             hf://datasets/OWNER/NAME/FILE); or of a data set, hf://OWNER/NAME.
-
-    Returns:
-        Paths of the copies, in the order of their addresses.
 
     Raises:
         RemoteError: a library is missing, or the data cannot be read.

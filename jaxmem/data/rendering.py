@@ -116,9 +116,6 @@ class Renderer:
         special token that ends it. A template with `{% generation %}` defines turns
         itself.
 
-        Returns:
-            The text, and spans of characters in increasing order.
-
         Raises:
             DataError: the template raises, or leaves a field out.
         """
@@ -152,11 +149,7 @@ class Renderer:
         return _marked_spans(text)
 
     def prompt(self, talk: Conversation, where: str) -> str:
-        """Render a conversation up to the answer.
-
-        Raises:
-            DataError: as in `counted`.
-        """
+        """Render a conversation up to the answer."""
         with _placed(where):
             shape, given, fields = self._shape(talk, True)
             return self._text(shape, given, fields, True, where)[0]
@@ -237,11 +230,7 @@ class Renderer:
     def _shape(
         self, talk: Conversation, asks: bool
     ) -> tuple[_Shape, Conversation, Sequence[Field]]:
-        """The shape; the conversation in the form that the template takes; its values.
-
-        Raises:
-            DataError: records of the shape are refused.
-        """
+        """The shape; the conversation as the template takes it; its values."""
         one = marks.marked(talk.turns, talk.tools)
         key = _ENCODE([asks, one.turns, one.tools, talk.options])
         shape = self._shapes.get(key)

@@ -26,8 +26,6 @@ from jaxmem.data.verifiers import SHIPPED
 
 Function = Callable[..., Any]
 _LARGEST = 1e18  # float32 holds the sum of the squares of so many
-
-
 _TOO_LARGE = f"advantages are computed in float32, for rewards of at most {_LARGEST:g}"
 
 
@@ -101,16 +99,15 @@ class Scorer:
         }
         table = np.stack(list(parts.values()))
         silent = np.isnan(table).all(axis=0)
+        names = ", ".join(parts)
         if silent.any():
-            i = int(silent.argmax())
-            raise RewardError(
-                f"{_place(', '.join(parts), questions, i)} gave no reward (None)"
-            )
+            place = _place(names, questions, int(silent.argmax()))
+            raise RewardError(f"{place} gave no reward (None)")
         total = np.nansum(table * np.c_[self._weights], axis=0)
         if (np.abs(total) > _LARGEST).any():
             i = int(np.abs(total).argmax())
             raise RewardError(
-                f"{_place(', '.join(parts), questions, i)} gave {total[i]:g} with "
+                f"{_place(names, questions, i)} gave {total[i]:g} with "
                 f"task.reward_weights; {_TOO_LARGE}"
             )
         return Rewards(total, parts)
@@ -167,12 +164,7 @@ def load(
     key: str = "task.reward",
     shipped: Mapping[str, Function] = SHIPPED,
 ) -> Function:
-    """Return the function of a name: shipped, in a file, or in a module.
-
-    Args:
-        name: of the function, as in `TaskConfig.reward`.
-        key: of the configuration, which has the name.
-        shipped: functions that need no file.
+    """The function of a name: shipped, in a file, or in a module; `key` has the name.
 
     Raises:
         RewardError: it does not exist, or importing it fails.
@@ -291,13 +283,15 @@ async def _result(value: Awaitable) -> Any:
 
 def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
     """Rewards as an array, None as NaN."""
+
+    def wrong(said: str, i: int = 0) -> RewardError:
+        return RewardError(f"{_place(name, questions, i)} returned {said}")
+
     count = len(questions.prompts)
     if not isinstance(returned, Sequence | np.ndarray) or isinstance(returned, str):
-        message = f"returned {messages.short(returned)}, not a list of {count} rewards"
-        raise RewardError(f"{_place(name, questions, 0)} {message}")
+        raise wrong(f"{messages.short(returned)}, not a list of {count} rewards")
     if len(returned) != count:
-        message = f"returned {len(returned)} rewards for {count} completions"
-        raise RewardError(f"{_place(name, questions, 0)} {message}")
+        raise wrong(f"{len(returned)} rewards for {count} completions")
     out = np.full(count, np.nan)
     for i, value in enumerate(returned):
         if value is None:
@@ -307,11 +301,9 @@ def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
         except (TypeError, ValueError, OverflowError):
             out[i] = math.nan
         if not math.isfinite(out[i]):
-            message = f"returned {messages.short(value)}, which is no finite number"
-            raise RewardError(f"{_place(name, questions, i)} {message}")
+            raise wrong(f"{messages.short(value)}, which is no finite number", i)
         if abs(out[i]) > _LARGEST:
-            message = f"returned {messages.short(value)}; {_TOO_LARGE}"
-            raise RewardError(f"{_place(name, questions, i)} {message}")
+            raise wrong(f"{messages.short(value)}; {_TOO_LARGE}", i)
     return out
 
 

@@ -99,32 +99,24 @@ class TaskConfig:
         if self.recorded:
             wanted = "False for task.source='arithmetic', which is sampled"
             check_field(self, "recorded", not self.is_arithmetic, wanted)
-            for name in (
-                "environment",
-                "held_out",
-                "reward",
-                "reward_weights",
-                "weights",
-            ):
-                unset = getattr(self, name) == getattr(TaskConfig, name)
-                wanted = "left out where rollouts are recorded"
-                check_field(self, name, unset, wanted)
+            unread = "environment", "held_out", "reward", "reward_weights", "weights"
+            self._check_unset(unread, "where rollouts are recorded")
+
+    def _check_unset(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            unset = getattr(self, name) == getattr(TaskConfig, name)
+            check_field(self, name, unset, f"left out {why}")
 
     def _check_environment(self) -> None:
         kinds = ("raise", "end")
         good = self.environment_errors in kinds
         check_field(self, "environment_errors", good, f"one of {kinds}")
-        unread = ("max_turns", "max_reply_tokens", "environment_errors")
-        if self.environment is not None:
-            wanted = "None for task.source='arithmetic', which has no records"
-            check_field(self, "environment", not self.is_arithmetic, wanted)
-            unread = ("reward", "reward_weights")
-        why = "without" if self.environment is None else "with"
-        for field in dataclasses.fields(self):
-            if field.name in unread:
-                unset = getattr(self, field.name) == field.default
-                wanted = f"left out {why} an environment"
-                check_field(self, field.name, unset, wanted)
+        if self.environment is None:
+            unread = "max_turns", "max_reply_tokens", "environment_errors"
+            return self._check_unset(unread, "without an environment")
+        wanted = "None for task.source='arithmetic', which has no records"
+        check_field(self, "environment", not self.is_arithmetic, wanted)
+        self._check_unset(("reward", "reward_weights"), "with an environment")
 
     @property
     def turns(self) -> int:

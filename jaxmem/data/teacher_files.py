@@ -158,14 +158,7 @@ def _only(where: str, name: str, table: Any) -> Any:
 
 
 class Examples(Iterator[Example]):
-    """Packed micro-batches with a teacher's columns; resumable.
-
-    Args:
-        file: what to learn from.
-        config: how to lay it out.
-        part: "train", or "evaluation" for the documents held out.
-        epochs: passes over the documents; None never ends.
-    """
+    """Packed micro-batches with a teacher's columns; resumable."""
 
     def __init__(
         self,
@@ -229,14 +222,7 @@ def _digest(array: np.ndarray) -> bytes:
 def check(
     file: TeacherFile, temperature: float, divergence: str, vocabulary: str
 ) -> None:
-    """Raise a DataError where a student cannot learn from the file.
-
-    Args:
-        file: from `read`.
-        temperature: `distill.temperature`.
-        divergence: `distill.divergence`.
-        vocabulary: `checkpoints.vocabulary_digest` of the student.
-    """
+    """Raise a DataError where a student with these cannot learn from the file."""
     if file.vocabulary != vocabulary:
         raise DataError(
             "data.source: the file is of a teacher with another tokenizer than the "
@@ -258,11 +244,6 @@ def check_ids(file: TeacherFile, rows: int, source: object) -> None:
     """Raise a DataError for a teacher's ids that the student has no row of.
 
     Models of one family may pad one vocabulary to different sizes.
-
-    Args:
-        file: from `read`.
-        rows: of the student's vocabulary matrix.
-        source: what an error calls the file.
     """
     beyond = np.unique(file.ids[file.ids >= rows])
     if len(beyond):

@@ -55,14 +55,7 @@ def examples(
     part: Literal["train", "evaluation"] = "train",
     epochs: int | None = None,
 ) -> "Examples | StreamedExamples":
-    """Packed micro-batches with a teacher's columns.
-
-    Args:
-        file: from `opened`.
-        config: of the data.
-        part: "train", or "evaluation" for what is held out.
-        epochs: passes over the documents; None never ends.
-    """
+    """Packed micro-batches with a teacher's columns; no `epochs` never end."""
     kind = StreamedExamples if config.streaming else Examples
     return kind(file, config, part, epochs)
 
@@ -70,13 +63,7 @@ def examples(
 class StreamedExamples(Iterator[Example]):
     """Packed micro-batches of row groups that are read one at a time; resumable.
 
-    What is held out is whole row groups.
-
-    Args:
-        file: the first row group, which all others must be like.
-        config: what to read and how to lay it out.
-        part: "train" or "evaluation".
-        epochs: passes over the row groups; None never ends.
+    What is held out is whole row groups. All others must be like the first one.
 
     **Memory**: 8·K bytes (of drawn ids 4·K) per token of two row groups, of
     `data.shuffle_window` pieces of documents, and of 512 rows: those that are being

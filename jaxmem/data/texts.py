@@ -73,11 +73,7 @@ def split_documents(
 def split(items: Sequence[Any], keys: Sequence[bytes], held_out: float):
     """Split items as `split_documents` does, by keys that are equal for equal items.
 
-    Args:
-        items: to be split.
-        keys: one per item.
-        held_out: fraction for evaluation; above 0 it is at least one item, where there
-            are two that differ.
+    A fraction above 0 holds at least one item out, where there are two that differ.
     """
     first_trained = sorted(keys)[int(len(items) * held_out)]
     chosen = {key for key in keys if key < first_trained}

@@ -35,14 +35,10 @@ class Talk(NamedTuple):
 
 
 def talk_of(where: str, key: str, value: Any, ignored: Collection[str] = ()) -> Talk:
-    """Return the messages of a field, checked.
+    """The messages of a field, without the keys that are ignored.
 
-    Args:
-        where: the record, for errors.
-        key: name of the field.
-        value: a list of messages with "role" and "content", or, as ShareGPT has them,
-            with "from" and "value"; or one message.
-        ignored: keys of messages that are left out.
+    They are a list of objects with "role" and "content", or, as ShareGPT has them, with
+    "from" and "value"; or one of these.
 
     Raises:
         DataError: a message has another form, or asks for what is not implemented.
@@ -189,11 +185,7 @@ def _arguments(place: str, given: Any) -> dict[str, Any]:
 
 
 def tools_of(where: str, value: Any) -> list[Any] | None:
-    """The schemas of a record's tools: a list, or one as JSON.
-
-    Raises:
-        DataError: they are something else.
-    """
+    """The schemas of a record's tools: a list, or one as JSON."""
     listed = _parsed(f"{where}: tools", value)
     if not isinstance(listed, list) or not all(isinstance(t, dict) for t in listed):
         raise DataError(messages.must_be(f"{where}: tools", "a list of schemas", value))

@@ -136,9 +136,15 @@ def _end(process: subprocess.Popen) -> None:
             stream.close()
 
 
+def text_of(completion: Any) -> str:
+    """A completion's text, whether it is a string or a list of messages."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message["content"]) for message in completion)
+
+
 def program_of(completion: Any) -> str:
     """The program of a completion: its last fence, or all of its text."""
-    if not isinstance(completion, str):
-        completion = "".join(str(message["content"]) for message in completion)
-    fences = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", completion, re.DOTALL)
-    return fences[-1] if fences else completion
+    text = text_of(completion)
+    fences = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
+    return fences[-1] if fences else text

@@ -31,11 +31,7 @@ _TWICE = re.compile('\\\\"\ue000\\d+\ue001\\\\"')
 
 
 def variants(turns: Sequence[Message]) -> Iterator[Variant]:
-    """The forms that the messages can have, as they are given first.
-
-    Yields:
-        Functions of a message, to be applied one after the other.
-    """
+    """The forms that the messages can have, as they are given first."""
     axes: list[tuple[Callable[[Message], Message] | None, ...]] = []
     parts = any(isinstance(turn.get("content"), list) for turn in turns)
     axes.append((None, joined if parts else parted))

@@ -11,17 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmem import _imports
-from jaxmem.data.unit_tests import UnitTests
+from jaxmem.data.unit_tests import UnitTests, text_of
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _GSM8K = re.compile(r"####\s*\$?\s*([-+]?(?:\d[\d,]*\.?\d*|\.\d+))")
-
-
-def text_of(completion: Any) -> str:
-    """A completion's text, whether it is a string or a list of messages."""
-    if isinstance(completion, str):
-        return completion
-    return "".join(str(message["content"]) for message in completion)
 
 
 def exact(prompts, completions, answer, **_) -> list[float]:
