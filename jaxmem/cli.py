@@ -80,13 +80,14 @@ class _Parser(argparse.ArgumentParser):
 
 def _run(arguments: argparse.Namespace) -> int:
     """Run the command, with the keys of a config.json that are said to do nothing."""
-    keys = vars(arguments).pop("ignore_keys", None)
+    options = vars(arguments)
+    command, keys = options.pop("command"), options.pop("ignore_keys", None)
     if keys is None:
-        return arguments.command(arguments)
+        return command(arguments)
     with _needs("--ignore-keys", "train"):
         from jaxmem import checkpoints
     with checkpoints.ignoring_keys(keys.split(",")):
-        return arguments.command(arguments)
+        return command(arguments)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -208,7 +209,7 @@ def _data(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     with _needs("generating", "train"):
         from jaxmem.generate import GenerateConfig, command
-    options = {k: v for k, v in vars(arguments).items() if k != "command"}
+    options = vars(arguments)
     request = command.Request(*(options.pop(k) for k in command.Request._fields))
     stops = tuple(options.pop("stop", ()))
     command.run(request, GenerateConfig(**options, stop=stops))
@@ -226,8 +227,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _score(arguments: argparse.Namespace) -> int:
     with _needs("scoring", "score"):
         from jaxmem.score import ScoreConfig, score
-    options = {k: v for k, v in vars(arguments).items() if k != "command"}
-    config = ScoreConfig(**options)
+    config = ScoreConfig(**vars(arguments))
     with _needs(f"writing {config.out}", "score"):
         score(config)
     return 0
@@ -236,8 +236,7 @@ def _score(arguments: argparse.Namespace) -> int:
 def _eval(arguments: argparse.Namespace) -> int:
     with _needs("evaluating", "eval"):
         from jaxmem.evaluate import command
-    options = {k: v for k, v in vars(arguments).items() if k != "command"}
-    command.run(command.Request(**options))
+    command.run(command.Request(**vars(arguments)))
     return 0
 
 

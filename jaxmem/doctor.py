@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,97 +113,73 @@ def problems(
     versions: Mapping[str, str], plugins: Mapping[str, str], driver: str, backend: str
 ) -> list[str]:
     """Known bad combinations among the findings, with what to do about each."""
-    checks: list[Callable[..., str]] = [
-        _too_new, _unlike_versions, _two_plugins, _plugin_alone, _unused_gpu,
-        _unused_tpu, _wrong_gradients, _no_kernels,
-    ]  # fmt: skip
-    messages = [check(versions, plugins, driver, backend) for check in checks]
-    return [message for message in messages if message]
+    return [
+        *_of_versions(versions, plugins),
+        *_of_devices(versions, plugins, driver, backend),
+    ]
 
 
-def _too_new(versions, plugins, driver, backend) -> str:
-    beyond = [
-        f"{name}<{ceiling}"
+def _of_versions(versions, plugins) -> Iterator[str]:
+    beyond = {
+        name: ceiling
         for name, ceiling in _CEILINGS.items()
         if name in versions and _release(versions[name]) >= _release(ceiling)
-    ]
-    if not beyond:
-        return ""
-    names = ", ".join(f"{(n := x.split('<')[0])} {versions[n]}" for x in beyond)
-    asked = " ".join(f"'{x}'" for x in beyond)
-    return f"{names}: newer than what jaxmem is made for: pip install {asked}"
+    }
+    if beyond:
+        names = ", ".join(f"{name} {versions[name]}" for name in beyond)
+        asked = " ".join(f"'{name}<{ceiling}'" for name, ceiling in beyond.items())
+        yield f"{names}: newer than what jaxmem is made for: pip install {asked}"
+    jaxlib = versions["jaxlib"]
+    of_jax = {name: v for name, v in plugins.items() if name.startswith("jax-")}
+    unlike = next((name for name, v in of_jax.items() if v != jaxlib), None)
+    if unlike is not None:
+        yield (
+            f"{unlike} {of_jax[unlike]} is not of jaxlib {jaxlib}: pip install "
+            f"'{unlike}=={jaxlib}'"
+        )
+    both = [name for name in plugins if name.startswith("jax-cuda")]
+    if len(both) > 1:
+        yield f"{' and '.join(both)} are both installed: pip uninstall one of them"
 
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def _unlike_versions(versions, plugins, driver, backend) -> str:
-    jaxlib = versions["jaxlib"]
-    for name, version in plugins.items():
-        if name.startswith("jax-") and version != jaxlib:
-            return (
-                f"{name} {version} is not of jaxlib {jaxlib}: pip install "
-                f"'{name}=={jaxlib}'"
-            )
-    return ""
-
-
-def _two_plugins(versions, plugins, driver, backend) -> str:
-    both = [name for name in plugins if name.startswith("jax-cuda")]
-    if len(both) < 2:
-        return ""
-    return f"{' and '.join(both)} are both installed: pip uninstall one of them"
-
-
-def _plugin_alone(versions, plugins, driver, backend) -> str:
+def _of_devices(versions, plugins, driver, backend) -> Iterator[str]:
     mine = [name for name in plugins if name.startswith("jax-cuda")]
-    if driver or backend != "cpu" or not mine or os.environ.get("JAX_PLATFORMS"):
-        return ""
-    return (
-        f"{mine[0]} is here and no GPU, of which jax complains at each start: set "
-        "JAX_PLATFORMS=cpu; plans need no more"
-    )
-
-
-def _unused_gpu(versions, plugins, driver, backend) -> str:
-    if not driver or backend == "gpu":
-        return ""
-    if os.environ.get("JAX_PLATFORMS"):
-        asked = os.environ["JAX_PLATFORMS"]
-        return f"a GPU is here, but JAX_PLATFORMS={asked} leaves it out: unset it"
-    return (
-        f"a GPU is here, but jax runs on {backend}: pip install "
-        f"'jax[cuda13]=={versions['jax']}'"
-    )
-
-
-def _unused_tpu(versions, plugins, driver, backend) -> str:
-    if backend == "tpu" or not glob.glob("/dev/accel*"):
-        return ""
-    return (
-        f"a TPU is here, but jax runs on {backend}: pip install "
-        f"'jax[tpu]=={versions['jax']}'"
-    )
-
-
-def _wrong_gradients(versions, plugins, driver, backend) -> str:
-    if versions["jaxlib"] not in ("0.11.0", "0.11.1") or backend != "gpu":
-        return ""
-    return (
-        f"jaxlib {versions['jaxlib']} gives wrong gradients where a scan offloads on a "
-        "GPU (openxla/xla#46231), which jaxmem refuses: install 0.11.2 or newer"
-    )
-
-
-def _no_kernels(versions, plugins, driver, backend) -> str:
-    if backend != "gpu" or devices.has_mosaic():
-        return ""
-    return (
-        f"jax {versions['jax']} has no kernels for this GPU: the head, divergences, "
-        "experts and decoding run on XLA, slower; the kernels need a GPU of compute "
-        f"capability 9.0 or newer and 'jax>=0.11,<{_CEILINGS['jax']}'"
-    )
+    asked = os.environ.get("JAX_PLATFORMS")
+    if mine and backend == "cpu" and not driver and not asked:
+        yield (
+            f"{mine[0]} is here and no GPU, of which jax complains at each start: set "
+            "JAX_PLATFORMS=cpu; plans need no more"
+        )
+    if driver and backend != "gpu":
+        if asked:
+            yield f"a GPU is here, but JAX_PLATFORMS={asked} leaves it out: unset it"
+        else:
+            yield (
+                f"a GPU is here, but jax runs on {backend}: pip install "
+                f"'jax[cuda13]=={versions['jax']}'"
+            )
+    if backend != "tpu" and glob.glob("/dev/accel*"):
+        yield (
+            f"a TPU is here, but jax runs on {backend}: pip install "
+            f"'jax[tpu]=={versions['jax']}'"
+        )
+    if backend == "gpu" and versions["jaxlib"] in ("0.11.0", "0.11.1"):
+        yield (
+            f"jaxlib {versions['jaxlib']} gives wrong gradients where a scan offloads "
+            "on a GPU (openxla/xla#46231), which jaxmem refuses: install 0.11.2 or "
+            "newer"
+        )
+    if backend == "gpu" and not devices.has_mosaic():
+        yield (
+            f"jax {versions['jax']} has no kernels for this GPU: the head, "
+            "divergences, experts and decoding run on XLA, slower; the kernels need a "
+            "GPU of compute capability 9.0 or newer and "
+            f"'jax>=0.11,<{_CEILINGS['jax']}'"
+        )
 
 
 def _version(name: str) -> str:
