@@ -12,15 +12,9 @@ from typing import Any
 def lazy(
     package: str, *names: str, **functions: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`; submodules load at first use.
+    """A package's `__getattr__` and `__dir__`: submodules load at their first use.
 
-    Args:
-        package: the package's name.
-        names: names of its submodules.
-        functions: function name to the submodule that defines it.
-
-    Returns:
-        The two functions, to be assigned to the names `__getattr__` and `__dir__`.
+    `names` are submodules, and `functions` say in which of them each is.
     """
 
     def getattr_(name: str) -> Any:
@@ -35,15 +29,7 @@ def lazy(
 
 
 def public_dir(package: str, *names: str) -> Callable[[], list[str]]:
-    """Return a package's `__dir__`, without the submodules that it has imported.
-
-    Args:
-        package: the package's name.
-        names: further names, of submodules for example.
-
-    Returns:
-        The function, to be assigned to the name `__dir__`.
-    """
+    """A package's `__dir__`: without modules that it has imported, but with `names`."""
 
     def dir_() -> list[str]:
         own = vars(importlib.import_module(package)).items()
@@ -56,13 +42,8 @@ def public_dir(package: str, *names: str) -> Callable[[], list[str]]:
 def require(package: str, extra: str, *modules: str) -> None:
     """Raise unless the third-party modules that a package of ours needs are installed.
 
-    Args:
-        package: the package of ours, for the message.
-        extra: the extra of this distribution that installs the modules.
-        modules: names of the modules.
-
     Raises:
-        ModuleNotFoundError: a module is not installed; the message names the extra.
+        ModuleNotFoundError: one is not; the message names the extra that has it.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:

@@ -56,12 +56,6 @@ def fetch(tree: Any) -> Any:
 
     It returns while the copies are still in progress, and otherwise behaves as `park`.
 
-    Args:
-        tree: a pytree of jax arrays.
-
-    Returns:
-        The tree, with arrays of the memory kind "device".
-
     Raises:
         ValueError: a leaf is not a jax array.
     """
@@ -156,9 +150,6 @@ class Streamed:
             params: arrays, or their shapes.
             slices: number of slices of each leaf, in params' tree, for a state that was
                 created with params in another sharding; None: as in `init`.
-
-        Returns:
-            The tree of structs.
         """
 
         def of_leaf(path, leaf, count=None):
@@ -212,15 +203,7 @@ class Streamed:
         return jax.tree.map(of_leaf, params, state, self.shapes(params))
 
     def update(self, params: Any, gradients: Any, state: Any) -> tuple[Any, Any]:
-        """Apply one step; params and state are consumed, gradients are not.
-
-        Args:
-            params: parameters.
-            gradients: gradients, in the same tree.
-            state: the state of `init` or of the previous update.
-
-        Returns:
-            (params, state) after the step.
+        """Apply one step to (params, state), which are consumed; gradients are not.
 
         Raises:
             ValueError: a leaf of params or state is not a jax array, or an array occurs

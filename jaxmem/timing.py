@@ -68,16 +68,7 @@ class Stopwatch:
 def take_turns(
     stopwatch: Stopwatch, unit: Run, paths: Mapping[Any, Run], repetitions: int
 ) -> tuple[float, dict[Any, Timing | None]]:
-    """Milliseconds of the unit, and the `Timing` of each path.
-
-    Args:
-        stopwatch: of the framework.
-        unit: the bare GEMM.
-        paths: name to a function that starts one call.
-        repetitions: samples per path.
-
-    Returns:
-        The median of the unit, and a `Timing` by name: None if memory runs out.
+    """Milliseconds of the unit, and the `Timing` of each path, None out of memory.
 
     Raises:
         MemoryError: memory runs out for the unit.
@@ -120,18 +111,7 @@ def columns(
 
     Rates count the operations that the result requires, 2·N·V·D in a forward pass and
     6·N·V·D with gradients, for the active fraction of the rows; recomputed logits are
-    not counted.
-
-    Args:
-        shape: tokens N, width D, vocabulary V.
-        unit_ms: milliseconds of the unit.
-        forward: timing of the forward pass; None if it is missing.
-        both: timing of the forward and backward pass; None if it is missing.
-        active: fraction of unmasked rows.
-        missing: text in the place of a missing timing.
-
-    Returns:
-        Column name to value.
+    not counted. The shape is (N, D, V).
     """
     n, d, v = shape
     gemm = 2e-9 * n * d * v  # TFLOP, and a rate over ms: TFLOP/s

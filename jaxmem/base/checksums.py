@@ -19,11 +19,7 @@ _ITEMS = ("config", "data", "state")  # of every checkpoint
 
 
 def write(directory: Path) -> None:
-    """Write the checksums of all files of a directory to its file SHA256SUMS.
-
-    Raises:
-        OSError: a file cannot be read, or the checksums cannot be written.
-    """
+    """Write the checksums of all files of a directory to its file SHA256SUMS."""
     sums = _sums(directory)
     for name, digest in sums.items():
         if digest.startswith(_UNREADABLE):

@@ -49,14 +49,10 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file to write to it, unless its name is a symbolic link.
-
-    Args:
-        path: of the file; what a link names may be anybody's.
-        flags: of `os.open`; the file is created if it is missing.
+    """Open or create a file to write to it; what a link names may be anybody's.
 
     Raises:
-        OSError: it cannot be opened; ELOOP says that it is a link.
+        OSError: it cannot be opened; ELOOP says that it is a symbolic link.
     """
     flags |= os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:

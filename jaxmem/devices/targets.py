@@ -54,7 +54,8 @@ def compiler_missing(device: Device) -> str:
             f"or newer of those it is built for): pip install 'jax[tpu]=={version}'"
         )
     lacking = []
-    if not _has_plugin():
+    plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
+    if not any(map(importlib.util.find_spec, plugins)):
         lacking.append(f"'jax-cuda13-plugin=={version}'")
     if not _has_ptxas():
         lacking.append("nvidia-cuda-nvcc")
@@ -63,12 +64,6 @@ def compiler_missing(device: Device) -> str:
     return (
         f"compiling for {device.name} needs XLA's compiler for NVIDIA GPUs (0.9 GB "
         f"installed; no GPU, no driver): pip install {' '.join(lacking)}"
-    )
-
-
-def _has_plugin():
-    return any(
-        importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
     )
 
 

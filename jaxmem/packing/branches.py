@@ -31,20 +31,11 @@ class _Row(NamedTuple):
 def pack_branches(
     parts: Parts, max_tokens: int, layout: tuple[int, int], row_lengths: Sequence[int]
 ) -> Packing:
-    """Pack groups of sequences into micro-batches of static shape.
+    """Pack groups of sequences into micro-batches of static shape, widest rows first.
 
     Continuations are put into blocks by `first_fit_decreasing`, and the blocks of a
-    group into the rows of the fewest slots.
-
-    Args:
-        parts: of the sequences; what is shared fits into a prompt, and the rest into a
-            block.
-        max_tokens: slots of one micro-batch.
-        layout: slots of a prompt and of a block.
-        row_lengths: allowed T, increasing, each at most max_tokens.
-
-    Returns:
-        A `Packing`, the widest rows first.
+    group into the rows of the fewest slots. The layout has the slots of a prompt, into
+    which what is shared fits, and of a block.
 
     >>> import numpy as np
     >>> parts = Parts(*np.array([[5, 4, 3], [2, 2, 2], [0, 0, 0]]))

@@ -24,12 +24,8 @@ def sizes(programs: Programs) -> dict[str, int]:
 def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
     """Bytes of a chunk's logits and their derivative, (8 + b)·C·V.
 
-    A forward pass in 8 bits has a copy of the head besides.
-
-    Args:
-        model: of the decoder.
-        head: its options; if it is not fused, C is the number of all tokens.
-        tokens: tokens of a micro-batch.
+    If it is not fused, C is the number of all tokens of a micro-batch. A forward pass
+    in 8 bits has a copy of the head besides.
     """
     assert model.vocab_size is not None
     fused = head.logits == "fused"

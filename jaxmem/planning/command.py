@@ -38,14 +38,7 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Print a plan.
-
-    Returns:
-        0 if the job fits, 1 if it does not, 2 if the compiler is missing.
-
-    Raises:
-        ValueError: the device, the mesh or the config is impossible.
-    """
+    """Print a plan; 0 if the job fits, 1 if not, 2 if the compiler is missing."""
     device = devices.find(request.device)
     job = load(request.path, request.overrides)
     count = _count(job, request.count)
@@ -63,11 +56,7 @@ def run(request: Request) -> int:
 
 
 def load(path: Path, overrides: Sequence[str]) -> Job | Scoring:
-    """The job of a gin file, or the scoring run of a checkpoint's directory.
-
-    Raises:
-        ValueError: an override names no field, or the file cannot be used.
-    """
+    """The job of a gin file, or the scoring run of a checkpoint's directory."""
     if not path.is_dir():
         return job_of(configuration.load(path, overrides)[0])
     fields = {field.name for field in dataclasses.fields(ScoreConfig)}
@@ -109,11 +98,7 @@ def _count(job: Job | Scoring, asked: int | None) -> int:
 
 
 def plan_of(job: Job | Scoring, device: str) -> Plan:
-    """The plan of a job, inside of `jaxmem.devices.target`.
-
-    Raises:
-        ValueError: a program cannot be traced or compiled for the device.
-    """
+    """The plan of a job, inside of `jaxmem.devices.target`."""
     try:
         made = job.plan()
         return plans.of_phases(made.phases, made.restored, made.on_host, made.notes)

@@ -67,14 +67,16 @@ class Plan:
     @property
     def limit(self) -> int:
         """Bytes that jax takes of the device by default."""
-        is_gpu = devices.find(self.device).platform == "cuda"
-        return int(self.memory * (USUAL_FRACTION if is_gpu else 1))
+        return int(self.memory * (USUAL_FRACTION if self._is_gpu else 1))
+
+    @property
+    def _is_gpu(self) -> bool:
+        return devices.find(self.device).platform == "cuda"
 
     @property
     def fits(self) -> bool:
         """Whether all programs fit, if necessary with more than jax's default."""
-        is_gpu = devices.find(self.device).platform == "cuda"
-        most = self.memory * (MOST_FRACTION if is_gpu else 1)
+        most = self.memory * (MOST_FRACTION if self._is_gpu else 1)
         return self.peak <= most and not any(p.account.refused for p in self.phases)
 
     @property
@@ -194,16 +196,14 @@ def of_phases(
     """Compile phases for the devices of the enclosing target; count their memory."""
     around = devices.planned()
     assert around is not None, "inside devices.target"
-    planned = tuple(_planned(phase) for phase in phases)
+    planned = tuple(_planned(phase, around) for phase in phases)
     return Plan(
         around.device.name, len(around.devices), around.hosts, around.device.memory,
         planned, restored, on_host, tuple(notes),
     )  # fmt: skip
 
 
-def _planned(phase: Phase) -> PlannedPhase:
-    around = devices.planned()
-    assert around is not None
+def _planned(phase: Phase, around: Any) -> PlannedPhase:
     account = accounts.of(phase)
     given = {name: device_bytes(tree) for name, tree in phase.arguments.items()}
     rest = account.arguments - sum(given.values())

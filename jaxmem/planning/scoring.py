@@ -45,9 +45,5 @@ class Scoring:
         return Programs((phase,), model, head, notes=(note,))
 
     def scaled(self, factor: float) -> Any:
-        """Raise: there is nothing to search.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise a ValueError: there is nothing to search."""
         raise ValueError("--fit is for training: scoring keeps nothing to choose")

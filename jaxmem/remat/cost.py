@@ -29,9 +29,7 @@ def equations(
 ) -> Iterator[tuple[Any, int]]:
     """Yield (equation, number of executions) for all equations of a jaxpr.
 
-    Args:
-        jaxpr: of the program.
-        turns: maps a `while` equation to its number of iterations; by default 1.
+    `turns` maps a `while` equation to its number of iterations.
     """
     for equation in jaxpr.eqns:
         yield equation, 1
@@ -116,10 +114,8 @@ def bytes_by_name(jaxpr: Any) -> dict[str, int]:
 def _held(jaxpr, held_by, counts) -> collections.Counter[str]:
     """Bytes by key of what equations compute and, for loops, of what these stack.
 
-    Args:
-        jaxpr: of the program.
-        held_by: maps an equation to (key, bytes) pairs.
-        counts: whether a result of a loop, by its aval, may hold some of these bytes.
+    `held_by` maps an equation to (key, bytes) pairs, and `counts` says whether a result
+    of a loop, by its aval, may hold some of these bytes.
     """
     total: collections.Counter[str] = collections.Counter()
     for eqn in jaxpr.eqns:

@@ -11,11 +11,7 @@ _SECONDS_A_LINE = 10.0  # between lines of progress, without a terminal
 class Progress:
     """A progress bar on a terminal, and occasional lines elsewhere, with tokens/s.
 
-    Args:
-        console: receives the output.
-        noun: what is counted, in the plural.
-        total: how many there are.
-        done: how many earlier processes finished.
+    The noun is plural; earlier processes have finished `done` of the total.
 
     Attributes:
         read: tokens that this process has processed.

@@ -258,7 +258,7 @@ def _run(
 
 
 def _stop_message(stop: Stop, journal: Journal, documents: int) -> str:
-    """Return a message about what a signal has stopped, and how to resume."""
+    """A message about what a signal has stopped, and how to resume."""
     return (
         f"stopped by {stop.name} after document {journal.done:,} of {documents:,}, all "
         f"recorded in {journal.path}: the same command goes on from there"

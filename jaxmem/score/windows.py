@@ -45,16 +45,7 @@ def encode(
 
     Without anything before it, a text is scored from its second token on. Of a rendered
     conversation each turn that the loss would count is a document of its own, and what
-    is before the turn is its prompt.
-
-    Args:
-        documents: texts, and prompts that are inputs but not scored.
-        vocabulary: of the checkpoint.
-        eos: whether the end of sequence is scored too, where a text has none.
-        everything: whether all tokens of conversations are scored, in one document.
-
-    Returns:
-        The ids of each document, and the index of the first scored one.
+    is before the turn is its prompt; with `everything`, it is one document without one.
     """
     # Encode both separately, so that no token spans the end of the prompt.
     prompts = vocabulary.encode([d.prompt for d in documents])
@@ -93,11 +84,7 @@ def _turns(
 
 
 def check_lengths(tokens: Sequence[Tokens], length: int, most: int) -> None:
-    """Raise an error that names the documents longer than a window, if any.
-
-    Raises:
-        TooLong: there is one.
-    """
+    """Raise `TooLong`, which names the documents longer than a window, if any."""
     long = [(t.name, len(t.ids) - 1) for t in tokens if len(t.ids) - 1 > length]
     if not long:
         return
@@ -115,9 +102,8 @@ def check_lengths(tokens: Sequence[Tokens], length: int, most: int) -> None:
 def cut(document: int, tokens: Tokens, length: int, stride: int | None) -> list[Window]:
     """Split a document into windows that overlap by length - stride.
 
-    Each later window scores only the tokens that no earlier one has scored.
-
-    A window that would score nothing is left out; without a stride one suffices.
+    Each later window scores only the tokens that no earlier one has scored; one that
+    would score nothing is left out. Without a stride one suffices.
     """
     inputs, labels = tokens.ids[:-1], tokens.ids[1:].copy()
     labels[: tokens.first - 1] = NO_LABEL
