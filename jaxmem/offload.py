@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import devices
+from jaxmem.base import ranges
 
 _MIB = 2**20
 
@@ -122,8 +123,7 @@ class Streamed:
     """
 
     def __init__(self, optimizer: Transformation, *, slice_bytes: int = 128 * _MIB):
-        if slice_bytes <= 0:
-            raise ValueError(f"slice_bytes must be above 0, got {slice_bytes}")
+        ranges.check("slice_bytes", slice_bytes, ranges.integers(above=0))
         self._optimizer, self._slice_bytes = optimizer, slice_bytes
         self._update = jax.jit(
             self._update_slice, donate_argnums=(0, 2), static_argnums=(4, 5)
@@ -238,16 +238,12 @@ class Streamed:
         whole = leaf.shape[0]
         if not whole:  # one slice without rows holds the optimizer's counts
             return [(0, 0)]
-        rows = math.ceil(whole / (slices or self._fewest(leaf)))
-        return [(start, min(rows, whole - start)) for start in range(0, whole, rows)]
-
-    def _fewest(self, leaf):
-        if _rows_are_split(leaf):
-            return 1  # a slice would be on some of the devices only
-        whole = leaf.shape[0]
+        if slices is None and _rows_are_split(leaf):
+            slices = 1  # others would be on some of the devices only
         bytes_of_row = leaf.size // whole * leaf.dtype.itemsize
         most = max(1, self._slice_bytes // max(1, bytes_of_row))
-        return math.ceil(whole / most)
+        rows = math.ceil(whole / (slices or math.ceil(whole / most)))
+        return [(start, min(rows, whole - start)) for start in range(0, whole, rows)]
 
     def _init_slice(self, leaf, start, rows, name):
         wide = np.promote_types(leaf.dtype, np.float32)

@@ -89,14 +89,13 @@ def take_turns(
             unit_seconds.append(stopwatch.seconds(unit, unit_calls))
             seconds[name].append(taken)
             ratios[name].append(taken / statistics.mean(unit_seconds[-2:]))
-    timings = {name: _timing(seconds[name], ratios[name]) for name in fitting}
-    return statistics.median(unit_seconds) * 1e3, {k: timings.get(k) for k in paths}
-
-
-def _timing(seconds, ratios):
-    middle = statistics.median(ratios)
-    spread = (max(ratios) - min(ratios)) / middle
-    return Timing(statistics.median(seconds) * 1e3, middle, spread)
+    timings: dict[Any, Timing | None] = dict.fromkeys(paths)
+    for name in fitting:
+        middle = statistics.median(ratios[name])
+        spread = (max(ratios[name]) - min(ratios[name])) / middle
+        ms = statistics.median(seconds[name]) * 1e3
+        timings[name] = Timing(ms, middle, spread)
+    return statistics.median(unit_seconds) * 1e3, timings
 
 
 def columns(

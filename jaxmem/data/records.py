@@ -56,7 +56,7 @@ def numbered_files(source: Source, argument: str) -> list[tuple[int, Path]]:
 
 
 def _expand(pattern: str, argument: str) -> list[Path]:
-    if remote.is_remote(pattern):
+    if "://" in pattern:
         try:
             paths = remote.copies(pattern)
         except remote.RemoteError as error:
@@ -146,7 +146,12 @@ def _json(path: Path, text: str) -> Iterator[Record]:
         return
     arrays = [value]
     if isinstance(value, dict):
-        arrays = [v for v in value.values() if _is_table(v)] or [[value]]
+        tables = [
+            v
+            for v in value.values()
+            if isinstance(v, list) and all(isinstance(x, dict) for x in v)
+        ]
+        arrays = tables or [[value]]
     if len(arrays) > 1:
         raise DataError(
             f"{path}: has {len(arrays)} arrays of records; write one to a file"
@@ -158,10 +163,6 @@ def _json(path: Path, text: str) -> Iterator[Record]:
                 f"{where}: expected an object, got {messages.short(fields)}"
             )
         yield Record(where, fields)
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(x, dict) for x in value)
 
 
 def parse_line(where: str, line: str) -> dict[str, Any]:

@@ -28,11 +28,6 @@ class RemoteError(ValueError):
     """Data elsewhere that cannot be copied; the message says why."""
 
 
-def is_remote(address: str) -> bool:
-    """Whether an address names data elsewhere."""
-    return "://" in address
-
-
 def copies(address: str) -> list[Path]:
     """Copies of an address's files on this machine, in the order of their addresses.
 

@@ -137,9 +137,9 @@ class Renderer:
                 for i, (a, b) in sorted(shape.spans.items())
                 if i in talk.counted
             ]
-        text = self._render(given.turns, given, False)
+        text = self._render(given, False)
         if shape.ordered:
-            exact = self._spans(given.turns, given, text)
+            exact = self._spans(given, text)
             return [exact[i] for i in sorted(talk.counted) if i in exact]
         if len(talk.counted) < sum(t["role"] == "assistant" for t in talk.turns):
             raise DataError(
@@ -162,7 +162,7 @@ class Renderer:
         ]
         for talk in (turns, turns[1:]):
             try:
-                text = _unmarked(self._render(talk, Conversation(talk), False))
+                text = _unmarked(self._render(Conversation(talk), False))
             except DataError:  # a template that wants other messages
                 continue
             if FILLER in text:
@@ -171,9 +171,12 @@ class Renderer:
                 return end[0].strip() if end and end[0].strip() else None
         return None
 
-    def _render(self, turns: Sequence[Message], talk: Conversation, asks: bool) -> str:
+    def _render(self, talk: Conversation, asks: bool) -> str:
         return self.template.render(
-            turns, tools=talk.tools, options=talk.options, add_generation_prompt=asks
+            talk.turns,
+            tools=talk.tools,
+            options=talk.options,
+            add_generation_prompt=asks,
         )
 
     def _text(
@@ -185,7 +188,7 @@ class Renderer:
         where: str,
     ) -> tuple[str, marks.Filled | None]:
         """The text; and how it follows from that of the shape, if it does."""
-        text = _unmarked(self._render(talk.turns, talk, asks))
+        text = _unmarked(self._render(talk, asks))
         for field in shape.elsewhere:
             self._notes.add(_ELSEWHERE.format(field.name), where)
         for quoted in (True, False):
@@ -194,27 +197,23 @@ class Renderer:
                 if made.text == text:
                     return text, made
         for number in sorted(marks.found(shape.text)):
-            if fields[number].text.strip() not in text:
-                self._look_for(fields[number], number, talk, asks, where)
+            field = fields[number]
+            if field.text.strip() in text:
+                continue
+            if self._writes(talk, number, asks):  # not word for word
+                self._notes.add(_RESHAPED.format(field.name), where)
+            elif self._writes_elsewhere(talk, number, field):
+                self._notes.add(_ELSEWHERE.format(field.name), where)
+            else:
+                raise DataError(_dropped(field))
         return text, None
-
-    def _look_for(
-        self, field: Field, number: int, talk: Conversation, asks: bool, where: str
-    ) -> None:
-        """Look for a field that is not in the text word for word, by a marker."""
-        if self._writes(talk, number, asks):
-            self._notes.add(_RESHAPED.format(field.name), where)
-        elif self._writes_elsewhere(talk, number, field):
-            self._notes.add(_ELSEWHERE.format(field.name), where)
-        else:
-            raise DataError(_dropped(field))
 
     def _writes(self, talk: Conversation, number: int, asks: bool) -> bool:
         """Whether a marker in the place of a value is found."""
         one = marks.marked(talk.turns, talk.tools, only=number)
-        given = talk._replace(tools=one.tools)
+        given = talk._replace(turns=one.turns, tools=one.tools)
         try:
-            return number in marks.found(self._render(one.turns, given, asks))
+            return number in marks.found(self._render(given, asks))
         except DataError:  # a template that wants a certain value
             return False
 
@@ -254,7 +253,7 @@ class Renderer:
             made = marks.marked(given.turns, talk.tools)
             marked = talk._replace(tools=made.tools, turns=made.turns)
             try:
-                text = self._render(made.turns, marked, asks)
+                text = self._render(marked, asks)
             except DataError as error:
                 failed = failed or str(error)
                 continue
@@ -272,7 +271,7 @@ class Renderer:
             problem = f"the chat template writes the messages {how}"
             return _Shape(variant, "", {}, True, (), problem)
         elsewhere, refused = self._missing(text, given, asks)
-        spans = {} if asks or refused else self._spans(marked.turns, marked, text)
+        spans = {} if asks or refused else self._spans(marked, text)
         assistants = sum(turn["role"] == "assistant" for turn in talk.turns)
         ordered = not self.template.marks or len(spans) == assistants
         return _Shape(variant, _unmarked(text), spans, ordered, elsewhere, refused)
@@ -296,47 +295,41 @@ class Renderer:
 
     # -------------------------------------------------------------------- spans
 
-    def _spans(
-        self, turns: Sequence[Message], talk: Conversation, text: str
-    ) -> dict[int, Span]:
+    def _spans(self, talk: Conversation, text: str) -> dict[int, Span]:
         """Spans of the assistant turns in a text with marks of generation."""
-        assistants = [i for i, t in enumerate(turns) if t["role"] == "assistant"]
+        assistants = [i for i, t in enumerate(talk.turns) if t["role"] == "assistant"]
         if self.template.marks:
             spans = _marked_spans(text)
             if len(spans) != len(assistants):
                 return dict(enumerate(spans, start=-len(spans)))
             return dict(zip(assistants, spans, strict=True))
-        found = {i: self._span(turns, talk, i, text) for i in assistants}
+        found = {i: self._span(talk, i, text) for i in assistants}
         return {i: span for i, span in found.items() if span is not None}
 
-    def _span(
-        self, turns: Sequence[Message], talk: Conversation, i: int, text: str
-    ) -> Span | None:
+    def _span(self, talk: Conversation, i: int, text: str) -> Span | None:
         """The span of the text that changes if the turn does."""
-        other = [*turns]
+        before, after = talk.turns[:i], talk.turns[i + 1 :]
         content: Any = FILLER
-        if isinstance(turns[i].get("content"), list):
+        if isinstance(talk.turns[i].get("content"), list):
             content = [{"type": "text", "text": FILLER}]
-        other[i] = {"role": "assistant", "content": content}
+        other = [*before, {"role": "assistant", "content": content}]
         try:
-            changed = self._render(other, talk, False)
+            changed = self._render(talk._replace(turns=[*other, *after]), False)
         except DataError:  # a template that wants the call before its answer
-            changed = self._render([*turns[:i], other[i]], talk, False)
+            changed = self._render(talk._replace(turns=other), False)
         if changed == text:  # the template omits the turn
             return None
         start = len(os.path.commonprefix([text, changed]))
         stop = len(text) - len(os.path.commonprefix([text[::-1], changed[::-1]]))
-        start = self._after_prompt(turns[:i], talk, text, start)
+        start = self._after_prompt(talk._replace(turns=before), text, start)
         end = self.template.end.match(text, stop)
         return (start, end.end() if end else stop)
 
-    def _after_prompt(
-        self, before: Sequence[Message], talk: Conversation, text: str, start: int
-    ) -> int:
+    def _after_prompt(self, before: Conversation, text: str, start: int) -> int:
         """The end of the generation prompt, if it is before the content."""
         try:
-            prompt = self._render(before, talk, True)
-            asks = prompt != self._render(before, talk, False)
+            prompt = self._render(before, True)
+            asks = prompt != self._render(before, False)
         except DataError:  # some templates reject a truncated conversation
             return start
         if len(prompt) > start or not text.startswith(prompt):

@@ -89,7 +89,12 @@ class Scorer:
                 number of rewards or one that float32 cannot hold with its square, or
                 all of them return None.
         """
-        waiting = {k: f for k, f in self._functions.items() if _is_async(f)}
+        waiting = {  # functions, and objects with such a `__call__`
+            name: function
+            for name, function in self._functions.items()
+            if inspect.iscoroutinefunction(function)
+            or inspect.iscoroutinefunction(type(function).__call__)
+        }
         returned = self._await(waiting, questions)
         for name, function in self._functions.items():
             if name not in waiting:
@@ -213,12 +218,6 @@ def _module(name: str) -> Any:
 
 
 # -------------------------------------------------------------------- calls
-
-
-def _is_async(function: Function) -> bool:
-    """Whether a function, or the `__call__` of an object, is async."""
-    call = type(function).__call__
-    return any(map(inspect.iscoroutinefunction, (function, call)))
 
 
 def _call(function: Function, questions: Questions) -> Any:

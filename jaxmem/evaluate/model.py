@@ -195,13 +195,14 @@ class HarnessModel(LM):
         results: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
         for start in range(0, len(order), _WINDOWS_AT_ONCE):
             some = order[start : start + _WINDOWS_AT_ONCE]
-            for i, score in zip(
-                some, self._of([windows[i] for i in some]), strict=True
-            ):
-                results[i] = score
+            scores = self._of([windows[i] for i in some])
+            for i, score in zip(some, scores, strict=True):
+                logprob = float(score["logprobs"].sum(dtype=np.float64))
+                greedy = score["greedy"][-windows[i].scored :]
+                results[i] = logprob, bool(greedy.all())
         return results
 
-    def _of(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
+    def _of(self, windows: Sequence[Window]) -> list[dict[str, np.ndarray]]:
         inputs = [np.array(window.ids[:-1], np.int32) for window in windows]
         labels = [np.array(window.ids[1:], np.int32) for window in windows]
         for window, row in zip(windows, labels, strict=True):
@@ -210,14 +211,7 @@ class HarnessModel(LM):
         def run(_number: int, *given: Any) -> dict[str, jax.Array]:
             return _token_scores(self._model.decoder, *given)
 
-        scores = by_micro_batch(run, inputs, labels, self._max_tokens, self._length)
-        return [
-            (
-                float(score["logprobs"].sum(dtype=np.float64)),
-                bool(score["greedy"][-window.scored :].all()),
-            )
-            for window, score in zip(windows, scores, strict=True)
-        ]
+        return by_micro_batch(run, inputs, labels, self._max_tokens, self._length)
 
 
 @jax.jit

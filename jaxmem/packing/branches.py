@@ -7,12 +7,12 @@ count the continuations of a block, and `positions` go on after the beginning, s
 `unpack` has values in one sequence of a row alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxmem.packing.plan import MicroBatch, Packing, first_fit_decreasing
+from jaxmem.packing.plan import Packing, Place, first_fit_decreasing, laid_out
 
 
 class Parts(NamedTuple):
@@ -60,7 +60,7 @@ def pack_branches(
         mine, count = [row for row in rows if row.width == T], max_tokens // T
         for start in range(0, len(mine), count):
             chosen = mine[start : start + count]
-            steps.append(_micro_batch(chosen, parts, layout, (count, T)))
+            steps.append(laid_out((count, T), _places(chosen, parts, layout)))
     return Packing(parts.lengths, tuple(steps))
 
 
@@ -77,20 +77,15 @@ def _sizes(count: int, sizes: Sequence[int], layout: tuple[int, int]) -> list[in
     return best[count][1]
 
 
-def _micro_batch(rows, parts, layout, shape):
+def _places(rows: list[_Row], parts: Parts, layout: tuple[int, int]) -> Iterator[Place]:
     prompt, width = layout
-    segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(2))
-    sequence = np.full(shape, -1, np.int32)
     for r, row in enumerate(rows):
         first = row.blocks[0][0]
-        shared = parts.shared[first]
-        segment_ids[r, :shared], sequence[r, :shared] = 1, first
-        positions[r, :shared] = np.arange(shared)
+        shared = int(parts.shared[first])
+        yield r, 0, 1, first, range(shared)
         for b, block in enumerate(row.blocks):
             start = prompt + b * width
             for segment, i in enumerate(block, start=1):
-                slots = slice(start, start + parts.lengths[i] - shared)
-                segment_ids[r, slots], sequence[r, slots] = segment, i
-                positions[r, slots] = np.arange(shared, parts.lengths[i])
-                start = slots.stop
-    return MicroBatch(segment_ids, positions, sequence)
+                rest = range(shared, int(parts.lengths[i]))
+                yield r, start, segment, i, rest
+                start += len(rest)

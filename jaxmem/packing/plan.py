@@ -12,7 +12,7 @@ call `pack` with the same lengths compute the same packing without communication
 import dataclasses
 import functools
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,9 @@ from numpy.typing import ArrayLike
 
 from jaxmem.base import messages, ranges
 from jaxmem.packing import checks
+
+# Row, first slot, number in the row, sequence, positions of its tokens.
+Place = tuple[int, int, int, int, range]
 
 
 class MicroBatch(NamedTuple):
@@ -210,9 +213,8 @@ def pack(
         mine = _balance(mine, tokens, cost, width)
         hands = _deal(mine, cost, len(mine) // (max_tokens // width))
         for step in zip(*_deal(hands, cost, ranks), strict=True):
-            steps.append(
-                _micro_batch([r for hand in step for r in hand], tokens, width)
-            )
+            own = [row for hand in step for row in hand]
+            steps.append(laid_out((len(own), width), _places(own, tokens)))
     return Packing(tokens, tuple(steps))
 
 
@@ -361,14 +363,20 @@ def _total(thing, cost):
     return sum(cost[x] if isinstance(x, int) else _total(x, cost) for x in thing)
 
 
-def _micro_batch(rows, tokens, width):
-    segment_ids, positions = (np.zeros((len(rows), width), np.int32) for _ in range(2))
-    sequence = np.full((len(rows), width), -1, np.int32)
+def _places(rows, tokens):
+    """The places of whole sequences in rows, one after the other."""
     for r, row in enumerate(rows):
-        start = 0
-        for segment, i in enumerate(row, start=1):
-            slots = slice(start, start + tokens[i])
-            segment_ids[r, slots], sequence[r, slots] = segment, i
-            positions[r, slots] = np.arange(tokens[i])
-            start += tokens[i]
+        stops = np.cumsum(tokens[row])
+        for segment, (i, stop) in enumerate(zip(row, stops, strict=True), start=1):
+            yield r, stop - tokens[i], segment, i, range(tokens[i])
+
+
+def laid_out(shape: tuple[int, int], places: Iterable[Place]) -> MicroBatch:
+    """The layout in which tokens of sequences have these places."""
+    segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(2))
+    sequence = np.full(shape, -1, np.int32)
+    for row, start, segment, i, numbers in places:
+        slots = slice(start, start + len(numbers))
+        segment_ids[row, slots], sequence[row, slots] = segment, i
+        positions[row, slots] = np.arange(numbers.start, numbers.stop)
     return MicroBatch(segment_ids, positions, sequence)

@@ -99,17 +99,13 @@ def workspace(text: str) -> int:
     further workspaces of its engines are not known. If XLA has queried a GPU, the
     program's temporaries already include the workspace.
     """
-    return max(map(_workspace, _BACKWARD.finditer(text)), default=0)
-
-
-def _workspace(match):
-    if "u8[0]" not in match["results"]:
-        return 0
-    operands = [
-        tuple(map(int, dims.split(","))) for dims in _SHAPE.findall(match["operands"])
-    ]
-    batch, length, heads, width = operands[0]
-    return 4 * batch * heads * length * (width + 1)
+    sizes = [0]
+    for match in _BACKWARD.finditer(text):
+        if "u8[0]" in match["results"]:
+            queries = _SHAPE.findall(match["operands"])[0]
+            batch, length, heads, width = map(int, queries.split(","))
+            sizes.append(4 * batch * heads * length * (width + 1))
+    return max(sizes)
 
 
 def _refused(phase, error, seconds):

@@ -16,8 +16,13 @@ def gib(size: float) -> str:
 
 def text(plan: Any) -> str:
     """The whole `Plan`: memory, verdict, work, communication, notes."""
-    parts = [_memory(plan), plan.verdict, *_state(plan), _work(plan), _products(plan)]
-    return "\n\n".join([*filter(None, parts), *plan.notes])
+    parts = [_memory(plan), plan.verdict]
+    if plan.restored:
+        parts.append(f"A checkpoint restores {gib(plan.restored)} GiB to a device.")
+    if plan.on_host:
+        parts.append(f"State on the host: {gib(plan.on_host)} GiB a device.")
+    parts += filter(None, [_work(plan), _products(plan)])
+    return "\n\n".join([*parts, *plan.notes])
 
 
 def _memory(plan) -> str:
@@ -48,15 +53,6 @@ def _runtime(phase):
 
 def _cell(size) -> str:
     return "" if size is None else gib(size)
-
-
-def _state(plan) -> list[str]:
-    lines = []
-    if plan.restored:
-        lines.append(f"A checkpoint restores {gib(plan.restored)} GiB to a device.")
-    if plan.on_host:
-        lines.append(f"State on the host: {gib(plan.on_host)} GiB a device.")
-    return lines
 
 
 def _work(plan) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,8 @@ def residuals(block: Callable, h: Any, *rest: Any) -> Residuals:
     if not callable(block):
         raise TypeError(f"block must be a function of (h, *rest), got {block!r}")
     leaves = jax.tree.leaves(h)
-    if not leaves or not all(map(_is_floating, leaves)):
+    dtypes = [getattr(x, "dtype", np.dtype(object)) for x in leaves]
+    if not leaves or not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
         raise TypeError(
             f"h must hold floating-point arrays [..., width], as {label!r} is to be "
             f"differentiated, got {jax.tree.map(_kind_of, h)}"
@@ -123,10 +125,6 @@ def residuals(block: Callable, h: Any, *rest: Any) -> Residuals:
     by_variable = dict(_residuals_of(jaxpr.jaxpr, kept, len(leaves)))
     order = sorted(by_variable.values(), key=lambda each: (-each.nbytes, each.name))
     return Residuals(tuple(order), math.prod(leaves[0].shape[:-1]))
-
-
-def _is_floating(x):
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _kind_of(x):

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmem.base import ranges
 from jaxmem.core.random_streams import Stream
 from jaxmem.models.own import LanguageModel
 
@@ -84,11 +85,12 @@ def check(columns: Columns) -> None:
             f"--sample-ids={columns.sample_ids} does not go with --top-k="
             f"{columns.top_k}: a student learns from one of them"
         )
-    for name in ("top_k", "sample_ids"):
-        count = getattr(columns, name)
-        if count is not None and count < 1:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be at least 1, got {count}")
+    for flag, count in (
+        ("--top-k", columns.top_k),
+        ("--sample-ids", columns.sample_ids),
+    ):
+        if count is not None:
+            ranges.check(flag, count, ranges.integers(1))
     if not 0 < columns.temperature < np.inf:
         raise ValueError(
             f"--temperature must be positive and finite, got {columns.temperature}"

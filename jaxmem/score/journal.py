@@ -251,14 +251,9 @@ def _write_parquet(file: BinaryIO, records: Iterator[dict[str, Any]]) -> None:
         columns = 0
         for record in itertools.chain([] if first is None else [first], records):
             held.append(record)
-            columns += _count_columns(record)
+            for name in ("top_ids", "top_logprobs", "sampled_ids"):
+                columns += sum(map(len, record.get(name) or ()))
             if len(held) == _DOCUMENTS_AT_ONCE or columns >= _COLUMNS_AT_ONCE:
                 writer.write_table(pa.Table.from_pylist(held, schema))
                 held, columns = [], 0
         writer.write_table(pa.Table.from_pylist(held, schema))
-
-
-def _count_columns(record: dict[str, Any]) -> int:
-    """Numbers that a record has of a teacher's columns."""
-    names = "top_ids", "top_logprobs", "sampled_ids"
-    return sum(len(ids) for name in names for ids in record.get(name) or ())

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxmem import checkpoints
-from jaxmem.base import locks
+from jaxmem.base import locks, ranges
 from jaxmem.base.stopping import Stop
 from jaxmem.data.chat import read_template
 from jaxmem.data.documents import NO_LABEL, load_documents
@@ -65,8 +65,7 @@ class ScoreConfig:
     chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the template
 
     def __post_init__(self):
-        if self.max_tokens < 1:
-            raise ValueError(f"--max-tokens must be at least 1, got {self.max_tokens}")
+        ranges.check("--max-tokens", self.max_tokens, ranges.integers(1))
         if self.stride is not None and not 1 <= self.stride <= self.max_tokens:
             raise ValueError(
                 f"--stride must be from 1 to --max-tokens={self.max_tokens}, got "
