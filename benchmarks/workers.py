@@ -78,18 +78,6 @@ def add_shapes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_two_heads(parser: argparse.ArgumentParser, out: str) -> None:
-    """The arguments of measurements of a student's head beside a teacher's."""
-    add_shapes(parser)
-    parser.add_argument(
-        "--teacher-depth", type=int, action="append",
-        help="the teacher's width; repeat; default: D, then 2 D",
-    )  # fmt: skip
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--out", default=out, help="in benchmarks/results")
-
-
 def shapes_of(args: argparse.Namespace) -> list[tuple[int, ...]]:
     """(N, D, V) of --shape and --sweep."""
     shapes = [tuple(int(x) for x in text.split(",")) for text in args.shape]
