@@ -41,14 +41,7 @@ class Row(NamedTuple):
 def measure(shape: Shape, dtype: str, chunk: Any, repetitions: int = 3) -> list[Row]:
     """Measure each path: the forward pass, and the forward pass with both gradients.
 
-    Args:
-        shape: tokens N, width D, vocabulary V.
-        dtype: of hidden and W, "bfloat16", "float16" or "float32".
-        chunk: as in `jaxmem.logprobs`.
-        repetitions: of each measurement; more of them make the medians more precise.
-
-    Returns:
-        One row per path; a time is None if memory ran out.
+    A time is None if memory ran out. More repetitions make the medians more precise.
     """
     operands = _operands(shape, jnp.dtype(dtype))
     compiled = {name: _compile(path, operands) for name, path in _paths(chunk).items()}
@@ -97,14 +90,8 @@ def tune(
 ) -> Iterator[str]:
     """Measure tile sizes of the "hopper" kernels, and write the best ones into a table.
 
-    Args:
-        shape: tokens N, width D, vocabulary V; D and V multiples of 64.
-        kernels: names of kernels; empty for all.
-        repetitions: of each measurement.
-        out: JSON file to create or change; an entry of the same head is replaced.
-
-    Yields:
-        Lines to print.
+    Without names of kernels it is all of them. The table is a JSON file, in which an
+    entry of the same head is replaced. What is yielded are lines to print.
 
     Raises:
         ValueError: a shape or kernel is impossible, or there is no Hopper GPU.

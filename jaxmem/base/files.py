@@ -132,9 +132,7 @@ def sync_directory(directory: Path) -> None:
 class Appender:
     """A file that grows by whole records; records that cannot be written are kept.
 
-    Args:
-        path: of the file, which is opened when the first record is written.
-        mode: "a" to append to an existing file, "x" to create a new one.
+    The file is opened when the first record is written; mode "x" is for a new one.
 
     Attributes:
         pending: records that are not in the file yet.

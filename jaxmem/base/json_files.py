@@ -48,12 +48,7 @@ def parse(text: str) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """Read a file of UTF-8 text, with or without a byte order mark.
-
-    Raises:
-        OSError: the file cannot be read.
-        JsonError: the path is not a regular file, or its content is not UTF-8.
-    """
+    """A file of UTF-8 text; an OSError or a JsonError if it cannot be read as such."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise JsonError("not a file")
@@ -63,12 +58,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
-
-    Raises:
-        JsonError: the file cannot be read, or holds something else; the message starts
-            with the path.
-    """
+    """The object that a file holds as JSON; a JsonError, which names it, if none."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise JsonError(f"larger than {MAX_BYTES // 2**20} MiB")

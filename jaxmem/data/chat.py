@@ -40,7 +40,7 @@ class ChatTemplate:
         where: its name in errors.
         special: special tokens that may end a turn.
         options: variables of the template, such as `enable_thinking`.
-        today: the date that a template may write; None: the current one.
+        today: the date that it may write; None: the current one.
 
     Attributes:
         end: a pattern of the special token that ends a turn, after its content.
@@ -131,15 +131,10 @@ def read_template(
     options: Mapping[str, Any] | None = None,
     today: datetime.datetime | None = None,
 ) -> ChatTemplate:
-    """Read the chat template of a checkpoint.
+    """Read the chat template of a checkpoint, or that of a path instead.
 
-    Args:
-        directory: of the checkpoint: chat_template.jinja, or `chat_template` of
-            tokenizer_config.json, whose special tokens the template may name.
-        path: of a template to use instead, or None.
-        special: special tokens that may end a turn.
-        options: variables of the template.
-        today: the date that it may write; None: the current one.
+    It is chat_template.jinja, or `chat_template` of tokenizer_config.json, whose
+    special tokens it may name. The other arguments are those of `ChatTemplate`.
 
     Raises:
         DataError: there is no template, or it is not valid.

@@ -12,7 +12,7 @@ from jaxmem.data import mixing
 from jaxmem.data.documents import NO_LABEL, DataConfig, encode_documents
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import DataError, numbered_files, read_records
-from jaxmem.data.texts import split
+from jaxmem.data.texts import split_all
 
 
 class Pair(NamedTuple):
@@ -69,13 +69,7 @@ def load_pairs(
         if pair.length > config.sequence_length:
             reader.notes.add("pairs longer than a row are left out", pair.where)
     keys = [_digest(pair) for pair in fitting]
-    training, held_out = split(fitting, keys, config.held_out)
-    if config.held_out and not held_out:
-        raise DataError(
-            f"data.held_out={config.held_out} of {len(fitting)} pairs leaves none for "
-            f"evaluation: {len(set(keys))} are distinct; add pairs"
-        )
-    return training, held_out
+    return split_all(fitting, keys, config.held_out, "data.held_out", "pairs")
 
 
 def _unfit(config: DataConfig, pairs: Sequence[Pair]) -> str:

@@ -12,7 +12,7 @@ from jaxmem.data.environments import Environments
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import DataError, Record, numbered_files, read_records
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.data.texts import split
+from jaxmem.data.texts import split_all
 from jaxmem.data.vocabulary import edges, has_start
 
 
@@ -67,13 +67,7 @@ def load_prompts(
             for prompt, own in zip(prompts, columns, strict=True)
         ]
     keys = [_digest(prompt) for prompt in prompts]
-    training, held_out = split(prompts, keys, config.held_out)
-    if config.held_out and not held_out:
-        raise DataError(
-            f"task.held_out={config.held_out} of the {len(prompts)} prompts leaves "
-            f"none for evaluation: {len(set(keys))} are distinct; add prompts"
-        )
-    return training, held_out
+    return split_all(prompts, keys, config.held_out, "task.held_out", "prompts")
 
 
 def _prompt(

@@ -59,13 +59,7 @@ def batches(
     rows: Sequence[int],
     reader: RecordReader | None = None,
 ) -> BatchIterator | StreamIterator:
-    """`documents.batches` for training, of which only some rows are needed here.
-
-    Args:
-        config: what to read; `streams` is the number of streams.
-        tokenizer: the vocabulary.
-        rows: of each batch, that this process's devices read.
-        reader: how records are read.
+    """`documents.batches` for training, of which this process reads some rows alone.
 
     Raises:
         DataError: as `documents.batches`; or a stream has rows for this process and

@@ -38,7 +38,7 @@ def load_documents(
             by blank lines) and of `.jsonl`, `.json` and `.parquet` files (one document
             per record, of the forms of `jaxmem.data.forms`).
         argument: name of the source in errors.
-        reader: how records are read; by default, without a chat template.
+        reader: how records are read; None: without a chat template.
 
     Raises:
         DataError: the source is unknown, a file is missing, or a line is malformed.
@@ -83,6 +83,19 @@ def split(items: Sequence[Any], keys: Sequence[bytes], held_out: float):
     training, evaluation = [], []
     for item, key in zip(items, keys, strict=True):
         (evaluation if key in chosen else training).append(item)
+    return training, evaluation
+
+
+def split_all(
+    items: Sequence[Any], keys: Sequence[bytes], held_out: float, key: str, noun: str
+):
+    """`split`, or a DataError where nothing is left for the evaluation."""
+    training, evaluation = split(items, keys, held_out)
+    if held_out and not evaluation:
+        raise DataError(
+            f"{key}={held_out} of the {len(items)} {noun} leaves none for evaluation: "
+            f"{len(set(keys))} are distinct; add {noun}"
+        )
     return training, evaluation
 
 

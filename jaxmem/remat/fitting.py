@@ -182,9 +182,12 @@ def fit(
     if names is not None:
         candidates = [each for each in candidates if each.is_of(names)]
     forward = cost.products(everything.jaxpr.jaxpr) / 3 / count / rates.products
+    given = least.memory_analysis().argument_size_in_bytes
     for each in candidates:
-        _predict(each, forward, rates)
-        _expect(each, least, sizes.get("block_in", 0) // count)
+        _estimate(each, forward, rates)
+        gone = min(sizes.get("block_in", 0) // count, each.host)
+        most = device_bytes(least) + each.kept - gone
+        each.expected = max(most, given + each.whole)
     order = sorted(candidates, key=lambda c: (c.exposed > 0, c.seconds, c.host))
     if host_limit is None:
         host_limit = int(os.environ.get(_HOST_POOL, 64)) * _GIB
@@ -348,7 +351,7 @@ def _candidates(traces, sizes, count) -> list[Candidate]:
     return made
 
 
-def _predict(each, forward, rates):
+def _estimate(each, forward, rates):
     """Set seconds, and those of them that are exposed copies."""
     computed = each.products / rates.products
     if each.sent and rates.to_host:
@@ -356,13 +359,6 @@ def _predict(each, forward, rates):
         back = each.sent / rates.from_host - (computed - forward)
         each.exposed = max(0.0, out) + max(0.0, back)
     each.seconds = computed + each.exposed
-
-
-def _expect(each, least, inputs):
-    """Set the expected device bytes, from the program that recomputes everything."""
-    gone = min(inputs, each.host)
-    given = least.memory_analysis().argument_size_in_bytes
-    each.expected = max(device_bytes(least) + each.kept - gone, given + each.whole)
 
 
 def _refuse(each, limit, host_limit, rates) -> str:

@@ -131,7 +131,7 @@ def by_micro_batch(
     Args:
         run: (number of the micro-batch, tokens, labels, segment_ids, positions) ->
             arrays [B, T, ...] by name.
-        inputs: ids of each sequence.
+        inputs: ids of each sequence, at most `length`.
         labels: the ids that follow.
         max_tokens: slots of a micro-batch.
         length: of the longest sequence.
