@@ -9,6 +9,7 @@ with `extend` in the place of `decode` conversations keep its cache. Its partiti
 are those in the metadata of its parameters.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -391,13 +392,20 @@ class Probe(NamedTuple):
 def random_weights(shapes: Any) -> Any:
     """Weights of these shapes with which all parts of a model have an effect."""
     leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
 
-    def draw(key: jax.Array, leaf: Any) -> jax.Array:
+    def draw(number: int, leaf: Any) -> jax.Array:
+        # A hash of each entry's place: XLA takes long to compile a generator a leaf.
+        bits = jnp.full(leaf.shape, number, jnp.uint32)
+        for axis in range(len(leaf.shape)):
+            bits ^= jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+            bits = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
+            bits = (bits ^ (bits >> 15)) * np.uint32(0x846CA68B)
         scale = leaf.shape[-2] ** -0.5 if len(leaf.shape) > 1 else 1.0
-        return (scale * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+        uniform = bits.astype(jnp.float32) / 2.0**31 - 1
+        return (scale * math.sqrt(3) * uniform).astype(leaf.dtype)
 
-    return jax.tree.unflatten(tree, map(draw, keys, leaves))
+    numbers = range(1, len(leaves) + 1)
+    return jax.tree.unflatten(tree, map(draw, numbers, leaves))
 
 
 def recomputation(tokens: int, row: int | None = None) -> str:

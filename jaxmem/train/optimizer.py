@@ -110,16 +110,14 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     start, final = peak / (warmup + 1), peak * config.final_fraction
     if config.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(start, peak, warmup, steps, final)
+    parts = [optax.linear_schedule(start, peak, warmup), optax.constant_schedule(peak)]
+    if config.schedule == "constant":  # one program, however many steps
+        return optax.join_schedules(parts, [warmup])
     stable = {
-        "constant": steps,
         "linear": warmup,
         "wsd": max(warmup, steps - round(config.decay_fraction * steps)),
     }[config.schedule]
-    parts = [
-        optax.linear_schedule(start, peak, warmup),
-        optax.constant_schedule(peak),
-        optax.linear_schedule(peak, final, max(steps - stable, 1)),
-    ]
+    parts.append(optax.linear_schedule(peak, final, max(steps - stable, 1)))
     return optax.join_schedules(parts, [warmup, stable])
 
 
