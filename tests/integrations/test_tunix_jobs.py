@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxmem import cli
 from jaxmem.train import configuration, jobs
 from tests.cases import slow
-from tests.train.jobs.conftest import one_program as one_program
+from tests.train.conftest import one_program as one_program
 from tests.train.jobs.kills import kill_before
 from tests.train.jobs.test_own_model import JOBS, SIZES
 

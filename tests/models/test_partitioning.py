@@ -31,7 +31,7 @@ from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig
 from tests import decoders
 from tests.cases import slow
-from tests.train.jobs.conftest import programs_of_module
+from tests.train.conftest import programs_of_module
 
 __all__ = ["programs_of_module"]
 

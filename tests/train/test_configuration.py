@@ -132,10 +132,8 @@ def test_the_operative_text_loads_to_the_same_configuration(gin_file):
         ("model.hiden = 3", "a.gin:1: unknown key 'model.hiden'; did you mean "),
         ("model.hiden = 3", "model.hidden"),
         ("\n\nmodle.hidden = 3", "a.gin:3: unknown key 'modle.hidden'; did you mean "),
-        (
-            "data.steps = 3",
-            "a.gin:1: unknown key 'data.steps'; did you mean run.steps?",
-        ),
+        ("data.steps = 3",
+         "a.gin:1: unknown key 'data.steps'; did you mean run.steps?"),
         ("a.seed = 3", "did you mean data.seed or run.seed or task.seed?"),
         ("head.zzz = 3", "a.gin:1: unknown key 'head.zzz'; head has logits, "),
         ("zzz.qqq = 3", "the sections are data, model, head, optimizer, run"),
@@ -170,18 +168,12 @@ def test_the_operative_text_loads_to_the_same_configuration(gin_file):
         ("model.rope_theta = 1e999", "model.rope_theta must be finite, got inf"),
         ("model.norm_eps = 1e30", "model.norm_eps must be in (0, 1), got 1e+30"),
         ("grpo.kl_coefficient = 1e999\nrun.job = 'grpo'", "kl_coefficient must be fin"),
-        (
-            "model.layers = 10000000",
-            "model.layers must be at most 10,000, got 10000000",
-        ),
-        (
-            "data.seed = 0x" + "f" * 9000,
-            "data.seed must be at most 9,223,372,036,854,7",
-        ),
-        (
-            "run.out_dir = 'a\\0b'",
-            "a.gin:1: run.out_dir must not hold a NUL, got 'a\\x0",
-        ),
+        ("model.layers = 10000000",
+         "model.layers must be at most 10,000, got 10000000"),
+        ("data.seed = 0x" + "f" * 9000,
+         "data.seed must be at most 9,223,372,036,854,7"),
+        ("run.out_dir = 'a\\0b'",
+         "a.gin:1: run.out_dir must not hold a NUL, got 'a\\x0"),
         ("run.out_dir = 's3://runs/a'", "run.out_dir must be a directory of a mounted"),
         ("run.out_dir = '\\ud800'", "run.out_dir must be text that UTF-8 can encode"),
         ("run.steps = " + "-" * 100_000, "a.gin:1: Unable to parse value"),
@@ -190,7 +182,7 @@ def test_the_operative_text_loads_to_the_same_configuration(gin_file):
         ("task.origin = 'x'", "unknown key 'task.origin'; task has source, reward"),
     ],
     ids=lambda text: text[:40],
-)
+)  # fmt: skip
 def test_a_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
     assert expected in complaint(gin_file(text))
 
@@ -203,10 +195,8 @@ def test_a_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
         (["=3"], "override '=3': expected section.field=value"),
         (["--steps=3"], "override '--steps=3': expected section.field=value"),
         (["steps=3"], "unknown key 'steps'; did you mean run.steps?"),
-        (
-            ["run.step=3"],
-            "override 'run.step=3': unknown key 'run.step'; did you mean ",
-        ),
+        (["run.step=3"],
+         "override 'run.step=3': unknown key 'run.step'; did you mean "),
         (["run.steps=10k"], "'run.steps=10k': run.steps must be int, got '10k' (str)"),
         (["model.tied=true"], "model.tied must be bool, got 'true' (str)"),
         (["run.steps=[1"], "override 'run.steps=[1': '[1' is not a Python literal"),
@@ -215,22 +205,16 @@ def test_a_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
         (["run.steps=" + "[" * 100_000], "[[[' is not a Python literal"),
         (["run." + "a" * 9000 + "=1"], "aaa'; run has job, steps"),
         (["run.steps=" + "9" * 6000], "run.steps must be int, got '999"),
-        (
-            ["model.softcap=1e999"],
-            "'model.softcap=1e999': model.softcap must be finite",
-        ),
+        (["model.softcap=1e999"],
+         "'model.softcap=1e999': model.softcap must be finite"),
         (["task.origin=x"], "unknown key 'task.origin'; task has source, reward"),
-        (
-            ["data.batch_size=1000000000000"],
-            "batch_size must be below 2**31 / sequence",
-        ),
+        (["data.batch_size=1000000000000"],
+         "batch_size must be below 2**31 / sequence"),
         (["run.seed=-1"], "override 'run.seed=-1': run.seed must be in [0, 2**31)"),
-        (
-            ["run.steps=1", "run.steps=2"],
-            "'run.steps=2': run.steps is already set by override 'run.steps=1'",
-        ),
+        (["run.steps=1", "run.steps=2"],
+         "'run.steps=2': run.steps is already set by override 'run.steps=1'"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_in_an_override_says_which_and_what(gin_file, overrides, expected):
     assert expected in complaint(gin_file("run.steps = 40"), overrides)
 
@@ -253,72 +237,18 @@ def test_none_takes_back_what_a_file_says_of_a_field_that_cannot_be_none(gin_fil
     assert load(file, ["optimizer.clip_norm=None"])[0].optimizer.clip_norm is None
 
 
-WORDS = st.sampled_from(
-    [
-        "-" * 5000,
-        "[" * 5000,
-        "(1,",
-        "1e999",
-        "-1e999",
-        "nan",
-        "None",
-        "True",
-        "''",
-        "9" * 5000,
-        "0x" + "f" * 5000,
-        "%A",
-        "@x",
-        "10**9",
-        "1 2",
-        "{'a': 1}",
-        "auto",
-        "[[1], 2]",
-        "b'x'",
-        "1j",
-        "-1",
-        "0",
-        "3",
-        "2.5",
-        "1e-300",
-        "1e39",
-        "x" * 5000,
-        "'\\0'",
-        "'\\ud800'",
-        "é",
-        "\\",
-        "\t",
-        "#",
-        "lambda: 0",
-        "(1, 2)",
-        "'grpo'",
-    ]
-)
-KEYS = st.sampled_from(
-    [
-        "run.steps",
-        "run.job",
-        "run.out_dir",
-        "model.layers",
-        "model.pattern",
-        "A",
-        "model.softcap",
-        "data.held_out",
-        "data.batch_size",
-        "optimizer.trainable",
-        "head.chunk",
-        "mesh.data",
-        "task.digits",
-        "remat.memory_limit",
-        "x.y",
-        "run.",
-        "grpo.row_lengths",
-        "sampling.top_p",
-        "optimizer.b1",
-        "run",
-        ".",
-        "a/b.c",
-    ]
-)
+WORDS = st.sampled_from([
+    "-" * 5000, "[" * 5000, "(1,", "1e999", "-1e999", "nan", "None", "True", "''",
+    "9" * 5000, "0x" + "f" * 5000, "%A", "@x", "10**9", "1 2", "{'a': 1}", "auto",
+    "[[1], 2]", "b'x'", "1j", "-1", "0", "3", "2.5", "1e-300", "1e39", "x" * 5000,
+    "'\\0'", "'\\ud800'", "é", "\\", "\t", "#", "lambda: 0", "(1, 2)", "'grpo'",
+])  # fmt: skip
+KEYS = st.sampled_from([
+    "run.steps", "run.job", "run.out_dir", "model.layers", "model.pattern", "A",
+    "model.softcap", "data.held_out", "data.batch_size", "optimizer.trainable",
+    "head.chunk", "mesh.data", "task.digits", "remat.memory_limit", "x.y", "run.",
+    "grpo.row_lengths", "sampling.top_p", "optimizer.b1", "run", ".", "a/b.c",
+])  # fmt: skip
 
 
 @nasty.profile(300)

@@ -154,25 +154,16 @@ LINES = [b'{"step": %d}\n' % i for i in range(1, 6)]
     [
         (lambda x: x, 4, []),
         (lambda x: x[:-5], 4, ["removed 1 damaged line(s)"]),
-        (
-            lambda x: x[:40] + bytes(30),
-            3,
-            ["removed 1 damaged", "1 of 4 steps are missing (the first is step 4)"],
-        ),
+        (lambda x: x[:40] + bytes(30), 3,
+         ["removed 1 damaged", "1 of 4 steps are missing (the first is step 4)"]),
         (lambda x: x[:24] + bytes(9) + x[24:], 4, []),  # zeros before a line
-        (
-            lambda x: x.replace(b'{"step": 2}', b'{"st\xff\xfe'),
-            3,
-            ["removed 1 ", "missing (the first is step 2)"],
-        ),
-        (
-            lambda x: x.replace(b'{"step": 2}', b"[[2]]"),
-            3,
-            ["removed 1 ", "missing (the first is step 2)"],
-        ),
+        (lambda x: x.replace(b'{"step": 2}', b'{"st\xff\xfe'), 3,
+         ["removed 1 ", "missing (the first is step 2)"]),
+        (lambda x: x.replace(b'{"step": 2}', b"[[2]]"), 3,
+         ["removed 1 ", "missing (the first is step 2)"]),
         (lambda x: b"", 0, ["4 of 4 steps are missing (the first is step 1)"]),
     ],
-)
+)  # fmt: skip
 def test_damaged_lines_are_cut_and_missing_steps_are_named(
     damage, kept, messages, tmp_path
 ):

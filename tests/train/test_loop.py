@@ -497,12 +497,15 @@ def test_a_checkpoint_that_gives_no_finite_loss_is_set_aside(keep, every, run):
     assert again.error is None and ("after step 2" in again.said) == (every == 1)
 
 
-def test_a_loss_that_no_update_has_ruined_is_said(run):
+@pytest.mark.parametrize("value", ["loss", "grad_norm"])
+def test_a_number_that_no_update_has_ruined_is_said_and_not_saved(value, run):
     with pytest.raises(FloatingPointError) as caught:
-        run(job=Dispatching(broken=1))
+        run(job=Dispatching(broken=1, value=value), checkpoint_every=1)
+    named = {"loss": "loss", "grad_norm": "gradient's norm"}[value]
     assert str(caught.value) == (
-        "the loss of step 1 is nan, from the initial weights and the first batch"
+        f"the {named} of step 1 is nan, from the initial weights and the first batch"
     )
+    assert not (run.args[0] / "checkpoints" / "1").exists()
 
 
 def test_a_first_step_that_is_poisoned_starts_anew(run):
@@ -692,9 +695,9 @@ def test_a_finished_run_refuses_what_has_no_effect(run):
 class Dispatching(Adding):
     """The same steps, whose numbers are read when they are asked for."""
 
-    def __init__(self, *before, broken=None):
+    def __init__(self, *before, broken=None, value="loss"):
         super().__init__(*before)
-        self._broken, self.log = broken, []
+        self._broken, self._value, self.log = broken, value, []
 
     def evaluate(self, state, taken):
         return None
@@ -705,7 +708,8 @@ class Dispatching(Adding):
 
         def read():
             self.log.append(f"read {number}")
-            return taken._replace(loss=np.nan) if number == self._broken else taken
+            broken = {self._value: np.nan} if number == self._broken else {}
+            return taken._replace(**broken)
 
         return state, read
 

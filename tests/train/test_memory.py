@@ -15,27 +15,19 @@ def test_names_kept_besides_a_preset():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            dict(policy="dots_and_norms"),
-            "policy must be one of 'none'.*got 'dots_and_n",
-        ),
+        (dict(policy="dots_and_norms"),
+         "policy must be one of 'none'.*got 'dots_and_n"),
         (dict(save=("gates",)), "save has names that no block gives: gates"),
-        (
-            dict(policy="none", save=("gate",)),
-            "save=.*keeps all blocks whole: leave it",
-        ),
+        (dict(policy="none", save=("gate",)),
+         "save=.*keeps all blocks whole: leave it"),
         (dict(policy="fit", memory_limit=1.0, save=("up",)), "save=.*chooses it"),
         (dict(policy="none", last=1), "last=1 does not go with policy='none'"),
-        (
-            dict(policy="offload_block", unroll=True),
-            "unroll=True does not go with policy='offload_block', which offloads",
-        ),
-        (
-            dict(policy="fit", memory_limit=1.0, unroll=True),
-            "unroll=True does not go with policy='fit', which may offload",
-        ),
+        (dict(policy="offload_block", unroll=True),
+         "unroll=True does not go with policy='offload_block', which offloads"),
+        (dict(policy="fit", memory_limit=1.0, unroll=True),
+         "unroll=True does not go with policy='fit', which may offload"),
     ],
-)
+)  # fmt: skip
 def test_impossible_sections_are_refused_by_name(fields, message):
     with pytest.raises(ValueError, match=message):
         RematConfig(**fields)

@@ -1,24 +1,24 @@
 """A job in one file of its own is trained, resumed, planned, shown and reported."""
 
 import dataclasses
+import functools
 import importlib
-import io
 import json
 import pathlib
 
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxmem import cli
 from jaxmem.train import configuration, jobs
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs.job import JOBS
 from tests.planning.conftest import fake as fake
+from tests.train.jobs import runs
 from tests.train.jobs.kills import kill_before
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 LIMIT = 80  # lines of the job's file
 GIN = """
 run.job = "ema"
@@ -53,15 +53,11 @@ def own_job():
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps({"text": f"{i} and {i * i}"}) + "\n" for i in range(40)]
-    pathlib.Path("data.jsonl").write_text("".join(lines))
+    runs.write("data.jsonl", [{"text": f"{i} and {i * i}"} for i in range(40)])
     pathlib.Path("own.gin").write_text(GIN)
 
 
-def train(*overrides):
-    stream = io.StringIO()
-    loaded = configuration.load("own.gin", overrides)
-    return jobs.train(*loaded, Console(file=stream, width=160)), stream.getvalue()
+train = functools.partial(runs.train, "own.gin")
 
 
 def test_it_is_one_short_file_and_no_other_job(own_job):

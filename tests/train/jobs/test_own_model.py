@@ -1,7 +1,5 @@
 """A Flax NNX model of one's own is trained by every job, resumed, read and refused."""
 
-import io
-import json
 import os
 import pathlib
 
@@ -12,20 +10,22 @@ import safetensors.numpy
 import tokenizers
 from flax import traverse_util
 from jax.sharding import PartitionSpec
-from rich.console import Console
 
 from jaxmem import cli
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.train import configuration, jobs
 from jaxmem.train.checkpoint import read_params
-from jaxmem.train.jobs import sft
+from jaxmem.train.jobs.whole_step import StepProgram
 from jaxmem.train.program import DecoderProgram
 from tests.cases import slow
 from tests.checkpoints import texts
 from tests.planning.conftest import fake as fake
+from tests.train.jobs import runs
 from tests.train.jobs.kills import kill_before
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+pytestmark = pytest.mark.usefixtures(
+    "quick_compilation", "no_picture", "programs_of_module"
+)
 OWN = str(pathlib.Path(__file__).with_name("own_model.py")) + ":Model"
 MODULE = "tests.train.jobs.own_models"
 SIZES = """
@@ -76,9 +76,11 @@ def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts.checkpoint("llama", tmp_path)
     words = [a + b + c for a in "abcdef" for b in "xyzuv" for c in "lm"]
-    write("texts", [{"text": f"{word} and {word[::-1]}"} for word in words])
-    write("pairs", [{"prompt": w, "chosen": w, "rejected": w[::-1]} for w in words])
-    write("prompts", [{"prompt": letter} for letter in "bcdefghi"])
+    rows = [{"text": f"{word} and {word[::-1]}"} for word in words]
+    runs.write("texts.jsonl", rows)
+    rows = [{"prompt": w, "chosen": w, "rejected": w[::-1]} for w in words]
+    runs.write("pairs.jsonl", rows)
+    runs.write("prompts.jsonl", [{"prompt": letter} for letter in "bcdefghi"])
     reward = "def score(completions, **_):\n    return [c.count('a') / 4 for c in "
     pathlib.Path("rewards.py").write_text(f"{reward}completions]\n")
     for job, lines in JOBS.items():
@@ -86,28 +88,18 @@ def directory(tmp_path, monkeypatch):
         pathlib.Path(f"{job}.gin").write_text(lines)
 
 
-def write(name, records):
-    lines = [json.dumps(record) + "\n" for record in records]
-    pathlib.Path(f"{name}.jsonl").write_text("".join(lines))
-
-
 def train(job, *overrides, factory=OWN):
     if factory is not None:
         overrides = (*overrides, f"model.factory={factory}")
-    stream = io.StringIO()
-    loaded = configuration.load(f"{job}.gin", overrides)
-    return jobs.train(*loaded, Console(file=stream, width=160)), stream.getvalue()
+    return runs.train(f"{job}.gin", *overrides)
 
 
 def numbers(result):
-    return [
-        {k: v for k, v in step._asdict().items() if "second" not in k}
-        for step in result.history
-    ]
+    return runs.reproducible(result.history)
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_every_job_trains_it_and_resumes_bitwise(job, monkeypatch, one_program):
+def test_every_job_trains_it_and_resumes_bitwise(job, monkeypatch):
     # Rows of pairs hold one document each, so that it may see padding there.
     factory = f"{MODULE}:SeesPadding" if job == "dpo" else OWN
     more = ("optimizer.learning_rate=2e-2", "run.steps=6") if job == "grpo" else ()
@@ -199,7 +191,7 @@ def test_recomputation_samples_what_a_cache_does_and_says_its_cost():
 def test_a_bad_factory_is_refused_before_a_step_is_compiled(
     factory, message, monkeypatch
 ):
-    monkeypatch.setattr(sft.Program, "trace_step", None)
+    monkeypatch.setattr(StepProgram, "trace_step", None)
     with pytest.raises(ValueError, match=message) as error:
         train("sft", factory=factory)
     assert "model.factory" in str(error.value) and "\n" not in str(error.value)
@@ -311,4 +303,4 @@ def test_a_run_is_generated_from_scored_and_exported(capsys):
     assert held.keys() == {*traverse_util.flatten_dict(last["body"], sep="/")}
     safetensors.numpy.save_file(held | {"more": np.ones(2)}, file)
     with pytest.raises(CheckpointError, match="tensor more is none of the model that"):
-        program.initial_params()
+        type(program)(program.config, 280).initial_params()

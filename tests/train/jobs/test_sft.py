@@ -2,16 +2,15 @@
 
 import dataclasses
 import functools
-import io
 import json
 import os
 import pathlib
+import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import jax
@@ -20,7 +19,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from rich.console import Console
 
 from jaxmem import remat
 from jaxmem.data.documents import Batch, DataConfig, DataError, batches, load_tokenizer
@@ -37,28 +35,33 @@ from jaxmem.train.optimizer import (
     learning_rate_schedule,
     make_optimizer,
 )
-from jaxmem.train.program import TrainState, update
+from jaxmem.train.program import DecoderProgram, TrainState
 from jaxmem.train.settings import RunConfig
 from tests.cases import slow
 from tests.hlo import vocabulary_gemms
+from tests.train.jobs.runs import changed, drawn, run as train, write
 
 MODEL = ModelConfig(layers=1, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8)
 DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=4, held_out=0.0)
 RUN = RunConfig(steps=6, checkpoint_every=4, log_every=2, compare_heads=False)
+WORDS = "the head of a model maps each hidden state to a token of its text".split()
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+pytestmark = pytest.mark.usefixtures(
+    "quick_compilation", "no_picture", "programs_of_module"
+)
+
+
+def words(count):
+    """Text of our own that is the same on every machine."""
+    rng = np.random.default_rng(0)
+    return [rng.choice(WORDS) + str(rng.integers(999)) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory):
-    """Text of our own that is the same on every machine."""
-    words = "the head of a model maps each hidden state to a token of its text".split()
-    rng = np.random.default_rng(0)
     path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(
-        " ".join(rng.choice(words) + str(rng.integers(999)) for _ in range(4000))
-    )
+    path.write_text(" ".join(words(4000)))
     return path
 
 
@@ -69,7 +72,7 @@ def small_config(text_file, out_dir):
         ),
         model=MODEL,
         head=HeadConfig(chunk=32),
-        optimizer=OptimizerConfig(warmup_steps=2),
+        optimizer=OptimizerConfig(warmup_steps=2, schedule="constant"),
         run=dataclasses.replace(RUN, out_dir=str(out_dir)),
     )
 
@@ -80,28 +83,11 @@ def config(text_file, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def finished(text_file, tmp_path_factory):
+def finished(text_file, tmp_path_factory, programs_of_module):
     """A run of six steps, what it returned and what it said; not to be changed."""
     config = small_config(text_file, tmp_path_factory.mktemp("finished") / "run")
     config = changed(config, run=dict(compare_heads=True))
     return config, *train(config, "run.steps = 6\n")
-
-
-def changed(config, **sections):
-    """The config with some fields of some sections replaced."""
-    return dataclasses.replace(
-        config,
-        **{
-            name: dataclasses.replace(getattr(config, name), **fields)
-            for name, fields in sections.items()
-        },
-    )
-
-
-def train(config, text=""):
-    stream = io.StringIO()
-    result = jobs.train(config, text, Console(file=stream, width=120))
-    return result, stream.getvalue()
 
 
 @pytest.mark.slow
@@ -115,10 +101,7 @@ def test_what_is_kept_changes_no_loss(name, config, finished):
 @pytest.mark.parametrize(
     "sections",
     [
-        dict(
-            remat=dict(policy="none", unroll=True),
-            head=dict(logits="materialised"),
-        ),
+        dict(remat=dict(policy="none", unroll=True), head=dict(logits="materialised")),
         slow(dict(remat=dict(policy="save_attention", save=("gate",)))),
     ],
 )
@@ -156,13 +139,13 @@ def test_a_policy_is_chosen_by_the_memory_limit(config, finished, monkeypatch):
     _, wanted, _ = finished
     few = functools.partial(remat.fit, names=["gate"])  # of all, each is traced
     monkeypatch.setattr(remat, "fit", few)
-    used, compile_step = [], sft.Program.compile_step
+    used, compile_verified = [], DecoderProgram.compile_verified
 
-    def listen(program, *head):
+    def listen(program, traced):
         used.append(program.policy)
-        return compile_step(program, *head)
+        return compile_verified(program, traced)
 
-    monkeypatch.setattr(sft.Program, "compile_step", listen)
+    monkeypatch.setattr(DecoderProgram, "compile_verified", listen)
     result, said = train(changed(config, remat=dict(policy="fit", memory_limit=1.0)))
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
     assert re.search(r"^save gate .* chosen$", said, re.MULTILINE), said
@@ -186,8 +169,15 @@ def random_rows(rows, length=16, seed=0):
     return Batch(tokens, labels, np.ones_like(tokens), positions)
 
 
-def split(batch, count):
-    return Batch(*(a.reshape(count, -1, a.shape[-1]) for a in batch))
+def split(batch, *parts):
+    """Micro-batches [K, B, T] that read those rows, and have padding for others."""
+
+    def only(rows):
+        read = np.isin(np.arange(len(batch.tokens)), [*rows])[:, None]
+        labels = np.where(read, batch.labels, -1)
+        return batch._replace(labels=labels, segment_ids=read * batch.segment_ids)
+
+    return Batch(*map(np.stack, zip(*map(only, parts), strict=True)))
 
 
 def keep_gradients():
@@ -198,27 +188,25 @@ def keep_gradients():
     )
 
 
-def adamw():
-    return make_optimizer(OptimizerConfig(), lambda _: 3e-3)
+def model_of(**changes):
+    return dataclasses.replace(MODEL, vocab_size=50, **changes)
 
 
 @functools.cache
-def small_step(make, **changes):
-    model = dataclasses.replace(MODEL, vocab_size=50, **changes)
-    decoder = Decoder(model, HeadConfig(chunk=8), rngs=nnx.Rngs(0))
-    definition, weights = nnx.split(decoder)
-    params, optimizer = nnx.to_pure_dict(weights), make()
-    step = whole_step.step_of(sft.make_gradients(definition, HeadConfig()), optimizer)
-    run = jax.jit(lambda state, batch: step(state, {}, batch))
-    return run, TrainState(params, optimizer.init(params))
+def small_step(**changes):
+    """A step of two micro-batches of eight rows, whose gradients are its state."""
+    definition, params = drawn(
+        lambda: Decoder(model_of(**changes), HeadConfig(chunk=8), rngs=nnx.Rngs(0))
+    )
+    gradients = sft.make_gradients(definition, HeadConfig())
+    step = whole_step.step_of(gradients, keep_gradients())
+    return jax.jit(lambda batch: step(TrainState(params, ()), {}, batch))
 
 
-@pytest.mark.parametrize("count", [slow(2), 8])
-def test_accumulation_does_not_change_loss_or_gradients(count):
-    step, state = small_step(keep_gradients)
-    batch = random_rows(8)
-    whole, expected = step(state, split(batch, 1))
-    parts, numbers = step(state, split(batch, count))
+def test_accumulation_does_not_change_loss_or_gradients():
+    step, batch = small_step(), random_rows(8)
+    whole, expected = step(split(batch, range(8), ()))
+    parts, numbers = step(split(batch, range(1, 8, 3), (0, 2, 3, 5, 6)))
     assert int(numbers["tokens"]) == (batch.labels >= 0).sum()
     np.testing.assert_allclose(numbers["loss"], expected["loss"], rtol=1e-6)
     jax.tree.map(
@@ -235,42 +223,37 @@ MIXED = {
 
 
 def test_the_loss_of_routers_counts_by_the_tokens_that_are_read():
-    rows = random_rows(2)
+    rows = random_rows(4)
     documents = np.ones_like(rows.tokens)
     documents[1, 5:] = 0  # padding, whose labels do not count either
     labels = np.where(documents > 0, rows.labels, -1)
     rows = rows._replace(segment_ids=documents, labels=labels)
     twice = Batch(*(np.concatenate([x, x]) for x in rows))
-    made = {}
-    for factor in (0.0, 2.0):
-        step, state = small_step(keep_gradients, **MIXED, router_aux_loss_coef=factor)
-        parts, numbers = step(state, split(twice, 2))
-        made[factor] = parts.optimizer, numbers["loss"]
-        assert numbers["routed"].counts.sum() == 2 * 2 * (documents > 0).sum()
-    whole, expected = step(state, split(twice, 1))
+    step = small_step(**MIXED, router_aux_loss_coef=2.0)
+    parts, numbers = step(split(twice, range(4), range(4, 8)))
+    whole, expected = step(split(twice, range(8), ()))
+    assert numbers["routed"].counts.sum() == 2 * 2 * (documents > 0).sum()
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
         (parts.optimizer, numbers["routed"]),
         (whole.optimizer, expected["routed"]),
     )
-    assert made[0.0][1] == made[2.0][1]  # the loss of tokens alone is recorded
-    routers = [
-        of["blocks"]["feed_forward"]["router"]["kernel"] for of, _ in made.values()
-    ]
-    assert np.abs(routers[1] - routers[0]).max() > 1e-3
+    # Without labels it is all that there is, and the loss of tokens alone is recorded.
+    unlabelled = twice._replace(labels=np.full_like(twice.labels, -1))
+    of_routers, numbers = step(split(unlabelled, range(4), range(4, 8)))
+    assert numbers["loss"] == 0 and expected["loss"] > 1
+    router = of_routers.optimizer["blocks"]["feed_forward"]["router"]["kernel"]
+    assert np.abs(router).max() > 1e-3
 
 
 def test_the_loss_is_the_mean_over_tokens_not_over_micro_batches():
-    step, state = small_step(keep_gradients)
-    batch = random_rows(8)
-    row = np.arange(8)[:, None]
+    step, batch = small_step(), random_rows(8)
     means, tokens = [], []
     for i in range(8):
-        labels = np.where(row == i, batch.labels, -1)
-        _, numbers = step(state, split(batch._replace(labels=labels), 8))
+        _, numbers = step(split(batch, (), [i]))
         means.append(float(numbers["loss"]))
         tokens.append(int(numbers["tokens"]))
-    _, numbers = step(state, split(batch, 8))
+    _, numbers = step(split(batch, range(4), range(4, 8)))
     assert tokens[0] == 0 and means[0] == 0.0
     expected = np.average(means, weights=tokens)
     assert float(numbers["loss"]) == pytest.approx(expected, rel=1e-6)
@@ -278,44 +261,41 @@ def test_the_loss_is_the_mean_over_tokens_not_over_micro_batches():
 
 
 def test_a_step_without_labels_has_loss_zero_and_no_gradient():
-    masked = split(random_rows(8)._replace(labels=np.full((8, 16), -1, np.int32)), 8)
-    step, state = small_step(keep_gradients)
-    after, numbers = step(state, masked)
+    after, numbers = small_step()(split(random_rows(8), (), ()))
     assert float(numbers["loss"]) == 0.0 and float(numbers["grad_norm"]) == 0.0
     assert int(numbers["tokens"]) == 0
     assert all(not leaf.any() for leaf in jax.tree.leaves(after.optimizer))
-    step, state = small_step(adamw)
-    after, _ = step(state, masked)
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
 def test_moments_are_float32_whatever_the_parameters(config):
-    program = sft.Program(changed(config, model=dict(param_dtype="bfloat16")), 50)
+    program = sft.Program(changed(config, model=dict(param_dtype="bfloat16")), 320)
     shapes = program.state_shapes
     kept = {leaf.dtype for leaf in jax.tree.leaves(shapes.params)}
     moments = {leaf.dtype for leaf in jax.tree.leaves(shapes.optimizer) if leaf.ndim}
     assert kept == {jnp.dtype("bfloat16")} and moments == {jnp.dtype("float32")}
     # The step must return what it accepts.
-    step, _ = small_step(adamw, param_dtype="bfloat16")
-    returned, _ = jax.eval_shape(step, shapes, split(random_rows(8), 2))
+    step = whole_step.step_of(program.gradients(config.head), program.optimizer)
+    returned, _ = jax.eval_shape(step, shapes, {}, program.micro_batches())
     assert jax.tree.map(lambda leaf: leaf.dtype, returned) == jax.tree.map(
         lambda leaf: leaf.dtype, shapes
     )
 
 
 def test_norms_do_not_decay_though_stacking_gave_them_two_axes():
-    _, state = small_step(adamw)
-    optimizer = make_optimizer(
-        OptimizerConfig(weight_decay=0.5, clip_norm=None), lambda _: 0.1
-    )
-    zeros = jax.tree.map(jnp.zeros_like, state.params)
-    updates, _ = optimizer.update(zeros, optimizer.init(state.params), state.params)
-    blocks = state.params["blocks"]
+    """By a gradient of 0, whose norm is a divisor of clipping."""
+    _, params = drawn(lambda: Decoder(model_of(), rngs=nnx.Rngs(0)))
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5), lambda _: 0.1)
+    zeros = jax.tree.map(np.zeros_like, params)
+    state = jax.eval_shape(optimizer.init, params)
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
+    blocks = params["blocks"]
+    updates = jax.jit(optimizer.update)(zeros, state, params)[0]["blocks"]
     assert blocks["attention_norm"]["scale"].ndim == 2
-    assert not updates["blocks"]["attention_norm"]["scale"].any()
-    gate = blocks["feed_forward"]["gate"]["kernel"]
+    assert not updates["attention_norm"]["scale"].any()
     np.testing.assert_allclose(
-        updates["blocks"]["feed_forward"]["gate"]["kernel"], -0.05 * gate, rtol=1e-5
+        updates["feed_forward"]["gate"]["kernel"],
+        -0.05 * blocks["feed_forward"]["gate"]["kernel"],
+        rtol=1e-5,
     )
 
 
@@ -324,7 +304,6 @@ def test_frozen_weights_have_no_gradient_no_moments_and_never_change(config, tmp
         config,
         model=dict(param_dtype="bfloat16"),
         optimizer=dict(trainable="attention/|^norm"),
-        run=dict(compare_heads=False),
     )
     program = sft.Program(config, 320)
     shapes = program.state_shapes
@@ -351,29 +330,23 @@ def test_a_step_has_no_product_of_the_vocabulary_twice(trainable, products, conf
     """The gradients of the head come from its forward pass, a chunk at a time."""
     optimizer = dict(trainable=trainable)
     config = changed(config, model=dict(tied=False), optimizer=optimizer)
-    compiled = sft.Program(config, 640).compile_step(HeadConfig(chunk=16))
+    program = sft.Program(config, 640)
+    weights = program.state_shapes.params, program.frozen_shapes
+    gradients = jax.jit(program.gradients(HeadConfig(chunk=16)))
+    compiled = gradients.lower(*weights, program.micro_batches()).compile()
     assert vocabulary_gemms(compiled.as_text(), 640) == products
 
 
 def test_weights_are_split_by_name_and_joined_again():
-    _, state = small_step(adamw)
+    _, params = drawn(lambda: Decoder(model_of(), rngs=nnx.Rngs(0)))
     for pattern, names in (("attention/query", 1), ("scale", 3), (".", 11)):
-        trained, frozen = split_weights(state.params, pattern)
+        trained, frozen = split_weights(params, pattern)
         assert len(jax.tree.leaves(trained)) == names
         joined = join_weights(trained, frozen)
-        assert jax.tree.structure(joined) == jax.tree.structure(state.params)
-        jax.tree.map(np.testing.assert_array_equal, joined, state.params)
+        assert jax.tree.structure(joined) == jax.tree.structure(params)
+        jax.tree.map(np.testing.assert_array_equal, joined, params)
     with pytest.raises(ValueError, match="trainable='heads' is in no weight's name: b"):
-        split_weights(state.params, "heads")
-
-
-def test_the_learning_rate_warms_up_then_decays():
-    rates = [
-        float(learning_rate_schedule(OptimizerConfig(1.0, warmup_steps=4), 20)(i))
-        for i in range(20)
-    ]
-    np.testing.assert_allclose(rates[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
-    assert rates[4:] == sorted(rates[4:], reverse=True) and 0.1 < rates[-1] < 0.12
+        split_weights(params, "heads")
 
 
 # -------------------------------------------------------------------- runs
@@ -396,6 +369,8 @@ def test_schedules_by_name():
     np.testing.assert_allclose(made[16:], [1, 0.75, 0.5, 0.25, 0], atol=1e-6)
     assert rates(1, warmup_fraction=1.0)[0] == 1.0  # one step has no warmup
     assert rates(10)[:2] == [0.5, 1.0]
+    assert rates(warmup_steps=4)[3:5] == pytest.approx([0.8, 1])
+    assert 0.1 < rates(warmup_steps=4)[-2] < 0.12
     with pytest.raises(ValueError, match="OptimizerConfig.schedule must be one of"):
         OptimizerConfig(schedule="step")
 
@@ -434,30 +409,27 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert fused.step.peak < materialised.step.peak
 
 
-@pytest.mark.usefixtures("one_program")
 def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
-    words = "a state of the model maps to each token of its text".split()
-    rng = np.random.default_rng(0)
-    documents = [" ".join(rng.choice(words, 40)) for _ in range(40)]
+    documents = np.reshape(words(1600), (40, 40))
     path = tmp_path / "documents.jsonl"
-    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
-    source = dict(source=str(path), held_out=0.25, vocab_size=280)
+    write(path, [{"text": " ".join(row)} for row in documents])
+    source = dict(source=str(path), held_out=0.25)
     config = changed(config, data=source)
     result, said = train(config)
     assert f"held-out loss {result.summary['held_out_loss']:.4f}" in said
     summary = json.loads((result.out_dir / "summary.json").read_text())
     assert summary["held_out_loss"] == result.summary["held_out_loss"]
     tokenizer = load_tokenizer(config.data)
-    scored = []
+    assert tokenizer.get_vocab_size() == 320
+    scored, params = [], sft.Program(config, 320).initial_state().params
     for changes in (dict(data={}), dict(data=dict(batch_size=3)),
                     dict(head=dict(logits="materialised"))):  # fmt: skip
         other = changed(config, **changes)
-        program = sft.Program(other, tokenizer.get_vocab_size())
+        program = sft.Program(other, 320)
         rows = batches(other.data, tokenizer, split="evaluation", epochs=1)
-        params = program.initial_state().params
         scored.append(program.evaluate(params, {}, rows))
     np.testing.assert_allclose(scored, scored[0], rtol=1e-6)
-    assert 0 < result.summary["held_out_loss"] < scored[0] < np.log(280) + 1
+    assert 0 < result.summary["held_out_loss"] < scored[0] < np.log(320) + 1
 
 
 def test_that_nothing_is_held_out_is_said_before_the_first_step(config):
@@ -467,7 +439,6 @@ def test_that_nothing_is_held_out_is_said_before_the_first_step(config):
     assert not (pathlib.Path(config.run.out_dir) / "metrics.jsonl").exists()
 
 
-@pytest.mark.usefixtures("one_program")
 def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
     config, first, _ = finished
     shutil.copytree(first.out_dir, tmp_path / "run")
@@ -503,18 +474,17 @@ def test_a_run_in_8_bits_needs_bfloat16(config):
 
 
 def test_every_micro_batch_of_every_step_has_draws_of_its_own():
-    model = dataclasses.replace(MODEL, vocab_size=50)
-    definition, weights = nnx.split(Decoder(model, rngs=nnx.Rngs(0)))
-    head, params = HeadConfig(gradient=("sample", 2)), nnx.to_pure_dict(weights)
+    definition, params = drawn(lambda: Decoder(model_of(), rngs=nnx.Rngs(0)))
+    head = HeadConfig(gradient=("sample", 2))
     gradients = jax.jit(sft.make_gradients(definition, head, seed=3))
-    rows = random_rows(2)
-    twice = Batch(*(np.stack([x, x]) for x in rows))
+    rows = random_rows(8)
+    twice = split(rows, range(8), range(8))
 
     def W(batch, number):
         made, _ = gradients(params, {}, batch, np.uint32(number))
         return np.asarray(made["norm"]["scale"])
 
-    once = [W(split(rows, 1), number) for number in (1, 1, 2)]
+    once = [W(split(rows, range(8), ()), number) for number in (1, 1, 2)]
     np.testing.assert_array_equal(once[0], once[1])
     assert np.any(once[0] != once[2])
     # Two equal micro-batches: were their draws the same, the mean would be either's.
@@ -560,26 +530,9 @@ def test_a_run_resumes_without_clipping(finished, tmp_path):
 def test_another_backend_than_the_checkpoint_s_is_refused(finished, monkeypatch):
     config, first, _ = finished
     assert first.history[-1].backend == "xla"
-    monkeypatch.setattr(sft.Program, "backend", "hopper")
+    monkeypatch.setattr(DecoderProgram, "backend", property(lambda _: "hopper"))
     with pytest.raises(ValueError, match="^head.implementation was 'xla' in run"):
         train(changed(config, run=dict(steps=7)))
-
-
-def test_a_gradient_that_is_not_finite_leaves_no_checkpoint(config, monkeypatch):
-    def not_finite(*given):
-        return update(*given)[0], jnp.float32(jnp.inf)
-
-    monkeypatch.setattr(whole_step, "update", not_finite)
-    config = changed(config, run=dict(checkpoint_every=1))
-    with pytest.raises(FloatingPointError, match="gradient's norm of step 1 is inf"):
-        train(config)
-    assert not list((pathlib.Path(config.run.out_dir) / "checkpoints").glob("1"))
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(config, monkeypatch):
-    monkeypatch.setattr(sft, "head_loss", lambda *_: (jnp.float32(jnp.nan), {}))
-    with pytest.raises(FloatingPointError, match="the loss of step 1 is nan"):
-        train(config)
 
 
 def test_a_vocabulary_below_the_tokenizer_s_is_refused(config):
@@ -613,23 +566,11 @@ def test_impossible_settings_are_refused_by_name(kind, changes, message):
 
 # ------------------------------------------------------------------- kills
 
-PROGRAM = textwrap.dedent(
-    """
-    import sys
-    from jaxmem.train import jobs
-    from jaxmem.train.jobs.config import Config
-    from jaxmem.data.documents import DataConfig
-    from jaxmem.models.decoder import ModelConfig
-    from jaxmem.models.head import HeadConfig
-    from jaxmem.train.evaluation import EvalConfig
-    from jaxmem.train.memory import RematConfig
-    from jaxmem.models.partitioning import MeshConfig
-    from jaxmem.train.optimizer import OptimizerConfig
-    from jaxmem.train.settings import RunConfig
-
-    jobs.train(eval(sys.stdin.read()))
-    """
-)
+PROGRAM = """
+import pickle, sys
+from jaxmem.train import jobs
+jobs.train(pickle.load(sys.stdin.buffer))
+"""
 
 
 def start(config, out_dir, checkpoint_every):
@@ -639,22 +580,17 @@ def start(config, out_dir, checkpoint_every):
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path),
+            # This process finds its program again.
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_NUM_CPU_DEVICES": str(jax.device_count()),
         },
     )
-    process.stdin.write(repr(changed(config, run=run)))
-    process.stdin.close()
+    with process.stdin as given:
+        given.write(pickle.dumps(changed(config, run=run)))
     return process
-
-
-def finish(process):
-    with process.stderr as errors:
-        said = errors.read()
-    assert process.wait() == 0, said
 
 
 def kill_after(process, metrics_file, step):
@@ -674,7 +610,6 @@ def of_steps(out_dir):
     return [(s.step, s.loss, s.grad_norm, s.tokens) for s in read_history(path)]
 
 
-@pytest.mark.usefixtures("one_program")
 def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_path):
     head = dict(gradient=("sample", 8, "int8"))  # draws follow from the step's number
     model = dict(hidden=32, dtype="bfloat16")
@@ -689,23 +624,3 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_p
     assert of_steps(killed) == of_steps(whole)
     told = read_history(whole / "metrics.jsonl")
     assert all(0 < step.forward_error < 1e-2 for step in told)
-
-
-@pytest.mark.slow
-def test_killed_twice_a_run_takes_bitwise_the_steps_of_one_never_stopped(
-    config, tmp_path
-):
-    head = dict(gradient=("sample", 8))  # whose draws follow from the step's number
-    config = changed(config, run=dict(steps=40, accumulate=2), head=head)
-    finish(start(config, tmp_path / "whole", 100))
-    killed = tmp_path / "killed"
-    # First between checkpoints; then saving after each step, most likely in a save.
-    kill_after(start(config, killed, 5), killed / "metrics.jsonl", 13)
-    written = len(read_history(killed / "metrics.jsonl"))
-    saved = max(int(p.name) for p in (killed / "checkpoints").glob("[0-9]*[0-9]"))
-    assert saved % 5 == 0 and saved <= written < 40
-    kill_after(start(config, killed, 1), killed / "metrics.jsonl", written + 4)
-    finish(start(config, killed, 7))
-    resumed = of_steps(killed)
-    assert [step for step, *_ in resumed] == list(range(1, 41))
-    assert resumed == of_steps(tmp_path / "whole")

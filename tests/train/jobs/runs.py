@@ -1,0 +1,72 @@
+"""Runs of jobs, and what is reproducible of them."""
+
+import dataclasses
+import io
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from jaxmem.train import configuration, jobs
+from jaxmem.train.history import read_history
+from jaxmem.train.metrics import StepMetrics
+
+
+def changed(config, **sections):
+    """The config with some fields of some sections replaced, all at once."""
+    made = {
+        name: dataclasses.replace(getattr(config, name), **fields)
+        for name, fields in sections.items()
+    }
+    return dataclasses.replace(config, **made)
+
+
+def run(config, text=""):
+    """What a run returns, and what it says."""
+    stream = io.StringIO()
+    return jobs.train(config, text, Console(file=stream, width=160)), stream.getvalue()
+
+
+def train(gin, *overrides):
+    return run(*configuration.load(gin, overrides))
+
+
+def refused(gin, overrides, message):
+    """The file with such settings, in one line."""
+    with pytest.raises(ValueError) as raised:
+        configuration.load(gin, overrides)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def reproducible(history):
+    return [
+        {k: v for k, v in step._asdict().items() if "second" not in k}
+        for step in history
+    ]
+
+
+def steps(path="run", kind=StepMetrics):
+    """What is reproducible of each step."""
+    return reproducible(read_history(pathlib.Path(path) / "metrics.jsonl", kind))
+
+
+def write(path, rows):
+    """JSON Lines."""
+    pathlib.Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def drawn(make):
+    """Graph and weights of a module: matrices of normal numbers, scales of 1."""
+    definition, shapes = nnx.split(nnx.eval_shape(make))
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        if "scale" in jax.tree_util.keystr(path):
+            return np.ones(leaf.shape, leaf.dtype)
+        return (rng.normal(size=leaf.shape) / leaf.shape[-2] ** 0.5).astype(leaf.dtype)
+
+    return definition, jax.tree.map_with_path(draw, nnx.to_pure_dict(shapes))
