@@ -427,9 +427,10 @@ def test_any_negative_label_is_padding(padding):
 # Labels that do not exist, where nobody could see them.
 
 
-@pytest.mark.parametrize("verb", ["token_stats", "token_stats_from_logits"])
-def test_unseen_label_beyond_the_vocabulary_is_nan_logprob_only(verb):
+def test_unseen_label_beyond_the_vocabulary_is_nan_logprob_only():
+    """Of logits; functional/test_api has the other verbs."""
     labels = _LABELS.at[1].set(V)
+    verb = "token_stats_from_logits"
     got = jax.jit(lambda labels: call(verb, labels=labels))(labels)
     expected = call(verb)
     assert np.isnan(got.logprob[1])

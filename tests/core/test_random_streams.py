@@ -3,6 +3,7 @@
 import ast
 import functools
 import itertools
+import types
 from pathlib import Path
 
 import jax
@@ -33,12 +34,14 @@ def _weights_keys():
     return {_bits(key) for key in (*made, *(s for k in made for s in _split(k)))}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _drawn(stream):
+@jax.jit
+@jax.vmap
+def _drawn(value):
+    """A stream's own key, those of steps, and those of rows of steps."""
+    key = functools.partial(Stream.key, types.SimpleNamespace(value=value), SEED)
     steps = jax.numpy.arange(COUNT)
-    of_steps = jax.vmap(functools.partial(stream.key, SEED))(steps)
     of_rows = jax.vmap(lambda k: jax.vmap(lambda i: jax.random.fold_in(k, i))(steps))
-    return of_steps, of_rows(of_steps)
+    return key(), jax.vmap(key)(steps), of_rows(jax.vmap(key)(steps))
 
 
 def _split(key):
@@ -50,12 +53,13 @@ def test_keys_of_streams_and_weights_differ():
     seeds = {_bits(jax.random.fold_in(jax.random.key(SEED), n)) for n in range(COUNT)}
     assert seeds <= weights  # why each stream has a constant
     kept = [weights]
-    for stream in Stream:
-        keys = np.concatenate(
-            [np.asarray(jax.random.key_data(k)).reshape(-1, 2) for k in _drawn(stream)]
-        )
-        kept.append({tuple(row) for row in keys.tolist()} | {_bits(stream.key(SEED))})
+    drawn = _drawn(np.array([*Stream], np.uint32))
+    for keys in zip(*map(jax.random.key_data, drawn), strict=True):
+        rows = np.concatenate([np.asarray(x).reshape(-1, 2) for x in keys])
+        kept.append({tuple(row) for row in rows.tolist()})
         assert len(kept[-1]) == COUNT * (COUNT + 1) + 1
+    first = next(iter(Stream))
+    assert _bits(first.key(SEED)) in kept[1]
     assert not any(a & b for a, b in itertools.combinations(kept, 2))
 
 

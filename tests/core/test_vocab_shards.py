@@ -78,13 +78,7 @@ def cotangents():
 
 def stats(h, W, y, axis_name=None, vocab_size=V, **options):
     made = described(jaxmem.token_stats)(
-        h,
-        W,
-        y,
-        CHUNK,
-        axis_name=axis_name,
-        vocab_size=vocab_size,
-        **options,
+        h, W, y, CHUNK, axis_name=axis_name, vocab_size=vocab_size, **options
     )
     return {k: v for k, v in made._asdict().items() if k in FLOATS}
 

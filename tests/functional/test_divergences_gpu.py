@@ -9,12 +9,7 @@ import pytest
 
 import jaxmem
 from tests.functional.test_divergence import make
-from tests.targets import (
-    loss_of_columns,
-    loss_of_two_heads,
-    of_columns,
-    of_two_heads,
-)
+from tests.targets import loss_of_columns, loss_of_two_heads, of_columns, of_two_heads
 
 pytestmark = pytest.mark.gpu
 

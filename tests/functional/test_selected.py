@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmem
+from tests import oracle
 from tests.cases import slow
 from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
@@ -195,23 +196,18 @@ def test_confident_ids_keep_their_digits(verb):
     np.testing.assert_allclose(got, dh, rtol=2 * in_order)
 
 
-def test_one_selected_id_is_logprobs():
+@pytest.mark.parametrize("verb", VERBS)
+def test_one_selected_id_or_a_support_of_everything_is_logprobs(verb):
     h, W, y, _ = make(3.0)
-    alone = np.where(np.arange(K) == 0, y[:, None], -1)
-    got, gradients = ours((h, W, y, alone), np.ones((N, K)), {}, "selected")
-    want, pull = jax.vjp(lambda h, W: jaxmem.logprobs(h, W, y, CHUNK), h, W)
-    np.testing.assert_allclose(got[:, 0], want, rtol=2e-6)
-    for a, b in zip(gradients, pull(jnp.ones(N)), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6)
-
-
-def test_a_support_of_everything_is_logprobs():
-    h, W, y, _ = make(3.0)
-    everything = np.tile(np.arange(V, dtype=np.int32)[::-1], (N, 1))
-    got, gradients = ours((h, W, y, everything), np.ones(N), {}, "support")
-    want, pull = jax.vjp(lambda h, W: jaxmem.logprobs(h, W, y, CHUNK), h, W)
-    np.testing.assert_allclose(got, want, rtol=1e-5)
-    for a, b in zip(gradients, pull(jnp.ones(N)), strict=True):
+    ids = np.where(np.arange(K) == 0, y[:, None], -1)
+    if verb == "support":
+        ids = np.tile(np.arange(V, dtype=np.int32)[::-1], (N, 1))
+    g = np.ones((N, K)) if verb == "selected" else np.ones(N)
+    got, gradients = ours((h, W, y, ids), g, {}, verb)
+    want, need = oracle.head(h, W, y, {"logprob": np.ones(N)})
+    got = got[:, 0] if verb == "selected" else got
+    np.testing.assert_allclose(got, want["logprob"], rtol=1e-5)
+    for a, b in zip(gradients, need, strict=False):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -310,7 +306,7 @@ def test_float64_stays_float64(verb):
             assert error(got, exact_one) < 1e-13
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ["support", slow("selected")])
 def test_mixed_types_keep_the_sum_in_the_weights_own_type(verb):
     h, W, y, ids = make()
     operands = jnp.asarray(h).astype("bfloat16"), jnp.asarray(W), y, ids
@@ -325,17 +321,25 @@ def test_mixed_types_keep_the_sum_in_the_weights_own_type(verb):
 
 
 def test_any_leading_shape():
-    h, W, y, ids = (x[:24] if len(x) == N else x for x in make())
+    operands = [x[:24] if len(x) == N else x for x in make()]
+    h, W, y, ids = operands
     shape = 2, 3, 4
-    cut = h.reshape(*shape, D), y.reshape(shape), ids.reshape(*shape, K)
-    flat = jaxmem.selected_logprobs(h, W, ids)
-    got = jaxmem.selected_logprobs(cut[0], W, cut[2])
-    np.testing.assert_array_equal(got, flat.reshape(*shape, K))
-    flat = jaxmem.support_logprobs(h, W, y, ids)
-    got = jaxmem.support_logprobs(cut[0], W, *cut[1:])
-    np.testing.assert_array_equal(got, flat.reshape(shape))
-    one = jaxmem.support_logprobs(h[0], W, y[0], ids[0])
-    assert one.shape == () and error(one, flat[0]) < STATS_EPSILON
+
+    @jax.jit
+    def run(h, W, y, ids):
+        cut = h.reshape(*shape, D), y.reshape(shape), ids.reshape(*shape, K)
+        return (
+            jaxmem.selected_logprobs(cut[0], W, cut[2]),
+            jaxmem.support_logprobs(cut[0], W, *cut[1:]),
+            jaxmem.support_logprobs(h[0], W, y[0], ids[0]),
+        )
+
+    *both, one = run(h, W, y, ids)
+    for verb, got in zip(VERBS, both, strict=True):
+        want, _ = exact(verb, np.ones((24, K) if verb == "selected" else 24), operands)
+        assert got.shape[:3] == shape
+        assert error(got.reshape(want.shape), want) < STATS_EPSILON
+    assert one.shape == () and error(one, want[0]) < STATS_EPSILON
 
 
 def test_nothing_to_do():

@@ -551,95 +551,37 @@ RESULT = "loss_fn must return a float array of shape (16,), one number a token o
 PAIR = "chunk, or a pair of it and a dict of metrics, got "
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "exception", "message"),
-    [
-        (
-            [checks],
-            {},
-            TypeError,
-            "loss_fn must be a function of a TokenStats and the per-token arguments, "
-            f"got {checks!r}",
-        ),
-        (
-            [lambda s: s.logprob.mean()],
-            {},
-            TypeError,
-            f"{RESULT}{PAIR}float32 of shape ()",
-        ),
-        (
-            [lambda s: s.is_argmax],
-            {},
-            TypeError,
-            f"{RESULT}{PAIR}bool of shape (16,)",
-        ),
-        ([lambda s: None], {}, TypeError, f"{RESULT}{PAIR}NoneType"),
-        (
-            [lambda s: (s.logprob, [s.entropy])],
-            {},
-            TypeError,
-            "loss_fn's metrics must be a dict of names to arrays, got list",
-        ),
-        (
-            [lambda s: (s.logprob, {"mean": s.entropy.mean()})],
-            {},
-            TypeError,
-            "loss_fn's metric 'mean' must be a real array of shape (16,), one number a "
-            "token of its chunk, got float32 of shape ()",
-        ),
-        (
-            [nll, 2.0],
-            {},
-            ValueError,
-            "per_token[0] must have one entry per token, shape (3,) and maybe further "
-            "axes, got shape (); broadcast it, or let loss_fn close over it",
-        ),
-        (
-            [nll, np.ones(3), np.ones((4, 3))],
-            {},
-            ValueError,
-            "per_token[1] must have one entry per token, shape (3,) and maybe further "
-            "axes, got shape (4, 3); broadcast it, or let loss_fn close over it",
-        ),
-        (
-            [nll, np.ones(3) * 1j],
-            {},
-            TypeError,
-            "per_token[0] must hold real numbers, got complex64",
-        ),
-        (
-            [nll, None],
-            {},
-            TypeError,
-            "per_token[0] must be an array of numbers, got NoneType",
-        ),
-        (
-            [nll],
-            {"normalizer": np.ones(3)},
-            ValueError,
-            "normalizer must be a scalar, got shape (3,)",
-        ),
-        (
-            [nll],
-            {"normalizer": -1},
-            ValueError,
-            "normalizer must be finite and not negative, got -1",
-        ),
-        (
-            [nll],
-            {"normalizer": float("nan")},
-            ValueError,
-            "normalizer must be finite and not negative, got nan",
-        ),
-        (
-            [nll],
-            {"normalizer": True},
-            TypeError,
-            "normalizer must be a real number, got bool",
-        ),
-    ],
-    ids=lambda x: "",
-)
+@pytest.mark.parametrize(("arguments", "options", "exception", "message"), [
+    ([checks], {}, TypeError,
+     "loss_fn must be a function of a TokenStats and the per-token arguments, "
+     f"got {checks!r}"),
+    ([lambda s: s.logprob.mean()], {}, TypeError, f"{RESULT}{PAIR}float32 of shape ()"),
+    ([lambda s: s.is_argmax], {}, TypeError, f"{RESULT}{PAIR}bool of shape (16,)"),
+    ([lambda s: None], {}, TypeError, f"{RESULT}{PAIR}NoneType"),
+    ([lambda s: (s.logprob, [s.entropy])], {}, TypeError,
+     "loss_fn's metrics must be a dict of names to arrays, got list"),
+    ([lambda s: (s.logprob, {"mean": s.entropy.mean()})], {}, TypeError,
+     "loss_fn's metric 'mean' must be a real array of shape (16,), one number a "
+     "token of its chunk, got float32 of shape ()"),
+    ([nll, 2.0], {}, ValueError,
+     "per_token[0] must have one entry per token, shape (3,) and maybe further "
+     "axes, got shape (); broadcast it, or let loss_fn close over it"),
+    ([nll, np.ones(3), np.ones((4, 3))], {}, ValueError,
+     "per_token[1] must have one entry per token, shape (3,) and maybe further "
+     "axes, got shape (4, 3); broadcast it, or let loss_fn close over it"),
+    ([nll, np.ones(3) * 1j], {}, TypeError,
+     "per_token[0] must hold real numbers, got complex64"),
+    ([nll, None], {}, TypeError,
+     "per_token[0] must be an array of numbers, got NoneType"),
+    ([nll], {"normalizer": np.ones(3)}, ValueError,
+     "normalizer must be a scalar, got shape (3,)"),
+    ([nll], {"normalizer": -1}, ValueError,
+     "normalizer must be finite and not negative, got -1"),
+    ([nll], {"normalizer": float("nan")}, ValueError,
+     "normalizer must be finite and not negative, got nan"),
+    ([nll], {"normalizer": True}, TypeError,
+     "normalizer must be a real number, got bool"),
+], ids=lambda x: "")  # fmt: skip
 def test_error(arguments, options, exception, message):
     with pytest.raises((TypeError, ValueError)) as caught:
         call(*arguments, **options)

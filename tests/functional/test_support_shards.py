@@ -45,15 +45,7 @@ def problem():
 
 def dense(h, W, y, ids, bias, warm, axis_name=None):
     return described(jaxmem.support_logprobs)(
-        h,
-        W,
-        y,
-        ids,
-        CHUNK,
-        temperature=warm,
-        axis_name=axis_name,
-        bias=bias,
-        **OPTIONS,
+        h, W, y, ids, CHUNK, temperature=warm, axis_name=axis_name, bias=bias, **OPTIONS
     )
 
 

@@ -13,16 +13,7 @@ from tests import oracle
 from tests.backends.test_xla import compiled, count_gemms
 from tests.cases import slow
 from tests.functional.test_api import STATS_EPSILON, error
-from tests.functional.test_topk_divergence import (
-    CHUNK,
-    D,
-    K,
-    N,
-    V,
-    exact,
-    make,
-    named,
-)
+from tests.functional.test_topk_divergence import CHUNK, D, K, N, V, exact, make, named
 from tests.targets import loss_of_columns, topk_kl
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")

@@ -86,18 +86,6 @@ def test_vmap_keeps_the_chunk_bound(problem):
     assert f"<{CHUNK}x{V}xf32" in text and f"<4x{CHUNK}x{V}xf32" not in text
 
 
-def test_scan_around_a_training_step(problem):
-    h, W, y = problem
-
-    def step(W, _):
-        value, dW = jax.value_and_grad(loss, 1)(h, W, y)
-        return W - 1e-3 * dW, value
-
-    _, losses = jax.jit(lambda W: lax.scan(step, W, length=5))(W)
-    assert losses[0] == pytest.approx(float(reference(h, W, y)[0]), rel=1e-5)
-    assert losses[-1] < losses[0]
-
-
 def test_nothing_of_the_size_of_the_logits_is_saved(problem):
     _, pull = jax.vjp(functools.partial(loss, y=problem[2]), *problem[:2])
     sizes = [leaf.size for leaf in jax.tree.leaves(pull)]
@@ -117,28 +105,6 @@ def test_the_statistics_are_named_for_remat_policies(problem, capsys):
     assert capsys.readouterr().out.count("jaxmem_call") == len(names)
     print_saved_residuals(jax.checkpoint(fn), h)
     assert "jaxmem_call" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("differentiate", [
-    lambda f, h: jax.grad(lambda h: jax.grad(f)(h).sum())(h),
-    lambda f, h: jax.jvp(jax.grad(f), (h,), (h,)), lambda f, h: jax.hessian(f)(h),
-], ids=["reverse over reverse", "forward over reverse", "hessian"])  # fmt: skip
-def test_second_derivatives_are_refused(problem, differentiate):
-    h, W, y = problem
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        differentiate(lambda h: jaxmem.logprobs(h, W, y).sum(), h)
-
-
-def test_forward_mode_is_refused(problem):
-    h, W, y = problem
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda h: jaxmem.logprobs(h, W, y), (h,), (h,))
-
-
-def test_the_gradient_of_a_temperature_is_refused(problem):
-    h, W, y = problem
-    with pytest.raises(NotImplementedError, match="temperature.*stop_gradient"):
-        jax.grad(lambda t: jaxmem.logprobs(h, W, y, temperature=t).sum())(0.5)
 
 
 def test_a_stopped_temperature_is_fine(problem):
