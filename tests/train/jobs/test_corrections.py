@@ -192,18 +192,6 @@ def test_numbers_are_known_once_they_are_measured():
     assert old.known.sum() == 1
 
 
-def two_steps(config, own_old, monkeypatch):
-    """The state after two steps, and what they told."""
-    with monkeypatch.context() as patch:
-        if not own_old:
-            patch.setattr(GrpoConfig, "reads_own_old", False)
-            patch.setattr(GrpoConfig, "has_old_pass", True)
-        program = PolicyProgram(config)
-        job = job_with(program, program.compile())
-        assert bool(job._compiled.logprobs) == bool(config.grpo.forward_passes)
-        return steps_of(job)
-
-
 def steps_of(job):
     """The state after two steps from the start, and what they told."""
     job.open()
@@ -234,10 +222,15 @@ def test_an_update_that_measures_its_own_tokens_changes_nothing(
     fields, sampling, monkeypatch
 ):
     """Within rounding: the passes pack other rows."""
-    config = changed(SMALL, grpo=fields, sampling=sampling)
-    (ours, told), (want, expected) = (
-        two_steps(config, own_old, monkeypatch) for own_old in (True, False)
-    )
+    program = PolicyProgram(changed(SMALL, grpo=fields, sampling=sampling))
+    with monkeypatch.context() as patch:  # the old pass, which measures all of them
+        patch.setattr(GrpoConfig, "reads_own_old", False)
+        patch.setattr(GrpoConfig, "has_old_pass", True)
+        compiled = program.compile()
+        want, expected = steps_of(job_with(program, compiled))
+    if not program.config.grpo.forward_passes:
+        compiled = compiled._replace(logprobs={})
+    ours, told = steps_of(job_with(program, compiled))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), ours, want
     )
@@ -283,15 +276,36 @@ def test_a_ratio_is_to_the_sampler_s_own_numbers(monkeypatch):
 
 
 @functools.cache
-def long_job(**grpo):
-    """Two tokens a completion, which few end in."""
+def long_job(like=None, **grpo):
+    """Two tokens a completion, which few end in; with the programs of a job `like` it.
+
+    They are the same, whatever is decided outside of them.
+    """
     config = changed(SMALL, grpo=dict(minibatches=1) | grpo)
     program = PolicyProgram(config)
-    return job_with(program, program.compile())
+    return job_with(program, like._compiled if like else program.compile())
+
+
+def test_groups_that_tell_nothing_change_nothing(monkeypatch):
+    job = long_job()
+    job.open()
+    grade, state = job.task.grade, job.initial_state()
+
+    def graded(batch, made):
+        return grade(batch, made)._replace(rewards=np.zeros(32, np.float32))
+
+    monkeypatch.setattr(job.task, "grade", graded)
+    for number in (1, 2):
+        before = jax.device_get(state.params)
+        state, step = job.step(number, state)
+        assert (step.reward, step.degenerate) == (0, 1)
+        assert (step.loss, step.grad_norm, step.clip_fraction) == (0, 0, 0)
+        assert step.entropy > 2
+        jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
 def test_truncated_completions_are_not_learned_from_and_stay_in_the_normaliser():
-    job = long_job(mask_truncated=True)
+    job = long_job(long_job(), mask_truncated=True)
     state = job.initial_state()
     made = job._roll_out(1, state.params)
     last = made.completions.lengths[:, None] - 1
@@ -314,9 +328,13 @@ def test_truncated_completions_are_not_learned_from_and_stay_in_the_normaliser()
     assert told.mismatch_max < 1e-5
 
 
+MASKED = dict(correction="sequence_mask")
+
+
 def test_sequences_outside_the_band_change_nothing():
     """A band without 1 drops all of them."""
-    job = long_job(correction="sequence_mask", correction_low=1.5, correction_high=2.0)
+    band = dict(correction_low=1.5, correction_high=2.0)
+    job = long_job(long_job(**MASKED), **MASKED, **band)
     state = job.initial_state()
     before = jax.device_get(state.params)
     state, told = job.step(1, state)
@@ -326,7 +344,7 @@ def test_sequences_outside_the_band_change_nothing():
 
 
 def test_own_samples_are_inside_every_band():
-    job = long_job(correction="sequence_mask")
+    job = long_job(**MASKED)
     _, told = job.step(1, job.initial_state())
     assert told.dropped == 0 and told.grad_norm > 0
     assert told.ratios_inside_strict == told.ratios_inside_1_01 == 1
@@ -338,7 +356,7 @@ def test_own_samples_are_inside_every_band():
 
 def test_other_prompts_stand_in_for_groups_that_tell_nothing():
     """Rewards by the number of the prompt: only every third group differs."""
-    job = long_job(resample=4)
+    job = long_job(long_job(), resample=4)
     grade, prompts, group = job.task.grade, 8, 4
     asked = []
 
@@ -374,7 +392,7 @@ def test_other_prompts_stand_in_for_groups_that_tell_nothing():
 
 
 def test_few_groups_are_filled_up_and_attempts_are_limited():
-    job = long_job(resample=2)
+    job = long_job(long_job(), resample=2)
     grade = job.task.grade
 
     def graded(batch, made):
@@ -395,7 +413,7 @@ def test_few_groups_are_filled_up_and_attempts_are_limited():
 
 
 def test_without_resampling_a_rollout_is_what_it_was():
-    job, other = long_job(), long_job(resample=2)
+    job, other = long_job(), long_job(long_job(), resample=2)
     for one in (job, other):
         one.open()
     a, b = (one._sampled(1, 0, 0, one.initial_state().params) for one in (job, other))

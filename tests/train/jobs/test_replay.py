@@ -13,7 +13,6 @@ from flax import nnx
 
 from jaxmem import packing
 from jaxmem.data.documents import Batch
-from jaxmem.models.decoder import Decoder
 from jaxmem.models.sampling import Samples, truncate
 from jaxmem.train.configuration import load
 from jaxmem.train.jobs import rollout_metrics
@@ -28,7 +27,9 @@ from tests.train.jobs.test_grpo import (
     SMALL,
     changed,
     completions,
+    head_and_hidden,
     job_with,
+    softmax_stats,
     train,
 )
 
@@ -72,6 +73,9 @@ def test_supports_of_packed_tokens():
 # ------------------------------------------------------------ loss within them
 
 
+CONFIG = GrpoConfig(kl_coefficient=0.1)
+
+
 @functools.cache
 def truncated_micro_batch(shape=(3, 8)):
     """Tokens with supports of one id to all, and old numbers that clip some ratios."""
@@ -94,7 +98,16 @@ def truncated_micro_batch(shape=(3, 8)):
     )
 
 
-def dense_loss(config, z, made, normalizer):
+@jax.jit
+@functools.partial(jax.value_and_grad, argnums=(0, 1))
+def wanted(weights, hidden, entropy_coefficient):
+    module = nnx.merge(nnx.split(head_and_hidden()[0])[0], weights)
+    return dense_loss(
+        module(hidden) / 0.7, truncated_micro_batch(), 7, entropy_coefficient
+    )
+
+
+def dense_loss(z, made, normalizer, entropy_coefficient):
     """The loss with an explicit mask over all logits; differentiable, materialised."""
     labels = made.batch.labels
     ids = packing.csr_to_support(*made.supports).reshape(*labels.shape, -1)
@@ -104,13 +117,13 @@ def dense_loss(config, z, made, normalizer):
     lp = jnp.take_along_axis(log_p, np.maximum(labels, 0)[..., None], -1)[..., 0]
     live = labels >= 0
     lp = jnp.where(live, lp, made.old_logprob)
-    (low, high), A = config.clips, made.advantages
+    (low, high), A = CONFIG.clips, made.advantages
     ratio = jnp.exp(lp - made.old_logprob)
     loss = -jnp.minimum(ratio * A, jnp.clip(ratio, 1 - low, 1 + high) * A)
     delta = made.ref_logprob - lp
-    loss += config.kl_coefficient * (jnp.exp(delta) - delta - 1)
+    loss += CONFIG.kl_coefficient * (jnp.exp(delta) - delta - 1)
     entropy = -jnp.sum(jnp.exp(whole) * whole, -1)
-    loss -= config.entropy_coefficient * entropy
+    loss -= entropy_coefficient * entropy
     return jnp.sum(jnp.where(live, made.weights * loss, 0)) / normalizer
 
 
@@ -124,32 +137,25 @@ def dense_loss(config, z, made, normalizer):
     ],
 )
 def test_ratios_are_those_within_the_support(entropy, logits):
-    config = GrpoConfig(kl_coefficient=0.1, entropy_coefficient=entropy)
+    config = dataclasses.replace(CONFIG, entropy_coefficient=entropy)
     made, call = truncated_micro_batch(), HeadCall(0.7, logits, max_ids=V)
-    sizes = dataclasses.replace(SMALL.model, vocab_size=V)
-    head = Decoder(sizes, SMALL.head, rngs=nnx.Rngs(0)).head
-    hidden = jax.random.normal(jax.random.key(1), (3, 8, sizes.hidden))
+    head, hidden = head_and_hidden()
     definition, weights = nnx.split(head)
 
     def ours(weights, hidden):
         module = nnx.merge(definition, weights)
         return policy_loss(module, hidden, made, jnp.float32(7), config, call)
 
-    def wanted(weights, hidden):
-        z = nnx.merge(definition, weights)(hidden) / 0.7
-        return dense_loss(config, z, made, 7)
-
     (value, told), slopes = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(
         weights, hidden
     )
-    want, expected = jax.jit(jax.value_and_grad(wanted, (0, 1)))(weights, hidden)
+    want, expected = wanted(weights, hidden, entropy)
     np.testing.assert_allclose(value, want, rtol=2e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), slopes, expected
     )
     assert 0 < told["clip_fraction"].sum() < (made.batch.labels >= 0).sum()
-    z = head(hidden) / 0.7
-    entropy = -jnp.sum(jax.nn.softmax(z) * jax.nn.log_softmax(z), -1)
+    entropy = softmax_stats(np.asarray(head(hidden)) / 0.7, made.batch.labels)[1]
     live = made.batch.labels >= 0
     np.testing.assert_allclose(told["entropy"], np.where(live, entropy, 0), rtol=1e-5)
 
@@ -164,14 +170,7 @@ def job_of(**sampling):
     return job_with(program, program.compile())
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        slow(dict(top_p=0.8, support=14)),
-        CUT,
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("sampling", [slow(dict(top_p=0.8, support=14)), CUT], ids=str)
 def test_the_first_ratios_are_one_within_the_support_and_only_there(sampling):
     """Of the trainer's probabilities to the sampler's, in every pass."""
     job = job_of(**sampling)
@@ -393,24 +392,15 @@ def test_a_backend_that_cannot_run_here_is_named(tmp_path):
         (["grpo.token_fraction=0.0"], "grpo.token_fraction must be in (0, 1], got 0.0"),
         (["grpo.token_fraction=1.5"], "grpo.token_fraction must be in (0, 1], got 1.5"),
         (["grpo.token_fraction=nan"], "grpo.token_fraction must be"),
-        (
-            ["head.implementation=cuda"],
-            "head.implementation must be 'xla', ",
-        ),
-        (
-            ["head.implementation=xla", "head.logits=materialised"],
-            "head.implementation='xla' needs logits='fused'",
-        ),
-        (
-            ["head.gradient=('sample', 4)", "sampling.top_k=3"],
-            "head.gradient=('sample', 4) must stay None where sampling.top_k, top_p ",
-        ),
-        (
-            ["head.vocab_groups=8", "sampling.top_k=3"],
-            "head.vocab_groups=8 must stay None where sampling.top_k, top_p or ",
-        ),
+        (["head.implementation=cuda"], "head.implementation must be 'xla', "),
+        (["head.implementation=xla", "head.logits=materialised"],
+         "head.implementation='xla' needs logits='fused'"),
+        (["head.gradient=('sample', 4)", "sampling.top_k=3"],
+         "head.gradient=('sample', 4) must stay None where sampling.top_k, top_p "),
+        (["head.vocab_groups=8", "sampling.top_k=3"],
+         "head.vocab_groups=8 must stay None where sampling.top_k, top_p or "),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_says_where_and_what(overrides, expected):
     with pytest.raises(ValueError, match=re.escape(expected)) as caught:
         load(CONFIGS / "grpo_arithmetic.gin", overrides)
