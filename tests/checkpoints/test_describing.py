@@ -13,7 +13,8 @@ from flax import nnx
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.data import vocabulary
-from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.decoder import ModelConfig
+from tests import decoders
 from tests.checkpoints import texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -36,17 +37,6 @@ KNOWN = {
         qk_norm=True, local_rope_theta=50.0, attention_scale=7**-0.5, **WINDOW, **GEMMA
     ),
 }
-
-
-def random_decoder(config, seed=0):
-    """Random weights, without a program that draws them."""
-    shapes = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    definition, state = nnx.split(shapes)
-    rng = np.random.default_rng(seed)
-    drawn = jax.tree.map(
-        lambda w: jnp.asarray(0.2 * rng.normal(size=w.shape), w.dtype), state
-    )
-    return nnx.merge(definition, drawn)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -98,7 +88,7 @@ def test_the_factor_of_the_loss_of_routers_is_of_no_architecture(factor):
 
 
 def test_what_is_saved_is_a_checkpoint(tmp_path):
-    decoder = random_decoder(SMALL)
+    decoder = decoders.drawn(SMALL)
     names = "<s>", "</s>", "<pad>"
     text = checkpoints.Text(texts.tokenizer(start=False), *names, "{{ messages }}")
     checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
@@ -122,7 +112,7 @@ def test_what_is_saved_is_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_scaled_embeddings_become_the_embeddings(tied, tmp_path):
     config = dataclasses.replace(SMALL, embed_scale=True, tied=tied, layers=1)
-    decoder = random_decoder(config)
+    decoder = decoders.drawn(config)
     text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
     checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
     loaded = checkpoints.load(tmp_path / "out")

@@ -17,9 +17,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxmem import checkpoints
+from tests import decoders
 from tests.cases import slow
 from tests.checkpoints import seeded
-from tests.checkpoints.test_describing import random_decoder
 from tests.checkpoints.test_families import forward, record
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -136,7 +136,7 @@ def test_what_peft_would_put_elsewhere_is_said(tmp_path):
     base = seeded.write(record("qwen3_next"), tmp_path / "base")
     model = checkpoints.read_config(base).model
     changes = {"lora_rank": 2, "lora_targets": ("down",), "dtype": "float32"}
-    decoder = random_decoder(dataclasses.replace(model, **changes))
+    decoder = decoders.drawn(dataclasses.replace(model, **changes))
     with pytest.warns(UserWarning, match="shared_expert.down_proj' for those of exp"):
         checkpoints.save_adapter(tmp_path / "out", decoder, base=str(base))
     again = checkpoints.load(base, adapter=tmp_path / "out")

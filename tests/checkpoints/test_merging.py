@@ -10,8 +10,8 @@ import pytest
 
 from jaxmem import checkpoints, cli
 from jaxmem.models.decoder import ModelConfig
+from tests import decoders
 from tests.checkpoints import texts
-from tests.checkpoints.test_describing import random_decoder
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -57,7 +57,7 @@ def test_merged_logits_are_those_with_adapters(tied, tmp_path):
     config = dataclasses.replace(
         SMALL, tied=tied, lora_rank=3, lora_head=True, lora_targets=("key", "down")
     )
-    decoder = random_decoder(config)
+    decoder = decoders.drawn(config)
     merged = checkpoints.merge(decoder)
     assert not merged.config.lora_rank and not merged.config.tied
     assert (merged.embed.embedding[...] == decoder.embed.embedding[...]).all()
@@ -67,7 +67,7 @@ def test_merged_logits_are_those_with_adapters(tied, tmp_path):
     if not tied:
         return
     # A checkpoint that was tied describes it, and becomes one that is not.
-    plain = random_decoder(SMALL)
+    plain = decoders.drawn(SMALL)
     text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
     base = tmp_path / "base"
     checkpoints.save_new(base, plain, text=text, max_positions=16)

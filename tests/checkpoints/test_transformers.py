@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from jaxmem import checkpoints
+from tests import decoders
 from tests.checkpoints import texts
-from tests.checkpoints.test_describing import KNOWN, SMALL, random_decoder
+from tests.checkpoints.test_describing import KNOWN, SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 torch = pytest.importorskip("torch", reason="needs torch, transformers and peft")
@@ -77,7 +78,7 @@ def test_an_adapter_that_is_saved_loads_to_the_same_logits(tmp_path):
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_random_weights_are_an_architecture_that_they_know(name, tmp_path):
-    decoder = random_decoder(dataclasses.replace(SMALL, **KNOWN[name]), seed=2)
+    decoder = decoders.drawn(dataclasses.replace(SMALL, **KNOWN[name]))
     text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
     checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
     expected = theirs(loaded(tmp_path / "out"), tokens())

@@ -223,9 +223,14 @@ def test_a_cache_smaller_than_its_prompts_is_refused():
 def test_what_cannot_be_is_nan_and_stays_in_its_row():
     tokens, lengths = random_tokens(), LENGTHS.copy()
     lengths[[0, 2]] = 0, WIDTH + 1
-    prompts = jnp.asarray(tokens[:, :WIDTH])
-    hidden, cache = decoder().prefill(prompts, jnp.asarray(lengths), WIDTH)
+
+    @jax.jit
+    def run(model, lengths):
+        hidden, cache = model.prefill(tokens[:, :WIDTH], lengths, WIDTH)
+        return hidden, model.decode(tokens[:, 0], cache)[0]
+
+    hidden, beyond = run(decoder(), lengths)
     np.testing.assert_array_equal(
         jnp.isnan(hidden).any(axis=1), [True, False, True, False]
     )
-    assert jnp.isnan(decoder().decode(tokens[:, 0], cache)[0]).all()  # it is full
+    assert jnp.isnan(beyond).all()  # the cache is full

@@ -1,5 +1,7 @@
 """Completions after completions: a cache that is kept, and one that is made again."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,10 +84,11 @@ def test_what_is_sampled_after_a_reply_does_not_depend_on_a_kept_cache(
 
 
 def test_a_reply_that_the_cache_has_no_room_for_is_nan():
-    model = decoder()
-    _, cache = model.prefill(PROMPTS, LENGTHS, WIDTH + 3)
-    ids = jnp.ones((ROWS, 4), int)
-    hidden, _ = model.extend(ids, jnp.full(ROWS, 2), cache)
-    assert jnp.isnan(hidden).all()
-    hidden, _ = model.extend(ids[:, :3], jnp.full(ROWS, 2), cache)
-    assert jnp.isfinite(hidden).all()
+    @functools.partial(jax.jit, static_argnums=1)
+    def extended(model, tokens):
+        _, cache = model.prefill(PROMPTS, LENGTHS, WIDTH + 3)
+        ids = np.ones((ROWS, tokens), np.int32)
+        return model.extend(ids, np.full(ROWS, 2), cache)[0]
+
+    assert jnp.isnan(extended(decoder(), 4)).all()
+    assert jnp.isfinite(extended(decoder(), 3)).all()

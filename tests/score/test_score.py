@@ -195,8 +195,8 @@ def test_the_models_own_context_is_the_limit(model, directory):
 # ----------------------------------------------------------------- to resume
 
 
-def killed_after(appends, monkeypatch):
-    """Replaces `append` by one that dies in the middle of a write."""
+def killed_after(appends, monkeypatch, model, **options):
+    """A run that dies in the middle of a write, after so many that were whole."""
     count, whole = 0, journal.Journal.append
 
     def append(self, made):
@@ -208,7 +208,10 @@ def killed_after(appends, monkeypatch):
         count += 1
         whole(self, made)
 
-    monkeypatch.setattr(journal.Journal, "append", append)
+    with monkeypatch.context() as patched:
+        patched.setattr(journal.Journal, "append", append)
+        with pytest.raises(KeyboardInterrupt):
+            scored(model, **options)
 
 
 @pytest.mark.parametrize("appends", [slow(0), 1, slow(2)])
@@ -218,10 +221,7 @@ def test_a_killed_run_goes_on_without_repeating_or_losing(
     monkeypatch.setattr(run, "_GROUP", 1)
     write(documents(20))
     _, whole = scored(model, out="whole.jsonl")
-    with monkeypatch.context() as patched:
-        killed_after(appends, patched)
-        with pytest.raises(KeyboardInterrupt):
-            scored(model)
+    killed_after(appends, monkeypatch, model)
     assert not pathlib.Path("scores.jsonl").exists()
     _, records = scored(model)
     assert records == whole
@@ -265,16 +265,10 @@ def test_the_data_may_be_named_in_another_way(model, directory, monkeypatch):
     monkeypatch.setattr(run, "_GROUP", 1)
     write(documents(40))
     _, whole = scored(model, out="whole.jsonl")
-    with monkeypatch.context() as patched:
-        killed_after(1, patched)
-        with pytest.raises(KeyboardInterrupt):
-            scored(model)
+    killed_after(1, monkeypatch, model)
     for source in (directory / "data.jsonl", "x/../data.jsonl", "./data.jsonl"):
         pathlib.Path("x").mkdir(exist_ok=True)
-        with monkeypatch.context() as patched:
-            killed_after(1, patched)
-            with pytest.raises(KeyboardInterrupt):
-                scored(model, data=str(source))
+        killed_after(1, monkeypatch, model, data=str(source))
     assert scored(model)[1] == whole
 
 
@@ -331,10 +325,7 @@ def test_zeros_at_the_end_of_a_journal_are_cut(model, directory, monkeypatch):
     monkeypatch.setattr(run, "_GROUP", 1)
     write(documents(12))
     _, whole = scored(model, out="whole.jsonl")
-    with monkeypatch.context() as patched:
-        killed_after(2, patched)
-        with pytest.raises(KeyboardInterrupt):
-            scored(model)
+    killed_after(2, monkeypatch, model)
     path = pathlib.Path("scores.jsonl.unfinished")
     content = path.read_bytes()
     path.write_bytes(content[: content.rindex(b"\n") - 20] + bytes(500) + b"\n")
@@ -363,10 +354,7 @@ def test_an_unfinished_run_of_something_else_is_refused(
     write(documents(5))
     monkeypatch.setattr(run, "_GROUP", 1)
     model = pathlib.Path(shutil.copytree(model, directory / "model"))
-    with monkeypatch.context() as patched:
-        killed_after(1, patched)
-        with pytest.raises(KeyboardInterrupt):
-            scored(model)
+    killed_after(1, monkeypatch, model)
     if change == "data":
         write(documents(5, seed=1))
     if change == "weights":
@@ -382,10 +370,7 @@ def test_an_unfinished_run_of_something_else_is_refused(
 
 def test_a_run_that_scored_nothing_is_in_nobody_s_way(model, directory, monkeypatch):
     write(documents(5))
-    with monkeypatch.context() as patched:
-        killed_after(0, patched)
-        with pytest.raises(KeyboardInterrupt):
-            scored(model)
+    killed_after(0, monkeypatch, model)
     write(documents(3, seed=1))
     assert len(scored(model)[1]) == 3
 
