@@ -77,9 +77,8 @@ def test_states_and_gradients_are_those_of_prompts_that_are_read_each_time(
     config = dataclasses.replace(SMALL, **changes)
     model = decoders.drawn(config, policy=policy)
     parts, tokens, worth = problem()
-    shared = pack_branches(parts, 26, LAYOUT, (9, 13))
+    shared = pack_branches(parts, 26, LAYOUT, (13,))
     alone = pack(parts.lengths, 18, row_lengths=(9,))
-    assert shared.shapes == {(2, 13), (2, 9)}
     got, gradients = results(model, tokens, worth, shared, LAYOUT)
     expected, wanted = results(model, tokens, worth, alone)
     for ours, theirs, first in zip(got, expected, parts.shared, strict=True):
@@ -142,6 +141,7 @@ def test_the_kernel_of_cudnn_gets_the_window_of_a_row_of_one_document(
 def test_every_token_is_read_and_a_prompt_once_a_row():
     parts, tokens, _ = problem()
     packed = pack_branches(parts, 26, LAYOUT, (9, 13))
+    assert packed.shapes == {(2, 13), (2, 9)}
     prompts = sum(int((b.segment_ids[:, :5] > 0).sum()) for b in packed.micro_batches)
     # Ten tokens in blocks of four are three blocks: a row of two and one of one.
     assert prompts == 5 + 5 + 2 + 0
