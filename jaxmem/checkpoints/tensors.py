@@ -52,7 +52,10 @@ class Tensors:
             path = directory / one
             self._files = dict.fromkeys(self._handle(path).keys(), path)
         else:
-            raise CheckpointError(_without_weights(directory, one))
+            message = f"{directory / one}: missing, as is {_INDEX}"
+            if pickled := sorted(path.name for path in directory.glob("*.bin")):
+                message += f"; {pickled[0]} is not read, because unpickling runs code"
+            raise CheckpointError(message)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
@@ -147,14 +150,6 @@ def _beside(index: Path, tensor: str, file: str) -> Path:
             f"{messages.name(tensor)} in it"
         )
     return path
-
-
-def _without_weights(directory: Path, one: str) -> str:
-    message = f"{directory / one}: missing, as is {_INDEX}"
-    pickled = sorted(path.name for path in directory.glob("*.bin"))
-    if pickled:
-        message += f"; {pickled[0]} is not read, because unpickling runs code"
-    return message
 
 
 def _damage(path: Path, error: Exception) -> str:

@@ -53,7 +53,11 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     path = config.path.parent / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(f"{path}: missing; {_how_to_convert(path.parent)}")
-    text = _read_text(path)
+    try:
+        text = json_files.read_text(path)
+    except (OSError, json_files.JsonError) as error:
+        reason = messages.reason(error)
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
     text, absent = _without_absent(text, config.model.vocab_size or 0)
     tokenizer, start = _read_tokenizer(path, text)
     _check_ids(path, tokenizer, config)
@@ -91,14 +95,6 @@ def _how_to_convert(directory: Path) -> str:
         f'{found} becomes this form, which alone is read, by: python -c "from '
         f"transformers import AutoTokenizer; {convert}('{directory}')\""
     )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return json_files.read_text(path)
-    except (OSError, json_files.JsonError) as error:
-        reason = messages.reason(error)
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
 
 
 def _read_tokenizer(

@@ -364,15 +364,14 @@ def _write_rest(
     ids = {kind: raw[kind] for kind in kinds if raw.get(kind) is not None}
     # Replaced by the source's own, if any.
     write_object(directory / "generation_config.json", ids)
-    _copy(source, directory, _TOKENIZER_FILES)
+    copy_text_files(source, directory, _TOKENIZER_FILES)
 
 
-def copy_text_files(source: Path, directory: Path) -> None:
+def copy_text_files(
+    source: Path, directory: Path,
+    names: Sequence[str] = ("config.json", *_TOKENIZER_FILES),
+) -> None:  # fmt: skip
     """Copy all that says how a checkpoint's model reads text: config and tokenizer."""
-    _copy(source, directory, ("config.json", *_TOKENIZER_FILES))
-
-
-def _copy(source: Path, directory: Path, names: Sequence[str]) -> None:
     for name in names:
         if (source / name).exists():
             shutil.copyfile(source / name, directory / name)

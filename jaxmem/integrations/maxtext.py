@@ -9,15 +9,11 @@ class are
     maxtext.integration.tunix.tunix_adapter.TunixMaxTextAdapter   gets hidden states
     CombinedDistillationStrategy's forward functions, labels and losses
 
-Distillation, which needs Tunix, computes neither model's logits: soft and hard losses
-come from hidden states, also where a teacher's top K logits were saved; features and
-load balancing stay MaxText's. Multi-token prediction is left alone there.
-
-The z-loss and the segment mask are MaxText's, and so are the final norm and its
-dropout. Tied and untied heads are supported, of Linen models and of NNX ones. MaxText's
-own function is used, and a message printed once, for a quantised head, one with LoRA,
-parameters offloaded to the host, and a Linen decoder inside an NNX model
-(pure_nnx_decoder=False).
+In distillation, which needs Tunix, soft and hard losses come from hidden states, also
+where a teacher's top K logits were saved; multi-token prediction is left alone. Heads
+may be tied or not, of Linen models and of NNX ones. MaxText's own function is used, and
+a message printed once, for a quantised head, one with LoRA, parameters offloaded to the
+host, and a Linen decoder inside an NNX model (pure_nnx_decoder=False).
 """
 
 import importlib

@@ -24,12 +24,16 @@ def _scale(options: ModelConfig) -> float:
     return options.lora_alpha / options.lora_rank
 
 
-def _matrices(options: ModelConfig, inputs: int, outputs: int, dtype, rngs: nnx.Rngs):
-    """A, initialised uniformly within 1 / sqrt(inputs), and B, initialised to zeros."""
-    bound = inputs**-0.5
-    key, shape = rngs.params(), (inputs, options.lora_rank)
-    A = jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
-    return nnx.Param(A), nnx.Param(jnp.zeros((options.lora_rank, outputs), dtype))
+def matrices(options: ModelConfig, shape: tuple[int, ...], dtype, rngs: nnx.Rngs):
+    """A, initialised uniformly within 1 / sqrt(inputs), and B, initialised to zeros.
+
+    They are of a matrix [..., inputs, outputs].
+    """
+    *leading, inputs, outputs = shape
+    key, bound, rank = rngs.params(), inputs**-0.5, options.lora_rank
+    A = jax.random.uniform(key, (*leading, inputs, rank), jnp.float32, -bound, bound)
+    B = jnp.zeros((*leading, rank, outputs), dtype)
+    return nnx.Param(A.astype(dtype)), nnx.Param(B)
 
 
 class LoraLinear(nnx.Linear):
@@ -37,12 +41,9 @@ class LoraLinear(nnx.Linear):
 
     def __init__(self, options: ModelConfig, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
-        self.lora_a, self.lora_b = _matrices(
-            options,
-            self.in_features,
-            self.out_features,
-            self.param_dtype,
-            keywords["rngs"],
+        shape = self.in_features, self.out_features
+        self.lora_a, self.lora_b = matrices(
+            options, shape, self.param_dtype, keywords["rngs"]
         )
         self.lora_scale = _scale(options)
 
@@ -67,9 +68,8 @@ class LoraHead(LMHead):
     def __init__(self, options: ModelConfig, *, rngs: nnx.Rngs, **keywords: Any):
         super().__init__(rngs=rngs, **keywords)
         dtype = keywords.get("param_dtype", jnp.float32)
-        self.lora_a, self.lora_b = _matrices(
-            options, self.in_features, self.out_features, dtype, rngs
-        )
+        shape = self.in_features, self.out_features
+        self.lora_a, self.lora_b = matrices(options, shape, dtype, rngs)
         self.lora_scale = _scale(options)
 
     def widened(self, hidden: jax.Array, W: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxmem import remat
-from jaxmem.models import grouped, grouped_rows, interfaces, partitioning, routing
+from jaxmem.models import (
+    grouped,
+    grouped_rows,
+    interfaces,
+    lora,
+    partitioning,
+    routing,
+)
 from jaxmem.models.balance import Choice
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.feed_forward import FeedForward, gated
@@ -169,12 +176,7 @@ class Matrices(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((count, outputs), dtype))
             self.names += ("bias",)
         if config.lora_rank and name in config.lora_targets:
-            rank, bound = config.lora_rank, inputs**-0.5
-            wide = jax.random.uniform(
-                rngs.params(), (count, inputs, rank), jnp.float32, -bound, bound
-            )
-            self.lora_a = nnx.Param(wide.astype(dtype))
-            self.lora_b = nnx.Param(jnp.zeros((count, rank, outputs), dtype))
+            self.lora_a, self.lora_b = lora.matrices(config, shape, dtype, rngs)
             self.names += ("lora_a", "lora_b")
 
     @property

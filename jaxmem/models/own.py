@@ -11,7 +11,7 @@ are those in the metadata of its parameters.
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,11 @@ class OwnError(ValueError):
 
 
 class Own(Protocol):
-    """What every model must have."""
+    """What every model must have: `hidden_states` and `head_weight`.
+
+    With `prefill` and `decode` sampling does not recompute; with `extend` in the place
+    of `decode` the cache can be kept, too.
+    """
 
     def hidden_states(
         self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
@@ -50,11 +54,6 @@ class Own(Protocol):
         """The parameter [V, D] or [D, V] of the head; or a `Head` of parameters."""
         ...
 
-
-@runtime_checkable
-class Cached(Protocol):
-    """What a model may have besides, so that sampling does not recompute."""
-
     def prefill(
         self, prompts: jax.Array, lengths: jax.Array, max_length: int
     ) -> tuple[jax.Array, Any]:
@@ -67,17 +66,6 @@ class Cached(Protocol):
 
     def decode(self, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         """Hidden states [B, D] of one more token a row, [B], and the next cache."""
-        ...
-
-
-@runtime_checkable
-class Extended(Protocol):
-    """What a model may have in the place of `Cached`, so that its cache can be kept."""
-
-    def prefill(
-        self, prompts: jax.Array, lengths: jax.Array, max_length: int
-    ) -> tuple[jax.Array, Any]:
-        """See `Cached`."""
         ...
 
     def extend(
@@ -160,12 +148,12 @@ class OwnModel(nnx.Module):
     @property
     def recomputes(self) -> bool:
         """See `Decoder`."""
-        return not isinstance(self.body, Cached | Extended)
+        return not hasattr(self.body, "prefill")
 
     @property
     def extends(self) -> bool:
         """Whether several tokens can follow on a cache, in some of its rows."""
-        return self.recomputes or isinstance(self.body, Extended)
+        return self.recomputes or hasattr(self.body, "extend")
 
     def in_compute_type(self) -> tuple[Any, Any]:
         """See `Decoder`: the module casts as it likes."""
@@ -184,7 +172,7 @@ class OwnModel(nnx.Module):
         """See `Decoder`; without a cache, rows of tokens are kept."""
         del records  # the program refuses them
         prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths, jnp.int32)
-        if isinstance(self.body, Cached | Extended):
+        if not self.recomputes:
             return self.body.prefill(prompts, lengths, max_length)
         unused = [(0, 0), (0, max_length - prompts.shape[1])]
         return self._last(Rows(jnp.pad(prompts, unused), lengths))
@@ -192,10 +180,10 @@ class OwnModel(nnx.Module):
     def decode(
         self, tokens: Ids, cache: Any, live: Any = None, *, unroll: bool = False
     ) -> tuple[jax.Array, Any]:
-        """See `Decoder`; a `Cached` model reads rows that have ended, too."""
+        """See `Decoder`; without `extend`, rows that have ended are read, too."""
         del unroll
         tokens = jnp.asarray(tokens)
-        if isinstance(self.body, Cached) and not isinstance(self.body, Extended):
+        if not self.extends:
             return self.body.decode(tokens, cache)
         live = jnp.ones(len(tokens), bool) if live is None else live
         return self.extend(tokens[:, None], live, cache)
@@ -203,7 +191,7 @@ class OwnModel(nnx.Module):
     def extend(self, tokens: Ids, lengths: Ids, cache: Any) -> tuple[jax.Array, Any]:
         """See `Decoder`; for a model that `extends`."""
         tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
-        if isinstance(self.body, Extended):
+        if not self.recomputes:
             return self.body.extend(tokens, lengths, cache)
         read, before = cache
         steps = jnp.arange(tokens.shape[1])
@@ -262,7 +250,7 @@ def _check_methods(body: Any) -> None:
             raise OwnError(f"{_named(body)} has no method {name!r}")
     names = "prefill", "decode", "extend"
     has = [name for name in names if hasattr(body, name)]
-    if has and not isinstance(body, Cached | Extended):
+    if has and not ("prefill" in has and len(has) > 1):
         raise OwnError(
             f"{_named(body)} has {has[0]!r} alone; cached decoding needs 'prefill', "
             "and 'decode' or 'extend'"

@@ -143,10 +143,7 @@ class Layout:
 
     def of_weights(self, shapes: Any) -> Any:
         """Structs of weights with shardings, which must divide them."""
-        return self._placed(shapes, self._weight_spec)
-
-    def _weight_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        return _weight_spec(name, shape, self.specs)
+        return self._placed(shapes, functools.partial(_weight_spec, specs=self.specs))
 
     def of_moments(self, shapes: Any, weights: Any) -> Any:
         """`of_weights` of an optimizer's state, which has some arrays per weight.
@@ -161,7 +158,7 @@ class Layout:
             parts = name.split("/")  # the weight's name comes last
             ends = ("/".join(parts[i:]) for i in range(len(parts)))
             own = next((end for end in ends if (end, shape) in whole), None)
-            return PartitionSpec() if own is None else self._weight_spec(own, shape)
+            return _weight_spec(own, shape, self.specs) if own else PartitionSpec()
 
         return self._placed(shapes, spec_of)
 

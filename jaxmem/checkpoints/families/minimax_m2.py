@@ -8,8 +8,7 @@ MINIMAX_M2 = Family(
     architecture="MiniMaxM2ForCausalLM",
     model_type="minimax_m2",
     parts=standard.parts(
-        *mixtures.sizes("num_local_experts", None, older="num_experts"),
-        mixtures.Balance(),
+        *mixtures.EVERYWHERE,
         head=standard.head_dim(128),
         rope=Rope(theta=5_000_000.0, fraction=1.0),
     ),

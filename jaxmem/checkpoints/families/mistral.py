@@ -33,8 +33,7 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     parts=standard.parts(
-        *mixtures.sizes("num_local_experts", None, older="num_experts"),
-        mixtures.Balance(),
+        *mixtures.EVERYWHERE,
         Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
         rope=Rope(theta=1_000_000.0),

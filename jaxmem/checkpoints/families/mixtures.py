@@ -82,6 +82,10 @@ class Balance(Part):
         return {"output_router_logits": True, "router_aux_loss_coef": factor}
 
 
+EVERYWHERE = (*sizes("num_local_experts", None, older="num_experts"), Balance())
+OF_QWEN = (*sizes("num_experts", older="num_local_experts"), Balance())
+
+
 class LimitedGroups(Part):
     """Groups of experts, where `topk_method` says that the choice heeds them."""
 

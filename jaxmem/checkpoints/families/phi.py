@@ -52,8 +52,7 @@ PHIMOE = Family(
     parts=standard.parts(
         standard.ATTENTION_BIAS,
         Key("lm_head_bias", "head_bias", bool, False),
-        *mixtures.sizes("num_local_experts", None, older="num_experts"),
-        mixtures.Balance(),
+        *mixtures.EVERYWHERE,
         Key("router_jitter_noise", "router_nearness", float, 0.01),
         Windows(EVERY_LAYER, listed=False),
         eps=1e-5,

@@ -31,8 +31,7 @@ QWEN2_MOE = Family(
     model_type="qwen2_moe",
     parts=standard.parts(
         Key("qkv_bias", "qkv_bias", bool, True),
-        *mixtures.sizes("num_experts", older="num_local_experts"),
-        mixtures.Balance(),
+        *mixtures.OF_QWEN,
         mixtures.SHARED_WIDTH,
         mixtures.RENORMALISED,
         mixtures.EveryFew(),
@@ -47,8 +46,7 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     parts=standard.parts(
         standard.ATTENTION_BIAS,
-        *mixtures.sizes("num_experts", older="num_local_experts"),
-        mixtures.Balance(),
+        *mixtures.OF_QWEN,
         mixtures.RENORMALISED,
         mixtures.EveryFew(),
         Windows(switched, 4096, listed=False, switch=True),

@@ -80,8 +80,7 @@ def _names(**modules: str) -> dict[str, str]:
 
 _SWITCHES = {"qk_norm": True, "norm_offset": True, "attention_gate": True}
 _EXPERTS = (
-    *mixtures.sizes("num_experts", older="num_local_experts"),
-    mixtures.Balance(),
+    *mixtures.OF_QWEN,
     mixtures.SHARED_WIDTH,
 )
 
