@@ -75,9 +75,8 @@ class Entries(NamedTuple):
 
     columns: jax.Array  # int32 [N, K]
     p: jax.Array  # probabilities [N, K]
-    weights: Any = (
-        None  # p / q [N, K], where q is not that of these p; see `eight_bits`
-    )
+    # p / q [N, K], where q is not that of these p; see `eight_bits`
+    weights: Any = None
 
 
 class Derivative(NamedTuple):
@@ -97,11 +96,7 @@ def token_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def draws(keys: jax.Array) -> jax.Array:
     """Uniform uint32 [N] of the tokens' keys."""
-
-    def draw(key):
-        return jax.random.bits(key, (), jnp.uint32)
-
-    return jax.vmap(draw)(keys)
+    return jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32))(keys)
 
 
 def starts(sampling: Sampling, draws: jax.Array, shard: ArrayLike = 0) -> jax.Array:
@@ -119,13 +114,8 @@ def starts(sampling: Sampling, draws: jax.Array, shard: ArrayLike = 0) -> jax.Ar
 
 def units(sampling: Sampling, p: jax.Array) -> jax.Array:
     """Probabilities q of being kept, in units; 0 where p is 0 or NaN."""
-    return jnp.where(p > 0, units_of_positive(sampling, p), 0)
-
-
-def units_of_positive(sampling: Sampling, p: jax.Array) -> jax.Array:
-    """`units` where p > 0; at least 1 elsewhere."""
     scaled = (p * (sampling.rate * sampling.one)).astype(jnp.int32) + 1
-    return jnp.minimum(scaled, sampling.one)
+    return jnp.where(p > 0, jnp.minimum(scaled, sampling.one), 0)
 
 
 def at_columns(tree: Any, columns: jax.Array) -> Any:
@@ -150,10 +140,8 @@ def scale(part_max: jax.Array, rows: Outputs | Normaliser) -> jax.Array:
 
 def none(sampling: Sampling, n_rows: int, dtype) -> Entries:
     """Entries of rows that have none."""
-    shape = n_rows, sampling.slots
-    return Entries(
-        jnp.full(shape, sampling.columns, jnp.int32), jnp.zeros(shape, dtype)
-    )
+    columns = jnp.full((n_rows, sampling.slots), sampling.columns, jnp.int32)
+    return Entries(columns, jnp.zeros(columns.shape, dtype))
 
 
 def select(
@@ -225,12 +213,8 @@ def sort_by_column(dz: Derivative) -> Pairs:
 def _slope(c, ln_p, p, label):
     """α - label + β ln p + γ p, of rows [N, slots]; what is absent is zero."""
     slope = jnp.zeros_like(p)
-    for coefficient, factor in (
-        (c.alpha, 1),
-        (label, -1),
-        (c.beta, ln_p),
-        (c.gamma, p),
-    ):
+    terms = (c.alpha, 1), (label, -1), (c.beta, ln_p), (c.gamma, p)
+    for coefficient, factor in terms:
         if coefficient is not None:
             slope += coefficient[:, None] * factor
     return slope

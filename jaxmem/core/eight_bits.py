@@ -209,13 +209,8 @@ def put(results: tuple[dict, Entries], row_ids, found: Corrected):
 def _of_label(label_logit):
     """Statistics over the label's column alone."""
     zero = jnp.zeros_like(label_logit)
-    return Stats(
-        label_logit,
-        zero,
-        zero,
-        jnp.where(label_logit == -jnp.inf, zero, 1),
-        label_logit,
-    )
+    square = jnp.where(label_logit == -jnp.inf, zero, 1)
+    return Stats(label_logit, zero, zero, square, label_logit)
 
 
 def _relative_to(stats, row_max):

@@ -74,12 +74,8 @@ class Sample:
         """Raise a ValueError for what is no positive integer, or no known forward."""
         check_numbers(self, {"k": integers(1, below=2**31)})
         known = get_args(Forward)
-        check_field(
-            self,
-            "forward",
-            self.forward in known,
-            f"one of {', '.join(map(repr, known))}",
-        )
+        wanted = f"one of {', '.join(map(repr, known))}"
+        check_field(self, "forward", self.forward in known, wanted)
 
     def facts(self, vocab_size: int) -> dict[str, Any]:
         """The fields of `Spec` that it decides on; a ValueError for too large a k."""

@@ -61,22 +61,16 @@ def _split(run, given, flags_of, args):
         return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))
 
     shapes_and_flags = tuple(zip(shapes, flags, strict=True))
+    mesh = jax.sharding.get_abstract_mesh()
+    operands, results = _rule(leaves, of_tokens, "a"), _rule(shapes, flags, "r")
     split = custom_partitioning(flat)
     split.def_partition(
-        functools.partial(
-            _partition,
-            flat,
-            jax.sharding.get_abstract_mesh(),
-            of_tokens,
-            shapes_and_flags,
-        ),  # fmt: skip
+        functools.partial(_partition, flat, mesh, of_tokens, shapes_and_flags),
         # Only the older GSPMD partitioner calls this.
         infer_sharding_from_operands=lambda mesh, arguments, results: tuple(
             NamedSharding(mesh, PartitionSpec()) for _ in results
         ),
-        sharding_rule=_rule(leaves, of_tokens, "a")
-        + " -> "
-        + _rule(shapes, flags, "r"),
+        sharding_rule=f"{operands} -> {results}",
     )
     return out_tree.unflatten(split(*leaves))
 

@@ -123,11 +123,7 @@ def uses_kernels(implementation: Implementation | None) -> bool:
 
 
 def record_only_xla(
-    verb: str,
-    spec: Spec,
-    shapes,
-    implementation: Implementation | None,
-    live_bytes=None,
+    verb: str, spec: Spec, shapes, implementation: str | None, live_bytes=None
 ) -> None:
     """Record the call of a verb that only "xla" has in every open `jaxmem.report()`.
 
@@ -212,18 +208,11 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: CallOptions) 
     if where is not None:
         active = active & jnp.broadcast_to(jnp.asarray(where), shape)
     if options.gradient is not None or options.key is not None:
-        draws = _draws(options, shape)
+        keys = prng_keys.check_key(options.key, options.gradient, shape)
+        if keys is not None:
+            keys = jnp.reshape(column_sampling.token_keys(keys, shape), (-1,))
+            draws = column_sampling.draws(keys)
     return Rows(labels.reshape(-1), active.reshape(-1), divisor, draws)
-
-
-def _draws(options, shape):
-    """One random number per token, [N]; None where gradients are exact."""
-    keys = prng_keys.check_key(options.key, options.gradient, shape)
-    if keys is None:
-        return None
-    return column_sampling.draws(
-        jnp.reshape(column_sampling.token_keys(keys, shape), (-1,))
-    )
 
 
 def as_int32(ids, vocab_size: int) -> jax.Array:

@@ -26,12 +26,7 @@ from jaxmem.core import (
     running_sums,
     vocab_shards,
 )
-from jaxmem.core.backend_operands import (
-    first_column,
-    for_active_chunks,
-    put,
-    take,
-)
+from jaxmem.core.backend_operands import first_column, for_active_chunks, put, take
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
@@ -108,8 +103,7 @@ def sample_ids(
     spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
     n = checks.check_count("n", n)
     keys = prng_keys.check_keys(key, shape)
-    shapes = source.shapes(shape)
-    arguments.record_only_xla(verb, spec, shapes, implementation)
+    arguments.record_only_xla(verb, spec, source.shapes(shape), implementation)
     if 0 in shape:
         return jnp.zeros((*shape, n), jnp.int32)
     keys = jnp.reshape(column_sampling.token_keys(keys, shape), (math.prod(shape),))

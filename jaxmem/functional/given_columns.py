@@ -175,19 +175,18 @@ def _check_drawn(kind):
 def _columns(
     spec: Spec, ids: jax.Array, logprobs: ArrayLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Distinct ids [N, K], and the teacher's log-probabilities, -inf where absent."""
-    ids = _distinct(jnp.reshape(ids, (-1, ids.shape[-1])))
-    log_q = lax.stop_gradient(jnp.asarray(logprobs)).astype(spec.stats_dtype)
-    return ids, jnp.where(ids < 0, -jnp.inf, jnp.reshape(log_q, ids.shape))
+    """Ids [N, K], and the teacher's log-probabilities, -inf where absent.
 
-
-def _distinct(ids):
-    """The ids [N, K], of which those that came before are replaced by -1."""
+    Ids that came before are replaced by -1.
+    """
+    ids = jnp.reshape(ids, (-1, ids.shape[-1]))
     at = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
     in_order, at = lax.sort((ids, at), dimension=1, num_keys=1)
     repeats = jnp.pad(in_order[:, 1:] == in_order[:, :-1], ((0, 0), (1, 0)))
     in_order = jnp.where(repeats, -1, in_order)
-    return lax.sort((at, in_order), dimension=1, num_keys=1)[1]
+    ids = lax.sort((at, in_order), dimension=1, num_keys=1)[1]
+    log_q = lax.stop_gradient(jnp.asarray(logprobs)).astype(spec.stats_dtype)
+    return ids, jnp.where(ids < 0, -jnp.inf, jnp.reshape(log_q, ids.shape))
 
 
 def _check_logprobs(logprobs, ids, where, shape: tuple[int, ...]):

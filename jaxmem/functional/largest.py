@@ -85,15 +85,15 @@ def topk(
     Reference: Peng et al., "Pre-training Distillation for Large Language Models", 2024,
     arXiv:2410.16215, which stores a teacher's logits truncated this way.
     """
-    verb = "topk"
     options = CallOptions(
         chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
-    spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
-    k = _check_k(k, spec.vocab_size)
-    shapes = source.shapes(shape)
-    arguments.record_only_xla(verb, spec, shapes, implementation)
+    spec, source, rows, shape = arguments.columns_call("topk", hidden, W, options)
+    k = checks.check_count("k", k)
+    if k > spec.vocab_size:
+        raise ValueError(f"k must be at most vocab_size={spec.vocab_size}, got {k}")
+    arguments.record_only_xla("topk", spec, source.shapes(shape), implementation)
     if 0 in shape:
         log_p = jnp.zeros((*shape, k), spec.stats_dtype)
         return TopK(log_p, jnp.zeros((*shape, k), jnp.int32))
@@ -173,10 +173,3 @@ class _Largest(SomeColumnsRule):
         z = columns.unnormalised(log_p, normaliser)
         at_ids = columns.by_log_p(log_p, g)
         return columns.Derivative(ids, at_ids, -jnp.sum(g, 1), normaliser, z)
-
-
-def _check_k(k, vocab_size):
-    k = checks.check_count("k", k)
-    if k > vocab_size:
-        raise ValueError(f"k must be at most vocab_size={vocab_size}, got {k}")
-    return k

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,9 +57,12 @@ def _wrong_arguments(count: int, error: TypeError) -> TypeError:
     )
 
 
-def _checked(result, rows: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _checked(result: Any, rows: int) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(loss, metrics) from the result of loss_fn for a chunk of rows."""
-    loss, metrics = result if _is_pair(result) else (result, {})
+    loss: Any = result
+    metrics: Any = {}
+    if isinstance(result, (tuple, list)) and len(result) == 2:
+        loss, metrics = result
     expected = f"of shape ({rows},), one number a token of its chunk"
     if not _is_column(loss, rows, jnp.floating):
         raise TypeError(
@@ -76,10 +80,6 @@ def _checked(result, rows: int) -> tuple[jax.Array, dict[str, jax.Array]]:
                 f"{expected}, got {_kind(metric)}"
             )
     return loss, metrics
-
-
-def _is_pair(value):
-    return isinstance(value, (tuple, list)) and len(value) == 2
 
 
 def _is_column(value, rows, *kinds):

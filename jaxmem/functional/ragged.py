@@ -18,7 +18,12 @@ def read_ragged(
     `tokens` are their shape and the size of the vocabulary. Ids are clipped so that
     none overflows.
     """
-    max_ids = _check_max_ids(max_ids)
+    if max_ids is None:
+        raise ValueError(
+            "max_ids must be given with offsets: the most ids that a token may have, "
+            "such as the sampler's top_k"
+        )
+    max_ids = checks.check_count("max_ids", max_ids)
     shape, vocab_size = tokens
     n_tokens = int(np.prod(shape, dtype=np.int64))
     ids = checks.as_integers("support_ids", ids)
@@ -67,15 +72,6 @@ def check_dense(max_ids: int | None) -> None:
             f"max_ids must be None without offsets, got {checks.brief(max_ids)}; a "
             "dense support has as many ids as its last axis"
         )
-
-
-def _check_max_ids(max_ids) -> int:
-    if max_ids is None:
-        raise ValueError(
-            "max_ids must be given with offsets: the most ids that a token may have, "
-            "such as the sampler's top_k"
-        )
-    return checks.check_count("max_ids", max_ids)
 
 
 def entries_of(ids, offsets) -> tuple[np.ndarray, np.ndarray]:

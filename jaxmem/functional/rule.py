@@ -58,8 +58,13 @@ class Rule:
     def refuse(self, fixed) -> None:
         """Raise for constants that are differentiated: `perturbed` leaves."""
         for rows in jax.tree.leaves(fixed, is_leaf=lambda x: isinstance(x, Rows)):
-            if isinstance(rows, Rows):
-                _refuse_temperature_gradient(rows)
+            temperature = getattr(rows, "temperature", None)
+            if temperature is not None and temperature.perturbed:
+                raise NotImplementedError(
+                    "jaxmem: temperature is not differentiable here; wrap it in "
+                    "jax.lax.stop_gradient, or divide hidden (and bias) by it and pass "
+                    "1"
+                )
 
 
 def run(rule: Rule, trained, fixed) -> Any:
@@ -226,11 +231,3 @@ def _refuse_second_order(primals, tangents):
         "jaxmem: second derivatives of the head are not supported; for a "
         "Hessian-vector product apply jax.nn.log_softmax to materialised logits"
     )
-
-
-def _refuse_temperature_gradient(rows):
-    if rows.temperature is not None and rows.temperature.perturbed:
-        raise NotImplementedError(
-            "jaxmem: temperature is not differentiable here; wrap it in "
-            "jax.lax.stop_gradient, or divide hidden (and bias) by it and pass 1"
-        )

@@ -166,10 +166,8 @@ def _describe(in_features, out_features, tied_to) -> tuple[int, int, Layout]:
         for name, size in given.items():
             if not isinstance(size, int) or size < 1:
                 raise TypeError(f"{name} must be a positive integer, got {size!r}")
-        layout = (
-            "dv" if tied_to is None else _layout(in_features, out_features, tied_to)
-        )
-        return in_features, out_features, layout
+        sizes = in_features, out_features
+        return *sizes, "dv" if tied_to is None else _layout(*sizes, tied_to)
     depth, columns, layout = _describe_layer(tied_to)
     for (name, size), actual in zip(given.items(), (depth, columns), strict=True):
         if size not in (None, actual):
@@ -192,17 +190,13 @@ def _describe_layer(layer) -> tuple[int, int, Layout]:
     if isinstance(layer, nnx.Embed) and kind.attend is nnx.Embed.attend:
         return layer.features, layer.num_embeddings, "vd"
     if isinstance(layer, nnx.Linear) and kind.__call__ is nnx.Linear.__call__:
-        _check_plain(layer)
+        for name, plain in _PLAIN.items():
+            if getattr(layer, name) not in (None, plain):
+                raise NotImplementedError(
+                    f"tied_to must be a plain nnx.Linear; this one has {name}="
+                    f"{getattr(layer, name)!r}, which the head would not follow"
+                )
         return layer.in_features, layer.out_features, "dv"
     raise TypeError(
         f"tied_to must be an nnx.Embed, nnx.Linear or nnx.Param, got {kind.__name__}"
     )
-
-
-def _check_plain(linear):
-    for name, plain in _PLAIN.items():
-        if getattr(linear, name) not in (None, plain):
-            raise NotImplementedError(
-                f"tied_to must be a plain nnx.Linear; this one has {name}="
-                f"{getattr(linear, name)!r}, which the head would not follow"
-            )

@@ -67,13 +67,9 @@ class HeadSharding:
             )
         names = weights.names[:: 1 if weights.head.layout == "vd" else -1]
         vocab, W_fsdp = names or (None, None)
-        return parallel(
-            verb,
-            mesh,
-            tokens=self.tokens,
-            vocab=vocab if self.vocab is None else self.vocab,
-            W_fsdp=W_fsdp if self.W_fsdp is None else self.W_fsdp,
-        )
+        vocab = vocab if self.vocab is None else self.vocab
+        W_fsdp = W_fsdp if self.W_fsdp is None else self.W_fsdp
+        return parallel(verb, mesh, tokens=self.tokens, vocab=vocab, W_fsdp=W_fsdp)
 
 
 class HeadVerbs:
@@ -183,7 +179,7 @@ class HeadVerbs:
         _check_scalar("z_loss", z_loss)
         if normalizer is not None:
             _check_scalar("normalizer", normalizer)
-        if _is_zero(z_loss):
+        if not isinstance(z_loss, Tracer) and np.asarray(z_loss) == 0:
             loss_fn, per_token = _cross_entropy, ()
         else:  # an operand of loss_fn, because it may be traced and differentiated
             loss_fn = _cross_entropy_and_z_loss
@@ -299,7 +295,11 @@ class HeadVerbs:
                 f"hidden must be [..., {depth}], as the head's weights are, got shape "
                 f"{hidden.shape}"
             )
-        return jnp.asarray(hidden).astype(_compute_dtype(hidden, weights)), weights
+        dtype = weights.dtype
+        if dtype is None:
+            with jax.numpy_dtype_promotion("standard"):
+                dtype = jnp.result_type(hidden, *jax.tree.leaves(weights.head))
+        return jnp.asarray(hidden).astype(dtype), weights
 
 
 def check_options(head: Any, columns: int) -> None:
@@ -315,14 +315,6 @@ def check_options(head: Any, columns: int) -> None:
     checks.check_vocab_groups(head.vocab_groups, columns=0, n_shards=1)
 
 
-def _compute_dtype(hidden, weights):
-    if weights.dtype is not None:
-        return weights.dtype
-    arrays = [hidden, *jax.tree.leaves(weights.head)]
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(*arrays)
-
-
 def _cross_entropy(stats):
     return -stats.logprob
 
@@ -336,7 +328,3 @@ def _check_scalar(name, value):
         raise ValueError(f"{name} must be a scalar, got shape {np.shape(value)}")
     if not isinstance(value, Tracer) and not np.asarray(value) >= 0:
         raise ValueError(f"{name} must not be negative, got {value}")
-
-
-def _is_zero(value):
-    return not isinstance(value, Tracer) and np.asarray(value) == 0
