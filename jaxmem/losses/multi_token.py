@@ -42,10 +42,9 @@ def multi_token_labels(
         ValueError: labels have no axis, shapes disagree, or heads is not a Python
             integer from 1 to 65536.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> ids = jnp.array([1, 1, 1, 2, 2])
-    >>> losses.multi_token_labels(jnp.arange(5), 2, segment_ids=ids)
+    >>> jaxmem.losses.multi_token_labels(jnp.arange(5), 2, segment_ids=ids)
     Array([[ 0,  1,  2,  3,  4],
            [ 1,  2, -1,  4, -1]], dtype=int32)
 

@@ -31,9 +31,8 @@ def policy_gradient(logprob: ArrayLike, advantages: ArrayLike) -> jax.Array:
     Returns:
         A loss per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.policy_gradient(jnp.array([-1.0, -2.0]), jnp.array([0.5, -0.5]))
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.policy_gradient(jnp.array([-1.0, -2.0]), jnp.array([0.5, -0.5]))
     Array([ 0.5, -1. ], dtype=float32)
 
     Reference: Williams, "Simple statistical gradient-following algorithms for
@@ -76,10 +75,9 @@ def ppo_clip(
     Raises:
         ValueError: shapes disagree, or a coefficient is out of its range.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> ratio, A = jnp.array([1.1, 1.5, 1.5, 5.0]), jnp.array([1.0, 1.0, -1.0, -1.0])
-    >>> out = losses.ppo_clip(jnp.log(ratio), jnp.zeros(4), A, dual_clip=3.0)
+    >>> out = jaxmem.losses.ppo_clip(jnp.log(ratio), jnp.zeros(4), A, dual_clip=3.0)
     >>> [round(float(x), 4) for x in out]
     [-1.1, -1.2, 1.5, 3.0]
 
@@ -116,10 +114,9 @@ def grpo(
     Returns:
         A loss per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> lp, ref, A = jnp.array([-1.0]), jnp.array([-2.0]), jnp.array([0.5])
-    >>> print(f"{losses.grpo(lp, lp, ref, A)[0]:.4f}")
+    >>> print(f"{jaxmem.losses.grpo(lp, lp, ref, A)[0]:.4f}")
     -0.4853
 
     Reference: Shao et al., 2024, arXiv:2402.03300.
@@ -152,10 +149,9 @@ def dr_grpo(
     instead of by the length of each completion. Arguments and result are those of
     `ppo_clip`.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> A = losses.grpo_advantages(jnp.array([[1.0, 0.0]]), normalize_std=False)
-    >>> losses.dr_grpo(jnp.zeros((1, 2)), jnp.zeros((1, 2)), A)
+    >>> import jax.numpy as jnp, jaxmem
+    >>> A = jaxmem.losses.grpo_advantages(jnp.array([[1.0, 0.0]]), normalize_std=False)
+    >>> jaxmem.losses.dr_grpo(jnp.zeros((1, 2)), jnp.zeros((1, 2)), A)
     Array([[-0.5,  0.5]], dtype=float32)
 
     Reference: Liu et al., 2025, arXiv:2503.20783.
@@ -181,10 +177,10 @@ def dapo(
     Groups whose rewards are all equal, which DAPO resamples, have advantage 0.
     Arguments and result are those of `ppo_clip`.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> ratio, A = jnp.array([1.5, 0.5]), jnp.array([1.0, -1.0])
-    >>> [round(float(x), 4) for x in losses.dapo(jnp.log(ratio), jnp.zeros(2), A)]
+    >>> out = jaxmem.losses.dapo(jnp.log(ratio), jnp.zeros(2), A)
+    >>> [round(float(x), 4) for x in out]
     [-1.28, 0.8]
 
     Reference: Yu et al., 2025, arXiv:2503.14476.
@@ -222,11 +218,10 @@ def gspo(
     Returns:
         A loss per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> lp, old = jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0])
-    >>> log_ratio = losses.sequence_log_ratio(lp, old, jnp.array([1, 1]))
-    >>> [round(float(x), 4) for x in losses.gspo(lp, log_ratio, jnp.ones(2))]
+    >>> log_ratio = jaxmem.losses.sequence_log_ratio(lp, old, jnp.array([1, 1]))
+    >>> [round(float(x), 4) for x in jaxmem.losses.gspo(lp, log_ratio, jnp.ones(2))]
     [-0.7788, -0.7788]
 
     Reference: Zheng et al., 2025, arXiv:2507.18071.
@@ -262,10 +257,9 @@ def cispo(
     Returns:
         A loss per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> lp, old = jnp.array([-1.0, -1.0]), jnp.array([-1.0, -9.0])
-    >>> losses.cispo(lp, old, jnp.ones(2))
+    >>> jaxmem.losses.cispo(lp, old, jnp.ones(2))
     Array([1., 5.], dtype=float32)
 
     Reference: MiniMax, 2025, arXiv:2506.13585; ScaleRL, Khatri et al., 2025,
@@ -305,10 +299,9 @@ def sapo(
     Returns:
         A loss per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> ratio, A = jnp.array([1.0, 1.0, 3.0]), jnp.array([1.0, -1.0, 1.0])
-    >>> out = losses.sapo(jnp.log(ratio), jnp.zeros(3), A)
+    >>> out = jaxmem.losses.sapo(jnp.log(ratio), jnp.zeros(3), A)
     >>> [round(float(x), 4) for x in out]
     [-2.0, 1.9048, -3.5232]
 
@@ -339,9 +332,8 @@ def entropy_bonus(entropy: ArrayLike, *, coefficient: Coefficient = 0.01) -> jax
     Returns:
         A loss per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.entropy_bonus(jnp.array([2.0]))
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.entropy_bonus(jnp.array([2.0]))
     Array([-0.02], dtype=float32)
 
     Reference: Mnih et al., 2016, arXiv:1602.01783.

@@ -35,10 +35,10 @@ def dpo(
     Returns:
         A loss per pair [pairs].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> chosen, rejected = jnp.array([-10.0]), jnp.array([-20.0])
-    >>> loss = losses.dpo(chosen, rejected, jnp.array([-15.0]), jnp.array([-15.0]))
+    >>> reference = jnp.array([-15.0])
+    >>> loss = jaxmem.losses.dpo(chosen, rejected, reference, reference)
     >>> print(f"{loss[0]:.4f}")
     0.3133
 
@@ -64,10 +64,9 @@ def ipo(
 
     Arguments and result are those of `dpo`; beta, the paper's τ, must not be 0.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> chosen, rejected = jnp.array([-10.0]), jnp.array([-20.0])
-    >>> losses.ipo(chosen, rejected, jnp.array([-15.0]), jnp.array([-15.0]))
+    >>> jaxmem.losses.ipo(chosen, rejected, jnp.array([-15.0]), jnp.array([-15.0]))
     Array([25.], dtype=float32)
 
     Reference: Azar et al., 2023, arXiv:2310.12036.

@@ -92,9 +92,8 @@ def kl_k1(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
     Returns:
         An estimate per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.kl_k1(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0]))
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.kl_k1(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0]))
     Array([ 0.5, -1. ], dtype=float32)
 
     Reference: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog.
@@ -111,9 +110,8 @@ def kl_k2(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
     For tokens sampled from the policy, the expectation of its gradient is the gradient
     of the KL. Arguments, result and reference are those of `kl_k1`.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.kl_k2(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0]))
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.kl_k2(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0]))
     Array([0.125, 0.5  ], dtype=float32)
     """
     return 0.5 * jnp.square(kl_k1(logprob, ref_logprob))
@@ -129,9 +127,8 @@ def kl_k3(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
     sampled from the policy; the expectation of its gradient is that of KL(reference ‖
     policy). Arguments and result are those of `kl_k1`.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.kl_k3(jnp.array([-1.0, -2.0]), jnp.array([-1.0, -1.0])).round(4)
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.kl_k3(jnp.array([-1.0, -2.0]), jnp.array([-1.0, -1.0])).round(4)
     Array([0.    , 0.7183], dtype=float32)
 
     Reference: as `kl_k1`; in GRPO's loss, Shao et al., 2024, arXiv:2402.03300.
@@ -160,9 +157,8 @@ def kl_low_variance(
     Returns:
         An estimate per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.kl_low_variance(jnp.array([-9.0, -2.0]), jnp.array([-1.0, -2.0]))
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.kl_low_variance(jnp.array([-9.0, -2.0]), jnp.array([-1.0, -2.0]))
     Array([10.,  0.], dtype=float32)
 
     Reference: as `kl_k1`; Sheng et al., 2024, arXiv:2409.19256 (verl).
@@ -191,10 +187,9 @@ def truncated_importance_weights(
     Returns:
         A weight per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> lp, rollout = jnp.array([-1.0, -1.0]), jnp.array([-1.0, -3.0])
-    >>> losses.truncated_importance_weights(lp, rollout)
+    >>> jaxmem.losses.truncated_importance_weights(lp, rollout)
     Array([1., 2.], dtype=float32)
 
     Reference: Ionides, "Truncated Importance Sampling", 2008; for a sampler that
@@ -219,10 +214,9 @@ def masked_importance_weights(
     token counts in the loss's normaliser as before. TRL calls this `token_mask`.
     Arguments and result are those of `truncated_importance_weights`.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> lp, rollout = jnp.array([-1.0, -1.0]), jnp.array([-1.0, -3.0])
-    >>> losses.masked_importance_weights(lp, rollout)
+    >>> jaxmem.losses.masked_importance_weights(lp, rollout)
     Array([1., 0.], dtype=float32)
 
     Reference: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from
@@ -255,10 +249,9 @@ def icepop_weights(
     Returns:
         A weight per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> lp, rollout = jnp.array([-1.0, -3.0, -1.0]), jnp.array([-1.0, -1.0, -3.0])
-    >>> losses.icepop_weights(lp, rollout)
+    >>> jaxmem.losses.icepop_weights(lp, rollout)
     Array([1., 0., 0.], dtype=float32)
 
     Reference: Ling Team, "Every Step Evolves: Scaling Reinforcement Learning for

@@ -53,10 +53,9 @@ def sequence_sum(
     Raises:
         ValueError: shapes disagree, or an id that is not traced is ≥ num_segments.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> lp, ids = jnp.array([-1.0, -2.0, -4.0, 0.0]), jnp.array([1, 1, 2, 0])
-    >>> losses.sequence_sum(lp, ids, num_segments=3)
+    >>> jaxmem.losses.sequence_sum(lp, ids, num_segments=3)
     Array([ 0., -3., -4.], dtype=float32)
     """
     num_segments = checks.check_count("num_segments", num_segments)
@@ -95,10 +94,9 @@ def sequence_log_ratio(
     Returns:
         Array [..., T]; 0 where a token does not count.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> new, old = jnp.array([-1.0, -2.0, -4.0]), jnp.array([-1.0, -3.0, -3.0])
-    >>> losses.sequence_log_ratio(new, old, jnp.array([1, 1, 2]))
+    >>> jaxmem.losses.sequence_log_ratio(new, old, jnp.array([1, 1, 2]))
     Array([ 0.5,  0.5, -1. ], dtype=float32)
 
     Reference: Zheng et al., 2025, arXiv:2507.18071 (GSPO).
@@ -142,12 +140,11 @@ def sequence_mask_weights(
     Raises:
         ValueError: shapes disagree, low is above high, or statistic is unknown.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> lp, rollout = jnp.array([-1.0, -2.0, -4.0]), jnp.array([-2.0, -1.0, -3.5])
     >>> ids = jnp.array([1, 1, 2])
-    >>> [round(float(x), 2) for x in losses.sequence_mask_weights(lp, rollout, ids)]
-    [2.72, 0.37, 0.0]
+    >>> jaxmem.losses.sequence_mask_weights(lp, rollout, ids).round(2)
+    Array([2.72, 0.37, 0.  ], dtype=float32)
 
     Reference: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from
     the Training-Inference Mismatch", 2025 (richardli.xyz/rl-collapse); NeMo-RL #1899.
@@ -194,9 +191,8 @@ def sequence_mean_weights(
         float32 [..., T], 0 where a token does not count; the sum is 1 if num_sequences
         is None, or 0 if no token counts.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.sequence_mean_weights(jnp.array([1, 1, 2, 0]))
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.sequence_mean_weights(jnp.array([1, 1, 2, 0]))
     Array([0.25, 0.25, 0.5 , 0.  ], dtype=float32)
 
     Reference: Shao et al., 2024, arXiv:2402.03300 (GRPO).
@@ -248,10 +244,9 @@ def grpo_advantages(
         ValueError: shapes disagree, group_ids is given without num_groups, or an id is
             too large.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
+    >>> import jax.numpy as jnp, jaxmem
     >>> two_prompts = jnp.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    >>> for group in losses.grpo_advantages(two_prompts):
+    >>> for group in jaxmem.losses.grpo_advantages(two_prompts):
     ...     print([round(float(x), 3) for x in group])
     [0.866, -0.866, -0.866, 0.866]
     [0.0, 0.0, 0.0, 0.0]
@@ -284,9 +279,8 @@ def rloo_advantages(
 
     Arguments, result and errors are those of `grpo_advantages`.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.rloo_advantages(jnp.array([[1.0, 0.0]]))
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.rloo_advantages(jnp.array([[1.0, 0.0]]))
     Array([[ 1., -1.]], dtype=float32)
 
     Reference: Ahmadian et al., 2024, arXiv:2402.14740 (RLOO).

@@ -24,9 +24,8 @@ def cross_entropy(logprob: ArrayLike) -> jax.Array:
     Returns:
         A loss per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.cross_entropy(jnp.log(jnp.array([1.0, 0.5]))).round(4)
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.cross_entropy(jnp.log(jnp.array([1.0, 0.5]))).round(4)
     Array([-0.    ,  0.6931], dtype=float32)
     """
     (lp,) = as_tokens(logprob=logprob)
@@ -49,9 +48,8 @@ def sft(logprob: ArrayLike, weights: ArrayLike) -> jax.Array:
     Returns:
         A loss per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.sft(jnp.array([-3.0, -2.0, -1.0]), jnp.array([0.0, 1.0, 0.5]))
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.sft(jnp.array([-3.0, -2.0, -1.0]), jnp.array([0.0, 1.0, 0.5]))
     Array([0. , 2. , 0.5], dtype=float32)
 
     Reference: Ouyang et al., 2022, arXiv:2203.02155.
@@ -72,9 +70,8 @@ def z_loss(logsumexp: ArrayLike, *, coefficient: Coefficient = 1e-4) -> jax.Arra
     Returns:
         A loss per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.z_loss(jnp.array([0.0, 10.0])).round(4)
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.z_loss(jnp.array([0.0, 10.0])).round(4)
     Array([0.  , 0.01], dtype=float32)
 
     Reference: Chowdhery et al., 2022, arXiv:2204.02311 (PaLM).
@@ -102,9 +99,8 @@ def label_smoothing(
     Returns:
         A loss per token [...].
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.label_smoothing(jnp.array([-1.0]), jnp.array([-3.0]))
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.losses.label_smoothing(jnp.array([-1.0]), jnp.array([-3.0]))
     Array([1.2], dtype=float32)
 
     Reference: Szegedy et al., 2015, arXiv:1512.00567.
@@ -143,9 +139,9 @@ def mean_logit(
         TypeError, ValueError: as `jaxmem.logprobs` does.
         NotImplementedError: the head has a softcap; capped logits are not linear in W.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxmem import losses
-    >>> losses.mean_logit(jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 0.0, 1.0]] * 2))
+    >>> import jax.numpy as jnp, jaxmem
+    >>> W = jnp.array([[3.0, 0.0, 1.0]] * 2)
+    >>> jaxmem.losses.mean_logit(jnp.array([[1.0, 2.0]]), W)
     Array([4.], dtype=float32)
     """
     head = as_head(W)

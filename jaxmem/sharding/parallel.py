@@ -42,11 +42,8 @@ def parallel(
     devices is replicated in the result, because a type cannot express uneven shards.
 
     Args:
-        verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`,
-            `support_logprobs`, `selected_logprobs`, `topk`, `divergence`,
-            `divergence_loss`, `sample_ids`, `logprobs_from_logits` or
-            `token_stats_from_logits`, or a functools.partial of one, with arguments by
-            name.
+        verb: any function of jaxmem's that takes axis_name, or a functools.partial of
+            one, with arguments by name.
         mesh: devices, with named axes.
         vocab: mesh axes that shard the vocabulary; None: each device has all of it. For
             a divergence from a `Teacher`, which needs the whole W, both matrices are
@@ -62,17 +59,10 @@ def parallel(
         With `Sample(k)`, the samples of a token do not depend on how tokens are
         sharded; each vocabulary shard draws its own, up to K of them.
 
-    **Memory** per device: that of the verb for its tokens and its vocabulary shard,
-    plus V·D over the size of vocab for an all-gathered W. If the vocabulary or the
-    tokens are not divisible by the devices, or the vocabulary by vocab_groups, W or
-    hidden is padded in a copy; to avoid the copy of W, create W padded and pass
-    `Head(W, vocab_size=…)`. A divergence from a `Teacher` takes V·D for each whole W.
-    The ids of ragged supports are replicated.
-
-    **Communication** over vocab: as in `logprobs`. W's gradient is all-reduced over the
-    tokens' mesh axes, in W's dtype; a sampled one may take half (docs/meshes.md). Along
-    W_fsdp, W itself is all-gathered once in the forward pass, and its gradient
-    reduce-scattered once in the backward pass.
+    If the vocabulary or the tokens are not divisible by the devices, or the vocabulary
+    by vocab_groups, W or hidden is padded in a copy; to avoid the copy of W, create W
+    padded and pass `Head(W, vocab_size=…)`. Memory and communication are in
+    docs/meshes.md.
 
     Raises:
         TypeError: the verb cannot be sharded, or an axis is not a name.
