@@ -59,7 +59,10 @@ def unproven(spec: Spec, source: Factors | Logits) -> str | None:
         return "never with logits that the caller has"
     if spec.compute_dtype == jnp.float16:
         return "stores derivatives without a scale, which large weights overflow"
-    if devices.count() > 1 and not (spec.token_parallel or _is_split_by_hand()):
+    # XLA partitions nothing inside shard_map over a whole mesh.
+    mesh = jax.sharding.get_abstract_mesh()
+    by_hand = not mesh.empty and set(mesh.axis_names) == set(mesh.manual_axes)
+    if devices.count() > 1 and not (spec.token_parallel or by_hand):
         return (
             "XLA cannot split its kernels over the axes that an enclosing "
             "jax.shard_map leaves to it; over all of a mesh it runs"
@@ -78,12 +81,6 @@ def unproven(spec: Spec, source: Factors | Logits) -> str | None:
     if spec.chunk < MIN_CHUNK:
         return f"is not measured below chunks of {MIN_CHUNK} tokens"
     return None
-
-
-def _is_split_by_hand():
-    """Whether XLA partitions nothing here: inside shard_map over a whole mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and set(mesh.axis_names) == set(mesh.manual_axes)
 
 
 class Pass(NamedTuple):
@@ -256,22 +253,19 @@ def _sums(this, source):
     """Accumulators; W's gradient is only overwritten if one block has all rows."""
     spec, env, padded, single_block = this
     dtype = spec.stats_dtype if spec.partial_hidden else spec.compute_dtype
-    shape = map(padding.whole, padded.W.shape)
-    sums = Factors(
-        hidden=jnp.zeros(source.hidden.shape, dtype),
-        W=lax.empty(padded.W.shape, source.W.dtype)
-        if single_block
-        else jnp.zeros(tuple(shape), jnp.float32),
-        bias=None if source.bias is None else _zero_bias(spec, env),
-    )
-    return _typed(spec, backend_operands.trained(spec, sums))
-
-
-def _typed(spec, sums):
-    """`sums`, typed as inside shard_map except W's, to which kernels write in place."""
-    return vocab_shards.vary(sums._replace(W=None), spec.part_varying)._replace(
-        W=sums.W
-    )
+    if single_block:
+        W = lax.empty(padded.W.shape, source.W.dtype)
+    else:
+        W = jnp.zeros(tuple(map(padding.whole, padded.W.shape)), jnp.float32)
+    sums = Factors(jnp.zeros(source.hidden.shape, dtype), W, None)
+    if source.bias is not None:  # whole blocks of the vocabulary
+        n_tiles = _block_tiles(spec, env)
+        width = -(-env.n_tiles // n_tiles) * n_tiles * env.tiles.columns
+        sums = sums._replace(bias=jnp.zeros(width, jnp.float32))
+    sums: Any = backend_operands.trained(spec, sums)
+    # Typed as inside shard_map except W's, to which kernels write in place.
+    typed = vocab_shards.vary(sums._replace(W=None), spec.part_varying)
+    return typed._replace(W=sums.W)
 
 
 def _cotangent(spec, source, sums, single_block):
@@ -333,13 +327,6 @@ def tokens_here(spec: Spec) -> int:
     idle.
     """
     return spec.chunk * (spec.all_columns // spec.columns)
-
-
-def _zero_bias(spec, env):
-    """Zeros for whole blocks of the vocabulary."""
-    n_tiles = _block_tiles(spec, env)
-    width = -(-env.n_tiles // n_tiles) * n_tiles * env.tiles.columns
-    return jnp.zeros(width, jnp.float32)
 
 
 def launch_env(spec: Spec, padded: Factors, n_rows: int, kernel: str) -> Any:

@@ -41,7 +41,11 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entri
         operands = hopper.inputs(spec, padded, rows, block)
         stats, kept = statistics_and_exps(env, *operands, tile_sums=True)
         stats = vocab_shards.vary(stats, spec.part_varying)
-        outputs = _of_all_columns(spec, stats)
+        whole = stats
+        if spec.shards:
+            whole = row_stats.merge_gathered(stats, spec.shards.axes)
+        outputs = row_stats.finish(whole, jnp.ones(stats.max.shape, bool))
+        outputs = vocab_shards.vary(outputs, spec.varying)
         normaliser = row_stats.Normaliser(outputs.max, outputs.log_sum)
         facts = sampled_select.OfRows(
             operands[2], stats.label_logit, stats.max, normaliser
@@ -58,14 +62,6 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entri
     results = backend_operands.no_statistics(spec, rows), none
     stats, entries = active.for_each_block(rows.active, env.n_rows, body, results)
     return backend_operands.outputs(spec, rows, stats, names), entries
-
-
-def _of_all_columns(spec, stats) -> row_stats.Outputs:
-    """What the selection needs: largest logits and normalisers."""
-    if spec.shards:
-        stats = row_stats.merge_gathered(stats, spec.shards.axes)
-    outputs = row_stats.finish(stats, jnp.ones(stats.max.shape, bool))
-    return vocab_shards.vary(outputs, spec.varying)
 
 
 def backward(

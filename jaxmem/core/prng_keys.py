@@ -26,29 +26,22 @@ def check_key(key, gradient, shape: tuple[int, ...]) -> jax.Array | None:
 
 
 def check_keys(key, shape: tuple[int, ...]) -> jax.Array:
-    """A typed PRNG key, or one for each token."""
-    keys = _typed_keys(key)
+    """A typed PRNG key, or one for each token; those of `PRNGKey` are uint32."""
+    is_array = isinstance(key, (jax.Array, np.ndarray))
+    try:
+        if not is_array:
+            raise TypeError("no array")
+        keys = jnp.asarray(key)
+        if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+            keys = jax.random.wrap_key_data(keys)
+    except TypeError as error:
+        got = f"{key.dtype}{list(key.shape)}" if is_array else checks.brief(key)
+        raise TypeError(
+            f"key must be a PRNG key, as jax.random.key makes them, got {got}"
+        ) from error
     if keys.shape not in ((), shape):
         raise ValueError(
             f"key must be one PRNG key or one for each token, {list(shape)}, got keys "
             f"of shape {list(keys.shape)}"
         )
     return keys
-
-
-def _typed_keys(key):
-    """Keys of `jax.random.key`; those of `jax.random.PRNGKey` are uint32 numbers."""
-    if not isinstance(key, (jax.Array, np.ndarray)):
-        raise TypeError(
-            "key must be a PRNG key, as jax.random.key makes them, got "
-            f"{checks.brief(key)}"
-        )
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return jnp.asarray(key)
-    try:
-        return jax.random.wrap_key_data(jnp.asarray(key))
-    except TypeError as error:
-        raise TypeError(
-            "key must be a PRNG key, as jax.random.key makes them, got "
-            f"{key.dtype}{list(key.shape)}"
-        ) from error

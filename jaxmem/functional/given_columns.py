@@ -68,10 +68,6 @@ class Columns(Target):
     logprobs: Any
     tail: bool = True
 
-    @property
-    def leading(self):
-        return self.ids
-
     def divergence(self, kind, student):
         call, ids, where = ids_call("divergence", self.ids, *student)
         spec, source, rows, shape = call
@@ -133,10 +129,6 @@ class Drawn(Target):
     """
 
     ids: Any
-
-    @property
-    def leading(self):
-        return self.ids
 
     def divergence(self, kind, student):
         _check_drawn(kind)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jax.typing import ArrayLike
@@ -25,40 +25,17 @@ class Student(NamedTuple):
     options: CallOptions
 
 
-class Places(Protocol):
-    """Where the operands of a target are placed on a mesh."""
-
-    where: Any  # the checked mask
-    tokens: tuple[int, ...]  # their shape
-    vocab_size: int  # of the student
-
-    def of_tokens(self, array: Any, fill: Any) -> Any:
-        """Place an array whose first axes are the tokens', padded by `fill`."""
-        ...
-
-    def number(self, name: str, value: ArrayLike | None) -> Any:
-        """Place a temperature: a scalar, one per token, or None."""
-        ...
-
-    def head(self, hidden: Any, head: Any, owner: str) -> tuple[Head, int]:
-        """Place a head of hidden states; with the number of its columns."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
     """The target of a divergence; a subclass says what is known of it.
 
     `shards` says whether the vocabulary may be sharded; if not, `heads_as` replaces
-    heads by those of all columns.
+    heads by those of all columns. `leading` names an array whose first axes are the
+    tokens'.
     """
 
     shards: ClassVar[bool] = True
-
-    @property
-    def leading(self) -> Any:
-        """An array whose first axes are the tokens'."""
-        raise NotImplementedError
+    leading: ClassVar[str] = "ids"
 
     def divergence(self, kind: Kind, student: Student) -> jax.Array:
         """The divergence of each token."""
@@ -70,8 +47,8 @@ class Target:
         """What makes a loss's rule, and its spec, head, `given` and tokens' shape."""
         raise NotImplementedError
 
-    def placed(self, places: Places) -> "Target":
-        """The target, checked, with its arrays placed."""
+    def placed(self, places: Any) -> "Target":
+        """The target, checked, with its arrays in `sharding.operands.Places`."""
         raise NotImplementedError
 
     def heads_as(self, whole: Callable[[Head], Head]) -> "Target":
@@ -85,7 +62,8 @@ def specs(given: Mapping[str, Any]) -> list[tuple]:
     Given ids come before hidden, and a teacher's hidden states after it.
     """
     of = getattr(given["target"], "of", None)
-    found = [spec_of(given["hidden"], 1), spec_of(getattr(of, "leading", None), 1)]
+    leading = getattr(of, getattr(of, "leading", ""), None)
+    found = [spec_of(given["hidden"], 1), spec_of(leading, 1)]
     return found[::-1] if getattr(of, "shards", False) else found
 
 

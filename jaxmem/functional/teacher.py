@@ -51,10 +51,7 @@ class Teacher(Target):
     head: Any
     temperature: Any = None
     shards: ClassVar[bool] = False
-
-    @property
-    def leading(self):
-        return self.hidden
+    leading: ClassVar[str] = "hidden"
 
     def divergence(self, kind, student):
         call = _read("divergence", self, student)

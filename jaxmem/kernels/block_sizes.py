@@ -130,7 +130,7 @@ def backward_tiles(
 
     If not even one such multiple fits, the number that takes the least time by `_time`.
     """
-    most = _most_tiles(n_tiles, rows, chunk, columns)
+    most = min(max(chunk * columns // (rows * TILE), 1), n_tiles)
     if most == n_tiles:
         return n_tiles
     row_tiles, depth_tiles = rows // MAX_CLUSTER_ROWS, -(-depth // TILE)
@@ -142,10 +142,6 @@ def backward_tiles(
     return min(
         range(1, most + 1), key=lambda t: _time(n_tiles, t, rows, depth, clusters)
     )
-
-
-def _most_tiles(n_tiles, rows, chunk, columns):
-    return min(max(chunk * columns // (rows * TILE), 1), n_tiles)
 
 
 def _time(n_tiles, tiles, rows, depth, clusters):

@@ -56,27 +56,27 @@ def _read_supports(given, where, tokens, of_tokens):
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Places of the operands of a target; see `targets.Places`."""
+    """Where the operands of a target are placed on a mesh."""
 
     plan: Plan
-    where: Any
-    tokens: tuple[int, ...]
-    vocab_size: int
+    where: Any  # the checked mask
+    tokens: tuple[int, ...]  # their shape
+    vocab_size: int  # of the student
     split: tuple[tuple[str, ...], ...]  # of the tokens' axes
 
     def of_tokens(self, array, fill):
-        """See `targets.Places.of_tokens`."""
+        """Place an array whose first axes are the tokens', padded by `fill`."""
         return Operand(array, self.split, fill)
 
     def number(self, name, value):
-        """See `targets.Places.number`; a Python number is left as it is."""
+        """Place a temperature that is an array; others are left as they are."""
         if value is None:
             return None
         found = _read_temperature(name, value, self.tokens, self.split)
         return found.get(name, value)
 
     def head(self, hidden, head, owner):
-        """See `targets.Places.head`."""
+        """Place a head of hidden states; with the number of its columns."""
         return _read_head(self.plan, hidden, head, owner, None)
 
 
