@@ -9,12 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.core import checks, row_stats, selection, vocab_shards
-from jaxmem.core.backend_operands import (
-    first_column,
-    for_active_chunks,
-    put_all,
-    take,
-)
+from jaxmem.core.backend_operands import first_column, for_active_chunks, put_all, take
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.gradients import Gradient
 from jaxmem.core.head import Matrix

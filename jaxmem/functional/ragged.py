@@ -65,15 +65,6 @@ def _check_visible(ids, offsets, max_ids, where, tokens):
         check_below("support_ids", entries, counted[owners], vocab_size)
 
 
-def check_dense(max_ids: int | None) -> None:
-    """Raise a ValueError for a max_ids without offsets."""
-    if max_ids is not None:
-        raise ValueError(
-            f"max_ids must be None without offsets, got {checks.brief(max_ids)}; a "
-            "dense support has as many ids as its last axis"
-        )
-
-
 def entries_of(ids, offsets) -> tuple[np.ndarray, np.ndarray]:
     """The token of each entry that belongs to one, and its id; both visible."""
     ids, offsets = np.asarray(ids), np.asarray(offsets).astype(np.int64)

@@ -18,7 +18,7 @@ from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.given_ids import check_ids, flat_ids
-from jaxmem.functional.ragged import check_dense, entries_of, read_ragged
+from jaxmem.functional.ragged import entries_of, read_ragged
 from jaxmem.functional.support_rule import (
     RaggedSupportRule,
     SupportRule,
@@ -102,14 +102,15 @@ def support_logprobs(
     )  # fmt: skip
     spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options, labels)
     tokens, where = (shape, spec.vocab_size), checks.read_where(where, shape)
-    labels = checks.as_visible_array("labels", labels)
-    support_ids = checks.as_visible_array("support_ids", support_ids)
-    given, widest = _read_supports(support_ids, offsets, max_ids, where, tokens)
+    given = read_supports(labels, support_ids, offsets, max_ids, where, tokens)
+    if isinstance(given, Ragged):
+        widest = min(int(max_ids or 0), len(given.ids))
+    else:
+        given, widest = flat_ids(given, shape), given.shape[-1]
     n_rows, depth = source.hidden.shape
     chunk = checks.check_chunk(chunk, n_rows, max(widest, 1) * depth)
     spec = dataclasses.replace(spec, chunk=chunk)
-    check_support(labels, support_ids, offsets, where, shape)
-    shapes = source.shapes(shape) | {"support_ids": support_ids.shape}
+    shapes = source.shapes(shape) | {"support_ids": jnp.shape(support_ids)}
     entries = spec.chunk * widest
     if isinstance(given, Ragged):
         entries = chunk_entries(spec.chunk, widest, given.ids.shape[0])
@@ -124,17 +125,29 @@ def support_logprobs(
     return jnp.reshape(results, shape)
 
 
-def _read_supports(support_ids, offsets, max_ids, where, tokens):
-    """The checked supports, [N, K] or `Ragged`, and the most ids that one may have."""
-    if offsets is None:
-        check_dense(max_ids)
-        ids = flat_ids(check_ids("support_ids", support_ids, where, *tokens), tokens[0])
-        return ids, ids.shape[1]
-    given = read_ragged(support_ids, offsets, max_ids, where, tokens)
-    return given, min(int(max_ids), given.ids.shape[0])
+def read_supports(
+    labels, support_ids, offsets, max_ids: int | None, where, tokens
+) -> jax.Array | Ragged:
+    """The checked supports, [..., K], or with offsets `Ragged` of tokens in one axis.
+
+    `tokens` are their shape and the size of the vocabulary.
+    """
+    labels = checks.as_visible_array("labels", labels)
+    support_ids = checks.as_visible_array("support_ids", support_ids)
+    if offsets is not None:
+        found = read_ragged(support_ids, offsets, max_ids, where, tokens)
+    elif max_ids is None:
+        found = check_ids("support_ids", support_ids, where, *tokens)
+    else:
+        raise ValueError(
+            f"max_ids must be None without offsets, got {checks.brief(max_ids)}; a "
+            "dense support has as many ids as its last axis"
+        )
+    _check_support(labels, support_ids, offsets, where, tokens[0])
+    return found
 
 
-def check_support(labels, support_ids, offsets, where, shape: tuple[int, ...]) -> None:
+def _check_support(labels, support_ids, offsets, where, shape: tuple[int, ...]) -> None:
     """Raise for an empty support, or a visible label that is not in its support."""
     if offsets is None and support_ids.shape[-1] == 0:
         raise ValueError("support_ids must hold at least one id a token, got none")

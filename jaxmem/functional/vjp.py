@@ -34,13 +34,7 @@ from jaxmem.core.backend_operands import (
 from jaxmem.core.row_stats import Cotangents, Outputs, TokenStats
 from jaxmem.core.spec import Spec
 from jaxmem.functional import traced_loss
-from jaxmem.functional.rule import (
-    Rule,
-    empty,
-    on_tokens,
-    scaled,
-    sum_over_shards,
-)
+from jaxmem.functional.rule import Rule, empty, on_tokens, scaled, sum_over_shards
 from jaxmem.functional.traced_loss import Loss, Operands, Values
 
 # Residuals per row besides the outputs, from which logits are recomputed.

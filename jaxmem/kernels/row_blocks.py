@@ -93,14 +93,8 @@ def top_k(z: jax.Array, largest: jax.Array, k: int) -> tuple[jax.Array, jax.Arra
         _ordered(largest), ((0, 0), (0, n - largest.shape[1])), constant_values=_LOWEST
     )
     out = jax.ShapeDtypeStruct((n_rows, k), jnp.int32)
-    kernel = plgpu.kernel(
-        _select(columns, n, k),
-        out_type=(out, out),
-        grid=(n_rows,),
-        grid_names=("row",),
-        compiler_params=PARAMS,
-    )
-    keys, found = typed.run(kernel, keys, z)
+    select = _select(columns, n, k)
+    keys, found = typed.launch(select, (out, out), {"row": n_rows}, PARAMS, (keys, z))
     return _unordered(keys), found
 
 

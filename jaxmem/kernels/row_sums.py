@@ -61,14 +61,8 @@ def sums(
     rest = [x[:, n_whole * row_tiles.TILE :] for x in operands[:n]]
     of_rest = terms(*rest, *(x[:, None] for x in operands[n:]))
     out = jax.ShapeDtypeStruct((n_rows, SHARES), jnp.float32)
-    kernel = plgpu.kernel(
-        row_sums,
-        out_type=(out,) * len(of_rest),
-        grid=(SHARES, n_rows),
-        grid_names=("share", "row"),
-        compiler_params=row_tiles.PARAMS,
-    )
-    partial = typed.run(kernel, *operands)
+    grid, outs = {"share": SHARES, "row": n_rows}, (out,) * len(of_rest)
+    partial = typed.launch(row_sums, outs, grid, row_tiles.PARAMS, operands)
     return [
         jnp.sum(x, axis=1) + jnp.sum(last, axis=1)
         for x, last in zip(partial, of_rest, strict=True)

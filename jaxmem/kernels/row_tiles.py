@@ -58,14 +58,8 @@ def reduce_blocks(
     block = jax.ShapeDtypeStruct((size, width), jnp.float32)
     n_results = len(jax.eval_shape(function, *[block] * n))
     out = jax.ShapeDtypeStruct((n_rows, n_blocks), jnp.float32)
-    kernel = plgpu.kernel(
-        of_tile,
-        out_type=(out,) * n_results,
-        grid=(pl.cdiv(n_blocks, size), n_rows),
-        grid_names=("tile", "row"),
-        compiler_params=PARAMS,
-    )
-    found = typed.run(kernel, *operands)
+    grid = {"tile": pl.cdiv(n_blocks, size), "row": n_rows}
+    found = typed.launch(of_tile, (out,) * n_results, grid, PARAMS, operands)
     if n_blocks * width == columns:
         return list(found)
     pairs = zip(found, function(*rest), strict=True)

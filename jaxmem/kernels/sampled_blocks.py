@@ -79,21 +79,14 @@ def select(
     operands = starts, sums, *density.tiles, *density.blocks, *density.rows
     groups = pl.cdiv(sampling.slots, _SLOTS)
     shape = len(starts), groups * _SLOTS
-    kernel = plgpu.kernel(
-        _Select(sampling, density, width, bounds.shape[1]).kernel(sums.shape[1]),
-        out_type=[
-            jax.ShapeDtypeStruct(shape, jnp.int32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        ],
-        grid=(groups, len(starts)),
-        grid_names=("group", "row"),
-        scratch_types=[
-            plgpu.SMEM((_SLOTS,), jnp.int32),
-            plgpu.SMEM((_SLOTS * width,), jnp.float32),
-        ],
-        compiler_params=_PARAMS,
-    )
-    columns, p = typed.run(kernel, *operands)
+    outs = [jax.ShapeDtypeStruct(shape, x) for x in (jnp.int32, jnp.float32)]
+    scratch = [
+        plgpu.SMEM((_SLOTS,), jnp.int32),
+        plgpu.SMEM((_SLOTS * width,), jnp.float32),
+    ]
+    body = _Select(sampling, density, width, bounds.shape[1]).kernel(sums.shape[1])
+    grid = {"group": groups, "row": len(starts)}
+    columns, p = typed.launch(body, outs, grid, _PARAMS, operands, scratch)
     return Entries(columns[:, : sampling.slots], p[:, : sampling.slots])
 
 
@@ -114,15 +107,10 @@ def running_sums(x: jax.Array) -> jax.Array:
             distance *= 2
         sums_ref[row] = sums
 
-    kernel = plgpu.kernel(
-        sampled_running_sums,
-        out_type=jax.ShapeDtypeStruct(x.shape, jnp.int32),
-        grid=(n_rows,),
-        grid_names=("row",),
-        scratch_types=[plgpu.SMEM((2 * n,), jnp.int32)],
-        compiler_params=PARAMS,
-    )
-    return typed.run(kernel, x)
+    out = jax.ShapeDtypeStruct(x.shape, jnp.int32)
+    scratch = [plgpu.SMEM((2 * n,), jnp.int32)]
+    grid = {"row": n_rows}
+    return typed.launch(sampled_running_sums, out, grid, PARAMS, (x,), scratch)
 
 
 class _Select:

@@ -68,14 +68,9 @@ def _products(count, columns, W, hidden):
             for k, z in enumerate(_dots(pieces, at, W_ref, h_ref, row)):
                 z_ref[row, first + k] = z
 
-    kernel = plgpu.kernel(
-        sampled_logits,
-        out_type=jax.ShapeDtypeStruct(columns.shape, jnp.float32),
-        grid=(groups, n_rows),
-        grid_names=("group", "row"),
-        compiler_params=_PARAMS,
-    )
-    return typed.run(kernel, count, columns, W, hidden)[:, :n_slots]
+    out = jax.ShapeDtypeStruct(columns.shape, jnp.float32)
+    grid, operands = {"group": groups, "row": n_rows}, (count, columns, W, hidden)
+    return typed.launch(sampled_logits, out, grid, _PARAMS, operands)[:, :n_slots]
 
 
 def _pieces(depth) -> list[tuple[int, int, int]]:

@@ -141,14 +141,9 @@ def sum_rows(
             sums = _Add(launch, part, rows_ref, values_ref, x_ref)(first, end)
             part.store(out_ref, at, sums)
 
-    kernel = plgpu.kernel(
-        sampled_sum_rows,
-        out_type=jax.ShapeDtypeStruct((n_segments, part.depth), dtype),
-        grid=(part.count, n_segments),
-        grid_names=("part", "sum"),
-        compiler_params=_PARAMS,
-    )
-    found = typed.run(kernel, *segments, whole)
+    out = jax.ShapeDtypeStruct((n_segments, part.depth), dtype)
+    grid, operands = {"part": part.count, "sum": n_segments}, (*segments, whole)
+    found = typed.launch(sampled_sum_rows, out, grid, _PARAMS, operands)
     return found[:, : x.shape[1]]
 
 
@@ -185,14 +180,9 @@ def sum_columns(
         at, sums = stream.add(first, move)
         move(at, jnp.minimum(first + launch.sums, n_columns), sums)
 
-    kernel = plgpu.kernel(
-        sampled_sum_columns,
-        out_type=jax.ShapeDtypeStruct((n_columns, part.depth), dtype),
-        grid=(part.count, n_programs),
-        grid_names=("part", "sum"),
-        compiler_params=_PARAMS,
-    )
-    found = typed.run(kernel, *operands)
+    out = jax.ShapeDtypeStruct((n_columns, part.depth), dtype)
+    grid = {"part": part.count, "sum": n_programs}
+    found = typed.launch(sampled_sum_columns, out, grid, _PARAMS, operands)
     return found[:, : x.shape[1]]
 
 

@@ -10,13 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.losses.ratios import (
-    Coefficient,
-    as_coefficient,
-    as_tokens,
-    clamp,
-    kl_k3,
-)
+from jaxmem.losses.ratios import Coefficient, as_coefficient, as_tokens, clamp, kl_k3
 
 
 def policy_gradient(logprob: ArrayLike, advantages: ArrayLike) -> jax.Array:

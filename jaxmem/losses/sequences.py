@@ -16,13 +16,7 @@ from jax.typing import ArrayLike
 from jaxmem.base import messages
 from jaxmem.core import checks
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
-from jaxmem.losses.ratios import (
-    Coefficient,
-    as_coefficient,
-    as_tokens,
-    clamp,
-    in_band,
-)
+from jaxmem.losses.ratios import Coefficient, as_coefficient, as_tokens, clamp, in_band
 
 SEQUENCE_STATISTICS = ("geometric_mean", "every_token")
 

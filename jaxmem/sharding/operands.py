@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmem.core import checks, column_sampling, gradients, prng_keys
+from jaxmem.core.backend_operands import Ragged
 from jaxmem.core.head import Head, as_head
 from jaxmem.functional import arguments
 from jaxmem.functional.given_ids import check_ids
-from jaxmem.functional.ragged import check_dense, read_ragged
-from jaxmem.functional.support import check_support
+from jaxmem.functional.support import read_supports
 from jaxmem.sharding.plan import Plan
 
 
@@ -37,21 +37,15 @@ class Operand:
 
 def _read_supports(given, where, tokens, of_tokens):
     """The supports; ragged ones as (ids, starts and counts), of which ids are whole."""
-    shape, offsets = tokens[0], given["offsets"]
-    labels = checks.as_visible_array("labels", given["labels"])
-    ids = checks.as_visible_array("support_ids", given["support_ids"])
-    max_ids = given["max_ids"]
-    if offsets is None:
-        check_dense(max_ids)
-        checked = check_ids("support_ids", ids, where, *tokens)
-        operands = {"support_ids": Operand(checked, of_tokens, -1)}
-    else:
-        ragged = read_ragged(ids, offsets, max_ids, where, tokens)
-        starts, counts = (jnp.reshape(x, shape) for x in ragged[:2])
-        of_each = Operand(starts, of_tokens), Operand(counts, of_tokens)
-        operands = {"support_ids": Operand(ragged.ids, ()), "offsets": of_each}
-    check_support(labels, ids, offsets, where, shape)
-    return operands
+    found = read_supports(
+        given["labels"], given["support_ids"], given["offsets"], given["max_ids"],
+        where, tokens,
+    )  # fmt: skip
+    if not isinstance(found, Ragged):
+        return {"support_ids": Operand(found, of_tokens, -1)}
+    starts, counts = (jnp.reshape(x, tokens[0]) for x in found[:2])
+    of_each = Operand(starts, of_tokens), Operand(counts, of_tokens)
+    return {"support_ids": Operand(found.ids, ()), "offsets": of_each}
 
 
 @dataclasses.dataclass(frozen=True)
