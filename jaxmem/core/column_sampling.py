@@ -1,21 +1,15 @@
 """Sampled derivatives of logits: which entries are kept, and what they weigh.
 
-For one token with probabilities p_j, label y and the derivative of `_stats`,
-dz_j = g·[j = y] + p_j s_j with s_j = α - g + β ln p_j + γ p_j, the label's entry is
-exact, and every other column j is kept with probability
+docs/sampled.md has the estimator. The label's entry is exact, and every other column j
+is kept with a probability of integers,
 
     q_j = min(1, (⌊κ p_j u⌋ + 1) / u)      u = 2^b units, κ slightly below K,
 
-and weighs dz_j / q_j. The estimate's mean is dz for every output and any cotangents:
-q_j > 0 wherever p_j > 0, and q depends on nothing but p. Entries with p_j ≥ 1/κ are
-exact. The others add a variance of at most s_j² p_j / κ each: for a log-probability,
-m/κ in all, where m is the probability mass below 1/κ.
-
-Systematic sampling makes the draws. With r uniform over {0, ..., u - 1}, one number per
+which is positive wherever p_j > 0. With r uniform over {0, ..., u - 1}, one number per
 token, and C_j the running sum of u q, column j is kept where a multiple of u lies in
-(C_{j-1} + r, C_j + r]. As u q_j ≤ u, that happens for exactly u q_j values of r: the
-probability is q_j to the last bit. As Σ_j u q_j ≤ K u, at most K columns are kept; the
-number of the multiple is the entry's slot. All of it is arithmetic of integers.
+(C_{j-1} + r, C_j + r]. As u q_j ≤ u, that happens for exactly u q_j values of r. As
+Σ_j u q_j ≤ K u, at most K columns are kept; the number of the multiple is the entry's
+slot.
 """
 
 import dataclasses

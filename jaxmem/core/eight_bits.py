@@ -1,14 +1,8 @@
 """A forward product of 8-bit factors, corrected by the entries that sampling keeps.
 
-W and hidden are rounded to 8 bits with a scale for each row of both, except for
-`CHANNELS` of their D channels, the largest relative to their rows: these are multiplied
-in 16 bits. Of all columns but the label's, that gives logits ẑ, by which `Sample(k)`
-keeps entries with probability q = min(1, κ p̂). Of the entries that are kept, and of the
-label, logits z are computed from W itself. For any sum over columns
-
-    F = Σ_j f(ẑ_j) + Σ_kept (f(z_j) - f(ẑ_j)) / q_j    has the mean    Σ_j f(z_j),
-
-and the statistics of `core.row_stats` are smooth functions of three such sums.
+docs/sampled.md has the estimator. Logits ẑ of all columns but the label's are products
+in 8 bits, with a scale for each row, except for `CHANNELS` of the D channels; logits z
+of the label and of the entries that are kept are computed from W itself.
 """
 
 from typing import Any, NamedTuple

@@ -1,23 +1,10 @@
-"""The maths of the head: the statistics of a row of logits, and their derivative.
+"""The statistics of a row of logits, and their derivative; docs/maths.md derives both.
 
-For one row of scaled logits z, with label y:
+For scaled logits z with label y, m the largest of them, and cotangents g:
 
-    m = max_j z_j                    R = Σ_{j≠y} e^(z_j - m)       S = R + e^(z_y - m)
-    T = Σ_j e^(z_j - m) (z_j - m)    Q = Σ_j e^(2(z_j - m))
-
-    logsumexp = m + ln S             logprob = z_y - logsumexp     entropy = ln S - T/S
-    sum_pi_squared = Q / S²          is_argmax = (z_y ≥ m)
-
-`R` excludes the label because rounding 1 + R would lose the whole log-probability of a
-confident prediction; -log1p(R) preserves it. `T` is shifted because the difference
-logsumexp - E[z] cancels. `m` starts at -inf, so that rows whose logits are all very
-negative stay finite.
-
-For cotangents g of the outputs, with p_j = e^(z_j - logsumexp), the derivative is
-
+    R = Σ_{j≠y} e^(z_j - m)              S = R + e^(z_y - m)
+    T = Σ_j e^(z_j - m) (z_j - m)        Q = Σ_j e^(2(z_j - m))
     dz_j = g_logprob·[j = y] + p_j (α - g_logprob + β ln p_j + γ p_j)
-    α = g_logsumexp - g_entropy·entropy - 2 g_Q·sum_pi_squared
-    β = -g_entropy,  γ = 2 g_Q
 """
 
 import functools

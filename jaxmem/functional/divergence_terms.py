@@ -1,15 +1,10 @@
 """Terms of divergences between two distributions, and their derivatives.
 
-`jaxmem.functional.kinds` has the derivation. The two KL divergences follow from few
-numbers of each block of columns, which need no normaliser of the row. With
-w = e^(z - max z) and v = e^(y - max y), maxima over the block, d = ln(w/v), and t what
-d lacks of ln(p/q),
+docs/maths.md has the derivation. With w = e^(z - max z) and v = e^(y - max y), maxima
+over a block of columns, d = ln(w/v), and t what d lacks of ln(p/q),
 
     Σ e(p, q) ∝ E + (e^-t - 1 + t) Σ w + (1 - e^-t) B,   Σ p ln(p/q) ∝ E + B + t Σ w,
     E = Σ e(w, v) = Σ w (e^-d - 1 + d),   B = Σ w (1 - e^-d) = Σ (w - v).
-
-Where the heads nearly agree, d and t are small, E is of second order in them, and so
-are the other two terms.
 """
 
 import fractions

@@ -1,15 +1,8 @@
-"""The kinds of divergence between two distributions.
+"""The kinds of divergence between two distributions; docs/maths.md has the derivation.
 
-With p of the student, q of the target and d_v = ln p_v - ln q_v, the textbook's Σ p d
-adds terms of both signs: at a KL of 1e-6, float32 has no correct digit left. As Σ p = Σ
-q = 1, each divergence is also a sum of terms that are never negative,
-
-    KL(p ‖ q) = Σ_v e(p_v, q_v),   e(a, b) = a ln(a/b) - a + b = a (e^-x - 1 + x),
-
-x = ln(a/b), in which an error of either logsumexp cancels to first order. For a mixture
-m = β q + (1-β) p, the terms e(q, m) and e(p, m), weighed by β and 1-β, add up to
-β q ln(q/m) + (1-β) p ln(p/m), which is computed from one logarithm. The derivative
-needs only s_v = ∂D/∂p_v: dz_v = p_v (s_v - Σ_u p_u s_u).
+Each is a sum of terms that are never negative, e(a, b) = a ln(a/b) - a + b, in which an
+error of either logsumexp cancels to first order. The derivative needs only s_v =
+∂D/∂p_v: dz_v = p_v (s_v - Σ_u p_u s_u).
 """
 
 import dataclasses

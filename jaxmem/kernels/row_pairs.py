@@ -1,13 +1,10 @@
-"""Two heads' logits by blocks of neighbouring columns.
+"""Two heads' logits by blocks of neighbouring columns, which are read once.
 
-One read of both heads' logits z and y gives, for each block of columns, what
-`row_blocks.Parts` has of either head, and sums over the block of terms of
+A block's columns stay in registers between its maxima and its sums of terms of
 
     w = e^(z - max z),   v = e^(y - max y),   d = ln(w / v),
 
-maxima over the block. The block's columns stay in registers between the maxima and the
-sums, so that no term needs the row's normalisers, which another read would have to find
-first. What the sums over the row are follows from these few numbers.
+so that no term needs the row's normalisers, which another read would have to find.
 """
 
 from collections.abc import Callable, Sequence
