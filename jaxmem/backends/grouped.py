@@ -1,11 +1,9 @@
 """Statistics and gradients whose bits do not depend on the shards of the vocabulary.
 
-With `vocab_groups` the vocabulary is cut into G groups of equal width, and each shard
-has G / shards of them. A group is computed as if it were a shard of its own: by the
-same loop over chunks of tokens, or the same kernels, of the same shapes, however many
-devices there are. Sums over the vocabulary are merged in a binary tree over the index
-of the groups. G and the number of shards are powers of two, so that the tree of one
-shard's groups is a branch of the whole tree.
+With `vocab_groups` the vocabulary is cut into G groups, each computed as if it were a
+shard of its own, by the same loops or kernels of the same shapes. Sums are merged in a
+binary tree over the index of the groups. G and the number of shards are powers of two,
+so that the tree of one shard's groups is a branch of the whole tree.
 """
 
 import dataclasses

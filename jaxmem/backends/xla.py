@@ -2,10 +2,8 @@
 
 Active rows are numbered first and the loop stops after them, so that cost scales with
 the number of unmasked tokens while every shape is static. Inactive rows are never read.
-
-If the vocabulary is sharded over devices (spec.shards), each device computes the logits
-of its shard: `statistics` are partial, to be merged by `_stats.merge_over`, which
-`one_pass` calls for each chunk, and hidden's cotangent is all-reduced at the end.
+Of a sharded vocabulary each device has the logits of its shard: statistics are partial,
+to be merged, and hidden's cotangent is all-reduced at the end.
 """
 
 from typing import Any

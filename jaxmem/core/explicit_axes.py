@@ -1,10 +1,9 @@
 """Meshes with explicit axes, where array types state how arrays are sharded.
 
 On such a mesh jax would ask every operation inside a verb how its result is sharded.
-The verb therefore runs with these axes automatic, as on any other mesh, and its
-results receive explicit shardings again. Inside a `jax.shard_map` that binds only some
-axes, take gradients inside of it: jax cannot pass residuals of the backward pass out
-of the `shard_map` and in again.
+The verb therefore runs with these axes automatic, and its results receive explicit
+shardings again. Inside a `jax.shard_map` that binds only some axes, take gradients
+inside of it: jax cannot pass residuals out of the `shard_map` and in again.
 """
 
 import functools

@@ -78,9 +78,8 @@ def _split(run, given, flags_of, args):
 def _fingerprint(run, args):
     """A constant that gives different programs different compilation-cache keys.
 
-    The cache key identifies a custom partitioning only by a pointer, which the option
-    `jax_remove_custom_partitioning_ptr_from_cache_key` removes. Without this constant,
-    two programs with the same operands would share one key.
+    The option `jax_remove_custom_partitioning_ptr_from_cache_key` removes the pointer
+    that alone tells two programs with the same operands apart.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     text = jax.jit(run).lower(*shapes).as_text()

@@ -10,9 +10,8 @@ from jax.typing import ArrayLike
 class Stream(enum.IntEnum):
     """What is drawn; the constants are four letters each.
 
-    Initial weights have the seed's own key, into which `nnx.Rngs` folds how many keys
-    it has made: numbers far below every constant here. Shuffles of documents and of
-    blocks have generators of the seed alone, which share nothing with keys.
+    Initial weights have the seed's own key, into which `nnx.Rngs` folds numbers far
+    below every constant here; shuffles on the host have generators of the seed alone.
     """
 
     COMPLETIONS = 0x636F6D70  # of `jaxmem generate`

@@ -16,14 +16,11 @@ class Call:
     Attributes:
         verb: name of the public function, such as "logprobs".
         shapes: operand name to shape, as passed by the caller.
-        implementation: the backend that runs the call.
-        why: why this backend was chosen.
+        implementation: the backend that runs the call, and `why` it was chosen.
         chunk: tokens whose logits, or their derivative in "hopper", may be alive at
             once; None of a call without logits.
-        live_logits_bytes: chunk · V · 4, the float32 logits alive at once; 0 in
-            "hopper", which stores none.
-        gradient_samples: entries of each token's derivative that are sampled; None
-            where gradients are exact.
+        live_logits_bytes: of float32 logits; 0 in "hopper", which stores none.
+        gradient_samples: entries of each token's derivative; None for exact gradients.
         forward: the product that logits are made by.
     """
 

@@ -1,9 +1,9 @@
 """Vocabulary sharding inside `jax.shard_map`: axes, varying types and sums.
 
-Inside `jax.shard_map`, jax types each array by the mesh axes along which its values
-may vary between devices. Loop carries and custom derivatives must state these types
-explicitly. The cotangent of a value that jax knows to be replicated must be summed
-over the shards exactly once; the cotangent of a varying value must not be summed.
+There jax types each array by the mesh axes along which its values may vary. Loop
+carries and custom derivatives must state these types explicitly. The cotangent of a
+value that jax knows to be replicated must be summed over the shards exactly once; that
+of a varying value must not be summed.
 """
 
 import dataclasses

@@ -3,11 +3,8 @@
 `token_stats` does not know how its outputs are used, so its backward pass recomputes
 each chunk's logits; except if the head is frozen and there is one output, whose
 derivative with respect to hidden is then a residual that is scaled by the cotangent.
-`token_loss` knows the loss, and computes everything from the same logits.
-
-If the vocabulary is sharded, partial statistics are merged first, and the rules are
-those of the whole vocabulary. Where jax types a result as device-varying, the
-cotangents of the results are summed over the shards.
+`token_loss` knows the loss, and computes everything from the same logits. If the
+vocabulary is sharded, partial statistics are merged before either.
 """
 
 import dataclasses

@@ -1,11 +1,10 @@
 """A kernel that finds sampled entries among numbers in memory, by blocks of columns.
 
-Given upper bounds of the units (`core.column_sampling`) of each block, systematic
-sampling uses the bounds: only blocks whose bound contains a multiple of u are read. In
-these, the units of all columns are computed and summed. A column is kept if its own
-units reach the multiple; if none does, because a bound is not tight, the slot stays
-empty. Each column is kept for exactly as many starts as it has units, so the bounds
-change which columns are drawn together, but no probability.
+Systematic sampling uses upper bounds of the units (`core.column_sampling`) of each
+block: only blocks whose bound contains a multiple of u are read. In these, a column is
+kept if its own units reach the multiple; if none does, because a bound is not tight,
+the slot stays empty. Each column is kept for exactly as many starts as it has units, so
+the bounds change which columns are drawn together, but no probability.
 """
 
 import dataclasses

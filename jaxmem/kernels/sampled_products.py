@@ -4,13 +4,11 @@
     dW_j = Σ_i dz_ij h_i         over the entries of a column
 
 Both are bound by bandwidth. A program computes part of the depth; programs of one part
-run at the same time, so that the part of W or hidden that they read stays in L2. What
-else costs time is waiting: an index has to arrive before its row can be loaded. So the
-next indices are loaded while rows arrive, and a program goes through the entries of
-several columns, of which most may have few or none, without a break between them. A
-column with many tokens is first summed in pieces, in parallel. The order of every sum
-is that of the pairs sorted by column, without atomics: results are deterministic, and
-do not depend on how they are computed (`Launch`).
+run at the same time, so that what they read stays in L2. An index has to arrive before
+its row can be loaded, so the next indices are loaded while rows arrive, and a program
+goes through several columns without a break. A column with many tokens is first summed
+in pieces, in parallel. The order of every sum is that of the pairs sorted by column,
+without atomics: results are deterministic, however they are computed (`Launch`).
 """
 
 import dataclasses
