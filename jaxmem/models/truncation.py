@@ -89,9 +89,11 @@ def truncate(
     Raises:
         ValueError: top_k or support is larger than the vocabulary.
 
-    >>> import jax.numpy as jnp >>> logits = jnp.log(jnp.array([[0.1, 0.5, 0.3, 0.1]]))
-    >>> logprobs, ids = truncate(logits, SamplingConfig(top_p=0.7, support=3)) >>>
-    print(jnp.exp(logprobs).round(1), ids) [[0.6 0.4 0. ]] [[ 1  2 -1]]
+    >>> import jax.numpy as jnp
+    >>> logits = jnp.log(jnp.array([[0.1, 0.5, 0.3, 0.1]]))
+    >>> logprobs, ids = truncate(logits, SamplingConfig(top_p=0.7, support=3))
+    >>> print(jnp.exp(logprobs).round(1), ids)
+    [[0.6 0.4 0. ]] [[ 1  2 -1]]
 
     Reference: top k: Fan et al., 2018, arXiv:1805.04833; top p: Holtzman et al., 2019,
     arXiv:1904.09751; min p: Nguyen et al., 2024, arXiv:2407.01082.
