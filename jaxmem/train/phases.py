@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem import remat
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.head import HeadConfig
 from jaxmem.train.memory import shard_bytes
@@ -148,26 +147,11 @@ def _on_device(tree: Any) -> Any:
 
 def activations(program: DecoderProgram, tokens: int) -> dict[str, int]:
     """Bytes per device that the blocks keep of a micro-batch, where that is known."""
-    kept = kept_bytes(
-        program.model_config, program.policy, tokens, program.layout.sizes
-    )
-    return {} if kept is None else {"activations kept": kept}
-
-
-def kept_bytes(
-    model: ModelConfig,
-    policy: remat.Policy | None,
-    tokens: int,
-    mesh: Mapping[str, int],
-) -> int | None:
-    """Bytes per device that a policy saves in all blocks; None if they are not named.
-
-    `tokens` are those of a micro-batch on all devices.
-    """
+    model, policy, mesh = program.model_config, program.policy, program.layout.sizes
     if policy is None or policy.dots or policy.last:
-        return None
+        return {}
     if set(model.mixers) - {"attention", "latent"} or model.global_head_dim is not None:
-        return None  # layers differ in what they keep
+        return {}  # layers differ in what they keep
     item = jnp.dtype(model.dtype).itemsize
     queries, keys = (n * model.head_dim * item for n in (model.heads, model.kv_heads))
     by_value = model.value_width / model.head_dim
@@ -182,7 +166,7 @@ def kept_bytes(
     if "block_in" not in policy.offload:
         widths += model.hidden * item
     rows = mesh["data"] * mesh["fsdp"] * mesh["sequence"]
-    return int(model.layers * tokens * widths / rows)
+    return {"activations kept": int(model.layers * tokens * widths / rows)}
 
 
 def _mean_ff(model: ModelConfig) -> float:

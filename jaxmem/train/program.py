@@ -114,6 +114,10 @@ class DecoderProgram:
         model = self.model_config
         return jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype)
 
+    def number(self) -> Any:
+        """Shape of a float32 scalar on every device."""
+        return self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
+
     def step_numbers(self, head: HeadConfig, number: int | None = None) -> tuple:
         """What follows on a step's batch: its number, or its shape, if it draws."""
         shape = self.layout.whole(jax.ShapeDtypeStruct((), jnp.uint32))

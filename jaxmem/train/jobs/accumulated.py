@@ -38,10 +38,6 @@ class AccumulatedProgram(DecoderProgram):
         """Names of the metrics that are summed over tokens."""
         raise NotImplementedError
 
-    def number(self) -> Any:
-        """Shape of a float32 scalar on every device."""
-        return self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
-
     def micro_batch_numbers(self, head: HeadConfig, *numbers: int) -> tuple:
         """Numbers of a step, a minibatch and a micro-batch, if a head draws by them.
 

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 
 from jaxmem import checkpoints, offload
-from jaxmem.data import teacher_files
+from jaxmem.data import teacher_files, vocabulary
 from jaxmem.data.documents import Batch
 from jaxmem.functional.given_columns import Columns, Drawn
 from jaxmem.models.decoder import ModelConfig
@@ -68,7 +68,9 @@ class Distill(Job, name="distill"):
     @functools.cached_property
     def tokenizer(self) -> tokenizers.Tokenizer:
         """See `Job`: that of student and teacher."""
-        return teachers.tokenizer_of(self.config)
+        checkpoint = teachers.reading(self.config).checkpoint
+        assert checkpoint is not None
+        return vocabulary.of_checkpoint(checkpoint)
 
     @property
     def changeable(self) -> list[str]:

@@ -153,9 +153,12 @@ class DistillProgram(SamplingProgram):
 
     def compile(self) -> Compiled:
         """Compile everything from shapes alone."""
-        shapes = self.shapes
+        shapes, states = self.shapes, {}
+        if self._teacher is not None:
+            trace = self._teacher.trace_states
+            states = {s: trace(s).lower().compile() for s in shapes}
         return Compiled(
-            states=self._compile_states(),
+            states=states,
             count={s: self._trace_count(s).lower().compile() for s in shapes},
             zeros=self.compile_zeros(),
             gradients={
@@ -195,12 +198,6 @@ class DistillProgram(SamplingProgram):
         """The teacher, of a run that has one."""
         assert self._teacher is not None, "a file is read instead"
         return self._teacher
-
-    def _compile_states(self) -> dict[Shape, jax.stages.Compiled]:
-        if self._teacher is None:
-            return {}
-        trace = self._teacher.trace_states
-        return {shape: trace(shape).lower().compile() for shape in self.shapes}
 
     def target(self, shape: Shape) -> TeacherStates | Columns | Drawn:
         """Shapes of what a micro-batch learns from."""

@@ -68,8 +68,7 @@ class Program(StepProgram):
 
     def trace_logprobs(self) -> jax.stages.Traced:
         """Trace the forward pass of a micro-batch."""
-        number = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
-        jitted = self.layout.jit(self.logprobs, number)
+        jitted = self.layout.jit(self.logprobs, self.number())
         with self.layout.context():
             return jitted.trace(
                 self.state_shapes.params, self.frozen_shapes, self.batch()

@@ -4,11 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from jaxmem import checkpoints
 from jaxmem.base import json_files, messages
-from jaxmem.data import vocabulary
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train.jobs.config import DistillJobConfig
 
@@ -122,10 +119,3 @@ def _content(token: Any) -> str | None:
     """The text of a token, which may be a serialised AddedToken."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
-
-
-def tokenizer_of(config: DistillJobConfig) -> tokenizers.Tokenizer:
-    """The tokenizer of both, whose template ends documents."""
-    checkpoint = reading(config).checkpoint
-    assert checkpoint is not None
-    return vocabulary.of_checkpoint(checkpoint)

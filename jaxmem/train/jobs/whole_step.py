@@ -86,7 +86,7 @@ class StepProgram(DecoderProgram):
     def trace_step(self, head: HeadConfig | None = None) -> jax.stages.Traced:
         """Trace the train step; its gradients alone where the moments are streamed."""
         chosen: HeadConfig = head or self.config.head
-        number = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
+        number = self.number()
         run, given, donated = self.gradients(chosen), self.state_shapes.params, ()
         results: Any = gradient_shapes(given), number
         if self.streamed is None:
