@@ -121,7 +121,6 @@ class Checkpoints:
         processes.by_first(lambda: _remove(self.directory, f"{step}.unfinished"))
 
     def _publish(self, step: int) -> None:
-        """Give a written checkpoint its name."""
         path = self.directory / str(step)
         try:
             if os.path.lexists(path):  # of a run that was resumed before it

@@ -132,7 +132,6 @@ def _types(section: str) -> dict[str, Any]:
 
 
 def _check_macros(bindings: Mapping[str, _Binding]) -> None:
-    """Raise for macros that are undefined or recursive."""
     uses = {key: _macros_in(binding.value) for key, binding in bindings.items()}
     for key, binding in bindings.items():
         reached, ahead = set(), list(uses[key])
@@ -160,7 +159,6 @@ class _OnlyValues(gin_config.ParserDelegate):
 
 
 def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding]:
-    """Yield the bindings of a file and of what it includes, in order."""
     if path.resolve() in including:
         raise ConfigError(f"{path} includes itself")
     including = (*including, path.resolve())

@@ -155,7 +155,6 @@ class Run:
     def _evaluated(
         self, job: Job, state: TrainState, taken: metrics.AnyMetrics
     ) -> metrics.AnyMetrics:
-        """Evaluate the step if it is due."""
         number = taken.step
         is_due = self._evaluation.is_due(number, self._config.steps)
         evaluated = job.evaluate(state, taken) if is_due else None
@@ -189,7 +188,6 @@ class Run:
         return bool(agreed)
 
     def _is_due(self, number: int) -> bool:
-        """Whether a checkpoint follows a step."""
         run = self._config
         return is_due(run.checkpoint_every, number, run.steps)
 

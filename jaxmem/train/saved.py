@@ -123,7 +123,6 @@ def _of_files(directory: Path, adapter: str | Path | None) -> Saved:
 
 @contextlib.contextmanager
 def _of_run(directory: Path, step: int, dtype: str | None) -> Iterator[Saved]:
-    """The model of a run's checkpoint."""
     job = _job_of(directory, dtype)
     decoder = _decoder(directory, step, job)
     state = directory / "checkpoints" / str(step)

@@ -188,7 +188,6 @@ def _check_rows(name: str, widths: Any, widest: int, longest: int) -> None:
 def _check_slots(
     name: str, slots: int, config: "DistillJobConfig | GrpoJobConfig"
 ) -> None:
-    """Raise unless a micro-batch has room for a row."""
     widest = config.row_lengths[-1]
     if slots < widest:
         prompt, rest = config.task.prompt_length, config.sampling.max_new_tokens

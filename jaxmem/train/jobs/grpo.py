@@ -319,7 +319,6 @@ class Grpo(Job, name="grpo"):
         return sums, measured
 
     def _weights(self, old: Logprobs, rollout: Rollout) -> np.ndarray:
-        """Weights of the correction [N, R]."""
         samples = rollout.samples
         return np.asarray(
             self._correction(old.drawn_from, samples.logprobs, samples.mask)

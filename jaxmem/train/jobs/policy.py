@@ -154,7 +154,6 @@ class GrpoConfig:
 
     @property
     def _bounds(self) -> tuple[float, float]:
-        """Bounds of the correction."""
         return self._correction.bounds(self.correction_low, self.correction_high)
 
     @property
@@ -387,7 +386,6 @@ def within_supports(
 
 
 def _stats(head: LMHead, hidden, labels, call: HeadCall) -> jaxmem.TokenStats:
-    """Statistics over the whole vocabulary."""
     if call.logits == "fused":
         return head.token_stats(hidden, labels, temperature=call.temperature)
     return jaxmem.token_stats_from_logits(

@@ -68,7 +68,6 @@ class RecordedRollouts(FilePrompts):
         return groups
 
     def _check(self, record: Record) -> None:
-        """Raise a DataError unless a record is a rollout of these settings."""
         fields, most = record.fields, self._sampling.max_new_tokens
         for key in _KEYS:
             if key not in fields:

@@ -101,7 +101,6 @@ def with_steps(job: Job) -> Job:
 
 
 def _leave(run: "loop.Run", job: Job, state: Any, console: Console) -> None:
-    """Export the last model, and the best one."""
     results.leave(
         run.out_dir, job.program.model(state.params, job.frozen), console, job
     )

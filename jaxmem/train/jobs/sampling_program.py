@@ -241,7 +241,6 @@ class SamplingProgram(AccumulatedProgram):
         return sum(x.size * x.dtype.itemsize for x in shapes) // parts
 
     def _routes_bytes(self) -> int:
-        """Bytes of the routes of a rollout's tokens on one device."""
         mesh, room = self.layout.sizes, -(-self._room // 8) * 8
         made = route_records.struct(self.model_config, (self.slots, room))
         parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"]
