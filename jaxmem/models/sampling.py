@@ -314,16 +314,19 @@ class Sampler:
         """
         steps = jnp.broadcast_to(steps, keys.shape)
         keys = jax.vmap(jax.random.fold_in)(keys, steps)
-        whole = self.config.support_size == logits.shape[-1] and not self.keep_support
-        if whole and self.config.top_k is None:  # ids need not be known
-            new = _draw(keys, among_all(logits, self.config), None)
-        else:
-            new = _draw(keys, *truncate(logits, self.config))
+        new = _draw(keys, *self._truncated(logits))
         if not self.keep_support:
             new = new._replace(support_ids=None)
         new = _masked(new, ended, self.pad_id)
         ends = jnp.isin(new.tokens, jnp.asarray(self.eos_ids, jnp.int32))
         return new, ended | ends
+
+    def _truncated(self, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """As from `truncate`; without ids where all ids are in the support."""
+        is_whole = self.config.support_size == logits.shape[-1]
+        if is_whole and self.config.top_k is None and not self.keep_support:
+            return among_all(logits, self.config), None
+        return truncate(logits, self.config)
 
 
 def _draw(keys: jax.Array, logprobs: jax.Array, ids: jax.Array | None) -> Drawn:
