@@ -17,10 +17,12 @@ from jaxmem.checkpoints import CheckpointError
 from jaxmem.data import documents, vocabulary
 from jaxmem.models import lora
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.train import configuration, jobs, results
+from jaxmem.train import configuration, results
 from jaxmem.train.jobs import job_of
 from jaxmem.train.jobs.reading import Documents
+from tests.cases import slow
 from tests.checkpoints import texts
+from tests.train.jobs.runs import train
 
 TEXT = ["abcabc"] * 4  # all alike: so is the mean loss of any batch of them
 SFT = """
@@ -36,22 +38,11 @@ run.checkpoint_every = 3
 run.compare_heads = False
 """
 ADAPTED = "model.lora_rank=2", "data.batch_size=4", "optimizer.learning_rate=0.03"
-GRPO = """
-include "sft.gin"
-task.digits = 1
-sampling.max_new_tokens = 1
-grpo.prompts = 2
-grpo.group_size = 2
-grpo.minibatches = 1
-grpo.max_tokens_train = 32
-grpo.max_tokens_forward = 32
-grpo.row_lengths = (16,)
-grpo.kl_coefficient = 0.1
-run.job = "grpo"
-"""
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+pytestmark = pytest.mark.usefixtures(
+    "quick_compilation", "no_picture", "programs_of_module"
+)
 
 
 @pytest.fixture
@@ -62,17 +53,7 @@ def directory(tmp_path, monkeypatch):
     # Grain takes a millisecond an index to shuffle four, and far less to shuffle many.
     pathlib.Path("shuffled.jsonl").write_text("".join(records) * 32)
     pathlib.Path("sft.gin").write_text(SFT)
-    kept = [line for line in SFT.splitlines() if not line.startswith("data.")]
-    pathlib.Path("grpo.gin").write_text(
-        "\n".join(kept) + GRPO.replace('include "sft.gin"', "")
-    )
     return tmp_path
-
-
-def trained(job, *overrides):
-    config, text = configuration.load(f"{job}.gin", overrides)
-    console = Console(file=io.StringIO(), width=100)
-    return jobs.train(config, text, console), console.file.getvalue()
 
 
 def weights_of(decoder):
@@ -92,12 +73,13 @@ def mean_loss(decoder):
 # -------------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["head adapted", "saved whole"])
+@pytest.mark.parametrize("whole", [False, slow(True)])
 def test_adapters_train_with_the_base_frozen(whole, directory):
     model = texts.checkpoint("qwen3", directory)
-    head = "model.lora_saved=('embed','head')" if whole else "model.lora_head=True"
-    named = f"model.checkpoint={model}", *ADAPTED, head
-    result, shown = trained("sft", *named, "run.out_dir=run")
+    head = "('embed', 'head')" if whole else "('embed',)"
+    named = f"model.checkpoint={model}", *ADAPTED, f"model.lora_saved={head}"
+    named = *named, f"model.lora_head={not whole}", "run.out_dir=run"
+    result, shown = train("sft.gin", *named)
     assert result.history[-1].loss < result.history[0].loss - 0.1
     assert "saved in run/adapter" in shown
     loaded = checkpoints.load(
@@ -105,15 +87,15 @@ def test_adapters_train_with_the_base_frozen(whole, directory):
     )
     base = checkpoints.load(model, dtype="float32", param_dtype="float32")
     flat = lora.adapters_of(weights_of(loaded))
-    if whole:
-        for name, matrix in (("embed", "embedding"), ("head", "kernel")):
-            ours, theirs = (weights_of(x)[name][matrix] for x in (loaded, base))
-            assert np.abs(ours - theirs).max() > 0
-    else:
+    saved = [("embed", "embedding"), ("head", "kernel")]
+    for name, matrix in saved[: 1 + whole]:
+        ours, theirs = (weights_of(x)[name][matrix] for x in (loaded, base))
+        assert np.abs(ours - theirs).max() > 0
+    if not whole:
         assert flat["head"].keys() == {"lora_a", "lora_b"}
         assert np.abs(flat["head"]["lora_b"]).max() > 0
     # One more step's loss: what was saved is what was trained.
-    more, _ = trained("sft", *named, "run.out_dir=run", "run.steps=4")
+    more, _ = train("sft.gin", *named, "run.steps=4")
     assert abs(more.history[-1].loss - mean_loss(loaded)) < 1e-4
     assert abs(more.history[0].loss - mean_loss(base)) < 1e-4
 
@@ -198,10 +180,7 @@ def test_a_checkpoint_without_an_end_cannot_be_trained(directory):
         (dict(lora_rank=2, lora_targets=()), "lora_targets must name a matrix"),
         (dict(lora_head=True), "lora_head needs a lora_rank above 0"),
         (dict(lora_saved=("head",), tied=False), "lora_saved needs a lora_rank above"),
-        (
-            dict(lora_rank=1, lora_saved=("head",)),
-            "lora_saved is for a head with a ",
-        ),
+        (dict(lora_rank=1, lora_saved=("head",)), "lora_saved is for a head with a "),
         (dict(lora_rank=1, lora_saved=("x",)), "lora_saved must be among embed, head"),
     ],
 )
@@ -238,10 +217,9 @@ def test_what_an_adapter_is_loaded_with_is_said(name, alone, tmp_path):
 def test_a_checkpoint_goes_to_a_mesh_in_parts(directory):
     model = texts.checkpoint("qwen3", directory)
     named = f"model.checkpoint={model}", *ADAPTED
-    alone, _ = trained("sft", *named, "run.out_dir=a")
-    parts, shown = trained(
-        "sft", *named, "run.out_dir=b", "mesh.fsdp=2", "mesh.tensor=2"
-    )
+    alone, _ = train("sft.gin", *named, "run.out_dir=a")
+    mesh = "mesh.fsdp=2", "mesh.tensor=2"
+    parts, shown = train("sft.gin", *named, "run.out_dir=b", *mesh)
     for one, other in zip(alone.history, parts.history, strict=True):
         assert abs(one.loss - other.loss) < 1e-4
     assert "saved in b/adapter" in shown

@@ -20,6 +20,12 @@ LONG = changed(
     sampling=dict(max_new_tokens=12),
     grpo=dict(kl_coefficient=0.1, loss="grpo", minibatches=1),
 )
+SHARED = changed(
+    LONG,
+    grpo=dict(
+        minibatches=2, share_prompts=True, max_tokens_train=128, max_tokens_forward=128
+    ),
+)
 
 
 def test_a_plan_counts_what_is_left_on_average():
@@ -65,7 +71,7 @@ def test_each_token_counts_once_in_the_mean_over_all_cuts(share):
 
 @functools.cache
 def job_of(**grpo):
-    program = PolicyProgram(changed(LONG, grpo=grpo))
+    program = PolicyProgram(changed(SHARED, grpo=grpo))
     return job_with(program, program.compile())
 
 
@@ -99,8 +105,7 @@ def test_the_expected_gradient_of_prefixes_is_that_of_all(grpo):
 def test_a_run_reads_prefixes_in_every_pass_and_is_the_same_again(
     tmp_path, one_program
 ):
-    config = changed(LONG, grpo=dict(prefix_cut=0.0, minibatches=2, share_prompts=True))
-    config = changed(config, grpo=dict(max_tokens_train=128, max_tokens_forward=128))
+    config = changed(SHARED, grpo=dict(prefix_cut=0.0))
     results = [train(config, tmp_path / name)[0] for name in ("one", "two")]
     names = "reward", "loss", "grad_norm", "kl", "mismatch_max", "response_length"
     np.testing.assert_array_equal(*(curve(result, *names) for result in results))
