@@ -595,7 +595,7 @@ def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
         (["grpo.loss=a2c"], "grpo.loss must be 'grpo' or 'dr_grpo' or 'dapo' or 'cis"),
         (["grpo.clip_low=2.0"], "grpo.clip_low must be in [0, 1], or None, got 2.0"),
         (["grpo.clip_high=-1"], "grpo.clip_high must be 0 or more, or None, got -1"),
-        (["grpo.kl_coefficient=-1"], "grpo.kl_coefficient must be 0 or more, got -1"),
+        (["grpo.kl_coefficient=-1"], "grpo.kl_coefficient must be at least 0, got -1"),
         (["run.job=sft"], "is of the job 'grpo', but run.job is 'sft', whose sections"),
         (["run.job=ppo"], "run.job must be one of 'sft', 'grpo', 'dpo', 'distill'"),
         (["data.seed=1"], "'data.seed=1': data.seed is of the job 'sft', but run.job"),
