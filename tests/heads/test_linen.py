@@ -13,7 +13,7 @@ from jaxmem.heads.linen import LMHead
 from jaxmem.heads.verbs import HeadVerbs
 from tests import oracle
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
 D, V = 8, 37
 BATCH = (3, 5)

@@ -35,7 +35,7 @@ def problem():
 
 
 def results(head, names=None):
-    """Each verb's, or some's, and gradients by hidden; of a head that is ready."""
+    """Those of a verb of each kind, and gradients by hidden; the head is ready."""
     hidden, labels, ids = problem()
     ids[:, 0] = np.maximum(labels, 0)
 
@@ -47,13 +47,9 @@ def results(head, names=None):
 
     verbs = {
         "logprobs": lambda hidden: head.logprobs(hidden, labels, temperature=0.7),
-        "entropy": lambda hidden: head.entropy(hidden),
         "loss": lambda hidden: head.loss(hidden, labels, z_loss=1e-2),
         "token_loss": loss,
         "support": lambda hidden: head.support_logprobs(hidden, labels, ids),
-        "ragged": lambda hidden: head.support_logprobs(
-            hidden, labels, ids.ravel(), offsets=np.arange(N + 1) * 3, max_ids=3
-        ),
     }
 
     def total(hidden):
