@@ -59,18 +59,17 @@ def outputs_and_gradients(fn, options, rows, g, *operands):
 
 def ours(rows, h, W, bias=None, *, chunk=64, layout="vd", asked=FLOATS, **options):
     W = W if layout == "vd" else W.T
+    options |= {k: x for k, x in rows.items() if k != "y"}  # of each token
     made = described(jaxmem.token_stats)(
-        h, W, rows["y"], chunk, bias=bias, layout=layout, where=rows.get("where", True),
-        temperature=rows["temperature"], **options,
-    )._asdict()  # fmt: skip
+        h, W, rows["y"], chunk, bias=bias, layout=layout, **options
+    )._asdict()
     return {k: made[k] for k in asked}
 
 
 def naive(rows, h, W, bias=None, **options):
     h = jnp.where((rows["y"] >= 0)[:, None], h, 0)
-    return materialised(
-        h, W, rows["y"], bias=bias, temperature=rows["temperature"], **options
-    )
+    options |= {k: x for k, x in rows.items() if k != "y"}
+    return materialised(h, W, rows["y"], bias=bias, **options)
 
 
 def error(got, want):
@@ -103,8 +102,9 @@ def check(
     h, W = (jnp.asarray(x).astype(dtype) for x in (problem.h, problem.W))
     operands = [h, W] if bias is None else [h, W, jnp.asarray(bias)]
     g = cotangents(len(problem.y))
-    rows = {"y": problem.y, "temperature": options.get("temperature", 1.0)}
-    own = {k: v for k, v in options.items() if k != "temperature"}
+    rows = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
+    own = {k: v for k, v in options.items() if k not in rows}
+    rows["y"] = problem.y
     call = dict(chunk=chunk, layout=layout, gradient=gradient, **own)
     call["implementation"] = implementation
     made, gradients = outputs_and_gradients(ours, (*call.items(),), rows, g, *operands)
@@ -197,7 +197,6 @@ def test_sixteen_bit_inputs_with_every_option(implementation):
 def run_on(rows, g, h, W, implementation, **options):
     """(outputs, gradients) of the backend."""
     options["implementation"] = implementation
-    rows = {"temperature": 1.0} | rows
     made = outputs_and_gradients(ours, (*options.items(),), rows, g, h, W)
     return jax.device_get(made)
 
