@@ -4,8 +4,6 @@ Tolerance: the error against float64 is at most twice that of the materialised p
 the same type, plus an epsilon a type.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,26 +48,13 @@ def cotangents(n, seed=1):
     return {k: rng.standard_normal(n).astype(np.float32) for k in FLOATS}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def outputs_and_gradients(fn, options, rows, g, *operands):
-    """Of fn(rows, *operands, **options); those of one shape share what is compiled."""
-    made, pull = jax.vjp(lambda *a: fn(rows, *a, **dict(options)), *operands)
-    return made, pull({k: g.get(k, jnp.zeros_like(x)) for k, x in made.items()})
+def outputs_and_gradients(fn, g, *operands):
+    @jax.jit
+    def both(g, *operands):
+        made, pull = jax.vjp(lambda *a: {k: fn(*a)[k] for k in g}, *operands)
+        return made, pull(g)
 
-
-def ours(rows, h, W, bias=None, *, chunk=64, layout="vd", asked=FLOATS, **options):
-    W = W if layout == "vd" else W.T
-    options |= {k: x for k, x in rows.items() if k != "y"}  # of each token
-    made = described(jaxmem.token_stats)(
-        h, W, rows["y"], chunk, bias=bias, layout=layout, **options
-    )._asdict()
-    return {k: made[k] for k in asked}
-
-
-def naive(rows, h, W, bias=None, **options):
-    h = jnp.where((rows["y"] >= 0)[:, None], h, 0)
-    options |= {k: x for k, x in rows.items() if k != "y"}
-    return materialised(h, W, rows["y"], bias=bias, **options)
+    return both(g, *operands)
 
 
 def error(got, want):
@@ -102,15 +87,20 @@ def check(
     h, W = (jnp.asarray(x).astype(dtype) for x in (problem.h, problem.W))
     operands = [h, W] if bias is None else [h, W, jnp.asarray(bias)]
     g = cotangents(len(problem.y))
-    rows = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
-    own = {k: v for k, v in options.items() if k not in rows}
-    rows["y"] = problem.y
-    call = dict(chunk=chunk, layout=layout, gradient=gradient, **own)
-    call["implementation"] = implementation
-    made, gradients = outputs_and_gradients(ours, (*call.items(),), rows, g, *operands)
-    rough, rough_gradients = outputs_and_gradients(
-        naive, (*own.items(),), rows, g, *operands
-    )
+
+    def ours(h, W, bias=None):
+        W = W if layout == "vd" else W.T
+        return described(jaxmem.token_stats)(
+            h, W, problem.y, chunk, bias=bias, layout=layout,
+            gradient=gradient, implementation=implementation, **options,
+        )._asdict()  # fmt: skip
+
+    def naive(h, W, bias=None):
+        h = jnp.where((problem.y >= 0)[:, None], h, 0)
+        return materialised(h, W, problem.y, bias=bias, **options)
+
+    made, gradients = outputs_and_gradients(ours, g, *operands)
+    rough, rough_gradients = outputs_and_gradients(naive, g, *operands)
     bias = 0.0 if bias is None else bias
     exact, exact_gradients = oracle.head(h, W, problem.y, g, bias=bias, **options)
     for name in FLOATS:
@@ -146,7 +136,7 @@ def test_outputs_and_gradients(name, implementation):
         slow("flat", "float16"),
         slow("peaked", "bfloat16"),
         ("peaked", "float16"),
-        slow("a third masked", "bfloat16"),  # with every option below
+        ("a third masked", "bfloat16"),
         slow("a third masked", "float16"),
     ],
 )
@@ -194,58 +184,51 @@ def test_sixteen_bit_inputs_with_every_option(implementation):
     )  # fmt: skip
 
 
-def run_on(rows, g, h, W, implementation, **options):
-    """(outputs, gradients) of the backend."""
-    options["implementation"] = implementation
-    made = outputs_and_gradients(ours, (*options.items(),), rows, g, h, W)
-    return jax.device_get(made)
-
-
 @pytest.mark.parametrize(
-    "asked", [slow("logprob"), "entropy", slow("logsumexp"), slow("sum_pi_squared")]
+    "asked", [slow("logprob"), "entropy", slow("logsumexp"), "sum_pi_squared"]
 )
 def test_each_output_alone_has_its_own_gradient(asked, implementation):
-    h, W, y = CASES["ordinary"].make()
-    g = {asked: cotangents(len(y))[asked]}
-    _, got = run_on({"y": y}, g, h, W, implementation, asked=(asked,))
-    _, want = oracle.head(h, W, y, g)
+    problem = CASES["ordinary"].make()
+    g = {asked: cotangents(len(problem.y))[asked]}
+
+    def ours(h, W):
+        stats = jaxmem.token_stats(h, W, problem.y, 64, implementation=implementation)
+        return stats._asdict()
+
+    _, got = outputs_and_gradients(ours, g, problem.h, problem.W)
+    _, want = oracle.head(*problem, g)
     for have, need in zip(got, want, strict=False):
         np.testing.assert_allclose(have, need, atol=3e-6 * np.abs(need).max())
 
 
 def test_verbs_agree(implementation):
     h, W, y = CASES["ordinary"].make()
+    stats = jaxmem.token_stats(h, W, y, implementation=implementation)
     run = {"implementation": implementation}
-
-    @jax.jit
-    def all_of_them(h, W):
-        made = (
-            jaxmem.token_stats_from_logits(h @ W.T, y, **run),
-            jaxmem.logprobs_from_logits(h @ W.T, y, **run),
-            jaxmem.logprobs(h, W, y, **run), jaxmem.entropy(h, W, **run),
-        )  # fmt: skip
-        return jaxmem.token_stats(h, W, y, **run), *made
-
-    stats, from_logits, lp_from_logits, lp, entropy = all_of_them(h, W)
+    lp = jaxmem.logprobs(h, W, y, **run)
     np.testing.assert_allclose(lp, stats.logprob, rtol=1e-6)
-    np.testing.assert_allclose(entropy, stats.entropy, rtol=1e-6)
+    np.testing.assert_allclose(jaxmem.entropy(h, W, **run), stats.entropy, rtol=1e-6)
+    logits = jnp.matmul(h, W.T)
+    from_logits = jaxmem.token_stats_from_logits(logits, y, **run)
     for a, b in zip(from_logits, stats, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(lp_from_logits, from_logits.logprob, rtol=1e-6)
+    lp = jaxmem.logprobs_from_logits(logits, y, **run)
+    np.testing.assert_allclose(lp, from_logits.logprob, rtol=1e-6)
 
 
 def test_is_argmax_counts_ties(implementation):
-    h = np.ones((4, 1), np.float32)
+    h = np.ones((3, 1), np.float32)
     W = np.array([[1.0], [2.0], [2.0], [0.0]], np.float32)
-    y = np.array([0, 1, 2, 1], np.int32)
-    where, head = np.array([True, True, True, False]), jaxmem.Head(W, layout="vd")
-    stats = jaxmem.token_stats(h, head, y, where=where, implementation=implementation)
-    assert stats.is_argmax.tolist() == [False, True, True, False]
+    y = np.array([0, 1, 2], np.int32)
+    stats = jaxmem.token_stats(
+        h, jaxmem.Head(W, layout="vd"), y, implementation=implementation
+    )
+    assert stats.is_argmax.tolist() == [False, True, True]
 
 
 def test_any_leading_shape(implementation):
     h, W, y = Case(24, 16, 300).make()
-    flat = np.asarray(jaxmem.logprobs(h, W, y, implementation=implementation))
+    flat = jaxmem.logprobs(h, W, y, implementation=implementation)
     for shape in ((2, 3, 4), (24, 1), (1, 24)):
         got = jaxmem.logprobs(
             h.reshape(*shape, 16), W, y.reshape(shape), implementation=implementation
@@ -272,81 +255,106 @@ def test_no_tokens(shape, implementation):
 
 def test_masked_tokens_give_exactly_nothing(implementation):
     h, W, y = CASES["ordinary"].make()
-    where, g = np.arange(len(y)) % 4 == 0, cotangents(len(y))
+    where = np.arange(len(y)) % 4 == 0
     h[~where] = np.nan
-    made, (dh, dW) = run_on({"y": y, "where": where}, g, h, W, implementation)
-    for field in made.values():
+
+    def stats(h, W):
+        return jaxmem.token_stats(
+            h, W, y, 64, where=where, implementation=implementation
+        )
+
+    def total(h, W):
+        return sum(jnp.sum(jnp.cos(field)) for field in stats(h, W)[:4])
+
+    for field in stats(h, W):
         assert not field[~where].any() and np.isfinite(field[where]).all()
+    dh, dW = jax.grad(total, (0, 1))(h, W)
     assert not dh[~where].any() and np.isfinite(dW).all() and dh[where].any()
-    _, (_, kept, _) = oracle.head(h, W, y, g, on=where)
+    kept = jax.grad(lambda W: total_of(h[where], W, y[where], implementation))(W)
     np.testing.assert_allclose(dW, kept, atol=1e-5)
+
+
+def total_of(h, W, y, implementation):
+    stats = jaxmem.token_stats(h, W, y, 64, implementation=implementation)
+    return sum(jnp.sum(jnp.cos(field)) for field in stats[:4])
 
 
 def test_nothing_left_to_learn_from_is_zero_not_nan(implementation):
     h, W, y = CASES["ordinary"].make()
-    rows = {"y": y, "where": np.zeros(len(y), bool)}
-    for x in jax.tree.leaves(run_on(rows, cotangents(len(y)), h, W, implementation)):
-        assert not x.any()
+
+    def loss(h, W):
+        lp = jaxmem.logprobs(
+            h, W, y, where=np.zeros(len(y), bool), implementation=implementation
+        )
+        return lp.sum()
+
+    value, gradients = jax.value_and_grad(loss, (0, 1))(h, W)
+    assert value == 0 and not any(g.any() for g in gradients)
 
 
-def test_a_label_that_does_not_exist_or_a_nan_poisons_only_itself(implementation):
+def test_a_label_that_does_not_exist_poisons_only_itself(implementation):
     h, W, y = CASES["ordinary"].make()
-    y[7], h[5] = len(W), np.nan
-    run = functools.partial(run_on, {"y": y}, h=h, W=W, implementation=implementation)
-    ones = np.ones(len(y), np.float32)
-    stats, (dh, _) = run({"logprob": ones})
-    assert np.isnan(stats["logprob"][[5, 7]]).all()
-    assert np.isnan(dh[[5, 7]]).all() and np.isfinite(np.delete(dh, [5, 7], 0)).all()
-    for name, field in stats.items():
-        others = [5, 7] if name == "logprob" else [5]
-        assert np.isfinite(np.delete(field, others)).all()
-    # A cotangent of 0: what is not used poisons nothing.
-    h[5] = 0
-    zero = np.zeros_like(ones)
-    for g in ({"logprob": ones * (np.arange(len(y)) < 7)}, {"entropy": ones}):
-        dh, _ = run({"logprob": zero, "entropy": zero} | g)[1]
-        assert np.isfinite(dh).all()
+    y = y.copy()
+    y[7] = len(W)
+
+    @jax.jit
+    def run(h, y):
+        return jaxmem.token_stats(h, W, y, 64, implementation=implementation)
+
+    stats = run(h, y)
+    assert np.isnan(stats.logprob[7]) and not stats.is_argmax[7]
+    assert np.isfinite(np.delete(stats.logprob, 7)).all()
+    assert all(np.isfinite(field).all() for field in stats[1:])
+    dh = jax.grad(lambda h: run(h, y).logprob.sum())(h)
+    assert np.isnan(dh[7]).all() and np.isfinite(np.delete(dh, 7, 0)).all()
+    unused = jax.grad(lambda h: run(h, y).logprob[:7].sum())(h)
+    assert np.isfinite(unused).all()
+    assert np.isfinite(jax.grad(lambda h: run(h, y).entropy.sum())(h)).all()
+
+
+def test_one_nan_row_stays_alone(implementation):
+    h, W, y = CASES["ordinary"].make()
+    h[5] = np.nan
+    stats = jaxmem.token_stats(h, W, y, 64, implementation=implementation)
+    assert np.isnan(stats.logprob[5])
+    assert np.isfinite(np.delete(stats.logprob, 5)).all()
 
 
 def test_tokens_that_the_bias_rules_out(implementation):
     h, W, y = CASES["ordinary"].make()
     bias = np.where(np.arange(len(W)) % 2, -np.inf, 0).astype(np.float32)
-    on = np.isfinite(bias)
-    kept, _ = oracle.head(h, W[on], y // 2, {"entropy": np.ones(len(y))})
-
-    @jax.jit
-    def ruled(h):
-        def entropy(h):
-            head = jaxmem.Head(W, bias=bias)
-            stats = stats_of(h, head, y // 2 * 2, implementation)
-            return stats.entropy.sum(), stats
-
-        return jax.grad(entropy, has_aux=True)(h)
-
-    dh, made = ruled(h)
-    for name in FLOATS:
-        assert error(getattr(made, name), kept[name]) < STATS_EPSILON
+    kept = jaxmem.token_stats(h, W[::2], y // 2, 64, implementation=implementation)
+    ruled = jaxmem.token_stats(
+        h, jaxmem.Head(W, bias=bias), y // 2 * 2, 64, implementation=implementation
+    )
+    for a, b in zip(ruled, kept, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    dh = jax.grad(
+        lambda h: jaxmem.token_stats(
+            h, jaxmem.Head(W, bias=bias), y // 2 * 2, 64, implementation=implementation
+        ).entropy.sum()
+    )(h)
     assert np.isfinite(dh).all()
-
-
-def stats_of(h, W, y, implementation):
-    return jaxmem.token_stats(h, W, y, 64, implementation=implementation)
 
 
 def test_padding_of_the_vocabulary_changes_rounding_only(implementation):
     """The product with a larger W may sum in another order."""
     h, W, y = CASES["ordinary"].make()
     padded = np.concatenate([W, np.full((123, W.shape[1]), 9.0, np.float32)])
-    want = stats_of(h, W, y, implementation)
-
-    def total(padded):
-        head = jaxmem.Head(padded, vocab_size=len(W))
-        stats = stats_of(h, head, y, implementation)
-        return sum(jnp.sum(jnp.cos(field)) for field in stats[:4]), stats
-
-    dW, got = jax.jit(jax.grad(total, has_aux=True))(padded)
+    want = jaxmem.token_stats(h, W, y, 64, implementation=implementation)
+    got = jaxmem.token_stats(
+        h, jaxmem.Head(padded, vocab_size=len(W)), y, 64, implementation=implementation
+    )
     assert_equal_up_to_order(got, want, h, W)
+    dW = jax.grad(lambda W: total_of_padded(h, W, y, 517, implementation))(padded)
     assert not dW[len(W) :].any() and dW[: len(W)].any()
+
+
+def total_of_padded(h, W, y, vocab_size, implementation):
+    stats = jaxmem.token_stats(
+        h, jaxmem.Head(W, vocab_size=vocab_size), y, 64, implementation=implementation
+    )
+    return sum(jnp.sum(jnp.cos(field)) for field in stats[:4])
 
 
 def test_float64_stays_float64(implementation):
@@ -355,7 +363,11 @@ def test_float64_stays_float64(implementation):
                    for x in CASES["ordinary"].make())  # fmt: skip
         g = {k: v.astype(np.float64) for k, v in cotangents(len(y)).items()}
 
-        made, gradients = run_on({"y": y}, g, h, W, implementation)
+        def ours(h, W):
+            stats = jaxmem.token_stats(h, W, y, 64, implementation=implementation)
+            return stats._asdict()
+
+        made, gradients = outputs_and_gradients(ours, g, jnp.asarray(h), jnp.asarray(W))
         exact, exact_gradients = oracle.head(h, W, y, g)
         for name in FLOATS:
             assert made[name].dtype == jnp.float64
@@ -366,7 +378,7 @@ def test_float64_stays_float64(implementation):
 
 def test_x64_mode_leaves_float32_alone(implementation):
     h, W, y = CASES["ordinary"].make()
-    want = stats_of(h, W, y, implementation)
+    want = jaxmem.token_stats(h, W, y, 64, implementation=implementation)
     with jax.enable_x64(True):
         got = jaxmem.token_stats(
             h, W, y.astype(np.int64), 64, temperature=np.float64(1.0),
