@@ -1,27 +1,30 @@
 """What a run on conversations leaves: the end of a turn, wherever a model is saved."""
 
 import datetime
-import io
+import functools
 import json
 import pathlib
 import shutil
 
 import pytest
-from rich.console import Console
 
 from jaxmem import checkpoints, cli
 from jaxmem.data.records import DataError
-from jaxmem.train import configuration, jobs, results
+from jaxmem.train import results
 from jaxmem.train.history import read_history
 from tests.checkpoints import texts
+from tests.train.jobs import runs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+pytestmark = pytest.mark.usefixtures(
+    "quick_compilation", "no_picture", "programs_of_module"
+)
 # Turns end with <pad>, which is not the end that the base model knows, </s>.
 TEMPLATE = (
     "{{ strftime_now('%Y%m%d') }}{% for m in messages %}{{ m.role[0] + m.content }}"
     "<pad>{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 )
 GIN = """
+model.checkpoint = "qwen3"
 data.source = "chat.jsonl"
 data.sequence_length = 32
 data.batch_size = 2
@@ -45,14 +48,12 @@ def directory(tmp_path, monkeypatch):
     turns = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "cc"}]
     line = json.dumps({"messages": turns}) + "\n"
     pathlib.Path("chat.jsonl").write_text(line * 8)
-    pathlib.Path("sft.gin").write_text(GIN + f'model.checkpoint = "{model}"\n')
+    pathlib.Path("sft.gin").write_text(GIN)
     assert checkpoints.end_ids(model) == (EOS,)
     return tmp_path
 
 
-def train(*overrides):
-    config, text = configuration.load("sft.gin", overrides)
-    jobs.train(config, text, Console(file=io.StringIO(), width=120))
+train = functools.partial(runs.train, "sft.gin")
 
 
 def ends(path):

@@ -33,7 +33,9 @@ run.checkpoint_every = 2
 run.steps = 4
 """
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+pytestmark = pytest.mark.usefixtures(
+    "quick_compilation", "no_picture", "programs_of_module"
+)
 
 
 def weights(seed):

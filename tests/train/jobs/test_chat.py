@@ -1,18 +1,17 @@
 """Supervised training on streamed conversations: what it learns, keeps and resumes."""
 
-import io
+import functools
 import json
 import pathlib
 
 import pytest
-from rich.console import Console
 
 from jaxmem.data import block_files
-from jaxmem.train import configuration, jobs
-from jaxmem.train.history import read_history
 from jaxmem.train.jobs import sft
 from tests.checkpoints import texts
+from tests.train.jobs import runs
 from tests.train.jobs.kills import kill_before
+from tests.train.jobs.runs import steps, write
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 TEMPLATE = (
@@ -55,23 +54,12 @@ def directory(tmp_path, monkeypatch):
         ]
         for word in words
     ]
-    lines = [json.dumps({"messages": each}) + "\n" for each in turns]
-    pathlib.Path("chat.jsonl").write_text("".join(lines))
+    write("chat.jsonl", [{"messages": each} for each in turns])
     pathlib.Path("sft.gin").write_text(GIN + f'model.checkpoint = "{model}"\n')
     return tmp_path
 
 
-def train(*overrides):
-    config, text = configuration.load("sft.gin", overrides)
-    stream = io.StringIO()
-    return jobs.train(config, text, Console(file=stream, width=120)), stream.getvalue()
-
-
-def steps(path):
-    return [
-        {k: v for k, v in s._asdict().items() if "second" not in k}
-        for s in read_history(pathlib.Path(path) / "metrics.jsonl")
-    ]
+train = functools.partial(runs.train, "sft.gin")
 
 
 def best_step(path):

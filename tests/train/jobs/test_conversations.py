@@ -1,6 +1,6 @@
 """Several turns with an environment: what is read, learned, replayed, and refused."""
 
-import io
+import functools
 import json
 import pathlib
 from types import SimpleNamespace
@@ -15,7 +15,6 @@ from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.train import configuration, jobs
-from jaxmem.train.history import read_history
 from jaxmem.train.jobs import grpo, samples as shown
 from jaxmem.train.jobs.conversations import Replies
 from jaxmem.train.jobs.minibatches import Minibatch
@@ -28,7 +27,9 @@ from jaxmem.train.metrics import PolicyMetrics
 from jaxmem.train.progress import ProgressReport
 from tests.cases import slow
 from tests.checkpoints import texts
+from tests.train.jobs import runs
 from tests.train.jobs.kills import kill_before
+from tests.train.jobs.runs import refused
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 TEMPLATE = (
@@ -89,17 +90,13 @@ def directory(tmp_path, monkeypatch):
         for a in "abcd"
         for b in "wxyz"
     ]
-    lines = [json.dumps(row) + "\n" for row in rows]
-    pathlib.Path("records.jsonl").write_text("".join(lines))
+    runs.write("records.jsonl", rows)
     pathlib.Path("envs.py").write_text(ENVIRONMENT)
     pathlib.Path("grpo.gin").write_text(GIN + f'model.checkpoint = "{model}"\n')
     return tmp_path
 
 
-def train(*overrides):
-    config, text = configuration.load("grpo.gin", overrides)
-    stream = io.StringIO()
-    return jobs.train(config, text, Console(file=stream, width=120)), stream.getvalue()
+train = functools.partial(runs.train, "grpo.gin")
 
 
 def encoded(text):
@@ -245,10 +242,7 @@ def test_schemas_of_tools_reach_the_template():
     ("line", "message"),
     [
         ("tools = {'name': 'bc'}", "envs.py:Vowels.tools must be a list of schemas"),
-        (
-            f"tools = {SCHEMA}",
-            "returned a string; with tools it must be messages",
-        ),
+        (f"tools = {SCHEMA}", "returned a string; with tools it must be messages"),
     ],
 )
 def test_tools_that_no_template_gets_are_refused(line, message):
@@ -306,14 +300,7 @@ def test_runs_learn_over_turns_and_resume_bitwise(overrides, monkeypatch):
     again = ["eval.every=4", "task.held_out=0.25", "run.out_dir=cut", *overrides]
     kill_before(5, grpo.Grpo, monkeypatch, lambda: train(*again))
     train(*again)
-    wanted, got = (
-        [
-            {k: v for k, v in s._asdict().items() if "second" not in k}
-            for s in read_history(pathlib.Path(path) / "metrics.jsonl", PolicyMetrics)
-        ]
-        for path in ("run", "cut")
-    )
-    assert got == wanted
+    assert runs.steps("cut", PolicyMetrics) == runs.steps("run", PolicyMetrics)
 
 
 def job_with(*overrides):
@@ -368,18 +355,20 @@ def assert_same(kept, again):
 
 def test_a_model_of_one_s_own_keeps_its_cache_if_it_can_extend_it():
     sizes = "model.layers=1 model.hidden=16 model.ff=16 model.heads=2 model.head_dim=8"
-    made = {}
+    made = []
     for name, why in (
         ("OursCached", "with a model.factory without extend, no cache is kept"),
         ("Ours", None), ("OursExtended", None),
     ):  # fmt: skip
         factory = f"model.factory=tests.train.jobs.own_models:{name}"
-        job, made[name] = rolled_out(factory, *sizes.split())
-        said = [line for line in job.program.lines() if "again: with" in line]
+        program = job_with(factory, *sizes.split()).program
+        said = [line for line in program.lines() if "again: with" in line]
         assert [why in line for line in said] == [True] * bool(why)
-        assert job.program.keeps_cache == (why is None)
-        assert_same(made[name], made["OursCached"])
-    assert made["Ours"].turns.max() > 1 == made["Ours"].turns.min()
+        assert program.keeps_cache == (why is None)
+        if why is None:
+            made.append(rolled_out(factory, *sizes.split())[1])
+    assert_same(*made)
+    assert made[0].turns.max() > 1 == made[0].turns.min()
 
 
 def test_a_plan_has_further_turns():
@@ -494,6 +483,4 @@ def test_a_template_that_looks_back_is_refused():
     ],
 )
 def test_settings_that_do_not_go_together(overrides, message):
-    with pytest.raises(ValueError) as raised:
-        configuration.load("grpo.gin", overrides)
-    assert message in str(raised.value)
+    refused("grpo.gin", overrides, message)

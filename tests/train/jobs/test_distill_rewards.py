@@ -1,6 +1,6 @@
 """Distillation with rewards: the policy gradient, and runs that learn from both."""
 
-import io
+import functools
 import json
 import pathlib
 
@@ -9,23 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from rich.console import Console
 
 import jaxmem
 from jaxmem.heads.nnx import LMHead
-from jaxmem.train import configuration, jobs
-from jaxmem.train.history import read_history
+from jaxmem.train import configuration
 from jaxmem.train.jobs import distill
-from jaxmem.train.jobs.distillation import (
-    DistillConfig,
-    Targets,
-    distill_loss,
-)
+from jaxmem.train.jobs.distillation import DistillConfig, Targets, distill_loss
 from jaxmem.train.jobs.policy import HeadCall
 from jaxmem.train.metrics import DistillMetrics
 from tests.cases import slow
 from tests.checkpoints import texts
+from tests.train.jobs import runs
 from tests.train.jobs.kills import kill_before
+from tests.train.jobs.runs import refused, write
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 SUMS = """
@@ -61,28 +57,13 @@ run.out_dir = "run"
 def directory(tmp_path, monkeypatch):
     """A teacher that can spell sums, but not add; and a config."""
     monkeypatch.chdir(tmp_path)
-    prepare()
-
-
-def prepare():
     letters = "abcdefghijklmnopqrstuvwxy+=0123456789"
     texts.checkpoint("llama", pathlib.Path(), letters=letters)
     pathlib.Path("distill.gin").write_text(SUMS)
 
 
-def train(*overrides, gin="distill.gin"):
-    config, text = configuration.load(gin, overrides)
-    stream = io.StringIO()
-    result = jobs.train(config, text, Console(file=stream, width=160))
-    return result, stream.getvalue()
-
-
-def steps(path="run"):
-    """What is reproducible of each step."""
-    return [
-        {k: v for k, v in s._asdict().items() if "second" not in k}
-        for s in read_history(pathlib.Path(path) / "metrics.jsonl", DistillMetrics)
-    ]
+train = functools.partial(runs.train, "distill.gin")
+steps = functools.partial(runs.steps, kind=DistillMetrics)
 
 
 def resumed(monkeypatch, *overrides):
@@ -188,7 +169,7 @@ TOLD = "reward", "accuracy", "degenerate"
 def test_a_weight_of_0_records_rewards_and_learns_bitwise_nothing_of_them():
     """Samples are shown without rewards, too."""
     pathlib.Path("pure.gin").write_text(SUMS.replace('task.reward = "prefix"', ""))
-    train("run.out_dir=pure", gin="pure.gin")
+    runs.train("pure.gin", "run.out_dir=pure")
     shown = pathlib.Path("pure/samples.jsonl").read_text().splitlines()
     assert len(shown) == 8 and json.loads(shown[0])["reward"] is None
     page = pathlib.Path("pure/report.html").read_text()
@@ -223,8 +204,7 @@ OF_A_FILE = (
 @pytest.mark.usefixtures("one_program")
 def test_own_rewards_are_learned_evaluated_shown_and_resumed_bitwise(monkeypatch):
     pathlib.Path("own.py").write_text(OWN)
-    lines = [json.dumps(row) + "\n" for row in ROWS]
-    pathlib.Path("prompts.jsonl").write_text("".join(lines))
+    write("prompts.jsonl", ROWS)
     gin = "\n".join(x for x in SUMS.split("\n") if not x.startswith("task."))
     pathlib.Path("distill.gin").write_text(gin)
     result, _ = train("distill.reward_weight=0.5", *OF_A_FILE)
@@ -252,25 +232,6 @@ def test_own_rewards_are_learned_evaluated_shown_and_resumed_bitwise(monkeypatch
     assert cut == steps() and len(cut) == 6
 
 
-# -------------------------------------------------------------------- mesh
-
-
-EVEN = (
-    "distill.reward_weight=0.5", "run.steps=3", "distill.divergence=jsd",
-    "model.kv_heads=2", "distill.row_lengths=(8,)",
-    "distill.teacher_dtype=float32",  # whose sums need no order
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The steps that one device takes."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(tmp_path_factory.mktemp("alone"))
-        prepare()
-        return train(*EVEN)[0].history
-
-
 # ------------------------------------------------------------------ errors
 
 
@@ -279,28 +240,18 @@ def alone(tmp_path_factory):
     [
         ([], "task.reward is not read without distill.reward_weight; set that, or"),
         (["distill.reward_weight=-1.0"], "distill.reward_weight must be at least 0"),
-        (
-            ["distill.reward_weight=0.5", "distill.completions=1"],
-            "distill.completions=1 must be at least 2 for distill.reward_weight=0.5",
-        ),
-        (
-            ["distill.reward_weight=0.5", "sampling.top_k=4"],
-            "=0.5 needs sampling.top_k, top_p and min_p to be None: its policy",
-        ),
-        (
-            ["distill.reward_weight=0.0", "sampling.max_new_tokens=2"],
-            "sampling.max_new_tokens=2 must be at least 3, the longest answer of task.",
-        ),
-        (
-            ["distill.reward_weight=0.5", "distill.loss_weight=0.5"],
-            "distill.loss_weight=0.5 must stay 0 for distill.mode='on_policy'",
-        ),
+        (["distill.reward_weight=0.5", "distill.completions=1"],
+         "distill.completions=1 must be at least 2 for distill.reward_weight=0.5"),
+        (["distill.reward_weight=0.5", "sampling.top_k=4"],
+         "=0.5 needs sampling.top_k, top_p and min_p to be None: its policy"),
+        (["distill.reward_weight=0.0", "sampling.max_new_tokens=2"],
+         "sampling.max_new_tokens=2 must be at least 3, the longest answer of task."),
+        (["distill.reward_weight=0.5", "distill.loss_weight=0.5"],
+         "distill.loss_weight=0.5 must stay 0 for distill.mode='on_policy'"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_cannot_be(overrides, message):
-    with pytest.raises(ValueError) as raised:
-        configuration.load("distill.gin", overrides)
-    assert message in str(raised.value) and "\n" not in str(raised.value)
+    refused("distill.gin", overrides, message)
 
 
 def test_a_weight_of_0_needs_no_advantages():

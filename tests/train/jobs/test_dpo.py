@@ -1,28 +1,30 @@
 """DPO: the loss against float64, runs that learn, are evaluated and resume bitwise."""
 
-import io
+import functools
 import json
 import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxmem import checkpoints
 from jaxmem.data import vocabulary
 from jaxmem.data.documents import DataConfig, DataError
 from jaxmem.data.pairs import PairBatches, batch_of, load_pairs
 from jaxmem.train import configuration, jobs
-from jaxmem.train.history import read_history
 from jaxmem.train.jobs import dpo
 from jaxmem.train.jobs.preferences import DpoConfig, pair_losses
 from jaxmem.train.metrics import PreferenceMetrics
 from jaxmem.train.program import DecoderProgram
 from tests.checkpoints import texts
+from tests.train.jobs import runs
 from tests.train.jobs.kills import kill_before
+from tests.train.jobs.runs import refused
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+pytestmark = pytest.mark.usefixtures(
+    "quick_compilation", "no_picture", "programs_of_module"
+)
 GIN = """
 data.source = "pairs.jsonl"
 data.sequence_length = 16
@@ -32,6 +34,7 @@ head.chunk = 32
 dpo.beta = 0.5
 optimizer.learning_rate = 1e-2
 optimizer.warmup_steps = 0
+optimizer.schedule = "constant"
 optimizer.weight_decay = 0.0
 run.job = "dpo"
 run.steps = 8
@@ -53,22 +56,9 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write(rows):
-    lines = [json.dumps(row) + "\n" for row in rows]
-    pathlib.Path("pairs.jsonl").write_text("".join(lines))
-
-
-def train(*overrides):
-    config, text = configuration.load("dpo.gin", overrides)
-    stream = io.StringIO()
-    return jobs.train(config, text, Console(file=stream, width=120)), stream.getvalue()
-
-
-def steps(path):
-    return [
-        {k: v for k, v in s._asdict().items() if "second" not in k}
-        for s in read_history(pathlib.Path(path) / "metrics.jsonl", PreferenceMetrics)
-    ]
+write = functools.partial(runs.write, "pairs.jsonl")
+train = functools.partial(runs.train, "dpo.gin")
+steps = functools.partial(runs.steps, kind=PreferenceMetrics)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "ipo_mean"])
@@ -127,7 +117,6 @@ def log_probabilities(loss, pairs):
     return program.logprobs(program.initial_params(), program.frozen(), batch)
 
 
-@pytest.mark.usefixtures("one_program")
 def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
     sampled = 'head.gradient=("sample", 4)'  # whose draws follow from seed and step
     result, said = train(sampled)
@@ -151,7 +140,7 @@ def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatc
     assert pathlib.Path("cut/reference.npz").stat().st_mtime_ns == scored
     assert steps("cut") == steps("run")
 
-    monkeypatch.setattr(DecoderProgram, "backend", "hopper")
+    monkeypatch.setattr(DecoderProgram, "backend", property(lambda _: "hopper"))
     with pytest.raises(ValueError, match="^head.implementation was 'xla' in run"):
         train(sampled, "run.steps=9")
 
@@ -199,17 +188,13 @@ def test_an_epoch_has_every_pair_once_and_resumes_anywhere():
     [
         ({"text": "a"}, 'pairs.jsonl:2: expected "chosen" and "rejected"; got the'),
         ({"chosen": "a", "rejected": "a"}, ":2: chosen and rejected are equal"),
-        (
-            {"chosen": "a", "rejected": 3},
-            '"rejected" must be a list of messages, got 3',
-        ),
+        ({"chosen": "a", "rejected": 3},
+         '"rejected" must be a list of messages, got 3'),
         ({"chosen": [], "rejected": [1]}, '"chosen" must be a list of messages, got'),
-        (
-            {"chosen": "a" * 15, "rejected": "b"},
-            ":2: the pair has 17 tokens, and 1 of 2 pairs are longer than data.seq",
-        ),
+        ({"chosen": "a" * 15, "rejected": "b"},
+         ":2: the pair has 17 tokens, and 1 of 2 pairs are longer than data.seq"),
     ],
-)
+)  # fmt: skip
 def test_a_pair_that_cannot_be_used_is_named(row, message):
     write([{"chosen": "a", "rejected": "b"}, row])
     with pytest.raises(DataError) as raised:
@@ -240,20 +225,16 @@ def test_conversations_share_their_start(tmp_path):
     [
         (["model.checkpoint=None"], "run.job='dpo' needs model.checkpoint"),
         (["data.streaming=True"], "data.streaming=True must stay False for run.job="),
-        (
-            ['head.gradient=("sample", 4, "int8")'],
-            "must have an exact forward pass for run.job='dpo'",
-        ),
+        (['head.gradient=("sample", 4, "int8")'],
+         "must have an exact forward pass for run.job='dpo'"),
         (["dpo.beta=0.0"], "dpo.beta must be above 0"),
         (["dpo.label_smoothing=0.5"], "dpo.label_smoothing must be"),
         (["dpo.loss=hinge"], "dpo.loss must be 'sigmoid' or 'ipo' or 'ipo_mean'"),
         (["grpo.prompts=1"], "grpo.prompts is of the job 'grpo', but run.job is 'dpo'"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_cannot_be(overrides, message):
-    with pytest.raises(ValueError) as raised:
-        configuration.load("dpo.gin", overrides)
-    assert message in str(raised.value)
+    refused("dpo.gin", overrides, message)
 
 
 # Supervised training and GRPO add the same loss to a step.

@@ -1,20 +1,20 @@
 """GRPO on a file of prompts with functions as rewards: it learns and resumes."""
 
-import io
+import functools
 import json
 import pathlib
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.train import configuration, jobs
-from jaxmem.train.history import read_history
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.metrics import PolicyMetrics
 from tests.checkpoints import texts
+from tests.train.jobs import runs
+from tests.train.jobs.runs import refused
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 TEMPLATE = (
@@ -80,23 +80,9 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write(rows):
-    lines = [json.dumps(row) + "\n" for row in rows]
-    pathlib.Path("prompts.jsonl").write_text("".join(lines))
-
-
-def train(*overrides):
-    config, text = configuration.load("grpo.gin", overrides)
-    stream = io.StringIO()
-    return jobs.train(config, text, Console(file=stream, width=120)), stream.getvalue()
-
-
-def steps(path="run"):
-    """What is reproducible of each step."""
-    return [
-        {k: v for k, v in s._asdict().items() if "second" not in k}
-        for s in read_history(pathlib.Path(path) / "metrics.jsonl", PolicyMetrics)
-    ]
+write = functools.partial(runs.write, "prompts.jsonl")
+train = functools.partial(runs.train, "grpo.gin")
+steps = functools.partial(runs.steps, kind=PolicyMetrics)
 
 
 @pytest.mark.usefixtures("one_program")
@@ -174,19 +160,13 @@ def test_other_prompts_do_not_resume_a_run():
     [
         ([{"text": "a"}], [], "\"instruction\" or \"prompt\"; got the keys 'text'"),
         ([], [], "task.source: prompts.jsonl holds no prompt"),
-        (
-            [{"prompt": "a", "letter": "a"}, {"prompt": "a"}], [],
-            'prompts.jsonl:2: no "letter", which prompts.jsonl:1 has',
-        ),
-        (
-            [{"prompt": "a" * 12}], [],
-            "prompts.jsonl:1: the prompt has 13 tokens; raise task.max_prompt_tokens",
-        ),
+        ([{"prompt": "a", "letter": "a"}, {"prompt": "a"}], [],
+         'prompts.jsonl:2: no "letter", which prompts.jsonl:1 has'),
+        ([{"prompt": "a" * 12}], [],
+         "prompts.jsonl:1: the prompt has 13 tokens; raise task.max_prompt_tokens"),
         ([{"prompt": "a"}], ["task.held_out=0.5"], "evaluation: 1 are distinct; add"),
-        (
-            [{"prompt": str(i)} for i in range(9)], ["task.stop=<end>"],
-            "task.stop='<end>' is no token of",
-        ),
+        ([{"prompt": str(i)} for i in range(9)], ["task.stop=<end>"],
+         "task.stop='<end>' is no token of"),
         ([{"prompt": "a"}], ["task.reward=no.py:f"], "cannot import no.py: no such"),
     ],
 )  # fmt: skip
@@ -208,6 +188,4 @@ def test_prompts_that_cannot_be_used(rows, overrides, message):
     ],
 )
 def test_settings_that_do_not_go_together(overrides, message):
-    with pytest.raises(ValueError) as raised:
-        configuration.load("grpo.gin", overrides)
-    assert message in str(raised.value)
+    refused("grpo.gin", overrides, message)

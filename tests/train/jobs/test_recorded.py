@@ -1,23 +1,26 @@
 """Rollouts of another engine, from JSON Lines: the same step, corrected, or refused."""
 
-import io
 import json
 import pathlib
 
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxmem.data.records import DataError
 from jaxmem.train import configuration, jobs
-from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.jobs import grpo
 from tests.cases import slow
 from tests.checkpoints import texts
+from tests.train.jobs import runs
+from tests.train.jobs.runs import refused
 from tests.train.jobs.test_grpo import job_with
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+pytestmark = pytest.mark.usefixtures(
+    "quick_compilation", "no_picture", "programs_of_module"
+)
 GIN = """
+model.checkpoint = "llama"
 task.source = "prompts.jsonl"
 task.max_prompt_tokens = 6
 sampling.max_new_tokens = 4
@@ -42,27 +45,26 @@ RECORDED = ["task.source=rollouts.jsonl", "task.recorded=True"]
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = texts.checkpoint("llama", tmp_path)
-    lines = [json.dumps({"prompt": a}) + "\n" for a in "abcdefgh"]
-    pathlib.Path("prompts.jsonl").write_text("".join(lines))
+    texts.checkpoint("llama", tmp_path)
+    runs.write("prompts.jsonl", [{"prompt": a} for a in "abcdefgh"])
     pathlib.Path("rewards.py").write_text(
         "def score(completion_ids, **_):\n"
         "    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
     )
-    pathlib.Path("grpo.gin").write_text(GIN + f'model.checkpoint = "{model}"\n')
+    pathlib.Path("grpo.gin").write_text(GIN)
     return tmp_path
 
 
 def new_job(*overrides):
     config = configuration.load("grpo.gin", overrides)[0]
     job = jobs.job_of(config)
-    program = PolicyProgram(job.config)
+    program = grpo.PolicyProgram(job.config)
     return job_with(program, program.compile())
 
 
 def write(made, noise=0.0):
     """The rollout as another engine would leave it."""
-    rng, lines = np.random.default_rng(0), []
+    rng, rows = np.random.default_rng(0), []
     supports = made.supports
     for i, length in enumerate(made.completions.lengths):
         prompt = made.asked.ids[i, : made.asked.lengths[i]]
@@ -81,8 +83,8 @@ def write(made, noise=0.0):
                 supports.csr.ids[a:b].tolist()
                 for a, b in zip(starts, ends, strict=True)
             ]
-        lines.append(json.dumps(record) + "\n")
-    pathlib.Path("rollouts.jsonl").write_text("".join(lines))
+        rows.append(record)
+    runs.write("rollouts.jsonl", rows)
 
 
 @pytest.mark.parametrize("sampling", [[], slow(["sampling.top_k=5"])], ids=str)
@@ -108,12 +110,11 @@ def test_corrections_are_for_such_rollouts(tmp_path):
     write(job._roll_out(1, job.initial_state().params), noise=0.4)
     rewards = []
     for correction in ("icepop", "sequence_mask"):
-        config, text = configuration.load(
-            "grpo.gin",
-            [*RECORDED, f"grpo.correction={correction}", f"run.out_dir={correction}",
-             "grpo.correction_low=0.9", "grpo.correction_high=1.1"],
+        result, _ = runs.train(
+            "grpo.gin", *RECORDED, f"grpo.correction={correction}",
+            f"run.out_dir={correction}", "grpo.correction_low=0.9",
+            "grpo.correction_high=1.1",
         )  # fmt: skip
-        result = jobs.train(config, text, Console(file=io.StringIO()))
         assert all(0 < step.dropped < 1 for step in result.history)
         assert result.history[0].mismatch_mean > 0.1
         rewards.append([step.reward for step in result.history])
@@ -150,9 +151,7 @@ def test_records_that_cannot_be_used(change, overrides, message):
         for row in rows:
             row["supports"] = [[5, 4], [2]]
     rows[1] |= change
-    pathlib.Path("rollouts.jsonl").write_text(
-        "".join(json.dumps(r) + "\n" for r in rows)
-    )
+    runs.write("rollouts.jsonl", rows)
     with pytest.raises(DataError) as raised:
         _ = jobs.job_of(
             configuration.load("grpo.gin", [*RECORDED, *overrides])[0]
@@ -163,15 +162,11 @@ def test_records_that_cannot_be_used(change, overrides, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["task.held_out=0.1"],
-            "task.held_out must be left out where rollouts are rec",
-        ),
+        (["task.held_out=0.1"],
+         "task.held_out must be left out where rollouts are rec"),
         (["task.reward=number"], "reward must be left out where rollouts are recorded"),
         (["task.source=arithmetic"], "recorded must be False for task.source='arithme"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_not_go_together(overrides, message):
-    with pytest.raises(ValueError) as raised:
-        configuration.load("grpo.gin", ["task.recorded=True", *overrides])
-    assert message in str(raised.value)
+    refused("grpo.gin", ["task.recorded=True", *overrides], message)

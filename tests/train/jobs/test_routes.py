@@ -15,6 +15,7 @@ from jaxmem.train.configuration import ConfigError, load
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_report import phases_of
 from tests.cases import slow
+from tests.train.jobs.runs import drawn
 from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, train
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
@@ -46,7 +47,7 @@ def packed(samples, prompts, lengths):
 
 def test_a_sampler_records_what_its_routers_choose():
     """What a forward pass over all tokens chooses; other experts are other results."""
-    decoder = Decoder(SIZES, rngs=nnx.Rngs(0))
+    decoder = nnx.merge(*drawn(lambda: Decoder(SIZES, rngs=nnx.Rngs(0))))
     config = sampling.SamplingConfig(max_new_tokens=6)
     prompts = np.random.default_rng(1).integers(0, 31, (4, 5), np.int32)
     lengths = np.array([5, 3, 1, 4], np.int32)
@@ -66,7 +67,9 @@ def test_a_sampler_records_what_its_routers_choose():
         return decoder(tokens, segments, places, None, chosen)
 
     width = tokens.shape[1]
-    own = decoder.prefill(tokens, segments.sum(1), width, records=True)[1].routes
+    own = jax.jit(
+        lambda decoder: decoder.prefill(tokens, segments.sum(1), width, records=True)
+    )(decoder)[1].routes
     live = segments[..., None, None] > 0
     np.testing.assert_array_equal(np.where(live, own, 0), np.where(live, found, 0))
     given, free, others = (read(decoder, x) for x in (found, None, (found + 1) % 6))
@@ -76,7 +79,7 @@ def test_a_sampler_records_what_its_routers_choose():
 
 def test_gradients_reach_the_weights_of_experts_that_are_given():
     """By finite differences, where the router itself would choose other experts."""
-    decoder = Decoder(SIZES, rngs=nnx.Rngs(0))
+    decoder = nnx.merge(*drawn(lambda: Decoder(SIZES, rngs=nnx.Rngs(0))))
     tokens = np.random.default_rng(0).integers(0, 31, (2, 7), np.int32)
     places, ones = np.tile(np.arange(7), (2, 1)), np.ones((2, 7), np.int32)
     definition, weights = split_module(decoder)
@@ -103,7 +106,7 @@ def test_gradients_reach_the_weights_of_experts_that_are_given():
 
 def test_a_sampler_reads_routers_as_they_are_stored():
     sizes = dataclasses.replace(SIZES, dtype="bfloat16", param_dtype="float32")
-    decoder = Decoder(sizes, rngs=nnx.Rngs(0))
+    decoder = nnx.merge(*drawn(lambda: Decoder(sizes, rngs=nnx.Rngs(0))))
     made = nnx.merge(*decoder.in_compute_type())
     router = made.blocks_1.feed_forward.router.kernel[...]
     np.testing.assert_array_equal(router, decoder.blocks_1.feed_forward.router.kernel)
