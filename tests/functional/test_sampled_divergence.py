@@ -37,9 +37,10 @@ def top(other_h, other_W):
     """Two ids of a teacher, the label, and one that is absent; with their ln p."""
     z = other_h @ other_W[:50].T
     ids = np.argsort(-z)[:, :4].astype(np.int32)
-    ids[:, 1], ids[:, 2] = -1, LABELS
+    labels = np.resize(LABELS, len(ids))
+    ids[:, 1], ids[:, 2] = -1, labels
     ids[2, 2] = -1  # one token has not its label
-    ids[(ids == LABELS[:, None]) & (np.arange(4) != 2)] = -1
+    ids[(ids == labels[:, None]) & (np.arange(4) != 2)] = -1
     z -= np.log(np.exp(z).sum(1, keepdims=True))
     return ids, np.take_along_axis(z, np.maximum(ids, 0), 1) - np.float32(0.2)
 
@@ -48,7 +49,7 @@ def in_loss(verb, **more):
     """A loss of the operands of a divergence, not divided."""
 
     def run(h, W, *others, **options):
-        labels = jnp.broadcast_to(LABELS, h.shape[:-1])
+        labels = jnp.resize(LABELS, h.shape[:-1])
         made = more | {"normalizer": 1.0} | options
         return verb(h, W, labels, *others, **made)[0]
 
@@ -97,14 +98,14 @@ def problem(n=N, d=D, v=V):
     return h, W, other_h, other_W
 
 
-def operands_of(name):
+def operands_of(name, *sizes):
     """Those of the problem: another head, its columns, or ids of which one repeats."""
-    h, W, *others = problem()
+    h, W, *others = problem(*sizes)
     if "columns" in name:
         return h, W, *top(*others)
     ids = top(*others)[0]
     repeated = np.concatenate([ids, ids[:, 2:3]], 1)
-    return (h, W, repeated, None) if "draws" in name else problem()
+    return (h, W, repeated, None) if "draws" in name else problem(*sizes)
 
 
 def loss_of(verb, g, **options):

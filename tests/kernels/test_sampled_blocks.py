@@ -89,10 +89,12 @@ def test_types_over_a_mesh(verb, monkeypatch):
     assert "sampled_pick" in text
 
 
-def operands_of(v, n):
-    return [
-        jnp.asarray(x, jnp.bfloat16) for x in test_sampled_divergence.problem(n, 16, v)
+def operands_of(verb, v, n):
+    made = test_sampled_divergence.operands_of(verb, n, 16, v)
+    floats = [
+        x if x is None or x.dtype.kind == "i" else x.astype(jnp.bfloat16) for x in made
     ]
+    return jax.tree.map(jnp.asarray, floats)
 
 
 def sampled(verb, key, *operands):
@@ -106,7 +108,7 @@ def sampled(verb, key, *operands):
 def test_lowered_for_a_gpu(verb, monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
     text = hlo.lowered_for_an_h200(
-        functools.partial(sampled, verb), KEY, *operands_of(3000, 37)
+        functools.partial(sampled, verb), KEY, *operands_of(verb, 3000, 37)
     )
     assert "sampled_pick" in text
 
@@ -115,7 +117,7 @@ def test_lowered_for_a_gpu(verb, monkeypatch):
 @pytest.mark.parametrize("verb", test_sampled_divergence.VERBS)
 def test_on_a_gpu(verb):
     """Values to the bit, and gradients whose mean is exact."""
-    operands = operands_of(5000, 64)
+    operands = operands_of(verb, 5000, 64)
     exact, (_, dW) = test_sampled_divergence.loss_of(verb, 1.0, chunk=16)(*operands)
     run, total = jax.jit(functools.partial(sampled, verb)), np.zeros(dW.shape)
     for seed in range(16):
