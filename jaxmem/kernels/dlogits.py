@@ -46,7 +46,7 @@ def operands(env: Env, inputs: Inputs, rows: Outputs, c: Coefficients) -> Operan
     The statistics' `max` is NO_ROW for an absent row.
     """
     hidden, W, labels, bias, inverse_temperature = inputs
-    of_rows = fold(rows, c, inverse_temperature)
+    of_rows = fold(rows, c, inverse_temperature, env.softcap)
     arrays: dict[str, Any] = dict(
         h=hidden, w=W, labels=labels, rows=jnp.stack(tuple(of_rows.values())),
         marked=logits.tiles_with_labels_or_mask(env, labels),
@@ -78,29 +78,34 @@ def _launch(env, names, width, arrays):
     )(*arrays)
 
 
-def fold(rows: Outputs, c: Coefficients, inverse_temperature) -> dict:
-    """The float32 per-row operands of the kernels by name; an absent one is zero.
+def fold(rows: Outputs, c: Coefficients, inverse_temperature, softcap) -> dict:
+    """The float32 per-row operands of the kernels by name.
 
     With e_j = 2^(x_j) = e^(z_j - max), which is S times p_j,
 
         dz_j = e_j (slope + beta x_j + gamma e_j)
 
-    but if j is the label, alpha replaces slope, and at_label is added.
+    and at_label if j is the label, where 1 - p must not be a difference. An absent one
+    is zero.
     """
-    scale = jnp.exp(-rows.log_sum)  # 1/S
+    label, alpha, beta, gamma = (0.0 if x is None else x for x in c)
     inverse = 1 if inverse_temperature is None else inverse_temperature
-    folded, alpha = dict(max=rows.max * logits.LOG2_E), jnp.zeros_like(rows.max)
-    if c.alpha is not None:
-        alpha = c.alpha
+    scale = inverse * jnp.exp(-rows.log_sum)  # of 1/S
+    folded = dict(max=rows.max * logits.LOG2_E)
+    folded["slope"] = (alpha - label - beta * rows.log_sum) * scale
     if c.beta is not None:
-        alpha = alpha - c.beta * rows.log_sum
-        folded["beta"] = c.beta * logits.LN_2 * scale * inverse
+        folded["beta"] = beta * logits.LN_2 * scale
     if c.gamma is not None:
-        folded["gamma"] = c.gamma * scale * scale * inverse
-    folded["alpha"] = alpha * scale * inverse
-    if c.label is not None:
-        folded["slope"] = (alpha - c.label) * scale * inverse
-        folded["at_label"] = c.label * -jnp.expm1(rows.logprob) * inverse
+        folded["gamma"] = gamma * scale * jnp.exp(-rows.log_sum)
+    logprob = jnp.maximum(rows.logprob, logits.MASK_VALUE)  # times 0 it is 0
+    p = jnp.exp(logprob)
+    at_label = p * (alpha + beta * logprob + gamma * p) - label * jnp.expm1(logprob)
+    at_label = at_label * inverse
+    if softcap is not None:
+        capped = (logprob + rows.log_sum + rows.max) / (softcap * inverse)
+        # At most 1; an absent row's is infinite.
+        at_label = at_label * (1 - jnp.minimum(capped * capped, 1))
+    folded["at_label"] = at_label
     if inverse_temperature is not None:
         folded["inverse_temperature"] = inverse_temperature
     return folded
@@ -151,33 +156,33 @@ def _unit(scope, tile, n_tiles, step):
     start = tile(0).first_row + wg * t.rows
     rows = pl.ds(start, t.rows)
     fetch = functools.partial(logits.fetch, smem["loaded"])
-    labels = fetch(gmem["labels"].at[rows], smem["labels_smem"])
+    fetch(gmem["labels"].at[rows], smem["labels_smem"])
     fetch(gmem["rows"].at[:, rows], smem["rows_smem"])
 
     def of_tile(i, step):
         at, bias = tile(i).column, None
-        marked = gmem["marked"][lax.div(start, t.rows), at]
+        is_marked = gmem["marked"][lax.div(start, t.rows), at] > 0
         if "bias" in gmem:
             columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
         column = (at - extent.first_tile) * t.columns
-        store_to = functools.partial(_store, env, (gmem["out"], smem, rows, column))
+        to = gmem["out"], smem["out_smem"], rows, column
+        first = at * t.columns
+
+        def mend(i, part):
+            mark = functools.partial(_mark, env, part, first + i * t.stored)
+            at_label = smem["rows_smem"].at[row_names.index("at_label")]
+            pl.when(is_marked)(lambda: mark(smem["labels_smem"], at_label))
+
+        def read_row():
+            """Read again for each part: the accumulator needs the registers."""
+            return {k: smem["rows_smem"][j] for j, k in enumerate(row_names)}
 
         def store(z):
-            # Read for each tile: the accumulator needs the registers.
-            row = {k: smem["rows_smem"][j] for j, k in enumerate(row_names)}
-            inverse = row.get("inverse_temperature")
+            inverse = read_row().get("inverse_temperature")
             along = None if inverse is None else logits.along(inverse, z.shape)
             z = logits.parts(logits.scale(env, z, bias, along), t.stored)
-            to_base_2 = logits.to_base_2(env, bias)
-
-            @pl.when(marked > 0)
-            def _with_labels_or_masks():
-                store_to(z, to_base_2, row | {"label": labels}, at * t.columns)
-
-            @pl.when(marked == 0)
-            def _plain():
-                store_to(z, to_base_2, row)
+            _store(env, to, z, logits.to_base_2(env, bias), read_row, mend)
 
         ring.multiply(env.product, extent, buffers, step, store)
         return step + extent.n_steps
@@ -185,47 +190,51 @@ def _unit(scope, tile, n_tiles, step):
     return lax.fori_loop(0, n_tiles, of_tile, step)
 
 
-def _store(env, target, z, to_base_2, row, first=None):
+def _store(env, target, z, to_base_2, read_row, mend):
     """Stores one part after another, so that few derivatives are in registers.
 
     The target is (array in GMEM, buffers in SMEM, its rows, its first column).
     """
     (out_gmem, smem, rows, column), width = target, env.tiles.stored
-    to = [out_gmem.at[rows, pl.ds(column + i * width, width)] for i in range(len(z))]
-
-    def part(i):
-        at = None if first is None else first + i * width
-        return _derivative(env, z[i], to_base_2, row, at).astype(env.dtype)
-
-    columns = [functools.partial(part, i) for i in range(len(z))]
-    ring.store(to, columns, smem["out_smem"])
+    for i, part in enumerate(z):
+        to = out_gmem.at[rows, pl.ds(column + i * width, width)]
+        derivative = functools.partial(_derivative, env, part, to_base_2, read_row)
+        ring.store_part(i, to, derivative, smem, mend=functools.partial(mend, i))
 
 
-def _derivative(env, z, to_base_2, row, first=None):
-    """Derivative at scaled logits; `first` is their column if one may be marked."""
-    row = {k: logits.along(x, z.shape) for k, x in row.items()}
+def _derivative(env, z, to_base_2, read_row):
+    row = {k: logits.along(x, z.shape) for k, x in read_row().items()}
     x = z * to_base_2 - row["max"]
-    return of_exponentials(env, jnp.exp2(x), x, z, row, first)
+    return of_exponentials(env, jnp.exp2(x), x, z, row).astype(env.dtype)
 
 
-def of_exponentials(env: Env, e, x, z, row: dict, first=None) -> jax.Array:
+def _mark(env, smem, first, labels, at_label):
+    """Overwrites derivatives in SMEM, whose registers the other parts need."""
+    dz = plgpu.load(smem, layout=plgpu.Layout.WGMMA)
+    smem[...] = marked(env, dz, first, labels[...], at_label[...])
+
+
+def of_exponentials(env: Env, e, x, z, row: dict) -> jax.Array:
     """dloss/d(h Wᵀ) [C, columns] of one part of a tile, from e = 2^x = e^(z - max).
 
-    z is read only if there is a softcap. `row` has the results of `fold`, and "label"
-    with `first`: the column of the part if it may hold labels or masked columns.
+    Labels and masks come later (`marked`). z is read only if there is a softcap. `row`
+    has the results of `fold`.
     """
-    slope = row.get("slope", row["alpha"])
-    if first is not None:
-        at = logits.column(e.shape, first)
-        slope = jnp.where(at == row["label"], row["alpha"], slope)
+    slope = row["slope"]
     if "beta" in row:
         slope = slope + row["beta"] * x
     if "gamma" in row:
         slope = slope + row["gamma"] * e
     dz = e * slope
-    if first is not None and "at_label" in row:
-        dz = dz + jnp.where(at == row["label"], row["at_label"], 0.0)
     if env.softcap is not None:
         capped = z / (env.softcap * row.get("inverse_temperature", 1.0))
         dz = dz * (1 - capped * capped)
-    return dz if first is None else jnp.where(at < env.vocab_size, dz, 0.0)
+    return dz
+
+
+def marked(env: Env, dz, first, labels, at_label) -> jax.Array:
+    """Derivatives [C, columns] from column `first` on, with labels and masks."""
+    at = logits.column(dz.shape, first)
+    at_label = logits.along(at_label.astype(dz.dtype), dz.shape)
+    dz = jnp.where(at == logits.along(labels, dz.shape), at_label, dz)
+    return jnp.where(at < env.vocab_size, dz, jnp.zeros((), dz.dtype))

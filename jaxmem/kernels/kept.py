@@ -34,8 +34,7 @@ def derivative(
     0 where masked, and in inactive rows of a tile with active ones; other rows are
     undefined. env is that of the launch that kept them.
     """
-    of_rows = dlogits.fold(rows, c, inverse_temperature)
-    of_rows["label_logit"] = (rows.logprob + rows.log_sum) * logits.LOG2_E
+    of_rows = dlogits.fold(rows, c, inverse_temperature, env.softcap)
     if env.softcap is not None:
         of_rows["row_max"] = rows.max
     # Without an active row, products still read one tile of rows.
@@ -128,7 +127,6 @@ def _work(env, row_names, gmem, smem, at):
         smem["max"][...] * logits.LOG2_E - of_rows["max"]
     )  # rescales from the tile's maximum to the row's
     of_rows |= {"shift": shift, "scale": jnp.exp2(shift)}
-    of_rows["of_label"] = jnp.exp2(of_rows["label_logit"])
     is_marked = gmem["marked"][row, column] > 0
 
     @pl.when(is_marked)
@@ -154,22 +152,19 @@ def _turn(env, smem, row, at=None):
     for i in range(env.tiles.columns // width):
         part = smem.at[:, pl.ds(i * width, width)]
         exps = plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        first = None if at is None else at[1] + i * width
-        dz = _derivative(env, exps, row, first)
+        dz = _derivative(env, exps, row)
         if at is not None:
+            first = at[1] + i * width
+            dz = dlogits.marked(env, dz, first, row["label"], row["at_label"])
             live = at[0] + lax.broadcasted_iota(jnp.int32, dz.shape, 0) < at[2]
             dz = jnp.where(live, dz, 0.0)
         part[...] = dz.astype(env.dtype)
 
 
-def _derivative(env, exps, row, first):
+def _derivative(env, exps, row):
     row = {k: logits.along(x, exps.shape) for k, x in row.items()}
     e, z = exps * row["scale"], None
     x = jnp.log2(jnp.maximum(exps, _TINY)) + row["shift"]
-    if first is not None:  # a label's exponential is not stored
-        is_label = logits.column(exps.shape, first) == row["label"]
-        e = jnp.where(is_label, row["of_label"], e)
-        x = jnp.where(is_label, row["label_logit"], x)
     if env.softcap is not None:
         z = x * logits.LN_2 + row["row_max"]
-    return dlogits.of_exponentials(env, e, x, z, row, first)
+    return dlogits.of_exponentials(env, e, x, z, row)

@@ -300,11 +300,13 @@ def store(parts_gmem, parts, smem, add=False):
         store_part(i, part_gmem, part, smem, add)
 
 
-def store_part(i, part_gmem, part, smem, add=False):
-    """Stores the i-th part, computed once its buffer is free."""
+def store_part(i, part_gmem, part, smem, add=False, mend=None):
+    """Stores the i-th part, computed once its buffer is free; mend may change it."""
     n_slots = smem.shape[0]
     plgpu.wait_smem_to_gmem(n_slots - 1, wait_read_only=True)
     smem[i % n_slots] = part()
+    if mend is not None:
+        mend(smem.at[i % n_slots])
     plgpu.commit_smem()
     copy = add_to if add else plgpu.copy_smem_to_gmem
     copy(smem.at[i % n_slots], part_gmem)
