@@ -2,8 +2,8 @@
 
 Active rows are numbered first and the loop stops after them, so that cost scales with
 the number of unmasked tokens while every shape is static. Inactive rows are never read.
-Of a sharded vocabulary each device has the logits of its shard: statistics are partial,
-to be merged, and hidden's cotangent is all-reduced at the end.
+With a sharded vocabulary, each device computes the logits of its own shard. The
+statistics of all shards are merged, and hidden's cotangent is all-reduced at the end.
 """
 
 from typing import Any

@@ -104,9 +104,9 @@ def unfinished(path: Path) -> Iterator[Path]:
     """A path to write, which becomes the given one; several processes may do so."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(".unfinished", dir=path.parent) as directory:
-        made = Path(directory) / path.name
-        yield made
-        os.replace(made, path)
+        temporary = Path(directory) / path.name
+        yield temporary
+        os.replace(temporary, path)
 
 
 def sync(descriptor: int) -> None:

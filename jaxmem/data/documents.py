@@ -81,9 +81,9 @@ def load_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
     name = f"vocabulary-{_vocabulary_key(config, documents)}.json"
     path = Path(config.cache_dir).expanduser() / name
     if not path.exists():
-        made = _train_vocabulary(config, documents).to_str()
+        vocabulary = _train_vocabulary(config, documents).to_str()
         with files.unfinished(path) as unfinished:
-            unfinished.write_text(made, "utf-8")
+            unfinished.write_text(vocabulary, "utf-8")
     return _read_vocabulary(path)
 
 

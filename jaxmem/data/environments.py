@@ -105,7 +105,7 @@ class Environments:
             return environment, environment.reset(dict(record))
 
         outcomes = self._together([functools.partial(begin, r) for r in records])
-        made = []
+        conversations = []
         for place, (value, error) in zip(where, outcomes, strict=True):
             if error is not None:
                 raise self._failure(place, "reset", error) from error
@@ -113,8 +113,8 @@ class Environments:
             if (problem := self._problem(prompt)) is not None:
                 raise self._failure(place, "reset", problem)
             said = [prompt] if isinstance(prompt, str) else list(prompt)
-            made.append(Conversation(place, environment, prompt, said))
-        return made
+            conversations.append(Conversation(place, environment, prompt, said))
+        return conversations
 
     def _problem(self, prompt: Any) -> "_Nonsense | None":
         """Why this is no prompt."""

@@ -67,15 +67,15 @@ def _files(address: str) -> list[Path]:
     names = sorted(system.glob(path)) if glob.has_magic(path) else [path]
     if not names:
         raise RemoteError(f"{messages.name(address)} matches no file")
-    made = []
+    copies = []
     for name in names:
         described = {k: v for k, v in system.info(name).items() if k in _VERSION}
         place = _place(address, str(name), str(described), Path(name).name)
         if not place.exists():
             with files.unfinished(place) as unfinished:
                 system.get_file(name, str(unfinished))
-        made.append(place)
-    return made
+        copies.append(place)
+    return copies
 
 
 # What says that a file has changed, in one file system or another.

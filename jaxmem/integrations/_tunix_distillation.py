@@ -179,8 +179,8 @@ def _SHARD(call: Call, input_data, data_sharding_axis):
     """Shard a batch, but not the teacher's head in it, which has its sharding."""
     leaves, tree = jax.tree.flatten(input_data, is_leaf=_is_logits)
     states = [x.hidden if _is_logits(x) else x for x in leaves]
-    made = call.original(tree.unflatten(states), data_sharding_axis)
-    sharded = tree.flatten_up_to(made)
+    batch = call.original(tree.unflatten(states), data_sharding_axis)
+    sharded = tree.flatten_up_to(batch)
     return tree.unflatten(
         Logits(new, old.head) if _is_logits(old) else new
         for old, new in zip(leaves, sharded, strict=True)

@@ -326,16 +326,17 @@ class Decoder(nnx.Module):
         return self._through(x, inputs, records, given, one)
 
     def _through(self, x, inputs, records: bool, given, one, unroll: bool = False):
-        """The stream after all blocks, what those of each stack make, and routes.
+        """The hidden states after all blocks, the results of each stack, and routes.
 
-        Routes are None unless they are recorded. `given` maps a stack and what earlier
-        ones made to what all its blocks get; `one` is a function of a stack, a block of
-        it, the stream, what `given` gives, and what `_scanned` has of a layer.
+        Routes are None unless they are recorded. `given` maps a stack and the results
+        of earlier ones to what all its blocks get; `one` is a function of a stack, a
+        block of it, the hidden states, what `given` returns, and what `_scanned` has of
+        a layer.
         """
-        made, chosen = {}, {}
+        by_stack, routes = {}, {}
         for run in structure.runs(self.config):
             definitions, scanned = self._scanned(run, inputs)
-            shared = [given(stack, made) for stack in run]
+            shared = [given(stack, by_stack) for stack in run]
 
             def blocks(x, of_layers, run=run, definitions=definitions, shared=shared):
                 parts, choices = [], []
@@ -348,9 +349,9 @@ class Decoder(nnx.Module):
                 return x, (parts, choices)
 
             x, (parts, choices) = jax.lax.scan(blocks, x, scanned, unroll=unroll)
-            made |= {stack.name: part for stack, part in zip(run, parts, strict=True)}
-            chosen |= zip((stack.layers for stack in run), choices, strict=True)
-        return x, made, route_records.of_layers(chosen, self.config)
+            by_stack |= zip((stack.name for stack in run), parts, strict=True)
+            routes |= zip((stack.layers for stack in run), choices, strict=True)
+        return x, by_stack, route_records.of_layers(routes, self.config)
 
     def _grown(self, cache: kv_cache.Cache, made: dict[str, Any], live: jax.Array):
         """The states of all stacks after tokens of the rows that are live."""

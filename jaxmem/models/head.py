@@ -150,11 +150,11 @@ def head_loss(
         key: as in `jaxmem.logprobs`, for "fused".
     """
     if logits == "fused":
-        loss, told = head.token_loss(
+        loss, metrics = head.token_loss(
             _cross_entropy, hidden, labels, normalizer=normalizer,
             gradient=sample, key=key,
         )  # fmt: skip
-        return loss, {name: jnp.sum(x) for name, x in told.items()}
+        return loss, {name: jnp.sum(x) for name, x in metrics.items()}
     per_token = optax.softmax_cross_entropy_with_integer_labels(
         head(hidden).astype(jnp.float32), jnp.maximum(labels, 0)
     )

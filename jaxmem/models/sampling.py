@@ -212,7 +212,7 @@ class Sampler:
         given = refill.Prompts(jnp.asarray(prompts), jnp.asarray(lengths), keys)
         assert config.slots is not None
         check_field(config, "slots", config.slots <= rows, f"at most the {rows} rows")
-        made = refill.Refill(
+        decoding = refill.Refill(
             model.in_compute_type(), given, config.slots, config.max_new_tokens,
             self._draw, self.is_unrolled, self.records,
         )  # fmt: skip
@@ -220,7 +220,7 @@ class Sampler:
         ids = None if size is None else jnp.zeros((rows, size), jnp.int32)
         like = Drawn(zeros, zeros.astype(bool), zeros.astype(float), ids)
         nothing = _nothing_drawn(like, config.max_new_tokens, self.pad_id)
-        ended = made.run(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), nothing))
+        ended = decoding.run(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), nothing))
         after = {name: getattr(ended, name) for name in ("lengths", "starts", "routes")}
         return Samples(*ended.drawn, **after)
 

@@ -67,10 +67,10 @@ class AccumulatedProgram(DecoderProgram):
         def run(params: Any, frozen: Any, sums: Sums, *given: Any) -> tuple[Sums, Any]:
             gradients = jax.value_and_grad(loss, has_aux=True)
             (_, (value, metrics, routed)), slopes = gradients(params, frozen, *given)
-            told = tuple(metrics.pop(name, None) for name in kept)
+            of_tokens = tuple(metrics.pop(name, None) for name in kept)
             metrics = {name: jnp.sum(x) for name, x in metrics.items()}
             terms = Sums(value, metrics, as_stored(slopes), routed)
-            return add_in_float32(sums, terms), told
+            return add_in_float32(sums, terms), of_tokens
 
         sums, options = self.sums(), self.compiler_options
         jitted = self.layout.jit(

@@ -99,8 +99,7 @@ class Program(StepProgram):
             return cost, (sums, routed)
 
         indices = jnp.arange(len(batches.labels), dtype=jnp.uint32)
-        told, slopes = sum_gradients(loss, params, (batches, indices))
-        numbers, routed = told
+        (numbers, routed), slopes = sum_gradients(loss, params, (batches, indices))
         return slopes, numbers if routed is None else numbers | {"routed": routed}
 
     def gradients(self, head: HeadConfig) -> Callable:

@@ -80,8 +80,8 @@ def train(
         if not history:  # the file was removed after the last step
             say(console, f"{run.metrics_path} has no step: no summary, no report")
             return Result(run.out_dir, [], costs)
-        told = [*history[:-1], history[-1]._replace(**last)]
-        summary = _report(job, run.out_dir, told, costs, console)
+        with_last = [*history[:-1], history[-1]._replace(**last)]
+        summary = _report(job, run.out_dir, with_last, costs, console)
         return Result(run.out_dir, history, costs, summary)
 
 

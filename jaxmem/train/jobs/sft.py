@@ -55,20 +55,20 @@ def make_gradients(
             model = merge_module(definition, join_weights(params, frozen))
             given = batch.tokens, batch.segment_ids, batch.positions
             hidden, routed = model.routed(*given)
-            value, told = head_loss(
+            value, metrics = head_loss(
                 model.head, hidden, batch.labels, tokens, head.logits,
                 head.sample, key,
             )  # fmt: skip
             share = own_read / all_read
             cost = balance.with_loss(value, routed, model.config, share)
-            return cost, (value, routed, told)
+            return cost, (value, routed, metrics)
 
         tokens = jnp.sum(micro_batches.labels >= 0)
         indices = jnp.arange(len(micro_batches.labels), dtype=jnp.uint32)
         given = micro_batches, indices, jnp.sum(read, axis=(1, 2))
-        (total, routed, told), slopes = sum_gradients(loss, params, given)
+        (total, routed, sums), slopes = sum_gradients(loss, params, given)
         seen = {} if routed is None else {"routed": routed}
-        seen |= {name: x / jnp.maximum(tokens, 1) for name, x in told.items()}
+        seen |= {name: x / jnp.maximum(tokens, 1) for name, x in sums.items()}
         return slopes, {"loss": total, "tokens": tokens, **seen}
 
     return gradients

@@ -37,19 +37,20 @@ def step_of(gradients: Callable, optimizer: optax.GradientTransformation) -> Cal
 def sum_gradients(
     loss: Callable[[Any, Any], tuple[jax.Array, Any]], params: Any, micro_batches: Any
 ) -> tuple[Any, Any]:
-    """What a loss tells of a whole step, and its gradients in float32.
+    """The auxiliary values of a loss over a whole step, and its gradients in float32.
 
-    One micro-batch is alive at a time. The loss gives what is differentiated of it, and
-    a tree of arrays; both add up over the micro-batches [K, ...].
+    One micro-batch is alive at a time. The loss returns a scalar, which is
+    differentiated, and a tree of arrays; both are summed over the micro-batches
+    [K, ...].
     """
 
     def add(sums: Any, micro_batch: Any) -> tuple[Any, Any]:
-        (_, told), slopes = jax.value_and_grad(loss, has_aux=True)(params, micro_batch)
-        return add_in_float32(sums, as_stored(slopes)), told
+        (_, aux), slopes = jax.value_and_grad(loss, has_aux=True)(params, micro_batch)
+        return add_in_float32(sums, as_stored(slopes)), aux
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    gradients, told = jax.lax.scan(add, as_stored(zeros), micro_batches)
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), told), gradients
+    gradients, aux = jax.lax.scan(add, as_stored(zeros), micro_batches)
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), aux), gradients
 
 
 class StreamedStep:
