@@ -196,7 +196,10 @@ def coefficients(rows: Outputs, g: Cotangents) -> Coefficients:
 
 def dlogits(z, labels, rows: Outputs, g: Cotangents) -> jax.Array:
     """The derivative by scaled logits z [C, V]; other arguments have shape [C]."""
-    return dlogits_of(z, is_label(z, labels), rows, coefficients(rows, g))
+    # XLA would contract products and sums of rows in one program and not in another,
+    # so that the bits with `vocab_groups` would depend on the mesh.
+    of_rows = lax.optimization_barrier(coefficients(rows, g))
+    return dlogits_of(z, is_label(z, labels), rows, of_rows)
 
 
 def dlogits_of(z, is_label, rows: Outputs, c: Coefficients) -> jax.Array:
