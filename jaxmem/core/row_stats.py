@@ -181,10 +181,9 @@ def finish(stats: Stats, label_exists: jax.Array) -> Outputs:
 
 def coefficients(rows: Outputs, g: Cotangents) -> Coefficients:
     """α, β, γ and the label's coefficient of each row."""
-    label = g.logprob
+    label, alpha, beta, gamma = g.logprob, g.logsumexp, None, None
     if label is not None:  # a label that does not exist makes only its users NaN
         label = jnp.where(jnp.isnan(rows.logprob) & (label != 0), jnp.nan, label)
-    alpha, beta, gamma = g.logsumexp, None, None
     if g.entropy is not None:
         beta = -g.entropy
         alpha = _sum_of(alpha, beta * rows.entropy)
