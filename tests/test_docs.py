@@ -565,7 +565,10 @@ def test_messages_of_the_troubleshooting_page_exist():
     assert not missing
 
 
-ELSEWHERE = {"No space left on device", "forward-mode autodiff"}  # the system's, jax's
+# Of the operating system, jax and NCCL.
+ELSEWHERE = {
+    "No space left on device", "forward-mode autodiff", "ncclGetPeerDevicePointer"
+}  # fmt: skip
 
 
 # ------------------------------------------------- these checks catch what they must
