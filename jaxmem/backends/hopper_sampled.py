@@ -23,18 +23,23 @@ def sampling_of(spec: Spec) -> Sampling:
     return Sampling(spec.gradient_samples or 0, spec.columns, sampled_select.MARGIN)
 
 
+def launch_rows(spec: Spec, hidden: jax.Array) -> int:
+    """Rows [N, D] whose exponentials are stored at once."""
+    # Parts of a vocabulary take as many bytes in launches of more rows.
+    chunk = spec.chunk * (spec.shards.count if spec.shards else 1)
+    return block_sizes.stored_rows(*hidden.shape, chunk, spec.frozen_head)
+
+
 def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
     """See `xla_sampled.forward`; outputs bitwise equal those of `hopper.forward`."""
     from jaxmem.kernels import sampled_select
     from jaxmem.kernels.forward import statistics_and_exps
 
-    padded = padding.head(spec, source.cast(spec))
+    head = source.cast(spec)
+    padded = padding.head(spec, head)
     n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
     starts = xla_sampled.starts_of(spec, sampling, rows)
-    # Parts of a vocabulary take as many bytes in launches of more rows.
-    parts = spec.shards.count if spec.shards else 1
-    size = block_sizes.whole(min(n_rows, spec.chunk * parts))
-    env = hopper.launch_env(spec, padded, size, "exps")
+    env = hopper.launch_env(spec, padded, launch_rows(spec, head.hidden), "exps")
 
     def body(block, results):
         so_far, entries_so_far = results

@@ -39,6 +39,15 @@ def forward_rows(n_rows: int, chunk: int, columns: int, depth: int, groups: int)
     return whole(min(n_rows, max(fitting, MAX_CLUSTER_ROWS), MAX_ROWS))
 
 
+def stored_rows(n_rows: int, depth: int, chunk: int, frozen: bool) -> int:
+    """Rows per launch that stores exponentials of all columns in 16 bits.
+
+    Those of a chunk; or, where W has a gradient, as many as its memory has room for.
+    """
+    room = 0 if frozen else depth // MAX_CLUSTER_ROWS * MAX_CLUSTER_ROWS
+    return whole(min(n_rows, max(chunk, room)))
+
+
 def backward_rows(
     n_rows: int, chunk: int, columns: int, depth: int, apart: bool, clusters: int,
     n_blocks: int = 1,

@@ -203,3 +203,18 @@ def test_a_forward_launch_takes_no_more_than_a_chunk_of_logits():
 def test_parts_of_the_vocabulary_keep_the_chip_busy(depth, rows, splits):
     """Only where at least a tenth of the time is saved."""
     assert block_sizes.hidden_splits(rows, depth, 66) == splits
+
+
+@pytest.mark.parametrize(
+    ("n", "depth", "chunk", "frozen", "rows"),
+    [
+        (8192, 4096, 1024, False, 4096),  # as many bytes as W's gradient
+        (8192, 2880, 1024, False, 2816),
+        (8192, 4096, 1024, True, 1024),
+        (8192, 640, 1024, False, 1024),
+        (8192, 4096, 8192, False, 8192),
+        (1000, 4096, 1024, False, 1024),  # no more than there are tokens
+    ],
+)
+def test_exponentials_take_the_memory_of_the_gradient(n, depth, chunk, frozen, rows):
+    assert block_sizes.stored_rows(n, depth, chunk, frozen) == rows
