@@ -114,32 +114,18 @@ def check(
         assert_as_good(got, near, want, EPSILON[x.dtype.name], name)
 
 
-# Those that others here or other remainders cover.
-SLOW_CASES = (
-    "ordinary", "peaked", "V=127", "V=2049", "V=50257", "V=151936", "D odd", "N=1",
-    "N prime", "one chunk", "a third masked", "label at -50",
-)  # fmt: skip
-
-
+# The quick one has no option; a test below has all of them, in 16 bits.
 @pytest.mark.parametrize(
-    "name", [slow(name) if name in SLOW_CASES else name for name in CASES]
+    "name", [x if x == "all logits about -120" else slow(x) for x in CASES]
 )
 def test_outputs_and_gradients(name, implementation):
     case = CASES[name]
     check(case.make(), implementation, case.chunk)
 
 
-@pytest.mark.parametrize(
-    "name, dtype",
-    [
-        slow("flat", "bfloat16"),
-        slow("flat", "float16"),
-        slow("peaked", "bfloat16"),
-        ("peaked", "float16"),
-        ("a third masked", "bfloat16"),
-        slow("a third masked", "float16"),
-    ],
-)
+@pytest.mark.parametrize("name", ["flat", "peaked", "a third masked"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.slow
 def test_sixteen_bit_inputs(name, dtype, implementation):
     check(CASES[name].make(), implementation, dtype=dtype)
 
@@ -153,15 +139,14 @@ OPTIONS = {
 
 
 def options_and_layouts():
-    """Every option at once; in the other layout, and each alone, slow."""
-    yield slow([*OPTIONS], "vd")
-    yield [*OPTIONS], "dv"
-    for name in OPTIONS:
+    """Every option at once, and each alone, in both layouts."""
+    for names in ([*OPTIONS], *([name] for name in OPTIONS)):
         for layout in ("vd", "dv"):
-            yield slow([name], layout)
+            yield names, layout
 
 
 @pytest.mark.parametrize("names, layout", list(options_and_layouts()), ids=str)
+@pytest.mark.slow
 def test_options_and_layouts(names, layout, implementation):
     options = {k: v for name in names for k, v in OPTIONS[name].items()}
     problem = Case(70, 33, 130, std=3.0).make()
@@ -169,6 +154,7 @@ def test_options_and_layouts(names, layout, implementation):
     check(problem, implementation, layout=layout, **options)
 
 
+@pytest.mark.slow
 def test_temperature_of_each_token(implementation):
     problem = CASES["a third masked"].make()
     temperature = np.linspace(0.3, 3, len(problem.y), dtype=np.float32)
@@ -185,7 +171,7 @@ def test_sixteen_bit_inputs_with_every_option(implementation):
 
 
 @pytest.mark.parametrize(
-    "asked", [slow("logprob"), "entropy", slow("logsumexp"), "sum_pi_squared"]
+    "asked", [slow("logprob"), "entropy", slow("logsumexp"), slow("sum_pi_squared")]
 )
 def test_each_output_alone_has_its_own_gradient(asked, implementation):
     problem = CASES["ordinary"].make()
@@ -201,6 +187,7 @@ def test_each_output_alone_has_its_own_gradient(asked, implementation):
         np.testing.assert_allclose(have, need, atol=3e-6 * np.abs(need).max())
 
 
+@pytest.mark.slow
 def test_verbs_agree(implementation):
     h, W, y = CASES["ordinary"].make()
     stats = jaxmem.token_stats(h, W, y, implementation=implementation)
@@ -226,6 +213,7 @@ def test_is_argmax_counts_ties(implementation):
     assert stats.is_argmax.tolist() == [False, True, True]
 
 
+@pytest.mark.slow
 def test_any_leading_shape(implementation):
     h, W, y = Case(24, 16, 300).make()
     flat = jaxmem.logprobs(h, W, y, implementation=implementation)
@@ -253,6 +241,7 @@ def test_no_tokens(shape, implementation):
     assert value == 0 and dh.shape == (*shape, 4) and not dW.any()
 
 
+@pytest.mark.slow
 def test_masked_tokens_give_exactly_nothing(implementation):
     h, W, y = CASES["ordinary"].make()
     where = np.arange(len(y)) % 4 == 0
@@ -292,6 +281,7 @@ def test_nothing_left_to_learn_from_is_zero_not_nan(implementation):
     assert value == 0 and not any(g.any() for g in gradients)
 
 
+@pytest.mark.slow
 def test_a_label_that_does_not_exist_poisons_only_itself(implementation):
     h, W, y = CASES["ordinary"].make()
     y = y.copy()
@@ -320,6 +310,7 @@ def test_one_nan_row_stays_alone(implementation):
     assert np.isfinite(np.delete(stats.logprob, 5)).all()
 
 
+@pytest.mark.slow
 def test_tokens_that_the_bias_rules_out(implementation):
     h, W, y = CASES["ordinary"].make()
     bias = np.where(np.arange(len(W)) % 2, -np.inf, 0).astype(np.float32)
@@ -337,6 +328,7 @@ def test_tokens_that_the_bias_rules_out(implementation):
     assert np.isfinite(dh).all()
 
 
+@pytest.mark.slow
 def test_padding_of_the_vocabulary_changes_rounding_only(implementation):
     """The product with a larger W may sum in another order."""
     h, W, y = CASES["ordinary"].make()
@@ -357,6 +349,7 @@ def total_of_padded(h, W, y, vocab_size, implementation):
     return sum(jnp.sum(jnp.cos(field)) for field in stats[:4])
 
 
+@pytest.mark.slow
 def test_float64_stays_float64(implementation):
     with jax.enable_x64(True):
         h, W, y = (x.astype(np.float64) if x.dtype == np.float32 else x

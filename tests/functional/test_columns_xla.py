@@ -41,7 +41,7 @@ def test_products_where_W_is_frozen(verb):
 
 
 @pytest.mark.parametrize("verb, dtype", [
-    (topk, "float32"), (topk_kl, "bfloat16"), (sample_ids, "bfloat16"),
+    (topk, "float32"), (topk_kl, "bfloat16"), slow(sample_ids, "bfloat16"),
     slow(topk, "bfloat16"), slow(topk_kl, "float32"), slow(sample_ids, "float32"),
 ])  # fmt: skip
 def test_memory_and_products_are_what_the_page_says(verb, dtype):

@@ -162,7 +162,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("verb, dtype, layout, name", [
-    ("reverse_kl", "bfloat16", "vd", "all"), ("jsd 0.1", "float16", "dv", "all"),
+    ("jsd 0.1", "float16", "dv", "all"), slow("reverse_kl", "bfloat16", "vd", "all"),
     slow("forward_kl", "float32", "dv", "all"),
     *(slow("reverse_kl", "float32", "vd", x) for x in OPTIONS if x != "all"),
 ])  # fmt: skip
@@ -226,7 +226,8 @@ def test_jsd_is_symmetric_and_bounded():
 
 
 @pytest.mark.parametrize("beta, std", [
-    (1e-6, 4.0), (1 - 1e-6, 1.0), slow(1 - 1e-4, 4.0), slow(1e-2, 1.0), slow(0.5, 4.0),
+    (1e-6, 4.0), slow(1 - 1e-6, 1.0), slow(1 - 1e-4, 4.0), slow(1e-2, 1.0),
+    slow(0.5, 4.0),
 ])  # fmt: skip
 def test_jsd_of_any_weight_keeps_its_digits(beta, std):
     """ln(p/m) tends to 0 where m tends to p, whatever p/q is."""
@@ -349,7 +350,7 @@ def test_paddings_of_the_vocabulary_may_differ(padded):
 
 
 @pytest.mark.parametrize("verb, dtype", [
-    ("reverse_kl", "bfloat16"), ("jsd", "float32"), slow("forward_kl", "float32"),
+    ("reverse_kl", "bfloat16"), slow("jsd", "float32"), slow("forward_kl", "float32"),
 ])  # fmt: skip
 def test_a_frozen_head_has_the_same_gradient_by_hidden(verb, dtype):
     """Scaled after it was computed for a cotangent of 1, and none by W and bias."""
@@ -443,6 +444,7 @@ def test_any_leading_shape():
     assert jax.eval_shape(empty, jnp.zeros((0, D))).shape == (0, D)
 
 
+@pytest.mark.slow
 def test_a_tokens_bits_depend_on_no_other_token_and_no_chunk(optimized):
     if jax.default_backend() != "cpu":
         pytest.skip("GPU GEMMs are chosen by the number of rows")
@@ -455,8 +457,9 @@ def test_a_tokens_bits_depend_on_no_other_token_and_no_chunk(optimized):
     np.testing.assert_array_equal(got, want[order])
 
 
-# test_frozen_head has a frozen head under both.
-@pytest.mark.parametrize("frozen", [False, slow(True)])
+# test_frozen_head, test_vjp and test_selected have other verbs under both.
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.slow
 def test_under_checkpoint_and_vmap(frozen):
     h, W, h_ref, W_ref = (jnp.asarray(x) for x in make(n=32))
 
@@ -500,8 +503,8 @@ def test_gemms_of_the_least_memory():
 
 
 @pytest.mark.parametrize("verb, dtype", [
-    (reverse_kl, "bfloat16"), (jsd, "float32"), slow(reverse_kl, "float32"),
-    slow(jsd, "bfloat16"),
+    (jsd, "float32"), slow(reverse_kl, "float32"), slow(jsd, "bfloat16"),
+    slow(reverse_kl, "bfloat16"),
 ])  # fmt: skip
 def test_memory_and_gemms_are_what_the_page_says(verb, dtype):
     n, d, v, chunk = 2048, 64, 8192, 128
@@ -524,6 +527,7 @@ def test_memory_and_gemms_are_what_the_page_says(verb, dtype):
         assert temp < 4 * n * v
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_tokens():
     loss = jax.grad(total(jsd, 128), (0, 1))
 

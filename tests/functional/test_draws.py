@@ -105,6 +105,7 @@ def test_the_bounds_of_a_column():
     np.testing.assert_array_equal(ids, [[0, 0, 1, 1, 2, 255]])
 
 
+@pytest.mark.slow
 def test_frequencies():
     """Each count within 5 standard deviations, all of them together within 5 too."""
     (h, W), tokens, n = make(2.0, 40), 64, 4000
@@ -132,6 +133,7 @@ def test_excluded_columns_are_never_drawn():
     assert (biased(h, W, certain) == 7).all()
 
 
+@pytest.mark.slow
 def test_ids_depend_on_the_key_and_the_position_only(optimized):
     """Not on the chunk, other tokens, or their mask."""
     h, W = make()
@@ -154,7 +156,7 @@ def test_a_row_that_is_nan_draws_nothing_and_stays_alone():
     np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 50, KEY, CHUNK), want)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float64")])
 def test_other_types(dtype):
     with jax.enable_x64(dtype == "float64"):
         h, W = (jnp.asarray(x).astype(dtype) for x in make())

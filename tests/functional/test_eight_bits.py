@@ -97,8 +97,8 @@ def exact(verb):
 
 
 @pytest.mark.parametrize("verb, layout", [
-    ("token_stats", "vd"), slow("token_stats", "dv"), slow("logprobs", "vd"),
-    slow("token_loss", "vd"), ("token_loss", "dv"),
+    ("token_loss", "dv"), slow("token_loss", "vd"), slow("token_stats", "vd"),
+    slow("token_stats", "dv"), slow("logprobs", "vd"),
 ])  # fmt: skip
 def test_the_mean_of_draws_is_exact_up_to_the_second_order(verb, layout):
     """The band of 256 draws, and for ratios of sums the square of their deviation."""
@@ -135,7 +135,8 @@ def test_the_error_it_tells_is_the_deviation_of_the_normaliser():
     assert np.all((0.7 < ratio) & (ratio < 2))
 
 
-@pytest.mark.parametrize("verb", ["logprobs", slow("token_loss")])
+@pytest.mark.parametrize("verb", ["logprobs", "token_loss"])
+@pytest.mark.slow
 def test_neither_a_derivative_nor_the_chunk_nor_remat_changes_values(verb, optimized):
     h, W, y, g = problem(n=48)
     run = functools.partial(VERBS[verb], y=y, g=g, gradient=INT8)
@@ -152,6 +153,7 @@ def test_neither_a_derivative_nor_the_chunk_nor_remat_changes_values(verb, optim
     jax.tree.map(np.testing.assert_array_equal, slopes, again)
 
 
+@pytest.mark.slow
 def test_without_channels_in_16_bits_it_could_not_hold_these_matrices():
     h, W, *_ = problem()
     want = exact("logprobs")[0]["logprob"]
@@ -165,7 +167,7 @@ def test_without_channels_in_16_bits_it_could_not_hold_these_matrices():
     assert np.sqrt(np.mean((low - z) ** 2)) > 0.2
 
 
-@pytest.mark.parametrize("n, d, v", [(40, 64, 500), (3, 33, 130)])
+@pytest.mark.parametrize("n, d, v", [slow(40, 64, 500), (3, 33, 130)])
 def test_channels_are_the_largest_of_both(n, d, v):
     h, W, y = Case(n, d, v).make()
     h[:, [1, 9]] *= 20
@@ -192,6 +194,7 @@ def test_channels_are_the_largest_of_both(n, d, v):
     assert np.all(far <= 0.501 * np.asarray(made.W.scale)[:, None])
 
 
+@pytest.mark.slow
 def test_a_loop_of_micro_batches_rounds_W_once():
     """XLA moves what depends on W alone out of the loop."""
     h, W, y, _ = problem(n=64)
@@ -214,7 +217,8 @@ def test_a_loop_of_micro_batches_rounds_W_once():
     assert len(made.findall(entry)) == 1 and not made.search(loops)
 
 
-@pytest.mark.parametrize("verb", ["logprobs", slow("token_loss")])
+@pytest.mark.parametrize("verb", ["logprobs", "token_loss"])
+@pytest.mark.slow
 def test_memory_as_documented(verb):
     n, d, v, k, chunk = 1024, 32, 8192, 16, 64
 
@@ -271,6 +275,7 @@ def test_a_divergence_and_a_split_vocabulary_are_refused():
         split(h, W, y, gradient=INT8, key=KEY)
 
 
+@pytest.mark.slow
 def test_over_devices_that_share_the_tokens():
     mesh = jax.make_mesh((2,), ("t",), axis_types=(jax.sharding.AxisType.Auto,))
     stats, want = exact("token_loss")

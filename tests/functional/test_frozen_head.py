@@ -145,7 +145,7 @@ def exact(fn, h, W, y, bias=0.0):
 
 
 @pytest.mark.parametrize(
-    "fn, wrap", [(total, lambda f: f), (loss, jax.jit), slow(of_stats, lambda f: f)]
+    "fn, wrap", [(loss, jax.jit), slow(total, lambda f: f), slow(of_stats, lambda f: f)]
 )
 def test_as_if_stopped(problem, fn, wrap):
     """hidden's gradient is that of a trained head; W's and the bias's are 0."""
@@ -164,9 +164,11 @@ def test_a_frozen_head_seen_before_does_not_freeze_the_next(problem, order):
         assert dW.any() != frozen
 
 
-@pytest.mark.parametrize("fn, wrap", [
-    (total, lambda f: f), (loss, jax.checkpoint), slow(of_stats, lambda f: f),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fn, wrap",
+    [(total, lambda f: f), (loss, jax.checkpoint), (of_stats, lambda f: f)],
+)
+@pytest.mark.slow
 def test_one_traced_function_is_differentiated_in_several_ways(problem, fn, wrap):
     """jax keeps one structure of residuals for all of them."""
     jitted, (h, W, y) = wrap(jax.jit(fn)), problem
@@ -276,7 +278,8 @@ def test_two_gemms_forward_and_none_backward():
 
 
 @pytest.mark.parametrize(
-    ("fn", "gemms"), [(total, 2), (of_entropy, 2), (of_stats, 3), (loss, 2)]
+    ("fn", "gemms"),
+    [(total, 2), slow(of_entropy, 2), slow(of_stats, 3), slow(loss, 2)],
 )
 def test_gemms_and_no_buffer_of_the_weights_size(fn, gemms):
     text = compiled(jax.value_and_grad(fn), *SHAPES).as_text()
@@ -285,13 +288,13 @@ def test_gemms_and_no_buffer_of_the_weights_size(fn, gemms):
     assert count_gemms(text) == gemms
 
 
-@pytest.mark.parametrize(("fn", "gemms"), [(of_stats, 3), (loss, 2)])
+@pytest.mark.parametrize(("fn", "gemms"), [slow(of_stats, 3), (loss, 2)])
 def test_gemms_where_weights_are_stopped(fn, gemms):
     assert gemms_of(jax.value_and_grad(stopped(fn), (0, 1)), *SHAPES) == gemms
 
 
 @pytest.mark.parametrize("size, dtype", [
-    ((4096, 64, 4096, 128), BF16), ((2048, 32, 50304, 64), jnp.float32),
+    slow((4096, 64, 4096, 128), BF16), ((2048, 32, 50304, 64), jnp.float32),
     slow((4096, 64, 4096, 128), jnp.float32), slow((2048, 32, 50304, 64), BF16),
 ])  # fmt: skip
 def test_memory_is_what_the_page_says(size, dtype):

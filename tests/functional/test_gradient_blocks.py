@@ -128,6 +128,7 @@ def test_sixteen_bits_against_float64(name, layout, on_one_device, of_blocks):
     assert len(of_blocks) == 2  # those of the loop, and the last one
 
 
+@pytest.mark.slow
 def test_every_option_at_once_against_float64(on_one_device, of_blocks):
     problem = Case(70, 33, 130, std=3.0).make()
     check(
@@ -139,12 +140,11 @@ def test_every_option_at_once_against_float64(on_one_device, of_blocks):
     assert of_blocks == [(None, 128), (128, 2)]
 
 
-@pytest.mark.parametrize("run, name", [
-    (of_stats, "vocab_size"), (of_loss, "where"),
-    *(slow(of_stats, x) for x in ("bias", "softcap", "temperature", "where", "dv")),
-    *(slow(of_loss, x) for x in ("bias", "softcap", "temperature", "dv")),
-    slow(of_loss, "vocab_size"),
-])  # fmt: skip
+@pytest.mark.parametrize("run", [of_stats, of_loss])
+@pytest.mark.parametrize(
+    "name", ["bias", "softcap", "temperature", "vocab_size", "where", "dv"]
+)
+@pytest.mark.slow
 def test_gradients_are_those_of_one_block(run, name, on_one_device, of_blocks):
     options = {
         "bias": {},
@@ -176,7 +176,7 @@ def test_without_an_active_token_the_gradient_is_zero(on_one_device):
 
 
 @pytest.mark.parametrize("run, why", [
-    (of_stats, "frozen"), (of_loss, "float32"), slow(of_stats, "float32"),
+    (of_stats, "frozen"), slow(of_loss, "float32"), slow(of_stats, "float32"),
     slow(of_loss, "frozen"),
 ])  # fmt: skip
 def test_nothing_changes_where_there_are_no_sums(run, why, on_one_device, of_blocks):
@@ -191,6 +191,7 @@ def test_nothing_changes_where_there_are_no_sums(run, why, on_one_device, of_blo
     assert not of_blocks
 
 
+@pytest.mark.slow
 def test_hidden_s_gradient_is_rounded_once_a_block(on_one_device):
     """No further from float64 than twice what one rounding of the sums gives, in the
     mean over all tokens."""
@@ -210,8 +211,9 @@ def test_hidden_s_gradient_is_rounded_once_a_block(on_one_device):
 MESHES = {"tokens": (8, 1), "vocabulary": (1, 8), "both": (4, 2)}
 
 
-@pytest.mark.parametrize("name", ["both", slow("tokens"), slow("vocabulary")])
-@pytest.mark.parametrize("verb", [slow("token_stats"), "token_loss"])
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("verb", ["token_stats", "token_loss"])
+@pytest.mark.slow
 def test_over_a_mesh(verb, name, of_blocks):
     """Each shard of the vocabulary has blocks of its own."""
     if jax.device_count() < 8:
@@ -234,6 +236,7 @@ def test_over_a_mesh(verb, name, of_blocks):
     assert_same(got, want, 2.0**-8 * MESHES[name][0])
 
 
+@pytest.mark.slow
 def test_remat_and_micro_batches(on_one_device):
     h, W, y = problem()
 

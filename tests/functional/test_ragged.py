@@ -9,7 +9,6 @@ import pytest
 
 import jaxmem
 from jaxmem import packing
-from tests.cases import slow
 from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good
 from tests.functional.test_selected import (
@@ -98,8 +97,9 @@ def test_values_and_gradients(std):
 
 
 @pytest.mark.parametrize(
-    "dtype,layout", [("bfloat16", "dv"), slow("float32", "dv"), slow("bfloat16", "vd")]
+    "dtype,layout", [("bfloat16", "dv"), ("float32", "dv"), ("bfloat16", "vd")]
 )
+@pytest.mark.slow
 def test_every_option(dtype, layout):
     check(make(3.0, 100), dtype, layout, **OPTIONS)
 
@@ -139,6 +139,7 @@ def test_a_token_does_not_depend_on_the_others():
     np.testing.assert_array_equal(moved, dh[order])
 
 
+@pytest.mark.slow
 def test_any_leading_shape_and_integer_type():
     dense = [x[:24] if len(x) == N else x for x in make()]
     h, W, y, ids, offsets = ragged(dense)
@@ -241,6 +242,7 @@ def test_no_ids_at_all():
     assert empty.shape == (0,)
 
 
+@pytest.mark.slow
 def test_under_checkpoint_and_vmap():
     h, W, y, dense = (x[:32] if len(x) == N else x for x in make())
     halves = [packing.support_to_csr(dense[i : i + 16], capacity=400) for i in (0, 16)]

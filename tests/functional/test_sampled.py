@@ -97,8 +97,8 @@ def run(verb, name, copies=0, keys=None):
 
 # test_xla_sampled tests the same of each statistic.
 @pytest.mark.parametrize("verb, name", [
-    slow("token_stats", "plain"), slow("entropy", "some"), slow("logprobs", "dv"),
-    slow("token_loss", "dv"), ("token_loss", "frozen"),
+    ("token_loss", "dv"), slow("token_loss", "frozen"), slow("token_stats", "plain"),
+    slow("entropy", "some"), slow("logprobs", "dv"),
 ])  # fmt: skip
 def test_the_mean_of_draws_is_the_exact_gradient(verb, name):
     copies = 256
@@ -123,7 +123,8 @@ def test_the_mean_of_draws_is_the_exact_gradient(verb, name):
         assert not np.any(off[50:])
 
 
-@pytest.mark.parametrize("verb", ["token_loss", slow("logprobs")])
+@pytest.mark.parametrize("verb", ["token_loss", "logprobs"])
+@pytest.mark.slow
 def test_results_are_the_exact_path_s_to_the_bit(verb, optimized):
     h, W, y = Case(50, 16, 300, std=2.0).make()
     y[::7] = -1
@@ -136,6 +137,7 @@ def test_results_are_the_exact_path_s_to_the_bit(verb, optimized):
     np.testing.assert_array_equal(jax.jit(jax.value_and_grad(drawn))(h, W)[0], exact)
 
 
+@pytest.mark.slow
 def test_another_key_compiles_nothing_and_one_of_the_old_kind_draws_the_same():
     h, W, y, _ = problem()
     f = jax.jit(jax.grad(
@@ -147,9 +149,10 @@ def test_another_key_compiles_nothing_and_one_of_the_old_kind_draws_the_same():
 
 
 @pytest.mark.parametrize("verb, tokens, vocab", [
-    ("token_loss", "t", "v"), slow("logprobs", "t", "v"), slow("token_loss", "t", None),
-    slow("token_loss", None, "v"),
+    ("token_loss", "t", "v"), ("logprobs", "t", "v"), ("token_loss", "t", None),
+    ("token_loss", None, "v"),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_over_a_mesh(verb, tokens, vocab):
     """However tokens are split, the same draws; parts of a vocabulary draw their own.
 
@@ -222,9 +225,10 @@ def test_the_report_says_that_gradients_are_sampled():
 
 
 @pytest.mark.parametrize(
-    "verb, n", [slow("logprobs", 256), slow("logprobs", 1024), slow("entropy", 256),
-                ("token_loss", 256)]
-)  # fmt: skip
+    "verb, n",
+    [("logprobs", 256), ("logprobs", 1024), ("entropy", 256), ("token_loss", 256)],
+)
+@pytest.mark.slow
 def test_memory_as_documented(verb, n):
     d, v, k, chunk = 32, 8192, 16, 64
 

@@ -121,11 +121,11 @@ def loss_of(verb, g, **options):
 @pytest.mark.parametrize(
     "verb, options",
     [
-        ("jsd", SOME),
         ("selected of draws", SOME),
         ("loss of jsd, warm", SOME),
-        ("loss of columns", SOME),
         ("loss of draws, warm", SOME),
+        slow("jsd", SOME),
+        slow("loss of columns", SOME),
         slow("reverse_kl", SOME),
         slow("forward_kl of columns", SOME),  # a test of shards has it without options
         slow("jsd of columns", {}),
@@ -164,6 +164,7 @@ def check_mean(verb, options, drawn_by=None):
         assert not np.any(drawn[:, 2]) and not np.any(np.asarray(total)[50:])
 
 
+@pytest.mark.slow
 def test_values_are_the_exact_path_s_to_the_bit(optimized):
     operands = problem(50, 16, 300)
     exact = jax.jit(lambda *a: jnp.sum(VERBS["jsd"](*a, chunk=16)))(*operands)
@@ -171,7 +172,8 @@ def test_values_are_the_exact_path_s_to_the_bit(optimized):
     np.testing.assert_array_equal(drawn, exact)
 
 
-@pytest.mark.parametrize("verb", ["jsd", slow("forward_kl")])
+@pytest.mark.parametrize("verb", ["jsd", "forward_kl"])
+@pytest.mark.slow
 def test_with_every_column_kept_the_gradient_is_exact(verb):
     """Two of three columns have a probability of at least 1/K each."""
     W = np.log(np.array([[0.5], [0.3], [0.2]], np.float32))
@@ -193,6 +195,7 @@ def test_with_every_column_kept_the_gradient_is_exact(verb):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_parallel_draws_what_one_device_draws():
     mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
     h, W, other_h, other_W = problem(6)
@@ -210,7 +213,8 @@ def test_parallel_draws_what_one_device_draws():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("verb", ["divergence", "loss", slow("selected")])
+@pytest.mark.parametrize("verb", ["divergence", "loss", "selected"])
+@pytest.mark.slow
 def test_shards_of_the_vocabulary_draw_from_their_parts(verb):
     mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
     split = functools.partial(

@@ -11,7 +11,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
-from tests.cases import slow
 from tests.core.test_vocab_shards import MESHES, assert_close, jit, mesh_of
 from tests.functional.test_api import EPSILON, STATS_EPSILON
 from tests.functional.test_selected import exact
@@ -88,9 +87,8 @@ def check(got, v=V):
     assert not got[0][nothing].any() and not got[1][0][nothing].any()
 
 
-@pytest.mark.parametrize(
-    "name", [x if x == "vocabulary over two axes" else slow(x) for x in MESHES]
-)
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.slow
 def test_every_mesh(name):
     """The tests below are of "2x4" and "1x8"."""
     check(with_gradients(sharded(selected, name)))
@@ -101,12 +99,14 @@ def test_without_types_that_vary_and_columns_last():
     check(with_gradients(sharded(call, "2x4", check_vma=False)))
 
 
+@pytest.mark.slow
 def test_shards_of_nothing_but_padding():
     """Of eight parts of five columns, two hold the vocabulary."""
     call = functools.partial(selected, v=9)
     check(with_gradients(sharded(call, "1x8"), 9), 9)
 
 
+@pytest.mark.slow
 def test_hidden_gathered_from_its_parts_and_gradients_taken_inside():
     h, W, ids, bias, warm, where, g = problem()
 

@@ -51,9 +51,8 @@ SCALED = {"softcap": 5.0, "temperature": 0.7}
 
 
 @pytest.mark.parametrize("dtype, options", [
-    ("float32", SCALED), slow("bfloat16", {}),
-    ("bfloat16", {"bias": np.zeros(8192, np.float32)}), slow("float32", {}),
-    slow("bfloat16", SCALED),
+    ("bfloat16", {"bias": np.zeros(8192, np.float32)}), slow("bfloat16", {}),
+    slow("float32", {}), slow("bfloat16", SCALED), slow("float32", SCALED),
 ], ids=lambda x: x if isinstance(x, str) else " ".join(x))  # fmt: skip
 def test_memory_and_gemms_of_selected_ids(dtype, options):
     n, d, v, k, chunk = 2048, 64, 8192, 8, 128
@@ -76,8 +75,9 @@ def test_memory_and_gemms_of_selected_ids(dtype, options):
 
 
 @pytest.mark.parametrize(
-    "dtype,layout", [slow("float32", "vd"), slow("float32", "dv"), ("bfloat16", "vd")]
+    "dtype,layout", [("float32", "vd"), ("float32", "dv"), ("bfloat16", "vd")]
 )
+@pytest.mark.slow
 def test_memory_of_a_support_is_what_the_page_says(dtype, layout):
     if OLD_XLA and dtype == "bfloat16":
         pytest.skip("XLA for CPUs in jaxlib 0.10 widens W whole to take columns of it")
@@ -111,8 +111,9 @@ def ragged_shapes(n, d, v, capacity):
     return h, W, y, *integers
 
 
-@pytest.mark.parametrize("gradients", [slow(0), slow(1), 2])
-@pytest.mark.parametrize("chunk", [slow(4), 64])
+@pytest.mark.parametrize("gradients", [0, 1, 2])
+@pytest.mark.parametrize("chunk", [4, 64])
+@pytest.mark.slow
 def test_memory_of_ragged_supports_is_what_the_page_says(chunk, gradients):
     """Nothing of [tokens, max_ids], either."""
     n, d, v, max_ids, capacity = 2048, 128, 1024, 64, 2**15
@@ -149,7 +150,8 @@ def test_ragged_supports_cost_what_their_ids_do():
     assert int(offsets[-1]) < n * max_ids / 7
 
 
-@pytest.mark.parametrize("verb", [slow("selected"), "support"])
+@pytest.mark.parametrize("verb", ["selected", "support"])
+@pytest.mark.slow
 def test_memory_of_many_ids_grows_linearly(verb):
     """Nothing of [chunk, K, K]."""
     n, d, v, chunk = 512, 8, 2048, 64

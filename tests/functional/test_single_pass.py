@@ -133,13 +133,13 @@ def check(problem, chunk=64, dtype="float32", layout="vd", bias=None, **options)
         assert name == "dW" or name == "dbias" or not got[~live].any()
 
 
-@pytest.mark.parametrize("name", [
-    "NaN in masked rows", slow("peaked"), slow("one chunk"),
-])  # fmt: skip
+@pytest.mark.parametrize("name", ["NaN in masked rows", "peaked", "one chunk"])
+@pytest.mark.slow
 def test_loss_and_gradients(name):
     check(CASES[name].make(), CASES[name].chunk)
 
 
+@pytest.mark.slow
 def test_peaked_logits_in_float16():
     check(CASES["peaked"].make(), dtype="float16")
 
@@ -186,6 +186,7 @@ GRADIENTS = {"argnums": (0, 1, 3, 4), "has_aux": True}
 differentiated = jax.jit(jax.value_and_grad(total, **GRADIENTS))
 
 
+@pytest.mark.slow
 def test_eager_jit_and_ungraded_agree(problem):
     operands = *problem, *arguments(problem)
     eager = jax.value_and_grad(total, **GRADIENTS)(*operands)
@@ -193,7 +194,7 @@ def test_eager_jit_and_ungraded_agree(problem):
     chex.assert_trees_all_close(total(*operands), eager[0], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("loss_fn", [nll, ppo])
+@pytest.mark.parametrize("loss_fn", [slow(nll), ppo])
 def test_the_result_has_one_type(problem, loss_fn):
     loss, metrics = total(*problem, *arguments(problem), loss_fn=loss_fn)
     assert loss.shape == () and isinstance(metrics, dict)
@@ -402,6 +403,7 @@ def test_under_checkpoint(problem):
     )
 
 
+@pytest.mark.slow
 def test_vmap_runs_one_example_after_another(problem):
     h, W, y, *rows = (*problem, *arguments(problem))
     h, y, *rows = (x.reshape(3, 16, *x.shape[1:]) for x in (h, y, *rows))
@@ -425,11 +427,15 @@ def closing(h, W, y, scale, shift):
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda f: jax.grad(f),
-        lambda f: jax.grad(jax.jit(f)),
+        slow(lambda f: jax.grad(f)),
+        slow(lambda f: jax.grad(jax.jit(f))),
         lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
-        lambda f: (
-            lambda *a: jax.vmap(jax.grad(f), (None,) * 4 + (0,))(*a[:4], a[4][None])[0]
+        slow(
+            lambda f: (
+                lambda *a: jax.vmap(jax.grad(f), (None,) * 4 + (0,))(
+                    *a[:4], a[4][None]
+                )[0]
+            )
         ),
     ],
     ids=["grad", "grad of jit", "checkpoint", "vmap"],

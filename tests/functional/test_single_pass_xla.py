@@ -32,7 +32,8 @@ def loss_of(loss_fn, chunk):
     return lambda *operands: jaxmem.token_loss(loss_fn, *operands, chunk=chunk)[0]
 
 
-@pytest.mark.parametrize("loss_fn", [ppo, slow(nll)])
+@pytest.mark.parametrize("loss_fn", [ppo, nll])
+@pytest.mark.slow
 def test_gemms_where_one_operand_is_frozen(loss_fn):
     """z and dH, and no buffer of W's size; z and dW."""
     loss = loss_of(loss_fn, 64)
@@ -42,6 +43,7 @@ def test_gemms_where_one_operand_is_frozen(loss_fn):
     assert set(made) <= {"parameter", "get-tuple-element"}
 
 
+@pytest.mark.slow
 def test_an_output_that_no_loss_depends_on_costs_nothing():
     """Not even where a metric reads it."""
 

@@ -106,8 +106,9 @@ def check(got):
     assert not got[0][MASKED].any() and not got[1][0][MASKED].any()
 
 
-@pytest.mark.parametrize("name", [x if x == "2x2x2" else slow(x) for x in MESHES])
-@pytest.mark.parametrize("call", [slow(dense), ragged])
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("call", [dense, ragged])
+@pytest.mark.slow
 def test_every_mesh(call, name):
     check(with_gradients(sharded(call, name)))
 
@@ -117,7 +118,8 @@ def test_without_types_that_vary(call):
     check(with_gradients(sharded(call, "2x4", check_vma=False)))
 
 
-@pytest.mark.parametrize("call", [slow(dense), ragged])
+@pytest.mark.parametrize("call", [dense, ragged])
+@pytest.mark.slow
 def test_what_is_wrong_at_run_time_poisons_its_token_only(call):
     """A label outside of its support, or an id that no shard has."""
     h, W, y, ids, bias, warm, _ = problem()
@@ -136,7 +138,8 @@ def test_what_is_wrong_at_run_time_poisons_its_token_only(call):
     assert np.isfinite(dh).all() and dh.any()
 
 
-@pytest.mark.parametrize("call", [dense, slow(ragged)])
+@pytest.mark.parametrize("call", [dense, ragged])
+@pytest.mark.slow
 def test_what_is_communicated(call):
     """The logprobs' all-reduces, once for all tokens of a device; W is not gathered."""
     h, W, y, ids, bias, warm, g = problem()

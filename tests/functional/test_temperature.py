@@ -115,7 +115,8 @@ def test_every_verb_is_as_good_as_materialised_logits(logits, temperature):
     check(logits, temperature, "constant")
 
 
-@pytest.mark.parametrize("logits", ["signs of 900", slow("std 100")], indirect=True)
+@pytest.mark.parametrize("logits", ["signs of 900", "std 100"], indirect=True)
+@pytest.mark.slow
 def test_a_temperature_for_each_token(logits):
     check(logits, 1.3, "token")
 

@@ -170,9 +170,10 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "way,tail,dtype,layout",
-    [("forward_kl", True, "float32", "dv"), slow("reverse_kl", False, "float32", "vd"),
+    [("forward_kl", True, "float32", "dv"), ("reverse_kl", False, "float32", "vd"),
      ("jsd", True, "bfloat16", "vd")],
 )  # fmt: skip
+@pytest.mark.slow
 def test_every_option(way, tail, dtype, layout):
     check(way, tail, make(3.0), dtype, layout, **OPTIONS)
 
@@ -373,7 +374,8 @@ def test_a_teacher_that_excludes_all_of_the_ids():
     np.testing.assert_allclose(value[3], -np.log1p(-p), rtol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["jsd", slow("forward_kl"), slow("reverse_kl")])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_float64_stays_float64(way):
     with jax.enable_x64(True):
         h, W, ids, ln_q = make()

@@ -40,10 +40,12 @@ def assert_same(got, want, rtol=2e-5):
     chex.assert_trees_all_close(got, want, rtol=rtol, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_eager_and_jit_agree(problem):
     assert_same(jax.value_and_grad(loss, (0, 1))(*problem), reference(*problem))
 
 
+@pytest.mark.slow
 def test_scan_inside_the_loss(problem):
     h, W, y = problem
 
@@ -70,6 +72,7 @@ def test_vmap_over_sequences(problem):
     assert_same(jax.jit(jax.value_and_grad(mapped, (0, 1)))(h, W), reference(*problem))
 
 
+@pytest.mark.slow
 def test_vmap_over_heads(problem):
     h, W, y = problem
     heads = jnp.stack([W, 2 * W, W - 1])

@@ -15,6 +15,7 @@ import pytest
 
 import jaxmem
 from jaxmem import losses
+from tests.cases import slow
 from tests.described import described
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -473,7 +474,7 @@ def test_mean_logit_takes_a_temperature_as_logprobs_does():
     assert np.isnan(slope(jnp.array([1.0, 1.0, -2.0]))).all()
 
 
-@pytest.mark.parametrize("promotion", ["standard", "strict"])
+@pytest.mark.parametrize("promotion", [slow("standard"), "strict"])
 def test_mean_logit_of_sixteen_bits_is_float32(promotion):
     h = jnp.ones((2, 512), jnp.bfloat16)
     W = (jnp.arange(4 * 512).reshape(4, 512) % 97 / 97).astype(jnp.bfloat16)
@@ -854,7 +855,10 @@ def dpo_both_ways(h, W, y, given):
 
 @pytest.mark.parametrize(
     "both_ways",
-    [grpo_both_ways, gspo_both_ways, label_smoothing_both_ways, dpo_both_ways],
+    [
+        gspo_both_ways,
+        *map(slow, (grpo_both_ways, label_smoothing_both_ways, dpo_both_ways)),
+    ],
 )
 def test_inside_token_loss_as_outside(both_ways, problem):
     rng = np.random.default_rng(8)

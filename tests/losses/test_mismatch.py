@@ -79,7 +79,9 @@ def test_bands_are_symmetric_and_closed():
 def test_types_where_promotion_is_strict(logprobs):
     train, rollout = logprobs
     with jax.numpy_dtype_promotion("strict"):
-        made = jaxmem.mismatch_report(train, rollout.astype(jnp.bfloat16))
+        made = jax.eval_shape(
+            jaxmem.mismatch_report, train, rollout.astype(jnp.bfloat16)
+        )
     assert {x.dtype for x in made[1:]} == {jnp.dtype(jnp.float32)}
 
 
