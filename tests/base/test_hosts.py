@@ -16,10 +16,10 @@ from tests.base.test_processes import (
     free_port,
     steps_of,
 )
-from tests.cases import slow
 from tests.test_docs import commands
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+# test_processes has two processes that meet and train.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 
 # Small sizes, which eight devices divide.
 SMALL = (
@@ -75,8 +75,7 @@ def slurm(tasks):
     }
 
 
-# test_processes gives two processes an address, too.
-@pytest.mark.parametrize("way", [slow("given"), "found"])
+@pytest.mark.parametrize("way", ["given", "found"])
 def test_the_commands_of_the_page(way, small, tmp_path):
     page = (ROOT / "docs" / "hosts.md").read_text("utf-8")
     printed = [words for words in commands(page) if words[:2] == ["jaxmem", "train"]]

@@ -26,7 +26,6 @@ from jaxmem.base import meeting, processes
 from jaxmem.data import documents as data, streams
 from jaxmem.train import agreement, jobs
 from jaxmem.train.configuration import load
-from tests.cases import slow
 
 ROOT = Path(__file__).parents[2]
 HEARTBEAT = 8  # seconds
@@ -248,6 +247,7 @@ def each_with(arguments, tmp_path, *own):
     return [[*common, *words] for words in own]
 
 
+@pytest.mark.slow
 def test_processes_with_different_settings_and_files_say_so(arguments, tmp_path):
     path, source, cache = arguments
     other = tmp_path / "other.jsonl"
@@ -285,7 +285,8 @@ def test_what_processes_have_in_common(arguments, tmp_path, monkeypatch):
     assert contents[0] != contents[1]
 
 
-@pytest.mark.parametrize("indices", [slow((0, 0)), (0, 1, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("indices", [(0, 0), (0, 1, 1)])
 def test_an_index_that_two_processes_have(indices, arguments, tmp_path):
     ids = [[f"--process-id={i}"] for i in indices]
     began = time.monotonic()

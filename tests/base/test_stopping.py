@@ -89,6 +89,7 @@ def test_other_threads_do_without():
     assert done == [0]
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_even_code_that_holds_up_python():
     program = textwrap.dedent(
         """

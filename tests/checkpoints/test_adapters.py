@@ -32,6 +32,7 @@ def decoder():
     )
 
 
+@pytest.mark.slow
 def test_numbers_are_pefts(decoder):
     expected = np.load(ADAPTER / "expected.npz")
     tokens, logits = jnp.asarray(expected["tokens"]), expected["logits"]

@@ -15,6 +15,7 @@ from jaxmem.checkpoints import CheckpointError
 from jaxmem.data import vocabulary
 from jaxmem.models.decoder import ModelConfig
 from tests import decoders
+from tests.cases import slow
 from tests.checkpoints import texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -109,7 +110,7 @@ def test_what_is_saved_is_a_checkpoint(tmp_path):
         checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, slow(False)])
 def test_scaled_embeddings_become_the_embeddings(tied, tmp_path):
     config = dataclasses.replace(SMALL, embed_scale=True, tied=tied, layers=1)
     decoder = decoders.drawn(config)

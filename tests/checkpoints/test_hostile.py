@@ -72,6 +72,7 @@ PLAIN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @nasty.profile(300)
 @hypothesis.given(data=nasty.files(nasty.objects(CONFIGS, MORE_KEYS, likely)))
 def test_config_json(folder, seen, data):
@@ -169,6 +170,7 @@ ADAPTER = json.loads((TINY / "qwen3/adapter/adapter_config.json").read_text())
 modules = st.sampled_from([["q_proj"], "q_proj", ["q_proj", 5], [["q_proj"]], ["x"], 3])
 
 
+@pytest.mark.slow
 @nasty.profile(225)
 @hypothesis.given(data=nasty.files(nasty.objects([ADAPTER], likely=modules)))
 def test_adapter_config_json(folder, seen, data):

@@ -11,6 +11,7 @@ import pytest
 from jaxmem import checkpoints, cli
 from jaxmem.models.decoder import ModelConfig
 from tests import decoders
+from tests.cases import slow
 from tests.checkpoints import texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -52,7 +53,7 @@ def test_an_exported_adapter_is_in_the_weights(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [slow(True), False])
 def test_merged_logits_are_those_with_adapters(tied, tmp_path):
     config = dataclasses.replace(
         SMALL, tied=tied, lora_rank=3, lora_head=True, lora_targets=("key", "down")

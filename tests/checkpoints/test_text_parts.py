@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError, rope_forms
+from tests.cases import slow
 from tests.checkpoints import seeded
 from tests.checkpoints.texts import MISTRAL_3, NESTED, QWEN3_5_MOE
 
@@ -134,7 +135,9 @@ def test_tensors_of_images_in_a_model_without_are_refused(tmp_path):
 
 
 @IGNORED
-@pytest.mark.parametrize("rename", [lambda name: f"language_model.{name}", renamed_3])
+@pytest.mark.parametrize(
+    "rename", [slow(lambda name: f"language_model.{name}"), renamed_3]
+)
 def test_the_text_part_of_mistral_3_is_a_model_of_its_own(rename, tmp_path):
     """Mistral Small 3's is a Mistral, later ones' a Ministral 3; heads are untied."""
     record = dict(np.load(seeded.RECORDS / f"{MINISTRAL_3}.npz"))
@@ -156,7 +159,7 @@ def test_the_text_part_of_mistral_3_is_a_model_of_its_own(rename, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*are left out|.*only the text part")
-@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("name", [n if n == "llama4" else slow(n) for n in NESTED])
 def test_a_text_part_is_a_model_of_its_own(name, tmp_path):
     """As transformers nests it, beside tensors of images."""
     alone = seeded.write(dict(np.load(seeded.RECORDS / f"{name}.npz")), tmp_path / name)

@@ -29,6 +29,7 @@ from tests.decoders import whole as hidden_states
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 NAMES = sorted(path.name for path in TINY.iterdir())
+QUICK = "gemma2", "gemma3_images", "llama_linear", "qwen3"
 pytestmark = [
     pytest.mark.usefixtures("quick_compilation"),
     pytest.mark.filterwarnings("ignore:.*only the text part"),
@@ -76,7 +77,7 @@ def test_there_is_a_checkpoint_of_every_architecture():
     assert here == {each.architecture for each in (*FAMILIES, *WITH_IMAGES)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in NAMES])
 def test_numbers_are_torchs(name):
     logits, tokens = expected(name)["logits"], expected(name)["tokens"]
     scale = np.abs(logits).max()
@@ -92,7 +93,8 @@ def test_numbers_are_torchs(name):
     np.testing.assert_allclose(stats.entropy, entropy, atol=4e-4 * scale)
 
 
-@pytest.mark.parametrize("name", ["gemma3", slow("llama"), slow("qwen2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "llama", "qwen2"])
 def test_a_token_at_a_time_gives_torchs_numbers_too(name):
     logits, tokens = expected(name)["logits"], jnp.asarray(expected(name)["tokens"])
     decoder = loaded(name)
@@ -137,6 +139,7 @@ def test_bfloat16_is_as_near_as_the_materialised_path_is(name):
         assert rms(fused - right) <= 1.001 * rms(materialised - right) + noise
 
 
+@pytest.mark.slow
 def test_bfloat16_decoders_round_no_more_than_torch():
     """Over four architectures: 24 tokens of one alone vary by a fifth with rounding."""
     ratios = []

@@ -176,6 +176,7 @@ def test_records_as_they_should_be(kind, tokenizer):
     assert sum(taken) > 40  # of some forms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(rng=st.randoms(use_true_random=False), changes=st.integers(1, 3))
 @settings(

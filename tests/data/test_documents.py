@@ -282,6 +282,7 @@ def test_other_text_or_size_is_another_vocabulary(fresh, tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_same_vocabulary_at_once(fresh, tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         left, right = pool.map(data.load_tokenizer, [fresh] * 2)

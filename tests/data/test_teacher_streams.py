@@ -12,6 +12,7 @@ import pytest
 from jaxmem.data import documents, teacher_streams
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.records import DataError
+from tests.cases import slow
 
 pa = pytest.importorskip("pyarrow")
 K, WINDOW = 3, 6
@@ -86,7 +87,7 @@ def tokens_of(examples):
     return seen
 
 
-@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("drawn", [slow(False), True])
 def test_an_epoch_is_that_of_columns_in_memory(drawn, config, tmp_path):
     if drawn:
         write(tmp_path / "a.parquet", table(40, drawn=True))
@@ -122,7 +123,7 @@ def test_resumes_bitwise_from_every_point(config):
         batches(dataclasses.replace(config, seed=4)).set_state(states[0])
 
 
-@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("times", [1, slow(4)])
 def test_what_is_held_does_not_grow_with_the_file(times, config, tmp_path, monkeypatch):
     from pyarrow import parquet
 

@@ -10,6 +10,7 @@ import pytest
 from jaxmem.data.rewards import Questions, RewardError, Scorer
 from jaxmem.data.unit_tests import UnitTests, program_of
 from jaxmem.data.verifiers import SHIPPED
+from tests.cases import slow
 
 CHAT = [{"role": "assistant", "content": "#### 4"}]
 TRACE = "He sells 48 / 2 = <<48/2=24>>24 clips.\n#### "
@@ -135,7 +136,7 @@ def test_the_share_of_tests_that_pass():
         "print(3); raise SystemExit",
         "def double(x): return",
         "def double(x: return 2",
-        "while True: pass",
+        slow("while True: pass"),
         "import time; time.sleep(60)",
         "import os, time\nif os.fork() == 0:\n    time.sleep(60)\nos._exit(0)",
         f"{DOUBLE}kept = bytearray(2 << 30)",

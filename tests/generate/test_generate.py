@@ -64,7 +64,7 @@ def sampled(model):
 # ------------------------------------------------------------------ tokens
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", slow("llama")])
+@pytest.mark.parametrize("name", ["qwen3", slow("mistral"), slow("llama")])
 def test_greedy_tokens_are_those_of_transformers(name, directory, tmp_path):
     if name != "llama":
         directory = checkpoint(name, tmp_path)
@@ -79,6 +79,7 @@ def test_greedy_tokens_are_those_of_transformers(name, directory, tmp_path):
     assert [x.finish for x in made] == ends
 
 
+@pytest.mark.slow
 def test_a_batch_is_like_each_prompt_alone(sampled):
     prompts = [
         sampled.prompt(text, "", i) for i, text in enumerate(["ab", "hello you", "z"])
@@ -89,6 +90,7 @@ def test_a_batch_is_like_each_prompt_alone(sampled):
     assert len({made.text for made in together}) == 3
 
 
+@pytest.mark.slow
 def test_frequencies_are_those_of_the_truncated_distribution(model):
     rows, config = 2048, GenerateConfig(
         max_new_tokens=1, temperature=1.5, top_p=0.8, min_p=0.04, batch_size=2048
@@ -116,6 +118,7 @@ def test_frequencies_are_those_of_the_truncated_distribution(model):
 # ------------------------------------------------------------------- ends
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_where_it_starts(model, greedy):
     (whole,) = greedy(["hello"])
     stop = whole.text[3:5]

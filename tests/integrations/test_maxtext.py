@@ -143,9 +143,12 @@ def maxtext_data():
             dict(logits_via_embedding=True, final_logits_soft_cap=0.3,
                  z_loss_multiplier=0.1),
             id="tied, capped, normalised",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            dict(logits_via_embedding=True, normalize_embedding_logits=False), id="tied"
+            dict(logits_via_embedding=True, normalize_embedding_logits=False),
+            id="tied",
+            marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip

@@ -120,7 +120,7 @@ def step_of(strategy, student, teacher, offline=False):
 
 @pytest.mark.parametrize(
     ("features", "offline"),
-    [(0.0, False), (0.3, True), slow(0.0, True), slow(0.3, False)],
+    [(0.3, True), slow(0.0, False), slow(0.0, True), slow(0.3, False)],
 )
 def test_loss_metrics_and_gradient(offline, features, fake_maxtext):
     pair, options = models(), dict(offline=offline)
@@ -140,6 +140,7 @@ def plus_one(model, input_tokens):
     return output.replace(logits=output.logits + 1)
 
 
+@pytest.mark.slow
 def test_what_is_left_alone_and_why(fake_maxtext, capsys):
     def check(reason, forward=None, **changes):
         student, teacher = models()

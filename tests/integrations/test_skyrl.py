@@ -8,6 +8,7 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.integrations import skyrl
+from tests.cases import slow
 from tests.integrations.stand_ins import (
     D,
     V,
@@ -81,9 +82,9 @@ def fake_skyrl(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "adapters"),
     [
-        (dict(tied=True), None),
-        (dict(), None),
-        (dict(adapters=3), None),
+        slow(dict(tied=True), None),
+        slow(dict(), None),
+        slow(dict(adapters=3), None),
         (dict(adapters=3), jnp.array([2, 0])),
     ],
 )
@@ -99,6 +100,7 @@ def test_skyrl_logprobs(options, adapters, fake_skyrl):
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_skyrl_bfloat16_is_float32_after_the_head(fake_skyrl):
     model, (hidden, labels) = SkyModel(dtype=jnp.bfloat16), states(dtype=jnp.bfloat16)
     args = hidden, labels, 4, None

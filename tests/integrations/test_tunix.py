@@ -176,6 +176,7 @@ def grpo_loss(model):
     return value, aux, gradient
 
 
+@pytest.mark.slow
 def test_grpo_loss_its_metrics_and_gradients():
     theirs = grpo_loss(qwen(tied=False))
     with tunix.applied(chunk=4):
@@ -227,6 +228,7 @@ def sft_losses(vocab_size=V, steps=3):
     return losses
 
 
+@pytest.mark.slow
 def test_tunix_trains_with_the_same_losses():
     theirs = sft_losses()
     with tunix.applied(chunk=4):

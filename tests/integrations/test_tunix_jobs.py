@@ -14,7 +14,6 @@ from rich.console import Console
 
 from jaxmem import cli
 from jaxmem.train import configuration, jobs
-from tests.cases import slow
 from tests.train.conftest import one_program as one_program
 from tests.train.jobs.kills import kill_before
 from tests.train.jobs.test_own_model import JOBS, SIZES
@@ -36,7 +35,8 @@ FACTORY = str(pathlib.Path(__file__).with_name("tunix_model.py")) + ":Qwen3"
 
 
 # test_own_model has every job.
-@pytest.mark.parametrize("job", ["sft", slow("grpo")])
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["sft", "grpo"])
 def test_a_tunix_model_is_trained_and_resumes_bitwise(
     job, tmp_path, monkeypatch, one_program
 ):

@@ -257,7 +257,7 @@ PACKED = {
     ("tied", "temperature", "entropy", "packed", "chunk_size"),
     [
         (True, 0.7, True, True, 2),
-        (False, 0.0, True, False, 0),
+        slow(False, 0.0, True, False, 0),
         slow(False, 1.0, False, False, 2),
         slow(False, 1.0, False, True, 0),
         slow(True, 0.7, True, False, 0),
@@ -368,6 +368,7 @@ def test_distillation(fake_tunix):
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_ids_are_what_an_index_is(fake_tunix):
     """From the end where negative, also as eos_id=-1; NaN where there is none."""
     completions = ids().at[0].set(jnp.array([-1, -V, 3, V, -V - 1]))

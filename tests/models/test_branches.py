@@ -15,6 +15,7 @@ from jaxmem.models.positions import Branches, Sight
 from jaxmem.packing.branches import Parts, pack_branches
 from jaxmem.packing.plan import pack
 from tests import decoders
+from tests.cases import slow
 
 SMALL = ModelConfig(
     layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=8, vocab_size=61
@@ -67,7 +68,7 @@ def results(model, tokens, worth, packed, layout=None):
 @pytest.mark.parametrize(
     ("changes", "policy"),
     [
-        (dict(qk_norm=True, attention_softcap=2.0, sinks=True), "full"),
+        slow(dict(qk_norm=True, attention_softcap=2.0, sinks=True), "full"),
         (dict(learned_positions=16, pattern=("unrotated", "global")), "none"),
     ],
 )
@@ -114,7 +115,7 @@ def test_the_kernel_of_cudnn_gets_the_mask_of_keys_before_the_queries(cudnn_on_x
     np.testing.assert_allclose(got, attention.attend(*given, scale=0.3), atol=1e-5)
 
 
-@pytest.mark.parametrize("sees", [3, 12])
+@pytest.mark.parametrize("sees", [3, slow(12)])
 def test_the_kernel_of_cudnn_gets_the_window_of_a_row_of_one_document(
     sees, cudnn_on_xla
 ):

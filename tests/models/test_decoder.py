@@ -20,7 +20,6 @@ from jaxmem.models.positions import (
     rope_tables,
 )
 from tests import decoders
-from tests.cases import slow
 
 SMALL = ModelConfig(
     layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=8, vocab_size=61
@@ -139,6 +138,7 @@ def dense_attention(attention, x, segment_ids, positions):
     return out @ kernel["output"]
 
 
+@pytest.mark.slow
 def test_attention_is_grouped_causal_and_stays_in_its_document():
     attention = layers.Attention(SMALL, rngs=nnx.Rngs(3))
     _, segments, positions = rows_of(range(5), range(4), length=11)
@@ -180,7 +180,8 @@ def test_layers_start_with_weights_of_their_own():
 # ---------------------------------------------------------------- promises
 
 
-@pytest.mark.parametrize("qk_norm", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("qk_norm", [False, True])
 def test_a_packed_document_is_the_document_alone(qk_norm):
     model = decoder(qk_norm=qk_norm, embed_scale=True)
     first, second = random_document(6, 1), random_document(7, 2)
@@ -219,6 +220,7 @@ def loss_of(definition, logits="fused"):
     return loss
 
 
+@pytest.mark.slow
 def test_tied_weights_get_the_sum_of_both_gradients():
     tied, tied_weights = parameters(decoder())
     untied, weights = parameters(decoder(tied=False))
@@ -265,14 +267,9 @@ def test_attention_in_float16_needs_a_gpu():
         decoder(dtype="float16", layers=1)(tokens, tokens + 1, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        slow("dots"),
-        slow("dots_and_attention"),
-        slow("save_attention"),
-        "offload_attention",
-    ],
+    "name", ["dots", "dots_and_attention", "save_attention", "offload_attention"]
 )
 def test_a_remat_preset_changes_no_number(name):
     """And sends what it says to the host, once in the loop over blocks."""

@@ -94,6 +94,7 @@ def test_gradients_are_those_of_a_step_after_the_other():
         np.testing.assert_allclose(ours[name], expected, rtol=0, atol=bound)
 
 
+@pytest.mark.slow
 def test_prompts_of_several_lengths_go_on_as_each_alone():
     config = ModelConfig(
         layers=2, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8, vocab_size=31,

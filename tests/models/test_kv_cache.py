@@ -13,6 +13,7 @@ from flax import nnx
 from jaxmem.models import kv_cache
 from jaxmem.models.decoder import ModelConfig
 from tests import decoders
+from tests.cases import slow
 from tests.decoders import stepwise, whole
 
 SMALL = ModelConfig(
@@ -49,7 +50,8 @@ def at_steps(hidden, lengths):
     "changes",
     [
         pytest.param({}, id="grouped queries", marks=pytest.mark.slow),
-        pytest.param(dict(kv_heads=1, qk_norm=True), id="one kv head, Qwen's norms"),
+        pytest.param(dict(kv_heads=1, qk_norm=True), id="one kv head, Qwen's norms",
+                     marks=pytest.mark.slow),
         pytest.param(
             dict(kv_heads=4, embed_scale=True, activation="gelu", rope_theta=50.0),
             id="as many kv heads, Gemma's scale",
@@ -59,6 +61,7 @@ def at_steps(hidden, lengths):
             dict(pattern=("local", "global"), window=3, attention_softcap=0.5,
                  attention_scale=0.9, post_norms=True, norm_offset=True),
             id="a window in every other layer, capped scores",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             dict(pattern=("local",), window=2, qkv_bias=True, rope_scaling="llama3",
@@ -116,6 +119,7 @@ def test_the_cache_knows_what_it_holds():
     np.testing.assert_array_equal(cache.filled, expected)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_cached_as_such():
     model, tokens = decoder(dtype="bfloat16"), random_tokens()
     got, cache = stepwise(model, tokens, LENGTHS, WIDTH)
@@ -151,6 +155,7 @@ def test_attention_of_a_token_against_float64():
             np.testing.assert_allclose(got[row, 0, head], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_offset", [False, True])
 def test_weights_cast_beforehand_change_no_number(norm_offset):
     # The sampler does so. If a layer computed in the stored type, this would show.
@@ -170,7 +175,7 @@ def test_weights_cast_beforehand_change_no_number(norm_offset):
 # ------------------------------------------------------------------ logits
 
 
-@pytest.mark.parametrize(("tied", "softcap"), [(True, None), (False, 0.3)])
+@pytest.mark.parametrize(("tied", "softcap"), [slow(True, None), (False, 0.3)])
 def test_logits_are_those_inside_the_head(tied, softcap):
     model = decoder(tied=tied, softcap=softcap, dtype="bfloat16")
     hidden = whole(model, random_tokens())[:, 0]

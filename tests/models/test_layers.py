@@ -165,10 +165,9 @@ def error(got, want):
 # Of the ordinary form's own error, and of epsilon: in bfloat16 what is rounded where is
 # the same on every processor; in float32 the order of XLA's sums is the vector width's.
 TYPES = {"bfloat16": (1.2, 0.1), "float32": (2.0, 1.0)}
-# These cases together cover every part of a block.
-QUICK = ("Gemma 2", "bfloat16"), ("Gemma 3", "float32"), ("Qwen2", "float32")
+QUICK = ("Gemma 2", "bfloat16")
 PAIRS = [
-    (name, dtype) if (name, dtype) in QUICK else slow(name, dtype)
+    (name, dtype) if (name, dtype) == QUICK else slow(name, dtype)
     for name in ARCHITECTURES
     for dtype in TYPES
 ]
@@ -257,7 +256,7 @@ def test_adapters_keep_nothing_more_of_a_block(adapted):
 @pytest.mark.parametrize(
     "name, policy",
     [
-        ("Gemma 3", "dots_and_attention"), ("Gemma 3", "dots"), ("Qwen3", "none"),
+        ("Gemma 3", "dots_and_attention"), slow("Gemma 3", "dots"), ("Qwen3", "none"),
         slow("Gemma 3", "none"), slow("Gemma 2", "dots_and_attention"),
     ],
 )  # fmt: skip

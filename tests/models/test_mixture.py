@@ -154,7 +154,7 @@ def scores(logits, kind):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        slow({}),
         {"router_renormalised": True, "router_scale": 2.5},
         {"router_scores": "chosen"},
         {
@@ -223,13 +223,14 @@ def slopes(definition, weights, tokens):
     return jax.grad(loss, has_aux=True)(weights)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     "changes",
     [
         {"expert_bias": True, "shared_ff": 8, "shared_gate": True, "router_bias": True,
          "lora_rank": 4, "lora_targets": ("gate", "down")},
-        slow({"feed_forwards": ("dense", "experts"), "gate_limit": 1.0}),
+        {"feed_forwards": ("dense", "experts"), "gate_limit": 1.0},
     ],
 )  # fmt: skip
 def test_gradients_and_routing_on_a_mesh_are_those_of_one_device(changes):

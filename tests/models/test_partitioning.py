@@ -204,7 +204,7 @@ def attention(query, key, value, mask, by_head=None):
         slow((2, 1, 4, 1), 2),
         ((1, 2, 2, 2), 2),
         slow((1, 1, 4, 2), 8),
-        ((1, 1, 8, 1), 1),
+        slow((1, 1, 8, 1), 1),
     ],
 )
 def test_attention_of_split_sequences(sizes, kv_heads):
@@ -269,7 +269,7 @@ def test_look_up():
     np.testing.assert_allclose(slope, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}])
+@pytest.mark.parametrize("changes", [{}, slow({"attention_softcap": 5.0})])
 def test_one_document_a_row_needs_no_mask(changes):
     sizes = {"pattern": ("local", "global"), "window": 3} if not changes else {}
     config = dataclasses.replace(MODEL, vocab_size=20, **sizes, **changes)

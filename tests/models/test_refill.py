@@ -9,6 +9,7 @@ from flax import nnx
 from jaxmem.models import refill
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.sampling import Drawn, SamplingConfig, sample
+from tests.cases import slow
 from tests.models.test_sampling import EOS, LENGTHS, PAD, PROMPTS, decoder, run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -33,10 +34,10 @@ LONG = dict(
 @pytest.mark.parametrize(
     ("slots", "changes", "settings"),
     [
-        (1, LONG, {}),
-        (2, LAYERS_OF_ATTENTION | dict(learned_positions=16), dict(top_k=5)),
-        (5, {}, dict(top_p=0.7, support=7)),
-        (2, OTHER_PARTS, {}),
+        (2, {}, dict(top_p=0.7, support=7)),
+        slow(1, LONG, {}),
+        slow(5, LAYERS_OF_ATTENTION | dict(learned_positions=16), dict(top_k=5)),
+        slow(2, OTHER_PARTS, {}),
     ],
 )
 def test_what_a_row_samples_depends_neither_on_its_slot_nor_on_when_it_starts(
@@ -55,6 +56,7 @@ def test_what_a_row_samples_depends_neither_on_its_slot_nor_on_when_it_starts(
     assert (made.starts.max() > 0) == (slots < 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [None, 2])
 def test_nothing_waits_for_rows_that_get_no_token(slots):
     config, live = SamplingConfig(max_new_tokens=12, slots=slots), np.arange(5) != 1
@@ -117,6 +119,7 @@ def started(lengths, groups, slots):
     return made.starts.tolist()
 
 
+@pytest.mark.slow
 def test_prompts_without_a_completion_start_first_then_those_that_take_long():
     # Two slots, and one row of each prompt in turn; then those of the longest prompt.
     starts = started([3, 3, 9, 9, 2, 2], [0, 0, 1, 1, 2, 2], 2)

@@ -128,9 +128,9 @@ def test_what_is_left_of_a_vocabulary(settings, spread):
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(top_p=0.7, temperature=2.0),
+        slow(dict(top_p=0.7, temperature=2.0)),
         dict(top_p=0.95, min_p=0.01),
-        dict(min_p=0.02),
+        slow(dict(min_p=0.02)),
     ],
 )
 def test_a_support_of_all_ids_needs_no_ids(settings):
@@ -184,6 +184,7 @@ POLICIES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @POLICIES
 def test_logprobs_are_those_of_the_whole_policy(changes, temperature):
     model = decoder(**changes)
@@ -275,7 +276,7 @@ def test_pairs_of_tokens_come_as_often_as_they_should(settings):
 # ------------------------------------------------------------------- rules
 
 
-@pytest.mark.parametrize("settings", [{}, dict(top_k=6, top_p=0.7)])
+@pytest.mark.parametrize("settings", [{}, slow(dict(top_k=6, top_p=0.7))])
 def test_an_end_ends_its_row(settings):
     made = run(decoder(), seed=1, **settings)
     slots = np.arange(12)
@@ -294,6 +295,7 @@ def test_an_end_ends_its_row(settings):
         assert among[made.mask].all()
 
 
+@pytest.mark.slow
 def test_steps_end_with_the_last_row_and_an_end_may_be_padding(monkeypatch):
     calls = []
     decode = Decoder.decode
@@ -330,6 +332,7 @@ def test_the_key_decides():
     assert len({tuple(row) for row in rows}) == 5
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_others():
     model, prompts, lengths = decoder(), PROMPTS.copy(), LENGTHS.copy()
     before = run(model, seed=5, temperature=0.1)
@@ -341,6 +344,7 @@ def test_a_row_does_not_depend_on_the_others():
         np.testing.assert_array_equal(before.logprobs[row], after.logprobs[row])
 
 
+@pytest.mark.slow
 def test_parts_and_places_in_a_batch_do_not_affect_tokens():
     config = SamplingConfig(max_new_tokens=12)
     sampler = Sampler(config, (EOS, 5), PAD, keep_support=False)
@@ -364,6 +368,7 @@ def test_parts_and_places_in_a_batch_do_not_affect_tokens():
     assert (np.isin(ends, (EOS, 5)) | (last == 11)).all() and (ends == 5).any()
 
 
+@pytest.mark.slow
 def test_layers_compiled_one_by_one_draw_the_same_tokens():
     model = decoder(layers=2)
 
@@ -381,7 +386,8 @@ def test_layers_compiled_one_by_one_draw_the_same_tokens():
     np.testing.assert_allclose(one.logprobs, by_loop.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [dict(qkv_bias=True, qk_norm=True), slow({})])
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [dict(qkv_bias=True, qk_norm=True), {}])
 def test_joined_projections_draw_the_same_tokens(changes):
     definition, weights = nnx.split(decoder(**changes))
     rng = np.random.default_rng(0)  # biases are initialised to zero

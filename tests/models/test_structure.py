@@ -68,6 +68,7 @@ def test_an_unknown_part_is_named():
         dataclasses.replace(SMALL, mixers=())
 
 
+@pytest.mark.slow
 def test_stacks_run_in_the_order_of_the_layers():
     model = dataclasses.replace(
         SMALL, feed_forwards=("wide", "dense"), pattern=("local", "global"), window=2

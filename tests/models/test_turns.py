@@ -22,6 +22,7 @@ ROWS, WIDTH = PROMPTS.shape
 ROOM = WIDTH + TURNS * NEW + (TURNS - 1) * REPLY - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "settings"),
     [

@@ -476,6 +476,7 @@ def through(function, which, *budget, **options):
 EVERY = range(len(LENGTHS))
 
 
+@pytest.mark.slow
 def test_packed_and_alone_have_the_same_logprobs(quick_compilation):
     """Bit for bit where a document begins a row of one shape, as it does alone.
 
@@ -501,6 +502,7 @@ def test_packed_and_alone_have_the_same_logprobs(quick_compilation):
     assert min(x[:-1].max() for x in together if len(x) > 1) < -1
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_the_grouping(quick_compilation):
     def total(*budget, **options):
         _, gradients = through(pull, EVERY, *budget, **options)

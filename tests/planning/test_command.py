@@ -51,6 +51,7 @@ def planned(capsys, *words):
     return status, capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_phases_of_a_policy_are_its_programs(fake, numbered):
     config, _ = configuration.load(cli._find_config(GRPO[0]), GRPO[1:])
     with devices.target("h200"):
@@ -80,6 +81,7 @@ def test_phases_of_a_policy_are_its_programs(fake, numbered):
     assert forward.runs * forward.tokens == pytest.approx(1.5 * read)
 
 
+@pytest.mark.slow
 def test_phases_of_pairs_are_its_programs(fake, numbered, capsys):
     """The reference is in the plan, and in no step's time."""
     words = (
@@ -176,6 +178,7 @@ def test_scoring(fake, capsys):
     assert status == 2 and "max_token=64" in said.err and "max_tokens" in said.err
 
 
+@pytest.mark.slow
 def test_a_mesh(fake, capsys):
     status, said = planned(capsys, *SFT, "mesh.fsdp=2", "--devices", "2", "--json")
     (phase,) = json.loads(said.out)["phases"]

@@ -90,6 +90,7 @@ def one_by_one(model, ids):
     return np.asarray(logp)[np.arange(ids.shape[1] - 1), ids[0, 1:]]
 
 
+@pytest.mark.slow
 def test_responses_are_scored_after_their_prompts_and_ends_on_request(model, directory):
     write([{"prompt": "ab", "response": "cad"}, {"prompt": "", "response": "a"}])
     _, records = scored(model, eos=True)
