@@ -210,6 +210,7 @@ def token_loss(per_token, loss_fn, hidden, W, labels, **options):
     return call(loss_fn, hidden, W, labels, per_token, **options)
 
 
+@pytest.mark.slow
 @nasty.profile(150)
 @hypothesis.given(calls({"token_loss": TOKEN_LOSS}))
 def test_token_loss(call):

@@ -156,6 +156,7 @@ def test_the_checks_float64_agrees_with_the_oracle():
     np.testing.assert_allclose(grads[1], dW, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_not_timed():
     right, wrong = run_head.call_of("token_stats"), run_head.call_of("materialised")
 

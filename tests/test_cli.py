@@ -100,6 +100,7 @@ def test_outside_of_a_clone_an_extra_is_of_the_distribution(monkeypatch, tmp_pat
 # ------------------------------------------------------------- user's errors
 
 
+@pytest.mark.slow
 def test_a_users_error_is_one_line_and_exit_code_2(directory):
     done = python("-m", "jaxmem", "train", "tiny.gin", "model.hiden=8", cwd=directory)
     assert done.returncode == 2
@@ -284,6 +285,7 @@ def test_the_file_says_which_job_it_is(directory, monkeypatch):
     assert taken == ["grpo", "sft"]
 
 
+@pytest.mark.slow
 def test_a_run_prints_its_configuration_sigterm_saves_it_and_it_resumes(
     directory, monkeypatch, capfd
 ):
@@ -322,6 +324,7 @@ def test_a_run_prints_its_configuration_sigterm_saves_it_and_it_resumes(
 # ------------------------------------------------ streams and arguments
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_ends_quietly(tmp_path):
     command = f"{sys.executable} -m jaxmem train --keys; echo status $? >&2"
     done = subprocess.run(

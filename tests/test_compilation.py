@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import compilation
 
 _COMPILE = """
@@ -23,6 +25,7 @@ def programs(folder):
     return {path.name for path in folder.iterdir() if path.name.endswith("-cache")}
 
 
+@pytest.mark.slow
 def test_another_process_finds_them(tmp_path):
     """A key that depended on a process's own folder would add programs each time."""
     found = []

@@ -248,7 +248,8 @@ def check_types(verb, shardings, kinds=(EXPLICIT, EXPLICIT)):
 TOGETHER = ["each its own way", "vocabulary", "depth", "all"]  # tests below: the last 3
 
 
-@pytest.mark.parametrize("name", [TOGETHER[0], *map(slow, TOGETHER[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOGETHER)
 def test_whatever_is_sharded(name):
     check(token_loss, SHARDINGS[name])
 
@@ -294,6 +295,7 @@ def test_the_first_of_labels_and_hidden_to_shard_an_axis():
     assert spec(P(), P(None, None, "data")) == P(None, None)
 
 
+@pytest.mark.slow
 def test_axes_of_both_kinds():
     check(token_loss, SHARDINGS["all"], (EXPLICIT, AUTO), in_context=False)
     check_types(token_loss, SHARDINGS["all"], (AUTO, EXPLICIT))
@@ -311,6 +313,7 @@ def test_inside_scan_remat_and_vmap(compare):
     compare(verb, SHARDINGS["vocabulary"])
 
 
+@pytest.mark.slow
 def test_inside_a_shard_map_that_binds_other_axes():
     x = placed((EXPLICIT, EXPLICIT), TOKENS | {"W": P("tensor")})
     h, W, y = x["h"], x["W"], x["y"]
@@ -334,6 +337,7 @@ def numpy(*names):
     return [jnp.asarray(problem()[name]) for name in names]
 
 
+@pytest.mark.slow
 def test_outside_of_jit():
     x = placed((EXPLICIT, EXPLICIT), SHARDINGS["vocabulary"])
     with jax.set_mesh(x["h"].sharding.mesh):
@@ -382,7 +386,8 @@ def branch(beta, stats):
     return jax.lax.cond(beta > 0, lambda p: p * beta, jnp.exp, stats.logprob)
 
 
-@pytest.mark.parametrize("kind", [EXPLICIT, slow(AUTO)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
 def test_loss_functions_may_close_over_arrays(kind):
     x = placed((kind, kind), SHARDINGS["vocabulary"])
     given = [x[k] for k in ("h", "W", "y", "a")]
@@ -460,6 +465,7 @@ def test_types_of_heads(make, name, spec):
     assert made[1]["z"].sharding.spec == P(*spec)
 
 
+@pytest.mark.slow
 def test_nnx_jit():
     x = placed((EXPLICIT, EXPLICIT), SHARDINGS["vocabulary"])
     mesh = x["h"].sharding.mesh

@@ -73,6 +73,7 @@ def test_transformers_side(monkeypatch, tmp_path):
     assert float(rows[0]["step_ms"]) > 0 and rows[0].get("note", "") == ""
 
 
+@pytest.mark.slow
 def test_no_variant_starts_when_no_time_is_left(monkeypatch, tmp_path, capsys):
     out = tmp_path / "decode.csv"
     monkeypatch.setattr(run_decode.results, "merge", None)  # nothing is written

@@ -103,6 +103,7 @@ def test_what_a_compiled_program_communicates():
     assert [c.moved for c in found] == [36, 72]
 
 
+@pytest.mark.slow
 def test_on_paper():
     row = sharding_on_paper.row_of((2, 2, 2), 8, 48, 16)
     assert row["devices"] == 8
@@ -129,6 +130,7 @@ def test_a_peak_goes_to_the_row_that_it_is_of(tmp_path):
     assert (saved["split"], saved["device_peak_mib"]) == ("vocab", "5.0")
 
 
+@pytest.mark.slow
 def test_one_device_alone_is_timed_too():
     path = "token_stats implementation=xla"
     (row,) = run_sharding.measure((64, 16, 320), jnp.float32, [path], [], 1)

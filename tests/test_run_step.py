@@ -41,6 +41,7 @@ def test_a_variant_s_words_are_a_policy_fields_and_options():
     assert job["options"] == {"xla_gpu_x": "True"} and job["trace"]
 
 
+@pytest.mark.slow
 def test_a_worker_measures_a_step(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
     variant = run_step._jax("dots_and_attention remat.unroll=True", 64)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmem
 from jaxmem import packing
 from tests import oracle
-from tests.cases import Case, one_at_a_time, slow
+from tests.cases import Case, slow
 from tests.core.test_vocab_shards import collectives, jit
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 from tests.targets import loss_of_two_heads, of_columns, of_two_heads
@@ -111,13 +111,8 @@ def assert_same(got, want):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        x if x in ("fewer tokens than devices", "sequences") else slow(x)
-        for x in PLANS  # the next tests split over "2x4" and "sequences"
-    ],
-)
+@pytest.mark.slow  # the next tests split over "2x4" and "sequences"
+@pytest.mark.parametrize("name", PLANS)
 def test_every_mesh(name):
     check(with_gradients(parallel(jaxmem.token_stats, name), *problem()))
 
@@ -125,13 +120,15 @@ def test_every_mesh(name):
 MIXED = (AxisType.Explicit, AxisType.Auto) * 2
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, MIXED, slow(MIXED[::-1])], ids=str)
+@pytest.mark.parametrize(
+    "kind", [AxisType.Explicit, slow(MIXED), slow(MIXED[::-1])], ids=str
+)
 def test_a_mesh_with_explicit_axes(kind):
     verb = parallel(jaxmem.token_stats, "sequences", kind)
     check(with_gradients(verb, *problem()))
 
 
-@pytest.mark.parametrize("changes", [{"vocab": None}, {"tokens": None}], ids=str)
+@pytest.mark.parametrize("changes", [{"vocab": None}, slow({"tokens": None})], ids=str)
 def test_one_of_both_may_be_whole(changes):
     check(with_gradients(parallel(jaxmem.token_stats, "2x4", **changes), *problem()))
 
@@ -240,22 +237,16 @@ def of_given_columns():
     }
 
 
-# Slow, because the cases that stay have the same derivative rules.
-BY_THE_SAME_RULE = "selected_logprobs", "support_logprobs", "topk_kl without a tail"
+# The others are slow: they are split by the same rules.
+QUICK = ("topk", "W in parts of D"), ("sample_ids", "1x8")
 
 
 @pytest.mark.parametrize(
     "name, how",
     [
-        *one_at_a_time(
-            [x for x in of_given_columns() if x not in BY_THE_SAME_RULE],
-            ["1x8", "W in parts of D", "explicit"],
-        ),
-        *(
-            slow(name, how)
-            for name in BY_THE_SAME_RULE
-            for how in ("1x8", "W in parts of D", "explicit")
-        ),
+        (name, how) if (name, how) in QUICK else slow(name, how)
+        for name in of_given_columns()
+        for how in ("1x8", "W in parts of D", "explicit")
     ],
 )
 def test_verbs_of_columns(name, how):
@@ -288,6 +279,7 @@ def test_the_vocabulary_whole_and_ties_on_every_shard():
     np.testing.assert_allclose(made.logprobs, -np.log(V), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_eager_calls_without_jit():
     h, W, y, _ = problem()
     made = parallel(jaxmem.logprobs, "2x4")(h, W, y)
@@ -453,13 +445,8 @@ def calls_with_all_of_W():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        slow(x) if x in ("reverse_kl", "forward_kl", "jsd") else x
-        for x in calls_with_all_of_W()
-    ],
-)  # as divergence_loss: all of them gather W
+@pytest.mark.slow  # the next test splits one of them
+@pytest.mark.parametrize("name", calls_with_all_of_W())
 def test_verbs_that_need_all_of_W(name):
     """Uneven in everything; gradients by hidden, W and bias."""
     h, W, _, bias = problem()
@@ -491,7 +478,8 @@ def test_verbs_that_need_all_of_W_on_explicit_axes():
     assert_same(*(jit(run(x))(h, W, bias) for x in (split, lambda verb: verb)))
 
 
-@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_one_token_and_all_of_W(kind):
     h, W, y, _ = problem()
     split = functools.partial(parallel, name="2x4", kind=kind, tokens=None)
@@ -629,6 +617,7 @@ def test_what_nobody_can_see_does_not_wrap_round():
     np.testing.assert_array_equal(np.isnan(made), [False, True, True, True, False])
 
 
+@pytest.mark.slow
 def test_under_scan_and_remat():
     h, W, y, _ = (np.nan_to_num(x) for x in problem())
     verb = parallel(jaxmem.token_stats, "2x4")

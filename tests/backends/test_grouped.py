@@ -130,30 +130,30 @@ def made_of(name, dtype, shards=0):
     return with_gradients(call, shards, dtype, vocab_groups=groups, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "shards"), [
-    slow("token_stats, every option", "bfloat16", 8),
-    slow("token_stats", "float32", 2),
-    slow("token_loss", "bfloat16", 2),
-    ("logprobs of a frozen head", "bfloat16", 2), slow("token_stats", "float32", 1),
-    slow("token_stats", "float32", 4), slow("token_stats", "float32", 8),
-    slow("logprobs", "float32", 2), slow("entropy", "float32", 2),
-    slow("token_stats", "bfloat16", 4),
-    slow("token_stats, every option", "float32", 1),
-    slow("token_stats, every option", "float32", 2),
-    ("token_stats, every option", "float32", 4), slow("token_loss", "float32", 2),
-    slow("token_loss, every option", "float32", 4),
-    slow("token_loss, every option", "bfloat16", 2),
-    slow("token_loss, every option", "bfloat16", 8),
+    ("token_stats, every option", "bfloat16", 8), ("token_stats", "float32", 2),
+    ("token_loss", "bfloat16", 2), ("logprobs of a frozen head", "bfloat16", 2),
+    ("token_stats", "float32", 1), ("token_stats", "float32", 4),
+    ("token_stats", "float32", 8), ("logprobs", "float32", 2),
+    ("entropy", "float32", 2), ("token_stats", "bfloat16", 4),
+    ("token_stats, every option", "float32", 1),
+    ("token_stats, every option", "float32", 2),
+    ("token_stats, every option", "float32", 4), ("token_loss", "float32", 2),
+    ("token_loss, every option", "float32", 4),
+    ("token_loss, every option", "bfloat16", 2),
+    ("token_loss, every option", "bfloat16", 8),
 ])  # fmt: skip
 def test_bits_do_not_depend_on_the_shards(name, dtype, shards):
     assert_same_bits(made_of(name, dtype, shards), made_of(name, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        slow("token_stats", "float32"),
-        slow("token_stats, every option", "bfloat16"),
+        ("token_stats", "float32"),
+        ("token_stats, every option", "bfloat16"),
         ("token_stats, every option", "float32"),
     ],
 )
@@ -172,6 +172,7 @@ def test_as_exact_as_without_groups(name, dtype):
         assert error(a, c) <= 2 * error(b, c) + epsilon
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_verb():
     """A policy's update and the log-probabilities that it is compared with."""
     h, W, bias, y = problem()
@@ -195,7 +196,8 @@ def test_bits_do_not_depend_on_the_verb():
     assert_same_bits(np.asarray(logprobs), told["logprob"])
 
 
-@pytest.mark.parametrize(("shards", "tokens"), [(2, 4), slow(1, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "tokens"), [(2, 4), (1, 2)])
 def test_columns_that_do_not_divide_are_padded(shards, tokens):
     """As W padded by hand is, on one device; each device has a part of the tokens."""
     h, W, bias, y = problem("float32", 1003)
@@ -252,7 +254,7 @@ def test_groups_hold_less_than_all_logits():
         made = compiled(jax.grad(total, (0, 1)), h, W)
         return made.memory_analysis().temp_size_in_bytes
 
-    assert temporary(8) < 0.6 * temporary(None)
+    assert temporary(4) < 0.6 * temporary(None)
 
 
 REFUSED = [

@@ -25,8 +25,9 @@ pytestmark = pytest.mark.usefixtures("on_one_device")
 spreads = partition.is_possible  # as it is outside of these tests
 
 
+@pytest.mark.slow
 @needs_pallas
-@pytest.mark.parametrize("layout", [slow("vd"), "dv"])
+@pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_launches_of_all_rows_follow_a_block_of_columns(
     layout, interpreted, monkeypatch
 ):
@@ -45,8 +46,9 @@ def test_launches_of_all_rows_follow_a_block_of_columns(
     check(problem, "hopper", 16, dtype=dtype, layout=layout, bias=bias, **options)
 
 
+@pytest.mark.slow
 @needs_pallas
-@pytest.mark.parametrize("beside", [True, slow(False)])
+@pytest.mark.parametrize("beside", [True, False])
 def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
     """As over several shards: the last of three blocks comes after the loop, and leaves
     multiprocessors to the sum, unless it is too long for that."""
@@ -85,10 +87,11 @@ def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
     assert launches == ([n, n - 1] if beside else [n])
 
 
+@pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize("name, splits", [
-    ("several blocks, every option", 3), slow("several blocks", 3),
-    slow("several blocks, every option", None), slow("one block", None),
+    ("several blocks, every option", 3), ("several blocks", 3),
+    ("several blocks, every option", None), ("one block", None),
 ])  # fmt: skip
 def test_a_loss_of_every_statistic_in_one_pass(name, splits, interpreted, monkeypatch):
     """Hidden's gradient in parts of the vocabulary: the last is shorter than others."""
@@ -97,6 +100,7 @@ def test_a_loss_of_every_statistic_in_one_pass(name, splits, interpreted, monkey
     check_one_pass(**ONE_PASS[name], and_none=bool(splits))
 
 
+@pytest.mark.slow
 @needs_pallas
 def test_a_frozen_head_keeps_its_gradient(interpreted):
     h, W, y = Case(70, 64, 130, std=2.0).make()
@@ -218,8 +222,9 @@ def frozen(h, W, y, **options):
     return described(jaxmem.logprobs)(h, jax.lax.stop_gradient(W), y, **options).sum()
 
 
+@pytest.mark.slow
 @needs_pallas
-@pytest.mark.parametrize("verb", [by_stats, slow(by_loss)])
+@pytest.mark.parametrize("verb", [by_stats, by_loss])
 def test_groups_of_a_split_vocabulary_that_does_not_fill_them(verb, interpreted):
     """W and its gradient are float32. One part: the interpreter has one memory."""
     h, W, y = Case(40, 64, 320, std=2.0).make()
@@ -286,7 +291,8 @@ def test_groups_take_the_same_kernels_on_any_mesh(lowered_anywhere):
 
 @needs_pallas
 @pytest.mark.parametrize(
-    "n_devices, room", [(2, True), (2, False), (1, True), slow(1, False), slow(4, True)]
+    "n_devices, room",
+    [(2, True), (2, False), slow(1, True), slow(1, False), slow(4, True)],
 )
 def test_several_shards_sum_beside_a_product(
     n_devices, room, lowered_anywhere, monkeypatch, request

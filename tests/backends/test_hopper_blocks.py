@@ -42,6 +42,7 @@ def of_blocks(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_every_option_of_a_loss(interpreted, of_blocks):
     check_one_pass(
         CASE, layout="dv", softcap=5.0, vocab_size=280, gradient=Recompute(3),
@@ -97,7 +98,12 @@ def test_all_kernels_lower_for_cuda(n, d, v, options, lowered_anywhere, of_block
 
 @pytest.mark.parametrize(
     "verb, check_vma",
-    [(by_stats, True), (by_loss, True), slow(by_stats, False), slow(by_loss, False)],
+    [
+        (by_loss, True),
+        slow(by_stats, True),
+        slow(by_stats, False),
+        slow(by_loss, False),
+    ],
 )
 def test_parts_of_the_vocabulary_are_typed(
     verb, check_vma, lowered_anywhere, of_blocks

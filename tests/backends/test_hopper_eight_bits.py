@@ -53,7 +53,8 @@ def run(spec, source, rows, g):
     return made, entries, xla_sampled.gradient(spec, source, rows, dz)
 
 
-@pytest.mark.parametrize("layout, vocab_size", [("vd", 60), slow("dv", 60)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, vocab_size", [("vd", 60), ("dv", 60)])
 def test_with_enough_slots_it_is_exact(layout, vocab_size, interpreted):
     """Every column is kept with certainty, so that nothing of 8 bits is left."""
     n, d, v = 20, 64, 70
@@ -76,6 +77,7 @@ def test_with_enough_slots_it_is_exact(layout, vocab_size, interpreted):
         np.testing.assert_allclose(np.float64(a), b, atol=limit, rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_8_bits(interpreted):
     from jaxmem.kernels import int8_factors
     from jaxmem.kernels.forward import others_and_exps

@@ -49,7 +49,8 @@ def run(spec, source, rows, g):
     return made, entries, grads
 
 
-@pytest.mark.parametrize("all_options", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("all_options", [True, False])
 def test_with_enough_slots_it_is_the_derivative(all_options, interpreted):
     n, d, v = 20, 64, 70
     options = {}

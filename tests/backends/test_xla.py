@@ -140,17 +140,17 @@ def formula(n, d, v, chunk, dtype, backward):
     return max(4 + size, 8 if OLD_XLA else 0) * chunk * v + 4 * v * d + widened
 
 
-def each_type_of_each_verb_once():
+def each_type_and_each_verb_once():
     """The others are slow: of every size, type and verb."""
     kinds = itertools.product((jaxmem.logprobs, jaxmem.token_stats), (F32, BF16))
     for i, (verb, dtype) in enumerate(kinds):
         for j, size in enumerate(SIZES):
             name = f"{verb.__name__}-{jnp.dtype(dtype)}-{size}"
-            marks = [pytest.mark.slow] if i != j else []
+            marks = [] if i == j and i in (1, 2) else [pytest.mark.slow]
             yield pytest.param(verb, dtype, size, marks=marks, id=name)
 
 
-@pytest.mark.parametrize("verb, dtype, size", list(each_type_of_each_verb_once()))
+@pytest.mark.parametrize("verb, dtype, size", list(each_type_and_each_verb_once()))
 def test_memory_is_what_the_page_says(verb, dtype, size):
     n, d, v, chunk = size
     loss, operands = total(verb, chunk), shapes(n, d, v, dtype)
@@ -164,6 +164,7 @@ def test_memory_is_what_the_page_says(verb, dtype, size):
         assert temp >= 4 * chunk * v  # or the formula is about something else
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_tokens():
     def temp(n):
         loss = jax.grad(total(jaxmem.token_stats, 128), (0, 1))
@@ -222,7 +223,7 @@ def dw_error(chunk, n=512, d=32, v=256):
 
 def test_dw_error_is_flat_in_the_number_of_chunks():
     """Accumulating in bfloat16 would grow it sevenfold from 1 to 256 chunks."""
-    errors = {n_chunks: dw_error(512 // n_chunks) for n_chunks in (1, 16, 256)}
+    errors = {n_chunks: dw_error(512 // n_chunks) for n_chunks in (1, 256)}
     assert max(errors.values()) < 1.1 * errors[1] < 1.1 * 2**-8
 
 
@@ -256,7 +257,8 @@ def test_rows_are_the_same_bits_in_any_order_and_company(dtype, size):
             np.testing.assert_array_equal(a[rows], b, err_msg=f"{name}, {what}")
 
 
-@pytest.mark.parametrize("layout", ["vd", slow("dv")])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_on_a_gpu_a_ragged_vocabulary_is_padded_backward(layout, monkeypatch):
     """Traced as for a GPU, run here: W [131, D] in products of 192 columns."""
     h, W, y = (jnp.asarray(x, F32) for x in Case(50, 24, 131, std=2.0).make())

@@ -74,9 +74,9 @@ SOME = {
 OPTIONS = {"plain": {}, "some": SOME, "all": {**SOME, "layout": "dv"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, dtype", [
-    slow("plain", "float32"), slow("some", "float32"), slow("all", "float32"),
-    ("all", "bfloat16"),
+    ("plain", "float32"), ("some", "float32"), ("all", "float32"), ("all", "bfloat16"),
 ])  # fmt: skip
 def test_with_enough_slots_it_is_the_derivative(name, dtype):
     """8,192 of 130 columns, none of which is below 1/κ: nothing is random."""
@@ -200,6 +200,7 @@ def test_the_same_bits_for_a_key_and_others_for_another():
     assert np.any(np.asarray(a[0].columns) != other[0].columns)
 
 
+@pytest.mark.slow
 def test_neither_chunk_nor_company_nor_masks_change_a_token(optimized):
     h, W, y = Case(96, 16, 300).make()
     g = cotangents(96)
@@ -220,7 +221,7 @@ def test_neither_chunk_nor_company_nor_masks_change_a_token(optimized):
 
 
 @pytest.mark.parametrize("name", ["peaked", "logits to 1e4", "label -100 everywhere",
-                                  "NaN in masked rows", "V=1"])  # fmt: skip
+                                  "NaN in masked rows", slow("V=1")])  # fmt: skip
 def test_every_entry_is_exact_or_marked(name):
     """An entry is empty, or dz/q of a column that is no other's and not the label."""
     v = min(CASES[name].v, 300)
@@ -271,7 +272,9 @@ def test_a_frozen_head_has_no_gradient():
     np.testing.assert_array_equal(got.hidden, want.hidden)
 
 
-@pytest.mark.parametrize("columns", [[0] * 5000, [3] * 700 + [5, 6] + [99] * 2000])
+@pytest.mark.parametrize(
+    "columns", [slow([0] * 5000), [3] * 700 + [5, 6] + [99] * 2000]
+)
 def test_both_ways_to_add_a_column_up(columns, monkeypatch):
     """On a CPU one pair after another, elsewhere by products; many of one column."""
     rng = np.random.default_rng(0)

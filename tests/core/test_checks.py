@@ -15,7 +15,7 @@ import pytest
 
 import jaxmem
 from jaxmem.core import checks
-from tests.cases import one_at_a_time
+from tests.cases import one_at_a_time, slow
 from tests.described import described
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
@@ -451,7 +451,7 @@ def test_unseen_label_beyond_32_bits_does_not_wrap_into_range(wide):
 
 @pytest.mark.parametrize("verb, labels_are_seen, where_is_seen", [
     *(("token_stats", *seen) for seen in itertools.product((True, False), repeat=2)),
-    *((x, False, True) for x in WITH_LABELS if x != "token_stats"),
+    *(slow(x, False, True) for x in WITH_LABELS if x != "token_stats"),
 ])  # fmt: skip
 def test_masked_label_beyond_the_vocabulary_is_padding(
     verb, labels_are_seen, where_is_seen

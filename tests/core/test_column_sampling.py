@@ -7,6 +7,7 @@ import pytest
 
 from jaxmem.core import column_sampling
 from jaxmem.core.column_sampling import Sampling
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -30,8 +31,11 @@ def random_exps(n, v, std, seed=0):
 
 @pytest.mark.parametrize(
     "slots, v",
-    [(1, 1), (5, 7), (128, 16), (1, 33), (1024, 33), (5, 300), (128, 300), (128, 4099)],
-)
+    [
+        (1, 1), (5, 300), slow(5, 7), slow(128, 16), slow(1, 33), slow(1024, 33),
+        slow(128, 300), slow(128, 4099),
+    ],
+)  # fmt: skip
 def test_selection_by_definition(slots, v):
     facts = Sampling(slots, v)
     exps, scale = map(np.concatenate, zip(
@@ -52,7 +56,7 @@ def test_selection_by_definition(slots, v):
         np.testing.assert_array_equal(got.p[i], p)
 
 
-@pytest.mark.parametrize("v", [512, 50257, 151936, 2**20])
+@pytest.mark.parametrize("v", [512, slow(50257), 151936, slow(2**20)])
 @pytest.mark.parametrize("slots", [1, 16, 100, 1024])
 def test_slots_suffice_for_any_distribution(slots, v):
     """Whatever rounds up: probabilities of a few units, or that add up to too much."""

@@ -21,6 +21,7 @@ def total(head, h=H, verb=jaxmem.logprobs):
     return verb(h, head, np.minimum(Y, 13)).sum()
 
 
+@pytest.mark.slow
 def test_a_gradient_by_a_head_is_a_head():
     slopes = jax.jit(jax.grad(total))(make())
     assert isinstance(slopes, jaxmem.Head)

@@ -95,9 +95,8 @@ def ragged(h, W, y, a):
     return (made * a).sum()
 
 
-VERBS = [
-    logprobs, token_stats, frozen, token_loss, from_logits, kl, sample_ids, ragged,
-]  # fmt: skip
+VERBS = [logprobs, token_loss, kl]
+OTHERS = [token_stats, frozen, from_logits, sample_ids, ragged]
 ALIKE = [selected, support, topk, topk_kl, frozen_kl]  # by the same rules
 
 
@@ -199,7 +198,11 @@ def products(compiled):
 # such calls, too. Draws depend on where a token stands, and ragged ids are no tokens.
 @pytest.mark.parametrize(
     "verb, name",
-    [*one_at_a_time(VERBS, MESHES), *(slow(verb, "data") for verb in ALIKE)],
+    [
+        *one_at_a_time(VERBS, MESHES),
+        *(slow(verb, name) for verb in OTHERS for name in MESHES),
+        *(slow(verb, "data") for verb in ALIKE),
+    ],
 )
 def test_values_and_gradients_are_those_of_one_device(verb, name, quick_compilation):
     for got, want in zip(
@@ -210,9 +213,7 @@ def test_values_and_gradients_are_those_of_one_device(verb, name, quick_compilat
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "verb, name", one_at_a_time([logprobs, token_loss, kl], MESHES)
-)
+@pytest.mark.parametrize("verb, name", one_at_a_time(VERBS, MESHES))
 def test_each_device_makes_the_logits_of_its_own_tokens(verb, name, quick_compilation):
     shapes = products(compiled(verb, name))
     rows = {int(rows) for rows, columns in shapes if int(columns) == V}
@@ -238,6 +239,7 @@ def test_tokens_that_the_devices_do_not_divide(size, quick_compilation):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_inside_scan_remat_and_vmap(quick_compilation):
     h, W, y, a = place("fsdp")
 
@@ -255,6 +257,7 @@ def test_inside_scan_remat_and_vmap(quick_compilation):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_that_was_traced_for_other_rows(quick_compilation):
     """On each device fewer than a chunk, and than what the loss is called with."""
     h, W, y, a = place("data")

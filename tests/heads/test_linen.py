@@ -12,6 +12,7 @@ import jaxmem.heads.nnx
 from jaxmem.heads.linen import LMHead
 from jaxmem.heads.verbs import HeadVerbs
 from tests import oracle
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
@@ -48,8 +49,8 @@ def test_same_initial_params_as_dense(given, param_dtype):
 
 
 @pytest.mark.parametrize("method, args", [
-    ("__call__", ()), ("entropy", ()), ("logprobs", (LABELS,)),
-    ("token_stats", (LABELS,)), ("loss", (LABELS,)),
+    ("__call__", ()), ("loss", (LABELS,)), slow("entropy", ()),
+    slow("logprobs", (LABELS,)), slow("token_stats", (LABELS,)),
 ])  # fmt: skip
 def test_every_method_creates_the_params_and_does_what_the_nnx_head_does(method, args):
     options = dict(softcap=2.0, chunk=4, vocab_size=V - 2, dtype=jnp.bfloat16)
@@ -172,7 +173,7 @@ class ByRemat(nn.Module):
         return head.loss(embed(tokens), labels)
 
 
-@pytest.mark.parametrize("kind", [BySetup, ByCompact, ByRemat])
+@pytest.mark.parametrize("kind", [ByCompact, slow(BySetup), slow(ByRemat)])
 def test_tied_embedding_is_one_parameter_with_the_sum_of_both_gradients(kind):
     model, tokens = kind(), np.maximum(LABELS[:, ::-1], 0)
     variables = jax.jit(model.init)(KEY, tokens, LABELS)
@@ -192,7 +193,7 @@ def test_tied_embedding_is_one_parameter_with_the_sum_of_both_gradients(kind):
     np.testing.assert_allclose(got, by_head + by_lookup, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(None), jnp.bfloat16])
 def test_tied_logits_are_those_of_attend(dtype):
     class Model(nn.Module):
         @nn.compact
@@ -271,7 +272,7 @@ class Checkpointed(nn.Module):
         ).loss(hidden, labels)
 
 
-@pytest.mark.parametrize("model", [Scanned(), Checkpointed()])
+@pytest.mark.parametrize("model", [slow(Scanned()), Checkpointed()])
 def test_transformed_gradients(model):
     head = LMHead(V)
     plain = head.init(KEY, HIDDEN)["params"]

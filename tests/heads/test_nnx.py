@@ -139,6 +139,7 @@ def test_verbs_agree_with_the_logits(use_bias, softcap, temperature):
     )
 
 
+@pytest.mark.slow
 def test_padded_vocabulary_has_no_probability():
     padded = make_head(vocab_size=V - 5, softcap=2.0)
     plain = LMHead(D, V - 5, softcap=2.0, rngs=nnx.Rngs(0))
@@ -156,7 +157,7 @@ def test_padded_vocabulary_has_no_probability():
 
 
 @pytest.mark.parametrize("normalizer, z_loss, where", [
-    (None, 0.0, None), (None, 0.1, KEEP), (5.0, 0.0, KEEP[:1]), (11, 0.1, None),
+    (None, 0.0, None), (5.0, 0.0, KEEP[:1]), (11, 0.1, None), slow(None, 0.1, KEEP),
     slow(None, 0.1, None), slow(None, 0.0, KEEP), slow(5.0, 0.1, KEEP),
     slow(11, 0.0, KEEP[:1]),
 ])  # fmt: skip
@@ -172,7 +173,7 @@ def test_loss_against_float64(normalizer, z_loss, where):
     np.testing.assert_allclose(got, expected, rtol=2e-6)
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.3, jnp.float32(0.3)])
+@pytest.mark.parametrize("z_loss", [slow(0.0), 0.3, jnp.float32(0.3)])
 def test_loss_gradients_against_float64(z_loss):
     head, hidden = make_head(chunk=4), hidden_states()
     loss = nnx.jit(
@@ -263,7 +264,7 @@ def test_methods_are_the_functions_of_the_weights(name):
     assert_same_program(getattr(head, verb), function, name, (args, options))
 
 
-@pytest.mark.parametrize("name", ["divergence", "divergence_loss"])
+@pytest.mark.parametrize("name", [slow("divergence"), "divergence_loss"])
 def test_divergences_of_two_heads(name):
     """Each head has its own width, layout, bias, softcap and padding."""
     embed, wide = nnx.Embed(V + 5, 2 * D, rngs=nnx.Rngs(1)), 2 * D
@@ -379,7 +380,7 @@ def test_tied_linear_reads_its_kernel_and_bias(use_bias):
     np.testing.assert_allclose(head(hidden_states()), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(V, D), (D, V)])
+@pytest.mark.parametrize("shape", [slow((V, D)), (D, V)])
 def test_tied_parameter_of_either_layout(shape):
     parameter = nnx.Param(jax.random.normal(jax.random.key(1), shape))
     head = LMHead(D, V, tied_to=parameter)
@@ -441,7 +442,8 @@ def by_remat_inside_scan(head, hidden):
 
 
 @pytest.mark.parametrize(
-    "gradients", [by_remat, by_checkpoint, by_nnx_scan, by_remat_inside_scan]
+    "gradients",
+    [by_remat_inside_scan, *map(slow, [by_remat, by_checkpoint, by_nnx_scan])],
 )
 def test_transformed_gradients(gradients):
     head, hidden = make_head(chunk=4), hidden_states()
@@ -449,6 +451,7 @@ def test_transformed_gradients(gradients):
     assert_trees(np.testing.assert_allclose, got, plain_gradients(), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_sharding_metadata_is_kept_and_harmless():
     axis_types = (jax.sharding.AxisType.Auto,)
@@ -472,6 +475,7 @@ def test_sharding_metadata_is_kept_and_harmless():
 # Memory
 
 
+@pytest.mark.slow
 def test_compiled_loss_gradient_holds_no_logits():
     tokens, columns, chunk = 4096, 8192, 32
     embed = nnx.Embed(columns, D, rngs=nnx.Rngs(0))
@@ -550,7 +554,9 @@ def test_bad_call(error, match, change):
         make_head().loss(**given)
 
 
-@pytest.mark.parametrize("verb", ["logprobs", "token_stats", "loss", "entropy"])
+@pytest.mark.parametrize(
+    "verb", ["logprobs", *map(slow, ["token_stats", "loss", "entropy"])]
+)
 def test_the_blocks_of_a_head_s_gradient_reach_its_verbs(verb):
     head = make_head(gradient=jaxmem.Recompute(2))
     given = () if verb == "entropy" else (LABELS,)

@@ -69,7 +69,8 @@ def collectives(fn, *operands):
     return jax.jit(fn).lower(*operands).compile().as_text().count(" all-reduce(")
 
 
-@pytest.mark.parametrize("tied", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
 def test_nnx(tied):
     init = nnx.initializers.normal(1.0)
     split = nnx.with_partitioning(init, ("tensor", "fsdp") if tied else RULES_MESH)
@@ -188,6 +189,7 @@ def test_groups_reach_the_verbs(verb):
         linen.LMHead(V, vocab_groups=3)
 
 
+@pytest.mark.slow
 def test_groups_on_a_mesh():
     """Columns that they do not divide are padded on any mesh."""
     made = []

@@ -46,6 +46,7 @@ def check():
     np.testing.assert_array_equal(at_most, np.fmin(x, np.float32(-3)))
 
 
+@pytest.mark.slow
 def test_meanings_against_float64(rows_interpreted):
     check()
 

@@ -111,6 +111,7 @@ def test_on_a_gpu(dtype):
     check(np.dtype(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lowered_anywhere")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_lowered_for_a_gpu(dtype):
@@ -201,6 +202,7 @@ def check_layer(monkeypatch):
         assert error <= 1.5 * bound + 1e-6 * np.linalg.norm(want), path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_a_layer_is_that_of_the_loop(monkeypatch):
     check_layer(monkeypatch)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests.cases import Case, slow
+from tests.cases import Case
 from tests.described import described
 from tests.kernels import needs_pallas
 from tests.kernels.one_pass import close
@@ -29,14 +29,11 @@ def stats_and_gradients(h, W, y, implementation, **options):
     return jax.jit(jax.grad(total, (0, 1), has_aux=True))(h, W)
 
 
+@pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize(
     "options",
-    [
-        slow({}),
-        slow({"temperature": 0.7}),
-        {"softcap": 5.0, "bias": BIAS},
-    ],
+    [{}, {"temperature": 0.7}, {"softcap": 5.0, "bias": BIAS}],
     ids=lambda x: "+".join(x) or "plain",
 )
 def test_sums_of_half_their_size_are_doubled(options, interpreted, monkeypatch):
@@ -63,9 +60,9 @@ def test_a_tile_that_a_bias_masks_whole(interpreted):
     from jaxmem.kernels import logits
 
     assert math.frexp(logits.MASK_VALUE)[0] == -0.5
-    h, W, y = Case(30, D, 600, std=2.0).make()
+    h, W, y = Case(30, D, 300, std=2.0).make()
     h, W, y = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), y % 256
-    bias = np.where(np.arange(600) < 256, 0, -np.inf).astype(np.float32)
+    bias = np.where(np.arange(300) < 256, 0, -np.inf).astype(np.float32)
     grads, made = stats_and_gradients(h, W, y, "hopper", bias=jnp.asarray(bias))
     wide = (x.astype(jnp.float32) for x in (h, W))
     want_grads, want = stats_and_gradients(*wide, y, "xla", bias=jnp.asarray(bias))

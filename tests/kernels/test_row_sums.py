@@ -45,6 +45,7 @@ def test_sums_against_float64(rows_interpreted):
     np.testing.assert_allclose(got[1], 2 * want, rtol=16 * EPS)
 
 
+@pytest.mark.slow
 def test_verbs_with_them(rows_interpreted, monkeypatch):
     monkeypatch.setattr(row_sums, "SHARES", 2)
     assert_good("jsd", make(v=600), (row_sums, "sums"), vocab_size=600)

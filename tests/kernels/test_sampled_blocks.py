@@ -67,13 +67,14 @@ def test_each_column_is_kept_as_often_as_its_probability_says(peak, rows_interpr
     assert not kept[~there].any()
 
 
-@pytest.mark.parametrize("verb", ["jsd", slow("reverse_kl"), slow("forward_kl")])
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["jsd", "reverse_kl", "forward_kl"])
 def test_values_and_entries_with_certainty(verb, by_kernels):
     test_sampled_divergence.test_values_are_the_exact_path_s_to_the_bit(None)
     test_sampled_divergence.test_with_every_column_kept_the_gradient_is_exact(verb)
 
 
-@pytest.mark.parametrize("verb", ["reverse_kl", "jsd"])
+@pytest.mark.parametrize("verb", [slow("reverse_kl"), "jsd"])
 def test_types_over_a_mesh(verb, monkeypatch):
     """That of every result says over which axes it varies."""
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
@@ -104,7 +105,8 @@ def sampled(verb, key, *operands):
     )(*operands)
 
 
-@pytest.mark.parametrize("verb", ["jsd", slow("reverse_kl"), slow("forward_kl")])
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["jsd", "reverse_kl", "forward_kl"])
 def test_lowered_for_a_gpu(verb, monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
     text = hlo.lowered_for_an_h200(

@@ -35,7 +35,7 @@ def test_both_gradients(layout, d, monkeypatch):
     monkeypatch.setattr(sampled_products, "_PIECE", 8)
     monkeypatch.setattr(sampled_products, "_COLUMNS", 1)
     monkeypatch.setattr(sampled_products, "_TRANSPOSED_DEPTH", 16)
-    n, v = 24, 20
+    n, v = 12, 10
     dz, dense, h, W = problem(n, d, v, 6)
     launch = sampled_products.Launch(8, 4, sums=8)
     given = W if layout == "vd" else W.T
@@ -78,6 +78,7 @@ def test_a_long_column_counts_each_pair_once(many, monkeypatch):
         np.testing.assert_array_equal(got[i], want)
 
 
+@pytest.mark.slow
 def test_sums_do_not_depend_on_the_launch(monkeypatch):
     from jaxmem.kernels import sampled_products
 

@@ -144,6 +144,7 @@ def test_micro_batches_share_the_room_of_what_is_kept_and_sent():
 # -------------------------------------------------------------------- choice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 1.01])
 def test_the_fastest_that_fits(share):
     """Held against every set of names, all of them compiled."""
@@ -163,6 +164,7 @@ def _subsets(names):
     ]
 
 
+@pytest.mark.slow
 def test_the_host_makes_room_for_what_is_kept():
     limit = needs(remat.Policy()) - INPUTS // 2
     policy, said = chosen(limit, FAST)

@@ -78,12 +78,15 @@ def gradient(policy, **options):
                                       (0, 1)))  # fmt: skip
 
 
+QUICK = ("full", 1), ("save_attention", 1)
+
+
 @pytest.mark.parametrize(
     "name, group",
-    [(name, 1) for name in remat.PRESETS]
-    + [
-        (name, 2) if name == "offload_block" else slow(name, 2)
+    [
+        (name, group) if (name, group) in QUICK else slow(name, group)
         for name in remat.PRESETS
+        for group in (1, 2)
     ],
 )
 def test_every_preset_gives_the_same_gradients(name, group, h, want):
@@ -95,8 +98,8 @@ def whole(name, last):
     return remat.PRESETS[name] | remat.Policy(last=last)
 
 
-WITH_LAST = [slow("full", 3, 1), ("save_attention", 2, 2), ("offload_attention", 1, 1),
-             slow("dots", 2, 1), ("offload_block", 2, 2)]  # fmt: skip
+WITH_LAST = [slow("full", 3, 1), slow("save_attention", 2, 2), slow("dots", 2, 1),
+             slow("offload_attention", 1, 1), ("offload_block", 2, 2)]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, last, group", WITH_LAST)
@@ -162,6 +165,7 @@ def saved_bytes(name, **options):
     ).temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_what_a_policy_keeps_takes_memory():
     nothing, attention, all_ = map(saved_bytes, ("full", "save_attention", "none"))
     assert nothing < attention < all_
@@ -179,6 +183,7 @@ def test_a_stack_is_not_copied_for_its_last_blocks_or_for_groups():
         assert account.temp_size_in_bytes < size / 2
 
 
+@pytest.mark.slow
 def test_derivatives_forward_too(h):
     """And by the number of blocks in integers, which have none."""
     numbered = weights() | {"index": jnp.arange(LAYERS)}
@@ -218,6 +223,7 @@ def test_products_kept_beside_names_are_not_made_again(h):
     assert placements(gradient(both), weights(), h) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", OFFLOADING)
 def test_under_vmap_microbatches_and_donation(policy, h, want):
     _, (dw, dh) = jax.vmap(gradient(policy), (None, 0))(weights(), jnp.stack([h, h]))
@@ -257,9 +263,8 @@ def test_under_shard_map(policy, h, want):
     assert_close(dh[1], dh_wanted)
 
 
-@pytest.mark.parametrize(
-    "policy", [slow("save_attention"), slow("offload_block"), LAST_WHOLE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["save_attention", "offload_block", LAST_WHOLE])
 def test_with_the_head_after_it(policy, h):
     """A custom_vjp outside of the blocks, and one inside a block."""
     table = jnp.asarray(np.random.default_rng(2).normal(size=(32, WIDTH)), jnp.float32)
@@ -312,7 +317,7 @@ def test_names_of_ones_own():
     assert (mine | remat.Policy(offload=["block_in"])).save == ("mine",)
 
 
-@pytest.mark.parametrize("name, last", [("none", 0), ("full", 0), ("dots", 2)])
+@pytest.mark.parametrize("name, last", [("full", 0), slow("none", 0), slow("dots", 2)])
 def test_without_a_loop(name, last, h, want):
     policy = whole(name, last) if last else name
     run = gradient(policy, unroll=True)
