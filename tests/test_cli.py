@@ -14,6 +14,7 @@ import pytest
 from jaxmem import _imports, cli
 from jaxmem._version import __version__
 from jaxmem.base import locks
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -335,7 +336,7 @@ def test_output_that_nobody_reads_ends_quietly(tmp_path):
     assert done.stderr == "status 141\n"
 
 
-@pytest.mark.parametrize("words", [["train", "é.gin"], ["train", "--keys", "é"]])
+@pytest.mark.parametrize("words", [["train", "é.gin"], slow(["train", "--keys", "é"])])
 def test_a_terminal_of_ascii_gets_escapes(words, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxmem", *words],
