@@ -74,11 +74,13 @@ def test_the_inverse_of_the_distribution_function(v, std):
 @pytest.mark.parametrize("layout", ["dv", slow("vd")])
 def test_every_option(layout):
     h, W = make(3.0)
-    given = W if layout == "vd" else W.T
+    given, where = W if layout == "vd" else W.T, np.arange(N) % 4 > 0
     ids = described(jaxmem.sample_ids)(
-        h, given, 50, KEY, CHUNK, layout=layout, **OPTIONS
+        h, given, 50, KEY, CHUNK, where=where, layout=layout, **OPTIONS
     )
-    assert_inverse(np.asarray(ids), uniform(50), softmax(h, W, **OPTIONS))
+    ids, u, p = np.asarray(ids), uniform(50), softmax(h, W, **OPTIONS)
+    assert_inverse(ids[where], u[where], p[where])
+    assert (ids[~where] == -1).all()
 
 
 def test_bit_by_bit_where_probabilities_are_powers_of_two():

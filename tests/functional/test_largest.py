@@ -102,7 +102,6 @@ def test_columns_that_a_bias_excludes_come_last_and_padding_never():
     np.testing.assert_array_equal(ids[:, -34:], np.tile(np.arange(0, 100, 3), (N, 1)))
 
 
-@pytest.mark.slow
 def test_masked_tokens_give_exactly_nothing():
     (h, W), where = make(300), np.arange(N) % 4 == 0
     everything = {"where": np.ones(N, bool)}

@@ -68,7 +68,7 @@ def ragged(operands, after=7):
 
 
 def everything(**changes):
-    """For the tests of masks and biases, which share one program, too."""
+    """A mask and a bias, so that tests with and without them share one program."""
     return {"where": np.ones(N, bool), "bias": np.zeros(V, np.float32)} | changes
 
 
@@ -78,7 +78,8 @@ def check(operands, dtype="float32", layout="vd", chunk=CHUNK, **options):
     g = cotangents("support")
     arrays = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
     numbers = tuple((k, v) for k, v in options.items() if k not in arrays)
-    made, gradients = ours(ragged(operands), g, arrays, layout, numbers, chunk)
+    given = everything(**arrays)
+    made, gradients = ours(ragged(operands), g, given, layout, numbers, chunk)
     rough, rough_gradients = materialised(operands, g, arrays, "support", numbers)
     want, exact_gradients = exact("support", g, operands, **options)
     assert made.dtype == jnp.float32 and made.shape == want.shape
@@ -111,7 +112,9 @@ def test_ids_that_repeat_or_are_absent():
     operands = h, W, y, dense
     csr = ragged((h, W, y, np.where(dense < 0, V, dense)))  # as many ids a token
     ids = np.where(csr[3] == V, -5, csr[3])
-    value, gradients = ours((*csr[:3], ids, csr[4]), cotangents("support"), {})
+    value, gradients = ours(
+        (*csr[:3], ids, csr[4]), cotangents("support"), everything()
+    )
     want, need = exact("support", cotangents("support"), operands)
     np.testing.assert_allclose(value, want, rtol=2e-6, atol=2e-6)
     for got, exact_one in zip(gradients, need, strict=False):
@@ -123,18 +126,19 @@ def test_one_width_is_the_dense_form_bit_by_bit():
     dense[:] = np.where(dense < 0, (dense[:, :1] + np.arange(MAX_IDS)) % V, dense)
     g = cotangents("support")
     want, of_dense = ours_dense((h, W, y, dense), g, {}, "support")
-    value, gradients = ours(ragged((h, W, y, dense)), g, {})
+    value, (dh, dW, _) = ours(ragged((h, W, y, dense)), g, everything())
     np.testing.assert_array_equal(value, want)
-    for got, exact_one in zip(gradients, of_dense, strict=True):
+    for got, exact_one in zip((dh, dW), of_dense, strict=True):
         np.testing.assert_array_equal(got, exact_one)
 
 
 def test_a_token_does_not_depend_on_the_others():
     h, W, y, dense = make()
     order = np.random.default_rng(2).permutation(N)
-    want, (dh, _) = ours(ragged((h, W, y, dense)), cotangents("support"), {})
+    g = cotangents("support")
+    want, (dh, *_) = ours(ragged((h, W, y, dense)), g, everything())
     shuffled = h[order], W, y[order], dense[order]
-    got, (moved, _) = ours(ragged(shuffled), cotangents("support")[order], {})
+    got, (moved, *_) = ours(ragged(shuffled), g[order], everything())
     np.testing.assert_array_equal(got, want[order])
     np.testing.assert_array_equal(moved, dh[order])
 
@@ -183,10 +187,10 @@ def test_masked_tokens_give_exactly_nothing():
 def poisoned(operands, bad):
     """Check that exactly these tokens are NaN, and others not where g does not ask."""
     g, bad = cotangents("support"), np.isin(np.arange(N), bad)
-    value, (dh, _) = ours(operands, g, {})
+    value, (dh, *_) = ours(operands, g, everything())
     np.testing.assert_array_equal(np.isnan(value), bad)
     np.testing.assert_array_equal(np.isnan(dh).any(1), bad)
-    _, unused = ours(operands, np.where(bad, 0, g), {})
+    _, unused = ours(operands, np.where(bad, 0, g), everything())
     assert all(np.isfinite(x).all() for x in unused)
 
 

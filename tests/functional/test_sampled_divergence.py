@@ -121,10 +121,10 @@ def loss_of(verb, g, **options):
 @pytest.mark.parametrize(
     "verb, options",
     [
+        ("jsd", SOME),
         ("selected of draws", SOME),
         ("loss of jsd, warm", SOME),
         ("loss of draws, warm", SOME),
-        slow("jsd", SOME),
         slow("loss of columns", SOME),
         slow("reverse_kl", SOME),
         slow("forward_kl of columns", SOME),  # a test of shards has it without options
