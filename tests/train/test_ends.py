@@ -12,6 +12,7 @@ from jaxmem import checkpoints, cli
 from jaxmem.data.records import DataError
 from jaxmem.train import results
 from jaxmem.train.history import read_history
+from tests.cases import slow
 from tests.checkpoints import texts
 from tests.train.jobs import runs
 
@@ -67,7 +68,7 @@ def exported(path, *options):
     return "out"
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [slow(False), True])
 def test_a_whole_model_ends_its_turns(streaming):
     train(f"data.streaming={streaming}")
     assert ends("run/model") == [EOS, TURN]
@@ -75,6 +76,7 @@ def test_a_whole_model_ends_its_turns(streaming):
     assert ends(exported("run")) == [EOS, TURN]
 
 
+@pytest.mark.slow
 def test_an_adapter_ends_its_turns():
     train("model.lora_rank=1")
     assert ends("run/adapter") == [EOS, TURN]
@@ -105,6 +107,7 @@ def losses(path):
     return [step.loss for step in read_history(pathlib.Path(path) / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_template_with_the_date_resumes_on_another_day(monkeypatch):
     monkeypatch.setattr(results.datetime, "datetime", Clock)
     train("run.steps=4", "run.out_dir=once")

@@ -12,6 +12,7 @@ import pytest
 
 from jaxmem.train import charts, report
 from jaxmem.train.metrics import PolicyMetrics, StepMetrics
+from tests.cases import slow
 
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "chromium-headless-shell"
 VOID = {"meta", "link", "br", "circle", "line", "polyline"}
@@ -211,7 +212,9 @@ def test_a_browser_shows_the_page_without_errors(run, tmp_path):
 WRONG = (None, "x", "\ud800", [], {}, [1], {"a": 1}, True, 1e308, 10**400, math.nan)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "samples.jsonl"])
+@pytest.mark.parametrize(
+    "name", [slow("metrics.jsonl"), "summary.json", "samples.jsonl"]
+)
 def test_files_that_are_damaged_by_hand_still_make_a_page(name, run, tmp_path):
     """Each value of the first record, replaced by everything that JSON can hold."""
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)

@@ -214,6 +214,7 @@ def test_what_an_adapter_is_loaded_with_is_said(name, alone, tmp_path):
     assert ("with the text part of the checkpoint alone" not in said) == alone
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_to_a_mesh_in_parts(directory):
     model = texts.checkpoint("qwen3", directory)
     named = f"model.checkpoint={model}", *ADAPTED

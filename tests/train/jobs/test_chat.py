@@ -67,6 +67,7 @@ def best_step(path):
     return int(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_program")
 def test_chats_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
     result, said = train()

@@ -25,7 +25,6 @@ from jaxmem.train.jobs.sampling_program import SamplingProgram
 from jaxmem.train.jobs.turns import SamplePrograms
 from jaxmem.train.metrics import PolicyMetrics
 from jaxmem.train.progress import ProgressReport
-from tests.cases import slow
 from tests.checkpoints import texts
 from tests.train.jobs import runs
 from tests.train.jobs.kills import kill_before
@@ -275,14 +274,15 @@ def test_labels_are_the_model_s_tokens_in_every_micro_batch():
     assert set(labels.tolist()) == {-1, A}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_program")
 @pytest.mark.parametrize(
     "overrides",
     [
         [],
-        slow(["sampling.top_k=5"]),
-        slow(["grpo.turn_rewards=True"]),
-        slow(["grpo.token_fraction=0.7", "grpo.loss=gspo"]),
+        ["sampling.top_k=5"],
+        ["grpo.turn_rewards=True"],
+        ["grpo.token_fraction=0.7", "grpo.loss=gspo"],
     ],
     ids=str,
 )
@@ -353,6 +353,7 @@ def assert_same(kept, again):
     np.testing.assert_array_equal(kept.graded.rewards, again.graded.rewards)
 
 
+@pytest.mark.slow
 def test_a_model_of_one_s_own_keeps_its_cache_if_it_can_extend_it():
     sizes = "model.layers=1 model.hidden=16 model.ff=16 model.heads=2 model.head_dim=8"
     made = []

@@ -12,7 +12,6 @@ from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, policy_loss
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.rollouts import SAME_WEIGHTS, Logprobs
 from jaxmem.train.jobs.rows import join, take
-from tests.cases import slow
 from tests.train.jobs.test_grpo import (
     SMALL,
     changed,
@@ -90,13 +89,12 @@ def weighed(config, old, rollout):
     return np.where((ratio >= low) & (ratio <= high), ratio, 0)
 
 
-@pytest.mark.parametrize("same_weights", [False, True])
 @pytest.mark.parametrize(
-    ("correction", "loss", "logits"),
+    ("correction", "loss", "logits", "same_weights"),
     [
-        ("tis", "grpo", "fused"),
-        ("mis", "cispo", "materialised"),
-        ("icepop", "sapo", "fused"),
+        ("tis", "grpo", "fused", False),
+        ("mis", "cispo", "materialised", True),
+        ("icepop", "sapo", "fused", True),
     ],
 )
 def test_a_correction_multiplies_the_surrogate(correction, loss, logits, same_weights):
@@ -205,19 +203,20 @@ def steps_of(job):
 TIMES = "seconds", "second", "peak"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
         dict(minibatches=2, epochs=2, correction="tis"),
-        slow(dict(minibatches=1)),  # as in `long_job`, without a forward pass
-        slow(dict(minibatches=1, epochs=2)),
-        slow(dict(minibatches=2, loss="sapo", correction="icepop")),
-        slow(dict(minibatches=2, epochs=2, loss="gspo")),
-        slow(dict(minibatches=2, loss="cispo", kl_coefficient=0.1)),
+        dict(minibatches=1),  # as in `long_job`, without a forward pass
+        dict(minibatches=1, epochs=2),
+        dict(minibatches=2, loss="sapo", correction="icepop"),
+        dict(minibatches=2, epochs=2, loss="gspo"),
+        dict(minibatches=2, loss="cispo", kl_coefficient=0.1),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sampling", [{}, slow(dict(top_k=5))], ids=str)
+@pytest.mark.parametrize("sampling", [{}, dict(top_k=5)], ids=str)
 def test_an_update_that_measures_its_own_tokens_changes_nothing(
     fields, sampling, monkeypatch
 ):
@@ -242,7 +241,8 @@ def test_an_update_that_measures_its_own_tokens_changes_nothing(
                 np.testing.assert_allclose(other, value, 1e-4, 2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("loss", ["grpo", slow("gspo")])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_a_ratio_to_the_sampler_takes_the_same_steps_without_an_old_pass(loss):
     """Within rounding: the sampler is the trainer, token by token."""
     jobs = [long_job(minibatches=2, loss=loss, correction=x) for x in (None, "ratio")]

@@ -234,6 +234,7 @@ def test_a_student_learns_is_evaluated_and_a_killed_run_resumes_bitwise(monkeypa
     assert steps("cut") == steps("run")
 
 
+@pytest.mark.slow
 def test_gradients_are_sampled_by_seed_and_step(two_steps, monkeypatch):
     never = "eval.every=None", "head.gradient=('sample', 16)"
     sampled, _ = train(*never)
@@ -260,7 +261,7 @@ def test_a_student_reads_text_as_its_teacher_does(two_steps):
         assert place.load().config.hidden == 24
 
 
-# Supervised training and GRPO add the same loss to a step.
+# Supervised training adds the same loss to a step.
 @pytest.mark.slow
 def test_routers_are_recorded_and_their_loss_is_learned():
     mixed = [
@@ -369,7 +370,7 @@ OFFLINE = "distill.mode=offline", "data.source=teacher.parquet"
     ("options", "streamed"),
     [
         slow(["--top-k=6"], []),
-        (["--top-k=6"], ["data.streaming=True", "data.shuffle_window=16"]),
+        slow(["--top-k=6"], ["data.streaming=True", "data.shuffle_window=16"]),
         (["--sample-ids=12"], []),
     ],
 )
@@ -387,7 +388,7 @@ def test_a_student_learns_from_a_file_and_resumes(options, streamed, monkeypatch
         assert steps("cut") == steps("run")
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("name", [slow("forward_kl"), "reverse_kl", slow("jsd")])
 def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
     config = DistillConfig(divergence=name, beta=0.2, temperature=1.6)
     rng = np.random.default_rng(0)
@@ -418,7 +419,7 @@ def count(*columns):
 def test_columns_stand_where_their_tokens_do():
     rows = [{"prompt": "ab", "response": "cde" * n} for n in range(1, 9)]
     write("data.jsonl", rows)
-    file = teacher_files.read(scored("--top-k=3"))
+    file = teacher_files.read(scored("--top-k=2"))
     config = DataConfig(source="", sequence_length=8, batch_size=2)
     seen = collections.Counter()
     labels = np.concatenate([ids[n:] for ids, n in file.documents])
@@ -455,7 +456,7 @@ def test_an_epoch_and_a_preview_of_a_file(capsys):
     [
         (["--top-k=2"], ["distill.temperature=2.0"], "jaxmem score --temperature 1"),
         (["--sample-ids=2"], ["distill.divergence=jsd"], "distill.divergence='jsd' ne"),
-        ([], [], "has no column 'prompt_ids'; write it by: jaxmem score TEACHER"),
+        slow([], [], "has no column 'prompt_ids'; write it by: jaxmem score TEACHER"),
         (["--top-k=2"], ["data.source=data.jsonl"], "data.jsonl must be a .parquet f"),
         (["--top-k=2"], ["data.streams=2"], "data.streams=2 must stay 1 for distill"),
         (["--top-k=2"], ["distill.teacher=other/llama"], "another tokenizer than the"),
@@ -553,7 +554,8 @@ def of_checkpoints(student, teacher, *more):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("larger", ["llama", slow("qwen3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("larger", ["llama", "qwen3"])
 def test_vocabularies_that_are_padded_to_different_sizes(larger):
     """The smaller one serves; the other's further rows change nothing."""
     texts.checkpoint("qwen3", pathlib.Path())

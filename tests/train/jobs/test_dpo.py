@@ -237,7 +237,7 @@ def test_settings_that_cannot_be(overrides, message):
     refused("dpo.gin", overrides, message)
 
 
-# Supervised training and GRPO add the same loss to a step.
+# Supervised training adds the same loss to a step.
 @pytest.mark.slow
 def test_routers_are_recorded_and_their_loss_is_learned(tmp_path):
     model = texts.checkpoint("mixtral", tmp_path)

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from jaxmem import cli
 from jaxmem.train import configuration, jobs
-from tests.cases import slow
 from tests.checkpoints import texts
 
 pytestmark = pytest.mark.usefixtures(
@@ -69,8 +68,8 @@ def job_of_line(form, directory, monkeypatch):
     return job_of(form)
 
 
-# What other jobs read is trained on by their own tests.
-@pytest.mark.parametrize("form", [x if job_of(x) == "sft" else slow(x) for x in FORMS])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_a_line_of_the_page_is_trained_on(form, directory, monkeypatch):
     job, out_dir = job_of_line(form, directory, monkeypatch), re.sub(r"\W+", "_", form)
     config, text = configuration.load(f"{job}.gin", [f"run.out_dir={out_dir}"])

@@ -14,7 +14,7 @@ from jaxmem import cli
 from jaxmem.train import configuration, jobs
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs.job import JOBS
-from tests.planning.conftest import fake as fake
+from tests.planning.conftest import fake as fake, numbered as numbered
 from tests.train.jobs import runs
 from tests.train.jobs.kills import kill_before
 
@@ -103,7 +103,7 @@ def test_the_teacher_is_the_average_of_the_weights():
     )
 
 
-def test_it_is_planned(fake, capsys):
+def test_it_is_planned(fake, numbered, capsys):
     assert cli.main(["plan", "own.gin", "--device", "h200", "--json"]) == 0
     teacher, step = json.loads(capsys.readouterr().out)["phases"]
     assert (teacher["name"], step["name"]) == ("teacher", "train step")

@@ -98,7 +98,7 @@ def numbers(result):
     return runs.reproducible(result.history)
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", [slow("sft"), slow("dpo"), "distill", "grpo"])
 def test_every_job_trains_it_and_resumes_bitwise(job, monkeypatch):
     # Rows of pairs hold one document each, so that it may see padding there.
     factory = f"{MODULE}:SeesPadding" if job == "dpo" else OWN
@@ -183,7 +183,7 @@ def test_recomputation_samples_what_a_cache_does_and_says_its_cost():
         (f"{MODULE}:Numbered", "blocks/0/.* has a number for a name"),
         (f"{MODULE}:Small", "has 3 entries, and the data's vocabulary 280"),
         (f"{MODULE}:Half", "has 'prefill' alone"),
-        (f"{MODULE}:SeesOthers", "lets a document see another one of its row"),
+        slow(f"{MODULE}:SeesOthers", "lets a document see another one of its row"),
         (f"{MODULE}:SeesPadding", "lets a document see another one of its row"),
         (f"{MODULE}:SeesWhatFollows", "lets a token see those after it"),
     ],
@@ -229,12 +229,13 @@ def test_weights_are_named_by_their_path_and_frozen_by_it():
     assert set(names) == {"kernel", "bias"} and program.head_is_frozen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job, mesh",
     [
         ("sft", {"fsdp": 2, "tensor": 2}),
-        slow("sft", {"data": 2, "sequence": 2}),
-        slow("grpo", {"fsdp": 2, "tensor": 2}),
+        ("sft", {"data": 2, "sequence": 2}),
+        ("grpo", {"fsdp": 2, "tensor": 2}),
     ],
 )
 def test_a_mesh_changes_no_number(job, mesh):
@@ -263,7 +264,8 @@ def test_partition_specs_are_those_of_the_parameters():
         DecoderProgram(config, 280)
 
 
-@pytest.mark.parametrize("job", ["sft", slow("grpo")])
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["sft", "grpo"])
 def test_it_is_planned(job, fake, capsys):
     given = [f"{job}.gin", "--device", "h200", f"model.factory={OWN}"]
     assert cli.main(["plan", *given]) in (0, 1)

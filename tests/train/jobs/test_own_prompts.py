@@ -85,6 +85,7 @@ train = functools.partial(runs.train, "grpo.gin")
 steps = functools.partial(runs.steps, kind=PolicyMetrics)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_program")
 def test_own_rewards_are_learned_and_a_run_resumes_bitwise(directory):
     result, said = train()

@@ -11,7 +11,6 @@ from jaxmem.train.jobs.minibatches import Minibatch, cut_prefixes
 from jaxmem.train.jobs.policy import GrpoConfig
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.rollouts import Completions
-from tests.cases import slow
 from tests.train.jobs.test_grpo import SMALL, changed, curve, job_with, train
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
@@ -75,7 +74,8 @@ def job_of(**grpo):
     return job_with(program, program.compile())
 
 
-@pytest.mark.parametrize("grpo", [{}, slow(dict(loss="dapo", token_fraction=0.5))])
+@pytest.mark.slow
+@pytest.mark.parametrize("grpo", [{}, dict(loss="dapo", token_fraction=0.5)])
 def test_the_expected_gradient_of_prefixes_is_that_of_all(grpo):
     job = job_of(**grpo)
     config, state = changed(job.config, grpo=dict(prefix_cut=0.2)), job.initial_state()
@@ -102,6 +102,7 @@ def test_the_expected_gradient_of_prefixes_is_that_of_all(grpo):
     assert error < 1.5 * spread / np.sqrt(len(drawn))
 
 
+@pytest.mark.slow  # one that replays routes reads them, too
 def test_a_run_reads_prefixes_in_every_pass_and_is_the_same_again(
     tmp_path, one_program
 ):

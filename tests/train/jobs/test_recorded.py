@@ -87,14 +87,16 @@ def write(made, noise=0.0):
     runs.write("rollouts.jsonl", rows)
 
 
-@pytest.mark.parametrize("sampling", [[], slow(["sampling.top_k=5"])], ids=str)
-def test_a_step_is_that_of_the_sampler_s_own_rollout(sampling):
-    job = new_job(*OWN, *sampling)
+@pytest.mark.parametrize(
+    "overrides", [["grpo.minibatches=1"], slow(["sampling.top_k=5"])], ids=str
+)
+def test_a_step_is_that_of_the_sampler_s_own_rollout(overrides):
+    job = new_job(*OWN, *overrides)
     state = job.initial_state()
     write(job._roll_out(1, state.params))
     job.open()
     state, told = job.step(1, state)
-    other = new_job(*RECORDED, *sampling)
+    other = new_job(*RECORDED, *overrides)
     assert other._compiled.sample is None
     got, found = other.step(1, other.initial_state())
     jax.tree.map(np.testing.assert_array_equal, got.params, state.params)
@@ -105,6 +107,7 @@ def test_a_step_is_that_of_the_sampler_s_own_rollout(sampling):
     assert other.task.shown(other.last.asked, other.last.completions, 0)
 
 
+@pytest.mark.slow
 def test_corrections_are_for_such_rollouts(tmp_path):
     job = new_job(*OWN)
     write(job._roll_out(1, job.initial_state().params), noise=0.4)

@@ -131,7 +131,7 @@ def dense_loss(z, made, normalizer, entropy_coefficient):
     ("entropy", "logits"),
     [
         (0.05, "fused"),
-        (0.0, "materialised"),
+        slow(0.0, "materialised"),
         slow(0.0, "fused"),
         slow(0.05, "materialised"),
     ],
@@ -199,6 +199,7 @@ def test_the_first_ratios_are_one_within_the_support_and_only_there(sampling):
     assert told["ratios_outside_1_25"] == told["ratios_outside_2"] == 0
 
 
+@pytest.mark.slow
 def test_supports_are_those_that_the_sampler_drew_from():
     """The sampler's own truncation of the trainer's logits, token by token."""
     job = job_of(**CUT)

@@ -45,6 +45,7 @@ def packed(samples, prompts, lengths):
     return tokens, live.astype(np.int32), places, samples.routes[:, :width]
 
 
+@pytest.mark.slow
 def test_a_sampler_records_what_its_routers_choose():
     """What a forward pass over all tokens chooses; other experts are other results."""
     decoder = nnx.merge(*drawn(lambda: Decoder(SIZES, rngs=nnx.Rngs(0))))
@@ -116,7 +117,10 @@ def test_a_sampler_reads_routers_as_they_are_stored():
 @pytest.mark.parametrize(
     ("settings", "sections"),
     [
-        (dict(share_prompts=True, row_lengths=(32,)), {}),
+        (
+            dict(share_prompts=True, prefix_cut=0.2, row_lengths=(32,)),
+            dict(model=dict(layers=2, feed_forwards=("experts",))),
+        ),
         slow(dict(prefix_cut=0.5, kl_coefficient=0.1), dict(sampling=dict(slots=8))),
         slow(dict(resample=1, correction="sequence_mask"), dict(mesh=dict(data=2))),
         slow(dict(token_fraction=0.6), dict(sampling=dict(top_k=5))),

@@ -98,11 +98,12 @@ def test_what_is_kept_changes_no_loss(name, config, finished):
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [
         dict(remat=dict(policy="none", unroll=True), head=dict(logits="materialised")),
-        slow(dict(remat=dict(policy="save_attention", save=("gate",)))),
+        dict(remat=dict(policy="save_attention", save=("gate",))),
     ],
 )
 def test_neither_head_nor_loop_nor_more_names_change_a_loss(sections, config, finished):
@@ -299,13 +300,17 @@ def test_norms_do_not_decay_though_stacking_gave_them_two_axes():
     )
 
 
-def test_frozen_weights_have_no_gradient_no_moments_and_never_change(config, tmp_path):
-    config = changed(
+@pytest.fixture
+def partly_frozen(config):
+    return changed(
         config,
         model=dict(param_dtype="bfloat16"),
         optimizer=dict(trainable="attention/|^norm"),
     )
-    program = sft.Program(config, 320)
+
+
+def test_frozen_weights_have_no_moments(partly_frozen):
+    program = sft.Program(partly_frozen, 320)
     shapes = program.state_shapes
     assert set(shapes.params) == {"blocks", "norm"}
     assert set(shapes.params["blocks"]) == {"attention"}
@@ -315,7 +320,12 @@ def test_frozen_weights_have_no_gradient_no_moments_and_never_change(config, tmp
     trained = sum(leaf.size for leaf in jax.tree.leaves(shapes.params))
     moments = sum(leaf.size for leaf in jax.tree.leaves(shapes.optimizer) if leaf.ndim)
     assert moments == 2 * trained
-    sizes = program.compile_step(config.head).memory_analysis()
+
+
+@pytest.mark.slow
+def test_frozen_weights_never_change(partly_frozen):
+    config = partly_frozen
+    sizes = sft.Program(config, 320).compile_step(config.head).memory_analysis()
     # Weights and moments are donated: what is left of the output are scalars.
     assert sizes.output_size_in_bytes - sizes.alias_size_in_bytes < 400
     result, _ = train(config)
@@ -325,7 +335,7 @@ def test_frozen_weights_have_no_gradient_no_moments_and_never_change(config, tmp
         train(changed(config, run=more))
 
 
-@pytest.mark.parametrize("trainable, products", [(None, 3), ("^blocks", 2)])
+@pytest.mark.parametrize("trainable, products", [slow(None, 3), ("^blocks", 2)])
 def test_a_step_has_no_product_of_the_vocabulary_twice(trainable, products, config):
     """The gradients of the head come from its forward pass, a chunk at a time."""
     optimizer = dict(trainable=trainable)
@@ -409,6 +419,7 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert fused.step.peak < materialised.step.peak
 
 
+@pytest.mark.slow
 def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
     documents = np.reshape(words(1600), (40, 40))
     path = tmp_path / "documents.jsonl"
@@ -517,6 +528,7 @@ def test_other_text_is_refused_before_a_file_of_the_run_changes(finished, tmp_pa
         assert was.read_text() == now.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_resumes_without_clipping(finished, tmp_path):
     config, first, _ = finished
     assert config.optimizer.clip_norm is not None

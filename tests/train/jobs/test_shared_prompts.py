@@ -8,16 +8,16 @@ import pytest
 from jaxmem.train.configuration import load
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_report import phases_of
-from tests.cases import slow
 from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, curve, train
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grpo", "sampling", "mesh"),
     [
-        slow(dict(kl_coefficient=0.1, epochs=2), {}, dict(data=2)),
+        (dict(kl_coefficient=0.1, epochs=2), {}, dict(data=2)),
         (dict(loss="gspo", token_fraction=0.7), dict(top_k=5), {}),
     ],
 )
