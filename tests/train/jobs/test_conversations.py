@@ -25,6 +25,7 @@ from jaxmem.train.jobs.sampling_program import SamplingProgram
 from jaxmem.train.jobs.turns import SamplePrograms
 from jaxmem.train.metrics import PolicyMetrics
 from jaxmem.train.progress import ProgressReport
+from tests.cases import slow
 from tests.checkpoints import texts
 from tests.train.jobs import runs
 from tests.train.jobs.kills import kill_before
@@ -319,10 +320,14 @@ def rolled_out(*overrides):
     return job, job._roll_out(1, job.program.initial_state().params)
 
 
-MESH = "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"
+MESH = (
+    "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "grpo.max_tokens_train=192",
+    "grpo.max_tokens_forward=192",
+)  # fmt: skip
 
 
-def test_a_cache_that_is_kept_over_turns_changes_nothing(monkeypatch):
+@pytest.mark.parametrize(("keeps", "overrides"), [(False, ()), slow(True, MESH)])
+def test_a_cache_that_is_kept_over_turns_changes_nothing(keeps, overrides, monkeypatch):
     job, kept = rolled_out("sampling.top_k=5")
     assert job.program.keeps_cache and kept.turns.max() == 3
     assert not [*job.program.lines()]
@@ -333,15 +338,12 @@ def test_a_cache_that_is_kept_over_turns_changes_nothing(monkeypatch):
     program = job_with("sampling.slots=8").program  # which reads all of it again
     assert program.prompts[0].shape[1] == 12 + 2 * (4 + 10)
     assert len([line for line in program.lines() if "again: with" in line]) == 1
-    rows = "grpo.max_tokens_train=192", "grpo.max_tokens_forward=192"
-    for keeps, overrides in ((False, ()), (True, (*MESH, *rows))):
-        with monkeypatch.context() as patched:
-            patched.setattr(SamplingProgram, "keeps_cache", keeps)
-            job, again = rolled_out("sampling.top_k=5", *overrides)
-            width = 12 if keeps else 12 + 2 * (4 + 10)
-            assert job.program.prompts[0].shape[1] == width
-        assert_same(kept, again)
-        np.testing.assert_array_equal(kept.supports.csr.ids, again.supports.csr.ids)
+    monkeypatch.setattr(SamplingProgram, "keeps_cache", keeps)
+    job, again = rolled_out("sampling.top_k=5", *overrides)
+    width = 12 if keeps else 12 + 2 * (4 + 10)
+    assert job.program.prompts[0].shape[1] == width
+    assert_same(kept, again)
+    np.testing.assert_array_equal(kept.supports.csr.ids, again.supports.csr.ids)
 
 
 def assert_same(kept, again):

@@ -68,6 +68,23 @@ def test_each_token_counts_once_in_the_mean_over_all_cuts(share):
         assert (abs(values.mean(axis=0) - expected) <= 5 * spread + 1e-6).all()
 
 
+def test_a_token_that_is_kept_weighs_what_its_probability_says():
+    config, lengths = changed(LONG, grpo=dict(prefix_cut=0.2)), np.array([1, 2, 7, 12])
+    sampled = np.arange(48, dtype=np.int32).reshape(4, 12)  # each token once
+    made = Completions.of(np.ones((4, 4), np.int32), np.full(4, 3), sampled, lengths)
+    part, cut = cut_prefixes(config, 1, made)
+    learned = Minibatch(part, np.ones(4), np.zeros((4, 12)), None, None, cut=cut)
+    found = {}
+    for rows, normalizer in learned.micro_batches(config):
+        live = rows.batch.labels >= 0
+        weights = rows.weights[live] / normalizer
+        found |= zip(rows.batch.labels[live].tolist(), weights.tolist(), strict=True)
+    kept = np.arange(12) < part.lengths[:, None]
+    wanted = (cut.inverse / lengths[:, None] / 4)[kept]
+    assert found == pytest.approx(dict(zip(sampled[kept], wanted, strict=True)))
+    assert len(found) < lengths.sum()
+
+
 @functools.cache
 def job_of(**grpo):
     program = PolicyProgram(changed(SHARED, grpo=grpo))
