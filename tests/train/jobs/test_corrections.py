@@ -258,7 +258,7 @@ def test_a_ratio_to_the_sampler_takes_the_same_steps_without_an_old_pass(loss):
 
 def test_a_ratio_is_to_the_sampler_s_own_numbers(monkeypatch):
     """One that gives its tokens too little: their ratios are above the clip."""
-    job = long_job(minibatches=2, loss="grpo", correction="ratio")
+    job = long_job(long_job(), correction="ratio")
     job.open()
     _, told = job.step(1, job.initial_state())
     sampled = job._sampled

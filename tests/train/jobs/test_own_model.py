@@ -98,7 +98,7 @@ def numbers(result):
     return runs.reproducible(result.history)
 
 
-@pytest.mark.parametrize("job", [slow("sft"), slow("dpo"), "distill", "grpo"])
+@pytest.mark.parametrize("job", [*map(slow, ["sft", "dpo", "distill"]), "grpo"])
 def test_every_job_trains_it_and_resumes_bitwise(job, monkeypatch):
     # Rows of pairs hold one document each, so that it may see padding there.
     factory = f"{MODULE}:SeesPadding" if job == "dpo" else OWN

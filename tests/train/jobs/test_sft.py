@@ -439,7 +439,7 @@ def held_out_loss(config, **sections):
 
 @pytest.mark.parametrize(
     "sections",
-    [dict(data=dict(batch_size=3)), slow(dict(head=dict(logits="materialised")))],
+    [dict(data=dict(batch_size=7)), slow(dict(head=dict(logits="materialised")))],
 )
 def test_held_out_text_is_scored_once_whatever_the_batches(sections, with_held_out):
     scored = held_out_loss(with_held_out)
