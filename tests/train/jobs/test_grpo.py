@@ -439,7 +439,7 @@ def test_the_loss_of_routers_is_learned():
     assert 0 < norms[0] < norms[1]
 
 
-@pytest.mark.slow  # own prompts are learned, too, and gradients are the papers'
+@pytest.mark.slow  # own models learn, too, and gradients are the papers'
 def test_the_shipped_config_learns(tmp_path):
     config, _ = load(
         CONFIGS / "grpo_arithmetic.gin", ["run.steps=32", "optimizer.warmup_steps=10"]
