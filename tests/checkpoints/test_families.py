@@ -39,7 +39,7 @@ DIFFERENTIATED = "gpt_oss", "phimoe", "apertus"
 # With those and tiny/ they have every switch but relu; others combine and vary them.
 OTHERS = (
     "ministral3_window", "llama_dynamic_beyond", "llama4", "gpt2", "cohere2", "granite",
-    "qwen2_moe_few", "olmo3_yarn", "gpt_neox", "nanochat", "gemma4_experts",
+    "qwen2_moe_few", "qwen3_5", "olmo3_yarn", "gpt_neox", "nanochat", "gemma4_experts",
 )  # fmt: skip
 RECORDED = sorted(path.stem for path in seeded.RECORDS.glob("*.npz"))
 

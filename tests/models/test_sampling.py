@@ -386,8 +386,7 @@ def test_layers_compiled_one_by_one_draw_the_same_tokens():
     np.testing.assert_allclose(one.logprobs, by_loop.logprobs, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [dict(qkv_bias=True, qk_norm=True), {}])
+@pytest.mark.parametrize("changes", [dict(qkv_bias=True, qk_norm=True), slow({})])
 def test_joined_projections_draw_the_same_tokens(changes):
     definition, weights = nnx.split(decoder(**changes))
     rng = np.random.default_rng(0)  # biases are initialised to zero

@@ -55,7 +55,6 @@ def planned(capsys, *words):
 def test_phases_of_a_policy_are_its_programs(fake, numbered):
     config, _ = configuration.load(cli._find_config(GRPO[0]), GRPO[1:])
     with devices.target("h200"):
-        job = job_of(config).plan()
         made = command.plan_of(job_of(config), "h200")
         compiled = PolicyProgram(config).compile()
     said = str(made)
@@ -69,6 +68,12 @@ def test_phases_of_a_policy_are_its_programs(fake, numbered):
     for phase, program in zip(made.phases, programs, strict=True):
         want = program.memory_analysis().temp_size_in_bytes
         assert phase.account.temporary == want, phase.name
+
+
+def test_how_often_a_policy_runs_its_programs(fake):
+    config, _ = configuration.load(cli._find_config(GRPO[0]), GRPO[1:])
+    with devices.target("h200"):
+        job = job_of(config).plan()
     assert [phase.turns for phase in job.phases] == [
         config.sampling.max_new_tokens - 1, 1, 1, 1,
     ]  # fmt: skip
@@ -101,17 +106,20 @@ def test_phases_of_pairs_are_its_programs(fake, numbered, capsys):
         account = expected.memory_analysis()
         assert phase["account"]["temporary"] == account.temp_size_in_bytes
         assert phase["account"]["arguments"] == account.argument_size_in_bytes
-    assert [reference["runs"], step["runs"]] == [0, 1]
-    assert step["tokens"] == 2 * 2 * 2 * 16  # micro-batches x pairs x answers x tokens
     moments = step["resident"]["moments"]
     assert moments > 0 and reference["resident"]["moments"] == moments  # eval.every
     assert status == 0 and made["notes"] == [
         "the reference is scored once, before the first step"
     ]
-    words += ("data.held_out=0.0", "eval.every=None")
-    config, _ = configuration.load(cli._find_config("dpo_lora.gin"), words)
+
+
+def test_no_step_scores_the_reference_of_pairs(fake):
+    words = (*DPO[1:], "run.accumulate=2", "data.held_out=0.0", "eval.every=None")
+    config, _ = configuration.load(cli._find_config(DPO[0]), words)
     with devices.target("h200"):
-        assert not job_of(config).plan().phases[0].held
+        reference, step = job_of(config).plan().phases
+    assert [reference.runs, step.runs] == [0, 1] and not reference.held
+    assert step.tokens == 2 * 2 * 2 * 16  # micro-batches x pairs x answers x tokens
 
 
 DISTILL = (
