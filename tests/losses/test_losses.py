@@ -405,18 +405,15 @@ def test_low_variance_has_a_ceiling_without_slope():
 # ---------------------------------------------------------------- label smoothing
 
 
-OPTIONS = {
-    "none": {},
-    "all but a softcap": {"bias": np.linspace(-1, 2, V, dtype=np.float32),
-     "temperature": np.linspace(0.5, 2, SHAPE[0], dtype=np.float32), "vocab_size": V -
-     2, "layout": "dv"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_label_smoothing_from_hidden_states(name):
-    options = OPTIONS[name]
-    vocab_size = options.get("vocab_size", V)
+def test_label_smoothing_from_hidden_states():
+    """With every option but a softcap."""
+    vocab_size = V - 2
+    options = {
+        "bias": np.linspace(-1, 2, V, dtype=np.float32),
+        "temperature": np.linspace(0.5, 2, SHAPE[0], dtype=np.float32),
+        "vocab_size": vocab_size,
+        "layout": "dv",
+    }
     rng = np.random.default_rng(2)
     h = rng.standard_normal((SHAPE[0], D)).astype(np.float32)
     W = rng.standard_normal((V, D)).astype(np.float32)
@@ -425,15 +422,15 @@ def test_label_smoothing_from_hidden_states(name):
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1))
     def loss(h, W):
-        W = W.T if options.get("layout") == "dv" else W
-        stats = described(jaxmem.token_stats)(h, W, y, implementation="xla", **options)
-        mean = described(losses.mean_logit)(h, W, **options) - stats.logsumexp
+        head = h, W.T
+        stats = described(jaxmem.token_stats)(*head, y, implementation="xla", **options)
+        mean = described(losses.mean_logit)(*head, **options) - stats.logsumexp
         return losses.label_smoothing(stats.logprob, mean, smoothing=0.3).sum()
 
     value, (dh, dW) = loss(h, W)
-    tau = np.float64(options.get("temperature", np.ones(SHAPE[0])))[:, None]
+    tau = np.float64(options["temperature"])[:, None]
     h, W = h.astype(np.float64), W.astype(np.float64)
-    z = ((h @ W.T + options.get("bias", 0)) / tau)[:, :vocab_size]
+    z = ((h @ W.T + options["bias"]) / tau)[:, :vocab_size]
     ln_p = z - np.log(np.exp(z).sum(1, keepdims=True))
     target = 0.7 * (np.arange(vocab_size) == y[:, None]) + 0.3 / vocab_size
     dz = (np.exp(ln_p) - target) / tau
