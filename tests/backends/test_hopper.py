@@ -87,11 +87,10 @@ def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
     assert launches == ([n, n - 1] if beside else [n])
 
 
-@pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize("name, splits", [
-    ("several blocks, every option", 3), ("several blocks", 3),
-    ("several blocks, every option", None), ("one block", None),
+    ("several blocks, every option", 3), slow("several blocks", 3),
+    slow("several blocks, every option", None), slow("one block", None),
 ])  # fmt: skip
 def test_a_loss_of_every_statistic_in_one_pass(name, splits, interpreted, monkeypatch):
     """Hidden's gradient in parts of the vocabulary: the last is shorter than others."""
