@@ -13,6 +13,7 @@ from jaxmem.models.sampling import (
     row_keys,
     samples_of,
 )
+from tests.cases import slow
 from tests.models.test_refill import LAYERS_OF_ATTENTION, LONG, OTHER_PARTS
 from tests.models.test_sampling import EOS, LENGTHS, PAD, PROMPTS, decoder
 
@@ -22,13 +23,12 @@ ROWS, WIDTH = PROMPTS.shape
 ROOM = WIDTH + TURNS * NEW + (TURNS - 1) * REPLY - 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "settings"),
     [
         (LONG, dict(top_k=1)),
-        (LAYERS_OF_ATTENTION | dict(learned_positions=64), dict(top_k=5)),
-        (OTHER_PARTS, {}),
+        slow(LAYERS_OF_ATTENTION | dict(learned_positions=64), dict(top_k=5)),
+        slow(OTHER_PARTS, {}),
     ],
 )
 def test_what_is_sampled_after_a_reply_does_not_depend_on_a_kept_cache(
