@@ -21,7 +21,6 @@ import pytest
 import jaxmem
 from benchmarks import results
 from jaxmem import cli
-from tests.cases import slow
 
 # Examples are tiny: nearly all of their time is compilation.
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -35,9 +34,6 @@ DOCUMENTS = [
 README_BYTES = 7 * 1024
 # Packages, and what they import at once: its extra is that of development alone.
 OPTIONAL = {"evaluate": "lm_eval"}
-# Packages whose examples compile programs: nearly all of the time of all examples.
-NUMERIC = "core", "functional", "heads", "losses", "models", "sharding"
-COMPILING = tuple(f"jaxmem.{name}." for name in NUMERIC)
 
 
 def _modules():
@@ -92,11 +88,7 @@ def test_methods_say_what_they_do_or_inherit_it():
 
 
 @pytest.mark.every_function
-@pytest.mark.parametrize(
-    "example",
-    [slow(x) if x.name.startswith(COMPILING) else x for x in _examples()],
-    ids=lambda test: test.name,
-)
+@pytest.mark.parametrize("example", _examples(), ids=lambda test: test.name)
 def test_docstring_example(example):
     said = io.StringIO()
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
