@@ -588,3 +588,8 @@ def test_normalizers(value):
 def test_no_normalizers(value):
     with pytest.raises(ValueError, match="normalizer must be finite and not negative"):
         checks.check_normalizer(np.asarray(value))
+
+
+def test_the_least_values_are_accepted():
+    assert checks.check_softcap(0.5) == 0.5
+    assert checks.check_vocab_size(1, V) == 1
