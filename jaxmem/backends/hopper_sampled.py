@@ -27,7 +27,8 @@ def launch_rows(spec: Spec, hidden: jax.Array) -> int:
     """Rows [N, D] whose exponentials are stored at once."""
     # Parts of a vocabulary take as many bytes in launches of more rows.
     chunk = spec.chunk * (spec.shards.count if spec.shards else 1)
-    return block_sizes.stored_rows(*hidden.shape, chunk, spec.frozen_head)
+    n_rows, depth = hidden.shape
+    return block_sizes.stored_rows(n_rows, depth, chunk, spec.frozen_head)
 
 
 def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
