@@ -441,12 +441,10 @@ def test_the_loss_of_routers_is_learned():
 
 @pytest.mark.slow  # own models learn, too, and gradients are the papers'
 def test_the_shipped_config_learns(tmp_path):
-    config, _ = load(
-        CONFIGS / "grpo_arithmetic.gin", ["run.steps=32", "optimizer.warmup_steps=10"]
-    )
+    config, _ = load(CONFIGS / "grpo_arithmetic.gin", ["run.steps=60"])
     result, _ = train(config, tmp_path / "run")
     rewards = curve(result, "reward")[:, 0]
-    assert rewards[:5].mean() < 0.15 and rewards[-5:].mean() > 0.25
+    assert rewards[:5].mean() < 0.15 and rewards[-5:].mean() > 0.5
     assert all(step.response_length == 1 for step in result.history)
 
 
