@@ -24,7 +24,7 @@ def sampling_of(spec: Spec) -> Sampling:
 
 
 def launch_rows(spec: Spec, hidden: jax.Array) -> int:
-    """Rows [N, D] whose exponentials are stored at once."""
+    """How many rows of hidden [N, D] one launch stores exponentials of."""
     # Parts of a vocabulary take as many bytes in launches of more rows.
     chunk = spec.chunk * (spec.shards.count if spec.shards else 1)
     n_rows, depth = hidden.shape

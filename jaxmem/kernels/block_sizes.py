@@ -42,7 +42,8 @@ def forward_rows(n_rows: int, chunk: int, columns: int, depth: int, groups: int)
 def stored_rows(n_rows: int, depth: int, chunk: int, frozen: bool) -> int:
     """Rows per launch that stores exponentials of all columns in 16 bits.
 
-    Those of a chunk; or, where W has a gradient, as many as its memory has room for.
+    A launch has at least the rows of a chunk. If W has a gradient, XLA stores the
+    exponentials in its buffer, which has room for D rows.
     """
     room = 0 if frozen else depth // MAX_CLUSTER_ROWS * MAX_CLUSTER_ROWS
     return whole(min(n_rows, max(chunk, room)))

@@ -223,10 +223,10 @@ def test_in_a_shard_map_without_types(layout):
         head = jaxmem.Head(W, bias, layout=layout)
         return jaxmem.logprobs(h, head, y, CHUNK, axis_name=axis_name, vocab_groups=2)
 
-    def both(logprobs, *trained):
-        made, pull = jax.vjp(logprobs, *trained)
-        dh, dW, dbias = pull(cotangents()["logprob"])
-        return (made, dW, dbias), dh
+    def both(logprobs, *operands):
+        values, vjp = jax.vjp(logprobs, *operands)
+        dh, dW, dbias = vjp(cotangents()["logprob"])
+        return (values, dW, dbias), dh
 
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,),
                          devices=jax.devices()[:2])  # fmt: skip

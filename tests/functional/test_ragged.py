@@ -79,12 +79,12 @@ def check(operands, dtype="float32", layout="vd", chunk=CHUNK, **options):
     arrays = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
     numbers = tuple((k, v) for k, v in options.items() if k not in arrays)
     given = everything(**arrays)
-    made, gradients = ours(ragged(operands), g, given, layout, numbers, chunk)
+    logprobs, gradients = ours(ragged(operands), g, given, layout, numbers, chunk)
     rough, rough_gradients = materialised(operands, g, arrays, "support", numbers)
     want, exact_gradients = exact("support", g, operands, **options)
-    assert made.dtype == jnp.float32 and made.shape == want.shape
-    assert (np.asarray(made) <= 0).all()
-    assert_as_good(made, rough, want, STATS_EPSILON, "logprobs")
+    assert logprobs.dtype == jnp.float32 and logprobs.shape == want.shape
+    assert (np.asarray(logprobs) <= 0).all()
+    assert_as_good(logprobs, rough, want, STATS_EPSILON, "logprobs")
     for name, got, near, need in zip(
         ("dhidden", "dW", "dbias"), gradients, rough_gradients, exact_gradients,
         strict=False,

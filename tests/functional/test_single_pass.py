@@ -151,8 +151,8 @@ def test_sixteen_bits_where_promotion_is_strict(problem):
         return jaxmem.token_loss(lambda stats: -stats.logprob, h, W, problem.y)[0]
 
     with jax.numpy_dtype_promotion("strict"):
-        made = jax.eval_shape(jax.grad(loss, (0, 1)), h, W)
-    assert {x.dtype for x in made} == {jnp.dtype(jnp.bfloat16)}
+        gradients = jax.eval_shape(jax.grad(loss, (0, 1)), h, W)
+    assert {x.dtype for x in gradients} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize(("names", "layout", "dtype"), [

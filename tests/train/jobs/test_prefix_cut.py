@@ -45,12 +45,12 @@ def test_each_token_counts_once_in_the_mean_over_all_cuts(share):
     lengths = np.array([1, 2, 7, 12], np.int32).repeat(4000)
     rows = len(lengths)
     prompts, own = np.ones((rows, 4), np.int32), np.arange(12) % 5 != 3
-    made = Completions.of(
+    completions = Completions.of(
         prompts, np.full(rows, 3), np.ones((rows, 12), np.int32), lengths,
         np.tile(own, (rows, 1)),
     )  # fmt: skip
-    part, cut = cut_prefixes(config, 1, made)
-    np.testing.assert_array_equal(cut.counts, made.counts)
+    part, cut = cut_prefixes(config, 1, completions)
+    np.testing.assert_array_equal(cut.counts, completions.counts)
     assert [len(row) for row in part.tokens[:9000:3000]] == [
         2 + part.lengths[i] for i in (0, 3000, 6000)
     ]
@@ -71,8 +71,10 @@ def test_each_token_counts_once_in_the_mean_over_all_cuts(share):
 def test_a_token_that_is_kept_weighs_what_its_probability_says():
     config, lengths = changed(LONG, grpo=dict(prefix_cut=0.2)), np.array([1, 2, 7, 12])
     sampled = np.arange(48, dtype=np.int32).reshape(4, 12)  # each token once
-    made = Completions.of(np.ones((4, 4), np.int32), np.full(4, 3), sampled, lengths)
-    part, cut = cut_prefixes(config, 1, made)
+    completions = Completions.of(
+        np.ones((4, 4), np.int32), np.full(4, 3), sampled, lengths
+    )
+    part, cut = cut_prefixes(config, 1, completions)
     learned = Minibatch(part, np.ones(4), np.zeros((4, 12)), None, None, cut=cut)
     found = {}
     for rows, normalizer in learned.micro_batches(config):
