@@ -1,9 +1,9 @@
 """Attention of one new token per row to a KV cache.
 
 A program reads the keys and values of one row and key-value head once, for all queries
-that share it, in blocks of slots, and only as far as slots are in use. It reads the
-stack of all layers in place, so that no layer is sliced out, and its scores never leave
-registers. Where rows and heads are too few to occupy the device, several programs share
+that share it, in blocks of slots, and only those in which the row sees a slot. It reads
+the stack of all layers in place, so that no layer is sliced out, and its scores never
+leave registers. Where rows and heads are too few to occupy the device, several programs share
 the slots of a head, and their results are combined by their logsumexps.
 """
 
@@ -30,7 +30,6 @@ class Place(NamedTuple):
 
     layer: jax.Array  # int32 scalar, of the stack
     seen: jax.Array  # [B, T] bool, slots to attend to
-    slots: jax.Array  # int32 scalar; `seen` is false from there on
 
 
 def supports(query: jax.Array, keys: jax.Array) -> bool:
@@ -81,17 +80,30 @@ def attend(
         scratch_types=_scratch(width, query.dtype, kind),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
+    seen = jnp.pad(place.seen, ((0, 0), (0, -slots % BLOCK)))
     out, lse = kernel(
-        *(jnp.reshape(x, (1,)).astype(jnp.int32) for x in (place.layer, place.slots)),
+        jnp.reshape(place.layer, (1,)).astype(jnp.int32),
+        *_blocks_of_rows(seen),
         jnp.pad(query.reshape(n, group, width), ((0, 0), (0, fill), (0, 0))),
         *(x.reshape(n, width) for x in token),
         *(x.reshape(layers * n, slots, width) for x in cached),
-        jnp.pad(place.seen.astype(jnp.int8), ((0, 0), (0, -slots % BLOCK))),
+        seen.astype(jnp.int8),
     )  # fmt: skip
     if splits == 1:
         return out.reshape(query.shape)
     shares = jax.nn.softmax(lse[:, :, :group], axis=0)[..., None]
     return jnp.sum(shares * out, axis=0).astype(query.dtype).reshape(query.shape)
+
+
+def _blocks_of_rows(seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Blocks with a slot that a row sees: numbers, then others, [B, n]; how many, [B].
+
+    Layers with the same `seen` share them in a compiled program whose layers are traced
+    one after the other, as the sampler's are on a GPU.
+    """
+    some = jnp.any(seen.reshape(len(seen), -1, BLOCK), axis=2)
+    blocks = jnp.argsort(~some, axis=1, stable=True)
+    return blocks.astype(jnp.int32), jnp.sum(some, axis=1, dtype=jnp.int32)
 
 
 def _scratch(width, dtype, kind) -> dict[str, Any]:
@@ -133,38 +145,43 @@ class _Kernel:
 
     __name__ = "cached_attention"
 
-    def __call__(self, layer_ref, slots_ref, query_ref, *refs: Any, **smem: Any):
+    def __call__(self, layer_ref, blocks_ref, count_ref, query_ref, *refs, **smem: Any):
         key_ref, value_ref, keys_ref, values_ref, seen_ref, out_ref, lse_ref = refs
         at, split = lax.axis_index("head"), lax.axis_index("split")
         query_smem, out_smem = smem["rows_smem"]
-        blocks = ring.ceil_div(slots_ref[0], BLOCK)
-        share = ring.ceil_div(blocks, self.splits)
-        first, end = split * share, jnp.minimum((split + 1) * share, blocks)
+        row = lax.div(at, self.heads)
+        share = ring.ceil_div(count_ref[row], self.splits)
+        first = split * share
+        end = jnp.minimum(first + share, count_ref[row])
         cached = layer_ref[0] * key_ref.shape[0] + at
         cache = {"keys": keys_ref, "values": values_ref}
 
-        def fetch(name, i):
+        def slots_of(i):
+            number = blocks_ref[row, jnp.minimum(i, blocks_ref.shape[1] - 1)]
+            return pl.ds(number * BLOCK, BLOCK)
+
+        def fetch(name, i, slots):
             @pl.when(i < end)
             def _():
-                here = cache[name].at[cached, pl.ds(i * BLOCK, BLOCK)]
+                here = cache[name].at[cached, slots]
                 to = smem[f"{name}_smem"]
                 plgpu.copy_gmem_to_smem(here, to, smem[f"{name}_full"])
 
         def block(i, softmax: _Softmax):
-            here = pl.ds(i * BLOCK, BLOCK)
-            seen = _load(seen_ref.at[lax.div(at, self.heads), here])
+            following = slots_of(i + 1)  # loaded before it is needed
+            seen = _load(seen_ref.at[row, slots_of(i)])
             plgpu.barrier_wait(smem["keys_full"])
             scores = _product(query_smem, smem["keys_smem"].transpose((1, 0)), BLOCK)
-            fetch("keys", i + 1)
+            fetch("keys", i + 1, following)
             seen = _below(seen, scores.shape) != 0
             scores = jnp.where(seen, self._capped(scores), -math.inf)
             plgpu.barrier_wait(smem["values_full"])
             softmax = _with(softmax, scores, smem["values_smem"])
-            fetch("values", i + 1)
+            fetch("values", i + 1, following)
             return softmax
 
-        fetch("keys", first)
-        fetch("values", first)
+        fetch("keys", first, slots_of(first))
+        fetch("values", first, slots_of(first))
         self._fetch_queries(query_ref.at[at], query_smem, smem["loaded"])
         own = self._of_token(query_smem, key_ref.at[at], value_ref.at[at], split == 0)
         softmax = lax.fori_loop(first, end, block, own)

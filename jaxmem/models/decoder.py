@@ -398,7 +398,7 @@ class Decoder(nnx.Module):
             before = cache.layers[stack.source or stack.name]
             if stack.source is not None:
                 index = jnp.asarray(len(before.keys) - 1)
-            cached = kv_cache.Cached(before, index, cache.used)
+            cached = kv_cache.Cached(before, index)
             return block.decode(x, rope, cached, seen, shared, own)
 
         x, made, routes = self._through(

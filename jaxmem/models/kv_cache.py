@@ -34,7 +34,6 @@ class Cached(NamedTuple):
 
     layers: Any  # a `Layer` [layers, B, kv_heads, T, head_dim], or another state
     index: jax.Array  # of the layer in its stack
-    slots: jax.Array  # in use, in every row
 
     @property
     def layer(self) -> Any:
@@ -53,7 +52,6 @@ class Cache(NamedTuple):
     positions: jax.Array  # [B, T] int32 of the row's token in a slot; -1: none
     lengths: jax.Array  # [B] int32, tokens per row; the position of the next token
     slot: jax.Array  # int32 scalar, the slot of the next token in every row
-    used: jax.Array  # int32 scalar; slots from there on hold nothing in any row
     # of the tokens in slots, as in `models.route_records`; None: they are not recorded
     routes: jax.Array | None = None
     tokens: jax.Array | None = None  # [B, T] in slots, of `models.rereading`
@@ -108,7 +106,7 @@ def of_prompts(
     places = jnp.arange(max_length, dtype=jnp.int32)
     positions = jnp.where(places < lengths[:, None], places, -1)
     slot = jnp.asarray(width, jnp.int32)
-    return Cache(layers, positions, lengths, slot, slot, *recorded)
+    return Cache(layers, positions, lengths, slot, *recorded)
 
 
 def replaced(cache: Cache, row: jax.Array, other: Cache) -> Cache:
@@ -121,7 +119,6 @@ def replaced(cache: Cache, row: jax.Array, other: Cache) -> Cache:
         layers=jax.tree.map(lambda x, new: put(x, new, 1), cache.layers, other.layers),
         positions=put(cache.positions, other.positions, 0),
         lengths=put(cache.lengths, other.lengths, 0),
-        used=jnp.maximum(cache.used, other.used),
         routes=jax.tree.map(lambda x, new: put(x, new, 0), cache.routes, other.routes),
         tokens=jax.tree.map(lambda x, new: put(x, new, 0), cache.tokens, other.tokens),
     )
@@ -192,7 +189,6 @@ def advance(
         put(cache.positions, positions),
         cache.lengths + lengths,
         slot,
-        jnp.maximum(cache.used, slot),
         put(cache.routes, routes),
         put(cache.tokens, tokens),
     )
@@ -228,7 +224,7 @@ def attend_in_place(
     if not cached_attention.supports(grouped, cached.layers.keys):
         return plain(query, token, cached.layer, seen)
     own = token.keys[:, :, 0], token.values[:, :, 0]
-    place = cached_attention.Place(cached.index, seen, cached.slots)
+    place = cached_attention.Place(cached.index, seen)
     mixed = cached_attention.attend(
         grouped, own, cached.layers, place, scale=scale, softcap=softcap
     )

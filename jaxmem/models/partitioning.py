@@ -183,9 +183,9 @@ class Layout:
 
         names = "positions", "lengths", "routes", "tokens"
         of_rows = self.of_rows({name: getattr(cache, name) for name in names})
-        slot, used = self.whole((cache.slot, cache.used))
+        slot = self.whole(cache.slot)
         return cache._replace(
-            layers=self._placed(cache.layers, spec_of), slot=slot, used=used, **of_rows
+            layers=self._placed(cache.layers, spec_of), slot=slot, **of_rows
         )
 
     def of_head(self, weights: Any, hidden: Any, labels: Any) -> tuple[Any, Any, Any]:
