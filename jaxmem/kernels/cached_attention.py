@@ -96,14 +96,17 @@ def attend(
 
 
 def _blocks_of_rows(seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Blocks with a slot that a row sees: numbers, then others, [B, n]; how many, [B].
+    """Numbers of the blocks with a slot that a row sees, [B, n]; how many, [B].
 
-    Layers with the same `seen` share them in a compiled program whose layers are traced
-    one after the other, as the sampler's are on a GPU.
+    What follows the last one is not read. Layers with the same `seen` share them in a
+    compiled program whose layers are traced one after the other, as the sampler's are
+    on a GPU. A sort would not be part of its command buffers.
     """
     some = jnp.any(seen.reshape(len(seen), -1, BLOCK), axis=2)
-    blocks = jnp.argsort(~some, axis=1, stable=True)
-    return blocks.astype(jnp.int32), jnp.sum(some, axis=1, dtype=jnp.int32)
+    so_far = jnp.cumsum(some, axis=1, dtype=jnp.int32)
+    each = jnp.arange(some.shape[1])[:, None]
+    before = jnp.sum(so_far[:, None] <= each, axis=2, dtype=jnp.int32)
+    return before, so_far[:, -1]
 
 
 def _scratch(width, dtype, kind) -> dict[str, Any]:
@@ -163,9 +166,8 @@ class _Kernel:
         def fetch(name, i, slots):
             @pl.when(i < end)
             def _():
-                here = cache[name].at[cached, slots]
-                to = smem[f"{name}_smem"]
-                plgpu.copy_gmem_to_smem(here, to, smem[f"{name}_full"])
+                here, full = cache[name].at[cached, slots], smem[f"{name}_full"]
+                plgpu.copy_gmem_to_smem(here, smem[f"{name}_smem"], full)
 
         def block(i, softmax: _Softmax):
             following = slots_of(i + 1)  # loaded before it is needed

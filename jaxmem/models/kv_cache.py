@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import layout
 
 from jaxmem import devices
 from jaxmem.models import partitioning
@@ -115,8 +116,14 @@ def replaced(cache: Cache, row: jax.Array, other: Cache) -> Cache:
     def put(x: jax.Array, new: jax.Array, axis: int) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(x, new, row, axis)
 
+    def put_layer(x: jax.Array, new: jax.Array) -> jax.Array:
+        # The prefill's own layout may be another, and a loop would carry the whole
+        # cache in it: each row that starts would then transpose all of it, twice.
+        rows_first = layout.Layout(tuple(range(x.ndim)))
+        return put(x, layout.with_layout_constraint(new, rows_first), 1)
+
     return cache._replace(
-        layers=jax.tree.map(lambda x, new: put(x, new, 1), cache.layers, other.layers),
+        layers=jax.tree.map(put_layer, cache.layers, other.layers),
         positions=put(cache.positions, other.positions, 0),
         lengths=put(cache.lengths, other.lengths, 0),
         routes=jax.tree.map(lambda x, new: put(x, new, 0), cache.routes, other.routes),

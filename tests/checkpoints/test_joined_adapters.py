@@ -78,7 +78,8 @@ def test_numbers_and_files_are_pefts(name, saved, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, (again, decoder)))
     checkpoints.save(tmp_path / "whole", checkpoints.merge(decoder), like=base)
     merged = logits(checkpoints.load(tmp_path / "whole"), tokens)
-    np.testing.assert_allclose(merged[:, places], expected, rtol=0, atol=atol)
+    # The sum of weights and products of an adapter is rounded once more.
+    np.testing.assert_allclose(merged[:, places], expected, rtol=0, atol=2 * atol)
 
 
 @pytest.mark.parametrize(
