@@ -2,6 +2,7 @@
 
     python -m benchmarks.run_experts --out experts_h100.csv
     python -m benchmarks.run_experts --tokens 64 --out experts_h100.csv
+    python -m benchmarks.run_experts --routing trained --no-loops --side jax
 
 At Qwen3-30B-A3B's dimensions, in bfloat16, with the uneven routing of
 `benchmarks/experts_routing.py`. First the distance of a layer and its gradients from
@@ -29,7 +30,7 @@ import numpy as np
 from benchmarks import experts_routing, results, workers
 from jaxmem import timing
 
-KEYS = ("path", "tokens", "experts", "chosen", "hidden", "ff", "device")
+KEYS = ("path", "tokens", "experts", "chosen", "hidden", "ff", "routing", "device")
 
 
 class Sizes(NamedTuple):
@@ -40,6 +41,7 @@ class Sizes(NamedTuple):
     chosen: int
     hidden: int
     ff: int
+    routing: str = "drawn"
 
     @property
     def rows(self) -> int:
@@ -48,7 +50,7 @@ class Sizes(NamedTuple):
 
     def choices(self) -> np.ndarray:
         """The experts of each token, [tokens, chosen]."""
-        return experts_routing.choices(self.tokens, self.experts, self.chosen)
+        return experts_routing.choices(*self[:3], self.routing)
 
 
 class Path(NamedTuple):
@@ -286,7 +288,7 @@ def row(sizes: Sizes, path: str, timed: timing.Timing, products: int) -> dict:
 def histogram(sizes: Sizes) -> list[dict]:
     """A row an expert."""
     counts = np.bincount(sizes.choices().reshape(-1), minlength=sizes.experts)
-    same = {"tokens": sizes.tokens, "chosen": sizes.chosen}
+    same = {"tokens": sizes.tokens, "chosen": sizes.chosen, "routing": sizes.routing}
     return [{**same, "expert": i, "rows": int(n)} for i, n in enumerate(counts)]
 
 
@@ -295,8 +297,10 @@ def main(arguments=None):
         description=inspect.cleandoc(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, default in zip(Sizes._fields, (8192, 128, 8, 2048, 768), strict=True):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in zip(
+        Sizes._fields, (8192, 128, 8, 2048, 768, "drawn"), strict=True
+    ):
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--side", choices=["jax", "torch"])
     parser.add_argument("--no-loops", action="store_true", help="kernels alone")
     parser.add_argument("--repetitions", type=int, default=7)
@@ -305,7 +309,7 @@ def main(arguments=None):
     sizes = Sizes(*(getattr(args, name) for name in Sizes._fields))
     path = pathlib.Path(args.out)
     counts = path.with_name(f"{path.stem}_histogram.csv")
-    results.merge(counts, histogram(sizes), ("tokens", "chosen", "expert"))
+    results.merge(counts, histogram(sizes), ("tokens", "chosen", "routing", "expert"))
     if args.side != "torch":
         found = measure(sizes, not args.no_loops, args.repetitions)
         here = results.provenance()
