@@ -106,7 +106,9 @@ def test_against_float64(name, softcap, interpreted):
 def test_only_blocks_with_a_slot_that_the_row_sees_are_read(interpreted):
     shape = 4, 1, 4, 5 * cached_attention.BLOCK - 8, 64, 1
     query, token, cached, _ = problem(shape)
-    blocks = np.array([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0] * 5], bool)
+    blocks = np.array(
+        [[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0] * 5], bool
+    )
     of_slots = np.repeat(blocks, cached_attention.BLOCK, axis=1)[:, : shape[3]]
     seen = of_slots & (np.random.default_rng(1).random(of_slots.shape) < 0.5)
     cached = tuple(jnp.where(seen[:, None, :, None], x, 0) for x in cached)
