@@ -85,9 +85,10 @@ def of_all(h, W, y, **options):
 @pytest.mark.parametrize(
     "run, options",
     one_at_a_time(
-        [functools.partial(of_micro_batches, one_pass=True), of_micro_batches, of_all],
+        [functools.partial(of_micro_batches, one_pass=True), of_all],
         [None, UNROLLED],
-    ),
+    )
+    + [slow(of_micro_batches, None)],
 )
 def test_no_kernel_writes_into_a_slice(run, options):
     shapes = ((3, 256, 256), jnp.bfloat16), ((1024, 256), jnp.bfloat16)
@@ -122,7 +123,7 @@ def _written_in_place(text):
             yield "\n".join([lines[origin(operands[int(place[1])])], *users])
 
 
-@pytest.mark.parametrize("slots", [None, 16])
+@pytest.mark.parametrize("slots", [slow(None), 16])
 def test_the_number_of_iterations_is_known_to_the_host(slots):
     """It would wait for the GPU in each iteration of a loop, and the GPU for it."""
 

@@ -64,6 +64,14 @@ SCHEDULE = """\
   ROOT %reduce-scatter = f32[2] reduce-scatter(%p), replica_groups={{0,1}}
 }
 
+%sums (p: f32[4]) -> f32[4] {
+  ROOT %all-reduce = f32[4] all-reduce(%p), replica_groups={{0,1}}
+}
+
+%copies (p: f32[4]) -> f32[4] {
+  ROOT %copy = f32[4] copy(%p)
+}
+
 %body (p: f32[4]) -> f32[4] {
   %all-gather-start.1 = (f32[1], f32[4]) all-gather-start(%p), replica_groups={{0,1}}
   %fusion.3 = f32[4] fusion(%p), kind=kCustom, calls=%gemm_fusion
@@ -74,12 +82,17 @@ SCHEDULE = """\
   %all-reduce-start = f32[4] all-reduce-start(%p), replica_groups={{0,1}}
   %mpmd_map.2 = bf16[8] custom-call(%p), custom_call_target="mosaic_gpu_v2"
   %all-reduce-done = f32[4] all-reduce-done(%all-reduce-start)
+  %fusion-start = ((f32[4]), f32[4]) fusion-start(%p), kind=kCustom, calls=%sums
+  %fusion-start.1 = ((f32[4]), f32[4]) fusion-start(%p), kind=kLoop, calls=%copies
+  %fusion.4 = f32[4] fusion(%p), kind=kCustom, calls=%gemm_fusion
+  %fusion-done.1 = f32[4] fusion-done(%fusion-start.1)
+  %fusion-done = f32[4] fusion-done(%fusion-start)
 }
 """
 
 
 def test_what_is_sent_while_something_is_multiplied():
-    assert collectives.hidden(SCHEDULE) == (2, 3)
+    assert collectives.hidden(SCHEDULE) == (3, 4)
 
 
 def test_what_a_compiled_program_communicates():

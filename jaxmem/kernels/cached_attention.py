@@ -3,8 +3,8 @@
 A program reads the keys and values of one row and key-value head once, for all queries
 that share it, in blocks of slots, and only those in which the row sees a slot. It reads
 the stack of all layers in place, so that no layer is sliced out, and its scores never
-leave registers. Where rows and heads are too few to occupy the device, several programs share
-the slots of a head, and their results are combined by their logsumexps.
+leave registers. Where rows and heads are too few to occupy the device, several programs
+share the slots of a head, and their results are combined by their logsumexps.
 """
 
 import dataclasses

@@ -118,9 +118,16 @@ def _parts(line: str) -> int:
 
 
 _SENT = r"(?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
-_START = re.compile(rf"%([\w.-]*) = .* (?:{_SENT}|async)-start\(")
-_DONE = re.compile(rf" (?:{_SENT}|async)-done\(%?([\w.-]+)")
+_START = re.compile(rf"%([\w.-]*) = .* (?:{_SENT}|async|fusion)-start\(")
+_DONE = re.compile(rf" (?:{_SENT}|async|fusion)-done\(%?([\w.-]+)")
 _PRODUCT = re.compile("gemm|cublas|dot|cudnn|fmha|mosaic_gpu")
+
+
+def _sends(line: str, computations: dict[str, list[str]]) -> bool:
+    """Whether an instruction, or the computation that it calls, is a collective."""
+    called = re.search(r"calls=%([\w.-]+)", line)
+    lines = computations[called[1]] if called else [line]
+    return any(map(_COLLECTIVE.search, lines))
 
 
 def hidden(text: str) -> tuple[int, int]:
@@ -128,14 +135,14 @@ def hidden(text: str) -> tuple[int, int]:
 
     A collective overlaps if a product is between its start and its end in the scheduled
     program. XLA prints instructions in scheduled order, and asynchronous ones as a
-    pair, `…-start` and `…-done`.
+    pair, `…-start` and `…-done`, since jax 0.12 also of a fusion that sends.
     """
-    beside = 0
-    for lines in _by_computation(text).values():
+    beside, computations = 0, _by_computation(text)
+    for lines in computations.values():
         started: dict[str, int] = {}
         products = 0
         for line in lines:
-            if match := _START.search(line):
+            if (match := _START.search(line)) and _sends(line, computations):
                 started[match[1]] = products
             elif (match := _DONE.search(line)) and match[1] in started:
                 beside += products > started[match[1]]
