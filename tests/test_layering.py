@@ -46,6 +46,7 @@ ALLOWED_IN = {
         "jaxmem.kernels",
         "jaxmem.core.partition",
         "jaxmem.devices",
+        "jaxmem.models.kv_cache",  # layouts
     ),
     "datasets": ("jaxmem.data.remote",),
     "fsspec": ("jaxmem.data.remote",),
