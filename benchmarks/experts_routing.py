@@ -4,8 +4,8 @@
 
 A bias of each expert, which all tokens share, makes some experts many times as busy as
 others: of 8192 tokens, the busiest has 4054 rows, the median 365, and the least busy 3.
-`run_experts` writes how many rows each one has. Recorded are the rows of each expert of
-a layer that was trained (`experts_routing_cpu.csv`).
+`run_experts` writes how many rows each one has. A recorded choice has the rows of each
+expert of the second layer in `experts_routing_cpu.csv`.
 """
 
 import numpy as np

@@ -100,13 +100,13 @@ def _blocks_of_rows(seen: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     What follows the last one is not read. Layers with the same `seen` share them in a
     compiled program whose layers are traced one after the other, as the sampler's are
-    on a GPU. A sort would not be part of its command buffers.
+    on a GPU.
     """
     some = jnp.any(seen.reshape(len(seen), -1, BLOCK), axis=2)
     so_far = jnp.cumsum(some, axis=1, dtype=jnp.int32)
-    each = jnp.arange(some.shape[1])[:, None]
-    before = jnp.sum(so_far[:, None] <= each, axis=2, dtype=jnp.int32)
-    return before, so_far[:, -1]
+    nth = jnp.arange(some.shape[1])[:, None]
+    numbers = jnp.sum(so_far[:, None] <= nth, axis=2, dtype=jnp.int32)
+    return numbers, so_far[:, -1]
 
 
 def _scratch(width, dtype, kind) -> dict[str, Any]:

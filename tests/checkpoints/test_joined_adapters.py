@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
 from jaxmem import checkpoints
@@ -76,10 +78,32 @@ def test_numbers_and_files_are_pefts(name, saved, tmp_path):
     again = checkpoints.load(base, adapter=out)
     assert again.config == decoder.config
     jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, (again, decoder)))
-    checkpoints.save(tmp_path / "whole", checkpoints.merge(decoder), like=base)
-    merged = logits(checkpoints.load(tmp_path / "whole"), tokens)
-    # The sum of weights and products of an adapter is rounded once more.
-    np.testing.assert_allclose(merged[:, places], expected, rtol=0, atol=2 * atol)
+    merged = checkpoints.merge(decoder)
+    assert_merged(merged, decoder)
+    checkpoints.save(tmp_path / "whole", merged, like=base)
+    whole = checkpoints.load(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, (whole, merged)))
+
+
+def assert_merged(merged, decoder):
+    """Each adapted weight is W + alpha / rank · A B in float64, to float32's rounding.
+
+    Logits would say less: those of the merged weights differ from the recorded ones by
+    rounding in all layers, as much as on the processor at hand.
+    """
+    given, got = (
+        flatten_dict(nnx.to_pure_dict(nnx.split(x)[1]), sep="/")
+        for x in (decoder, merged)
+    )
+    adapted = [x.removesuffix("lora_a") for x in given if x.endswith("/lora_a")]
+    assert adapted and len(got) == len(given) - 2 * len(adapted)
+    factor = decoder.config.lora_alpha / decoder.config.lora_rank
+    for path in adapted:
+        A, B, W = (np.float64(given[path + x]) for x in ("lora_a", "lora_b", "kernel"))
+        size = np.abs(W) + factor * np.abs(A) @ np.abs(B)
+        error = np.abs(got[path + "kernel"] - (W + factor * A @ B))
+        rounding = np.finfo(np.float32).eps * (A.shape[-1] + 2) / 2
+        assert (error <= rounding * size).all(), path
 
 
 @pytest.mark.parametrize(
