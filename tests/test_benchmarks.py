@@ -177,6 +177,7 @@ def test_what_is_wrong_is_not_timed():
 # ------------------------------------------------------------------ the scripts
 
 
+@pytest.mark.slow
 def test_the_materialised_path(capsys):
     arguments = ["--worker=time", *TINY, "--path=materialised"]
     ((row,), _) = rows_of(capsys, run_head.main, arguments)

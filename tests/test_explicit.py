@@ -502,6 +502,7 @@ def of_sequences(x):
     }
 
 
+@pytest.mark.slow
 def test_losses_of_sequences():
     x = placed((EXPLICIT, EXPLICIT), SHARDINGS["all"])
     with jax.set_mesh(x["h"].sharding.mesh):

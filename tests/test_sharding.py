@@ -120,9 +120,8 @@ def test_every_mesh(name):
 MIXED = (AxisType.Explicit, AxisType.Auto) * 2
 
 
-@pytest.mark.parametrize(
-    "kind", [AxisType.Explicit, slow(MIXED), slow(MIXED[::-1])], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Explicit, MIXED, MIXED[::-1]], ids=str)
 def test_a_mesh_with_explicit_axes(kind):
     verb = parallel(jaxmem.token_stats, "sequences", kind)
     check(with_gradients(verb, *problem()))

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jaxmem
 from tests import oracle
 from tests.backends.test_xla import compiled
-from tests.cases import Case, slow
+from tests.cases import Case
 from tests.described import described
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 
@@ -212,7 +212,8 @@ def test_columns_that_do_not_divide_are_padded(shards, tokens):
     assert_same_bits(got, run(jaxmem.logprobs, W, bias))
 
 
-@pytest.mark.parametrize("layout", ["vd", slow("dv")])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_in_a_shard_map_without_types(layout):
     """jax sums hidden's gradient there, in no order of ours; all else is the same."""
     h, W, bias, y = problem()
@@ -243,6 +244,7 @@ def test_in_a_shard_map_without_types(layout):
     np.testing.assert_allclose(got[1], want[1], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_groups_hold_less_than_all_logits():
     """Logits and float32 sums of W's gradient are a group's."""
     h, W = jnp.zeros((256, 64)), jnp.zeros((8192, 64))

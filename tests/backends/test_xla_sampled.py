@@ -146,6 +146,7 @@ def exact_dz(p, y, name):
     }[name]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOATS)
 def test_the_mean_of_draws_is_the_derivative(name):
     _, dz, grads, dh, p = draws(name)
@@ -192,6 +193,7 @@ def test_noise_is_below_that_of_a_label():
         small < 1 / rate]))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_same_bits_for_a_key_and_others_for_another():
     h, W, y = Case(40, 16, 300).make()
     g = cotangents(40)

@@ -13,7 +13,6 @@ from jaxmem.data import documents, mixing, pairs, prompts, tasks
 from jaxmem.data.config import DataConfig
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import DataError
-from tests.cases import slow
 
 LETTERS = "abc"  # of the sources
 
@@ -41,7 +40,8 @@ def test_odd_weights_are_shares_to_a_thousandth():
     assert abs(share - np.pi / (np.pi + np.e)) < 1e-3
 
 
-@pytest.mark.parametrize("least", [slow(0.00101), slow(np.pi / 1000), 1 / 30])
+@pytest.mark.slow
+@pytest.mark.parametrize("least", [0.00101, np.pi / 1000, 1 / 30])
 def test_small_weights_are_shares_to_five_per_cent(least):
     order = mixing.Mixed([0, 1], (1 - least, least), seed=0)
     share = np.mean([order[n] == 1 for n in range(4 * 10**4)])

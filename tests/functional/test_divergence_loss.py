@@ -117,10 +117,11 @@ def test_every_option(dtype):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("temperature", [2.5, slow(1.0)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [2.5, 1.0])
 @pytest.mark.parametrize(
     "of_stats",
-    [np.linspace(0.5, 2, N, dtype=np.float32), slow(0.7)],
+    [np.linspace(0.5, 2, N, dtype=np.float32), 0.7],
     ids=["per token", "scalar"],
 )
 def test_statistics_at_a_temperature_of_their_own(of_stats, temperature):
@@ -133,6 +134,7 @@ def test_statistics_at_a_temperature_of_their_own(of_stats, temperature):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_without_a_gradient_it_is_the_same():
     h, W, *reference = make()
     loss, metrics, _ = ours([h, W, *reference], {}, "jsd 0.1")
@@ -176,6 +178,7 @@ def test_masked_rows_may_hold_anything():
     np.testing.assert_allclose(half, value / 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_infinite_divergence_that_the_loss_leaves_out():
     h, W, h_ref, W_ref = make()
     bias = np.zeros(V, np.float32)
@@ -192,7 +195,8 @@ def test_an_infinite_divergence_that_the_loss_leaves_out():
     assert np.isfinite(dh).all() and np.isinf(value)
 
 
-@pytest.mark.parametrize("of_stats", [None, slow(0.5)])
+@pytest.mark.slow
+@pytest.mark.parametrize("of_stats", [None, 0.5])
 def test_four_products(of_stats):
     """Both heads' logits and two gradients; a loss of `divergence` takes six."""
 

@@ -11,7 +11,6 @@ import pytest
 import jaxmem
 from jaxmem.core import column_sampling
 from jaxmem.functional import draws
-from tests.cases import slow
 from tests.described import described
 
 N, D, V, CHUNK, KEY = 37, 8, 300, 16, jax.random.key(3)
@@ -71,7 +70,8 @@ def test_the_inverse_of_the_distribution_function(v, std):
     assert v == 1 or std == 15.0 or len(np.unique(ids)) > min(v, 100) / 2
 
 
-@pytest.mark.parametrize("layout", ["dv", slow("vd")])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dv", "vd"])
 def test_every_option(layout):
     h, W = make(3.0)
     given, where = W if layout == "vd" else W.T, np.arange(N) % 4 > 0
@@ -158,7 +158,8 @@ def test_a_row_that_is_nan_draws_nothing_and_stays_alone():
     np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 50, KEY, CHUNK), want)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", slow("float64")])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_other_types(dtype):
     with jax.enable_x64(dtype == "float64"):
         h, W = (jnp.asarray(x).astype(dtype) for x in make())
@@ -167,6 +168,7 @@ def test_other_types(dtype):
         assert_inverse(ids, uniform(20), softmax(np.asarray(h), np.asarray(W)))
 
 
+@pytest.mark.slow
 def test_any_leading_shape_vmap_and_gradients():
     h, W = make()
     h = h[:32]

@@ -96,9 +96,10 @@ def exact(verb):
     return oracle.head(h, W, y, cotangents, vocab_size=VOCABULARY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb, layout", [
-    ("token_loss", "dv"), slow("token_loss", "vd"), slow("token_stats", "vd"),
-    slow("token_stats", "dv"), slow("logprobs", "vd"),
+    ("token_loss", "dv"), ("token_loss", "vd"), ("token_stats", "vd"),
+    ("token_stats", "dv"), ("logprobs", "vd"),
 ])  # fmt: skip
 def test_the_mean_of_draws_is_exact_up_to_the_second_order(verb, layout):
     """The band of 256 draws, and for ratios of sums the square of their deviation."""

@@ -91,7 +91,8 @@ def test_values_and_gradients(name, verb):
     check(CASES[name].make(), verb)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_option(dtype):
     options = {k: v for each in OPTIONS.values() for k, v in each.items()}
     problem = Case(40, 33, 130, std=3.0).make()
@@ -156,6 +157,7 @@ def test_as_if_stopped(problem, fn, wrap):
     assert dW.shape == (V, D) and not dW.any() and not dbias.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
 def test_a_frozen_head_seen_before_does_not_freeze_the_next(problem, order):
     """Eagerly, where one cached trace could serve the wrong call."""
@@ -229,6 +231,7 @@ def test_no_cotangent_no_gradient(problem):
 # Transformations
 
 
+@pytest.mark.slow
 def test_under_checkpoint_and_its_policies(problem):
     """A policy that saves the kept gradient by its name saves its GEMMs too."""
     policy = jax.checkpoint_policies.save_only_these_names("jaxmem_dhidden")

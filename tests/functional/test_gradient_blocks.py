@@ -116,9 +116,10 @@ def largest_logit(h, W):
     return np.abs(h @ np.asarray(W, np.float64).T).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, layout", [
-    ("a third masked", "vd"), slow("peaked", "dv"), slow("a third masked", "dv"),
-    slow("peaked", "vd"), slow("V=2049", "vd"), slow("V=2049", "dv"),
+    ("a third masked", "vd"), ("peaked", "dv"), ("a third masked", "dv"),
+    ("peaked", "vd"), ("V=2049", "vd"), ("V=2049", "dv"),
 ])  # fmt: skip
 def test_sixteen_bits_against_float64(name, layout, on_one_device, of_blocks):
     check(
@@ -285,8 +286,9 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("verb", ["token_stats", slow("token_loss")])
-@pytest.mark.parametrize("size", [SIZES[0], *map(slow, SIZES[1:])], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["token_stats", "token_loss"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
 def test_memory_is_what_the_page_says(verb, size, on_one_device):
     n, d, v, chunk, n_blocks = size
     run = {"token_stats": of_stats, "token_loss": of_loss}[verb]

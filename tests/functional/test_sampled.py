@@ -252,8 +252,9 @@ def test_memory_as_documented(verb, n):
     assert temp > 4 * chunk * v
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "vocab, layout, n", [("v", "dv", 5), slow(None, "dv", 5), slow(None, "vd", 4)]
+    "vocab, layout, n", [("v", "dv", 5), (None, "dv", 5), (None, "vd", 4)]
 )
 def test_few_tokens_of_a_mesh_send_parts_of_the_gradient_of_w(vocab, layout, n):
     """As without a mesh of tokens, with no all-reduce of the gradient."""

@@ -218,6 +218,7 @@ def test_a_support_of_the_label_alone_is_certain():
     assert not got.any() and not any(x.any() for x in gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_masked_tokens_give_exactly_nothing(verb):
     h, W, y, ids = make()
@@ -293,7 +294,8 @@ def test_a_label_outside_of_its_support_is_nan():
     np.testing.assert_array_equal(np.isnan(dh).any(1), np.arange(N) == 7)
 
 
-@pytest.mark.parametrize("verb", ["selected", slow("support")])
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["selected", "support"])
 def test_float64_stays_float64(verb):
     with jax.enable_x64(True):
         h, W, y, ids = make()
@@ -320,6 +322,7 @@ def test_mixed_types_keep_the_sum_in_the_weights_own_type(verb):
     np.testing.assert_allclose(dW, need[1], atol=0.02 * np.abs(need[1]).max())
 
 
+@pytest.mark.slow
 def test_any_leading_shape():
     operands = [x[:24] if len(x) == N else x for x in make()]
     h, W, y, ids = operands
@@ -350,7 +353,8 @@ def test_nothing_to_do():
     assert jaxmem.selected_logprobs(h, W, jnp.zeros((N, 0), jnp.int32)).shape == (N, 0)
 
 
-@pytest.mark.parametrize("verb", ["support", slow("selected")])
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["support", "selected"])
 def test_under_checkpoint_and_vmap(verb):
     h, W, y, ids = (jnp.asarray(x[:32] if len(x) == N else x) for x in make())
 
@@ -450,6 +454,7 @@ def test_errors(verb, changes, kind, message):
     assert str(error.value) == message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "int64", "uint64"])
 def test_any_integer_type(dtype):
     ids, y = IDS % 100, Y % 100

@@ -94,6 +94,7 @@ def test_every_mesh(name):
     check(with_gradients(sharded(selected, name)))
 
 
+@pytest.mark.slow
 def test_without_types_that_vary_and_columns_last():
     call = functools.partial(selected, layout="dv")
     check(with_gradients(sharded(call, "2x4", check_vma=False)))

@@ -194,7 +194,8 @@ def test_eager_jit_and_ungraded_agree(problem):
     chex.assert_trees_all_close(total(*operands), eager[0], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("loss_fn", [slow(nll), ppo])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_fn", [nll, ppo])
 def test_the_result_has_one_type(problem, loss_fn):
     loss, metrics = total(*problem, *arguments(problem), loss_fn=loss_fn)
     assert loss.shape == () and isinstance(metrics, dict)
@@ -219,6 +220,7 @@ def test_metrics_have_no_gradient(problem):
     assert not none.any() and some.any()
 
 
+@pytest.mark.slow
 def test_any_leading_shape_and_trailing_axes(problem):
     weights = np.random.default_rng(0).random((N, 3), np.float32)
 
@@ -242,6 +244,7 @@ def test_any_leading_shape_and_trailing_axes(problem):
     assert dweights[problem.y >= 0].all() and not dweights[problem.y < 0].any()
 
 
+@pytest.mark.slow
 def test_arguments_of_any_type(problem):
     keep = problem.y % 2 == 0
 
@@ -284,7 +287,8 @@ def test_a_masked_token_is_never_read(problem):
         assert not x[~live].any() and x[live].any()
 
 
-@pytest.mark.parametrize("live", [CHUNK + 1, slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("live", [CHUNK + 1, 1])
 def test_rows_past_the_last_active_one_have_no_say(problem, live):
     """They hold numbers of an active row, so that loss_fn sees no others."""
     where = np.arange(N) < live
@@ -348,6 +352,7 @@ def test_a_label_that_does_not_exist_is_nan(problem):
     np.testing.assert_array_equal(np.isnan(metrics["ratio"]), np.arange(N) == 7)
 
 
+@pytest.mark.slow
 def test_the_normalizer_is_a_number_known_before(problem):
     operands = *problem, *arguments(problem)
     n_active = (problem.y >= 0).sum()
@@ -395,6 +400,7 @@ def test_the_loss_does_not_depend_on_the_chunk(problem):
 # Transformations and closures
 
 
+@pytest.mark.slow
 def test_under_checkpoint(problem):
     operands = *problem, *arguments(problem)
     remat = jax.jit(jax.value_and_grad(jax.checkpoint(total), **GRADIENTS))

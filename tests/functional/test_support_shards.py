@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
-from tests.cases import slow
 from tests.core.test_vocab_shards import MESHES, assert_close, collectives, jit, mesh_of
 from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON
@@ -113,7 +112,8 @@ def test_every_mesh(call, name):
     check(with_gradients(sharded(call, name)))
 
 
-@pytest.mark.parametrize("call", [slow(dense), ragged])
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [dense, ragged])
 def test_without_types_that_vary(call):
     check(with_gradients(sharded(call, "2x4", check_vma=False)))
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests.cases import slow
 from tests.functional.test_api import STATS_EPSILON, assert_as_good
 from tests.targets import forward_kl, jsd, loss_of_two_heads, reverse_kl, topk_kl
 
@@ -110,7 +109,8 @@ def check(logits, temperature, by):
         assert_as_good(made[name], near, want[name], STATS_EPSILON, name)
 
 
-@pytest.mark.parametrize("temperature", [0.7, slow(1.0), slow(3.0)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
 def test_every_verb_is_as_good_as_materialised_logits(logits, temperature):
     check(logits, temperature, "constant")
 

@@ -190,7 +190,8 @@ def test_ids_that_are_absent(way, tail):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("tail", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tail", [True, False])
 def test_an_id_that_repeats_counts_once_as_it_came_first(tail):
     h, W, ids, ln_q = make()
     half = K // 2
@@ -204,6 +205,7 @@ def test_an_id_that_repeats_counts_once_as_it_came_first(tail):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way, tail", ONE_PAIR)
 def test_of_all_columns_it_is_the_divergence_of_two_heads(way, tail):
     (h, W, _, _), (teacher, _, _, _) = make(3.0), make(seed=4)
@@ -221,7 +223,8 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum(1, keepdims=True))
 
 
-@pytest.mark.parametrize("way", ["forward_kl", slow("reverse_kl"), slow("jsd")])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["forward_kl", "reverse_kl", "jsd"])
 def test_all_columns_of_a_teacher_in_sixteen_bits(way):
     """Its probabilities add up to less than 1, or more, and there is no rest."""
     h, W, _, _ = make()
@@ -266,6 +269,7 @@ def with_bias(bias, where=None):
     return {"bias": bias, "where": np.ones(N, bool) if where is None else where}
 
 
+@pytest.mark.slow
 def test_a_rest_of_any_size_keeps_its_digits():
     """1 - Σ p has none left where the student's rest is 1e-12."""
     h, W, ids, ln_q = make()

@@ -281,6 +281,7 @@ def test_shards_of_the_vocabulary_and_of_tokens(vocab, drawn):
     assert_is(both(h, W), wanted("forward_kl", True, operands, **options))
 
 
+@pytest.mark.slow
 def test_axes_with_explicit_types():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     given = [x[:32] if len(x) == N else x for x in make(3.0)]
@@ -336,7 +337,8 @@ def test_three_products():
     assert gemms(jax.grad(drawn, (0, 1))) == 3
 
 
-@pytest.mark.parametrize("of_stats", [slow(None), 0.5])
+@pytest.mark.slow
+@pytest.mark.parametrize("of_stats", [None, 0.5])
 def test_memory_and_products_are_what_the_page_says(of_stats):
     n, d, v, k, chunk = 2048, 64, 8192, 16, 128
     loss = jax.grad(total(chunk, statistics_temperature=of_stats), (0, 1))

@@ -143,6 +143,7 @@ def test_stop_strings_that_are_never_reached_are_reported():
     )
 
 
+@pytest.mark.slow
 def test_a_stop_string_may_be_a_special_token(directory):
     model = generate.load(directory, dtype="float32")._replace(eos_ids=())
     config = GenerateConfig(

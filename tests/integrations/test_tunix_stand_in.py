@@ -285,6 +285,7 @@ def test_logps_and_entropies(
     assert_alike(value, TunixModel(tied))
 
 
+@pytest.mark.slow
 def test_no_gradient_where_none_is_asked_for(fake_tunix):
     def total(state, graphdef):
         with tunix.applied():

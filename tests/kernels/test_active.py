@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from jaxmem.kernels import active
-from tests.cases import slow
 
 N = 300
 MASKS = {
@@ -16,8 +15,9 @@ MASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("size", [slow(N), 512])
+@pytest.mark.parametrize("size", [N, 512])
 def test_active_rows_come_first_in_their_order(mask, size):
     block = active.in_one_block(jnp.asarray(MASKS[mask]), size)
     (want,) = np.nonzero(MASKS[mask])

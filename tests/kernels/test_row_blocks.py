@@ -13,7 +13,6 @@ from jaxmem.core import row_stats
 from jaxmem.functional import draws
 from jaxmem.kernels import row_blocks
 from tests import hlo
-from tests.cases import slow
 from tests.core.test_selection import by_sorting
 from tests.described import described
 from tests.functional import test_draws, test_largest
@@ -100,7 +99,8 @@ def run_both(call, *operands):
     return by_kernels, plain
 
 
-@pytest.mark.parametrize("k, v", [(3, 600), slow(130, 600), slow(20, 2051)])
+@pytest.mark.slow
+@pytest.mark.parametrize("k, v", [(3, 600), (130, 600), (20, 2051)])
 def test_topk_with_them(k, v, rows_interpreted):
     h, W = test_largest.make(v)
     bias = np.where(np.arange(v) % 3 == 0, -np.inf, 0).astype(np.float32)

@@ -28,7 +28,8 @@ def by_kernels(rows_interpreted, monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
 
 
-@pytest.mark.parametrize("peak", [slow(0.0), 8.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("peak", [0.0, 8.0])
 def test_each_column_is_kept_as_often_as_its_probability_says(peak, rows_interpreted):
     """Over starts in equal steps, so that counts are exact up to one."""
     width, columns, slots, n = 64, 300, 6, 32

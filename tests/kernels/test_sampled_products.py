@@ -51,7 +51,8 @@ def test_both_gradients(layout, d, monkeypatch):
     np.testing.assert_allclose(bias, dense.sum(0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("many", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("many", [False, True])
 def test_a_long_column_counts_each_pair_once(many, monkeypatch):
     """Of any length, wherever it begins among the pieces; so do its neighbours."""
     from jaxmem.kernels import sampled_products

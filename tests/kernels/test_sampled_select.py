@@ -82,12 +82,13 @@ def units_of(sampling, kept, scale, labels, n, v, width=WIDTH):
     return p, np.asarray(column_sampling.units(sampling, jnp.asarray(p)), np.int64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "std, dtype",
     [
-        slow(0.0, "bfloat16"),
-        slow(1.0, "float16"),
-        slow(4.0, "bfloat16"),
+        (0.0, "bfloat16"),
+        (1.0, "float16"),
+        (4.0, "bfloat16"),
         (30.0, "float16"),
     ],
 )  # fmt: skip

@@ -235,6 +235,7 @@ def test_tied_weights_get_the_sum_of_both_gradients():
     assert float(jnp.max(jnp.abs(apart["head"]["kernel"]))) > 1e-4
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_in_it_and_keeps_float32_weights_and_gradients():
     model = decoder(dtype="bfloat16")
     batch = rows_of(random_document(12, 6), length=12)

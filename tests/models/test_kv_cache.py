@@ -192,6 +192,7 @@ def test_logits_are_those_inside_the_head(tied, softcap):
 # ------------------------------------------------------------------ memory
 
 
+@pytest.mark.slow
 def test_the_cache_exists_once_and_no_layer_of_it_is_copied_for_a_head(optimized):
     config = dataclasses.replace(
         SMALL, layers=3, hidden=16, ff=16, heads=8, kv_heads=1, head_dim=16

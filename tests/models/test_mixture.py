@@ -94,8 +94,9 @@ def products(run, *arrays):
     return sum(n * cost.operations(e) for e, n in cost.equations(jaxpr, turns))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("groups", [slow(8), 64])
+@pytest.mark.parametrize("groups", [8, 64])
 def test_work_and_memory_are_those_of_routed_rows(groups):
     rows, chosen = 1024, 2
     arrays = operands(rows, groups, chosen, 32, 48)

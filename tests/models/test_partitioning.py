@@ -198,13 +198,14 @@ def attention(query, key, value, mask, by_head=None):
     return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "kv_heads"),
     [
-        slow((2, 1, 4, 1), 2),
+        ((2, 1, 4, 1), 2),
         ((1, 2, 2, 2), 2),
-        slow((1, 1, 4, 2), 8),
-        slow((1, 1, 8, 1), 1),
+        ((1, 1, 4, 2), 8),
+        ((1, 1, 8, 1), 1),
     ],
 )
 def test_attention_of_split_sequences(sizes, kv_heads):

@@ -77,6 +77,7 @@ def test_nothing_waits_for_rows_that_get_no_token(slots):
     np.testing.assert_allclose(made.logprobs[live], whole.logprobs[live], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_step_decodes_and_none_is_left_over(monkeypatch):
     calls, decode = [], Decoder.decode
 

@@ -234,11 +234,12 @@ def chi_square_bound(degrees):
 
 
 # test_generate compares frequencies of tokens from truncated distributions.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         dict(temperature=0.1),
-        slow(dict(temperature=0.1, top_k=4, top_p=0.85, support=5)),
+        dict(temperature=0.1, top_k=4, top_p=0.85, support=5),
     ],
 )
 def test_pairs_of_tokens_come_as_often_as_they_should(settings):
@@ -386,7 +387,8 @@ def test_layers_compiled_one_by_one_draw_the_same_tokens():
     np.testing.assert_allclose(one.logprobs, by_loop.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [dict(qkv_bias=True, qk_norm=True), slow({})])
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [dict(qkv_bias=True, qk_norm=True), {}])
 def test_joined_projections_draw_the_same_tokens(changes):
     definition, weights = nnx.split(decoder(**changes))
     rng = np.random.default_rng(0)  # biases are initialised to zero

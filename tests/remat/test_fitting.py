@@ -175,6 +175,7 @@ def test_the_host_makes_room_for_what_is_kept():
     assert products(policy) == products(remat.Policy(save=["q", "gate", "up"]))
 
 
+@pytest.mark.slow
 def test_the_last_blocks_are_kept_whole_where_that_fits():
     """What the last one keeps is gone before there are gradients: here it takes less
     memory than to make it again, and fewer products.
@@ -219,6 +220,7 @@ def test_memory_is_that_of_each_device():
     assert remat.fit(step, most, **options) == remat.Policy(save=["q", "gate", "up"])
 
 
+@pytest.mark.slow
 def test_copies_that_nothing_hides_are_a_last_resort():
     seconds = products(None) / 3 / FAST.products
     hidden = 1.2 * INPUTS / seconds  # a link that carries the inputs, and no more

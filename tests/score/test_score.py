@@ -462,6 +462,7 @@ def test_the_command(model, directory, capsys):
 # ---------------------------------------------------------------- teachers
 
 
+@pytest.mark.slow
 def test_a_teachers_columns_are_the_largest_of_its_logits(model, directory):
     pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -256,6 +256,7 @@ def test_a_ratio_to_the_sampler_takes_the_same_steps_without_an_old_pass(loss):
         assert got.mismatch_max < 1e-5 and got.dropped is None
 
 
+@pytest.mark.slow
 def test_a_ratio_is_to_the_sampler_s_own_numbers(monkeypatch):
     """One that gives its tokens too little: their ratios are above the clip."""
     job = long_job(long_job(), correction="ratio")
@@ -331,6 +332,7 @@ def test_truncated_completions_are_not_learned_from_and_stay_in_the_normaliser()
 MASKED = dict(correction="sequence_mask")
 
 
+@pytest.mark.slow
 def test_sequences_outside_the_band_change_nothing():
     """A band without 1 drops all of them."""
     band = dict(correction_low=1.5, correction_high=2.0)

@@ -248,6 +248,7 @@ def test_gradients_are_sampled_by_seed_and_step(two_steps, monkeypatch):
     assert steps("cut") == steps("run")
 
 
+@pytest.mark.slow
 def test_a_student_reads_text_as_its_teacher_does(two_steps):
     shutil.copytree(two_steps, "run")
     student, teacher = (checkpoints.load_vocabulary(d) for d in ("run/model", "llama"))
@@ -388,7 +389,8 @@ def test_a_student_learns_from_a_file_and_resumes(options, streamed, monkeypatch
         assert steps("cut") == steps("run")
 
 
-@pytest.mark.parametrize("name", [slow("forward_kl"), "reverse_kl", slow("jsd")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
 def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
     config = DistillConfig(divergence=name, beta=0.2, temperature=1.6)
     rng = np.random.default_rng(0)

@@ -127,12 +127,13 @@ def test_the_policy_gradient_is_that_of_dense_float64(temperature):
         np.testing.assert_allclose(told[name], value, **tight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperatures", "verbs"),
     [
         ((1.0, 1.0), ["divergence_loss"]),
-        slow((2.0, 1.0), ["divergence_loss"]),
-        slow((1.0, 0.7), ["divergence_loss", "token_loss"]),
+        ((2.0, 1.0), ["divergence_loss"]),
+        ((1.0, 0.7), ["divergence_loss", "token_loss"]),
     ],
 )
 def test_one_pass_over_the_logits_of_a_temperature(temperatures, verbs):

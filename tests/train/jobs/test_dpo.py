@@ -96,6 +96,7 @@ def test_pairs_longer_than_a_row_are_refused_or_counted():
     assert len(reads.pairs[0]) == 2
 
 
+@pytest.mark.slow
 def test_ipo_of_means_is_of_log_probabilities_of_a_token():
     """Answers of different lengths: their sums, over the numbers of their tokens."""
     pairs = jobs.job_of(configuration.load("dpo.gin")[0]).reads.pairs[0][:4]

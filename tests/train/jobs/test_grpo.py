@@ -473,6 +473,7 @@ def test_the_8b_job_trains_attention_in_float32_and_holds_nothing_for_the_rest()
     assert jax.tree.structure(sums.gradients) == jax.tree.structure(params)
 
 
+@pytest.mark.slow
 def test_nothing_of_a_frozen_trunk_has_a_gradient():
     config, _ = load(REAL, TINY)
     program = PolicyProgram(config)

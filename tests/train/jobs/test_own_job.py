@@ -85,6 +85,7 @@ def test_it_trains_resumes_and_reports(own_job, monkeypatch):
         train("model.hidden=32")
 
 
+@pytest.mark.slow
 def test_the_teacher_is_the_average_of_the_weights():
     job = jobs.job_of(configuration.load("own.gin")[0])
     job.build()

@@ -98,7 +98,8 @@ def numbers(result):
     return runs.reproducible(result.history)
 
 
-@pytest.mark.parametrize("job", [*map(slow, ["sft", "dpo", "distill"]), "grpo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["sft", "dpo", "distill", "grpo"])
 def test_every_job_trains_it_and_resumes_bitwise(job, monkeypatch):
     # Rows of pairs hold one document each, so that it may see padding there.
     factory = f"{MODULE}:SeesPadding" if job == "dpo" else OWN
@@ -218,6 +219,7 @@ def test_another_factory_does_not_resume_the_run():
         train("sft", factory=f"{MODULE}:Recurrent")
 
 
+@pytest.mark.slow
 def test_weights_are_named_by_their_path_and_frozen_by_it():
     result, _ = train("sft", "optimizer.trainable=blocks/0/up")
     assert result.history[-1].loss < result.history[0].loss

@@ -170,7 +170,8 @@ def job_of(**sampling):
     return job_with(program, program.compile())
 
 
-@pytest.mark.parametrize("sampling", [slow(dict(top_p=0.8, support=14)), CUT], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [dict(top_p=0.8, support=14), CUT], ids=str)
 def test_the_first_ratios_are_one_within_the_support_and_only_there(sampling):
     """Of the trainer's probabilities to the sampler's, in every pass."""
     job = job_of(**sampling)

@@ -78,6 +78,7 @@ def test_a_sampler_records_what_its_routers_choose():
     assert np.abs(others - free)[segments > 0].max() > 1e-3
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_weights_of_experts_that_are_given():
     """By finite differences, where the router itself would choose other experts."""
     decoder = nnx.merge(*drawn(lambda: Decoder(SIZES, rngs=nnx.Rngs(0))))

@@ -437,9 +437,10 @@ def held_out_loss(config, **sections):
     return sft.Program(other, 320).evaluate(params, {}, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
-    [dict(data=dict(batch_size=7)), slow(dict(head=dict(logits="materialised")))],
+    [dict(data=dict(batch_size=7)), dict(head=dict(logits="materialised"))],
 )
 def test_held_out_text_is_scored_once_whatever_the_batches(sections, with_held_out):
     scored = held_out_loss(with_held_out)
@@ -500,6 +501,7 @@ def test_a_run_in_8_bits_needs_bfloat16(config):
         train(changed(config, model=dict(hidden=32), head=head))
 
 
+@pytest.mark.slow
 def test_every_micro_batch_of_every_step_has_draws_of_its_own():
     definition, params = drawn(lambda: Decoder(model_of(), rngs=nnx.Rngs(0)))
     head = HeadConfig(gradient=("sample", 2))
@@ -638,6 +640,7 @@ def of_steps(out_dir):
     return [(s.step, s.loss, s.grad_norm, s.tokens) for s in read_history(path)]
 
 
+@pytest.mark.slow
 def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_path):
     head = dict(gradient=("sample", 8, "int8"))  # draws follow from the step's number
     model = dict(hidden=32, dtype="bfloat16")
