@@ -640,7 +640,6 @@ def of_steps(out_dir):
     return [(s.step, s.loss, s.grad_norm, s.tokens) for s in read_history(path)]
 
 
-@pytest.mark.slow
 def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_path):
     head = dict(gradient=("sample", 8, "int8"))  # draws follow from the step's number
     model = dict(hidden=32, dtype="bfloat16")
