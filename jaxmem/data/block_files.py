@@ -176,7 +176,7 @@ def _lines(path: Path, start: int) -> Iterator[Record]:
                 continue
             where = f"{path}: line at byte {place:,}"
             try:
-                text = line.decode()
+                text = line.decode("utf-8" if place else "utf-8-sig")
             except UnicodeDecodeError as error:
                 raise DataError(f"{where}: not UTF-8 ({error.reason})") from error
             yield Record(where, parse_line(where, text))

@@ -76,11 +76,40 @@ class Columns(dict[str, Any]):
         ignored = self._renderer.ignored
         return talk_of(self.where, self.names[name], self[name], ignored)
 
+    @property
+    def is_rendered(self) -> bool:
+        """Whether the record has what only a chat template writes, beside texts."""
+        return "system" in self or bool(self._tools()) or bool(self.get("options"))
+
     def before(self) -> list[Message]:
         """The message of the system, if the record has one of its own."""
         if "system" not in self:
             return []
         return [{"role": "system", "content": self.string("system")}]
+
+    def after_system(self, talk: Talk) -> Talk:
+        """Messages after that of the system, of which there must not be two."""
+        before = self.before()
+        if before and talk.turns[0]["role"] == "system":
+            raise DataError(
+                f'{self.where}: "{self.names["system"]}" and a message both have the '
+                "role 'system'; remove one, or name the column in data.ignored"
+            )
+        return talk.after(before)
+
+    def answer(self, name: str, asked: list[Message]) -> Talk:
+        """A column's messages after those of the prompt, with which they may begin."""
+        talk = self.talk(name, "assistant")
+        if asked and _end(talk.turns, asked) is None:
+            role = talk.turns[0]["role"]
+            if role == "system" or role == asked[-1]["role"] == "user":
+                raise DataError(
+                    f'{self.where}: "{self.names[name]}" begins with the role {role!r}'
+                    f' and not with "{self.names["prompt"]}"; give the answer alone, '
+                    "or the same prompt"
+                )
+            talk = talk.after(asked)
+        return self.after_system(talk)
 
     def document(self, talk: Talk, first: int) -> Document:
         """Render messages; the loss counts assistant turns from message `first` on."""
@@ -88,7 +117,8 @@ class Columns(dict[str, Any]):
         assistants = [i for i, t in enumerate(turns) if t["role"] == "assistant"]
         counted = [i for i in assistants if i >= first and i not in talk.muted]
         if not any(i >= first for i in assistants):
-            raise DataError(f"{where}: no message has the role 'assistant'")
+            got = messages.listing(sorted({str(t["role"]) for t in turns[first:]}))
+            raise DataError(f"{where}: no message has the role 'assistant'; got {got}")
         given = self._conversation(turns, counted)
         text, spans = self._renderer.counted(given, where)
         if counted and not any(start < stop for start, stop in spans):
@@ -108,8 +138,14 @@ class Columns(dict[str, Any]):
         if options is not None and not isinstance(options, dict):
             place = f"{self.where}: chat_template_kwargs"
             raise DataError(messages.must_be(place, "an object", options))
-        tools = tools_of(self.where, self["tools"]) if "tools" in self else None
-        return Conversation(turns, frozenset(counted), tools, options)
+        return Conversation(turns, frozenset(counted), self._tools(), options)
+
+    def _tools(self) -> list[Any] | None:
+        return tools_of(self.where, self["tools"]) if "tools" in self else None
+
+    def note(self, note: str) -> None:
+        """What is said once of all records, with its count."""
+        self._renderer.notes.add(note, self.where)
 
 
 class Form:
@@ -163,12 +199,12 @@ class Answered(Form):
     def document(self, columns: Columns) -> Document:
         before, after = columns["prompt"], columns["answer"]
         listed = isinstance(before, list) or isinstance(after, (list, dict))
-        if "system" not in columns and not listed:
+        if not listed and not columns.is_rendered:
             answer = columns.string("answer")
             return Document(columns.where, answer, columns.string("prompt"))
-        asked = [*columns.before(), *columns.talk("prompt", "user").turns]
-        talk = columns.talk("answer", "assistant").after(asked)
-        return columns.document(talk, len(asked))
+        asked = columns.talk("prompt", "user").turns
+        talk = columns.answer("answer", asked)
+        return columns.document(talk, _end(talk.turns, asked) or 0)
 
 
 class Messages(Form):
@@ -179,17 +215,9 @@ class Messages(Form):
     takes = {**_TEMPLATES, "prompt": _PROMPT}
 
     def _talk(self, columns: Columns) -> Talk:
-        talk = columns.talk("messages")
-        before = columns.before()
-        if before and talk.turns[0]["role"] == "system":
-            raise DataError(
-                f'{columns.where}: "{columns.names["system"]}" and a message both '
-                "have the role 'system'; remove one, or name the column in "
-                "data.ignored"
-            )
-        talk = talk.after(before)
+        talk = columns.after_system(columns.talk("messages"))
         if "prompt" in columns:
-            if not _begins(talk.turns, columns.talk("prompt", "user").turns):
+            if _end(talk.turns, columns.talk("prompt", "user").turns) is None:
                 raise DataError(
                     f"{columns.where}: the messages do not begin with "
                     f'"{columns.names["prompt"]}"; remove it, or name it in '
@@ -209,10 +237,11 @@ class Messages(Form):
         return columns.asked(turns)
 
 
-def _begins(turns: list[Message], asked: list[Message]) -> bool:
-    """Whether messages begin with those of a prompt, after the system's if any."""
+def _end(turns: list[Message], asked: list[Message]) -> int | None:
+    """Where messages go on that begin with a prompt's, after the system's if any."""
     starts = (0, 1) if turns[0]["role"] == "system" else (0,)
-    return any(turns[i : i + len(asked)] == asked for i in starts)
+    ends = ((i, i + len(asked)) for i in starts)
+    return next((stop for i, stop in ends if turns[i:stop] == asked), None)
 
 
 class ShareGpt(Messages):
@@ -233,10 +262,11 @@ class Alpaca(Form):
         turns = columns.before()
         history = columns.get("history", [])
         pairs = isinstance(history, list) and all(
-            isinstance(pair, list) and len(pair) == 2 for pair in history
+            isinstance(pair, list) and [*map(type, pair)] == [str, str]
+            for pair in history
         )
         if not pairs:
-            wanted = "a list of pairs of a question and its answer"
+            wanted = "a list of pairs of a question and its answer, two texts"
             place = f'{columns.where}: "history"'
             raise DataError(messages.must_be(place, wanted, history))
         for question, answer in history:
@@ -269,11 +299,10 @@ class Prompt(Form):
     takes = _TEMPLATES
 
     def prompt(self, columns: Columns) -> Asked:
-        if isinstance(columns["prompt"], str) and "system" not in columns:
+        if isinstance(columns["prompt"], str) and not columns.is_rendered:
             prompt = columns.string("prompt")
             return Asked(prompt, prompt, rendered=False)
-        turns = columns.talk("prompt", "user").turns
-        return columns.asked([*columns.before(), *turns])
+        return columns.asked(columns.after_system(columns.talk("prompt", "user")).turns)
 
 
 class Preference(Form):
@@ -288,28 +317,25 @@ class Preference(Form):
             raise DataError(f"{columns.where}: chosen and rejected are equal")
         both = [columns["chosen"], columns["rejected"]]
         asked = columns.get("prompt", "")
-        if "system" in columns or not all(isinstance(x, str) for x in [*both, asked]):
+        texts = all(isinstance(x, str) for x in [*both, asked])
+        if not texts or columns.is_rendered:
             return self._conversations(columns)
         chosen, rejected = (columns.string(name) for name in ("chosen", "rejected"))
         if asked and chosen.startswith(asked) and rejected.startswith(asked):
             chosen, rejected = chosen[len(asked) :], rejected[len(asked) :]
+            columns.note("both answers begin with the prompt, which is not repeated")
         return [Document(columns.where, x, asked) for x in (chosen, rejected)]
 
     def _conversations(self, columns: Columns) -> list[Document]:
-        talks = [columns.talk(name, "assistant") for name in ("chosen", "rejected")]
-        before = columns.before()
-        if "prompt" in columns:
-            asked = columns.talk("prompt", "user").turns
-            whole = [_begins(talk.turns, asked) for talk in talks]
-            if whole[0] != whole[1]:
-                raise DataError(
-                    f"{columns.where}: one of chosen and rejected begins with the "
-                    "prompt, and the other does not"
-                )
-            before = before if whole[0] else [*before, *asked]
-        talks = [talk.after(before) for talk in talks]
+        asked = columns.talk("prompt", "user").turns if "prompt" in columns else []
+        talks = [columns.answer(name, asked) for name in ("chosen", "rejected")]
         ours, theirs = (talk.turns for talk in talks)
         differ = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False))
                   if a != b)  # fmt: skip
-        first = next(differ, min(len(ours), len(theirs)))
+        first = next(differ, None)
+        if first is None:
+            raise DataError(
+                f"{columns.where}: one of chosen and rejected is the beginning of the "
+                "other; they must differ in a message of the assistant"
+            )
         return [columns.document(talk, first) for talk in talks]

@@ -161,7 +161,10 @@ class RecordReader:
                 "it is in data.columns"
             )
         self._kinds[choice.form.name] += 1
-        for column in choice.unused:
+        # Another column has the name of this one by data.columns.
+        lost = (k for k, v in record.fields.items()
+                if k not in self._columns and fields.get(k, v) is not v)  # fmt: skip
+        for column in (*choice.unused, *lost):
             note = f"the column {messages.short(column)} is not used"
             self.notes.add(note, record.where)
         values = {name: present[key] for name, key in choice.names.items()}

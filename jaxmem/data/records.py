@@ -15,6 +15,11 @@ from jaxmem.data import remote
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 Source = str | tuple[str, ...]
+# Columns of one record that are arrays of objects.
+_OF_OBJECTS = frozenset(
+    "messages conversations conversation prompt completion chosen rejected tools "
+    "functions".split()
+)
 
 
 class DataError(ValueError):
@@ -149,9 +154,10 @@ def _json(path: Path, text: str) -> Iterator[Record]:
         tables = [
             v
             for v in value.values()
-            if isinstance(v, list) and all(isinstance(x, dict) for x in v)
+            if isinstance(v, list) and v and all(isinstance(x, dict) for x in v)
         ]
-        arrays = tables or [[value]]
+        is_record = not tables or not _OF_OBJECTS.isdisjoint(value)
+        arrays = [[value]] if is_record else tables
     if len(arrays) > 1:
         raise DataError(
             f"{path}: has {len(arrays)} arrays of records; write one to a file"

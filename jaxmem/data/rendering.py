@@ -91,7 +91,7 @@ class Renderer:
         ignored: Collection[str] = (),
     ):
         self._read, self.ignored = template, ignored
-        self._notes = Notes() if notes is None else notes
+        self.notes = Notes() if notes is None else notes
         self._shapes: dict[str, _Shape] = {}
 
     @functools.cached_property
@@ -190,7 +190,7 @@ class Renderer:
         """The text; and how it follows from that of the shape, if it does."""
         text = _unmarked(self._render(talk, asks))
         for field in shape.elsewhere:
-            self._notes.add(_ELSEWHERE.format(field.name), where)
+            self.notes.add(_ELSEWHERE.format(field.name), where)
         for quoted in (True, False):
             for strip in (False, True):
                 made = marks.filled(shape.text, fields, strip, quoted)
@@ -201,9 +201,9 @@ class Renderer:
             if field.text.strip() in text:
                 continue
             if self._writes(talk, number, asks):  # not word for word
-                self._notes.add(_RESHAPED.format(field.name), where)
+                self.notes.add(_RESHAPED.format(field.name), where)
             elif self._writes_elsewhere(talk, number, field):
-                self._notes.add(_ELSEWHERE.format(field.name), where)
+                self.notes.add(_ELSEWHERE.format(field.name), where)
             else:
                 raise DataError(_dropped(field))
         return text, None
@@ -231,6 +231,11 @@ class Renderer:
     ) -> tuple[_Shape, Conversation, Sequence[Field]]:
         """The shape; the conversation as the template takes it; its values."""
         one = marks.marked(talk.turns, talk.tools)
+        if any(END in x.text or START in x.text for x in one.fields):
+            raise DataError(
+                "a message has U+FDD0 or U+FDD1, which Unicode keeps from being "
+                "characters of a text; remove them"
+            )
         key = _ENCODE([asks, one.turns, one.tools, talk.options])
         shape = self._shapes.get(key)
         if shape is None:

@@ -184,8 +184,10 @@ def test_ignored_keys_and_named_columns():
     made = document({"messages": [HI, HO | {"name": "bob"}]}, ignored=("name",))
     assert "bob" not in made.text
     columns = {"prompt": "ask", "completion": "say"}
-    made = document({"ask": "a", "say": "b", "prompt": "no"}, columns=columns)
+    read = reader(columns=columns)
+    made = read.document(Record("a:1", {"ask": "a", "say": "b", "prompt": "no"}))
     assert (made.prompt, made.text) == ("a", "b")
+    assert read.lines()[1:] == ["the column 'prompt' is not used: 1 (first a:1)"]
     with pytest.raises(DataError, match="data.columns has 'promt', which is no column"):
         reader(columns={"promt": "x"})
     with pytest.raises(DataError, match="data.columns names 'x', which no record has"):
@@ -253,6 +255,47 @@ def test_common_sets_are_read_by_their_columns(record, said, text, answer):
 def test_columns_of_weights_roles_and_prompts_are_not_left_out(record, column):
     with pytest.raises(DataError, match=f'a.jsonl:1: .* do not use "{column}"; remove'):
         document(record)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": [HI], "completion": [HI | {"content": "hm"}, HO]},
+         r'"completion" begins with the role .user. and not with "prompt"; give'),
+        ({"system": "a", "prompt": [{"role": "system", "content": "b"}, HI],
+          "completion": "ho"}, '"system" and a message both have the role'),
+        ({"instruction": "a", "output": "b", "history": [["c", None]]},
+         '"history" must be a list of pairs .* two texts'),
+        ({"messages": [HI, {"role": "Assistant", "content": "ho"}]},
+         "no message has the role 'assistant'; got 'Assistant', 'user'"),
+        ({"messages": [HI, HO | {"content": "a\ufdd0b"}]}, "has U.FDD0 or U.FDD1"),
+    ],
+)  # fmt: skip
+def test_what_would_be_written_twice_or_not_at_all_is_refused(record, message):
+    with pytest.raises(DataError, match=f"a.jsonl:1: .*{message}"):
+        document(record)
+
+
+def test_texts_with_tools_or_variables_are_rendered():
+    texts = {"prompt": "hi", "completion": "ho"}
+    for more in (
+        {"tools": [TOOL]},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+    ):
+        given = {"messages": [HI, HO]} | more
+        made, wanted = document(texts | more), document(given)
+        assert (made.text, learned(made)) == (wanted.text, learned(wanted))
+        asked = reader().prompt(Record("a:1", {"prompt": "hi"} | more))[0]
+        assert asked.rendered and asked.text.endswith("<|im_start|>assistant\n")
+        both = {"prompt": "hi", "chosen": "ho", "rejected": "no"} | more
+        assert reader().answers(Record("a:1", both))[0].text == wanted.text
+    assert document(texts | {"tools": []}).prompt == "hi"
+
+
+def test_an_answer_may_repeat_its_prompt():
+    made = document({"system": "S", "prompt": "hi", "completion": [HI, HO, HI, HO]})
+    assert made.text == document({"system": "S", "messages": [HI, HO, HI, HO]}).text
+    assert learned(made) == ["ho<|im_end|>"] * 2
 
 
 def test_other_columns_are_said_once():
@@ -330,8 +373,19 @@ def test_the_prompt_of_a_pair_in_other_columns():
     with pytest.raises(DataError, match='do not use "label"'):
         reader().answers(Record("a:1", record | {"label": 1}))
     repeated = {"prompt": "q ", "chosen": "q a", "rejected": "q b"}
-    both = reader().answers(Record("a:1", repeated))
+    read = reader()
+    both = read.answers(Record("a:1", repeated))
     assert [made[1:3] for made in both] == [("a", "q "), ("b", "q ")]
+    assert read.lines()[1:] == [
+        "both answers begin with the prompt, which is not repeated: 1 (first a:1)"
+    ]
+    for chosen, rejected, message in (
+        ([HI | {"content": "hi "}, HO], [HI, HO], '"chosen" begins with the role'),
+        ([HI, HO], [HI, HO, HI, HO], "one of chosen and rejected is the beginning of"),
+    ):
+        record = {"prompt": "hi", "chosen": chosen, "rejected": rejected}
+        with pytest.raises(DataError, match=f"a:1: .*{message}"):
+            reader().answers(Record("a:1", record))
 
 
 # -------------------------------------------------------------------- prompts
@@ -395,6 +449,20 @@ def test_arrays_and_compressed_files_hold_what_lines_hold(tmp_path):
         (tmp_path / name).write_bytes(content)
         read = load_documents(str(tmp_path / name))
         assert [made.text for made in read] == ["a\u2028", "b"], name
+    for i, record in enumerate((
+        {"instruction": "a", "history": []}, {"text": "a", "tags": []},
+        {"messages": [HI, HO], "tools": [TOOL]}, {"data": [{"text": "a"}], "meta": []},
+    )):  # fmt: skip
+        (tmp_path / "one.json").write_text(json.dumps(record))
+        (read,) = read_records(tmp_path / "one.json", "data.source")
+        assert read.fields == (record if i < 3 else {"text": "a"})
+    for i, record in enumerate((
+        {"instruction": "a", "history": []}, {"text": "a", "tags": []},
+        {"messages": [HI, HO], "tools": [TOOL]}, {"data": [{"text": "a"}], "meta": []},
+    )):  # fmt: skip
+        (tmp_path / "one.json").write_text(json.dumps(record))
+        (read,) = read_records(tmp_path / "one.json", "data.source")
+        assert read.fields == (record if i < 3 else {"text": "a"})
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:20])
     with pytest.raises(DataError, match=r"data.source: cannot read .*cut\.jsonl\.gz: "):
         load_documents(str(tmp_path / "cut.jsonl.gz"))

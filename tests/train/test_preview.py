@@ -48,7 +48,16 @@ def test_of_streamed_data_the_first_block_is_shown(capsys, monkeypatch):
     write("t.jsonl", *({"text": "ab" * i} for i in range(1, 9)))
     said = shown(capsys, "data.source=t.jsonl", "data.streaming=True", "--show", "1")
     assert "t.jsonl: line at byte 0: 4 tokens, the loss counts 3\n" in said
-    assert "2 documents of the first block, 10 tokens" in said and "packs" not in said
+    assert "2 documents of first blocks, 10 tokens" in said and "packs" not in said
+    write("u.jsonl", {"text": "a", "stars": 1})
+    path = pathlib.Path("u.jsonl")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    both = ["data.source=('t.jsonl', 'u.jsonl')", "data.streaming=True"]
+    said = shown(capsys, *both)
+    assert "first block of each source: read as texts, 3 records" in said
+    assert "the column 'stars' is not used: 1 (first u.jsonl: line at byte 0)" in said
+    assert cli.main(["data", "a.gin", *both, 'data.columns={"text": "txet"}']) == 2
+    assert "data.columns names 'txet', which no record has" in capsys.readouterr().err
 
 
 def test_conversations_are_rendered(capsys):

@@ -3,7 +3,6 @@
 import abc
 import datetime
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,16 +103,20 @@ class Documents(Reading):
         )
 
     def lines(self) -> list[str]:
-        return [*self.reader.lines(), *mixing.shares(self.config, "data")]
+        """See `Reading`; of a stream, first blocks are read for it."""
+        where = ""
+        if self.config.streaming:
+            self._read()
+            where = "first block of each source: "
+        lines = [where + line for line in self.reader.lines()]
+        return [*lines, *mixing.shares(self.config, "data")]
 
     def end_of_turn(self) -> str | None:
-        """See `Reading`; of a stream, the first record is read for it."""
+        """See `Reading`; of a stream, first blocks are read for it."""
         if "reader" not in vars(self):  # no record was read
             return None
         if self.config.streaming:
-            block = Blocks(self.config.source, "data.source").records(0)
-            for record in itertools.islice(block, 1):
-                self.reader.document(record)
+            self._read()
         return self.reader.end_of_turn()
 
     def batches(self, rows: Sequence[int]) -> Any:
@@ -156,9 +159,7 @@ class Documents(Reading):
         for document, (tokens, labels) in zip(read[:count], encoded, strict=False):
             yield Record(document.name, tokens, labels)
         streaming = self.config.streaming
-        yield statistics(
-            "documents of the first block" if streaming else "documents", encoded
-        )
+        yield statistics(f"documents{' of first blocks' if streaming else ''}", encoded)
         long = sum(len(tokens) > length for tokens, _ in encoded)
         yield (
             f"{long:,} are longer than data.sequence_length={length} and are cut into "
@@ -178,12 +179,18 @@ class Documents(Reading):
         yield from self.lines()
 
     def _read(self) -> list[documents.Document]:
-        """All documents; where they are streamed, those of the first block."""
+        """All documents; of a stream, those of the first block of each source."""
         source = self.config.source
         if not self.config.streaming:
             return documents.load_documents(source, reader=self.reader)
-        block = Blocks(source, "data.source").records(0)
-        return [self.reader.document(record) for record in block]
+        blocks = Blocks(source, "data.source")
+        firsts = {blocks.source(i): i for i in reversed(range(len(blocks)))}
+        with self.reader.whole_pass():
+            return [
+                self.reader.document(record)
+                for number in sorted(firsts.values())
+                for record in blocks.records(number)
+            ]
 
 
 class Pairs(Documents):
@@ -221,6 +228,9 @@ class Pairs(Documents):
 
 class TeacherRows(Documents):
     """Rows of a file that `jaxmem score` wrote, with a teacher's columns."""
+
+    def lines(self) -> list[str]:
+        return mixing.shares(self.config, "data")
 
     def end_of_turn(self) -> str | None:
         """None: the file has tokens."""
