@@ -110,12 +110,15 @@ def read_records(
 
 def read_text(path: Path, argument: str) -> str:
     """The text of a file; a DataError if it has none."""
+    shown = messages.name(str(path))
     try:
         if path.suffix == ".gz":
             return gzip.decompress(path.read_bytes()).decode("utf-8-sig")
         return json_files.read_text(path)
+    except UnicodeDecodeError as error:
+        place = f"not UTF-8 text (byte {error.start})"
+        raise DataError(f"{argument}: {shown} is {place}") from error
     except json_files.JsonError as error:
-        shown = messages.name(str(path))
         raise DataError(f"{argument}: {shown} is {error}") from error
     except (OSError, ValueError, EOFError, zlib.error) as error:  # a NUL in the path
         raise unreadable(path, argument, error) from error
