@@ -11,7 +11,8 @@ in threads, all conversations of a turn at once.
 
 import dataclasses
 import functools
-import math
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -79,6 +80,7 @@ class Environments:
         on_error: Literal["raise", "end"] = "raise",
     ):
         self._name, self._timeout, self._on_error = name, timeout, on_error
+        self._ended = Counter[type]()  # conversations, by what was raised
         self._class = rewards.load(name, "task.environment", SHIPPED)
         for method in ("reset", "step"):
             if not callable(getattr(self._class, method, None)):
@@ -119,7 +121,7 @@ class Environments:
     def _problem(self, prompt: Any) -> "_Nonsense | None":
         """Why this is no prompt."""
         is_text = isinstance(prompt, str)
-        if not (prompt and _is_said(prompt, is_text)):
+        if not (_is_said(prompt, is_text) and prompt):  # an array has no truth value
             wanted = "neither a string nor a list of messages"
             return _Nonsense(f"returned {messages.short(prompt)}, {wanted}")
         if self.tools and is_text:
@@ -143,10 +145,24 @@ class Environments:
             if isinstance(turn, Turn):
                 turns.append(turn)
                 continue
-            if self._on_error == "raise":
-                raise self._failure(c.where, "step", error or turn) from error
+            self.fail(self._failure(c.where, "step", error or turn), error or turn)
             turns.append(Turn([] if c.has_messages else "", 0.0, True))
         return turns
+
+    def fail(self, failure: RewardError, cause: BaseException | None = None) -> None:
+        """Raise a failure; where it ends a conversation instead, count it and say so.
+
+        That is a warning at the first one of a kind, at the tenth, and so on.
+        """
+        if self._on_error == "raise":
+            raise failure from cause
+        kind = type(failure if cause is None else cause)
+        self._ended[kind] += 1
+        if (count := str(self._ended[kind])).rstrip("0") == "1":
+            warnings.warn(
+                f"{failure}; conversations ended by such failures so far: {count}",
+                stacklevel=1,
+            )
 
     def _together(
         self, calls: Sequence[Callable[[], Any]]
@@ -182,16 +198,17 @@ def _turn(answer: Any, conversation: Conversation) -> Turn | _Nonsense:
             f"replied {messages.short(reply)}, which must be {kind}, as the prompt is"
         )
     try:
-        value = float(reward)
-    except (TypeError, ValueError, OverflowError):
-        value = math.nan
-    if not math.isfinite(value):
-        return _Nonsense(
-            f"gave the reward {messages.short(reward)}, which is no finite number"
-        )
-    if not (reply or done):
+        value = rewards.checked(reward)
+    except ValueError as error:
+        return _Nonsense(f"gave the reward {error}")
+    try:
+        ends = bool(done)
+    except Exception:  # such as of an array
+        said = messages.must_be("done", "True or False", done)
+        return _Nonsense(f"returned a tuple whose {said}")
+    if not (reply or ends):
         return _Nonsense("replied nothing, and the conversation goes on")
-    return Turn(reply, value, bool(done))
+    return Turn(reply, value, ends)
 
 
 def _is_said(value: Any, as_text: bool) -> bool:

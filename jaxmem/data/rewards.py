@@ -9,12 +9,13 @@ of one assistant message. Columns are lists of the other fields of the data, and
 """
 
 import asyncio
+import functools
 import importlib
 import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +27,31 @@ from jaxmem.data.verifiers import SHIPPED
 
 Function = Callable[..., Any]
 _LARGEST = 1e18  # float32 holds the sum of the squares of so many
-_TOO_LARGE = f"advantages are computed in float32, for rewards of at most {_LARGEST:g}"
 
 
 class RewardError(ValueError):
     """A reward function cannot be used; the message names it and the prompt."""
+
+
+def checked(reward: Any) -> float:
+    """The number of a reward.
+
+    Raises:
+        ValueError: it is no finite number, or float32 cannot hold its square in a sum;
+            the message begins with what was got.
+    """
+    try:
+        number = float(reward)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{messages.short(reward)}, which is no finite number")
+    if abs(number) > _LARGEST:
+        raise ValueError(
+            f"{messages.short(reward)}; advantages are computed in float32, for "
+            f"rewards of at most {_LARGEST:g}"
+        )
+    return number
 
 
 class Questions(NamedTuple):
@@ -89,12 +110,7 @@ class Scorer:
                 number of rewards or one that float32 cannot hold with its square, or
                 all of them return None.
         """
-        waiting = {  # functions, and objects with such a `__call__`
-            name: function
-            for name, function in self._functions.items()
-            if inspect.iscoroutinefunction(function)
-            or inspect.iscoroutinefunction(type(function).__call__)
-        }
+        waiting = {n: f for n, f in self._functions.items() if _is_async(f)}
         returned = self._await(waiting, questions)
         for name, function in self._functions.items():
             if name not in waiting:
@@ -109,31 +125,23 @@ class Scorer:
             place = _place(names, questions, int(silent.argmax()))
             raise RewardError(f"{place} gave no reward (None)")
         total = np.nansum(table * np.c_[self._weights], axis=0)
-        if (np.abs(total) > _LARGEST).any():
-            i = int(np.abs(total).argmax())
-            raise RewardError(
-                f"{_place(names, questions, i)} gave {total[i]:g} with "
-                f"task.reward_weights; {_TOO_LARGE}"
-            )
+        i = int(np.abs(total).argmax())
+        try:
+            checked(float(total[i]))
+        except ValueError as error:
+            said = f"{_place(names, questions, i)} gave, with task.reward_weights, "
+            raise RewardError(f"{said}{error}") from error
         return Rewards(total, parts)
 
     def _call(self, name: str, function: Function, questions: Questions) -> Any:
-        def call() -> Any:
-            return _call(function, questions)
-
         try:
             with guests.received():
-                if self._timeout is None:
-                    return call()
-                ((value, error),) = guests.together([call], self._timeout)
-                if error is not None:
-                    raise error
-                return value
+                return _call(function, questions, self._timeout)
         except guests.Late as error:
             raise self._too_slow(name, questions) from error
         except BaseException as error:
             guests.raise_if_of_the_user(error)
-            raise _failure(name, function, questions, error) from error
+            raise self._failure(name, questions, error) from error
 
     def _await(self, functions: Mapping[str, Function], questions: Questions) -> dict:
         if not functions:
@@ -156,12 +164,40 @@ class Scorer:
                 raise self._too_slow(name, questions) from value
             if isinstance(value, BaseException):
                 guests.raise_if_of_the_user(value)
-                raise _failure(name, functions[name], questions, value) from value
+                raise self._failure(name, questions, value) from value
         return returned
 
     def _too_slow(self, name: str, questions: Questions) -> RewardError:
         place = _place(name, questions, 0)
         return RewardError(f"{place} took longer than task.timeout={self._timeout:g} s")
+
+    def _failure(
+        self, name: str, questions: Questions, error: BaseException
+    ) -> RewardError:
+        """Call for one prompt at a time, to find the one for which a function raises.
+
+        One that takes too long ends the search.
+        """
+        if isinstance(error, guests.Misbehaved):
+            return RewardError(f"{_place(name, questions, 0)} {error}")
+        function, place = self._functions[name], 0
+        for i in range(len(questions.prompts)):
+            try:
+                with guests.received():
+                    if _is_async(function):
+                        one = _awaited(function, questions.only(i), self._timeout)
+                        if isinstance(raised := asyncio.run(one), BaseException):
+                            raise raised
+                    else:
+                        _call(function, questions.only(i), self._timeout)
+            except guests.Late:
+                break
+            except BaseException as again:
+                guests.raise_if_of_the_user(again)
+                place = i
+                break
+        said = described(error, _file_name(function))
+        return RewardError(f"{_place(name, questions, place)} raised{said}")
 
 
 def load(
@@ -220,13 +256,27 @@ def _module(name: str) -> Any:
 # -------------------------------------------------------------------- calls
 
 
-def _call(function: Function, questions: Questions) -> Any:
+def _is_async(function: Function) -> bool:
+    """Whether it is awaited: a function, or an object with such a `__call__`."""
+    is_coroutine = inspect.iscoroutinefunction
+    return is_coroutine(function) or is_coroutine(type(function).__call__)
+
+
+def _call(function: Function, questions: Questions, timeout: float | None) -> Any:
+    """What a function returns, in a thread of its own if there is a timeout."""
     _, prompts, completions, columns = questions
-    return function(
+    call = functools.partial(
+        function,
         prompts=list(prompts),
         completions=list(completions),
         **{name: list(values) for name, values in columns.items()},
     )
+    if timeout is None:
+        return call()
+    ((value, error),) = guests.together([call], timeout)
+    if error is not None:
+        raise error
+    return value
 
 
 async def _awaited(
@@ -236,7 +286,7 @@ async def _awaited(
 
     async def call() -> Any:
         try:
-            return await _call(function, questions)
+            return await _call(function, questions, None)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -250,34 +300,9 @@ async def _awaited(
         return guests.Late()
 
 
-def _failure(
-    name: str, function: Function, questions: Questions, error: BaseException
-) -> RewardError:
-    """Call for one prompt at a time, to find the one for which the function raises."""
-    if isinstance(error, guests.Misbehaved):
-        return RewardError(f"{_place(name, questions, 0)} {error}")
-    place = 0
-    for i in range(len(questions.prompts)):
-        try:
-            with guests.received():
-                value = _call(function, questions.only(i))
-                if isinstance(value, Awaitable):
-                    asyncio.run(_result(value))
-        except BaseException as again:
-            guests.raise_if_of_the_user(again)
-            place = i
-            break
-    said = described(error, _file_name(function))
-    return RewardError(f"{_place(name, questions, place)} raised{said}")
-
-
 def described(error: BaseException, file_name: str) -> str:
     """What a function of a file raised, and in which line of it."""
     return f"{_line_of(error, file_name)} {type(error).__name__}: {_message(error)}"
-
-
-async def _result(value: Awaitable) -> Any:
-    return await value
 
 
 def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
@@ -296,13 +321,9 @@ def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
         if value is None:
             continue
         try:
-            out[i] = float(value)
-        except (TypeError, ValueError, OverflowError):
-            out[i] = math.nan
-        if not math.isfinite(out[i]):
-            raise wrong(f"{messages.short(value)}, which is no finite number", i)
-        if abs(out[i]) > _LARGEST:
-            raise wrong(f"{messages.short(value)}; {_TOO_LARGE}", i)
+            out[i] = checked(value)
+        except ValueError as error:
+            raise wrong(str(error), i) from error
     return out
 
 

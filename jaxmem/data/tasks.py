@@ -95,6 +95,8 @@ class TaskConfig:
             wanted = f"{len(self.rewards)} finite numbers, one a reward"
             check_field(self, "reward_weights", good, wanted)
         check_field(self, "reward", bool(self.rewards), "at least one function")
+        once = len(set(self.rewards)) == len(self.rewards)
+        check_field(self, "reward", once, "functions of which none is named twice")
         self._check_environment()
         if self.recorded:
             wanted = "False for task.source='arithmetic', which is sampled"

@@ -28,27 +28,42 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 # The limits are set by the process itself, as Python cannot fork safely beside threads.
+# The token, without which no report counts, is read before the completion runs, whose
+# stdin is empty, and is no global that it could import.
 _HARNESS = """
-import json, os, resource, sys
+import json, os, resource, sys, types
 seconds, memory, files = map(int, sys.argv[1:])
 for name, most in (("CPU", seconds), ("AS", memory), ("FSIZE", files),
                    ("NOFILE", 64), ("CORE", 0)):
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
-given = json.loads(sys.stdin.readline())
-report = os.dup(1)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-names = {"__name__": "solution"}
-exec(compile(given["code"], "<completion>", "exec"), names)
-passed = 0
-for i, test in enumerate(given["tests"]):
-    try:
-        exec(compile(test, f"<test {i}>", "exec"), names)
-    except Exception:
-        continue
-    passed += 1
-os.write(report, f"{sys.stdin.readline()}{passed}".encode())
-os._exit(0)
+def run(code, tests, token):
+    report = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    os.dup2(1, 0)
+    # Dataclasses and pickle look the module of a class up.
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    exec(compile(code, "<completion>", "exec"), vars(module))
+    passed = 0
+    for i, test in enumerate(tests):
+        try:
+            exec(compile(test, f"<test {i}>", "exec"), vars(module))
+        except Exception:
+            continue
+        passed += 1
+    os.write(report, f"{token} {passed}".encode())
+    os._exit(0)
+run(*json.loads(sys.stdin.read()))
 """
+# A fence of CommonMark: its indentation, its characters, the first word of its info
+# string, and its body, up to a fence of the same character that is at least as long.
+_FENCE = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<fence>(?P<mark>[`~])(?P=mark){2,}+)(?!(?<=`)[^\n]*`)"
+    r"[ \t]*(?P<word>\{?[^\s{]*)[^\n]*\n"
+    r"(?P<body>.*?)(?:^(?P=indent)? {0,3}(?P=fence)(?P=mark)*[ \t]*$|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+_PYTHON = "py", "py3", "python", "python3"
+_IN_A_LINE = re.compile(r"(?<=[^\s`])[ \t]*(```(?:py|python)3?[ \t]*\n)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +72,15 @@ class UnitTests:
 
     The column holds Python source, or a list of sources, such as MBPP's `test_list`;
     each is executed after the completion, and passes unless it raises. The program is
-    the completion's last fence of three backquotes, or all of it without one.
+    the body of the completion's last Markdown fence whose language is python, py,
+    python3 or py3; else of the last one without a language; else all of it.
 
     Each completion runs in a process of its own with limits, in an empty directory and
     without the environment. That stops mistakes, endless loops and early exits, which
     earn 0. It is no sandbox: the process can read what its user can read and use the
-    network. Run training in a container if that matters.
+    network. Run training in a container if that matters. Nor does it stop forgery:
+    tests run in the process of the completion, which can change what they call, or look
+    into the harness for what makes a report count.
 
     Attributes:
         seconds: most time of a completion and its tests together.
@@ -101,7 +119,7 @@ class UnitTests:
 
     def _share_passed(self, code: str, tests: list[str]) -> float:
         token = secrets.token_hex(16)
-        given = f"{json.dumps({'code': code, 'tests': tests})}\n{token}\n"
+        given = json.dumps([code, tests, token])
         limits = (max(round(self.seconds), 1), self.memory_mib << 20,
                   self.file_mib << 20)  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="jaxmem_tests_") as folder:
@@ -120,8 +138,8 @@ class UnitTests:
                 said = b""
             finally:
                 _end(process)
-        started, _, passed = said.decode(errors="replace").partition("\n")
-        return int(passed) / len(tests) if started == token else 0.0
+        reports = {f"{token} {n}".encode(): n for n in range(len(tests) + 1)}
+        return reports.get(said, 0) / len(tests)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -144,7 +162,13 @@ def text_of(completion: Any) -> str:
 
 
 def program_of(completion: Any) -> str:
-    """The program of a completion: its last fence, or all of its text."""
-    text = text_of(completion)
-    fences = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
-    return fences[-1] if fences else text
+    """The program of a completion: its last fence of Python, or all of its text."""
+    text = re.sub(r"\r\n?", "\n", text_of(completion))
+    text = _IN_A_LINE.sub(r"\n\1", text)
+    fences = [fence for fence in _FENCE.finditer(text) if fence["body"].strip()]
+    for words in (_PYTHON, ("",)):  # a fence without a tag is often what was printed
+        for fence in reversed(fences):
+            if fence["word"].lower() in words:
+                indent = rf"^[ \t]{{0,{len(fence['indent'])}}}"
+                return re.sub(indent, "", fence["body"], flags=re.MULTILINE)
+    return text

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmem import _imports
+from jaxmem.base import messages
 from jaxmem.data.unit_tests import UnitTests, text_of
 
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-_GSM8K = re.compile(r"####\s*\$?\s*([-+]?(?:\d[\d,]*\.?\d*|\.\d+))")
+# Commas are part of a number in front of groups of three digits alone.
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
+_MARKED = re.compile(rf"\s*\$?\s*({_NUMBER.pattern})")  # after "####"
 
 
 def exact(prompts, completions, answer, **_) -> list[float]:
@@ -47,10 +50,13 @@ def regex(prompts, completions, pattern, **_) -> list[float]:
 
 
 def number(prompts, completions, answer, **_) -> list[float]:
-    """1 if the last number of the completion equals that of the column `answer`."""
+    """1 if the last number of the completion equals that of the column `answer`.
+
+    Raises:
+        ValueError: an answer has no number.
+    """
     pairs = zip(completions, answer, strict=True)
-    return [float(_equal(_last(_NUMBER, text_of(c)), _last(_NUMBER, str(a))))
-            for c, a in pairs]  # fmt: skip
+    return [_equal(_last(text_of(c)), _last(str(a)), a) for c, a in pairs]
 
 
 def gsm8k(prompts, completions, answer, **_) -> list[float]:
@@ -59,29 +65,39 @@ def gsm8k(prompts, completions, answer, **_) -> list[float]:
     The column `answer` is GSM8K's own, whose last line is "#### 72", or the number
     alone. A completion without "####" is wrong, whatever numbers it has.
 
+    Raises:
+        ValueError: an answer has no number.
+
     Reference: Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021,
     arXiv:2110.14168.
     """
     return [
-        float(_equal(_last(_GSM8K, text_of(c)), _gold(str(a))))
+        _equal(_marked(text_of(c)), (_marked if "####" in str(a) else _last)(str(a)), a)
         for c, a in zip(completions, answer, strict=True)
     ]
 
 
-def _gold(answer: str) -> float | None:
-    return _last(_GSM8K if "####" in answer else _NUMBER, answer)
+def _marked(text: str) -> float | None:
+    """The number after the last "####"."""
+    _, marks, after = text.rpartition("####")
+    found = _MARKED.match(after) if marks else None
+    return float(found[1].replace(",", "")) if found else None
 
 
-def _last(pattern: re.Pattern[str], text: str) -> float | None:
-    numbers = pattern.findall(text)
+def _last(text: str) -> float | None:
+    numbers = _NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
-def _equal(a: float | None, b: float | None) -> bool:
-    return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-9)
+def _equal(said: float | None, wanted: float | None, answer: Any) -> float:
+    """1 if a number is that of an answer; one without a number is an error."""
+    if wanted is None:
+        kind = "a number, or text with one"
+        raise ValueError(messages.must_be("the column answer", kind, answer))
+    return float(said is not None and math.isclose(said, wanted, rel_tol=1e-9))
 
 
-def json_schema(prompts, completions, schema, **_) -> list[float]:
+def json_schema(prompts, completions, schema=None, **_) -> list[float]:
     """1 if the completion is JSON that the column `schema` allows.
 
     A schema is an object or its JSON text. The completion may stand in one fence of
@@ -102,7 +118,7 @@ def json_schema(prompts, completions, schema, **_) -> list[float]:
         ) from error
 
     def score(completion: Any, schema: Any) -> float:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
+        schema = _schema(schema)
         kind: Any = validators.validator_for(schema)
         try:
             kind.check_schema(schema)
@@ -114,7 +130,19 @@ def json_schema(prompts, completions, schema, **_) -> list[float]:
             return 0.0
         return float(kind(schema, registry=referencing.Registry()).is_valid(value))
 
-    return [score(c, s) for c, s in zip(completions, schema, strict=True)]
+    schemas = [None] * len(completions) if schema is None else schema
+    return [score(c, s) for c, s in zip(completions, schemas, strict=True)]
+
+
+def _schema(given: Any) -> dict[str, Any]:
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        schema = None
+    if not isinstance(schema, dict):
+        wanted = "an object or JSON of one"
+        raise ValueError(messages.must_be("the column schema", wanted, given))
+    return schema
 
 
 def _unfenced(completion: Any) -> str:

@@ -45,7 +45,8 @@ class StepMetrics(NamedTuple):
 class PolicyMetrics(NamedTuple):
     """The numbers of one rollout and its updates; one line of metrics.jsonl.
 
-    Means are over the tokens sampled, and over the updates of the step.
+    Means are over the tokens sampled, and over the updates of the step; None where no
+    token was measured, as where all completions are masked.
     """
 
     step: int  # rollouts done, this one included
@@ -54,14 +55,14 @@ class PolicyMetrics(NamedTuple):
     degenerate: float  # share of groups whose rewards are all equal
     loss: float  # what is minimised, mean over the updates
     kl: float | None  # to the initial weights, k3; None without them
-    entropy: float  # of the policy, nats
-    sum_pi_squared: float  # of the policy, the collision probability
-    clip_fraction: float  # share of tokens without a gradient because of the clip
+    entropy: float | None  # of the policy, nats
+    sum_pi_squared: float | None  # of the policy, the collision probability
+    clip_fraction: float | None  # share of tokens that the clip leaves no gradient
     grad_norm: float  # global, before clipping, mean over the updates
     learning_rate: float
     response_length: float  # tokens sampled, mean over the samples
-    mismatch_mean: float  # |trainer's - sampler's log-probability|, nats
-    mismatch_max: float  # the largest of these differences, nats
+    mismatch_mean: float | None  # |trainer's - sampler's log-probability|, nats
+    mismatch_max: float | None  # the largest of these differences, nats
     tokens: int  # of prompts and responses, in the rollout
     tokens_per_second: float
     rollout_seconds: float  # sampling and rewards
@@ -107,8 +108,9 @@ class PolicyMetrics(NamedTuple):
     def line(self) -> str:
         """What the progress report says of the step."""
         held_out = _held_out(self.held_out_reward, 3)
+        entropy = "" if self.entropy is None else f"entropy {self.entropy:.3f}  "
         return (
-            f"reward {self.reward:.3f}  entropy {self.entropy:.3f}  "
+            f"reward {self.reward:.3f}  {entropy}"
             f"{self.tokens_per_second:,.0f} tokens/s{held_out}"
         )
 

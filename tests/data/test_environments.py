@@ -109,7 +109,11 @@ FAILURES = [
     ("return [], 1, True", r"step replied \[\], which must be a string"),
     ("return 'b', 'high', True", "step gave the reward 'high', which is no finite num"),
     ("return 'b', float('nan'), True", "step gave the reward nan, which is no finite"),
-]
+    ("return 'b', -2e18, True",
+     r"step gave the reward -2e\+18; advantages .* for rewards of at most 1e\+18"),
+    ("import numpy; return 'b', 1, numpy.ones(2)",
+     r"step returned a tuple whose done must be True or False, got array\(\[1"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("step", "message"), FAILURES)
@@ -121,7 +125,21 @@ def test_an_environment_that_fails_is_named_or_ends(step, message, own):
         environments.step(made)
     assert "\n" not in str(raised.value)
     environments, made = opened(name, timeout=0.5, on_error="end")
-    assert environments.step(made) == [Turn("", 0.0, True)] * 2
+    with pytest.warns(UserWarning, match=rf"^environment .* {message}"):
+        assert environments.step(made) == [Turn("", 0.0, True)] * 2
+
+
+def test_conversations_that_failures_end_are_counted(own):
+    name = own(step="return ('b', 0, True) if said[-1] == 'right' else 1 / 0")
+    environments, made = opened(name, 12, on_error="end")
+    with pytest.warns(UserWarning) as told:
+        environments.step(made)
+    assert [str(x.message).partition("; ")[2] for x in told] == [
+        f"conversations ended by such failures so far: {n}" for n in (1, 10)
+    ]
+    assert all("step raised (line 8) Zero" in str(x.message) for x in told)
+    made[0].complete("right")
+    assert environments.step(made[:1]) == [Turn("b", 0.0, True)]  # nothing to say
 
 
 @pytest.mark.parametrize(
@@ -131,8 +149,10 @@ def test_an_environment_that_fails_is_named_or_ends(step, message, own):
         ("return ''", "reset returned '', neither a string nor a list of messages"),
         ("return [3]", r"reset returned \[3\], neither a string nor a list of mess"),
         ("return None", "reset returned None, neither"),
+        ("import numpy; return numpy.arange(2)",
+         r"p.jsonl:1\): reset returned array\(\[0, 1\]\), neither a string nor a list"),
     ],
-)
+)  # fmt: skip
 def test_a_beginning_that_is_none(reset, message, own):
     for on_error in ("raise", "end"):
         with pytest.raises(RewardError, match=message):

@@ -12,6 +12,7 @@ import pytest
 
 from jaxmem.data import rewards
 from jaxmem.data.rewards import Questions, RewardError, Scorer
+from jaxmem.data.tasks import TaskConfig
 
 CHAT = [{"role": "assistant", "content": "so 4"}]
 
@@ -48,6 +49,8 @@ def own(tmp_path):
         ("regex", ["a 4", CHAT], {"pattern": ["^4", r"\d$"]}, [0, 1]),
         ("number", ["3 or 4", "4.0", "1,000", "x"],
          {"answer": ["#### 4", 4, "1e3", "4"]}, [1, 1, 1, 0]),
+        ("number", ["1,2,3", "1,2,3", "1,234,567.5", "1,2345", "12,34"],
+         {"answer": ["123", "3", "1234567.5", "2345", "34"]}, [0, 1, 1, 1, 1]),
         ("length", ["a", "b"],
          {"completion_ids": [[1], [1, 2, 3]], "max_new_tokens": [4, 4]},
          [-0.25, -0.75]),
@@ -238,9 +241,29 @@ def test_weights_that_make_rewards_too_large_are_refused(own):
     name = own("def score(**_):\n    return [1e18]\n")
     assert Scorer([name])(questions(["x"])).total == [1e18]
     with pytest.raises(
-        RewardError, match=r"gave -4e\+18 with task.reward_weights; adv"
+        RewardError, match=r"gave, with task.reward_weights, -4e\+18; adv"
     ):
         Scorer([name], weights=[-4.0])(questions(["x"]))
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_the_search_for_the_prompt_that_fails_has_the_timeout_too(kind, own):
+    """The function raises for all prompts together, and hangs for one alone."""
+    sleep = "await asyncio.sleep(60)" if kind == "async def" else "time.sleep(60)"
+    name = own(
+        f"import asyncio, time\n{kind} score(completions, **_):\n"
+        f"    if len(completions) == 1:\n        {sleep}\n    return [1 / 0]\n"
+    )
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"raised \(line 5\) ZeroDivisionError: div"):
+        Scorer([name], timeout=0.2)(questions(["a", "b"]))
+    assert time.monotonic() - start < 10
+
+
+def test_a_function_that_is_named_twice_is_refused():
+    names = "exact", "number", "exact"
+    with pytest.raises(ValueError, match=r"TaskConfig.reward must be functions of whi"):
+        TaskConfig(source="p.jsonl", reward=names)
 
 
 @pytest.mark.parametrize("timeout", [None, 9.0])

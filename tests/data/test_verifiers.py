@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import re
 import time
 
 import numpy as np
@@ -39,11 +40,26 @@ def scored(name, completions, **columns):
         ("#### 7\n2", TRACE + "72", 0),
         ("\n\n\n", TRACE + "72", 0),
         ("#### 24", TRACE + "72", 0),
-        ("#### 5", "no number", 0),
+        ("#### 72\n#### unsure", TRACE + "72", 0),
+        ("#### 1,2,3", "123", 0),
     ],
 )
 def test_the_number_of_gsm8k(completion, answer, reward):
     assert scored("gsm8k", [completion], answer=[answer]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [("number", "no number"), ("number", None), ("gsm8k", "#### unsure"),
+     ("gsm8k", "7\n####")],
+)  # fmt: skip
+def test_answers_without_a_number_are_errors(name, answer):
+    with pytest.raises(RewardError) as raised:
+        scored(name, ["#### 5", "#### 5"], answer=["5", answer])
+    assert "prompt 'p' (p.jsonl:2): raised (line " in str(raised.value)
+    assert str(raised.value).endswith(
+        f"the column answer must be a number, or text with one, got {answer!r}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,6 +85,12 @@ def test_schemas_as_text_and_schemas_that_are_none(monkeypatch):
     assert scored("json_schema", ["3"], schema=['{"type": "integer"}']) == [1]
     with pytest.raises(RewardError, match=r"raised.*ValueError: schema: 'int' is not"):
         scored("json_schema", ["3"], schema=[{"type": "int"}])
+    wrong = "the column schema must be an object or JSON of one, got "
+    for schema in (None, 3, "{", "[]", "true"):
+        with pytest.raises(RewardError, match=re.escape(f"{wrong}{schema!r}")):
+            scored("json_schema", ["3"], schema=[schema])
+    with pytest.raises(RewardError, match=f"{wrong}None"):
+        scored("json_schema", ["3"])
     # Nothing is fetched.
     with pytest.raises(RewardError, match=r"Unresolvable"):
         scored("json_schema", ["3"], schema=[{"$ref": "http://localhost/s.json"}])
@@ -125,7 +147,64 @@ def test_the_share_of_tests_that_pass():
     made = scored("unit_tests", [DOUBLE, fenced, other], tests=[TESTS] * 3)
     np.testing.assert_allclose(made, [2 / 3, 2 / 3, 0])
     assert scored("unit_tests", [DOUBLE], tests=[TESTS[0]]) == [1]
-    assert program_of("```\na\n```\n```py\nb\n```") == "b\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```\na\n```\n```py\nb\n```", "b\n"),
+        ("```python\na\n```\nIt prints\n```text\n4\n```\n", "a\n"),
+        ("```python\na\n```\nIt prints\n```\n4\n```\n", "a\n"),
+        ("It prints\n```text\n4\n```\n```\na\n```\n", "a\n"),
+        ("So: ```python\na\n```", "a\n"),
+        ("```bash\npip\n```\nthen\n```python\na\n```", "a\n"),
+        ("```js\nb\n```\nthat is all", "```js\nb\n```\nthat is all"),
+        ("```python3\na\n```", "a\n"),
+        ("``` Python\na\n```", "a\n"),
+        ("~~~PY3\na\n~~~", "a\n"),
+        ('```python title="a.py"\na\n```', "a\n"),
+        ("```python{.numberLines}\na\n```", "a\n"),
+        ("```python\r\nif a:\r\n    b\r\n```\r\n", "if a:\n    b\n"),
+        ("1. So:\n    ```python\n    if a:\n        b\n    ```\n", "if a:\n    b\n"),
+        ("  ```python\n  a\n b\n```\n", "a\nb\n"),
+        ("````python\na = '''\n```\n'''\n````", "a = '''\n```\n'''\n"),
+        ("~~~python\na = '''\n```\n'''\n~~~", "a = '''\n```\n'''\n"),
+        ("```python\ndef a():\n    '''\n    ```\n    '''\n```",
+         "def a():\n    '''\n    ```\n    '''\n"),
+        ("```python\na\n``` \nSay ```b``` or\n``` c```\n", "a\n"),
+        ("```python\na\n", "a\n"),  # cut off
+        ("```python\na\n```\n```\n", "a\n"),
+        ("`" * 100_000, "`" * 100_000),
+        ("a = 1", "a = 1"),
+    ],
+)  # fmt: skip
+def test_the_program_is_the_last_fence_of_python(text, program):
+    assert program_of(text) == program
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from __future__ import annotations\nimport dataclasses\n"
+        "@dataclasses.dataclass\nclass A:\n    x: int\n"
+        "import pickle\nassert pickle.loads(pickle.dumps(A(3))) == A(3)\n",
+        "import sys\nassert sys.stdin.read() == '' and open(0).read() == ''\n",
+        "try:\n    input()\nexcept EOFError:\n    pass\n",
+        "import __main__\nassert not hasattr(__main__, 'token')\n",
+    ],
+)
+def test_a_program_is_a_module_with_an_empty_stdin(code):
+    assert QUICK(["p"], [code + DOUBLE], tests=["assert double(2) == 4"]) == [1]
+
+
+def test_a_share_above_one_is_none():
+    """A program that finds the harness's token, which nothing hides for good."""
+    code = (
+        "import os, sys\nknown = sys._getframe(1).f_locals\n"
+        "os.write(known['report'], f\"{known['token']} 7\".encode())\nos._exit(0)\n"
+    )
+    assert QUICK(["p"], [code], tests=["pass"]) == [0]
+    assert QUICK(["p"], [code.replace("7", "1")], tests=["pass"]) == [1]
 
 
 @pytest.mark.parametrize(

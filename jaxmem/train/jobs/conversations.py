@@ -61,17 +61,15 @@ class Replies:
         """A completion as its environment gets it: without special tokens."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
-    def ids(self, conversation: Conversation, reply: Any) -> list[int] | None:
+    def ids(self, conversation: Conversation, reply: Any) -> list[int]:
         """The tokens that follow a completion, which has ended.
 
-        None where they are more than `task.max_reply_tokens` and failures end
-        conversations.
+        Raises:
+            RewardError: they are more than `task.max_reply_tokens`.
         """
         text = reply if isinstance(reply, str) else self._suffix(conversation, reply)
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if len(ids) > (most := self._config.max_reply_tokens):
-            if self._config.environment_errors == "end":
-                return None
             raise RewardError(
                 f"environment {self._config.environment} ({conversation.where}): a "
                 f"reply has {len(ids)} tokens; raise task.max_reply_tokens={most}, or "
@@ -205,11 +203,14 @@ def play(
             live[i] = not (answer.done or truncated[i]) and turn < turns - 1
             if not live[i]:
                 continue
-            ids = replies.ids(conversations[i], answer.reply)
-            live[i] = ids is not None
-            if ids is not None:
-                rows.append(i, np.array(ids, np.int32))
-                conversations[i].hear(answer.reply)
+            try:
+                ids = replies.ids(conversations[i], answer.reply)
+            except RewardError as error:
+                environments.fail(error)
+                live[i] = False
+                continue
+            rows.append(i, np.array(ids, np.int32))
+            conversations[i].hear(answer.reply)
         if not live.any():
             break
     return Played(rows.samples(), truncated, said, ByTurn(rewards, rows.turns))

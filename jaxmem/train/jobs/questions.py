@@ -13,6 +13,7 @@ from jaxmem.data.ends import Ends
 from jaxmem.data.environments import Environments
 from jaxmem.data.prompts import Prompt
 from jaxmem.data.reader import RecordReader
+from jaxmem.data.records import DataError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.jobs.asked import Asked, FilePrompts, Graded, Task
@@ -53,6 +54,10 @@ class Sums(Task):
         return "problems are drawn anew in every rollout, from task.seed"
 
 
+# Those of reward functions that are no columns.
+_ARGUMENTS = "prompts", "completions", "completion_ids", "max_new_tokens"
+
+
 class OwnPrompts(FilePrompts):
     """Prompts of a file, and reward functions."""
 
@@ -69,6 +74,13 @@ class OwnPrompts(FilePrompts):
             config.rewards, config.reward_weights, config.timeout
         )
         self._keep(prompts.load_prompts(config, (tokenizer, reader)))
+        first = self._train[0]  # all have the same columns
+        if taken := [name for name in _ARGUMENTS if name in first.columns]:
+            raise DataError(
+                f"{first.where}: the column {taken[0]!r} has the name of an argument "
+                "that reward functions get from the run; rename it, or name it in "
+                "task.ignored"
+            )
 
     def _keep(self, loaded: tuple[list[Prompt], list[Prompt]]) -> None:
         self._train, self._held_out = loaded
@@ -166,7 +178,16 @@ class Conversations(OwnPrompts):
         played = play(
             self._environments, opened, asked[:2], sample, self._replies, self._limits
         )
-        values = played.by_turn.returns[:, 0]
+        returns = played.by_turn.returns
+        for item, sums in zip(asked.items, returns.tolist(), strict=True):
+            try:
+                rewards.checked(max(sums, key=abs))
+            except ValueError as error:
+                raise rewards.RewardError(
+                    f"environment {self._config.environment} ({item.where}): the sum "
+                    f"of its rewards is {error}"
+                ) from error
+        values = returns[:, 0]
         return played, Graded(values, (values >= 1).astype(np.float32))
 
 
@@ -248,6 +269,8 @@ class Questions(Reading):
 
     def lines(self) -> list[str]:
         read = [] if self._reader is None else self._reader.lines()
+        if isinstance(self.task, RecordedRollouts):
+            read = self.task.notes.lines()
         return [*read, *mixing.shares(self._config, "task")]
 
     def end_of_turn(self) -> str | None:

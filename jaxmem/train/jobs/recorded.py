@@ -16,9 +16,11 @@ import numpy as np
 import tokenizers
 
 from jaxmem.base import messages
+from jaxmem.data import rewards
 from jaxmem.data.ends import Ends
 from jaxmem.data.prompts import Prompt
 from jaxmem.data.records import DataError, Record, find_files, read_records
+from jaxmem.data.rendering import Notes
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import Samples, SamplingConfig
 from jaxmem.train.jobs.asked import Asked, FilePrompts, Graded
@@ -43,6 +45,7 @@ class RecordedRollouts(FilePrompts):
         super().__init__(config, tokenizer)
         self._sampling, self._group_size = sampling, group_size
         self._vocab_size, self._eos_ids, _ = ends
+        self.notes = Notes()
         paths = find_files(config.source, "task.source")
         self._records = [r for path in paths for r in read_records(path, "task.source")]
         for record in self._records:
@@ -95,7 +98,15 @@ class RecordedRollouts(FilePrompts):
                 f"{record.where}: reward must be a finite number, got "
                 f"{messages.short(fields['reward'])}"
             )
+        try:
+            rewards.checked(fields["reward"])
+        except ValueError as error:
+            raise DataError(f"{record.where}: reward is {error}") from error
         self._check_supports(record, length)
+        for key, value in fields.items():
+            if key not in (*_KEYS, "supports") and value is not None:
+                note = f"the column {messages.short(key)} is not used"
+                self.notes.add(note, record.where)
 
     def _check_supports(self, record: Record, length: int) -> None:
         supports, limit = record.fields.get("supports"), self._sampling.support_size
@@ -128,8 +139,8 @@ class RecordedRollouts(FilePrompts):
         ]
         asked, samples = self._asked_of(records), self._samples(records)
         completions = Completions.of_samples(asked, samples)
-        rewards = np.array([r.fields["reward"] for r in records], np.float32)
-        graded = Graded(rewards, (rewards >= 1).astype(np.float32))
+        earned = np.array([r.fields["reward"] for r in records], np.float32)
+        graded = Graded(earned, (earned >= 1).astype(np.float32))
         ends = np.array([r.fields["completion_ids"][-1] for r in records])
         turns = np.ones(len(records), np.int32)
         truncated = ~np.isin(ends, self._eos_ids)

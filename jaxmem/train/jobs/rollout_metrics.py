@@ -53,7 +53,10 @@ _mismatch = jax.jit(jaxmem.mismatch_report)
 
 
 def agreement(old: Logprobs, samples: Samples) -> dict[str, float | None]:
-    """How far the trainer's probabilities are from the sampler's."""
+    """How far the trainer's probabilities are from the sampler's.
+
+    Of tokens that the trainer has measured; None without any.
+    """
     mask = np.asarray(samples.mask) & old.known
     samples = samples._replace(mask=mask)
     report = jax.device_get(_mismatch(old.drawn_from, samples.logprobs, mask))
@@ -61,17 +64,22 @@ def agreement(old: Logprobs, samples: Samples) -> dict[str, float | None]:
     if old.whole is not None:
         unreplayed = _inside(old.whole, samples)
     return {
-        **{f"mismatch_{k}": float(getattr(report, k)) for k in _MISMATCH},
-        "ratios_outside_1_25": float(report.outside_1_25),
-        "ratios_outside_2": float(report.outside_2),
+        **{
+            name: float(getattr(report, of_report)) if mask.any() else None
+            for name, of_report in _REPORTED.items()
+        },
         "ratios_inside_1_1": _inside(old.drawn_from, samples),
-        "ratios_inside_1_01": float(report.inside_1_01),
-        "ratios_inside_strict": float(report.inside_strict),
         "unreplayed_inside_1_1": unreplayed,
     }
 
 
-_MISMATCH = "mean", "p50", "p95", "p99", "max"
+# Fields of `PolicyMetrics` by those of a `MismatchReport`.
+_REPORTED = {
+    **{f"mismatch_{name}": name for name in ("mean", "p50", "p95", "p99", "max")},
+    **{f"ratios_{name}": name for name in (
+        "outside_1_25", "outside_2", "inside_1_01", "inside_strict",
+    )},
+}  # fmt: skip
 
 
 def _inside(logprobs: np.ndarray, samples: Samples) -> float | None:
@@ -85,12 +93,12 @@ def _inside(logprobs: np.ndarray, samples: Samples) -> float | None:
 
 def dropped(
     weights: np.ndarray | None, old: Logprobs, samples: Samples
-) -> dict[str, float]:
-    """Share of sampled tokens that a correction drops, a field of `PolicyMetrics`."""
+) -> dict[str, float | None]:
+    """Share of measured tokens that a correction drops, a field of `PolicyMetrics`."""
     if weights is None:
         return {}
     mask = np.asarray(samples.mask) & old.known
-    return {"dropped": float((weights[mask] == 0).mean()) if mask.any() else 0.0}
+    return {"dropped": float((weights[mask] == 0).mean()) if mask.any() else None}
 
 
 def of_supports(
@@ -118,10 +126,13 @@ class Update(NamedTuple):
 
 
 def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
-    """Means over a step's updates and their tokens, as fields of `PolicyMetrics`."""
-    tokens = max(sum(update.tokens for update in updates), 1)
+    """Means over a step's updates and their tokens, as fields of `PolicyMetrics`.
+
+    Those over tokens are None where no update has learned from any.
+    """
+    tokens = sum(update.tokens for update in updates)
     per_token = {
-        name: float(sum(update.metrics[name] for update in updates)) / tokens
+        name: float(sum(u.metrics[name] for u in updates)) / tokens if tokens else None
         for name in updates[0].metrics
     }
     return {

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -407,20 +408,35 @@ def test_an_environment_that_fails_ends_a_run_by_name(body, message):
         reader.play(reader.task.ask(0, 4), [[A, END]] * 3)
 
 
+def test_sums_of_rewards_that_float32_cannot_hold_end_a_run_by_name():
+    text = ENVIRONMENT.replace('last.count("a") / 4', "6e17")
+    pathlib.Path("envs.py").write_text(text)
+    reader = Reader("task.held_out=0.0")
+    with pytest.raises(RewardError) as raised:
+        reader.play(reader.task.ask(0, 16), [[A, END]] * 3)
+    assert re.fullmatch(
+        r"environment envs.py:Vowels \(records.jsonl:\d+\): the sum of its rewards is "
+        r"1\.\d+e\+18; advantages are computed in float32, for rewards of .* 1e\+18",
+        str(raised.value),
+    )
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "reward", "turns"),
+    ("old", "new", "reward", "turns", "message"),
     [
-        ("self.turn += 1", "self.turn += 1; 1 / (2 - self.turn)", 0.25, {1, 2}),
+        ("self.turn += 1", "self.turn += 1; 1 / (2 - self.turn)", 0.25, {1, 2},
+         "step raised .* ZeroDivisionError"),
         # A reply that is too long comes with a reward, which counts.
-        ('"more"', '"x" * 11', 0.25, {1}),
+        ('"more"', '"x" * 11', 0.25, {1}, "a reply has 11 tokens; raise task.max_rep"),
     ],
-)
-def test_failures_may_end_conversations_instead(old, new, reward, turns):
+)  # fmt: skip
+def test_failures_may_end_conversations_instead(old, new, reward, turns, message):
     text = ENVIRONMENT.replace(old, new).replace('self.record["plain"]', "True")
     text = text.replace('record["plain"]', "True")
     pathlib.Path("envs.py").write_text(text)
     reader = Reader("task.environment_errors=end")
-    played, graded = reader.play(reader.task.ask(0, 12), [[A, END]] * 3)
+    with pytest.warns(UserWarning, match=message):
+        played, graded = reader.play(reader.task.ask(0, 12), [[A, END]] * 3)
     np.testing.assert_array_equal(graded.rewards, reward)
     assert set(played.turns.tolist()) == turns
 

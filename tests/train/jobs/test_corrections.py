@@ -329,6 +329,24 @@ def test_truncated_completions_are_not_learned_from_and_stay_in_the_normaliser()
     assert told.mismatch_max < 1e-5
 
 
+def test_a_step_whose_completions_are_all_masked_has_measured_nothing(monkeypatch):
+    job = long_job(long_job(), mask_truncated=True)
+    job.open()
+    sampled = job._sampled
+
+    def truncated(*given):
+        made = sampled(*given)
+        return made._replace(truncated=np.ones_like(made.truncated))
+
+    monkeypatch.setattr(job, "_sampled", truncated)
+    _, told = job.step(1, job.initial_state())
+    assert (told.truncated, told.loss, told.grad_norm) == (1, 0, 0)
+    assert "entropy" not in told.line
+    names = "entropy sum_pi_squared clip_fraction mismatch_mean mismatch_p50"
+    for name in (*names.split(), "mismatch_max", "ratios_inside_strict"):
+        assert getattr(told, name) is None
+
+
 MASKED = dict(correction="sequence_mask")
 
 

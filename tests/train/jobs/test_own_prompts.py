@@ -132,6 +132,12 @@ def test_several_rewards_are_told_apart():
     assert task.shown(asked, made, 0)[1] == "a a b </s>"  # it has no decoder
 
 
+def test_a_column_that_is_left_out_may_have_any_name():
+    write([{"prompt": str(i), "letter": "a", "completions": i} for i in range(9)])
+    task = own_prompts('task.ignored=("completions",)')
+    assert task.ask(0, 1).items[0].columns == {"letter": "a"}
+
+
 def test_prompts_come_in_a_new_order_each_epoch_and_strings_like_messages():
     task = own_prompts()
     epochs = [[p.where for p in task.ask(12 * e, 12).items] for e in (0, 1)]
@@ -165,6 +171,11 @@ def test_other_prompts_do_not_resume_a_run():
          'prompts.jsonl:2: no "letter", which prompts.jsonl:1 has'),
         ([{"prompt": "a" * 12}], [],
          "prompts.jsonl:1: the prompt has 13 tokens; raise task.max_prompt_tokens"),
+        ([{"prompt": "a"}, {"prompt": "b", "completion_ids": 3}], [],
+         'prompts.jsonl:1: no "completion_ids", which'),
+        *(([{"prompt": "a", name: 3}], [],
+           f"prompts.jsonl:1: the column {name!r} has the name of an argument that ")
+          for name in ("prompts", "completions", "completion_ids", "max_new_tokens")),
         ([{"prompt": "a"}], ["task.held_out=0.5"], "evaluation: 1 are distinct; add"),
         ([{"prompt": str(i)} for i in range(9)], ["task.stop=<end>"],
          "task.stop='<end>' is no token of"),

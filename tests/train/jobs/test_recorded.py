@@ -134,6 +134,8 @@ GOOD = {"prompt_ids": [1, 4], "completion_ids": [5, 2], "logprobs": [-1, -2.5],
     ("change", "overrides", "message"),
     [
         ({"reward": None}, [], "rollouts.jsonl:2: reward must be a finite number, got"),
+        ({"reward": -2e18}, [],
+         "rollouts.jsonl:2: reward is -2e+18; advantages are computed in float32, for"),
         ({"logprobs": [-1]}, [], "rollouts.jsonl:2: logprobs must be 2 log-probabilit"),
         ({"logprobs": [-1, 0.5]}, [], "logprobs must be 2 log-probabilities"),
         ({"completion_ids": [5, 400]}, [], "completion_ids must be ids in [0, 40), g"),
@@ -160,6 +162,16 @@ def test_records_that_cannot_be_used(change, overrides, message):
             configuration.load("grpo.gin", [*RECORDED, *overrides])[0]
         ).reads.task
     assert message in str(raised.value)
+
+
+def test_columns_that_are_not_read_are_said_once():
+    extra = {"advantage": 0.5, "supports": None}
+    runs.write("rollouts.jsonl", [GOOD, GOOD | extra, GOOD | extra, GOOD])
+    config = configuration.load("grpo.gin", RECORDED)[0]
+    reads = jobs.job_of(config).reads
+    said = "the column 'advantage' is not used: 2 (first rollouts.jsonl:2)"
+    assert reads.lines() == [said]
+    assert said in list(reads.records(1))
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,20 @@ def test_means_are_over_the_tokens_that_were_learned_from():
     told = rollout_metrics.of_updates(updates)
     assert told == {"loss": 1.0, "grad_norm": 2.0, "kl": None, "entropy": 2.5}
     told = rollout_metrics.of_updates(updates[2:])
-    assert told["entropy"] == 0
+    assert told == {"loss": 0.0, "grad_norm": 0.0, "kl": None, "entropy": None}
+
+
+def test_what_no_token_has_measured_is_null():
+    logprobs, mask = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
+    samples = Samples(mask, mask, logprobs, None, mask)
+    old = Logprobs.unknown(logprobs.shape, truncates=False)
+    told = rollout_metrics.agreement(old, samples)
+    assert len(told) == 11 and set(told.values()) == {None}
+    assert rollout_metrics.dropped(logprobs, old, samples) == {"dropped": None}
+    old.known[0, 0], old.drawn_from[0, 0] = True, 0.0
+    told = rollout_metrics.agreement(old, samples)
+    assert told["mismatch_max"] == 0 and told["ratios_inside_strict"] == 1
+    assert rollout_metrics.dropped(logprobs, old, samples) == {"dropped": 1}
 
 
 # ------------------------------------------------------------------- backend
