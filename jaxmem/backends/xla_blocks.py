@@ -78,7 +78,7 @@ def _add(spec, part_and_start, rows, outputs_and_cotangents, sums):
     def chunk(row_ids, sums):
         dz = xla.derivative(spec, part, rows, row_ids, saved, cotangents, start)
         dh, dW, dbias = xla.products(spec, part, row_ids, dz)
-        dh += take(sums.hidden, row_ids)
+        dh += take(sums.hidden, row_ids).astype(dh.dtype)
         dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
         return Factors(
             dhidden, sums.W + dW, None if sums.bias is None else sums.bias + dbias

@@ -262,7 +262,7 @@ def _multiply(spec, column, values, h, sums):
     """
     dW, dbias = sums
     columns = jnp.arange(dW.shape[0], dtype=jnp.int32)
-    values = jnp.where(columns[:, None] == column, values, 0)
+    values = jnp.where(columns[:, None] == column[None], values, 0)
     here = lax.dot_general(
         values.astype(spec.compute_dtype),
         h,

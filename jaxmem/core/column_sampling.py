@@ -151,7 +151,7 @@ def select(
         return units(sampling, exps * _beside(scale, exps))
 
     multiples = jnp.arange(1, sampling.slots + 1, dtype=jnp.int32) * sampling.one
-    targets = multiples - starts[:, None]
+    targets = multiples[None] - starts[:, None]
     tree = running_sums.tree(units_of(exps))
     live, column, exps = running_sums.find(tree, units_of, exps, targets)
     p = jnp.where(live, exps * scale[:, None], 0)

@@ -65,7 +65,7 @@ def descend(
         left = jnp.take_along_axis(sums, 2 * leaf, axis=1, mode="promise_in_bounds")
         right = rest > left
         rest = rest - jnp.where(right, left, 0)
-        leaf = jnp.minimum(2 * leaf + right, sums.shape[1] - 1)
+        leaf = jnp.minimum(2 * leaf + right.astype(leaf.dtype), sums.shape[1] - 1)
     return exists, leaf, rest
 
 
@@ -93,7 +93,7 @@ def window(x: jax.Array, leaf: jax.Array, width: int) -> tuple[jax.Array, jax.Ar
         return lax.dynamic_slice(row, (first,), (width,))
 
     entries = jax.vmap(jax.vmap(one, (None, 0)))(x, first)
-    return first[..., None] + jnp.arange(width, dtype=jnp.int32), entries
+    return first[..., None] + jnp.arange(width, dtype=jnp.int32)[None, None], entries
 
 
 def reach(units: jax.Array, values, rest: jax.Array) -> list[jax.Array]:

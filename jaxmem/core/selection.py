@@ -22,8 +22,8 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     padded = jnp.pad(x, ((0, 0), (0, -n % _BLOCK)), constant_values=-jnp.inf)
     _, blocks = top_k(padded.reshape(n_rows, -1, _BLOCK).max(axis=-1), k)
     blocks = jnp.sort(blocks, axis=1)  # candidates keep the order of the row
-    columns = blocks[..., None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
-    columns = columns.reshape(n_rows, -1)
+    in_block = jnp.arange(_BLOCK, dtype=jnp.int32)[None, None]
+    columns = (blocks[..., None] * _BLOCK + in_block).reshape(n_rows, -1)
     candidates = jnp.take_along_axis(
         x, columns, axis=1, mode="fill", fill_value=-jnp.inf
     )

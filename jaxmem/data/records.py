@@ -101,6 +101,11 @@ def read_records(
     """
     if kind_of(path) == ".parquet":
         return _parquet(path, argument, row_group)
+    if kind_of(path) == ".txt":
+        raise DataError(
+            f"{argument}: {messages.name(str(path))} is a text, which holds no records;"
+            ' write them to a .jsonl file, such as {"prompt": "..."} in each line'
+        )
     text = read_text(path, argument)
     start = text.lstrip()[:1]
     if start == "[" or (start == "{" and kind_of(path) == ".json"):

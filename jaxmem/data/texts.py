@@ -23,7 +23,7 @@ from jaxmem.data.records import (
     read_text,
 )
 
-_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
+_BLANK_LINES = re.compile(r"\r?\n(?:[ \t\r]*\n)+")
 
 
 def load_documents(
@@ -127,7 +127,7 @@ def _stdlib_documents() -> list[Document]:
 
 def _documents(path: Path, argument: str, reader: RecordReader) -> Iterator[Document]:
     if kind_of(path) == ".txt":
-        yield from _paragraphs(path.name, read_text(path, argument))
+        yield from _paragraphs(str(path), read_text(path, argument))
         return
     for record in read_records(path, argument):
         yield reader.document(record)

@@ -23,6 +23,9 @@ class Tokens(Form):
         for name in ("attention", "mask"):
             if name in columns:
                 values = self._integers(columns, name, count)
+                if not {0, 1}.issuperset(values):
+                    place = f'{columns.where}: "{columns.names[name]}"'
+                    raise DataError(messages.must_be(place, "0 or 1 a token", values))
                 if name == "attention" and 0 in values:
                     raise DataError(
                         f"{columns.where}: attention_mask must be 1 everywhere: "

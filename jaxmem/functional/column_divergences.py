@@ -56,7 +56,7 @@ def _log_rest(log_q, log_p):
     epsilon = jnp.finfo(log_q.dtype).eps
     first = jnp.argmax(log_q, axis=1, keepdims=True)
     largest = jnp.take_along_axis(log_q, first, axis=1)
-    is_first = jnp.arange(log_q.shape[1], dtype=first.dtype) == first
+    is_first = jnp.arange(log_q.shape[1], dtype=first.dtype)[None] == first
     others = jnp.sum(jnp.where(is_first, 0, jnp.exp(log_q)), axis=1, keepdims=True)
     without_first = -jnp.expm1(largest)
     unknown = epsilon * jnp.maximum(without_first, epsilon)

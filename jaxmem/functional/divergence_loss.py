@@ -56,9 +56,9 @@ def divergence_loss(
             `token_loss`.
         labels: as in `logprobs`; any valid ids if loss_fn uses D alone.
         target: as in `divergence`, but a token without ids, whose D is 0, is active.
-        statistics_temperature: of the statistics, a scalar or one per token; None for
-            the student's. Hinton's mixture has `temperature=2.0` or more for the
-            divergence, and 1.0 for the cross-entropy.
+        statistics_temperature: of the statistics, a scalar or one per token; not
+            differentiable; None for the student's. Hinton's mixture has
+            `temperature=2.0` or more for the divergence, and 1.0 for the cross-entropy.
         gradient: as in `token_loss`, with one block. `Sample(k)` keeps the entries of
             the label and of given ids, and at most k others: entry v with probability
             min(1, k d_v), d as in `divergence`, or half of it and half of the softmax

@@ -70,6 +70,15 @@ class DivergenceLossRule(LossRule):
 
     has_ids: ClassVar[bool] = False  # given[2], [N, K], are the ids of `by_logits`
 
+    def refuse(self, fixed):
+        super().refuse(fixed)
+        scale = fixed[0][1]
+        if scale is not None and scale.perturbed:  # the rows' temperature is not
+            raise NotImplementedError(
+                "jaxmem: statistics_temperature is not differentiable here; wrap it in "
+                "jax.lax.stop_gradient"
+            )
+
     def heads(self, source, given) -> tuple:
         """The policy, and a head it is compared with, in the dtypes of the products."""
         return (source.cast(self.spec),)

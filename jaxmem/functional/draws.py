@@ -208,7 +208,7 @@ def _ids_of_columns(spec, here, column):
 
 def _of_shards(shards, total):
     """The total of all shards, and that of the shards before this one, [C, 1]."""
-    every = jnp.arange(shards.count, dtype=jnp.int32)
+    every = jnp.arange(shards.count, dtype=jnp.int32)[None]
     shard = lax.axis_index(shards.axes)
     totals = lax.psum(jnp.where(every == shard, total, 0), shards.axes)
     before = jnp.sum(jnp.where(every < shard, totals, 0), axis=1, keepdims=True)
@@ -232,5 +232,5 @@ def _fraction(a, b):
         rest = rest << 1
         fits = rest >= b
         rest = jnp.where(fits, rest - b, rest)
-        quotient = (quotient << 1) | fits
+        quotient = (quotient << 1) | fits.astype(jnp.uint32)
     return quotient

@@ -163,8 +163,8 @@ class RaggedSupportRule(SupportRule):
                 yield width, tokens, here
 
     def _ids(self, given, row_ids, width):
-        k, counts = jnp.arange(width, dtype=jnp.int32), take(given.counts, row_ids)
-        counts = counts[:, None]
+        k = jnp.arange(width, dtype=jnp.int32)[None]
+        counts = take(given.counts, row_ids)[:, None]
         place = take(given.starts, row_ids)[:, None] + k
         ids = given.ids.at[jnp.where(k < counts, place, given.ids.shape[0])]
         ids = ids.get(mode="fill", fill_value=-1)

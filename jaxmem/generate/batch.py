@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from jaxmem.base import locks
+from jaxmem.base import locks, messages
 from jaxmem.base.stopping import Stop
 from jaxmem.data.records import DataError, Record, find_files, read_records
 from jaxmem.generate.completions import Completion, Generator, Prompt, unreached
@@ -43,7 +43,8 @@ def generate_file(
 
     Args:
         generator: model and options.
-        source: path of a file of prompts, of any form of `jaxmem.data.forms`.
+        source: path of a .jsonl, .json or .parquet file of prompts, of any form of
+            `jaxmem.data.forms`.
         out: path of the .jsonl file to create.
         console: receives progress; by default a new rich console.
 
@@ -79,6 +80,13 @@ def _prompt(generator: Generator, record: Record, number: int) -> Prompt:
             f"{record.where}: the output has a column {taken[0]!r} of its own; rename "
             "that of the input"
         )
+    for name, value in record.fields.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            place = f"{record.where}: the column {messages.short(name)}"
+            wanted = "what JSON can hold, because --out repeats it; convert or drop it"
+            raise DataError(messages.must_be(place, wanted, value)) from error
     return generator.prompt_of(record, number)
 
 
@@ -141,7 +149,7 @@ def _fingerprint(
     digest = hashlib.sha256(options.encode())
     update_with_files(digest, generator.model.files)
     for record, prompt in zip(records, prompts, strict=True):
-        columns = json.dumps([record.fields, prompt.ids], default=str)
+        columns = json.dumps([record.fields, prompt.ids])
         digest.update(columns.encode() + b"\n")
     return digest.hexdigest()[:24]
 

@@ -115,12 +115,13 @@ class Generator:
         """
         where, ids = record.where, self.model.encode(record)
         room = self.model.max_positions - len(ids)
-        wanted = self.config.max_new_tokens or 1
-        if room < wanted:
+        wanted = self.config.max_new_tokens
+        if room < (wanted or 1):
+            more = f"--max-new-tokens={wanted}" if wanted else "one of a completion"
             raise DataError(
-                f"{where}: the prompt's {len(ids):,} tokens and --max-new-tokens="
-                f"{wanted} exceed the {self.model.max_positions:,} positions of the "
-                "model; shorten one of them"
+                f"{where}: the prompt's {len(ids):,} tokens and {more} exceed the "
+                f"{self.model.max_positions:,} positions of the model; shorten the "
+                "prompt"
             )
         return Prompt(where, ids, number, min(room, self._limit))
 

@@ -126,7 +126,7 @@ def mean_logit(
 
     Args:
         hidden, W, where, temperature: as in `jaxmem.logprobs`, of a head without
-            softcap.
+            softcap; but temperature is differentiable.
 
     Returns:
         float32 [...] (float64 for float64 hidden); 0 for a masked token, with a

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import glob
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from jaxmem.base.stopping import Stop
 from jaxmem.data.chat import read_template
 from jaxmem.data.documents import NO_LABEL, load_documents
 from jaxmem.data.reader import RecordReader
-from jaxmem.data.records import SUFFIXES, kind_of
+from jaxmem.data.records import SUFFIXES, DataError, kind_of
 from jaxmem.data.vocabulary import special_tokens
 from jaxmem.models.own import LanguageModel
 from jaxmem.score.columns import Columns, check as check_columns, token_columns
@@ -143,16 +145,17 @@ def _score(
         )
     shared = _shared(config, described, vocabulary)
     groups = _groups(documents, _GROUP * config.max_tokens)
-    fingerprint = _fingerprint(config, place, documents)
+    source, names = _named(config.data, documents)
+    fingerprint = _fingerprint(config, place, documents, names)
     ends = [0, *(end for _, end in groups)]
-    source = str(Path(config.data).expanduser())
     with Journal(out, fingerprint, source, ends) as journal:
         started, read = time.perf_counter(), 0
         if journal.done:
             _log(console, f"resuming after document {journal.done:,}")
         try:
             if journal.done < len(documents):
-                documents = [_named_after(journal.source, d) for d in documents]
+                named = zip(documents, names, strict=True)
+                documents = [d._replace(name=journal.source + n) for d, n in named]
                 work = _Work(config, place, length, documents, groups, shared)
                 read = _score_rest(work, journal, console, stop)
         finally:
@@ -183,17 +186,30 @@ def _read(
     documents = load_documents(config.data, "DATA", reader)
     for line in reader.lines():
         _log(console, line)
-    return encode(documents, vocabulary, config.eos, config.everything)
+    encoded = encode(documents, vocabulary, config.eos, config.everything)
+    scored = [any(len(x.ids) > x.first for x in own) for own in encoded]
+    if not all(scored):
+        first = documents[scored.index(False)].name
+        line = f"{scored.count(False):,} of {len(scored):,} records have no token that"
+        line = f"{line} is scored, the first of them {first}"
+        if not any(scored):
+            raise DataError(f"DATA: {line}; --all scores all of a conversation")
+        _log(console, line)
+    return [tokens for own in encoded for tokens in own]
 
 
-def _named_after(source: str, document: Tokens) -> Tokens:
-    """The document, named after the data file as the journal names it."""
-    return document._replace(name=f"{source}:{_line_of(document)}")
+def _named(data: str, documents: Sequence[Tokens]) -> tuple[str, list[str]]:
+    """What the names of all documents begin with, and the rest of each.
 
-
-def _line_of(document: Tokens) -> str:
-    """Return the line number at the end of a document's name."""
-    return document.name.rpartition(":")[2]
+    They are the file and a line, or the directory of several files, and file and line:
+    the beginning may be spelled differently on resume.
+    """
+    path, names = str(Path(data).expanduser()), [d.name for d in documents]
+    files = [name.rpartition(":")[0] for name in names]
+    if len({*files}) > 1 or (glob.has_magic(path) and not os.path.exists(path)):
+        path = os.path.join(os.path.commonpath(map(os.path.dirname, files)), "")
+        files = [path] * len(names)
+    return path, [n.removeprefix(f) for n, f in zip(names, files, strict=True)]
 
 
 def _groups(documents: Sequence[Tokens], tokens: int) -> list[tuple[int, int]]:
@@ -319,15 +335,17 @@ def _joined(
     }
 
 
-def _fingerprint(config: ScoreConfig, place: Saved, documents: Sequence[Tokens]) -> str:
+def _fingerprint(
+    config: ScoreConfig, place: Saved, documents: Sequence[Tokens], names: Sequence[str]
+) -> str:
     """A hash of everything that the scores and their order depend on."""
     options: list[Any] = [config.max_tokens, config.stride, config.dtype, config.chunk]
     if config.columns:
         options.append(dataclasses.asdict(config.columns))
     digest = hashlib.sha256(json.dumps(options).encode())
     update_with_files(digest, files_of(place))
-    for document in documents:
-        # Exclude the file's name, which may be spelled differently on resume.
-        digest.update(json.dumps([_line_of(document), document.first]).encode())
+    for document, name in zip(documents, names, strict=True):
+        name = name.removeprefix(":")  # so that unfinished runs of one file go on
+        digest.update(json.dumps([name, document.first]).encode())
         digest.update(document.ids.tobytes())
     return digest.hexdigest()[:24]

@@ -40,8 +40,8 @@ def encode(
     vocabulary: Vocabulary,
     eos: bool,
     everything: bool = False,
-) -> list[Tokens]:
-    """Ids of documents: start, prompt, text and optionally the end of sequence.
+) -> list[list[Tokens]]:
+    """Ids of each document: start, prompt, text and optionally the end of sequence.
 
     Without anything before it, a text is scored from its second token on. Of a rendered
     conversation each turn that the loss would count is a document of its own, and what
@@ -53,13 +53,13 @@ def encode(
     encoded = []
     for document, prompt, text in zip(documents, prompts, texts, strict=True):
         if document.counted is not None:
-            encoded += _turns(document, vocabulary, everything)
+            encoded.append(_turns(document, vocabulary, everything))
             continue
         start = [] if has_start(prompt or text, vocabulary.start) else vocabulary.start
         before = [*start, *prompt]
         ended = not eos or ends_turn(document.text, text, vocabulary.tokenizer)
         ids = np.array([*before, *text, *([] if ended else [vocabulary.eos])], np.int32)
-        encoded.append(Tokens(document.name, ids, max(len(before), 1)))
+        encoded.append([Tokens(document.name, ids, max(len(before), 1))])
     return encoded
 
 

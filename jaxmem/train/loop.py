@@ -46,6 +46,7 @@ class Run:
         self._config, self._settings = config, settings
         self._stop, self._lock = held
         self._evaluation = evaluation or EvalConfig()
+        self._has_told = False  # that nothing is held out
         self._texts: Mapping[str, str] = {}
         self._console, self._checkpoints = console, checkpoints
         self.out_dir = Path(config.out_dir).expanduser().absolute()
@@ -159,6 +160,11 @@ class Run:
         is_due = self._evaluation.is_due(number, self._config.steps)
         evaluated = job.evaluate(state, taken) if is_due else None
         if evaluated is None:
+            if is_due and not self._has_told:
+                self._has_told = True
+                every = self._evaluation.every
+                say(self._console, f"eval.every={every} evaluates nothing: nothing is "
+                    "held out; see data.held_out and task.held_out")  # fmt: skip
             return taken
         if self._evaluation.keep_best:
 

@@ -322,8 +322,13 @@ def test_the_standard_library_is_real_text_in_a_fixed_order():
 def test_blank_lines_part_the_documents_of_a_text_file(tmp_path):
     path = tmp_path / "poem.txt"
     path.write_text("\ufeffone\n 1\n\n \t\r\ntwo\n\n", encoding="utf-8")
+    first = data.Document(f"{path}:1", "one\n 1")
     assert data.load_documents(str(path)) == [
-        data.Document("poem.txt:1", "one\n 1"), data.Document("poem.txt:5", "two"),
+        first, data.Document(f"{path}:5", "two")
+    ]  # fmt: skip
+    path.write_bytes(b"one\n 1\r\n\r\ntwo\r\n2\r\n\n")
+    assert data.load_documents(str(path)) == [
+        first, data.Document(f"{path}:4", "two\r\n2")
     ]  # fmt: skip
 
 

@@ -331,6 +331,10 @@ def test_tokens_and_their_labels(tokenizer):
             "attention_mask must be 1 everywhe",
         ),
         ({"input_ids": "5"}, '"input_ids" must be a list of integers'),
+        (
+            {"input_ids": [5, 6], "completion_mask": [0, 2]},
+            r':1: "completion_mask" must be 0 or 1 a token, got \[0, 2\]',
+        ),
     ):
         with pytest.raises(DataError, match=message):
             document(wrong)

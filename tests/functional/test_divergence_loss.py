@@ -276,6 +276,28 @@ def test_what_is_no_target_is_refused(target):
         jaxmem.divergence_loss(mixture, *make()[:2], LABELS, target, WEIGHT)
 
 
+@pytest.mark.parametrize("of", ["teacher", "columns", "drawn"])
+def test_a_gradient_of_the_statistics_temperature_is_refused(of):
+    """And of what is documented as constant it is zero."""
+    h, W, teacher_h, teacher_W = make()
+    ids, log_q = jnp.zeros((N, 1), jnp.int32), jnp.full((N, 1), -0.5)
+
+    def loss(statistics_temperature, constant):
+        targets = {
+            "teacher": jaxmem.Teacher(teacher_h * constant, teacher_W),
+            "columns": jaxmem.Columns(ids, log_q * constant),
+            "drawn": jaxmem.Drawn(ids),
+        }
+        return jaxmem.divergence_loss(
+            mixture, h, W, LABELS, jaxmem.ForwardKL(targets[of]), WEIGHT,
+            statistics_temperature=statistics_temperature, chunk=CHUNK,
+        )[0]  # fmt: skip
+
+    with pytest.raises(NotImplementedError, match="^jaxmem: statistics_temperature is"):
+        jax.eval_shape(jax.grad(loss), 1.3, 1.0)
+    assert jax.grad(loss, 1)(1.3, 1.5) == 0
+
+
 def test_second_derivatives_are_refused():
     h, *rest = make()
 

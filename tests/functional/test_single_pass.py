@@ -144,15 +144,37 @@ def test_peaked_logits_in_float16():
     check(CASES["peaked"].make(), dtype="float16")
 
 
-def test_sixteen_bits_where_promotion_is_strict(problem):
+IDS = jnp.arange(48 * 3, dtype=jnp.int32).reshape(48, 3) % 200
+TOP = jaxmem.ForwardKL(jaxmem.Columns(IDS, jnp.full(IDS.shape, -2.0)))
+KEY = jax.random.key(0)
+SAMPLED = {"gradient": jaxmem.Sample(4), "key": KEY}
+CALLS = {
+    "token_loss": lambda h, W, y: jaxmem.token_loss(lambda s: -s.logprob, h, W, y)[0],
+    "sample_ids": lambda h, W, y: jnp.sum(h) + jaxmem.sample_ids(h, W, 3, KEY).astype(
+        h.dtype
+    ).sum(),
+    "logprobs": lambda h, W, y: jaxmem.logprobs(h, W, y, **SAMPLED).sum(),
+    "topk": lambda h, W, y: jaxmem.topk(h, W, 2, **SAMPLED).logprobs.sum(),
+    "divergence": lambda h, W, y: jaxmem.divergence(h, W, TOP, **SAMPLED).sum(),
+    "support": lambda h, W, y: jaxmem.support_logprobs(
+        h, W, IDS[:, 0], IDS.ravel(), max_ids=3,
+        offsets=jnp.arange(len(IDS) + 1, dtype=jnp.int32) * 3,
+    ).sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_sixteen_bits_where_promotion_is_strict(name, problem):
     h, W = (x.astype(jnp.bfloat16) for x in (problem.h, problem.W))
-
-    def loss(h, W):
-        return jaxmem.token_loss(lambda stats: -stats.logprob, h, W, problem.y)[0]
-
     with jax.numpy_dtype_promotion("strict"):
-        gradients = jax.eval_shape(jax.grad(loss, (0, 1)), h, W)
+        gradients = jax.eval_shape(jax.grad(CALLS[name], (0, 1)), h, W, problem.y)
     assert {x.dtype for x in gradients} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_are_promoted_explicitly(name, problem):
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(jax.grad(CALLS[name], (0, 1)), problem.h, *problem[1:3])
 
 
 @pytest.mark.parametrize(("names", "layout", "dtype"), [

@@ -1,7 +1,9 @@
 """Completions against transformers and the distribution; files that kills interrupt."""
 
 import dataclasses
+import datetime
 import json
+import math
 import pathlib
 import re
 
@@ -160,8 +162,9 @@ def test_a_prompt_leaves_room(model, greedy):
         greedy.prompt("a" * 57, "PROMPT")
     default = Generator(model, GenerateConfig())
     assert default.prompt("a" * 57, "").room == 6
-    with pytest.raises(DataError, match="the prompt's 64 tokens .* the 64 positions"):
-        default.prompt("a" * 63, "")
+    message = "p:1: the prompt's 64 tokens and one of a completion exceed the 64 posi"
+    with pytest.raises(DataError, match=message):
+        default.prompt("a" * 63, "p:1")
 
 
 @pytest.mark.parametrize(
@@ -244,6 +247,27 @@ def test_a_prompt_that_cannot_be_completed_is_named(record, message, sampled, pr
     pathlib.Path("in.jsonl").write_text(json.dumps(record) + "\n")
     with pytest.raises(DataError, match=message):
         written(sampled)
+
+
+@pytest.mark.parametrize(
+    "value, shown",
+    [(datetime.date(2026, 1, 2), "datetime.date"), (b"a", "b'a'"), (math.nan, "nan")],
+)
+def test_a_column_that_json_cannot_hold_is_refused(value, shown, sampled, prompts):
+    """Before anything is sampled."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = {"prompt": ["a", "b"], "when": [None, value]}
+    pq.write_table(pa.table(rows), "in.parquet")
+    message = rf"^in.parquet: row 2: the column 'when' must be what JSON.*got {shown}"
+    with pytest.raises(DataError, match=message):
+        generate.generate_file(sampled, "in.parquet", "out.jsonl")
+    assert not pathlib.Path("out.jsonl.unfinished").exists()
+
+
+def test_a_text_file_holds_no_prompts(sampled, prompts):
+    pathlib.Path("in.txt").write_text("a")
+    with pytest.raises(DataError, match="^--in: in.txt is a text, which holds no rec"):
+        generate.generate_file(sampled, "in.txt", "out.jsonl")
 
 
 # -------------------------------------------------------------------- chat

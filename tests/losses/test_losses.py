@@ -471,6 +471,14 @@ def test_mean_logit_takes_a_temperature_as_logprobs_does():
     assert np.isnan(slope(jnp.array([1.0, 1.0, -2.0]))).all()
 
 
+def test_mean_logit_is_differentiable_by_its_temperature():
+    def total(temperature):
+        h, W = jnp.ones((3, D)), jnp.ones((V, D))
+        return losses.mean_logit(h, W, temperature=temperature).sum()
+
+    assert jax.grad(total)(2.0) == -3 * D / 4
+
+
 @pytest.mark.parametrize("promotion", [slow("standard"), "strict"])
 def test_mean_logit_of_sixteen_bits_is_float32(promotion):
     h = jnp.ones((2, 512), jnp.bfloat16)

@@ -273,6 +273,41 @@ def test_the_data_may_be_named_in_another_way(model, directory, monkeypatch):
     assert scored(model)[1] == whole
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_documents_of_several_files_are_told_apart(kind, model, directory, monkeypatch):
+    monkeypatch.setattr(run, "_GROUP", 1)
+    for name in ("two/a", "two/b/a"):
+        pathlib.Path(name).parent.mkdir()
+        if kind == "jsonl":
+            write([{"text": "the cat on"}] * 9, f"{name}.jsonl")
+        else:
+            pathlib.Path(f"{name}.txt").write_text("the cat on\n\n" * 9)
+    source = f"two/**/*.{kind}"
+    _, whole = scored(model, data=source, out="whole.jsonl")
+    assert [record["document"] for record in whole] == [
+        f"two/{name}.{kind}:{line * (1 if kind == 'jsonl' else 2) - (kind == 'txt')}"
+        for name in ("a", "b/a") for line in range(1, 10)
+    ]  # fmt: skip
+    killed_after(1, monkeypatch, model, data=source)
+    assert scored(model, data=str(directory / source))[1] == whole
+    killed_after(1, monkeypatch, model, data=source, out="other.jsonl")
+    os.rename(f"two/b/a.{kind}", f"two/b/c.{kind}")
+    with pytest.raises(ValueError, match="unfinished results of other inputs"):
+        scored(model, data=source, out="other.jsonl")
+
+
+def test_records_without_a_token_to_score_are_counted(model, directory):
+    write([{"text": "the"}, {"text": "t"}, {"text": ""}])
+    scored(model)
+    said = " ".join(pathlib.Path("log.txt").read_text().split())
+    assert "1 of 3 records have no token that is scored, the first of them" in said
+    masked = {"input_ids": [5, 6, 7], "completion_mask": [0, 0, 0]}
+    write([masked, masked])
+    with pytest.raises(ValueError, match="^DATA: 2 of 2 records have no token that is"):
+        scored(model, out="other.jsonl")
+    assert not pathlib.Path("other.jsonl").exists()
+
+
 def test_a_signal_ends_after_the_documents_being_scored(model, directory, monkeypatch):
     monkeypatch.setattr(run, "_GROUP", 1)
     write(documents(20))

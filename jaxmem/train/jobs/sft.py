@@ -14,8 +14,8 @@ from flax import nnx
 
 from jaxmem.core import eight_bits
 from jaxmem.core.random_streams import Stream
-from jaxmem.data import streams
-from jaxmem.data.documents import Batch
+from jaxmem.data import documents, streams
+from jaxmem.data.documents import Batch, DataError
 from jaxmem.models import balance
 from jaxmem.models.head import HeadConfig, head_loss
 from jaxmem.models.weights import join_weights, merge_module
@@ -29,6 +29,8 @@ from jaxmem.train.mfu import flops_per_token, peak_of
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_weights
 from jaxmem.train.progress import ProgressReport
+
+_NOTHING = "no token that the loss counts: each is of a prompt, or has weight 0"
 
 
 def make_gradients(
@@ -120,7 +122,7 @@ class Program(StepProgram):
             sums = self._loss_sums
             results = [sums(params, frozen, self.layout.place(x)) for x in batches]
         total, tokens = np.array(results, np.float64).sum(axis=0)
-        return float(total / max(tokens, 1))
+        return float(total / tokens)  # `Sft.open` has seen one
 
     @functools.cached_property
     def _loss_sums(self) -> Callable:
@@ -149,6 +151,11 @@ class Program(StepProgram):
             return head_loss(*given)
 
         return self.trace_of_head(loss, self._rows)
+
+
+def _counts(batch: Batch) -> bool:
+    """Whether the loss counts a token of the rows that this process has read."""
+    return bool(np.any((batch.labels >= 0) & (batch.segment_ids > 0)))
 
 
 class Sft(Job, name="sft"):
@@ -181,7 +188,14 @@ class Sft(Job, name="sft"):
 
     def open(self) -> None:
         super().open()
+        data = self.config.data
+        self._counted = False  # whether a batch had a token that the loss counts
         self._held_out = self.reads.held_out()
+        if self._held_out is not None and not any(map(_counts, self._held_out())):
+            raise DataError(
+                f"data.held_out={data.held_out} keeps {_NOTHING}; add documents, or "
+                "set data.held_out=0"
+            )
         self._held_out_loss: float | None = None  # of the last evaluation
 
     def compile(self, progress: ProgressReport) -> None:
@@ -193,10 +207,22 @@ class Sft(Job, name="sft"):
         start = time.perf_counter()
         config, program = self.config, self.program
         taken = streams.stacked(self.batches, config.run.accumulate)
+        self._counted = self._counted or _counts(taken) or self._counts_later()
         taken = program.layout.place(taken)
         drawn_by, size = program.step_numbers(config.head, number), taken.tokens.size
         state, numbers = self._compiled(state, self.frozen, taken, *drawn_by)
         return state, lambda: self._read(number, numbers, size, start)
+
+    def _counts_later(self) -> bool:
+        """Whether the loss counts a token of any batch; a DataError if not.
+
+        A batch without one may be a part of a long prompt.
+        """
+        given = self.config.data, self.reads.tokenizer
+        every = documents.batches(*given, epochs=1, reader=self.reads.reader)
+        if not any(map(_counts, every)):
+            raise DataError(f"data.source={self.config.data.source!r} has {_NOTHING}")
+        return True
 
     def _read(self, number: int, numbers: dict, size: int, start: float) -> StepMetrics:
         loss, norm, tokens = (numbers[k] for k in ("loss", "grad_norm", "tokens"))

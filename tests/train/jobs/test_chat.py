@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 from jaxmem.data import block_files
+from jaxmem.data.records import DataError
 from jaxmem.train.jobs import sft
 from tests.checkpoints import texts
 from tests.train.jobs import runs
@@ -86,3 +87,31 @@ def test_chats_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatc
     _, said = train("run.out_dir=cut")
     assert "resuming cut after step 3" in said
     assert steps("cut") == steps("run") and best_step("cut") == best_step("run")
+
+
+def without_weight(but=None):
+    """The conversations, of whose answers the loss counts those of one, or none."""
+    records = [
+        json.loads(x) for x in pathlib.Path("chat.jsonl").read_text().split("\n")[:-1]
+    ]
+    for i, record in enumerate(records):
+        for turn in record["messages"][1::2]:
+            turn["weight"] = int(i == but)
+    write("chat.jsonl", records)
+
+
+def test_data_of_which_the_loss_counts_nothing_are_refused():
+    without_weight()
+    nothing = "no token that the loss counts: each is of a prompt, or has weight 0"
+    with pytest.raises(DataError, match=f"^data.held_out=0.2 keeps {nothing}"):
+        train()
+    with pytest.raises(DataError, match=f"^data.source='chat.jsonl' has {nothing}"):
+        train("data.held_out=0")
+    assert not steps("run")
+
+
+def test_a_first_step_may_count_nothing():
+    without_weight(but=63)
+    result, said = train("data.held_out=0", "run.steps=1")
+    assert [step.tokens for step in result.history] == [0]
+    assert said.count("evaluates nothing: nothing is held out; see data.held_out") == 1
