@@ -167,7 +167,8 @@ def read_template(
     if not isinstance(text, str):
         raise DataError(
             f"{directory} has no chat template, neither in chat_template.jinja nor in "
-            "tokenizer_config.json; set data.chat_template to the path of one"
+            "tokenizer_config.json; add one, or give a job its path by "
+            "data.chat_template"
         )
     return ChatTemplate(text, tokens, where, special, options, today)
 

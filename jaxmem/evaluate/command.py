@@ -49,6 +49,7 @@ def run(request: Request) -> dict[str, Any]:
             "with --out"
         )
     out = Path(request.out).expanduser() if request.out else directory / "eval.json"
+    _check(request, out)
     manager = TaskManager(include_path=request.include)
     names = _known(request.tasks, manager)
     model = generate.load(directory, adapter=request.adapter, dtype=request.dtype)
@@ -72,6 +73,16 @@ def run(request: Request) -> dict[str, Any]:
     if is_run and request.out is None:
         report.write(directory)
     return found["results"]
+
+
+def _check(request: Request, out: Path) -> None:
+    """Refuse, before anything is evaluated, what would fail or be left out after."""
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no directory {out.parent}")
+    if request.include is not None and not Path(request.include).is_dir():
+        raise ValueError(f"--include {request.include}: there is no such folder")
+    if request.shots is not None and request.shots < 0:
+        raise ValueError(f"--shots must be at least 0, got {request.shots}")
 
 
 def _known(tasks: str, manager: TaskManager) -> list[str]:

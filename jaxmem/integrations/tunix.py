@@ -10,9 +10,8 @@ Tunix's models run up to their head, and jaxmem computes the rest, whatever
     BaseStrategy's losses and outputs of the teacher, for LogitStrategy
 
 The trainers of `tunix.experimental`, which have their own loss, continue to compute
-logits, and so does distillation with `distill_top_k`. Strategies that compare features
-are left alone. 0.1.8 is not released yet: its sources of August 2026 are supported, and
-`apply` rejects others by their arguments.
+logits. Strategies that compare features are left alone. 0.1.8 is not released yet: its
+sources of August 2026 are supported, and `apply` rejects others by their arguments.
 
 Tied and untied heads of Tunix's own models are supported, and MaxText's through its
 adapter. Tunix's own function is used, and a message printed once, for a head with LoRA,

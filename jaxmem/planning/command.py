@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,8 @@ def _show_estimate(
     else:
         print(analytic.text(programs, device))
         print(f"\n{missing[0].upper()}{missing[1:]}")
+    if request.fit or request.picture is not None:
+        print("Without it, --fit and --picture have nothing to show.", file=sys.stderr)
 
 
 def _show(request: Request, plan: Plan, options) -> None:

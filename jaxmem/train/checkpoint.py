@@ -175,6 +175,7 @@ class Checkpoints:
             state=ocp.args.StandardRestore(placed), data=ocp.args.JsonRestore()
         )
         with self._naming(step):
+            _check_found(self.directory / str(step), like)
             restored = self._orbax.restore(self.directory / str(step), args=items)
         return restored["state"], restored["data"]
 
@@ -209,6 +210,15 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
             f"checkpoint {path} cannot be used ({fault}); when the run is resumed, it "
             "is set aside"
         )
+    with silenced():
+        saved, wanted = _shapes_by_name(path), finite.by_name({"params": like})
+    names = {*wanted, *(name for name in saved if name.startswith("params/"))}
+    shape = {name: leaf.shape for name, leaf in wanted.items()}
+    if differ := sorted(n for n in names if saved.get(n) != shape.get(n)):
+        raise CheckpointError(
+            f"checkpoint {path} and the model differ in {checksums.first(differ)}; "
+            "name a run that trained all weights of the same model"
+        )
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     places = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(sharding=device), like)
     restore = ocp.args.PyTreeRestore(
@@ -226,14 +236,15 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
 
 def _check_found(path: Path, state: Any) -> None:
     """Raise a ValueError unless each array of the state is found in a checkpoint."""
-    saved = finite.by_name(shapes(path))
-    missing = [
-        name
-        for name, leaf in finite.by_name(state).items()
-        if tuple(getattr(saved.get(name), "shape", [-1])) != leaf.shape
-    ]
+    saved = _shapes_by_name(path)
+    missing = [n for n, x in finite.by_name(state).items() if saved.get(n) != x.shape]
     if missing:
         raise ValueError(f"{checksums.first(missing)} is not found in it")
+
+
+def _shapes_by_name(path: Path) -> dict[str, tuple[int, ...]]:
+    every = finite.by_name(shapes(path))
+    return {name: tuple(x.shape) for name, x in every.items() if hasattr(x, "shape")}
 
 
 def _prepare(directory: Path) -> None:

@@ -178,6 +178,11 @@ class DecoderProgram:
         """Trace what computes the loss of hidden states, for `backend`."""
         self.trace_backward()
 
+    def trace(self, run: Callable, *given: Any) -> jax.stages.Traced:
+        """Trace a function of arrays with the shapes and places that are given."""
+        with self.layout.context():
+            return jax.jit(run).trace(*given)
+
     def trace_of_head(
         self, loss: Callable, shape: tuple[int, int], *given: Any, wanted: Any = (0, 1)
     ) -> jax.stages.Traced:

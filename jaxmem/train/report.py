@@ -300,6 +300,8 @@ def _benchmarks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for task, metrics in results.items():
         for key, value in metrics.items():
             metric, _, filtered = key.partition(",")
+            if metric == "sample_len":  # the number of documents, and no metric
+                continue
             if not isinstance(value, (int, float)) or metric.endswith("_stderr"):
                 continue
             error = metrics.get(f"{metric}_stderr,{filtered}")

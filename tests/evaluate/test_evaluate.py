@@ -157,6 +157,7 @@ def test_tasks_of_local_files_are_evaluated(directory, tasks, tmp_path, capsys):
     assert (
         "<td>choices</td><td>acc</td>" in page and f">{charts.number(2 / 3)}<" in page
     )
+    assert "sample_len" not in page
 
 
 def test_what_cannot_be_evaluated_is_refused(directory, tasks, tmp_path, capsys):
@@ -166,6 +167,13 @@ def test_what_cannot_be_evaluated_is_refused(directory, tasks, tmp_path, capsys)
     assert "no task absent" in capsys.readouterr().err
     assert cli.main([*given, "--tasks", "choices"]) == 2
     assert "is no run" in capsys.readouterr().err
+    for more, said in (
+        (["--out", str(tmp_path / "no" / "x.json")], "there is no directory"),
+        ([*out, "--include", "nowhere"], "--include nowhere: there is no such folder"),
+        ([*out, "--shots", "-1"], "--shots must be at least 0, got -1"),
+    ):
+        assert cli.main([*given, "--tasks", "choices", *more]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_options_that_jaxmem_lacks_are_refused(model):

@@ -221,8 +221,8 @@ def test_an_unknown_device_is_one_line(capsys):
 def test_without_a_compiler_shapes_are_summed(capsys, monkeypatch):
     lacking = "compiling needs: pip install this"
     monkeypatch.setattr(devices, "compiler_missing", lambda device: lacking)
-    status, said = planned(capsys, *SFT)
-    assert status == 2
+    status, said = planned(capsys, *SFT, "--fit")
+    assert status == 2 and "--fit and --picture have nothing to show" in said.err
     assert "Not compiled" in said.out and "pip install this" in said.out
     assert "moments" in said.out and "activations kept" in said.out
 

@@ -49,11 +49,11 @@ class Program(DecoderProgram):
 
     def trace_teacher(self):
         teacher = self.state_shapes.optimizer[1]
-        return jax.jit(self.logprobs).trace(teacher, self.tokens())
+        return self.trace(self.logprobs, teacher, self.tokens())
 
     def trace_backward(self):
         taught = jax.ShapeDtypeStruct(self.tokens().labels.shape, jnp.float32)
-        return jax.jit(self.advance).trace(self.state_shapes, self.tokens(), taught)
+        return self.trace(self.advance, self.state_shapes, self.tokens(), taught)
 
 
 class Ema(Job, name="ema"):

@@ -83,6 +83,8 @@ def test_it_trains_resumes_and_reports(own_job, monkeypatch):
         assert len(read_history(pathlib.Path(name) / "metrics.jsonl")) == 6
     with pytest.raises(ValueError, match="model.hidden"):
         train("model.hidden=32")
+    meshed, _ = train("run.out_dir=mesh", "mesh.fsdp=2", "mesh.tensor=2")
+    np.testing.assert_allclose([x.loss for x in meshed.history], losses, rtol=1e-5)
 
 
 @pytest.mark.slow

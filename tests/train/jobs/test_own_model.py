@@ -125,8 +125,8 @@ def test_every_job_trains_it_and_resumes_bitwise(job, monkeypatch):
 @pytest.mark.parametrize("own_tokenizer", [True, slow(False)])
 def test_a_run_starts_from_the_weights_and_text_of_another(own_tokenizer):
     tokenizer = () if own_tokenizer else ("model.checkpoint=llama",)
-    train("sft", "run.steps=2", *tokenizer)
-    given = "model.checkpoint=run", "run.out_dir=rl", f"model.factory={OWN}"
+    train("sft", "run.steps=2", "model.layers=2", *tokenizer)
+    given = "model.checkpoint=run", "model.layers=2", f"model.factory={OWN}"
     config, _ = configuration.load("grpo.gin", given)
     job = jobs.job_of(config)
     asked = job.reads.task.ask(0, 1)
@@ -140,6 +140,11 @@ def test_a_run_starts_from_the_weights_and_text_of_another(own_tokenizer):
         jax.tree.leaves(program.initial_params()), jax.tree.leaves(last), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
+    for change in ("model.layers=1", "model.layers=3", "model.hidden=8"):
+        config, _ = configuration.load("grpo.gin", (*given[::2], change))
+        other = jobs.job_of(config).make_program(job.vocabulary())
+        with pytest.raises(OSError, match="2 and the model differ in params/body/"):
+            other.initial_params()
 
 
 @pytest.mark.parametrize("job, name", [slow("sft", "Ours"), slow("grpo", "OursCached")])
