@@ -318,13 +318,13 @@ class Preference(Form):
         both = [columns["chosen"], columns["rejected"]]
         asked = columns.get("prompt", "")
         texts = all(isinstance(x, str) for x in [*both, asked])
+        if texts and asked and all(x.startswith(asked) for x in both):
+            both = [answer[len(asked) :] for answer in both]
+            columns.update(chosen=both[0], rejected=both[1])
+            columns.note("both answers begin with the prompt, which is not repeated")
         if not texts or columns.is_rendered:
             return self._conversations(columns)
-        chosen, rejected = (columns.string(name) for name in ("chosen", "rejected"))
-        if asked and chosen.startswith(asked) and rejected.startswith(asked):
-            chosen, rejected = chosen[len(asked) :], rejected[len(asked) :]
-            columns.note("both answers begin with the prompt, which is not repeated")
-        return [Document(columns.where, x, asked) for x in (chosen, rejected)]
+        return [Document(columns.where, answer, asked) for answer in both]
 
     def _conversations(self, columns: Columns) -> list[Document]:
         asked = columns.talk("prompt", "user").turns if "prompt" in columns else []
@@ -335,7 +335,7 @@ class Preference(Form):
         first = next(differ, None)
         if first is None:
             raise DataError(
-                f"{columns.where}: one of chosen and rejected is the beginning of the "
-                "other; they must differ in a message of the assistant"
+                f"{columns.where}: chosen and rejected, or the beginning of one of "
+                "them, are equal; they must differ in a message of the assistant"
             )
         return [columns.document(talk, first) for talk in talks]

@@ -162,8 +162,8 @@ class RecordReader:
             )
         self._kinds[choice.form.name] += 1
         # Another column has the name of this one by data.columns.
-        lost = (k for k, v in record.fields.items()
-                if k not in self._columns and fields.get(k, v) is not v)  # fmt: skip
+        lost = (k for k, v in record.fields.items() if v is not None
+                and k not in self._columns and fields.get(k, v) is not v)  # fmt: skip
         for column in (*choice.unused, *lost):
             note = f"the column {messages.short(column)} is not used"
             self.notes.add(note, record.where)

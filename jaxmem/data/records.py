@@ -15,11 +15,8 @@ from jaxmem.data import remote
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 Source = str | tuple[str, ...]
-# Columns of one record that are arrays of objects.
-_OF_OBJECTS = frozenset(
-    "messages conversations conversation prompt completion chosen rejected tools "
-    "functions".split()
-)
+# Keys of messages and of schemas, of which a record's own arrays are.
+_OF_PARTS = frozenset(("role", "from", "function", "parameters"))
 
 
 class DataError(ValueError):
@@ -104,7 +101,7 @@ def read_records(
     if kind_of(path) == ".txt":
         raise DataError(
             f"{argument}: {messages.name(str(path))} is a text, which holds no records;"
-            ' write them to a .jsonl file, such as {"prompt": "..."} in each line'
+            ' a file of lines such as {"prompt": "..."} is named .jsonl'
         )
     text = read_text(path, argument)
     start = text.lstrip()[:1]
@@ -164,7 +161,7 @@ def _json(path: Path, text: str) -> Iterator[Record]:
             for v in value.values()
             if isinstance(v, list) and v and all(isinstance(x, dict) for x in v)
         ]
-        is_record = not tables or not _OF_OBJECTS.isdisjoint(value)
+        is_record = not tables or any(not _OF_PARTS.isdisjoint(v[0]) for v in tables)
         arrays = [[value]] if is_record else tables
     if len(arrays) > 1:
         raise DataError(

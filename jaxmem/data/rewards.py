@@ -125,9 +125,9 @@ class Scorer:
             place = _place(names, questions, int(silent.argmax()))
             raise RewardError(f"{place} gave no reward (None)")
         total = np.nansum(table * np.c_[self._weights], axis=0)
-        i = int(np.abs(total).argmax())
+        i = int(np.abs(total).argmax()) if len(total) else 0
         try:
-            checked(float(total[i]))
+            checked(float(np.sum(total[i : i + 1])))
         except ValueError as error:
             said = f"{_place(names, questions, i)} gave, with task.reward_weights, "
             raise RewardError(f"{said}{error}") from error
@@ -351,4 +351,7 @@ def _line_of(error: BaseException, file_name: str) -> str:
 
 
 def _message(error: BaseException) -> str:
-    return messages.cut(str(error)) or type(error).__name__
+    try:
+        return messages.cut(str(error)) or type(error).__name__
+    except Exception:  # its own `__str__` raises
+        return type(error).__name__

@@ -186,7 +186,9 @@ def _arguments(place: str, given: Any) -> dict[str, Any]:
 
 def tools_of(where: str, value: Any) -> list[Any] | None:
     """The schemas of a record's tools: a list, or one as JSON."""
-    listed = _parsed(f"{where}: tools", value)
+    listed = _parsed(f"{where}: tools", value or [])
+    if listed is None:
+        return None
     if not isinstance(listed, list) or not all(isinstance(t, dict) for t in listed):
         raise DataError(messages.must_be(f"{where}: tools", "a list of schemas", value))
     return listed or None

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmem.base.fields import check_numbers
@@ -54,16 +54,10 @@ def run(code, tests, token):
     os._exit(0)
 run(*json.loads(sys.stdin.read()))
 """
-# A fence of CommonMark: its indentation, its characters, the first word of its info
-# string, and its body, up to a fence of the same character that is at least as long.
-_FENCE = re.compile(
-    r"^(?P<indent>[ \t]*)(?P<fence>(?P<mark>[`~])(?P=mark){2,}+)(?!(?<=`)[^\n]*`)"
-    r"[ \t]*(?P<word>\{?[^\s{]*)[^\n]*\n"
-    r"(?P<body>.*?)(?:^(?P=indent)? {0,3}(?P=fence)(?P=mark)*[ \t]*$|\Z)",
-    re.MULTILINE | re.DOTALL,
-)
+# A row of three or more backquotes or tildes, and the rest of its line.
+_FENCE = re.compile(r"(^[^\S\n]*+)?(`{3,}+|~{3,}+)([^\n]*+)", re.MULTILINE)
+_LANGUAGE = re.compile(r"[^\S\n]*\{?\.?([\w+#-]*)")
 _PYTHON = "py", "py3", "python", "python3"
-_IN_A_LINE = re.compile(r"(?<=[^\s`])[ \t]*(```(?:py|python)3?[ \t]*\n)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,11 +158,44 @@ def text_of(completion: Any) -> str:
 def program_of(completion: Any) -> str:
     """The program of a completion: its last fence of Python, or all of its text."""
     text = re.sub(r"\r\n?", "\n", text_of(completion))
-    text = _IN_A_LINE.sub(r"\n\1", text)
-    fences = [fence for fence in _FENCE.finditer(text) if fence["body"].strip()]
+    fences = [fence for fence in _fences(text) if fence[1].strip()]
     for words in (_PYTHON, ("",)):  # a fence without a tag is often what was printed
-        for fence in reversed(fences):
-            if fence["word"].lower() in words:
-                indent = rf"^[ \t]{{0,{len(fence['indent'])}}}"
-                return re.sub(indent, "", fence["body"], flags=re.MULTILINE)
+        for word, body in reversed(fences):
+            if word in words:
+                return body
     return text
+
+
+def _fences(text: str) -> Iterator[tuple[str, str]]:
+    """Languages and bodies, more tolerantly than CommonMark reads fences.
+
+    One may open at the end of a line of text, and close at the end of a line of its
+    body, or with text after it; and one that is open ends where another language's
+    opens.
+    """
+    opened: tuple[str, str, str, int] | None = None  # indent, row, language, start
+    for match in _FENCE.finditer(text):
+        indent, row, rest = match.groups()
+        found = _LANGUAGE.match(rest)
+        word = found[1].lower() if found else ""
+        alone = rest.strip().lower() == word
+        if opened is not None:
+            before, first, language, start = opened
+            in_line, most = alone and not word, len(before) + 3
+            ends = in_line if indent is None else len(indent) <= most
+            if not (ends and row.startswith(first)):
+                continue
+            yield language, _unindented(text[start : match.start()], before)
+            opened = None
+            if not (alone and word):
+                continue
+        in_line = alone and word in ("", *_PYTHON)
+        opens = in_line if indent is None else "`" not in rest
+        if opens:
+            opened = indent or "", row, word, match.end() + 1
+    if opened is not None:
+        yield opened[2], _unindented(text[opened[3] :], opened[0])
+
+
+def _unindented(body: str, indent: str) -> str:
+    return re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", body, flags=re.MULTILINE)

@@ -15,9 +15,9 @@ from jaxmem.base import messages
 from jaxmem.data.unit_tests import UnitTests, text_of
 
 # Commas are part of a number in front of groups of three digits alone.
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"
 _NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
-_MARKED = re.compile(rf"\s*\$?\s*({_NUMBER.pattern})")  # after "####"
+_MARKED = re.compile(rf"\s*+(?:\$\s*+)?({_NUMBER.pattern})")  # after "####"
 
 
 def exact(prompts, completions, answer, **_) -> list[float]:
@@ -78,9 +78,9 @@ def gsm8k(prompts, completions, answer, **_) -> list[float]:
 
 
 def _marked(text: str) -> float | None:
-    """The number after the last "####"."""
-    _, marks, after = text.rpartition("####")
-    found = _MARKED.match(after) if marks else None
+    """The number after the last "####" that has something after it."""
+    said = [after for after in text.split("####")[1:] if after.strip()]
+    found = _MARKED.match(said[-1]) if said else None
     return float(found[1].replace(",", "")) if found else None
 
 
@@ -134,12 +134,12 @@ def json_schema(prompts, completions, schema=None, **_) -> list[float]:
     return [score(c, s) for c, s in zip(completions, schemas, strict=True)]
 
 
-def _schema(given: Any) -> dict[str, Any]:
+def _schema(given: Any) -> dict[str, Any] | bool:
     try:
         schema = json.loads(given) if isinstance(given, str) else given
     except ValueError:
         schema = None
-    if not isinstance(schema, dict):
+    if not isinstance(schema, (dict, bool)):
         wanted = "an object or JSON of one"
         raise ValueError(messages.must_be("the column schema", wanted, given))
     return schema

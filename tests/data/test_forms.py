@@ -289,7 +289,11 @@ def test_texts_with_tools_or_variables_are_rendered():
         assert asked.rendered and asked.text.endswith("<|im_start|>assistant\n")
         both = {"prompt": "hi", "chosen": "ho", "rejected": "no"} | more
         assert reader().answers(Record("a:1", both))[0].text == wanted.text
-    assert document(texts | {"tools": []}).prompt == "hi"
+    for nothing in ([], "", "[]", "null"):
+        assert document(texts | {"tools": nothing}).prompt == "hi"
+    repeated = {"prompt": "hi ", "chosen": "hi ho", "rejected": "hi no"}
+    made = reader().answers(Record("a:1", repeated | {"tools": [TOOL]}))
+    assert list(map(learned, made)) == [["ho<|im_end|>"], ["no<|im_end|>"]]
 
 
 def test_an_answer_may_repeat_its_prompt():
@@ -385,7 +389,7 @@ def test_the_prompt_of_a_pair_in_other_columns():
     ]
     for chosen, rejected, message in (
         ([HI | {"content": "hi "}, HO], [HI, HO], '"chosen" begins with the role'),
-        ([HI, HO], [HI, HO, HI, HO], "one of chosen and rejected is the beginning of"),
+        ([HI, HO], [HI, HO, HI, HO], "chosen and rejected, or the beginning of one"),
     ):
         record = {"prompt": "hi", "chosen": chosen, "rejected": rejected}
         with pytest.raises(DataError, match=f"a:1: .*{message}"):
@@ -456,13 +460,7 @@ def test_arrays_and_compressed_files_hold_what_lines_hold(tmp_path):
     for i, record in enumerate((
         {"instruction": "a", "history": []}, {"text": "a", "tags": []},
         {"messages": [HI, HO], "tools": [TOOL]}, {"data": [{"text": "a"}], "meta": []},
-    )):  # fmt: skip
-        (tmp_path / "one.json").write_text(json.dumps(record))
-        (read,) = read_records(tmp_path / "one.json", "data.source")
-        assert read.fields == (record if i < 3 else {"text": "a"})
-    for i, record in enumerate((
-        {"instruction": "a", "history": []}, {"text": "a", "tags": []},
-        {"messages": [HI, HO], "tools": [TOOL]}, {"data": [{"text": "a"}], "meta": []},
+        {"conversations": [{"text": "a"}], "prompt": "a", "tools": None},
     )):  # fmt: skip
         (tmp_path / "one.json").write_text(json.dumps(record))
         (read,) = read_records(tmp_path / "one.json", "data.source")

@@ -41,6 +41,8 @@ def scored(name, completions, **columns):
         ("\n\n\n", TRACE + "72", 0),
         ("#### 24", TRACE + "72", 0),
         ("#### 72\n#### unsure", TRACE + "72", 0),
+        ("#### 72 ####", TRACE + "72 ####", 1),
+        ("####" + " " * 200_000, TRACE + "72", 0),
         ("#### 1,2,3", "123", 0),
     ],
 )
@@ -86,7 +88,8 @@ def test_schemas_as_text_and_schemas_that_are_none(monkeypatch):
     with pytest.raises(RewardError, match=r"raised.*ValueError: schema: 'int' is not"):
         scored("json_schema", ["3"], schema=[{"type": "int"}])
     wrong = "the column schema must be an object or JSON of one, got "
-    for schema in (None, 3, "{", "[]", "true"):
+    assert scored("json_schema", ["3"], schema=[True]) == [1]
+    for schema in (None, 3, "{", "[]"):
         with pytest.raises(RewardError, match=re.escape(f"{wrong}{schema!r}")):
             scored("json_schema", ["3"], schema=[schema])
     with pytest.raises(RewardError, match=f"{wrong}None"):
@@ -157,6 +160,16 @@ def test_the_share_of_tests_that_pass():
         ("```python\na\n```\nIt prints\n```\n4\n```\n", "a\n"),
         ("It prints\n```text\n4\n```\n```\na\n```\n", "a\n"),
         ("So: ```python\na\n```", "a\n"),
+        ("<answer>\n```python\na\n```</answer>", "a\n"),
+        ("```python\na```", "a"),
+        ("```python\na\n``` That is it.", "a\n"),
+        ("```python\na\n```<|end|>", "a\n"),
+        ("So: ```\na\n```\nDone", "a\n"),
+        ("```markdown\n# T\n```python\na\n```\n```", "a\n"),
+        ("```text\nunclosed\n\n```python\na\n```", "a\n"),
+        ("\xa0```python\na\n```", "a\n"),
+        ("```" + "a" * 200_000, "```" + "a" * 200_000),
+        ("```" + " " * 200_000, "```" + " " * 200_000),
         ("```bash\npip\n```\nthen\n```python\na\n```", "a\n"),
         ("```js\nb\n```\nthat is all", "```js\nb\n```\nthat is all"),
         ("```python3\na\n```", "a\n"),

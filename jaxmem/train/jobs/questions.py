@@ -74,13 +74,6 @@ class OwnPrompts(FilePrompts):
             config.rewards, config.reward_weights, config.timeout
         )
         self._keep(prompts.load_prompts(config, (tokenizer, reader)))
-        first = self._train[0]  # all have the same columns
-        if taken := [name for name in _ARGUMENTS if name in first.columns]:
-            raise DataError(
-                f"{first.where}: the column {taken[0]!r} has the name of an argument "
-                "that reward functions get from the run; rename it, or name it in "
-                "task.ignored"
-            )
 
     def _keep(self, loaded: tuple[list[Prompt], list[Prompt]]) -> None:
         self._train, self._held_out = loaded
@@ -117,6 +110,12 @@ class OwnPrompts(FilePrompts):
         texts = self._tokenizer.decode_batch(ids, skip_special_tokens=True)
         columns = {name: [item.columns[name] for item in items]
                    for name in items[0].columns}  # fmt: skip
+        if taken := [name for name in _ARGUMENTS if name in columns]:
+            raise DataError(
+                f"{items[0].where}: the column {taken[0]!r} has the name of an "
+                "argument that reward functions get from the run; rename it, or name "
+                "it in task.ignored"
+            )
         columns["completion_ids"] = ids
         columns["max_new_tokens"] = [self._max_new_tokens] * len(items)
         return rewards.Questions(
