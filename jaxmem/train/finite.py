@@ -16,8 +16,9 @@ def not_finite(state: Any) -> list[str]:
         for name, leaf in by_name(state).items()
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
-    known = jax.device_get([_is_finite(leaf) for leaf in named.values()])
-    bad = [name for name, finite in zip(named, known, strict=True) if not finite]
+    # One after the other: on a CPU, programs of several devices that run at once can
+    # take each other's threads, and then wait for one another.
+    bad = [name for name, x in named.items() if not jax.device_get(_is_finite(x))]
     return sorted(processes.share(dict.fromkeys(bad)))
 
 
