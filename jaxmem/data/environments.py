@@ -150,9 +150,9 @@ class Environments:
         return turns
 
     def fail(self, failure: RewardError, cause: BaseException | None = None) -> None:
-        """Raise a failure; where it ends a conversation instead, count it and say so.
+        """Raise a failure, or, where failures end conversations, count it.
 
-        That is a warning at the first one of a kind, at the tenth, and so on.
+        Of each type of exception the first, the tenth, the hundredth, ... is a warning.
         """
         if self._on_error == "raise":
             raise failure from cause

@@ -78,7 +78,7 @@ class Columns(dict[str, Any]):
 
     @property
     def is_rendered(self) -> bool:
-        """Whether the record has what only a chat template writes, beside texts."""
+        """Whether a chat template writes it: it has a system, tools or variables."""
         return "system" in self or bool(self._tools()) or bool(self.get("options"))
 
     def before(self) -> list[Message]:
@@ -88,7 +88,7 @@ class Columns(dict[str, Any]):
         return [{"role": "system", "content": self.string("system")}]
 
     def after_system(self, talk: Talk) -> Talk:
-        """Messages after that of the system, of which there must not be two."""
+        """Put the record's system message first; a DataError if there is another."""
         before = self.before()
         if before and talk.turns[0]["role"] == "system":
             raise DataError(
@@ -98,9 +98,9 @@ class Columns(dict[str, Any]):
         return talk.after(before)
 
     def answer(self, name: str, asked: list[Message]) -> Talk:
-        """A column's messages after those of the prompt, with which they may begin."""
+        """An answer's messages; the prompt's come first, unless it repeats them."""
         talk = self.talk(name, "assistant")
-        if asked and _end(talk.turns, asked) is None:
+        if asked and _end_of_prompt(talk.turns, asked) is None:
             role = talk.turns[0]["role"]
             if role == "system" or role == asked[-1]["role"] == "user":
                 raise DataError(
@@ -144,7 +144,7 @@ class Columns(dict[str, Any]):
         return tools_of(self.where, self["tools"]) if "tools" in self else None
 
     def note(self, note: str) -> None:
-        """What is said once of all records, with its count."""
+        """Report something once for all records, with its count."""
         self._renderer.notes.add(note, self.where)
 
 
@@ -204,7 +204,7 @@ class Answered(Form):
             return Document(columns.where, answer, columns.string("prompt"))
         asked = columns.talk("prompt", "user").turns
         talk = columns.answer("answer", asked)
-        return columns.document(talk, _end(talk.turns, asked) or 0)
+        return columns.document(talk, _end_of_prompt(talk.turns, asked) or 0)
 
 
 class Messages(Form):
@@ -217,7 +217,7 @@ class Messages(Form):
     def _talk(self, columns: Columns) -> Talk:
         talk = columns.after_system(columns.talk("messages"))
         if "prompt" in columns:
-            if _end(talk.turns, columns.talk("prompt", "user").turns) is None:
+            if _end_of_prompt(talk.turns, columns.talk("prompt", "user").turns) is None:
                 raise DataError(
                     f"{columns.where}: the messages do not begin with "
                     f'"{columns.names["prompt"]}"; remove it, or name it in '
@@ -237,8 +237,11 @@ class Messages(Form):
         return columns.asked(turns)
 
 
-def _end(turns: list[Message], asked: list[Message]) -> int | None:
-    """Where messages go on that begin with a prompt's, after the system's if any."""
+def _end_of_prompt(turns: list[Message], asked: list[Message]) -> int | None:
+    """The index after the prompt's messages; None if it does not begin with them.
+
+    A system message may come before them.
+    """
     starts = (0, 1) if turns[0]["role"] == "system" else (0,)
     ends = ((i, i + len(asked)) for i in starts)
     return next((stop for i, stop in ends if turns[i:stop] == asked), None)

@@ -161,7 +161,7 @@ class RecordReader:
                 "it is in data.columns"
             )
         self._kinds[choice.form.name] += 1
-        # Another column has the name of this one by data.columns.
+        # data.columns gives the name of this column to another one.
         lost = (k for k, v in record.fields.items() if v is not None
                 and k not in self._columns and fields.get(k, v) is not v)  # fmt: skip
         for column in (*choice.unused, *lost):

@@ -15,7 +15,7 @@ from jaxmem.data import remote
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 Source = str | tuple[str, ...]
-# Keys of messages and of schemas, of which a record's own arrays are.
+# A record's own arrays hold messages or schemas of tools, which have one of these keys.
 _OF_PARTS = frozenset(("role", "from", "function", "parameters"))
 
 

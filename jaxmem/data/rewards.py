@@ -34,7 +34,7 @@ class RewardError(ValueError):
 
 
 def checked(reward: Any) -> float:
-    """The number of a reward.
+    """The reward as a finite number that float32 can hold squared.
 
     Raises:
         ValueError: it is no finite number, or float32 cannot hold its square in a sum;
@@ -125,12 +125,12 @@ class Scorer:
             place = _place(names, questions, int(silent.argmax()))
             raise RewardError(f"{place} gave no reward (None)")
         total = np.nansum(table * np.c_[self._weights], axis=0)
-        i = int(np.abs(total).argmax()) if len(total) else 0
-        try:
-            checked(float(np.sum(total[i : i + 1])))
-        except ValueError as error:
-            said = f"{_place(names, questions, i)} gave, with task.reward_weights, "
-            raise RewardError(f"{said}{error}") from error
+        for i, value in enumerate(total.tolist()):
+            try:
+                checked(value)
+            except ValueError as error:
+                said = f"{_place(names, questions, i)} gave, with task.reward_weights, "
+                raise RewardError(f"{said}{error}") from error
         return Rewards(total, parts)
 
     def _call(self, name: str, function: Function, questions: Questions) -> Any:

@@ -54,7 +54,7 @@ def run(code, tests, token):
     os._exit(0)
 run(*json.loads(sys.stdin.read()))
 """
-# A row of three or more backquotes or tildes, and the rest of its line.
+# A sequence of three or more backquotes or tildes, and the rest of its line.
 _FENCE = re.compile(r"(^[^\S\n]*+)?(`{3,}+|~{3,}+)([^\n]*+)", re.MULTILINE)
 _LANGUAGE = re.compile(r"[^\S\n]*\{?\.?([\w+#-]*)")
 _PYTHON = "py", "py3", "python", "python3"
@@ -167,32 +167,32 @@ def program_of(completion: Any) -> str:
 
 
 def _fences(text: str) -> Iterator[tuple[str, str]]:
-    """Languages and bodies, more tolerantly than CommonMark reads fences.
+    """Yield the language and the body of each fence.
 
-    One may open at the end of a line of text, and close at the end of a line of its
-    body, or with text after it; and one that is open ends where another language's
-    opens.
+    Models write fences that CommonMark does not accept: an opening one may end a line
+    of text, a closing one may end a line of the body or be followed by text, and a
+    fence that names a language also closes the one before it.
     """
-    opened: tuple[str, str, str, int] | None = None  # indent, row, language, start
+    opened: tuple[str, str, str, int] | None = None  # indent, mark, language, start
     for match in _FENCE.finditer(text):
-        indent, row, rest = match.groups()
+        indent, mark, rest = match.groups()
         found = _LANGUAGE.match(rest)
         word = found[1].lower() if found else ""
         alone = rest.strip().lower() == word
         if opened is not None:
-            before, first, language, start = opened
-            in_line, most = alone and not word, len(before) + 3
-            ends = in_line if indent is None else len(indent) <= most
-            if not (ends and row.startswith(first)):
+            outer, opening, language, start = opened
+            ends_line, most = alone and not word, len(outer) + 3
+            closes = ends_line if indent is None else len(indent) <= most
+            if not (closes and mark.startswith(opening)):
                 continue
-            yield language, _unindented(text[start : match.start()], before)
+            yield language, _unindented(text[start : match.start()], outer)
             opened = None
             if not (alone and word):
                 continue
         in_line = alone and word in ("", *_PYTHON)
         opens = in_line if indent is None else "`" not in rest
         if opens:
-            opened = indent or "", row, word, match.end() + 1
+            opened = indent or "", mark, word, match.end() + 1
     if opened is not None:
         yield opened[2], _unindented(text[opened[3] :], opened[0])
 

@@ -14,7 +14,7 @@ from jaxmem import _imports
 from jaxmem.base import messages
 from jaxmem.data.unit_tests import UnitTests, text_of
 
-# Commas are part of a number in front of groups of three digits alone.
+# Commas separate groups of two or three digits, of which the last has three.
 _DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"
 _NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 _MARKED = re.compile(rf"\s*+(?:\$\s*+)?({_NUMBER.pattern})")  # after "####"

@@ -16,8 +16,8 @@ def not_finite(state: Any) -> list[str]:
         for name, leaf in by_name(state).items()
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
-    # One after the other: on a CPU, programs of several devices that run at once can
-    # take each other's threads, and then wait for one another.
+    # One at a time: concurrent programs over several CPU devices can deadlock, each
+    # holding threads that another one waits for.
     bad = [name for name, x in named.items() if not jax.device_get(_is_finite(x))]
     return sorted(processes.share(dict.fromkeys(bad)))
 

@@ -46,7 +46,7 @@ class Run:
         self._config, self._settings = config, settings
         self._stop, self._lock = held
         self._evaluation = evaluation or EvalConfig()
-        self._has_told = False  # that nothing is held out
+        self._has_said_nothing_is_held_out = False
         self._texts: Mapping[str, str] = {}
         self._console, self._checkpoints = console, checkpoints
         self.out_dir = Path(config.out_dir).expanduser().absolute()
@@ -160,8 +160,8 @@ class Run:
         is_due = self._evaluation.is_due(number, self._config.steps)
         evaluated = job.evaluate(state, taken) if is_due else None
         if evaluated is None:
-            if is_due and not self._has_told:
-                self._has_told = True
+            if is_due and not self._has_said_nothing_is_held_out:
+                self._has_said_nothing_is_held_out = True
                 every = self._evaluation.every
                 say(self._console, f"eval.every={every} evaluates nothing: nothing is "
                     "held out; see data.held_out and task.held_out")  # fmt: skip

@@ -179,7 +179,7 @@ class DecoderProgram:
         self.trace_backward()
 
     def trace(self, run: Callable, *given: Any) -> jax.stages.Traced:
-        """Trace a function of arrays with the shapes and places that are given."""
+        """Trace a function for arguments of these shapes, on the run's mesh."""
         with self.layout.context():
             return jax.jit(run).trace(*given)
 

@@ -131,15 +131,19 @@ def test_an_environment_that_fails_is_named_or_ends(step, message, own):
 
 def test_conversations_that_failures_end_are_counted(own):
     name = own(step="return ('b', 0, True) if said[-1] == 'right' else 1 / 0")
-    environments, made = opened(name, 12, on_error="end")
-    with pytest.warns(UserWarning) as told:
-        environments.step(made)
-    assert [str(x.message).partition("; ")[2] for x in told] == [
+    environments, conversations = opened(name, 12, on_error="end")
+    with pytest.warns(UserWarning) as caught:
+        environments.step(conversations)
+    assert [str(warning.message).partition("; ")[2] for warning in caught] == [
         f"conversations ended by such failures so far: {n}" for n in (1, 10)
     ]
-    assert all("step raised (line 8) Zero" in str(x.message) for x in told)
-    made[0].complete("right")
-    assert environments.step(made[:1]) == [Turn("b", 0.0, True)]  # nothing to say
+    assert all(
+        "step raised (line 8) Zero" in str(warning.message) for warning in caught
+    )
+    conversations[0].complete("right")
+    assert environments.step(conversations[:1]) == [
+        Turn("b", 0.0, True)
+    ]  # nothing to say
 
 
 @pytest.mark.parametrize(

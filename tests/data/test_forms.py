@@ -283,23 +283,23 @@ def test_texts_with_tools_or_variables_are_rendered():
         {"chat_template_kwargs": {"enable_thinking": True}},
     ):
         given = {"messages": [HI, HO]} | more
-        made, wanted = document(texts | more), document(given)
-        assert (made.text, learned(made)) == (wanted.text, learned(wanted))
+        actual, expected = document(texts | more), document(given)
+        assert actual.text == expected.text and learned(actual) == learned(expected)
         asked = reader().prompt(Record("a:1", {"prompt": "hi"} | more))[0]
         assert asked.rendered and asked.text.endswith("<|im_start|>assistant\n")
         both = {"prompt": "hi", "chosen": "ho", "rejected": "no"} | more
-        assert reader().answers(Record("a:1", both))[0].text == wanted.text
+        assert reader().answers(Record("a:1", both))[0].text == expected.text
     for nothing in ([], "", "[]", "null"):
         assert document(texts | {"tools": nothing}).prompt == "hi"
     repeated = {"prompt": "hi ", "chosen": "hi ho", "rejected": "hi no"}
-    made = reader().answers(Record("a:1", repeated | {"tools": [TOOL]}))
-    assert list(map(learned, made)) == [["ho<|im_end|>"], ["no<|im_end|>"]]
+    answers = reader().answers(Record("a:1", repeated | {"tools": [TOOL]}))
+    assert list(map(learned, answers)) == [["ho<|im_end|>"], ["no<|im_end|>"]]
 
 
 def test_an_answer_may_repeat_its_prompt():
-    made = document({"system": "S", "prompt": "hi", "completion": [HI, HO, HI, HO]})
-    assert made.text == document({"system": "S", "messages": [HI, HO, HI, HO]}).text
-    assert learned(made) == ["ho<|im_end|>"] * 2
+    repeats = document({"system": "S", "prompt": "hi", "completion": [HI, HO, HI, HO]})
+    assert repeats.text == document({"system": "S", "messages": [HI, HO, HI, HO]}).text
+    assert learned(repeats) == ["ho<|im_end|>"] * 2
 
 
 def test_other_columns_are_said_once():

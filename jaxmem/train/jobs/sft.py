@@ -216,7 +216,7 @@ class Sft(Job, name="sft"):
     def _counts_later(self) -> bool:
         """Whether the loss counts a token of any batch; a DataError if not.
 
-        A batch without one may be a part of a long prompt.
+        The first batch may have none because it holds parts of long prompts.
         """
         given = self.config.data, self.reads.tokenizer
         every = documents.batches(*given, epochs=1, reader=self.reads.reader)

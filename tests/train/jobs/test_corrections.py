@@ -339,12 +339,12 @@ def test_a_step_whose_completions_are_all_masked_has_measured_nothing(monkeypatc
         return made._replace(truncated=np.ones_like(made.truncated))
 
     monkeypatch.setattr(job, "_sampled", truncated)
-    _, told = job.step(1, job.initial_state())
-    assert (told.truncated, told.loss, told.grad_norm) == (1, 0, 0)
-    assert "entropy" not in told.line
+    _, metrics = job.step(1, job.initial_state())
+    assert (metrics.truncated, metrics.loss, metrics.grad_norm) == (1, 0, 0)
+    assert "entropy" not in metrics.line
     names = "entropy sum_pi_squared clip_fraction mismatch_mean mismatch_p50"
     for name in (*names.split(), "mismatch_max", "ratios_inside_strict"):
-        assert getattr(told, name) is None
+        assert getattr(metrics, name) is None
 
 
 MASKED = dict(correction="sequence_mask")
