@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -237,6 +237,21 @@ class Layout:
         places = None if self.mesh is None or out is None else shardings(out)
         return jax.jit(run, out_shardings=places, **options)
 
+    def carried(self, results: Any, arguments: Iterable[Any]) -> Any:
+        """Shardings of `results` for `jax.jit`: those of equal arguments, or None.
+
+        A part of the results is equal to an argument that has its structure, shapes and
+        types; XLA chooses the shardings of the parts that equal none.
+        """
+        if self.mesh is None:
+            return None
+        places = {_kind(argument): shardings(argument) for argument in arguments}
+        return jax.tree.map(
+            lambda part: places.get(_kind(part)),
+            results,
+            is_leaf=lambda part: _kind(part) in places,
+        )
+
     def own_rows(self, rows: int) -> list[int]:
         """The indices of a batch's rows that this process's devices read."""
         if self.mesh is None:
@@ -248,7 +263,13 @@ class Layout:
 
 def shardings(structs: Any) -> Any:
     """The shardings of structs that have one, for `jax.jit(out_shardings=)`."""
-    return jax.tree.map(lambda struct: struct.sharding, structs)
+    return jax.tree.map(lambda struct: getattr(struct, "sharding", None), structs)
+
+
+def _kind(structs: Any) -> Any:
+    """Structure, shapes and types of structs."""
+    leaves, structure = jax.tree.flatten(structs)
+    return structure, tuple((np.shape(x), jnp.result_type(x)) for x in leaves)
 
 
 def current() -> Any:

@@ -179,9 +179,14 @@ class DecoderProgram:
         self.trace_backward()
 
     def trace(self, run: Callable, *given: Any) -> jax.stages.Traced:
-        """Trace a function for arguments of these shapes, on the run's mesh."""
+        """Trace a function for arguments of these shapes, on the run's mesh.
+
+        A result with the structure, shapes and types of an argument gets its shardings,
+        so that a step's new state can be the next call's argument.
+        """
         with self.layout.context():
-            return jax.jit(run).trace(*given)
+            results = self.layout.carried(jax.eval_shape(run, *given), given)
+            return jax.jit(run, out_shardings=results).trace(*given)
 
     def trace_of_head(
         self, loss: Callable, shape: tuple[int, int], *given: Any, wanted: Any = (0, 1)

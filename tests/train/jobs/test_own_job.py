@@ -87,6 +87,17 @@ def test_it_trains_resumes_and_reports(own_job, monkeypatch):
     np.testing.assert_allclose([x.loss for x in meshed.history], losses, rtol=1e-5)
 
 
+def test_it_trains_an_own_model_on_a_mesh():
+    # Some of this model's weights have partition specs, and the others have none.
+    sizes = "data.batch_size=4", "run.steps=3", "model.hidden=16", "model.heads=2"
+    sizes += ("model.factory=tests.train.jobs.own_models:Sharded",)
+    alone, _ = train("run.out_dir=alone", *sizes)
+    mesh = "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"
+    meshed, _ = train("run.out_dir=mesh", *sizes, *mesh)
+    losses = ([step.loss for step in result.history] for result in (meshed, alone))
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_the_teacher_is_the_average_of_the_weights():
     job = jobs.job_of(configuration.load("own.gin")[0])
