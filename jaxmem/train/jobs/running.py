@@ -12,6 +12,7 @@ import jax
 from rich.console import Console
 
 from jaxmem.base import files, processes
+from jaxmem.data import event_loop
 from jaxmem.train import agreement, loop, metrics, plots, report, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.metrics import HeadCost
@@ -61,7 +62,11 @@ def train(
     if console is None:  # FORCE_COLOR, which notebooks set, makes no terminal of a file
         terminal = sys.stdout.isatty()
         console = Console(quiet=not processes.is_first(), force_terminal=terminal)
-    with loop.open_run(config.run, job.settings(), console, config.eval) as run:
+    settings = job.settings()
+    with (
+        event_loop.closed_at_end(),
+        loop.open_run(config.run, settings, console, config.eval) as run,
+    ):
         job.build()
         run.use_backend(job.program.backend, config.head.implementation)
         job.open()
