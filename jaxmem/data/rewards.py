@@ -5,28 +5,32 @@
 That is the signature of TRL's and Tunix's reward functions. A prompt is that of the
 data, a string or a list of messages; a completion is a string, or for messages a list
 of one assistant message. Columns are lists of the other fields of the data, and of
-`completion_ids` and `max_new_tokens`. A reward of None does not count.
+`completion_ids` and `max_new_tokens`. A function that names the parameter
+`trainer_state` gets a `TrainerState`. A reward of None does not count.
 """
 
-import asyncio
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxmem.base import messages
-from jaxmem.data import guests
+from jaxmem.data import event_loop, guests
 from jaxmem.data.verifiers import SHIPPED
 
 Function = Callable[..., Any]
 _LARGEST = 1e18  # float32 holds the sum of the squares of so many
+_SILENT_CALLS = 3  # in a row without any reward, after which a run has nothing to learn
 
 
 class RewardError(ValueError):
@@ -54,6 +58,14 @@ def checked(reward: Any) -> float:
     return number
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainerState:
+    """The position of a run, with the names of TRL's argument `trainer_state`."""
+
+    global_step: int = 0  # steps that have been taken
+    max_steps: int = 0  # `run.steps`
+
+
 class Questions(NamedTuple):
     """Arguments of reward functions, lists of N each."""
 
@@ -61,20 +73,37 @@ class Questions(NamedTuple):
     prompts: Sequence[Any]
     completions: Sequence[Any]
     columns: Mapping[str, Sequence[Any]]
+    trainer_state: TrainerState = TrainerState()
 
     def only(self, i: int) -> "Questions":
         """The i-th question alone."""
         columns = {name: [values[i]] for name, values in self.columns.items()}
         return Questions(
-            [self.where[i]], [self.prompts[i]], [self.completions[i]], columns
+            [self.where[i]],
+            [self.prompts[i]],
+            [self.completions[i]],
+            columns,
+            self.trainer_state,
         )
 
 
 class Rewards(NamedTuple):
-    """Rewards of completions: float64 arrays."""
+    """Rewards of N completions.
 
-    total: np.ndarray  # [N] weighted sum over the functions
-    parts: dict[str, np.ndarray]  # [N] by function; NaN for None
+    A completion without a reward is to be left out of the mean of its group and of the
+    loss: `total` is NaN where every function returned None, or one of them failed.
+    """
+
+    total: np.ndarray  # float32 [N], weighted sum over the functions
+    parts: dict[str, np.ndarray]  # float64 [N] by function; NaN for None and failures
+    failed: np.ndarray  # bool [N], True where a function failed
+
+
+class Outcome(NamedTuple):
+    """The value that a call returned, or else its error."""
+
+    value: Any
+    error: BaseException | None
 
 
 class Scorer:
@@ -84,8 +113,14 @@ class Scorer:
         names: of shipped functions, or "file.py:function", or
             "package.module:function".
         weights: one per function; None: 1 each.
-        timeout: maximum seconds of a call, or None. Functions without a timeout
+        timeout: maximum seconds of a call, or None. Plain functions without a timeout
             are called in the main thread, those with one in a thread of their own.
+            Async functions run in the event loop of the process.
+        on_error: `task.reward_errors`. "raise"; or "mask": a function that raises or
+            takes too long gives no reward. It is called again for one completion at a
+            time, and completions for which it fails have no total.
+        unrewarded: `task.unrewarded`. "mask": a completion for which all functions
+            return None has no total; or "raise".
 
     Raises:
         RewardError: a function cannot be imported.
@@ -96,108 +131,195 @@ class Scorer:
         names: Sequence[str],
         weights: Sequence[float] | None = None,
         timeout: float | None = None,
+        on_error: Literal["raise", "mask"] = "raise",
+        unrewarded: Literal["mask", "raise"] = "mask",
     ):
         self._functions = {name: load(name) for name in names}
         self._weights = [1.0] * len(names) if weights is None else list(weights)
-        self._timeout = timeout
+        self._timeout, self._on_error = timeout, on_error
+        self._unrewarded = unrewarded
+        self._failures = Counter[tuple[str, type]]()  # by function and exception
+        self._silent = 0  # last calls in a row that gave no reward
 
     def __call__(self, questions: Questions) -> Rewards:
-        """Call all functions; async ones are awaited together.
+        """Call all functions: async ones together, plain ones beside them in turn.
+
+        Returns:
+            The rewards, whose total is NaN where a completion has none.
 
         Raises:
-            RewardError: a function raises anything, ends the process, changes its
-                directory or closes its output, exceeds the timeout, returns a wrong
-                number of rewards or one that float32 cannot hold with its square, or
-                all of them return None.
+            RewardError: a function ends the process, changes its directory, closes its
+                output, or returns a wrong number of rewards or one that float32 cannot
+                hold with its square; it raises, or exceeds the timeout, and `on_error`
+                is "raise"; all return None and `unrewarded` is "raise"; or three calls
+                in a row gave no reward at all.
         """
-        waiting = {n: f for n, f in self._functions.items() if _is_async(f)}
-        returned = self._await(waiting, questions)
-        for name, function in self._functions.items():
-            if name not in waiting:
-                returned[name] = self._call(name, function, questions)
-        parts = {
-            name: _checked(name, returned[name], questions) for name in self._functions
+        graded = {
+            name: self._graded(name, outcome, questions)
+            for name, outcome in self._outcomes(questions).items()
         }
+        parts = {name: graded[name].rewards for name in self._functions}
+        failed = np.any([of_one.failed for of_one in graded.values()], axis=0)
         table = np.stack(list(parts.values()))
-        silent = np.isnan(table).all(axis=0)
-        names = ", ".join(parts)
-        if silent.any():
-            place = _place(names, questions, int(silent.argmax()))
-            raise RewardError(f"{place} gave no reward (None)")
         total = np.nansum(table * np.c_[self._weights], axis=0)
-        for i, value in enumerate(total.tolist()):
+        total[np.isnan(table).all(axis=0) | failed] = np.nan
+        self._check_total(total, failed, questions)
+        return Rewards(total.astype(np.float32), parts, failed)
+
+    @property
+    def _async(self) -> list[str]:
+        """Names of functions that are awaited."""
+        return [name for name, f in self._functions.items() if _is_async(f)]
+
+    def _check_total(
+        self, total: np.ndarray, failed: np.ndarray, questions: Questions
+    ) -> None:
+        names, silent = ", ".join(self._functions), np.isnan(total)
+        if self._unrewarded == "raise" and (silent & ~failed).any():
+            place = _place(names, questions, int((silent & ~failed).argmax()))
+            raise RewardError(
+                f"{place} gave no reward (None); task.unrewarded='mask' leaves such "
+                "completions out"
+            )
+        self._silent = self._silent + 1 if silent.all() else 0
+        if self._silent == _SILENT_CALLS:
+            raise RewardError(
+                f"{_place(names, questions, 0)} no completion of the last "
+                f"{_SILENT_CALLS} calls has a reward; {int(failed.sum())} of "
+                f"{len(failed)} failed in this one, and for the others all functions "
+                "returned None"
+            )
+        for i in np.flatnonzero(~silent).tolist():
             try:
-                checked(value)
+                checked(float(total[i]))
             except ValueError as error:
                 said = f"{_place(names, questions, i)} gave, with task.reward_weights, "
                 raise RewardError(f"{said}{error}") from error
-        return Rewards(total, parts)
 
-    def _call(self, name: str, function: Function, questions: Questions) -> Any:
+    def _outcomes(self, questions: Questions) -> dict[str, Outcome]:
+        """Outcomes of calls for all completions, by function."""
+        started: dict[str, event_loop.Awaited] = {}
+        outcomes: dict[str, Outcome] = {}
         try:
             with guests.received():
-                return _call(function, questions, self._timeout)
-        except guests.Late as error:
-            raise self._too_slow(name, questions) from error
-        except BaseException as error:
-            guests.raise_if_of_the_user(error)
-            raise self._failure(name, questions, error) from error
-
-    def _await(self, functions: Mapping[str, Function], questions: Questions) -> dict:
-        if not functions:
-            return {}
-
-        async def together():
-            calls = [_awaited(f, questions, self._timeout) for f in functions.values()]
-            return await asyncio.gather(*calls)
-
-        try:
-            with guests.received():
-                values = asyncio.run(together())
+                for name in self._async:
+                    started[name] = self._start(self._functions[name], questions)
+                for name, function in self._functions.items():
+                    if name not in started:
+                        (call,) = self._calls(function, [questions])
+                        outcomes[name] = _outcome(call)
+                for name, awaited in started.items():
+                    outcomes[name] = _outcome(awaited.result)
         except guests.Misbehaved as error:
-            raise RewardError(
-                f"{_place(', '.join(functions), questions, 0)} {error}"
-            ) from error
-        returned = dict(zip(functions, values, strict=True))
-        for name, value in returned.items():
-            if isinstance(value, guests.Late):
-                raise self._too_slow(name, questions) from value
-            if isinstance(value, BaseException):
-                guests.raise_if_of_the_user(value)
-                raise self._failure(name, questions, value) from value
-        return returned
+            raise self._error(next(iter(started)), questions, 0, error) from error
+        finally:
+            for awaited in started.values():
+                awaited.cancel()
+        return {name: outcomes[name] for name in self._functions}
 
-    def _too_slow(self, name: str, questions: Questions) -> RewardError:
-        place = _place(name, questions, 0)
-        return RewardError(f"{place} took longer than task.timeout={self._timeout:g} s")
+    def _start(self, function: Function, questions: Questions) -> event_loop.Awaited:
+        async def coroutine() -> Any:
+            return await _call(function, questions, None)
+
+        return event_loop.of_process().start(coroutine(), self._timeout)
+
+    def _calls(
+        self, function: Function, parts: Sequence[Questions]
+    ) -> list[Callable[[], Any]]:
+        """Calls of a function; an async one is started for all parts at once."""
+        if _is_async(function):
+            return [self._start(function, part).result for part in parts]
+        return [
+            functools.partial(_call, function, part, self._timeout) for part in parts
+        ]
+
+    def _alone(self, name: str, questions: Questions) -> Iterator[Outcome]:
+        """Yield the outcomes of a function for one completion at a time.
+
+        One that takes too long is the last.
+        """
+        parts = [questions.only(i) for i in range(len(questions.prompts))]
+        for call in self._calls(self._functions[name], parts):
+            outcome = _outcome(call)
+            yield outcome
+            if isinstance(outcome.error, guests.Late):
+                return
+
+    def _graded(self, name: str, outcome: Outcome, questions: Questions) -> "_Graded":
+        """Rewards of one function; where it fails, as `on_error` says."""
+        count, error = len(questions.prompts), outcome.error
+        if error is None:
+            rewards = _checked(name, outcome.value, questions)
+            return _Graded(rewards, np.zeros(count, bool))
+        if self._on_error == "raise" or not _is_failure(error):
+            raise self._failure(name, questions, error) from error
+        graded = _Graded(np.full(count, np.nan), np.ones(count, bool))
+        if isinstance(error, guests.Late):
+            self._count(name, questions, 0, error, count)
+            return graded
+        late = 0
+        for i, (value, again) in enumerate(self._alone(name, questions)):
+            if again is None:
+                graded.rewards[i] = _checked(name, value, questions.only(i))[0]
+                graded.failed[i] = False
+                continue
+            if not _is_failure(again):
+                raise self._error(name, questions, i, again) from again
+            if isinstance(again, guests.Late):
+                late = count - i
+            self._count(name, questions, i, again, late or 1)
+        return graded
+
+    def _count(
+        self,
+        name: str,
+        questions: Questions,
+        i: int,
+        error: BaseException,
+        completions: int,
+    ) -> None:
+        """Count failures; about the first, the tenth, the hundredth, ... warn."""
+        key = name, type(error)
+        before = self._failures[key]
+        self._failures[key] += completions
+        if len(str(self._failures[key])) > len(str(before)) or not before:
+            warnings.warn(
+                f"{self._error(name, questions, i, error)}; completions left out for "
+                f"such failures so far: {self._failures[key]}",
+                stacklevel=1,
+            )
 
     def _failure(
         self, name: str, questions: Questions, error: BaseException
     ) -> RewardError:
-        """Call for one prompt at a time, to find the one for which a function raises.
+        """The error of a call, with the first prompt for which the function raises."""
+        place = 0
+        if not isinstance(error, guests.Misbehaved | guests.Late):
+            for i, (_, again) in enumerate(self._alone(name, questions)):
+                if again is not None:
+                    place = 0 if isinstance(again, guests.Late) else i
+                    break
+        return self._error(name, questions, place, error)
 
-        One that takes too long ends the search.
-        """
-        if isinstance(error, guests.Misbehaved):
-            return RewardError(f"{_place(name, questions, 0)} {error}")
-        function, place = self._functions[name], 0
-        for i in range(len(questions.prompts)):
-            try:
-                with guests.received():
-                    if _is_async(function):
-                        one = _awaited(function, questions.only(i), self._timeout)
-                        if isinstance(raised := asyncio.run(one), BaseException):
-                            raise raised
-                    else:
-                        _call(function, questions.only(i), self._timeout)
-            except guests.Late:
-                break
-            except BaseException as again:
-                guests.raise_if_of_the_user(again)
-                place = i
-                break
-        said = described(error, _file_name(function))
-        return RewardError(f"{_place(name, questions, place)} raised{said}")
+    def _error(
+        self, name: str, questions: Questions, i: int, error: BaseException
+    ) -> RewardError:
+        place = _place(name, questions, i)
+        if isinstance(error, guests.Late):
+            seconds = self._timeout or 0
+            return RewardError(f"{place} took longer than task.timeout={seconds:g} s")
+        if isinstance(error, guests.Misbehaved):  # or a function that ran beside it
+            names = ", ".join(dict.fromkeys([name, *self._async]))
+            return RewardError(f"{_place(names, questions, i)} {error}")
+        said = described(error, _file_name(self._functions[name]))
+        return RewardError(f"{place} raised{said}")
+
+
+class _Graded(NamedTuple):
+    """Rewards of one function for N completions."""
+
+    rewards: np.ndarray  # float64 [N]; NaN for None and failures
+    failed: np.ndarray  # bool [N]
 
 
 def load(
@@ -257,20 +379,36 @@ def _module(name: str) -> Any:
 
 
 def _is_async(function: Function) -> bool:
-    """Whether it is awaited: a function, or an object with such a `__call__`."""
+    """True if it is awaited: a function, or an object with such a `__call__`."""
     is_coroutine = inspect.iscoroutinefunction
     return is_coroutine(function) or is_coroutine(type(function).__call__)
 
 
+def _outcome(call: Callable[[], Any]) -> Outcome:
+    """The outcome of a call, after which the process is as it was before."""
+    try:
+        with guests.received():
+            return Outcome(call(), None)
+    except BaseException as error:
+        guests.raise_if_of_the_user(error)
+        return Outcome(None, error)
+
+
+def _is_failure(error: BaseException) -> bool:
+    """True if an error is of a call alone, and leaves the process as it was."""
+    return isinstance(error, Exception) and not isinstance(error, guests.Misbehaved)
+
+
 def _call(function: Function, questions: Questions, timeout: float | None) -> Any:
-    """What a function returns, in a thread of its own if there is a timeout."""
-    _, prompts, completions, columns = questions
+    """The value of a function, in a thread of its own if there is a timeout."""
     call = functools.partial(
         function,
-        prompts=list(prompts),
-        completions=list(completions),
-        **{name: list(values) for name, values in columns.items()},
+        prompts=list(questions.prompts),
+        completions=list(questions.completions),
+        **{name: list(values) for name, values in questions.columns.items()},
     )
+    if _names_trainer_state(function):
+        call = functools.partial(call, trainer_state=questions.trainer_state)
     if timeout is None:
         return call()
     ((value, error),) = guests.together([call], timeout)
@@ -279,25 +417,11 @@ def _call(function: Function, questions: Questions, timeout: float | None) -> An
     return value
 
 
-async def _awaited(
-    function: Function, questions: Questions, timeout: float | None
-) -> Any:
-    """What an async function returns, or raises, be it the end of the process."""
-
-    async def call() -> Any:
-        try:
-            return await _call(function, questions, None)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            return error
-
+def _names_trainer_state(function: Function) -> bool:
     try:
-        return await asyncio.wait_for(call(), timeout)
-    except asyncio.CancelledError as error:  # of the function; nobody else cancels
-        return error
-    except TimeoutError:
-        return guests.Late()
+        return "trainer_state" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a built-in function
+        return False
 
 
 def described(error: BaseException, file_name: str) -> str:
@@ -312,12 +436,13 @@ def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
         return RewardError(f"{_place(name, questions, i)} returned {said}")
 
     count = len(questions.prompts)
-    if not isinstance(returned, Sequence | np.ndarray) or isinstance(returned, str):
+    values = _listed(returned)
+    if values is None:
         raise wrong(f"{messages.short(returned)}, not a list of {count} rewards")
-    if len(returned) != count:
-        raise wrong(f"{len(returned)} rewards for {count} completions")
+    if len(values) != count:
+        raise wrong(f"{len(values)} rewards for {count} completions")
     out = np.full(count, np.nan)
-    for i, value in enumerate(returned):
+    for i, value in enumerate(values):
         if value is None:
             continue
         try:
@@ -325,6 +450,17 @@ def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
         except ValueError as error:
             raise wrong(str(error), i) from error
     return out
+
+
+def _listed(returned: Any) -> Sequence[Any] | None:
+    """The elements of a sequence, or of an array of numpy, jax or torch."""
+    if not isinstance(returned, Sequence) and hasattr(returned, "tolist"):
+        try:
+            returned = returned.tolist()
+        except Exception:  # such as of a tensor without data
+            return None
+    is_list = isinstance(returned, Sequence) and not isinstance(returned, str | bytes)
+    return returned if is_list else None
 
 
 def _place(name: str, questions: Questions, i: int) -> str:

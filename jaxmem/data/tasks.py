@@ -29,6 +29,8 @@ _RANGES = {
     "max_turns": integers(1, limit=2**10),
     "max_reply_tokens": integers(1, limit=2**20),
 }
+# Fields that say how reward functions are called.
+_OF_FUNCTIONS = "reward", "reward_weights", "reward_errors", "unrewarded"
 _IDS = {word: i for i, word in enumerate(VOCABULARY)}
 
 
@@ -45,6 +47,11 @@ class TaskConfig:
     reward: str | tuple[str, ...] = "exact"
     reward_weights: tuple[float, ...] | None = None  # one a reward; None: 1 each
     timeout: float | None = None  # most seconds of a call of a reward function
+    # what a reward function that raises or takes too long ends: the run (raise); or
+    # nothing, and its completions are left out of their groups and the loss (mask)
+    reward_errors: Literal["raise", "mask"] = "raise"
+    # likewise of a completion for which every reward function returns None
+    unrewarded: Literal["mask", "raise"] = "mask"
     # whether records are completions of another engine, with prompt_ids,
     # completion_ids, logprobs, a reward and, if it truncates, supports
     recorded: bool = False
@@ -97,17 +104,28 @@ class TaskConfig:
         check_field(self, "reward", bool(self.rewards), "at least one function")
         once = len(set(self.rewards)) == len(self.rewards)
         check_field(self, "reward", once, "functions of which none is named twice")
+        self._check_left_out()
         self._check_environment()
         if self.recorded:
             wanted = "False for task.source='arithmetic', which is sampled"
             check_field(self, "recorded", not self.is_arithmetic, wanted)
-            unread = "environment", "held_out", "reward", "reward_weights", "weights"
+            unread = "environment", "held_out", "weights", *_OF_FUNCTIONS
             self._check_unset(unread, "where rollouts are recorded")
 
     def _check_unset(self, names: Iterable[str], why: str) -> None:
         for name in names:
             unset = getattr(self, name) == getattr(TaskConfig, name)
             check_field(self, name, unset, f"left out {why}")
+
+    def _check_left_out(self) -> None:
+        for name in ("reward_errors", "unrewarded"):
+            kinds = ("raise", "mask")
+            check_field(self, name, getattr(self, name) in kinds, f"one of {kinds}")
+        if self.is_arithmetic:
+            unread = "reward_errors", "unrewarded"
+            self._check_unset(
+                unread, "for task.source='arithmetic', whose sums have a reward"
+            )
 
     def _check_environment(self) -> None:
         kinds = ("raise", "end")
@@ -118,7 +136,7 @@ class TaskConfig:
             return self._check_unset(unread, "without an environment")
         wanted = "None for task.source='arithmetic', which has no records"
         check_field(self, "environment", not self.is_arithmetic, wanted)
-        self._check_unset(("reward", "reward_weights"), "with an environment")
+        self._check_unset(_OF_FUNCTIONS, "with an environment")
 
     @property
     def turns(self) -> int:

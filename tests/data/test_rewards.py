@@ -5,13 +5,14 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from jaxmem.data import rewards
-from jaxmem.data.rewards import Questions, RewardError, Scorer
+from jaxmem.data.rewards import Questions, RewardError, Scorer, TrainerState
 from jaxmem.data.tasks import TaskConfig
 
 CHAT = [{"role": "assistant", "content": "so 4"}]
@@ -104,7 +105,10 @@ def test_async_functions_are_awaited_together():
             "prompt 'prompt 1' (p.jsonl:2): returned nan, whi",
         ),
         ("return [0, 'high']", "(p.jsonl:2): returned 'high', which is no finite numb"),
-        ("return [None] * 2", "prompt 'prompt 0' (p.jsonl:1): gave no reward (None)"),
+        (
+            "return [None] * 2",
+            "prompt 'prompt 0' (p.jsonl:1): gave no reward (None); task.unrewarded=",
+        ),
         (
             "return [1 / (c != 'b') for c in completions]",
             "prompt 'prompt 1' (p.jsonl:2): raised (line 3) ZeroDivisionError: ",
@@ -124,7 +128,7 @@ def test_a_function_that_fails_is_named_with_its_prompt(kind, body, message, own
     name = own(f"\n{kind} score(prompts, completions, **_):\n    {body}\n")
     start = time.monotonic()
     with pytest.raises(RewardError) as raised:
-        Scorer([name], timeout=0.2)(questions(["a", "b"]))
+        Scorer([name], timeout=0.2, unrewarded="raise")(questions(["a", "b"]))
     said = str(raised.value)
     assert said.startswith(f"reward {name}, prompt ") and message in said
     assert "\n" not in said and time.monotonic() - start < 5
@@ -239,7 +243,7 @@ def test_a_file_whose_import_ends_the_process_is_named(body, own):
 
 def test_weights_that_make_rewards_too_large_are_refused(own):
     name = own("def score(**_):\n    return [1e18]\n")
-    assert Scorer([name])(questions(["x"])).total == [1e18]
+    assert Scorer([name])(questions(["x"])).total == np.float32(1e18)
     with pytest.raises(
         RewardError, match=r"gave, with task.reward_weights, -4e\+18; adv"
     ):
@@ -272,3 +276,179 @@ def test_a_timeout_of_the_function_s_own_is_its_error(timeout, form, own):
     name = own(f"{form} score(**_):\n    raise TimeoutError('slow server')\n")
     with pytest.raises(RewardError, match=r"raised \(line 2\) TimeoutError: slow serv"):
         Scorer([name], timeout=timeout)(questions(["x"]))
+
+
+# ------------------------------------------------- the event loop of async functions
+
+JUDGE = """
+import asyncio
+gate = asyncio.Semaphore(1)
+
+async def one(completion):
+    async with gate:
+        await asyncio.sleep(0)
+        return len(completion)
+
+async def score(completions, **_):
+    return await asyncio.gather(*map(one, completions))
+"""
+
+
+def test_async_functions_keep_what_belongs_to_a_loop_between_calls(own):
+    scorer = Scorer([own(JUDGE)])
+    for _ in range(3):
+        assert scorer(questions(["a", "bc"])).total.tolist() == [1, 2]
+
+
+def test_async_functions_are_awaited_where_a_loop_runs(own):
+    async def notebook():
+        return scorer(questions(["a", "bc"])).total.tolist()
+
+    scorer = Scorer([own(JUDGE)])
+    assert asyncio.run(notebook()) == asyncio.run(notebook()) == [1, 2]
+
+
+def test_the_search_for_the_prompt_uses_the_same_loop(own):
+    name = own(
+        JUDGE.replace("len(completion)", "1 / (completion != 'x')")
+        + "\nfirst = gate.acquire"
+    )
+    scorer = Scorer([name])
+    assert scorer(questions(["a", "b"])).total.tolist() == [1, 1]
+    with pytest.raises(RewardError, match=r"prompt 'prompt 1' \(p.jsonl:2\): raised"):
+        scorer(questions(["a", "x"]))
+
+
+def test_plain_functions_run_beside_async_ones():
+    """The async function ends only after the plain one, which needs it to run."""
+    started, released = threading.Event(), threading.Event()
+
+    async def judge(completions, **_):
+        started.set()
+        while not released.is_set():
+            await asyncio.sleep(0.001)
+        return [1.0]
+
+    def plain(completions, **_):
+        assert started.wait(9)
+        released.set()
+        return [2.0]
+
+    scorer = Scorer(["exact", "prefix"], timeout=20.0)
+    scorer._functions = {"judge": judge, "plain": plain}
+    made = scorer(questions(["x"]))
+    assert list(made.parts) == ["judge", "plain"] and made.total.tolist() == [3]
+
+
+# ------------------------------------------------- completions without a reward
+
+
+def test_a_completion_that_no_function_rewards_has_no_total(own):
+    made = Scorer([own("def score(**_):\n    return [None, 2]\n")])(
+        questions(["a", "b"])
+    )
+    assert made.total.dtype == np.float32 and not made.failed.any()
+    np.testing.assert_array_equal(made.total, [np.nan, 2])
+
+
+def test_nan_of_a_function_is_an_error_of_it(own):
+    name = own("def score(**_):\n    return [float('nan'), 2]\n")
+    scorer = Scorer([name], on_error="mask")
+    with pytest.raises(RewardError, match="returned nan, which is no finite number"):
+        scorer(questions(["a", "b"]))
+
+
+@pytest.mark.parametrize("timeout", [None, 9.0])
+@pytest.mark.parametrize("form", ["def", "async def"])
+def test_a_failure_is_left_out_and_counted(form, timeout, own):
+    """Also where another function rewards the completion: its sum would be less."""
+    name = own(
+        f"{form} score(completions, **_):\n"
+        "    return [None if c == 'n' else 1 / (c != 'x') for c in completions]\n"
+    )
+    scorer = Scorer(["exact", name], timeout=timeout, on_error="mask")
+    asked = questions(["a", "x", "n", "x"], answer=["a", "x", "n", "y"])
+    with pytest.warns(UserWarning, match=r"prompt 1' .*ZeroDivisionError.* so far: 1"):
+        made = scorer(asked)
+    np.testing.assert_array_equal(made.total, [2, np.nan, 1, np.nan])
+    np.testing.assert_array_equal(made.parts[name], [1, np.nan, np.nan, np.nan])
+    assert made.failed.tolist() == [False, True, False, True]
+    for _ in range(3):
+        scorer(asked)  # no warning before the tenth
+    with pytest.warns(UserWarning, match="so far: 10"):
+        scorer(asked)
+
+
+@pytest.mark.parametrize("form", ["def", "async def"])
+def test_a_call_that_takes_too_long_is_left_out(form, own):
+    sleep = "await asyncio.sleep(60)" if form == "async def" else "time.sleep(60)"
+    name = own(
+        f"import asyncio, time\n{form} score(completions, **_):\n"
+        f"    if 'slow' in completions: {sleep}\n    return [1.0] * len(completions)\n"
+    )
+    scorer = Scorer([name], timeout=0.05, on_error="mask")
+    with pytest.warns(UserWarning, match=r"took longer than task.timeout=0.05 s; "):
+        made = scorer(questions(["a", "slow"]))
+    assert made.failed.all() and np.isnan(made.total).all()
+    assert scorer(questions(["a", "b"])).total.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("body", ["sys.exit(0)", "os.chdir('/')", "return [1, 2, 3]"])
+def test_what_is_no_failure_of_a_call_stays_an_error(body, own):
+    name = own(f"import os, sys\ndef score(**_):\n    {body}\n    return [1]\n")
+    with pytest.raises(RewardError):
+        Scorer([name], on_error="mask")(questions(["x"]))
+
+
+@pytest.mark.parametrize("body", ["return [None]", "raise OSError('no judge')"])
+@pytest.mark.filterwarnings("ignore:reward ")
+def test_three_calls_without_any_reward_are_an_error(body, own):
+    name = own(
+        "def score(completions, **_):\n    if completions == ['good']: return [1]\n"
+        f"    {body}\n"
+    )
+    scorer = Scorer([name], on_error="mask")
+    for completion in ("bad", "bad", "good", "bad", "bad"):
+        scorer(questions([completion]))
+    with pytest.raises(RewardError, match=f"^reward {name}.*no completion of the last"):
+        scorer(questions(["bad"]))
+
+
+# ------------------------------------------------------- arguments and returned arrays
+
+
+@pytest.mark.parametrize(
+    "kind", ["np.array", "jnp.array", "torch.tensor", "torch.nn.Parameter", "tuple"]
+)
+def test_arrays_are_taken_as_rewards(kind, own):
+    modules = {"np": "numpy as np", "jnp": "jax.numpy as jnp", "torch": "torch"}
+    module = modules.get(kind.partition(".")[0], "os")
+    if module == "torch":
+        pytest.importorskip("torch")
+    wrapped = "torch.tensor([0.5, 2.0])" if "Parameter" in kind else "[0.5, 2.0]"
+    name = own(f"import {module}\ndef score(**_):\n    return {kind}({wrapped})\n")
+    assert Scorer([name])(questions(["a", "b"])).total.tolist() == [0.5, 2]
+    with pytest.raises(RewardError, match="returned 2 rewards for 3 completions"):
+        Scorer([name])(questions(["a", "b", "c"]))
+
+
+@pytest.mark.parametrize(
+    "body", ["jnp.array(1.0)", "b'ab'", "jnp.ones((2, 1))", "jnp.array([1, jnp.nan])"]
+)
+def test_arrays_of_other_shapes_are_refused(body, own):
+    name = own(f"import jax.numpy as jnp\ndef score(**_):\n    return {body}\n")
+    with pytest.raises(RewardError, match=r"not a list of 2 rewards|no finite number"):
+        Scorer([name])(questions(["a", "b"]))
+
+
+@pytest.mark.parametrize("form", ["def", "async def"])
+def test_trainer_state_is_given_to_functions_that_name_it(form, own):
+    name = own(
+        f"{form} score(completions, trainer_state, **columns):\n"
+        "    assert all(isinstance(c, list) for c in columns.values())\n"
+        "    return [trainer_state.global_step / trainer_state.max_steps]\n"
+    )
+    other = "def score(completions, **columns):\n    return [len(columns)]\n"
+    asked = questions(["a"])._replace(trainer_state=TrainerState(3, 4))
+    assert Scorer([name])(asked).total.tolist() == [0.75]
+    assert Scorer([own(other)])(asked).total.tolist() == [1]  # prompts alone

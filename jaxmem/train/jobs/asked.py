@@ -9,6 +9,7 @@ import tokenizers
 
 from jaxmem.data.prompts import Prompt
 from jaxmem.data.records import DataError
+from jaxmem.data.rewards import TrainerState
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.jobs.rows import padded, take
@@ -48,6 +49,7 @@ class Task(abc.ABC):
     """Where a run's prompts come from."""
 
     size: int | None = None  # prompts to train on; None if they have no end
+    trainer_state = TrainerState()  # of the run, for reward functions
 
     @abc.abstractmethod
     def ask(self, start: int, count: int) -> Asked:

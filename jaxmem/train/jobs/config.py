@@ -117,7 +117,9 @@ class DistillJobConfig(JobConfig):
     def _check_rewards(self) -> None:
         distill, task, sampling = self.distill, self.task, self.sampling
         if distill.reward_weight is None:
-            for name in ("reward", "reward_weights", "timeout"):
+            for name in (
+                "reward", "reward_weights", "timeout", "reward_errors", "unrewarded"
+            ):  # fmt: skip
                 if getattr(task, name) != getattr(TaskConfig(), name):
                     raise ValueError(
                         f"task.{name} is not read without distill.reward_weight; set "

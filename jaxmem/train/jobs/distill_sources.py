@@ -11,6 +11,7 @@ import numpy as np
 from jaxmem import losses
 from jaxmem.data import teacher_files, teacher_streams
 from jaxmem.data.documents import Batch
+from jaxmem.data.rewards import TrainerState
 from jaxmem.functional.given_columns import Columns, Drawn
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs import rollout_metrics
@@ -119,7 +120,8 @@ class Prompts(Source):
         self._sample = SamplePrograms.of(program)
 
     def take(self, number: int, params: Any) -> Taken:
-        distill = self._config.distill
+        distill, steps = self._config.distill, self._config.run.steps
+        self._task.trainer_state = TrainerState(number - 1, steps)
         asked = self._task.ask(self._next, distill.prompts)
         asked = asked.repeated(distill.completions)
         completions, samples, decoded = self._complete(params, asked, number)

@@ -16,6 +16,7 @@ import numpy as np
 from jaxmem import checkpoints, losses
 from jaxmem.core.random_streams import Stream
 from jaxmem.data import tasks, vocabulary
+from jaxmem.data.rewards import TrainerState
 from jaxmem.models import balance
 from jaxmem.train import metrics
 from jaxmem.train.evaluation import Evaluated
@@ -154,6 +155,7 @@ class Grpo(Job, name="grpo"):
     def _roll_out(self, number: int, params: Any) -> Rollout:
         """Sample until enough groups tell something, as `grpo.resample` allows."""
         grpo, parts, place = self.config.grpo, [], self._next
+        self.task.trainer_state = TrainerState(number - 1, self.config.run.steps)
         for attempt in range(1 + grpo.resample):
             parts.append(self._sampled(number, attempt, place, params))
             place += grpo.prompts
@@ -217,6 +219,7 @@ class Grpo(Job, name="grpo"):
         if asked is None:
             return None
         asked = asked.first(self.config.eval.prompts)
+        self.task.trainer_state = TrainerState(taken.step, self.config.run.steps)
         graded = []
         for part, live in asked.parts(rows):  # of the shape that is compiled
             made = self._answered(self._greedy, state.params, part, (taken.step, 0))

@@ -55,7 +55,9 @@ class Sums(Task):
 
 
 # Those of reward functions that are no columns.
-_ARGUMENTS = "prompts", "completions", "completion_ids", "max_new_tokens"
+_ARGUMENTS = (
+    "prompts", "completions", "completion_ids", "max_new_tokens", "trainer_state",
+)  # fmt: skip
 
 
 class OwnPrompts(FilePrompts):
@@ -71,7 +73,11 @@ class OwnPrompts(FilePrompts):
         super().__init__(config, tokenizer)
         self._max_new_tokens = sampling.max_new_tokens
         self._score = rewards.Scorer(
-            config.rewards, config.reward_weights, config.timeout
+            config.rewards,
+            config.reward_weights,
+            config.timeout,
+            config.reward_errors,
+            config.unrewarded,
         )
         self._keep(prompts.load_prompts(config, (tokenizer, reader)))
 
@@ -123,6 +129,7 @@ class OwnPrompts(FilePrompts):
             [item.prompt for item in items],
             [_completion(item, text) for item, text in zip(items, texts, strict=True)],
             columns,
+            self.trainer_state,
         )
 
     def fingerprint(self) -> str | None:
@@ -245,9 +252,10 @@ class Questions(Reading):
         return Conversations(task, self._sampling, (tokenizer, reader), eos_ids)
 
     def fixed(self) -> dict[str, dict[str, Any]]:
-        """See `Reading`; how long a reward may take decides no value."""
+        """See `Reading`; what ends a run decides no value of its steps before."""
         fields = self._config.fixed()
-        del fields["timeout"]
+        for name in ("timeout", "reward_errors", "unrewarded"):
+            del fields[name]
         for name in _LATER:  # a run from before there were any goes on
             if fields[name] == getattr(TaskConfig, name):
                 del fields[name]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmem.data.records import DataError
-from jaxmem.data.rewards import RewardError
+from jaxmem.data.rewards import RewardError, TrainerState
 from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.metrics import PolicyMetrics
@@ -26,7 +26,9 @@ TEMPLATE = (
 REWARDS = """
 import pathlib
 
-def score(prompts, completions, letter, **columns):
+def score(prompts, completions, letter, trainer_state, **columns):
+    with open("states.txt", "a") as states:
+        print(trainer_state.global_step, trainer_state.max_steps, file=states)
     lines = pathlib.Path("cut/metrics.jsonl")
     if pathlib.Path("break").exists() and lines.exists():
         if lines.read_text().count("\\n") == 7:
@@ -92,6 +94,8 @@ def test_own_rewards_are_learned_and_a_run_resumes_bitwise(directory):
     rewards = [step.reward for step in result.history]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
     assert "saved in run/model" in said and "step 12/12  reward" in said
+    states = pathlib.Path("states.txt").read_text().splitlines()
+    assert states[:7] == [*(f"{n} 12" for n in range(4)), "4 12", "4 12", "5 12"]
     held_out = {s.step: s.held_out_reward for s in result.history}
     assert [n for n, x in held_out.items() if x is not None] == [4, 8, 12]
     assert (
@@ -130,6 +134,18 @@ def test_several_rewards_are_told_apart():
         "rewards.py:score": 0.25, "rewards.py:short": 0, "length": -0.75
     }  # fmt: skip
     assert task.shown(asked, made, 0)[1] == "a a b </s>"  # it has no decoder
+
+
+def test_grade_leaves_out_what_fails_and_passes_the_state_on():
+    task = own_prompts('task.reward_errors="mask"')
+    task.trainer_state = TrainerState(3, 12)
+    asked = task.ask(0, 2)
+    made = Completions.of(*asked[:2], np.array([[3, 2], [4, 2]]), np.array([2, 2]))
+    assert task.grade(asked, made).rewards.tolist() == [0.25, 0]
+    assert pathlib.Path("states.txt").read_text() == "3 12\n"
+    task.trainer_state = None
+    with pytest.warns(UserWarning, match="'NoneType' object has no attribute 'global"):
+        assert np.isnan(task.grade(asked, made).rewards).all()
 
 
 def test_a_column_that_is_left_out_may_have_any_name():
