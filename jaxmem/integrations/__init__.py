@@ -9,8 +9,13 @@ Apply before the trainer compiles its steps, because compiled steps do not chang
 apply before your own modules import a trainer's function by name: every name of the
 function within the trainer's package is replaced, and restored by `undo`, but a name in
 another module is not changed, and a warning lists it.
+
+    tunix.apply(strict=True)          # an error wherever a call is not served
+    print(*integrations.status())     # calls that were served, and why others were not
 """
 
 from jaxmem import _imports
 
-__getattr__, __dir__ = _imports.lazy(__name__, "easydel", "maxtext", "skyrl", "tunix")
+__getattr__, __dir__ = _imports.lazy(
+    __name__, "easydel", "maxtext", "skyrl", "tunix", status="_replace"
+)

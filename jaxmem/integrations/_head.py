@@ -1,11 +1,14 @@
 """The head of another package's model, and its per-token scores."""
 
+import collections
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxmem.core.head import Head
@@ -49,6 +52,64 @@ class ModelHead:
     def n_columns(self) -> int:
         """The size of the vocabulary, V."""
         return self.head.W.shape[0 if self.head.layout == "vd" else 1]
+
+
+def check_parameters(name: str, module: Any) -> None:
+    """Raise `NotServed` if a head's own parameters are not a plain matrix and bias.
+
+    LoRA and quantisation of other layers do not matter: they are part of the hidden
+    states. `name` is the head's, for the message.
+    """
+    own = vars(module).values()
+    if any(isinstance(each, nnx.LoRAParam) for each in own):
+        raise NotServed(f"{name} has LoRA")
+
+
+def plain_array(name: str, parameter: Any) -> jax.Array:
+    """A head's weights; raises `NotServed` if they are not an array of floats."""
+    is_plain = isinstance(parameter, (nnx.Variable, jax.Array))
+    value = parameter[...] if is_plain else parameter
+    if not isinstance(value, jax.Array) or not jnp.issubdtype(
+        value.dtype, jnp.floating
+    ):
+        raise NotServed(f"{name} is quantised, or no plain array")
+    return value
+
+
+# Primitives that leave the numbers of a product as they are.
+_KEEPING = {
+    "broadcast_in_dim", "convert_element_type", "copy", "dot_general", "mesh_cast",
+    "reshape", "reshard", "sharding_constraint", "squeeze", "transpose",
+}  # fmt: skip
+
+
+def check_product(name: str, head: Callable[[jax.Array], Any], x: jax.Array) -> None:
+    """Raise `NotServed` unless a head, as the model calls it now, is one product.
+
+    A library may change the call alone and leave the parameters as they are:
+    quantisation-aware training does, of the layers that its rules name. So this traces
+    the head itself where the model would call it. A bias may be added.
+    """
+    try:
+        jaxpr = jax.make_jaxpr(head)(x).jaxpr
+    except Exception as error:  # the package's own call raises a genuine one again
+        reason = f"{name} cannot be traced alone ({type(error).__name__})"
+        raise NotServed(reason) from error
+    names = collections.Counter(_primitives(jaxpr))
+    others = sorted(set(names) - _KEEPING - {"add"})
+    if others or names["dot_general"] != 1 or names["add"] > 1:
+        more = ", ".join(others) or f"{names['dot_general']} products"
+        raise NotServed(f"{name} does more than multiply by its weights ({more})")
+
+
+def _primitives(jaxpr: Any) -> Iterator[str]:
+    """Names of a jaxpr's primitives, without the calls that only contain others."""
+    for equation in jaxpr.eqns:
+        inner = [x.jaxpr for x in equation.params.values() if hasattr(x, "jaxpr")]
+        if not inner:
+            yield equation.primitive.name
+        for each in inner:
+            yield from _primitives(each)
 
 
 def as_index(ids: jax.Array, head: ModelHead) -> jax.Array:

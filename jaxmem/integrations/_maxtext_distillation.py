@@ -27,7 +27,13 @@ from jaxmem.integrations._maxtext_models import (
     head_of,
     stopped_before_head,
 )
-from jaxmem.integrations._replace import Call, Replacement, or_original, replacing
+from jaxmem.integrations._replace import (
+    Call,
+    Replacement,
+    Tally,
+    or_original,
+    replacing,
+)
 
 _STRATEGY = (
     "maxtext.trainers.post_train.distillation.distillation_utils:"
@@ -52,16 +58,15 @@ def _method(name: str, **options: Any) -> Callable[[Callable], Replacement]:
 def _INIT(call: Call, self, *args, **kwargs):
     call.original(self, *args, **kwargs)
     for name in ("student_forward_fn", "teacher_forward_fn"):
-        setattr(self, name, _forward(self, getattr(self, name), call.say))
+        setattr(self, name, _forward(self, getattr(self, name), call.tally))
 
 
-def _forward(strategy: Any, forward: Callable, say: Callable[[str], None]) -> Callable:
+def _forward(strategy: Any, forward: Callable, tally: Tally) -> Callable:
     """A strategy's forward function, whose output has `Logits`."""
 
-    @or_original(forward, say)
+    @or_original(forward, tally)
     def forward_fn(model, *args, **kwargs):
-        if not _is_served(strategy):
-            return forward(model, *args, **kwargs)
+        _check_own(strategy)
         if getattr(model.config, "mtp_num_layers", 0) > 0:
             raise NotServed("multi-token prediction has a head of its own")
         head = head_of(model)
@@ -78,17 +83,18 @@ def _forward(strategy: Any, forward: Callable, say: Callable[[str], None]) -> Ca
     return forward_fn
 
 
-def _is_served(strategy: Any) -> bool:
-    """Whether a strategy's methods are these replacements: not overridden or undone."""
+def _check_own(strategy: Any) -> None:
+    """Raise `NotServed` if a strategy's methods are not these replacements."""
     names = "create_labels", "compute_loss", "compute_eval_loss"
     methods = [getattr(type(strategy), name) for name in names]
-    return all("jaxmem_original" in vars(method) for method in methods)
+    if not all("jaxmem_original" in vars(method) for method in methods):
+        kind = type(strategy).__name__
+        raise NotServed(f"{kind} has its own labels or loss, or apply() is undone")
 
 
 @_method("create_labels")
 def _LABELS(call: Call, self, targets, targets_segmentation=None, **kwargs):
-    if not _is_served(self):
-        return call.original(self, targets, targets_segmentation, **kwargs)
+    _check_own(self)
     counts = targets != self.pad_id
     if targets_segmentation is not None:
         counts &= targets_segmentation != 0

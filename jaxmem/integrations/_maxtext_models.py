@@ -1,7 +1,6 @@
 """Heads of MaxText's transformers, and the hidden states that they multiply."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -10,8 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.core.head import Head
-from jaxmem.integrations._head import ModelHead, NotServed
-from jaxmem.integrations._replace import holding
+from jaxmem.integrations._head import (
+    ModelHead,
+    NotServed,
+    check_parameters,
+    check_product,
+    plain_array,
+)
+from jaxmem.integrations._holding import holding
 
 
 def head_of(model: Any) -> ModelHead:
@@ -35,12 +40,11 @@ def head_of(model: Any) -> ModelHead:
         head = Head(table, softcap=softcap, layout="vd")
         return ModelHead(head, config.dtype, temperature=scale)
     dense = decoder.logits_dense
-    if any("lora" in name for name in vars(dense)):
-        raise NotServed("logits_dense has LoRA")
+    check_parameters("logits_dense", dense)
     if getattr(dense, "quant", None) or getattr(dense, "weight_quant", None):
         raise NotServed("logits_dense is quantised")
-    kernel = dense.kernel[...]
-    if not isinstance(kernel, jax.Array) or kernel.ndim != 2:
+    kernel = plain_array("logits_dense", dense.kernel)
+    if kernel.ndim != 2:
         raise NotServed("logits_dense holds no plain matrix")
     bias = getattr(dense, "bias", None)
     bias = None if bias is None else bias[...]
@@ -65,15 +69,15 @@ class HeadCall(NamedTuple):
 @contextlib.contextmanager
 def stopped_before_head(decoder: Any) -> Iterator[list[HeadCall]]:
     """Record the calls of one decoder's head, which return placeholders."""
-    original = type(decoder).apply_output_head
     calls: list[HeadCall] = []
 
-    @functools.wraps(original)
-    def keep(self, shared_embedding, y, deterministic, model_mode, **kwargs):
+    def keep(original, self, shared_embedding, y, deterministic, model_mode, **kwargs):
         if self is not decoder:
             return original(
                 self, shared_embedding, y, deterministic, model_mode, **kwargs
             )
+        if not self.config.logits_via_embedding:
+            check_product("logits_dense", self.logits_dense, y)
         placeholder = jnp.zeros((*y.shape[:-1], 1), jnp.float32)
         calls.append(HeadCall(y, deterministic, placeholder))
         return placeholder

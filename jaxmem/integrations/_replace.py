@@ -7,6 +7,7 @@ packages may hold it on purpose, for example to compare; they are not changed, a
 warning lists them.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -28,24 +30,91 @@ class IntegrationError(RuntimeError):
     """A package that is not supported by this integration; the message says why."""
 
 
+class Tally:
+    """Calls of one replaced function: the served ones, and why the others were not.
+
+    A jitted caller counts where it is traced, not where its compiled step runs.
+    """
+
+    def __init__(self, where: str, say: Callable[[str, str], None]):
+        self._where, self._say = where, say
+        self._served, self._refused = 0, collections.Counter[str]()
+        self._lock = threading.Lock()
+
+    def serve(self) -> None:
+        """Count a call that jaxmem answered."""
+        with self._lock:
+            self._served += 1
+
+    def refuse(self, reason: str) -> None:
+        """Count a call that is left to the original, and say why."""
+        with self._lock:
+            self._refused[reason] += 1
+        self._say(self._where, reason)
+
+    def status(self) -> "FunctionStatus":
+        """The counts so far."""
+        with self._lock:
+            return FunctionStatus(self._where, self._served, dict(self._refused))
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionStatus:
+    """Calls of a replaced function since `apply`, counted where they are traced."""
+
+    name: str  # "package.module:function" or "package.module:Class.method"
+    served: int  # by jaxmem
+    refused: dict[str, int]  # left to the package's own function, by reason
+
+    def __str__(self) -> str:
+        if not self.served and not self.refused:
+            return f"{self.name}: not called"
+        parts = [f"served {self.served}"]
+        parts += [f"not served {n}: {reason}" for reason, n in self.refused.items()]
+        return f"{self.name}: {'; '.join(parts)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegrationStatus:
+    """Calls of a package's replaced functions since `apply`."""
+
+    name: str  # of the integration
+    version: str  # of the package
+    is_applied: bool  # False after `undo`
+    functions: tuple[FunctionStatus, ...]
+    left_out: dict[str, str]  # functions that are not replaced, and the reason
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.name} {self.version}: {'applied' if self.is_applied else 'undone'}"
+        )
+        left_out = [
+            f"{name}: not replaced: {why}" for name, why in self.left_out.items()
+        ]
+        return "\n  ".join([head, *map(str, self.functions), *left_out])
+
+
 def or_original(
     original: Callable,
-    say: Callable[[str], None],
+    tally: Tally,
     given: Callable[[Any], Any] = lambda argument: argument,
 ) -> Callable[[Callable], Callable]:
     """Decorate a replacement: where it raises `NotServed`, the original is called.
 
-    `say` is called with the reason, and `given` makes an argument of the original from
-    one of the replacement.
+    `tally` counts both, and `given` makes an argument of the original from one of the
+    replacement.
     """
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
             except NotServed as reason:
-                say(str(reason))
+                tally.refuse(str(reason))
+            else:
+                tally.serve()
+                return result
             named = {name: given(value) for name, value in kwargs.items()}
             return original(*map(given, args), **named)
 
@@ -60,9 +129,8 @@ class Replacement:
     """One attribute of one module, and its replacement."""
 
     where: str  # "package.module:function" or "package.module:Class.method"
-    # maps (original, options, say) to the replacement; it calls `say` with the reason
-    # when it has to call the original, and each reason is printed once
-    make: Callable[[Any, Options, Callable[[str], None]], Any]
+    # maps (original, options, tally) to the replacement, which counts its calls there
+    make: Callable[[Any, Options, Tally], Any]
     # names that the original must have, in order; None if it is not a function
     parameters: tuple[str, ...] | None
     # whether it is left alone, and the reason printed, where its module needs a package
@@ -75,8 +143,9 @@ class Call(NamedTuple):
 
     original: Callable
     options: Options
-    say: Callable[[str], None]  # as in `Replacement.make`
-    refused: weakref.WeakSet  # objects that need not be traced in every step
+    tally: Tally  # as in `Replacement.make`
+    # objects that need not be traced in every step, and why they are not served
+    refused: weakref.WeakKeyDictionary[Any, str]
 
 
 def replacing(
@@ -92,25 +161,15 @@ def replacing(
     """
 
     def decorate(function: Callable) -> Replacement:
-        def make(original: Callable, options: Options, say: Callable[[str], None]):
-            call = Call(original, options, say, weakref.WeakSet())
-            return or_original(original, say, given)(functools.partial(function, call))
+        def make(original: Callable, options: Options, tally: Tally):
+            call = Call(original, options, tally, weakref.WeakKeyDictionary())
+            decorate = or_original(original, tally, given)
+            return decorate(functools.partial(function, call))
 
         names = parameters or tuple(inspect.signature(function).parameters)[1:]
         return Replacement(where, make, names, optional)
 
     return decorate
-
-
-@contextlib.contextmanager
-def holding(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within this context, an attribute has another value."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 class Integration:
@@ -130,15 +189,24 @@ class Integration:
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._functions: list[tuple[str, Any]] = []  # (`Replacement.where`, value)
         self._messages: set[str] = set()
+        self._version, self._is_strict = "", False
+        self._tallies: list[Tally] = []  # since the last `apply`
+        self._left_out: dict[str, str] = {}
 
     def apply(
-        self, *, chunk: Chunk = 1024, implementation: Implementation | None = None
+        self,
+        *,
+        chunk: Chunk = 1024,
+        implementation: Implementation | None = None,
+        strict: bool = False,
     ) -> None:
         """Replace the package's functions until `undo`, and print their names.
 
         Args:
             chunk: tokens whose logits may be alive at once, over all rows.
             implementation: as in `jaxmem.logprobs`.
+            strict: True for an `IntegrationError` wherever a call is not served, False
+                for the package's own function and a message.
 
         Warns:
             RuntimeWarning: a module outside the package holds a replacement, and
@@ -152,19 +220,25 @@ class Integration:
             raise RuntimeError(f"{self._name} has been applied; undo() it first")
         options = Options(chunk, implementation)
         version, replacements = self._known()
+        self._version, self._is_strict = version, strict
+        self._tallies, self._left_out = [], {}
         replacements = [r for r in replacements if self._is_importable(r)]
         originals = [(r, *self._find(r, version)) for r in replacements]
         # Warn before replacing anything, because a warning may be raised as an error.
         for replacement, *_, original in originals:
             self._warn_of_others("apply()", replacement.where, original)
         for replacement, owner, name, original in originals:
-            function = replacement.make(original, options, self._say)
+            tally = Tally(replacement.where, self._refuse)
+            function = replacement.make(original, options, tally)
+            self._tallies.append(tally)
             # Also what `from module import function` copied within the package.
             for place in ((owner, name), *self._holders(original, within=True)):
                 self._undo.append((*place, original, function))
                 setattr(*place, function)
             self._functions.append((replacement.where, function))
             print(f"jaxmem: {self._name} {version}: {replacement.where} is replaced")
+        if self not in _APPLIED:
+            _APPLIED.append(self)
 
     def undo(self) -> None:
         """Restore the originals, also in modules that imported a replacement since.
@@ -190,14 +264,33 @@ class Integration:
 
     @contextlib.contextmanager
     def applied(
-        self, *, chunk: Chunk = 1024, implementation: Implementation | None = None
+        self,
+        *,
+        chunk: Chunk = 1024,
+        implementation: Implementation | None = None,
+        strict: bool = False,
     ) -> Iterator[None]:
         """Apply inside a `with` block, as `apply` does, and undo at its end."""
-        self.apply(chunk=chunk, implementation=implementation)
+        self.apply(chunk=chunk, implementation=implementation, strict=strict)
         try:
             yield
         finally:
             self.undo()
+
+    def status(self) -> IntegrationStatus:
+        """Calls of the replaced functions since the last `apply`."""
+        functions = tuple(tally.status() for tally in self._tallies)
+        applied = bool(self._undo)
+        return IntegrationStatus(
+            self._name, self._version, applied, functions, dict(self._left_out)
+        )
+
+    def _refuse(self, where: str, reason: str) -> None:
+        if not self._undo:
+            return  # a function that outlives `undo` is expected to do no more
+        if self._is_strict:
+            raise IntegrationError(f"{self._name}: {where} is not served: {reason}")
+        self._say(reason)
 
     def _say(self, reason: str) -> None:
         if reason not in self._messages:
@@ -230,6 +323,7 @@ class Integration:
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] in self._packages:
                 return True  # `_find` raises
+            self._left_out[replacement.where] = str(error)
             self._say(f"{replacement.where} ({error})")
             return False
         return True
@@ -285,3 +379,15 @@ class Integration:
             for name, held in list(vars(module).items())
             if held is value
         ]
+
+
+_APPLIED: list[Integration] = []  # in the order of their first `apply`
+
+
+def status() -> tuple[IntegrationStatus, ...]:
+    """Calls of each integration that has been applied, served or not and why.
+
+    The counts begin at the last `apply`, and stay after `undo`. A jitted caller counts
+    where it is traced.
+    """
+    return tuple(integration.status() for integration in _APPLIED)

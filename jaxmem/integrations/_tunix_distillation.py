@@ -24,7 +24,8 @@ from jaxmem.integrations._distillation import (
     forward_kl_of_largest,
 )
 from jaxmem.integrations._head import NotServed, Options
-from jaxmem.integrations._replace import Call, holding, replacing
+from jaxmem.integrations._holding import holding
+from jaxmem.integrations._replace import Call, replacing
 from jaxmem.integrations._tunix_models import head_of, without_logits
 
 _STRATEGY = "tunix.distillation.strategies.base_strategy:BaseStrategy"
@@ -35,11 +36,11 @@ def _TEACHER(call: Call, self, teacher_model, inputs):
     _check_served(self)
     head_of(teacher_model)  # for `NotServed`
     if self in call.refused:
-        return call.original(self, teacher_model, inputs)
+        raise NotServed(call.refused[self])
     try:
         return _states_of_teacher(self, teacher_model, inputs)
-    except NotServed:
-        call.refused.add(self)
+    except NotServed as reason:
+        call.refused[self] = str(reason)
         raise
 
 
@@ -51,7 +52,7 @@ def _as_array(argument: Any) -> Any:
 def _TRAIN(call: Call, self, student_model, teacher_output, inputs):
     if not isinstance(teacher_output, Logits):
         _check_served(self)
-        return call.original(self, student_model, teacher_output, inputs)
+        raise NotServed("the teacher's output is no hidden states")
     student, labels = _student(self, student_model, inputs)
     return _loss(self, student, teacher_output.constant(), labels, call.options)
 
@@ -112,6 +113,8 @@ def _states_of_teacher(strategy: Any, model: Any, inputs: dict) -> Logits:
     forward = inspect.unwrap(strategy._teacher_forward_fn)
     try:
         hidden, _ = _run_teacher(forward, model, inputs)
+    except NotServed:
+        raise
     except Exception as error:  # a genuine one is raised again by the original
         raise _refusal("teacher_forward_fn", "logits", error) from error
     head = head_of(model)
@@ -130,6 +133,8 @@ def _student(strategy: Any, model: Any, inputs: dict) -> tuple[Logits, OneHot]:
     try:
         with without_logits(model):
             logits = inspect.unwrap(strategy._student_forward_fn)(model, **inputs)
+    except NotServed:
+        raise
     except Exception as error:
         raise _refusal("student_forward_fn", "logits", error) from error
     if not isinstance(logits, Logits):
@@ -158,10 +163,15 @@ def _refusal(function: str, what: str, error: Exception) -> NotServed:
 
 def _without_one_hot() -> contextlib.AbstractContextManager:
     """Inside, `jax.nn.one_hot` along the last axis returns `OneHot`."""
-    original = jax.nn.one_hot
 
-    @functools.wraps(original)
-    def one_hot(x: Any, num_classes: int, *, dtype: Any = None, axis: Any = -1) -> Any:
+    def one_hot(
+        original: Callable,
+        x: Any,
+        num_classes: int,
+        *,
+        dtype: Any = None,
+        axis: Any = -1,
+    ) -> Any:
         if axis != -1:
             return original(x, num_classes, dtype=dtype, axis=axis)
         ids = jnp.asarray(x)

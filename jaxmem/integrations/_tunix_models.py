@@ -1,9 +1,8 @@
 """Heads of Tunix's own models, and the hidden states that they multiply."""
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,8 +10,14 @@ import jax.numpy as jnp
 
 from jaxmem.core.head import Head
 from jaxmem.integrations._distillation import Logits
-from jaxmem.integrations._head import ModelHead, NotServed
-from jaxmem.integrations._replace import holding
+from jaxmem.integrations._head import (
+    ModelHead,
+    NotServed,
+    check_parameters,
+    check_product,
+    plain_array,
+)
+from jaxmem.integrations._holding import holding
 
 
 def head_of(model: Any) -> ModelHead:
@@ -33,14 +38,12 @@ def head_of(model: Any) -> ModelHead:
     if not any(name.startswith("tunix.models.") for name in names):
         raise NotServed(f"{kind} is none of Tunix's own models")
     owner, _ = _projection(model)
-    if any("lora" in name or "quant" in name for name in vars(owner)):
-        raise NotServed(f"the head of {kind} has LoRA, or is quantised")
+    check_parameters(f"the head of {kind}", owner)
     untied = owner is not model.embedder
     if untied and owner.einsum_str != "BTD,DV->BTV":
         raise NotServed(f"the head of {kind} computes {owner.einsum_str}")
-    W = owner.w[...] if untied else owner.input_embedding[...]
-    if not isinstance(W, jax.Array):
-        raise NotServed(f"the head of {kind} is no plain array")
+    weights = owner.w if untied else owner.input_embedding
+    W = plain_array(f"the head of {kind}", weights)
     softcap = getattr(model, "final_logits_softcap", None)
     softcap = softcap or getattr(model.config, "final_logit_softcap", None)
     dtype = getattr(owner, "dtype", None)
@@ -58,7 +61,7 @@ def hidden_states(
 
 
 def takes_segment_ids(model: Any) -> bool:
-    """Whether the model's call has an argument `segment_ids`."""
+    """True if the model's call has an argument `segment_ids`."""
     parameters = inspect.signature(model.__call__).parameters.values()
     return any(p.name == "segment_ids" or p.kind == p.VAR_KEYWORD for p in parameters)
 
@@ -71,15 +74,14 @@ def _projection(model: Any) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def _stopped_at(owner: Any, method: str) -> Iterator[list[jax.Array]]:
+def _stopped_at(owner: Any, method: str, name: str) -> Iterator[list[jax.Array]]:
     """Record the argument of one module's method, which returns a placeholder."""
-    original = getattr(type(owner), method)
     states: list[jax.Array] = []
 
-    @functools.wraps(original)
-    def keep(self: Any, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    def keep(original: Callable, self: Any, x: jax.Array, *args: Any, **kwargs: Any):
         if self is not owner:  # a class may be used for other layers too
             return original(self, x, *args, **kwargs)
+        check_product(name, lambda x: original(self, x, *args, **kwargs), x)
         states.append(x)
         return jnp.zeros((*x.shape[:-1], 1), x.dtype)
 
@@ -89,17 +91,15 @@ def _stopped_at(owner: Any, method: str) -> Iterator[list[jax.Array]]:
 
 @contextlib.contextmanager
 def without_logits(model: Any) -> Iterator[None]:
-    """Inside, calls of models of this model's class return `Logits` for logits."""
-    kind = type(model)
-    original = kind.__call__
+    """Inside, calls of this model, and of no other, return `Logits` for logits."""
 
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> tuple:
-        with holding(kind, "__call__", original):
-            hidden, *more = _states_and_more(self, args, kwargs)
+    def call(original: Callable, self: Any, *args: Any, **kwargs: Any) -> tuple:
+        if self is not model:
+            return original(self, *args, **kwargs)
+        hidden, *more = _states_and_more(self, args, kwargs)
         return Logits(hidden, head_of(self)), *more
 
-    with holding(kind, "__call__", call):
+    with holding(type(model), "__call__", call):
         yield
 
 
@@ -107,7 +107,8 @@ def _states_and_more(model: Any, args: tuple, kwargs: dict) -> tuple:
     """The states that W multiplies, and what a model returns beside its logits."""
     if hasattr(model, "jaxmem_hidden_states"):
         return model.jaxmem_hidden_states(*args, **kwargs), None
-    with _stopped_at(*_projection(model)) as states:
+    name = f"the head of {type(model).__name__}"
+    with _stopped_at(*_projection(model), name) as states:
         _, *more = model(*args, **kwargs)
     (hidden,) = states
     return hidden, *more

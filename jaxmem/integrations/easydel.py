@@ -7,8 +7,8 @@ The replaced function is
 
 Tied and untied heads are supported, with or without a bias. EasyDeL's own function is
 used, and a message printed once, for a head that EasyDeL clips (`logit_cap`, which has
-no gradient beyond it, unlike a softcap) or scales, or that a model computes with its
-own method. A negative id counts from the end of the vocabulary, as in EasyDeL.
+no gradient beyond it, unlike a softcap) or scales, for one with LoRA or quantised
+weights, and for one that a model computes with its own method. A negative id counts from the end of the vocabulary, as in EasyDeL.
 """
 
 import dataclasses
@@ -17,7 +17,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxmem.core.head import Head
-from jaxmem.integrations._head import ModelHead, NotServed, as_index, scores
+from jaxmem.integrations._head import (
+    ModelHead,
+    NotServed,
+    as_index,
+    check_parameters,
+    plain_array,
+    scores,
+)
 from jaxmem.integrations._replace import Call, Integration, replacing
 
 _TIED = ("tie_word_embeddings", "use_lm_head", "share_input_output_layers")
@@ -38,13 +45,15 @@ def head_of(module: Any) -> ModelHead:
     layer = module.get_lm_head()
     if layer._scale_operator(1.0) != 1.0:
         raise NotServed(f"the head of {name} scales its logits")
+    check_parameters(f"the head of {name}", layer)
     # EasyDeL reads the first of these keys that its config has.
     flags = [key for key in _TIED if hasattr(module.config, key)]
     bias = None if layer.bias is None else layer.bias[...]
     if flags and getattr(module.config, flags[0]):
-        W, layout = module.get_embedding().embedding[...], "vd"
+        weights, layout = module.get_embedding().embedding, "vd"
     else:
-        W, layout = layer.kernel[...], "dv"
+        weights, layout = layer.kernel, "dv"
+    W = plain_array(f"the head of {name}", weights)
     return ModelHead(Head(W, bias, layout=layout), layer.dtype or W.dtype)
 
 
@@ -74,3 +83,4 @@ def _LOGPS(
 
 _EASYDEL = Integration("easydel", {"easydel": {"0.3.0": (_LOGPS,)}})
 apply, undo, applied = _EASYDEL.apply, _EASYDEL.undo, _EASYDEL.applied
+status = _EASYDEL.status

@@ -17,7 +17,6 @@ host, and a Linen decoder inside an NNX model (pure_nnx_decoder=False).
 """
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxmem.integrations._head import ModelHead, NotServed, Options, scores
+from jaxmem.integrations._holding import holding
 from jaxmem.integrations._maxtext_distillation import DISTILLATION
 from jaxmem.integrations._maxtext_models import (
     final_states,
@@ -35,7 +35,7 @@ from jaxmem.integrations._replace import (
     Call,
     Integration,
     Replacement,
-    holding,
+    Tally,
     replacing,
 )
 
@@ -85,7 +85,11 @@ class _Linen:
 
     @property
     def logits_dense(self) -> Any:
-        return _Held(self._params["params"]["decoder"]["logits_dense"])
+        params = self._params["params"]["decoder"]["logits_dense"]
+        beside = sorted(set(params) - {"kernel", "bias"})
+        if beside:  # LoRA or scales, which Linen has as other parameters
+            raise NotServed(f"logits_dense has {', '.join(beside)} beside its kernel")
+        return _Held(params)
 
     def states(self, hidden: jax.Array) -> jax.Array:
         """The operand of the head's product, recorded by intercepting that product."""
@@ -102,7 +106,9 @@ class _Linen:
                 return keep(args[0])
             return method(*args, **kwargs)
 
-        attend = holding(layers, "attend_on_embedding", lambda y, *_, **__: keep(y))
+        attend = holding(
+            layers, "attend_on_embedding", lambda _, y, *__, **___: keep(y)
+        )
         with attend, nn.intercept_methods(intercept):
             self._model.apply(
                 {"params": self._params["params"]},
@@ -120,7 +126,7 @@ class _Held:
         vars(self).update(nn.meta.unbox(dict(params)))
 
 
-def _adapter(original: type, options: Options, say: Callable[[str], None]) -> type:
+def _adapter(original: type, options: Options, tally: Tally) -> type:
     """The adapter class with the methods that `jaxmem.integrations.tunix` calls."""
 
     class TunixMaxTextAdapter(original):
@@ -131,6 +137,7 @@ def _adapter(original: type, options: Options, say: Callable[[str], None]) -> ty
             with stopped_before_head(self.base.decoder) as calls:
                 self(*args, **kwargs)
             (call,) = calls
+            tally.serve()
             return final_states(self.base, call.states, deterministic=True)
 
     TunixMaxTextAdapter.__qualname__ = original.__qualname__
@@ -151,3 +158,4 @@ _MAXTEXT = Integration(
     },
 )
 apply, undo, applied = _MAXTEXT.apply, _MAXTEXT.undo, _MAXTEXT.applied
+status = _MAXTEXT.status

@@ -24,7 +24,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.core.head import Head
-from jaxmem.integrations._head import ModelHead, NotServed, as_index, scores
+from jaxmem.integrations._head import (
+    ModelHead,
+    NotServed,
+    as_index,
+    plain_array,
+    scores,
+)
 from jaxmem.integrations._replace import Call, Integration, replacing
 
 
@@ -39,12 +45,12 @@ def head_of(model: Any) -> ModelHead:
             name = type(model).__name__
             raise NotServed(f"{name} has neither lm_head nor model.embed_tokens")
         # SkyRL multiplies states by the stored table, without its adapters.
-        W = embed.embedding[...]
+        W = plain_array("model.embed_tokens", embed.embedding)
         return ModelHead(Head(W, layout="vd"), W.dtype)
     if not hasattr(layer, "kernel"):
         kind = type(layer).__name__
         raise NotServed(f"lm_head of {type(model).__name__} is a {kind}")
-    W = layer.kernel[...]
+    W = plain_array("lm_head", layer.kernel)
     bias = None if layer.bias is None else layer.bias[...]
     return ModelHead(Head(W, bias, layout="dv"), layer.dtype or W.dtype)
 
@@ -92,3 +98,4 @@ _SKYRL = Integration(
     },
 )
 apply, undo, applied = _SKYRL.apply, _SKYRL.undo, _SKYRL.applied
+status = _SKYRL.status

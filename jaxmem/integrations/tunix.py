@@ -39,6 +39,7 @@ from jaxmem.integrations._replace import (
     Call,
     Integration,
     Replacement,
+    Tally,
     or_original,
     replacing,
 )
@@ -64,7 +65,7 @@ def _per_token_logps(option: str, of_entropies: Callable[[jax.Array], Any] | Non
     of entropies; None if it is logits.
     """
 
-    def make(original: Callable, options: Options, say: Callable[[str], None]):
+    def make(original: Callable, options: Options, tally: Tally):
         common: Any = inspect.getmodule(original)
         signature = inspect.signature(original)
 
@@ -80,7 +81,7 @@ def _per_token_logps(option: str, of_entropies: Callable[[jax.Array], Any] | Non
             pair = _scores_of_ids(common, model, options, call)
             return jax.lax.stop_gradient(pair) if stop_gradient else pair
 
-        @or_original(original, say)
+        @or_original(original, tally)
         def compute_per_token_logps(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
@@ -156,12 +157,12 @@ _LOGPS_OR_LOGITS = Replacement(
 class _Common:
     """`tunix.rl.common` for `algo_core`, which requests logits to compute entropies."""
 
-    def __init__(self, module: Any, options: Options, say: Callable[[str], None]):
+    def __init__(self, module: Any, options: Options, tally: Tally):
         original = module.compute_per_token_logps
         original = getattr(original, "jaxmem_original", original)
         make = _per_token_logps("return_logits", Entropies)
         self._module = module
-        self.compute_per_token_logps = make(original, options, say)
+        self.compute_per_token_logps = make(original, options, tally)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -172,8 +173,9 @@ _COMMON = Replacement("tunix.rl.algo_core:common", _Common, None)
 
 @replacing("tunix.rl.algo_core:compute_entropy_from_logits")
 def _ENTROPY(call: Call, logits):
-    is_made = isinstance(logits, Entropies)
-    return logits.entropy if is_made else call.original(logits)
+    if not isinstance(logits, Entropies):
+        raise NotServed("compute_entropy_from_logits is given logits")
+    return logits.entropy
 
 
 @replacing("tunix.rl.common:get_per_token_logps")
@@ -237,3 +239,4 @@ _TUNIX = Integration(
     },
 )  # fmt: skip
 apply, undo, applied = _TUNIX.apply, _TUNIX.undo, _TUNIX.applied
+status = _TUNIX.status

@@ -259,7 +259,7 @@ def test_maxtext_heads_that_are_left_alone(change, reason, fake_maxtext, capsys)
     if "quant" in change:
         model.decoder.logits_dense.quant = 1
     if "lora" in change:
-        model.decoder.logits_dense.w_lora_a = 1
+        model.decoder.logits_dense.w_lora_a = nnx.LoRAParam(jnp.zeros((D, 2)))
     tiling = fake_maxtext["maxtext.utils.vocabulary_tiling"]
     args = model, states()[0], data, config, True
     with maxtext.applied():

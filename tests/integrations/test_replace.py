@@ -2,11 +2,20 @@
 
 import importlib.metadata
 import sys
+import threading
 import types
 
 import pytest
 
-from jaxmem.integrations._replace import Integration, IntegrationError, Replacement
+from jaxmem.integrations import _replace
+from jaxmem.integrations._head import NotServed
+from jaxmem.integrations._holding import holding
+from jaxmem.integrations._replace import (
+    Integration,
+    IntegrationError,
+    Replacement,
+    or_original,
+)
 
 PARAMETERS = ("x", "y")
 
@@ -37,9 +46,11 @@ def set_version(monkeypatch, version):
 
 
 def integration(where="pack.a:function", parameters=PARAMETERS, version="1.2.3"):
-    def make(original, options, say):
-        def function(x, y):
-            say("a reason")
+    def make(original, options, tally):
+        @or_original(original, tally)
+        def function(*args):
+            if "refused" in args:
+                raise NotServed("a reason")
             return f"replaced, chunk={options.chunk}"
 
         return function
@@ -54,6 +65,7 @@ def test_a_function_is_replaced_wherever_it_is_and_put_back(package, capsys):
     original = package.a.function
     made.apply(chunk=7)
     assert package.a.function(1, 2) == package.b.imported(1, 2) == "replaced, chunk=7"
+    assert package.a.function("refused", 2) == package.a.function("refused", 3)
     printed = capsys.readouterr().out.splitlines()
     assert printed == [
         "jaxmem: pack 1.2.3: pack.a:function is replaced",
@@ -107,7 +119,7 @@ def test_methods_and_a_while(package):
     made = integration("pack.a:Class.method", ("self", "x", "y"))
     with pytest.raises(ZeroDivisionError):
         with made.applied():
-            assert vars(package.a.Class)["method"].__name__ == "function"
+            assert package.a.Class().method(1, 2) == "replaced, chunk=1024"
             raise ZeroDivisionError
     assert package.a.Class().method(1, 2) == "old"
 
@@ -138,3 +150,103 @@ def test_another_package_than_the_known_one_is_refused(package, monkeypatch):
     set_version(monkeypatch, None)
     with pytest.raises(IntegrationError, match="other or pack-dist is not installed"):
         integration().apply()
+
+
+def test_status_counts_calls_and_says_why_some_are_not_served(package, monkeypatch):
+    monkeypatch.setattr(_replace, "_APPLIED", [])
+    made = integration()
+    assert _replace.status() == ()
+    with made.applied():
+        package.a.function(1, 2)
+        for _ in range(2):
+            package.a.function("refused", 2)
+        (status,) = _replace.status()
+    assert (status.name, status.version, status.is_applied) == ("pack", "1.2.3", True)
+    (function,) = status.functions
+    assert (function.served, function.refused) == (1, {"a reason": 2})
+    assert str(made.status()) == (
+        "pack 1.2.3: undone\n  pack.a:function: served 1; not served 2: a reason"
+    )
+    with made.applied():
+        assert (
+            str(made.status()) == "pack 1.2.3: applied\n  pack.a:function: not called"
+        )
+
+
+def test_strict_raises_where_a_call_is_not_served(package):
+    made = integration()
+    original = package.a.function
+    with made.applied(strict=True):
+        assert package.a.function(1, 2).startswith("replaced")
+        kept = package.a.function
+        message = "pack: pack.a:function is not served: a reason"
+        with pytest.raises(IntegrationError, match=message):
+            kept("refused", 2)
+    assert kept("refused", 2) == original(1, 2)  # after undo, as the package has it
+    with made.applied():
+        assert package.a.function("refused", 2) == "original"
+
+
+class Base:
+    def method(self):
+        return "own"
+
+
+class Derived(Base):
+    pass
+
+
+def named(name):
+    return lambda original, self: f"{name}, {original(self)}"
+
+
+def test_contexts_that_end_in_another_order_restore_the_class():
+    own = vars(Base)["method"]
+    a, b = (holding(Base, "method", named(name)) for name in "ab")
+    a.__enter__()
+    b.__enter__()
+    assert Base().method() == "b, a, own"
+    a.__exit__(None, None, None)
+    assert Base().method() == "b, own"
+    b.__exit__(None, None, None)
+    assert vars(Base)["method"] is own
+
+
+def test_an_inherited_method_is_inherited_again():
+    with holding(Derived, "method", named("a")):
+        assert Derived().method() == "a, own" and Base().method() == "own"
+    assert "method" not in vars(Derived)
+
+
+def test_a_value_that_others_set_meanwhile_stays():
+    class Other(Base):
+        def method(self):
+            return "old"
+
+    with holding(Other, "method", named("a")):
+        Other.method = lambda self: "theirs"
+    assert Other().method() == "theirs"
+
+
+def test_two_threads_that_hold_one_method_do_not_see_each_other():
+    own, barrier = vars(Base)["method"], threading.Barrier(3, timeout=20)
+    results = {}
+
+    def hold(name):
+        with holding(Base, "method", named(name)):
+            barrier.wait()  # all are inside
+            results[name] = [Base().method() for _ in range(20)]
+            barrier.wait()  # none has left
+        barrier.wait()
+
+    threads = [threading.Thread(target=hold, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    assert Base().method() == "own"  # in a thread that holds nothing
+    barrier.wait()
+    barrier.wait()
+    for thread in threads:
+        thread.join()
+    assert results == {name: [f"{name}, own"] * 20 for name in "ab"}
+    assert vars(Base)["method"] is own
