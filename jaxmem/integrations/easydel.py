@@ -8,7 +8,8 @@ The replaced function is
 Tied and untied heads are supported, with or without a bias. EasyDeL's own function is
 used, and a message printed once, for a head that EasyDeL clips (`logit_cap`, which has
 no gradient beyond it, unlike a softcap) or scales, for one with LoRA or quantised
-weights, and for one that a model computes with its own method. A negative id counts from the end of the vocabulary, as in EasyDeL.
+weights, and for one that a model computes with its own method. A negative id counts
+from the end of the vocabulary, as in EasyDeL.
 """
 
 import dataclasses
