@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import warnings
@@ -34,22 +35,41 @@ from jaxmem.models.weights import by_path
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _RANK = integers(1, limit=2**16)
-# PEFT options that change what an adapter computes, with the only values implemented.
-_PLAIN = {
+# PEFT's keys that change what an adapter computes, with the only values implemented.
+_ONLY: dict[str, tuple] = {
     "bias": ("none",),
-    "use_dora": (False,),
-    "layers_to_transform": (None,),
-    "lora_bias": (False,),
+    **dict.fromkeys(("layers_to_transform", "megatron_config"), (None,)),
     **dict.fromkeys(
         (
             "alora_invocation_tokens", "arrow_config", "kasa_config",
-            "layer_replication", "monteclora_config", "trainable_token_indices",
-            "use_bdlora", "velora_config",
+            "layer_replication", "lora_bias", "monteclora_config",
+            "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
+            "velora_config",
         ),
         (None, False),
     ),
-    "use_qalora": (False, None),
 }  # fmt: skip
+# Keys of training, of what another key has switched off, and notes.
+_HARMLESS = frozenset(
+    "auto_mapping base_model_name_or_path corda_config eva_config inference_mode "
+    "layers_pattern loftq_config lora_dropout lora_ga_config megatron_core "
+    "merge_weights peft_version qalora_group_size revision runtime_config "
+    "task_type".split()
+)
+# Values of init_lora_weights that draw A and B, and leave the base as it is.
+_DRAWN = "gaussian", "eva", "orthogonal", "mica"
+_CONVERT = "save_pretrained(NEW, path_initial_model_for_weight_conversion=INITIAL)"
+_MERGE = "merge_and_unload().save_pretrained(NEW)"
+# Those that subtract from the base's matrices or quantise them, and what PEFT's model
+# of base and adapter has to make other files.
+_CHANGES_BASE = {
+    "pissa_niter": _CONVERT,  # draws at random each time that PEFT loads it
+    "pissa": f"{_MERGE} or {_CONVERT}",
+    "olora": f"{_MERGE} or {_CONVERT}",
+    "loftq": _MERGE,
+    "corda": _CONVERT,
+    "lora_ga": _CONVERT,
+}
 
 
 def save_adapter(
@@ -119,22 +139,24 @@ def with_adapter(
         CheckpointError: the directory does not hold one of PEFT's plain LoRA adapters.
     """
     path = Path(os.path.expanduser(directory)) / _CONFIG
-    reader = Reader(path, read_object(path))
+    reader = Reader(path, read_object(path), _HARMLESS)
     kind = reader.take("peft_type", str)
     if kind != "LORA":
         raise reader.error(f"peft_type {messages.short(kind)} is not LORA")
-    for key, plain in _PLAIN.items():
-        value = reader.raw.get(key, plain[0])
-        if value not in plain:
-            raise reader.error(f"{key}={messages.short(value)} is not implemented")
-    folds = reader.raw.get("fan_in_fan_out")  # which PEFT sets where it has to
-    if folds and "blocks/" not in family.stored_as_in_out:
+    _check_base_is_kept(reader)
+    folds = reader.take("fan_in_fan_out", (bool, type(None)), None)
+    if folds and "blocks/" not in family.stored_as_in_out:  # else PEFT sets it
         raise reader.error("fan_in_fan_out=True is not implemented")
     rank = reader.take("r", int, within=_RANK)
     alpha = reader.take("lora_alpha", float, within=RANGES["lora_alpha"])
     targets, head = _targets(reader, names.Naming(family, model), rank, alpha)
-    if reader.raw.get("use_rslora"):  # scaled by alpha / sqrt(r)
+    if reader.take("use_rslora", (bool, type(None)), None):  # alpha / sqrt(r)
         alpha *= rank**0.5
+    if reader.take("ensure_weight_tying", (bool, type(None)), None):
+        if model.tied and head:
+            raise reader.error("ensure_weight_tying=True is not implemented for a head")
+    saved = _saved(reader, family)
+    reader.finish(_ONLY)
     try:
         return dataclasses.replace(
             model,
@@ -142,10 +164,29 @@ def with_adapter(
             lora_alpha=alpha,
             lora_targets=targets,
             lora_head=head,
-            lora_saved=_saved(reader, family),
+            lora_saved=saved,
         )
     except ValueError as error:
         raise reader.error(str(error)) from error
+
+
+def _check_base_is_kept(reader: Reader) -> None:
+    """Raise where PEFT changes the base's matrices before it adds an adapter."""
+    key = "init_lora_weights"
+    value = reader.take(key, (bool, str, type(None)), None)
+    if not isinstance(value, str) or value.lower() in _DRAWN:
+        return
+    begins = (x for x in _CHANGES_BASE if value.lower().startswith(x))
+    if (found := next(begins, None)) is None:
+        raise reader.error(
+            f"{key} {messages.short(value)} is not known; known are true, false, "
+            f"{messages.listing(_DRAWN)}"
+        )
+    raise reader.error(
+        f"{key}={messages.short(value)} also changes matrices of the base, which is "
+        f"not implemented; load both with PEFT and call {_CHANGES_BASE[found]}, or "
+        "set it to true if the base that you name was saved with these changes"
+    )
 
 
 def _possible(naming: names.Naming) -> dict[str, list[Site]]:
@@ -223,23 +264,30 @@ def _all(sites: Mapping[str, list[Site]]) -> list[Site]:
 
 
 def _check_ranks(reader: Reader, sites: list[Site], rank: int, alpha: float) -> None:
-    """Raise for ranks of their own, but those of joined matrices, of a rank each."""
-    for key, one in (("rank_pattern", rank), ("alpha_pattern", alpha)):
-        patterns = reader.raw.get(key) or {}
-        values = patterns.values() if isinstance(patterns, dict) else [None]
-        good = all(type(value) in (int, float) for value in values)
-        for site in sites if good else ():
-            for name in site.targets:
-                own = (v for k, v in patterns.items() if _ends_as(k, name))
-                good = good and next(own, one) in (one, len(site.parts) * one)
-        if not good or (patterns and reader.raw.get("use_rslora")):
-            said = messages.short(reader.raw[key])
-            raise reader.error(f"{key}={said} is not implemented")
-    both = (reader.raw.get(k) or {} for k in ("rank_pattern", "alpha_pattern"))
-    if len({frozenset(patterns) for patterns in both}) > 1:
-        raise reader.error(
-            "rank_pattern without the same keys in alpha_pattern is not implemented"
-        )
+    """Raise for a rank or a scale of its own; n joined matrices may have rank n r."""
+    ranks, alphas = (_pattern(reader, x) for x in ("rank_pattern", "alpha_pattern"))
+    for site in sites:
+        for name in site.targets:
+            own = next((v for k, v in ranks.items() if _ends_as(k, name)), rank)
+            if own not in (rank, len(site.parts) * rank):
+                said = messages.short(ranks)
+                raise reader.error(f"rank_pattern={said} is not implemented")
+            top = next((v for k, v in alphas.items() if _ends_as(k, name)), alpha)
+            if not math.isclose(top * rank, own * alpha):
+                raise reader.error(
+                    f"alpha_pattern={messages.short(alphas)} is not implemented: it "
+                    f"scales {name} by {top:g} / {own}, and lora_alpha / r is "
+                    f"{alpha:g} / {rank}"
+                )
+
+
+def _pattern(reader: Reader, key: str) -> dict[str, float]:
+    """Numbers by regular expressions of modules' names."""
+    pattern = reader.take(key, (dict, type(None)), None) or {}
+    good = all(type(value) in (int, float) for value in pattern.values())
+    if not good or (pattern and reader.raw.get("use_rslora")):
+        raise reader.error(f"{key}={messages.short(pattern)} is not implemented")
+    return pattern
 
 
 def _ends_as(pattern: str, name: str) -> bool:
@@ -268,7 +316,8 @@ def _labels(sites: Iterable[Site], naming: names.Naming) -> dict[tuple[str, ...]
 
 def _module_names(reader: Reader, key: str) -> str | list[str]:
     """PEFT's modules: a regular expression, "all-linear", or ends of names."""
-    if not isinstance(value := reader.raw.get(key), str):
+    value = reader.take(key, (str, list, type(None)), None)
+    if not isinstance(value, str):
         return reader.strings(key)
     try:
         re.compile(value)
@@ -313,28 +362,84 @@ def _saved(reader: Reader, family: Family) -> tuple[str, ...]:
 
 
 def read_adapter(
-    directory: str | Path, naming: names.Naming, wanted: Mapping[str, Any]
+    directory: str | Path,
+    naming: names.Naming,
+    wanted: Mapping[str, Any],
+    base: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Read the weights of adapters, arrays by the paths that are wanted.
 
+    Args:
+        directory: of the adapter.
+        naming: of the decoder with adapters.
+        wanted: shapes and dtypes of the adapters and of whole matrices, by path.
+        base: weights of the base by path, of which the file may have copies.
+
     Raises:
-        CheckpointError: a tensor is missing, or has another shape.
+        CheckpointError: a tensor is missing, has another shape, or is not used.
     """
     tensors = Tensors(Path(os.path.expanduser(directory)), _TENSORS)
     weights, used = {}, set()
     for path, like in wanted.items():
-        if not is_adapter(path):
+        if is_adapter(path):
+            read = adapter_tensors.read(tensors, path, like, naming)
+            weights[path], names_of_it = read
+        else:
             weights[path] = _read_whole(tensors, naming(path), path, like)
-            continue
-        weights[path], names_of_it = adapter_tensors.read(tensors, path, like, naming)
+            names_of_it = [PREFIX + name for name in naming(path).names]
         used.update(names_of_it)
-    left = [name for name in tensors if ".lora_" in name and name not in used]
-    if left:
-        raise CheckpointError(
-            f"{tensors.file_of(left[0])}: tensor {messages.name(left[0])} is of no "
-            "matrix that can have an adapter"
-        )
+    _refuse_others(tensors, used, naming, base)
     return weights
+
+
+def _refuse_others(
+    tensors: Tensors, used: set[str], naming: names.Naming, base: Mapping[str, Any]
+) -> None:
+    """Raise for a tensor that is not used and no copy of one of the base.
+
+    PEFT copies embedding and head beside an adapter of either of them.
+    """
+    copied: dict[str, str] = {}
+    for path in SAVED.values():
+        (name,) = naming(path).names
+        module = PREFIX + name.removesuffix(".weight")
+        copied |= dict.fromkeys(
+            (f"{module}.weight", f"{module}.base_layer.weight"), path
+        )
+    for name in tensors:
+        if name in used:
+            continue
+        if name not in copied:
+            raise CheckpointError(
+                f"{tensors.file_of(name)}: tensor {messages.name(name)} is of no "
+                "matrix that can have an adapter"
+            )
+        if not _is_copy(tensors, name, copied[name], naming, base):
+            raise CheckpointError(
+                f"{tensors.file_of(name)}: tensor {name} differs from that of the "
+                "base, and PEFT would replace it, which is not implemented; load both "
+                f"with PEFT, call {_MERGE}, and use NEW"
+            )
+
+
+def _is_copy(
+    tensors: Tensors,
+    name: str,
+    path: str,
+    naming: names.Naming,
+    base: Mapping[str, Any],
+) -> bool:
+    """True if a tensor [V, D] of an adapter has the values of the base's.
+
+    They are compared in the one of both types that has less precision.
+    """
+    shape = naming.config.vocab_size or 0, naming.config.hidden
+    copy = tensors.read(name, shape, (slice(None), slice(None)))
+    is_table = path == SAVED["embed"] or naming.config.tied
+    weight = whole(base[SAVED["embed"] if is_table else path], None)
+    weight = weight if is_table else weight.T
+    dtype = min(copy.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+    return np.array_equal(copy.astype(dtype), weight.astype(dtype))
 
 
 def _read_whole(

@@ -22,6 +22,8 @@ from jaxmem.checkpoints.tensors import Tensors, whole
 from jaxmem.models import structure
 from jaxmem.models.config import ModelConfig
 
+_ROWS = 4096  # of a head and an embedding that are compared at a time
+
 
 class Stored(NamedTuple):
     """How a checkpoint stores a weight of the decoder."""
@@ -233,13 +235,14 @@ def _check_copy(tensors: Tensors, naming: Naming) -> None:
     shape = naming.config.vocab_size or 0, naming.config.hidden
     if head not in tensors or table not in tensors:
         return
-    some = slice(0, 16), slice(None)
-    first, second = (tensors.read(name, shape, some) for name in (head, table))
-    if not np.array_equal(first, second):
-        raise CheckpointError(
-            f"{tensors.file_of(head)}: tensor {head} is no copy of {table}, as "
-            "tie_word_embeddings says; set it to false in config.json"
-        )
+    for start in range(0, shape[0], _ROWS):  # not both whole in memory
+        rows = slice(start, min(start + _ROWS, shape[0])), slice(None)
+        first, second = (tensors.read(name, shape, rows) for name in (head, table))
+        if not np.array_equal(first, second):
+            raise CheckpointError(
+                f"{tensors.file_of(head)}: tensor {head} is no copy of {table}, as "
+                "tie_word_embeddings says; set it to false in config.json"
+            )
 
 
 def further(tensors: Tensors, naming: Naming) -> list[str]:

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ class Tensors:
     """The tensors of one directory, in one file or in the shards of an index.
 
     Args:
-        directory: with `model.safetensors` or `model.safetensors.index.json`.
+        directory: with `model.safetensors` or `model.safetensors.index.json`. Where it
+            has both, and the index does not name the file, only the file is read.
         one: name of the file, if there is no index.
 
     Raises:
@@ -46,13 +48,14 @@ class Tensors:
     def __init__(self, directory: Path, one: str = _ONE):
         self.directory = directory
         self._open: dict[Path, Any] = {}
-        if (directory / _INDEX).exists() and one == _ONE:
-            self._files = _read_index(directory / _INDEX)
-        elif (directory / one).exists():
-            path = directory / one
-            self._files = dict.fromkeys(self._handle(path).keys(), path)
+        whole_file, index = directory / one, directory / _INDEX
+        has_index = one == _ONE and index.exists()
+        if has_index and not _is_stale(index, whole_file):
+            self._files = _read_index(index)
+        elif whole_file.exists():
+            self._files = dict.fromkeys(self._handle(whole_file).keys(), whole_file)
         else:
-            message = f"{directory / one}: missing, as is {_INDEX}"
+            message = f"{whole_file}: missing, as is {_INDEX}"
             if pickled := sorted(path.name for path in directory.glob("*.bin")):
                 message += f"; {pickled[0]} is not read, because unpickling runs code"
             raise CheckpointError(message)
@@ -111,6 +114,21 @@ class Tensors:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: {_damage(path, error)}") from error
         return self._open[path]
+
+
+def _is_stale(index: Path, whole_file: Path) -> bool:
+    """True if a file that is not in an index has all tensors; a warning says so."""
+    if not whole_file.exists():
+        return False
+    weight_map = read_object(index).get("weight_map")
+    if isinstance(weight_map, dict) and whole_file.name in weight_map.values():
+        return False
+    warnings.warn(
+        f"{whole_file}: read as the whole model, as transformers does; {_INDEX} beside "
+        "it names other files, which are not read; remove those that are out of date",
+        stacklevel=2,
+    )
+    return True
 
 
 def _read_index(path: Path) -> dict[str, Path]:

@@ -97,7 +97,8 @@ def load(
         wanted = {
             k: v for k, v in by_path(shapes).items() if lora.is_adapter(k) or k in whole
         }
-        read = read_adapter(adapter, names.Naming(config.family, model), wanted)
+        base = traverse_util.flatten_dict(weights, sep="/")
+        read = read_adapter(adapter, names.Naming(config.family, model), wanted, base)
         added = traverse_util.unflatten_dict(read, sep="/")
         weights = join_weights(weights, added)
     return nnx.merge(nnx.split(shapes)[0], weights)

@@ -111,6 +111,11 @@ def _nothing_in(directory: Path) -> str:
 def _of_files(directory: Path, adapter: str | Path | None) -> Saved:
     if not (directory / _ADAPTER).exists():
         return Saved(directory, None if adapter is None else Path(adapter))
+    if adapter is not None:
+        raise CheckpointError(
+            f"--adapter is for a checkpoint, and {directory} is an adapter; merge it "
+            f"first: jaxmem export {directory} --merge --out NEW"
+        )
     described = directory / _ADAPTER
     base = json_files.read_object(described).get("base_model_name_or_path")
     if not isinstance(base, str) or not (Path(base) / "config.json").exists():

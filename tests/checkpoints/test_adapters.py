@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError, adapters
@@ -168,6 +168,20 @@ def test_a_new_adapter_changes_no_number_and_the_tied_head_takes_one(tmp_path):
     [
         (dict(peft_type="IA3"), "peft_type 'IA3' is not LORA"),
         (dict(use_dora=True), "use_dora=True is not implemented"),
+        (dict(bias="lora_only"), "bias='lora_only' is not implemented; only 'none' is"),
+        (dict(layers_to_transform=[0]), "layers_to_transform=.0. is not implemented"),
+        (dict(megatron_config={"a": 1}), "megatron_config={'a': 1} is not implemented"),
+        (dict(kasa_config={"beta": 1}), "kasa_config={'beta': 1} is not implemented"),
+        (dict(doubles=2), "unknown keys 'doubles': what they do to the model is not"),
+        (dict(use_rslora="yes"), "use_rslora must be bool or NoneType, got 'yes'"),
+        (
+            dict(alpha_pattern={"q_proj": 6}),
+            r"alpha_pattern={'q_proj': 6} is not implemented: it scales model.layers.0."
+            "self_attn.q_proj by 6 / 3, and lora_alpha / r is 5 / 3",
+        ),
+        (dict(alpha_pattern=[1]), r"alpha_pattern must be dict or NoneType, got \[1\]"),
+        (dict(init_lora_weights="kaiming"), "init_lora_weights 'kaiming' is not known"),
+        (dict(init_lora_weights=3), "init_lora_weights must be bool or str or NoneTyp"),
         (dict(rank_pattern={"q_proj": 2}), "rank_pattern={'q_proj': 2} is not imple"),
         (dict(target_modules=["c_attn"]), r"target_modules \['c_attn'\] are not impl"),
         (dict(target_modules=".*layers.0.*"), r"are q_proj of some modules alone, wh"),
@@ -187,7 +201,7 @@ def test_a_new_adapter_changes_no_number_and_the_tied_head_takes_one(tmp_path):
         ),
         (
             dict(target_modules={"q_proj": 1}),
-            "target_modules must be list or NoneType,",
+            "target_modules must be str or list or NoneType,",
         ),
         (dict(target_modules=[]), "target_modules must name some of q_proj"),
         (dict(peft_type=["LORA"]), r"peft_type must be str, got \['LORA'\]"),
@@ -196,8 +210,94 @@ def test_a_new_adapter_changes_no_number_and_the_tied_head_takes_one(tmp_path):
 )
 def test_other_adapters_are_refused(change, message, tmp_path):
     source = changed(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        checkpoints.load(QWEN3, adapter=source)
+    assert str(caught.value).count(str(source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "way"),
+    [
+        ("pissa", "merge_and_unload"),
+        ("pissa_niter_4", "path_initial_model_for_weight_conversion"),
+        ("OLoRA", "merge_and_unload"),
+        ("loftq", "merge_and_unload"),
+        ("corda", "path_initial_model_for_weight_conversion"),
+        ("lora_ga", "path_initial_model_for_weight_conversion"),
+    ],
+)
+def test_adapters_of_another_base_are_refused(value, way, tmp_path):
+    source = changed(tmp_path, {"init_lora_weights": value})
+    message = f"init_lora_weights='{value}' also changes matrices of the base.*{way}"
+    with pytest.raises(CheckpointError, match=message) as caught:
+        checkpoints.load(QWEN3, adapter=source)
+    drawn = value == "pissa_niter_4"  # each time that PEFT loads it
+    assert not (drawn and "merge_and_unload" in str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            {"init_lora_weights": value}
+            for value in (False, None, "Gaussian", "eva", "orthogonal", "mica")
+        ),
+        {"later": None, "lora_dropout": 0.5, "task_type": "CAUSAL_LM"},
+        {"alpha_pattern": {"q_proj": 5}, "rank_pattern": {"gone": 7}},
+        {"ensure_weight_tying": True},  # of a head that is not tied
+    ],
+)
+def test_keys_that_change_no_number(change, tmp_path):
+    config = checkpoints.read_config(QWEN3)
+    source = changed(tmp_path, change)
+    expected = adapters.with_adapter(config.model, config.family, ADAPTER)
+    assert adapters.with_adapter(config.model, config.family, source) == expected
+
+
+def test_an_unknown_key_that_the_user_ignores(tmp_path):
+    config, source = checkpoints.read_config(QWEN3), changed(tmp_path, {"note": "x"})
+    with checkpoints.ignoring_keys(["note"]):
+        adapters.with_adapter(config.model, config.family, source)
+
+
+HEAD = "base_model.model.lm_head.base_layer.weight"
+TABLE = "base_model.model.model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        (HEAD, (40, 16), "lm_head.base_layer.weight differs from that of the base"),
+        (HEAD, (41, 16), r"base_layer.weight must have shape \(40, 16\)"),
+        (TABLE, (40, 16), "embed_tokens.weight differs from that of the base, and"),
+        (TABLE, (48, 16), r"embed_tokens.weight must have shape \(40, 16\)"),
+        ("base_model.model.model.norm.weight", (16,), "model.norm.weight is of no ma"),
+        (
+            HEAD.replace("base_layer", "lora_B").replace("weight", "bias"),
+            (40,),
+            "of no",
+        ),
+        ("base_model.model.lm_head.lora_magnitude_vector", (40,), "is of no matrix"),
+        ("base_model.model.score.weight", (2, 16), "score.weight is of no matrix"),
+    ],
+)
+def test_tensors_that_nothing_uses_are_refused(name, shape, message, tmp_path):
+    source = changed(tmp_path, {})
+    tensors = load_file(source / "adapter_model.safetensors")
+    tensors[name] = np.full(shape, 0.5, np.float32)
+    save_file(tensors, source / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(QWEN3, adapter=source)
+
+
+def test_copies_of_the_base_in_an_adapter(tmp_path):
+    source = changed(tmp_path, {})
+    tensors = load_file(source / "adapter_model.safetensors")
+    base = load_file(QWEN3 / "model.safetensors")
+    assert HEAD in tensors  # PEFT has written it
+    tensors[TABLE] = base["model.embed_tokens.weight"].astype(np.float32)
+    save_file(tensors, source / "adapter_model.safetensors")
+    checkpoints.load(QWEN3, adapter=source)
 
 
 @pytest.mark.parametrize("missing", ["r", "lora_alpha", "peft_type"])

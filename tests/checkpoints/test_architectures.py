@@ -4,12 +4,14 @@ import dataclasses
 import json
 import pathlib
 
+import numpy as np
 import pytest
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError, read_config, rope_forms
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train import configuration
+from tests.checkpoints.seeded import RECORDS
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 # config.json of published models, and of Llama 3.1 its rope_scaling.
@@ -117,6 +119,15 @@ def test_what_is_left_out_is_what_transformers_takes(tmp_path):
 )
 def test_keys_that_do_nothing_are_accepted(changes, tmp_path):
     assert read(tmp_path, LLAMA3, **changes).model == read(tmp_path, LLAMA3).model
+
+
+def test_heads_of_keys_of_gpt_neox(tmp_path):
+    config = json.loads(str(np.load(RECORDS / "gpt_neox.npz")["config"]))
+    expected = read(tmp_path, config).model
+    heads = config["num_attention_heads"]
+    assert read(tmp_path, config, num_key_value_heads=heads).model == expected
+    with pytest.raises(CheckpointError, match="num_key_value_heads=1 is not implement"):
+        read(tmp_path, config, num_key_value_heads=1)
 
 
 def test_null_is_the_default_where_it_is_no_value(tmp_path):

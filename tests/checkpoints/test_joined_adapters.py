@@ -109,7 +109,12 @@ def assert_merged(merged, decoder):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("phi3", {"rank_pattern": {"qkv_proj": 9}}, "rank_pattern without the same"),
+        ("phi3", {"rank_pattern": {"qkv_proj": 9}}, "qkv_proj by 5 / 9, and lora_alph"),
+        (
+            "phi3",
+            {"rank_pattern": {"qkv_proj": 9}, "alpha_pattern": {"qkv_proj": 5}},
+            "qkv_proj by 5 / 9, and lora_alpha / r is 5 / 3",
+        ),
         (
             "phi3",
             {"rank_pattern": {"down_proj": 6}, "alpha_pattern": {"down_proj": 10}},

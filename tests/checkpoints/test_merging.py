@@ -1,7 +1,9 @@
 """Adapters in the matrices that they adapt."""
 
 import dataclasses
+import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 
 from jaxmem import checkpoints, cli
 from jaxmem.models.decoder import ModelConfig
+from jaxmem.train import saved
 from tests import decoders
 from tests.cases import slow
 from tests.checkpoints import texts
@@ -51,6 +54,24 @@ def test_an_exported_adapter_is_in_the_weights(tmp_path, monkeypatch, capsys):
         assert cli.main(["export", *arguments]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
+
+
+def test_an_adapter_of_a_changed_base_is_refused_by_every_command(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(texts.TINY)
+    made = shutil.copytree("qwen3/adapter", tmp_path / "a")
+    config = json.loads((made / "adapter_config.json").read_text())
+    config["init_lora_weights"] = "pissa"
+    (made / "adapter_config.json").write_text(json.dumps(config))
+    arguments = ["export", str(made), "--merge", "--out", str(tmp_path / "b")]
+    assert cli.main(arguments) == 2
+    assert "init_lora_weights='pissa' also changes" in capsys.readouterr().err
+    with (
+        saved.opened("qwen3", adapter=made) as place,  # as generate, score and eval
+        pytest.raises(checkpoints.CheckpointError, match="'pissa' also changes"),
+    ):
+        place.load()
 
 
 @pytest.mark.parametrize("tied", [slow(True), False])

@@ -50,6 +50,9 @@ def logits_of(decoder, tokens):
     return np.asarray(decoder.logits(hidden_states(decoder, jnp.asarray(tokens))))
 
 
+TABLE = "model.embed_tokens.weight"
+
+
 def copied(name, tmp_path):
     return pathlib.Path(shutil.copytree(TINY / name, tmp_path / name))
 
@@ -334,6 +337,31 @@ def test_what_follows_from_others_may_be_there_too(tmp_path):
         checkpoints.load(source).embed.embedding[...],
         checkpoints.load(TINY / "llama_linear").embed.embedding[...],
     )
+
+
+def test_a_stored_head_differs_in_its_last_row(tmp_path):
+    source = copied("llama_linear", tmp_path)
+    table = np.array(load_file(source / "model.safetensors")[TABLE])
+    table[-1, -1] += 1
+    change(source, lm_head__weight=table)
+    with pytest.raises(CheckpointError, match=f"lm_head.weight is no copy of {TABLE}"):
+        checkpoints.load(source)
+
+
+def test_a_whole_file_beside_an_index_of_others(tmp_path):
+    source = copied("llama", tmp_path)
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {TABLE: "model-00001-of-00002.sa"}}))
+    with pytest.warns(UserWarning, match="model.safetensors: read as the whole model"):
+        again = checkpoints.load(source)
+    expected = checkpoints.load(TINY / "llama")
+    jax.tree.map(
+        np.testing.assert_array_equal, *map(jax.tree.leaves, (again, expected))
+    )
+    # An index that names the file says where all tensors are.
+    index.write_text(json.dumps({"weight_map": {TABLE: "model.safetensors"}}))
+    with pytest.raises(CheckpointError, match="is missing .1 are there"):
+        checkpoints.load(source)
 
 
 def test_no_weights_and_pickled_ones(tmp_path):

@@ -103,6 +103,18 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path):
         loaded(damaged)
 
 
+def test_an_adapter_beside_an_adapter_is_refused(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with (
+        pytest.raises(
+            CheckpointError, match="--adapter is for a checkpoint, and .* is"
+        ),
+        saved.opened(tmp_path / "adapter", tmp_path / "another"),
+    ):
+        pass
+
+
 def test_an_adapter_names_its_base(tmp_path):
     (tmp_path / "adapter").mkdir()
     described = tmp_path / "adapter" / "adapter_config.json"

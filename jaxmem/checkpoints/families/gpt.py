@@ -1,9 +1,13 @@
 """GPT-2, GPT-NeoX (with Pythia) and gpt-oss."""
 
+from typing import Any
+
 from jaxmem.checkpoints.families import mixtures, standard
-from jaxmem.checkpoints.families.family import NAMES, Family, Key
+from jaxmem.checkpoints.families.family import NAMES, Family, Key, Part
 from jaxmem.checkpoints.families.ropes import Rope
 from jaxmem.checkpoints.families.windows import ALTERNATING, Windows
+from jaxmem.checkpoints.reader import Reader
+from jaxmem.models.config import ModelConfig
 
 _GPT2, _NEOX, _OSS = "transformer.h.{}.", "gpt_neox.layers.{}.", "model.layers.{}.mlp."
 _PROJECTIONS = tuple(f"blocks/attention/{x}" for x in ("query", "key", "value"))
@@ -52,6 +56,25 @@ GPT2 = Family(
     derived=(".attn.bias", ".attn.masked_bias"),
 )
 
+
+class _KeysPerQuery(Part):
+    """A head of keys for each of queries, which a key may repeat."""
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        heads, key = reader.raw["num_attention_heads"], "num_key_value_heads"
+        value = reader.take(key, int, heads)
+        if value != heads:
+            raise reader.error(
+                f"{key}={value} is not implemented; only that of num_attention_heads="
+                f"{heads} is"
+            )
+        return {"kv_heads": heads}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        del model
+        return {}
+
+
 # Both sublayers read a layer's input, by a norm each.
 GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
@@ -62,10 +85,8 @@ GPT_NEOX = Family(
         standard.UNTIED,
         standard.all_biases(True),
         standard.parallel("separate", True),
-        standard.Derived(
-            kv_heads="num_attention_heads",
-            head_dim=("hidden_size", "num_attention_heads"),
-        ),
+        _KeysPerQuery(),
+        standard.SHARED_WIDTH,
         Rope(fraction=0.25, theta_key="rotary_emb_base", fraction_key="rotary_pct"),
     ),
     names={
