@@ -130,12 +130,20 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def by_first(action: Callable[[], _Value]) -> _Value:
+def by_first(
+    action: Callable[[], _Value], error: type[ValueError] = ValueError
+) -> _Value:
     """Run a function in the first process and return its result, which is JSON-able.
 
+    Args:
+        action: the function; it must not communicate with other processes.
+        error: a type whose exceptions keep it in every process.
+
     Raises:
-        ValueError: the function raised an OSError or ValueError; the first process
-            reraises the original exception.
+        ValueError: the function raised an OSError or ValueError, or its result is no
+            JSON; the first process reraises the original exception, the others raise
+            `error` for one of its instances and a ValueError otherwise, with the same
+            message.
     """
     if jax.process_count() == 1:
         return action()
@@ -144,13 +152,19 @@ def by_first(action: Callable[[], _Value]) -> _Value:
     if is_first():
         try:
             outcome["result"] = action()
-        except (OSError, ValueError) as error:
-            outcome["error"], raised = str(error), error
+            json.dumps(outcome)
+        except (OSError, ValueError) as e:
+            outcome, raised = {"error": str(e), "keeps": isinstance(e, error)}, e
+        except TypeError as e:
+            if "result" not in outcome:
+                raise
+            raised = ValueError(f"several processes share values as JSON: {e}")
+            outcome = {"error": str(raised), "keeps": False}
     outcome = share(outcome)
     if raised is not None:
         raise raised
     if "error" in outcome:
-        raise ValueError(outcome["error"])
+        raise (error if outcome["keeps"] else ValueError)(outcome["error"])
     return outcome["result"]
 
 

@@ -67,6 +67,7 @@ class Environments:
             the rewards that it has.
 
     Attributes:
+        name: as it was passed.
         tools: schemas of functions that the class has; None: it has none.
 
     Raises:
@@ -79,7 +80,7 @@ class Environments:
         timeout: float | None = None,
         on_error: Literal["raise", "end"] = "raise",
     ):
-        self._name, self._timeout, self._on_error = name, timeout, on_error
+        self.name, self._timeout, self._on_error = name, timeout, on_error
         self._ended = Counter[type]()  # conversations, by what was raised
         self._class = rewards.load(name, "task.environment", SHIPPED)
         for method in ("reset", "step"):
@@ -174,10 +175,10 @@ class Environments:
         ]
 
     def _failure(self, where: str, method: str, error: BaseException) -> RewardError:
-        place = f"environment {self._name} ({where}): {method}"
+        place = f"environment {self.name} ({where}): {method}"
         if isinstance(error, _Nonsense):
             return RewardError(f"{place} {error}")
-        file_name = Path(self._name.rpartition(":")[0]).name
+        file_name = Path(self.name.rpartition(":")[0]).name
         return RewardError(f"{place} raised{rewards.described(error, file_name)}")
 
 

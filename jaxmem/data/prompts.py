@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from jaxmem.base import processes
 from jaxmem.data.environments import Environments
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import DataError, Record, numbered_files, read_records
+from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.data.texts import split_all
 from jaxmem.data.vocabulary import edges, has_start
@@ -49,10 +51,17 @@ def load_prompts(
     columns = [dict(record.fields) for record in records]
     if environments is not None:
         tools = {"tools": environments.tools} if environments.tools else {}
-        opened = environments.open(columns, [record.where for record in records])
+        where = [record.where for record in records]
+
+        def opened() -> list[Any]:
+            return [made.prompt for made in environments.open(columns, where)]
+
+        # One process calls the environments, and all get the prompts.
         records = [
-            record._replace(fields={"prompt": conversation.prompt} | tools)
-            for record, conversation in zip(records, opened, strict=True)
+            record._replace(fields={"prompt": prompt} | tools)
+            for record, prompt in zip(
+                records, processes.by_first(opened, RewardError), strict=True
+            )
         ]
     with read[1].whole_pass():
         prompts = [

@@ -411,6 +411,48 @@ def test_impossible_processes_are_refused_by_flag(given, message):
         processes.start(*given)
 
 
+class Failed(ValueError):
+    """An exception that all processes raise."""
+
+
+@pytest.mark.parametrize(
+    ("index", "raised", "kind"),
+    [
+        (0, Failed("gone"), Failed), (1, Failed("gone"), Failed),
+        (0, OSError("gone"), OSError), (1, OSError("gone"), ValueError),
+        (1, ValueError("gone"), ValueError),
+    ],
+)  # fmt: skip
+def test_by_first_raises_the_same_message_in_every_process(
+    index, raised, kind, monkeypatch
+):
+    """The other process is this one, with the mapping that the first one shares."""
+    shared = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def act():
+        raise raised
+
+    for process in (0, index):
+        monkeypatch.setattr(jax, "process_index", lambda: process)  # noqa: B023
+
+        def share(mapping):
+            shared.append(json.loads(json.dumps(mapping)))
+            return shared[0]
+
+        monkeypatch.setattr(processes, "share", share)
+        with pytest.raises((ValueError, OSError)) as caught:
+            processes.by_first(act, Failed)
+    assert type(caught.value) is kind and str(caught.value) == "gone"
+
+
+def test_by_first_names_what_is_no_json(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "share", lambda mapping: mapping)
+    with pytest.raises(ValueError, match="several processes share values as JSON: Obj"):
+        processes.by_first(lambda: {1, 2})
+
+
 def test_one_process_shares_with_itself():
     assert processes.share({"0": {"next": 3}}) == {"0": {"next": 3}}
     assert processes.is_first()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from jaxmem.base import processes
 from jaxmem.data.prompts import Prompt
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import TrainerState
@@ -85,6 +86,11 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def described(self, asked: Asked, i: int) -> tuple[str, str]:
         """Where a prompt is from, and what comes with it."""
+
+    def agree(self) -> None:
+        """Raise a ValueError in every process if the prompts differ between them."""
+        if prints := self.fingerprint():
+            processes.agree({"the content of task.source": prints})
 
     @abc.abstractmethod
     def statistics(self) -> str:

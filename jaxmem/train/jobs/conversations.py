@@ -6,14 +6,16 @@ Tokens are appended and never tokenised again: what was sampled stays as it was,
 reply is the text that the chat template puts after a completion, or a string.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 
+from jaxmem.base import processes
 from jaxmem.data.chat import END, START, Templates
-from jaxmem.data.environments import Conversation, Environments
+from jaxmem.data.environments import Conversation, Environments, Turn
+from jaxmem.data.prompts import Prompt
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
@@ -170,12 +172,93 @@ class _Rows:
         return Samples(*made)
 
 
+class Answer(NamedTuple):
+    """An environment's answer to a completion, as all processes hear it."""
+
+    reward: float
+    done: bool  # the conversation has ended
+    ids: Sequence[int]  # tokens of the reply; none after the end
+
+
+class Partners:
+    """Environments of N conversations, which the first process alone has and calls.
+
+    All processes hear the same rewards, replies and failures.
+    """
+
+    def __init__(
+        self, environments: Environments, replies: Replies, items: Sequence[Prompt]
+    ):
+        self.replies = replies
+        self._environments, self._items = environments, items
+        self._conversations: list[Conversation] = []  # in the first process
+
+    def open(self) -> None:
+        """Make the environments, and reset them.
+
+        Raises:
+            RewardError: an environment fails, or `reset` returns another prompt for a
+                record than before.
+        """
+        processes.by_first(self._open, RewardError)
+
+    def _open(self) -> None:
+        items = self._items
+        self._conversations = self._environments.open(
+            [item.columns for item in items], [item.where for item in items]
+        )
+        for conversation, item in zip(self._conversations, items, strict=True):
+            if conversation.prompt != item.prompt:
+                raise RewardError(
+                    f"environment {self._environments.name} ({item.where}): reset "
+                    "returned two prompts for one record; completions of a prompt are "
+                    "compared, so take what varies from the record"
+                )
+
+    def answer(
+        self, completions: Mapping[int, np.ndarray], last: Collection[int]
+    ) -> list[Answer]:
+        """Let environments answer completions.
+
+        Args:
+            completions: tokens, by the number of the conversation.
+            last: numbers of those that end after the answer, whatever it is.
+
+        Raises:
+            RewardError: an environment fails, and `task.environment_errors` is "raise".
+        """
+        answers = processes.by_first(
+            lambda: self._answers(completions, last), RewardError
+        )
+        return [Answer(*answer) for answer in answers]
+
+    def _answers(
+        self, completions: Mapping[int, np.ndarray], last: Collection[int]
+    ) -> list[Answer]:
+        for i, ids in completions.items():
+            self._conversations[i].complete(self.replies.text(ids))
+        turns = self._environments.step([self._conversations[i] for i in completions])
+        return [
+            Answer(turn.reward, True, [])
+            if turn.done or i in last
+            else self._reply(self._conversations[i], turn)
+            for i, turn in zip(completions, turns, strict=True)
+        ]
+
+    def _reply(self, conversation: Conversation, turn: Turn) -> Answer:
+        try:
+            ids = self.replies.ids(conversation, turn.reply)
+        except RewardError as error:
+            self._environments.fail(error)
+            return Answer(turn.reward, True, [])
+        conversation.hear(turn.reply)
+        return Answer(turn.reward, False, ids)
+
+
 def play(
-    environments: Environments,
-    conversations: Sequence[Conversation],
+    partners: Partners,
     prompts: tuple[np.ndarray, np.ndarray],
     sample: Sample,
-    replies: Replies,
     limits: tuple[int, int, int],
 ) -> Played:
     """Let a model and environments speak in turn, until all conversations have ended.
@@ -186,31 +269,23 @@ def play(
     """
     turns, slots, width = limits
     rows = _Rows(*prompts, slots)
-    live = np.ones(len(conversations), bool)
+    live = np.ones(len(prompts[1]), bool)
     truncated, said = np.zeros(len(live), bool), np.zeros(len(live), np.int32)
     rewards = np.zeros((len(live), turns), np.float32)
+    partners.open()
     for turn in range(turns):
         samples = sample(*rows.prompts(width, live), turn)
-        for i in np.flatnonzero(live).tolist():
-            ids = rows.add_sampled(i, samples, turn)
+        completions = {
+            i: rows.add_sampled(i, samples, turn) for i in np.flatnonzero(live).tolist()
+        }
+        for i, ids in completions.items():
             said[i] += 1
-            truncated[i] = not replies.has_end(ids)
-            conversations[i].complete(replies.text(ids))
-        going = np.flatnonzero(live).tolist()
-        answers = environments.step([conversations[i] for i in going])
-        for i, answer in zip(going, answers, strict=True):
-            rewards[i, turn] = answer.reward
-            live[i] = not (answer.done or truncated[i]) and turn < turns - 1
-            if not live[i]:
-                continue
-            try:
-                ids = replies.ids(conversations[i], answer.reply)
-            except RewardError as error:
-                environments.fail(error)
-                live[i] = False
-                continue
-            rows.append(i, np.array(ids, np.int32))
-            conversations[i].hear(answer.reply)
+            truncated[i] = not partners.replies.has_end(ids)
+        last = {i for i in completions if truncated[i] or turn == turns - 1}
+        answers = partners.answer(completions, last)
+        for i, answer in zip(completions, answers, strict=True):
+            rewards[i, turn], live[i] = answer.reward, not answer.done
+            rows.append(i, np.array(answer.ids, np.int32))
         if not live.any():
             break
     return Played(rows.samples(), truncated, said, ByTurn(rewards, rows.turns))

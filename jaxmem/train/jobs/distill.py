@@ -126,6 +126,7 @@ class Distill(Job, name="distill"):
         config, reads = self.config, self.reads
         if config.is_on_policy:
             self._task = reads.task
+            self._task.agree()
         elif config.distill.mode == "offline":
             self.batches = File(reads.file, config)
         else:

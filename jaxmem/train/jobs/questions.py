@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from jaxmem.base import processes
 from jaxmem.core.random_streams import Stream
 from jaxmem.data import ends, mixing, prompts, rewards, tasks, vocabulary
 from jaxmem.data.ends import Ends
@@ -17,7 +18,7 @@ from jaxmem.data.records import DataError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.jobs.asked import Asked, FilePrompts, Graded, Task
-from jaxmem.train.jobs.conversations import Played, Replies, Sample, play
+from jaxmem.train.jobs.conversations import Partners, Played, Replies, Sample, play
 from jaxmem.train.jobs.reading import Reading, Record
 from jaxmem.train.jobs.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollouts import Completions
@@ -96,13 +97,21 @@ class OwnPrompts(FilePrompts):
         return self._asked(self._held_out) if self._held_out else None
 
     def grade(self, asked: Asked, completions: Completions) -> Graded:
-        scores = self._score(self._questions(asked.items, completions))
-        values = next(iter(scores.parts.values()))
-        right = np.nan_to_num(values, nan=0.0) >= 1
+        questions = self._questions(asked.items, completions)
+
+        def scored() -> tuple[list[float], dict[str, list[float]]]:
+            scores = self._score(questions)
+            parts = {name: values.tolist() for name, values in scores.parts.items()}
+            return scores.total.tolist(), parts
+
+        # One process calls the functions, which may be random, and all get the rewards.
+        total, told = processes.by_first(scored, rewards.RewardError)
+        values = next(iter(told.values()))
+        right = np.nan_to_num(np.array(values), nan=0.0) >= 1
         parts = None
-        if len(scores.parts) > 1:
-            parts = {name: _mean(values) for name, values in scores.parts.items()}
-        return Graded(scores.total.astype(np.float32), right.astype(np.float32), parts)
+        if len(told) > 1:
+            parts = {name: _mean(np.array(x)) for name, x in told.items()}
+        return Graded(np.array(total, np.float32), right.astype(np.float32), parts)
 
     def _questions(
         self, items: list[Prompt], completions: Completions
@@ -172,18 +181,8 @@ class Conversations(OwnPrompts):
 
     def play(self, asked: Asked, sample: Sample) -> tuple[Played, Graded]:
         """Complete prompts over several turns; a reward of 1 or more is right."""
-        where = [item.where for item in asked.items]
-        opened = self._environments.open([item.columns for item in asked.items], where)
-        for conversation, item in zip(opened, asked.items, strict=True):
-            if conversation.prompt != item.prompt:
-                raise rewards.RewardError(
-                    f"environment {self._config.environment} ({item.where}): reset "
-                    "returned two prompts for one record; completions of a prompt are "
-                    "compared, so take what varies from the record"
-                )
-        played = play(
-            self._environments, opened, asked[:2], sample, self._replies, self._limits
-        )
+        partners = Partners(self._environments, self._replies, asked.items)
+        played = play(partners, asked[:2], sample, self._limits)
         returns = played.by_turn.returns
         for item, sums in zip(asked.items, returns.tolist(), strict=True):
             try:

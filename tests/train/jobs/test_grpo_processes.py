@@ -1,0 +1,195 @@
+"""GRPO in two processes: one calls rewards and environments, and both learn the same.
+
+The processes are real ones, of one device each. Each leaves a line per step with what
+it has learned from, and the functions of the user a line per call.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.base.test_processes import ROOT, end, environment, free_port, steps_of
+from tests.checkpoints import texts
+from tests.train.jobs import runs
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+# `jaxmem train`, whose jobs write digests of what each rollout gives.
+PROGRAM = """
+import hashlib, json, sys
+import jax, numpy as np
+from jaxmem import cli
+from jaxmem.train.jobs import grpo
+
+roll_out = grpo.Grpo._roll_out
+
+def listened(job, *arguments):
+    rollout = roll_out(job, *arguments)
+    with open(f"learned-{jax.process_index()}.jsonl", "a") as file:
+        made = [rollout.samples.tokens, rollout.samples.mask, rollout.advantages]
+        digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in made))
+        print(json.dumps([digest.hexdigest(), rollout.resampled]), file=file)
+    return rollout
+
+grpo.Grpo._roll_out = listened
+sys.exit(cli.main(sys.argv[1:]))
+"""
+OWN = """
+import hashlib, json, os, random
+
+def told(name, values):
+    with open(name, "a") as file:
+        for value in values:
+            print(json.dumps([os.getpid(), value]), file=file)
+
+def chance(completions, **_):
+    rewards = [random.random() for _ in completions]
+    told("rewards.jsonl", rewards)
+    return rewards
+
+def rarely(completions, **_):
+    rewards = [float(random.random() < 0.02) for _ in completions]
+    told("rewards.jsonl", rewards)
+    return rewards
+
+def length(completions, **_):
+    rewards = [len(text) / 8 for text in completions]
+    told("rewards.jsonl", rewards)
+    return rewards
+
+def fails(completions, **_):
+    raise OSError("the judge of process %d is away" % os.getpid())
+
+class Chance:
+    def reset(self, record):
+        told("resets.jsonl", [record["prompt"]])
+        return record["prompt"]
+
+    def step(self, said):
+        reply = "".join(random.choices("abc", k=random.randint(1, 5)))
+        told("steps.jsonl", [[said, reply]])
+        return reply, random.random(), False
+"""
+GIN = """
+task.source = "prompts.jsonl"
+task.max_prompt_tokens = 6
+sampling.max_new_tokens = 3
+grpo.prompts = 2
+grpo.group_size = 4
+grpo.max_tokens_train = 64
+grpo.max_tokens_forward = 64
+grpo.loss = "dr_grpo"
+head.chunk = 32
+optimizer.learning_rate = 2e-2
+optimizer.warmup_steps = 0
+optimizer.weight_decay = 0.0
+run.job = "grpo"
+run.steps = 2
+run.checkpoint_every = 1
+run.compare_heads = False
+run.out_dir = "two"
+mesh.data = 2
+model.checkpoint = "llama"
+"""
+ENVIRONMENT = (
+    "task.environment=own.py:Chance", "task.max_turns=2", "task.max_reply_tokens=6",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = texts.checkpoint("llama", tmp_path)
+    named = {"eos_token": "</s>", "bos_token": "<s>"}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    runs.write("prompts.jsonl", [{"prompt": a + b} for a in "ab" for b in "xyz"])
+    pathlib.Path("own.py").write_text(OWN)
+    pathlib.Path("grpo.gin").write_text(GIN)
+    pathlib.Path("program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def two(*overrides, status=0):
+    """What each of two processes says."""
+    command = [sys.executable, "program.py", "train", "grpo.gin", *overrides]
+    command += [f"--coordinator=127.0.0.1:{free_port()}", "--processes=2"]
+    pair = [
+        subprocess.Popen(
+            [*command, f"--process-id={i}"], text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, env=environment(1) | {"PYTHONPATH": str(ROOT)},
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=240)[0] for process in pair]
+    finally:
+        end(pair)
+    assert [process.returncode for process in pair] == [status] * 2, said
+    return said
+
+
+def lines(name):
+    return [json.loads(line) for line in pathlib.Path(name).read_text().splitlines()]
+
+
+def one_process_told(name):
+    """What the functions told, which were called in one process."""
+    told = lines(name)
+    assert len({process for process, _ in told}) == 1
+    return [value for _, value in told]
+
+
+def test_random_rewards_are_given_once_and_learned_by_both():
+    two("task.reward=own.py:chance")
+    rewards = one_process_told("rewards.jsonl")
+    assert len(rewards) == 2 * 8
+    assert lines("learned-0.jsonl") == lines("learned-1.jsonl")
+    for i, step in enumerate(map(json.loads, steps_of("two"))):
+        mean = sum(rewards[8 * i : 8 * i + 8]) / 8
+        assert step["reward"] == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_both_sample_again_as_often():
+    two("task.reward=own.py:rarely", "grpo.resample=5", "run.steps=3")
+    first, second = (lines(f"learned-{i}.jsonl") for i in range(2))
+    assert first == second and len(first) == 3
+    rollouts = sum(1 + resampled for _, resampled in first)
+    assert len(one_process_told("rewards.jsonl")) == 8 * rollouts > 3 * 8
+
+
+@pytest.mark.slow
+def test_an_environment_answers_once_and_both_hear_it():
+    two(*ENVIRONMENT)
+    assert lines("learned-0.jsonl") == lines("learned-1.jsonl")
+    for step in map(json.loads, steps_of("two")):
+        assert step["mismatch_max"] < 1e-4
+    assert len(one_process_told("resets.jsonl")) == 6 + 2 * 8
+    turns = sum(8 * json.loads(step)["turns"] for step in steps_of("two"))
+    assert len(one_process_told("steps.jsonl")) == turns
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(tmp_path):
+    overrides = "task.reward=own.py:length", "task.held_out=0.3", "eval.every=1"
+    two(*overrides)
+    told = one_process_told("rewards.jsonl")
+    pathlib.Path("rewards.jsonl").unlink()
+    runs.train("grpo.gin", *overrides, "run.out_dir=one")
+    assert told == one_process_told("rewards.jsonl")
+    for got, want in zip(map(json.loads, steps_of("two")),
+                         map(json.loads, steps_of("one")), strict=True):  # fmt: skip
+        for name in ("reward", "held_out_reward", "tokens"):
+            assert got[name] == want[name]
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-4, abs=1e-6)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_ends_both_with_one_message():
+    said = two("task.reward=own.py:fails", status=2)
+    ends = [words.splitlines()[-1] for words in said]
+    assert ends[0] == ends[1]
+    assert ends[0].startswith("jaxmem: error: reward own.py:fails, prompt ")
