@@ -6,6 +6,7 @@ columns -> form -> document, pair of answers or prompt; and lines that say so
 import contextlib
 import datetime
 import functools
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,11 +32,21 @@ _HARMLESS = frozenset(
 )
 # Columns that would change what is learned, if anything read them.
 _REFUSED = frozenset(
-    "weight weights sample_weight loss_weight loss_mask mask label labels role roles "
-    "system system_prompt prompt question query instruction input context history "
-    "tools functions documents image images video videos audio audios text messages "
-    "conversations completion response output chosen rejected input_ids "
-    "attention_mask chat_template_kwargs".split()
+    "label labels role roles system system_prompt prompt question query instruction "
+    "input context history tools functions documents image images video videos audio "
+    "audios text messages conversations completion response output chosen rejected "
+    "input_ids chat_template_kwargs".split()
+)
+# Of other frameworks: what the loss counts, and by how much; and where the documents of
+# a packed row begin.
+_COUNTS = re.compile("masks?$|weight", re.IGNORECASE)
+_PACKED = frozenset(
+    "position_ids segment_ids seq_idx sequence_ids document_ids doc_ids seq_lens "
+    "seq_lengths seqlens cu_seqlens cu_seq_lens".split()
+)
+# Beside a prompt, other columns are for reward functions, which may read such names.
+_OF_LOSS = re.compile(
+    "masks?$|^weights?$|(loss|sample|token|example)_weights?$", re.IGNORECASE
 )
 DOCUMENTS = (
     Tokens(), forms.ShareGpt(), forms.Messages(), forms.Alpaca(), forms.Answered(),
@@ -45,6 +56,11 @@ PAIRS = (forms.Preference(),)
 PROMPTS = (
     forms.ShareGpt(), forms.Messages(), forms.Instruction(), forms.Prompt(),
 )  # fmt: skip
+
+
+def decides_loss(column: str) -> bool:
+    """True for a column's name that says what the loss counts, or what is packed."""
+    return _COUNTS.search(column) is not None or column.lower() in _PACKED
 
 
 class _Choice(NamedTuple):
@@ -155,10 +171,12 @@ class RecordReader:
         if choice is None:
             choice = self._choices[key] = self._chosen(record, present, known, exact)
         if choice.refused is not None:
+            way = "name it in data.ignored, or say what it is in data.columns"
+            if not exact:
+                way = "name it in task.ignored, or rename it for a reward function"
             raise DataError(
                 f"{record.where}: read as {choice.form.name}, which do not use "
-                f'"{choice.refused}"; remove it, name it in data.ignored, or say what '
-                "it is in data.columns"
+                f'"{messages.name(choice.refused)}"; remove it, {way}'
             )
         self._kinds[choice.form.name] += 1
         # data.columns gives the name of this column to another one.
@@ -193,10 +211,15 @@ class RecordReader:
             names = form.names(present)
             if names is None:
                 continue
-            left = [k for k in present if k not in names.values()] if exact else []
-            refused = next((k for k in left if k in _REFUSED), None)
+            left = [k for k in present if k not in names.values()]
+            refused = (k for k in left if k in _REFUSED or decides_loss(k))
             unused = tuple(k for k in left if k not in _HARMLESS)
-            return _Choice(form, names, refused, unused)
+            if not exact:
+                refused = (
+                    k for k in left if k.lower() in _PACKED or _OF_LOSS.search(k)
+                )
+                unused = ()
+            return _Choice(form, names, next(refused, None), unused)
         raise DataError(f"{record.where}: {_expected(known, present, self._columns)}")
 
     def _check(self, where: str, *texts: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxmem.base import messages
 from jaxmem.data.config import DataConfig
 from jaxmem.data.documents import NO_LABEL, Batch, BatchIterator, packed_batches
+from jaxmem.data.reader import decides_loss
 from jaxmem.data.records import DataError, numbered_files, opened_parquet
 from jaxmem.data.texts import split
 
@@ -103,6 +104,11 @@ def read_part(path: Path, row_group: int | None = None) -> TeacherFile | None:
         if missing := [name for name in wanted if name not in names]:
             raise DataError(
                 f"data.source: {path} has no column {missing[0]!r}; {_MAKE}"
+            )
+        if refused := sorted(filter(decides_loss, names)):
+            raise DataError(
+                f"data.source: {path}: files of a teacher do not use the column "
+                f"{messages.short(refused[0])}; {_MAKE}"
             )
         if row_group is None:
             table, where = file.read(columns=wanted), str(path)

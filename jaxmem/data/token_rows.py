@@ -1,8 +1,22 @@
 """Records that are tokens already."""
 
+from collections.abc import Callable, Mapping
+
 from jaxmem.base import messages
 from jaxmem.data.forms import Columns, Document, Form
 from jaxmem.data.records import DataError
+
+# Columns of 0 or 1 a token; the loss counts a token that none of them leaves out.
+_MASKS = "completion_mask", "assistant_masks", "assistant_mask"
+# Where the documents of a packed row begin, as other frameworks write it, and what each
+# column is for n tokens of one document.
+_PACKED: Mapping[str, Callable[[int, list[int]], bool]] = {
+    "position_ids": lambda n, values: values == [*range(n)],
+    "segment_ids": lambda n, values: len({*values}) == 1 and len(values) == n,
+    "seq_idx": lambda n, values: len({*values}) == 1 and len(values) == n,
+    "seq_lens": lambda n, values: values == [n],
+    "cu_seqlens": lambda n, values: values == [0, n],
+}
 
 
 class Tokens(Form):
@@ -13,14 +27,15 @@ class Tokens(Form):
     takes = {
         "labels": ("labels",),
         "attention": ("attention_mask",),
-        "mask": ("completion_mask", "assistant_masks", "assistant_mask"),
+        **{name: (name,) for name in (*_MASKS, *_PACKED)},
     }
 
     def document(self, columns: Columns) -> Document:
         ids = self._integers(columns, "ids")
         count = len(ids)
+        self._check_packing(columns, count)
         live = [True] * count
-        for name in ("attention", "mask"):
+        for name in ("attention", *_MASKS):
             if name in columns:
                 values = self._integers(columns, name, count)
                 if not {0, 1}.issuperset(values):
@@ -45,6 +60,16 @@ class Tokens(Form):
         return Document(
             columns.where, "", counted=(), ids=tuple(ids), labels=(*own[1:], -1)
         )
+
+    def _check_packing(self, columns: Columns, count: int) -> None:
+        """Raise for a row of several documents."""
+        for name, is_one in _PACKED.items():
+            if name in columns and not is_one(count, self._integers(columns, name)):
+                raise DataError(
+                    f"{columns.where}: {columns.names[name]} is not that of one "
+                    f"document of {count} tokens, got {messages.short(columns[name])}; "
+                    "give each document a record of its own: jaxmem packs them"
+                )
 
     def _integers(
         self, columns: Columns, name: str, count: int | None = None

@@ -250,11 +250,60 @@ def test_common_sets_are_read_by_their_columns(record, said, text, answer):
         ({"text": "a", "messages": [HI, HO]}, "text"),
         ({"prompt": "a", "completion": "b", "response": "c"}, "response"),
         ({"messages": [HI, HO], "images": ["x"]}, "images"),
+        ({"input_ids": [5, 6], "response_mask": [0, 1]}, "response_mask"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 1]}, "loss_mask"),
+        ({"input_ids": [5, 6], "token_weights": [0, 1]}, "token_weights"),
+        ({"input_ids": [5, 6], "document_ids": [0, 1]}, "document_ids"),
+        ({"messages": [HI, HO], "completion_mask": [0, 1]}, "completion_mask"),
+        ({"messages": [HI, HO], "assistant_masks": [0, 1]}, "assistant_masks"),
+        ({"text": "a", "env_mask": [1]}, "env_mask"),
+        ({"text": "a", "actionMask": [1]}, "actionMask"),
+        ({"text": "a", "position_ids": [0]}, "position_ids"),
+        ({"prompt": "a", "completion": "b", "lossWeight": 2}, "lossWeight"),
     ],
 )
 def test_columns_of_weights_roles_and_prompts_are_not_left_out(record, column):
     with pytest.raises(DataError, match=f'a.jsonl:1: .* do not use "{column}"; remove'):
         document(record)
+    answers = {"chosen": "a", "rejected": "b"}
+    if column not in ("text", "response", "images"):
+        both = answers | {column: record[column]}
+        with pytest.raises(DataError, match=f'of answers, which do not use "{column}"'):
+            reader().answers(Record("a:1", both))
+
+
+@pytest.mark.parametrize("column", ["loss_mask", "response_mask", "sample_weight",
+                                    "weight", "position_ids"])  # fmt: skip
+def test_columns_of_prompts_that_say_what_is_learned(column):
+    record = {"prompt": "hi", column: [1], "test_weights_of_gold": 3}
+    with pytest.raises(DataError, match=f'"{column}"; remove it, name it in task.igno'):
+        reader().prompt(Record("a:1", record))
+    _, others = reader(ignored=(column,)).prompt(Record("a:1", record))
+    assert others == {"test_weights_of_gold": 3}  # for reward functions
+
+
+@pytest.mark.parametrize(
+    ("column", "one", "packed"),
+    [
+        ("position_ids", [0, 1, 2], [0, 1, 0]),
+        ("position_ids", [0, 1, 2], [1, 2, 3]),
+        ("segment_ids", [1, 1, 1], [1, 1, 2]),
+        ("seq_idx", [0, 0, 0], [0, 1, 1]),
+        ("seq_lens", [3], [2, 1]),
+        ("cu_seqlens", [0, 3], [0, 2, 3]),
+    ],
+)
+def test_rows_of_several_documents_are_refused(column, one, packed):
+    record = {"input_ids": [5, 6, 7]}
+    assert document(record | {column: one}) == document(record)
+    message = f"{column} is not that of one document of 3 tokens, got .*; give each doc"
+    with pytest.raises(DataError, match=message):
+        document(record | {column: packed})
+
+
+def test_all_masks_of_tokens_count_together():
+    masks = {"completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
+    assert document({"input_ids": [5, 6, 7]} | masks).labels == (6, -1, -1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 
-from jaxmem.data import documents, teacher_streams
+from jaxmem.data import documents, teacher_files, teacher_streams
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.records import DataError
 from tests.cases import slow
@@ -188,3 +188,12 @@ def test_files_without_documents_are_named(config, tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match=r"c.jsonl must be a .parquet file"):
         batches(dataclasses.replace(config, source=str(tmp_path / "c.jsonl")))
+
+
+def test_a_column_that_says_what_is_learned_is_refused(tmp_path):
+    given = table(13)
+    masks = pa.array([[1]] * len(given))
+    path = tmp_path / "a.parquet"
+    write(path, given.append_column("loss_mask", masks))
+    with pytest.raises(DataError, match="a.parquet: .* do not use the column 'loss_m"):
+        teacher_files.read_part(path)

@@ -19,6 +19,7 @@ from jaxmem.base import messages
 from jaxmem.data import rewards
 from jaxmem.data.ends import Ends
 from jaxmem.data.prompts import Prompt
+from jaxmem.data.reader import decides_loss
 from jaxmem.data.records import DataError, Record, find_files, read_records
 from jaxmem.data.rendering import Notes
 from jaxmem.data.tasks import TaskConfig
@@ -104,7 +105,14 @@ class RecordedRollouts(FilePrompts):
             raise DataError(f"{record.where}: reward is {error}") from error
         self._check_supports(record, length)
         for key, value in fields.items():
-            if key not in (*_KEYS, "supports") and value is not None:
+            left_out = key in self._config.ignored or value is None
+            if key not in (*_KEYS, "supports") and not left_out:
+                if decides_loss(key):
+                    raise DataError(
+                        f"{record.where}: rollouts do not use {messages.short(key)}, "
+                        "and all of completion_ids is learned; remove it, or name it "
+                        "in task.ignored"
+                    )
                 note = f"the column {messages.short(key)} is not used"
                 self.notes.add(note, record.where)
 

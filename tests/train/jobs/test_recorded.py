@@ -147,6 +147,8 @@ GOOD = {"prompt_ids": [1, 4], "completion_ids": [5, 2], "logprobs": [-1, -2.5],
         ({}, ["sampling.top_k=3"], "supports must be 2 lists of ids, one a token of c"),
         ({"supports": [[4], [2]]}, ["sampling.top_k=3"],
          "the support of token 5 must have it, each id once, and at most 3 ids, got"),
+        ({"loss_mask": [1, 0]}, [], "rollouts.jsonl:2: rollouts do not use 'loss_"),
+        ({"env_mask": [1, 1]}, [], "rollouts do not use 'env_mask', and all of comple"),
         ({}, ["grpo.group_size=3"], "4 rollouts are no multiple of grpo.group_size=3"),
     ],
 )  # fmt: skip
