@@ -16,7 +16,7 @@ import grain
 import numpy as np
 
 from jaxmem.base import messages
-from jaxmem.data import mixing
+from jaxmem.data import packed
 from jaxmem.data.config import DataConfig
 from jaxmem.data.records import (
     DataError,
@@ -136,30 +136,36 @@ class _Read(grain.experimental.FlatMapTransform):
         return list(self._read(element))
 
 
-def shuffled(
+def packed_rows(
     numbers: np.ndarray,
     blocks: Blocks,
     read: Callable[[int], Iterable[dict[str, np.ndarray]]],
     config: DataConfig,
     epochs: int | None,
-) -> grain.IterDataset:
-    """Pieces of blocks, which `read` makes of a block's number.
+    columns: Sequence[str] = (),
+) -> packed.Sources:
+    """Rows of the pieces of blocks, which `read` makes of a block's number.
 
     Blocks come in another order each epoch, and pieces are shuffled in a window.
     """
-    listed: list[int] = numbers.tolist()
-    if config.weights is None or epochs is not None:
-        order = grain.MapDataset.source(listed).shuffle(seed=config.seed).repeat(epochs)
-    else:
-        sources = [blocks.source(number) for number in listed]
-        mixed = mixing.Mixed(sources, config.weights, config.seed)
-        order = grain.MapDataset.source(mixed).map(listed.__getitem__)
-    pieces = grain.experimental.FlatMapIterDataset(
-        order.to_iter_dataset(IN_THIS_THREAD), _Read(read)
-    )
-    return grain.experimental.WindowShuffleIterDataset(
-        pieces, window_size=config.shuffle_window, seed=config.seed
-    )
+
+    def shuffled(items: np.ndarray) -> Callable[[int], grain.IterDataset]:
+        own: list[int] = numbers[items].tolist()
+
+        def of_epoch(epoch: int) -> grain.IterDataset:
+            seed = config.seed + epoch
+            order = grain.MapDataset.source(own).shuffle(seed=seed)
+            pieces = grain.experimental.FlatMapIterDataset(
+                order.to_iter_dataset(IN_THIS_THREAD), _Read(read)
+            )
+            return grain.experimental.WindowShuffleIterDataset(
+                pieces, window_size=config.shuffle_window, seed=seed
+            )
+
+        return of_epoch
+
+    sources = [blocks.source(number) for number in numbers.tolist()]
+    return packed.by_source(sources, shuffled, config, epochs, columns)
 
 
 def _lines(path: Path, start: int) -> Iterator[Record]:

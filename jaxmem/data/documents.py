@@ -2,18 +2,18 @@
 
     documents -> token ids -> pieces of <= T tokens -> shuffled, packed rows -> [B, T]
 
-Only a document longer than a row is cut, and its pieces are all kept: one epoch holds
-every token of every document exactly once.  Labels are shifted inside the document
-before the cut, so the last token of a piece still predicts the first of the next.
+Only a document longer than a row is cut, and its pieces are all kept: each epoch holds
+every token of every document exactly once, in rows of its own.  Labels are shifted
+inside the document before the cut, so the last token of a piece still predicts the
+first of the next.
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import grain
 import numpy as np
@@ -21,10 +21,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxmem.base import files
-from jaxmem.data import block_files, mixing
+from jaxmem.data import block_files, packed
 from jaxmem.data.block_files import IN_THIS_THREAD, Blocks
 from jaxmem.data.config import DataConfig as DataConfig
 from jaxmem.data.encoding import NO_LABEL as NO_LABEL, encode_documents
+from jaxmem.data.packed import Batch as Batch, BatchIterator as BatchIterator
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.texts import (
     DataError as DataError,
@@ -35,23 +36,11 @@ from jaxmem.data.texts import (
 )
 from jaxmem.data.vocabulary import SPECIAL_TOKENS
 
-# Rows that first-fit packing fills at a time: more rows waste fewer tokens on padding
-# (0.8% of the standard library's text at 512 tokens a row) and delay the first batch.
-_ROWS_OPEN = 256
 # Documents tokenised at a time: enough to use every core, few enough that the
 # library's verbose encodings (about 100 bytes a token) never exist all together.
 _DOCUMENTS_AT_ONCE = 64
 # Blocks of streamed data that a vocabulary is trained on.
 _VOCABULARY_BLOCKS = 64
-
-
-class Batch(NamedTuple):
-    """Packed rows: int32 arrays, all `[B, T]`."""
-
-    tokens: np.ndarray  # input ids
-    labels: np.ndarray  # the token that follows; -1 where no loss is wanted
-    segment_ids: np.ndarray  # 1, 2, ... per document in the row; 0 is padding
-    positions: np.ndarray  # position within the segment, from 0
 
 
 # --------------------------------------------------------------- vocabulary
@@ -136,42 +125,6 @@ def _read_vocabulary(path: Path) -> tokenizers.Tokenizer:
 # ------------------------------------------------------------------ batches
 
 
-class BatchIterator(Iterator[Batch]):
-    """A grain iterator of `Batch` whose state is plain JSON.
-
-    The state carries a fingerprint of the tokens and of the settings that order them:
-    a run never continues in the middle of other data.
-    """
-
-    def __init__(self, iterator: grain.DatasetIterator, fingerprint: str):
-        self._iterator = iterator
-        self._fingerprint = fingerprint
-
-    def __next__(self) -> Batch:
-        return next(self._iterator)
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the position after the last batch, as JSON-able values."""
-        return {
-            "fingerprint": self._fingerprint,
-            "position": self._iterator.get_state(),
-        }
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `get_state` returned, in any process.
-
-        Raises:
-          DataError: the state belongs to other data or to other settings.
-        """
-        if state["fingerprint"] != self._fingerprint:
-            raise DataError(
-                "the saved position belongs to other data: the text of data.source "
-                "(Python's own sources change with its version), its vocabulary, or a "
-                "data.* setting is not what it was; restore it, or start a new run"
-            )
-        self._iterator.set_state(state["position"])
-
-
 def batches(
     config: DataConfig,
     tokenizer: tokenizers.Tokenizer,
@@ -231,14 +184,19 @@ def packed_batches(
     Endless epochs (None) heed `config.weights` of the pieces' sources. What the salt is
     of belongs to the pieces, and is in the fingerprint.
     """
-    if config.weights is None or epochs is not None:
-        whole = grain.MapDataset.source(pieces).shuffle(seed=config.seed)
-        shuffled = whole.repeat(epochs)
-    else:
-        order = mixing.Mixed(sources, config.weights, config.seed)
-        shuffled = grain.MapDataset.source(order).map(pieces.__getitem__)
-    rows = packed_rows(shuffled.to_iter_dataset(IN_THIS_THREAD), config).map(to_batch)
-    return BatchIterator(iter(rows), _fingerprint(pieces, config, salt))
+
+    def shuffled(numbers: np.ndarray) -> Callable[[int], grain.IterDataset]:
+        own = [pieces[number] for number in numbers]
+
+        def of_epoch(epoch: int) -> grain.IterDataset:
+            whole = grain.MapDataset.source(own).shuffle(seed=config.seed + epoch)
+            return whole.to_iter_dataset(IN_THIS_THREAD)
+
+        return of_epoch
+
+    rows = packed.by_source(sources, shuffled, config, epochs)
+    fingerprint = packed.fingerprint(pieces, config, salt)
+    return BatchIterator(rows, config.batch_size, fingerprint)
 
 
 def _of_one_stream(config: DataConfig) -> DataConfig:
@@ -265,18 +223,17 @@ def _streamed(
         documents = [reads.document(record) for record in blocks.records(number)]
         return [piece for _, piece in _pieces(documents, tokenizer, length)]
 
-    pieces = block_files.shuffled(numbers, blocks, read, config, epochs)
-    rows = packed_rows(pieces, config).map(to_batch)
+    rows = block_files.packed_rows(numbers, blocks, read, config, epochs)
     salt = tokenizer.to_str().encode()
     fingerprint = streamed_fingerprint(blocks, config, [split, stream], salt)
-    return BatchIterator(iter(rows), fingerprint)
+    return BatchIterator(rows, config.batch_size, fingerprint)
 
 
 def streamed_fingerprint(
     blocks: Blocks, config: DataConfig, chosen: Sequence[Any], salt: bytes = b""
 ) -> str:
     """Identify what streamed batches hold, and in which order."""
-    layout = [config.fixed(), *chosen, block_files.BLOCK_BYTES, _ROWS_OPEN]
+    layout = [config.fixed(), *chosen, block_files.BLOCK_BYTES, packed.ROWS_OPEN]
     fingerprint = hashlib.sha256(json.dumps(layout).encode() + blocks.fingerprint())
     fingerprint.update(salt)
     return fingerprint.hexdigest()[:24]
@@ -312,50 +269,3 @@ def _pieces(
             for cut in range(0, len(tokens), length):
                 at = slice(cut, cut + length)
                 yield document.source, {"tokens": tokens[at], "labels": labels[at]}
-
-
-def packed_rows(
-    pieces: grain.IterDataset, config: DataConfig, more: Sequence[str] = ()
-) -> grain.IterDataset:
-    """Pack pieces of `tokens`, `labels` and `more` into rows, [B, T, ...] each.
-
-    A row that is not filled has zeros; `to_batch` makes a `Batch` of each element.
-    """
-    rows = grain.experimental.FirstFitPackIterDataset(
-        pieces,
-        length_struct=dict.fromkeys(
-            ("tokens", "labels", *more), config.sequence_length
-        ),
-        num_packing_bins=_ROWS_OPEN,
-        seed=config.seed,
-        meta_features=("labels", *more),
-    )
-    fill_up = functools.partial(
-        grain.experimental.batch_and_pad, batch_size=config.batch_size
-    )
-    return rows.batch(config.batch_size, batch_fn=fill_up)
-
-
-def to_batch(packed: dict[str, np.ndarray]) -> Batch:
-    """The rows of an element of `packed_rows`."""
-    segment_ids = packed["tokens_segment_ids"]
-    return Batch(
-        tokens=packed["tokens"],  # padded with 0, which is <pad>
-        labels=np.where(segment_ids > 0, packed["labels"], np.int32(NO_LABEL)),
-        segment_ids=segment_ids,
-        positions=packed["tokens_positions"],
-    )
-
-
-def _fingerprint(
-    pieces: Iterable[dict[str, np.ndarray]], config: DataConfig, salt: bytes
-) -> str:
-    layout = [
-        config.sequence_length, config.batch_size, config.seed, _ROWS_OPEN,
-        *(config.weights or ()),
-    ]  # fmt: skip
-    fingerprint = hashlib.sha256(json.dumps(layout).encode() + salt)
-    for piece in pieces:
-        fingerprint.update(piece["tokens"].tobytes())
-        fingerprint.update(piece["labels"].tobytes())
-    return fingerprint.hexdigest()[:24]

@@ -50,13 +50,7 @@ class Mixed(Sequence[int]):
     """
 
     def __init__(self, sources: Sequence[int], weights: Weights, seed: int):
-        self._own = [np.flatnonzero(np.equal(sources, i)) for i in range(len(weights))]
-        for i, own in enumerate(self._own):
-            if not len(own):
-                raise DataError(
-                    f"source {i + 1} of {len(weights)} has nothing to train on; remove "
-                    "it, or hold out less"
-                )
+        self._own = of_sources(sources, len(weights))
         self._orders = [
             Shuffled(len(own), seed, Stream.SOURCES, (i,))
             for i, own in enumerate(self._own)
@@ -72,6 +66,22 @@ class Mixed(Sequence[int]):
         source = self._pattern[place]
         number = cycle * int(self._counts[source]) + int(self._ranks[place])
         return int(self._own[source][self._orders[source][number]])
+
+
+def of_sources(sources: Sequence[int], count: int) -> list[np.ndarray]:
+    """Numbers of the items of each source, of which `sources` names each item's.
+
+    Raises:
+        DataError: a source has no item.
+    """
+    numbers = [np.flatnonzero(np.equal(sources, i)) for i in range(count)]
+    for i, own in enumerate(numbers):
+        if not len(own):
+            raise DataError(
+                f"source {i + 1} of {count} has nothing to train on; remove it, or "
+                "hold out less or, with data.streams, have fewer of them"
+            )
+    return numbers
 
 
 @functools.cache

@@ -1,10 +1,14 @@
 """Batches from several streams of documents, of which a process reads only its own.
 
 A stream is every n-th document, packed and shuffled separately. It gives the same rows
-of each batch in any process, so the batches equal those of a single process.
+of each batch in any process, so the batches equal those of a single process. All
+streams begin an epoch together: one that has fewer rows has padding until all have
+ended, so that no document comes twice before another has come once.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +16,15 @@ import tokenizers
 
 from jaxmem.base import processes
 from jaxmem.data import documents
-from jaxmem.data.documents import Batch, BatchIterator, DataConfig
+from jaxmem.data.config import DataConfig
+from jaxmem.data.encoding import NO_LABEL
+from jaxmem.data.packed import Batch, BatchIterator
 from jaxmem.data.reader import RecordReader
+from jaxmem.data.records import DataError
+
+# Micro-batches that are read at a time, after which processes tell each other which
+# streams have ended their epochs. Sources by weights end theirs at any batch.
+_ROUND = 16
 
 
 class StreamIterator(Iterator[Batch]):
@@ -21,24 +32,56 @@ class StreamIterator(Iterator[Batch]):
 
     def __init__(self, streams: dict[int, BatchIterator], config: DataConfig):
         self._streams, self._config = streams, config
+        self._round = _ROUND if config.weights is None else 1
+        self._start = self._positions()  # before the round
+        self._batches: list[Batch] = []  # of the round
+        self._taken = 0  # batches of the round
+
+    def _positions(self) -> dict[str, Any]:
+        return {str(i): stream.get_state() for i, stream in self._streams.items()}
 
     def __next__(self) -> Batch:
-        config = self._config
-        shape = config.batch_size, config.sequence_length
-        each = config.batch_size // config.streams
+        while self._taken == len(self._batches):
+            self._read()
+        self._taken += 1
+        return self._batches[self._taken - 1]
+
+    def _read(self) -> None:
+        """Read a round of this epoch; where it has ended in all streams, no batch."""
+        self._start, self._taken = self._positions(), 0
+        parts = {
+            i: list(itertools.islice(iter(stream.of_epoch, None), self._round))
+            for i, stream in self._streams.items()
+        }
+        own = {
+            str(i): (len(parts[i]), stream.rows.ended())
+            for i, stream in self._streams.items()
+        }
+        counts, ended = zip(*processes.share(own).values(), strict=True)
+        for source, ends in enumerate(zip(*ended, strict=True)):
+            if all(ends):
+                for stream in self._streams.values():
+                    stream.rows.advance(source)
+        self._batches = [self._batch(parts, number) for number in range(max(counts))]
+
+    def _batch(self, parts: Mapping[int, list[Batch]], number: int) -> Batch:
+        shape = self._config.batch_size, self._config.sequence_length
+        each = self._config.batch_size // self._config.streams
         batch = Batch(*(np.zeros(shape, np.int32) for _ in Batch._fields))
-        for i, stream in self._streams.items():
-            for whole, part in zip(batch, next(stream), strict=True):
-                whole[i * each : (i + 1) * each] = part
+        for i, part in parts.items():
+            rows = slice(i * each, (i + 1) * each)
+            if number >= len(part):  # padding: the others have not ended the epoch
+                batch.labels[rows] = NO_LABEL
+                continue
+            for whole, own in zip(batch, part[number], strict=True):
+                whole[rows] = own
         return batch
 
     def get_state(self) -> dict[str, Any]:
         """Return the positions of all streams, including those of other processes."""
-        return processes.share(
-            {str(i): stream.get_state() for i, stream in self._streams.items()}
-        )
+        return {"taken": self._taken, **processes.share(self._start)}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `get_state`, with any number of processes.
 
         Raises:
@@ -46,11 +89,15 @@ class StreamIterator(Iterator[Batch]):
         """
         for i, stream in self._streams.items():
             if str(i) not in state:
-                raise documents.DataError(
+                raise DataError(
                     f"the saved position has no stream {i}: data.streams is not what "
                     "it was; restore it, or start a new run"
                 )
             stream.set_state(state[str(i)])
+        self._start, self._batches, self._taken = self._positions(), [], 0
+        if state["taken"]:
+            self._read()
+            self._taken = state["taken"]
 
 
 def batches(
@@ -73,7 +120,7 @@ def batches(
         enough = next(
             n for n in range(1, size + 1) if not size % n and _wanted(size, n, rows)
         )
-        raise documents.DataError(
+        raise DataError(
             f"data.streams={config.streams} must be {enough} or a multiple of it that "
             f"divides data.batch_size={size}: this process needs {len(rows)} rows of a "
             "batch, and a stream has rows for it alone"
@@ -89,6 +136,30 @@ def _wanted(size: int, streams: int, rows: Sequence[int]) -> list[int] | None:
     each = size // streams
     wanted = sorted({row // each for row in rows})
     return wanted if len(wanted) * each == len(rows) else None
+
+
+def lengths(
+    config: DataConfig,
+    tokenizer: tokenizers.Tokenizer,
+    reader: RecordReader | None,
+    epochs: int,
+) -> list[float]:
+    """The number of micro-batches of each epoch, which is read for it.
+
+    It is no integer where a batch may hold rows of two epochs. `data.weights` are not
+    heeded.
+    """
+    if config.streams == 1:
+        made = documents.batches(config, tokenizer, epochs=epochs, reader=reader)
+        return [rows / config.batch_size for rows in made.rows_of_epochs()]
+    each = config.batch_size // config.streams
+    rows = [
+        documents.batches(
+            config, tokenizer, epochs=epochs, stream=i, reader=reader
+        ).rows_of_epochs()
+        for i in range(config.streams)
+    ]
+    return [math.ceil(max(of_epoch) / each) for of_epoch in zip(*rows, strict=True)]
 
 
 def stacked(batches: Iterator[Batch], count: int) -> Batch:

@@ -187,6 +187,8 @@ class Examples(Iterator[Example]):
             pieces, config, epochs, sources, salt
         )
         self.get_state, self.set_state = self._rows.get_state, self._rows.set_state
+        self.rows_of_epochs = self._rows.rows_of_epochs
+        self.sizes = self._rows.rows.sizes
         self._labels = np.concatenate([ids[n:] for ids, n in file.documents])
 
     def _pieces(self, evaluation: bool) -> Iterator[tuple[int, dict[str, np.ndarray]]]:

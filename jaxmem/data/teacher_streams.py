@@ -7,20 +7,15 @@ packed are held, whatever the size of the files.
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from jaxmem.data import block_files
 from jaxmem.data.block_files import Blocks
 from jaxmem.data.config import DataConfig
-from jaxmem.data.documents import (
-    NO_LABEL,
-    BatchIterator,
-    packed_rows,
-    streamed_fingerprint,
-    to_batch,
-)
+from jaxmem.data.documents import NO_LABEL, BatchIterator, streamed_fingerprint
+from jaxmem.data.packed import to_batch
 from jaxmem.data.records import DataError
 from jaxmem.data.teacher_files import (
     Example,
@@ -89,10 +84,15 @@ class StreamedExamples(Iterator[Example]):
                 check_alike(first, part)
                 yield from _pieces(part, config.sequence_length)
 
-        pieces = block_files.shuffled(numbers, blocks, read, config, epochs)
-        rows = packed_rows(pieces, config, names).map(_to_example)
-        fingerprint = streamed_fingerprint(blocks, config, [part, "teacher"])
-        self._rows: Any = BatchIterator(iter(rows), fingerprint)
+        given = numbers, blocks, read, config, epochs, names
+        self._rows = BatchIterator(
+            block_files.packed_rows(*given),
+            config.batch_size,
+            streamed_fingerprint(blocks, config, [part, "teacher"]),
+            _to_example,
+        )
+        self.rows_of_epochs = self._rows.rows_of_epochs
+        self.sizes = self._rows.rows.sizes
         self.get_state, self.set_state = self._rows.get_state, self._rows.set_state
 
     def __next__(self) -> Example:

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 
-from jaxmem.data import block_files, documents
+from jaxmem.data import block_files, documents, packed
 from jaxmem.data.block_files import Blocks
 
 WINDOW = 12
@@ -19,7 +19,7 @@ WINDOW = 12
 def small_blocks(monkeypatch):
     """Blocks of some lines, and rows that are packed few at a time."""
     monkeypatch.setattr(block_files, "BLOCK_BYTES", 100)
-    monkeypatch.setattr(documents, "_ROWS_OPEN", 4)
+    monkeypatch.setattr(packed, "ROWS_OPEN", 4)
 
 
 def write(path, count, seed=0):

@@ -149,7 +149,7 @@ def test_same_settings_give_the_same_batches_and_another_seed_does_not(
 
 
 def test_documents_come_in_a_new_order_each_epoch(config, tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "_ROWS_OPEN", 1)  # rows are then filled one after another
+    monkeypatch.setattr("jaxmem.data.packed.ROWS_OPEN", 1)  # rows filled in turn
     packed = [
         ids
         for batch in data.batches(config, tokenizer, epochs=2)

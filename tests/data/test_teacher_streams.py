@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 
-from jaxmem.data import documents, teacher_files, teacher_streams
+from jaxmem.data import packed, teacher_files, teacher_streams
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.records import DataError
 from tests.cases import slow
@@ -20,7 +20,7 @@ K, WINDOW = 3, 6
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(documents, "_ROWS_OPEN", 4)
+    monkeypatch.setattr(packed, "ROWS_OPEN", 4)
 
 
 def table(count, seed=0, drawn=False, **options):

@@ -41,6 +41,9 @@ def test_documents_show_what_the_loss_counts(capsys):
     assert "2 documents, 28 tokens, of which the loss counts 85.7%; 6 to 22" in said
     assert "1 are longer than data.sequence_length=8 and are cut into rows" in said
     assert "an epoch packs 28 tokens into 4 rows of 8, 12.5% padding: 2 micro" in said
+    assert "run.steps=60 is 30 epochs: each record is seen 30 times\n" in said
+    said = shown(capsys, "data.source=t.jsonl", "run.epochs=1.5")
+    assert "run.epochs=1.5: each record is seen 1 or 2 times\n" in said
 
 
 def test_of_streamed_data_the_first_block_is_shown(capsys, monkeypatch):
@@ -49,6 +52,7 @@ def test_of_streamed_data_the_first_block_is_shown(capsys, monkeypatch):
     said = shown(capsys, "data.source=t.jsonl", "data.streaming=True", "--show", "1")
     assert "t.jsonl: line at byte 0: 4 tokens, the loss counts 3\n" in said
     assert "2 documents of first blocks, 10 tokens" in said and "packs" not in said
+    assert "all data would be read to say how often run.steps=60 trains on a" in said
     write("u.jsonl", {"text": "a", "stars": 1})
     path = pathlib.Path("u.jsonl")
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -66,6 +70,28 @@ def test_conversations_are_rendered(capsys):
     write("t.jsonl", {"messages": talk})
     said = shown(capsys, "data.source=t.jsonl")
     assert "u   a </s> a  ⟦b c </s>⟧" in said
+
+
+@pytest.mark.parametrize("job", ["sft", "dpo", "grpo"])
+def test_sources_by_weights_are_seen_by_their_weights(job, capsys):
+    for name, count in {"a": 6, "b": 2}.items():
+        rows = [
+            {"prompt": f"{name}b", "chosen": "cdef" + "c" * i, "rejected": "dd"}
+            for i in range(count)
+        ]
+        if job == "sft":
+            rows = [{"prompt": row["prompt"], "response": "cdef"} for row in rows]
+        write(f"{name}.jsonl", *rows)
+    section = "task" if job == "grpo" else "data"
+    more = ["data.sequence_length=None", "data.batch_size=None"] * (job == "grpo")
+    said = shown(
+        capsys, f"run.job={job}", f"{section}.source=('a.jsonl', 'b.jsonl')",
+        f"{section}.weights=(1.0, 1.0)", "run.steps=24", *more,
+        *(["data.sequence_length=16"] if job == "dpo" else []),
+        *(["grpo.prompts=2"] if job == "grpo" else []),
+    )  # fmt: skip
+    each = "of a.jsonl 4 times, of b.jsonl 12 times"
+    assert f"run.steps=24: records are seen by their source, {each}\n" in said
 
 
 def test_pairs_and_prompts(capsys):

@@ -123,7 +123,9 @@ class Job(abc.ABC):
 
     def records(self, count: int) -> Iterator[Record | str]:
         """The first records, and lines about all of them, for `jaxmem data`."""
-        return self.reads.records(count)
+        yield from self.reads.records(count)
+        if (seen := self.reads.seen(self.config.run)) is not None:
+            yield seen
 
     @property
     def tokenizer(self) -> tokenizers.Tokenizer | None:

@@ -17,11 +17,13 @@ from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import DataError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import SamplingConfig
+from jaxmem.train.jobs import passes
 from jaxmem.train.jobs.asked import Asked, FilePrompts, Graded, Task
 from jaxmem.train.jobs.conversations import Partners, Played, Replies, Sample, play
 from jaxmem.train.jobs.reading import Reading, Record
 from jaxmem.train.jobs.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.settings import RunConfig
 
 
 class Sums(Task):
@@ -85,8 +87,9 @@ class OwnPrompts(FilePrompts):
     def _keep(self, loaded: tuple[list[Prompt], list[Prompt]]) -> None:
         self._train, self._held_out = loaded
         self.size, config = len(self._train), self._config
-        sources = [prompt.source for prompt in self._train]
-        self._order = mixing.order(sources, config.weights, config.seed, Stream.PROMPTS)
+        self.sources = [prompt.source for prompt in self._train]
+        given = self.sources, config.weights, config.seed, Stream.PROMPTS
+        self._order = mixing.order(*given)
 
     def ask(self, start: int, count: int) -> Asked:
         """See `Task`; every epoch has an order of its own."""
@@ -263,12 +266,20 @@ class Questions(Reading):
             fields = {name: fields[name] for name in names}
         return {"task": fields}
 
-    def per_epoch(self) -> float:
+    def sources(self) -> list[passes.SourceSize] | None:
+        if self._config.weights is None:
+            return None
+        return passes.of_items(self._config, self.task.sources)
+
+    def seen(self, run: RunConfig) -> str | None:
+        return None if self.task.size is None else super().seen(run)
+
+    def epochs(self, count: int) -> list[float]:
         if (size := self.task.size) is None:
             raise ValueError(
                 "run.epochs needs a task.source of prompts: sums have no end"
             )
-        return size / self._prompts
+        return [size / self._prompts] * count
 
     def text(self, ids: np.ndarray) -> str:
         return self.task.text(ids)

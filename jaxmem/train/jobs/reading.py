@@ -1,8 +1,10 @@
 """What a job reads: how many records, as which tokens, and what the loss counts."""
 
 import abc
+import dataclasses
 import datetime
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,9 @@ from jaxmem.data.block_files import Blocks
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.reader import RecordReader
 from jaxmem.models.decoder import ModelConfig
+from jaxmem.train.jobs import passes
+from jaxmem.train.jobs.passes import SourceSize
+from jaxmem.train.settings import RunConfig
 
 
 class Record(NamedTuple):
@@ -55,8 +60,21 @@ class Reading(abc.ABC):
         """Settings, by section, that a resumed run must share with the saved one."""
 
     @abc.abstractmethod
-    def per_epoch(self) -> float:
-        """Micro-batches, or rollouts, that go through all records once."""
+    def epochs(self, count: int) -> list[float]:
+        """Micro-batches, or rollouts, of each of the first epochs.
+
+        They are no integers where a micro-batch may have records of two epochs.
+        """
+
+    def sources(self) -> list[SourceSize] | None:
+        """The sizes of the sources that weights mix; None without weights."""
+        return None
+
+    def seen(self, run: RunConfig) -> str | None:
+        """How often a run trains on each record, in a line; None if it has no end."""
+        if (sources := self.sources()) is not None:
+            return passes.of_sources(run, self.epochs(1)[0], sources)
+        return passes.of_all(run, lambda: self.epochs(1)[0])
 
     @abc.abstractmethod
     def records(self, count: int) -> Iterator[Record | str]:
@@ -147,8 +165,26 @@ class Documents(Reading):
     def fixed(self) -> dict[str, dict[str, Any]]:
         return {"data": self.config.fixed()}
 
-    def per_epoch(self) -> float:
-        return sum(1 for _ in self._once())
+    def sources(self) -> list[SourceSize] | None:
+        config = self.config
+        if config.weights is None or config.streaming:
+            return None
+        config = dataclasses.replace(config, streams=1)
+        made = documents.batches(config, self.tokenizer, reader=self.reader)
+        return passes.sizes(config, made.rows.sizes())
+
+    def seen(self, run: RunConfig) -> str | None:
+        """See `Reading`; a stream is not read for it."""
+        unknown = run.epochs is None or self.config.weights is not None
+        if self.config.streaming and unknown:
+            return (
+                f"data.streaming: all data would be read to say how often "
+                f"run.steps={run.steps:,} trains on a record; run.epochs says it"
+            )
+        return super().seen(run)
+
+    def epochs(self, count: int) -> list[float]:
+        return streams.lengths(self.config, self.tokenizer, self.reader, count)
 
     def text(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
@@ -168,13 +204,13 @@ class Documents(Reading):
         if streaming:
             yield from self.lines()
             return
-        filled = [batch.segment_ids > 0 for batch in self._once()]
-        tokens = sum(int(x.sum()) for x in filled)
-        rows = sum(int(x.any(axis=1).sum()) for x in filled)
+        tokens = sum(int((batch.segment_ids > 0).sum()) for batch in self._once())
+        batches, size = self.epochs(1)[0], self.config.batch_size
+        rows = round(batches * size)  # with those that streams are filled up with
         yield (
             f"an epoch packs {tokens:,} tokens into {rows:,} rows of {length}, "
-            f"{1 - tokens / (rows * length):.1%} padding: {len(filled):,} "
-            f"micro-batches of {self.config.batch_size}"
+            f"{1 - tokens / (rows * length):.1%} padding: {math.ceil(batches):,} "
+            f"micro-batches of {size}"
         )
         yield from self.lines()
 
@@ -207,8 +243,11 @@ class Pairs(Documents):
             self.config, self.tokenizer, self.reader, self._drop_long
         )
 
-    def per_epoch(self) -> float:
-        return len(self.pairs[0]) / self.config.batch_size
+    def sources(self) -> list[SourceSize] | None:
+        return passes.of_items(self.config, [pair.source for pair in self.pairs[0]])
+
+    def epochs(self, count: int) -> list[float]:
+        return [len(self.pairs[0]) / self.config.batch_size] * count
 
     def records(self, count: int) -> Iterator[Record | str]:
         training, held_out = self.pairs
@@ -241,9 +280,16 @@ class TeacherRows(Documents):
         """What was read; of a stream, its first part."""
         return teacher_streams.opened(self.config)
 
-    def per_epoch(self) -> float:
-        examples = teacher_streams.examples(self.file, self.config, epochs=1)
-        return sum(1 for _ in examples)
+    def sources(self) -> list[SourceSize] | None:
+        if self.config.weights is None or self.config.streaming:
+            return None
+        examples = teacher_streams.examples(self.file, self.config)
+        return passes.sizes(self.config, examples.sizes())
+
+    def epochs(self, count: int) -> list[float]:
+        examples = teacher_streams.examples(self.file, self.config, epochs=count)
+        size = self.config.batch_size
+        return [rows / size for rows in examples.rows_of_epochs()]
 
     def records(self, count: int) -> Iterator[Record | str]:
         file = self.file

@@ -93,12 +93,15 @@ def train(
 def with_steps(job: Job) -> Job:
     """The job with `run.steps` as `run.epochs` says; itself without it.
 
-    The data are read and tokenised once more for that.
+    The data are read and tokenised once more for that, and packed once an epoch.
     """
     run = job.config.run
     if run.epochs is None:
         return job
-    steps = math.ceil(run.epochs * (job.reads.per_epoch() / run.accumulate))
+    lengths = job.reads.epochs(math.ceil(run.epochs))
+    lengths[-1] *= 1 - (len(lengths) - run.epochs)  # the last one may be a part
+    # Of a sum of n/B, in which rounding must not begin another step.
+    steps = math.ceil(round(math.fsum(lengths), 6) / run.accumulate)
     run = dataclasses.replace(run, steps=max(steps, 1), epochs=None)
     counted = type(job)(dataclasses.replace(job.config, run=run))
     counted.reads.today = job.reads.today
