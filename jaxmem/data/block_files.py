@@ -6,8 +6,10 @@ of the files.
 """
 
 import bisect
+import contextlib
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from jaxmem.base import messages
+from jaxmem.base import json_files, messages
 from jaxmem.data import packed
 from jaxmem.data.config import DataConfig
 from jaxmem.data.records import (
@@ -30,6 +32,7 @@ from jaxmem.data.records import (
 )
 
 BLOCK_BYTES = 2**20
+_SAMPLE_BYTES = 2**12  # of each block, that identify a file
 # The work is Python's: threads would only contend for the interpreter's lock.
 IN_THIS_THREAD = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
@@ -41,11 +44,25 @@ class Block(NamedTuple):
     number: int  # of the part, from 0
 
 
+class _Version(NamedTuple):
+    """The state of a file when it was opened first; another one is another file."""
+
+    size: int  # bytes
+    modified: int  # nanoseconds
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> "_Version":
+        described = path.stat()
+        return cls(described.st_size, described.st_mtime_ns, described.st_ino)
+
+
 class Blocks(Sequence[Block]):
     """The blocks of a source's files; what is held does not grow with the files.
 
     Raises:
-        DataError: another kind of file, one that cannot be read, or all are empty.
+        DataError: another kind of file, one that cannot be read, or all are empty; or,
+            when a block is read, its file is not what it was.
     """
 
     def __init__(self, source: Source, argument: str):
@@ -54,6 +71,8 @@ class Blocks(Sequence[Block]):
         numbered = numbered_files(source, argument)
         self._argument, self._paths = argument, [path for _, path in numbered]
         self._sources = [number for number, _ in numbered]
+        self._versions = {path: self._version(path) for path in self._paths}
+        self._samples: dict[Path, bytes] = {}
         counts = [self._count(path) for path in self._paths]
         self._stops = list(itertools.accumulate(counts))
         if not self._stops[-1]:
@@ -69,8 +88,11 @@ class Blocks(Sequence[Block]):
                 f"{self._argument}: data.streaming reads .jsonl and .parquet files, "
                 f"got {messages.name(str(path))}"
             )
+        return -(-self._versions[path].size // BLOCK_BYTES)
+
+    def _version(self, path: Path) -> _Version:
         try:
-            return -(-path.stat().st_size // BLOCK_BYTES)
+            return _Version.of(path)
         except (OSError, ValueError) as error:
             raise unreadable(path, self._argument, error) from None
 
@@ -89,9 +111,40 @@ class Blocks(Sequence[Block]):
     def records(self, index: int) -> Iterator[Record]:
         """Yield the records of a block."""
         path, number = self[index]
-        if path.suffix == ".parquet":
-            return read_records(path, self._argument, number)
-        return _lines(path, number * BLOCK_BYTES)
+        with self.unchanged(index):
+            if path.suffix == ".parquet":
+                yield from read_records(path, self._argument, number)
+            else:
+                yield from _lines(path, number * BLOCK_BYTES)
+
+    @contextlib.contextmanager
+    def unchanged(self, index: int) -> Iterator[None]:
+        """A context that reads a block, before and after which its file is compared.
+
+        Raises:
+            DataError: the file was cut, replaced or removed since it was opened first.
+        """
+        path = self[index].path
+        self._check(path)
+        yield
+        self._check(path)
+
+    def _check(self, path: Path) -> None:
+        old, new = self._versions[path], self._version(path)
+        if new == old:
+            return
+        # Some network file systems give a file another inode at times.
+        if new._replace(inode=old.inode) == old and path in self._samples:
+            if _sample(path) == self._samples[path]:
+                self._versions[path] = new
+                return
+        change = "it was replaced or written"
+        if new.size != old.size:
+            change = f"it had {old.size:,} bytes and has {new.size:,}"
+        raise DataError(
+            f"{self._argument}: {messages.name(str(path))} changed while it was read: "
+            f"{change}; restore it and resume, or start a new run (run.out_dir)"
+        )
 
     def split(self, held_out: float) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of the blocks that are trained on, and of those held out."""
@@ -102,12 +155,27 @@ class Blocks(Sequence[Block]):
         return order[count:], order[:count]
 
     def fingerprint(self) -> bytes:
-        """Identify the files by their order, their sizes and how they start."""
+        """Identify the files by order, sizes and some KiB of every block."""
         digest = hashlib.sha256()
         for path in self._paths:
-            with open(path, "rb") as file:
-                digest.update(b"%d:" % path.stat().st_size + file.read(2**16))
+            try:
+                self._samples[path] = _sample(path)
+            except OSError as error:
+                raise unreadable(path, self._argument, error) from None
+            self._check(path)
+            digest.update(b"%d:" % self._versions[path].size + self._samples[path])
         return digest.digest()
+
+
+def _sample(path: Path) -> bytes:
+    """The digest of the first bytes of each block of a file, and of its last ones."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for start in (*range(0, size, BLOCK_BYTES), max(size - _SAMPLE_BYTES, 0)):
+            file.seek(start)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()
 
 
 def of_split(
@@ -173,14 +241,19 @@ def _lines(path: Path, start: int) -> Iterator[Record]:
     with open(path, "rb") as file:
         if start:  # the line with the byte before belongs to the block before
             file.seek(start - 1)
-            file.readline()
+            while (rest := file.readline(BLOCK_BYTES)) and rest[-1:] != b"\n":
+                if file.tell() >= start + BLOCK_BYTES:
+                    return  # no line starts in the block
         while (place := file.tell()) < start + BLOCK_BYTES:
-            line = file.readline()
+            where = f"{path}: line at byte {place:,}"
+            line = file.readline(json_files.MAX_BYTES + 1)
+            if len(line) > json_files.MAX_BYTES:
+                most = json_files.MAX_BYTES // 2**20
+                raise DataError(f"{where}: longer than {most} MiB")
             if not line:
                 return
             if not line.strip():
                 continue
-            where = f"{path}: line at byte {place:,}"
             try:
                 text = line.decode("utf-8" if place else "utf-8-sig")
             except UnicodeDecodeError as error:

@@ -79,7 +79,8 @@ class StreamedExamples(Iterator[Example]):
         first = file._replace(documents=[], ids=file.ids[:0].copy())
 
         def read(number: int) -> Iterator[dict[str, np.ndarray]]:
-            part = read_part(*blocks[number])
+            with blocks.unchanged(number):
+                part = read_part(*blocks[number])
             if part is not None:
                 check_alike(first, part)
                 yield from _pieces(part, config.sequence_length)

@@ -4,6 +4,9 @@ import collections
 import dataclasses
 import itertools
 import json
+import os
+import shutil
+import tracemalloc
 import weakref
 
 import numpy as np
@@ -216,3 +219,81 @@ def test_settings_of_runs_from_before_streaming_are_unchanged(config):
     fixed = dataclasses.replace(config, streaming=False).fixed()
     assert not fixed.keys() & {"streaming", "shuffle_window", "cache_dir"}
     assert config.fixed()["shuffle_window"] == WINDOW
+
+
+# ------------------------------------------------- files that change under a run
+
+
+def replaced(path, seed=9):
+    """Another file of the same name and size, whose text differs everywhere."""
+    text = path.read_text()
+    words = ["elit", "line"]
+    other = path.with_suffix(".new")
+    other.write_text(text.replace("tile", words[seed % 2]))
+    assert other.stat().st_size == path.stat().st_size
+    os.replace(other, path)
+
+
+CHANGES = {
+    "cut": (lambda path: os.truncate(path, 0), r"it had [\d,]+ bytes and has 0; rest"),
+    "longer": (lambda path: path.write_text(path.read_text() + " "), "bytes and has"),
+    "replaced": (replaced, "it was replaced or written; restore it and resume, or"),
+    "removed": (lambda path: path.unlink(), "cannot read .*b.jsonl: No such file"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_while_it_is_read_is_named(change, config, tmp_path):
+    tokenizer = documents.load_tokenizer(config)
+    batches = documents.batches(config, tokenizer)
+    next(batches)
+    act, message = CHANGES[change]
+    act(tmp_path / "b.jsonl")
+    with pytest.raises(documents.DataError, match=message) as raised:
+        for _ in range(200):
+            next(batches)
+    assert "b.jsonl" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_file_of_another_inode_and_the_same_content_is_read_on(config, tmp_path):
+    tokenizer = documents.load_tokenizer(config)
+    batches, alone = (documents.batches(config, tokenizer) for _ in range(2))
+    path, copy = tmp_path / "b.jsonl", tmp_path / "copy"
+    shutil.copy2(path, copy)
+    os.replace(copy, path)
+    for _ in range(60):
+        np.testing.assert_array_equal(next(batches).tokens, next(alone).tokens)
+
+
+def test_a_position_in_a_file_that_was_replaced_is_refused(
+    config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(block_files, "BLOCK_BYTES", 2**11)
+    monkeypatch.setattr(block_files, "_SAMPLE_BYTES", 64)
+    tokenizer = documents.load_tokenizer(config)
+    path = tmp_path / "a.jsonl"
+    write(path, 200)
+    state = documents.batches(config, tokenizer).get_state()
+    text = path.read_text()
+    half = len(text) // 2
+    path.write_text(text[:half] + text[half:].replace("tile", "elit"))
+    with pytest.raises(documents.DataError, match="belongs to other data"):
+        documents.batches(config, tokenizer).set_state(state)
+
+
+def test_a_line_without_end_is_not_read_whole(config, tmp_path, monkeypatch):
+    tokenizer = documents.load_tokenizer(config)
+    monkeypatch.setattr("jaxmem.base.json_files.MAX_BYTES", 2**11)
+    monkeypatch.setattr(block_files, "BLOCK_BYTES", 2**20)
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"text": "a"}\n')
+    os.truncate(path, 2**25)  # NULs, of which the disk has none
+    batches = documents.batches(config, tokenizer)
+    tracemalloc.start()
+    try:
+        with pytest.raises(documents.DataError, match=r"c.jsonl: line at byte 14: lon"):
+            for _ in range(200):
+                next(batches)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
