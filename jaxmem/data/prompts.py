@@ -1,6 +1,7 @@
 """Prompts of reinforcement learning: strings or conversations, as token ids."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -44,10 +45,12 @@ def load_prompts(
             than `task.max_prompt_tokens`.
     """
     paths = numbered_files(config.source, "task.source")
-    found = [(n, r) for n, path in paths for r in read_records(path, "task.source")]
-    if not found:
+    by_file = [list(read_records(path, "task.source")) for _, path in paths]
+    records = [record for of_file in by_file for record in of_file]
+    if not records:
         raise DataError(f"task.source: {paths[0][1]} holds no prompt")
-    sources, records = [n for n, _ in found], [record for _, record in found]
+    counts = [len(of_file) for of_file in by_file]
+    sources = np.repeat([number for number, _ in paths], counts).tolist()
     columns = [dict(record.fields) for record in records]
     if environments is not None:
         tools = {"tools": environments.tools} if environments.tools else {}
@@ -68,14 +71,15 @@ def load_prompts(
             _prompt(config, record, *read)._replace(source=source)
             for source, record in zip(sources, records, strict=True)
         ]
-    if environments is None:
-        _check_columns(prompts)
-    else:
+    if environments is not None:
         prompts = [
             prompt._replace(columns=own)
             for prompt, own in zip(prompts, columns, strict=True)
         ]
     keys = [_digest(prompt) for prompt in prompts]
+    if environments is None:
+        _check_columns(prompts, counts)
+        prompts = _with_all_columns(prompts)
     return split_all(prompts, keys, config.held_out, "task.held_out", "prompts")
 
 
@@ -100,17 +104,29 @@ def _prompt(
     return Prompt(record.where, asked.prompt, columns, np.array(ids, np.int32))
 
 
-def _check_columns(prompts: Sequence[Prompt]) -> None:
-    """Raise unless all prompts have the same columns, for reward functions."""
-    first = prompts[0]
-    for prompt in prompts:
-        differing = prompt.columns.keys() ^ first.columns.keys()
-        if differing:
-            name = min(differing)
-            has, lacks = first, prompt
-            if name in prompt.columns:
-                has, lacks = prompt, first
-            raise DataError(f'{lacks.where}: no "{name}", which {has.where} has')
+def _check_columns(prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
+    """Raise unless all prompts of a file, which has so many, have its columns."""
+    ends = itertools.accumulate(counts)
+    for count, end in zip(counts, ends, strict=True):
+        of_file = prompts[end - count : end]
+        for prompt in of_file:
+            first = of_file[0]
+            differing = prompt.columns.keys() ^ first.columns.keys()
+            if differing:
+                name = min(differing)
+                has, lacks = first, prompt
+                if name in prompt.columns:
+                    has, lacks = prompt, first
+                raise DataError(
+                    f'{lacks.where}: no "{name}", which {has.where} has; write null '
+                    "where a record has none"
+                )
+
+
+def _with_all_columns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Prompts whose columns that only other files have are None."""
+    absent = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    return [prompt._replace(columns=absent | prompt.columns) for prompt in prompts]
 
 
 def _digest(prompt: Prompt) -> bytes:

@@ -2,15 +2,17 @@
 
 import concurrent.futures
 import dataclasses
-import json
+import functools
+import marshal
 import os
+import platform
 import re
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxmem.base.fields import check_numbers
@@ -20,40 +22,27 @@ _RANGES = {
     "seconds": reals(above=0),
     "memory_mib": integers(64, limit=2**20),
     "file_mib": integers(0, limit=2**20),
+    "processes": integers(1, limit=2**20),
 }
+# Imported, so that it is compiled once, from a path that programs do not have.
+_SUPERVISOR = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import supervisor
+del sys.path[0]
+supervisor.main()
+"""
+_DIRECTORY = str(Path(__file__).parent)
+_GRACE_SECONDS = 30.0  # in which a supervisor, which has its own clock, must end
+_HIDES_ENVIRONMENTS, _BLOCKS_SIGNALS = 2, 6  # versions of Landlock
+_PER_NAMESPACE = 5, 14  # from this Linux on RLIMIT_NPROC counts by namespace
+_SPARE_PROCESSES = 1000  # that a user may start beside, where it does not
 # What the program of a completion may see of the environment: no tokens, no proxies.
 _ENVIRONMENT = {
     "PATH": os.defpath,
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
-# The limits are set by the process itself, as Python cannot fork safely beside threads.
-# The token, without which no report counts, is read before the completion runs, whose
-# stdin is empty, and is no global that it could import.
-_HARNESS = """
-import json, os, resource, sys, types
-seconds, memory, files = map(int, sys.argv[1:])
-for name, most in (("CPU", seconds), ("AS", memory), ("FSIZE", files),
-                   ("NOFILE", 64), ("CORE", 0)):
-    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
-def run(code, tests, token):
-    report = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    os.dup2(1, 0)
-    # Dataclasses and pickle look the module of a class up.
-    module = sys.modules["solution"] = types.ModuleType("solution")
-    exec(compile(code, "<completion>", "exec"), vars(module))
-    passed = 0
-    for i, test in enumerate(tests):
-        try:
-            exec(compile(test, f"<test {i}>", "exec"), vars(module))
-        except Exception:
-            continue
-        passed += 1
-    os.write(report, f"{token} {passed}".encode())
-    os._exit(0)
-run(*json.loads(sys.stdin.read()))
-"""
 # A sequence of three or more backquotes or tildes, and the rest of its line.
 _FENCE = re.compile(r"(^[^\S\n]*+)?(`{3,}+|~{3,}+)([^\n]*+)", re.MULTILINE)
 _LANGUAGE = re.compile(r"[^\S\n]*\{?\.?([\w+#-]*)")
@@ -61,25 +50,95 @@ _PYTHON = "py", "py3", "python", "python3"
 
 
 @dataclasses.dataclass(frozen=True)
+class Protections:
+    """The means by which this system confines the programs of `UnitTests`.
+
+    Attributes:
+        namespaces: True if programs run in namespaces of users, processes and networks.
+        hides_processes: True if /proc shows a program only its own processes.
+        landlock: version of Linux's Landlock that is used without namespaces, or 0.
+    """
+
+    namespaces: bool = False
+    hides_processes: bool = False
+    landlock: int = 0
+
+    @property
+    def sentence(self) -> str:
+        """The protections that are in force, and those that are not, in words."""
+        if self.namespaces:
+            seen = "seen, read or" if self.hides_processes else "read or"
+            return (
+                "unit_tests: programs run in namespaces of their own: other processes "
+                f"cannot be {seen} signalled, there is no network, and all processes "
+                "end with the program"
+            )
+        if sys.platform != "linux":
+            return (
+                f"unit_tests: on {platform.system()} each process of a program has "
+                "limits of its own; programs can use the network, signal other "
+                "processes, and leave processes behind"
+            )
+        reads = "cannot" if self.landlock >= _HIDES_ENVIRONMENTS else "can"
+        signals = "cannot" if self.landlock >= _BLOCKS_SIGNALS else "can"
+        return (
+            "unit_tests: this system allows no namespaces: programs end with all of "
+            f"their processes, {reads} read the environments of other processes, "
+            f"{signals} signal them, and can use the network"
+        )
+
+
+@functools.cache
+def protections() -> Protections:
+    """Try which protections this system allows.
+
+    Raises:
+        OSError: programs cannot be run at all.
+    """
+    if sys.platform != "linux":
+        return Protections()
+    try:
+        return _tried(namespaces=True)
+    except OSError:
+        return _tried(namespaces=False)
+
+
+def _tried(namespaces: bool) -> Protections:
+    """The protections that an empty program has, with namespaces or without."""
+    job = {"namespaces": namespaces, "seconds": 10.0, "memory": 2**40,
+           "processes": 100, "limits": {}, "tests": None}  # fmt: skip
+    said = _supervised(job)
+    if not said:
+        raise OSError("unit_tests: an empty program does not end")
+    return Protections(namespaces, **marshal.loads(said))
+
+
+@dataclasses.dataclass(frozen=True)
 class UnitTests:
     """A reward function: the share of the column `tests` that a completion passes.
 
     The column holds Python source, or a list of sources, such as MBPP's `test_list`;
-    each is executed after the completion, and passes unless it raises. The program is
-    the body of the completion's last Markdown fence whose language is python, py,
-    python3 or py3; else of the last one without a language; else all of it.
+    each is executed after the completion, and passes unless it raises. Null gives no
+    reward. The program is the body of the completion's last Markdown fence whose
+    language is python, py, python3 or py3; else of the last one without a language;
+    else all of it.
 
     Each completion runs in a process of its own with limits, in an empty directory and
-    without the environment. That stops mistakes, endless loops and early exits, which
-    earn 0. It is no sandbox: the process can read what its user can read and use the
-    network. Run training in a container if that matters. Nor does it stop forgery:
+    with an empty environment, as a child of a supervisor with an empty environment.
+    What exceeds a limit earns 0, and all of its processes are ended. Where Linux allows
+    namespaces, programs see no other process and no network; `protections` says what
+    is in force. It is no sandbox for files: the process can read and write what its
+    user can. Run training in a container if that matters. Nor does it stop forgery:
     tests run in the process of the completion, which can change what they call, or look
-    into the harness for what makes a report count.
+    into the frames that call it for what makes a report count.
 
     Attributes:
         seconds: most time of a completion and its tests together.
-        memory_mib: most address space.
+        memory_mib: most address space of a process, and most memory of all processes
+            of a completion together, which is measured every 50 ms (on Linux).
         file_mib: largest file that can be written.
+        processes: most processes of a completion, and most threads where Linux counts
+            them by namespace.
 
     >>> code = "def double(x): return 2 * x"
     >>> UnitTests()(["p"], [code], tests=[["assert double(2) == 4", "assert 0"]])
@@ -89,6 +148,7 @@ class UnitTests:
     seconds: float = 10.0
     memory_mib: int = 1024
     file_mib: int = 16
+    processes: int = 64
 
     def __post_init__(self):
         check_numbers(self, _RANGES)
@@ -97,55 +157,120 @@ class UnitTests:
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
-        tests: Sequence[Any],
+        tests: Sequence[Any] | None = None,
         **_: Any,
-    ) -> list[float]:
+    ) -> list[float | None]:
         """See `jaxmem.data.rewards`."""
+        columns = [None] * len(completions) if tests is None else tests
         jobs = [
-            (program_of(completion), [given] if isinstance(given, str) else list(given))
-            for completion, given in zip(completions, tests, strict=True)
+            None if given is None else (program_of(completion), _sources(given))
+            for completion, given in zip(completions, columns, strict=True)
         ]
-        for _code, given in jobs:
-            if not given or not all(isinstance(test, str) for test in given):
-                raise ValueError("tests must be Python source, or a list of sources")
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(lambda job: self._share_passed(*job), jobs))
+        limits = self._limits() if any(jobs) else {}
 
-    def _share_passed(self, code: str, tests: list[str]) -> float:
+        def share(job: tuple[str, list[str]] | None) -> float | None:
+            return None if job is None else self._share_passed(*job, limits)
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(share, jobs))
+
+    def _limits(self) -> dict[str, int]:
+        """Limits of a process, by the names of Python's `resource`."""
+        limits = {
+            "CPU": max(round(self.seconds), 1),
+            "AS": self.memory_mib << 20,
+            "FSIZE": self.file_mib << 20,
+            "NOFILE": 64,
+            "CORE": 0,
+        }
+        if _counts_by_namespace():
+            limits["NPROC"] = self.processes + 1  # and the supervisor
+        elif sys.platform == "linux":
+            limits["NPROC"] = _threads_of_user() + _SPARE_PROCESSES
+        return limits
+
+    def _share_passed(
+        self, code: str, tests: list[str], limits: dict[str, int]
+    ) -> float:
         token = secrets.token_hex(16)
-        given = json.dumps([code, tests, token])
-        limits = (max(round(self.seconds), 1), self.memory_mib << 20,
-                  self.file_mib << 20)  # fmt: skip
-        with tempfile.TemporaryDirectory(prefix="jaxmem_tests_") as folder:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _HARNESS, *map(str, limits)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd=folder,
-                env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
-                start_new_session=True,
-            )
-            try:
-                said, _ = process.communicate(given.encode(), self.seconds)
-            except subprocess.TimeoutExpired:
-                said = b""
-            finally:
-                _end(process)
+        said = _supervised(
+            {
+                "code": code,
+                "tests": tests,
+                "token": token,
+                "seconds": self.seconds,
+                "memory": self.memory_mib << 20,
+                "processes": self.processes,
+                "limits": limits,
+                "namespaces": protections().namespaces,
+            }
+        )
         reports = {f"{token} {n}".encode(): n for n in range(len(tests) + 1)}
         return reports.get(said, 0) / len(tests)
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Kill a process and those that it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
+def _sources(given: Any) -> list[str]:
+    """The tests of an entry of the column."""
+    tests = [given] if isinstance(given, str) else list(given)
+    if not tests or not all(isinstance(test, str) for test in tests):
+        raise ValueError("tests must be Python source, or a list of sources")
+    return tests
+
+
+def _supervised(job: dict[str, Any]) -> bytes:
+    """Run a job of `supervisor` in a new directory; the report of its program.
+
+    Raises:
+        OSError: the supervisor fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxmem_tests_") as folder:
+        kept, lifeline = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _SUPERVISOR, str(kept), _DIRECTORY],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder,
+                env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
+                start_new_session=True,
+                pass_fds=(kept,),
+            )
+            with process:
+                given = marshal.dumps(job)
+                try:
+                    limit = job["seconds"] + _GRACE_SECONDS
+                    said, errors = process.communicate(given, limit)
+                except BaseException:
+                    process.kill()
+                    raise
+        finally:
+            os.close(kept)
+            os.close(lifeline)
+    if process.returncode > 0:
+        raise OSError(errors.decode(errors="replace").strip().rpartition("\n")[2])
+    return b"" if process.returncode else said  # a program has killed it
+
+
+def _counts_by_namespace() -> bool:
+    """True if the processes of a namespace are counted apart from the user's others."""
+    if not protections().namespaces:
+        return False
+    release = re.match(r"(\d+)\.(\d+)", platform.release())
+    return release is not None and tuple(map(int, release.groups())) >= _PER_NAMESPACE
+
+
+def _threads_of_user() -> int:
+    """Threads of the user of this process, which Linux counts as processes."""
+    count, user = 0, os.getuid()
+    for path in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
+        except OSError:  # it has ended
+            continue
+        if int(fields["Uid"].split()[0]) == user:
+            count += int(fields.get("Threads", 0))
+    return count
 
 
 def text_of(completion: Any) -> str:

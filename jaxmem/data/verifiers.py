@@ -1,13 +1,14 @@
 """Reward functions that are shipped: rewards that a completion can be checked for.
 
 Each has the signature of `jaxmem.data.rewards`. What a completion is compared with is a
-column of the data: `answer`, `pattern`, `schema` or `tests`.
+column of the data: `answer`, `pattern`, `schema` or `tests`. Where that is null, or the
+data have no such column, the reward is None: records of several kinds share a run.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem import _imports
@@ -20,18 +21,35 @@ _NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 _MARKED = re.compile(rf"\s*+(?:\$\s*+)?({_NUMBER.pattern})")  # after "####"
 
 
-def exact(prompts, completions, answer, **_) -> list[float]:
-    """1 if the completion equals the column `answer`, ignoring outer white space."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(text_of(c).strip() == str(a).strip()) for c, a in pairs]
-
-
-def prefix(prompts, completions, answer, **_) -> list[float]:
-    """Fraction of the column `answer` that the completion starts with."""
+def _compared(
+    compare: Callable[[Any, Any], float],
+    completions: Sequence[Any],
+    column: Sequence[Any] | None,
+) -> list[float | None]:
+    """Rewards of completions by their entries of a column; None for null."""
+    entries = [None] * len(completions) if column is None else column
     return [
-        _shared(text_of(c).strip(), str(a).strip())
-        for c, a in zip(completions, answer, strict=True)
+        None if entry is None else compare(completion, entry)
+        for completion, entry in zip(completions, entries, strict=True)
     ]
+
+
+def exact(prompts, completions, answer=None, **_) -> list[float | None]:
+    """1 if the completion equals the column `answer`, ignoring outer white space."""
+
+    def compare(completion: Any, wanted: Any) -> float:
+        return float(text_of(completion).strip() == str(wanted).strip())
+
+    return _compared(compare, completions, answer)
+
+
+def prefix(prompts, completions, answer=None, **_) -> list[float | None]:
+    """Fraction of the column `answer` that the completion starts with."""
+
+    def compare(completion: Any, wanted: Any) -> float:
+        return _shared(text_of(completion).strip(), str(wanted).strip())
+
+    return _compared(compare, completions, answer)
 
 
 def _shared(text: str, answer: str) -> float:
@@ -43,23 +61,29 @@ def _shared(text: str, answer: str) -> float:
     return next(different, min(len(text), len(answer))) / len(answer)
 
 
-def regex(prompts, completions, pattern, **_) -> list[float]:
+def regex(prompts, completions, pattern=None, **_) -> list[float | None]:
     """1 if the column `pattern`, a regular expression, matches in the completion."""
-    pairs = zip(completions, pattern, strict=True)
-    return [float(re.search(p, text_of(c), re.DOTALL) is not None) for c, p in pairs]
+
+    def compare(completion: Any, wanted: str) -> float:
+        return float(re.search(wanted, text_of(completion), re.DOTALL) is not None)
+
+    return _compared(compare, completions, pattern)
 
 
-def number(prompts, completions, answer, **_) -> list[float]:
+def number(prompts, completions, answer=None, **_) -> list[float | None]:
     """1 if the last number of the completion equals that of the column `answer`.
 
     Raises:
         ValueError: an answer has no number.
     """
-    pairs = zip(completions, answer, strict=True)
-    return [_equal(_last(text_of(c)), _last(str(a)), a) for c, a in pairs]
+
+    def compare(completion: Any, wanted: Any) -> float:
+        return _equal(_last(text_of(completion)), _last(str(wanted)), wanted)
+
+    return _compared(compare, completions, answer)
 
 
-def gsm8k(prompts, completions, answer, **_) -> list[float]:
+def gsm8k(prompts, completions, answer=None, **_) -> list[float | None]:
     """1 if the completion's number after its last "####" equals that of `answer`.
 
     The column `answer` is GSM8K's own, whose last line is "#### 72", or the number
@@ -71,10 +95,12 @@ def gsm8k(prompts, completions, answer, **_) -> list[float]:
     Reference: Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021,
     arXiv:2110.14168.
     """
-    return [
-        _equal(_marked(text_of(c)), (_marked if "####" in str(a) else _last)(str(a)), a)
-        for c, a in zip(completions, answer, strict=True)
-    ]
+
+    def compare(completion: Any, wanted: Any) -> float:
+        read = _marked if "####" in str(wanted) else _last
+        return _equal(_marked(text_of(completion)), read(str(wanted)), wanted)
+
+    return _compared(compare, completions, answer)
 
 
 def _marked(text: str) -> float | None:
@@ -97,7 +123,7 @@ def _equal(said: float | None, wanted: float | None, answer: Any) -> float:
     return float(said is not None and math.isclose(said, wanted, rel_tol=1e-9))
 
 
-def json_schema(prompts, completions, schema=None, **_) -> list[float]:
+def json_schema(prompts, completions, schema=None, **_) -> list[float | None]:
     """1 if the completion is JSON that the column `schema` allows.
 
     A schema is an object or its JSON text. The completion may stand in one fence of
@@ -117,7 +143,7 @@ def json_schema(prompts, completions, schema=None, **_) -> list[float]:
             f"{_imports.how_to_install('rewards')}"
         ) from error
 
-    def score(completion: Any, schema: Any) -> float:
+    def compare(completion: Any, schema: Any) -> float:
         schema = _schema(schema)
         kind: Any = validators.validator_for(schema)
         try:
@@ -130,8 +156,7 @@ def json_schema(prompts, completions, schema=None, **_) -> list[float]:
             return 0.0
         return float(kind(schema, registry=referencing.Registry()).is_valid(value))
 
-    schemas = [None] * len(completions) if schema is None else schema
-    return [score(c, s) for c, s in zip(completions, schemas, strict=True)]
+    return _compared(compare, completions, schema)
 
 
 def _schema(given: Any) -> dict[str, Any] | bool:

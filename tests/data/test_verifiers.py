@@ -52,8 +52,7 @@ def test_the_number_of_gsm8k(completion, answer, reward):
 
 @pytest.mark.parametrize(
     ("name", "answer"),
-    [("number", "no number"), ("number", None), ("gsm8k", "#### unsure"),
-     ("gsm8k", "7\n####")],
+    [("number", "no number"), ("gsm8k", "#### unsure"), ("gsm8k", "7\n####")],
 )  # fmt: skip
 def test_answers_without_a_number_are_errors(name, answer):
     with pytest.raises(RewardError) as raised:
@@ -89,11 +88,9 @@ def test_schemas_as_text_and_schemas_that_are_none(monkeypatch):
         scored("json_schema", ["3"], schema=[{"type": "int"}])
     wrong = "the column schema must be an object or JSON of one, got "
     assert scored("json_schema", ["3"], schema=[True]) == [1]
-    for schema in (None, 3, "{", "[]"):
+    for schema in (3, "{", "[]"):
         with pytest.raises(RewardError, match=re.escape(f"{wrong}{schema!r}")):
             scored("json_schema", ["3"], schema=[schema])
-    with pytest.raises(RewardError, match=f"{wrong}None"):
-        scored("json_schema", ["3"])
     # Nothing is fetched.
     with pytest.raises(RewardError, match=r"Unresolvable"):
         scored("json_schema", ["3"], schema=[{"$ref": "http://localhost/s.json"}])
@@ -107,6 +104,32 @@ def test_schemas_as_text_and_schemas_that_are_none(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(RewardError, match=r"pip install -e .*\[rewards\]"):
         scored("json_schema", ["3"], schema=[SCHEMA])
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "entry", "completion"),
+    [
+        ("exact", "answer", "None", "None"),
+        ("prefix", "answer", "None", "None"),
+        ("number", "answer", "4", "4"),
+        ("gsm8k", "answer", "#### 4", "#### 4"),
+        ("regex", "pattern", "4", "4"),
+        ("json_schema", "schema", {}, "4"),
+        ("unit_tests", "tests", ["assert x"], "x = 4"),
+    ],
+)
+def test_shipped_rewards_of_null_are_none(name, column, entry, completion):
+    function, completions = SHIPPED[name], [completion] * 2
+    assert function(["p"] * 2, completions, **{column: [None, entry]}) == [None, 1]
+    assert function(["p"] * 2, completions, other=[1, 2]) == [None, None]
+
+
+def test_records_of_two_kinds_share_a_run():
+    asked = Questions(["p:1", "p:2"], ["p"] * 2, ["#### 4", DOUBLE],
+                      {"answer": ["4", None], "tests": [None, TESTS[0]]})  # fmt: skip
+    made = Scorer(["gsm8k", "unit_tests"])(asked)
+    assert made.total.tolist() == [1, 1]
+    np.testing.assert_array_equal(made.parts["gsm8k"], [1, np.nan])
 
 
 def test_long_completions_are_punished_as_in_dapo():
@@ -242,24 +265,6 @@ def test_what_earns_nothing_and_ends(code):
     start = time.monotonic()
     made = QUICK(["p"], [code], tests=[["assert double(2) == 4"]])
     assert made == [0] and time.monotonic() - start < 30
-
-
-def test_the_processes_of_a_program_that_leaves_some_are_ended(tmp_path):
-    note = tmp_path / "pid"
-    code = (
-        "import os, time\nchild = os.fork()\n"
-        "if child == 0:\n    time.sleep(60)\n"
-        f"open({str(note)!r}, 'w').write(str(child))"
-    )
-    assert QUICK(["p"], [code], tests=["pass"]) == [0]  # its child holds the report
-    with pytest.raises(ProcessLookupError):
-        _wait_for_the_end(int(note.read_text()))
-
-
-def _wait_for_the_end(pid):
-    for _ in range(100):
-        os.kill(pid, 0)
-        time.sleep(0.05)
 
 
 def test_a_program_sees_neither_the_environment_nor_the_directory(monkeypatch):
