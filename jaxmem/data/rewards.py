@@ -26,10 +26,15 @@ import numpy as np
 
 from jaxmem.base import messages
 from jaxmem.data import event_loop, guests
+from jaxmem.data.unit_tests import UnitTests, protections
 from jaxmem.data.verifiers import SHIPPED
 
 Function = Callable[..., Any]
 _LARGEST = 1e18  # float32 holds the sum of the squares of so many
+# Names of what a function gets besides columns.
+ARGUMENTS = (
+    "prompts", "completions", "completion_ids", "max_new_tokens", "trainer_state",
+)  # fmt: skip
 _SILENT_CALLS = 3  # in a row without any reward, after which a run has nothing to learn
 
 
@@ -165,6 +170,47 @@ class Scorer:
         total[np.isnan(table).all(axis=0) | failed] = np.nan
         self._check_total(total, failed, questions)
         return Rewards(total.astype(np.float32), parts, failed)
+
+    def check(self, entries: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Raise unless the data have the columns that functions read.
+
+        Args:
+            entries: columns of the records, by entry of `task.source`.
+
+        Raises:
+            RewardError: a function requires a column that no record has, a shipped one
+                reads a column without any value; or, where all functions are shipped
+                and read columns, an entry has a value of none of them.
+        """
+        records = [record for of_entry in entries.values() for record in of_entry]
+        columns = {name for record in records for name in record}
+        for name, function in self._functions.items():
+            for column in _required(function) - columns:
+                raise RewardError(
+                    f"task.reward: {name} requires the argument {column!r}, which is "
+                    "no column of task.source; rename one by task.columns, or give the "
+                    "argument a default"
+                )
+        read = {name: _column_of(name) for name in self._functions}
+        for name, column in read.items():
+            if column is not None and not _has_value(records, [column]):
+                raise RewardError(
+                    f"task.reward: {name} reads the column {column!r}, which has no "
+                    "value in any record of task.source; rename one by task.columns"
+                )
+        for entry, of_entry in entries.items():
+            known = [column for column in read.values() if column is not None]
+            if len(known) == len(read) and not _has_value(of_entry, known):
+                wanted = ", ".join(dict.fromkeys(known))
+                raise RewardError(
+                    f"task.source: no record of {entry} has a value in a column that "
+                    f"task.reward reads ({wanted}); rename one by task.columns"
+                )
+
+    def lines(self) -> list[str]:
+        """Protections of functions that run programs, to be printed by a run."""
+        runs = [isinstance(f, UnitTests) for f in self._functions.values()]
+        return [protections().sentence] if any(runs) else []
 
     @property
     def _async(self) -> list[str]:
@@ -373,6 +419,35 @@ def _module(name: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # absent for `jaxmem`
     return importlib.import_module(name)
+
+
+# ------------------------------------------------------------- columns of the data
+
+
+def _required(function: Function) -> set[str]:
+    """Columns without which a function cannot be called."""
+    try:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+    except (TypeError, ValueError):  # a built-in function
+        return set()
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return {
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in kinds and parameter.default is inspect.Parameter.empty
+    } - set(ARGUMENTS)
+
+
+def _column_of(name: str) -> str | None:
+    """The column that a shipped function reads; None: it reads none, or is a user's."""
+    if name not in SHIPPED:
+        return None
+    parameters = set(inspect.signature(SHIPPED[name]).parameters)
+    return next(iter(parameters & {"answer", "pattern", "schema", "tests"}), None)
+
+
+def _has_value(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> bool:
+    return any(record.get(name) is not None for record in records for name in columns)
 
 
 # -------------------------------------------------------------------- calls

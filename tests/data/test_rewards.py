@@ -452,3 +452,43 @@ def test_trainer_state_is_given_to_functions_that_name_it(form, own):
     asked = questions(["a"])._replace(trainer_state=TrainerState(3, 4))
     assert Scorer([name])(asked).total.tolist() == [0.75]
     assert Scorer([own(other)])(asked).total.tolist() == [1]  # prompts alone
+
+
+def test_check_names_a_column_that_a_function_requires(own):
+    name = own("def score(completions, level, hint=None, **_):\n    return [1]\n")
+    scorer = Scorer([name, "exact"])
+    scorer.check({"p.jsonl": [{"level": None, "answer": "4"}]})
+    with pytest.raises(RewardError, match=r"score requires the argument 'level', whi"):
+        scorer.check({"p.jsonl": [{"answer": "4"}]})
+
+
+def test_check_leaves_functions_that_wrap_others_alone(own):
+    name = own(
+        "import functools\ndef inner(completions, judge): return [judge]\n"
+        "@functools.wraps(inner)\ndef score(**_): return inner(_, 1)\n"
+    )
+    Scorer([name]).check({"p.jsonl": [{}]})
+
+
+def test_check_names_a_column_without_any_value():
+    scorer = Scorer(["gsm8k", "overlong"])
+    scorer.check({"a.jsonl": [{"answer": None}, {"answer": "4"}]})
+    for records in ([{"answer": None}], [{"answers": "4"}]):
+        with pytest.raises(RewardError, match="gsm8k reads the column 'answer', which"):
+            scorer.check({"a.jsonl": records})
+
+
+def test_check_names_a_source_that_no_function_rewards(own):
+    math, code, none = {"answer": "4"}, {"tests": "x"}, {"answer": None, "test": "x"}
+    scorer = Scorer(["gsm8k", "unit_tests"])
+    scorer.check({"math.jsonl": [math, none], "code.jsonl": [code]})
+    entries = {"all.jsonl": [math, code], "code.jsonl": [none]}
+    with pytest.raises(RewardError, match=r"no record of code.jsonl .*answer, tests"):
+        scorer.check(entries)
+    Scorer(["gsm8k", "unit_tests", "length"]).check(entries)  # which rewards all
+
+
+def test_lines_say_how_programs_are_confined():
+    assert Scorer(["exact"]).lines() == []
+    (line,) = Scorer(["exact", "unit_tests"]).lines()
+    assert line.startswith("unit_tests: ")

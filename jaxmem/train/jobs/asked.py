@@ -87,6 +87,14 @@ class Task(abc.ABC):
     def described(self, asked: Asked, i: int) -> tuple[str, str]:
         """Where a prompt is from, and what comes with it."""
 
+    def check(self) -> None:
+        """Raise a ValueError if prompts lack what rewards are computed from."""
+        return None
+
+    def lines(self) -> list[str]:
+        """Sentences about how completions are rewarded."""
+        return []
+
     def agree(self) -> None:
         """Raise a ValueError in every process if the prompts differ between them."""
         if prints := self.fingerprint():

@@ -127,6 +127,8 @@ class Distill(Job, name="distill"):
         if config.is_on_policy:
             self._task = reads.task
             self._task.agree()
+            if config.distill.reward_weight is not None:
+                self._task.check()
         elif config.distill.mode == "offline":
             self.batches = File(reads.file, config)
         else:

@@ -94,6 +94,7 @@ class Grpo(Job, name="grpo"):
     def open(self) -> None:
         self.task = self.reads.task
         self.task.agree()
+        self.task.check()
         self._next, self._told = 0, False  # number of the next problem
         self.last: Rollout | None = None  # what the report shows samples of
 

@@ -57,12 +57,6 @@ class Sums(Task):
         return "problems are drawn anew in every rollout, from task.seed"
 
 
-# Those of reward functions that are no columns.
-_ARGUMENTS = (
-    "prompts", "completions", "completion_ids", "max_new_tokens", "trainer_state",
-)  # fmt: skip
-
-
 class OwnPrompts(FilePrompts):
     """Prompts of a file, and reward functions."""
 
@@ -90,6 +84,25 @@ class OwnPrompts(FilePrompts):
         self.sources = [prompt.source for prompt in self._train]
         given = self.sources, config.weights, config.seed, Stream.PROMPTS
         self._order = mixing.order(*given)
+
+    def check(self) -> None:
+        """See `Task`: columns that functions require, and names that are not free."""
+        first = self._train[0]
+        if taken := [name for name in rewards.ARGUMENTS if name in first.columns]:
+            raise DataError(
+                f"{first.where}: the column {taken[0]!r} has the name of an argument "
+                "that reward functions get from the run; rename it, or name it in "
+                "task.ignored"
+            )
+        source = self._config.source
+        entries = [source] if isinstance(source, str) else source
+        columns: dict[str, list[Any]] = {}
+        for prompt in (*self._train, *self._held_out):
+            columns.setdefault(entries[prompt.source], []).append(prompt.columns)
+        self._score.check(columns)
+
+    def lines(self) -> list[str]:
+        return self._score.lines()
 
     def ask(self, start: int, count: int) -> Asked:
         """See `Task`; every epoch has an order of its own."""
@@ -128,12 +141,6 @@ class OwnPrompts(FilePrompts):
         texts = self._tokenizer.decode_batch(ids, skip_special_tokens=True)
         columns = {name: [item.columns[name] for item in items]
                    for name in items[0].columns}  # fmt: skip
-        if taken := [name for name in _ARGUMENTS if name in columns]:
-            raise DataError(
-                f"{items[0].where}: the column {taken[0]!r} has the name of an "
-                "argument that reward functions get from the run; rename it, or name "
-                "it in task.ignored"
-            )
         columns["completion_ids"] = ids
         columns["max_new_tokens"] = [self._max_new_tokens] * len(items)
         return rewards.Questions(
@@ -181,6 +188,12 @@ class Conversations(OwnPrompts):
         tools = self._environments.tools
         self._replies = Replies(config, read[0], read[1].template, eos_ids, tools)
         self._keep(prompts.load_prompts(config, read, self._environments))
+
+    def check(self) -> None:
+        """See `Task`: environments take any columns."""
+
+    def lines(self) -> list[str]:
+        return []
 
     def play(self, asked: Asked, sample: Sample) -> tuple[Played, Graded]:
         """Complete prompts over several turns; a reward of 1 or more is right."""
@@ -288,7 +301,7 @@ class Questions(Reading):
         read = [] if self._reader is None else self._reader.lines()
         if isinstance(self.task, RecordedRollouts):
             read = self.task.notes.lines()
-        return [*read, *mixing.shares(self._config, "task")]
+        return [*read, *mixing.shares(self._config, "task"), *self.task.lines()]
 
     def end_of_turn(self) -> str | None:
         return None if self._reader is None else self._reader.end_of_turn()

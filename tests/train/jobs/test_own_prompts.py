@@ -136,6 +136,23 @@ def test_several_rewards_are_told_apart():
     assert task.shown(asked, made, 0)[1] == "a a b </s>"  # it has no decoder
 
 
+def test_files_of_other_columns_share_a_run():
+    runs.write("code.jsonl", [{"prompt": str(i), "tests": "x"} for i in range(9)])
+    before = {p.where for p in own_prompts().held_out().items}
+    source = 'task.source=("prompts.jsonl", "code.jsonl")'
+    task = own_prompts(source, 'task.reward=("rewards.py:short", "unit_tests")')
+    task.check()
+    items = [*task.ask(0, task.size).items, *task.held_out().items]
+    columns = {tuple(item.columns.items()) for item in items}
+    assert columns == {
+        (("letter", "a"), ("tests", None)), (("letter", None), ("tests", "x"))
+    }  # fmt: skip
+    # A column that only another file has does not change which prompts are held out.
+    kept = {p.where for p in task.held_out().items if "code" not in p.where}
+    assert kept <= before or before <= kept
+    assert any(line.startswith("unit_tests: ") for line in task.lines())
+
+
 def test_grade_leaves_out_what_fails_and_passes_the_state_on():
     task = own_prompts('task.reward_errors="mask"')
     task.trainer_state = TrainerState(3, 12)
@@ -184,7 +201,10 @@ def test_other_prompts_do_not_resume_a_run():
         ([{"text": "a"}], [], "\"instruction\" or \"prompt\"; got the keys 'text'"),
         ([], [], "task.source: prompts.jsonl holds no prompt"),
         ([{"prompt": "a", "letter": "a"}, {"prompt": "a"}], [],
-         'prompts.jsonl:2: no "letter", which prompts.jsonl:1 has'),
+         'prompts.jsonl:2: no "letter", which prompts.jsonl:1 has; write null where'),
+        ([{"prompt": "a"}], [], "rewards.py:score requires the argument 'letter', whi"),
+        ([{"prompt": "a"}], ["task.held_out=0.0", "task.reward=gsm8k"],
+         "task.reward: gsm8k reads the column 'answer', which has no value in any"),
         ([{"prompt": "a" * 12}], [],
          "prompts.jsonl:1: the prompt has 13 tokens; raise task.max_prompt_tokens"),
         ([{"prompt": "a"}, {"prompt": "b", "completion_ids": 3}], [],
