@@ -1,5 +1,7 @@
 """What `jaxmem.report` lists, and what it says where it lists nothing."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 
@@ -40,3 +42,43 @@ def test_nothing_traced_says_why_and_what_to_do():
     with jaxmem.report() as calls:
         run(*HEAD)
     assert len(calls.calls) == 1
+
+
+def in_thread(call):
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_report_lists_calls_of_other_threads():
+    with jaxmem.report() as calls:
+        in_thread(lambda: jaxmem.logprobs(*HEAD))
+    assert [call.verb for call in calls.calls] == ["logprobs"]
+
+
+def test_reports_of_two_threads_may_close_in_any_order():
+    opened, closed, reports = threading.Event(), threading.Event(), []
+
+    def other():
+        with jaxmem.report() as calls:
+            opened.set()
+            closed.wait(10)
+            jaxmem.entropy(*HEAD[:2])
+        reports.append(calls)
+
+    thread = threading.Thread(target=other)
+    with jaxmem.report() as calls:
+        thread.start()
+        assert opened.wait(10)
+        jaxmem.logprobs(*HEAD)
+    closed.set()
+    thread.join()
+    jaxmem.topk(*HEAD[:2], 1)
+    assert [call.verb for call in calls.calls] == ["logprobs"]
+    assert [call.verb for call in reports[0].calls] == ["logprobs", "entropy"]
+
+
+def test_report_of_nothing_names_threads():
+    with jaxmem.report() as calls:
+        pass
+    assert "in any thread" in str(calls)

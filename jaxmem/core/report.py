@@ -1,8 +1,8 @@
 """`jaxmem.report`: lists which implementation ran each traced call, and why."""
 
 import contextlib
-import contextvars
 import dataclasses
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,8 +50,9 @@ class Call:
 
 # jax.jit does not retrace a function that it has compiled for the same shapes.
 _NOTHING_TRACED = (
-    "no jaxmem call was traced: none was made, or jax.jit had compiled it before this "
-    "block. Open the block around the first call, or call jax.clear_caches() before it"
+    "no jaxmem call was traced in any thread while this block was open: none was made, "
+    "or jax.jit had compiled it before this block. Open the block around the first call, "
+    "or call jax.clear_caches() before it; wait inside of it for threads that call jaxmem"
 )
 
 
@@ -65,17 +66,18 @@ class Report:
         return "\n".join(map(str, self.calls)) or _NOTHING_TRACED
 
 
-_open: contextvars.ContextVar[tuple[Report, ...]] = contextvars.ContextVar(
-    "jaxmem_reports", default=()
-)
+# Of the whole process: trainers trace in threads, which inherit no context.
+_lock = threading.Lock()
+_open: list[Report] = []
 
 
 @contextlib.contextmanager
 def report() -> Iterator[Report]:
     """List each jaxmem call traced inside: shapes, implementation, why, bytes.
 
-    A function that jax.jit has already compiled for the same shapes is not traced
-    again, so its calls are not listed. Open the block around its first call, or call
+    The calls of all threads of the process are listed, while the block is open. A
+    function that jax.jit has already compiled for the same shapes is not traced again,
+    so its calls are not listed. Open the block around its first call, or call
     `jax.clear_caches()` first.
 
     Yields:
@@ -88,14 +90,18 @@ def report() -> Iterator[Report]:
     'xla'
     """
     new = Report()
-    token = _open.set((*_open.get(), new))
+    with _lock:
+        _open.append(new)
     try:
         yield new
     finally:
-        _open.reset(token)
+        with _lock:  # by identity: reports of the same calls are equal
+            _open[:] = [opened for opened in _open if opened is not new]
 
 
 def record(*fields: Any) -> None:
     """Add a `Call` of these fields to every open report."""
-    for opened in _open.get():
-        opened.calls.append(Call(*fields))
+    call = Call(*fields)
+    with _lock:
+        for opened in _open:
+            opened.calls.append(call)
