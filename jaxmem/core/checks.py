@@ -270,7 +270,8 @@ def check_per_token(name: str, value, shape: tuple[int, ...]) -> None:
     if value.shape[: len(shape)] != shape:
         raise ValueError(
             f"{name} must have one entry per token, shape {shape} and maybe further "
-            f"axes, got shape {value.shape}; broadcast it, or let loss_fn close over it"
+            f"axes, got shape {value.shape}; broadcast it, or let loss_fn close over "
+            "it, if all tokens share it"
         )
 
 

@@ -51,8 +51,8 @@ class Call:
 # jax.jit does not retrace a function that it has compiled for the same shapes.
 _NOTHING_TRACED = (
     "no jaxmem call was traced in any thread while this block was open: none was made, "
-    "or jax.jit had compiled it before this block. Open the block around the first call, "
-    "or call jax.clear_caches() before it; wait inside of it for threads that call jaxmem"
+    "or jax.jit had compiled it before this block. Open the block around the first "
+    "call, or call jax.clear_caches() before it; wait in it for other threads' calls"
 )
 
 

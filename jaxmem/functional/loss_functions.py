@@ -43,7 +43,10 @@ def call(loss_fn: Callable, stats, per_token, rows: int):
         entered = bound is not None and frame is not None and frame.tb_next is not None
         if isinstance(error, TypeError) and not entered:
             raise _wrong_arguments(len(per_token), error) from error
-        error.add_note("jaxmem: raised by loss_fn, of a TokenStats and per_token")
+        error.add_note(
+            f"jaxmem: raised by loss_fn, which gets {rows} tokens at a time; an array "
+            "with one entry per token must be an argument of it"
+        )
         raise
     return _checked(result, rows)
 

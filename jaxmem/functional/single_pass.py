@@ -54,12 +54,12 @@ def token_loss(
 
     Args:
         loss_fn: `(TokenStats, *per_token)` of C tokens to their losses, a float array
-            [C], or to `(losses, {name: [C]})`. C is the chunk for "xla", and the number
-            of tokens stored at once for "hopper". Each token's loss and metrics may
-            depend on its own row only. Traced once per function object. It may close
-            over arrays, except those being differentiated, and except those of a mesh
-            with explicit axes that it uses in control flow or custom derivatives: pass
-            these as arguments of a `jax.tree_util.Partial`.
+            [C], or to `(losses, {name: [C]})`. The C tokens, a chunk for "xla", are any
+            of the active ones: each token's loss and metrics must depend on its own
+            values only, neither on other tokens nor on C. It is traced twice, for C
+            tokens and for another number. It may close over arrays without an axis of
+            tokens; those of a mesh with explicit axes that it uses in control flow or
+            custom derivatives must be arguments of a `jax.tree_util.Partial`.
         per_token: further arguments of loss_fn, [...] or [..., K] each, of any real
             dtype: advantages, old log-probabilities. Floats are differentiable.
         normalizer: scalar divisor of the sum, where 0 counts as 1; None: the number of
@@ -87,8 +87,10 @@ def token_loss(
 
     Raises:
         TypeError: as `logprobs`; or loss_fn is no function or returns something else.
-        ValueError: as `logprobs`; or a per-token argument has another shape.
-        NotImplementedError: as `logprobs`; or loss_fn closes over what it must not.
+        ValueError: as `logprobs`; or a per-token argument has another shape; or loss_fn
+            closes over a per-token array, or combines tokens.
+        NotImplementedError: as `logprobs`; or loss_fn closes over an array that is
+            differentiated, or whose axes are explicit.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def reinforce(stats, advantage):

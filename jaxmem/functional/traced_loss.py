@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from jaxmem.core import explicit_axes, vocab_shards
 from jaxmem.core.row_stats import Cotangents, TokenStats
 from jaxmem.core.spec import Spec
-from jaxmem.functional import loss_functions
+from jaxmem.functional import jaxprs, loss_functions, token_independence
 
 
 class Operands(NamedTuple):
@@ -72,12 +72,16 @@ def trace(
 ) -> tuple[Loss, Operands]:
     """The traced loss for `n_rows` rows at a time, and its operands."""
 
-    def checked(stats, *per_token):
-        result = loss_functions.call(loss_fn, stats, per_token, n_rows)
-        return jax.tree.map(lambda x: x.astype(spec.stats_dtype), result)
+    def traced(n):
+        def checked(stats, *rows):
+            result = loss_functions.call(loss_fn, stats, rows, n)
+            return jax.tree.map(lambda x: x.astype(spec.stats_dtype), result)
 
-    stats, rows = _stats_like(spec, n_rows), _examples(spec, n_rows, per_token)
-    jaxpr, shapes = _jaxpr_of(checked, stats, *rows)
+        stats, rows = _stats_like(spec, n), _examples(spec, n, per_token)
+        return _jaxpr_of(checked, stats, *rows)
+
+    jaxpr, shapes = traced(n_rows)
+    token_independence.check(lambda n: traced(n)[0], jaxpr, n_rows)
     operands = Operands(per_token, tuple(map(explicit_axes.automatic, jaxpr.consts)))
     loss = Loss(n_rows, jaxpr.jaxpr, jax.tree.structure(shapes), _key(loss_fn, jaxpr))
     loss.fields, loss.closed = _dependence(loss, spec, operands)
@@ -97,7 +101,7 @@ def _jaxpr_of(loss_fn, *examples):
     try:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             jaxpr, shapes = make(*examples)
-            inner = list(_inner_consts(jaxpr.jaxpr))
+            inner = list(jaxprs.inner_consts(jaxpr.jaxpr))
             if inner or any(map(explicit_axes.mesh_of, jaxpr.consts)):
                 with jax.disable_jit():
                     jaxpr, shapes = make(*examples)
@@ -114,9 +118,7 @@ def _check_calls(jaxpr):
     for equation in jaxpr.eqns:
         values = (*equation.invars, *equation.outvars)
         types = (x.aval.sharding.mesh for x in values)
-        if any(map(explicit_axes.explicit_axes, types)) and any(
-            map(_is_jaxpr, jax.tree.leaves(equation.params, is_leaf=_is_jaxpr))
-        ):
+        if any(map(explicit_axes.explicit_axes, types)) and any(jaxprs.inner(equation)):
             raise _closes_over_types()
 
 
@@ -245,7 +247,7 @@ def _dependence(loss, spec, operands):
 
 def _key(loss_fn, jaxpr):
     """What identifies a loss; a new object if jit's cache cannot hold or hash it."""
-    inner = list(_inner_consts(jaxpr.jaxpr))
+    inner = list(jaxprs.inner_consts(jaxpr.jaxpr))
     if any(isinstance(x, Tracer) for x in (*jaxpr.consts, *inner)):
         return object()
     try:
@@ -254,19 +256,6 @@ def _key(loss_fn, jaxpr):
         return object()
     # The text of the jaxpr omits their values, and the jaxpr keeps them alive.
     return loss_fn, str(jaxpr), tuple(map(id, inner))
-
-
-def _inner_consts(jaxpr):
-    """Constants of functions within the jaxpr, such as a `jax.jit` in the loss."""
-    for equation in jaxpr.eqns:
-        for x in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
-            if _is_jaxpr(x):
-                yield from getattr(x, "consts", ())
-                yield from _inner_consts(getattr(x, "jaxpr", x))
-
-
-def _is_jaxpr(x):
-    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
 
 
 def _floats(arrays) -> tuple:

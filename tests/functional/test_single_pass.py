@@ -247,7 +247,7 @@ def test_any_leading_shape_and_trailing_axes(problem):
     weights = np.random.default_rng(0).random((N, 3), np.float32)
 
     def loss_fn(stats, weights):
-        assert weights.shape == (CHUNK, 3)
+        assert weights.shape == (*stats.logprob.shape, 3)
         return weights.sum(1) * stats.logprob, {"first": weights[:, 0]}
 
     def run(h, y, weights):
@@ -518,14 +518,14 @@ def test_closing_over_what_is_stopped_is_fine(problem):
 
 def test_a_method_whose_object_changed_is_traced_again(problem):
     class Scaled:
-        scale, table = 1.0, np.ones(CHUNK, np.float32)
+        scale, table = 1.0, np.ones(1, np.float32)
 
         def loss(self, stats):
             return -self.scale * stats.logprob * self.table
 
     made, losses = Scaled(), []
     for scale, entry in ((1.0, 1.0), (2.0, 1.0), (2.0, 2.0)):
-        made.scale, made.table = scale, np.full(CHUNK, entry, np.float32)
+        made.scale, made.table = scale, np.full(1, entry, np.float32)
         losses.append(float(total(*problem, loss_fn=made.loss)[0]))
     np.testing.assert_allclose(losses, np.multiply(losses[0], [1, 2, 4]), rtol=1e-6)
 
@@ -599,10 +599,12 @@ PAIR = "chunk, or a pair of it and a dict of metrics, got "
      "token of its chunk, got float32 of shape ()"),
     ([nll, 2.0], {}, ValueError,
      "per_token[0] must have one entry per token, shape (3,) and maybe further "
-     "axes, got shape (); broadcast it, or let loss_fn close over it"),
+     "axes, got shape (); broadcast it, or let loss_fn close over it, if "
+     "all tokens share it"),
     ([nll, np.ones(3), np.ones((4, 3))], {}, ValueError,
      "per_token[1] must have one entry per token, shape (3,) and maybe further "
-     "axes, got shape (4, 3); broadcast it, or let loss_fn close over it"),
+     "axes, got shape (4, 3); broadcast it, or let loss_fn close over it, if "
+     "all tokens share it"),
     ([nll, np.ones(3) * 1j], {}, TypeError,
      "per_token[0] must hold real numbers, got complex64"),
     ([nll, None], {}, TypeError,
