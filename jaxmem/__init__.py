@@ -1,5 +1,7 @@
 """Language-model heads, training and RL post-training in JAX that fit in memory."""
 
+import typing
+
 from jaxmem import (
     _imports,
     losses as losses,
@@ -34,10 +36,25 @@ from jaxmem.functional import (
 )
 from jaxmem.losses.mismatch import mismatch_report as mismatch_report
 
-# Those not imported above are imported at their first use: some need an extra.
-__getattr__, __dir__ = _imports.lazy(
-    __name__,
-    "checkpoints", "data", "devices", "heads", "integrations", "losses", "models",
-    "offload", "packing", "planning", "remat", "score", "sharding", "train",
-    plan="planning",
-)  # fmt: skip
+if typing.TYPE_CHECKING:
+    from jaxmem import (
+        checkpoints as checkpoints,
+        data as data,
+        devices as devices,
+        heads as heads,
+        integrations as integrations,
+        models as models,
+        offload as offload,
+        planning as planning,
+        remat as remat,
+        score as score,
+        train as train,
+    )
+    from jaxmem.planning import plan as plan
+else:  # at their first use: some need an extra
+    __getattr__, __dir__ = _imports.lazy(
+        __name__,
+        "checkpoints", "data", "devices", "heads", "integrations", "losses", "models",
+        "offload", "packing", "planning", "remat", "score", "sharding", "train",
+        plan="planning",
+    )  # fmt: skip

@@ -14,7 +14,9 @@ def lazy(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """A package's `__getattr__` and `__dir__`: submodules load at their first use.
 
-    `names` are submodules, and `functions` say in which of them each is.
+    `names` are submodules, and `functions` say in which of them each is. A package
+    defines both in the `else` of an `if typing.TYPE_CHECKING` that imports the same
+    names: a type checker that saw a `__getattr__` would take any name for an `Any`.
     """
 
     def getattr_(name: str) -> Any:

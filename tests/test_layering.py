@@ -103,9 +103,21 @@ def _nodes(path):
 
 @functools.cache
 def _imports(path):
-    """(dotted name, place) of each import, anywhere in the file."""
+    """(dotted name, place) of each import, anywhere in the file.
+
+    What a package names for type checkers is not imported when it runs.
+    """
     found = []
+    checkers = {
+        child
+        for node in _nodes(path)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for child in node.body
+        if path.name == "__init__.py"
+    }
     for node in _nodes(path):
+        if node in checkers:
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -1,5 +1,6 @@
 """What a type checker reports of a user's script, and what an editor completes."""
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmem
-from jaxmem import remat
+from jaxmem import generate, remat
 
 h, W, y = jnp.ones((2, 8)), jnp.ones((4, 8)), jnp.array([0, 3])
 mesh = jax.make_mesh((1, 1), ("data", "tensor"))
@@ -32,6 +33,26 @@ sharded(h, W, y, softcap=30.0)  # mistake
 
 remat.name(h, "mlp_up").astype(jnp.bfloat16)
 remat.name(h, "mlp_up").no_such_method()  # mistake
+
+jaxmem.log_probs(h, W, y)  # mistake
+jaxmem.logprobs(h, W, y, implementation="cuda")  # mistake
+jaxmem.remat.presets  # mistake
+jaxmem.remat.preset("save_block")
+jaxmem.plan
+jaxmem.integrations.status()
+jaxmem.integrations.tunix.applied()
+jaxmem.integrations.tunix.aply(chunck=3)  # mistake
+jaxmem.integrations.tunix.apply(chunck=3)  # mistake
+jaxmem.integrations.tunics  # mistake
+jaxmem.heads.nnx.LMHead
+jaxmem.heads.linnen  # mistake
+print(jaxmem.models.config, jaxmem.data.tasks, jaxmem.train.jobs, jaxmem.score.score)
+jaxmem.models.confg  # mistake
+jaxmem.data.taks  # mistake
+jaxmem.train.job  # mistake
+jaxmem.score.sccore  # mistake
+generate.Generator
+generate.Generater  # mistake
 """
 
 
@@ -52,6 +73,41 @@ def test_pyright_reports_exactly_the_mistakes(tmp_path):
     lines = SCRIPT.split("\n")
     mistakes = [i for i, line in enumerate(lines) if line.endswith("# mistake")]
     assert sorted(reported) == mistakes, reported
+
+
+def names_of_checkers(block):
+    """Names that the imports of a block define, and no others."""
+    assert all(isinstance(node, ast.ImportFrom) for node in block)
+    return sorted(alias.asname or alias.name for node in block for alias in node.names)
+
+
+def lazy_names(block):
+    """Names that a package's `_imports.lazy` serves."""
+    (assignment,) = block
+    call = assignment.value
+    names = [argument.value for argument in call.args[1:]]
+    return [*names, *(keyword.arg for keyword in call.keywords)]
+
+
+LAZY = [
+    path
+    for path in sorted((ROOT / "jaxmem").rglob("__init__.py"))
+    if "_imports.lazy(" in path.read_text("utf-8")
+]
+
+
+@pytest.mark.parametrize("path", LAZY, ids=lambda path: path.parent.name)
+def test_a_type_checker_knows_each_lazy_name(path):
+    """It must see no `__getattr__`, by which each unknown name would be `Any`."""
+    body = ast.parse(path.read_text("utf-8")).body
+    (branch,) = (node for node in body if isinstance(node, ast.If))
+    assert ast.unparse(branch.test) == "typing.TYPE_CHECKING"
+    eager = [node for node in body if isinstance(node, ast.ImportFrom)]
+    known = {alias.name for node in eager for alias in node.names}
+    lazy = set(lazy_names(branch.orelse)) - known
+    assert names_of_checkers(branch.body) == sorted(lazy)
+    module = importlib.import_module(".".join(path.relative_to(ROOT).parent.parts))
+    assert lazy <= set(dir(module)) and "TYPE_CHECKING" not in dir(module)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from jaxmem.core.gradients import Gradient
 Layout = Literal["vd", "dv"]
 Chunk = int | None | Literal["auto"]
 AxisName = str | tuple[str, ...]
-Implementation = str  # one of `backends.choose.names()`
+Implementation = Literal["xla", "hopper"]  # `backends.choose.names()`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Completes prompts with a saved model: `jaxmem generate`."""
 
-from typing import TYPE_CHECKING
+import typing
 
 from jaxmem import _imports
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from jaxmem.generate.batch import generate_file as generate_file
     from jaxmem.generate.completions import (
         Completion as Completion,
@@ -12,14 +12,13 @@ if TYPE_CHECKING:
     )
     from jaxmem.generate.config import GenerateConfig as GenerateConfig
     from jaxmem.generate.model import Model as Model, load as load
-
-# At first use: the command line imports this package to parse its arguments.
-__getattr__, __dir__ = _imports.lazy(
-    __name__,
-    generate_file="batch",
-    Completion="completions",
-    Generator="completions",
-    GenerateConfig="config",
-    Model="model",
-    load="model",
-)
+else:  # at first use: the command line imports this package for its arguments
+    __getattr__, __dir__ = _imports.lazy(
+        __name__,
+        generate_file="batch",
+        Completion="completions",
+        Generator="completions",
+        GenerateConfig="config",
+        Model="model",
+        load="model",
+    )

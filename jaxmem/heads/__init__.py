@@ -3,8 +3,16 @@
 Nothing is imported here, so that each needs only the Flax that it is written for.
 """
 
+import typing
+
 from jaxmem import _imports
 
 _imports.require(__name__, "flax", "flax")
 
-__getattr__, __dir__ = _imports.lazy(__name__, "linen", "nnx")
+if typing.TYPE_CHECKING:
+    from jaxmem.heads import (
+        linen as linen,
+        nnx as nnx,
+    )
+else:
+    __getattr__, __dir__ = _imports.lazy(__name__, "linen", "nnx")

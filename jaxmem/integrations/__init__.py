@@ -14,8 +14,19 @@ another module is not changed, and a warning lists it.
     print(*integrations.status())     # calls that were served, and why others were not
 """
 
+import typing
+
 from jaxmem import _imports
 
-__getattr__, __dir__ = _imports.lazy(
-    __name__, "easydel", "maxtext", "skyrl", "tunix", status="_replace"
-)
+if typing.TYPE_CHECKING:
+    from jaxmem.integrations import (
+        easydel as easydel,
+        maxtext as maxtext,
+        skyrl as skyrl,
+        tunix as tunix,
+    )
+    from jaxmem.integrations._replace import status as status
+else:
+    __getattr__, __dir__ = _imports.lazy(
+        __name__, "easydel", "maxtext", "skyrl", "tunix", status="_replace"
+    )

@@ -1,9 +1,17 @@
 """Training jobs: supervised fine-tuning and GRPO, configured by gin files."""
 
+import typing
+
 from jaxmem import _imports
 
 _imports.require(
     __name__, "train", "gin", "grain", "optax", "orbax", "rich", "tokenizers"
 )
 
-__getattr__, __dir__ = _imports.lazy(__name__, "config", "jobs")
+if typing.TYPE_CHECKING:
+    from jaxmem.train import (
+        config as config,
+        jobs as jobs,
+    )
+else:
+    __getattr__, __dir__ = _imports.lazy(__name__, "config", "jobs")
