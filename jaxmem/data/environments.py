@@ -1,35 +1,42 @@
 """Environments: what answers a model between the turns of a conversation.
 
-    reset(record) -> prompt;   step(said) -> (reply, reward, done)
+    reset(record) -> prompt;   step(said) -> (reply, reward, done);   close()
 
-An environment is a class; one object of it is made for every conversation. The prompt
-is a string or a list of messages, and a reply is of the same kind. If the class has
-`tools`, schemas of functions, the chat template gets them. `said` is all that
-was said, the model's completion last: messages, or strings in turn. Objects are called
-in threads, all conversations of a turn at once.
+An environment is a class; one object of it is made for every conversation, and closed
+at its end if it has `close`. The prompt is a string or a list of messages, and a reply
+is of the same kind. If the class has `tools`, schemas of functions, the chat template
+gets them. `said` is all that was said, the model's completion last: messages, or
+strings in turn. Objects are called in threads, and may be async; the values of
+Gymnasium's methods are read, too: `reset` may return (prompt, info), and `step`
+(reply, reward, terminated, truncated, info).
 """
 
+import contextlib
 import dataclasses
 import functools
+import inspect
+import math
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxmem.base import messages
-from jaxmem.data import guests, rewards
+from jaxmem.data import event_loop, guests, rewards
 from jaxmem.data.calculator import Calculator
 from jaxmem.data.rewards import RewardError
 
 SHIPPED: dict[str, Callable[..., Any]] = {"calculator": Calculator}
+WORKERS = 64
 
 
 class Turn(NamedTuple):
-    """What an environment answered."""
+    """An environment's answer."""
 
     reply: Any  # a string or messages, as the prompt
-    reward: float
+    reward: float  # NaN: the conversation has none
     done: bool
 
 
@@ -38,14 +45,35 @@ class Conversation:
     """An environment's object, and what was said."""
 
     where: str  # place of its record in the data, for errors
-    environment: Any
-    prompt: Any  # that `reset` returned
-    said: list[Any]  # messages, or strings in turn
+    environment: Any = None  # None: not made yet, or closed
+    prompt: Any = None  # that `reset` returned; None: it failed
+    said: list[Any] = dataclasses.field(default_factory=list)  # messages, or strings
+    _is_closed: bool = False
+    _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def has_messages(self) -> bool:
-        """Whether the prompt is a list of messages."""
+        """True if the prompt is a list of messages."""
         return not isinstance(self.prompt, str)
+
+    def release(self) -> Any:
+        """Take the object away, to be closed; None where there is none any more."""
+        with self._lock:
+            self._is_closed = True
+            environment, self.environment = self.environment, None
+        return environment
+
+    def receive(self, environment: Any) -> bool:
+        """Get the object; False if the conversation ended before it was made."""
+        with self._lock:
+            if not self._is_closed:
+                self.environment = environment
+            return not self._is_closed
+
+    def begin(self, prompt: Any) -> None:
+        """Start with a prompt."""
+        self.prompt = prompt
+        self.said = [prompt] if isinstance(prompt, str) else list(prompt)
 
     def complete(self, text: str) -> None:
         """Add what the model said."""
@@ -58,13 +86,15 @@ class Conversation:
 
 
 class Environments:
-    """Makes environments and calls them.
+    """Makes environments, calls and closes them.
 
     Args:
         name: of a shipped class, or "file.py:Class", or "package.module:Class".
-        timeout: maximum seconds of the calls of a turn together, or None.
-        on_error: "raise"; or "end": a conversation whose environment fails ends with
-            the rewards that it has.
+        timeout: maximum seconds of each call, or None.
+        on_error: "raise"; or a conversation whose environment fails ends: "end", with
+            the rewards that it has; "mask", with the reward NaN, so that nothing is
+            learned from it.
+        workers: maximum number of calls at a time.
 
     Attributes:
         name: as it was passed.
@@ -78,10 +108,12 @@ class Environments:
         self,
         name: str,
         timeout: float | None = None,
-        on_error: Literal["raise", "end"] = "raise",
+        on_error: Literal["raise", "end", "mask"] = "raise",
+        workers: int = WORKERS,
     ):
         self.name, self._timeout, self._on_error = name, timeout, on_error
-        self._ended = Counter[type]()  # conversations, by what was raised
+        self._workers = workers
+        self._failures = Counter[tuple[str, type]]()  # by consequence and exception
         self._class = rewards.load(name, "task.environment", SHIPPED)
         for method in ("reset", "step"):
             if not callable(getattr(self._class, method, None)):
@@ -94,30 +126,86 @@ class Environments:
                 f"{messages.short(self.tools)}"
             )
 
-    def open(
+    def prompts(
         self, records: Sequence[dict[str, Any]], where: Sequence[str]
-    ) -> list[Conversation]:
-        """Make one environment a record, and reset it.
+    ) -> list[Any]:
+        """The prompts of records; at most `workers` environments are open at a time.
 
         Raises:
             RewardError: an environment fails, or its prompt is none.
         """
+        prompts = []
+        for start in range(0, len(records), self._workers):
+            part = slice(start, start + self._workers)
+            with self._opened(records[part], where[part]) as outcomes:
+                for _, failure in outcomes:
+                    if failure is not None:
+                        raise failure from failure.__cause__
+                prompts += [conversation.prompt for conversation, _ in outcomes]
+        return prompts
 
-        def begin(record: dict[str, Any]) -> tuple[Any, Any]:
+    @contextlib.contextmanager
+    def opened(
+        self, records: Sequence[dict[str, Any]], where: Sequence[str]
+    ) -> Iterator[list[Conversation]]:
+        """Make an environment for each record and reset it; close all at the end.
+
+        Where `on_error` is "mask", a conversation whose environment fails here has the
+        prompt None, and its next turn is the last.
+
+        Raises:
+            RewardError: an environment fails, or its prompt is none.
+        """
+        with self._opened(records, where) as outcomes:
+            for _, failure in outcomes:
+                if failure is not None:
+                    if self._on_error != "mask":
+                        raise failure from failure.__cause__
+                    self.fail(failure, failure.__cause__)
+            yield [conversation for conversation, _ in outcomes]
+
+    @contextlib.contextmanager
+    def _opened(
+        self, records: Sequence[dict[str, Any]], where: Sequence[str]
+    ) -> Iterator[list[tuple[Conversation, RewardError | None]]]:
+        """Conversations, and the failures of their beginnings."""
+        conversations = [Conversation(place) for place in where]
+
+        def begin(conversation: Conversation, record: dict[str, Any]) -> Any:
             environment = self._class()
-            return environment, environment.reset(dict(record))
+            if not conversation.receive(environment):  # it took too long
+                return self._close(environment)
+            return self._awaited(environment.reset(dict(record)))
 
-        outcomes = self._together([functools.partial(begin, r) for r in records])
-        conversations = []
-        for place, (value, error) in zip(where, outcomes, strict=True):
-            if error is not None:
-                raise self._failure(place, "reset", error) from error
-            environment, prompt = value
-            if (problem := self._problem(prompt)) is not None:
-                raise self._failure(place, "reset", problem)
-            said = [prompt] if isinstance(prompt, str) else list(prompt)
-            conversations.append(Conversation(place, environment, prompt, said))
-        return conversations
+        try:
+            outcomes = self._together(
+                [
+                    functools.partial(begin, *each)
+                    for each in zip(conversations, records, strict=True)
+                ]
+            )
+            failures = [
+                self._begun(conversation, *outcome)
+                for conversation, outcome in zip(conversations, outcomes, strict=True)
+            ]
+            yield list(zip(conversations, failures, strict=True))
+        finally:
+            self.close(conversations)
+
+    def _begun(
+        self, conversation: Conversation, returned: Any, error: BaseException | None
+    ) -> RewardError | None:
+        """Start with what `reset` returned; the failure, if it is one."""
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        if is_pair and isinstance(returned[1], dict):  # as Gymnasium has it
+            returned = returned[0]
+        error = error or self._problem(returned)
+        if error is None:
+            conversation.begin(returned)
+            return None
+        failure = self._failure(conversation.where, "reset", error)
+        failure.__cause__ = error
+        return failure
 
     def _problem(self, prompt: Any) -> "_Nonsense | None":
         """Why this is no prompt."""
@@ -135,35 +223,78 @@ class Environments:
         Raises:
             RewardError: an environment fails, and `on_error` is "raise".
         """
-        calls = [
-            functools.partial(c.environment.step, list(c.said)) for c in conversations
+        begun = [c for c in conversations if c.prompt is not None]
+        calls = [functools.partial(self._step, c) for c in begun]
+        answers = iter(self._together(calls))
+        return [
+            _nothing(c, math.nan) if c.prompt is None else self._turn(c, *next(answers))
+            for c in conversations
         ]
-        turns = []
-        for c, (answer, error) in zip(
-            conversations, self._together(calls), strict=True
-        ):
-            turn = answer if error else _turn(answer, c)
-            if isinstance(turn, Turn):
-                turns.append(turn)
-                continue
-            self.fail(self._failure(c.where, "step", error or turn), error or turn)
-            turns.append(Turn([] if c.has_messages else "", 0.0, True))
-        return turns
 
-    def fail(self, failure: RewardError, cause: BaseException | None = None) -> None:
-        """Raise a failure, or, where failures end conversations, count it.
+    def _turn(
+        self, conversation: Conversation, answer: Any, error: BaseException | None
+    ) -> Turn:
+        turn = error or _turn(answer, conversation)
+        if isinstance(turn, Turn):
+            return turn
+        failure = self._failure(conversation.where, "step", turn)
+        return _nothing(conversation, self.fail(failure, turn))
+
+    def fail(
+        self,
+        failure: RewardError,
+        cause: BaseException | None = None,
+        reward: float = 0.0,
+    ) -> float:
+        """Count a failure that ends a conversation.
 
         Of each type of exception the first, the tenth, the hundredth, ... is a warning.
+
+        Returns:
+            The reward of the last turn: the argument, or NaN.
+
+        Raises:
+            RewardError: the failure, where `on_error` is "raise".
         """
         if self._on_error == "raise":
             raise failure from cause
-        kind = type(failure if cause is None else cause)
-        self._ended[kind] += 1
-        if (count := str(self._ended[kind])).rstrip("0") == "1":
+        masks = self._on_error == "mask"
+        self._count("left out after" if masks else "ended by", failure, cause)
+        return math.nan if masks else reward
+
+    def _count(
+        self, outcome: str, failure: RewardError, cause: BaseException | None
+    ) -> None:
+        kind = outcome, type(failure if cause is None else cause)
+        self._failures[kind] += 1
+        if (count := str(self._failures[kind])).rstrip("0") == "1":
             warnings.warn(
-                f"{failure}; conversations ended by such failures so far: {count}",
+                f"{failure}; conversations {outcome} such failures so far: {count}",
                 stacklevel=1,
             )
+
+    def close(self, conversations: Sequence[Conversation]) -> None:
+        """Close the environments that are open; a failure of that is a warning."""
+        released = [(c, c.release()) for c in conversations]
+        opened = [(c, made) for c, made in released if made is not None]
+        calls = [functools.partial(self._close, made) for _, made in opened]
+        for (c, _), (_, error) in zip(opened, self._together(calls), strict=True):
+            if error is not None:
+                failure = self._failure(c.where, "close", error)
+                self._count("that may stay open by", failure, error)
+
+    def _close(self, environment: Any) -> None:
+        if callable(close := getattr(environment, "close", None)):
+            self._awaited(close())
+
+    def _step(self, conversation: Conversation) -> Any:
+        return self._awaited(conversation.environment.step(list(conversation.said)))
+
+    def _awaited(self, returned: Any) -> Any:
+        """The value that a method returned, or that of its coroutine."""
+        if inspect.iscoroutine(returned):
+            return event_loop.of_process().run(returned, self._timeout)
+        return returned
 
     def _together(
         self, calls: Sequence[Callable[[], Any]]
@@ -171,7 +302,7 @@ class Environments:
         late = _Nonsense(f"took longer than task.timeout={self._timeout or 0:g} s")
         return [
             (value, late if isinstance(error, guests.Late) else error)
-            for value, error in guests.together(calls, self._timeout)
+            for value, error in guests.together(calls, self._timeout, self._workers)
         ]
 
     def _failure(self, where: str, method: str, error: BaseException) -> RewardError:
@@ -186,13 +317,18 @@ class _Nonsense(ValueError):
     """An answer that is none; the message goes on after the method's name."""
 
 
+def _nothing(conversation: Conversation, reward: float) -> Turn:
+    """An answer without a reply, which ends the conversation."""
+    return Turn([] if conversation.has_messages else "", reward, True)
+
+
 def _turn(answer: Any, conversation: Conversation) -> Turn | _Nonsense:
-    """What `step` returned, if it can be used."""
-    if not isinstance(answer, tuple) or len(answer) != 3:
+    """The values that `step` returned, if they can be used."""
+    if not isinstance(answer, tuple) or len(answer) not in (3, 5):
         return _Nonsense(
             f"returned {messages.short(answer)}, not a tuple (reply, reward, done)"
         )
-    reply, reward, done = answer
+    reply, reward, *ends = answer[:4]  # the fifth one is Gymnasium's info
     kind = "messages" if conversation.has_messages else "a string"
     if not _is_said(reply, not conversation.has_messages):
         return _Nonsense(
@@ -202,18 +338,21 @@ def _turn(answer: Any, conversation: Conversation) -> Turn | _Nonsense:
         value = rewards.checked(reward)
     except ValueError as error:
         return _Nonsense(f"gave the reward {error}")
-    try:
-        ends = bool(done)
-    except Exception:  # such as of an array
-        said = messages.must_be("done", "True or False", done)
-        return _Nonsense(f"returned a tuple whose {said}")
-    if not (reply or ends):
+    names = ("done",) if len(ends) == 1 else ("terminated", "truncated")
+    done = False
+    for name, end in zip(names, ends, strict=True):
+        try:
+            done |= bool(end)
+        except Exception:  # such as of an array
+            said = messages.must_be(name, "True or False", end)
+            return _Nonsense(f"returned a tuple whose {said}")
+    if not (reply or done):
         return _Nonsense("replied nothing, and the conversation goes on")
-    return Turn(reply, value, ends)
+    return Turn(reply, value, done)
 
 
 def _is_said(value: Any, as_text: bool) -> bool:
-    """Whether it is a string, or a list of messages with a role and content."""
+    """True if it is a string, or a list of messages with a role and content."""
     if as_text:
         return isinstance(value, str)
     return isinstance(value, list) and all(

@@ -1,7 +1,10 @@
 """Calls of a user's functions, which must leave the process as they found it."""
 
 import contextlib
+import itertools
+import math
 import os
+import queue
 import signal
 import sys
 import threading
@@ -60,26 +63,41 @@ class Late(Exception):
 
 
 def together(
-    calls: Sequence[Callable[[], Any]], seconds: float | None
+    calls: Sequence[Callable[[], Any]], seconds: float | None, workers: int = 1
 ) -> list[tuple[Any, BaseException | None]]:
-    """Call all in threads that may be abandoned: what each returns, and raises.
+    """Call all, each in a thread of its own: the value of each, and its error.
 
-    It raises `Late` where it takes longer than the seconds that all have together.
+    Args:
+        calls: functions without arguments.
+        seconds: maximum seconds of each call, or None. The error of a call that takes
+            longer is `Late`; its thread is abandoned, and another call starts.
+        workers: maximum number of calls at a time, without those that are late.
     """
     outcomes: list[tuple[Any, BaseException | None]] = [(None, Late())] * len(calls)
+    ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]]
+    ended = queue.SimpleQueue()
 
     def run(i: int) -> None:
         try:
-            outcomes[i] = calls[i](), None
+            ended.put((i, calls[i](), None))
         except BaseException as error:
-            outcomes[i] = None, error
+            ended.put((i, None, error))
 
-    threads = [
-        threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))
-    ]
-    for thread in threads:
-        thread.start()
-    end = None if seconds is None else time.monotonic() + seconds
-    for thread in threads:
-        thread.join(None if end is None else max(end - time.monotonic(), 0.0))
-    return list(outcomes)  # which a late thread cannot change any more
+    waiting = iter(range(len(calls)))
+    deadlines: dict[int, float] = {}  # of calls that run; in the order of their starts
+    while True:
+        for i in itertools.islice(waiting, workers - len(deadlines)):
+            limit = math.inf if seconds is None else seconds
+            deadlines[i] = time.monotonic() + limit
+            threading.Thread(target=run, args=(i,), daemon=True).start()
+        if not deadlines:
+            return outcomes
+        first, deadline = next(iter(deadlines.items()))
+        rest = None if seconds is None else max(deadline - time.monotonic(), 0.0)
+        try:
+            i, value, error = ended.get(timeout=rest)
+        except queue.Empty:
+            del deadlines[first]
+            continue
+        if deadlines.pop(i, None) is not None:  # else it was late
+            outcomes[i] = value, error

@@ -1,5 +1,6 @@
 """Prompts of reinforcement learning: strings or conversations, as token ids."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -56,15 +57,12 @@ def load_prompts(
         tools = {"tools": environments.tools} if environments.tools else {}
         where = [record.where for record in records]
 
-        def opened() -> list[Any]:
-            return [made.prompt for made in environments.open(columns, where)]
-
         # One process calls the environments, and all get the prompts.
+        reset = functools.partial(environments.prompts, columns, where)
+        made = processes.by_first(reset, RewardError)
         records = [
             record._replace(fields={"prompt": prompt} | tools)
-            for record, prompt in zip(
-                records, processes.by_first(opened, RewardError), strict=True
-            )
+            for record, prompt in zip(records, made, strict=True)
         ]
     with read[1].whole_pass():
         prompts = [

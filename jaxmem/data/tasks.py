@@ -28,6 +28,7 @@ _RANGES = {
     "max_prompt_tokens": integers(1, limit=2**24),
     "max_turns": integers(1, limit=2**10),
     "max_reply_tokens": integers(1, limit=2**20),
+    "workers": integers(1, limit=2**12),
 }
 # Fields that say how reward functions are called.
 _OF_FUNCTIONS = "reward", "reward_weights", "reward_errors", "unrewarded"
@@ -46,7 +47,7 @@ class TaskConfig:
     # a tuple of several
     reward: str | tuple[str, ...] = "exact"
     reward_weights: tuple[float, ...] | None = None  # one a reward; None: 1 each
-    timeout: float | None = None  # most seconds of a call of a reward function
+    timeout: float | None = None  # most seconds of a reward's or environment's call
     # what a reward function that raises or takes too long ends: the run (raise); or
     # nothing, and its completions are left out of their groups and the loss (mask)
     reward_errors: Literal["raise", "mask"] = "raise"
@@ -61,9 +62,11 @@ class TaskConfig:
     environment: str | None = None
     max_turns: int = 4  # most completions of a conversation with an environment
     max_reply_tokens: int = 64  # most that an environment's reply may have
-    # what a failure of an environment's step ends: the run (raise), or its conversation
-    # with the rewards that it has (end)
-    environment_errors: Literal["raise", "end"] = "raise"
+    # what a failure of an environment ends: the run (raise), or its conversation, with
+    # the rewards that it has (end), or left out of its group and the loss (mask)
+    environment_errors: Literal["raise", "end", "mask"] = "raise"
+    # most calls of environments at a time; and, while the data are read, environments
+    workers: int = 64
     # one an entry of `source`: shares of the prompts, each source again and again in
     # orders of its own; None: an epoch has every prompt once
     weights: tuple[float, ...] | None = None
@@ -128,11 +131,11 @@ class TaskConfig:
             )
 
     def _check_environment(self) -> None:
-        kinds = ("raise", "end")
+        kinds = ("raise", "end", "mask")
         good = self.environment_errors in kinds
         check_field(self, "environment_errors", good, f"one of {kinds}")
         if self.environment is None:
-            unread = "max_turns", "max_reply_tokens", "environment_errors"
+            unread = "max_turns", "max_reply_tokens", "environment_errors", "workers"
             return self._check_unset(unread, "without an environment")
         wanted = "None for task.source='arithmetic', which has no records"
         check_field(self, "environment", not self.is_arithmetic, wanted)

@@ -126,7 +126,8 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            numbers |= {f"{name}/{k}": v for k, v in value.items()}
+            known = {k: v for k, v in value.items() if v is not None}
+            numbers |= {f"{name}/{k}": v for k, v in known.items()}
         elif not (value is None or isinstance(value, str) or name == "step"):
             numbers[name] = value
     return numbers

@@ -50,6 +50,8 @@ class PolicyMetrics(NamedTuple):
     """
 
     step: int  # rollouts done, this one included
+    # Rewards, lengths, `truncated` and `turns` are of all that was sampled in the step,
+    # and rewards of the samples that have one.
     reward: float  # mean over the samples
     accuracy: float  # share of samples whose (first) reward is 1 or more
     degenerate: float  # share of groups whose rewards are all equal
@@ -63,7 +65,7 @@ class PolicyMetrics(NamedTuple):
     response_length: float  # tokens sampled, mean over the samples
     mismatch_mean: float | None  # |trainer's - sampler's log-probability|, nats
     mismatch_max: float | None  # the largest of these differences, nats
-    tokens: int  # of prompts and responses, in the rollout
+    tokens: int  # of prompts and responses that are learned from
     tokens_per_second: float
     rollout_seconds: float  # sampling and rewards
     old_seconds: float  # log-probabilities that no update measures by itself
@@ -72,7 +74,8 @@ class PolicyMetrics(NamedTuple):
     seconds: float  # all of them
     peak_gib: float | None  # on the device since the start; None where it cannot tell
     gradient_samples: int | None = None  # of the head, a token; None: exact gradients
-    rewards: dict[str, float] | None = None  # mean by function, where there are several
+    # mean by function, where there are several; None: it gave none
+    rewards: dict[str, float | None] | None = None
     held_out_reward: float | None = None  # at temperature 0; None where not evaluated
     held_out_accuracy: float | None = None  # likewise
     # The quantiles of mismatch_mean's differences.
@@ -94,6 +97,12 @@ class PolicyMetrics(NamedTuple):
     rerouted: float | None = None
     truncated: float | None = None  # share of completions that end at the limit
     resampled: int | None = None  # further rollouts, by grpo.resample
+    # `reward`, `accuracy`, `degenerate`, `truncated` and `response_length` of the
+    # groups that grpo.resample has kept; None without it
+    kept: dict[str, float | None] | None = None
+    # samples without a reward, from which nothing is learned
+    unrewarded: int | None = None
+    held_out_unrewarded: int | None = None  # likewise, of held-out prompts
     turns: float | None = None  # completions of a conversation, mean; None without any
     busy: float | None = None  # share of slots with a completion, of all steps' slots
     support_mean: float | None = None  # ids in a token's support; None likewise
@@ -182,9 +191,11 @@ class DistillMetrics(NamedTuple):
     reward: float | None = None
     accuracy: float | None = None
     degenerate: float | None = None
-    rewards: dict[str, float] | None = None
+    rewards: dict[str, float | None] | None = None
+    unrewarded: int | None = None  # which learn from the teacher alone
     held_out_reward: float | None = None  # of samples, not of the most likely tokens
     held_out_accuracy: float | None = None
+    held_out_unrewarded: int | None = None
     routers: dict[str, float] | None = None  # as in `StepMetrics`
     backend: str | None = None  # of the cross-entropy and the policy's loss
 

@@ -39,7 +39,11 @@ class _Panel(NamedTuple):
 
 
 _PANELS = (
-    _Panel("Reward", {"mean": "reward", "held out": "held_out_reward"}, max),
+    _Panel(
+        "Reward",
+        {"mean": "reward", "kept": "kept/reward", "held out": "held_out_reward"},
+        max,
+    ),
     _Panel("Loss", {"training": "loss", "held out": "held_out_loss"}),
     _Panel(
         "Divergence from the teacher, nats",
@@ -47,13 +51,27 @@ _PANELS = (
     ),
     _Panel("Cross-entropy, nats", {"training": "ce", "held out": "held_out_ce"}),
     _Panel("Reward margin", {"training": "margin", "held out": "held_out_margin"}, max),
-    _Panel("Accuracy", {"training": "accuracy", "held out": "held_out_accuracy"}, max),
+    _Panel(
+        "Accuracy",
+        {
+            "training": "accuracy",
+            "kept": "kept/accuracy",
+            "held out": "held_out_accuracy",
+        },
+        max,
+    ),
     _Panel("Entropy of the policy, nats", {"": "entropy"}),
     _Panel("KL to the initial weights, nats", {"": "kl"}),
-    _Panel("Length of completions, tokens", {"": "response_length"}),
+    _Panel(
+        "Length of completions, tokens",
+        {"all": "response_length", "kept": "kept/response_length"},
+    ),
     _Panel("Busy slots of the sampler, share", {"": "busy"}),
     _Panel("Tokens clipped, share", {"": "clip_fraction"}),
-    _Panel("Groups of equal rewards, share", {"": "degenerate"}),
+    _Panel(
+        "Groups of equal rewards, share",
+        {"all": "degenerate", "kept": "kept/degenerate"},
+    ),
     _Panel(
         "Trainer against sampler, nats",
         {"mean": "mismatch_mean", "largest": "mismatch_max"},

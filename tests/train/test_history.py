@@ -146,6 +146,15 @@ def test_tensorboard_drops_the_steps_that_a_resumed_run_takes_again(tmp_path):
     assert starts.session_log.SerializeToString() in second.read_bytes()
 
 
+def test_a_group_may_lack_a_number(tmp_path):
+    """As the mean of a reward function that gave no reward in a step."""
+    step = step_metrics(1)._replace(routers={"load": 2.0, "load_worst": None})
+    with MetricsWriter(tmp_path, 0, lambda _: None) as writer:
+        writer.write(step)
+    assert steps_on_the_board(tmp_path) == [1]
+    assert read_history(tmp_path / "metrics.jsonl", StepMetrics) == [step]
+
+
 LINES = [b'{"step": %d}\n' % i for i in range(1, 6)]
 
 

@@ -39,11 +39,16 @@ class Asked(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """What completions are worth: float32 arrays [N]."""
+    """Rewards of completions: float32 arrays [N], NaN for those that have none."""
 
     rewards: np.ndarray
     right: np.ndarray  # 1 where the (first) reward is 1 or more, else 0
-    parts: dict[str, float] | None = None  # mean by reward function, of several
+    parts: dict[str, np.ndarray] | None = None  # by reward function, of several
+
+    @property
+    def rewarded(self) -> np.ndarray:
+        """Booleans [N], False for completions that nothing is learned from."""
+        return ~np.isnan(self.rewards)
 
 
 class Task(abc.ABC):

@@ -1,6 +1,7 @@
 """The sections of the shipped jobs, and what fits no other section."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jaxmem.data.documents import DataConfig
@@ -113,6 +114,7 @@ class DistillJobConfig(JobConfig):
         widest = self.row_lengths[-1]
         _check_rows("distill.row_lengths", distill.row_lengths, widest, self.longest)
         _check_slots("distill.max_tokens", distill.max_tokens, self)
+        _check_divides("distill.max_tokens", distill.max_tokens, self)
 
     def _check_rewards(self) -> None:
         distill, task, sampling = self.distill, self.task, self.sampling
@@ -199,6 +201,28 @@ def _check_slots(
         )
 
 
+def _check_divides(
+    name: str, slots: int, config: "DistillJobConfig | GrpoJobConfig"
+) -> None:
+    """Raise unless the mesh divides the rows of a micro-batch of so many slots."""
+    widths, parts = config.row_lengths, config.mesh.data * config.mesh.fsdp
+
+    def fits(number: int) -> bool:
+        return all(number // width % parts == 0 for width in widths)
+
+    if fits(slots):
+        return
+    rows = range(1, 8 * parts + 1)  # beyond those of a micro-batch
+    larger = sorted({(slots // width + n) * width for width in widths for n in rows})
+    value = next(filter(fits, larger), parts * math.lcm(*widths))
+    width = next(width for width in widths if slots // width % parts)
+    raise ValueError(
+        f"{name}={slots} holds {slots // width} rows of {width} tokens, which "
+        f"mesh.data={config.mesh.data} x mesh.fsdp={config.mesh.fsdp} must divide; "
+        f"{name}={value} works"
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoJobConfig(JobConfig):
     """The sections of a run of reinforcement learning."""
@@ -236,8 +260,12 @@ class GrpoJobConfig(JobConfig):
         widest = self.row_lengths[-1]
         _check_rows("grpo.row_lengths", self.grpo.row_lengths, widest, self.longest)
         self._check_branches()
-        for name in ("max_tokens_train", "max_tokens_forward"):
-            _check_slots(f"grpo.{name}", getattr(self.grpo, name), self)
+        read = bool(self.grpo.forward_passes or self.grpo.kl_coefficient)
+        for name, used in (("max_tokens_train", True), ("max_tokens_forward", read)):
+            slots = getattr(self.grpo, name)
+            _check_slots(f"grpo.{name}", slots, self)
+            if used:
+                _check_divides(f"grpo.{name}", slots, self)
 
     @property
     def longest(self) -> int:

@@ -6,6 +6,7 @@ Tokens are appended and never tokenised again: what was sampled stays as it was,
 reply is the text that the chat template puts after a completion, or a string.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import Samples
+from jaxmem.train.jobs.rows import take
 from jaxmem.train.jobs.sampled import ByTurn
 
 # Completes prompts [N, P] of lengths [N] in the turn of a number, on the host; a row of
@@ -37,7 +39,7 @@ class Played(NamedTuple):
     samples: Samples
     truncated: np.ndarray  # [N] whether the last completion has no end
     turns: np.ndarray  # [N] completions of each
-    by_turn: ByTurn  # their rewards, and which tokens are of which
+    by_turn: ByTurn  # rewards, NaN where it has none; and the turns of tokens
 
 
 class Replies:
@@ -175,7 +177,7 @@ class _Rows:
 class Answer(NamedTuple):
     """An environment's answer to a completion, as all processes hear it."""
 
-    reward: float
+    reward: float  # NaN: the conversation has none
     done: bool  # the conversation has ended
     ids: Sequence[int]  # tokens of the reply; none after the end
 
@@ -192,6 +194,10 @@ class Partners:
         self.replies = replies
         self._environments, self._items = environments, items
         self._conversations: list[Conversation] = []  # in the first process
+        self._opened = contextlib.ExitStack()
+
+    def __len__(self) -> int:
+        return len(self._items)
 
     def open(self) -> None:
         """Make the environments, and reset them.
@@ -204,11 +210,11 @@ class Partners:
 
     def _open(self) -> None:
         items = self._items
-        self._conversations = self._environments.open(
-            [item.columns for item in items], [item.where for item in items]
-        )
+        records, where = zip(*((x.columns, x.where) for x in items), strict=True)
+        opened = self._environments.opened(records, where)
+        self._conversations = self._opened.enter_context(opened)
         for conversation, item in zip(self._conversations, items, strict=True):
-            if conversation.prompt != item.prompt:
+            if conversation.prompt not in (None, item.prompt):  # None: it failed
                 raise RewardError(
                     f"environment {self._environments.name} ({item.where}): reset "
                     "returned two prompts for one record; completions of a prompt are "
@@ -237,22 +243,29 @@ class Partners:
     ) -> list[Answer]:
         for i, ids in completions.items():
             self._conversations[i].complete(self.replies.text(ids))
-        turns = self._environments.step([self._conversations[i] for i in completions])
-        return [
+        going = [self._conversations[i] for i in completions]
+        answers = [
             Answer(turn.reward, True, [])
             if turn.done or i in last
             else self._reply(self._conversations[i], turn)
-            for i, turn in zip(completions, turns, strict=True)
+            for i, turn in zip(completions, self._environments.step(going), strict=True)
         ]
+        both = zip(going, answers, strict=True)
+        self._environments.close([c for c, answer in both if answer.done])
+        return answers
 
     def _reply(self, conversation: Conversation, turn: Turn) -> Answer:
         try:
             ids = self.replies.ids(conversation, turn.reply)
         except RewardError as error:
-            self._environments.fail(error)
-            return Answer(turn.reward, True, [])
+            reward = self._environments.fail(error, reward=turn.reward)
+            return Answer(reward, True, [])
         conversation.hear(turn.reply)
         return Answer(turn.reward, False, ids)
+
+    def close(self) -> None:
+        """Close the environments that are open."""
+        self._opened.close()
 
 
 def play(
@@ -265,14 +278,24 @@ def play(
 
     That is when the environment says so, after the last turn, or after a completion
     without an end. `limits` are turns, tokens after a prompt, and tokens that `sample`
-    reads.
+    reads. Prompts beyond the number of partners get no completion and are not returned.
     """
+    with contextlib.closing(partners):
+        partners.open()
+        return _played(partners, prompts, sample, limits)
+
+
+def _played(
+    partners: Partners,
+    prompts: tuple[np.ndarray, np.ndarray],
+    sample: Sample,
+    limits: tuple[int, int, int],
+) -> Played:
     turns, slots, width = limits
     rows = _Rows(*prompts, slots)
-    live = np.ones(len(prompts[1]), bool)
+    live = np.arange(len(prompts[1])) < len(partners)
     truncated, said = np.zeros(len(live), bool), np.zeros(len(live), np.int32)
     rewards = np.zeros((len(live), turns), np.float32)
-    partners.open()
     for turn in range(turns):
         samples = sample(*rows.prompts(width, live), turn)
         completions = {
@@ -288,4 +311,5 @@ def play(
             rows.append(i, np.array(answer.ids, np.int32))
         if not live.any():
             break
-    return Played(rows.samples(), truncated, said, ByTurn(rewards, rows.turns))
+    played = Played(rows.samples(), truncated, said, ByTurn(rewards, rows.turns))
+    return take(played, np.arange(len(partners)))

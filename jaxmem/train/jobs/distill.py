@@ -219,10 +219,11 @@ class Distill(Job, name="distill"):
         distill = self.config.distill
         cost = means["divergence"] + distill.loss_weight * means["ce"]
         if distill.reward_weight:
-            cost -= distill.reward_weight * held_out.observed["held_out_reward"]
+            reward = held_out.observed["held_out_reward"]
+            cost -= distill.reward_weight * (math.nan if reward is None else reward)
         return Evaluated(
             taken._replace(
-                held_out_loss=cost,
+                held_out_loss=None if math.isnan(cost) else cost,
                 held_out_divergence=means["divergence"],
                 held_out_ce=means["ce"],
                 **held_out.observed,

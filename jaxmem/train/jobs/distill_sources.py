@@ -11,7 +11,7 @@ import numpy as np
 from jaxmem import losses
 from jaxmem.data import teacher_files, teacher_streams
 from jaxmem.data.documents import Batch
-from jaxmem.data.rewards import TrainerState
+from jaxmem.data.rewards import RewardError, TrainerState
 from jaxmem.functional.given_columns import Columns, Drawn
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs import rollout_metrics
@@ -107,7 +107,9 @@ class File(Source):
         return Example(rows, of_file(self._distill, *columns))
 
 
-_advantages = jax.jit(losses.grpo_advantages)
+_advantages = jax.jit(
+    lambda rewards, where: losses.grpo_advantages(rewards, where=where)
+)
 
 
 class Prompts(Source):
@@ -133,12 +135,23 @@ class Prompts(Source):
             observed |= rollout_metrics.of_grades(graded, distill.completions)
             rewards = graded.rewards
             if distill.reward_weight:
-                groups = rewards.reshape(-1, distill.completions)
-                advantages = np.asarray(_advantages(groups)).ravel()
+                advantages = self._compared(number, rewards)
         self._next += distill.prompts  # after the rewards, which may raise
         logprobs = np.asarray(samples.logprobs)
         self._last = asked, completions, rewards, logprobs
         return Taken(self._batches(completions, advantages), observed)
+
+    def _compared(self, number: int, rewards: np.ndarray) -> np.ndarray:
+        """Advantages [N]; 0 for completions without a reward, NaN."""
+        where = ~np.isnan(rewards)
+        if not where.any():
+            raise RewardError(
+                f"step {number}: none of {len(where)} completions has a reward; mend "
+                "task.reward, or set distill.reward_weight=0.0"
+            )
+        groups = (x.reshape(-1, self._config.distill.completions)
+                  for x in (rewards, where))  # fmt: skip
+        return np.asarray(_advantages(*groups)).ravel()
 
     def samples(self) -> list[dict[str, Any]]:
         return [] if self._last is None else table(self._task, *self._last)

@@ -6,6 +6,7 @@ prompts -> G completions each -> rewards -> advantages
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ import numpy as np
 from jaxmem import checkpoints, losses
 from jaxmem.core.random_streams import Stream
 from jaxmem.data import tasks, vocabulary
-from jaxmem.data.rewards import TrainerState
+from jaxmem.data.rewards import RewardError, TrainerState
 from jaxmem.models import balance
 from jaxmem.train import metrics
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import policy_report, rollout_metrics, samples
 from jaxmem.train.jobs.accumulated import Sums
-from jaxmem.train.jobs.asked import Asked
+from jaxmem.train.jobs.asked import Asked, Graded
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.minibatches import Minibatch, cut_prefixes, packing_of
@@ -166,16 +167,34 @@ class Grpo(Job, name="grpo"):
                 break
         self._next = place  # after the rewards, which may raise
         sampled = telling(parts, grpo.prompts, grpo.group_size)
-        asked, completions, samples, graded, truncated, turns, decoded, _ = sampled
+        observed = rollout_metrics.of_sampled(
+            parts, sampled if grpo.resample else None, grpo.group_size
+        )
         advantages = sampled.advantages(grpo.group_size, self._advantages)
+        rows = np.flatnonzero(sampled.graded.rewarded)
+        self._check_rewarded(number, len(rows))
+        if len(rows) < grpo.samples:
+            sampled, advantages = take(sampled, rows), advantages[rows]
+        asked, completions, samples, graded, truncated, *_ = sampled
         supports = None
         if samples.support_ids is not None:
             supports = Supports.of(np.asarray(samples.support_ids))
             samples = samples._replace(support_ids=None)
         return Rollout(
             asked, completions, samples, supports, graded, advantages, truncated,
-            turns, len(parts) - 1, decoded.busy,
+            observed,
         )  # fmt: skip
+
+    def _check_rewarded(self, number: int, count: int) -> None:
+        """Raise unless each minibatch has a completion with a reward."""
+        grpo = self.config.grpo
+        if count < grpo.minibatches:
+            raise RewardError(
+                f"step {number}: {count} of {grpo.samples} completions have a reward, "
+                f"fewer than grpo.minibatches={grpo.minibatches}, and nothing is "
+                "learned from others; mend task.reward or task.environment, or set "
+                "grpo.resample to sample other prompts"
+            )
 
     def _sampled(self, number: int, attempt: int, place: int, params: Any) -> Sampled:
         """The completions of the prompts from a place on, with their rewards."""
@@ -224,10 +243,21 @@ class Grpo(Job, name="grpo"):
         self.task.trainer_state = TrainerState(taken.step, self.config.run.steps)
         graded = []
         for part, live in asked.parts(rows):  # of the shape that is compiled
-            made = self._answered(self._greedy, state.params, part, (taken.step, 0))
-            graded.append(take(made.graded, np.arange(live)))
+            weights, draw = (state.params, self.frozen), (taken.step, 0)
+            sample = Turns(self.program, self._greedy, weights, draw)
+            graded.append(self._held_out_grades(part, sample, live))
         values = rollout_metrics.of_held_out(graded)
-        return Evaluated(taken._replace(**values), -values["held_out_reward"])
+        reward = values["held_out_reward"]
+        return Evaluated(
+            taken._replace(**values), math.nan if reward is None else -reward
+        )
+
+    def _held_out_grades(self, asked: Asked, sample: Turns, live: int) -> Graded:
+        """The rewards of the first prompts, of which the others are repetitions."""
+        if isinstance(self.task, Conversations):
+            return self.task.play(asked, sample, live)[1]
+        completions = Completions.of_samples(asked, sample(*asked[:2], 0))
+        return self.task.grade(asked.first(live), take(completions, np.arange(live)))
 
     @functools.cached_property
     def _greedy(self) -> SamplePrograms:
@@ -239,9 +269,9 @@ class Grpo(Job, name="grpo"):
         old = Logprobs.unknown(shape, rollout.supports is not None)
         if not grpo.has_old_pass:
             return old
-        rows = np.arange(grpo.samples)
+        rows = np.arange(len(rollout.advantages))
         if grpo.reads_own_old:
-            rows = np.setdiff1d(rows, next(self._minibatches(number)))
+            rows = np.setdiff1d(rows, next(self._minibatches(number, len(rows))))
         rest = take(rollout, rows)
         old.put(rows, self._logprobs(self._compiled.logprobs, params, rest))
         return old
@@ -276,7 +306,8 @@ class Grpo(Job, name="grpo"):
         its array, or the sampler's.
         """
         updates, grpo = [], self.config.grpo
-        for minibatch, chosen in enumerate(self._minibatches(number)):
+        minibatches = self._minibatches(number, len(rollout.advantages))
+        for minibatch, chosen in enumerate(minibatches):
             part = take(rollout, chosen)
             if grpo.has_sequence_ratio:
                 part = self._with_ratios(state.params, part, minibatch)
@@ -329,12 +360,12 @@ class Grpo(Job, name="grpo"):
             self._correction(old.drawn_from, samples.logprobs, samples.mask)
         )
 
-    def _minibatches(self, number: int) -> Iterator[np.ndarray]:
-        """Indices of samples; each sample once an epoch."""
+    def _minibatches(self, number: int, count: int) -> Iterator[np.ndarray]:
+        """Indices of so many samples; each sample once an epoch."""
         grpo = self.config.grpo
         for epoch in range(grpo.epochs):
             rng = Stream.MINIBATCHES.generator(self.config.run.seed, number, epoch)
-            yield from np.split(rng.permutation(grpo.samples), grpo.minibatches)
+            yield from np.array_split(rng.permutation(count), grpo.minibatches)
 
     def _metrics(
         self,
@@ -345,7 +376,7 @@ class Grpo(Job, name="grpo"):
         seconds: dict[str, float],
     ) -> PolicyMetrics:
         config, vocab_size = self.config, self.program.model_config.vocab_size
-        observed = rollout_metrics.of_rollout(rollout, config)
+        observed = rollout_metrics.of_rollout(rollout)
         weights = None
         if config.grpo.corrects_tokens or config.grpo.drops_sequences:
             weights = self._weights(old, rollout)

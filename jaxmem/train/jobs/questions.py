@@ -122,12 +122,12 @@ class OwnPrompts(FilePrompts):
 
         # One process calls the functions, which may be random, and all get the rewards.
         total, told = processes.by_first(scored, rewards.RewardError)
-        values = next(iter(told.values()))
-        right = np.nan_to_num(np.array(values), nan=0.0) >= 1
-        parts = None
-        if len(told) > 1:
-            parts = {name: _mean(np.array(x)) for name, x in told.items()}
-        return Graded(np.array(total, np.float32), right.astype(np.float32), parts)
+        parts = {name: np.array(values, np.float32) for name, values in told.items()}
+        table = np.stack(list(parts.values()))
+        first = table[(~np.isnan(table)).argmax(axis=0), np.arange(table.shape[1])]
+        values = np.array(total, np.float32)
+        right = np.where(np.isnan(values), values, first >= 1).astype(np.float32)
+        return Graded(values, right, parts if len(parts) > 1 else None)
 
     def _questions(
         self, items: list[Prompt], completions: Completions
@@ -183,7 +183,10 @@ class Conversations(OwnPrompts):
         width = config.prompt_length + slots - sampling.max_new_tokens
         self._limits = config.max_turns, slots, width
         self._environments = Environments(
-            config.environment, config.timeout, config.environment_errors
+            config.environment,
+            config.timeout,
+            config.environment_errors,
+            config.workers,
         )
         tools = self._environments.tools
         self._replies = Replies(config, read[0], read[1].template, eos_ids, tools)
@@ -195,12 +198,18 @@ class Conversations(OwnPrompts):
     def lines(self) -> list[str]:
         return []
 
-    def play(self, asked: Asked, sample: Sample) -> tuple[Played, Graded]:
-        """Complete prompts over several turns; a reward of 1 or more is right."""
-        partners = Partners(self._environments, self._replies, asked.items)
+    def play(
+        self, asked: Asked, sample: Sample, count: int | None = None
+    ) -> tuple[Played, Graded]:
+        """Complete the first prompts over several turns; None: all of them.
+
+        A reward of 1 or more is right.
+        """
+        items = asked.items[:count]
+        partners = Partners(self._environments, self._replies, items)
         played = play(partners, asked[:2], sample, self._limits)
         returns = played.by_turn.returns
-        for item, sums in zip(asked.items, returns.tolist(), strict=True):
+        for item, sums in zip(items, np.nan_to_num(returns).tolist(), strict=True):
             try:
                 rewards.checked(max(sums, key=abs))
             except ValueError as error:
@@ -209,7 +218,8 @@ class Conversations(OwnPrompts):
                     f"of its rewards is {error}"
                 ) from error
         values = returns[:, 0]
-        return played, Graded(values, (values >= 1).astype(np.float32))
+        right = np.where(np.isnan(values), values, values >= 1).astype(np.float32)
+        return played, Graded(values, right)
 
 
 def _completion(item: Prompt, text: str) -> Any:
@@ -217,10 +227,6 @@ def _completion(item: Prompt, text: str) -> Any:
     if isinstance(item.prompt, str):
         return text
     return [{"role": "assistant", "content": text}]
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(np.nanmean(values)) if np.isfinite(values).any() else 0.0
 
 
 _LATER = (
@@ -269,7 +275,7 @@ class Questions(Reading):
     def fixed(self) -> dict[str, dict[str, Any]]:
         """See `Reading`; what ends a run decides no value of its steps before."""
         fields = self._config.fixed()
-        for name in ("timeout", "reward_errors", "unrewarded"):
+        for name in ("timeout", "reward_errors", "unrewarded", "workers"):
             del fields[name]
         for name in _LATER:  # a run from before there were any goes on
             if fields[name] == getattr(TaskConfig, name):

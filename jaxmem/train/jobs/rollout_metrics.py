@@ -12,6 +12,8 @@ from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.asked import Asked, Graded
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.rollouts import Completions, Logprobs, Supports
+from jaxmem.train.jobs.rows import join
+from jaxmem.train.jobs.sampled import Sampled
 
 
 class Rollout(NamedTuple):
@@ -24,9 +26,8 @@ class Rollout(NamedTuple):
     graded: Graded
     advantages: np.ndarray  # [N]; or [N, R] of tokens, where turns are compared
     truncated: np.ndarray  # [N] bool, completions without an end
-    turns: np.ndarray  # [N] completions of a conversation
-    resampled: int  # rollouts that were sampled besides, for groups that tell nothing
-    busy: float | None  # share of the sampler's slots that decoded something
+    # fields of `PolicyMetrics` about all that was sampled, of which these N are kept
+    sampled: dict[str, Any]
 
     @property
     def learned(self) -> np.ndarray:
@@ -142,38 +143,77 @@ def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
     }
 
 
-def of_rollout(rollout: Rollout, config: GrpoJobConfig) -> dict[str, Any]:
+def of_rollout(rollout: Rollout) -> dict[str, Any]:
     """Rewards and lengths, as fields of `PolicyMetrics`."""
-    lengths = rollout.completions.lengths
-    turns = None
-    if rollout.completions.own is not None:
-        turns = float(rollout.turns.mean())
+    read = rollout.asked.lengths.sum() + rollout.completions.lengths.sum()
+    return {**rollout.sampled, "tokens": int(read)}
+
+
+def of_sampled(
+    parts: Sequence[Sampled], kept: Sampled | None, group_size: int
+) -> dict[str, Any]:
+    """Fields of `PolicyMetrics` about all rollouts of a step.
+
+    `kept` are the completions that `grpo.resample` has chosen; None without it.
+    """
+    whole = _means(parts, group_size)
+    turns = busy = None
+    if parts[0].completions.own is not None:
+        turns = float(np.concatenate([part.turns for part in parts]).mean())
+    if slots := sum(part.decoded.slots for part in parts):
+        busy = sum(part.decoded.tokens for part in parts) / slots
+    of_kept = None
+    if kept is not None:
+        means = _means([kept], group_size)
+        of_kept = {name: means[name] for name in _OF_KEPT}
+    more = {"resampled": len(parts) - 1, "turns": turns, "busy": busy}
+    return {**whole, **more, "kept": of_kept}
+
+
+_OF_KEPT = "reward", "accuracy", "degenerate", "truncated", "response_length"
+
+
+def _means(parts: Sequence[Sampled], group_size: int) -> dict[str, Any]:
+    counts = np.concatenate([part.completions.counts for part in parts])
+    truncated = np.concatenate([part.truncated for part in parts])
     return {
-        **of_grades(rollout.graded, config.grpo.group_size),
-        "truncated": float(rollout.truncated.mean()),
-        "resampled": rollout.resampled,
-        "turns": turns,
-        "busy": rollout.busy,
-        "response_length": float(rollout.completions.counts.mean()),
-        "tokens": int(rollout.asked.lengths.sum() + lengths.sum()),
+        **of_grades(join([part.graded for part in parts]), group_size),
+        "truncated": float(truncated.mean()),
+        "response_length": float(counts.mean()),
     }
 
 
 def of_grades(graded: Graded, group_size: int) -> dict[str, Any]:
-    """Rewards, as fields of `PolicyMetrics` and of `DistillMetrics`."""
+    """Rewards, as fields of `PolicyMetrics` and of `DistillMetrics`.
+
+    Means are over completions that have a reward, and over groups with one of these.
+    """
+    rewarded = graded.rewarded.reshape(-1, group_size)
     groups = graded.rewards.reshape(-1, group_size)
+    highest = groups.max(axis=1, where=rewarded, initial=-np.inf)
+    lowest = groups.min(axis=1, where=rewarded, initial=np.inf)
+    equal = (highest == lowest)[rewarded.any(axis=1)]
+    parts = graded.parts
     return {
-        "reward": float(graded.rewards.mean()),
-        "accuracy": float(graded.right.mean()),
-        "degenerate": float((groups == groups[:, :1]).all(axis=1).mean()),
-        "rewards": graded.parts,
+        "reward": mean_of(graded.rewards),
+        "accuracy": mean_of(graded.right),
+        "degenerate": float(equal.mean()) if len(equal) else None,
+        "rewards": parts and {name: mean_of(values) for name, values in parts.items()},
+        "unrewarded": int((~rewarded).sum()),
     }
 
 
-def of_held_out(graded: Sequence[Graded]) -> dict[str, float]:
-    """Mean reward and accuracy of held-out prompts, as fields of the same."""
-    reward, right = (
-        float(np.concatenate([getattr(grades, name) for grades in graded]).mean())
-        for name in ("rewards", "right")
-    )
-    return {"held_out_reward": reward, "held_out_accuracy": right}
+def mean_of(values: np.ndarray) -> float | None:
+    """The mean without NaN; None where nothing else is left."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def of_held_out(graded: Sequence[Graded]) -> dict[str, Any]:
+    """Means of held-out prompts that have a reward, as fields of the same."""
+    whole = join(graded)
+    return {
+        "held_out_reward": mean_of(whole.rewards),
+        "held_out_accuracy": mean_of(whole.right),
+        "held_out_unrewarded": int((~whole.rewarded).sum()),
+    }

@@ -65,24 +65,34 @@ class Sampled(NamedTuple):
     by_turn: ByTurn | None = None  # where turns are compared, not conversations
 
     def tells(self, group_size: int) -> np.ndarray:
-        """Which groups have rewards that differ: booleans, one a group."""
+        """Booleans, one a group: True if its rewards differ."""
         values = self.graded.rewards[:, None]
         if self.by_turn is not None:
             values = self.by_turn.returns
         groups = values.reshape(-1, group_size, values.shape[1])
-        return (groups != groups[:, :1]).any(axis=(1, 2))
+        has = self.graded.rewarded.reshape(-1, group_size, 1)
+        highest = groups.max(axis=1, where=has, initial=-np.inf)
+        lowest = groups.min(axis=1, where=has, initial=np.inf)
+        return np.any(highest > lowest, axis=1)
+
+    def rewarded(self, group_size: int) -> np.ndarray:
+        """Booleans, one a group: True if any of its completions has a reward."""
+        return np.any(self.graded.rewarded.reshape(-1, group_size), axis=1)
 
     def advantages(self, group_size: int, compare: Compare) -> np.ndarray:
         """Advantages of completions [N]; or of tokens [N, R] if turns are compared.
 
         A turn's advantage compares the rewards from it on with those of the group's
         conversations that have this turn: `compare` gets [..., group_size] of both.
+        Completions without a reward are compared with none, and have 0.
         """
-        rewards = self.graded.rewards.reshape(-1, group_size)
+        rewards, rewarded = self.graded.rewards, self.graded.rewarded
         if self.by_turn is None:
-            return np.asarray(compare(rewards, np.ones_like(rewards, bool))).ravel()
+            given = (x.reshape(-1, group_size) for x in (rewards, rewarded))
+            return np.asarray(compare(*given)).ravel()
         returns = self.by_turn.returns
         has_turn = np.arange(returns.shape[1]) < self.turns[:, None]
+        has_turn &= rewarded[:, None]
         by_group = -1, group_size, returns.shape[1]
         given = (x.reshape(by_group).swapaxes(1, 2) for x in (returns, has_turn))
         compared = np.asarray(compare(*given)).swapaxes(1, 2).reshape(returns.shape)
@@ -92,11 +102,15 @@ class Sampled(NamedTuple):
 def telling(parts: Sequence[Sampled], prompts: int, group_size: int) -> Sampled:
     """The first groups whose rewards differ; others, in order, where those are few.
 
+    Groups without any reward come last.
+
     This is dynamic sampling (Yu et al., 2025, arXiv:2503.14476, DAPO).
     """
     if len(parts) == 1:
         return parts[0]
     tells = np.concatenate([part.tells(group_size) for part in parts])
-    groups = np.sort(np.argsort(~tells, kind="stable")[:prompts])
+    rewarded = np.concatenate([part.rewarded(group_size) for part in parts])
+    rank = np.where(tells, 0, np.where(rewarded, 1, 2))
+    groups = np.sort(np.argsort(rank, kind="stable")[:prompts])
     rows = (groups[:, None] * group_size + np.arange(group_size)).ravel()
     return take(join(parts), rows)

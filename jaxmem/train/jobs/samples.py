@@ -29,6 +29,9 @@ def table(
     for i in range(0, count * every, every):
         length = min(int(completions.lengths[i]), _MOST_TOKENS)
         prompt = task.text(asked.ids[i, : asked.lengths[i]])
+        reward = None
+        if rewards is not None and not np.isnan(rewards[i]):
+            reward = float(rewards[i])
         own = np.ones(length, bool) if completions.own is None else completions.own[i]
         rows.append(
             {
@@ -38,7 +41,7 @@ def table(
                     float(x) if sampled else None
                     for x, sampled in zip(logprobs[i, :length], own, strict=False)
                 ],
-                "reward": None if rewards is None else float(rewards[i]),
+                "reward": reward,
             }
         )
     return rows

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import pathlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +14,9 @@ from rich.console import Console
 
 from jaxmem.train import configuration, jobs
 from jaxmem.train.history import read_history
+from jaxmem.train.jobs.turns import SamplePrograms
 from jaxmem.train.metrics import StepMetrics
+from jaxmem.train.progress import ProgressReport
 
 
 def changed(config, **sections):
@@ -33,6 +36,23 @@ def run(config, text=""):
 
 def train(gin, *overrides):
     return run(*configuration.load(gin, overrides))
+
+
+def job_with(gin, *overrides):
+    """The job of a configuration, with its program."""
+    job = jobs.job_of(configuration.load(gin, overrides)[0])
+    job.program = job.make_program(job.vocabulary())
+    return job
+
+
+def rolled_out(gin, *overrides):
+    """A GRPO job that compiles what samples alone, and its first rollout."""
+    job = job_with(gin, *overrides)
+    sampling = SimpleNamespace(sample=SamplePrograms.of(job.program))
+    job.program.compile = lambda: sampling
+    job.open()
+    job.compile(ProgressReport(Console(quiet=True), 1, 0, 1))
+    return job, job._roll_out(1, job.program.initial_state().params)
 
 
 def refused(gin, overrides, message):

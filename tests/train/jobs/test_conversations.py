@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxmem import losses
 from jaxmem.data.environments import Conversation
@@ -23,9 +22,7 @@ from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.jobs.rows import join, take
 from jaxmem.train.jobs.sampled import Decoded, Sampled
 from jaxmem.train.jobs.sampling_program import SamplingProgram
-from jaxmem.train.jobs.turns import SamplePrograms
 from jaxmem.train.metrics import PolicyMetrics
-from jaxmem.train.progress import ProgressReport
 from tests.cases import slow
 from tests.checkpoints import texts
 from tests.train.jobs import runs
@@ -305,20 +302,8 @@ def test_runs_learn_over_turns_and_resume_bitwise(overrides, monkeypatch):
     assert runs.steps("cut", PolicyMetrics) == runs.steps("run", PolicyMetrics)
 
 
-def job_with(*overrides):
-    config = configuration.load("grpo.gin", overrides)[0]
-    job = jobs.job_of(config)
-    job.program = job.make_program(job.vocabulary())
-    return job
-
-
-def rolled_out(*overrides):
-    job = job_with(*overrides)
-    sampling = SimpleNamespace(sample=SamplePrograms.of(job.program))
-    job.program.compile = lambda: sampling  # nothing is learned
-    job.open()
-    job.compile(ProgressReport(Console(quiet=True), 1, 0, 1))
-    return job, job._roll_out(1, job.program.initial_state().params)
+job_with = functools.partial(runs.job_with, "grpo.gin")
+rolled_out = functools.partial(runs.rolled_out, "grpo.gin")
 
 
 MESH = (
@@ -330,7 +315,7 @@ MESH = (
 @pytest.mark.parametrize(("keeps", "overrides"), [(False, ()), slow(True, MESH)])
 def test_a_cache_that_is_kept_over_turns_changes_nothing(keeps, overrides, monkeypatch):
     job, kept = rolled_out("sampling.top_k=5")
-    assert job.program.keeps_cache and kept.turns.max() == 3
+    assert job.program.keeps_cache and 1 < kept.sampled["turns"] < 3
     assert not [*job.program.lines()]
     # A turn reads the end of a completion and a reply, not the prompt again.
     assert [x.shape[1] for x, _ in (job.program.prompts, job.program.replies)] == [
@@ -372,7 +357,7 @@ def test_a_model_of_one_s_own_keeps_its_cache_if_it_can_extend_it():
         if why is None:
             made.append(rolled_out(factory, *sizes.split())[1])
     assert_same(*made)
-    assert made[0].turns.max() > 1 == made[0].turns.min()
+    assert 1 < made[0].sampled["turns"] < 3
 
 
 def test_a_plan_has_further_turns():
@@ -430,14 +415,22 @@ def test_sums_of_rewards_that_float32_cannot_hold_end_a_run_by_name():
         ('"more"', '"x" * 11', 0.25, {1}, "a reply has 11 tokens; raise task.max_rep"),
     ],
 )  # fmt: skip
-def test_failures_may_end_conversations_instead(old, new, reward, turns, message):
+@pytest.mark.parametrize("on_error", ["end", "mask"])
+def test_failures_may_end_conversations_instead(
+    old, new, reward, turns, message, on_error
+):
     text = ENVIRONMENT.replace(old, new).replace('self.record["plain"]', "True")
     text = text.replace('record["plain"]', "True")
     pathlib.Path("envs.py").write_text(text)
-    reader = Reader("task.environment_errors=end")
+    reader = Reader(f"task.environment_errors={on_error}")
     with pytest.warns(UserWarning, match=message):
         played, graded = reader.play(reader.task.ask(0, 12), [[A, END]] * 3)
-    np.testing.assert_array_equal(graded.rewards, reward)
+    # Where a step fails, it is the second; a record of one turn has no reply.
+    once = np.array([x.columns["turns"] == 1 for x in reader.task.ask(0, 12).items])
+    failed = np.logical_and(on_error == "mask", ~once)
+    wanted = np.where(failed, np.nan, reward)
+    np.testing.assert_array_equal(graded.rewards, wanted)
+    np.testing.assert_array_equal(np.isnan(graded.right), failed)
     assert set(played.turns.tolist()) == turns
 
 
@@ -499,7 +492,74 @@ def test_a_template_that_looks_back_is_refused():
             "grpo.turn_rewards=True needs a task.environment",
         ),
         (["grpo.row_lengths=(32,)"], "grpo.row_lengths=(32,) must reach 43, the long"),
+        (
+            ["mesh.data=2"],
+            "grpo.max_tokens_train=256 holds 5 rows of 48 tokens, which "
+            "mesh.data=2 x mesh.fsdp=1 must divide; grpo.max_tokens_train=288 works",
+        ),
+        (
+            ["mesh.fsdp=4", "grpo.row_lengths=(44,64)", "grpo.max_tokens_train=257"],
+            "must divide; grpo.max_tokens_train=528 works",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(overrides, message):
     refused("grpo.gin", overrides, message)
+
+
+def test_environments_are_closed_at_the_ends_of_their_conversations():
+    """However a rollout ends: here by its sampler, or by the last turn."""
+    counted = ENVIRONMENT.replace("class Vowels:", "OPEN = []\n\nclass Vowels:")
+    start = "self.turn, self.record"
+    counted = counted.replace(start, f"OPEN.append(self); {start}", 1)
+    pathlib.Path("envs.py").write_text(
+        counted + "\n    def close(self):\n        OPEN.remove(self)\n"
+    )
+    reader = Reader("task.held_out=0.0")
+    still_open = reader.task._environments._class.step.__globals__["OPEN"]
+    asked = reader.task.ask(0, 16)
+    assert not still_open
+    counts = []
+
+    def sample(prompts, lengths, turn):
+        counts.append(len(still_open))
+        assert (lengths > 0).sum() == len(still_open)
+        if len(counts) == 5:
+            raise KeyboardInterrupt
+        rows = np.tile(np.array([A, END, 0, 0], np.int32), (16, 1))
+        return SimpleNamespace(
+            tokens=rows, lengths=np.full(16, 2), logprobs=np.zeros((16, 4)),
+            support_ids=None, routes=None,
+        )  # fmt: skip
+
+    reader.task.play(asked, sample)
+    assert counts == [16, 12, 8] and not still_open
+    with pytest.raises(KeyboardInterrupt):
+        reader.task.play(asked, sample)
+    assert counts[3:] == [16, 12] and not still_open
+    # Of held-out prompts, those that only fill up the rows have no environment.
+    played, graded = reader.task.play(asked, lambda *x: counts.clear() or sample(*x), 3)
+    assert len(played.turns) == len(graded.rewards) == 3
+
+
+def test_a_conversation_that_is_left_out_is_compared_with_no_turn():
+    reader = Reader("task.held_out=0.0", "grpo.turn_rewards=True")
+    asked = reader.task.ask(0, 2).repeated(4)
+    played, graded = reader.play(asked, [[A, END], [A, B, END], [B, END]])
+    drawn = np.random.default_rng(0).random((8, 3)).astype("f4")
+    turns = np.array([3, 2, 1, 2, 1, 1, 1, 1])
+    drawn = np.where(np.arange(3) < turns[:, None], drawn, 0)
+    drawn[[1, 4, 5, 6, 7], turns[[1, 4, 5, 6, 7]] - 1] = np.nan
+    by_turn = played.by_turn._replace(rewards=drawn)
+    graded = graded._replace(rewards=by_turn.returns[:, 0])
+    made = Sampled(
+        asked, None, None, graded, played.truncated, turns, Decoded(0, 0), by_turn
+    )
+    assert made.tells(4).tolist() == [True, False]
+    assert made.rewarded(4).tolist() == [True, False]
+    got = made.advantages(4, lambda r, w: losses.grpo_advantages(r, where=w))
+    assert np.isfinite(got).all() and not got[[1, 4, 5, 6, 7]].any()
+    wanted = losses.grpo_advantages(by_turn.returns[[0, 2, 3], 0])
+    for i, row in enumerate((0, 2, 3)):
+        first = by_turn.of_token[row] == 0
+        np.testing.assert_allclose(got[row][first], wanted[i], rtol=1e-5)

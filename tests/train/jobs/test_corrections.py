@@ -394,7 +394,7 @@ def test_other_prompts_stand_in_for_groups_that_tell_nothing():
     finally:
         job.task.grade = grade
     # Numbers 0, 3, ... 21 tell something: the eighth is in the third rollout.
-    assert len(asked) == 3 == made.resampled + 1 and job._next == 24
+    assert len(asked) == 3 == made.sampled["resampled"] + 1 and job._next == 24
     firsts = made.graded.rewards.reshape(prompts, group)[:, 0]
     np.testing.assert_array_equal(firsts, 1 + 3 * np.arange(8))
     whole = join(asked)
@@ -426,10 +426,17 @@ def test_few_groups_are_filled_up_and_attempts_are_limited():
         made = job._roll_out(1, state.params)
     finally:
         job.task.grade = grade
-    assert made.resampled == 2 and job._next == 24
+    assert made.sampled["resampled"] == 2 and job._next == 24
     tells = made.graded.rewards.reshape(8, 4).any(1)
     # Three tell something; the first others fill up, in the order of the prompts.
     assert tells.tolist() == [False, True, False, False, False, False, True, True]
+    # The means are of all that was sampled; those of what is kept stand beside them.
+    assert made.sampled["reward"] == pytest.approx(1 / 32)
+    assert made.sampled["kept"]["reward"] == pytest.approx(3 / 32)
+    assert made.sampled["degenerate"] == 7 / 8
+    assert made.sampled["kept"]["degenerate"] == 5 / 8
+    lengths = made.completions.counts.mean()
+    assert made.sampled["kept"]["response_length"] == pytest.approx(lengths)
 
 
 def test_without_resampling_a_rollout_is_what_it_was():

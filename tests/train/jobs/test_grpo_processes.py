@@ -30,7 +30,8 @@ def listened(job, *arguments):
     with open(f"learned-{jax.process_index()}.jsonl", "a") as file:
         made = [rollout.samples.tokens, rollout.samples.mask, rollout.advantages]
         digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in made))
-        print(json.dumps([digest.hexdigest(), rollout.resampled]), file=file)
+        told = [digest.hexdigest(), rollout.sampled["resampled"]]
+        print(json.dumps(told), file=file)
     return rollout
 
 grpo.Grpo._roll_out = listened

@@ -7,13 +7,16 @@ import pathlib
 import numpy as np
 import pytest
 
+from jaxmem import losses
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError, TrainerState
 from jaxmem.train import configuration, jobs
+from jaxmem.train.jobs import grpo, rollout_metrics
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.metrics import PolicyMetrics
 from tests.checkpoints import texts
 from tests.train.jobs import runs
+from tests.train.jobs.kills import kill_before
 from tests.train.jobs.runs import refused
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
@@ -35,6 +38,14 @@ def score(prompts, completions, letter, trainer_state, **columns):
             raise RuntimeError("the judge is away")
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [t.count(x) / 4 for t, x in zip(texts, letter)]
+
+def some(completions, **columns):
+    # None for a whole group, and for two more completions of each.
+    return [None if i < 8 or i % 8 in (1, 2) else i * i % 7 + 0.0
+            for i in range(len(completions))]
+
+def none(completions, **columns):
+    return [None] * len(completions)
 
 async def short(prompts, completions, **columns):
     return [None if i % 2 else 0.0 for i in range(len(prompts))]
@@ -130,7 +141,7 @@ def test_several_rewards_are_told_apart():
     made = Completions.of(*asked[:2], sampled, np.array([4, 2]))
     graded = task.grade(asked, made)
     assert graded.rewards.tolist() == [0.5 - 0.5, 0 - 0.25]
-    assert graded.parts == {
+    assert rollout_metrics.of_grades(graded, 2)["rewards"] == {
         "rewards.py:score": 0.25, "rewards.py:short": 0, "length": -0.75
     }  # fmt: skip
     assert task.shown(asked, made, 0)[1] == "a a b </s>"  # it has no decoder
@@ -237,3 +248,45 @@ def test_prompts_that_cannot_be_used(rows, overrides, message):
 )
 def test_settings_that_do_not_go_together(overrides, message):
     refused("grpo.gin", overrides, message)
+
+
+def test_completions_without_a_reward_are_left_out_of_group_loss_and_means():
+    job, made = runs.rolled_out("grpo.gin", "task.reward=rewards.py:some")
+    given = np.array([i * i % 7 for i in range(32)], "f4").reshape(4, 8)
+    given = given[1:, [0, *range(3, 8)]]
+    np.testing.assert_array_equal(made.graded.rewards, given.ravel())
+    wanted = losses.grpo_advantages(given, normalize_std=False)
+    np.testing.assert_allclose(made.advantages, wanted.ravel(), rtol=1e-5)
+    assert made.sampled["unrewarded"] == 8 + 3 * 2
+    assert made.sampled["reward"] == pytest.approx(given.mean())
+    assert made.sampled["accuracy"] == pytest.approx((given >= 1).mean())
+    for array in (made.samples.tokens, made.truncated, made.asked.lengths):
+        assert len(array) == 18 == len(made.completions.tokens)
+    prompts = [item.where for item in job.task.ask(1, 3).items]
+    assert [item.where for item in made.asked.items[::6]] == prompts
+    minibatches = list(job._minibatches(1, 18))
+    assert sorted(np.concatenate(minibatches).tolist()) == list(range(18))
+
+
+def test_a_step_without_rewards_ends_a_run_by_name():
+    with pytest.raises(RewardError) as raised:
+        runs.rolled_out("grpo.gin", "task.reward=rewards.py:none")
+    assert str(raised.value).startswith(
+        "step 1: 0 of 32 completions have a reward, fewer than grpo.minibatches=1, and"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_program")
+def test_a_run_with_completions_left_out_learns_and_resumes_bitwise(monkeypatch):
+    overrides = "task.reward=rewards.py:some", "grpo.minibatches=2", "run.steps=5"
+    result, _ = train(*overrides)
+    for step in result.history:
+        assert step.unrewarded == 14 and np.isfinite([step.loss, step.grad_norm]).all()
+    evaluated = result.history[3]
+    # The first group of four held-out prompts is all that there is.
+    assert evaluated.held_out_unrewarded == 4 and evaluated.held_out_reward is None
+    again = "run.out_dir=cut", *overrides
+    kill_before(3, grpo.Grpo, monkeypatch, lambda: train(*again))
+    train(*again)
+    assert steps("cut") == steps("run")
