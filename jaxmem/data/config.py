@@ -1,9 +1,9 @@
 """The configuration of supervised data and of pairs."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
-from jaxmem.base.fields import check_numbers
+from jaxmem.base.fields import check_field, check_numbers
 from jaxmem.base.ranges import integers, reals
 from jaxmem.data.mixing import check_weights
 from jaxmem.data.vocabulary import SMALLEST, SPECIAL_TOKENS
@@ -43,6 +43,9 @@ class DataConfig:
     # names of columns, as in {"prompt": "my_question"}
     columns: dict[str, str] | None = None
     ignored: tuple[str, ...] = ()  # columns, and keys of messages, that are left out
+    # what a turn becomes of which the template leaves out text that the loss counts: an
+    # error (raise), a turn that does not count (mask), or the rest counts (count)
+    stripped: Literal["raise", "mask", "count"] = "raise"
     # read .jsonl and .parquet files block by block, for data that do not fit in memory
     streaming: bool = False
     # pieces of documents that are shuffled together where data.streaming is True
@@ -51,6 +54,8 @@ class DataConfig:
     def __post_init__(self):
         check_numbers(self, _RANGES)
         check_weights(self)
+        kinds = "raise", "mask", "count"
+        check_field(self, "stripped", self.stripped in kinds, f"one of {kinds}")
         if self.sequence_length * self.batch_size >= _SLOTS:
             raise ValueError(
                 f"DataConfig.batch_size must be below 2**31 / sequence_length="
@@ -73,6 +78,8 @@ class DataConfig:
         del fields["cache_dir"]  # where vocabularies lie, not what they are
         if not self.streaming:  # as in runs from before there was a choice
             del fields["streaming"], fields["shuffle_window"]
+        if self.stripped == "raise":
+            del fields["stripped"]
         for name in ("chat_template_kwargs", "columns", "ignored", "weights"):
             if not fields[name]:
                 del fields[name]

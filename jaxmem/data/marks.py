@@ -5,6 +5,7 @@ which many conversations share. Markers are private-use characters, which no tex
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -97,7 +98,8 @@ class _Putting:
 
     def _link(self, key: str, value: Any) -> Any:
         """A word of the same length, the same for the same id."""
-        if key in ("type", "index") or not isinstance(value, str) or self._only:
+        alone = self._only is not None
+        if key in ("type", "index") or not isinstance(value, str) or alone:
             return value
         number = len(self._links)
         return self._links.setdefault(value, f"{number:0{len(value)}d}"[: len(value)])
@@ -161,3 +163,56 @@ def filled(text: str, fields: Sequence[Field], strip: bool, quoted: bool) -> Fil
         stops.append(stop)
         moved.append(shift)
     return Filled("".join([*pieces, text[last:]]), stops, moved)
+
+
+def fitting(text: str, fields: Sequence[Field], made: str) -> Filled | None:
+    """How a rendering follows from one with markers; None if in no way of `filled`."""
+    for quoted in (True, False):
+        for strip in (False, True):
+            attempt = filled(text, fields, strip, quoted)
+            if attempt.text == made:
+                return attempt
+    return None
+
+
+def not_in_order(text: str, fields: Sequence[Field], made: str) -> list[int]:
+    """Numbers of the fields whose values are not at one place of a rendering.
+
+    Args:
+        text: rendered with markers, whose order the values have.
+        fields: by number of their markers.
+        made: rendered with values, which are looked for from its start and its end.
+    """
+    numbers = [int(m[1] or m[2]) for m in _MARKER.finditer(text)]
+    values = [fields[number].text.strip() for number in numbers]
+    first, last, place = [], [], 0
+    for value in values:
+        first.append(made.find(value, place))
+        place = first[-1] + len(value) if first[-1] >= 0 else place
+    place = len(made)
+    for value in reversed(values):
+        last.append(made.rfind(value, 0, place))
+        place = last[-1] if last[-1] >= 0 else place
+    found_at = zip(numbers, first, reversed(last), strict=True)
+    return sorted({number for number, a, b in found_at if a < 0 or a != b})
+
+
+def missing(value: str, written: str) -> str:
+    """The part of a value whose characters are not in what a template wrote of it.
+
+    Spaces and the case of letters do not count, and others may come between.
+    """
+    letters = [(i, c) for i, c in enumerate(value) if not c.isspace()]
+    rest = iter("".join(written.split()).casefold())
+    if all(c in rest for _, x in letters for c in x.casefold()):
+        return ""
+    ours, theirs = "".join(x for _, x in letters), "".join(written.split())
+    before = len(os.path.commonprefix([ours, theirs]))
+    after = os.path.commonprefix([ours[before:][::-1], theirs[before:][::-1]])
+    gone = letters[before : len(letters) - len(after)] or letters
+    return value[gone[0][0] : gone[-1][0] + 1]
+
+
+def size(text: str) -> int:
+    """How many characters a text has, spaces not counted."""
+    return sum(not c.isspace() for c in text)

@@ -80,6 +80,7 @@ class RecordReader:
         columns: names of a form, such as "prompt", to those of the records.
         ignored: columns, and keys of messages, that are left out.
         absent: special tokens that the model has no embedding of.
+        stripped: as in `Renderer`.
     """
 
     def __init__(
@@ -88,12 +89,13 @@ class RecordReader:
         columns: Mapping[str, str] | None = None,
         ignored: Collection[str] = (),
         absent: Sequence[str] = (),
+        stripped: str = "raise",
     ):
         self._ignored, self._absent = frozenset(ignored), tuple(absent)
         self._columns = {theirs: ours for ours, theirs in (columns or {}).items()}
         self._choices: dict[Any, _Choice] = {}
         self.notes, self._kinds = Notes(), Counter[str]()
-        self.renderer = Renderer(template, self.notes, self._ignored)
+        self.renderer = Renderer(template, self.notes, self._ignored, stripped)
         self._seen: set[str] = set()  # columns of records
         _check_names(self._columns.values())
 
@@ -104,6 +106,7 @@ class RecordReader:
         checkpoint: str | None,
         tokenizer: tokenizers.Tokenizer,
         today: datetime.datetime | None = None,
+        stripped: str = "raise",
     ) -> "RecordReader":
         """How a job reads records."""
         template, absent = None, ()
@@ -115,7 +118,7 @@ class RecordReader:
             )  # fmt: skip
             template = functools.cache(template)
             absent = checkpoints.load_vocabulary(checkpoint).absent
-        return cls(template, config.columns, config.ignored, absent)
+        return cls(template, config.columns, config.ignored, absent, stripped)
 
     @contextlib.contextmanager
     def whole_pass(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Conversations to text: every field is found in it, or is said to be missing.
+"""Conversations to text: each field is found in it, or its missing text is said.
 
 messages -> the template's own forms -> text, and the spans that an assistant wrote
 
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxmem.base import messages
 from jaxmem.data import marks, variants
 from jaxmem.data.chat import END, START, ChatTemplate, Message, Templates
 from jaxmem.data.marks import FILLER, Field
@@ -71,8 +72,24 @@ class _Shape(NamedTuple):
     text: str  # with markers
     spans: dict[int, Span]  # of assistant turns, by number of the message
     ordered: bool  # whether each assistant turn has a span
-    elsewhere: tuple[Field, ...]  # fields that the template writes in a last turn alone
+    elsewhere: tuple[int, ...]  # numbers of fields that only a last turn has written
+    unsure: tuple[int, ...]  # of fields that are written beside certain values
     refused: str | None  # why records of this shape are refused
+
+
+class Lost(NamedTuple):
+    """Text of a field that is missing in a rendering."""
+
+    field: Field
+    text: str
+
+
+class _Text(NamedTuple):
+    """A rendering, and what it lacks."""
+
+    text: str
+    moved: marks.Filled | None  # how it follows from the text of the shape, if it does
+    lost: tuple[Lost, ...] = ()
 
 
 class Renderer:
@@ -82,6 +99,9 @@ class Renderer:
         template: returns the template, at its first use; None: there is none.
         notes: what is said once about many records.
         ignored: keys of messages that are left out.
+        stripped: what a counted turn becomes of which the template leaves out text: an
+            error ("raise"), a turn that does not count ("mask"), or one of which the
+            rest counts ("count").
     """
 
     def __init__(
@@ -89,8 +109,9 @@ class Renderer:
         template: Templates | None,
         notes: Notes | None = None,
         ignored: Collection[str] = (),
+        stripped: str = "raise",
     ):
-        self._read, self.ignored = template, ignored
+        self._read, self.ignored, self._stripped = template, ignored, stripped
         self.notes = Notes() if notes is None else notes
         self._shapes: dict[str, _Shape] = {}
 
@@ -117,12 +138,34 @@ class Renderer:
         itself.
 
         Raises:
-            DataError: the template raises, or leaves a field out.
+            DataError: the template raises, or leaves out a field, or text of a turn
+                that counts.
         """
         with _placed(where):
             shape, given, fields = self._shape(talk, False)
-            text, move = self._text(shape, given, fields, False, where)
-            return Rendered(text, tuple(self._counted(talk, shape, given, move)))
+            made = self._text(shape, given, fields, False, where)
+            counted = talk.counted - self._masked(made.lost, talk.counted, where)
+            talk = talk._replace(counted=counted)
+            spans = self._counted(talk, shape, given, made.moved)
+            return Rendered(made.text, tuple(spans))
+
+    def _masked(
+        self, lost: Sequence[Lost], counted: frozenset[int], where: str
+    ) -> frozenset[int]:
+        """Counted turns that shall not count, because text of them is missing."""
+        masked = set()
+        for field, text in lost:
+            if field.turn not in counted:
+                said = "that the loss does not count"
+            elif self._stripped == "raise":
+                raise DataError(_lacks(field, text))
+            else:
+                said = f"that the loss would count (data.stripped={self._stripped!r})"
+                masked.add(field.turn)
+            note = f"the chat template leaves out text of {field.name!r} {said}, "
+            note += "in characters"
+            self.notes.add(note, where, marks.size(text))
+        return frozenset(masked) if self._stripped == "mask" else frozenset()
 
     def _counted(
         self,
@@ -152,7 +195,9 @@ class Renderer:
         """Render a conversation up to the answer."""
         with _placed(where):
             shape, given, fields = self._shape(talk, True)
-            return self._text(shape, given, fields, True, where)[0]
+            made = self._text(shape, given, fields, True, where)
+            self._masked(made.lost, frozenset(), where)
+            return made.text
 
     def end_of_turn(self) -> str | None:
         """The special token that ends an assistant's turn, if one does."""
@@ -186,27 +231,45 @@ class Renderer:
         fields: Sequence[Field],
         asks: bool,
         where: str,
-    ) -> tuple[str, marks.Filled | None]:
-        """The text; and how it follows from that of the shape, if it does."""
+    ) -> _Text:
+        """The text, how it follows from that of the shape, and what is missing."""
         text = _unmarked(self._render(talk, asks))
-        for field in shape.elsewhere:
-            self.notes.add(_ELSEWHERE.format(field.name), where)
-        for quoted in (True, False):
-            for strip in (False, True):
-                made = marks.filled(shape.text, fields, strip, quoted)
-                if made.text == text:
-                    return text, made
-        for number in sorted(marks.found(shape.text)):
+        lost = [Lost(fields[i], fields[i].text) for i in shape.elsewhere]
+        move = marks.fitting(shape.text, fields, text)
+        others = () if move else marks.not_in_order(shape.text, fields, text)
+        for number in (*shape.unsure, *others):
             field = fields[number]
-            if field.text.strip() in text:
+            place = self._place(talk, number, asks, text)
+            if place is None and field.text.strip() in text:
                 continue
-            if self._writes(talk, number, asks):  # not word for word
-                self.notes.add(_RESHAPED.format(field.name), where)
+            if place is not None:
+                if missing := marks.missing(field.text, place):
+                    lost.append(Lost(field, missing))
+                elif field.text.strip() not in place:  # not word for word
+                    self.notes.add(_RESHAPED.format(field.name), where)
             elif self._writes_elsewhere(talk, number, field):
-                self.notes.add(_ELSEWHERE.format(field.name), where)
+                lost.append(Lost(field, field.text))
             else:
                 raise DataError(_dropped(field))
-        return text, None
+        return _Text(text, move, tuple(lost))
+
+    def _place(
+        self, talk: Conversation, number: int, asks: bool, text: str
+    ) -> str | None:
+        """The part of a text that a field's value decides; None if it is not found."""
+        one = marks.marked(talk.turns, talk.tools, only=number)
+        given = talk._replace(turns=one.turns, tools=one.tools)
+        try:
+            other = _unmarked(self._render(given, asks))
+        except DataError:  # a template that wants a certain value
+            return None
+        if number not in marks.found(other):
+            return None
+        marker = marks.marker(number)
+        first, last = other.index(marker), other.rindex(marker) + len(marker)
+        start = len(os.path.commonprefix([other[:first], text]))
+        after = os.path.commonprefix([other[last:][::-1], text[start:][::-1]])
+        return text[start : len(text) - len(after)]
 
     def _writes(self, talk: Conversation, number: int, asks: bool) -> bool:
         """Whether a marker in the place of a value is found."""
@@ -270,33 +333,38 @@ class Renderer:
             if faults == (False, 0):
                 break
         if best is None:
-            return _Shape((), "", {}, True, (), failed)
+            return _Shape((), "", {}, True, (), (), failed)
         _, how, variant, text, given, marked = best
         if how is not None:
             problem = f"the chat template writes the messages {how}"
-            return _Shape(variant, "", {}, True, (), problem)
-        elsewhere, refused = self._missing(text, given, asks)
+            return _Shape(variant, "", {}, True, (), (), problem)
+        elsewhere, unsure, refused = self._missing(text, given, asks)
         spans = {} if asks or refused else self._spans(marked, text)
         assistants = sum(turn["role"] == "assistant" for turn in talk.turns)
         ordered = not self.template.marks or len(spans) == assistants
-        return _Shape(variant, _unmarked(text), spans, ordered, elsewhere, refused)
+        return _Shape(
+            variant, _unmarked(text), spans, ordered, elsewhere, unsure, refused
+        )
 
     def _missing(
         self, text: str, given: Conversation, asks: bool
-    ) -> tuple[tuple[Field, ...], str | None]:
-        """Fields without a marker in a text: those written elsewhere, and an error."""
-        turns, elsewhere = given.turns, []
+    ) -> tuple[tuple[int, ...], tuple[int, ...], str | None]:
+        """Fields without a marker in a text: `elsewhere`, `unsure`, and an error."""
+        turns, elsewhere, unsure = given.turns, [], []
         fields = marks.marked(turns, given.tools).fields
         for number in sorted(set(range(len(fields))) - marks.found(text)):
             field = fields[number]
             # The name of the function that has answered stands in its call as well.
             is_link = field.name == "name" and turns[field.turn]["role"] == "tool"
-            if is_link or self._writes(given, number, asks):
+            if is_link:
                 continue
-            if not self._writes_elsewhere(given, number, field):
-                return (), _dropped(field)
-            elsewhere.append(field)
-        return tuple(elsewhere), None
+            if self._writes(given, number, asks):
+                unsure.append(number)
+            elif self._writes_elsewhere(given, number, field):
+                elsewhere.append(number)
+            else:
+                return (), (), _dropped(field)
+        return tuple(elsewhere), tuple(unsure), None
 
     # -------------------------------------------------------------------- spans
 
@@ -343,7 +411,6 @@ class Renderer:
         return len(prompt) if asks or not text[len(prompt) : start].strip() else start
 
 
-_ELSEWHERE = "the chat template writes {!r} in later places alone, and not in records"
 _RESHAPED = "the chat template writes {!r} otherwise than it is given"
 
 
@@ -359,11 +426,24 @@ def _placed(where: str) -> Iterator[None]:
         raise DataError(f"{where}: {said}") from error
 
 
+def _name(field: Field) -> str:
+    return f"messages[{field.turn}].{field.name}" if field.turn >= 0 else "tools"
+
+
 def _dropped(field: Field) -> str:
-    place = f"messages[{field.turn}].{field.name}" if field.turn >= 0 else "tools"
     return (
-        f"the chat template leaves out {place}; remove it, name it in data.ignored, or "
-        "set data.chat_template"
+        f"the chat template leaves out {_name(field)}; remove it, name it in "
+        "data.ignored, or set data.chat_template"
+    )
+
+
+def _lacks(field: Field, text: str) -> str:
+    what = "all" if text == field.text else messages.short(text.strip())
+    return (
+        f"the chat template leaves out {what} of {_name(field)} ({marks.size(text):,} "
+        'characters), which the loss counts; give the message "weight": 0, set '
+        'data.stripped="mask" (such turns do not count) or "count" (the rest counts), '
+        "or data.chat_template"
     )
 
 

@@ -140,15 +140,135 @@ def test_weights_of_messages_are_used_or_refused():
         document({"messages": [HI | {"train": True}, HO]})
 
 
-def test_reasoning_that_a_template_keeps_elsewhere_is_said_with_its_count():
-    thought = HO | {"reasoning_content": "hm"}
-    made = reader()
+THOUGHT = HO | {"reasoning_content": "hm"}
+# As the distilled DeepSeek-R1 models, and as Qwen3 where reasoning is in the content.
+SPLITS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content.split('</think>')[-1] | trim }}</s>\n{% endfor %}"
+)
+KEEPS_LAST = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else "
+    "m.content.split('</think>')[-1].lstrip() }}</s>\n{% endfor %}"
+)
+THINKS = HO | {"content": "<think>hm, the sun</think>\n\nnoon"}
+
+
+def test_reasoning_that_a_counted_turn_loses_is_an_error():
+    with pytest.raises(DataError) as caught:
+        reader().document(Record("a:1", {"messages": [HI, THOUGHT, HI, THOUGHT]}))
+    assert str(caught.value) == (
+        "a:1: the chat template leaves out all of messages[1].reasoning_content (2 "
+        'characters), which the loss counts; give the message "weight": 0, set '
+        'data.stripped="mask" (such turns do not count) or "count" (the rest counts), '
+        "or data.chat_template"
+    )
+    muted = reader()
+    turns = [HI, THOUGHT | {"weight": 0}, HI, THOUGHT]
     for i in range(3):
-        record = Record(f"a:{i}", {"messages": [HI, thought, HI, thought]})
-        text = made.document(record).text
-        assert text.count("<think>hm</think>") == 1
-    assert made.lines()[-1].endswith(": 3 (first a:0)")
-    assert "'reasoning_content' in later places alone" in made.lines()[-1]
+        made = muted.document(Record(f"a:{i}", {"messages": turns}))
+    assert learned(made) == ["<think>hm</think>ho<|im_end|>"]
+    assert muted.lines()[-1] == (
+        "the chat template leaves out text of 'reasoning_content' that the loss does "
+        "not count, in characters: 6 (first a:0)"
+    )
+    asked = reader()
+    asked.prompt(Record("a:1", {"prompt": [HI, THOUGHT, HI]}))
+    assert asked.lines()[-1].endswith("not count, in characters: 2 (first a:1)")
+
+
+@pytest.mark.parametrize(
+    ("stripped", "answers"),
+    [
+        ("mask", ["<think>hm</think>ho<|im_end|>"]),
+        ("count", ["ho<|im_end|>", "<think>hm</think>ho<|im_end|>"]),
+    ],
+)
+def test_stripped_turns_count_as_the_user_says(stripped, answers):
+    made = reader(stripped=stripped)
+    turns = [HI, THOUGHT, HI, THOUGHT]
+    assert learned(made.document(Record("a:1", {"messages": turns}))) == answers
+    assert made.lines()[-1] == (
+        "the chat template leaves out text of 'reasoning_content' that the loss would "
+        f"count (data.stripped='{stripped}'), in characters: 2 (first a:1)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "message"),
+    [
+        (
+            SPLITS,
+            [HI, THINKS],
+            "'<think>hm, the sun</think>' of messages.1..content .24",
+        ),
+        (KEEPS_LAST, [HI, THINKS, HI, THINKS], "sun</think>' of messages.1..content"),
+        (
+            SPLITS.replace(".split('</think>')[-1]", "[:9]"),
+            [HI, HO | {"content": "seven eight nine"}],
+            "'ht nine' of messages.1..content",
+        ),
+        # A part of the same words is written elsewhere.
+        (
+            SPLITS,
+            [HI | {"content": "hm, the sun"}, THINKS],
+            "sun</think>' of messages.1",
+        ),
+        (SPLITS, [THINKS, THINKS], "of messages.0..content"),
+    ],
+)
+def test_text_that_a_counted_turn_loses_is_an_error(template, turns, message):
+    with pytest.raises(DataError, match=f"a.jsonl:1: .* leaves out {'.*'}{message}"):
+        document({"messages": turns}, template)
+
+
+def test_a_stripped_turn_that_does_not_count_is_said():
+    made = reader(SPLITS)
+    turns = [HI, THINKS | {"train": False}, HI, HO]
+    assert learned(made.document(Record("a:7", {"messages": turns}))) == ["ho</s>"]
+    assert made.lines()[-1] == (
+        "the chat template leaves out text of 'content' that the loss does not count, "
+        "in characters: 24 (first a:7)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (SPLITS, 0),  # trims
+        ("{% for m in messages %}{{ m.content | upper }}</s>{% endfor %}", 2),
+        ("{% for m in messages %}{{ m.content | tojson }}</s>{% endfor %}", 0),
+        (
+            "{% for m in messages %}{{ m.content.split() | join(' ') }}</s>"
+            "{% endfor %}",
+            1,
+        ),
+        (
+            "{% for m in messages %}<{{ m.role }}>{% if '<b>' in m.content %}[bold]"
+            "{% endif %}{{ m.content.lstrip('\n') }}</s>{% endfor %}",
+            0,
+        ),
+    ],
+)
+def test_text_that_a_template_writes_otherwise_is_whole(template, said):
+    made = reader(template)
+    turns = [HI, HO | {"content": '\n  a <b>"noon"</b>\n\n and on\n'}]
+    document = made.document(Record("a:1", {"messages": turns}))
+    assert len(learned(document)) == 1
+    note = "the chat template writes 'content' otherwise than it is given"
+    assert made.lines()[1:] == [f"{note}: {said} (first a:1)"] * bool(said)
+
+
+def test_a_field_that_is_written_beside_certain_values_is_looked_for():
+    hides = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% if m.content == 'ho' %} by {{ m.name }}{% endif %}</s>{% endfor %}"
+    )
+    made = reader(hides)
+    turns = [HI, HO | {"name": "bob"}]
+    assert "by bob" in made.document(Record("a:1", {"messages": turns})).text
+    turns = [HI, {"role": "assistant", "content": "no", "name": "bob"}]
+    with pytest.raises(DataError, match=r"leaves out messages\[1\].name"):
+        made.document(Record("a:2", {"messages": turns}))
 
 
 @pytest.mark.parametrize(
@@ -172,12 +292,6 @@ def test_content_is_looked_for_by_a_marker_and_not_by_its_words():
     turns = [{"role": "system", "content": "hi"}, HI, HO]  # the same words twice
     with pytest.raises(DataError, match=r"leaves out messages\[0\].content"):
         document({"messages": turns}, hides)
-    cuts = "{% for m in messages %}{{ m.content[:9] }}</s>{% endfor %}"
-    made = reader(cuts)
-    made.document(Record("a:7", {"messages": [HI, HO | {"content": "x" * 20}]}))
-    assert made.lines()[-1] == (
-        "the chat template writes 'content' otherwise than it is given: 1 (first a:7)"
-    )
 
 
 def test_ignored_keys_and_named_columns():

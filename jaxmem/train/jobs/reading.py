@@ -117,8 +117,9 @@ class Documents(Reading):
     def reader(self) -> RecordReader:
         """How records are read."""
         return RecordReader.of(
-            self.config, self._checkpoint, self.tokenizer, self.today
-        )
+            self.config, self._checkpoint, self.tokenizer, self.today,
+            self.config.stripped,
+        )  # fmt: skip
 
     def lines(self) -> list[str]:
         """See `Reading`; of a stream, first blocks are read for it."""
