@@ -1,5 +1,6 @@
 """A saved model behind the model interface of lm-evaluation-harness."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import numpy as np
 from lm_eval import utils
 from lm_eval.api.model import LM
 
+from jaxmem.base import messages
 from jaxmem.data.documents import NO_LABEL
 from jaxmem.data.rendering import Conversation
 from jaxmem.data.turns import talk_of
@@ -26,6 +28,7 @@ class Window(NamedTuple):
 
     ids: list[int]
     scored: int
+    is_joint: bool = True  # context and continuation were encoded as one text
 
 
 class HarnessModel(LM):
@@ -94,10 +97,22 @@ class HarnessModel(LM):
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Score continuations: ln p, and whether greedy decoding would write them.
 
+        Warns:
+            UserWarning: of some pairs a token would be of both texts.
+
         Raises:
-            ValueError: a continuation is longer than what the model reads at once.
+            ValueError: a continuation has no token, none of its own in any encoding, or
+                more than what the model reads at once.
         """
-        return self._scores([self._pair(*request.args) for request in requests])
+        windows = [self._pair(*request.args) for request in requests]
+        if apart := sum(not window.is_joint for window in windows):
+            warnings.warn(
+                f"{self._name}: {apart:,} of {len(windows):,} continuations were "
+                "encoded apart from their contexts, because a token of the joint text "
+                "would be of both",
+                stacklevel=2,
+            )
+        return self._scores(windows)
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Score whole texts: ln p(text), in windows that score each token once."""
@@ -131,15 +146,48 @@ class HarnessModel(LM):
     # ----------------------------------------------------------------- ids
 
     def _pair(self, context: str, continuation: str) -> Window:
-        """Both encoded as one text, cut where the context's own ids end."""
+        """Both encoded as one text, cut between them.
+
+        Where a token would be of both, they are encoded apart: all continuations of a
+        context then follow the same ids.
+        """
+        texts = context, continuation
         spaces = len(context) - len(context.rstrip())
-        if spaces:  # a tokenizer joins a space with what follows it
+        if spaces and continuation:  # a tokenizer joins a space with what follows it
             context, continuation = context[:-spaces], context[-spaces:] + continuation
+        after = self._text(continuation)
+        if not after:
+            raise ValueError(f"{_shown(*texts)}: the continuation has no token")
         if not context:
-            after = self._text(continuation)
             return self._cut(Window([self._prefix, *after], len(after)))
         before, whole = self._encoded(context), self._encoded(context + continuation)
-        return self._cut(Window(whole, len(whole) - len(before)))
+        scored = len(whole) - len(before)
+        if scored < 1 or whole[: len(before)] != before:
+            scored = self._scored(context, continuation)
+        if scored:
+            return self._cut(Window(whole, scored))
+        ids, tokenizer = [*before, *after], self._model.vocabulary.tokenizer
+        apart, joint = (tokenizer.decode(x, skip_special_tokens=False)
+                        for x in (ids, whole))  # fmt: skip
+        if apart != joint:
+            raise ValueError(
+                f"{_shown(*texts)}: a token of the joint text is of both, and encoded "
+                f"apart they are another text, which ends in "
+                f"{messages.short(apart[-40:])}; let the continuation begin with a "
+                "space, or leave the task out"
+            )
+        return self._cut(Window(ids, len(after), is_joint=False))
+
+    def _scored(self, context: str, continuation: str) -> int:
+        """How many tokens of the joint text are the continuation; 0 if one is of both.
+
+        A context may be split into other tokens where a text follows it.
+        """
+        tokenizer, border = self._model.vocabulary.tokenizer, len(context)
+        encoded = tokenizer.encode(context + continuation, add_special_tokens=False)
+        if any(start < border < stop for start, stop in encoded.offsets):
+            return 0
+        return sum(start >= border for start, _ in encoded.offsets)
 
     def _cut(self, window: Window) -> Window:
         """The end that the model can read."""
@@ -149,7 +197,7 @@ class HarnessModel(LM):
                 f"{self._length:,} that the model reads at once; raise --max-tokens, "
                 "or leave the task out"
             )
-        return Window(window.ids[-(self._length + 1) :], window.scored)
+        return window._replace(ids=window.ids[-(self._length + 1) :])
 
     def _text(self, text: str) -> list[int]:
         return self._model.vocabulary.encode([text])[0]
@@ -212,6 +260,12 @@ class HarnessModel(LM):
             return _token_scores(self._model.decoder, *given)
 
         return by_micro_batch(run, inputs, labels, self._max_tokens, self._length)
+
+
+def _shown(context: str, continuation: str) -> str:
+    """Both texts, for an error."""
+    end = context if len(context) <= 60 else f"...{context[-60:]}"
+    return f"context {messages.short(end)}, continuation {messages.short(continuation)}"
 
 
 @jax.jit

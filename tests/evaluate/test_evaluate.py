@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxmem import cli, generate
 
@@ -109,6 +110,53 @@ def test_a_rendered_conversation_starts_once(model):
     assert text == "u,noon.a,"
     plain, started = harness._encoded(text), harness._encoded(f"<s>{text}")
     assert plain == started and plain.count(1) == 1
+
+
+def merging(model, *, metaspace=False):
+    """The model with a tokenizer that has one token for "ts"."""
+    plain = model.vocabulary.tokenizer
+    ids = plain.get_vocab()
+    ids = {word: i for word, i in ids.items() if word not in ("7", "6")}
+    ids |= {"ts": plain.token_to_id("7") or 39, "\u2581": plain.token_to_id("6") or 38}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [("t", "s")]))
+    made.decoder = tokenizers.decoders.Fuse()
+    if metaspace:
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        made.decoder = tokenizers.decoders.Metaspace()
+    return model._replace(vocabulary=model.vocabulary._replace(tokenizer=made))
+
+
+def scores(model, *pairs):
+    return HarnessModel(model, "tiny", 256).loglikelihood(
+        make_expected.instances("loglikelihood", pairs)
+    )
+
+
+def test_a_token_of_context_and_continuation(model):
+    expected = scores(model, ("a cat", "s"), ("a cat", "sat"), ("a", "b"))
+    with pytest.warns(UserWarning, match="2 of 3 continuations were encoded apart"):
+        made = scores(merging(model), ("a cat", "s"), ("a cat", "sat"), ("a", "b"))
+    assert all(logprob < 0 for logprob, _ in made)
+    np.testing.assert_allclose(made, expected, rtol=1e-6)
+    joint = scores(merging(model), ("a ca", "ts"), ("a", " cats"))  # no token of both
+    assert len(joint) == 2
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        (
+            ("a cat", "s"),
+            "context 'a cat', continuation 's': a token of the joint t",
+        ),
+        (("a cat", ""), "context 'a cat', continuation '': the continuation has no to"),
+        (("a cat ", ""), "context 'a cat ', continuation '': the continuation has no"),
+        (("", ""), "context '', continuation '': the continuation has no token"),
+    ],
+)
+def test_a_continuation_without_tokens_of_its_own_is_refused(model, pair, message):
+    with pytest.raises(ValueError, match=message):
+        scores(merging(model, metaspace=True), pair)
 
 
 @pytest.fixture(scope="module")
