@@ -413,9 +413,15 @@ def _raised_by_us(error: Exception) -> bool:
 
 def _out_of_memory(error: Exception) -> str:
     reason = messages.cut(str(error).partition("\n")[0]).rstrip(".")
+    reason = f" ({reason})" if reason else ""
+    if isinstance(error, MemoryError):
+        return (
+            f"out of host memory{reason}: name fewer records, read them by "
+            "data.streaming=True, or lower the model's sizes"
+        )
     return (
-        f"out of memory{f' ({reason})' if reason else ''}: lower the model's sizes, "
-        "data.batch_size, data.sequence_length, head.chunk or --max-tokens"
+        f"out of device memory{reason}: lower the model's sizes, data.batch_size, "
+        "data.sequence_length, head.chunk or --max-tokens"
     )
 
 

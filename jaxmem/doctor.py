@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import jaxmem
 from jaxmem import _imports, devices
 from jaxmem._version import __version__
+from jaxmem.base import caches
 
 _FINE, _WRONG = 0, 1  # exit statuses
 _GIB = 2**30
@@ -211,11 +212,12 @@ def _head() -> str:
 
 def _caches() -> dict[str, str]:
     compiled = jax.config.jax_compilation_cache_dir
+    kept = caches.candidates()
     return {
         "compiled programs": _sized(compiled)
         if compiled
         else "none, set JAX_COMPILATION_CACHE_DIR to keep them",
-        "vocabularies": _sized(os.path.expanduser("~/.cache/jaxmem")),
+        "vocabularies": _sized(str(kept[0])) if kept else "no home directory",
     }
 
 

@@ -3,9 +3,11 @@
 import datetime
 import functools
 import json
+import math
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ _GIVEN = frozenset(
     "strftime_now".split()
 )
 _MOST_TURNS = 1_000_000  # of a template's loops
+_MOST_SECONDS = 30  # of the rendering of a conversation
+_MOST_CHARACTERS = 2**28  # of a text that a template makes
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -176,38 +180,143 @@ def read_template(
 # -------------------------------------------------------------------- jinja2
 
 
-def _counting(jinja2, nodes, sandbox) -> Any:
-    """A sandbox whose templates end after a number of turns of all their loops."""
-    turns = threading.local()
+class _Budget(threading.local):
+    """What the rendering that runs in this thread may still take."""
+
+    turns, ends = 0, math.inf
+
+    def start(self) -> None:
+        self.turns, self.ends = 0, time.monotonic() + _MOST_SECONDS
+
+    def check(self, size: int = 0) -> None:
+        """Raise a ValueError for a long text, or where the time is over."""
+        if size > _MOST_CHARACTERS:
+            raise ValueError(f"it makes a text of {size:,} characters")
+        if time.monotonic() > self.ends:
+            raise ValueError(f"it takes more than {_MOST_SECONDS} seconds")
+
+    def turn(self) -> None:
+        """Count a turn of a loop."""
+        self.turns += 1
+        if self.turns > _MOST_TURNS:
+            raise ValueError(f"its loops take more than {_MOST_TURNS:,} turns")
+        self.check()
+
+
+def _bounded(jinja2, nodes, sandbox) -> Any:
+    """A sandbox whose templates end: turns, seconds and lengths of texts are bounded.
+
+    Each operation of a template is checked before it runs; those that may take long
+    for a short text (`urlize`, `wordwrap`, `lipsum`) are left out.
+    """
+    budget = _Budget()
 
     class Template(jinja2.Template):
         def render(self, *arguments, **named):
-            turns.count = 0
+            budget.start()
             return super().render(*arguments, **named)
+
+    class Bounds(jinja2.visitor.NodeTransformer):
+        """Counts the turns of loops, and has `~` done by the filter `join`."""
+
+        def visit_For(self, node, *arguments):
+            self.generic_visit(node, *arguments)
+            given = node.iter, "counted", [], [], None, None
+            node.iter = nodes.Filter(*given, lineno=node.lineno)
+            return node
+
+        def visit_Concat(self, node, *arguments):
+            self.generic_visit(node, *arguments)
+            given = nodes.List(node.nodes), "join", [], [], None, None
+            return nodes.Filter(*given, lineno=node.lineno)
 
     def counted(items):
         for item in items:
-            turns.count += 1
-            if turns.count > _MOST_TURNS:
-                reason = f"its loops take more than {_MOST_TURNS:,} turns"
-                raise jinja2.exceptions.TemplateError(reason)
+            budget.turn()
             yield item
+
+    @jinja2.pass_eval_context
+    def join(context, value, d="", attribute=None):
+        value = list(value)
+        budget.check(_joined(d, value))
+        return jinja2.filters.do_join(context, value, d, attribute)
+
+    @jinja2.pass_eval_context
+    def replace(context, s, old, new, count=None):
+        budget.check(_replaced(s, new, count))
+        return jinja2.filters.do_replace(context, s, old, new, count)
+
+    def center(value, width=80):
+        budget.check(width if isinstance(width, int) else 0)
+        return jinja2.filters.do_center(value, width)
 
     class Environment(sandbox.ImmutableSandboxedEnvironment):
         template_class = Template
-
-        def from_string(self, source, *arguments, **named):
-            tree = self.parse(source)
-            for loop in tree.find_all(nodes.For):
-                given = loop.iter, "counted", [], [], None, None
-                loop.iter = nodes.Filter(*given, lineno=loop.lineno)
-            return super().from_string(tree, *arguments, **named)
+        intercepted_binops = frozenset(("+", "*", "**"))
 
         def __init__(self, **options):
             super().__init__(**options)
-            self.filters["counted"] = counted
+            self.filters.update(counted=counted, join=join)
+            self.filters.update(replace=replace, center=center)
+            for name in ("urlize", "wordwrap"):
+                del self.filters[name]
+            del self.globals["lipsum"]
+
+        def from_string(self, source, *arguments, **named):
+            tree = Bounds().visit(self.parse(source))
+            return super().from_string(tree, *arguments, **named)
+
+        def call_binop(self, context, operator, left, right):
+            budget.check(_length_of(operator, left, right))
+            return super().call_binop(context, operator, left, right)
+
+        def call(self, context, obj, *arguments, **named):
+            budget.check(_length_of_call(obj, arguments))
+            return super().call(context, obj, *arguments, **named)
 
     return Environment
+
+
+def _joined(separator: Any, parts: Sequence[Any]) -> int:
+    """Characters of joined texts, at least."""
+    own = sum(len(part) for part in parts if isinstance(part, str))
+    return own + len(str(separator)) * len(parts)
+
+
+def _replaced(text: Any, new: Any, count: Any) -> int:
+    """Characters of a text in which something is replaced, at most."""
+    times = len(str(text)) + 1
+    if isinstance(count, int) and count >= 0:
+        times = min(times, count)
+    return len(str(text)) + times * len(str(new))
+
+
+def _length_of(operator: str, left: Any, right: Any) -> int:
+    """The length of the result of an operator, or the bytes of a power."""
+    sized = str, list, tuple
+    if operator == "+" and isinstance(left, sized) and isinstance(right, sized):
+        return len(left) + len(right)
+    if operator == "*":
+        for items, times in ((left, right), (right, left)):
+            if isinstance(items, sized) and isinstance(times, int):
+                return len(items) * max(times, 0)
+    if operator == "**" and isinstance(left, int) and isinstance(right, int):
+        return left.bit_length() * max(right, 0) // 8
+    return 0
+
+
+def _length_of_call(function: Any, arguments: Sequence[Any]) -> int:
+    """The length of the result of a text's method, where that may be large."""
+    text, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if not isinstance(text, str) or not arguments:
+        return 0
+    first, *more = arguments
+    if name == "join" and isinstance(first, (list, tuple)):
+        return _joined(text, first)
+    if name == "replace" and more:
+        return _replaced(text, more[0], more[1] if len(more) > 1 else None)
+    is_wide = name in ("center", "ljust", "rjust", "zfill") and isinstance(first, int)
+    return first if is_wide else 0
 
 
 @functools.cache
@@ -236,7 +345,7 @@ def _environment() -> Any:
         def mark(self, caller):
             return f"{START}{caller()}{END}"
 
-    environment = _counting(jinja2, nodes, sandbox)(
+    environment = _bounded(jinja2, nodes, sandbox)(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
 

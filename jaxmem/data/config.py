@@ -34,7 +34,9 @@ class DataConfig:
     batch_size: int = 8  # rows in a micro-batch (B)
     held_out: float = 0.0  # fraction of the documents kept from training, in [0, 1)
     seed: int = 0  # order of the documents; every epoch has an order of its own
-    cache_dir: str = "~/.cache/jaxmem"  # directory that keeps trained vocabularies
+    # directory that keeps trained vocabularies; None: that of XDG_CACHE_HOME, or
+    # ~/.cache/jaxmem, or one among the temporary files
+    cache_dir: str | None = None
     streams: int = 1  # parts of the documents, each a part of every batch's rows
     # path of a Jinja template for messages; None: the checkpoint's own
     chat_template: str | None = None

@@ -20,7 +20,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxmem.base import files
+from jaxmem.base import caches, files, json_files
 from jaxmem.data import block_files, packed
 from jaxmem.data.block_files import IN_THIS_THREAD, Blocks
 from jaxmem.data.config import DataConfig as DataConfig
@@ -68,17 +68,24 @@ def load_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
         every = load_documents(config.source, reader=reader)
         documents, _ = split_documents(every, config.held_out)
     name = f"vocabulary-{_vocabulary_key(config, documents)}.json"
-    path = Path(config.cache_dir).expanduser() / name
-    if not path.exists():
-        vocabulary = _train_vocabulary(config, documents).to_str()
-        with files.unfinished(path) as unfinished:
-            unfinished.write_text(vocabulary, "utf-8")
+    with caches.errors(config.cache_dir):
+        path = caches.directory(config.cache_dir) / name
+        if not path.exists():
+            vocabulary = _train_vocabulary(config, documents).to_str()
+            with files.unfinished(path) as unfinished:
+                unfinished.write_text(json.dumps(_with_digest(vocabulary)), "utf-8")
     return _read_vocabulary(path)
 
 
+def _with_digest(vocabulary: str) -> dict[str, str]:
+    digest = hashlib.sha256(vocabulary.encode()).hexdigest()
+    return {"sha256": digest, "vocabulary": vocabulary}
+
+
 def _vocabulary_key(config: DataConfig, documents: Iterable[Document]) -> str:
-    # Another version of the library may merge differently.
-    recipe = [tokenizers.__version__, config.vocab_size, SPECIAL_TOKENS]
+    # Another version of the library may merge differently. Files of format 1 are
+    # without a digest, and are not read.
+    recipe = [2, tokenizers.__version__, config.vocab_size, SPECIAL_TOKENS]
     key = hashlib.sha256(json.dumps(recipe).encode())
     for document in documents:
         key.update(digest(document))
@@ -111,7 +118,10 @@ def _train_vocabulary(
 
 def _read_vocabulary(path: Path) -> tokenizers.Tokenizer:
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        kept = json_files.read_object(path)
+        if kept != _with_digest(str(kept.get("vocabulary"))):
+            raise ValueError("its digest is of another content")
+        tokenizer = tokenizers.Tokenizer.from_str(kept["vocabulary"])
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
             f"cannot read the cached vocabulary {path} ({error}); delete the file and "

@@ -11,7 +11,7 @@ from jaxmem.core.random_streams import Stream
 from jaxmem.data import mixing
 from jaxmem.data.documents import NO_LABEL, DataConfig, encode_documents
 from jaxmem.data.reader import RecordReader
-from jaxmem.data.records import DataError, numbered_files, read_records
+from jaxmem.data.records import DataError, held, numbered_files, read_records
 from jaxmem.data.texts import split_all
 
 
@@ -59,9 +59,10 @@ def load_pairs(
     pairs = []
     with reader.whole_pass():
         for number, path in paths:
-            for record in read_records(path, "data.source"):
-                chosen, rejected = encode_documents(reader.answers(record), tokenizer)
-                pairs.append(Pair(record.where, chosen, rejected, number))
+            with held(path, "data.source"):
+                for record in read_records(path, "data.source"):
+                    answers = encode_documents(reader.answers(record), tokenizer)
+                    pairs.append(Pair(record.where, *answers, number))
     fitting = [pair for pair in pairs if pair.length <= config.sequence_length]
     if not fitting or (len(fitting) < len(pairs) and not drop_long):
         raise DataError(_unfit(config, pairs))

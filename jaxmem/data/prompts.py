@@ -13,7 +13,7 @@ import tokenizers
 from jaxmem.base import processes
 from jaxmem.data.environments import Environments
 from jaxmem.data.reader import RecordReader
-from jaxmem.data.records import DataError, Record, numbered_files, read_records
+from jaxmem.data.records import DataError, Record, held, numbered_files, read_records
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.data.texts import split_all
@@ -46,11 +46,13 @@ def load_prompts(
             than `task.max_prompt_tokens`.
     """
     paths = numbered_files(config.source, "task.source")
-    by_file = [list(read_records(path, "task.source")) for _, path in paths]
-    records = [record for of_file in by_file for record in of_file]
+    records, counts = [], []
+    for _, path in paths:
+        with held(path, "task.source"):
+            records += read_records(path, "task.source")
+        counts.append(len(records) - sum(counts))
     if not records:
         raise DataError(f"task.source: {paths[0][1]} holds no prompt")
-    counts = [len(of_file) for of_file in by_file]
     sources = np.repeat([number for number, _ in paths], counts).tolist()
     columns = [dict(record.fields) for record in records]
     if environments is not None:

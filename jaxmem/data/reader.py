@@ -63,13 +63,16 @@ def decides_loss(column: str) -> bool:
     return _COUNTS.search(column) is not None or column.lower() in _PACKED
 
 
+_MOST_UNUSED = 10  # columns of a record that are named
+
+
 class _Choice(NamedTuple):
     """What a set of columns is."""
 
     form: Form
     names: dict[str, str]  # of the form's columns, in the record
     refused: str | None  # a column that must not be left out
-    unused: tuple[str, ...]  # those that are said once
+    notes: tuple[str, ...]  # of columns that are not used, each said once
 
 
 class RecordReader:
@@ -185,8 +188,7 @@ class RecordReader:
         # data.columns gives the name of this column to another one.
         lost = (k for k, v in record.fields.items() if v is not None
                 and k not in self._columns and fields.get(k, v) is not v)  # fmt: skip
-        for column in (*choice.unused, *lost):
-            note = f"the column {messages.short(column)} is not used"
+        for note in (*choice.notes, *_unused(lost)):
             self.notes.add(note, record.where)
         values = {name: present[key] for name, key in choice.names.items()}
         return choice.form, Columns(record.where, values, choice.names, self.renderer)
@@ -216,13 +218,13 @@ class RecordReader:
                 continue
             left = [k for k in present if k not in names.values()]
             refused = (k for k in left if k in _REFUSED or decides_loss(k))
-            unused = tuple(k for k in left if k not in _HARMLESS)
+            notes = _unused(k for k in left if k not in _HARMLESS)
             if not exact:
                 refused = (
                     k for k in left if k.lower() in _PACKED or _OF_LOSS.search(k)
                 )
-                unused = ()
-            return _Choice(form, names, next(refused, None), unused)
+                notes = ()
+            return _Choice(form, names, next(refused, None), notes)
         raise DataError(f"{record.where}: {_expected(known, present, self._columns)}")
 
     def _check(self, where: str, *texts: str) -> None:
@@ -247,6 +249,18 @@ class RecordReader:
         """What was read as what, and what was not used; nothing of plain texts."""
         read = [f"read as {kind}, {n:,} records" for kind, n in self._kinds.items()]
         return [*read, *self.notes.lines()]
+
+
+def _unused(columns: Iterable[str]) -> tuple[str, ...]:
+    """Notes about columns that are not used: of the first ones, and of the others."""
+    columns = list(columns)
+    named = [
+        f"the column {messages.short(column)} is not used"
+        for column in columns[:_MOST_UNUSED]
+    ]
+    if more := len(columns) - len(named):
+        named.append(f"{more:,} other columns are not used")
+    return tuple(named)
 
 
 def _check_names(names: Iterable[str]) -> None:

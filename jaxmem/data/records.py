@@ -4,10 +4,11 @@ import contextlib
 import glob
 import gzip
 import os
+import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from jaxmem import _imports
 from jaxmem.base import json_files, messages
@@ -15,6 +16,8 @@ from jaxmem.data import remote
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 Source = str | tuple[str, ...]
+_SPACES = 2**16  # at most, before the first character of a file that is looked at
+_MOST_BYTES = 4 * 2**30  # of a file that is read whole, unpacked
 # A record's own arrays hold messages or schemas of tools, which have one of these keys.
 _OF_PARTS = frozenset(("role", "from", "function", "parameters"))
 
@@ -103,27 +106,75 @@ def read_records(
             f"{argument}: {messages.name(str(path))} is a text, which holds no records;"
             ' a file of lines such as {"prompt": "..."} is named .jsonl'
         )
-    text = read_text(path, argument)
-    start = text.lstrip()[:1]
+    with _opened(path, argument) as file:
+        start = file.read(_SPACES).decode("utf-8-sig", "ignore").lstrip()[:1]
     if start == "[" or (start == "{" and kind_of(path) == ".json"):
-        return _json(path, text)
-    return _jsonl(path, text)
+        return _json(path, read_text(path, argument))
+    return _jsonl(path, _numbered_lines(path, argument))
 
 
 def read_text(path: Path, argument: str) -> str:
-    """The text of a file; a DataError if it has none."""
+    """The text of a file; a DataError if it has none, or more than 4 GiB."""
     shown = messages.name(str(path))
+    with _opened(path, argument) as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise DataError(
+            f"{argument}: {shown} has more than {_MOST_BYTES // 2**30} GiB of text; "
+            "write it as several files, or as a .jsonl file"
+        )
     try:
-        if path.suffix == ".gz":
-            return gzip.decompress(path.read_bytes()).decode("utf-8-sig")
-        return json_files.read_text(path)
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = f"not UTF-8 text (byte {error.start})"
         raise DataError(f"{argument}: {shown} is {place}") from error
-    except json_files.JsonError as error:
-        raise DataError(f"{argument}: {shown} is {error}") from error
+
+
+@contextlib.contextmanager
+def held(path: Path, argument: str) -> Iterator[None]:
+    """A context that holds a file's records; a DataError names one too large for it."""
+    try:
+        yield
+    except MemoryError as error:
+        remedy = "name files of fewer records"
+        if argument == "data.source":
+            remedy += ", or read .jsonl and .parquet files by data.streaming=True"
+        raise DataError(
+            f"{argument}: the host's memory cannot hold {messages.name(str(path))}; "
+            f"{remedy}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path, argument: str) -> Iterator[IO[bytes]]:
+    """A file's bytes, unpacked; what goes wrong while it is read is a DataError."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError(f"{argument}: {messages.name(str(path))} is not a file")
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            yield file
+    except DataError:
+        raise
     except (OSError, ValueError, EOFError, zlib.error) as error:  # a NUL in the path
         raise unreadable(path, argument, error) from error
+
+
+def _numbered_lines(path: Path, argument: str) -> Iterator[tuple[int, str]]:
+    """The lines of a file, of at most 256 MiB each, with their numbers from 1."""
+    # Not str.splitlines, which also splits at U+2028 inside a JSON string.
+    with _opened(path, argument) as file:
+        lines = iter(lambda: file.readline(json_files.MAX_BYTES + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > json_files.MAX_BYTES:
+                most = json_files.MAX_BYTES // 2**20
+                raise DataError(f"{path}:{number}: a line longer than {most} MiB")
+            try:
+                coding = "utf-8-sig" if number == 1 else "utf-8"
+                yield number, line.removesuffix(b"\n").decode(coding)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}:{number}: not UTF-8 text (byte {error.start} of the line)"
+                ) from error
 
 
 def unreadable(path: Path, argument: str, error: Exception) -> DataError:
@@ -132,9 +183,8 @@ def unreadable(path: Path, argument: str, error: Exception) -> DataError:
     return DataError(f"{argument}: cannot read {shown}: {messages.reason(error)}")
 
 
-def _jsonl(path: Path, text: str) -> Iterator[Record]:
-    # Not str.splitlines, which also splits at U+2028 inside a JSON string.
-    for number, line in enumerate(text.split("\n"), start=1):
+def _jsonl(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
+    for number, line in lines:
         if line.strip():
             where = f"{path}:{number}"
             yield Record(where, parse_line(where, line))
@@ -152,7 +202,7 @@ def _json(path: Path, text: str) -> Iterator[Record]:
             lines = False
         if not lines:
             raise DataError(f"{path}: {error}") from error
-        yield from _jsonl(path, text)
+        yield from _jsonl(path, enumerate(text.split("\n"), start=1))
         return
     arrays = [value]
     if isinstance(value, dict):
@@ -216,7 +266,7 @@ def opened_parquet(path: Path, argument: str) -> Iterator[Any]:
         with parquet.ParquetFile(path) as file:
             yield file
     except (ArrowException, OSError, ValueError) as error:
-        if isinstance(error, DataError):
+        if isinstance(error, (DataError, MemoryError)):
             raise
         raise unreadable(path, argument, error) from error
 

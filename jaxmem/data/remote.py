@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem import _imports
-from jaxmem.base import files, messages
+from jaxmem.base import caches, files, messages
 
-CACHE = Path("~/.cache/jaxmem/remote")
 # hf://OWNER/NAME, with @REVISION, /CONFIG and :SPLIT or without.
 _HUB = re.compile(
     r"hf://(?!datasets/)(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?"
@@ -103,4 +102,4 @@ def _place(address: str, name: str, version: str, last: str) -> Path:
     scheme = address.partition("://")[0]
     content = "\n".join((scheme, name, version))
     key = hashlib.sha256(content.encode()).hexdigest()[:24]
-    return CACHE.expanduser() / key / last
+    return caches.directory() / "remote" / key / last

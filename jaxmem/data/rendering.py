@@ -11,6 +11,7 @@ follow from it. Otherwise each field is looked for by a marker of its own.
 import bisect
 import contextlib
 import functools
+import itertools
 import json
 import os
 from collections import Counter
@@ -25,6 +26,7 @@ from jaxmem.data.records import DataError
 from jaxmem.data.variants import Variant
 
 Span = tuple[int, int]  # first character, and the one after the last
+_MOST_NOTES = 30  # lines
 _MOST_SHAPES = 4096  # that are kept
 _ENCODE = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=str).encode
 
@@ -58,11 +60,14 @@ class Notes(Counter[str]):
         self[note] += count
 
     def lines(self) -> list[str]:
-        """One line a note."""
-        return [
-            f"{note}: {count:,} (first {self._first[note]})"
-            for note, count in self.items()
+        """One line a note, of the first ones, and the number of the others."""
+        shown = itertools.islice(self.items(), _MOST_NOTES)
+        lines = [
+            f"{note}: {count:,} (first {self._first[note]})" for note, count in shown
         ]
+        if len(self) > _MOST_NOTES:
+            lines.append(f"{len(self) - _MOST_NOTES:,} more notes of this kind")
+        return lines
 
 
 class _Shape(NamedTuple):

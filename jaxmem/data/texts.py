@@ -17,6 +17,7 @@ from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import (
     DataError as DataError,
     Source,
+    held,
     kind_of,
     numbered_files,
     read_records,
@@ -47,12 +48,14 @@ def load_documents(
         return _stdlib_documents()
     paths = numbered_files(source, argument)
     reader = reader or RecordReader()
+    documents: list[Document] = []
     with reader.whole_pass():
-        documents = [
-            document if not number else document._replace(source=number)
-            for number, path in paths
-            for document in _documents(path, argument, reader)
-        ]
+        for number, path in paths:
+            with held(path, argument):
+                documents += [
+                    document._replace(source=number) if number else document
+                    for document in _documents(path, argument, reader)
+                ]
     if not any(document.text or document.ids for document in documents):
         raise DataError(
             f"{argument}: {', '.join(str(p) for _, p in paths[:3])} holds no text"

@@ -1,6 +1,7 @@
 """Chat templates: text and tokens as transformers makes them, and what is counted."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxmem.data import documents
 from jaxmem.data.chat import ChatTemplate, read_template
 from jaxmem.data.reader import RecordReader
+from jaxmem.data.records import DataError
 from jaxmem.data.rendering import Conversation, Renderer
 
 pytest.importorskip("jinja2")
@@ -307,3 +309,46 @@ def test_a_loop_without_end_is_an_error(tmp_path):
     assert ChatTemplate(left, {}, "t").render(TALK) == "01"
     told = "{% for a in messages %}{{ loop.last }}{{ loop.length }}{% endfor %}"
     assert ChatTemplate(told, {}, "t").render(TALK[:2]) == "False2True2"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{{ lipsum(n=10**8) }}", "'lipsum' is undefined"),
+        ("{{ 'a b'|wordwrap(1) }}", "No filter named 'wordwrap'"),
+        ("{{ 'a b'|urlize }}", "No filter named 'urlize'"),
+        ("{{ range(99999)|join('x' * 9999) }}", "it makes a text of 999,890,001 char"),
+        ("{{ ('x' * 9999).join([''] * 99999) }}", "it makes a text of 999,890,001 "),
+        ("{{ 'x' * 10**12 }}", "it makes a text of 1,000,000,000,000 characters"),
+        ("{{ 'x'|center(10**12) }}", "it makes a text of 1,000,000,000,000 characters"),
+        ("{{ 'x'.ljust(10**12) }}", "it makes a text of 1,000,000,000,000 characters"),
+        ("{{ ('x'*99999)|replace('x', 'y'*9999) }}", "it makes a text of 999,99"),
+        (
+            "{% set n = namespace(x='abcdefgh') %}"
+            "{% for _ in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "it makes a text of",
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}"
+            "{% endmacro %}{{ f(60) }}",
+            "it takes more than 0.2 seconds",
+        ),
+    ],
+)
+def test_templates_without_an_end_are_ended(text, message, monkeypatch):
+    monkeypatch.setattr("jaxmem.data.chat._MOST_SECONDS", 0.2)
+    monkeypatch.setattr("jaxmem.data.chat._MOST_CHARACTERS", 2**20)
+    with pytest.raises(DataError, match=re.escape(message)) as raised:
+        ChatTemplate(text, {}, "t").render([{"role": "user", "content": "a"}])
+    assert "\n" not in str(raised.value)
+
+
+def test_bounded_operations_are_those_of_jinja():
+    text = (
+        "{{ none ~ 1 ~ 'b' ~ true }} {{ [1, 'a']|join('-') }} "
+        "{{ '-'.join(['a', 'b']) }} {{ 'aa'|replace('a', 'b', 1) }} "
+        "{{ 'a'|center(3) }} {{ 2 * 'a' + 'c' }}"
+        " {{ messages|join(',', 'role') }} {{ 2 ** 3 }} {{ nothing ~ 'x' }}"
+    )
+    made = ChatTemplate(text, {}, "t").render([{"role": "user", "content": "a"}])
+    assert made == "None1bTrue 1-a a-b ba  a  aac user 8 x"

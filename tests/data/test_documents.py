@@ -282,6 +282,19 @@ def test_other_text_or_size_is_another_vocabulary(fresh, tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_a_vocabulary_that_was_changed_in_the_cache_is_named(fresh, tmp_path):
+    data.load_tokenizer(fresh)
+    (path,) = tmp_path.glob("**/vocabulary-*.json")
+    kept = json.loads(path.read_text())
+    for content in (
+        {**kept, "vocabulary": kept["vocabulary"].replace('"a":', '"b ":', 1)},
+        {"vocabulary": kept["vocabulary"]},
+    ):
+        path.write_text(json.dumps(content))
+        with pytest.raises(data.DataError, match="its digest is of another content"):
+            data.load_tokenizer(fresh)
+
+
 @pytest.mark.slow
 def test_two_processes_train_the_same_vocabulary_at_once(fresh, tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:

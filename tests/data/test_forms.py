@@ -632,7 +632,7 @@ def test_arrays_and_compressed_files_hold_what_lines_hold(tmp_path):
     with pytest.raises(DataError, match=r"data.source: cannot read .*cut\.jsonl\.gz: "):
         load_documents(str(tmp_path / "cut.jsonl.gz"))
     (tmp_path / "latin.jsonl.gz").write_bytes(gzip.compress(b'{"text": "\xe9"}'))
-    with pytest.raises(DataError, match=r"latin\.jsonl\.gz is not UTF-8 text .byte 10"):
+    with pytest.raises(DataError, match=r"latin\.jsonl\.gz:1: not UTF-8 text .byte 10"):
         load_documents(str(tmp_path / "latin.jsonl.gz"))
     (tmp_path / "bad.json").write_text('[{"text": "a"}, 5]')
     with pytest.raises(DataError, match=r"bad\.json: record 2: expected an object, go"):

@@ -1,9 +1,12 @@
 """Several files, globs, Parquet and paragraphs."""
 
+import gzip
 import json
+import tracemalloc
 
 import pytest
 
+from jaxmem.base import messages
 from jaxmem.data import documents
 from jaxmem.data.reader import RecordReader
 
@@ -91,3 +94,66 @@ def test_conversations_in_two_columns(tmp_path):
     template = ChatTemplate(TEMPLATE, {}, "")
     (made,) = documents.load_documents(source, reader=RecordReader(lambda: template))
     assert [made.text[a:b] for a, b in made.counted] == ["yz"]
+
+
+# --------------------------------------------------------------------- bounds
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_line_without_end_is_not_read_whole(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxmem.base.json_files.MAX_BYTES", 2**11)
+    path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    content = b'{"text": "a"}\n' + b"\0" * 2**25
+    path.write_bytes(gzip.compress(content, 1) if packed else content)
+    del content
+    tracemalloc.start()
+    try:
+        with pytest.raises(documents.DataError, match=r":2: a line longer than 0 MiB"):
+            documents.load_documents(str(path))
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.json"])
+def test_a_file_that_is_read_whole_has_a_bound(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxmem.data.records._MOST_BYTES", 2**12)
+    content = b"[" + b" " * 2**13
+    (tmp_path / name).write_bytes(
+        gzip.compress(content) if name.endswith(".gz") else content
+    )
+    with pytest.raises(documents.DataError, match=rf"{name} has more than 0 GiB of te"):
+        documents.load_documents(str(tmp_path / name))
+
+
+def test_columns_and_notes_are_cut(tmp_path):
+    wide = {"text": "a", **{f"column {i}": 1 for i in range(20_000)}}
+    rows = [wide, *({"text": "a", f"other {i}": 1} for i in range(100))]
+    reader = RecordReader()
+    documents.load_documents(write(tmp_path / "a.jsonl", rows), reader=reader)
+    lines = reader.lines()
+    assert len(lines) < 40
+    assert f"19,990 other columns are not used: 1 (first {tmp_path}/a.jsonl:1)" in lines
+    assert lines[-1].endswith("more notes of this kind")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "txt", "parquet"])
+def test_a_file_that_memory_cannot_hold_is_named(suffix, tmp_path, monkeypatch):
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "txt":
+        path.write_text("a")
+    else:
+        write(path, [{"text": "a"}])
+
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("jaxmem.data.texts._paragraphs", full)
+    monkeypatch.setattr(RecordReader, "document", full)
+    with pytest.raises(documents.DataError) as raised:
+        documents.load_documents(str(path))
+    assert str(raised.value) == (
+        f"data.source: the host's memory cannot hold {messages.name(str(path))}; name "
+        "files of fewer records, or read .jsonl and .parquet files by "
+        "data.streaming=True"
+    )

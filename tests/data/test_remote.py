@@ -6,7 +6,6 @@ import types
 
 import pytest
 
-from jaxmem.data import remote
 from jaxmem.data.texts import DataError, load_documents
 
 fsspec = pytest.importorskip("fsspec")
@@ -14,7 +13,7 @@ fsspec = pytest.importorskip("fsspec")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "CACHE", tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture
