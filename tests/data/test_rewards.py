@@ -308,15 +308,18 @@ def test_async_functions_are_awaited_where_a_loop_runs(own):
     assert asyncio.run(notebook()) == asyncio.run(notebook()) == [1, 2]
 
 
-def test_the_search_for_the_prompt_uses_the_same_loop(own):
-    name = own(
-        JUDGE.replace("len(completion)", "1 / (completion != 'x')")
-        + "\nfirst = gate.acquire"
+def test_the_search_for_the_prompt_uses_the_same_loop(tmp_path, monkeypatch):
+    (tmp_path / "looped.py").write_text(
+        "import asyncio\nloops = set()\nasync def score(completions, **_):\n"
+        "    loops.add(asyncio.get_running_loop())\n"
+        "    return [1 / (c != 'x') for c in completions]\n"
     )
-    scorer = Scorer([name])
-    assert scorer(questions(["a", "b"])).total.tolist() == [1, 1]
+    monkeypatch.syspath_prepend(tmp_path)
+    scorer = Scorer(["looped:score"])
+    scorer(questions(["a", "b"]))
     with pytest.raises(RewardError, match=r"prompt 'prompt 1' \(p.jsonl:2\): raised"):
         scorer(questions(["a", "x"]))
+    assert len(sys.modules["looped"].loops) == 1
 
 
 def test_plain_functions_run_beside_async_ones():
