@@ -4,6 +4,7 @@ A failed write neither ends nor blocks a run: the metrics stay in memory and are
 when the disk has room again.
 """
 
+import functools
 import itertools
 import json
 import typing
@@ -30,7 +31,7 @@ def read_history(
 def _step(line: bytes, kind: Callable[..., Any], where: str) -> Any:
     try:
         step = kind(**json.loads(line))
-        for name, annotation in typing.get_type_hints(kind).items():
+        for name, annotation in _types_of(kind).items():
             if not accepts(annotation, getattr(step, name)):
                 raise TypeError(name)
         return step
@@ -38,6 +39,11 @@ def _step(line: bytes, kind: Callable[..., Any], where: str) -> Any:
         raise ValueError(
             f"{where}: not a line of this version's {getattr(kind, '__name__', kind)}"
         ) from error
+
+
+@functools.cache
+def _types_of(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 class MetricsWriter:

@@ -52,6 +52,7 @@ class Run:
         self.out_dir = Path(config.out_dir).expanduser().absolute()
         self.done = self.saved = self.taken = checkpoints.latest() or 0
         self.metrics_path = self.out_dir / "metrics.jsonl"
+        self._page = report.Report(self.out_dir)
         self._metrics: MetricsWriter | None = None  # in the first process
         self.progress = ProgressReport(
             console, config.steps, self.done, config.log_every
@@ -227,7 +228,8 @@ class Run:
         try:
             if lines:
                 files.write_whole(self.out_dir / "samples.jsonl", "".join(lines))
-            report.write(self.out_dir)
+            for line in self._page.write():
+                say(self._console, line)
         except OSError as error:
             say(self._console, f"{error}; training goes on")
 

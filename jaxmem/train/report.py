@@ -6,6 +6,7 @@ metrics.jsonl, summary.json, eval.json, samples.jsonl and settings.gin.
 
 import contextlib
 import json
+import os
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +20,19 @@ from jaxmem._version import __version__
 from jaxmem.base import files
 from jaxmem.train import charts
 from jaxmem.train.charts import Line
+from jaxmem.train.progress import say
 
 _MIB = 2**20
+_MOST_STEPS = 4000  # that were not evaluated, and are kept for charts
 _LARGEST = 1e300  # differences of larger numbers may overflow
 _HEADS = {"fused": "without logits", "materialised": "with logits"}
 # What a run is of: settings that are not None.
 _SUBJECT = re.compile(
     r"^((?:run\.job|model\.checkpoint|data\.source|task\.source) = (?!None).+)$", re.M
 )
+# As `MetricsWriter` writes them.
+_SECONDS = re.compile(rb'"seconds": (\d+(?:\.\d*)?(?:e[+-]?\d+)?)')
+_HELD_OUT = re.compile(rb'"held_out_\w+": (?!null)')
 _MOST_SURPRISE = 6.0  # nats; a token of this or more has the strongest colour
 
 
@@ -138,39 +144,141 @@ padding:8px 0}.samples .right{text-align:left;color:var(--soft)}
 """
 
 
-def write(out_dir: Path) -> None:
-    """Write report.html of a run, from what is in its directory.
+class Report:
+    """The page of one run, which reads each line of metrics.jsonl once."""
 
-    Args:
-        out_dir: of the run; a run without steps gets no page.
+    def __init__(self, out_dir: Path):
+        self._out_dir, self._steps = out_dir, Steps(out_dir / "metrics.jsonl")
+        self._said: set[str] = set()
 
-    Raises:
-        WriteError: the file still has its old content.
-    """
-    lines = _objects(out_dir / "metrics.jsonl")
-    steps = [step for step in lines if type(step.get("step")) is int]
-    if not steps:
-        return
-    page = "".join(_page(out_dir, steps))
-    # Half of a surrogate pair, which JSON can hold, is no text.
-    files.write_whole(out_dir / "report.html", page.encode("utf-8", "replace"))
+    def write(self) -> list[str]:
+        """Write report.html from what is in the directory; without steps, no page.
+
+        Returns:
+            Lines about files that are left out because they are damaged, each once.
+
+        Raises:
+            WriteError: the file still has its old content.
+        """
+        self._steps.read()
+        if not self._steps.kept:
+            return []
+        evaluated, lines = _evaluated(self._out_dir / "eval.json")
+        page = "".join(_page(self._out_dir, self._steps, evaluated))
+        # Half of a surrogate pair, which JSON can hold, is no text.
+        content = page.encode("utf-8", "replace")
+        files.write_whole(self._out_dir / "report.html", content)
+        new = [line for line in lines if line not in self._said]
+        self._said.update(new)
+        return new
+
+
+def write(out_dir: Path) -> list[str]:
+    """Write report.html of a run once; see `Report.write`."""
+    return Report(out_dir).write()
 
 
 def finish(out_dir: Path, console: Console) -> None:
     """Write the page at a run's end, and print what the run has left."""
-    write(out_dir)
-    line = f"saved in {files.shown(out_dir)}: summary.json, report.html, report.png"
-    console.print(line, highlight=False)
+    for line in write(out_dir):
+        say(console, line)
+    shown = files.shown(out_dir)
+    say(console, f"saved in {shown}: summary.json, report.html, report.png")
 
 
-def _objects(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one per line or one in all, without damaged ones."""
-    text = _text(path)
-    for part in [text] if whole else text.split("\n"):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(part)
-            if isinstance(value, dict):
-                yield value
+class Steps:
+    """The steps of a metrics.jsonl that grows.
+
+    Attributes:
+        kept: steps in order, the first and the last among them: all where these are not
+            many; else evaluated ones, and of the others one of every so many.
+        seconds: that all steps have taken, also those that are not kept.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._clear()
+
+    def _clear(self) -> None:
+        self._identity: tuple[int, int] | None = None  # of the file
+        self._end = 0  # offset behind the last line that was read
+        self._count, self._every = 0, 1
+        self._others: dict[int, dict[str, Any]] = {}  # by their number
+        self._evaluated: dict[int, dict[str, Any]] = {}
+        self._last = 0, b""
+        self.seconds = 0.0
+
+    @property
+    def kept(self) -> list[dict[str, Any]]:
+        """See the class."""
+        every = self._others | self._evaluated | _numbered(*self._last)
+        return [every[number] for number in sorted(every)]
+
+    def read(self) -> None:
+        """Read the lines that are new; all, if the file is another or has shrunk."""
+        try:
+            file = open(self._path, "rb")
+        except FileNotFoundError:
+            self._clear()
+            return
+        with file:
+            about = os.fstat(file.fileno())
+            identity = about.st_dev, about.st_ino
+            if identity != self._identity or about.st_size < self._end:
+                self._clear()
+            self._identity = identity
+            file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n"):  # it is being written
+                    break
+                self._end += len(line)
+                self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        """Count a step, and parse it if it is kept: to parse all takes too long."""
+        number, self._count = self._count, self._count + 1
+        self._last = number, line
+        if found := _SECONDS.search(line):
+            self.seconds += _number(float(found[1])) or 0.0
+        is_evaluated = _HELD_OUT.search(line) is not None
+        if is_evaluated or number % self._every == 0:
+            (self._evaluated if is_evaluated else self._others).update(
+                _numbered(number, line)
+            )
+        if len(self._others) > _MOST_STEPS:
+            self._every *= 2
+            kept = ((n, x) for n, x in self._others.items() if n % self._every == 0)
+            self._others = dict(kept)
+
+
+def _numbered(number: int, line: bytes) -> dict[int, dict[str, Any]]:
+    """A step by its number; none of a line that is damaged."""
+    step = _object(line.decode("utf-8", "replace"))
+    return {number: step} if type(step.get("step")) is int else {}
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, one per line, without damaged ones."""
+    return filter(None, map(_object, _text(path).split("\n")))
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The JSON object of a text; {} if it is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def _evaluated(path: Path) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
+    """The numbers of `jaxmem eval` by task; none, and why, of a damaged file."""
+    if not (text := _text(path)):
+        return {}, []
+    results = _object(text).get("results")
+    if isinstance(results, dict) and all(isinstance(x, dict) for x in results.values()):
+        return results, []
+    return {}, [f"{path}: is damaged, and left out of report.html"]
 
 
 def _text(path: Path) -> str:
@@ -178,9 +286,10 @@ def _text(path: Path) -> str:
     return path.read_text("utf-8", errors="replace") if path.exists() else ""
 
 
-def _page(out_dir: Path, steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    summary = next(_objects(out_dir / "summary.json", whole=True), {})
-    evaluated = next(_objects(out_dir / "eval.json", whole=True), {})
+def _page(
+    out_dir: Path, read: Steps, evaluated: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    steps, summary = read.kept, _object(_text(out_dir / "summary.json"))
     title = escape(out_dir.resolve().name)
     yield (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -192,9 +301,9 @@ def _page(out_dir: Path, steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield f"<p>step {steps[-1]['step']:,}{escape(device)}, jaxmem {__version__}</p>"
     if subject := ", ".join(_SUBJECT.findall(_text(out_dir / "operative.gin"))):
         yield f"<p>{escape(subject)}</p>"
-    results = "".join([*_results(steps), *_tiles(_RATES, steps)])
+    results = "".join([*_results(steps, read.seconds), *_tiles(_RATES, steps)])
     yield f'<section class="tiles">{results}</section>'
-    yield from _benchmarks(evaluated.get("results") or {})
+    yield from _benchmarks(evaluated)
     if last := "".join(_tiles(_PANELS, steps)):
         yield f'<h2>Last values</h2><section class="tiles">{last}</section>'
     yield f'<h2>By step</h2><section class="charts">{"".join(_charts(steps))}</section>'
@@ -233,7 +342,7 @@ def _is_sample(sample: Mapping[str, Any]) -> bool:
     return texts and rewarded and numbers and len(tokens) == len(logprobs)
 
 
-def _results(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _results(steps: Sequence[Mapping[str, Any]], total: float) -> Iterator[str]:
     """What a run has come to, on held-out data if there are, and how long it took."""
     scored = [
         (panel, points)
@@ -249,7 +358,7 @@ def _results(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     seconds = [value for _, value in _points(steps, "seconds")]
     if seconds:
         each = f"{charts.number(statistics.median(seconds))} s a step (median)"
-        yield _card("Time of all steps", _duration(sum(seconds)), each)
+        yield _card("Time of all steps", _duration(total), each)
 
 
 def _duration(seconds: float) -> str:
@@ -320,10 +429,12 @@ def _benchmarks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             metric, _, filtered = key.partition(",")
             if metric == "sample_len":  # the number of documents, and no metric
                 continue
-            if not isinstance(value, (int, float)) or metric.endswith("_stderr"):
+            value, error = map(
+                _number, (value, metrics.get(f"{metric}_stderr,{filtered}"))
+            )
+            if value is None or metric.endswith("_stderr"):
                 continue
-            error = metrics.get(f"{metric}_stderr,{filtered}")
-            shown = charts.number(error) if isinstance(error, (int, float)) else ""
+            shown = "" if error is None else charts.number(error)
             yield (
                 f"<tr><td>{escape(task)}</td><td>{escape(metric)}</td>"
                 f'<td class="right">{charts.number(value)}</td>'

@@ -234,6 +234,57 @@ def test_files_that_are_damaged_by_hand_still_make_a_page(name, run, tmp_path):
     assert "<main>" in (tmp_path / "report.html").read_text("utf-8")
 
 
+@pytest.mark.parametrize(
+    "results", ['{"results": [1]}', '{"results": {"a": 1}}', '{"results"', "5"]
+)
+def test_damaged_benchmarks_are_left_out_and_named_once(results, run, tmp_path):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "eval.json").write_text(results)
+    page = report.Report(tmp_path)
+    assert page.write() == [
+        f"{tmp_path}/eval.json: is damaged, and left out of report.html"
+    ]
+    assert page.write() == []
+    good = {"results": {"a": {"acc,none": 0.5, "b,none": 10**400, "c,none": "x"}}}
+    (tmp_path / "eval.json").write_text(json.dumps(good))
+    assert page.write() == []
+    text = (tmp_path / "report.html").read_text()
+    assert "<td>a</td><td>acc</td>" in text and "<td>b</td>" not in text
+
+
+def metrics_of(*steps, **fields):
+    values = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "seconds": 2.0}
+    lines = (json.dumps({"step": step, **values, **fields}) for step in steps)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def test_steps_are_read_once_and_few_are_kept(tmp_path, monkeypatch):
+    path, parsed = tmp_path / "metrics.jsonl", []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    monkeypatch.setattr(report, "_MOST_STEPS", 8)
+    steps = report.Steps(path)
+    steps.read()
+    assert steps.kept == []
+    with open(path, "a") as file:
+        file.write(metrics_of(*range(1, 100)) + metrics_of(100, held_out_loss=2.0))
+        file.write(metrics_of(*range(101, 131)) + '{"step": 131')
+    steps.read()
+    kept = [step["step"] for step in steps.kept]
+    assert len(kept) <= 10 and {1, 100, 130} <= {*kept} and kept == sorted(kept)
+    assert steps.seconds == 2.0 * 130 and len(parsed) < 70
+    with open(path, "a") as file:
+        file.write(', "loss": 0.5}\n')
+    steps.read()
+    assert steps.kept[-1] == {"step": 131, "loss": 0.5} and len(parsed) < 75
+    path.write_text(metrics_of(1, 2))  # a run that was resumed elsewhere
+    steps.read()
+    assert [step["step"] for step in steps.kept] == [1, 2] and steps.seconds == 4.0
+    path.unlink()
+    steps.read()
+    assert steps.kept == [] and steps.seconds == 0
+
+
 @pytest.mark.parametrize("name", ["settings.gin", "operative.gin"])
 def test_settings_that_are_no_text_still_make_a_page(name, run, tmp_path):
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)
