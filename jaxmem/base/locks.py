@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxmem.base import files, processes
+from jaxmem.base import files, messages, processes
 
 try:
     import fcntl
@@ -18,6 +18,8 @@ except ModuleNotFoundError:  # not a POSIX system
     fcntl = None
 
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_SHOWN = 240  # characters of a directory in a message
+_LONGEST = 4096  # bytes of a lock file
 
 
 class Busy(ValueError):
@@ -70,13 +72,14 @@ class Lock:
     def acquire(self) -> str:
         """Take the lock; returns a message, "" if there is none."""
         directory, resource = self._path.parent, self._resource
-        self._created += [d for d in (directory, *directory.parents) if not d.exists()]
         try:
+            every = directory, *directory.parents
+            self._created += [path for path in every if not path.exists()]
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            reason = f"cannot be made: {error.strerror}"
+            named = messages.cut(str(directory), _SHOWN)
             raise files.WriteError(
-                f"{resource}: the directory {directory} {reason}"
+                f"{resource}: the directory {named} cannot be made: {error.strerror}"
             ) from error
         try:
             self._descriptor = _open_locked(self._path)
@@ -91,6 +94,12 @@ class Lock:
                 f"{resource} is in use by another process ({_holder(self._path)}); "
                 "wait until it ends, end it, or name another"
             ) from error
+        if not _is_lock(self._descriptor):
+            self.forget()
+            raise files.WriteError(
+                f"{self._path}: was not written as the lock of {resource}; move it, or "
+                "name another"
+            )
         _write_holder(self._descriptor)
         return ""
 
@@ -169,6 +178,15 @@ def _is_at(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
+        return False
+
+
+def _is_lock(descriptor: int) -> bool:
+    """True if a file is empty or zeros, or says who holds or has held a lock."""
+    content = os.pread(descriptor, _LONGEST, 0).strip(b"\0")
+    try:
+        return not content or {"host", "pid"} <= set(json.loads(content))
+    except (ValueError, TypeError, RecursionError):
         return False
 
 

@@ -19,6 +19,7 @@ from jaxmem.base.ranges import integers
 from jaxmem.checkpoints import adapter_tensors, names
 from jaxmem.checkpoints.adapter_tensors import PREFIX, Site, target_of
 from jaxmem.checkpoints.architectures import read_config
+from jaxmem.checkpoints.directories import check_target, new_directory
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.reader import (
@@ -27,7 +28,7 @@ from jaxmem.checkpoints.reader import (
     read_object,
     write_object,
 )
-from jaxmem.checkpoints.tensors import Tensors, new_directory, whole, write_tensors
+from jaxmem.checkpoints.tensors import Tensors, whole, write_tensors
 from jaxmem.models.config import RANGES, SAVED, TARGETS, ModelConfig
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.lora import is_adapter
@@ -87,7 +88,7 @@ def save_adapter(
         base: name or directory of the adapted model, for those who load the adapter.
             Modules have the names of its family if it is a directory, or else Llama's.
             For a multimodal model PEFT needs only the text part, as `save` writes it.
-        overwrite: whether to replace an existing directory.
+        overwrite: True if an adapter that is there is replaced.
 
     Raises:
         CheckpointError: the decoder has no adapters, or the directory exists.
@@ -95,12 +96,11 @@ def save_adapter(
     target, config = Path(os.path.expanduser(directory)), decoder.config
     if not config.lora_rank:
         raise CheckpointError(f"{target}: the decoder has no adapters to save")
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
+    check_target(target, overwrite)
     is_here = bool(base) and (Path(base).expanduser() / "config.json").exists()
     family = read_config(base).family if is_here else FAMILIES[0]
     _warn(target, decoder, family)
-    with new_directory(target) as unfinished:
+    with new_directory(target, overwrite) as unfinished:
         write_tensors(unfinished, _tensors(decoder, family), one=_TENSORS)
         if unfinished is not None:
             described = _peft_config(decoder, family, base)

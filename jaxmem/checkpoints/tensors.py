@@ -8,12 +8,9 @@ names in the index are checked. Symbolic links in the directory are followed, be
 whoever made the directory made them (the Hub's cache is links to its blobs).
 """
 
-import contextlib
 import functools
 import json
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxmem.base import json_files, messages, processes
+from jaxmem.base import json_files, messages
 from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -276,26 +273,3 @@ def _write_shard(
     path = directory / f"shard-{number}.unfinished"
     save_file(dict(held), path, metadata={"format": "pt"})  # layout of torch's matrices
     return path, list(held), sum(array.nbytes for array in held.values())
-
-
-@contextlib.contextmanager
-def new_directory(target: Path) -> Iterator[Path | None]:
-    """A directory that appears under its name once it is complete, or not at all.
-
-    What is there is replaced. Yields the unfinished directory; None in all processes of
-    a run but the first.
-    """
-    if not processes.is_first():
-        yield None
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
-        yield unfinished
-        unfinished.chmod(0o755)  # mkdtemp makes it private; use mkdir's default mode
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(unfinished, target)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise

@@ -17,10 +17,15 @@ from jaxmem.checkpoints import names, rope_forms
 from jaxmem.checkpoints.adapters import read_adapter, with_adapter
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.describing import FREE, Text, describe, write_text_files
+from jaxmem.checkpoints.directories import (
+    TOKENIZER_FILES,
+    check_target,
+    new_directory,
+)
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.reader import CheckpointError, write_object
-from jaxmem.checkpoints.tensors import Tensors, new_directory, write_tensors
+from jaxmem.checkpoints.tensors import Tensors, write_tensors
 from jaxmem.models import lora
 from jaxmem.models.config import DTYPES, SAVED, UNTIED, ModelConfig
 from jaxmem.models.decoder import Decoder
@@ -32,12 +37,6 @@ from jaxmem.models.weights import by_path, join_weights
 Placement = (
     jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 )
-
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
-    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "generation_config.json",
-)  # fmt: skip
 
 
 def load(
@@ -190,10 +189,11 @@ def save(
         dtype: dtype of the tensors; None: that of the decoder's weights.
         max_shard_bytes: maximum size of a file.
         chat_template: path of a template that replaces the other checkpoint's.
-        overwrite: whether to replace an existing directory.
+        overwrite: True if a checkpoint that is there is replaced.
 
     Raises:
-        CheckpointError: the directory exists, or `like` is of another model.
+        CheckpointError: the directory exists, or holds files that no checkpoint has,
+            or `like` is of another model.
     """
     target, source = (Path(os.path.expanduser(path)) for path in (directory, like))
     _check_target(target, decoder, overwrite)
@@ -214,7 +214,7 @@ def save(
         )
     dtype = dtype or decoder.config.param_dtype
     raw = dict(config.raw) | ({"tie_word_embeddings": False} if untied else {})
-    with new_directory(target) as unfinished:
+    with new_directory(target, overwrite) as unfinished:
         tensors = _tensors(decoder, config.family, dtype)
         write_tensors(unfinished, tensors, max_shard_bytes=max_shard_bytes)
         if unfinished is not None:
@@ -249,7 +249,7 @@ def save_new(
     decoder, config = as_known(decoder, max_positions)
     family = next(f for f in FAMILIES if f.model_type == config["model_type"])
     dtype = dtype or decoder.config.param_dtype
-    with new_directory(target) as unfinished:
+    with new_directory(target, overwrite) as unfinished:
         tensors = _tensors(decoder, family, dtype)
         write_tensors(unfinished, tensors, max_shard_bytes=max_shard_bytes)
         if unfinished is not None:
@@ -288,8 +288,7 @@ def _tensors(decoder: Decoder, family: Family, dtype: str):
 
 
 def _check_target(target: Path, decoder: Decoder, overwrite: bool) -> None:
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
+    check_target(target, overwrite)
     if decoder.config.lora_rank:
         raise CheckpointError(f"{target}: the decoder has adapters; save_adapter them")
 
@@ -365,12 +364,12 @@ def _write_rest(
     ids = {kind: raw[kind] for kind in kinds if raw.get(kind) is not None}
     # Replaced by the source's own, if any.
     write_object(directory / "generation_config.json", ids)
-    copy_text_files(source, directory, _TOKENIZER_FILES)
+    copy_text_files(source, directory, TOKENIZER_FILES)
 
 
 def copy_text_files(
     source: Path, directory: Path,
-    names: Sequence[str] = ("config.json", *_TOKENIZER_FILES),
+    names: Sequence[str] = ("config.json", *TOKENIZER_FILES),
 ) -> None:  # fmt: skip
     """Copy all that says how a checkpoint's model reads text: config and tokenizer."""
     for name in names:

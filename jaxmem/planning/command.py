@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ class Request:
 
 def run(request: Request) -> int:
     """Print a plan; 0 if the job fits, 1 if not, 2 if the compiler is missing."""
+    if request.picture is not None and os.path.lexists(request.picture):
+        raise ValueError(f"--picture {request.picture}: exists; name another file")
     device = devices.find(request.device)
     job = load(request.path, request.overrides)
     count = _count(job, request.count)

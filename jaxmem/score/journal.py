@@ -20,6 +20,7 @@ from jaxmem.base import files
 # hold more numbers than this, 32 MiB of ids and log-probabilities.
 _DOCUMENTS_AT_ONCE = 1000
 _COLUMNS_AT_ONCE = 2**23
+_HEAD = b'{"fingerprint"'  # of a journal
 
 
 class Result(Protocol):
@@ -106,6 +107,8 @@ class Journal:
         head = json.dumps({"fingerprint": fingerprint, "source": source})
         if self.path.exists():
             self._continue(fingerprint, head, ends)
+        elif os.path.lexists(self._made):  # we make it while there is a journal
+            raise ValueError(f"{self._made}: exists; move it or name another --out")
         if out.exists() and (not self.path.exists() or self.done < max(ends)):
             raise ValueError(f"{out}: exists; delete it or name another --out")
         if not self.path.exists():
@@ -122,8 +125,9 @@ class Journal:
         """Truncate the journal after the last complete group."""
         end, count = 0, -1  # the first line is not a document
         with open(self.path, "rb") as file:
-            first = file.readline()
-            if not file.readline().endswith(b"\n"):  # killed before the first document
+            first, second = file.readline(), file.readline()
+            # Killed before the first document, of whichever inputs.
+            if not second.endswith(b"\n") and _is_head(first):
                 files.write_whole(self.path, head + "\n")
                 return
             self.source = self._source_of(first, fingerprint)
@@ -207,6 +211,13 @@ class Journal:
     def _new_file(self) -> BinaryIO:
         flags = os.O_WRONLY | os.O_TRUNC
         return open(files.open_own(self._made, flags), "wb")
+
+
+def _is_head(line: bytes) -> bool:
+    """True if a line begins as a journal's first line, of which an end may be lost."""
+    line = line.rstrip(b"\0\n")
+    length = min(len(line), len(_HEAD))
+    return line[:length] == _HEAD[:length]
 
 
 def check_suffix(out: Path) -> None:

@@ -261,10 +261,15 @@ def _delete_old(directory: Path, keep: int) -> None:
     _remove(directory, "")
 
 
+def is_unfinished(path: Path) -> bool:
+    """True if a path is of a checkpoint that is not complete yet, or any more."""
+    return _LEFT.fullmatch(path.name) is not None
+
+
 def _remove(directory: Path, prefix: str) -> None:
     """Remove what is not complete yet, or any more."""
     for path in directory.iterdir() if directory.is_dir() else ():
-        if _LEFT.fullmatch(path.name) and path.name.startswith(prefix):
+        if is_unfinished(path) and path.name.startswith(prefix):
             shutil.rmtree(path, ignore_errors=True)
             with contextlib.suppress(OSError):  # a link, which `rmtree` refuses
                 path.unlink()

@@ -1,11 +1,12 @@
 """`jaxmem export`: the model of a run, a checkpoint or an adapter, to take away."""
 
+import os
 import shutil
 from pathlib import Path
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.checkpoints.tensors import new_directory
+from jaxmem.checkpoints.directories import new_directory
 from jaxmem.models.own import OwnModel
 from jaxmem.train import own, results, saved
 
@@ -13,7 +14,12 @@ _ENDS = "generation_config.json"
 
 
 def export(
-    path: str, out: str, *, merge: bool = False, dtype: str | None = None
+    path: str,
+    out: str,
+    *,
+    merge: bool = False,
+    dtype: str | None = None,
+    code: saved.Code = saved.OF_USER,
 ) -> str:
     """Save the model in a directory as a checkpoint that transformers loads.
 
@@ -23,14 +29,15 @@ def export(
         merge: add adapters to the matrices that they adapt; without it they are saved
             alone, in PEFT's layout.
         dtype: of the saved weights of a whole model; None: as they are stored.
+        code: of the model of a run, which may be run.
 
     Raises:
         CheckpointError: there is no model, `out` exists, or there is nothing to merge.
     """
     target = Path(out).expanduser()
-    if target.exists():
+    if os.path.lexists(target):
         raise CheckpointError(f"{target}: exists; name another --out")
-    with saved.opened(path) as place:
+    with saved.opened(path, code=code) as place:
         decoder, base = place.load(dtype), place.directory
         rank = decoder.config.lora_rank
         if merge and not rank:

@@ -5,7 +5,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxmem.base import files, locks, processes
 from jaxmem.base.stopping import Stop
 from jaxmem.data.rewards import RewardError
-from jaxmem.train import metrics, report, resuming, wandb_writer
+from jaxmem.train import metrics, ownership, report, resuming, wandb_writer
 from jaxmem.train.checkpoint import CheckpointError, Checkpoints
 from jaxmem.train.damaged import set_aside_damaged
 from jaxmem.train.evaluation import EvalConfig, is_due, keep_best
@@ -25,6 +25,14 @@ from jaxmem.train.settings import RunConfig, Settings
 from jaxmem.train.wandb_writer import WandbWriter
 
 _BACKEND = "implementation"
+
+
+class _Held(NamedTuple):
+    """What a run holds from its start to its end."""
+
+    stop: Stop
+    lock: locks.Lock
+    directory: ownership.RunDirectory
 
 
 class Run:
@@ -40,11 +48,11 @@ class Run:
         settings: Settings,
         console: Console,
         checkpoints: Checkpoints,
-        held: tuple[Stop, locks.Lock],
+        held: "_Held",
         evaluation: EvalConfig | None = None,
     ):
         self._config, self._settings = config, settings
-        self._stop, self._lock = held
+        self._stop, self._lock, self._directory = held
         self._evaluation = evaluation or EvalConfig()
         self._has_said_nothing_is_held_out = False
         self._texts: Mapping[str, str] = {}
@@ -121,6 +129,7 @@ class Run:
         return state
 
     def _write_texts(self) -> None:
+        processes.by_first(self._directory.mark)
         for name, text in self._texts.items():
             if text and processes.is_first():
                 files.write_whole(self.out_dir / name, text)
@@ -296,22 +305,25 @@ def open_run(
     settings: Settings,
     console: Console,
     evaluation: EvalConfig | None = None,
+    result: str = "model",
 ) -> Iterator[Run]:
     """Open the run in `config.out_dir`, old or new, for this process alone.
 
     If checkpoints are there, `Run.take_steps` continues from the newest that can be
     read: killed at any step and called again, it takes bitwise the same steps on the
     CPU as if it had never stopped. SIGTERM and SIGINT end the run after the current
-    step and save it; see `Stop`.
+    step and save it; see `Stop`. `result` is the directory that the run leaves in the
+    end, as in `ownership.result_of`.
     """
-    out_dir = Path(config.out_dir).expanduser().absolute()
-    where = f"run.out_dir={config.out_dir!r}"
+    directory = ownership.RunDirectory.of(config, result)
+    out_dir, where = directory.path, directory.key
     log = functools.partial(say, console)
     if config.wandb is not None and processes.is_first():
         wandb_writer.check(config.wandb)
     with (
         Stop() as stop,
         locks.exclusive(out_dir / "lock", where, log) as lock,
+        directory.claimed(),
         # Several processes must agree on the last step.
         stop.deferred() if jax.process_count() > 1 else contextlib.nullcontext(),
     ):
@@ -323,7 +335,7 @@ def open_run(
             with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
                 if config.checkpoint_every and checkpoints.latest() is None:
                     checkpoints.check_storage()
-                held = stop, lock
+                held = _Held(stop, lock, directory)
                 run = Run(config, settings, console, checkpoints, held, evaluation)
                 with run.progress:
                     yield run

@@ -32,7 +32,9 @@ class RunConfig:
     steps: int = 60  # optimizer steps in all; rollouts of the job "grpo"
     accumulate: int = 1  # micro-batches (data.batch_size rows each) per step
     seed: int = 0  # of initial weights, and of a policy's samples
-    out_dir: str = "runs/sft"  # directory of the run; one that holds a run resumes it
+    # directory of the run; one that holds a run resumes it, and files that are no run's
+    # are never replaced
+    out_dir: str = "runs/sft"
     # steps between checkpoints; the last step is always saved; None: no checkpoints
     checkpoint_every: int | None = 20
     keep: int = 2  # newest checkpoints to keep

@@ -216,12 +216,18 @@ def test_a_directory_is_replaced_only_where_that_is_said(tmp_path):
     checkpoints.save(tmp_path / "out", loaded("llama"), like=TINY / "llama")
     with pytest.raises(CheckpointError, match="out: exists; name another, or give"):
         checkpoints.save(tmp_path / "out", loaded("llama"), like=TINY / "llama")
-    (tmp_path / "out" / "junk").touch()
-    checkpoints.save(
-        tmp_path / "out", loaded("llama"), like=TINY / "llama", overwrite=True
-    )
+    stale = tmp_path / "out" / "model-00002-of-00002.safetensors"
+    stale.touch()
+    mine = tmp_path / "out" / "mine.py"
+    mine.touch()
+    save = functools.partial(checkpoints.save, like=TINY / "llama", overwrite=True)
+    with pytest.raises(CheckpointError, match="out/mine.py is no file of a checkpoint"):
+        save(tmp_path / "out", loaded("llama"))
+    assert mine.exists() and stale.exists()
+    mine.unlink()
+    save(tmp_path / "out", loaded("llama"))
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
-    assert not (tmp_path / "out" / "junk").exists()
+    assert not stale.exists()
 
 
 def test_another_model_than_the_one_it_is_like_is_refused(tmp_path):

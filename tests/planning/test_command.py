@@ -278,6 +278,14 @@ def test_fit_prints_overrides_that_load(job, fake, capsys, tmp_path, monkeypatch
     assert path.stat().st_size > 10_000
 
 
+def test_a_picture_replaces_no_file(capsys, tmp_path):
+    path = tmp_path / "bars.png"
+    path.write_text("mine")
+    status, said = planned(capsys, SCORE, "--picture", str(path))
+    assert status == 2 and f"--picture {path}: exists" in said.err
+    assert path.read_text() == "mine"
+
+
 def test_keeping_more_is_expected_to_take_less_time(fake, monkeypatch):
     monkeypatch.setattr(search, "_POLICIES", ("none", "full"))  # each is traced
     config, _ = configuration.load(cli._find_config(SFT[0]), SFT[1:])

@@ -383,6 +383,18 @@ def test_a_torn_head_is_a_new_start(model, directory):
     assert len(scored(model)[1]) == 3
 
 
+@pytest.mark.parametrize("suffix", ["", ".unfinished", ".made", ".lock"])
+def test_files_of_others_are_not_replaced(suffix, tmp_path):
+    mine = tmp_path / f"scores.jsonl{suffix}"
+    mine.write_text("mine")
+    out = tmp_path / "scores.jsonl"
+    with pytest.raises((ValueError, OSError), match=f"scores.jsonl{suffix}: "):
+        lock = out.with_name("scores.jsonl.lock")
+        with locks.exclusive(lock, f"--out {out}", print):
+            journal.Journal(out, "fingerprint", "", [0, 3])
+    assert mine.read_text() == "mine" and len(list(tmp_path.iterdir())) <= 2
+
+
 @pytest.mark.parametrize("change", ["data", "options", "weights", "time"])
 def test_an_unfinished_run_of_something_else_is_refused(
     change, model, directory, monkeypatch

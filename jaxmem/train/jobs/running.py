@@ -13,9 +13,10 @@ from rich.console import Console
 
 from jaxmem.base import files, processes
 from jaxmem.data import event_loop
-from jaxmem.train import agreement, loop, metrics, plots, report, results
+from jaxmem.train import agreement, loop, metrics, ownership, plots, report, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.metrics import HeadCost
+from jaxmem.train.ownership import RunDirectory
 from jaxmem.train.progress import say
 from jaxmem.train.settings import JobConfig
 
@@ -46,8 +47,8 @@ def train(
 
     Raises:
         ValueError: the data cannot be used; the directory holds a run of another model,
-            data or backend of the head, or another process uses it; or the processes
-            of the run differ.
+            data or backend of the head, or files that are no run's, or another process
+            uses it; or the processes of the run differ.
         CheckpointError: a checkpoint cannot be written, or all are damaged.
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: after SIGINT; the current step is finished and saved.
@@ -56,17 +57,16 @@ def train(
     if jax.process_count() > 1:
         processes.agree(agreement.facts(config))
     job = job_of(config)
+    processes.by_first(lambda: _check_directory(job))
     job.reads.today = results.started(config.run.out_dir)
     job = with_steps(job)
     config = job.config
     if console is None:  # FORCE_COLOR, which notebooks set, makes no terminal of a file
         terminal = sys.stdout.isatty()
         console = Console(quiet=not processes.is_first(), force_terminal=terminal)
-    settings = job.settings()
-    with (
-        event_loop.closed_at_end(),
-        loop.open_run(config.run, settings, console, config.eval) as run,
-    ):
+    result = ownership.result_of(config)
+    opened = loop.open_run(config.run, job.settings(), console, config.eval, result)
+    with event_loop.closed_at_end(), opened as run:
         job.build()
         run.use_backend(job.program.backend, config.head.implementation)
         job.open()
@@ -88,6 +88,14 @@ def train(
         with_last = [*history[:-1], history[-1]._replace(**last)]
         summary = _report(job, run.out_dir, with_last, costs, console)
         return Result(run.out_dir, history, costs, summary)
+
+
+def _check_directory(job: Job) -> None:
+    """Raise if the run would replace files of others, or such as it reads."""
+    config = job.config
+    directory = RunDirectory.of(config.run, ownership.result_of(config))
+    directory.check_inputs(config)
+    directory.check()
 
 
 def with_steps(job: Job) -> Job:

@@ -1,0 +1,85 @@
+"""Directories that are saved whole, and replaced only where we have saved them."""
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxmem.base import processes
+from jaxmem.checkpoints.reader import CheckpointError
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
+    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "generation_config.json",
+)  # fmt: skip
+_CONFIGS = "config.json", "adapter_config.json"
+_TENSORS = re.compile(
+    r"(adapter_)?model\.safetensors(\.index\.json)?|model-\d{5,}-of-\d{5,}\.safetensors"
+)
+
+
+@contextlib.contextmanager
+def new_directory(target: Path, replace: bool = False) -> Iterator[Path | None]:
+    """A directory that appears under its name once it is complete, or not at all.
+
+    Yields the unfinished directory; None in all processes of a run but the first.
+
+    Args:
+        target: to create.
+        replace: True if one that was saved before is replaced.
+
+    Raises:
+        CheckpointError: the target exists, and is not one that may be replaced.
+    """
+    if not processes.is_first():
+        yield None
+        return
+    check_target(target, replace)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)  # mkdtemp makes it private; use mkdir's default mode
+        check_target(target, replace)  # it may be there by now
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(unfinished, target)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def check_target(target: Path, replace: bool) -> None:
+    """Raise a CheckpointError if `new_directory` must not create a target."""
+    if not os.path.lexists(target):
+        return
+    if not replace:
+        raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
+    if target.is_symlink():
+        raise CheckpointError(
+            f"{target}: is a symbolic link, which is not replaced; remove it"
+        )
+    if (foreign := foreign_in(target)) is not None:
+        raise CheckpointError(
+            f"{target}: is not replaced, because {foreign} is no file of a checkpoint; "
+            "move it"
+        )
+
+
+def foreign_in(target: Path) -> Path | None:
+    """The first path in a directory that no saved checkpoint or adapter has, if any.
+
+    It is the target itself if that is no directory.
+    """
+    if not target.is_dir():
+        return target
+    known = {*TOKENIZER_FILES, *_CONFIGS}
+    for path in sorted(target.iterdir()):
+        named = path.name in known or _TENSORS.fullmatch(path.name)
+        if not named or path.is_dir():
+            return path
+    return None
