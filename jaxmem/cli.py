@@ -218,9 +218,10 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     with _needs("exporting", "train"):
-        from jaxmem.train import export
-    path, out = arguments.path, arguments.out
-    print(export.export(path, out, merge=arguments.merge, dtype=arguments.dtype))
+        from jaxmem.train import export, saved
+    code = saved.Code(arguments.factory, arguments.trust_code)
+    options = {"merge": arguments.merge, "dtype": arguments.dtype, "code": code}
+    print(export.export(arguments.path, arguments.out, **options))
     return 0
 
 

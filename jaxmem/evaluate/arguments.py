@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from jaxmem.score.arguments import CODE
+
 
 def add_eval(
     commands: Any, command: Callable, dtypes: tuple[str, ...], count: Callable
@@ -31,6 +33,7 @@ def add_eval(
         "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
         "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
         "--out": {"metavar": "FILE.json", "help": "eval.json in the run by default"},
+        **CODE,
     }.items():
         evaluate.add_argument(flag, default=argparse.SUPPRESS, **options)
     evaluate.set_defaults(command=command)

@@ -1,6 +1,8 @@
 """`jaxmem eval`: runs the harness, prints its table, and writes eval.json."""
 
+import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,9 +11,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
 from jaxmem import generate
-from jaxmem.base import files
+from jaxmem.base import files, json_files
 from jaxmem.evaluate.model import HarnessModel
-from jaxmem.train import report
+from jaxmem.train import ownership, report
 
 
 class Request(NamedTuple):
@@ -28,6 +30,8 @@ class Request(NamedTuple):
     adapter: str | None = None
     dtype: str | None = None
     out: str | None = None
+    factory: str | None = None  # of a run of model.factory
+    trust_code: bool = False  # True if the code that the run names may be run
 
 
 def run(request: Request) -> dict[str, Any]:
@@ -42,7 +46,7 @@ def run(request: Request) -> dict[str, Any]:
         CheckpointError: there is no model in the directory.
     """
     directory = Path(request.model).expanduser()
-    is_run = (directory / "metrics.jsonl").exists()
+    is_run = ownership.is_run(directory)
     if request.out is None and not is_run:
         raise ValueError(
             f"{directory} is no run, in which eval.json would be written: name a file "
@@ -52,7 +56,13 @@ def run(request: Request) -> dict[str, Any]:
     _check(request, out)
     manager = TaskManager(include_path=request.include)
     names = _known(request.tasks, manager)
-    model = generate.load(directory, adapter=request.adapter, dtype=request.dtype)
+    model = generate.load(
+        directory,
+        adapter=request.adapter,
+        dtype=request.dtype,
+        factory=request.factory,
+        trust_code=request.trust_code,
+    )
     evaluate: Any = lm_eval.simple_evaluate  # its decorator loses its type
     found = evaluate(
         HarnessModel(model, str(directory), request.max_tokens, request.batch_size),
@@ -79,10 +89,24 @@ def _check(request: Request, out: Path) -> None:
     """Refuse, before anything is evaluated, what would fail or be left out after."""
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no directory {out.parent}")
+    if request.out is not None and os.path.lexists(out):
+        raise ValueError(f"--out {out}: exists; delete it or name another")
+    if os.path.lexists(out) and not _has_results(out):
+        raise ValueError(
+            f"{out}: was not written by jaxmem eval, which would replace it; move it, "
+            "or name another file with --out"
+        )
     if request.include is not None and not Path(request.include).is_dir():
         raise ValueError(f"--include {request.include}: there is no such folder")
     if request.shots is not None and request.shots < 0:
         raise ValueError(f"--shots must be at least 0, got {request.shots}")
+
+
+def _has_results(path: Path) -> bool:
+    """True if a file is what `run` writes."""
+    with contextlib.suppress(ValueError):
+        return {"results", "options"} <= json_files.read_object(path).keys()
+    return False
 
 
 def _known(tasks: str, manager: TaskManager) -> list[str]:

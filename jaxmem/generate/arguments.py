@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from jaxmem.score.arguments import TEMPLATE_KWARGS
+from jaxmem.score.arguments import CODE, TEMPLATE_KWARGS
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -31,6 +31,7 @@ def add_generate(commands: Any, command: Callable) -> None:
         "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
         "--dtype": {"choices": DTYPES, "help": "the checkpoint's by default"},
         "--chat-template-kwargs": TEMPLATE_KWARGS,
+        **CODE,
     }.items():
         generate.add_argument(flag, **options)
     for flag, options in {
@@ -59,4 +60,6 @@ def add_export(commands: Any, command: Callable) -> None:
     export.add_argument("--out", required=True, help="directory to create")
     export.add_argument("--merge", action="store_true", help="adapters into matrices")
     export.add_argument("--dtype", choices=DTYPES, help="of the saved weights")
+    for flag, options in CODE.items():
+        export.add_argument(flag, **options)
     export.set_defaults(command=command)

@@ -22,6 +22,8 @@ class Request(NamedTuple):
     chat: bool
     system: str | None  # first message of a conversation
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
+    factory: str | None = None  # of a run of model.factory
+    trust_code: bool = False  # True if the code that the run names may be run
 
 
 def run(request: Request, config: GenerateConfig) -> None:
@@ -32,6 +34,8 @@ def run(request: Request, config: GenerateConfig) -> None:
         adapter=request.adapter,
         dtype=request.dtype,
         chat_template_kwargs=request.chat_template_kwargs,
+        factory=request.factory,
+        trust_code=request.trust_code,
     )
     generator = Generator(model, config)
     if generator.cost is not None:

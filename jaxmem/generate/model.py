@@ -51,6 +51,8 @@ def load(
     adapter: str | Path | None = None,
     dtype: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    factory: str | None = None,
+    trust_code: bool = False,
 ) -> Model:
     """Load the model in a directory.
 
@@ -60,11 +62,15 @@ def load(
         dtype: of weights, activations and products; None: as they are stored.
         chat_template_kwargs: variables of the chat template, such as
             {"enable_thinking": False}.
+        factory: of a run of `model.factory`, the code to run in place of what the run
+            names.
+        trust_code: True if the code that the run names may be run.
 
     Raises:
         CheckpointError: there is no model, or it cannot be read.
     """
-    with saved.opened(path, adapter, dtype) as place:
+    code = saved.Code(factory, trust_code)
+    with saved.opened(path, adapter, dtype, code) as place:
         vocabulary = checkpoints.load_vocabulary(place.directory)
         described = checkpoints.read_config(place.directory)
         template, reader = _template(place, vocabulary, chat_template_kwargs)

@@ -24,6 +24,18 @@ TEMPLATE_KWARGS: dict[str, Any] = {
 }
 
 
+CODE: dict[str, dict[str, Any]] = {
+    "--factory": {
+        "metavar": "FILE.py:NAME",
+        "help": "of a run of model.factory: the code of its model",
+    },
+    "--trust-code": {
+        "action": "store_true",
+        "help": "run the code that the run itself names",
+    },
+}
+
+
 def add_score(
     commands: Any, command: Callable, dtypes: tuple[str, ...], chunk: Callable
 ) -> None:
@@ -55,6 +67,7 @@ def add_score(
         "--temperature": {"type": float, "help": "of what is recorded for them; 1"},
         "--seed": {"type": int, "help": "of --sample-ids; 0"},
         "--chat-template-kwargs": TEMPLATE_KWARGS,
+        **CODE,
     }.items():
         score.add_argument(flag, default=argparse.SUPPRESS, **options)
     score.add_argument(

@@ -65,6 +65,8 @@ class ScoreConfig:
     seed: int = 0  # of the draws
     everything: bool = False  # score all of a conversation, not only what is learned
     chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the template
+    factory: str | None = None  # of a run of model.factory: the code of its model
+    trust_code: bool = False  # True if the code that the run names may be run
 
     def __post_init__(self):
         ranges.check("--max-tokens", self.max_tokens, ranges.integers(1))
@@ -115,10 +117,11 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
     if out.suffix == ".parquet":
         check_parquet()
     lock = out.with_name(out.name + ".lock")
+    code = saved.Code(config.factory, config.trust_code)
     with (
         Stop() as stop,
         locks.exclusive(lock, f"--out {out}", functools.partial(_log, console)),
-        saved.opened(config.model, config.adapter, config.dtype) as place,
+        saved.opened(config.model, config.adapter, config.dtype, code) as place,
     ):
         return _score(config, place, out, console, stop)
 

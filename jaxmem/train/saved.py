@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmem import checkpoints
-from jaxmem.base import json_files
+from jaxmem.base import json_files, messages
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.models.own import LanguageModel, OwnModel
 from jaxmem.models.partitioning import MeshConfig
@@ -17,8 +17,53 @@ from jaxmem.train import checkpoint, configuration, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.program import DecoderProgram
+from jaxmem.train.settings import JobConfig
 
 _ADAPTER = "adapter_config.json"
+_OPERATIVE = "operative.gin"
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """The code of a run's model that may be run: what the user names, and no other."""
+
+    factory: str | None = None  # as in `model.factory`, in place of what the run names
+    trusted: bool = False  # True if the code that the run names may be run
+
+    def checked(self, config: JobConfig, directory: Path) -> JobConfig:
+        """The configuration of a run, whose factory may be run.
+
+        Raises:
+            CheckpointError: only the run names its factory, or it has none for the one
+                that the user names.
+        """
+        named = config.model.factory
+        if named is None:
+            self.check_unused(directory)
+        elif self.factory is not None:
+            return config.replaced({"model.factory": self.factory})
+        elif not self.trusted:
+            source = named.rpartition(":")[0]
+            code = f"the module {source}"
+            if source.endswith(".py"):
+                code = str(Path(source).expanduser().absolute())
+            raise CheckpointError(
+                f"{directory / _OPERATIVE}: model.factory={messages.short(named)} "
+                f"would run {messages.cut(code)}: name your own code with --factory "
+                f"{messages.name(named)}, or allow that of the run with --trust-code"
+            )
+        return config
+
+    def check_unused(self, directory: Path) -> None:
+        """Raise a CheckpointError if the user names a factory, for other models."""
+        if self.factory is not None:
+            raise CheckpointError(
+                f"--factory={self.factory} is for the run of a model.factory, and "
+                f"{directory} has none"
+            )
+
+
+OF_USER = Code()  # none of the directory's
 
 
 class Saved(NamedTuple):
@@ -42,7 +87,10 @@ class Saved(NamedTuple):
 
 @contextlib.contextmanager
 def opened(
-    path: str | Path, adapter: str | Path | None = None, dtype: str | None = None
+    path: str | Path,
+    adapter: str | Path | None = None,
+    dtype: str | None = None,
+    code: Code = OF_USER,
 ) -> Iterator[Saved]:
     """Find the model in a directory.
 
@@ -53,19 +101,22 @@ def opened(
         path: of a checkpoint, an adapter in PEFT's layout, or a run.
         adapter: directory of an adapter to add, for the directory of a checkpoint.
         dtype: compute dtype of a decoder that is read from a run's checkpoint.
+        code: of the model of a run, which may be run.
 
     Raises:
-        CheckpointError: there is no model in the directory.
+        CheckpointError: there is no model in the directory, or only code that the user
+            does not name makes it.
     """
     directory = Path(os.path.expanduser(path))
     step = checkpoint.newest(directory / "checkpoints")
     left = next(filter(Path.exists, _left(directory)), None)
     if left is not None and not _is_newer(directory, step, left):
+        code.check_unused(directory)
         yield _of_files(left.parent, adapter)
     elif step is None:
         raise CheckpointError(_nothing_in(directory))
     else:
-        with _of_run(directory, step, dtype) as saved:
+        with _of_run(directory, step, dtype, code) as saved:
             if adapter is not None:
                 raise CheckpointError(
                     f"--adapter is for a checkpoint, and {directory} is a run"
@@ -127,8 +178,10 @@ def _of_files(directory: Path, adapter: str | Path | None) -> Saved:
 
 
 @contextlib.contextmanager
-def _of_run(directory: Path, step: int, dtype: str | None) -> Iterator[Saved]:
-    job = _job_of(directory, dtype)
+def _of_run(
+    directory: Path, step: int, dtype: str | None, code: Code
+) -> Iterator[Saved]:
+    job = _job_of(directory, dtype, code)
     decoder = _decoder(directory, step, job)
     state = directory / "checkpoints" / str(step)
     files = tuple(sorted(p for p in state.rglob("*") if p.is_file()))
@@ -148,9 +201,10 @@ def _of_run(directory: Path, step: int, dtype: str | None) -> Iterator[Saved]:
         yield Saved(Path(texts), None, decoder, template, files)
 
 
-def _job_of(directory: Path, dtype: str | None) -> Job:
+def _job_of(directory: Path, dtype: str | None, code: Code) -> Job:
     """The job of a run, on one device."""
-    config = job_of(configuration.load(directory / "operative.gin")[0]).config
+    config = code.checked(configuration.load(directory / _OPERATIVE)[0], directory)
+    config = job_of(config).config
     model = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
     return job_of(
         dataclasses.replace(config, model=model, mesh=MeshConfig(), remat=RematConfig())

@@ -16,6 +16,7 @@ pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")
 from jaxmem.evaluate import command  # noqa: E402
 from jaxmem.evaluate.model import HarnessModel  # noqa: E402
 from jaxmem.train import charts  # noqa: E402
+from jaxmem.train.ownership import RunDirectory  # noqa: E402
 from tests.evaluate import make_expected  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -192,7 +193,9 @@ def test_tasks_of_local_files_are_evaluated(directory, tasks, tmp_path, capsys):
     shutil.copytree(directory, run / "model")
     (run / "settings.gin").write_text("")
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    RunDirectory(run, "run.out_dir").mark()
     out = run / "eval.json"
+    out.write_text('{"results": {}, "options": {}}')  # of the last time
     status = cli.main(
         ["eval", str(run), "--tasks", "choices,words", "--include", str(tasks),
          "--dtype", "float32"]
@@ -222,6 +225,42 @@ def test_what_cannot_be_evaluated_is_refused(directory, tasks, tmp_path, capsys)
     ):
         assert cli.main([*given, "--tasks", "choices", *more]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_files_of_others_are_not_replaced(directory, tasks, tmp_path, capsys):
+    """Neither those of --out, nor in a directory that only looks like a run."""
+    given = ["eval", str(directory), "--include", str(tasks), "--tasks", "choices"]
+    mine = tmp_path / "x.json"
+    mine.write_text("mine")
+    assert cli.main([*given, "--out", str(mine)]) == 2
+    assert f"--out {mine}: exists" in capsys.readouterr().err
+    run = tmp_path / "run"
+    shutil.copytree(directory, run / "model")
+    given[1] = str(run)
+    for name in ("metrics.jsonl", "report.html", "eval.json"):
+        (run / name).write_text("mine")
+    assert cli.main(given) == 2 and "is no run" in capsys.readouterr().err
+    RunDirectory(run, "run.out_dir").mark()
+    assert cli.main(given) == 2
+    assert "eval.json: was not written by jaxmem eval" in capsys.readouterr().err
+    for name in ("metrics.jsonl", "report.html", "eval.json"):
+        assert (run / name).read_text() == "mine"
+
+
+def test_a_run_imports_nothing_that_only_it_names(directory, tasks, tmp_path, capsys):
+    shutil.copy(directory / "tokenizer.json", tmp_path)
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    code = "import pathlib\npathlib.Path(__file__ + '.ran').touch()\n"
+    (tmp_path / "evil.py").write_text(code)
+    named = f"{tmp_path}/evil.py:f"
+    (tmp_path / "operative.gin").write_text(f'model.factory = "{named}"')
+    given = ["eval", str(tmp_path), "--include", str(tasks), "--tasks", "choices"]
+    given += ["--out", str(tmp_path / "x.json")]
+    assert cli.main(given) == 2
+    assert f"would run {tmp_path}/evil.py: name your own" in capsys.readouterr().err
+    assert not (tmp_path / "evil.py.ran").exists()
+    assert cli.main([*given, "--trust-code"]) == 2
+    assert (tmp_path / "evil.py.ran").exists()
 
 
 def test_options_that_jaxmem_lacks_are_refused(model):

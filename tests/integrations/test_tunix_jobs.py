@@ -58,4 +58,5 @@ def test_a_tunix_model_is_trained_and_resumes_bitwise(
     assert [step.loss for step in again] == [step.loss for step in whole]
     if job == "sft":
         assert whole[-1].loss < whole[0].loss
-        assert cli.main(["generate", "whole", "1 and", "--max-new-tokens", "2"]) == 0
+        command = ["generate", "whole", "1 and", "--max-new-tokens", "2"]
+        assert cli.main([*command, "--trust-code"]) == 0

@@ -291,11 +291,12 @@ def test_a_run_is_generated_from_scored_and_exported(capsys):
         pathlib.Path("sft.gin").read_text() + f'model.factory = "{OWN}"\n'
     )
     assert cli.main(["train", "sft.gin"]) == 0
-    assert cli.main(["generate", "run", "axl", "--max-new-tokens", "4"]) == 0
+    code = ["--factory", OWN]
+    assert cli.main(["generate", "run", "axl", "--max-new-tokens", "4", *code]) == 0
     assert "recompute" in capsys.readouterr().err
-    assert cli.main(["score", "run", "texts.jsonl", "--eos"]) == 0
+    assert cli.main(["score", "run", "texts.jsonl", "--eos", *code]) == 0
     assert len(pathlib.Path("scores.jsonl").read_text().splitlines()) == 60
-    assert cli.main(["export", "run", "--out", "model"]) == 0
+    assert cli.main(["export", "run", "--out", "model", "--trust-code"]) == 0
     assert "by their paths" in capsys.readouterr().out
     given = "model.checkpoint=model", f"model.factory={OWN}"
     config, _ = configuration.load("sft.gin", given)
