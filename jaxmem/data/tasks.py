@@ -32,6 +32,8 @@ _RANGES = {
 }
 # Fields that say how reward functions are called.
 _OF_FUNCTIONS = "reward", "reward_weights", "reward_errors", "unrewarded"
+# Fields that decide no value of a step, but whether and when there is one.
+_WITHOUT_VALUES = "reward_errors", "unrewarded", "workers"
 _IDS = {word: i for i, word in enumerate(VOCABULARY)}
 
 
@@ -153,6 +155,8 @@ class TaskConfig:
     def fixed(self) -> dict[str, Any]:
         """The fields that a resumed run must share with the saved one."""
         fields = dataclasses.asdict(self)
+        for name in _WITHOUT_VALUES:
+            del fields[name]
         for name in ("chat_template_kwargs", "columns", "ignored", "weights"):
             if not fields[name]:  # as in runs from before there were these
                 del fields[name]

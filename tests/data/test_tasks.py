@@ -1,5 +1,7 @@
 """Generated arithmetic: right answers, whatever was made before, and fair rewards."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -110,3 +112,13 @@ def test_a_last_digit_is_one_token_and_nothing_after_it():
 def test_impossible_settings_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         TaskConfig(**changes)
+
+
+def test_fixed_has_nothing_that_decides_no_value():
+    """Runs from before there were such fields go on, and others may change them."""
+    config = TaskConfig(source="x.jsonl", environment="calculator")
+    assert dataclasses.replace(config, workers=3).fixed() == config.fixed()
+    config = TaskConfig(source="x.jsonl", reward="number")
+    for changes in (dict(reward_errors="mask"), dict(unrewarded="raise")):
+        assert dataclasses.replace(config, **changes).fixed() == config.fixed()
+    assert not {"workers", "reward_errors", "unrewarded"} & config.fixed().keys()

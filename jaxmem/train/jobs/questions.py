@@ -275,8 +275,7 @@ class Questions(Reading):
     def fixed(self) -> dict[str, dict[str, Any]]:
         """See `Reading`; what ends a run decides no value of its steps before."""
         fields = self._config.fixed()
-        for name in ("timeout", "reward_errors", "unrewarded", "workers"):
-            del fields[name]
+        del fields["timeout"]
         for name in _LATER:  # a run from before there were any goes on
             if fields[name] == getattr(TaskConfig, name):
                 del fields[name]
