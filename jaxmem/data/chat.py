@@ -45,8 +45,11 @@ class ChatTemplate:
         special: special tokens that may end a turn.
         options: variables of the template, such as `enable_thinking`.
         today: the date that it may write; None: the current one.
+        with_tools: returns the template of conversations with tools, at its first use;
+            None: there is no other.
 
     Attributes:
+        where: its name in errors.
         end: a pattern of the special token that ends a turn, after its content.
         marks: whether the template says itself what is trained on.
 
@@ -63,12 +66,14 @@ class ChatTemplate:
         special: Iterable[str] = (),
         options: Mapping[str, Any] | None = None,
         today: datetime.datetime | None = None,
+        with_tools: "Templates | None" = None,
     ):
+        self._with_tools = with_tools
         self._tokens, self._options = dict(tokens), dict(options or {})
         ends = "|".join(map(re.escape, special))
         self.end = re.compile(rf"\s*(?:{ends})" if ends else "")
         self.marks = re.search(r"{%-?\s*generation\b", text) is not None
-        self._where = where
+        self.where = where
         try:
             environment = _environment()
             from jinja2 import meta
@@ -82,13 +87,17 @@ class ChatTemplate:
         self._template.globals["strftime_now"] = now.strftime
         self._check(self._options)
 
+    def of(self, tools: Sequence[Any] | None) -> "ChatTemplate":
+        """The template that renders conversations with these tools."""
+        return self._with_tools() if tools and self._with_tools is not None else self
+
     def _check(self, options: Mapping[str, Any]) -> None:
         """Raise for variables that the template does not read."""
         for name in options:
             if name not in self._variables:
                 known = sorted(self._variables - _GIVEN - set(_NAMED_TOKENS))
                 raise DataError(
-                    f"{self._where}: chat_template_kwargs: the template reads no "
+                    f"{self.where}: chat_template_kwargs: the template reads no "
                     f"variable {messages.short(name)}; it reads "
                     f"{', '.join(known) or 'none'}"
                 )
@@ -115,6 +124,14 @@ class ChatTemplate:
         Raises:
             DataError: the template raises.
         """
+        chosen = self.of(tools)
+        if chosen is not self:
+            return chosen.render(
+                turns,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                options=options,
+            )
         self._check(options or {})
         try:
             return self._template.render(
@@ -138,10 +155,12 @@ def read_template(
     """Read the chat template of a checkpoint, or that of a path instead.
 
     It is chat_template.jinja, or `chat_template` of tokenizer_config.json, whose
-    special tokens it may name. The other arguments are those of `ChatTemplate`.
+    special tokens it may name. Of several named ones (additional_chat_templates/ has
+    more) it is "default", and "tool_use", if there is one, where tools are given. The
+    other arguments are those of `ChatTemplate`.
 
     Raises:
-        DataError: there is no template, or it is not valid.
+        DataError: there is no template, none is the default, or one is not valid.
     """
     directory, tokens = Path(directory), {}
     described = directory / "tokenizer_config.json"
@@ -154,27 +173,53 @@ def read_template(
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             tokens[name] = token
+    if path:
+        texts = {"default": _written(Path(path).expanduser())}
+    else:
+        texts = _named(directory, config.get("chat_template"))
+
+    def made(name: str, with_tools: Templates | None = None) -> ChatTemplate:
+        text, where = texts[name]
+        return ChatTemplate(text, tokens, where, special, options, today, with_tools)
+
+    if "default" in texts:
+        with_tools = functools.cache(functools.partial(made, "tool_use"))
+        return made("default", with_tools if "tool_use" in texts else None)
+    lacks = f"{directory} has no chat template, neither in chat_template.jinja nor in "
+    lacks += "tokenizer_config.json"
+    if texts:
+        lacks = f"{directory} has the chat templates {messages.listing(texts)}, and "
+        lacks += 'none is "default"'
+    raise DataError(f"{lacks}; add one, or give a job its path by data.chat_template")
+
+
+def _written(path: Path) -> tuple[str, str]:
+    """The text of a template in a file, and its name in errors."""
+    try:
+        return json_files.read_text(path), str(path)
+    except (OSError, json_files.JsonError) as error:
+        reason = messages.reason(error)
+        raise DataError(f"{path}: cannot be read: {reason}") from error
+
+
+def _named(directory: Path, described: Any) -> dict[str, tuple[str, str]]:
+    """Texts of a checkpoint's templates by name, with their names in errors."""
     own = directory / "chat_template.jinja"
-    chosen = Path(path).expanduser() if path else own
-    if path or own.exists():
-        try:
-            text = json_files.read_text(chosen)
-        except (OSError, json_files.JsonError) as error:
-            reason = messages.reason(error)
-            raise DataError(f"{chosen}: cannot be read: {reason}") from error
-        return ChatTemplate(text, tokens, str(chosen), special, options, today)
-    where = f"{described}: chat_template"
-    text = config.get("chat_template")
-    if isinstance(text, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in text if isinstance(t, dict)}
-        text = named.get("default")
-    if not isinstance(text, str):
-        raise DataError(
-            f"{directory} has no chat template, neither in chat_template.jinja nor in "
-            "tokenizer_config.json; add one, or give a job its path by "
-            "data.chat_template"
-        )
-    return ChatTemplate(text, tokens, where, special, options, today)
+    more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    if own.exists() or more:  # before those of tokenizer_config.json
+        paths = {path.stem: path for path in more}
+        paths |= {"default": own} if own.exists() else {}
+        return {name: _written(path) for name, path in paths.items()}
+    where = f"{directory / 'tokenizer_config.json'}: chat_template"
+    if isinstance(described, str):
+        return {"default": (described, where)}
+    listed = described if isinstance(described, list) else []
+    given = {x.get("name"): x.get("template") for x in listed if isinstance(x, dict)}
+    return {
+        name: (text, f"{where} {name!r}")
+        for name, text in given.items()
+        if isinstance(name, str) and isinstance(text, str)
+    }
 
 
 # -------------------------------------------------------------------- jinja2

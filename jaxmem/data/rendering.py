@@ -255,7 +255,7 @@ class Renderer:
             elif self._writes_elsewhere(talk, number, field):
                 lost.append(Lost(field, field.text))
             else:
-                raise DataError(_dropped(field))
+                raise DataError(_dropped(field, self.template.of(talk.tools)))
         return _Text(text, move, tuple(lost))
 
     def _place(
@@ -346,7 +346,7 @@ class Renderer:
         elsewhere, unsure, refused = self._missing(text, given, asks)
         spans = {} if asks or refused else self._spans(marked, text)
         assistants = sum(turn["role"] == "assistant" for turn in talk.turns)
-        ordered = not self.template.marks or len(spans) == assistants
+        ordered = not self.template.of(talk.tools).marks or len(spans) == assistants
         return _Shape(
             variant, _unmarked(text), spans, ordered, elsewhere, unsure, refused
         )
@@ -368,7 +368,7 @@ class Renderer:
             elif self._writes_elsewhere(given, number, field):
                 elsewhere.append(number)
             else:
-                return (), (), _dropped(field)
+                return (), (), _dropped(field, self.template.of(given.tools))
         return tuple(elsewhere), tuple(unsure), None
 
     # -------------------------------------------------------------------- spans
@@ -376,7 +376,7 @@ class Renderer:
     def _spans(self, talk: Conversation, text: str) -> dict[int, Span]:
         """Spans of the assistant turns in a text with marks of generation."""
         assistants = [i for i, t in enumerate(talk.turns) if t["role"] == "assistant"]
-        if self.template.marks:
+        if self.template.of(talk.tools).marks:
             spans = _marked_spans(text)
             if len(spans) != len(assistants):
                 return dict(enumerate(spans, start=-len(spans)))
@@ -435,10 +435,10 @@ def _name(field: Field) -> str:
     return f"messages[{field.turn}].{field.name}" if field.turn >= 0 else "tools"
 
 
-def _dropped(field: Field) -> str:
+def _dropped(field: Field, template: ChatTemplate) -> str:
     return (
         f"the chat template leaves out {_name(field)}; remove it, name it in "
-        "data.ignored, or set data.chat_template"
+        f"data.ignored, or set data.chat_template (now {template.where})"
     )
 
 

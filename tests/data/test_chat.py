@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxmem.data import documents
 from jaxmem.data.chat import ChatTemplate, read_template
 from jaxmem.data.reader import RecordReader
-from jaxmem.data.records import DataError
+from jaxmem.data.records import DataError, Record
 from jaxmem.data.rendering import Conversation, Renderer
 
 pytest.importorskip("jinja2")
@@ -242,6 +242,62 @@ def test_a_template_is_where_checkpoints_have_it(tmp_path):
     (tmp_path / "own.jinja").write_text("own")
     made = read_template(tmp_path, str(tmp_path / "own.jinja"))
     assert made.render(TALK) == "own"
+
+
+TOOL = {"type": "function", "function": {"name": "sky", "description": "Its color."}}
+WITH_TOOLS = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + CHATML
+
+
+def render_with_tools(template, tools):
+    reader = RecordReader(lambda: template)
+    record = {"messages": TALK} | ({"tools": tools} if tools else {})
+    return reader.document(Record("a:1", record)).text
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "additional"])
+def test_the_template_of_tools_renders_conversations_with_tools(place, tmp_path):
+    if place == "additional":
+        checkpoint(tmp_path, "no", CHATML)
+        (tmp_path / "additional_chat_templates").mkdir()
+        more = tmp_path / "additional_chat_templates" / "tool_use.jinja"
+        more.write_text(WITH_TOOLS)
+    else:
+        listed = {"default": CHATML, "tool_use": WITH_TOOLS, "rag": "no"}.items()
+        checkpoint(tmp_path, [{"name": k, "template": v} for k, v in listed])
+    template = read_template(tmp_path, None)
+    plain = render_with_tools(template, [])
+    assert plain == template.render(TALK) and plain.startswith("<|im_start|>user")
+    assert render_with_tools(template, [TOOL]) == json.dumps(TOOL) + plain
+    # A template that is named renders everything.
+    (tmp_path / "own.jinja").write_text(CHATML)
+    own = read_template(tmp_path, str(tmp_path / "own.jinja"))
+    with pytest.raises(documents.DataError, match=r"leaves out tools.*now .*own.jinja"):
+        render_with_tools(own, [TOOL])
+
+
+def test_the_template_that_leaves_out_tools_is_named(tmp_path):
+    listed = [{"name": k, "template": CHATML} for k in ("default", "rag")]
+    template = read_template(checkpoint(tmp_path, listed), None)
+    message = r"tools; .*now .*tokenizer_config.json: chat_template 'default'\)"
+    with pytest.raises(documents.DataError, match=message):
+        render_with_tools(template, [TOOL])
+    listed = [{"name": "rag", "template": CHATML}]
+    with pytest.raises(documents.DataError, match="templates 'rag', and none is"):
+        read_template(checkpoint(tmp_path, listed), None)
+
+
+def test_a_template_of_tools_says_itself_what_counts(tmp_path):
+    marks = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    listed = {"default": CHATML, "tool_use": marks}.items()
+    listed = [{"name": k, "template": v} for k, v in listed]
+    template = read_template(checkpoint(tmp_path, listed), None)
+    record = {"messages": TALK[:2], "tools": [TOOL]}
+    made = RecordReader(lambda: template).document(Record("a:1", record))
+    assert [made.text[a:b] for a, b in made.counted] == ["Hello."]
 
 
 def test_a_template_that_is_none_is_named(tmp_path):
