@@ -1,4 +1,4 @@
-"""What the script of faults counts as lost, without its processes."""
+"""The script of faults counts lost steps, arrays and files; without its processes."""
 
 import json
 

@@ -99,7 +99,7 @@ class Job:
         return any(self.path(run).parent.glob("*lock"))
 
     def results(self, run: str) -> dict[str, Any]:
-        """What the work comes to, by a name for each part, without times."""
+        """The parts of the output by name, without times."""
         raise NotImplementedError
 
     def is_there(self, run: str) -> bool:
@@ -220,9 +220,9 @@ class Evaluation(Job):
         return json.loads(text)["results"]
 
     def is_started(self, run: str) -> bool:
-        return any(self.folder.glob(f".{run}*")) or any(
-            self.folder.glob(f"{run}.json?*")
-        )
+        """True if the table has been printed, after which the file is written."""
+        log = self.folder / f"{run}.log"
+        return "|choices|" in log.read_text().split("\n$ jaxmem\n")[-1]
 
     def is_there(self, run: str) -> bool:
         return (self.folder / f"{run}.json").exists()
@@ -306,7 +306,7 @@ def _write(folder, rng, letters, name, count, length):
 
 @dataclasses.dataclass
 class Done:
-    """What a process said, and how it ended."""
+    """The words of a process, and how it ended."""
 
     returncode: int
     said: str
@@ -324,6 +324,7 @@ def environment() -> dict[str, str]:
         "JAX_NUM_CPU_DEVICES": "1",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "COLUMNS": "300",
+        "PYTHONUNBUFFERED": "1",  # what is printed is seen at once
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
     }
@@ -357,7 +358,7 @@ def begin(
 
 
 def finish(process: subprocess.Popen) -> Done:
-    """What a process comes to, which is killed after `TIMEOUT` seconds."""
+    """Wait for a process, which is killed after `TIMEOUT` seconds."""
     try:
         process.wait(TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -379,7 +380,7 @@ def wait_for(process: subprocess.Popen, event: Callable[[], bool]) -> bool:
 
 @dataclasses.dataclass
 class Row:
-    """What came of a fault, tried some times."""
+    """A fault that was tried some times, and its outcomes."""
 
     fault: str
     tries: int = 0

@@ -21,13 +21,15 @@ def kills(job: Job, count: int) -> Iterator[Row]:
     rng = np.random.default_rng(count)
     # Lines between two kills, at most. A run that has ended is followed by another.
     more = max(3, int(1.5 * job.lines / (count + 4)))
-    while row.tries < count:
+    for number in range(3 * count):
+        if row.tries == count:
+            break
         if job.lines:
-            process = start(job, run, cached=row.tries % 3 != 1)
-            alive = _wait_at_work(job, run, process, row.tries, rng, more)
+            process = start(job, run, cached=number % 3 != 1)
+            alive = _wait_at_work(job, run, process, number, rng, more)
         else:
             process = start(job, run)
-            alive = _wait_in_command(job, run, process, row.tries, rng)
+            alive = _wait_in_command(job, run, process, number, rng)
         process.kill()
         done = finish(process)
         row.wrong += job.is_half(run)
@@ -40,6 +42,7 @@ def kills(job: Job, count: int) -> Iterator[Row]:
         if job.is_there(run):  # the kill came after the work: the next is of another
             row.lost += job.lost(run)
             run = f"{run}_"
+    row.wrong += row.tries < count
     done = finish(start(job, run))
     row.message = done.line("resuming") or row.message or done.line("saved in")
     row.lost += job.lost(run)
@@ -47,26 +50,26 @@ def kills(job: Job, count: int) -> Iterator[Row]:
     yield row
 
 
-def _wait_at_work(job, run, process, tries, rng, more) -> bool:
+def _wait_at_work(job, run, process, number, rng, more) -> bool:
     """Wait until the file has grown by fewer lines than `more`.
 
     Every third one is a moment before that, or early in it.
     """
     goal = job.done(run) + int(rng.integers(1, more))
-    if tries % 3:
+    if number % 3:
         alive = wait_for(process, lambda: job.done(run) >= goal)
     else:
         alive = wait_for(process, lambda: job.is_started(run))
-    time.sleep(rng.uniform(0, 0.03 if tries % 3 else 2))
+    time.sleep(rng.uniform(0, 0.03 if number % 3 else 2))
     return alive
 
 
-def _wait_in_command(job, run, process, tries, rng) -> bool:
+def _wait_in_command(job, run, process, number, rng) -> bool:
     """Wait for a moment of a command without a file that grows.
 
     Every other one is that in which the output begins to be written.
     """
-    if tries % 2:
+    if number % 2:
         alive = wait_for(process, lambda: job.is_started(run))
         time.sleep(rng.uniform(0, 0.02))
         return alive
