@@ -172,7 +172,10 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
 
 
 def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
-    """Tokens per chunk: at most the number of tokens, rounded up to whole `_ROWS`."""
+    """Tokens per chunk: at most the number of tokens, rounded up to whole `_ROWS`.
+
+    A number of tokens that is symbolic, as `jax.export` has it, limits none.
+    """
     if isinstance(chunk, str) and chunk == "auto":
         chunk = max(AUTO_CHUNK_BYTES // (4 * columns), 1)
         chunk = max(chunk // _ROWS * _ROWS, 1)
@@ -181,6 +184,13 @@ def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
             "chunk must be a positive number of tokens, None or 'auto', got "
             f"{brief(chunk)}"
         )
+    if not isinstance(tokens, (int, np.integer)):
+        if chunk is None:
+            raise ValueError(
+                "chunk must be a number of tokens or 'auto', not None, where the "
+                f"number of tokens is symbolic, {tokens}"
+            )
+        return int(chunk)
     whole = max(-(-tokens // _ROWS), 1) * _ROWS
     return whole if chunk is None else min(int(chunk), whole)
 

@@ -79,6 +79,11 @@ class Sample:
 
     def facts(self, vocab_size: int) -> dict[str, Any]:
         """The fields of `Spec` that it decides on; a ValueError for too large a k."""
+        if vocab_size == 1:
+            raise ValueError(
+                "gradient=Sample(k) must not be given for a vocabulary of 1, which has "
+                "no other entry to sample; leave gradient out for the exact one"
+            )
         if self.k >= vocab_size:
             raise ValueError(
                 f"gradient=Sample(k) must have k from 1 to {vocab_size - 1}, less than "

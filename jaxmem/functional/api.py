@@ -52,8 +52,9 @@ def logprobs(
             GEMMs in all instead of four, and rounds hidden's gradient to its dtype
             before and after scaling it; `Recompute()` takes three, and least memory.
         key: PRNG key of `Sample(k)`, or one per token, [...]; another one each step. A
-            token's samples depend on the key and its position only. Inside
-            `jax.shard_map`, devices with different tokens need different keys.
+            token's samples depend on the key and its position only: the devices of a
+            `jax.shard_map`, the examples of a `jax.vmap` and the steps of a scan need
+            different keys, or their samples are the same.
         axis_name: mesh axis, or tuple of axes, of an enclosing `jax.shard_map` along
             which the vocabulary is sharded: W and bias are this device's shards, of one
             size on all devices; the head's vocab_size and labels are of the whole

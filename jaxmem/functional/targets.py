@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from jax.typing import ArrayLike
 
-from jaxmem.base import messages
+from jaxmem.core import checks
 from jaxmem.core.backend_operands import Factors
 from jaxmem.core.explicit_axes import spec_of
 from jaxmem.core.head import Head
@@ -71,7 +71,10 @@ def check(target: Any) -> Kind:
     """Require a kind of divergence with a target."""
     if isinstance(target, Kind) and isinstance(target.of, Target):
         return target
+    got = checks.brief(target)
+    if isinstance(target, Kind):
+        got = f"{type(target).__name__} of {checks.brief(target.of)}"
     raise TypeError(
         "target must be jaxmem.ForwardKL(of), ReverseKL(of) or JSD(of, beta), of a "
-        f"jaxmem.Teacher, Columns or Drawn, got {messages.short(target)}"
+        f"jaxmem.Teacher, Columns or Drawn, got {got}"
     )

@@ -544,6 +544,20 @@ def test_forward_mode_says_what_to_do(verb):
         jax.jvp(lambda x: _total(verb, **{first: x}), (value,), (value,))
 
 
+def test_sample_of_a_vocabulary_of_one_says_what_to_do():
+    with pytest.raises(ValueError, match="a vocabulary of 1, .* leave gradient out"):
+        jaxmem.logprobs(
+            jnp.ones((2, 8)), jnp.ones((1, 8)), jnp.zeros(2, jnp.int32),
+            gradient=jaxmem.Sample(1), key=jax.random.key(0),
+        )  # fmt: skip
+
+
+def test_linearize_is_refused_where_its_function_is_applied():
+    _, slope = jax.linearize(lambda x: _total("logprobs", hidden=x), _HIDDEN)
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        slope(_HIDDEN)
+
+
 def test_forward_mode_under_jit_is_an_error_of_jax():
     def tangent(x):
         return jax.jvp(lambda x: _total("logprobs", hidden=x), (x,), (x,))

@@ -1,6 +1,7 @@
 """`divergence_loss`: against float64, against its parts, its cost and its errors."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -274,6 +275,17 @@ def test_wrong_arguments(changes, error, message):
 def test_what_is_no_target_is_refused(target):
     with pytest.raises(TypeError, match="target must be jaxmem.ForwardKL"):
         jaxmem.divergence_loss(mixture, *make()[:2], LABELS, target, WEIGHT)
+
+
+def test_an_array_as_target_is_named_by_its_shape():
+    h, W = make()[:2]
+    for target, got in (
+        (h, "an array"),
+        (jaxmem.ForwardKL(h), "ForwardKL of an array"),
+    ):
+        message = f"got {got} of float32, shape {re.escape(str(h.shape))}$"
+        with pytest.raises(TypeError, match=message):
+            jaxmem.divergence(h, W, target)
 
 
 @pytest.mark.parametrize("of", ["teacher", "columns", "drawn"])
