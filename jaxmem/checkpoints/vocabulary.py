@@ -18,6 +18,8 @@ from jaxmem.checkpoints.reader import (
     write_object,
 )
 
+_MOST_GROWTH = 10_000  # times that a normalizer may make a text longer
+
 
 class Vocabulary(NamedTuple):
     """A tokenizer, the ids that start every text, and the id that ends a document."""
@@ -58,6 +60,7 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     except (OSError, json_files.JsonError) as error:
         reason = messages.reason(error)
         raise CheckpointError(f"{path}: cannot be read: {reason}") from error
+    _check_growth(path, text)
     text, absent = _without_absent(text, config.model.vocab_size or 0)
     tokenizer, start = _read_tokenizer(path, text)
     _check_ids(path, tokenizer, config)
@@ -82,6 +85,30 @@ def _without_absent(text: str, rows: int) -> tuple[str, tuple[str, ...]]:
         return text, ()
     described["added_tokens"] = [token for token in added if token["id"] < rows]
     return json.dumps(described), tuple(token["content"] for token in absent)
+
+
+def _check_growth(path: Path, text: str) -> None:
+    """Raise a CheckpointError where a normalizer makes a text too many times longer."""
+    try:
+        steps = [json.loads(text)["normalizer"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return  # the library says what is wrong
+    times = 1.0
+    while steps:
+        step = steps.pop()
+        if not isinstance(step, dict):
+            continue
+        inner = step.get("normalizers")
+        steps += inner if isinstance(inner, list) else []
+        pattern, content = step.get("pattern"), step.get("content")
+        if step.get("type") == "Replace" and isinstance(content, str):
+            old = pattern.get("String") if isinstance(pattern, dict) else None
+            times *= max(len(content) / (len(old) if old else 1), 1)
+    if times > _MOST_GROWTH:
+        raise CheckpointError(
+            f"{path}: its normalizer may make a text {times:,.0f} times longer; take a "
+            "tokenizer without such replacements"
+        )
 
 
 def _how_to_convert(directory: Path) -> str:

@@ -1,11 +1,13 @@
 """Documents to tokens, and for each token the next one where the loss counts it."""
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tokenizers
 
+from jaxmem.base import messages
 from jaxmem.data.forms import Document
 from jaxmem.data.records import DataError
 from jaxmem.data.vocabulary import edges, ends_turn, has_start
@@ -24,8 +26,9 @@ def encode_documents(
     start, end = edges(tokenizer)
     encode = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=False)
     # Apart, so that no token straddles the end of the prompt.
-    prompts = encode([d.prompt for d in documents])
-    texts = encode([d.text for d in documents])
+    with _failures(documents):
+        prompts = encode([d.prompt for d in documents])
+        texts = encode([d.text for d in documents])
     for document, prompt, text in zip(documents, prompts, texts, strict=True):
         if document.ids is not None:
             yield encode_ids(document, tokenizer)
@@ -40,6 +43,23 @@ def encode_documents(
         labels = np.append(tokens[1:], np.int32(NO_LABEL))
         labels[: max(len(before) - 1, 0)] = NO_LABEL
         yield tokens, labels
+
+
+@contextlib.contextmanager
+def _failures(documents: Sequence[Document]) -> Iterator[None]:
+    """A context in which an error of the tokenizer names the texts' first record.
+
+    Rust's panics, as of a pattern that has no end, are no `Exception`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and "Panic" not in type(error).__name__:
+            raise
+        raise DataError(
+            f"tokenizer.json of model.checkpoint fails at {documents[0].name}, or at a "
+            f"record soon after it: {messages.reason(error)}"
+        ) from error
 
 
 def encode_ids(
@@ -61,7 +81,8 @@ def encode_rendered(
     document: Document, tokenizer: tokenizers.Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of a rendered conversation; labels where they overlap a counted span."""
-    encoded = tokenizer.encode(document.text, add_special_tokens=False)
+    with _failures([document]):
+        encoded = tokenizer.encode(document.text, add_special_tokens=False)
     places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
     counted = np.zeros(len(places), bool)
     for first, last in document.counted or ():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import tokenizers
-from tokenizers import models
+from tokenizers import models, normalizers
 
 from jaxmem.checkpoints import CheckpointError, load_vocabulary
 from jaxmem.data.config import DataConfig
@@ -113,6 +113,18 @@ def test_tokenizers_that_are_none(text, tmp_path):
     with pytest.raises(CheckpointError, match="tokenizer.json: cannot be read: ") as e:
         load_vocabulary(directory)
     assert "\n" not in str(e.value)
+
+
+def test_a_normalizer_that_explodes_is_named(tmp_path):
+    directory = texts.checkpoint("llama", tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    longer = [normalizers.Replace("a", "a" * 1000)] * 3
+    tokenizer.normalizer = normalizers.Sequence(longer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer.json: its normalizer may mak"
+    ):
+        load_vocabulary(directory)
 
 
 def test_a_tokenizer_without_tokens(tmp_path):

@@ -7,7 +7,9 @@ import multiprocessing
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings, strategies as st
+from tokenizers import models, pre_tokenizers
 
 from jaxmem.data import documents as data
 
@@ -293,6 +295,17 @@ def test_a_vocabulary_that_was_changed_in_the_cache_is_named(fresh, tmp_path):
         path.write_text(json.dumps(content))
         with pytest.raises(data.DataError, match="its digest is of another content"):
             data.load_tokenizer(fresh)
+
+
+def test_a_pattern_without_end_names_the_tokenizer_and_the_record(config):
+    endless = tokenizers.Tokenizer(models.WordLevel({"<bos>": 0, "<eos>": 1}, "<eos>"))
+    pattern = tokenizers.Regex(r"(a+)+$")
+    endless.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
+    document = data.Document("x.jsonl:7", "a" * 40 + "b")
+    with pytest.raises(
+        data.DataError, match="tokenizer.json .* fails at x.jsonl:7, or"
+    ):
+        list(data.encode_documents([document], endless))
 
 
 @pytest.mark.slow
