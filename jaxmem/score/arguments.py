@@ -67,6 +67,10 @@ def add_score(
         "--temperature": {"type": float, "help": "of what is recorded for them; 1"},
         "--seed": {"type": int, "help": "of --sample-ids; 0"},
         "--chat-template-kwargs": TEMPLATE_KWARGS,
+        "--stripped": {
+            "choices": ("raise", "mask", "count"),
+            "help": "turns of which the template leaves out text; raise",
+        },
         **CODE,
     }.items():
         score.add_argument(flag, default=argparse.SUPPRESS, **options)

@@ -65,6 +65,8 @@ class ScoreConfig:
     seed: int = 0  # of the draws
     everything: bool = False  # score all of a conversation, not only what is learned
     chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the template
+    # what a turn becomes of which the template leaves out text, as data.stripped
+    stripped: Literal["raise", "mask", "count"] = "raise"
     factory: str | None = None  # of a run of model.factory: the code of its model
     trust_code: bool = False  # True if the code that the run names may be run
 
@@ -185,7 +187,7 @@ def _read(
         read_template, place.directory, place.chat_template, special,
         config.chat_template_kwargs,
     )  # fmt: skip
-    reader = RecordReader(template, absent=vocabulary.absent)
+    reader = RecordReader(template, absent=vocabulary.absent, stripped=config.stripped)
     documents = load_documents(config.data, "DATA", reader)
     for line in reader.lines():
         _log(console, line)

@@ -485,6 +485,25 @@ def test_turns_of_conversations_are_scored_as_the_loss_counts_them(model, direct
         )
 
 
+def test_turns_of_which_a_template_leaves_out_text(model, directory):
+    pytest.importorskip("jinja2")
+    shutil.copytree(model, "strips")
+    template = (
+        "{% for m in messages %}{{ m.content if loop.last else "
+        "m.content.replace('a on', '') }} {% endfor %}"
+    )
+    pathlib.Path("strips/chat_template.jinja").write_text(template)
+    turns = [("user", "the"), ("assistant", "a on the")] * 2
+    turns = [{"role": role, "content": content} for role, content in turns]
+    pathlib.Path("data.jsonl").write_text(json.dumps({"messages": turns}))
+    arguments = ["score", "strips", "data.jsonl", "--max-tokens", "32"]
+    with pytest.raises(ValueError, match="leaves out 'a on' of messages.1..content"):
+        score.score(ScoreConfig("strips", "data.jsonl", "all.jsonl", 32))
+    assert cli.main([*arguments, "--stripped", "mask", "--out", "made.jsonl"]) == 0
+    lines = pathlib.Path("made.jsonl").read_text().splitlines()
+    assert len(lines) == 1  # of the last turn
+
+
 def test_a_broken_weight_is_not_a_score(model, directory):
     write(documents(2))
     broken = checkpoints.load(model)
