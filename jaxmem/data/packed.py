@@ -216,7 +216,7 @@ class BatchIterator(Iterator[Any]):
         self.rows, self._size = rows, size
         self._fingerprint, self._batch_of = fingerprint, batch_of
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         rows: list[Row] = []
         while len(rows) < self._size and (row := next(self.rows, None)) is not None:
             rows.append(row)
@@ -224,7 +224,7 @@ class BatchIterator(Iterator[Any]):
             raise StopIteration
         return self._stacked(rows)
 
-    def of_epoch(self) -> Batch | None:
+    def of_epoch(self) -> Any:
         """The next batch without a row of another epoch; None if no row is left."""
         rows: list[Row] = []
         while len(rows) < self._size and (row := self.rows.row()) is not None:

@@ -7,8 +7,9 @@ import os
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmem import _imports
 from jaxmem.base import json_files, messages
@@ -146,7 +147,7 @@ def held(path: Path, argument: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, argument: str) -> Iterator[IO[bytes]]:
+def _opened(path: Path, argument: str) -> Iterator[gzip.GzipFile | BufferedReader]:
     """A file's bytes, unpacked; what goes wrong while it is read is a DataError."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
