@@ -19,8 +19,9 @@ from benchmarks import results
 from jaxmem.data.documents import Batch
 from jaxmem.models.partitioning import AXES
 from jaxmem.planning import collectives
-from jaxmem.train import configuration
+from jaxmem.train import configuration, precision
 from jaxmem.train.jobs import sft
+from jaxmem.train.program import gradient_shapes
 
 CONFIG = pathlib.Path(__file__).parent / "long_step.gin"
 KEYS = ("tokens", "overrides", "devices", "device", "note")
@@ -38,6 +39,16 @@ def batch_of(config, vocab_size) -> Batch:
     return Batch(tokens, labels, None, positions)  # pyright: ignore
 
 
+def types_of(program) -> dict:
+    """Columns: types of the trained weights, of moments and of sums of gradients."""
+    params, moments = program.state_shapes
+    return {
+        "weights": precision.types(params),
+        "moments": precision.types([x for x in jax.tree.leaves(moments) if x.ndim]),
+        "sums": precision.types(gradient_shapes(params)),
+    }
+
+
 def measure(config) -> dict:
     """Columns of one configuration."""
     program = sft.Program(config, config.model.vocab_size, packed=False)
@@ -45,6 +56,7 @@ def measure(config) -> dict:
     with jaxmem.report() as report:
         step = program.compile_step(config.head)
     row = {"compile_s": round(time.perf_counter() - start, 1), **account(step)}
+    row |= types_of(program)
     row["head"] = report.calls[0].implementation if report.calls else ""
     print(row, flush=True)
     state, frozen = program.initial_state(), program.frozen()

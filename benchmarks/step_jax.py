@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import results, trace_summary, workers
-from benchmarks.run_long_step import batch_of
+from benchmarks.run_long_step import batch_of, types_of
 from jaxmem.train import configuration
 from jaxmem.train.jobs import sft
 
@@ -41,7 +41,7 @@ def measure(job, config, program, traced):
     options = {k: workers.value_of(v) for k, v in job["options"].items()}
     start = time.perf_counter()
     step = traced.lower().compile(compiler_options=options or None)
-    row = {"compile_s": round(time.perf_counter() - start, 1)}
+    row = {"compile_s": round(time.perf_counter() - start, 1), **types_of(program)}
     account = step.memory_analysis()
     row["temporary_gib"] = round(account.temp_size_in_bytes / GIB, 2)
     state, frozen = program.initial_state(), program.frozen()

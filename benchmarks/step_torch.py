@@ -1,9 +1,12 @@
 """torch's side of `run_step`: transformers' models, layers compiled or checkpointed.
 
-SDPA, fused AdamW with moments in the weights' type, and the head's product and
-cross-entropy under `torch.compile` in every mode:
+SDPA, fused AdamW with moments and gradients in the weights' type, which is bfloat16 if
+a mode does not say otherwise, and the head's product and cross-entropy under
+`torch.compile` in every mode:
 
     compiled              each layer compiled, nothing recomputed
+    compiled_float32      the same with weights in float32, which autocast rounds to
+                          bfloat16 where they are read
     compiled_flex         the same with torch's flex attention, which skips what is
                           outside of a window
     checkpoint            each layer recomputed, not compiled
@@ -27,7 +30,7 @@ DEVICE = on_torch.DEVICE
 
 
 def build(model, length, mode):
-    """transformers' decoder without its head, in bfloat16, in train mode."""
+    """transformers' decoder without its head, in train mode."""
     import transformers
 
     sizes = on_torch.decoder_config(model, length, use_cache=False)
@@ -37,7 +40,7 @@ def build(model, length, mode):
         network = transformers.AutoModel.from_config(
             sizes, attn_implementation=attention
         )
-    network = network.to(torch.bfloat16).train()
+    network = network.to(weights_type(mode)).train()
     if model.lora_rank:
         adapt(network, model)
     if mode.startswith("checkpoint"):
@@ -50,6 +53,10 @@ def build(model, length, mode):
         for part in parts:
             part.compile()
     return network
+
+
+def weights_type(mode):
+    return torch.float32 if mode.endswith("_float32") else torch.bfloat16
 
 
 class Adapted(torch.nn.Module):
@@ -89,6 +96,7 @@ def measure(mode, config):
     shape = config.data.batch_size, config.data.sequence_length
     model = build(config.model, shape[1], mode)
     W = model.get_input_embeddings().weight
+    is_mixed = weights_type(mode) is torch.float32
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, lr=1e-5, fused=DEVICE == "cuda", weight_decay=0.1
@@ -98,8 +106,9 @@ def measure(mode, config):
     labels = ids.roll(-1, dims=1).flatten()
     start, ends, losses, unread = time.perf_counter(), [], [], None
     for _ in range(config.run.steps):
-        hidden = model(input_ids=ids).last_hidden_state.flatten(0, 1)
-        loss = cross_entropy(hidden, W, labels)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=is_mixed):
+            hidden = model(input_ids=ids).last_hidden_state.flatten(0, 1)
+            loss = cross_entropy(hidden, W, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -114,8 +123,10 @@ def measure(mode, config):
         torch.cuda.synchronize()
     ends.append(time.perf_counter())
     rate = ids.numel() / float(np.median(np.diff(ends)[1:]))
+    kind = str(trained[0].dtype).removeprefix("torch.")  # of gradients and moments, too
     row = {
         "compile_s": round(ends[0] - start, 1),
+        **dict.fromkeys(("weights", "moments", "sums"), kind),
         "seconds": round(ids.numel() / rate, 4),
         "tokens_per_second": round(rate),
         "loss_read": "one step late",

@@ -200,7 +200,9 @@ class ModelConfig:
     shared_gate: bool = False  # its result is multiplied by a sigmoid
     norm_eps: float = 1e-6  # added to the mean square in every norm
     dtype: str = "float32"  # activations and matrix products
-    param_dtype: str = "float32"  # stored weights (the master copy)
+    # frozen weights, and those that a run leaves in model/; trained ones have float32
+    # masters, whatever this is
+    param_dtype: str = "float32"
     attention: Literal["xla", "cudnn"] | None = None  # None: "xla"
     lora_rank: int = 0  # rank of the adapters of frozen matrices; 0: none
     lora_alpha: float = 16.0  # adapters are scaled by this / lora_rank

@@ -32,19 +32,21 @@ def table(
         rows,
         width or config.hidden,
         embedding_init=INIT,
-        # Looked up in the stored dtype and cast afterwards, so that the gradients of
-        # a frequent token are accumulated in the stored dtype too.
-        dtype=jnp.dtype(config.param_dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         rngs=rngs,
     )
 
 
 def rows(table: nnx.Embed, tokens: Ids) -> jax.Array:
-    """Vectors [B, T, width] of tokens, in the stored dtype."""
+    """Vectors [B, T, width] of tokens, in the dtype that the table has.
+
+    They are cast afterwards, so that the gradients of a frequent token are summed in
+    that dtype: trained tables are in float32, whatever the table was initialised in.
+    """
+    vectors = table.embedding[...]
     if partitioning.current() is None:
-        return table(jnp.asarray(tokens))
-    return partitioning.look_up(table.embedding[...], jnp.asarray(tokens))
+        return jnp.take(vectors, jnp.asarray(tokens), axis=0)
+    return partitioning.look_up(vectors, jnp.asarray(tokens))
 
 
 def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:

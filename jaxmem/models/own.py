@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 from jax.sharding import PartitionSpec
 
 from jaxmem.core.head import Head, as_head
@@ -26,6 +26,7 @@ from jaxmem.models.config import DTYPES, ModelConfig
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.head import HeadConfig, head_options
 from jaxmem.models.positions import Branches, Ids
+from jaxmem.models.weights import merge_module, split_module
 
 
 class OwnError(ValueError):
@@ -91,7 +92,9 @@ class OwnModel(nnx.Module):
     """A module with the methods of `Own`, as the trainers use a `Decoder`.
 
     The names of its weights start with "body/". Its config has the model's own width,
-    type and vocabulary, and defaults; `head` has the verbs of its head.
+    type and vocabulary, and defaults; `head` has the verbs of its head. The module
+    reads its weights in the types that it made them in, also while these are trained,
+    in float32.
 
     Raises:
         OwnError: a method is missing, or returns what it must not.
@@ -115,6 +118,10 @@ class OwnModel(nnx.Module):
                 f"{_named(body)}.head_weight() has {rows} entries, and the data's "
                 f"vocabulary {config.vocab_size}: make it of config.vocab_size"
             )
+        weights: dict[str, Any] = dict(
+            traverse_util.flatten_dict(split_module(self)[1], sep="/")
+        )
+        self.types = tuple((name, str(w.dtype)) for name, w in weights.items())
         if partitioning.current() is not None:
             self.specs()  # which raises for axes that the mesh does not have
 
@@ -131,9 +138,18 @@ class OwnModel(nnx.Module):
         tokens = jnp.asarray(tokens)
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
-        return self.body.hidden_states(
+        return self._in_own_types().body.hidden_states(
             tokens, jnp.asarray(positions), jnp.asarray(segment_ids)
         )
+
+    def _in_own_types(self) -> "OwnModel":
+        """The model with weights in the types that the module made them in."""
+        definition, weights = split_module(self)
+        flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
+        if all(flat[name].dtype == dtype for name, dtype in self.types):
+            return self
+        cast = {name: flat[name].astype(dtype) for name, dtype in self.types}
+        return merge_module(definition, traverse_util.unflatten_dict(cast, sep="/"))
 
     def routed(self, *given: Any) -> tuple[jax.Array, None]:
         """See `Decoder`: hidden states, and what is not known of routers."""
@@ -157,7 +173,9 @@ class OwnModel(nnx.Module):
 
     def in_compute_type(self) -> tuple[Any, Any]:
         """See `Decoder`: the module casts as it likes."""
-        return nnx.split(self)
+        # A head in float32 reads the weights as they are trained, here as in a step.
+        is_wide = jnp.dtype(self.config.dtype).itemsize >= 4
+        return nnx.split(self if is_wide else self._in_own_types())
 
     def join(self) -> None:
         """See `Decoder`: there is nothing to join."""
@@ -173,7 +191,8 @@ class OwnModel(nnx.Module):
         del records  # the program refuses them
         prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths, jnp.int32)
         if not self.recomputes:
-            return self.body.prefill(prompts, lengths, max_length)
+            body = self._in_own_types().body
+            return body.prefill(prompts, lengths, max_length)
         unused = [(0, 0), (0, max_length - prompts.shape[1])]
         return self._last(Rows(jnp.pad(prompts, unused), lengths))
 
@@ -184,7 +203,7 @@ class OwnModel(nnx.Module):
         del unroll
         tokens = jnp.asarray(tokens)
         if not self.extends:
-            return self.body.decode(tokens, cache)
+            return self._in_own_types().body.decode(tokens, cache)
         live = jnp.ones(len(tokens), bool) if live is None else live
         return self.extend(tokens[:, None], live, cache)
 
@@ -192,7 +211,7 @@ class OwnModel(nnx.Module):
         """See `Decoder`; for a model that `extends`."""
         tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
         if not self.recomputes:
-            return self.body.extend(tokens, lengths, cache)
+            return self._in_own_types().body.extend(tokens, lengths, cache)
         read, before = cache
         steps = jnp.arange(tokens.shape[1])
         places = jnp.where(

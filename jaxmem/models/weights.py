@@ -12,31 +12,33 @@ from flax import nnx, traverse_util
 def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
     """Return the trained and the frozen weights, nested by name, for `join_weights`.
 
+    Trained weights are in float32 at least: in 16 bits, an update that is smaller than
+    half the spacing at a weight's magnitude would be lost. Modules cast what they read.
+
     Args:
         weights: nested dicts, as `nnx.to_pure_dict` returns them.
         trainable: the `trainable` of an `OptimizerConfig`, a regular expression for
-            names; None trains all weights. The trained weights are in float32 unless
-            nothing is frozen.
+            names; None trains all weights.
 
     Raises:
         ValueError: no weight has a matching name.
     """
-    if trainable is None:
-        return weights, {}
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
-    trained = {k: w for k, w in flat.items() if re.search(trainable, k)}
+    trained = {k: _master(w) for k, w in flat.items() if re.search(trainable or "", k)}
     if not trained:
         raise ValueError(
             f"optimizer.trainable={trainable!r} is in no weight's name: "
             f"{', '.join(flat)}"
         )
     frozen = {k: w for k, w in flat.items() if k not in trained}
-    if frozen:
-        trained = {k: w.astype(jnp.float32) for k, w in trained.items()}
     return (
         traverse_util.unflatten_dict(trained, sep="/"),
         traverse_util.unflatten_dict(frozen, sep="/"),
     )
+
+
+def _master(weight: jax.Array) -> jax.Array:
+    return weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
 
 
 def by_path(module: nnx.Module) -> dict[str, Any]:

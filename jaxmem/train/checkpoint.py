@@ -199,7 +199,7 @@ def newest(directory: Path) -> int | None:
 
 
 def read_params(directory: Path, step: int, like: Any) -> Any:
-    """Read the weights of a checkpoint alone, with shapes as in `Checkpoints.restore`.
+    """Read the weights of a checkpoint alone, with shapes and types as `like` has them.
 
     Nothing in the directory is changed, so that the run may still be going on.
     """
@@ -220,7 +220,9 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
             "name a run that trained all weights of the same model"
         )
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    places = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(sharding=device), like)
+    places = jax.tree.map(
+        lambda leaf: ocp.ArrayRestoreArgs(sharding=device, dtype=leaf.dtype), like
+    )
     restore = ocp.args.PyTreeRestore(
         {"params": like}, restore_args={"params": places}, partial_restore=True
     )

@@ -13,7 +13,14 @@ from rich.console import Console
 from jaxmem.base import files, locks, processes
 from jaxmem.base.stopping import Stop
 from jaxmem.data.rewards import RewardError
-from jaxmem.train import metrics, ownership, report, resuming, wandb_writer
+from jaxmem.train import (
+    metrics,
+    ownership,
+    precision,
+    report,
+    resuming,
+    wandb_writer,
+)
 from jaxmem.train.checkpoint import CheckpointError, Checkpoints
 from jaxmem.train.damaged import set_aside_damaged
 from jaxmem.train.evaluation import EvalConfig, is_due, keep_best
@@ -102,6 +109,8 @@ class Run:
         state has been checked to belong to this run; empty ones are not.
         """
         state = job.initial_state() if not self.done else self._restored_state(job)
+        for line in job.warnings(state):
+            say(self._console, line)
         self._texts, run = texts, self._config
         self._write_texts()
         with self._stop.deferred(), self._writing(), self.progress:
@@ -192,6 +201,9 @@ class Run:
 
     def _restored_state(self, job: Job) -> TrainState:
         state, data_state = job.restored_state(self._checkpoints, self.done)
+        saved = self._checkpoints.saved_shapes(self.done)
+        if (line := precision.widened(saved["params"], state.params)) is not None:
+            say(self._console, line)
         job.set_state(data_state)
         return state
 

@@ -43,7 +43,8 @@ class OptimizerConfig:
     clip_norm: float | None = 1.0  # largest global gradient norm; None: no clipping
     # None: all weights; or a regular expression searched in their names, which are like
     # "blocks/attention/query/kernel". The others are frozen: no gradient, no moments.
-    # Matching weights are stored in float32, because 16 bits would lose small updates.
+    # Trained weights, all or matching, are stored in float32 whatever model.param_dtype
+    # is, because 16 bits would lose small updates.
     trainable: str | None = None
     # Keep the moments on the host, and fetch them slice by slice for the update.
     offload: bool = False

@@ -29,7 +29,7 @@ from jaxmem.models.weights import (
     split_weights,
 )
 from jaxmem.offload import Streamed
-from jaxmem.train import own
+from jaxmem.train import own, precision
 from jaxmem.train.checkpoint import Checkpoints, newest, read_params
 from jaxmem.train.optimizer import (
     OptimizerConfig,
@@ -96,6 +96,21 @@ class DecoderProgram:
         if self.streamed is not None:
             params = self.state_shapes.params
             self.state_shapes = TrainState(params, self.streamed.shapes(params))
+
+    @property
+    def updates(self) -> int:
+        """Updates of the weights in a step."""
+        return 1
+
+    @functools.cached_property
+    def learning_rates(self) -> np.ndarray:
+        """Learning rates of the run's steps; those of their first updates.
+
+        One program computes them all before the first step: on the host's side of a
+        step, each operation of a schedule would be compiled, and wait for the device.
+        """
+        counts = np.arange(self.config.run.steps, dtype=np.int32) * self.updates
+        return np.asarray(jax.jit(jax.vmap(self.schedule))(counts))
 
     def make_optimizer(self, schedule: optax.Schedule) -> optax.GradientTransformation:
         """What updates the weights, where the moments are on the device."""
@@ -192,7 +207,8 @@ class DecoderProgram:
         self, loss: Callable, shape: tuple[int, int], *given: Any, wanted: Any = (0, 1)
     ) -> jax.stages.Traced:
         """Trace loss(head, hidden, labels, ...) and its gradients, and nothing else."""
-        definition, weights = nnx.split(self.abstract.head)
+        model = self.model(self.state_shapes.params, self.frozen_shapes)
+        definition, weights = nnx.split(model.head)
 
         def run(weights: Any, *arguments: Any):
             return loss(nnx.merge(definition, weights), *arguments)
@@ -308,9 +324,9 @@ class DecoderProgram:
 
     def _first_weights(self) -> tuple[dict, dict]:
         """What a factory makes; those of a run or export that the model starts from."""
-        like, exported = (
-            split_module(self.abstract)[1],
-            own.export_of(self.config.model),
+        exported = own.export_of(self.config.model)
+        like = join_weights(
+            *jax.eval_shape(self._split, split_module(self.abstract)[1])
         )
         if exported is not None:
             return self._split(own.read_weights(exported, like))
@@ -322,6 +338,8 @@ class DecoderProgram:
 
     def lines(self) -> Iterator[str]:
         """What a run or a plan says of the model before it starts."""
+        params, frozen = self.state_shapes.params, self.frozen_shapes
+        yield precision.described(params, frozen, str(self.model_config.dtype))
         if self._own is not None and self.config.remat.policy != "none":
             yield (
                 f"remat.policy={self.config.remat.policy!r} has no effect: the model "

@@ -10,7 +10,7 @@ from jaxmem import checkpoints
 from jaxmem.base import files, processes
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.own import LanguageModel, OwnModel
-from jaxmem.train import keys, own
+from jaxmem.train import keys, own, precision
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.progress import say
 
@@ -45,7 +45,8 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
 
     Adapters are saved in "adapter", in PEFT's layout; a whole model in "model": as a
     checkpoint of the same kind as the one that it started from, or else of the known
-    architecture that computes the same. All processes of a run call this.
+    architecture that computes the same, with weights in model.param_dtype. All
+    processes of a run call this.
     """
     source = decoder.config.checkpoint
     if decoder.config.lora_rank:
@@ -67,6 +68,9 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
                 write_text(directory / own.TEXT, decoder, job, directory)
             return
     line = f"saved in {files.shown(target)}, for transformers to load"
+    stored = decoder.config.param_dtype
+    if not decoder.config.lora_rank and precision.is_narrower(stored, decoder):
+        line += f"; weights are in {stored} there (model.param_dtype)"
     adapts = source if decoder.config.lora_rank else None
     if adapts is not None and checkpoints.read_config(adapts).text_part:
         line += ", with the text part of the checkpoint alone, once that is saved"

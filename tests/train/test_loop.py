@@ -53,6 +53,9 @@ class Adding:
     def samples(self):
         return []
 
+    def warnings(self, state):
+        return []
+
     def step(self, number, state):
         self._before(number)
         self.position += 1

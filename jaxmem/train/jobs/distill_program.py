@@ -80,6 +80,9 @@ class TeacherProgram(DecoderProgram):
         self._head, shapes = head[0], nnx.to_pure_dict(head[1])
         self.head_shapes = self.layout.of_weights({"head": shapes})["head"]
 
+    def _split(self, weights: dict) -> tuple[dict, dict]:
+        return weights, {}  # as they are: no update could be lost
+
     def trace_states(self, shape: Shape) -> jax.stages.Traced:
         """Trace the hidden states of a micro-batch."""
 

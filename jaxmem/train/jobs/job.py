@@ -16,7 +16,7 @@ from jaxmem.data import vocabulary
 from jaxmem.models import lora
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.partitioning import MeshConfig
-from jaxmem.train import metrics, own
+from jaxmem.train import metrics, own, precision
 from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.reading import Documents, Reading, Record
@@ -215,6 +215,12 @@ class Job(abc.ABC):
         """The state after a saved step, and what `get_state` returned then."""
         return self.program.restored_state(checkpoints, step)
 
+    def warnings(self, state: Any) -> Iterator[str]:
+        """Lines about the weights of the state that the first step starts from."""
+        rate = float(self.program.learning_rates.max())
+        if (line := precision.lost_updates(state.params, rate)) is not None:
+            yield line
+
     @abc.abstractmethod
     def step(self, number: int, state: Any) -> tuple[Any, Any]:
         """Take the step of that number, from 1; the given state is consumed.
@@ -236,7 +242,7 @@ class Job(abc.ABC):
             tokens=tokens,
             tokens_per_second=tokens / seconds,
             grad_norm=norm,
-            learning_rate=float(self.program.schedule(number - 1)),
+            learning_rate=float(self.program.learning_rates[number - 1]),
             seconds=seconds,
             gradient_samples=self.config.head.samples,
             backend=self.program.backend,

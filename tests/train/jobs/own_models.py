@@ -93,6 +93,21 @@ class Sharded(Model):
             block.down.kernel = nnx.Param(down, out_sharding=("tensor", None))
 
 
+class InBfloat16(nnx.Module):
+    """Parameters of 16 bits, whose type is what it computes in."""
+
+    def __init__(self, config, rngs):
+        kind = {"param_dtype": jnp.bfloat16, "rngs": rngs}
+        self.table = nnx.Embed(config.vocab_size, config.hidden, **kind)
+        self.mix = nnx.Linear(config.hidden, config.hidden, **kind)
+
+    def hidden_states(self, tokens, positions, segment_ids):
+        return jnp.tanh(self.mix(self.table(tokens)))
+
+    def head_weight(self):
+        return self.table.embedding
+
+
 # ------------------------------------------------------------------- wrong
 
 
