@@ -102,16 +102,6 @@ class DecoderProgram:
         """Updates of the weights in a step."""
         return 1
 
-    @functools.cached_property
-    def learning_rates(self) -> np.ndarray:
-        """Learning rates of the run's steps; those of their first updates.
-
-        One program computes them all before the first step: on the host's side of a
-        step, each operation of a schedule would be compiled, and wait for the device.
-        """
-        counts = np.arange(self.config.run.steps, dtype=np.int32) * self.updates
-        return np.asarray(jax.jit(jax.vmap(self.schedule))(counts))
-
     def make_optimizer(self, schedule: optax.Schedule) -> optax.GradientTransformation:
         """What updates the weights, where the moments are on the device."""
         return make_optimizer(self.config.optimizer, schedule)

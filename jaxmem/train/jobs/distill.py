@@ -154,8 +154,8 @@ class Distill(Job, name="distill"):
         ready = time.perf_counter()
         parked = [self._park(example) for example in examples]
         taught = time.perf_counter()
-        counts = [self._count(example.batch) for example in examples]
-        counted = jax.tree.map(lambda *x: sum(x), *counts)
+        counts = jax.device_get([self._count(example.batch) for example in examples])
+        counted = jax.tree.map(lambda *x: np.sum(x, dtype=np.float32), *counts)
         sums = self._compiled.zeros()
         for i, (batch, _, advantages) in enumerate(examples):
             target, parked[i] = self._fetch(parked[i]), None
@@ -175,7 +175,7 @@ class Distill(Job, name="distill"):
             tokens=int(tokens),
             tokens_per_second=int(tokens) / (end - start),
             grad_norm=float(norm),
-            learning_rate=float(np.asarray(self.program.schedule(number - 1))),
+            learning_rate=float(self.learning_rates[number - 1]),
             data_seconds=ready - start,
             teacher_seconds=taught - ready,
             update_seconds=end - taught,

@@ -4,6 +4,7 @@ pairs -> ln p of both answers -> loss of each pair -> one update a step
 """
 
 import dataclasses
+import functools
 import io
 import json
 import time
@@ -158,7 +159,7 @@ class Dpo(Job, name="dpo"):
         self._logprobs = program.trace_logprobs().lower().compile()
         progress.waiting("scoring the reference")
         reference = self._score_reference([*pairs, *held_out])
-        self._reference = jnp.asarray(reference[len(pairs) :])
+        self._reference = reference[len(pairs) :]
         self.batches = PairBatches(pairs, reference[: len(pairs)], self.config.data)
         self._compiled = program.compile_step()
 
@@ -215,7 +216,7 @@ class Dpo(Job, name="dpo"):
             pairs=config.run.accumulate * config.data.batch_size,
             tokens=tokens,
             tokens_per_second=tokens / seconds,
-            learning_rate=float(np.asarray(self.program.schedule(number - 1))),
+            learning_rate=float(self.learning_rates[number - 1]),
             seconds=seconds,
             backend=self.program.backend,
             routers=routers,
@@ -225,14 +226,22 @@ class Dpo(Job, name="dpo"):
     def evaluate(self, state: TrainState, taken: PreferenceMetrics) -> Evaluated | None:
         if not self._held_out:
             return None
-        logprobs = jnp.asarray(self._score(state.params, self._held_out))
-        losses, statistics = pair_losses(self.config.dpo, logprobs, self._reference)
-        values = {
-            "held_out_loss": float(losses.mean()),
-            "held_out_margin": float(statistics["margin"].mean()),
-            "held_out_accuracy": float(statistics["accuracy"].mean()),
-        }
+        logprobs = self._score(state.params, self._held_out)
+        means = jax.device_get(self._held_out_means(logprobs, self._reference))
+        values = {f"held_out_{name}": float(mean) for name, mean in means.items()}
         return Evaluated(taken._replace(**values), values["held_out_loss"])
+
+    @functools.cached_property
+    def _held_out_means(self) -> Callable:
+        """Means over pairs, by their log-probabilities and the reference's."""
+
+        @jax.jit
+        def means(logprobs: jax.Array, reference: jax.Array):
+            losses, statistics = pair_losses(self.config.dpo, logprobs, reference)
+            named = {name: statistics[name] for name in ("margin", "accuracy")}
+            return jax.tree.map(jnp.mean, {"loss": losses, **named})
+
+        return means
 
     def summary(self, history: Sequence[PreferenceMetrics]) -> Mapping[str, Any]:
         last = history[-1]

@@ -397,7 +397,7 @@ class Grpo(Job, name="grpo"):
         self._tell_of_cuts(number, fields.get("support_full"))
         return PolicyMetrics(
             step=number,
-            learning_rate=float(np.asarray(self.program.learning_rate(number - 1))),
+            learning_rate=float(self.learning_rates[number - 1]),
             tokens_per_second=observed["tokens"] / seconds["seconds"],
             peak_gib=metrics.peak_gib(),
             gradient_samples=config.head.samples,

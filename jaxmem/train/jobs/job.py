@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
+import numpy as np
 import tokenizers
 from rich.console import Console
 
@@ -215,9 +217,20 @@ class Job(abc.ABC):
         """The state after a saved step, and what `get_state` returned then."""
         return self.program.restored_state(checkpoints, step)
 
+    @functools.cached_property
+    def learning_rates(self) -> np.ndarray:
+        """Learning rates of the run's steps; those of their first updates.
+
+        One program computes them all before the first step: on the host's side of a
+        step, each operation of a schedule would be compiled, and wait for the device.
+        """
+        counts = np.arange(self.config.run.steps, dtype=np.int32)
+        rates = jax.jit(jax.vmap(self.program.schedule))
+        return np.asarray(rates(counts * self.program.updates))
+
     def warnings(self, state: Any) -> Iterator[str]:
         """Lines about the weights of the state that the first step starts from."""
-        rate = float(self.program.learning_rates.max())
+        rate = float(self.learning_rates.max())
         if (line := precision.lost_updates(state.params, rate)) is not None:
             yield line
 
@@ -242,7 +255,7 @@ class Job(abc.ABC):
             tokens=tokens,
             tokens_per_second=tokens / seconds,
             grad_norm=norm,
-            learning_rate=float(self.program.learning_rates[number - 1]),
+            learning_rate=float(self.learning_rates[number - 1]),
             seconds=seconds,
             gradient_samples=self.config.head.samples,
             backend=self.program.backend,

@@ -58,16 +58,19 @@ class PolicyProgram(SamplingProgram):
 
     config: GrpoJobConfig
 
+    @property
+    def updates(self) -> int:
+        return self.config.grpo.minibatches * self.config.grpo.epochs
+
     def __init__(self, config: GrpoJobConfig):
         rollouts = learning_rate_schedule(config.optimizer, config.run.steps)
-        updates = config.grpo.minibatches * config.grpo.epochs
 
         def by_update(count: Any) -> Any:
-            return rollouts(count // updates)
+            return rollouts(count // self.updates)
 
+        self.config = config
         ends = ends_of(config.task, config.model.checkpoint)
         super().__init__(config, ends.size, by_update)
-        self.learning_rate = rollouts
         if config.grpo.share_prompts:
             branches.check(self.model_config, config.mesh.sequence)
         limit = self.model_config.rope_limit

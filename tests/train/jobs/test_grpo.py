@@ -326,6 +326,7 @@ def job_with(program, compiled):
 def test_after_the_first_step_nothing_compiles(finished):
     program = grpo.PolicyProgram(finished[0])  # that of the finished run
     job = job_with(program, program.compile())
+    job.config = changed(job.config, run=dict(steps=6))
     state, _ = job.step(1, job.initial_state())
     compiled, seen = [], set()
 
