@@ -41,26 +41,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: the arguments cannot be parsed (2), or SIGTERM ended a run (143).
     """
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # whose encoding may have no "é"
             stream.reconfigure(errors="backslashreplace")
     arguments = _parse(argv)
     try:
         status = _run(arguments)
-        sys.stdout.flush()
-        return status
+        error = _flushed()
+        return status if error is None else _fail(f"stdout: {error.strerror}")
     except KeyboardInterrupt:
         print("\njaxmem: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:  # such as of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it at its end
+        _discard_stdout()
         return _UNREAD
     except (ValueError, FloatingPointError) as error:
         if not _raised_by_us(error):
             raise
         return _fail(str(error))
     except OSError as error:
-        return _fail(str(error))
+        return _fail(_described(error))
     except Exception as error:
         from jaxmem.bench import is_out_of_memory
 
@@ -71,6 +72,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         if type(error).__name__ != "PanicException":
             raise
         return _fail(f"a library failed at something it was given: {error}")
+
+
+def _open_closed_streams() -> None:
+    """Open what the shell has closed, as by `>&-`, onto nothing.
+
+    Otherwise the next file that is opened is what libraries and children print to.
+    """
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        nothing = os.open(os.devnull, os.O_RDWR)
+        with contextlib.suppress(OSError):
+            os.fstat(descriptor)  # it is that of a file by now, perhaps of this one
+            setattr(sys, name, open(nothing, "w", closefd=False))
+            continue
+        os.dup2(nothing, descriptor)
+        os.close(nothing)
+        setattr(sys, name, open(descriptor, "w", closefd=False))
+
+
+def _flushed() -> OSError | None:
+    """Write what was printed; the error, after which nothing is, where that fails.
+
+    Raises:
+        BrokenPipeError: nobody reads it.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_stdout()
+        return error
+    return None
+
+
+def _described(error: OSError) -> str:
+    """The message of an error, with the name of stdout if writing to that failed."""
+    if error.errno is None or error.filename is not None:
+        return str(error)
+    try:
+        os.write(1, b"\n")  # stdout may hold nothing that another flush would write
+    except OSError as failed:
+        _discard_stdout()
+        if failed.errno == error.errno:
+            return f"stdout: {error.strerror}"
+    return str(error)
+
+
+def _discard_stdout() -> None:
+    """Print to nothing from now on, since Python flushes stdout at its end."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -369,13 +424,29 @@ def _train(arguments: argparse.Namespace) -> int:
     given = arguments.coordinator, arguments.processes, arguments.process_id
     if arguments.cluster or any(value is not None for value in given):
         processes.start(*given, heartbeat=arguments.heartbeat)
-    with processes.together():
-        if processes.is_first():
-            print(f"# {path}", *arguments.overrides)
-            print("# what differs from the defaults; operative.gin will have all of it")
-            print(keys.differing(config), flush=True)
-        jobs.train(config, operative_text)
+    try:
+        with processes.together():
+            if processes.is_first():
+                about = "what differs from the defaults; operative.gin will have all"
+                _log(f"# {' '.join([str(path), *arguments.overrides])}")
+                _log(f"# {about} of it\n{keys.differing(config)}")
+            jobs.train(config, operative_text)
+    finally:  # also where a signal has ended the run
+        with contextlib.suppress(BrokenPipeError):
+            if (error := _flushed()) is not None:
+                why = f"the log on stdout is not complete: {error.strerror}"
+                print(f"jaxmem: {why}", file=sys.stderr)
     return 0
+
+
+def _log(text: str) -> None:
+    """Print lines of a run's log; a full disk behind stdout does not end the run."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"jaxmem: stdout: {error.strerror}; the run goes on", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -367,3 +367,38 @@ def test_a_panic_of_rust_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "jaxmem: error: a library failed at something it was given: empty pattern\n"
     )
+
+
+# ------------------------------------------------------------------ stdout
+
+
+def shell(command, cwd):
+    """A command of a shell, as its status and what it says on stderr."""
+    program = f"exec {sys.executable} -P -m jaxmem {command}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        ["sh", "-c", program], cwd=cwd, env=env, text=True, timeout=120,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", slow(">&- <&-")])
+def test_a_command_works_without_stdout(closed, tmp_path):
+    assert shell(f"train --keys eval {closed}", tmp_path) == (0, "")
+
+
+def test_a_full_disk_behind_stdout_is_named(tmp_path):
+    status, said = shell("train --keys eval > /dev/full", tmp_path)
+    assert (status, said) == (2, "jaxmem: error: stdout: No space left on device\n")
+
+
+@pytest.mark.slow
+def test_a_log_on_a_full_disk_ends_no_run(tmp_path):
+    (tmp_path / "text.txt").write_text("some words of text\n\n" * 40)
+    (tmp_path / "tiny.gin").write_text(TINY)
+    command = "train tiny.gin run.steps=2 data.vocab_size=262 > /dev/full"
+    status, said = shell(command, tmp_path)
+    assert status == 0, said
+    assert "jaxmem: stdout: No space left on device; the run goes on" in said
+    assert (tmp_path / "run" / "report.html").exists()
