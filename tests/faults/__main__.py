@@ -63,7 +63,14 @@ def main() -> int:
     if arguments.table:
         columns = "fault", "tries", "lost", "wrong"
         print("|", " | ".join(columns), "|\n|---|---|---|---|")
-        for row in results.read(arguments.out):
+        first = "kill -9, ", "signal"  # faults with many tries, and then by name
+        for row in sorted(
+            results.read(arguments.out),
+            key=lambda row: (
+                [not row["fault"].startswith(x) for x in first],
+                row["fault"],
+            ),
+        ):
             print("|", " | ".join(row[name] for name in columns), "|")
         return 0
     if arguments.list:
