@@ -87,7 +87,10 @@ def parse_config(path: Path, raw: Mapping[str, Any]) -> CheckpointConfig:
         raw = _text_part(path, raw, images)
     reader = Reader(path, raw, IGNORED)
     family = _family(reader)
-    fields = family.read(reader)
+    fields: dict[str, Any] = {
+        **family.read(reader),
+        "pad_row": _pad_row(family, reader),
+    }
     try:
         model = ModelConfig(**fields)
     except ValueError as error:
@@ -97,6 +100,14 @@ def parse_config(path: Path, raw: Mapping[str, Any]) -> CheckpointConfig:
     dtype = reader.take(key, (str, type(None)), None)
     dtype = dtype and dtype.removeprefix("torch.")
     return CheckpointConfig(path, raw, model, positions, dtype, family, images)
+
+
+def _pad_row(family: Family, reader: Reader) -> int | None:
+    """The row that look-ups do not train; negative ids count from the last one."""
+    pad = reader.take("pad_token_id", (int, type(None)), None)
+    if pad is None or not family.freezes_pad_row:
+        return None
+    return pad if pad >= 0 else reader.raw["vocab_size"] + pad
 
 
 def _text_part(

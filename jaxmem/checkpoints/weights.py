@@ -325,6 +325,8 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
     if model.lora_saved and read.tied:
         raise ValueError(f"model.lora_saved {UNTIED}")
     choices, default = _choices(model), ModelConfig()
+    if model.pad_row is None:
+        choices["pad_row"] = read.pad_row
     if model.router_aux_loss_coef is None:
         choices["router_aux_loss_coef"] = read.router_aux_loss_coef
     elif model.router_aux_loss_coef and read.experts is None:

@@ -61,8 +61,10 @@ def load_pairs(
         for number, path in paths:
             with held(path, "data.source"):
                 for record in read_records(path, "data.source"):
-                    answers = encode_documents(reader.answers(record), tokenizer)
-                    pairs.append(Pair(record.where, *answers, number))
+                    chosen, rejected = encode_documents(
+                        reader.answers(record), tokenizer
+                    )
+                    pairs.append(Pair(record.where, chosen, rejected, number))
     fitting = [pair for pair in pairs if pair.length <= config.sequence_length]
     if not fitting or (len(fitting) < len(pairs) and not drop_long):
         raise DataError(_unfit(config, pairs))

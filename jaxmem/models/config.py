@@ -43,6 +43,7 @@ RANGES = {
     "router_aux_loss_coef": reals(0),
     "norm_eps": reals(above=0, below=1),
     "lora_rank": integers(0, limit=2**16),
+    "pad_row": integers(0, limit=2**31 - 1),
     **_all(
         "heads kv_heads head_dim rotated_width value_dim global_head_dim "
         "global_kv_heads delta_heads delta_key_heads delta_key_dim delta_value_dim "
@@ -86,6 +87,9 @@ class ModelConfig:
     kv_heads: int = 2  # key and value heads; divides heads
     head_dim: int = 40  # width of one head; even, because RoPE rotates pairs
     vocab_size: int | None = None  # entries; None: as many as the tokenizer has
+    # row of embedding tables that look-ups do not train, a tied head does; None: none,
+    # or a checkpoint's pad_token_id, if its family in transformers has this rule
+    pad_row: int | None = None
     rope_theta: float = 10_000.0  # base of the rotary wavelengths, in tokens
     # None; "linear": scale all wavelengths by rope_factor; others scale the long ones:
     # "llama3" by their length, "yarn" by their number, see models.positions

@@ -37,22 +37,31 @@ def table(
     )
 
 
-def rows(table: nnx.Embed, tokens: Ids) -> jax.Array:
+def rows(table: nnx.Embed, tokens: Ids, pad_row: int | None) -> jax.Array:
     """Vectors [B, T, width] of tokens, in the dtype that the table has.
 
-    They are cast afterwards, so that the gradients of a frequent token are summed in
+    Those of the token `pad_row` have no gradient, as with `padding_idx` of torch's
+    `nn.Embedding`: norms divide by the vector's length, which is 0 where transformers
+    has initialised it, and such gradients would be as large as all others together.
+
+    Vectors are cast afterwards, so that the gradients of a frequent token are summed in
     that dtype: trained tables are in float32, whatever the table was initialised in.
     """
-    vectors = table.embedding[...]
+    vectors, tokens = table.embedding[...], jnp.asarray(tokens)
     if partitioning.current() is None:
-        return jnp.take(vectors, jnp.asarray(tokens), axis=0)
-    return partitioning.look_up(vectors, jnp.asarray(tokens))
+        found = jnp.take(vectors, tokens, axis=0)
+    else:
+        found = partitioning.look_up(vectors, tokens)
+    if pad_row is None:
+        return found
+    is_pad = (tokens == pad_row)[..., None]
+    return jnp.where(is_pad, jax.lax.stop_gradient(found), found)
 
 
 def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:
     """Embeddings [B, T, hidden] of a decoder's tokens at their positions."""
     config = decoder.config
-    x = rows(decoder.embed, tokens).astype(config.dtype)
+    x = rows(decoder.embed, tokens, config.pad_row).astype(config.dtype)
     multiplier = config.embed_multiplier
     if config.embed_scale:
         multiplier *= config.hidden**0.5

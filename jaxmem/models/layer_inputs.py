@@ -32,7 +32,8 @@ class LayerInputs(nnx.Module):
         """[layers, B, T, layer_input] from ids [B, T] and embeddings."""
         width = self.config.layer_input or 0
         shape = *x.shape[:2], self.config.layers, width
-        own = embedding.rows(self.table, tokens).astype(x.dtype).reshape(shape)
+        own = embedding.rows(self.table, tokens, self.config.pad_row)
+        own = own.astype(x.dtype).reshape(shape)
         projected = self.project(x) * jnp.asarray(self.config.hidden**-0.5, x.dtype)
         both = self.norm(projected.reshape(shape)) + own * jnp.asarray(
             width**0.5, x.dtype

@@ -410,3 +410,33 @@ def test_groups_of_the_vocabulary_reach_the_head():
 def test_an_unknown_vocabulary_is_an_error():
     with pytest.raises(ValueError, match="vocab_size is None: set it"):
         decoder(vocab_size=None)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_look_ups_of_the_pad_row_have_no_gradient(tied):
+    """As torch's nn.Embedding(padding_idx); a tied head still trains the row."""
+    tokens = jnp.array([[3, 5, 7, 5, 9, 1]])
+    positions = jnp.arange(6)[None]
+
+    def gradient(pad_row, is_head_frozen=False):
+        made = decoder(tied=tied, pad_row=pad_row)
+        definition, weights = nnx.split(made)
+
+        def loss(weights):
+            model = nnx.merge(definition, weights)
+            hidden = model(tokens, None, positions)
+            if is_head_frozen:
+                head = jax.lax.stop_gradient(made.embed.embedding[...])
+                return jnp.sum(jnp.sin(hidden @ head.T))
+            return model.head.loss(hidden, jnp.roll(tokens, -1, 1))
+
+        return np.asarray(jax.jit(jax.grad(loss))(weights)["embed"]["embedding"][...])
+
+    free, padded = gradient(None), gradient(5)
+    others = np.arange(len(free)) != 5
+    np.testing.assert_array_equal(padded[others], free[others])
+    of_look_ups = gradient(None, is_head_frozen=True)[5]
+    assert np.abs(of_look_ups).max() > 0
+    assert not gradient(5, is_head_frozen=True)[5].any()
+    assert (np.abs(padded[5]).max() > 0) == tied
+    assert np.abs(padded[5] - free[5]).max() > 0

@@ -140,6 +140,8 @@ class Family:
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # keys that do not change logits, beside `IGNORED`
     positions_key: str = "max_position_embeddings"  # of the longest context
+    # True if look-ups of `pad_token_id` have no gradient in transformers (padding_idx)
+    freezes_pad_row: bool = True
     prefix: str = "model."  # of names of tensors but the head's; files may lack it
     # how the numbers of a head that are rotated together are stored: in halves, as the
     # decoder has them, as neighbours, as such in the last numbers, or in swapped halves

@@ -17,6 +17,7 @@ _EXPERTS = "blocks/feed_forward/experts/"
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
+    freezes_pad_row=False,
     parts=(
         Key("n_layer", "layers"),
         Key("n_embd", "hidden"),
@@ -79,6 +80,7 @@ class _KeysPerQuery(Part):
 GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     model_type="gpt_neox",
+    freezes_pad_row=False,
     parts=(
         *standard.without(standard.sizes(1e-5, "layer_norm_eps"), "kv_heads"),
         standard.activation("gelu"),

@@ -1,7 +1,7 @@
 """Prompts of a rollout, what completions are worth, and a task, which has both."""
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +55,7 @@ class Task(abc.ABC):
     """Where a run's prompts come from."""
 
     size: int | None = None  # prompts to train on; None if they have no end
+    sources: Sequence[int] = ()  # number of each prompt's entry in `task.source`
     trainer_state = TrainerState()  # of the run, for reward functions
 
     @abc.abstractmethod

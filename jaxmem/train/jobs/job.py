@@ -96,7 +96,9 @@ class Job(abc.ABC):
     def fixed(self) -> dict[str, Any]:
         """Settings, by section, that a resumed run must share with the saved one."""
         config = self.config
-        fixed = self.reads.fixed() | {"model": dataclasses.asdict(config.model)}
+        model = dataclasses.asdict(config.model)
+        del model["pad_row"]  # the checkpoint's; runs from before it go on
+        fixed = self.reads.fixed() | {"model": model}
         fixed |= fixed_weights(config.optimizer, config.run.seed)
         return fixed | {"run": {"job": self.name, "seed": config.run.seed}}
 
