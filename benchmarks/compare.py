@@ -13,7 +13,7 @@ import argparse
 import inspect
 
 from benchmarks import results
-from jaxmem.kernels import block_sizes
+from jaxmem.head.kernels import block_sizes
 
 SHAPE = ("n", "d", "v", "dtype", "device", "date")
 RATIOS = ("forward", "forward_backward")

@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from benchmarks import on_torch, workers
 from benchmarks.run_experts import Sizes, row
-from jaxmem import timing
+from jaxmem.base import timing
 
 DEVICE, DTYPE = on_torch.DEVICE, torch.bfloat16
 

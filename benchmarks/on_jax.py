@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 import jaxmem
 from benchmarks import exact, results, workers
-from jaxmem import timing
-from jaxmem.bench import is_out_of_memory, stopwatch
+from jaxmem.base import timing
+from jaxmem.commands.bench import is_out_of_memory, stopwatch
 
 # hidden [N, D], W [V, D], labels [N] -> outputs [N] by name
 Call = Callable[[jax.Array, jax.Array, jax.Array], dict[str, jax.Array]]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from benchmarks import exact, results, workers
-from jaxmem import timing
-from jaxmem.timing import OUT_OF_MEMORY
+from jaxmem.base import timing
+from jaxmem.base.timing import OUT_OF_MEMORY
 
 # hidden [N, D], W [V, D], labels [N] -> outputs [N] by name; or their sum, by "sum"
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]

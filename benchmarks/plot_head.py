@@ -11,7 +11,7 @@ import argparse
 import inspect
 
 from benchmarks import compare, results
-from jaxmem.timing import OUT_OF_MEMORY
+from jaxmem.base.timing import OUT_OF_MEMORY
 
 GREY = "#8b949e"
 SAMPLED = "logprobs, K=128, forward and both gradients"

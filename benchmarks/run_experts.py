@@ -28,7 +28,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks import experts_routing, results, workers
-from jaxmem import timing
+from jaxmem.base import timing
 
 KEYS = ("path", "tokens", "experts", "chosen", "hidden", "ff", "routing", "device")
 
@@ -83,7 +83,7 @@ def problem(sizes: Sizes):
 
 
 def layer(weights, x, choice, scale, slope):
-    from jaxmem.models import grouped
+    from jaxmem.models.experts import grouped
     from jaxmem.models.mixture import Expert
 
     del slope
@@ -93,7 +93,7 @@ def layer(weights, x, choice, scale, slope):
 
 def by_loop(run):
     """The same where kernels are refused."""
-    from jaxmem.models import grouped
+    from jaxmem.models.experts import grouped
 
     def refused(*arguments):
         with mock.patch.object(grouped, "refuses", lambda x: "not asked for"):
@@ -153,9 +153,9 @@ def parts(sizes: Sizes, given) -> dict[str, Path]:
     """The kernels, and what comes before and after them."""
     import jax
 
-    from jaxmem.backends import hopper
-    from jaxmem.kernels import grouped_products
-    from jaxmem.models import grouped_rows, grouped_sorted
+    from jaxmem.head.backends import hopper
+    from jaxmem.models.experts import grouped_rows, grouped_sorted
+    from jaxmem.models.kernels import grouped_products
 
     weights, x, choice, scale, _ = given
     gate, up, down = (weights[name]["kernel"] for name in ("gate", "up", "down"))
@@ -246,7 +246,7 @@ def measure(sizes: Sizes, loops: bool, repetitions: int) -> list[dict]:
     """One row a path."""
     import jax
 
-    from jaxmem.bench import stopwatch
+    from jaxmem.commands.bench import stopwatch
 
     given = problem(sizes)
     said = errors(given)

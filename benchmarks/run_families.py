@@ -39,9 +39,9 @@ from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.data.documents import Batch, DataConfig
 from jaxmem.models.config import TARGETS, ModelConfig
 from jaxmem.models.decoder import Decoder
-from jaxmem.models.head import HeadConfig
 from jaxmem.models.lora import adapters_of
 from jaxmem.models.partitioning import Layout, MeshConfig
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.models.weights import join_weights
 from jaxmem.planning import accounts
 from jaxmem.train.jobs import sft

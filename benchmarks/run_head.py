@@ -6,7 +6,7 @@
 A path is a verb and its options, such as "token_stats chunk=auto where=half". Each is
 held against float64 first; of "logprobs gradient_samples=128", the gradients' error is
 the noise of one draw. The unit is the bare GEMM `hidden @ W.T` of the same run;
-`jaxmem/timing.py` says how paths take turns. With --peaks, the allocator's peak of
+`jaxmem/base/timing.py` says how paths take turns. With --peaks, the allocator's peak of
 each path is measured as well, in a process of its own.
 """
 

@@ -25,13 +25,12 @@ import numpy as np
 
 import jaxmem
 from benchmarks import results, sampled_data
-from jaxmem import timing
-from jaxmem.bench import stopwatch
-from jaxmem.core import eight_bits
-from jaxmem.core.backend_operands import Factors, Rows
-from jaxmem.core.options import CallOptions
-from jaxmem.core.spec import Spec
-from jaxmem.functional import arguments
+from jaxmem.base import timing
+from jaxmem.commands.bench import stopwatch
+from jaxmem.head.maths import eight_bits
+from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.spec import CallOptions, Spec
+from jaxmem.head.verbs import arguments
 
 KEYS = ("path", "data", "n", "d", "v", "dtype", "chunk", "device")
 SLOTS = 128

@@ -33,7 +33,7 @@ from benchmarks import (
     sharding_on_paper,
     workers,
 )
-from jaxmem import timing
+from jaxmem.base import timing
 from jaxmem.planning import collectives
 
 PATHS = ["token_stats implementation=hopper", "token_stats implementation=xla"]

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxmem.cli import main
+from jaxmem.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -67,7 +67,7 @@ def no_picture(monkeypatch):
 
     Those of module-scoped fixtures do draw, and so does `train/test_metrics.py`.
     """
-    monkeypatch.setattr("jaxmem.train.plots.save", lambda path, *_: path.touch())
+    monkeypatch.setattr("jaxmem.train.output.plots.save", lambda path, *_: path.touch())
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def on_one_device(monkeypatch):
     For modules about what a device computes; `test_partition` and `test_sharding` are
     about what several do together.
     """
-    monkeypatch.setattr("jaxmem.core.partition.is_possible", lambda: False)
+    monkeypatch.setattr("jaxmem.head.maths.partition.is_possible", lambda: False)
 
 
 def pytest_addoption(parser):

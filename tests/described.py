@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 
-from jaxmem.core.head import as_head
+from jaxmem.head.maths.head import as_head
 
 FIELDS = ("bias", "softcap", "vocab_size", "layout")
 

@@ -29,15 +29,15 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parent.parent
 
 # Module to the tests that are to kill its mutants, the likeliest first.
-OF_LOOPS = ("tests/functional/test_api.py", "tests/backends/test_xla.py")
+OF_LOOPS = ("tests/head/verbs/test_api.py", "tests/head/backends/test_xla.py")
 MODULES = {
-    "jaxmem/core/row_stats.py": ("tests/core/test_row_stats.py", *OF_LOOPS),
-    "jaxmem/core/backend_operands.py": (
-        "tests/core/test_backend_operands.py",
+    "jaxmem/head/maths/row_stats.py": ("tests/head/maths/test_row_stats.py", *OF_LOOPS),
+    "jaxmem/head/maths/backend_operands.py": (
+        "tests/head/maths/test_backend_operands.py",
         *OF_LOOPS,
     ),
-    "jaxmem/core/checks.py": ("tests/core/test_checks.py",),
-    "jaxmem/backends/xla.py": OF_LOOPS,
+    "jaxmem/head/maths/checks.py": ("tests/head/maths/test_checks.py",),
+    "jaxmem/head/backends/xla.py": OF_LOOPS,
     "jaxmem/heads/verbs.py": ("tests/heads/test_nnx.py", "tests/heads"),
     "jaxmem/packing/plan.py": ("tests/packing",),
     "jaxmem/losses/policy.py": ("tests/losses",),

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 import jaxmem
-from jaxmem.core.head import as_head
+from jaxmem.head.maths.head import as_head
 from tests.described import FIELDS
 
 KINDS = {

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem import bench, timing
-from jaxmem.backends import hopper
-from jaxmem.cli import main
-from jaxmem.kernels import tuned
+from jaxmem.base import timing
+from jaxmem.commands import bench
+from jaxmem.commands.cli import main
+from jaxmem.head.backends import hopper
+from jaxmem.head.kernels import tuned
 from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -73,7 +74,7 @@ class Clock:
 @needs_pallas
 def test_the_fastest_right_tiles_win_and_replace_their_entry(monkeypatch, tmp_path):
     """Kernels of plain jax, whose time is their panel, on a clock of our own."""
-    from jaxmem.backends import tuning
+    from jaxmem.head.backends import tuning
 
     clock = Clock()
     monkeypatch.setattr(timing, "time", clock)
@@ -128,7 +129,7 @@ def test_every_kernel_to_be_measured_lowers_for_cuda(kernel):
 
 
 def traced(kernel):
-    from jaxmem.backends import tuning
+    from jaxmem.head.backends import tuning
 
     h, W = jnp.ones((256, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16)
     y = jnp.zeros(256, jnp.int32)
@@ -140,7 +141,7 @@ def traced(kernel):
 @needs_pallas
 def test_tiles_that_were_lucky_once_are_not_chosen(monkeypatch, tmp_path):
     """Panel 16 is fast in its field's round, and slow when it is timed again."""
-    from jaxmem.backends import tuning
+    from jaxmem.head.backends import tuning
 
     clock, calls = Clock(), collections.Counter()
     monkeypatch.setattr(timing, "time", clock)

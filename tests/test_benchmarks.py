@@ -23,7 +23,7 @@ from benchmarks import (
     run_peers,
     workers,
 )
-from jaxmem import timing
+from jaxmem.base import timing
 from tests import oracle
 from tests.cases import Case
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxmem import _imports, cli
 from jaxmem._version import __version__
-from jaxmem.base import locks
+from jaxmem.base import imports, locks
+from jaxmem.commands import cli
 from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -57,7 +57,7 @@ def python(*arguments, cwd):
 WITHOUT_TRAIN_EXTRA = f"""
 import contextlib, io, json, sys
 for name in {TRAIN_EXTRA}: sys.modules[name] = None
-from jaxmem.cli import main
+from jaxmem.commands.cli import main
 for arguments in json.loads(sys.argv[1]):
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
@@ -94,8 +94,10 @@ def test_version_and_help_need_nothing_but_the_core_and_training_says_so(directo
 
 
 def test_outside_of_a_clone_an_extra_is_of_the_distribution(monkeypatch, tmp_path):
-    monkeypatch.setattr(_imports, "__file__", str(tmp_path / "jaxmem" / "_imports.py"))
-    assert _imports.how_to_install("train") == "pip install 'jaxmem[train]'"
+    monkeypatch.setattr(
+        imports, "__file__", str(tmp_path / "jaxmem" / "base" / "imports.py")
+    )
+    assert imports.how_to_install("train") == "pip install 'jaxmem[train]'"
 
 
 # ------------------------------------------------------------- user's errors

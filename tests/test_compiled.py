@@ -19,8 +19,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import devices
-from jaxmem.models import grouped, refill, sampling
+from jaxmem.models import refill, sampling
 from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.experts import grouped
 from jaxmem.models.mixture import Expert
 from jaxmem.models.partitioning import AXES
 from jaxmem.planning import collectives

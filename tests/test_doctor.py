@@ -9,7 +9,7 @@ import types
 import jax
 import pytest
 
-from jaxmem import cli, doctor
+from jaxmem.commands import cli, doctor
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

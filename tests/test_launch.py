@@ -9,7 +9,7 @@ import tomllib
 import pytest
 import yaml
 
-from jaxmem import cli
+from jaxmem.commands import cli
 
 ROOT = pathlib.Path(__file__).parent.parent
 LAUNCH = ROOT / "docs" / "launch"

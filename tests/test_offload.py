@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jaxmem import offload
+from jaxmem.remat import offload
 from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -12,8 +12,8 @@ import jaxmem
 from jaxmem import packing
 from tests import oracle
 from tests.cases import Case, slow
-from tests.core.test_vocab_shards import collectives, jit
-from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
+from tests.head.maths.test_vocab_shards import collectives, jit
+from tests.head.verbs.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 from tests.targets import loss_of_two_heads, of_columns, of_two_heads
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
-from jaxmem.backends import hopper
+from jaxmem.head.backends import hopper
 from jaxmem.planning import collectives
 from tests import oracle
 from tests.cases import Case
-from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
+from tests.head.verbs.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,8 @@ from jaxmem.data.documents import DataConfig
 from jaxmem.heads.linen import LMHead as LinenHead
 from jaxmem.heads.nnx import LMHead
 from jaxmem.models.decoder import ModelConfig
-from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import MeshConfig
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.train.jobs import sft
 from jaxmem.train.jobs.config import Config
 from jaxmem.train.memory import RematConfig

@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 _LONGEST = 240  # characters of one value
 _LONGEST_NAME = 100  # characters of a name that is shown without quotes
@@ -66,3 +66,15 @@ def cut(text: str, length: int = 300) -> str:
     text = " ".join(text[: 2 * length].splitlines())
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Rows as lines; the columns `left` are left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -13,20 +13,20 @@ from jaxmem.checkpoints.architectures import (
     is_hub_name as is_hub_name,
     read_config as read_config,
 )
+from jaxmem.checkpoints.config_reader import ignoring_keys as ignoring_keys
 from jaxmem.checkpoints.describing import (
     Text as Text,
     describe as describe,
     write_text_files as write_text_files,
 )
-from jaxmem.checkpoints.reader import ignoring_keys as ignoring_keys
-from jaxmem.checkpoints.vocabulary import (
+from jaxmem.checkpoints.tokenizer_files import (
     Vocabulary as Vocabulary,
     add_end as add_end,
     end_ids as end_ids,
     load_vocabulary as load_vocabulary,
     vocabulary_digest as vocabulary_digest,
 )
-from jaxmem.checkpoints.weights import (
+from jaxmem.checkpoints.weight_files import (
     as_known as as_known,
     copy_text_files as copy_text_files,
     load as load,

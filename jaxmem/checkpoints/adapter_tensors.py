@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.checkpoints import names
+from jaxmem.checkpoints.config_reader import CheckpointError
 from jaxmem.checkpoints.families.family import Family
-from jaxmem.checkpoints.reader import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, whole
 from jaxmem.models.config import ModelConfig
 

@@ -19,15 +19,15 @@ from jaxmem.base.ranges import integers
 from jaxmem.checkpoints import adapter_tensors, names
 from jaxmem.checkpoints.adapter_tensors import PREFIX, Site, target_of
 from jaxmem.checkpoints.architectures import read_config
-from jaxmem.checkpoints.directories import check_target, new_directory
-from jaxmem.checkpoints.families import FAMILIES
-from jaxmem.checkpoints.families.family import Family
-from jaxmem.checkpoints.reader import (
+from jaxmem.checkpoints.config_reader import (
     CheckpointError,
     Reader,
     read_object,
     write_object,
 )
+from jaxmem.checkpoints.directories import check_target, new_directory
+from jaxmem.checkpoints.families import FAMILIES
+from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.tensors import Tensors, whole, write_tensors
 from jaxmem.models.config import RANGES, SAVED, TARGETS, ModelConfig
 from jaxmem.models.decoder import Decoder

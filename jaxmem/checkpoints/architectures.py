@@ -14,9 +14,9 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
+from jaxmem.checkpoints.config_reader import CheckpointError, Reader, read_object
 from jaxmem.checkpoints.families import FAMILIES, WITH_IMAGES
 from jaxmem.checkpoints.families.family import IGNORED, ONLY, Family, WithImages
-from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
 from jaxmem.models.config import ModelConfig
 
 

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import processors
 
-from jaxmem.checkpoints import rope_forms
 from jaxmem.checkpoints.architectures import parse_config
-from jaxmem.checkpoints.families import FAMILIES
-from jaxmem.checkpoints.reader import CheckpointError, write_object
+from jaxmem.checkpoints.config_reader import CheckpointError, write_object
+from jaxmem.checkpoints.families import FAMILIES, ropes
 from jaxmem.models.config import ModelConfig
 
 # Fields that do not describe the function that the weights compute.
@@ -104,7 +103,7 @@ def write_text_files(
     known = text.tokenizer.token_to_id
     ids = {f"{key}_id": known(token) for key, token in tokens.items()}
     ids = {key: id_ for key, id_ in ids.items() if id_ is not None}
-    both = rope_forms.in_both(config)
+    both = ropes.in_both(config)
     write_object(directory / "config.json", {**both, **ids, "dtype": dtype})
     write_object(directory / "generation_config.json", ids)
     tokenizer = _with_start(text)

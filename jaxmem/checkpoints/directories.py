@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxmem.base import processes
-from jaxmem.checkpoints.reader import CheckpointError
+from jaxmem.checkpoints.config_reader import CheckpointError
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",

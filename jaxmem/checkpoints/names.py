@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.base import messages
+from jaxmem.checkpoints.config_reader import CheckpointError
 from jaxmem.checkpoints.families.family import Family, WithImages
-from jaxmem.checkpoints.reader import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, whole
 from jaxmem.models import structure
 from jaxmem.models.config import ModelConfig

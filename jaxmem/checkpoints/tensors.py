@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxmem.base import json_files, messages
-from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
+from jaxmem.checkpoints.config_reader import CheckpointError, Reader, read_object
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "BF16", "F16")

@@ -2,9 +2,9 @@
 
 import typing
 
-from jaxmem import _imports
+from jaxmem.base import imports
 
-_imports.require(__name__, "train", "grain", "tokenizers")
+imports.require(__name__, "train", "grain", "tokenizers")
 
 if typing.TYPE_CHECKING:
     from jaxmem.data import (
@@ -15,6 +15,6 @@ if typing.TYPE_CHECKING:
         vocabulary as vocabulary,
     )
 else:
-    __getattr__, __dir__ = _imports.lazy(
+    __getattr__, __dir__ = imports.lazy(
         __name__, "chat", "documents", "streams", "tasks", "vocabulary"
     )

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmem import _imports
-from jaxmem.base import json_files, messages
+from jaxmem.base import imports, json_files, messages
 from jaxmem.data.records import DataError
 
 Message = dict[str, Any]
@@ -373,7 +372,7 @@ def _environment() -> Any:
     except ModuleNotFoundError as error:
         raise DataError(
             "a chat template needs jinja2, which is not installed; run: "
-            f"{_imports.how_to_install('train')}"
+            f"{imports.how_to_install('train')}"
         ) from error
 
     class Generation(ext.Extension):

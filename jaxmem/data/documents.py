@@ -26,7 +26,7 @@ from jaxmem.data.block_files import IN_THIS_THREAD, Blocks
 from jaxmem.data.config import DataConfig as DataConfig
 from jaxmem.data.encoding import NO_LABEL as NO_LABEL, encode_documents
 from jaxmem.data.packed import Batch as Batch, BatchIterator as BatchIterator
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.texts import (
     DataError as DataError,
     Document as Document,

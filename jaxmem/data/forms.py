@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from jaxmem.base import messages
 from jaxmem.data.chat import Message
+from jaxmem.data.chat_messages import Talk, talk_of, tools_of
 from jaxmem.data.records import DataError
 from jaxmem.data.rendering import Conversation, Renderer, Span
-from jaxmem.data.turns import Talk, talk_of, tools_of
 
 _PROMPT = ("prompt", "question", "query")
 _ANSWER = ("completion", "response", "output", "answer")

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxmem.base import messages
 from jaxmem.base.fields import check_field
-from jaxmem.core.random_streams import Stream
 from jaxmem.data.records import DataError
+from jaxmem.head.maths.random_streams import Stream
 
 Weights = tuple[float, ...]  # one a source
 _CYCLE = 10_000  # most places after which each source has had its share

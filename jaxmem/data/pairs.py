@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
-from jaxmem.core.random_streams import Stream
 from jaxmem.data import mixing
 from jaxmem.data.documents import NO_LABEL, DataConfig, encode_documents
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, held, numbered_files, read_records
 from jaxmem.data.texts import split_all
+from jaxmem.head.maths.random_streams import Stream
 
 
 class Pair(NamedTuple):

@@ -12,7 +12,7 @@ import tokenizers
 
 from jaxmem.base import processes
 from jaxmem.data.environments import Environments
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, Record, held, numbered_files, read_records
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig

@@ -11,8 +11,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmem import _imports
-from jaxmem.base import json_files, messages
+from jaxmem.base import imports, json_files, messages
 from jaxmem.data import remote
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
@@ -261,7 +260,7 @@ def opened_parquet(path: Path, argument: str) -> Iterator[Any]:
     except ModuleNotFoundError as error:
         raise DataError(
             f"{argument}: {messages.name(str(path))} needs pyarrow, which is not "
-            f"installed; run: {_imports.how_to_install('score')}"
+            f"installed; run: {imports.how_to_install('score')}"
         ) from error
     try:
         with parquet.ParquetFile(path) as file:

@@ -12,15 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxmem import _imports
-from jaxmem.base import caches, files, messages
+from jaxmem.base import caches, files, imports, messages
 
 # hf://OWNER/NAME, with @REVISION, /CONFIG and :SPLIT or without.
 _HUB = re.compile(
     r"hf://(?!datasets/)(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?"
     r"(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?"
 )
-_INSTALL = f"run: {_imports.how_to_install('remote')}"
+_INSTALL = f"run: {imports.how_to_install('remote')}"
 
 
 class RemoteError(ValueError):

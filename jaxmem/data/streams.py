@@ -19,7 +19,7 @@ from jaxmem.data import documents
 from jaxmem.data.config import DataConfig
 from jaxmem.data.encoding import NO_LABEL
 from jaxmem.data.packed import Batch, BatchIterator
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError
 
 # Micro-batches that are read at a time, after which processes tell each other which

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxmem.base.fields import check_field, check_numbers
 from jaxmem.base.ranges import integers, reals
-from jaxmem.core.random_streams import Stream
 from jaxmem.data.mixing import check_weights
+from jaxmem.head.maths.random_streams import Stream
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789", "+", "=")
 PAD_ID, EOS_ID = 0, 1

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmem.base import messages
 from jaxmem.data.config import DataConfig
 from jaxmem.data.documents import NO_LABEL, Batch, BatchIterator, packed_batches
-from jaxmem.data.reader import decides_loss
+from jaxmem.data.record_reader import decides_loss
 from jaxmem.data.records import DataError, numbered_files, opened_parquet
 from jaxmem.data.texts import split
 

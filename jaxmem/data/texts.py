@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.data.forms import Document as Document
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import (
     DataError as DataError,
     Source,

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem import _imports
-from jaxmem.base import messages
+from jaxmem.base import imports, messages
 from jaxmem.data.unit_tests import UnitTests, text_of
 
 # Commas separate groups of two or three digits, of which the last has three.
@@ -140,7 +139,7 @@ def json_schema(prompts, completions, schema=None, **_) -> list[float | None]:
     except ImportError as error:
         raise ImportError(
             "task.reward='json_schema' needs jsonschema: "
-            f"{_imports.how_to_install('rewards')}"
+            f"{imports.how_to_install('rewards')}"
         ) from error
 
     def compare(completion: Any, schema: Any) -> float:

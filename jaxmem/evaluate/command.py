@@ -13,7 +13,8 @@ from lm_eval.utils import make_table
 from jaxmem import generate
 from jaxmem.base import files, json_files
 from jaxmem.evaluate.model import HarnessModel
-from jaxmem.train import ownership, report
+from jaxmem.train.output import report
+from jaxmem.train.state import ownership
 
 
 class Request(NamedTuple):

@@ -10,14 +10,14 @@ from lm_eval import utils
 from lm_eval.api.model import LM
 
 from jaxmem.base import messages
+from jaxmem.data.chat_messages import talk_of
 from jaxmem.data.documents import NO_LABEL
 from jaxmem.data.rendering import Conversation
-from jaxmem.data.turns import talk_of
 from jaxmem.generate.completions import Generator, Prompt
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
-from jaxmem.models.own import LanguageModel
-from jaxmem.score.windows import by_micro_batch
+from jaxmem.models.own_model import LanguageModel
+from jaxmem.score.document_windows import by_micro_batch
 
 _WINDOWS_AT_ONCE = 1024  # packed together
 _NEW_TOKENS = 256  # of a completion for which the task names no limit

@@ -2,7 +2,7 @@
 
 import typing
 
-from jaxmem import _imports
+from jaxmem.base import imports
 
 if typing.TYPE_CHECKING:
     from jaxmem.generate.batch import generate_file as generate_file
@@ -13,7 +13,7 @@ if typing.TYPE_CHECKING:
     from jaxmem.generate.config import GenerateConfig as GenerateConfig
     from jaxmem.generate.model import Model as Model, load as load
 else:  # at first use: the command line imports this package for its arguments
-    __getattr__, __dir__ = _imports.lazy(
+    __getattr__, __dir__ = imports.lazy(
         __name__,
         generate_file="batch",
         Completion="completions",

@@ -18,7 +18,7 @@ from jaxmem.data.records import DataError, Record, find_files, read_records
 from jaxmem.generate.completions import Completion, Generator, Prompt, unreached
 from jaxmem.score.fingerprint import update_with_files
 from jaxmem.score.journal import Journal
-from jaxmem.score.progress import Progress
+from jaxmem.train.output.progress import Progress
 
 _COLUMNS = ("completion", "tokens", "finish", "stop")  # of the output
 

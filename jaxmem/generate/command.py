@@ -4,9 +4,9 @@ import sys
 from typing import Any, NamedTuple
 
 from jaxmem.generate.batch import generate_file
-from jaxmem.generate.chat import chat
 from jaxmem.generate.completions import Generator, unreached
 from jaxmem.generate.config import GenerateConfig
+from jaxmem.generate.conversation import chat
 from jaxmem.generate.model import load
 
 

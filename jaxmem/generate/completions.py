@@ -7,13 +7,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxmem.core.random_streams import Stream
 from jaxmem.data.records import DataError, Record
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
 from jaxmem.generate.text import Text
+from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models import sampling
-from jaxmem.models.own import recomputation
+from jaxmem.models.own_model import recomputation
 
 _TOKENS_AT_ONCE = 16  # between two looks for stop strings
 _MOST_BY_DEFAULT = 256  # tokens of a completion

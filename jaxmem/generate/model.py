@@ -8,10 +8,10 @@ from jaxmem import checkpoints
 from jaxmem.checkpoints import Vocabulary
 from jaxmem.data import ends
 from jaxmem.data.chat import ChatTemplate, read_template
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, Record
 from jaxmem.data.vocabulary import has_start
-from jaxmem.models.own import LanguageModel
+from jaxmem.models.own_model import LanguageModel
 from jaxmem.score.fingerprint import files_of
 from jaxmem.train import saved
 

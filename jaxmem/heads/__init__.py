@@ -5,9 +5,9 @@ Nothing is imported here, so that each needs only the Flax that it is written fo
 
 import typing
 
-from jaxmem import _imports
+from jaxmem.base import imports
 
-_imports.require(__name__, "flax", "flax")
+imports.require(__name__, "flax", "flax")
 
 if typing.TYPE_CHECKING:
     from jaxmem.heads import (
@@ -15,4 +15,4 @@ if typing.TYPE_CHECKING:
         nnx as nnx,
     )
 else:
-    __getattr__, __dir__ = _imports.lazy(__name__, "linen", "nnx")
+    __getattr__, __dir__ = imports.lazy(__name__, "linen", "nnx")

@@ -7,9 +7,9 @@ from flax.linen import spmd
 from flax.linen.linear import default_kernel_init
 from jax.typing import DTypeLike
 
-from jaxmem.core.gradients import Gradient
-from jaxmem.core.head import Head
-from jaxmem.core.options import Chunk, Implementation
+from jaxmem.head.maths.gradients import Gradient
+from jaxmem.head.maths.head import Head
+from jaxmem.head.maths.spec import Chunk, Implementation
 from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
     HeadVerbs,

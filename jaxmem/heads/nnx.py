@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxmem.core.gradients import Gradient
-from jaxmem.core.head import Head
-from jaxmem.core.options import Chunk, Implementation, Layout
+from jaxmem.head.maths.gradients import Gradient
+from jaxmem.head.maths.head import Head
+from jaxmem.head.maths.spec import Chunk, Implementation, Layout
 from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
     HeadVerbs,

@@ -12,23 +12,23 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmem.backends import choose
-from jaxmem.core import checks, gradients
-from jaxmem.core.gradients import Gradient
-from jaxmem.core.head import Head
-from jaxmem.core.options import AxisName, Chunk, Implementation
-from jaxmem.core.row_stats import TokenStats
-from jaxmem.functional import api
-from jaxmem.functional.divergence import divergence
-from jaxmem.functional.divergence_loss import divergence_loss
-from jaxmem.functional.draws import sample_ids
-from jaxmem.functional.kinds import Kind
-from jaxmem.functional.largest import TopK, topk
-from jaxmem.functional.selected import selected_logprobs
-from jaxmem.functional.single_pass import token_loss
-from jaxmem.functional.support import support_logprobs
-from jaxmem.functional.teacher import Teacher
-from jaxmem.heads.logits import in_float32, logits
+from jaxmem.head.backends import choose
+from jaxmem.head.maths import checks, gradients
+from jaxmem.head.maths.gradients import Gradient
+from jaxmem.head.maths.head import Head
+from jaxmem.head.maths.row_stats import TokenStats
+from jaxmem.head.maths.spec import AxisName, Chunk, Implementation
+from jaxmem.head.verbs import api
+from jaxmem.head.verbs.divergence import divergence
+from jaxmem.head.verbs.divergence_loss import divergence_loss
+from jaxmem.head.verbs.draws import sample_ids
+from jaxmem.head.verbs.kinds import Kind
+from jaxmem.head.verbs.selected import selected_logprobs
+from jaxmem.head.verbs.single_pass import token_loss
+from jaxmem.head.verbs.support import support_logprobs
+from jaxmem.head.verbs.teacher import Teacher
+from jaxmem.head.verbs.topk import TopK, topk
+from jaxmem.heads.materialised import in_float32, logits
 from jaxmem.sharding import parallel
 
 

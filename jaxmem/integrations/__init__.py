@@ -16,7 +16,7 @@ another module is not changed, and a warning lists it.
 
 import typing
 
-from jaxmem import _imports
+from jaxmem.base import imports
 
 if typing.TYPE_CHECKING:
     from jaxmem.integrations import (
@@ -27,6 +27,6 @@ if typing.TYPE_CHECKING:
     )
     from jaxmem.integrations._replace import status as status
 else:
-    __getattr__, __dir__ = _imports.lazy(
+    __getattr__, __dir__ = imports.lazy(
         __name__, "easydel", "maxtext", "skyrl", "tunix", status="_replace"
     )

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmem.core.head import Head
-from jaxmem.functional import largest, selected
-from jaxmem.functional.divergence import divergence
-from jaxmem.functional.divergence_loss import divergence_loss
-from jaxmem.functional.given_columns import Columns
-from jaxmem.functional.kinds import ForwardKL
-from jaxmem.functional.teacher import Teacher
+from jaxmem.head.maths.head import Head
+from jaxmem.head.verbs import selected, topk
+from jaxmem.head.verbs.divergence import divergence
+from jaxmem.head.verbs.divergence_loss import divergence_loss
+from jaxmem.head.verbs.given_columns import Columns
+from jaxmem.head.verbs.kinds import ForwardKL
+from jaxmem.head.verbs.teacher import Teacher
 from jaxmem.integrations._head import ModelHead, Options, scores
 
 
@@ -209,7 +209,7 @@ def forward_kl_of_largest(
         {"temperature": temperature * logits.head.temperature, **options.keywords}
         for logits in (teacher, student)
     )
-    log_q, ids = largest.topk(*teacher.operands, k, **of_teacher)
+    log_q, ids = topk.topk(*teacher.operands, k, **of_teacher)
     target = ForwardKL(Columns(ids, log_q, tail=False))
     return divergence(*student.operands, target, **of_student)
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxmem.core.head import Head
-from jaxmem.core.options import Chunk, Implementation
-from jaxmem.functional import api
+from jaxmem.head.maths.head import Head
+from jaxmem.head.maths.spec import Chunk, Implementation
+from jaxmem.head.verbs import api
 
 
 class NotServed(Exception):

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from jaxmem.core.options import Chunk, Implementation
+from jaxmem.head.maths.spec import Chunk, Implementation
 from jaxmem.integrations._head import NotServed, Options
 
 

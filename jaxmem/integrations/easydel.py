@@ -17,7 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmem.core.head import Head
+from jaxmem.head.maths.head import Head
 from jaxmem.integrations._head import (
     ModelHead,
     NotServed,

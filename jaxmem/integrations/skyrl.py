@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.core.head import Head
+from jaxmem.head.maths.head import Head
 from jaxmem.integrations._head import (
     ModelHead,
     NotServed,

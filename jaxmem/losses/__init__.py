@@ -27,7 +27,7 @@ Probability ratios are e^δ with δ clamped to ±20: nothing overflows. Beyond t
 and where a loss clips a ratio, the gradient is exactly 0.
 """
 
-from jaxmem import _imports
+from jaxmem.base import imports
 from jaxmem.losses.multi_token import multi_token_labels as multi_token_labels
 from jaxmem.losses.policy import (
     cispo as cispo,
@@ -66,4 +66,4 @@ from jaxmem.losses.supervised import (
     z_loss as z_loss,
 )
 
-__dir__ = _imports.public_dir(__name__)
+__dir__ = imports.public_dir(__name__)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmem.core import checks
-from jaxmem.core.explicit_axes import with_automatic_axes
+from jaxmem.head.maths import checks
+from jaxmem.head.maths.explicit_axes import with_automatic_axes
 from jaxmem.losses.ratios import as_tokens, kl_k1, kl_k3
 
 

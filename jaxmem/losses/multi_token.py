@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmem.core import checks
-from jaxmem.core.explicit_axes import merged, spec_of, with_automatic_axes
+from jaxmem.head.maths import checks
+from jaxmem.head.maths.explicit_axes import merged, spec_of, with_automatic_axes
 
 _MOST_HEADS = 2**16
 

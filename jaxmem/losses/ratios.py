@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.base import messages, ranges
-from jaxmem.core import checks
+from jaxmem.head.maths import checks
 
 MAX_LOG_RATIO = 20.0  # nats
 Coefficient = float | jax.Array

@@ -14,8 +14,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.base import messages
-from jaxmem.core import checks
-from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.head.maths import checks
+from jaxmem.head.maths.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.losses.ratios import Coefficient, as_coefficient, as_tokens, clamp, in_band
 
 SEQUENCE_STATISTICS = ("geometric_mean", "every_token")

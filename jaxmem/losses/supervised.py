@@ -6,10 +6,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.core import checks
-from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
-from jaxmem.core.head import Matrix, as_head
-from jaxmem.functional import arguments
+from jaxmem.head.maths import checks
+from jaxmem.head.maths.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.head.maths.head import Matrix, as_head
+from jaxmem.head.verbs import arguments
 from jaxmem.losses.ratios import Coefficient, as_coefficient, as_tokens
 
 

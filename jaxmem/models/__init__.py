@@ -2,9 +2,9 @@
 
 import typing
 
-from jaxmem import _imports
+from jaxmem.base import imports
 
-_imports.require(__name__, "train", "flax", "optax")
+imports.require(__name__, "train", "flax", "optax")
 
 if typing.TYPE_CHECKING:
     from jaxmem.models import (
@@ -20,7 +20,7 @@ if typing.TYPE_CHECKING:
         weights as weights,
     )
 else:
-    __getattr__, __dir__ = _imports.lazy(
+    __getattr__, __dir__ = imports.lazy(
         __name__,
         "config",
         "decoder",

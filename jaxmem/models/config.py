@@ -77,8 +77,8 @@ class ModelConfig:
     # from; its config then determines the sizes.
     checkpoint: str | None = None
     # None: the decoder of jaxmem. Or "file.py:function" or "package.module:function" of
-    # (config, rngs), which makes a Flax NNX module (jaxmem.models.own); then only its
-    # checkpoint's tokenizer is read
+    # (config, rngs), which makes a Flax NNX module (jaxmem.models.own_model); then only
+    # its checkpoint's tokenizer is read
     factory: str | None = None
     layers: int = 4  # number of blocks
     hidden: int = 160  # width of the residual stream

@@ -26,7 +26,6 @@ from jaxmem.models import (
     structure,
 )
 from jaxmem.models.config import ModelConfig as ModelConfig
-from jaxmem.models.head import HeadConfig, make_head
 from jaxmem.models.layer_inputs import LayerInputs
 from jaxmem.models.positions import (
     Branches,
@@ -38,6 +37,7 @@ from jaxmem.models.positions import (
     sights,
     window,
 )
+from jaxmem.models.training_head import HeadConfig, make_head
 from jaxmem.models.weights import cast_weights
 
 

@@ -224,7 +224,7 @@ def attend_in_place(
     plain = functools.partial(attend, scale=scale, softcap=softcap, sinks=sinks)
     if not (on_one_gpu and devices.has_wgmma() and sinks is None):
         return plain(query, token, cached.layer, seen)
-    from jaxmem.kernels import cached_attention  # Pallas takes a while to import
+    from jaxmem.models.kernels import cached_attention  # Pallas takes a while to import
 
     batch, _, _, width = query.shape
     grouped = query.reshape(batch, token.keys.shape[1], -1, width)

@@ -217,7 +217,7 @@ class Attention(Mixer):
         on_one_gpu = devices.backend() == "gpu" and partitioning.current() is None
         on_one_gpu = on_one_gpu and self._has_kernel and devices.has_mosaic()
         if hasattr(self, "joined") and on_one_gpu:
-            from jaxmem.kernels import rotary  # Pallas takes a while to import
+            from jaxmem.models.kernels import rotary  # Pallas takes a while to import
 
             if rotary.supports(self.config.head_dim):
                 both = None

@@ -12,16 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxmem import remat
-from jaxmem.models import (
-    grouped,
-    grouped_rows,
-    interfaces,
-    lora,
-    partitioning,
-    routing,
-)
+from jaxmem.models import interfaces, lora, partitioning
 from jaxmem.models.balance import Choice
 from jaxmem.models.config import ModelConfig
+from jaxmem.models.experts import grouped, grouped_rows, routing
 from jaxmem.models.feed_forward import FeedForward, gated
 from jaxmem.models.norms import make_norm
 

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem import devices
 from jaxmem.base.fields import check_field
-from jaxmem.core import vocab_shards
+from jaxmem.head.maths import vocab_shards
 from jaxmem.heads.verbs import HeadSharding
 
 AXES = ("data", "fsdp", "sequence", "tensor")

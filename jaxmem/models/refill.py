@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 
 from jaxmem.models import kv_cache
-from jaxmem.models.own import LanguageModel
+from jaxmem.models.own_model import LanguageModel
 
 
 class Prompts(NamedTuple):

@@ -36,7 +36,7 @@ from jaxmem import devices
 from jaxmem.base.fields import check_field
 from jaxmem.models import kv_cache, partitioning, refill
 from jaxmem.models.layers import Ids
-from jaxmem.models.own import LanguageModel
+from jaxmem.models.own_model import LanguageModel
 from jaxmem.models.truncation import (
     SamplingConfig as SamplingConfig,
     among_all,

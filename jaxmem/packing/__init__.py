@@ -1,6 +1,6 @@
 """Packs ragged sequences and ragged supports into arrays of a few static shapes."""
 
-from jaxmem import _imports
+from jaxmem.base import imports
 from jaxmem.packing.plan import (
     MicroBatch as MicroBatch,
     Packing as Packing,
@@ -16,4 +16,4 @@ from jaxmem.packing.supports import (
     take_supports as take_supports,
 )
 
-__dir__ = _imports.public_dir(__name__)
+__dir__ = imports.public_dir(__name__)

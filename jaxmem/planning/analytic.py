@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 
-from jaxmem.base import tables
-from jaxmem.core import eight_bits
+from jaxmem.base import messages
+from jaxmem.head.maths import eight_bits
 from jaxmem.models.decoder import ModelConfig
-from jaxmem.models.head import HeadConfig
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.planning import table
 from jaxmem.train.phases import Programs, device_bytes
 
@@ -44,6 +44,6 @@ def text(programs: Programs, device: str) -> str:
     rows += [[name, table.gib(size)] for name, size in by_name.items()]
     rows.append(["at least", table.gib(sum(by_name.values()))])
     return (
-        f"{tables.aligned(rows)}\n\nNot compiled: a sum of shapes, without what one "
+        f"{messages.aligned(rows)}\n\nNot compiled: a sum of shapes, without what one "
         "block's backward pass, products and collectives take beside."
     )

@@ -9,9 +9,9 @@ from flax import nnx
 
 from jaxmem import checkpoints
 from jaxmem.models.decoder import Decoder
-from jaxmem.models.head import HeadConfig
-from jaxmem.score.columns import Columns, token_columns
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.score.run import ScoreConfig
+from jaxmem.score.teacher_columns import Columns, token_columns
 from jaxmem.train.phases import Phase, Programs
 
 

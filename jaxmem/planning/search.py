@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmem import devices, remat
-from jaxmem.base import tables
+from jaxmem.base import messages
 from jaxmem.planning import accounts, plans, roofline, table
 from jaxmem.planning.plans import Plan
 from jaxmem.planning.scoring import Scoring
@@ -198,4 +198,4 @@ def text(options: Sequence[Option]) -> str:
         seconds = f"{option.seconds:.3g}"
         overrides = " ".join(option.overrides)
         rows.append([overrides, table.gib(option.plan.peak), seconds])
-    return tables.aligned(rows)
+    return messages.aligned(rows)

@@ -3,7 +3,7 @@
 import collections
 from typing import Any
 
-from jaxmem.base.tables import aligned
+from jaxmem.base.messages import aligned
 
 _GIB = 2**30
 _MANY = 6  # products that are listed

@@ -18,7 +18,7 @@ References: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,
 arXiv:1604.06174; for the host, Rhu et al., "vDNN", 2016, arXiv:1602.08124.
 """
 
-from jaxmem import _imports
+from jaxmem.base import imports
 from jaxmem.remat.blocks import (
     block as block,
     compiler_options as compiler_options,
@@ -48,4 +48,4 @@ from jaxmem.remat.residuals import (
     residuals as residuals,
 )
 
-__dir__ = _imports.public_dir(__name__)
+__dir__ = imports.public_dir(__name__)

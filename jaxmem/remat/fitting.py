@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import devices
-from jaxmem.base import tables
+from jaxmem.base import messages
 from jaxmem.remat import cost
 from jaxmem.remat.policies import PRESETS, Policy
 
@@ -387,7 +387,7 @@ def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
         measured = "" if each.measured is None else f"{each.measured * 1e3:.1f}"
         host, seconds = f"{each.host / _GIB:.3f}", f"{each.seconds * 1e3:.1f}"
         rows.append((describe(each.policy), device, host, seconds, measured, note))
-    return tables.aligned(rows, left=(0, 5))
+    return messages.aligned(rows, left=(0, 5))
 
 
 def describe(policy: Policy | None) -> str:

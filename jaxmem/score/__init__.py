@@ -2,13 +2,13 @@
 
 import typing
 
-from jaxmem import _imports
+from jaxmem.base import imports
 
 if typing.TYPE_CHECKING:
     from jaxmem.score.journal import Scores as Scores
     from jaxmem.score.run import ScoreConfig as ScoreConfig, score as score
     from jaxmem.score.summary import Summary as Summary
 else:  # at first use: the command line imports this package for its arguments
-    __getattr__, __dir__ = _imports.lazy(
+    __getattr__, __dir__ = imports.lazy(
         __name__, Scores="journal", ScoreConfig="run", score="run", Summary="summary"
     )

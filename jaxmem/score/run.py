@@ -21,16 +21,11 @@ from jaxmem.base import locks, ranges
 from jaxmem.base.stopping import Stop
 from jaxmem.data.chat import read_template
 from jaxmem.data.documents import NO_LABEL, load_documents
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import SUFFIXES, DataError, kind_of
 from jaxmem.data.vocabulary import special_tokens
-from jaxmem.models.own import LanguageModel
-from jaxmem.score.columns import Columns, check as check_columns, token_columns
-from jaxmem.score.fingerprint import files_of, update_with_files
-from jaxmem.score.journal import Journal, Scores, check_parquet, check_suffix
-from jaxmem.score.progress import Progress
-from jaxmem.score.summary import Summary, summarise
-from jaxmem.score.windows import (
+from jaxmem.models.own_model import LanguageModel
+from jaxmem.score.document_windows import (
     Tokens,
     Window,
     by_micro_batch,
@@ -38,7 +33,12 @@ from jaxmem.score.windows import (
     cut,
     encode,
 )
+from jaxmem.score.fingerprint import files_of, update_with_files
+from jaxmem.score.journal import Journal, Scores, check_parquet, check_suffix
+from jaxmem.score.summary import Summary, summarise
+from jaxmem.score.teacher_columns import Columns, check as check_columns, token_columns
 from jaxmem.train import saved
+from jaxmem.train.output.progress import Progress
 from jaxmem.train.saved import Saved
 
 # Number of micro-batches whose tokens are packed and recorded together: enough to waste

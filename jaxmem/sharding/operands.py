@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmem.core import checks, column_sampling, gradients, prng_keys
-from jaxmem.core.backend_operands import Ragged
-from jaxmem.core.head import Head, as_head
-from jaxmem.functional import arguments
-from jaxmem.functional.given_ids import check_ids
-from jaxmem.functional.support import read_supports
-from jaxmem.sharding.plan import Plan
+from jaxmem.head.maths import checks, column_sampling, gradients
+from jaxmem.head.maths.backend_operands import Ragged
+from jaxmem.head.maths.head import Head, as_head
+from jaxmem.head.verbs import arguments
+from jaxmem.head.verbs.given_ids import check_ids
+from jaxmem.head.verbs.support import read_supports
+from jaxmem.sharding.mesh_axes import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,9 +170,9 @@ def _read_key(given, shape, of_tokens, vocab_size):
     """Data of one key for each token, so that devices draw what one device would."""
     if "gradient" in given:
         gradients.facts(given["gradient"], vocab_size)
-        given["key"] = prng_keys.check_key(given["key"], given["gradient"], shape)
+        given["key"] = column_sampling.check_key(given["key"], given["gradient"], shape)
     elif "key" in given:
-        given["key"] = prng_keys.check_keys(given["key"], shape)
+        given["key"] = column_sampling.check_keys(given["key"], shape)
     if given.get("key") is None:
         return {}
     keys = column_sampling.token_keys(given["key"], shape)

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxmem.core import checks, vocab_shards
-from jaxmem.core.backend_operands import Ragged
-from jaxmem.core.options import AxisName
-from jaxmem.functional import targets
-from jaxmem.functional.ragged import of_these_tokens
+from jaxmem.head.maths import checks, vocab_shards
+from jaxmem.head.maths.backend_operands import Ragged
+from jaxmem.head.maths.spec import AxisName
+from jaxmem.head.verbs import divergence_targets
+from jaxmem.head.verbs.ragged import of_these_tokens
+from jaxmem.sharding.mesh_axes import Plan, read_plan
 from jaxmem.sharding.operands import Operand, check_axes, pad, read, unpad
-from jaxmem.sharding.plan import Plan, read_plan
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -96,7 +96,7 @@ def parallel(
                 "which passes its own vocab"
             )
         if "target" in given:
-            targets.check(given["target"])
+            divergence_targets.check(given["target"])
         return _run(verb, plan, call)
 
     return run

@@ -2,9 +2,9 @@
 
 import typing
 
-from jaxmem import _imports
+from jaxmem.base import imports
 
-_imports.require(
+imports.require(
     __name__, "train", "gin", "grain", "optax", "orbax", "rich", "tokenizers"
 )
 
@@ -14,4 +14,4 @@ if typing.TYPE_CHECKING:
         jobs as jobs,
     )
 else:
-    __getattr__, __dir__ = _imports.lazy(__name__, "config", "jobs")
+    __getattr__, __dir__ = imports.lazy(__name__, "config", "jobs")

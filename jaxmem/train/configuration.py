@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import gin
 from gin import config as gin_config, config_parser
 
-from jaxmem import _shipped
-from jaxmem.base import messages
+from jaxmem.base import messages, shipped
 from jaxmem.base.fields import accepts, describe, problem_of
 from jaxmem.train import keys
 from jaxmem.train.jobs import JOBS
@@ -216,8 +215,8 @@ def _reason(message: str) -> str:
 
 
 def _find_include(name: str, including: Path, where: str) -> Path:
-    shipped = [folder / name for folder in _shipped.FOLDERS]
-    candidates = [including.parent / name, Path(name), *shipped]
+    of_package = [folder / name for folder in shipped.FOLDERS]
+    candidates = [including.parent / name, Path(name), *of_package]
     for candidate in candidates:
         if candidate.is_file():
             return candidate

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from jaxmem.base.fields import check_numbers
 from jaxmem.base.ranges import integers
-from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.metrics import AnyMetrics
+from jaxmem.train.state.checkpoint import Checkpoints
 
 _RANGES = {"every": integers(1), "prompts": integers(1)}
 _BEST = "best"  # key in the saved settings

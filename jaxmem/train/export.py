@@ -7,8 +7,8 @@ from pathlib import Path
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.directories import new_directory
-from jaxmem.models.own import OwnModel
-from jaxmem.train import own, results, saved
+from jaxmem.models.own_model import OwnModel
+from jaxmem.train import model_factory, results, saved
 
 _ENDS = "generation_config.json"
 
@@ -69,12 +69,12 @@ def _of_own(
     """Save the weights of `model.factory`'s module, and how it reads text."""
     with new_directory(target) as unfinished:
         assert unfinished is not None  # there is one process
-        own.save_weights(unfinished, model, dtype)
-        text = unfinished / own.TEXT
+        model_factory.save_weights(unfinished, model, dtype)
+        text = unfinished / model_factory.TEXT
         text.mkdir()
         results.copy_text(place.directory, text, place.chat_template)
         results.add_end(text, place.end_of_turn)
     return (
         f"saved in {target}: model.safetensors has the weights by their paths in the "
-        f"module of model.factory, {own.TEXT} its tokenizer"
+        f"module of model.factory, {model_factory.TEXT} its tokenizer"
     )

@@ -13,23 +13,18 @@ from rich.console import Console
 from jaxmem.base import files, locks, processes
 from jaxmem.base.stopping import Stop
 from jaxmem.data.rewards import RewardError
-from jaxmem.train import (
-    metrics,
-    ownership,
-    precision,
-    report,
-    resuming,
-    wandb_writer,
-)
-from jaxmem.train.checkpoint import CheckpointError, Checkpoints
-from jaxmem.train.damaged import set_aside_damaged
+from jaxmem.train import metrics, precision
 from jaxmem.train.evaluation import EvalConfig, is_due, keep_best
-from jaxmem.train.history import MetricsWriter, read_history
 from jaxmem.train.jobs.job import Job
+from jaxmem.train.output import report, wandb_writer
+from jaxmem.train.output.history import MetricsWriter, read_history
+from jaxmem.train.output.progress import ProgressReport, say
+from jaxmem.train.output.wandb_writer import WandbWriter
 from jaxmem.train.program import TrainState
-from jaxmem.train.progress import ProgressReport, say
 from jaxmem.train.settings import RunConfig, Settings
-from jaxmem.train.wandb_writer import WandbWriter
+from jaxmem.train.state import ownership, resuming
+from jaxmem.train.state.checkpoint import CheckpointError, Checkpoints
+from jaxmem.train.state.damaged import set_aside_damaged
 
 _BACKEND = "implementation"
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from rich.table import Table
 
-from jaxmem.models.head import HeadConfig
+from jaxmem.models.training_head import HeadConfig
 
 _MIB, _GIB = 2**20, 2**30
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.models.decoder import ModelConfig
-from jaxmem.models.head import HeadConfig
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.train.memory import shard_bytes
 from jaxmem.train.program import DecoderProgram, gradient_shapes
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem.base import checksums
-from jaxmem.train import finite
+from jaxmem.train.state import finite
 
 # In float32, half the spacing at a magnitude of 256, above which few weights are.
 _NEVER_LOST = 2.0**-16

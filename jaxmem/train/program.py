@@ -14,23 +14,22 @@ from rich.console import Console
 
 from jaxmem import devices, remat
 from jaxmem.checkpoints import read_weights
-from jaxmem.core.report import report
 from jaxmem.data.documents import Batch
+from jaxmem.head.maths.call_report import report
 from jaxmem.models import balance
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.models.head import HeadConfig
 from jaxmem.models.lora import adapters_of
-from jaxmem.models.own import LanguageModel
+from jaxmem.models.own_model import LanguageModel
 from jaxmem.models.partitioning import Layout
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.models.weights import (
     join_weights,
     merge_module,
     split_module,
     split_weights,
 )
-from jaxmem.offload import Streamed
-from jaxmem.train import own, precision
-from jaxmem.train.checkpoint import Checkpoints, newest, read_params
+from jaxmem.remat.offload import Streamed
+from jaxmem.train import model_factory, precision
 from jaxmem.train.optimizer import (
     OptimizerConfig,
     clip,
@@ -38,7 +37,8 @@ from jaxmem.train.optimizer import (
     make_optimizer,
     update_rule,
 )
-from jaxmem.train.progress import say
+from jaxmem.train.output.progress import say
+from jaxmem.train.state.checkpoint import Checkpoints, newest, read_params
 
 # Only "xla" has these verbs, whichever backend computes the others.
 _OF_XLA = "support_logprobs", "selected_logprobs", "divergence", "divergence_loss"
@@ -76,7 +76,7 @@ class DecoderProgram:
         if schedule is None:
             schedule = learning_rate_schedule(config.optimizer, config.run.steps)
         self.model_config = with_vocabulary(config.model, vocab_size)
-        self._own = own.maker(self.model_config, config.head)
+        self._own = model_factory.maker(self.model_config, config.head)
         config.remat.check_layers(self.model_config.layers)
         self.config = config
         self.schedule, self.optimizer = schedule, self.make_optimizer(schedule)
@@ -314,13 +314,13 @@ class DecoderProgram:
 
     def _first_weights(self) -> tuple[dict, dict]:
         """What a factory makes; those of a run or export that the model starts from."""
-        exported = own.export_of(self.config.model)
+        exported = model_factory.export_of(self.config.model)
         like = join_weights(
             *jax.eval_shape(self._split, split_module(self.abstract)[1])
         )
         if exported is not None:
-            return self._split(own.read_weights(exported, like))
-        run = own.checkpoints_of(self.config.model)
+            return self._split(model_factory.read_weights(exported, like))
+        run = model_factory.checkpoints_of(self.config.model)
         step = None if run is None else newest(run)
         if run is None or step is None:
             return self._new_weights()

@@ -9,10 +9,10 @@ from rich.console import Console
 from jaxmem import checkpoints
 from jaxmem.base import files, processes
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.models.own import LanguageModel, OwnModel
-from jaxmem.train import keys, own, precision
+from jaxmem.models.own_model import LanguageModel, OwnModel
+from jaxmem.train import keys, model_factory, precision
 from jaxmem.train.jobs.job import Job
-from jaxmem.train.progress import say
+from jaxmem.train.output.progress import say
 
 _STARTED = "started.txt"  # when a run did
 END_OF_TURN = "end_of_turn.txt"  # the token that ends the turns it learned from
@@ -65,7 +65,7 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
                 raise
             say(console, f"no {files.shown(target)}: {error}")
             if isinstance(decoder, OwnModel) and processes.is_first():
-                write_text(directory / own.TEXT, decoder, job, directory)
+                write_text(directory / model_factory.TEXT, decoder, job, directory)
             return
     line = f"saved in {files.shown(target)}, for transformers to load"
     stored = decoder.config.param_dtype

@@ -11,13 +11,14 @@ from typing import NamedTuple
 from jaxmem import checkpoints
 from jaxmem.base import json_files, messages
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.models.own import LanguageModel, OwnModel
+from jaxmem.models.own_model import LanguageModel, OwnModel
 from jaxmem.models.partitioning import MeshConfig
-from jaxmem.train import checkpoint, configuration, results
+from jaxmem.train import configuration, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.program import DecoderProgram
 from jaxmem.train.settings import JobConfig
+from jaxmem.train.state import checkpoint
 
 _ADAPTER = "adapter_config.json"
 _OPERATIVE = "operative.gin"

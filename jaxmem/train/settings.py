@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from jaxmem.base.fields import check_field, check_numbers
 from jaxmem.base.ranges import integers, reals
 from jaxmem.models.decoder import ModelConfig
-from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import MeshConfig
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.train.evaluation import EvalConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig

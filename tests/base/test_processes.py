@@ -72,7 +72,7 @@ def arguments(tmp_path_factory):
 # steps that the second run has is read from stdin.
 TWICE = """
 import sys
-from jaxmem import cli
+from jaxmem.commands import cli
 from jaxmem.base import meeting, processes
 try:
     cli.main(sys.argv[1:])

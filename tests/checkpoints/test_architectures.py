@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmem import checkpoints
-from jaxmem.checkpoints import CheckpointError, read_config, rope_forms
+from jaxmem.checkpoints import CheckpointError, read_config
+from jaxmem.checkpoints.families import ropes
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train import configuration
 from tests.checkpoints.seeded import RECORDS
@@ -156,11 +157,11 @@ def test_keys_can_be_ignored_by_name(tmp_path):
 )
 def test_both_forms_of_rotary_parameters_say_the_same(config, changes, tmp_path):
     made = read(tmp_path, config, **changes)
-    both = rope_forms.in_both(made.raw)
+    both = ropes.in_both(made.raw)
     assert read(tmp_path, both).model == made.model
     new = {k: v for k, v in both.items() if k[:5] != "rope_" or k == "rope_parameters"}
     assert read(tmp_path, new).model == made.model
-    again = rope_forms.in_both(new)
+    again = ropes.in_both(new)
     old = {k: v for k, v in again.items() if k != "rope_parameters"}
     assert read(tmp_path, old).model == made.model
     assert again["rope_theta"] == config["rope_theta"]

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem import checkpoints, cli
+from jaxmem import checkpoints
+from jaxmem.commands import cli
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train import saved
 from tests import decoders

@@ -14,7 +14,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
-from jaxmem.checkpoints import CheckpointError, rope_forms
+from jaxmem.checkpoints import CheckpointError
+from jaxmem.checkpoints.families import ropes
 from tests.cases import slow
 from tests.checkpoints import seeded
 from tests.checkpoints.texts import MISTRAL_3, NESTED, QWEN3_5_MOE
@@ -89,7 +90,7 @@ def test_it_is_saved_as_a_model_of_its_own(tmp_path):
         json.loads((d / "config.json").read_text())
         for d in (tmp_path / "out", TINY / "gemma3")
     )
-    assert ours == rope_forms.in_both(theirs)
+    assert ours == ropes.in_both(theirs)
     assert ours["rope_theta"] == 1000 and ours["rope_local_base_freq"] == 50
     again = checkpoints.load(tmp_path / "out")  # of which nothing is left out
     assert again.config == decoder.config

@@ -8,7 +8,7 @@ from tokenizers import models, normalizers
 
 from jaxmem.checkpoints import CheckpointError, load_vocabulary
 from jaxmem.data.config import DataConfig
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, Record
 from tests.checkpoints import texts
 

@@ -19,9 +19,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
-from jaxmem.checkpoints import CheckpointError, rope_forms
+from jaxmem.checkpoints import CheckpointError
+from jaxmem.checkpoints.families import ropes
 from jaxmem.checkpoints.tensors import Tensors, whole
-from jaxmem.models.head import HeadConfig
+from jaxmem.models.training_head import HeadConfig
 from tests.cases import slow
 from tests.checkpoints import seeded
 from tests.checkpoints.texts import MISTRAL_3, NESTED, QWEN3_5_MOE
@@ -174,7 +175,7 @@ def test_saving_gives_the_same_files_back(name, tmp_path):
         json.loads((d / "config.json").read_text())
         for d in (TINY / name, tmp_path / "out")
     )
-    assert ours == rope_forms.in_both(theirs)
+    assert ours == ropes.in_both(theirs)
 
 
 def test_shards_and_their_index(tmp_path):

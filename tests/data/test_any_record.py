@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from jaxmem.data.chat import ChatTemplate
 from jaxmem.data.encoding import encode_documents
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, Record
 from tests.checkpoints import texts
 

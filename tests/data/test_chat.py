@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxmem.data import documents
 from jaxmem.data.chat import ChatTemplate, read_template
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, Record
 from jaxmem.data.rendering import Conversation, Renderer
 

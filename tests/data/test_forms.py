@@ -8,7 +8,7 @@ import pytest
 
 from jaxmem.data import encoding, pairs
 from jaxmem.data.chat import ChatTemplate
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, Record, read_records
 from jaxmem.data.texts import load_documents, split
 from tests.data.test_chat import (

@@ -8,11 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxmem.core.random_streams import Stream
 from jaxmem.data import documents, mixing, pairs, prompts, tasks
 from jaxmem.data.config import DataConfig
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError
+from jaxmem.head.maths.random_streams import Stream
 
 LETTERS = "abc"  # of the sources
 

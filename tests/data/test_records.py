@@ -8,7 +8,7 @@ import pytest
 
 from jaxmem.base import messages
 from jaxmem.data import documents
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -16,7 +16,7 @@ from collections import Counter
 import pytest
 
 from jaxmem.data.chat import ChatTemplate
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, Record
 from tests.data import make_renderings
 from tests.data.make_renderings import CASES, HERE, TODAY, TOKENS

@@ -8,10 +8,10 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxmem import devices
-from jaxmem.backends import hopper
-from jaxmem.core import partition
 from jaxmem.devices import targets
-from tests.kernels import needs_pallas
+from jaxmem.head.backends import hopper
+from jaxmem.head.maths import partition
+from tests.head.kernels import needs_pallas
 
 
 @pytest.fixture

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxmem import cli, generate
+from jaxmem import generate
+from jaxmem.commands import cli
 
 pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")
 
 from jaxmem.evaluate import command  # noqa: E402
 from jaxmem.evaluate.model import HarnessModel  # noqa: E402
-from jaxmem.train import charts  # noqa: E402
-from jaxmem.train.ownership import RunDirectory  # noqa: E402
+from jaxmem.train.output import charts  # noqa: E402
+from jaxmem.train.state.ownership import RunDirectory  # noqa: E402
 from tests.evaluate import make_expected  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

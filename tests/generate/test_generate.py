@@ -14,9 +14,10 @@ import tokenizers
 from rich.console import Console
 from tokenizers import decoders
 
-from jaxmem import cli, generate
+from jaxmem import generate
+from jaxmem.commands import cli
 from jaxmem.data.records import DataError
-from jaxmem.generate import GenerateConfig, Generator, chat
+from jaxmem.generate import GenerateConfig, Generator, conversation
 from jaxmem.generate.completions import Prompt, unreached
 from tests.cases import slow
 from tests.checkpoints import texts
@@ -283,7 +284,7 @@ def test_a_chat_has_its_history(greedy, monkeypatch, capsys):
         return prompt(turns, *rest)
 
     monkeypatch.setattr(greedy, "prompt", spied)
-    chat.chat(greedy, system="b")
+    conversation.chat(greedy, system="b")
     out, err = capsys.readouterr()
     first, second, again = out.splitlines()
     assert asked[0] == asked[-1] == ["b", "hi"] and first == again

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxmem
-from jaxmem.core.head import Head
+from jaxmem.head.maths.head import Head
 from jaxmem.integrations import tunix
 from jaxmem.integrations._distillation import Logits, forward_kl_of_largest
 from jaxmem.integrations._head import ModelHead, Options

@@ -12,7 +12,7 @@ import flax
 import pytest
 from rich.console import Console
 
-from jaxmem import cli
+from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs
 from tests.train.conftest import one_program as one_program
 from tests.train.jobs.kills import kill_before

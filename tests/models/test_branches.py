@@ -12,8 +12,8 @@ from flax import nnx
 from jaxmem.models import attention, branches, positions
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.positions import Branches, Sight
-from jaxmem.packing.branches import Parts, pack_branches
 from jaxmem.packing.plan import pack
+from jaxmem.packing.shared_prefixes import Parts, pack_branches
 from tests import decoders
 from tests.cases import slow
 

@@ -13,12 +13,12 @@ from flax import nnx
 from jaxmem import Recompute, remat
 from jaxmem.models import layers
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.models.head import HeadConfig, head_loss
 from jaxmem.models.positions import (
     Sight,
     rope_frequencies,
     rope_tables,
 )
+from jaxmem.models.training_head import HeadConfig, head_loss
 from tests import decoders
 
 SMALL = ModelConfig(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.models import balance, grouped, grouped_loop, grouped_rows, routing
+from jaxmem.models import balance
 from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.experts import grouped, grouped_loop, grouped_rows, routing
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.planning import roofline
 from jaxmem.remat import cost

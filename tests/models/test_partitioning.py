@@ -16,16 +16,16 @@ from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models import partitioning, ulysses
 from jaxmem.models.decoder import ModelConfig
-from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import SamplingConfig
-from jaxmem.offload import Streamed
+from jaxmem.models.training_head import HeadConfig
+from jaxmem.remat.offload import Streamed
 from jaxmem.train import jobs
 from jaxmem.train.configuration import ConfigError, load
 from jaxmem.train.jobs import sft
 from jaxmem.train.jobs.config import Config, GrpoJobConfig
-from jaxmem.train.jobs.policy import GrpoConfig
-from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
+from jaxmem.train.jobs.policy_objective import GrpoConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig

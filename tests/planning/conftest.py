@@ -10,7 +10,7 @@ import pytest
 
 from jaxmem import devices
 from jaxmem.devices import targets
-from jaxmem.kernels import row_sums
+from jaxmem.head.kernels import row_sums
 
 
 @pytest.fixture

@@ -5,15 +5,16 @@ import json
 
 import pytest
 
-from jaxmem import cli, devices
+from jaxmem import devices
+from jaxmem.commands import cli
 from jaxmem.models.config import ModelConfig
-from jaxmem.models.head import HeadConfig
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.planning import analytic, command, roofline, search
 from jaxmem.planning.accounts import Account
 from jaxmem.train import configuration
 from jaxmem.train.jobs import dpo, job_of, sft
-from jaxmem.train.jobs.distill_program import DistillProgram
-from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.jobs.distill.program import DistillProgram
+from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.phases import device_bytes
 from tests.cases import slow
 from tests.checkpoints import texts

@@ -7,12 +7,12 @@ from jax import lax
 
 import jaxmem
 from jaxmem import devices
-from jaxmem.backends import hopper
-from jaxmem.models import grouped
+from jaxmem.head.backends import hopper
+from jaxmem.models.experts import grouped
 from jaxmem.models.mixture import Expert
 from jaxmem.planning import accounts, roofline
 from jaxmem.train.phases import Phase
-from tests.kernels import needs_pallas
+from tests.head.kernels import needs_pallas
 
 NOTHING = accounts.Account(0, 0, 0)
 N, D, V = 64, 32, 192

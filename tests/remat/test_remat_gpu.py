@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks import stack
-from jaxmem import offload, remat
+from jaxmem import remat
+from jaxmem.remat import offload
 from jaxmem.train.configuration import load
 from jaxmem.train.jobs import sft
 from tests import schedule

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxmem import checkpoints, cli, score
+from jaxmem import checkpoints, score
 from jaxmem.base import files, locks
-from jaxmem.score import ScoreConfig, journal, run, windows
+from jaxmem.commands import cli
+from jaxmem.score import ScoreConfig, document_windows, journal, run
 from tests.base.test_files import no_file_above
 from tests.cases import slow
 from tests.checkpoints import texts
@@ -145,7 +146,9 @@ def test_parquet_holds_the_same(model, directory):
 
 def test_windows_score_each_token_once():
     ids = np.arange(100, 123, dtype=np.int32)
-    made = windows.cut(0, windows.Tokens("x", ids, 3), length=8, stride=3)
+    made = document_windows.cut(
+        0, document_windows.Tokens("x", ids, 3), length=8, stride=3
+    )
     labels = np.concatenate([w.labels[w.labels >= 0] for w in made])
     np.testing.assert_array_equal(labels, ids[3:])
     for window in made:
@@ -156,7 +159,9 @@ def test_windows_score_each_token_once():
         )
     # All but the first have at least length - stride tokens before what they score.
     assert all((w.labels[:5] < 0).all() for w in made[1:])
-    prompt = windows.cut(0, windows.Tokens("x", ids, 20), length=8, stride=8)
+    prompt = document_windows.cut(
+        0, document_windows.Tokens("x", ids, 20), length=8, stride=8
+    )
     assert len(prompt) == 1  # what only holds prompt is not run
 
 
@@ -179,7 +184,7 @@ def test_long_documents_are_named(model, directory):
         r"data.jsonl:2 \(40 tokens\), data.jsonl:3 \(33 tokens\).* and 1 more; "
         "raise --max-tokens, to 64 at most, or score them in windows with --stride$"
     )
-    with pytest.raises(windows.TooLong, match=message):
+    with pytest.raises(document_windows.TooLong, match=message):
         scored(model)
 
 
@@ -189,7 +194,7 @@ def test_the_models_own_context_is_the_limit(model, directory):
         r"longer than the 64 tokens that the model was made for: data.jsonl:1 \(65 "
         r"tokens\); score them in windows with --stride$"
     )
-    with pytest.raises(windows.TooLong, match=message):
+    with pytest.raises(document_windows.TooLong, match=message):
         scored(model, max_tokens=128)
 
 

@@ -7,8 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmem.train.jobs import distill, dpo, grpo, sft
-from jaxmem.train.jobs.turns import SamplePrograms
+from jaxmem.train.jobs import dpo, sft
+from jaxmem.train.jobs.distill import job as distill
+from jaxmem.train.jobs.grpo import job as grpo
+from jaxmem.train.jobs.rollout.turns import SamplePrograms
 from jaxmem.train.program import DecoderProgram
 from tests import orders as orders
 

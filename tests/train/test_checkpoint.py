@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.train.checkpoint import CheckpointError, Checkpoints, _check_found
-from jaxmem.train.resuming import check_same_config
+from jaxmem.train.state.checkpoint import CheckpointError, Checkpoints, _check_found
+from jaxmem.train.state.resuming import check_same_config
 
 CONFIG = {"model": {"hidden": 8, "dtype": "float32"}, "data": {"source": "a.txt"}}
 

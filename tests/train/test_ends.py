@@ -8,10 +8,11 @@ import shutil
 
 import pytest
 
-from jaxmem import checkpoints, cli
+from jaxmem import checkpoints
+from jaxmem.commands import cli
 from jaxmem.data.records import DataError
 from jaxmem.train import results
-from jaxmem.train.history import read_history
+from jaxmem.train.output.history import read_history
 from tests.cases import slow
 from tests.checkpoints import texts
 from tests.train.jobs import runs

@@ -5,8 +5,8 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.evaluation import keep_best
+from jaxmem.train.state.checkpoint import Checkpoints
 
 NAN = math.nan
 

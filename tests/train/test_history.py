@@ -8,9 +8,9 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
-from jaxmem.train import history
-from jaxmem.train.history import MetricsWriter, read_history
 from jaxmem.train.metrics import PolicyMetrics, StepMetrics
+from jaxmem.train.output import history
+from jaxmem.train.output.history import MetricsWriter, read_history
 from tests.base.test_files import no_file_above
 from tests.train.test_metrics import step_metrics
 

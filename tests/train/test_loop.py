@@ -18,12 +18,13 @@ from rich.console import Console
 
 from jaxmem.base import checksums
 from jaxmem.base.locks import Busy
-from jaxmem.train import checkpoint, loop, metrics
-from jaxmem.train.checkpoint import CheckpointError
+from jaxmem.train import loop, metrics
 from jaxmem.train.evaluation import EvalConfig, Evaluated
-from jaxmem.train.history import read_history
+from jaxmem.train.output.history import read_history
 from jaxmem.train.program import TrainState
 from jaxmem.train.settings import RunConfig, Settings
+from jaxmem.train.state import checkpoint
+from jaxmem.train.state.checkpoint import CheckpointError
 from tests.base.test_files import no_file_above
 from tests.cases import slow
 from tests.train.test_metrics import step_metrics

@@ -11,8 +11,8 @@ import jaxmem
 from benchmarks.run_long_step import batch_of
 from jaxmem.data.documents import DataConfig
 from jaxmem.models.decoder import ModelConfig
-from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import AXES, MeshConfig
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.train.jobs import sft
 from jaxmem.train.jobs.config import Config
 from jaxmem.train.optimizer import OptimizerConfig

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jaxmem.train import jobs, metrics, plots
+from jaxmem.train import jobs, metrics
 from jaxmem.train.jobs import running
 from jaxmem.train.metrics import HeadCost, Memory, StepMetrics
+from jaxmem.train.output import plots
 
 COSTS = {
     "fused": HeadCost(Memory(3 * 2**20, 0), Memory(10 * 2**20, 20 * 2**20)),

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmem import cli
+from jaxmem.commands import cli
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.train.optimizer import OptimizerConfig, make_optimizer
 

@@ -7,11 +7,12 @@ import shutil
 import pytest
 from rich.console import Console
 
-from jaxmem import cli
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.directories import new_directory
-from jaxmem.train import loop, ownership
+from jaxmem.commands import cli
+from jaxmem.train import loop
 from jaxmem.train.settings import RunConfig, Settings
+from jaxmem.train.state import ownership
 from tests.checkpoints import texts
 from tests.train.test_loop import run_in
 

@@ -9,11 +9,11 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
-from jaxmem import cli
+from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs, precision
-from jaxmem.train.checkpoint import read_params
-from jaxmem.train.history import read_history
+from jaxmem.train.output.history import read_history
 from jaxmem.train.phases import device_bytes, weights_of
+from jaxmem.train.state.checkpoint import read_params
 from tests.checkpoints import texts
 from tests.train.jobs import runs
 

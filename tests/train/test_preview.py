@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from jaxmem import cli
+from jaxmem.commands import cli
 from jaxmem.train import configuration, keys
 from tests.checkpoints import texts
 

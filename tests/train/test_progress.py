@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from jaxmem.train.progress import ProgressReport
+from jaxmem.train.output.progress import ProgressReport
 from tests.train.test_metrics import step_metrics
 
 

@@ -10,8 +10,8 @@ import subprocess
 
 import pytest
 
-from jaxmem.train import charts, report
 from jaxmem.train.metrics import PolicyMetrics, StepMetrics
+from jaxmem.train.output import charts, report
 from tests.cases import slow
 
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "chromium-headless-shell"

@@ -12,8 +12,9 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from jaxmem import checkpoints, cli
+from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
+from jaxmem.commands import cli
 from jaxmem.data import documents, vocabulary
 from jaxmem.models import lora
 from jaxmem.models.decoder import Decoder, ModelConfig

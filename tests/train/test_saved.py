@@ -11,9 +11,11 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from jaxmem import checkpoints, cli
+from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.train import checkpoint, configuration, jobs, saved
+from jaxmem.commands import cli
+from jaxmem.train import configuration, jobs, saved
+from jaxmem.train.state import checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

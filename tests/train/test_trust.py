@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from jaxmem import cli
 from jaxmem.checkpoints import CheckpointError
+from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs, saved
 from tests.checkpoints import texts
 

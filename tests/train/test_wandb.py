@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from jaxmem.train import wandb_writer
+from jaxmem.train.output import wandb_writer
 from tests.train.test_loop import run_in
 
 

@@ -1,8 +1,8 @@
 """Command: attention and feed-forward in parallel, layer norms."""
 
 from jaxmem.checkpoints.families import standard
+from jaxmem.checkpoints.families.attention_windows import Windows, by_period
 from jaxmem.checkpoints.families.family import NAMES, Family, Key
-from jaxmem.checkpoints.families.windows import Windows, by_period
 
 COHERE = Family(
     architecture="CohereForCausalLM",

@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 from jaxmem.base.ranges import reals
+from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.family import NAMES, Family, Key, Part, read
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import ModelConfig
 
 

@@ -1,9 +1,13 @@
 """Llama 2 and 3, and dense families that differ from them by some settings."""
 
 from jaxmem.checkpoints.families import standard
+from jaxmem.checkpoints.families.attention_windows import (
+    EVERY_LAYER,
+    Unrotated,
+    Windows,
+)
 from jaxmem.checkpoints.families.family import NAMES, Family, Key
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.families.windows import EVERY_LAYER, Unrotated, Windows
 
 _LAYER = "model.layers.{}."
 

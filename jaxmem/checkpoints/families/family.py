@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
-from jaxmem.checkpoints.reader import MISSING, Reader
+from jaxmem.checkpoints.config_reader import MISSING, Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
 

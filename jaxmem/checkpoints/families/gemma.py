@@ -1,9 +1,13 @@
 """Gemma 1 to 3 (of models that read images, the text part), and VaultGemma."""
 
 from jaxmem.checkpoints.families import standard
+from jaxmem.checkpoints.families.attention_windows import (
+    ALTERNATING,
+    Windows,
+    up_to_every_sixth,
+)
 from jaxmem.checkpoints.families.family import NAMES, Family, Key, WithImages
 from jaxmem.checkpoints.families.ropes import TwoRopes
-from jaxmem.checkpoints.families.windows import ALTERNATING, Windows, up_to_every_sixth
 
 # Its first files say "gelu" and mean the approximation that it was trained with.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "gelu": "gelu"}

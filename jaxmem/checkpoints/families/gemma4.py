@@ -4,7 +4,9 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
+from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families import mixtures, standard
+from jaxmem.checkpoints.families.attention_windows import Windows, up_to_every_sixth
 from jaxmem.checkpoints.families.family import (
     NAMES,
     Family,
@@ -13,8 +15,6 @@ from jaxmem.checkpoints.families.family import (
     WithImages,
     read,
 )
-from jaxmem.checkpoints.families.windows import Windows, up_to_every_sixth
-from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import ModelConfig
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families import mixtures, standard
+from jaxmem.checkpoints.families.attention_windows import ALTERNATING, Windows
 from jaxmem.checkpoints.families.family import NAMES, Family, Key, Part
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.families.windows import ALTERNATING, Windows
-from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import ModelConfig
 
 _GPT2, _NEOX, _OSS = "transformer.h.{}.", "gpt_neox.layers.{}.", "model.layers.{}.mlp."

@@ -1,9 +1,9 @@
 """Llama 4's text part: chunks, layers without rotation, experts of scaled inputs."""
 
 from jaxmem.checkpoints.families import mixtures, standard
+from jaxmem.checkpoints.families.attention_windows import Chunks, Growth, Unrotated
 from jaxmem.checkpoints.families.family import NAMES, Family, Key, WithImages
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.families.windows import Chunks, Growth, Unrotated
 
 _PART, _DENSE = "model.layers.{}.feed_forward.", ("gate", "up", "down")
 

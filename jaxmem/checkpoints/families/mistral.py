@@ -1,9 +1,9 @@
 """Mistral and Mixtral, and Ministral, whose queries may grow with their position."""
 
 from jaxmem.checkpoints.families import mixtures, standard
+from jaxmem.checkpoints.families.attention_windows import EVERY_LAYER, Windows
 from jaxmem.checkpoints.families.family import NAMES, Family, WithImages
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.families.windows import EVERY_LAYER, Windows
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",

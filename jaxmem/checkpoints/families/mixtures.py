@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
+from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families.family import Key, Part, read, write
-from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
 # Of families that have no loss of their routers.

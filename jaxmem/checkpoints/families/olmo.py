@@ -1,9 +1,9 @@
 """OLMo 2 and 3, OLMoE, and EXAONE 4, which has their norms of what sublayers add."""
 
 from jaxmem.checkpoints.families import mixtures, standard
+from jaxmem.checkpoints.families.attention_windows import Windows, by_period
 from jaxmem.checkpoints.families.family import NAMES, Family
 from jaxmem.checkpoints.families.ropes import TwoRopes
-from jaxmem.checkpoints.families.windows import Windows, by_period
 
 _WIDE_NORM = {"qk_norm": True, "qk_norm_axis": "width"}
 _AFTER = {"pre_norms": False, "post_norms": True}

@@ -1,9 +1,9 @@
 """Phi 1 to 4: parallel sublayers, then joined projections, then experts."""
 
 from jaxmem.checkpoints.families import mixtures, standard
+from jaxmem.checkpoints.families.attention_windows import EVERY_LAYER, Windows
 from jaxmem.checkpoints.families.family import NAMES, Family, Key
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.families.windows import EVERY_LAYER, Windows
 
 _LAYER = "model.layers.{}."
 

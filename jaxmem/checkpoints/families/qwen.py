@@ -1,13 +1,13 @@
 """Qwen 1.5 to 3, dense and with experts."""
 
 from jaxmem.checkpoints.families import mixtures, standard
-from jaxmem.checkpoints.families.family import NAMES, Family, Key
-from jaxmem.checkpoints.families.windows import (
+from jaxmem.checkpoints.families.attention_windows import (
     Windows,
     after_the_first,
     alternating_up_to,
     switched,
 )
+from jaxmem.checkpoints.families.family import NAMES, Family, Key
 
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",

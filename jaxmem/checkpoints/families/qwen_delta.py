@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.family import (
     NAMES,
@@ -14,7 +15,6 @@ from jaxmem.checkpoints.families.family import (
     write,
 )
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
 _KINDS = {"linear_attention": "delta", "full_attention": "attention"}

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import reals
+from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families.family import ONLY, Key, Part, read, write
-from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
 _FACTOR = Key("factor", "rope_factor", float)
@@ -260,3 +260,41 @@ def _listed_again(model: ModelConfig) -> dict[str, Any]:
         "attention_factor": model.rope_magnitude,
         "original_max_position_embeddings": model.rope_limit,
     }
+
+
+_NEW = "rope_parameters"
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+
+
+def in_both(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with `rope_parameters`, and `rope_theta` and `rope_scaling` beside it.
+
+    Kinds of layers with bases of their own (Gemma 3) have `rope_local_base_freq` in the
+    older form.
+    """
+    kinds = [raw.get(_NEW), (raw.get(_NEW) or {}).get(_GLOBAL)]
+    if any((kind or {}).get("rope_type") == "proportional" for kind in kinds):
+        return dict(raw)  # older readers do not know it
+    if raw.get(_NEW):
+        older = _older(raw[_NEW])  # behind the keys that are there, in their order
+        return dict(raw) | {k: v for k, v in older.items() if k not in raw}
+    if raw.get("rope_theta") is None:
+        return dict(raw)
+    scaling = dict(raw.get("rope_scaling") or {})
+    kind = scaling.pop("type", "default")
+    new = {"rope_theta": raw["rope_theta"], "rope_type": kind} | scaling
+    if (local := raw.get("rope_local_base_freq")) is not None:
+        new = {_GLOBAL: new, _LOCAL: {"rope_theta": local, "rope_type": "default"}}
+    return dict(raw) | {_NEW: new}
+
+
+def _older(new: Mapping[str, Any]) -> dict[str, Any]:
+    local = {}
+    if _GLOBAL in new:
+        local = {"rope_local_base_freq": new[_LOCAL].get("rope_theta", 10_000.0)}
+        new = new[_GLOBAL]
+    scaling: dict[str, Any] | None = {k: v for k, v in new.items() if k != "rope_theta"}
+    if new.get("rope_type", "default") == "default":
+        scaling = None
+    older = {"rope_theta": new.get("rope_theta"), "rope_scaling": scaling} | local
+    return {k: v for k, v in older.items() if v is not None or k == "rope_scaling"}

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families.family import Key, Part
 from jaxmem.checkpoints.families.ropes import Rope
-from jaxmem.checkpoints.reader import Reader
 from jaxmem.models.config import ModelConfig
 
 ACTIVATIONS = {

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.models import balance
-from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import as_stored
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import (
     DecoderProgram,

@@ -6,12 +6,12 @@ from typing import Any
 
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.models.head import HeadConfig
 from jaxmem.models.positions import Branches
 from jaxmem.models.sampling import SamplingConfig
-from jaxmem.train.jobs.distillation import DistillConfig
-from jaxmem.train.jobs.policy import GrpoConfig
-from jaxmem.train.jobs.preferences import DpoConfig
+from jaxmem.models.training_head import HeadConfig
+from jaxmem.train.jobs.distill_objective import DistillConfig
+from jaxmem.train.jobs.pair_objective import DpoConfig
+from jaxmem.train.jobs.policy_objective import GrpoConfig
 from jaxmem.train.settings import JobConfig
 
 

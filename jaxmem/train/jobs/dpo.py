@@ -18,21 +18,21 @@ import numpy as np
 
 import jaxmem
 from jaxmem.base import files, processes
-from jaxmem.core.random_streams import Stream
 from jaxmem.data.pairs import Pair, PairBatch, PairBatches, batch_of, fingerprint
+from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models import balance
-from jaxmem.models.head import HeadConfig
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import DpoJobConfig
 from jaxmem.train.jobs.job import Job
-from jaxmem.train.jobs.preferences import pair_losses
+from jaxmem.train.jobs.pair_objective import pair_losses
 from jaxmem.train.jobs.reading import Pairs
 from jaxmem.train.jobs.whole_step import StepProgram, sum_gradients
 from jaxmem.train.metrics import PreferenceMetrics
+from jaxmem.train.output.progress import ProgressReport
 from jaxmem.train.phases import Phase, Programs
 from jaxmem.train.program import TrainState
-from jaxmem.train.progress import ProgressReport
 
 
 class Program(StepProgram):

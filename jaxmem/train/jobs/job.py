@@ -18,14 +18,14 @@ from jaxmem.data import vocabulary
 from jaxmem.models import lora
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.partitioning import MeshConfig
-from jaxmem.train import metrics, own, precision
-from jaxmem.train.checkpoint import Checkpoints
+from jaxmem.train import metrics, model_factory, precision
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.reading import Documents, Reading, Record
+from jaxmem.train.output.progress import ProgressReport
 from jaxmem.train.phases import Phase, Programs, of_program
 from jaxmem.train.program import DecoderProgram, fixed_weights
-from jaxmem.train.progress import ProgressReport
 from jaxmem.train.settings import JobConfig, Settings
+from jaxmem.train.state.checkpoint import Checkpoints
 
 JOBS: dict[str, type["Job"]] = {}  # by the value of run.job
 
@@ -89,8 +89,8 @@ class Job(abc.ABC):
                 model.factory cannot have a setting.
         """
         if self.config.model.factory is not None:
-            own.check(self.config)
-            return own.with_text(self.config.model)
+            model_factory.check(self.config)
+            return model_factory.with_text(self.config.model)
         return checkpoints.with_checkpoint(self.config.model)
 
     def fixed(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Job(abc.ABC):
     def build(self) -> None:
         """Make `program`, for the data's vocabulary."""
         self.program = self.make_program(self.vocabulary())
-        own.check_rows(self.program, self.packed)
+        model_factory.check_rows(self.program, self.packed)
 
     def plan(self) -> Programs:
         """The programs of a run, inside of `jaxmem.devices.target`; no data are read.

@@ -23,7 +23,7 @@ from jaxmem.data import (
 )
 from jaxmem.data.block_files import Blocks
 from jaxmem.data.documents import DataConfig
-from jaxmem.data.reader import RecordReader
+from jaxmem.data.record_reader import RecordReader
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train.jobs import passes
 from jaxmem.train.jobs.passes import SourceSize

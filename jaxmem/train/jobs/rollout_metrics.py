@@ -9,11 +9,11 @@ import numpy as np
 
 import jaxmem
 from jaxmem.models.sampling import Samples
-from jaxmem.train.jobs.asked import Asked, Graded
 from jaxmem.train.jobs.config import GrpoJobConfig
-from jaxmem.train.jobs.rollouts import Completions, Logprobs, Supports
-from jaxmem.train.jobs.rows import join
-from jaxmem.train.jobs.sampled import Sampled
+from jaxmem.train.jobs.rollout.nested_rows import join
+from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, Supports
+from jaxmem.train.jobs.rollout.prompts import Asked, Graded
+from jaxmem.train.jobs.rollout.samples import Sampled
 
 
 class Rollout(NamedTuple):

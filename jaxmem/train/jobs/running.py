@@ -13,12 +13,14 @@ from rich.console import Console
 
 from jaxmem.base import files, processes
 from jaxmem.data import event_loop
-from jaxmem.train import agreement, loop, metrics, ownership, plots, report, results
+from jaxmem.train import agreement, loop, metrics, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.metrics import HeadCost
-from jaxmem.train.ownership import RunDirectory
-from jaxmem.train.progress import say
+from jaxmem.train.output import plots, report
+from jaxmem.train.output.progress import say
 from jaxmem.train.settings import JobConfig
+from jaxmem.train.state import ownership
+from jaxmem.train.state.ownership import RunDirectory
 
 
 class Result(NamedTuple):

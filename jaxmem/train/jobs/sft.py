@@ -12,12 +12,12 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxmem.core import eight_bits
-from jaxmem.core.random_streams import Stream
 from jaxmem.data import documents, streams
 from jaxmem.data.documents import Batch, DataError
+from jaxmem.head.maths import eight_bits
+from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models import balance
-from jaxmem.models.head import HeadConfig, head_loss
+from jaxmem.models.training_head import HeadConfig, head_loss
 from jaxmem.models.weights import join_weights, merge_module
 from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
@@ -26,9 +26,9 @@ from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.whole_step import StepProgram, sum_gradients
 from jaxmem.train.metrics import HeadCost, StepMetrics
 from jaxmem.train.mfu import flops_per_token, peak_of
+from jaxmem.train.output.progress import ProgressReport
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_weights
-from jaxmem.train.progress import ProgressReport
 
 _NOTHING = "no token that the loss counts: each is of a prompt, or has weight 0"
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.models.head import HeadConfig
 from jaxmem.models.partitioning import as_stored
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.train.program import (
     DecoderProgram,
     StreamedUpdate,

@@ -13,10 +13,10 @@ from flax import nnx
 from rich.console import Console
 
 from jaxmem.train import configuration, jobs
-from jaxmem.train.history import read_history
-from jaxmem.train.jobs.turns import SamplePrograms
+from jaxmem.train.jobs.rollout.turns import SamplePrograms
 from jaxmem.train.metrics import StepMetrics
-from jaxmem.train.progress import ProgressReport
+from jaxmem.train.output.history import read_history
+from jaxmem.train.output.progress import ProgressReport
 
 
 def changed(config, **sections):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jaxmem.train import configuration, jobs
 from jaxmem.train.optimizer import learning_rate_schedule
-from jaxmem.train.progress import ProgressReport
+from jaxmem.train.output.progress import ProgressReport
 from tests.checkpoints import texts
 from tests.train.jobs import runs
 

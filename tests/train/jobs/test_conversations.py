@@ -15,13 +15,14 @@ from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.train import configuration, jobs
-from jaxmem.train.jobs import grpo, samples as shown
-from jaxmem.train.jobs.conversations import Replies
-from jaxmem.train.jobs.minibatches import Minibatch
-from jaxmem.train.jobs.rollouts import Completions
-from jaxmem.train.jobs.rows import join, take
-from jaxmem.train.jobs.sampled import Decoded, Sampled
-from jaxmem.train.jobs.sampling_program import SamplingProgram
+from jaxmem.train.jobs.grpo import job as grpo
+from jaxmem.train.jobs.grpo.minibatches import Minibatch
+from jaxmem.train.jobs.rollout import shown_samples as shown
+from jaxmem.train.jobs.rollout.conversations import Replies
+from jaxmem.train.jobs.rollout.nested_rows import join, take
+from jaxmem.train.jobs.rollout.packed import Completions
+from jaxmem.train.jobs.rollout.samples import Decoded, Sampled
+from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
 from jaxmem.train.metrics import PolicyMetrics
 from tests.cases import slow
 from tests.checkpoints import texts

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.train.jobs.minibatches import Minibatch
-from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, policy_loss
-from jaxmem.train.jobs.policy_program import PolicyProgram
-from jaxmem.train.jobs.rollouts import SAME_WEIGHTS, Logprobs
-from jaxmem.train.jobs.rows import join, take
+from jaxmem.train.jobs.grpo.minibatches import Minibatch
+from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
+from jaxmem.train.jobs.policy_objective import GrpoConfig, HeadCall, policy_loss
+from jaxmem.train.jobs.rollout.nested_rows import join, take
+from jaxmem.train.jobs.rollout.packed import SAME_WEIGHTS, Logprobs
 from tests.train.jobs.test_grpo import (
     SMALL,
     changed,

@@ -13,20 +13,21 @@ from flax import nnx, traverse_util
 from safetensors.numpy import load_file, save_file
 
 import jaxmem
-from jaxmem import checkpoints, cli
+from jaxmem import checkpoints
+from jaxmem.commands import cli
 from jaxmem.data import teacher_files
 from jaxmem.data.documents import Batch, DataConfig
 from jaxmem.data.records import DataError
 from jaxmem.heads.nnx import LMHead
 from jaxmem.score import journal
 from jaxmem.train import configuration, jobs, saved
-from jaxmem.train.history import read_history
-from jaxmem.train.jobs import distill, distill_sources
-from jaxmem.train.jobs.distill_program import DistillProgram, TeacherStates
-from jaxmem.train.jobs.distillation import DistillConfig, Targets, distill_loss
-from jaxmem.train.jobs.policy import HeadCall
+from jaxmem.train.jobs.distill import job as distill, sources
+from jaxmem.train.jobs.distill.program import DistillProgram, TeacherStates
+from jaxmem.train.jobs.distill_objective import DistillConfig, Targets, distill_loss
+from jaxmem.train.jobs.policy_objective import HeadCall
 from jaxmem.train.jobs.running import with_steps
 from jaxmem.train.metrics import DistillMetrics
+from jaxmem.train.output.history import read_history
 from jaxmem.train.program import DecoderProgram
 from tests.cases import slow
 from tests.checkpoints import texts
@@ -592,7 +593,7 @@ def test_teachers_ids_beyond_the_students_rows_are_named():
 
 def test_teachers_ids_of_a_later_part_of_a_stream_are_named():
     config, _ = configuration.load("distill.gin", ["data.streaming=True"])
-    source = object.__new__(distill_sources.File)
+    source = object.__new__(sources.File)
     source._rows, source._config = 40, config.data
     source._file = teacher_files.TeacherFile([], np.zeros((0, 2)), None, 1.0, "")
     example = teacher_files.Example(None, np.array([[[3, -1], [40, 2]]]), None)

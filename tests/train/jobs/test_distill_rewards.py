@@ -13,9 +13,9 @@ from flax import nnx
 import jaxmem
 from jaxmem.heads.nnx import LMHead
 from jaxmem.train import configuration
-from jaxmem.train.jobs import distill
-from jaxmem.train.jobs.distillation import DistillConfig, Targets, distill_loss
-from jaxmem.train.jobs.policy import HeadCall
+from jaxmem.train.jobs.distill import job as distill
+from jaxmem.train.jobs.distill_objective import DistillConfig, Targets, distill_loss
+from jaxmem.train.jobs.policy_objective import HeadCall
 from jaxmem.train.metrics import DistillMetrics
 from tests.cases import slow
 from tests.checkpoints import texts

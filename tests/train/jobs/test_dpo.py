@@ -14,7 +14,7 @@ from jaxmem.data.documents import DataConfig, DataError
 from jaxmem.data.pairs import PairBatches, batch_of, load_pairs
 from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs import dpo
-from jaxmem.train.jobs.preferences import DpoConfig, pair_losses
+from jaxmem.train.jobs.pair_objective import DpoConfig, pair_losses
 from jaxmem.train.metrics import PreferenceMetrics
 from jaxmem.train.program import DecoderProgram
 from tests.checkpoints import texts
@@ -206,7 +206,7 @@ def test_a_pair_that_cannot_be_used_is_named(row, message):
 def test_conversations_share_their_start(tmp_path):
     pytest.importorskip("jinja2")
     from jaxmem.data.chat import ChatTemplate
-    from jaxmem.data.reader import RecordReader
+    from jaxmem.data.record_reader import RecordReader
 
     ask = {"role": "user", "content": "a"}
     answers = [{"role": "assistant", "content": c} for c in "bc"]

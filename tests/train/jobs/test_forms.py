@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from jaxmem import cli
+from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs
 from tests.checkpoints import texts
 

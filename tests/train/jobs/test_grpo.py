@@ -20,28 +20,28 @@ from jaxmem.data import tasks
 from jaxmem.data.documents import Batch
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.models.head import HeadConfig
 from jaxmem.models.sampling import SamplingConfig
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.train.configuration import load
-from jaxmem.train.history import read_history
-from jaxmem.train.jobs import grpo, policy_report
 from jaxmem.train.jobs.config import GrpoJobConfig
-from jaxmem.train.jobs.minibatches import Minibatch
-from jaxmem.train.jobs.objectives import LOSSES as LOSSES_BY_NAME, LossName
-from jaxmem.train.jobs.policy import (
+from jaxmem.train.jobs.grpo import job as grpo, policy_report
+from jaxmem.train.jobs.grpo.minibatches import Minibatch
+from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
+from jaxmem.train.jobs.losses_by_name import LOSSES as LOSSES_BY_NAME, LossName
+from jaxmem.train.jobs.policy_objective import (
     GrpoConfig,
     HeadCall,
     PolicyBatch,
     average,
     policy_loss,
 )
-from jaxmem.train.jobs.policy_program import PolicyProgram
-from jaxmem.train.jobs.rollouts import Completions
-from jaxmem.train.jobs.rows import take
+from jaxmem.train.jobs.rollout.nested_rows import take
+from jaxmem.train.jobs.rollout.packed import Completions
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.metrics import PolicyMetrics
 from jaxmem.train.optimizer import OptimizerConfig
-from jaxmem.train.progress import ProgressReport
+from jaxmem.train.output.history import read_history
+from jaxmem.train.output.progress import ProgressReport
 from jaxmem.train.settings import RunConfig
 from tests.cases import slow
 from tests.hlo import shapes_of, vocabulary_gemms

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 PROGRAM = """
 import hashlib, json, sys
 import jax, numpy as np
-from jaxmem import cli
-from jaxmem.train.jobs import grpo
+from jaxmem.commands import cli
+from jaxmem.train.jobs.grpo import job as grpo
 
 roll_out = grpo.Grpo._roll_out
 

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmem import cli
+from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs
-from jaxmem.train.history import read_history
 from jaxmem.train.jobs.job import JOBS
+from jaxmem.train.output.history import read_history
 from tests.planning.conftest import fake as fake, numbered as numbered
 from tests.train.jobs import runs
 from tests.train.jobs.kills import kill_before

@@ -11,12 +11,12 @@ import tokenizers
 from flax import traverse_util
 from jax.sharding import PartitionSpec
 
-from jaxmem import cli
 from jaxmem.checkpoints import CheckpointError
+from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs
-from jaxmem.train.checkpoint import read_params
 from jaxmem.train.jobs.whole_step import StepProgram
 from jaxmem.train.program import DecoderProgram
+from jaxmem.train.state.checkpoint import read_params
 from tests.cases import slow
 from tests.checkpoints import texts
 from tests.planning.conftest import fake as fake

@@ -11,8 +11,9 @@ from jaxmem import losses
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError, TrainerState
 from jaxmem.train import configuration, jobs
-from jaxmem.train.jobs import grpo, rollout_metrics
-from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.jobs import rollout_metrics
+from jaxmem.train.jobs.grpo import job as grpo
+from jaxmem.train.jobs.rollout.packed import Completions
 from jaxmem.train.metrics import PolicyMetrics
 from tests.checkpoints import texts
 from tests.train.jobs import runs

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.train.jobs.policy import GrpoConfig, _is_clipped
+from jaxmem.train.jobs.policy_objective import GrpoConfig, _is_clipped
 
 
 def test_cispo_may_have_no_lower_bound():

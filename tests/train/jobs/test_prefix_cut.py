@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmem.train.jobs.minibatches import Minibatch, cut_prefixes
-from jaxmem.train.jobs.policy import GrpoConfig
-from jaxmem.train.jobs.policy_program import PolicyProgram
-from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.jobs.grpo.minibatches import Minibatch, cut_prefixes
+from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
+from jaxmem.train.jobs.policy_objective import GrpoConfig
+from jaxmem.train.jobs.rollout.packed import Completions
 from tests.train.jobs.test_grpo import SMALL, changed, curve, job_with, train
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmem.data.records import DataError
 from jaxmem.train import configuration, jobs
-from jaxmem.train.jobs import grpo
+from jaxmem.train.jobs.grpo import job as grpo
 from tests.cases import slow
 from tests.checkpoints import texts
 from tests.train.jobs import runs

@@ -16,11 +16,16 @@ from jaxmem.data.documents import Batch
 from jaxmem.models.sampling import Samples, truncate
 from jaxmem.train.configuration import load
 from jaxmem.train.jobs import rollout_metrics
-from jaxmem.train.jobs.minibatches import Minibatch, kept_tokens
-from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, PolicyBatch, policy_loss
-from jaxmem.train.jobs.policy_program import PolicyProgram
-from jaxmem.train.jobs.rollouts import Logprobs, Supports
-from jaxmem.train.jobs.rows import take
+from jaxmem.train.jobs.grpo.minibatches import Minibatch, kept_tokens
+from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
+from jaxmem.train.jobs.policy_objective import (
+    GrpoConfig,
+    HeadCall,
+    PolicyBatch,
+    policy_loss,
+)
+from jaxmem.train.jobs.rollout.nested_rows import take
+from jaxmem.train.jobs.rollout.packed import Logprobs, Supports
 from tests.cases import slow
 from tests.train.jobs.test_grpo import (
     CONFIGS,

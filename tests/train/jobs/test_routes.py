@@ -12,8 +12,8 @@ from jaxmem.models import route_records, sampling
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.weights import merge_module, split_module
 from jaxmem.train.configuration import ConfigError, load
-from jaxmem.train.jobs.policy_program import PolicyProgram
-from jaxmem.train.jobs.policy_report import phases_of
+from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
+from jaxmem.train.jobs.grpo.policy_report import phases_of
 from tests.cases import slow
 from tests.train.jobs.runs import drawn
 from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, train

@@ -23,10 +23,9 @@ from flax import nnx
 from jaxmem import remat
 from jaxmem.data.documents import Batch, DataConfig, DataError, batches, load_tokenizer
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.models.head import HeadConfig
+from jaxmem.models.training_head import HeadConfig
 from jaxmem.models.weights import join_weights, split_weights
 from jaxmem.train import jobs
-from jaxmem.train.history import read_history
 from jaxmem.train.jobs import sft, whole_step
 from jaxmem.train.jobs.config import Config
 from jaxmem.train.jobs.running import with_steps
@@ -35,6 +34,7 @@ from jaxmem.train.optimizer import (
     learning_rate_schedule,
     make_optimizer,
 )
+from jaxmem.train.output.history import read_history
 from jaxmem.train.program import DecoderProgram, TrainState
 from jaxmem.train.settings import RunConfig
 from tests.cases import slow

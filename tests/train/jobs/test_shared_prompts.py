@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxmem.train.configuration import load
-from jaxmem.train.jobs.policy_program import PolicyProgram
-from jaxmem.train.jobs.policy_report import phases_of
+from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
+from jaxmem.train.jobs.grpo.policy_report import phases_of
 from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, curve, train
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")

@@ -1,7 +1,0 @@
-"""The folders that hold the configurations shipped with jaxmem."""
-
-from pathlib import Path
-
-_PACKAGE = Path(__file__).parent
-# The first exists in an installed package, the second in a checkout.
-FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")

@@ -1,0 +1,379 @@
+"""Loads a checkpoint's weights into a sharded decoder, and saves them."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, traverse_util
+
+from jaxmem import remat
+from jaxmem.base import messages
+from jaxmem.checkpoints import names
+from jaxmem.checkpoints.adapters import read_adapter, with_adapter
+from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
+from jaxmem.checkpoints.config_reader import CheckpointError, write_object
+from jaxmem.checkpoints.describing import FREE, Text, describe, write_text_files
+from jaxmem.checkpoints.directories import (
+    TOKENIZER_FILES,
+    check_target,
+    new_directory,
+)
+from jaxmem.checkpoints.families import FAMILIES, ropes
+from jaxmem.checkpoints.families.family import Family
+from jaxmem.checkpoints.tensors import Tensors, write_tensors
+from jaxmem.models import lora
+from jaxmem.models.config import DTYPES, SAVED, UNTIED, ModelConfig
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.training_head import HeadConfig
+from jaxmem.models.weights import by_path, join_weights
+
+# The sharding of a weight, or a function of its path ("blocks/attention/query/kernel")
+# and shape.
+Placement = (
+    jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+)
+
+
+def load(
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    param_dtype: str | None = None,
+    sharding: Placement | None = None,
+    head: HeadConfig | None = None,
+    policy: remat.Policy | str | None = "full",
+    adapter: str | Path | None = None,
+    **options: Any,
+) -> Decoder:
+    """Load a checkpoint's decoder.
+
+    At most one weight (all layers of it), or one device's shard of it, is on the host.
+
+    Args:
+        directory: with `config.json` and safetensors files, sharded or not.
+        dtype: dtype of activations and matrix products; None: the checkpoint's.
+        param_dtype: dtype of stored weights; None: the checkpoint's.
+        sharding: one sharding of all weights, or a function of path and shape. None:
+            the default device.
+        head: options of the head.
+        policy: rematerialisation policy, as in `Decoder`.
+        adapter: directory of a LoRA adapter in PEFT's layout, to be added.
+        options: other fields of `ModelConfig` that do not affect results: `attention`.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or asks for something that is not
+            implemented; the message names the file, and the key or tensor.
+
+    >>> from jaxmem import checkpoints
+    >>> decoder = checkpoints.load("tests/checkpoints/tiny/qwen3", dtype="float32")
+    >>> decoder.config.qk_norm, decoder.embed.embedding.dtype
+    (True, dtype(bfloat16))
+    """
+    config = read_config(directory)
+    stored = config.dtype or "float32"
+    if stored not in DTYPES and (dtype is None or param_dtype is None):
+        raise CheckpointError(
+            f"{config.path}: dtype {messages.short(stored)} is none of "
+            f"{', '.join(DTYPES)}; choose dtype= and param_dtype="
+        )
+    model = dataclasses.replace(
+        config.model,
+        dtype=dtype or stored,
+        param_dtype=param_dtype or stored,
+        **options,
+    )
+    if adapter is not None:
+        model = with_adapter(model, config.family, adapter)
+    shapes = _abstract(model, head, policy)
+    weights = _read_weights(config, model, shapes, sharding)
+    if adapter is not None:
+        whole = {SAVED[name] for name in model.lora_saved}
+        wanted = {
+            k: v for k, v in by_path(shapes).items() if lora.is_adapter(k) or k in whole
+        }
+        base = traverse_util.flatten_dict(weights, sep="/")
+        read = read_adapter(adapter, names.Naming(config.family, model), wanted, base)
+        added = traverse_util.unflatten_dict(read, sep="/")
+        weights = join_weights(weights, added)
+    return nnx.merge(nnx.split(shapes)[0], weights)
+
+
+def read_weights(
+    directory: str | Path,
+    model: ModelConfig,
+    *,
+    sharding: Placement | None = None,
+    like: Any = None,
+) -> dict[str, Any]:
+    """Read a checkpoint's weights, without adapters, as arrays nested by name.
+
+    Args:
+        directory: of the checkpoint.
+        model: from `read_config`, with the desired dtypes and options.
+        sharding: as in `load`.
+        like: `jax.ShapeDtypeStruct`s nested by name, for some weights: only these are
+            read, with their dtypes and shardings. None: all.
+
+    Warns:
+        UserWarning: only a part of the model is read, without images, say.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or does not belong to
+            the decoder; the message names it and its file.
+    """
+    config = read_config(directory)
+    return _read_weights(config, model, _abstract(model), sharding, like)
+
+
+def _read_weights(
+    config: CheckpointConfig,
+    model: ModelConfig,
+    shapes: Decoder,
+    sharding: Placement | None,
+    like: Any = None,
+) -> dict[str, Any]:
+    tensors = Tensors(config.path.parent)
+    images = config.images
+    prefixes = names.prefixes_of(tensors, config.family, images)
+    naming = names.Naming(config.family, model, prefixes, tensors)
+    every = by_path(shapes)
+    every = {path: leaf for path, leaf in every.items() if not lora.is_adapter(path)}
+    of_images = images.images if images else ()
+    names.refuse_others(tensors, every, of_images, naming)
+    names.say_what_is_left_out(tensors, of_images, naming)
+    wanted: Any = every
+    if like is not None:
+        wanted = traverse_util.flatten_dict(dict(like), sep="/")
+    arrays = {}
+    for path, leaf in wanted.items():
+        if path not in every:  # an adapter's weight
+            continue
+        read = names.reader(tensors, naming(path), path, leaf)
+        place = sharding(path, leaf.shape) if callable(sharding) else sharding
+        place = place or (leaf.sharding if like is not None else None)
+        if place is None:
+            arrays[path] = jnp.asarray(read((slice(None),) * len(leaf.shape)))
+        else:
+            arrays[path] = jax.make_array_from_callback(leaf.shape, place, read)
+    return traverse_util.unflatten_dict(arrays, sep="/")
+
+
+def save(
+    directory: str | Path,
+    decoder: Decoder,
+    *,
+    like: str | Path,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    chat_template: str | Path | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Save a decoder as a checkpoint of the same architecture as another.
+
+    Config and tokenizer files are copied from the other checkpoint; weights are under
+    the names and in the layout that `transformers` expects. If the other one is
+    multimodal, only its text part is saved (Gemma3ForCausalLM). The directory appears
+    once it is complete. In a run of several processes each of them calls this, and the
+    first one writes.
+
+    Args:
+        directory: to create.
+        decoder: whose weights to save.
+        like: directory of a checkpoint of the same sizes, such as the one that the
+            decoder was loaded from.
+        dtype: dtype of the tensors; None: that of the decoder's weights.
+        max_shard_bytes: maximum size of a file.
+        chat_template: path of a template that replaces the other checkpoint's.
+        overwrite: True if a checkpoint that is there is replaced.
+
+    Raises:
+        CheckpointError: the directory exists, or holds files that no checkpoint has,
+            or `like` is of another model.
+    """
+    target, source = (Path(os.path.expanduser(path)) for path in (directory, like))
+    _check_target(target, decoder, overwrite)
+    config = read_config(source)
+    # Merging an adapter of a tied head unties it.
+    untied = config.model.tied and not decoder.config.tied
+    changed = {"tied": True} if untied else {}
+    ours = dataclasses.replace(decoder.config, **(_choices(config.model) | changed))
+    if ours != config.model:
+        differing = [
+            f"{f.name}={getattr(ours, f.name)!r}, not {getattr(config.model, f.name)!r}"
+            for f in dataclasses.fields(ours)
+            if getattr(ours, f.name) != getattr(config.model, f.name)
+        ]
+        raise CheckpointError(
+            f"{config.path}: of another model than the decoder, which has "
+            f"{', '.join(differing)}"
+        )
+    dtype = dtype or decoder.config.param_dtype
+    raw = dict(config.raw) | ({"tie_word_embeddings": False} if untied else {})
+    with new_directory(target, overwrite) as unfinished:
+        tensors = _tensors(decoder, config.family, dtype)
+        write_tensors(unfinished, tensors, max_shard_bytes=max_shard_bytes)
+        if unfinished is not None:
+            _write_rest(unfinished, source, raw, dtype)
+            if chat_template is not None:
+                template = Path(os.path.expanduser(chat_template))
+                shutil.copyfile(template, unfinished / "chat_template.jinja")
+
+
+def save_new(
+    directory: str | Path,
+    decoder: Decoder,
+    *,
+    text: Text,
+    max_positions: int,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> None:
+    """Save a decoder that came from no checkpoint, as one that transformers loads.
+
+    The architecture is the known one that computes the same; see `describe`. `text` has
+    tokenizer, special tokens and chat template, and `max_positions` is the longest
+    context in tokens, as it was trained; other arguments are as in `save`.
+
+    Raises:
+        CheckpointError: the directory exists, or no known architecture is the
+            decoder's.
+    """
+    target = Path(os.path.expanduser(directory))
+    _check_target(target, decoder, overwrite)
+    decoder, config = as_known(decoder, max_positions)
+    family = next(f for f in FAMILIES if f.model_type == config["model_type"])
+    dtype = dtype or decoder.config.param_dtype
+    with new_directory(target, overwrite) as unfinished:
+        tensors = _tensors(decoder, family, dtype)
+        write_tensors(unfinished, tensors, max_shard_bytes=max_shard_bytes)
+        if unfinished is not None:
+            write_text_files(unfinished, config, text, dtype)
+
+
+def as_known(decoder: Decoder, max_positions: int) -> tuple[Decoder, dict[str, Any]]:
+    """The decoder as a known architecture, and its `config.json` from `describe`.
+
+    The factor of scaled embeddings, which only Gemma has, becomes part of the
+    embedding table otherwise. A tied head then gets a matrix of its own.
+
+    Raises:
+        CheckpointError: no known architecture computes the same.
+    """
+    model = decoder.config
+    try:
+        return decoder, describe(model, max_positions)
+    except CheckpointError:
+        if not model.embed_scale:
+            raise
+    plain = dataclasses.replace(model, embed_scale=False, tied=False)
+    described = describe(plain, max_positions)
+    flat = by_path(decoder)
+    table = flat["embed/embedding"]
+    if model.tied:
+        flat["head/kernel"] = table.T
+    flat["embed/embedding"] = table * jnp.asarray(model.hidden**0.5, table.dtype)
+    definition = nnx.split(_abstract(plain, policy=decoder.policy))[0]
+    return nnx.merge(definition, traverse_util.unflatten_dict(flat, sep="/")), described
+
+
+def _tensors(decoder: Decoder, family: Family, dtype: str):
+    naming = names.Naming(family, decoder.config)
+    return names.tensors_of(by_path(decoder), naming, dtype)
+
+
+def _check_target(target: Path, decoder: Decoder, overwrite: bool) -> None:
+    check_target(target, overwrite)
+    if decoder.config.lora_rank:
+        raise CheckpointError(f"{target}: the decoder has adapters; save_adapter them")
+
+
+def merge(decoder: Decoder) -> Decoder:
+    """The decoder without adapters that computes the same, up to rounding.
+
+    `save` can save it; an adapter of a tied head unties the head. The adapted matrices
+    are copied.
+    """
+    config = decoder.config
+    weights = nnx.to_pure_dict(nnx.split(decoder)[1])
+    plain = dataclasses.replace(
+        config,
+        lora_rank=0,
+        lora_head=False,
+        lora_saved=(),
+        tied=config.tied and not config.lora_head,
+    )
+    definition = nnx.split(_abstract(plain, policy=decoder.policy))[0]
+    return nnx.merge(definition, lora.merged(weights, config, config.tied))
+
+
+def with_checkpoint(model: ModelConfig) -> ModelConfig:
+    """The config with the sizes of its `checkpoint`, if any, which it may repeat.
+
+    Raises:
+        ValueError: the config has a size that differs from the checkpoint's.
+    """
+    if model.checkpoint is None:
+        return model
+    config = read_config(model.checkpoint)
+    read = config.model
+    if model.lora_saved and read.tied:
+        raise ValueError(f"model.lora_saved {UNTIED}")
+    choices, default = _choices(model), ModelConfig()
+    if model.pad_row is None:
+        choices["pad_row"] = read.pad_row
+    if model.router_aux_loss_coef is None:
+        choices["router_aux_loss_coef"] = read.router_aux_loss_coef
+    elif model.router_aux_loss_coef and read.experts is None:
+        raise ValueError(
+            f"model.router_aux_loss_coef={model.router_aux_loss_coef:g} is for a model "
+            f"with experts, which {model.checkpoint} is not; leave it out"
+        )
+    for field in dataclasses.fields(model):
+        ours, theirs = getattr(model, field.name), getattr(read, field.name)
+        if field.name in choices or ours in (theirs, getattr(default, field.name)):
+            continue
+        raise ValueError(
+            f"model.{field.name}={ours!r} is not what the checkpoint says, "
+            f"{theirs!r}; leave it out with model.checkpoint={model.checkpoint!r}"
+        )
+    return dataclasses.replace(read, **choices)
+
+
+def _choices(model: ModelConfig) -> dict[str, Any]:
+    """The fields that the user chooses, independent of the checkpoint."""
+    return {name: getattr(model, name) for name in FREE}
+
+
+def _abstract(
+    model: ModelConfig, head: HeadConfig | None = None, policy: Any = "full"
+) -> Decoder:
+    return nnx.eval_shape(lambda: Decoder(model, head, policy, rngs=nnx.Rngs(0)))
+
+
+def _write_rest(
+    directory: Path, source: Path, raw: Mapping[str, Any], dtype: str
+) -> None:
+    kept = {key: value for key, value in raw.items() if key != "torch_dtype"}
+    config = ropes.in_both(kept) | {"dtype": dtype}
+    write_object(directory / "config.json", config)
+    kinds = "bos_token_id", "eos_token_id", "pad_token_id"
+    ids = {kind: raw[kind] for kind in kinds if raw.get(kind) is not None}
+    # Replaced by the source's own, if any.
+    write_object(directory / "generation_config.json", ids)
+    copy_text_files(source, directory, TOKENIZER_FILES)
+
+
+def copy_text_files(
+    source: Path, directory: Path,
+    names: Sequence[str] = ("config.json", *TOKENIZER_FILES),
+) -> None:  # fmt: skip
+    """Copy all that says how a checkpoint's model reads text: config and tokenizer."""
+    for name in names:
+        if (source / name).exists():
+            shutil.copyfile(source / name, directory / name)

@@ -1,0 +1,503 @@
+"""The command line; each command imports its heavy modules when it runs."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from jaxmem._version import __version__
+from jaxmem.base import imports, messages, options, shipped
+from jaxmem.commands.requests import (
+    DTYPES,
+    add_eval,
+    add_export,
+    add_generate,
+    add_score,
+)
+
+_PACKAGE = Path(__file__).parents[1]
+
+_USER_ERROR = 2
+_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
+_UNREAD = 141  # 128 + SIGPIPE
+
+
+class UsageError(ValueError):
+    """The command names something that does not exist."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `jaxmem`.
+
+    Args:
+        argv: the arguments after the program's name; by default those of the process.
+
+    Returns:
+        The exit status: 0, 2 after a user error, 130 when interrupted, 141 where nobody
+        reads what is printed.
+
+    Raises:
+        SystemExit: the arguments cannot be parsed (2), or SIGTERM ended a run (143).
+    """
+    _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # whose encoding may have no "é"
+            stream.reconfigure(errors="backslashreplace")
+    arguments = _parse(argv)
+    try:
+        status = _run(arguments)
+        error = _flushed()
+        return status if error is None else _fail(f"stdout: {error.strerror}")
+    except KeyboardInterrupt:
+        print("\njaxmem: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:  # such as of `| head`
+        _discard_stdout()
+        return _UNREAD
+    except (ValueError, FloatingPointError) as error:
+        if not _raised_by_us(error):
+            raise
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(_described(error))
+    except Exception as error:
+        from jaxmem.commands.bench import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        return _fail(_out_of_memory(error))
+    except BaseException as error:  # of Rust, in tokenizers
+        if type(error).__name__ != "PanicException":
+            raise
+        return _fail(f"a library failed at something it was given: {error}")
+
+
+def _open_closed_streams() -> None:
+    """Open what the shell has closed, as by `>&-`, onto nothing.
+
+    Otherwise the next file that is opened is what libraries and children print to.
+    """
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        nothing = os.open(os.devnull, os.O_RDWR)
+        with contextlib.suppress(OSError):
+            os.fstat(descriptor)  # it is that of a file by now, perhaps of this one
+            setattr(sys, name, open(nothing, "w", closefd=False))
+            continue
+        os.dup2(nothing, descriptor)
+        os.close(nothing)
+        setattr(sys, name, open(descriptor, "w", closefd=False))
+
+
+def _flushed() -> OSError | None:
+    """Write what was printed; the error, after which nothing is, where that fails.
+
+    Raises:
+        BrokenPipeError: nobody reads it.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_stdout()
+        return error
+    return None
+
+
+def _described(error: OSError) -> str:
+    """The message of an error, with the name of stdout if writing to that failed."""
+    if error.errno is None or error.filename is not None:
+        return str(error)
+    try:
+        os.write(1, b"\n")  # stdout may hold nothing that another flush would write
+    except OSError as failed:
+        _discard_stdout()
+        if failed.errno == error.errno:
+            return f"stdout: {error.strerror}"
+    return str(error)
+
+
+def _discard_stdout() -> None:
+    """Print to nothing from now on, since Python flushes stdout at its end."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(messages.cut(message, 1000))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run the command, with the keys of a config.json that are said to do nothing."""
+    options = vars(arguments)
+    command, keys = options.pop("command"), options.pop("ignore_keys", None)
+    if keys is None:
+        return command(arguments)
+    with _needs("--ignore-keys", "train"):
+        from jaxmem import checkpoints
+    with checkpoints.ignoring_keys(keys.split(",")):
+        return command(arguments)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse accepts overrides either before or after flags, but not both.
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    if overrides != rest or (rest and "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {messages.cut(' '.join(rest))}")
+    if rest:
+        arguments.overrides += rest
+    if arguments.command is _train and arguments.file is None:
+        if arguments.keys is None:
+            parser.error("train needs FILE.gin, or --keys to list what it may say")
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="jaxmem", description="Language-model training in JAX that fits in memory."
+    )
+    parser.add_argument("--version", action="version", version=f"jaxmem {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_data(commands)
+    add_generate(commands, _generate)
+    add_export(commands, _export)
+    add_score(commands, _score, DTYPES, options.chunk)
+    add_eval(commands, _eval, DTYPES, options.count)
+    _add_plan(commands)
+    _add_doctor(commands)
+    _add_bench(commands)
+    for name in ("train", "data", "generate", "export", "score", "plan"):
+        commands.choices[name].add_argument(
+            "--ignore-keys",
+            metavar="KEY,…",
+            default=argparse.SUPPRESS,
+            help="of a checkpoint's config.json that do nothing",
+        )
+    return parser
+
+
+def _add_train(commands) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a language model, or resume the run in run.out_dir",
+        description="Train a language model as a gin file says.  Run the same command "
+        "again to resume from the newest checkpoint in run.out_dir.  SIGTERM and "
+        "Ctrl-C end a run after the current step, which is saved.",
+    )
+    train.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE.gin",
+        help="a path, or the name of a shipped config",
+    )
+    train.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="list every key, or those of a section: default, type, meaning",
+    )
+    train.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.field=value",
+        help="applied after the file, as in run.steps=200 data.source=notes.txt",
+    )
+    _add_processes(train)
+    train.set_defaults(command=_train)
+
+
+def _add_processes(train) -> None:
+    several = train.add_argument_group(
+        "several processes", "each runs the same command, on devices of its own"
+    )
+    several.add_argument(
+        "--cluster", action="store_true", help="as SLURM, Open MPI or Kubernetes says"
+    )
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
+    several.add_argument("--processes", type=int, help="how many")
+    several.add_argument("--process-id", type=int, help="which one this is, from 0")
+    several.add_argument(
+        "--heartbeat",
+        type=int,
+        default=30,
+        metavar="SECONDS",
+        help="one that is silent for so long is dead, and ends the run",
+    )
+
+
+def _add_data(commands) -> None:
+    data = commands.add_parser(
+        "data",
+        help="what a job's data become: tokens, what the loss counts, packing",
+        description="Prints the first records of a job's data as tokens, those that "
+        "the loss counts in green, and statistics of all.  Nothing is trained.",
+    )
+    data.add_argument("file", metavar="FILE.gin", help="as of train")
+    data.add_argument("overrides", nargs="*", metavar="section.field=value")
+    data.add_argument(
+        "--show", type=options.count, default=3, help="records to print; 3"
+    )
+    data.set_defaults(command=_data)
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    path = _find_config(arguments.file)
+    with _needs("reading data", "train"):
+        from rich.console import Console
+
+        from jaxmem.train import configuration, jobs, preview
+    config, _ = configuration.load(path, arguments.overrides)
+    preview.show(jobs.job_of(config), arguments.show, Console())
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    with _needs("generating", "train"):
+        from jaxmem.generate import GenerateConfig, command
+    options = vars(arguments)
+    request = command.Request(*(options.pop(k) for k in command.Request._fields))
+    stops = tuple(options.pop("stop", ()))
+    command.run(request, GenerateConfig(**options, stop=stops))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    with _needs("exporting", "train"):
+        from jaxmem.train import export, saved
+    code = saved.Code(arguments.factory, arguments.trust_code)
+    options = {"merge": arguments.merge, "dtype": arguments.dtype, "code": code}
+    print(export.export(arguments.path, arguments.out, **options))
+    return 0
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    with _needs("scoring", "score"):
+        from jaxmem.score import ScoreConfig, score
+    config = ScoreConfig(**vars(arguments))
+    with _needs(f"writing {config.out}", "score"):
+        score(config)
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    with _needs("evaluating", "eval"):
+        from jaxmem.evaluate import command
+    command.run(command.Request(**vars(arguments)))
+    return 0
+
+
+def _add_plan(commands) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="memory and least time of a job on devices that need not be there",
+        description="Compiles a job's programs for GPUs or TPUs, on any machine, and "
+        "prints what they take.  Exit status: 0 where it fits, 1 where it does not.",
+    )
+    plan.add_argument(
+        "file",
+        metavar="CONFIG",
+        help="a gin file, or the directory of a checkpoint to be scored",
+    )
+    plan.add_argument("overrides", nargs="*", metavar="section.field=value")
+    plan.add_argument("--device", required=True, help="such as h200, b200, v5e")
+    plan.add_argument(
+        "--devices", type=options.count, help="in all; by default those of the mesh"
+    )
+    plan.add_argument("--hosts", type=options.count, default=1, help="that they are in")
+    plan.add_argument(
+        "--fit", action="store_true", help="try policies, offloading and batches too"
+    )
+    plan.add_argument("--json", action="store_true", help="all numbers, in bytes")
+    plan.add_argument("--picture", type=Path, metavar="FILE.png", help="bars of memory")
+    plan.set_defaults(command=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    import jax
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # hide XLA's slow-compile notes
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # do not occupy a GPU of this machine
+    path = Path(arguments.file)
+    if not path.is_dir():
+        path = _find_config(arguments.file)
+    with _needs("planning", "train"):
+        from jaxmem.planning import command
+    return command.run(
+        command.Request(
+            path, tuple(arguments.overrides), arguments.device, arguments.devices,
+            arguments.hosts, arguments.fit, arguments.json, arguments.picture,
+        )
+    )  # fmt: skip
+
+
+def _add_doctor(commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what jax finds on this machine, and what is wrong with it",
+        description="Prints versions, devices, the head's backend and known problems "
+        "of this machine.  Exit status: 0 where nothing is wrong, 1 otherwise.",
+    )
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(command=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from jaxmem.commands import doctor
+
+    return doctor.run(as_json=arguments.json)
+
+
+def _add_bench(commands) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time and memory of the head on this machine",
+        description="Times jaxmem's head beside the materialised one and the bare "
+        "GEMM.  With --tune, measures tiles of the Hopper kernels instead and writes "
+        "what is better into a table.",
+    )
+    bench.add_argument(
+        "--shape",
+        type=options.shape,
+        metavar="N,D,V",
+        help="tokens, width of hidden states, vocabulary",
+    )
+    bench.add_argument("--dtype", choices=DTYPES, help="of hidden and W")
+    bench.add_argument(
+        "--chunk", type=options.chunk, default=1024, help="tokens, or auto"
+    )
+    bench.add_argument("--repetitions", type=options.count, default=3)
+    bench.add_argument("--tune", action="store_true", help="measure tiles instead")
+    bench.add_argument(
+        "--kernel", action="append", default=[], help="of --tune, only this one"
+    )
+    bench.add_argument("--out", type=Path, help="of --tune, a table; tuned.json")
+    bench.set_defaults(command=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import jax
+
+    from jaxmem.commands import bench
+
+    on_cpu = jax.default_backend() == "cpu"
+    shape = arguments.shape or (bench.SHAPE_ON_CPU if on_cpu else bench.SHAPE_ON_GPU)
+    if arguments.tune:
+        lines = bench.tune(
+            shape, arguments.kernel, arguments.repetitions,
+            arguments.out or Path("tuned.json"),
+        )  # fmt: skip
+        for line in lines:
+            print(line, flush=True)
+        return 0
+    if arguments.kernel or arguments.out:
+        raise UsageError("--kernel and --out are for --tune")
+    dtype = arguments.dtype or ("float32" if on_cpu else "bfloat16")
+    device = jax.devices()[0].device_kind
+    print(f"N, D, V = {shape}, {dtype}, on {device}, jax {jax.__version__}", flush=True)
+    rows = bench.measure(shape, dtype, arguments.chunk, arguments.repetitions)
+    print(bench.table(rows))
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    path = None if arguments.keys is not None else _find_config(arguments.file)
+    with _needs("training", "train"):
+        from jaxmem.base import processes
+        from jaxmem.train import configuration, jobs, keys
+    if path is None:
+        print(*configuration.describe_keys(arguments.keys or None), sep="\n")
+        return 0
+    config, operative_text = configuration.load(path, arguments.overrides)
+    given = arguments.coordinator, arguments.processes, arguments.process_id
+    if arguments.cluster or any(value is not None for value in given):
+        processes.start(*given, heartbeat=arguments.heartbeat)
+    try:
+        with processes.together():
+            if processes.is_first():
+                about = "what differs from the defaults; operative.gin will have all"
+                _log(f"# {' '.join([str(path), *arguments.overrides])}")
+                _log(f"# {about} of it\n{keys.differing(config)}")
+            jobs.train(config, operative_text)
+    finally:  # also where a signal has ended the run
+        with contextlib.suppress(BrokenPipeError):
+            if (error := _flushed()) is not None:
+                why = f"the log on stdout is not complete: {error.strerror}"
+                print(f"jaxmem: {why}", file=sys.stderr)
+    return 0
+
+
+def _log(text: str) -> None:
+    """Print lines of a run's log; a full disk behind stdout does not end the run."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"jaxmem: stdout: {error.strerror}; the run goes on", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _needs(what: str, extra: str) -> Iterator[None]:
+    """Name the extra to install, where a module that is not ours is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "jaxmem":
+            raise
+        raise UsageError(
+            f"{what} needs {error.name!r}, which is not installed; run: "
+            f"{imports.how_to_install(extra)}"
+        ) from error
+
+
+def _find_config(name: str) -> Path:
+    """Return the named file, or else the shipped config of that name."""
+    if os.path.exists(name):
+        return Path(name)
+    configs = {path.name: path for d in shipped.FOLDERS for path in d.glob("*.gin")}
+    # "configs/x.gin" and "x.gin" name a shipped config; "elsewhere/x.gin" does not.
+    if Path(name).parent.as_posix() in (".", "configs") and Path(name).name in configs:
+        path = configs[Path(name).name]
+        print(f"jaxmem: no {name} here; using the shipped {path}", file=sys.stderr)
+        return path
+    known = f"; shipped configs: {', '.join(sorted(configs))}" if configs else ""
+    raise UsageError(f"no such file: {name}{known}")
+
+
+def _raised_by_us(error: Exception) -> bool:
+    """Whether an error is a message for the user, and not a bug with a traceback."""
+    origin = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(origin).is_relative_to(_PACKAGE)
+
+
+def _out_of_memory(error: Exception) -> str:
+    reason = messages.cut(str(error).partition("\n")[0]).rstrip(".")
+    reason = f" ({reason})" if reason else ""
+    if isinstance(error, MemoryError):
+        return (
+            f"out of host memory{reason}: name fewer records, read them by "
+            "data.streaming=True, or lower the model's sizes"
+        )
+    return (
+        f"out of device memory{reason}: lower the model's sizes, data.batch_size, "
+        "data.sequence_length, head.chunk or --max-tokens"
+    )
+
+
+def _fail(message: str) -> int:
+    print(f"jaxmem: error: {message}", file=sys.stderr)
+    return _USER_ERROR

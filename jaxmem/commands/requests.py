@@ -1,0 +1,175 @@
+"""Arguments of `jaxmem eval`; nothing heavy is imported."""
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+
+def add_eval(
+    commands: Any, command: Callable, dtypes: tuple[str, ...], count: Callable
+) -> None:
+    """Add `jaxmem eval`."""
+    evaluate = commands.add_parser(
+        "eval",
+        help="benchmarks of a run, a checkpoint or an adapter, by lm-eval",
+        description="Evaluates a model on tasks of lm-evaluation-harness, and writes "
+        "eval.json: beside a run's metrics, where report.html shows it, or to --out.",
+    )
+    evaluate.add_argument("model", metavar="DIR", help="run, checkpoint or adapter")
+    evaluate.add_argument(
+        "--tasks", required=True, metavar="NAME,…", help="as lm-eval names them"
+    )
+    evaluate.add_argument(
+        "--include", metavar="FOLDER", help="of the YAML files of tasks of your own"
+    )
+    evaluate.add_argument("--chat", action="store_true", help="as conversations")
+    for flag, options in {
+        "--shots": {"type": int, "help": "examples in each prompt; the task's own"},
+        "--limit": {"type": count, "help": "documents of each task; all"},
+        "--max-tokens": {"type": count, "help": "slots of a micro-batch; 4096"},
+        "--batch-size": {"type": count, "help": "completions at once; 8"},
+        "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
+        "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
+        "--out": {"metavar": "FILE.json", "help": "eval.json in the run by default"},
+        **CODE,
+    }.items():
+        evaluate.add_argument(flag, default=argparse.SUPPRESS, **options)
+    evaluate.set_defaults(command=command)
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_generate(commands: Any, command: Callable) -> None:
+    """Add `jaxmem generate`."""
+    generate = commands.add_parser(
+        "generate",
+        help="complete prompts with a run, a checkpoint or an adapter",
+        description="Completes one prompt, a file of prompts, or a conversation.  The "
+        "same command with --in goes on after a kill.",
+    )
+    generate.add_argument("model", metavar="DIR", help="run, checkpoint or adapter")
+    generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text")
+    generate.add_argument("--chat", action="store_true", help="a conversation")
+    for flag, options in {
+        "--system": {"help": "first message of a conversation"},
+        "--in": {
+            "dest": "source",
+            "metavar": "FILE.jsonl",
+            "help": 'a line a prompt, {"prompt": text or messages}',
+        },
+        "--out": {"metavar": "FILE.jsonl", "help": "of --in, the completions"},
+        "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
+        "--dtype": {"choices": DTYPES, "help": "the checkpoint's by default"},
+        "--chat-template-kwargs": TEMPLATE_KWARGS,
+        **CODE,
+    }.items():
+        generate.add_argument(flag, **options)
+    for flag, options in {
+        "--max-new-tokens": {"type": int, "help": "what fits, at most 256"},
+        "--temperature": {"type": float, "help": "0: the most probable token; 1"},
+        "--top-k": {"type": int, "help": "among the k most probable tokens"},
+        "--top-p": {"type": float, "help": "among the fewest of this probability"},
+        "--min-p": {"type": float, "help": "at least this share of the best's"},
+        "--stop": {"action": "append", "help": "text that ends a completion"},
+        "--seed": {"type": int, "help": "same seed, same completions; 0"},
+        "--batch-size": {"type": int, "help": "prompts at once, with --in; 8"},
+    }.items():
+        generate.add_argument(flag, default=argparse.SUPPRESS, **options)
+    generate.set_defaults(command=command)
+
+
+def add_export(commands: Any, command: Callable) -> None:
+    """Add `jaxmem export`."""
+    export = commands.add_parser(
+        "export",
+        help="save a run's model for transformers, adapters merged or not",
+        description="Saves the model of a run, of its newest checkpoint if it has not "
+        "ended, as a directory that transformers (or PEFT) loads.",
+    )
+    export.add_argument("path", metavar="DIR", help="run, checkpoint or adapter")
+    export.add_argument("--out", required=True, help="directory to create")
+    export.add_argument("--merge", action="store_true", help="adapters into matrices")
+    export.add_argument("--dtype", choices=DTYPES, help="of the saved weights")
+    for flag, options in CODE.items():
+        export.add_argument(flag, **options)
+    export.set_defaults(command=command)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argument that is an object as JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
+
+
+TEMPLATE_KWARGS: dict[str, Any] = {
+    "type": json_object,
+    "metavar": "JSON",
+    "help": """variables of the chat template, as in '{"enable_thinking": false}'""",
+}
+
+
+CODE: dict[str, dict[str, Any]] = {
+    "--factory": {
+        "metavar": "FILE.py:NAME",
+        "help": "of a run of model.factory: the code of its model",
+    },
+    "--trust-code": {
+        "action": "store_true",
+        "help": "run the code that the run itself names",
+    },
+}
+
+
+def add_score(
+    commands: Any, command: Callable, dtypes: tuple[str, ...], chunk: Callable
+) -> None:
+    """Add `jaxmem score`."""
+    score = commands.add_parser(
+        "score",
+        help="log-probabilities and entropies of texts under a checkpoint",
+        description="Scores every token of the texts, or of the responses, under a "
+        "local checkpoint (config.json, safetensors, tokenizer.json).  Run the same "
+        "command again to go on after a kill.",
+    )
+    score.add_argument(
+        "model", metavar="MODEL_DIR", help="directory of a run, checkpoint or adapter"
+    )
+    score.add_argument(
+        "data",
+        metavar="DATA.jsonl",
+        help="records as supervised training reads them; or .json, .parquet, .txt",
+    )
+    for flag, options in {
+        "--out": {"help": ".jsonl or .parquet; scores.jsonl by default"},
+        "--max-tokens": {"type": int, "help": "slots of a micro-batch; 4096"},
+        "--stride": {"type": int, "help": "score longer documents in windows"},
+        "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
+        "--chunk": {"type": chunk, "help": "tokens with logits at once, or auto"},
+        "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
+        "--top-k": {"type": int, "help": "record a teacher's most likely ids, too"},
+        "--sample-ids": {"type": int, "help": "record ids drawn from a teacher, too"},
+        "--temperature": {"type": float, "help": "of what is recorded for them; 1"},
+        "--seed": {"type": int, "help": "of --sample-ids; 0"},
+        "--chat-template-kwargs": TEMPLATE_KWARGS,
+        "--stripped": {
+            "choices": ("raise", "mask", "count"),
+            "help": "turns of which the template leaves out text; raise",
+        },
+        **CODE,
+    }.items():
+        score.add_argument(flag, default=argparse.SUPPRESS, **options)
+    score.add_argument(
+        "--all",
+        dest="everything",
+        action="store_true",
+        help="of conversations, score all tokens, not those alone that the loss counts",
+    )
+    score.add_argument("--eos", action="store_true", help="score the end of each too")
+    score.set_defaults(command=command)

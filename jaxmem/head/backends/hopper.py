@@ -1,0 +1,369 @@
+"""Backend "hopper": four kernels for NVIDIA H100 and H200.
+
+In the forward pass, a kernel reduces tiles of logits to statistics in registers: no
+logits are stored. In the backward pass, another kernel computes the logits' derivative
+for a block of the vocabulary, in 16 bits, and two products compute the gradients from
+it. Active rows come first, as in "xla", and every kernel stops after them. Pallas is
+imported when a kernel first runs.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem import devices
+from jaxmem.head.backends.protocol import OfChunk
+from jaxmem.head.kernels import active, block_sizes, padding, tuned
+from jaxmem.head.maths import backend_operands, row_stats, vocab_shards
+from jaxmem.head.maths.backend_operands import Factors, Logits, Rows
+from jaxmem.head.maths.spec import Spec
+
+# Times with gradients on an H200, D=4096 V=151936, in GEMMs, "xla" in parentheses:
+# 256 tokens 7.7 (11.1), 512 5.3 (6.7), 1024 4.3 (5.1); chunks of 256 4.3 (7.6), of 128
+# 4.7 (13.2). At 128 tokens the forward pass alone is slower than that of "xla", 2.0
+# (1.8).
+MIN_TOKENS, MIN_CHUNK = 256, 128
+# If W is padded in a copy, V=50257: 1024 tokens 5.1 (6.1), forward alone 1.6 (1.5);
+# forward alone of 512 tokens 2.2 (1.7). If it is not padded: 256 tokens 8.7 (12.5),
+# forward alone 1.4 (2.0).
+MIN_TOKENS_PADDED = 1024
+
+
+def refuses_machine() -> str | None:
+    """Why this process cannot run the backend; None if it can."""
+    if jax.__version_info__ < (0, 11):
+        return f"it needs jax 0.11 or newer, this is {jax.__version__}"
+    if devices.backend() != "gpu":
+        return f"it needs an NVIDIA Hopper GPU, jax runs on {devices.backend()!r}"
+    capability = getattr(devices.current()[0], "compute_capability", "none")
+    if str(capability) != "9.0":
+        return f"it needs compute capability 9.0 (Hopper), this GPU has {capability}"
+    return None
+
+
+def refuses_call(spec: Spec, source: Factors | Logits) -> str | None:
+    """Why this backend cannot run the call on any machine; None if it can."""
+    if isinstance(source, Logits):
+        return "it makes logits from hidden states and W, the caller has logits already"
+    if spec.compute_dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies bfloat16 or float16, hidden is {spec.compute_dtype}"
+    return None
+
+
+def unproven(spec: Spec, source: Factors | Logits) -> str | None:
+    """Why a supported call was not measured to be faster than on "xla"; or None."""
+    if isinstance(source, Logits):
+        return "never with logits that the caller has"
+    if spec.compute_dtype == jnp.float16:
+        return "stores derivatives without a scale, which large weights overflow"
+    # XLA partitions nothing inside shard_map over a whole mesh.
+    mesh = jax.sharding.get_abstract_mesh()
+    by_hand = not mesh.empty and set(mesh.axis_names) == set(mesh.manual_axes)
+    if devices.count() > 1 and not (spec.token_parallel or by_hand):
+        return (
+            "XLA cannot split its kernels over the axes that an enclosing "
+            "jax.shard_map leaves to it; over all of a mesh it runs"
+        )
+    if spec.vocab_groups:  # the choice, and so the bits, may not depend on the mesh
+        return "is not chosen with vocab_groups unless it is named"
+    # If jit partitions the tokens, the number of devices is not known yet: assume all.
+    n_tokens = source.hidden.shape[0] // (devices.count() if spec.token_parallel else 1)
+    if n_tokens < MIN_TOKENS:
+        return f"is not measured to be faster below {MIN_TOKENS} tokens a device"
+    if n_tokens < MIN_TOKENS_PADDED and padding.copies(source.W, spec.layout):
+        return (
+            f"W {source.W.shape} would be padded to multiples of {padding.SWIZZLE}, in "
+            f"a copy that does not pay below {MIN_TOKENS_PADDED} tokens"
+        )
+    if spec.chunk < MIN_CHUNK:
+        return f"is not measured below chunks of {MIN_CHUNK} tokens"
+    return None
+
+
+class Pass(NamedTuple):
+    """Operands and static facts of a pass over the vocabulary, for any rows."""
+
+    spec: Spec
+    env: Any  # of the launches
+    padded: Factors  # in the dtypes and shapes of the kernels
+    single_block: bool  # one launch has all rows: no sums over launches
+
+
+def forward(spec: Spec, source: Factors, rows: Rows, names) -> dict:
+    """The named fields of `Outputs` for every row; 0 where inactive."""
+    return backend_operands.outputs(spec, rows, statistics(spec, source, rows), names)
+
+
+def statistics(spec: Spec, source: Factors, rows: Rows) -> row_stats.Stats:
+    """Statistics over this shard of the vocabulary; undefined where inactive."""
+    padded = padding.head(spec, source.cast(spec))
+    return _add_statistics(
+        spec, padded, rows, backend_operands.no_statistics(spec, rows)
+    )
+
+
+def backward(
+    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs, cotangents
+) -> Factors:
+    """Cotangent of the source; sums over tokens in float32."""
+    padded = padding.head(spec, source.cast(spec))
+    n_rows = rows.labels.shape[0]
+    columns, depth = padding.columns_and_depth(spec, padded)
+    # Several launches per block of the vocabulary save memory for W's sums; but not if
+    # W has no gradient, or if the sums are the gradient itself.
+    row_blocks_only = spec.frozen_head or source.W.dtype == jnp.float32
+    size, single_block = block_sizes.backward_rows(
+        n_rows, tokens_here(spec), columns, depth, row_blocks_only, n_clusters(),
+        spec.gradient_blocks,
+    )  # fmt: skip
+    this = Pass(
+        spec, launch_env(spec, padded, size, "derivative"), padded, single_block
+    )
+    sums = _add_recomputed(this, rows, saved, cotangents, _sums(this, source))
+    like = backend_operands.trained(spec, source)
+    return _cotangent(spec, like, sums, this.single_block)
+
+
+def one_pass(
+    spec: Spec, source: Factors, rows: Rows, of_chunk: OfChunk, initial
+) -> tuple[Any, Factors]:
+    """See `xla.one_pass`: the forward kernel stores exponentials, products follow."""
+    from jaxmem.head.kernels.forward import statistics_and_exps
+
+    padded = padding.head(spec, source.cast(spec))
+    n_rows = rows.labels.shape[0]
+    size = loss_rows(spec, source)
+    env, single_block = launch_env(spec, padded, size, "exps"), n_rows <= size
+    this = Pass(spec, env, padded, single_block)
+
+    def body(block, carry):
+        all_values, sums = carry
+        stats, kept = statistics_and_exps(env, *inputs(spec, padded, rows, block))
+        stats = vocab_shards.vary(stats, spec.part_varying)
+        outputs = backend_operands.merged(spec, rows, block.ids, stats)
+        values, g = of_chunk(block.ids, outputs)
+        sums = _add_kept(this, rows, block, kept, (outputs, g), sums)
+        return active.put(all_values, block, values), sums
+
+    carry = vocab_shards.vary(initial, spec.varying), _sums(this, source)
+    all_values, sums = active.for_each_block(rows.active, env.n_rows, body, carry)
+    like = backend_operands.trained(spec, source)
+    if not single_block:
+        like = jax.tree.map(lambda x: x.astype(jnp.float32), like)
+    return all_values, _cotangent(spec, like, sums, single_block)
+
+
+def loss_rows(spec: Spec, source: Factors) -> int:
+    """Number of rows whose exponentials `one_pass` stores at a time."""
+    n_rows, depth = source.hidden.shape
+    return block_sizes.loss_rows(
+        n_rows, spec.chunk, depth, spec.frozen_head, n_clusters()
+    )
+
+
+def _add_statistics(spec, padded, rows, all_stats):
+    """The statistics with those of the active rows put in."""
+    from jaxmem.head.kernels.forward import statistics as of_block
+
+    n_rows = rows.labels.shape[0]
+    columns, depth = padding.columns_and_depth(spec, padded)
+    tiles = tiles_of("statistics", spec, padded)
+    groups = -(-columns // (tiles.columns * tiles.group))
+    size = block_sizes.forward_rows(n_rows, spec.chunk, columns, depth, groups)
+    env = launch_env(spec, padded, size, "statistics")
+
+    def body(block, all_stats):
+        operands = inputs(spec, padded, rows, block)
+        return active.put(all_stats, block, of_block(env, *operands))
+
+    return active.for_each_block(rows.active, env.n_rows, body, all_stats)
+
+
+def inputs(spec: Spec, padded: Factors, rows: Rows, block) -> tuple:
+    """Operands of the forward kernel, in its order."""
+    temperature = _inverse_temperature(rows, block.ids)
+    labels = backend_operands.part_labels(spec, rows, block.ids)
+    hidden = _hidden(padded, block.ids)
+    return hidden, padded.W, labels, block.n_active[None], padded.bias, temperature
+
+
+def _add_kept(this, rows, block, kept, outputs_and_cotangents, sums):
+    """`sums` with the contribution of the rows whose exponentials are stored.
+
+    Outputs and their cotangents are the block's; the exponentials are overwritten.
+    """
+    from jaxmem.head.kernels import products
+    from jaxmem.head.kernels.kept import derivative
+
+    (spec, env, padded, _), (outputs, g) = this, outputs_and_cotangents
+    dz = derivative(
+        env, kept, block.n_active, backend_operands.part_labels(spec, rows, block.ids),
+        outputs, row_stats.coefficients(outputs, g),
+        _inverse_temperature(rows, block.ids),
+    )  # fmt: skip
+    h = _hidden(padded, block.ids)
+    part = products.Part(h, lambda part, width: dz, block.n_active)
+    return _gradients(this, env.n_tiles, [part], block, sums)
+
+
+def _add_recomputed(this, rows, saved, cotangents, sums):
+    """`sums` with the contribution of the active rows, from recomputed logits."""
+    spec, env, _, single_block = this
+
+    def body(block, sums):
+        n_tiles, size, values = _block_tiles(spec, env), env.n_rows, (saved, cotangents)
+        parts = [
+            recomputed(
+                this, rows, values, block.ids[i : i + size],
+                jnp.clip(block.n_active - i, 0, size),
+            )
+            for i in range(0, len(block.ids), size)
+        ]  # fmt: skip
+        return _gradients(this, n_tiles, parts, block, sums)
+
+    n_rows, at_once = len(rows.labels), env.n_rows
+    if single_block:
+        at_once = -(-n_rows // env.n_rows) * env.n_rows
+    return active.for_each_block(rows.active, at_once, body, sums)
+
+
+def recomputed(this: Pass, rows: Rows, outputs_and_cotangents, row_ids, n_active):
+    """The `products.Part` of some rows, whose logits are recomputed."""
+    from jaxmem.head.kernels import dlogits, products
+
+    (spec, env, padded, _), (saved, cotangents) = this, outputs_and_cotangents
+    of_rows = jax.tree.map(lambda x: backend_operands.take(x, row_ids), saved)
+    row_max = backend_operands.take(saved.max, row_ids, fill_value=dlogits.NO_ROW)
+    of_rows = of_rows._replace(max=row_max)
+    g = jax.tree.map(lambda x: backend_operands.take(x, row_ids), cotangents)
+    h = _hidden(padded, row_ids)
+    labels = backend_operands.part_labels(spec, rows, row_ids)
+    inverse = _inverse_temperature(rows, row_ids)
+    inputs = dlogits.Inputs(h, padded.W, labels, padded.bias, inverse)
+    coefficients = row_stats.coefficients(of_rows, g)
+    operands = dlogits.operands(env, inputs, of_rows, coefficients)
+    derivative = functools.partial(dlogits.derivative, env, operands)
+    return products.Part(h, derivative, n_active)
+
+
+def _sums(this, source):
+    """Accumulators; W's gradient is only overwritten if one block has all rows."""
+    spec, env, padded, single_block = this
+    dtype = spec.stats_dtype if spec.partial_hidden else spec.compute_dtype
+    if single_block:
+        W = lax.empty(padded.W.shape, source.W.dtype)
+    else:
+        W = jnp.zeros(tuple(map(padding.whole, padded.W.shape)), jnp.float32)
+    sums = Factors(jnp.zeros(source.hidden.shape, dtype), W, None)
+    if source.bias is not None:  # whole blocks of the vocabulary
+        n_tiles = _block_tiles(spec, env)
+        width = -(-env.n_tiles // n_tiles) * n_tiles * env.tiles.columns
+        sums = sums._replace(bias=jnp.zeros(width, jnp.float32))
+    sums: Any = backend_operands.trained(spec, sums)
+    # Typed as inside shard_map except W's, to which kernels write in place.
+    typed = vocab_shards.vary(sums._replace(W=None), spec.part_varying)
+    return typed._replace(W=sums.W)
+
+
+def _cotangent(spec, source, sums, single_block):
+    """Gradients in the source's dtypes, summed over shards unless already summed."""
+    varied = vocab_shards.vary(sums, spec.part_varying)
+    if single_block:
+        varied = varied._replace(hidden=sums.hidden)
+    else:
+        varied = backend_operands.sum_over_shards(spec, varied)
+    return backend_operands.rounded(spec, varied, source)
+
+
+def _gradients(this, n_tiles, parts, block, sums):
+    """`sums` with the contribution of a block's rows."""
+    from jaxmem.head.kernels import products
+
+    spec, env, padded, single_block = this
+    tiles = tiles_of("to_hidden", spec, padded), tiles_of("to_W", spec, padded)
+
+    into = functools.partial(
+        products.into_hidden, env, n_tiles, n_clusters(), sums.hidden.dtype
+    )
+    several = spec.shards and spec.shards.same_hidden and spec.shards.count > 1
+    alone = len(parts) == 1
+    overlap_all_reduce = (
+        single_block and alone and bool(several) and products.has_room(env, n_tiles)
+    )
+    hidden = tuple(into(part.hidden) for part in parts)
+    here = products.gradients(
+        products.Blocks(env, n_tiles, single_block, tiles), padded.W, parts,
+        sums._replace(hidden=hidden), overlap_all_reduce,
+    )  # fmt: skip
+    depth = sums.hidden.shape[1]
+    dhs = [
+        products.of_parts(x, len(part.hidden))[:, :depth].astype(sums.hidden.dtype)
+        for x, part in zip(here.hidden, parts, strict=True)
+    ]
+    dh = dhs[0] if alone else jnp.concatenate(dhs)
+    if not single_block:
+        return here._replace(hidden=backend_operands.put(sums.hidden, block.ids, dh))
+    dh = vocab_shards.vary(dh, spec.part_varying)
+    dh, dW = vocab_shards.sum_hidden(spec.shards, dh, here.W, overlap_all_reduce)
+    # The block has all rows: gather them in the original order.
+    return here._replace(hidden=backend_operands.take(dh, block.place), W=dW)
+
+
+def _block_tiles(spec, env):
+    """Number of vocabulary tiles whose derivatives, in 16 bits, are alive at once."""
+    return block_sizes.backward_tiles(
+        env.n_tiles, env.n_rows, tokens_here(spec), spec.columns, env.depth,
+        n_clusters(),
+    )  # fmt: skip
+
+
+def tokens_here(spec: Spec) -> int:
+    """Tokens whose logits over the columns here are as many as a chunk's over all.
+
+    Blocks sized for the shard alone, k times smaller on k devices, would leave clusters
+    idle.
+    """
+    return spec.chunk * (spec.all_columns // spec.columns)
+
+
+def launch_env(spec: Spec, padded: Factors, n_rows: int, kernel: str) -> Any:
+    """Static facts of a launch of `n_rows` rows."""
+    assert spec.layout, "logits that the caller has are for the other backend"
+    from jaxmem.head.kernels.logits import Env
+
+    columns, depth = padding.columns_and_depth(spec, padded)
+    return Env(
+        tiles_of(kernel, spec, padded), n_rows, depth, columns,
+        min(spec.vocab_size, spec.columns), spec.layout, spec.compute_dtype,
+        spec.softcap, n_blocks(),
+    )  # fmt: skip
+
+
+def tiles_of(kernel, spec: Any, padded: Factors) -> Any:
+    """The kernel's tiles for this head."""
+    columns, depth = padding.columns_and_depth(spec, padded)
+    device = devices.current()[0].device_kind
+    return tuned.tiles_for(kernel, tuned.Head(device, depth, columns, spec.layout))
+
+
+def n_blocks():
+    """Number of thread blocks: one per SM. No statistic depends on it."""
+    return getattr(devices.current()[0], "core_count", None) or 132
+
+
+def n_clusters():
+    """Number of clusters, of the cluster size of the default tiles of the products."""
+    return n_blocks() // tuned.DEFAULTS["to_hidden"].cluster
+
+
+def _hidden(padded, row_ids):
+    return padding.columns(backend_operands.take(padded.hidden, row_ids))
+
+
+def _inverse_temperature(rows, row_ids):
+    if rows.temperature is None:
+        return None
+    return 1 / backend_operands.take(rows.temperature, row_ids, fill_value=1)

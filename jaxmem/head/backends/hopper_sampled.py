@@ -1,0 +1,103 @@
+"""Sampled derivatives on NVIDIA GPUs: the kernels of what `xla_sampled` computes.
+
+In the forward pass, on Hopper, a launch of rows stores its exponentials in 16 bits;
+entries are selected from them before the next launch overwrites them. The backward pass
+needs neither the exponentials nor a Hopper GPU.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.head.backends import hopper, xla_sampled
+from jaxmem.head.kernels import active, block_sizes, padding
+from jaxmem.head.maths import backend_operands, column_sampling, row_stats, vocab_shards
+from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.column_sampling import Derivative, Entries, Sampling
+from jaxmem.head.maths.spec import Spec
+
+
+def sampling_of(spec: Spec) -> Sampling:
+    """The sampling of K slots over this head's vocabulary, or over this shard of it."""
+    from jaxmem.head.kernels import sampled_select
+
+    return Sampling(spec.gradient_samples or 0, spec.columns, sampled_select.MARGIN)
+
+
+def launch_rows(spec: Spec, hidden: jax.Array) -> int:
+    """How many rows of hidden [N, D] one launch stores exponentials of."""
+    # Parts of a vocabulary take as many bytes in launches of more rows.
+    chunk = spec.chunk * (spec.shards.count if spec.shards else 1)
+    n_rows, depth = hidden.shape
+    return block_sizes.stored_rows(n_rows, depth, chunk, spec.frozen_head)
+
+
+def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
+    """See `xla_sampled.forward`; outputs bitwise equal those of `hopper.forward`."""
+    from jaxmem.head.kernels import sampled_select
+    from jaxmem.head.kernels.forward import statistics_and_exps
+
+    head = source.cast(spec)
+    padded = padding.head(spec, head)
+    n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
+    starts = xla_sampled.starts_of(spec, sampling, rows)
+    env = hopper.launch_env(spec, padded, launch_rows(spec, head.hidden), "exps")
+
+    def body(block, results):
+        so_far, entries_so_far = results
+        operands = hopper.inputs(spec, padded, rows, block)
+        stats, kept = statistics_and_exps(env, *operands, tile_sums=True)
+        stats = vocab_shards.vary(stats, spec.part_varying)
+        whole = stats
+        if spec.shards:
+            whole = row_stats.merge_gathered(stats, spec.shards.axes)
+        outputs = row_stats.finish(whole, jnp.ones(stats.max.shape, bool))
+        outputs = vocab_shards.vary(outputs, spec.varying)
+        normaliser = row_stats.Normaliser(outputs.max, outputs.log_sum)
+        facts = sampled_select.OfRows(
+            operands[2], stats.label_logit, stats.max, normaliser
+        )
+        entries = sampled_select.entries(
+            sampling, env.tiles.columns, kept, facts,
+            backend_operands.take(starts, block.ids), block.n_active,
+        )  # fmt: skip
+        entries_so_far = backend_operands.put_all(entries_so_far, block.ids, entries)
+        return active.put(so_far, block, stats), entries_so_far
+
+    none = column_sampling.none(sampling, n_rows, spec.stats_dtype)
+    none = vocab_shards.vary(none, spec.part_varying)
+    results = backend_operands.no_statistics(spec, rows), none
+    stats, entries = active.for_each_block(rows.active, env.n_rows, body, results)
+    return backend_operands.outputs(spec, rows, stats, names), entries
+
+
+def backward(
+    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs,
+    cotangents: row_stats.Cotangents, entries: Entries,
+) -> Factors:  # fmt: skip
+    """See `xla_sampled.backward`."""
+    dz = xla_sampled.derivative(
+        spec, sampling_of(spec), rows, saved, cotangents, entries
+    )
+    return gradient(spec, source, rows, dz)
+
+
+def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors:
+    """See `xla_sampled.gradient`."""
+    from jaxmem.head.kernels import sampled_products
+
+    head = source.cast(spec)
+    parts = spec.shards and spec.shards.same_hidden
+    dtype = spec.stats_dtype if parts else spec.compute_dtype
+
+    def to_weights(spec, pairs, hidden, source):
+        like = jax.ShapeDtypeStruct(source.W.shape, source.W.dtype)
+        dW = sampled_products.to_weights(pairs, hidden, like, spec.layout)
+        if source.bias is None:
+            return dW, None
+        return dW, sampled_products.to_bias(pairs, hidden.shape[0], spec.columns)
+
+    dW, dbias = None, None
+    if not spec.frozen_head:
+        dW, dbias = xla_sampled.over_tokens(spec, dz, head.hidden, source, to_weights)
+    dhidden = sampled_products.to_hidden(dz, head.W, spec.layout, dtype)
+    return backend_operands.cotangent(spec, Factors(dhidden, dW, dbias), source)

@@ -1,0 +1,230 @@
+"""Measures tile sizes: each kernel of a head alone, one field of its tiles at a time.
+
+Used by `python -m jaxmem bench --tune`. A candidate's result is compared with the
+default's before it is timed; kernels and the plain GEMM are timed alternately (see
+`jaxmem/base/timing.py`).
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.base import timing
+from jaxmem.head.backends import hopper
+from jaxmem.head.kernels import block_sizes, dlogits, forward, products, tuned
+from jaxmem.head.kernels.logits import Env
+from jaxmem.head.kernels.tiles import Tiles
+from jaxmem.head.maths import row_stats
+
+# Candidate values by field.
+TRIED: dict[str, tuple[int, ...]] = {
+    "panel": (4, 8, 16, 32),
+    "group": (1, 2, 3, 4, 8),
+    "stages": (3, 4),
+    "slots": (1, 2, 4),
+    "stored": (32, 64),
+    "cluster": (1, 2),
+}
+_FIELDS = {  # tuned, by kernel; the group of "exps" is that of "statistics"
+    "statistics": ("panel", "group", "cluster"),
+    "exps": ("panel", "slots", "stored", "stages", "cluster"),
+    "derivative": ("panel", "group", "slots", "stored", "stages", "cluster"),
+    "to_hidden": ("panel", "group", "slots", "stages", "cluster"),
+    "to_W": ("panel", "group", "slots", "stages", "cluster"),
+}
+_NOISE = 0.997  # a candidate is better if its time ratio is below
+_AGAIN = 5  # factor of repetitions for the final comparison with the default
+_CHUNK = 1024  # tokens, on which the block of the vocabulary depends
+
+
+class Measured(NamedTuple):
+    """One candidate: its time relative to the whole GEMM's, or why it has none."""
+
+    kernel: str
+    tiles: Tiles
+    over_gemm: float | None
+    ms: float | None
+    why: str
+
+
+def tune(
+    shape: tuple[int, int, int], kernels, stopwatch: timing.Stopwatch, repetitions: int
+) -> Iterator[tuple[list[Measured], dict]]:
+    """Yield (measurements, table entry) of each kernel, from candidates of each field.
+
+    The shape is (N, D, V), D and V multiples of 64, for W [V, D] in bfloat16.
+    """
+    n, depth, columns = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    h = jax.random.normal(keys[0], (n, depth), jnp.bfloat16)
+    W = (jax.random.normal(keys[1], (columns, depth)) * depth**-0.5).astype(h.dtype)
+    y = jax.random.randint(keys[2], (n,), 0, columns)
+    head = tuned.Head(jax.devices()[0].device_kind, depth, columns, "vd")
+    gemm = jax.jit(lambda h, W: h @ W.T).lower(h, W).compile()
+    for kernel in kernels:
+        program, operands = program_of(kernel, shape, h, W, y)
+        yield _tune_one(
+            kernel, head, program, operands, functools.partial(gemm, h, W), stopwatch,
+            repetitions,
+        )  # fmt: skip
+
+
+def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
+    """Tune fields in turn, each from the best so far: (measurements, table entry).
+
+    At the end, the best and the default are timed again for longer, because the
+    smallest of many noisy numbers is mostly luck.
+    """
+    default = tuned.default(kernel, head)
+    best, results, right = default, {}, {}
+    want = jax.block_until_ready(jax.jit(program(default))(*operands))
+
+    def take_turns(candidates, repetitions):
+        runs = {tiles: right[tiles] for tiles in candidates if tiles in right}
+        _, taken = timing.take_turns(stopwatch, gemm, runs, repetitions)
+        for tiles, result in taken.items():
+            results[tiles] = Measured(
+                kernel, tiles, result and round(result.over_unit, 4),
+                result and round(result.ms, 3), "" if result else timing.OUT_OF_MEMORY,
+            )  # fmt: skip
+        return taken
+
+    for field in _FIELDS[kernel]:
+        candidates, refused = _candidates(best, field)
+        for key, why in refused.items():
+            results[key] = Measured(kernel, best, None, None, why)
+        new = [tiles for tiles in candidates if tiles not in right]
+        for tiles, compiled in _compile(program, new, operands).items():
+            why = _wrong(compiled, operands, want)
+            if why:
+                results[tiles] = Measured(kernel, tiles, None, None, why)
+            else:
+                right[tiles] = functools.partial(compiled, *operands)
+        best = _better(best, take_turns(candidates, repetitions))
+    if best != default:
+        best = _better(default, take_turns([default, best], _AGAIN * repetitions))
+    measured = {
+        "over_gemm": results[best].over_gemm, "ms": results[best].ms,
+        "default_over_gemm": results[default].over_gemm,
+    }  # fmt: skip
+    return list(results.values()), tuned.entry_of(kernel, head, best, measured)
+
+
+def _wrong(compiled, operands, want) -> str:
+    """Why a candidate is not timed; an empty string if it is."""
+    if isinstance(compiled, Exception):
+        return str(compiled)[:200]
+    return "" if _same(compiled(*operands), want) else "wrong result"
+
+
+def _better(best, taken):
+    """The fastest of one round, if it is faster by more than noise."""
+    cost = {tiles: result.over_unit for tiles, result in taken.items() if result}
+    fastest = min(cost, key=lambda tiles: cost[tiles], default=best)
+    return fastest if cost.get(fastest, 0) < _NOISE * cost.get(best, 9e9) else best
+
+
+def _candidates(best, field) -> tuple[list[Tiles], dict[Any, str]]:
+    """Tiles that differ in a field; invalid ones, with the reason."""
+    candidates, refused = [best], {}
+    for value in TRIED[field]:
+        try:
+            tiles = dataclasses.replace(best, **{field: value})
+        except ValueError as error:
+            refused[field, value] = f"with {field}={value}: {error}"
+            continue
+        candidates += [tiles] if tiles != best else []
+    return candidates, refused
+
+
+def _compile(program, candidates, operands) -> dict[Tiles, Any]:
+    """Compiled programs, or the exception that the compiler raised; in parallel."""
+
+    def one(tiles):
+        try:
+            return jax.jit(program(tiles)).lower(*operands).compile()
+        except Exception as error:  # an invalid kernel is a result, too
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(candidates, pool.map(one, candidates), strict=True))
+
+
+def _same(results, want) -> bool:
+    """Whether results agree to 8 bits of the largest; orders of sums differ."""
+
+    def close(a, b):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.all(jnp.abs(a - b) <= 2**-7 * jnp.max(jnp.abs(b)) + 1e-6)
+
+    flags = jax.jit(lambda *t: jax.tree.map(close, *t))(results, want)
+    return all(map(bool, jax.tree.leaves(flags)))
+
+
+def program_of(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple]:
+    """(tiles -> a function of arrays, the arrays) of a kernel with its usual shapes."""
+    n, depth, columns = shape
+
+    def env(tiles):
+        return Env(
+            tiles, n, depth, columns, columns, "vd", h.dtype, None, hopper.n_blocks()
+        )
+
+    if kernel in ("statistics", "exps"):
+        exps = kernel == "exps"
+        function = forward.statistics_and_exps if exps else forward.statistics
+        active = jnp.full(1, n, jnp.int32)
+        return lambda t: functools.partial(function, env(t)), (h, W, y, active)
+    tile = tuned.DEFAULTS["derivative"].columns
+    n_tiles, clusters = -(-columns // tile), hopper.n_clusters()
+    width = tile * block_sizes.backward_tiles(
+        n_tiles, n, _CHUNK, columns, depth, clusters
+    )
+    if kernel == "derivative":
+        return _derivative(env, width, n, h, W, y)
+    dz = jax.random.normal(jax.random.key(3), (n, width), h.dtype)
+    return _product(kernel, dz, h, W)
+
+
+def _product(kernel, dz, h, W):
+    """A product into arrays allocated by the call, so that no copy is timed with it."""
+    width = dz.shape[1]
+    rows, block = jnp.int32(len(dz)), (jnp.int32(0), jnp.int32(width))
+
+    def to_hidden(tiles):
+        launch = products.Launch(tiles, "vd", hopper.n_blocks(), add=True)
+        return lambda dz, W: products.to_hidden(
+            launch, dz, W, rows, block, jnp.zeros(h.shape, jnp.float32)
+        )
+
+    def to_W(tiles):
+        launch = products.Launch(tiles, "vd", hopper.n_blocks(), add=False)
+        return lambda dz, h: products.to_W(
+            launch, dz, h, rows, block, lax.empty((width, h.shape[1]), W.dtype)
+        )
+
+    return (to_hidden, (dz, W)) if kernel == "to_hidden" else (to_W, (dz, h))
+
+
+def _derivative(env, width, n, h, W, y):
+    zero, one = jnp.zeros(n), jnp.ones(n)
+    log_sum = jnp.full(n, jnp.log(W.shape[0] * 1.0))
+    rows = row_stats.Outputs(-log_sum, one, log_sum, zero, zero > 0, zero, log_sum)
+    c = row_stats.Coefficients(one, one, one, None)
+
+    def derivative(tiles):
+        def run(h, W, y):
+            part = jnp.array([n, 0, width // tiles.columns], jnp.int32)
+            inputs = dlogits.Inputs(h, W, y)
+            operands = dlogits.operands(env(tiles), inputs, rows, c)
+            return dlogits.derivative(env(tiles), operands, part, width)
+
+        return run
+
+    return derivative, (h, W, y)

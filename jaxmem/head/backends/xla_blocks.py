@@ -1,0 +1,87 @@
+"""Gradients for one block of the vocabulary after another, for `Recompute(blocks)`.
+
+The outer loop is over blocks of W's columns, the inner one over chunks of tokens. Sums
+of W's gradient exist for one block at a time, and are then rounded into the gradient.
+hidden's gradient is added up over the blocks in hidden's dtype: sums of all tokens in
+float32 would take more than those that are saved where tokens are many.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.head.backends import xla
+from jaxmem.head.maths import checks, row_stats, vocab_shards
+from jaxmem.head.maths.backend_operands import (
+    Factors,
+    Rows,
+    cotangent,
+    for_active_chunks,
+    put,
+    take,
+)
+from jaxmem.head.maths.spec import Spec
+
+_ALIGNMENT = 128  # columns of a block
+
+
+def backward(
+    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs, cotangents
+) -> Factors:
+    """See `xla.backward`; rounds hidden's gradient once per block, if not sharded."""
+    head = source.cast(spec)
+    width = block_columns(spec)
+    n_whole, rest = divmod(spec.columns, width)
+    axis = 0 if spec.layout == "vd" else 1
+
+    def block(start, width, total):
+        W = lax.dynamic_slice_in_dim(head.W, start, width, axis)
+        bias = head.bias
+        if bias is not None:
+            bias = lax.dynamic_slice_in_dim(bias, start, width, 0)
+        part = Factors(head.hidden, W, bias)
+        nothing: Any = xla.zero_sums(spec, part)
+        sums = nothing._replace(hidden=total.hidden)
+        sums = _add(spec, (part, start), rows, (saved, cotangents), sums)
+        dW = sums.W.astype(source.W.dtype)
+        dW = lax.dynamic_update_slice_in_dim(total.W, dW, start, axis)
+        dbias = None
+        if total.bias is not None:
+            dbias = lax.dynamic_update_slice_in_dim(total.bias, sums.bias, start, 0)
+        return Factors(sums.hidden, dW, dbias)
+
+    total: Any = xla.zero_sums(spec, head)
+    W = vocab_shards.vary(jnp.zeros_like(source.W), spec.part_varying)
+    total = total._replace(W=W)
+    total = lax.fori_loop(0, n_whole, lambda i, t: block(i * width, width, t), total)
+    if rest:
+        total = block(n_whole * width, rest, total)
+    return cotangent(spec, total, source)
+
+
+def block_columns(spec: Spec) -> int:
+    """Columns of a block; the last one may have fewer."""
+    whole = -(-spec.columns // (spec.gradient_blocks * _ALIGNMENT)) * _ALIGNMENT
+    return min(whole, spec.columns)
+
+
+def _add(spec, part_and_start, rows, outputs_and_cotangents, sums):
+    """`sums`, with the contribution of all active rows and the columns of the part."""
+    (part, start), (saved, cotangents) = part_and_start, outputs_and_cotangents
+    n_rows = rows.labels.shape[0]
+    # As many logits at once as of a chunk and the whole vocabulary, as long as the rows
+    # are no more than the columns: their sums would take more than those of W.
+    size = min(spec.chunk * spec.gradient_blocks, max(spec.chunk, block_columns(spec)))
+    size = checks.check_chunk(size, n_rows, spec.columns)
+
+    def chunk(row_ids, sums):
+        dz = xla.derivative(spec, part, rows, row_ids, saved, cotangents, start)
+        dh, dW, dbias = xla.products(spec, part, row_ids, dz)
+        dh += take(sums.hidden, row_ids).astype(dh.dtype)
+        dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
+        return Factors(
+            dhidden, sums.W + dW, None if sums.bias is None else sums.bias + dbias
+        )
+
+    return for_active_chunks(size, rows.active, chunk, sums)

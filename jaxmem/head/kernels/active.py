@@ -1,0 +1,61 @@
+"""Gathers active rows into blocks for kernel launches, and scatters results back."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.head.maths import backend_operands
+
+
+class Block(NamedTuple):
+    """Rows of one launch, or of several."""
+
+    ids: jax.Array  # int32 [size]; past the end where there is no active row
+    n_active: jax.Array  # int32
+    place: jax.Array  # int32 [N], index of each row in ids; size where absent
+
+
+def for_each_block(active, size: int, body: Callable[[Block, Any], Any], carry) -> Any:
+    """Loop `carry = body(block of size rows, carry)` over all active rows."""
+    n_blocks = -(-active.shape[0] // size)
+    every = in_one_block(active, n_blocks * size)
+    if n_blocks == 1:  # without a loop, XLA is free to choose layouts
+        return body(every, carry)
+
+    def step(i, carry):
+        start = i * size
+        ids = lax.dynamic_slice(every.ids, (start,), (size,))
+        place = every.place - start
+        place = jnp.where((place >= 0) & (place < size), place, size)
+        n_active = jnp.clip(every.n_active - start, 0, size)
+        return body(Block(ids, n_active, place), carry)
+
+    return lax.fori_loop(0, n_blocks, step, carry)
+
+
+def in_one_block(active, size: int) -> Block:
+    """One block with all active rows of N, of which there are at most size."""
+    place = jnp.cumsum(active, dtype=jnp.int32) - 1
+    n_active = jnp.max(place, initial=-1) + 1
+    place = jnp.where(active, place, size)
+    ids = jnp.full(size, active.shape[0], jnp.int32)
+    ids = backend_operands.put(ids, place, jnp.arange(active.shape[0], dtype=jnp.int32))
+    return Block(ids, n_active, place)
+
+
+def put(tree, block: Block, values) -> Any:
+    """Arrays [N] of a tree, updated with values [size] of the block's active rows.
+
+    A gather by each row: one pass on a GPU, where a scatter takes several.
+    """
+    there = block.place < block.ids.shape[0]
+
+    def gathered(x, new):
+        return jnp.where(
+            there, backend_operands.take(new, block.place).astype(x.dtype), x
+        )
+
+    return jax.tree.map(gathered, tree, values)

@@ -1,0 +1,337 @@
+"""Forward kernel: `Stats` of every row, one pass over the vocabulary.
+
+A unit (`ring.for_each_unit`) folds its tiles of the vocabulary into statistics in
+registers, then writes five numbers per row; groups are merged afterwards, in a tree
+whose shape depends on the vocabulary only. If the backward pass must not recompute the
+logits, the epilogue stores their exponentials in 16 bits.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.head.kernels import int8_factors, logits, padding, ring
+from jaxmem.head.kernels.logits import MASK_VALUE, Env
+from jaxmem.head.kernels.ring import Ring
+from jaxmem.head.kernels.tiles import N_COMPUTE
+from jaxmem.head.maths import row_stats
+from jaxmem.head.maths.eight_bits import Rounded
+from jaxmem.head.maths.row_stats import Stats
+
+N_STATS = len(Stats._fields)
+_WIDTH = 8  # columns of logits per slice; the fewest that registers hold whole
+_AT_ONCE = 8  # groups merged per pass: few passes, and short code
+
+
+class Kept(NamedTuple):
+    """Exponentials in 16 bits: e^(z - m), m the largest logit of the row's tile.
+
+    Inactive rows are undefined. bfloat16 has float32's range, so that no exponential
+    underflows by the conversion; float16 loses those below 6e-8. A label's exponential
+    is stored as 0.
+    """
+
+    exps: jax.Array  # [n_rows, columns of W], in 16 bits
+    max: jax.Array  # m, float32 [n_tiles, n_rows]
+    # Sums of a tile's exponentials except the label's, before they are rounded to 16
+    # bits; float32 [n_tiles, n_rows], or None if not requested.
+    sums: Any = None
+
+
+def statistics(env: Env, *operands, **options) -> Stats:
+    """Stats [n_rows] of the first `n_active` rows; the others are undefined.
+
+    The operands and options are those of `_operands`.
+    """
+    (partial,) = _launch(env, _operands(env, *operands, **options))
+    return _merge_groups(_stats_of(partial))
+
+
+def statistics_and_exps(
+    env: Env, *operands, tile_sums: bool = False
+) -> tuple[Stats, Kept]:
+    """`statistics`, bitwise equal, and the exponentials that they are sums of."""
+    partial, *kept = _launch(env, _operands(env, *operands), tile_sums)
+    return _merge_groups(_stats_of(partial)), Kept(*kept)
+
+
+def others_and_exps(
+    env: Env, hidden: Rounded, W: Rounded, labels, n_active
+) -> tuple[Stats, Kept]:
+    """Statistics of all columns but the labels', of `int8_factors.padded` operands.
+
+    Their label_logit is -inf. `Kept`, with sums, has the exponentials that they are
+    sums of, rounded to 16 bits.
+    """
+    operands = int8_factors.operands(env, hidden, W)
+    operands |= _facts(env, labels, n_active)
+    partial, *kept = _launch(env, operands, tile_sums=True)
+    stats = _merge_groups(_stats_of(partial))
+    nothing = jnp.full_like(stats.label_logit, -jnp.inf)
+    return stats._replace(label_logit=nothing), Kept(*kept)
+
+
+def _facts(env, labels, n_active):
+    marked = logits.tiles_with_labels_or_mask(env, labels)
+    return {"labels": labels, "n_active": n_active, "marked": marked}
+
+
+def _operands(
+    env, hidden, W, labels, n_active, bias=None, inverse_temperature=None
+) -> dict[str, Any]:
+    """The kernel's operands by name.
+
+    Labels are int32 [n_rows], n_active int32 [1]; bias float32 [V], -inf allowed.
+    """
+    operands: dict[str, Any] = dict(h=hidden, **logits.weights(env, W))
+    operands |= _facts(env, labels, n_active)
+    if bias is not None:
+        operands["bias"] = logits.whole_tiles(env, bias)
+    if inverse_temperature is not None:
+        operands["inverse_temperature"] = inverse_temperature
+    return operands
+
+
+def _launch(env, operands, tile_sums=False):
+    """`Stats` of every group, [n_groups, N_STATS, n_rows], and `Kept` if stored."""
+    n_groups = -(-_n_tiles(env) // env.tiles.group)
+    shape = (n_groups, N_STATS, env.n_rows)
+    results = {"out": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    if env.tiles.stored:
+        shape = env.n_rows, padding.whole(env.columns)
+        results["exps"] = jax.ShapeDtypeStruct(shape, env.exps_dtype)
+        of_tiles = jax.ShapeDtypeStruct((_n_tiles(env), env.n_rows), jnp.float32)
+        results |= dict.fromkeys(("max", "sums") if tile_sums else ("max",), of_tiles)
+    return plgpu.kernel(
+        functools.partial(_kernel, env, (*operands, *results)),
+        out_type=tuple(results.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **env.product.launch(),
+    )(*operands.values())
+
+
+def _stats_of(partial):
+    return Stats(*(partial[:, i] for i in range(N_STATS)))
+
+
+def _n_tiles(env):
+    """Tiles that cover the vocabulary; padding beyond the last is not read."""
+    return -(-env.vocab_size // env.tiles.columns)
+
+
+def _merge_groups(stats):
+    """A few groups per pass: the same tree for any number of rows."""
+    while (n := len(stats.max)) > 1:
+        size = -(-n // _AT_ONCE)
+        rest = size * _AT_ONCE - n, stats.max.shape[1]
+        none = row_stats.empty(rest, stats.max.dtype)
+        whole = [jnp.concatenate(pair) for pair in zip(stats, none, strict=True)]
+        parts = (
+            Stats(*(x[i : i + size] for x in whole))
+            for i in range(0, size * _AT_ONCE, size)
+        )
+        stats = functools.reduce(row_stats.merge, parts)
+        if size > _AT_ONCE:
+            # XLA would fuse this pass into each result of the next, and so repeat it.
+            stats = lax.optimization_barrier(stats)
+    return Stats(*(x[0] for x in stats))
+
+
+def _kernel(env, names, *refs):
+    gmem, t = dict(zip(names, refs, strict=True)), env.tiles
+    rows = (N_COMPUTE, t.rows)
+    scratch = {}
+    if t.stored:
+        scratch["max_smem"] = plgpu.SMEM(rows, jnp.float32)
+        scratch["sums_smem"] = plgpu.SMEM(rows, jnp.float32)
+        scratch["exps_smem"] = plgpu.SMEM(
+            (N_COMPUTE, t.slots, t.rows, t.stored),
+            env.exps_dtype,
+            transforms=ring.swizzle(env.exps_dtype, t.stored),
+        )
+    if env.in_8_bits:
+        scratch |= int8_factors.scratch(env)
+
+    @functools.partial(
+        pl.run_scoped,
+        buffers=Ring.scratch(env.product),
+        labels_smem=plgpu.SMEM(rows, jnp.int32),
+        temperature_smem=plgpu.SMEM(rows, jnp.float32),
+        bias_smem=plgpu.SMEM((N_COMPUTE, t.columns), jnp.float32),
+        out_smem=plgpu.SMEM((N_COMPUTE, N_STATS, t.rows), jnp.float32),
+        loaded=plgpu.Barrier(num_barriers=N_COMPUTE),
+        collective_axes="wg",
+        **scratch,
+    )
+    def _scope(buffers, **mine):
+        extent = env.extent(gmem["n_active"][0], _n_tiles(env))
+        unit = functools.partial(_unit, (env, extent, gmem, mine, Ring(**buffers)))
+        W = gmem["w"], gmem.get("w_last")
+        ring.run(env.product, extent, Ring(**buffers), gmem["h"], W, unit)
+
+
+def _unit(scope, tile, n_tiles, step):
+    """Statistics of this warpgroup's rows over one group of tiles."""
+    env, extent, gmem, smem, buffers = scope
+    t, wg = env.tiles, lax.axis_index("wg")
+    smem = {k: ref.at[wg] for k, ref in smem.items()}
+    start = tile(0).first_row + wg * t.rows
+    rows = pl.ds(start, t.rows)
+    fetch = functools.partial(logits.fetch, smem["loaded"])
+    labels = fetch(gmem["labels"].at[rows], smem["labels_smem"])
+    inverse_temperature = _inverse_temperature(env, gmem, smem, rows)
+    h_scale = int8_factors.load_rows(rows, gmem, smem) if env.in_8_bits else None
+
+    def of_tile(i, carry):
+        step, so_far = carry[0], Stats(*carry[1:])
+        at, bias = tile(i).column, None
+        marked = gmem["marked"][lax.div(start, t.rows), at]
+        if "bias" in gmem:
+            columns = pl.ds(at * t.columns, t.columns)
+            bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
+        if env.in_8_bits:
+            int8_factors.load_columns(env, at, gmem, smem)
+        keep = functools.partial(_keep, env, (at, rows), gmem, smem)
+        keep = keep if t.stored else None
+
+        def fold(z):
+            if h_scale is not None:
+                z = int8_factors.scaled(env, z, h_scale, smem)
+            z = logits.scale(env, z, bias, inverse_temperature)
+            to_base_2 = logits.to_base_2(env, bias)
+            stats = _of_tile(env, z, to_base_2, at, labels, marked, keep)
+            if t.stored:
+                _keep_numbers(at, rows, gmem, smem, stats)
+            return tuple(row_stats.merge(so_far, stats))
+
+        stats = ring.multiply(env.product, extent, buffers, step, fold)
+        return step + extent.n_steps, *stats
+
+    step, *stats = lax.fori_loop(0, n_tiles, of_tile, (step, *_nothing(t)))
+    _write(stats, smem["out_smem"])
+    # A group is named by its first tile.
+    plgpu.copy_smem_to_gmem(smem["out_smem"], gmem["out"].at[tile(0).column, :, rows])
+    return step
+
+
+def _nothing(t):
+    nothing = jnp.full((t.rows,), MASK_VALUE, jnp.float32)
+    zero = jnp.zeros((t.rows,), jnp.float32)
+    return Stats(nothing, zero, zero, zero, nothing)
+
+
+def _write(stats, smem):
+    # The previous unit's store may still read the same buffer.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for i, x in enumerate(stats):
+        smem[i] = x
+    plgpu.commit_smem()
+
+
+def _inverse_temperature(env, gmem, smem, rows):
+    """Inverse temperatures of the rows of a tile; None for 1."""
+    if "inverse_temperature" not in gmem:
+        return None
+    of_rows = gmem["inverse_temperature"].at[rows]
+    of_rows = logits.fetch(smem["loaded"], of_rows, smem["temperature_smem"])
+    return logits.along(of_rows, (env.tiles.rows, env.tiles.columns))
+
+
+def _keep(env, place, gmem, smem, i, exps):
+    """Stores the i-th part of the exponentials of a tile of some rows."""
+    tile, rows = place
+    width = env.tiles.stored
+    columns = pl.ds(tile * env.tiles.columns + i * width, width)
+    to = gmem["exps"].at[rows, columns]
+    ring.store_part(i, to, lambda: exps.astype(env.exps_dtype), smem["exps_smem"])
+
+
+def _keep_numbers(tile, rows, gmem, smem, stats):
+    """Stores a tile's largest logits and, if requested, its sums.
+
+    The buffer is free: the previous tile's copy is complete, because later stores
+    waited for it. Stores complete in order, and there are no more buffers than a tile
+    has parts.
+    """
+    numbers = {"max": stats.max, "sums": stats.sum_others}
+    numbers = {k: x for k, x in numbers.items() if k in gmem}
+    for name, x in numbers.items():
+        smem[f"{name}_smem"][...] = x
+    plgpu.commit_smem()
+    for name in numbers:
+        plgpu.copy_smem_to_gmem(smem[f"{name}_smem"], gmem[name].at[tile, rows])
+
+
+def _of_tile(env, z, to_base_2, tile, labels, marked, keep):
+    """`stats.of_tile`, in few registers and instructions.
+
+    Few tiles have a label or a mask. Both leave the tile before anything else is
+    computed, so that all tiles share the code that follows, and its registers.
+    """
+    z = logits.parts(z, env.tiles.stored or _WIDTH)
+    narrow = (z[0].shape[0], _WIDTH)
+    first = tile * env.tiles.columns
+
+    def without_labels_and_masks():
+        label, others = jnp.full(narrow, MASK_VALUE, jnp.float32), []
+        for i, part in enumerate(z):
+            at = logits.column(part.shape, first + i * part.shape[1])
+            part = jnp.where(at < env.vocab_size, part, MASK_VALUE)
+            is_label = at == logits.along(labels, part.shape)
+            other = jnp.where(is_label, MASK_VALUE, part)
+            label = _fold(jnp.maximum, label, jnp.where(is_label, part, MASK_VALUE))
+            others.append(other)
+        return label, *others
+
+    def plain():
+        return jnp.full(narrow, MASK_VALUE, jnp.float32), *z
+
+    label, *z = lax.cond(marked > 0, without_labels_and_masks, plain)
+    label = jnp.max(label, axis=1)
+    if env.in_8_bits:  # exact elsewhere
+        label = jnp.full_like(label, MASK_VALUE)
+    return Stats(*_sums(z, label, to_base_2, keep, env.in_8_bits))
+
+
+def _sums(parts, label, to_base_2, keep=None, rounded=False):
+    """`Stats` over columns in parts of one width, and a label that is in none of them.
+
+    Calls keep(i, exponentials). If rounded, the sums are of these in bfloat16.
+    """
+    narrow = (parts[0].shape[0], _WIDTH)
+    largest = jnp.full(narrow, MASK_VALUE, jnp.float32)
+    for z in parts:
+        largest = _fold(jnp.maximum, largest, z)
+    row_max = jnp.maximum(jnp.max(largest, axis=1), label) * to_base_2
+    so_far = [jnp.zeros(narrow, jnp.float32)] * 3
+    for i, z in enumerate(parts):
+        shifted = z * to_base_2 - logits.along(row_max, z.shape)
+        exps = jnp.exp2(shifted)
+        if rounded:
+            exps = exps.astype(jnp.bfloat16).astype(jnp.float32)
+        if keep is not None:
+            keep(i, exps)
+        terms = exps, exps * shifted, exps * exps
+        so_far = [_fold(jnp.add, x, y) for x, y in zip(so_far, terms, strict=True)]
+    others, weighted, squares = (jnp.sum(x, axis=1) for x in so_far)
+    label = label * to_base_2
+    shifted = label - row_max
+    of_label = jnp.exp2(shifted)
+    weighted = weighted + of_label * shifted
+    squares = squares + of_label * of_label
+    # Rounded before the subtraction: a fused multiply-subtract would not round the
+    # product, and of MASK_VALUE the difference would be 2^76 instead of 0.
+    row_max, label = (
+        jnp.maximum(x * logits.LN_2, MASK_VALUE) for x in (row_max, label)
+    )
+    return row_max, others, weighted * logits.LN_2, squares, label
+
+
+def _fold(op, narrow, part):
+    """Reduce the columns of a part by op, _WIDTH at a time."""
+    return functools.reduce(op, logits.parts(part, _WIDTH), narrow)

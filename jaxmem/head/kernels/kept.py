@@ -1,0 +1,170 @@
+"""Derivative of logits from their kept exponentials, in place, without a product.
+
+Each block processes tiles in turn: a tile and its row data are loaded into an SMEM
+buffer, overwritten by derivatives and stored back, while the next tiles are loaded.
+ln p is the logarithm of an exponential kept to 8 bits, which a derivative in 16 bits
+allows.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.head.kernels import dlogits, logits, ring
+from jaxmem.head.kernels.forward import Kept
+from jaxmem.head.kernels.logits import Env
+from jaxmem.head.kernels.ring import ceil_div
+from jaxmem.head.maths.row_stats import Coefficients, Outputs
+
+_BUFFERS = 3  # per block: one being loaded, one computed, one stored
+_BLOCKS = 2  # per SM: as many as shared memory holds
+_TINY = 1.2e-38  # the smallest normal float32; p counts as 0 there
+
+
+def derivative(
+    env: Env, kept: Kept, n_active, labels, rows: Outputs, c: Coefficients,
+    inverse_temperature=None,
+) -> jax.Array:  # fmt: skip
+    """dloss/d(h Wᵀ), [n_rows, columns] in hidden's type, in the buffer of kept.exps.
+
+    0 where masked, and in inactive rows of a tile with active ones; other rows are
+    undefined. env is that of the launch that kept them.
+    """
+    of_rows = dlogits.fold(rows, c, inverse_temperature, env.softcap)
+    if env.softcap is not None:
+        of_rows["row_max"] = rows.max
+    # Without an active row, products still read one tile of rows.
+    n_tiles = jnp.maximum(ceil_div(n_active, env.tiles.rows), 1) * env.n_tiles
+    operands = dict(
+        scalars=jnp.stack([n_active, n_tiles]), max=kept.max, labels=labels,
+        rows=jnp.stack(tuple(of_rows.values())),
+        marked=_marked_tiles(env, labels, n_active),
+    )  # fmt: skip
+    names = *operands, "exps"
+    kernel = pl.kernel(
+        functools.partial(_kernel, env, names, tuple(of_rows)),
+        mesh=plgpu.Mesh(grid=(_BLOCKS * env.n_blocks,), grid_names=("block",)),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+
+    def run(exps):
+        kernel(*operands.values(), exps)  # pyright: ignore[reportCallIssue]
+
+    # A scan over calls stacks their residuals.
+    return ring.in_place(run, lax.optimization_barrier(kept.exps))
+
+
+def _marked_tiles(env, labels, n_active):
+    """Tiles with labels or masks, including those where active rows end."""
+    first_row = jnp.arange(env.n_rows // env.tiles.rows) * env.tiles.rows
+    ends = first_row + env.tiles.rows > n_active
+    return logits.tiles_with_labels_or_mask(env, labels) | ends[:, None]
+
+
+def _kernel(env, names, row_names, *refs):
+    t, gmem = env.tiles, dict(zip(names, refs, strict=True))
+    tile = _BUFFERS, t.rows, t.columns
+
+    @functools.partial(
+        pl.run_scoped,
+        exps=plgpu.SMEM(tile, env.dtype, transforms=ring.swizzle(env.dtype)),
+        max=plgpu.SMEM((_BUFFERS, t.rows), jnp.float32),
+        labels=plgpu.SMEM((_BUFFERS, t.rows), jnp.int32),
+        rows=plgpu.SMEM((_BUFFERS, len(row_names), t.rows), jnp.float32),
+        full=plgpu.Barrier(num_arrivals=4, num_barriers=_BUFFERS),
+    )
+    def _scope(full, **smem):
+        block, n_blocks = lax.axis_index("block"), _BLOCKS * env.n_blocks
+        n_mine = ceil_div(lax.max(gmem["scalars"][1] - block, 0), n_blocks)
+
+        def load(i):
+            slot = lax.rem(i, _BUFFERS)
+            _fetch(env, gmem, smem, slot, i * n_blocks + block, full.at[slot])
+
+        for i in range(_BUFFERS - 1):
+            pl.when(i < n_mine)(functools.partial(load, i))
+
+        @pl.loop(0, n_mine)
+        def _tile(i):
+            slot = lax.rem(i, _BUFFERS)
+            plgpu.barrier_wait(full.at[slot])
+            here = {k: ref.at[slot] for k, ref in smem.items()}
+            _work(env, row_names, gmem, here, i * n_blocks + block)
+            # The next tile overwrites the buffer of the previous one.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            pl.when(i + _BUFFERS - 1 < n_mine)(lambda: load(i + _BUFFERS - 1))
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _place(env, gmem, at):
+    """(row tile, column tile, exponentials) of the at-th tile, ordered along V."""
+    t, row, column = env.tiles, lax.div(at, env.n_tiles), lax.rem(at, env.n_tiles)
+    rows, columns = pl.ds(row * t.rows, t.rows), pl.ds(column * t.columns, t.columns)
+    return row, column, gmem["exps"].at[rows, columns]
+
+
+def _fetch(env, gmem, smem, slot, at, full):
+    """Starts loading a tile and its row data."""
+    row, column, exps = _place(env, gmem, at)
+    rows = pl.ds(row * env.tiles.rows, env.tiles.rows)
+    of_tile = lax.min(column, gmem["max"].shape[0] - 1)  # tiles of padding have none
+    plgpu.copy_gmem_to_smem(exps, smem["exps"].at[slot], full)
+    plgpu.copy_gmem_to_smem(gmem["max"].at[of_tile, rows], smem["max"].at[slot], full)
+    plgpu.copy_gmem_to_smem(gmem["labels"].at[rows], smem["labels"].at[slot], full)
+    plgpu.copy_gmem_to_smem(gmem["rows"].at[:, rows], smem["rows"].at[slot], full)
+
+
+def _work(env, row_names, gmem, smem, at):
+    """Turns a tile of exponentials into derivatives and stores it."""
+    row, column, exps = _place(env, gmem, at)
+    of_rows = {k: smem["rows"][j] for j, k in enumerate(row_names)}
+    shift = (
+        smem["max"][...] * logits.LOG2_E - of_rows["max"]
+    )  # rescales from the tile's maximum to the row's
+    of_rows |= {"shift": shift, "scale": jnp.exp2(shift)}
+    is_marked = gmem["marked"][row, column] > 0
+
+    @pl.when(is_marked)
+    def _with_labels_or_masks():
+        t, labels = env.tiles, {"label": smem["labels"][...]}
+        first = row * t.rows, column * t.columns, gmem["scalars"][0]
+        _turn(env, smem["exps"], of_rows | labels, first)
+
+    @pl.when(~is_marked)
+    def _plain():
+        _turn(env, smem["exps"], of_rows)
+
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem["exps"], exps)
+
+
+def _turn(env, smem, row, at=None):
+    """Overwrites a tile's exponentials by derivatives, a swizzle of columns at a time.
+
+    `at` is (its first row, first column, n_active) where labels or masks may lie.
+    """
+    width = 64
+    for i in range(env.tiles.columns // width):
+        part = smem.at[:, pl.ds(i * width, width)]
+        exps = plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        dz = _derivative(env, exps, row)
+        if at is not None:
+            first = at[1] + i * width
+            dz = dlogits.marked(env, dz, first, row["label"], row["at_label"])
+            live = at[0] + lax.broadcasted_iota(jnp.int32, dz.shape, 0) < at[2]
+            dz = jnp.where(live, dz, 0.0)
+        part[...] = dz.astype(env.dtype)
+
+
+def _derivative(env, exps, row):
+    row = {k: logits.along(x, exps.shape) for k, x in row.items()}
+    e, z = exps * row["scale"], None
+    x = jnp.log2(jnp.maximum(exps, _TINY)) + row["shift"]
+    if env.softcap is not None:
+        z = x * logits.LN_2 + row["row_max"]
+    return dlogits.of_exponentials(env, e, x, z, row)

@@ -1,0 +1,274 @@
+"""A kernel that finds sampled entries among numbers in memory, by blocks of columns.
+
+Systematic sampling uses upper bounds of the units (`maths.column_sampling`) of each
+block: only blocks whose bound contains a multiple of u are read. In these, a column is
+kept if its own units reach the multiple; if none does, because a bound is not tight,
+the slot stays empty. Each column is kept for exactly as many starts as it has units, so
+the bounds change which columns are drawn together, but no probability.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.head.kernels import row_tiles, typed
+from jaxmem.head.kernels.row_tiles import PARAMS, beside, store
+from jaxmem.head.maths import column_sampling
+from jaxmem.head.maths.column_sampling import Entries, Sampling
+
+# Of a block's mass: its rounding, and that of exponentials that are computed anew.
+_ROUNDED = 2.0**-14
+MARGIN = 2.0**-13  # of `Sampling`: relative excess of the bounds over the units
+_SLOTS = 8  # of a program, some in each of its four warps
+_LANES = 32  # threads of a warp
+# What is written to SMEM is committed before it is read, and written once.
+_PARAMS = dataclasses.replace(PARAMS, unsafe_no_auto_barriers=True)
+_SUMS = 128  # running sums that they are compared with at a time
+
+
+class Density(NamedTuple):
+    """Probabilities of columns, from what is in memory.
+
+    Attributes:
+        of: of tiles [width], of numbers of their block [] and of their row [], all
+            float32, to probabilities [width].
+        tiles: its first arguments, [C, V]; the tiles have no columns from V on.
+        blocks: the next ones, [C, n].
+        rows: the last ones, [C].
+    """
+
+    of: Callable[..., jax.Array]
+    tiles: tuple[jax.Array, ...]
+    blocks: tuple[jax.Array, ...] = ()
+    rows: tuple[jax.Array, ...] = ()
+
+
+def bounds(
+    sampling: Sampling, width: int, mass: jax.Array, others: jax.Array, tops: int
+) -> jax.Array:
+    """Upper bounds of the sum of units of a block's columns, int32.
+
+    A column is kept at most once, so that the largest ones count as 1 each, or less.
+    `mass` is Σ density over the block [C, n], `others` that without `tops` columns.
+    """
+    capped = tops + sampling.rate * others
+    bound = jnp.minimum(sampling.rate * mass, capped)
+    bound += sampling.rate * mass * _ROUNDED
+    units = jnp.ceil(bound * sampling.one).astype(jnp.int32) + width
+    return jnp.where(mass > 0, units, 0)
+
+
+def select(
+    sampling: Sampling, density: Density, bounds: jax.Array, width: int,
+    starts: jax.Array,
+) -> Entries:  # fmt: skip
+    """Entries of rows that are in memory, with their densities as p.
+
+    The bounds are of the units of each block, int32 [C, n], and keep to the sampling's
+    margin; blocks have 64, 128 or 256 columns.
+    """
+    sums = running_sums(bounds)
+    operands = starts, sums, *density.tiles, *density.blocks, *density.rows
+    groups = pl.cdiv(sampling.slots, _SLOTS)
+    shape = len(starts), groups * _SLOTS
+    outs = [jax.ShapeDtypeStruct(shape, x) for x in (jnp.int32, jnp.float32)]
+    scratch = [
+        plgpu.SMEM((_SLOTS,), jnp.int32),
+        plgpu.SMEM((_SLOTS * width,), jnp.float32),
+    ]
+    body = _Select(sampling, density, width, bounds.shape[1]).kernel(sums.shape[1])
+    grid = {"group": groups, "row": len(starts)}
+    columns, p = typed.launch(body, outs, grid, _PARAMS, operands, scratch)
+    return Entries(columns[:, : sampling.slots], p[:, : sampling.slots])
+
+
+def running_sums(x: jax.Array) -> jax.Array:
+    """Running sums of rows, int32 [C, n], n to a multiple of 128 with the last one."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _SUMS)))
+    n_rows, n = x.shape
+    layout = plgpu.Layout.WG_STRIDED((n,), 1)
+
+    def sampled_running_sums(x_ref, sums_ref, so_far):
+        row = lax.axis_index("row")
+        sums = plgpu.load(x_ref.at[row], layout=layout, optimized=False)
+        so_far[pl.ds(0, n)] = plgpu.layout_cast(jnp.zeros(n, jnp.int32), layout)
+        distance = 1
+        while distance < n:
+            so_far[pl.ds(n, n)] = sums
+            sums += plgpu.load(so_far.at[pl.ds(n - distance, n)], layout=layout)
+            distance *= 2
+        sums_ref[row] = sums
+
+    out = jax.ShapeDtypeStruct(x.shape, jnp.int32)
+    scratch = [plgpu.SMEM((2 * n,), jnp.int32)]
+    grid = {"row": n_rows}
+    return typed.launch(sampled_running_sums, out, grid, PARAMS, (x,), scratch)
+
+
+class _Select:
+    """What a program does for one row."""
+
+    def __init__(self, sampling: Sampling, density: Density, width: int, n_blocks: int):
+        self.sampling, self.density, self.width = sampling, density, width
+        self.n_blocks = n_blocks
+        self.length = density.tiles[0].shape[1]
+        self.last = self.length - width  # where the last block of a row is read
+        self.each = min(width // _LANES, 4)
+        self.groups = width // self.each
+        tiling = ((4, self.groups, self.each), (_LANES, self.each))
+        several = self.groups > _LANES
+        self.of_slots = plgpu.Layout.TILED(
+            plgpu.Tiling(tiling[: 1 + several]),
+            warp_dims=(-5 if several else -3,), lane_dims=(-2,), vector_dim=-1,
+        )  # fmt: skip
+
+    def kernel(self, n_sums: int) -> Callable[..., None]:
+        """The kernel, of a padded number of blocks."""
+        sizes = [len(x) for x in self.density[1:]]
+
+        def sampled_pick(starts_ref, *refs):
+            *refs, columns_ref, p_ref, block, p_smem = refs
+            row, first = lax.axis_index("row"), lax.axis_index("group") * _SLOTS
+            here, start = pl.ds(first, _SLOTS), starts_ref[row]
+            n_live = (refs[0][row, n_sums - 1] + start) >> self.sampling.bits
+            slot = lax.broadcasted_iota(jnp.int32, (_SLOTS,), 0) + first
+
+            @pl.when(first < n_live)
+            def _some():
+                sums_ref, *others = (ref.at[row] for ref in refs)
+                others = iter(others)
+                tiles, blocks, rows = ([next(others) for _ in range(n)] for n in sizes)
+                rows = [ref[...] for ref in rows]
+                rest = (slot + 1) * self.sampling.one - start
+                at, passed = self._block_of(rest, sums_ref, n_sums)
+                block[...] = at
+                plgpu.commit_smem()
+                self._keep(block, tiles, blocks, rows, p_smem)
+                plgpu.commit_smem()
+                columns, p = self._columns(rest - passed, at, p_smem)
+                columns = jnp.where(slot < n_live, columns, self.sampling.columns)
+                store(columns_ref.at[row, here], columns)
+                store(p_ref.at[row, here], jnp.where(slot < n_live, p, 0.0))
+
+            @pl.when(first >= n_live)
+            def _none():
+                none = jnp.where(slot < 0, 0, self.sampling.columns)
+                store(columns_ref.at[row, here], none)
+                store(p_ref.at[row, here], jnp.where(slot < 0, 1.0, 0.0))
+
+        return sampled_pick
+
+    def _block_of(self, rest, sums_ref, n_sums):
+        """The block whose running sum first reaches each of `rest`; the sum before."""
+        of_sum, of_sums = _layouts(_SUMS // _LANES)
+        before = passed = jnp.zeros((_SLOTS, _SUMS), jnp.int32)
+        wanted = beside(rest, (_SLOTS, _SUMS))
+        for first in range(0, n_sums, _SUMS):
+            here = sums_ref.at[pl.ds(first, _SUMS)]
+            here = plgpu.load(here, layout=of_sum, optimized=False)
+            here = lax.broadcast_in_dim(here, (_SLOTS, _SUMS), (1,))
+            here = plgpu.layout_cast(here, of_sums)
+            before += jnp.where(here < wanted, 1, 0)
+            passed = jnp.maximum(passed, jnp.where(here < wanted, here, 0))
+        block = jnp.minimum(jnp.sum(before, axis=1), self.n_blocks - 1)
+        return block, jnp.max(passed, axis=1)
+
+    def _keep(self, block, tile_refs, block_refs, rows, p_smem):
+        """Stores the probabilities of all slots' blocks, 0 where there is no column.
+
+        All threads share one block after another, so that each number is loaded once.
+        """
+        shape, n_threads = (self.width,), min(self.width, 128)
+        at_once = math.gcd(self.width // n_threads, self.length)
+        if self.width < 128:  # columns for each thread: every warp has all
+            layout = _layouts(at_once)[0]
+        else:
+            layout = plgpu.Layout.WG_STRIDED(shape, at_once)
+        place = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
+        loaded = []
+        for here in [block[i] for i in range(_SLOTS)]:
+            begin = here * self.width
+            at = jnp.minimum(begin, self.last)
+            tiles = [
+                plgpu.load(
+                    ref.at[pl.ds(at, self.width)], layout=layout, optimized=False
+                )
+                for ref in tile_refs
+            ]
+            numbers = [ref[here] for ref in block_refs]
+            loaded.append((place + at, begin, tiles, numbers))
+        for i, (column, begin, tiles, numbers) in enumerate(loaded):
+            tiles = [x.astype(jnp.float32) for x in tiles]
+            p = self.density.of(*tiles, *numbers, *rows)
+            inside = (column >= begin) & (column < self.sampling.columns)
+            p_smem[pl.ds(i * self.width, self.width)] = jnp.where(inside, p, 0.0)
+
+    def _columns(self, rest, block, p_smem):
+        """(columns whose units reach `rest`, their densities) of each slot.
+
+        First among sums of a few neighbours in a thread, then among the few.
+        """
+        shape = _SLOTS, self.groups, self.each
+        p = row_tiles.load(p_smem, shape, self.of_slots)
+        units = column_sampling.units(self.sampling, p)
+        sums = jnp.sum(units, axis=2)
+        groups = lax.broadcasted_iota(jnp.int32, (_SLOTS, self.groups), 1)
+
+        def of_groups(chosen, x):
+            return jnp.sum(jnp.where(chosen, x, 0), axis=1)
+
+        group, passed = _search(
+            lambda n: of_groups(groups < beside(n, groups.shape), sums),
+            self.groups, rest,
+        )  # fmt: skip
+        own = groups == beside(group, groups.shape)
+        place = plgpu.layout_cast(
+            lax.broadcasted_iota(jnp.int32, shape, 2), self.of_slots
+        )
+
+        def of_own(chosen, x):
+            return of_groups(own, jnp.sum(jnp.where(chosen, x, 0), axis=2))
+
+        at, _ = _search(
+            lambda n: of_own(place < beside(n, shape), units), self.each, rest - passed
+        )
+        bits = lax.bitcast_convert_type(p, jnp.int32)
+        p = lax.bitcast_convert_type(
+            of_own(place == beside(at, shape), bits), jnp.float32
+        )
+        # A bound that is not tight may contain a multiple that no column reaches.
+        hit = jnp.sum(sums, axis=1) >= rest
+        first = jnp.minimum(block * self.width, self.last)
+        column = first + group * self.each + at
+        return jnp.where(hit, column, self.sampling.columns), jnp.where(hit, p, 0.0)
+
+
+def _search(total, size, rest):
+    """How many in a row do not reach `rest`, at most size - 1; their sum."""
+    at = passed = jnp.zeros(_SLOTS, jnp.int32)
+    while size := size // 2:
+        before = total(at + size)
+        at = jnp.where(before < rest, at + size, at)
+        passed = jnp.where(before < rest, before, passed)
+    return at, passed
+
+
+def _layouts(at_once):
+    """Shapes of one slot's columns in every warp, and of slots that warps share."""
+    tiled, width = plgpu.Layout.TILED, 32 * at_once
+    of_column = tiled(
+        plgpu.Tiling(((width,), (at_once,))),
+        warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1,
+    )  # fmt: skip
+    of_columns = tiled(
+        plgpu.Tiling(((4, width), (at_once,))),
+        warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1,
+    )  # fmt: skip
+    return of_column, of_columns

@@ -1,0 +1,259 @@
+"""Sampled derivatives of logits: which entries are kept, and what they weigh.
+
+docs/sampled.md has the estimator. The label's entry is exact, and every other column j
+is kept with a probability of integers,
+
+    q_j = min(1, (⌊κ p_j u⌋ + 1) / u)      u = 2^b units, κ slightly below K,
+
+which is positive wherever p_j > 0. With r uniform over {0, ..., u - 1}, one number per
+token, and C_j the running sum of u q, column j is kept where a multiple of u lies in
+(C_{j-1} + r, C_j + r]. As u q_j ≤ u, that happens for exactly u q_j values of r. As
+Σ_j u q_j ≤ K u, at most K columns are kept; the number of the multiple is the entry's
+slot.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.head.maths import checks, running_sums
+from jaxmem.head.maths.gradients import Sample
+from jaxmem.head.maths.row_stats import Coefficients, Normaliser, Outputs
+
+_BITS = 30  # K units fit, and so does any running sum plus a start
+_ROUNDING = 2.0**-12  # how far a row's probabilities may add up to more than 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Static facts: at most `slots` entries of each row, besides the label's.
+
+    Attributes:
+        slots: K.
+        columns: of the vocabulary, or of this shard's part.
+        margin: relative error of the sums that the search goes by, 0 where they are
+            those of the very units that it finds.
+    """
+
+    slots: int
+    columns: int
+    margin: float = 0.0
+
+    @property
+    def bits(self) -> int:
+        """Bits of one unit: b, so that K 2^b fits."""
+        return _BITS - (self.slots - 1).bit_length()
+
+    @property
+    def one(self) -> int:
+        """Units of a probability of 1."""
+        return 1 << self.bits
+
+    @property
+    def rate(self) -> float:
+        """κ: K less what rounding up adds to a row's sum, so that K slots suffice."""
+        rounded_up = 1.02 * (self.columns + 512) / self.one
+        return self.slots * (1 - _ROUNDING - self.margin) - rounded_up
+
+
+class Entries(NamedTuple):
+    """The sampled entries of each token: residuals of the backward pass.
+
+    An empty slot has p = 0 and a column past the last one, so that sorting by column
+    moves it to the end. The label's entry is not among them.
+    """
+
+    columns: jax.Array  # int32 [N, K]
+    p: jax.Array  # probabilities [N, K]
+    # p / q [N, K], where q is not that of these p; see `eight_bits`
+    weights: Any = None
+
+
+class Derivative(NamedTuple):
+    """Entries of each token's derivative, the label's first; all others are zero."""
+
+    columns: jax.Array  # int32 [N, 1 + K]
+    values: jax.Array  # [N, 1 + K]; 0 in an empty slot
+
+
+def token_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One key for each token, whatever other tokens and devices there are."""
+    if key.shape:
+        return key
+    token_ids = jnp.arange(math.prod(shape), dtype=jnp.uint32)
+    return jnp.reshape(jax.vmap(lambda i: jax.random.fold_in(key, i))(token_ids), shape)
+
+
+def draws(keys: jax.Array) -> jax.Array:
+    """Uniform uint32 [N] of the tokens' keys."""
+    return jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32))(keys)
+
+
+def starts(sampling: Sampling, draws: jax.Array, shard: ArrayLike = 0) -> jax.Array:
+    """r, int32 [N], uniform over {0, ..., u - 1}; another one on each shard.
+
+    For shards, the draws, uint32 [N], are mixed with the shard's number by a bijection
+    of uint32 (the finalizer of MurmurHash3), so that they stay uniform and look
+    independent.
+    """
+    mixed = draws + jnp.uint32(0x9E3779B9) * jnp.asarray(shard).astype(jnp.uint32)
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(factor)
+    return ((mixed ^ (mixed >> 16)) >> (32 - sampling.bits)).astype(jnp.int32)
+
+
+def units(sampling: Sampling, p: jax.Array) -> jax.Array:
+    """Probabilities q of being kept, in units; 0 where p is 0 or NaN."""
+    scaled = (p * (sampling.rate * sampling.one)).astype(jnp.int32) + 1
+    return jnp.where(p > 0, jnp.minimum(scaled, sampling.one), 0)
+
+
+def at_columns(tree: Any, columns: jax.Array) -> Any:
+    """Entries of every [C, V] of a tree in columns [C, K], of which none need exist."""
+    return jax.tree.map(
+        lambda x: jnp.take_along_axis(x, columns, axis=1, mode="clip"), tree
+    )
+
+
+def inverse(sampling: Sampling, p: jax.Array) -> jax.Array:
+    """1 / q, what entries with these probabilities weigh; 0 where p is 0."""
+    q = units(sampling, p).astype(p.dtype) / sampling.one
+    return jnp.where(p > 0, 1 / jnp.where(p > 0, q, 1), 0)
+
+
+def scale(part_max: jax.Array, rows: Outputs | Normaliser) -> jax.Array:
+    """What makes probabilities of e^(z - part_max), of some rows and columns."""
+    nothing = part_max == -jnp.inf  # and -inf - -inf would be NaN
+    log_scale = jnp.where(nothing, 0, part_max - rows.max) - rows.log_sum
+    return jnp.where(nothing, 0, jnp.exp(log_scale))
+
+
+def none(sampling: Sampling, n_rows: int, dtype) -> Entries:
+    """Entries of rows that have none."""
+    columns = jnp.full((n_rows, sampling.slots), sampling.columns, jnp.int32)
+    return Entries(columns, jnp.zeros(columns.shape, dtype))
+
+
+def select(
+    sampling: Sampling, exps: jax.Array, scale: jax.Array, starts: jax.Array
+) -> Entries:
+    """Entries of rows whose whole vocabulary, or this shard's part of it, is here.
+
+    exps [C, V], 0 at the label, times scale [C] are probabilities; starts are int32
+    [C].
+    """
+
+    def units_of(exps):
+        return units(sampling, exps * _beside(scale, exps))
+
+    multiples = jnp.arange(1, sampling.slots + 1, dtype=jnp.int32) * sampling.one
+    targets = multiples[None] - starts[:, None]
+    tree = running_sums.tree(units_of(exps))
+    live, column, exps = running_sums.find(tree, units_of, exps, targets)
+    p = jnp.where(live, exps * scale[:, None], 0)
+    return Entries(jnp.where(p > 0, column, sampling.columns), p)
+
+
+def derivative(
+    sampling: Sampling, entries: Entries, labels: jax.Array, rows: Outputs,
+    c: Coefficients,
+) -> tuple[jax.Array, Derivative]:  # fmt: skip
+    """(ln p of the entries, dz_j / q_j), with dz of the label's in the first slot.
+
+    Labels [N] are columns; one outside [0, V) is in another part. Of the statistics,
+    logprob is read, and c has the coefficients of the rows.
+    """
+    ln_p = jnp.log(jnp.where(entries.p > 0, entries.p, 1))
+    # p / q first: their quotient is near 1/κ even where both are tiny.
+    weight = entries.weights
+    if weight is None:
+        q = units(sampling, entries.p).astype(ln_p.dtype) / sampling.one
+        weight = jnp.where(entries.p > 0, entries.p / jnp.where(q > 0, q, 1), 0)
+    others = _slope(c, ln_p, entries.p, c.label)
+    others = jnp.where(entries.p > 0, weight * others, 0)
+    here = (labels >= 0) & (labels < sampling.columns)
+    ln_p_label = jnp.maximum(rows.logprob, jnp.finfo(ln_p.dtype).min)[:, None]
+    p_label = jnp.exp(ln_p_label)
+    at_label = p_label * _slope(c, ln_p_label, p_label, None)
+    if c.label is not None:  # 1 - p would round to 0
+        at_label += (c.label * -jnp.expm1(rows.logprob))[:, None]
+    column = jnp.where(here, labels, sampling.columns)[:, None]
+    return jnp.concatenate([ln_p_label, ln_p], axis=1), Derivative(
+        jnp.concatenate([column, entries.columns], axis=1),
+        jnp.concatenate([jnp.where(here[:, None], at_label, 0), others], axis=1),
+    )
+
+
+class Pairs(NamedTuple):
+    """Entries of all tokens in the order of their columns, empty slots last."""
+
+    columns: jax.Array  # int32 [N (K + 1)]
+    tokens: jax.Array
+    values: jax.Array
+
+
+def sort_by_column(dz: Derivative) -> Pairs:
+    """Pairs of all entries; tokens of one column stay in their order."""
+    n_slots = dz.columns.shape[1]
+    at = jnp.arange(dz.columns.size, dtype=jnp.int32)
+    columns, at = lax.sort((dz.columns.reshape(-1), at), num_keys=1)
+    return Pairs(columns, at // n_slots, dz.values.reshape(-1)[at])
+
+
+def _slope(c, ln_p, p, label):
+    """α - label + β ln p + γ p, of rows [N, slots]; what is absent is zero."""
+    slope = jnp.zeros_like(p)
+    terms = (c.alpha, 1), (label, -1), (c.beta, ln_p), (c.gamma, p)
+    for coefficient, factor in terms:
+        if coefficient is not None:
+            slope += coefficient[:, None] * factor
+    return slope
+
+
+def _beside(rows, x):
+    return rows.reshape(rows.shape + (1,) * (x.ndim - 1))
+
+
+def check_key(key, gradient, shape: tuple[int, ...]) -> jax.Array | None:
+    """A typed PRNG key, or one for each token; None where nothing is sampled."""
+    if not isinstance(gradient, Sample):
+        if key is not None:
+            raise ValueError(
+                "key must not be given without gradient=jaxmem.Sample(k): the exact "
+                "gradient draws no random numbers"
+            )
+        return None
+    if key is None:
+        raise ValueError(
+            f"key must be given with gradient={gradient}, such as "
+            "jax.random.fold_in(jax.random.key(seed), step)"
+        )
+    return check_keys(key, shape)
+
+
+def check_keys(key, shape: tuple[int, ...]) -> jax.Array:
+    """A typed PRNG key, or one for each token; those of `PRNGKey` are uint32."""
+    is_array = isinstance(key, (jax.Array, np.ndarray))
+    try:
+        if not is_array:
+            raise TypeError("no array")
+        keys = jnp.asarray(key)
+        if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+            keys = jax.random.wrap_key_data(keys)
+    except TypeError as error:
+        got = f"{key.dtype}{list(key.shape)}" if is_array else checks.brief(key)
+        raise TypeError(
+            f"key must be a PRNG key, as jax.random.key makes them, got {got}"
+        ) from error
+    if keys.shape not in ((), shape):
+        raise ValueError(
+            f"key must be one PRNG key or one for each token, {list(shape)}, got keys "
+            f"of shape {list(keys.shape)}"
+        )
+    return keys

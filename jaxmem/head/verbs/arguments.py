@@ -1,0 +1,263 @@
+"""Arguments of the public functions: checked, flattened to [N, ...], and typed."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem import devices
+from jaxmem.head.backends import choose
+from jaxmem.head.backends.protocol import Backend, Sampler
+from jaxmem.head.maths import (
+    call_report,
+    checks,
+    column_sampling,
+    eight_bits,
+    gradients,
+    partition,
+    vocab_shards,
+)
+from jaxmem.head.maths.backend_operands import Factors, Logits, Rows
+from jaxmem.head.maths.head import Head, as_head
+from jaxmem.head.maths.spec import CallOptions, Implementation, Spec
+
+NO_LABELS = object()  # stands for the labels of a verb that takes none
+
+
+class Call(NamedTuple):
+    """A call whose arguments have passed all checks."""
+
+    spec: Spec
+    backend: Backend
+    source: Any  # Factors or Logits
+    rows: Any  # `Rows`; of a loss, the operands that its rule calls given
+    shape: tuple[int, ...]  # of the caller's tokens
+
+
+def columns_call(
+    verb: str, hidden, W, options: CallOptions, labels=NO_LABELS
+) -> tuple[Spec, Factors, Rows, tuple[int, ...]]:
+    """A call that only "xla" runs: (spec, source, rows, tokens' shape).
+
+    The source is still to be typed, and the call to be recorded.
+    """
+    check_only_xla(verb, options.implementation)
+    source, head, shape = read_head(hidden, W)
+    spec = spec_of(source, head, (), options)
+    gradients.facts_of_whole_logits(options.gradient, spec.vocab_size)
+    return spec, source, read_rows(spec, shape, labels, options), shape
+
+
+def read_logits(logits, head: Head) -> tuple[Logits, Head, tuple[int, ...]]:
+    """Given logits [..., V] as `read_head` returns a head; head has no W."""
+    logits = checks.as_array("logits", logits)
+    checks.check_hidden(logits, "logits")
+    shape = logits.shape[:-1]
+    flat = jnp.reshape(logits, (math.prod(shape), logits.shape[-1]))
+    return Logits(flat), head, shape
+
+
+def call(
+    verb: str, outputs: Sequence[str], operands: tuple, labels, options: CallOptions
+) -> Call:
+    """A call whose operands are those of `read_head` or `read_logits`."""
+    source, head, shape = operands
+    spec = spec_of(source, head, outputs, options)
+    rows = read_rows(spec, shape, labels, options)
+    if spec.forward != "exact":
+        eight_bits.check(spec, source, rows)
+    of_types = _typed_samples if spec.gradient_samples else typed
+    spec, source = of_types(spec, source, rows)
+    backend, why = choose.choose(options.implementation, spec, source)
+    live_bytes = 4 * spec.chunk * spec.columns if backend.stores_logits else 0
+    facts = spec.chunk, live_bytes, spec.gradient_samples, spec.forward
+    call_report.record(verb, source.shapes(shape), backend.name, why, *facts)
+    return Call(spec, backend, source, rows, shape)
+
+
+def _typed_samples(spec, given, rows):
+    """`typed`, but with W as given if all devices have fewer tokens than columns.
+
+    Then its gradient takes less communication in parts of the vocabulary.
+    """
+    spec, source = typed(spec, given, rows)
+    axes = vocab_shards.varying(source) - vocab_shards.varying((given.W, given.bias))
+    mesh_axes = jax.sharding.get_abstract_mesh().axis_names
+    axes = tuple(axis for axis in mesh_axes if axis in axes)
+    if not axes or given.hidden.shape[0] * jax.lax.axis_size(axes) >= spec.columns:
+        return spec, source
+    spec = dataclasses.replace(spec, token_axes=axes)
+    return spec, given._replace(hidden=source.hidden)
+
+
+def check_only_xla(verb: str, implementation: Implementation | None) -> None:
+    """Raise for an implementation that a verb which only "xla" has cannot use."""
+    choose.check(implementation)
+    if implementation not in (None, "xla"):
+        raise NotImplementedError(
+            f"implementation={implementation!r} has no {verb}: its kernels reduce one "
+            "head's logits to the statistics of token_stats and keep no row of them; "
+            "pass implementation=None"
+        )
+
+
+def sampler(
+    implementation: Implementation | None, spec: Spec, source: Factors
+) -> Sampler | None:
+    """The loops of `Sample(k)` for a verb that only "xla" has; None without it."""
+    if spec.gradient_samples is None:
+        return None
+    return choose.choose(implementation, spec, source)[0].sampler
+
+
+def uses_kernels(implementation: Implementation | None) -> bool:
+    """Whether kernels may read the logits of a verb that only "xla" has."""
+    on_gpu = implementation is None and devices.backend() == "gpu"
+    return on_gpu and devices.has_mosaic()
+
+
+def record_only_xla(
+    verb: str, spec: Spec, shapes, implementation: str | None, live_bytes=None
+) -> None:
+    """Record the call of a verb that only "xla" has in every open `jaxmem.report()`.
+
+    The live bytes are those of a chunk's logits, unless others are given.
+    """
+    why = "named by the caller" if implementation else f"the only one with {verb}"
+    live_bytes = 4 * spec.chunk * spec.columns if live_bytes is None else live_bytes
+    facts = spec.chunk, live_bytes, spec.gradient_samples
+    call_report.record(verb, shapes, "xla", why, *facts)
+
+
+def spec_of(source: Any, head: Head, outputs, options: CallOptions) -> Spec:
+    """The static facts of a call, of which `facts` has those that are given."""
+    tokens, dtype = source[0].shape[0], np.dtype(source[0].dtype)
+    columns = all_columns = vocab_size = source.columns(head.layout)
+    facts: dict[str, Any] = {"token_parallel": partition.is_possible()}
+    if options.axis_name is not None:
+        facts["shards"] = shards = vocab_shards.check_axis_name(options.axis_name)
+        all_columns = vocab_size = columns * shards.count
+    if head.vocab_size is not None:
+        vocab_size = checks.check_vocab_size(head.vocab_size, all_columns)
+    if head.softcap is not None:
+        facts["softcap"] = checks.check_softcap(head.softcap)
+    if options.gradient is not None:
+        facts |= gradients.facts(options.gradient, vocab_size)
+        if source.W.dtype == np.promote_types(dtype, np.float32):
+            facts["gradient_blocks"] = 1  # sums in W's dtype are its gradient itself
+    of_chunk = columns
+    if options.vocab_groups is not None:
+        facts["vocab_groups"] = _groups_of(options, all_columns, facts.get("shards"))
+        of_chunk = all_columns  # the bits may not depend on the shards
+    chunk = checks.check_chunk(options.chunk, tokens, of_chunk)
+    outputs = tuple(outputs)
+    return Spec(columns, vocab_size, chunk, outputs, dtype, head.layout, **facts)
+
+
+def _groups_of(options, all_columns, shards):
+    """The checked `vocab_groups`."""
+    n_shards = shards.count if shards else 1
+    groups = checks.check_vocab_groups(options.vocab_groups, all_columns, n_shards)
+    if options.gradient is not None:
+        raise NotImplementedError(
+            f"vocab_groups cannot be combined with gradient={options.gradient}; pass "
+            "one of both"
+        )
+    return groups
+
+
+def read_head(hidden, W, prefix: str = "") -> tuple[Factors, Head, tuple[int, ...]]:
+    """Operands with tokens in one axis, the head with its layout, the tokens' shape.
+
+    Errors put the prefix before the arguments' names, as in Teacher.W.
+    """
+    head = as_head(W)
+    hidden = checks.as_array(f"{prefix}hidden", hidden)
+    W = checks.as_array(f"{prefix}W", head.W)
+    checks.check_hidden(hidden, f"{prefix}hidden")
+    layout = checks.check_layout(hidden, W, head.layout, prefix)
+    bias = head.bias
+    if bias is not None:
+        bias = checks.as_array(f"{prefix}bias", bias)
+        columns = W.shape[0 if layout == "vd" else 1]
+        checks.check_bias(bias, columns, f"{prefix}bias")
+    shape, depth = hidden.shape[:-1], hidden.shape[-1]
+    flat = jnp.reshape(hidden, (math.prod(shape), depth))
+    return Factors(flat, W, bias), dataclasses.replace(head, layout=layout), shape
+
+
+def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: CallOptions) -> Rows:
+    """Labels, mask and temperature per token, [N]; labels are 0 for NO_LABELS."""
+    where, temperature, dtype = options.where, options.temperature, spec.stats_dtype
+    divisor = draws = None
+    if where is not None:
+        where = checks.read_where(where, shape)
+    labels = np.zeros(shape, np.int32) if labels is NO_LABELS else labels
+    labels = checks.as_visible_array("labels", labels)
+    checks.check_labels(labels, where, shape, spec.vocab_size)
+    if not isinstance(temperature, float) or temperature != 1:
+        divisor = read_temperature("temperature", temperature, shape, dtype)
+    labels = as_int32(labels, spec.vocab_size)
+    active = labels >= 0
+    if where is not None:
+        active = active & jnp.broadcast_to(jnp.asarray(where), shape)
+    if options.gradient is not None or options.key is not None:
+        keys = column_sampling.check_key(options.key, options.gradient, shape)
+        if keys is not None:
+            keys = jnp.reshape(column_sampling.token_keys(keys, shape), (-1,))
+            draws = column_sampling.draws(keys)
+    return Rows(labels.reshape(-1), active.reshape(-1), divisor, draws)
+
+
+def as_int32(ids, vocab_size: int) -> jax.Array:
+    """int32 ids, clipped to [-1, vocab_size] in their own dtype to avoid overflow."""
+    if jnp.iinfo(ids.dtype).max > np.iinfo(np.int32).max:
+        info = jnp.iinfo(ids.dtype)
+        low = ids.dtype.type(max(-1, info.min))
+        clip = np.clip if isinstance(ids, np.ndarray) else jnp.clip
+        ids = clip(ids, low, ids.dtype.type(vocab_size))
+    return jnp.asarray(ids.astype(np.int32))
+
+
+def read_temperature(
+    name: str, temperature, shape: tuple[int, ...], dtype
+) -> jax.Array | None:
+    """Checked, [N]; None for 1. A traced one that is not positive becomes NaN."""
+    temperature = checks.as_visible_array(name, temperature)
+    checks.check_temperature(temperature, shape, name)
+    if not isinstance(temperature, jax.Array) and np.all(np.asarray(temperature) == 1):
+        return None
+    temperature = jnp.asarray(temperature).astype(dtype)
+    temperature = jnp.where(temperature > 0, temperature, jnp.nan)
+    return jnp.reshape(jnp.broadcast_to(temperature, shape), (-1,))
+
+
+def typed(spec: Spec, source: Any, deciding) -> tuple[Spec, Any]:
+    """Spec and source, typed as varying along mesh axes inside `jax.shard_map`.
+
+    Results vary along the axes of the operands `deciding` and of the source, except
+    those that shard the vocabulary. The derivative of typing W as varying along an axis
+    of tokens sums its gradient over that axis.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:  # not inside of one
+        return spec, source
+    is_head, shards = isinstance(source, Factors), spec.shards
+    decided, split = vocab_shards.varying(deciding), frozenset()
+    if shards:
+        array = ("W", source.W) if is_head else ("logits", source.logits)
+        vocab_shards.check_split(shards, *array)
+        hidden = source.hidden if is_head else source
+        shards = vocab_shards.described(shards, hidden, deciding)
+        split = frozenset(shards.axes)
+    varying = (vocab_shards.varying(source) - split) | decided
+    # W's gradient is summed over all axes by that typing, and not by token_axes.
+    spec = dataclasses.replace(spec, shards=shards, varying=varying, token_axes=())
+    varied = vocab_shards.vary(source, spec.part_varying)
+    if is_head and shards:
+        axes = spec.part_varying.difference(shards.same_hidden)
+        varied = varied._replace(hidden=vocab_shards.vary(source.hidden, axes))
+    return spec, varied

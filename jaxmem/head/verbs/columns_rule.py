@@ -1,0 +1,318 @@
+"""Log-probabilities of distinct columns and of all others together, and derivatives.
+
+With S the columns of a token, m the maximum of z and R = ln Σ_(v not in S) e^(z_v),
+
+    ln p_k = z_k - ln(Σ_(u in S) e^(z_u) + e^R),   ln p_rest = R - ln(…)
+
+so that a rest of any size keeps its digits: 1 - Σ_(u in S) p_u would have none left
+where it is small. For cotangents g of ln p, G = Σ g with the rest's, the derivative is
+
+    dz_k = g_k - p_k G in S,    dz_v = (g_rest - p_rest G) e^(z_v - R) elsewhere.
+
+Where the vocabulary is sharded, each device has the logits of its part, and the
+columns of S that are in it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.head.backends import xla
+from jaxmem.head.backends.protocol import Sampler
+from jaxmem.head.backends.xla_sampled import sampling_of, starts_of
+from jaxmem.head.maths import column_sampling, row_stats, vocab_shards
+from jaxmem.head.maths.backend_operands import (
+    Factors,
+    Rows,
+    cotangent,
+    for_active_chunks,
+    put_all,
+    take,
+)
+from jaxmem.head.maths.column_sampling import Entries
+from jaxmem.head.maths.spec import Spec
+from jaxmem.head.verbs.given_ids import existing_columns
+from jaxmem.head.verbs.rule import LoopRule
+
+
+@dataclasses.dataclass(frozen=True)
+class SomeColumnsRule(LoopRule):
+    """A rule of some columns of each token, with a `Derivative` by the logits.
+
+    With a sampler, the forward pass keeps few entries of the other columns, and the
+    backward pass recomputes no logits.
+    """
+
+    sampler: Sampler | None
+
+    def loop(self, source, rows, given, starts) -> tuple[Any, dict]:
+        """`forward_loop`; with starts [N], the residuals have sampled entries."""
+        raise NotImplementedError
+
+    def derivative(self, given, result, saved, g) -> "Derivative":
+        """The derivative by the logits of some rows, for the result's cotangent g."""
+        raise NotImplementedError
+
+    def forward_loop(self, source, rows, given):
+        return self.loop(source, rows, given, None)
+
+    def saving_loop(self, source, rows, given):
+        starts = None
+        if self.sampler is not None:
+            sampling = sampling_of(self.spec)
+            starts = starts_of(self.spec, sampling, rows[0])
+        return self.loop(source, rows, given, starts)
+
+    def backward_loop(self, source, rows, given, result, saved, g):
+        operands = given, result, saved, g
+        if self.sampler is not None:
+            d = self.derivative(*operands)
+            dz = at_entries(self.spec, rows[0], d, saved["entries"])
+            return self.sampler.gradient(self.spec, source, rows[0], dz)
+
+        def derivative(row_ids):
+            def here(x):
+                is_id = jnp.issubdtype(x.dtype, jnp.integer)
+                return take(x, row_ids, fill_value=-1 if is_id else 0)
+
+            return self.derivative(*jax.tree.map(here, operands))
+
+        return pull(self.spec, source, rows[0], derivative)
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnsRule(SomeColumnsRule):
+    """The rule of ln p of K distinct columns a token and of the rest, [N, K + 1].
+
+    Given are their ids [N, K]. A negative id is absent, with ln p of -inf; an id that
+    does not exist makes its token NaN. Cotangents are 0 where ln p is -inf and no id
+    or no rest is there.
+    """
+
+    def loop(self, source, rows, given, starts):
+        (rows,), spec = rows, self.spec
+        head = source.cast(spec)
+
+        def chunk(row_ids, results):
+            z = logits(spec, head, rows, row_ids)
+            ids = take(given, row_ids, fill_value=-1)
+            parts = split(spec, z, ids)
+            saved = {"normaliser": parts.rest, "logsumexp": parts.logsumexp}
+            if starts is not None:
+                here = take(starts, row_ids)
+                saved |= sampled(spec, parts.logits, parts.rest, ids, here)
+            return put_all(results, row_ids, (parts.log_p, saved))
+
+        n_rows, n_ids = given.shape
+        zero = jnp.zeros(n_rows, spec.stats_dtype)
+        log_p = jnp.zeros((n_rows, n_ids + 1), spec.stats_dtype)
+        saved = {"normaliser": row_stats.Normaliser(zero, zero), "logsumexp": zero}
+        log_p, saved = vocab_shards.vary((log_p, saved), spec.varying)
+        results = log_p, saved | nothing_sampled(spec, starts)
+        return for_active_chunks(spec.chunk, rows.active, chunk, results)
+
+    def derivative(self, given, result, saved, g):
+        found = derivative_of_split(given, result, g, saved["normaliser"])
+        return found._replace(logits=result[:, :-1] + saved["logsumexp"][:, None])
+
+
+class Split(NamedTuple):
+    """Log-probabilities of some columns and of all others together."""
+
+    log_p: jax.Array  # [C, K + 1], the rest's last
+    rest: row_stats.Normaliser  # [C]
+    logits: jax.Array  # those given, in the same memory
+    largest: jax.Array  # [C], of them
+    logsumexp: jax.Array  # [C], of them
+
+
+class Derivative(NamedTuple):
+    """dz of rows of logits: a multiple of a softmax, except in some columns."""
+
+    ids: jax.Array  # int32 [C, K], distinct or negative
+    at_ids: jax.Array  # [C, K]
+    factor: jax.Array  # [C]
+    normaliser: row_stats.Normaliser  # [C], of the softmax
+    logits: jax.Array | None = None  # [C, K] of the ids, rounded, where none are there
+
+
+def sampled(spec: Spec, z, normaliser, ids, starts) -> dict[str, Entries]:
+    """Entries of a softmax of logits z [C, V] in other columns than ids [C, K].
+
+    Negative ids are absent; the normaliser is that of all columns, or without the ids.
+    """
+    density = jnp.exp(row_stats.log_softmax(z, normaliser))
+    return {"entries": select(spec, density, ids, starts)}
+
+
+def select(spec: Spec, density: jax.Array, ids, starts: jax.Array) -> Entries:
+    """Entries of rows, sampled by a density [C, V] of columns; not those of ids."""
+    if ids is not None:
+        density = density.at[places(spec, ids)].set(0, mode="drop")
+    ones = jnp.ones(len(density), density.dtype)
+    return column_sampling.select(sampling_of(spec), density, ones, starts)
+
+
+def nothing_sampled(spec: Spec, starts: jax.Array | None) -> dict[str, Entries]:
+    """`sampled` of rows [N] without entries; nothing without starts."""
+    if starts is None:
+        return {}
+    sampling = sampling_of(spec)
+    none = column_sampling.none(sampling, len(starts), spec.stats_dtype)
+    return {"entries": vocab_shards.vary(none, spec.part_varying)}
+
+
+def at_entries(
+    spec: Spec, rows: Rows, d: Derivative, entries: Entries
+) -> column_sampling.Derivative:
+    """The derivative by h Wᵀ of all rows, exact at its ids, and of the entries.
+
+    Of the derivative by logits, equal ids are neighbours; the entries are of `sampled`
+    by the same softmax.
+    """
+    weight = entries.p * column_sampling.inverse(sampling_of(spec), entries.p)
+    log_p = jnp.log(jnp.where(entries.p > 0, entries.p, 1))
+    others = unnormalised(log_p, d.normaliser)
+    z = jnp.concatenate([jnp.asarray(d.logits), others], axis=1)
+    dz = jnp.concatenate([d.at_ids, d.factor[:, None] * weight], axis=1)
+    dz = xla.unscale(spec, rows, jnp.arange(len(z), dtype=jnp.int32), z, dz)
+    columns = jnp.concatenate([distinct_columns(spec, d.ids), entries.columns], axis=1)
+    used = rows.active[:, None] & (columns < spec.columns)
+    return column_sampling.Derivative(columns, jnp.where(used, dz, 0))
+
+
+def unnormalised(log_p: jax.Array, rows: row_stats.Normaliser) -> jax.Array:
+    """Logits [C, K], rounded, from log-probabilities and the rows' normalisers."""
+    return log_p + (row_stats.finite(rows.max) + rows.log_sum)[:, None]
+
+
+def distinct_columns(spec: Spec, ids: jax.Array) -> jax.Array:
+    """Columns of ids here; past the end for all but the first of equal neighbours."""
+    repeats = jnp.pad(ids[:, 1:] == ids[:, :-1], ((0, 0), (1, 0)))
+    return existing_columns(spec, jnp.where(repeats, -1, ids))
+
+
+def pull(
+    spec: Spec,
+    source: Factors,
+    rows: Rows,
+    derivative: Callable[[jax.Array], Derivative],
+) -> Factors:
+    """Cotangent of the source, from the derivative of the rows' recomputed logits."""
+    head = source.cast(spec)
+
+    def chunk(row_ids, sums):
+        z, d = logits(spec, head, rows, row_ids), derivative(row_ids)
+        dz = xla.unscale(spec, rows, row_ids, z, elsewhere(z, d))
+        z_at_ids = logits_at(spec, z, d.ids)
+        at_ids = xla.unscale(spec, rows, row_ids, z_at_ids, d.at_ids)
+        dz = put_in_columns(spec, head, dz, d.ids, at_ids)
+        return xla.accumulate(spec, head, row_ids, dz, sums)
+
+    sums = xla.zero_sums(spec, head)
+    sums = for_active_chunks(spec.chunk, rows.active, chunk, sums)
+    return cotangent(spec, sums, source)
+
+
+def derivative_of_split(
+    ids: jax.Array, log_p: jax.Array, g: jax.Array, rest: row_stats.Normaliser
+) -> Derivative:
+    """The derivative by logits for cotangents g of `Split.log_p` [C, K + 1]."""
+    dz = by_log_p(log_p, g)
+    # Rows past the last active one, or whose NaN or infinity is not used.
+    dz = jnp.where(jnp.any(g != 0, axis=1, keepdims=True), dz, 0)
+    return Derivative(ids, dz[:, :-1], dz[:, -1], rest)
+
+
+def elsewhere(z: jax.Array, d: Derivative) -> jax.Array:
+    """The derivative by logits z [C, V], as if no column were given."""
+    softmax = jnp.exp(row_stats.log_softmax(z, d.normaliser))
+    return jnp.where(d.factor[:, None] == 0, 0, d.factor[:, None] * softmax)
+
+
+def put_in_columns(
+    spec: Spec, head: Factors, dz: jax.Array, ids: jax.Array, at_ids: jax.Array
+) -> jax.Array:
+    """The derivative dz [C, V], with at_ids [C, K] in the columns of ids.
+
+    It is rounded for the products before that, so that the other columns are not stored
+    in float32; unless the head has a bias, whose gradient is a sum of it.
+    """
+    dtype = spec.compute_dtype if head.bias is None else spec.stats_dtype
+    dz, at_ids = dz.astype(dtype), at_ids.astype(dtype)
+    return dz.at[places(spec, ids)].set(at_ids, mode="drop")
+
+
+def by_log_p(log_p: jax.Array, g: jax.Array, total=None) -> jax.Array:
+    """Derivative by logits, Σ_l g_l ([l = k] - p_k), for cotangents g of ln p [C, K].
+
+    The total is Σ_l g_l. 1 - p is computed from ln p, because g - g p would cancel near
+    p = 1.
+    """
+    total = jnp.sum(g, axis=-1, keepdims=True) if total is None else total
+    return g * -jnp.expm1(log_p) - (total - g) * jnp.exp(log_p)
+
+
+def logits(spec: Spec, head: Factors, rows: Rows, row_ids) -> jax.Array:
+    """Logits, materialised, so that they are scaled once though read several times."""
+    return lax.optimization_barrier(xla.logits(spec, head, rows, row_ids))
+
+
+def normaliser(spec: Spec, z: jax.Array) -> row_stats.Normaliser:
+    """The normaliser of rows, over the shards of the vocabulary if there are any."""
+    return over_shards(spec, row_stats.normaliser(z))
+
+
+def over_shards(spec: Spec, part: row_stats.Normaliser) -> row_stats.Normaliser:
+    """The normaliser of rows, from that of this shard's logits."""
+    if not spec.shards:
+        return part
+    row_max = lax.pmax(part.max, spec.shards.axes)
+    largest = part.max == row_max
+    # One of the largest terms is added inside log1p, as in `_stats.normaliser`.
+    below = (part.max - jnp.where(largest, part.max, row_max)) + part.log_sum
+    others = jnp.where(largest, jnp.expm1(part.log_sum), jnp.exp(below))
+    terms = others, largest.astype(part.max.dtype)
+    others, n_largest = lax.psum(terms, spec.shards.axes)
+    return row_stats.Normaliser(row_max, jnp.log1p(others + (n_largest - 1)))
+
+
+def max_over_shards(spec: Spec, x: jax.Array) -> jax.Array:
+    """The elementwise maximum over the shards of the vocabulary, if there are any."""
+    return lax.pmax(x, spec.shards.axes) if spec.shards else x
+
+
+def places(spec: Spec, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows and columns of ids in this shard's logits; out of bounds where not in it."""
+    row = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+    return row, existing_columns(spec, ids)
+
+
+def logits_at(spec: Spec, z: jax.Array, ids: jax.Array) -> jax.Array:
+    """This shard's logits z [C, V] at ids [C, K]; -inf where they are not in it."""
+    return z.at[places(spec, ids)].get(mode="fill", fill_value=-jnp.inf)
+
+
+def split(spec: Spec, z: jax.Array, ids: jax.Array) -> Split:
+    """Log-probabilities of ids [C, K] and of the rest, from logits z [C, V]."""
+    # Read these first, so that XLA can overwrite z, and afterwards put them back.
+    z, here = lax.optimization_barrier((z, logits_at(spec, z, ids)))
+    at_ids = max_over_shards(spec, here)
+    others = z.at[places(spec, ids)].set(-jnp.inf, mode="drop")
+    others, part = lax.optimization_barrier((others, row_stats.normaliser(others)))
+    rest = over_shards(spec, part)
+    z = others.at[places(spec, ids)].set(here, mode="drop")
+    largest = jnp.maximum(rest.max, jnp.max(at_ids, axis=1))
+    at_ids = jnp.where(ids < spec.vocab_size, at_ids, jnp.nan)
+    row_max = row_stats.finite(largest)[:, None]
+    # The rest's two terms are not added up before their maximum is subtracted.
+    log_rest = (rest.max[:, None] - row_max) + rest.log_sum[:, None]
+    shifted = jnp.concatenate([at_ids - row_max, log_rest], axis=1)
+    of_parts = row_stats.normaliser(shifted)
+    log_p = row_stats.log_softmax(shifted, of_parts)
+    logsumexp = row_max[:, 0] + (of_parts.max + of_parts.log_sum)
+    return Split(log_p, rest, z, largest, logsumexp)

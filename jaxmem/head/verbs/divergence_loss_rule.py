@@ -1,0 +1,400 @@
+"""The rule of a loss of each token's statistics and of its divergence.
+
+The divergence is the first of the loss's per-token arguments, so that the loss's own
+derivative gives its cotangent g. The derivative by the policy's logits is that of the
+statistics, plus that of the divergence for g, which a subclass knows. The statistics
+may be of the logits at another temperature.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.head.backends import xla
+from jaxmem.head.backends.xla_sampled import sampling_of, starts_of
+from jaxmem.head.maths import column_sampling, row_stats, vocab_shards
+from jaxmem.head.maths.backend_operands import (
+    Factors,
+    Rows,
+    for_active_chunks,
+    merged,
+    part_labels,
+    put,
+    put_all,
+    sum_over_shards,
+    take,
+    trained as trained_part,
+)
+from jaxmem.head.maths.column_sampling import Derivative
+from jaxmem.head.maths.row_stats import TokenStats
+from jaxmem.head.maths.spec import Spec
+from jaxmem.head.verbs import arguments, columns_rule, kinds, selected, traced_loss
+from jaxmem.head.verbs.given_ids import existing_columns
+from jaxmem.head.verbs.kinds import Kind
+from jaxmem.head.verbs.rule import on_tokens
+from jaxmem.head.verbs.sampled_rule import sampler_of
+from jaxmem.head.verbs.traced_loss import Operands, Values
+from jaxmem.head.verbs.vjp import LossRule
+
+
+class Compared(NamedTuple):
+    """A divergence of some rows, and what its derivative reads."""
+
+    logits: tuple[jax.Array, ...]  # the policy's first, [C, columns]
+    value: jax.Array  # [C]
+    saved: Any  # of each row
+    largest: jax.Array | None  # the policy's largest logits [C], if known
+    masses: Any = None  # of `TwoHeadsRule.values`
+
+
+class ByLogits(NamedTuple):
+    """A derivative by the policy's scaled logits, which differs in some columns."""
+
+    everywhere: jax.Array  # [C, columns]
+    ids: jax.Array | None = None  # int32 [C, K], of these; None for none
+    at_ids: jax.Array | None = None  # the derivative there
+
+
+@dataclasses.dataclass(frozen=True)
+class DivergenceLossRule(LossRule):
+    """`LossRule` with a divergence.
+
+    Given is `(rows, scale, *others)`; the statistics are those of the policy's logits
+    times the scale [N], or None. The operands' per-token arrays lack the divergence,
+    which the loops compute.
+    """
+
+    has_ids: ClassVar[bool] = False  # given[2], [N, K], are the ids of `by_logits`
+
+    def refuse(self, fixed):
+        super().refuse(fixed)
+        scale = fixed[0][1]
+        if scale is not None and scale.perturbed:  # the rows' temperature is not
+            raise NotImplementedError(
+                "jaxmem: statistics_temperature is not differentiable here; wrap it in "
+                "jax.lax.stop_gradient"
+            )
+
+    def heads(self, source, given) -> tuple:
+        """The policy, and a head it is compared with, in the dtypes of the products."""
+        return (source.cast(self.spec),)
+
+    def compare(self, heads, given, row_ids) -> Compared:
+        """The divergence of some rows."""
+        raise NotImplementedError
+
+    def by_logits(self, logits, saved, g) -> ByLogits:
+        """The divergence's derivative for cotangents g [C], 0 past the last active row.
+
+        The logits are all columns or some of those of `Compared`.
+        """
+        raise NotImplementedError
+
+    def density(self, logits, saved) -> tuple[jax.Array, jax.Array | None]:
+        """By which columns [C, V] are sampled, but the ids [C, K] of `by_logits`."""
+        raise NotImplementedError
+
+    def entries(self, tile, starts) -> tuple[jax.Array, jax.Array]:
+        """The sampled columns of some rows, and what they weigh, [C, K]."""
+        density, ids = self.density(tile["compared"].logits, tile["compared"].saved)
+        if tile["scale"] is not None:
+            outputs = tile["outputs"]
+            z = _scaled(tile["compared"].logits[0], tile["scale"])
+            normaliser = row_stats.Normaliser(outputs.max, outputs.log_sum)
+            p = jnp.exp(row_stats.log_softmax(z, normaliser))
+            density = (density + p[:, : density.shape[1]]) / 2
+        found = columns_rule.select(self.spec, density, ids, starts)
+        sampling = sampling_of(self.spec)
+        return found.columns, column_sampling.inverse(sampling, found.p)
+
+    def forward(self, trained, fixed):
+        (source, per_token, count), (given, closed) = trained, fixed
+        stats, divergence = on_tokens(self.spec, self._outputs, source, given)
+        operands = Operands((divergence, *per_token), closed)
+        return self.total(stats, given[0], operands, count)
+
+    def one_pass(self, spec, source, given, operands, count):
+        rows, this = given[0], dataclasses.replace(self, spec=spec)
+        heads, n_rows = this.heads(source, given), len(rows.labels)
+        kind = _Sampled if spec.gradient_samples else _Exact
+        gradient = kind(this, heads[0], given)
+
+        def chunk(row_ids, carry):
+            values, sums = carry
+            tile = this._tile(heads, given, row_ids)
+            new, g = this._differentiate(tile, row_ids, operands, count, n_rows)
+            sums = gradient.add(tile, row_ids, g, sums)
+            return put_all(values, row_ids, new), sums
+
+        zeros = traced_loss.nothing(
+            self.loss, spec, self._complete(operands, n_rows), n_rows, pull=True
+        )
+        zeros = zeros._replace(per_token=zeros.per_token[1:])
+        carry = vocab_shards.vary(zeros, spec.varying), gradient.zeros()
+        values, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
+        return values, gradient.of(source, sums)
+
+    def _outputs(self, spec, source, given) -> tuple[dict, jax.Array]:
+        """Statistics by name and the divergence, [N]; 0 where inactive."""
+        rows, this = given[0], dataclasses.replace(self, spec=spec)
+        heads = this.heads(source, given)
+
+        def chunk(row_ids, results):
+            tile = this._tile(heads, given, row_ids)
+            new = {k: getattr(tile["outputs"], k) for k in TokenStats._fields}
+            return put_all(results, row_ids, (new, tile["compared"].value))
+
+        zero = jnp.zeros(rows.labels.shape[0], spec.stats_dtype)
+        stats = dict.fromkeys(TokenStats._fields, zero)
+        results = stats | {"is_argmax": zero.astype(bool)}, zero
+        results = vocab_shards.vary(results, spec.varying)
+        return for_active_chunks(spec.chunk, rows.active, chunk, results)
+
+    def _tile(self, heads, given, row_ids) -> dict[str, Any]:
+        """What the loss and its derivative read of some rows."""
+        rows, scale, *_ = given
+        compared = self.compare(heads, given, row_ids)
+        labels, largest = part_labels(self.spec, rows, row_ids), compared.largest
+        if scale is not None:  # rows past the last one have none
+            scale = jnp.where(row_ids < len(scale), take(scale, row_ids), 1)
+            largest = None if largest is None else largest * scale
+        of_stats = _scaled(compared.logits[0], scale)
+        stats, _ = row_stats.of_tile(of_stats, labels, largest)
+        outputs = merged(self.spec, rows, row_ids, stats)
+        masses, compared = compared.masses, compared._replace(masses=None)
+        # The derivative computes probabilities again instead of storing [C, V] of them.
+        if self.spec.shards:  # jax 0.10 gives all results of a barrier one type
+            logits = lax.optimization_barrier(compared.logits)
+            compared = compared._replace(logits=logits)
+        else:
+            compared = lax.optimization_barrier(compared)
+        return {
+            "compared": compared, "outputs": outputs, "labels": labels, "scale": scale,
+            "masses": masses,
+        }  # fmt: skip
+
+    def _differentiate(
+        self, tile, row_ids, operands, count, n_rows
+    ) -> tuple[Values, Any]:
+        """The rows' values, and cotangents of their statistics and divergence."""
+        outputs, compared = tile["outputs"], tile["compared"]
+        operands = self._complete(operands, n_rows, row_ids, compared.value)
+        fields = (getattr(outputs, k) for k in TokenStats._fields)
+        values, g = traced_loss.differentiate(
+            self.loss, row_ids, TokenStats(*fields), operands, n_rows
+        )
+        g_divergence, *g_per_token = values.per_token
+        assert g_divergence is not None  # that of an array of floats exists
+        g, g_divergence = jax.tree.map(lambda x: x / count, (g, g_divergence))
+        return values._replace(per_token=tuple(g_per_token)), (g, g_divergence)
+
+    def derivative(self, tile, rows, row_ids, g) -> Callable[..., jax.Array]:
+        """The derivative by logits before softcap and temperature, as a function.
+
+        It takes scaled logits [C, K], whether each is the label's, and the divergence's
+        derivative by them, for cotangents g of the statistics.
+        """
+        outputs, spec = tile["outputs"], self.spec
+        # Rows past the last active one: ln S = inf makes every p zero.
+        here = row_ids < rows.labels.shape[0]
+        outputs = outputs._replace(log_sum=jnp.where(here, outputs.log_sum, jnp.inf))
+        c, scale = row_stats.coefficients(outputs, g), tile["scale"]
+
+        def add(z, is_label, of_divergence):
+            dz = row_stats.dlogits_of(_scaled(z, scale), is_label, outputs, c)
+            dz = _scaled(dz, scale) + of_divergence
+            return xla.unscale(spec, rows, row_ids, z, dz)
+
+        return add
+
+    def _complete(self, operands, n_rows, row_ids=None, divergence=None) -> Operands:
+        """The operands, with the divergence of some rows as first per-token array."""
+        first = jnp.zeros(n_rows, self.spec.stats_dtype)
+        if row_ids is not None:
+            first = put(first, row_ids, divergence)
+        return operands._replace(per_token=(first, *operands.per_token))
+
+
+class _Exact(NamedTuple):
+    """The cotangent of the source (hidden and W), summed over chunks of rows."""
+
+    rule: DivergenceLossRule
+    head: Factors  # in the dtypes of the products
+    given: tuple  # of the rule
+
+    @property
+    def rows(self) -> Rows:
+        """Those of the tokens."""
+        return self.given[0]
+
+    def zeros(self) -> Any:
+        """The initial value of the sums."""
+        return xla.zero_sums(self.rule.spec, self.head)
+
+    def add(self, tile, row_ids, cotangents, sums) -> Any:
+        """Add some rows, with the cotangents (of the statistics, of the divergence)."""
+        compared, spec = tile["compared"], self.rule.spec
+        z, labels, (g, g_divergence) = compared.logits[0], tile["labels"], cotangents
+        total = self.rule.derivative(tile, self.rows, row_ids, g)
+        found = self.rule.by_logits(compared.logits, compared.saved, g_divergence)
+        dz = total(z, row_stats.is_label(z, labels), found.everywhere)
+        if found.ids is not None:
+            is_label = existing_columns(spec, found.ids) == labels[:, None]
+            z_ids = columns_rule.logits_at(spec, z, found.ids)
+            at_ids = total(z_ids, is_label, found.at_ids)
+            dz = columns_rule.put_in_columns(spec, self.head, dz, found.ids, at_ids)
+        return xla.accumulate(spec, self.head, row_ids, dz, sums)
+
+    def of(self, source, sums) -> Factors:
+        """The cotangent, from the sums."""
+        spec = self.rule.spec
+        return sum_over_shards(spec, trained_part(spec, sums))
+
+
+class _Sampled(_Exact):
+    """The cotangent of the source, from few entries of each row's derivative.
+
+    Those of the label and of given ids are exact; the others are sampled.
+    """
+
+    def zeros(self):
+        spec, n_ids = self.rule.spec, 0
+        if self.rule.has_ids:
+            n_ids = self.given[2].shape[1]
+        shape = len(self.rows.labels), 1 + n_ids + (spec.gradient_samples or 0)
+        columns = jnp.full(shape, spec.columns, jnp.int32)
+        none = Derivative(columns, jnp.zeros(shape, spec.stats_dtype))
+        return vocab_shards.vary(none, spec.part_varying)
+
+    def add(self, tile, row_ids, cotangents, sums):
+        compared, spec = tile["compared"], self.rule.spec
+        labels, (g, g_divergence) = tile["labels"][:, None], cotangents
+        here = self.rows._replace(draws=take(self.rows.draws, row_ids))
+        starts = starts_of(spec, sampling_of(spec), here)
+        drawn, weights = self.rule.entries(tile, starts)
+        at = jnp.concatenate([labels, drawn], axis=1)
+        logits = column_sampling.at_columns(compared.logits, at)
+        total = self.rule.derivative(tile, self.rows, row_ids, g)
+        found = self.rule.by_logits(logits, compared.saved, g_divergence)
+        dz = total(logits[0], at == labels, found.everywhere)
+        weights = jnp.where(drawn == labels, 0, weights)
+        weights = jnp.concatenate([jnp.ones_like(dz[:, :1]), weights], axis=1)
+        if found.ids is not None:
+            ids = columns_rule.distinct_columns(spec, found.ids)
+            given = jnp.any(ids == labels, axis=1)
+            weights = weights.at[:, 0].set(jnp.where(given, 0.0, 1.0))
+            z = columns_rule.logits_at(spec, compared.logits[0], found.ids)
+            at_ids = total(z, ids == labels, found.at_ids)
+            at = jnp.concatenate([at, ids], axis=1)
+            dz = jnp.concatenate([dz, at_ids], axis=1)
+            weights = jnp.pad(weights, ((0, 0), (0, ids.shape[1])), constant_values=1)
+        used = (at >= 0) & (at < spec.columns) & (weights > 0)
+        at, dz = jnp.where(used, at, spec.columns), jnp.where(used, weights * dz, 0)
+        return put_all(sums, row_ids, Derivative(at, dz))
+
+    def of(self, source, sums):
+        sampler = sampler_of(self.rule.backend)
+        return sampler.gradient(self.rule.spec, source, self.rows, sums)
+
+
+def _scaled(z, scale):
+    """Rows z [C, V] times scale [C], if it is not None."""
+    return z if scale is None else z * scale[:, None]
+
+
+def statistics_scale(
+    spec: Spec, shape: tuple[int, ...], rows: Rows, temperature: ArrayLike | None
+) -> jax.Array | None:
+    """What scales the policy's divided logits for the statistics, [N]; None for 1."""
+    if temperature is None:
+        return None
+    divisor = arguments.read_temperature(
+        "statistics_temperature", temperature, shape, spec.stats_dtype
+    )
+    if divisor is None:
+        return rows.temperature
+    return (1 if rows.temperature is None else rows.temperature) / divisor
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnsLossRule(DivergenceLossRule):
+    """`DivergenceLossRule` of given columns.
+
+    Given is `(rows, scale, distinct ids [N, K], the teacher's ln q [N, K])`.
+    """
+
+    how: tuple[Kind, bool]  # of `column_divergences.compare`
+    has_ids: ClassVar[bool] = True
+
+    def compare(self, heads, given, row_ids):
+        rows, _, ids, log_q = given
+        z = columns_rule.logits(self.spec, heads[0], rows, row_ids)
+        ids = take(ids, row_ids, fill_value=-1)
+        log_q = take(log_q, row_ids, fill_value=-jnp.inf)
+        log_p, rest, z, largest, _ = columns_rule.split(self.spec, z, ids)
+        value, slopes = kinds.compare(self.how, log_p, log_q)
+        has_ids = jnp.any(ids >= 0, axis=1)
+        slopes = jnp.where(has_ids[:, None], slopes, 0)
+        saved = {"ids": ids, "log_p": log_p, "slopes": slopes, "rest": rest}
+        return Compared((z,), jnp.where(has_ids, value, 0), saved, largest)
+
+    def density(self, logits, saved):
+        return jnp.exp(row_stats.log_softmax(logits[0], saved["rest"])), saved["ids"]
+
+    def by_logits(self, logits, saved, g):
+        # A row whose value is not used, maybe because it is NaN, has no derivative.
+        g = jnp.where(g[:, None] == 0, 0, g[:, None] * saved["slopes"])
+        derivative = columns_rule.derivative_of_split(
+            saved["ids"], saved["log_p"], g, saved["rest"]
+        )
+        return _by_logits(logits[0], derivative)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnLossRule(DivergenceLossRule):
+    """`DivergenceLossRule` of the cross-entropy with ids drawn from the teacher.
+
+    Given is `(rows, scale, ids [N, K])`; negative ids are absent, others may repeat.
+    """
+
+    has_ids: ClassVar[bool] = True
+
+    def compare(self, heads, given, row_ids):
+        spec, (rows, _, ids) = self.spec, given
+        z = columns_rule.logits(spec, heads[0], rows, row_ids)
+        ids = take(ids, row_ids, fill_value=-1)
+        z, at_ids = jax.lax.optimization_barrier(
+            (z, columns_rule.logits_at(spec, z, ids))
+        )
+        normaliser = columns_rule.normaliser(spec, z)
+        log_p = row_stats.log_softmax(
+            columns_rule.max_over_shards(spec, at_ids), normaliser
+        )
+        log_p = jnp.where(ids < spec.vocab_size, log_p, jnp.nan)
+        log_p = jnp.where(ids >= 0, log_p, 0)
+        weight = 1 / jnp.maximum(jnp.sum(ids >= 0, axis=1), 1).astype(log_p.dtype)
+        value = -weight * jnp.sum(log_p, axis=1)
+        saved = {"ids": ids, "log_p": log_p, "weight": weight, "normaliser": normaliser}
+        return Compared((z,), value, saved, normaliser.max)
+
+    def density(self, logits, saved):
+        softmax = row_stats.log_softmax(logits[0], saved["normaliser"])
+        return jnp.exp(softmax), saved["ids"]
+
+    def by_logits(self, logits, saved, g):
+        log_p = saved["log_p"]
+        g = jnp.broadcast_to((-g * saved["weight"])[:, None], log_p.shape)
+        derivative = selected.derivative_of_selected(
+            saved["ids"], log_p, g, saved["normaliser"]
+        )
+        return _by_logits(logits[0], derivative)
+
+
+def _by_logits(z, derivative):
+    everywhere = columns_rule.elsewhere(z, derivative)
+    return ByLogits(everywhere, derivative.ids, derivative.at_ids)

@@ -1,0 +1,207 @@
+"""A teacher of whom some columns of each token are known, or drawn ids."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.head.maths import checks
+from jaxmem.head.maths.spec import Spec
+from jaxmem.head.verbs import arguments, kinds, rule
+from jaxmem.head.verbs.columns_rule import ColumnsRule
+from jaxmem.head.verbs.divergence_loss_rule import (
+    ColumnsLossRule,
+    DrawnLossRule,
+    statistics_scale,
+)
+from jaxmem.head.verbs.divergence_targets import Target
+from jaxmem.head.verbs.given_ids import check_ids, flat_ids, ids_call
+from jaxmem.head.verbs.selected import logprobs_of
+
+_LARGEST_LOGPROB = 0.1  # what 16 bits may make of ln 1
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["ids", "logprobs"],
+    meta_fields=["tail"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Columns(Target):
+    """A target of which K columns per token are known, such as a teacher's top K.
+
+    With S the ids of a token, p the student and q the teacher,
+
+        tail=True:   p = (p_v for v in S, 1 - Σ_S p_v),  q likewise
+        tail=False:  p = (p_v / Σ_S p_u for v in S),     q likewise
+
+    With a tail the rest of the vocabulary is one outcome: the divergence is a lower
+    bound of that over the whole vocabulary, and tells the student how much mass to
+    leave to the rest. Without it, the student's mass outside of S has no influence.
+    Nothing is clamped; how both rests keep their digits is in docs/maths.md. A
+    divergence is inf where one of the two gives mass to an outcome that the other
+    excludes, where it is inf by definition, and, without a tail, NaN where one of the
+    two excludes all of the ids.
+
+    Attributes:
+        ids: token ids [..., K], any integer dtype, in any order. A negative id is
+            absent. An id that repeats counts once, with the first of its
+            log-probabilities. A token without ids has a divergence of 0.
+        logprobs: the teacher's, constant log-probabilities of the ids [..., K] in the
+            whole vocabulary, at the temperature that the student is compared at.
+        tail: whether the rest of the vocabulary counts as one more outcome.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> h, W = jnp.ones((1, 1)), jnp.log(jnp.array([[0.4], [0.3], [0.2], [0.1]]))
+    >>> top = jaxmem.Columns(jnp.array([[0, 1]]), jnp.log(jnp.array([[0.5, 0.3]])))
+    >>> # of (0.5, 0.3, 0.2) and (0.4, 0.3, 0.3)
+    >>> jaxmem.divergence(h, W, jaxmem.ForwardKL(top)).round(4)
+    Array([0.0305], dtype=float32)
+
+    Reference: Anshumann et al., "Sparse Logit Sampling", 2025, arXiv:2503.16870, for
+    what truncation without the rest does to a student's calibration.
+    """
+
+    ids: Any
+    logprobs: Any
+    tail: bool = True
+
+    def divergence(self, kind, student):
+        call, ids, where = ids_call("divergence", self.ids, *student)
+        spec, source, rows, shape = call
+        how = kind, checks.check_flag("Columns.tail", self.tail)
+        logprobs = _check_logprobs(self.logprobs, ids, where, shape)
+        if 0 in ids.shape:
+            return jnp.zeros(shape, spec.stats_dtype)
+        ids, log_q = _columns(spec, ids, logprobs)
+        rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
+        spec, source = arguments.typed(spec, source, (rows, ids, log_q))
+        sampler = arguments.sampler(student.options.implementation, spec, source)
+        log_p = rule.run(ColumnsRule(spec, sampler), (source,), ((rows,), ids))
+        values = kinds.values(how, log_p, log_q)
+        return jnp.reshape(jnp.where(rows.active, values, 0), shape)
+
+    def loss(self, kind, student, statistics_temperature):
+        call, ids, where = ids_call("divergence_loss", self.ids, *student)
+        spec, source, rows, shape = call
+        how = kind, checks.check_flag("Columns.tail", self.tail)
+        logprobs = _check_logprobs(self.logprobs, ids, where, shape)
+        if not ids.shape[-1]:
+            ids, logprobs = _absent(shape), jnp.zeros((*shape, 1))
+        scale = statistics_scale(spec, shape, rows, statistics_temperature)
+        given = rows, scale, *_columns(spec, ids, logprobs)
+        rule_of = functools.partial(ColumnsLossRule, how=how)
+        return rule_of, spec, source, given, shape
+
+    def placed(self, places):
+        tokens = places.tokens
+        ids = check_ids("ids", self.ids, places.where, tokens, places.vocab_size)
+        logprobs = _check_logprobs(self.logprobs, ids, places.where, tokens)
+        ids, logprobs = places.of_tokens(ids, -1), places.of_tokens(logprobs, 0)
+        return Columns(ids, logprobs, self.tail)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["ids"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drawn(Target):
+    """A target of which ids were drawn, as by `jaxmem.sample_ids`.
+
+        out = -1/K Σ_k ln p[ids_k],   of the K ids of a token that are present
+
+    The cross-entropy with the ids is in the mean over draws `ForwardKL` plus the
+    teacher's entropy, with its gradient; other divergences cannot be estimated by it.
+
+    Attributes:
+        ids: token ids [..., K], any integer dtype, which may repeat. A negative id is
+            absent; a token without ids has 0.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> h, W = jnp.ones((1, 1)), jnp.log(jnp.array([[0.5], [0.25], [0.25]]))
+    >>> drawn = jaxmem.Drawn(jnp.array([[0, 0, 1, -1]]))
+    >>> jaxmem.divergence(h, W, jaxmem.ForwardKL(drawn)).round(4)
+    Array([0.9242], dtype=float32)
+
+    Reference: Anshumann et al., "Sparse Logit Sampling", 2025, arXiv:2503.16870.
+    """
+
+    ids: Any
+
+    def divergence(self, kind, student):
+        _check_drawn(kind)
+        call, ids, _ = ids_call("divergence", self.ids, *student)
+        log_p = logprobs_of(call, ids, student.options.implementation)
+        count = jnp.maximum(jnp.sum(ids >= 0, axis=-1), 1).astype(log_p.dtype)
+        return -jnp.sum(log_p, axis=-1) / count
+
+    def loss(self, kind, student, statistics_temperature):
+        _check_drawn(kind)
+        call, ids, _ = ids_call("divergence_loss", self.ids, *student)
+        spec, source, rows, shape = call
+        ids = ids if ids.shape[-1] else _absent(shape)
+        scale = statistics_scale(spec, shape, rows, statistics_temperature)
+        given = rows, scale, flat_ids(ids, shape)
+        return DrawnLossRule, spec, source, given, shape
+
+    def placed(self, places):
+        ids = check_ids("ids", self.ids, places.where, places.tokens, places.vocab_size)
+        return Drawn(places.of_tokens(ids, -1))
+
+
+def _absent(shape):
+    """One id of each token, which is absent."""
+    return jnp.full((*shape, 1), -1, jnp.int32)
+
+
+def _check_drawn(kind):
+    if not kind.of_draws:
+        raise ValueError(
+            "target must be jaxmem.ForwardKL of drawn ids, because they estimate that "
+            f"divergence only, got {type(kind).__name__}"
+        )
+
+
+def _columns(
+    spec: Spec, ids: jax.Array, logprobs: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    """Ids [N, K], and the teacher's log-probabilities, -inf where absent.
+
+    Ids that came before are replaced by -1.
+    """
+    ids = jnp.reshape(ids, (-1, ids.shape[-1]))
+    at = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+    in_order, at = lax.sort((ids, at), dimension=1, num_keys=1)
+    repeats = jnp.pad(in_order[:, 1:] == in_order[:, :-1], ((0, 0), (1, 0)))
+    in_order = jnp.where(repeats, -1, in_order)
+    ids = lax.sort((at, in_order), dimension=1, num_keys=1)[1]
+    log_q = lax.stop_gradient(jnp.asarray(logprobs)).astype(spec.stats_dtype)
+    return ids, jnp.where(ids < 0, -jnp.inf, jnp.reshape(log_q, ids.shape))
+
+
+def _check_logprobs(logprobs, ids, where, shape: tuple[int, ...]):
+    """The teacher's log-probabilities, one for each id."""
+    name = "Columns.logprobs"
+    given = checks.as_visible_array(name, logprobs)
+    checks.check_float(name, given)
+    if given.shape != ids.shape:
+        raise ValueError(
+            f"{name} must have one entry for each of ids, shape {ids.shape}, got "
+            f"{given.shape}"
+        )
+    if not all(map(checks.is_visible, (given, ids, where))):
+        return given
+    counted = checks.counted_tokens(where, shape)
+    visible = np.asarray(given).astype(np.float64)
+    wrong = counted[..., None] & (np.asarray(ids) >= 0) & ~(visible <= _LARGEST_LOGPROB)
+    if wrong.any():
+        raise ValueError(
+            f"{name} must be log-probabilities, which are not positive, got "
+            f"{visible[wrong][0]}"
+        )
+    return given

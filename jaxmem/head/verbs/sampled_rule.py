@@ -1,0 +1,134 @@
+"""The derivatives of the head under `Sample(k)`: rules that keep few entries.
+
+The forward pass samples the entries of each token's derivative while its logits are
+alive (`maths.column_sampling`). The backward pass uses them for any cotangents, and
+recomputes nothing. If no derivative is requested, nothing is sampled, unless the
+forward pass is in 8 bits (`maths.eight_bits`).
+"""
+
+import functools
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmem.head.backends.protocol import Backend, Sampler
+from jaxmem.head.maths import eight_bits, row_stats, vocab_shards
+from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.column_sampling import Entries
+from jaxmem.head.maths.row_stats import TokenStats
+from jaxmem.head.verbs.rule import on_tokens
+from jaxmem.head.verbs.traced_loss import Operands
+from jaxmem.head.verbs.vjp import BackendRule, LossRule, StatisticsRule
+
+# Residuals per row besides the entries and the outputs.
+_SAVED = ("logprob", "max", "log_sum")
+
+
+def sampler_of(backend: Backend) -> Sampler:
+    """The sampler of a backend that was chosen for a call with `Sample(k)`."""
+    assert backend.sampler is not None, f"{backend.name!r} has no sampler"
+    return backend.sampler
+
+
+class _SampledRule(BackendRule):
+    """A rule whose forward pass samples entries."""
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether outputs depend on the samples, and have an error."""
+        return self.spec.forward == "int8"
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Names of outputs that the exact forward pass does not have."""
+        return (eight_bits.ERROR,) if self.in_8_bits else ()
+
+    def outputs(self, source, rows, names) -> dict:
+        """See `BackendRule.outputs`; the same whether or not it is differentiated."""
+        if not self.in_8_bits:
+            return super().outputs(source, rows, names)
+        return self.sampled(source, rows, names)[0]
+
+    def sampled(self, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
+        """The named outputs of every row, and its entries."""
+        loop = functools.partial(self.pass_of, names=names)
+        return on_tokens(self.spec, loop, source, rows, self.shared(source, rows))
+
+    def shared(self, source: Factors, rows: Rows) -> tuple[eight_bits.EightBits, ...]:
+        """What the forward pass computes once for all tokens."""
+        return (eight_bits.of_call(self.spec, source, rows),) if self.in_8_bits else ()
+
+    def pass_of(self, spec, source, rows, shared, names) -> tuple[dict, Entries]:
+        """The backend's forward pass over this device's tokens."""
+        backend = self.backend.eight_bits if self.in_8_bits else self.backend.sampler
+        assert backend is not None, self.backend.name
+        return backend.forward(spec, source, rows, names, *shared)
+
+
+class SampledStatisticsRule(_SampledRule, StatisticsRule):
+    """`StatisticsRule` with a sampled derivative."""
+
+    def outputs(self, source, rows, names):
+        return super().outputs(self._typed(source), rows, names)
+
+    def _typed(self, source):
+        """With W typed as varying along all axes, also where it is replicated."""
+        W_bias = vocab_shards.vary(source[1:], self.spec.part_varying)
+        return type(source)(source.hidden, *W_bias)
+
+    def forward_and_save(self, trained, fixed):
+        (source,), (rows,), spec = trained, fixed, self.spec
+        names = tuple(dict.fromkeys((*spec.outputs, *_SAVED)))
+        results, entries = self.sampled(self._typed(source), rows, names)
+        results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
+        entries = jax.tree.map(lambda x: checkpoint_name(x, "jaxmem_entries"), entries)
+        residuals = source, rows, results, entries
+        return {k: results[k] for k in spec.outputs}, residuals
+
+    def _gradient(self):
+        backward = sampler_of(self.backend).backward
+        return lambda spec, source, *others: backward(
+            spec, self._typed(source), *others
+        )
+
+
+class SampledLossRule(_SampledRule, LossRule):
+    """`LossRule` with a sampled derivative.
+
+    Entries and statistics of all tokens are computed before the loss is differentiated,
+    so that the gradients are one sum over all tokens. In 8 bits, metrics have the error
+    of each token.
+    """
+
+    def forward(self, trained, fixed):
+        (source, per_token, count), ((rows,), closed) = trained, fixed
+        stats = self.outputs(source, rows, (*TokenStats._fields, *self.errors))
+        error = {k: stats.pop(k) for k in self.errors}
+        total, metrics = self.total(stats, rows, Operands(per_token, closed), count)
+        return total, _with(metrics, error)
+
+    def forward_and_save(self, trained, fixed):
+        (rows,), closed = fixed
+        given = rows, *self.shared(trained[0], rows)
+        return super().forward_and_save(trained, (given, closed))
+
+    def one_pass(self, spec, source, given, operands, count):
+        (rows, *shared), sampler = given, sampler_of(self.backend)
+        names = (*TokenStats._fields, "max", "log_sum", *self.errors)
+        outputs, entries = self.pass_of(spec, source, rows, shared, names)
+        error = {k: outputs.pop(k) for k in self.errors}
+        values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
+        values = values._replace(metrics=_with(values.metrics, error))
+        outputs = row_stats.Outputs(**outputs)
+        dsource = sampler.backward(spec, source, rows, outputs, cotangents, entries)
+        return values, dsource
+
+
+def _with(metrics, error):
+    """Metrics of loss_fn, and the error of each token."""
+    if both := metrics.keys() & error.keys():
+        raise ValueError(
+            f"loss_fn's metric {min(both)!r} must have another name: token_loss has "
+            "one of that name where the forward pass is in 8 bits"
+        )
+    return metrics | error

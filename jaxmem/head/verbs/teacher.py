@@ -1,0 +1,160 @@
+"""A teacher whose hidden states and head are known: divergences of two heads."""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.head.maths import checks, gradients
+from jaxmem.head.maths.head import Head
+from jaxmem.head.maths.spec import Spec
+from jaxmem.head.verbs import arguments, rule
+from jaxmem.head.verbs.divergence_loss_rule import statistics_scale
+from jaxmem.head.verbs.divergence_targets import Target
+from jaxmem.head.verbs.sampled_two_heads import SampledTwoHeadsRule
+from jaxmem.head.verbs.two_heads import TwoHeadsRule
+from jaxmem.head.verbs.two_heads_loss import TwoHeadsLossRule
+
+_OWNER = "Teacher."  # of the arguments' names in errors
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["hidden", "head", "temperature"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Teacher(Target):
+    """A target of a divergence over the whole vocabulary: another head's softmax.
+
+    It is constant: its gradient is zero. The vocabulary cannot be sharded by hand, as
+    two heads need all of it; `jaxmem.sharding.parallel` gathers W.
+
+    Attributes:
+        hidden: its final hidden states [..., D'], of any float dtype; D' may differ
+            from the student's D.
+        head: its matrix over the same vocabulary, [V, D'] or [D', V], or its
+            `jaxmem.Head`; the paddings of the two heads may differ.
+        temperature: positive scalar or one per token, [...]; None for the student's.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> head = jaxmem.Head(jnp.zeros((4, 16)), softcap=30.0)
+    >>> teacher = jaxmem.Teacher(jnp.ones((2, 16)), head, temperature=2.0)
+    >>> h, W = jnp.ones((2, 8)), jnp.zeros((4, 8))
+    >>> jaxmem.divergence(h, W, jaxmem.ReverseKL(teacher))
+    Array([0., 0.], dtype=float32)
+    """
+
+    hidden: Any
+    head: Any
+    temperature: Any = None
+    shards: ClassVar[bool] = False
+    leading: ClassVar[str] = "hidden"
+
+    def divergence(self, kind, student):
+        call = _read("divergence", self, student)
+        spec, other_spec, policy, other, rows, other_rows, shape = call
+        if 0 in shape:
+            return jnp.zeros(shape, spec.stats_dtype)
+        spec, policy = arguments.typed(spec, policy, (rows, other_rows, other))
+        implementation = student.options.implementation
+        kernels = arguments.uses_kernels(implementation)
+        two_heads = TwoHeadsRule(spec, kind, other_spec, kernels)
+        if sampler := arguments.sampler(implementation, spec, policy):
+            two_heads = SampledTwoHeadsRule(spec, kind, other_spec, kernels, sampler)
+        results = rule.run(two_heads, (policy,), ((rows, other_rows), other))
+        return jnp.reshape(results, shape)
+
+    def loss(self, kind, student, statistics_temperature):
+        call = _read("divergence_loss", self, student)
+        spec, other_spec, policy, other, rows, other_rows, shape = call
+        rule_of = functools.partial(
+            TwoHeadsLossRule, divergence=kind, reference_spec=other_spec,
+            kernels=arguments.uses_kernels(student.options.implementation),
+        )  # fmt: skip
+        scale = statistics_scale(spec, shape, rows, statistics_temperature)
+        return rule_of, spec, policy, (rows, scale, other_rows, other), shape
+
+    def placed(self, places):
+        hidden = checks.as_array(f"{_OWNER}hidden", self.hidden)
+        checks.check_hidden(hidden, f"{_OWNER}hidden")
+        head, columns = places.head(hidden, self.head, _OWNER)
+        _check_tokens(hidden.shape[:-1], places.tokens)
+        _check_vocabulary(places.vocab_size, head, columns)
+        temperature = places.number(f"{_OWNER}temperature", self.temperature)
+        # What the mesh pads has no probability either.
+        head = dataclasses.replace(head, vocab_size=places.vocab_size)
+        return Teacher(places.of_tokens(hidden, 0), head, temperature)
+
+    def heads_as(self, whole):
+        return dataclasses.replace(self, head=whole(self.head))
+
+
+def _read(verb, teacher, student) -> tuple:
+    """Specs, heads and rows of student and teacher, checked, and the tokens' shape."""
+    hidden, W, labels, options = student
+    if options.axis_name is not None:
+        raise NotImplementedError(
+            f"axis_name={options.axis_name!r} cannot shard a divergence of two heads, "
+            "which needs all of W; use jaxmem.sharding.parallel, which gathers it"
+        )
+    arguments.check_only_xla(verb, options.implementation)
+    policy, head, shape = arguments.read_head(hidden, W)
+    of_teacher = arguments.read_head(teacher.hidden, teacher.head, _OWNER)
+    other, other_head, other_shape = of_teacher
+    _check_tokens(other_shape, shape)
+    spec, other_spec = _specs((policy, head), (other, other_head), options)
+    rows = arguments.read_rows(spec, shape, labels, options)
+    other_rows = rows
+    if teacher.temperature is not None:
+        temperature = arguments.read_temperature(
+            f"{_OWNER}temperature", teacher.temperature, shape, other_spec.stats_dtype
+        )
+        other_rows = rows._replace(temperature=temperature)
+    shapes = policy.shapes(shape)
+    of_other = other.shapes(shape).items()
+    shapes |= {f"{_OWNER}{name}": size for name, size in of_other}
+    live_bytes = 4 * spec.chunk * (spec.columns + other_spec.columns)
+    arguments.record_only_xla(verb, spec, shapes, options.implementation, live_bytes)
+    return spec, other_spec, policy, other, rows, other_rows, shape
+
+
+def _specs(policy, other, options) -> tuple[Spec, Spec]:
+    """The static facts of both heads, with one chunk and one vocabulary."""
+    (policy, head), (other, other_head) = policy, other
+    spec = arguments.spec_of(policy, head, (), options)
+    gradients.facts_of_whole_logits(options.gradient, spec.vocab_size)
+    other_columns = other.columns(other_head.layout)
+    _check_vocabulary(spec.vocab_size, other_head, other_columns)
+    both, n_tokens = spec.columns + other_columns, len(policy.hidden)
+    chunk = checks.check_chunk(options.chunk, n_tokens, both)
+    spec = dataclasses.replace(spec, chunk=chunk)
+    other_spec = dataclasses.replace(
+        spec,
+        columns=other_columns,
+        gradient_samples=None,
+        compute_dtype=other.hidden.dtype,
+        layout=other_head.layout,
+        softcap=checks.check_softcap(other_head.softcap, f"{_OWNER}softcap"),
+    )
+    return spec, other_spec
+
+
+def _check_tokens(of_teacher, shape) -> None:
+    if of_teacher != shape:
+        raise ValueError(
+            f"{_OWNER}hidden must have hidden's tokens, shape {shape}, got {of_teacher}"
+        )
+
+
+def _check_vocabulary(vocab_size: int, head: Head, columns: int) -> None:
+    """Raise unless the teacher's head has this vocabulary."""
+    of_teacher = checks.check_vocab_size(head.vocab_size, columns)
+    if of_teacher != vocab_size:
+        raise ValueError(
+            f"W and {_OWNER}head must have the same vocabulary, got {vocab_size} and "
+            f"{of_teacher} tokens; where one is padded, pass jaxmem.Head(W, "
+            "vocab_size=…)"
+        )

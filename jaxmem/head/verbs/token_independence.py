@@ -1,0 +1,289 @@
+"""A check that a caller's loss of each token depends on that token's values alone.
+
+A chunk holds any of the active tokens, as many as fit, and under `sharding.parallel`
+those of one device. A loss function that closes over a per-token array reads entries of
+other tokens, and one that combines tokens gets those that share a chunk.
+
+The check traces the function again, for a number of tokens that is a prime and divides
+the size of no other axis. An axis whose size is a multiple of it is then one of tokens,
+so that the shapes of an operation tell whether the operation combines tokens.
+"""
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from jaxmem.base import messages
+from jaxmem.head.verbs import jaxprs
+
+_ADVICE = (
+    "pass a per-token array as an argument, as in token_loss(loss_fn, hidden, W, "
+    "labels, array)"
+)
+# Operations along an axis that the result keeps, and the parameter that names it.
+_ALONG = {
+    "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
+    "cumlogsumexp": "axis", "sort": "dimension", "rev": "dimensions",
+}  # fmt: skip
+# The first of the operands that are the start of a slice along each axis.
+_STARTS = {"dynamic_slice": 1, "dynamic_update_slice": 2}
+
+
+class Use(enum.IntEnum):
+    """The use that a loss makes of a value."""
+
+    NONE = 0
+    INDEX = 1  # to select tokens, as in array[arange(C), ids]
+    VALUE = 2
+
+
+class _Dependence(enum.IntEnum):
+    """Dependences of a token's results on more than the token; the clearest first."""
+
+    TOKENS = 0
+    POSITION = 1
+    NUMBER = 2
+
+
+_SENTENCES = {
+    _Dependence.TOKENS: "combines the tokens of a chunk",
+    _Dependence.POSITION: "depends on a token's position in its chunk",
+    _Dependence.NUMBER: "depends on the number of tokens in a chunk",
+}
+
+
+def check(traced: Callable[[int], Any], loss: Any, n_rows: int) -> None:
+    """Raise a ValueError unless each token's results depend on its values alone.
+
+    The check does not see what callbacks, kernels, rules of derivatives and the
+    conditions of loops compute.
+
+    Args:
+        traced: the closed jaxpr of the loss, by the number of tokens.
+        loss: that for n_rows tokens.
+        n_rows: the number of tokens in a chunk.
+    """
+    prime = _prime_beside(set(_sizes(loss)))
+    try:
+        other = traced(prime)
+    except Exception as error:
+        raise _of_one_number(loss, n_rows, error) from error
+    walk = _Walk(prime, _changed_numbers(loss.jaxpr, other.jaxpr))
+    walk.uses(other, [Use.VALUE] * len(other.jaxpr.outvars))
+    if walk.found:
+        dependence, operation = min(walk.found)
+        raise ValueError(
+            "loss_fn must compute a token's loss and metrics from that token's values "
+            f"alone, but it {_SENTENCES[dependence]}, by {operation}; compute this "
+            f"before, and {_ADVICE}"
+        )
+
+
+def _of_one_number(loss, n_rows, error) -> ValueError:
+    """The error for a loss that cannot be traced for another number of tokens."""
+    arrays = (*loss.consts, *jaxprs.inner_consts(loss.jaxpr))
+    kinds = [f"{x.dtype}{list(x.shape)}" for x in arrays if n_rows in x.shape]
+    if kinds:
+        why = (
+            f"it closes over an array, {' and '.join(dict.fromkeys(kinds))}, whose "
+            "entries are not those of the tokens in a chunk"
+        )
+    else:
+        why = f"for another number it raises {messages.cut(repr(error), 120)}"
+    return ValueError(
+        f"loss_fn must take any number of tokens, but takes {n_rows} only: {why}; "
+        f"{_ADVICE}"
+    )
+
+
+def _prime_beside(sizes: set[int]) -> int:
+    """A prime that divides none of the sizes but 0."""
+    odd = itertools.count(17, 2)
+    primes = (n for n in odd if all(n % factor for factor in range(3, n, 2)))
+    return next(n for n in primes if all(size % n or not size for size in sizes))
+
+
+def _sizes(closed) -> Iterator[int]:
+    """Sizes of the axes of a jaxpr's values, within its operations too."""
+    jaxpr = closed.jaxpr
+    results = (equation.outvars for equation in jaxprs.equations(jaxpr))
+    for value in itertools.chain(jaxpr.constvars, jaxpr.invars, *results):
+        yield from getattr(value.aval, "shape", ())
+
+
+def _changed_numbers(jaxpr, other) -> frozenset[int]:
+    """Ids of the literals in `other` that are different numbers in `jaxpr`.
+
+    Empty where the number of tokens decides which operations there are.
+    """
+    pairs = list(zip(jaxprs.equations(jaxpr), jaxprs.equations(other), strict=False))
+    if any(a.primitive is not b.primitive for a, b in pairs):
+        return frozenset()
+    operands = (zip(a.invars, b.invars, strict=False) for a, b in pairs)
+    return frozenset(
+        id(b)
+        for a, b in itertools.chain(*operands)
+        if _is_number(a) and _is_number(b) and _bytes(a) != _bytes(b)
+    )
+
+
+def _is_number(operand) -> bool:
+    return hasattr(operand, "val") and np.ndim(operand.val) == 0
+
+
+def _bytes(literal) -> bytes:
+    return np.asarray(literal.val).tobytes()  # equal for two NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """The way through a jaxpr from the uses of its results to those of its arguments.
+
+    Attributes:
+        prime: the number of tokens.
+        changed: ids of the literals that depend on it.
+        found: each dependence, and the operation that makes it.
+    """
+
+    prime: int
+    changed: frozenset[int]
+    found: list[tuple[_Dependence, str]] = dataclasses.field(default_factory=list)
+
+    def uses(self, jaxpr: Any, of_results: Iterable[Use]) -> list[Use]:
+        """The use of each argument; adds to `found`."""
+        consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+        known: dict[Any, Use] = {}
+        self._add(known, jaxpr.outvars, of_results)
+        for equation in reversed(jaxpr.eqns):
+            results = [known.get(x, Use.NONE) for x in equation.outvars]
+            if any(results):
+                self._add(known, equation.invars, self._operands(equation, results))
+        for variable, value in zip(jaxpr.constvars, consts, strict=False):
+            if known.get(variable) == Use.VALUE and self._has_positions(value):
+                array = "an array that it makes with the chunk's length"
+                self.found.append((_Dependence.POSITION, array))
+        return [known.get(x, Use.NONE) for x in jaxpr.invars]
+
+    def _add(self, known, variables, uses) -> None:
+        """Add uses of variables, and what is found of literals."""
+        for variable, use in zip(variables, uses, strict=True):
+            if not hasattr(variable, "val"):
+                known[variable] = max(use, known.get(variable, Use.NONE))
+            elif use == Use.VALUE and id(variable) in self.changed:
+                number = f"a number that is {variable.val} for {self.prime} tokens"
+                self.found.append((_Dependence.NUMBER, number))
+
+    def _operands(self, equation, results: list[Use]) -> list[Use]:
+        """The use of each operand of an operation that is not without use."""
+        called, use = list(jaxprs.inner(equation)), max(results)
+        name, n_operands = equation.primitive.name, len(equation.invars)
+        if name in ("scan", "while", "cond"):
+            self._check_loop(equation)
+            for jaxpr in called:
+                # That of a loop under vmap asks for all tokens whether one goes on.
+                if jaxpr is not equation.params.get("cond_jaxpr"):
+                    n_results = len(getattr(jaxpr, "jaxpr", jaxpr).outvars)
+                    self.uses(jaxpr, [use] * n_results)
+            return [use] * n_operands
+        if len(called) == 1 and _is_call(equation, called[0]):
+            return self.uses(called[0], results)
+        if self._combines(equation):
+            self.found.append((_Dependence.TOKENS, self._described(equation)))
+        elif use == Use.VALUE and self._makes_tokens(equation):
+            self.found.append((_Dependence.POSITION, self._described(equation)))
+        uses = [use] * n_operands
+        for operand, size in _indices(equation):
+            if self._is_of_tokens(size):
+                uses[operand] = Use.INDEX
+        return uses
+
+    def _check_loop(self, equation) -> None:
+        """Find a loop over tokens that carries a value from one to the next."""
+        if not self._is_of_tokens(equation.params.get("length", 1)):
+            return
+        (body,) = jaxprs.inner(equation)
+        pairs = zip(equation.outvars, getattr(body, "jaxpr", body).outvars, strict=True)
+        if any(whole.aval.shape == part.aval.shape for whole, part in pairs):
+            self.found.append((_Dependence.TOKENS, "a scan over them"))
+
+    def _combines(self, equation) -> bool:
+        """True if an entry of a result depends on several tokens."""
+        name, operands = equation.primitive.name, equation.invars
+        if name in _ALONG:
+            axes = np.atleast_1d(equation.params[_ALONG[name]])
+            return any(self._is_of_tokens(operands[0].aval.shape[i]) for i in axes)
+        indices = _indices(equation)
+        if len(indices) == 1 and self._is_of_tokens(indices[0][1]):
+            return True  # selects tokens, and nothing of each
+        tokens = [self._n_axes(x) for x in operands]
+        if name.startswith("scatter"):
+            return tokens[2] < tokens[0]
+        if name == "dynamic_update_slice":
+            return tokens[1] < tokens[0]
+        return name != "reshape" and max(tokens, default=0) > self._of_results(equation)
+
+    def _makes_tokens(self, equation) -> bool:
+        """True if a result differs by token, and no operand does."""
+        name, params = equation.primitive.name, equation.params
+        if name == "iota":
+            return self._is_of_tokens(params["shape"][params["dimension"]])
+        tokens = max(map(self._n_axes, equation.invars), default=0)
+        return name != "broadcast_in_dim" and self._of_results(equation) > tokens
+
+    def _has_positions(self, value) -> bool:
+        """True for a constant whose entries differ by token."""
+        if not any(map(self._is_of_tokens, np.shape(value))):
+            return False
+        return isinstance(value, Tracer) or np.unique(np.asarray(value)).size > 1
+
+    def _of_results(self, equation) -> int:
+        return max(map(self._n_axes, equation.outvars), default=0)
+
+    def _n_axes(self, value) -> int:
+        """The number of axes that are of tokens."""
+        return sum(map(self._is_of_tokens, getattr(value.aval, "shape", ())))
+
+    def _is_of_tokens(self, size: int) -> bool:
+        return size > 0 and size % self.prime == 0
+
+    def _described(self, equation) -> str:
+        """The operation and the type of its first operand, with C for the chunk."""
+        name = equation.primitive.name
+        if not equation.invars:
+            return name
+        aval = equation.invars[0].aval
+        sizes = map(self._size, aval.shape)
+        return f"{name} of {aval.dtype}[{', '.join(sizes)}]"
+
+    def _size(self, size: int) -> str:
+        if not self._is_of_tokens(size):
+            return str(size)
+        return "C" if size == self.prime else f"{size // self.prime}C"
+
+
+def _is_call(equation, jaxpr) -> bool:
+    """True if the operation's operands and results are those of the jaxpr."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    counts = len(jaxpr.invars), len(jaxpr.outvars)
+    return counts == (len(equation.invars), len(equation.outvars))
+
+
+def _indices(equation) -> list[tuple[int, int]]:
+    """Pairs (operand, size of an axis of the first operand that it is an index to)."""
+    name, params = equation.primitive.name, equation.params
+    first: Any = equation.invars[0].aval if equation.invars else None
+    sizes: Any = getattr(first, "shape", ())
+    if name in _STARTS:
+        return list(enumerate(sizes, _STARTS[name]))
+    if name == "gather":
+        axes = params["dimension_numbers"].start_index_map
+    elif name.startswith("scatter"):
+        axes = params["dimension_numbers"].scatter_dims_to_operand_dims
+    else:
+        return []
+    return [(1, sizes[axis]) for axis in axes]

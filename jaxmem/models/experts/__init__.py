@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, and products of tokens grouped by expert."""

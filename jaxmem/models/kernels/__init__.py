@@ -1,0 +1,1 @@
+"""Pallas kernels of the decoder: attention to a cache, experts, rotary positions."""

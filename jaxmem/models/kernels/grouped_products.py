@@ -1,0 +1,387 @@
+"""Products of rows, sorted by group, with a matrix of each group.
+
+    y_r = x_r · W[g]      x_r = y_r · W[g]ᵀ      W[g] = Σ_r x_rᵀ y_r      r in group g
+
+The blocks are those of `ring`: one warpgroup loads, two multiply 64 rows each. Each
+group's rows begin at a multiple of `ROWS`, so that a tile of a result has one group,
+whose number is read from memory. A warpgroup without a row multiplies nothing.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmem.head.kernels import ring, typed
+from jaxmem.head.kernels.logits import parts
+from jaxmem.head.kernels.ring import ceil_div
+from jaxmem.head.kernels.tiles import N_COMPUTE, Tiles
+
+ROWS = 128  # of a tile
+_SWIZZLED = 64  # numbers of a row that copies take at once, and columns of a tile
+
+
+class Sorted(NamedTuple):
+    """Where the rows of each group are."""
+
+    groups: jax.Array  # int32 [tiles], of each tile of rows
+    first: jax.Array  # int32 [groups + 1], the first tile of each, and their number
+    counts: jax.Array  # int32 [groups], rows of each
+
+    def rows(self) -> jax.Array:
+        """Int32 [tiles], rows of the group from each tile on; 0 or less of none."""
+        tile = jnp.arange(len(self.groups), dtype=jnp.int32)
+        of_group = tile - self.first[self.groups]
+        return self.counts[self.groups] - of_group * ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Static facts of a launch."""
+
+    tiles: Tiles  # the largest
+    n_blocks: int
+
+    def fitted(self, width: int, n_results: int) -> "Launch":
+        """With tiles that are no wider than some results of a width."""
+        t, narrow = self.tiles, -(-width // _SWIZZLED) * _SWIZZLED
+        columns = min(t.columns, narrow * n_results)
+        slots = min(t.slots, columns // t.stored)
+        tiles = dataclasses.replace(t, columns=columns, slots=slots)
+        return dataclasses.replace(self, tiles=tiles)
+
+
+def launch(dtype, n_blocks: int) -> Launch:
+    """That of results of a type."""
+    size = np.dtype(dtype).itemsize
+    return Launch(Tiles(stored=128 // size, stored_bytes=size), n_blocks)
+
+
+@functools.partial(jax.jit, static_argnames=("launch", "transposed"))
+def of_rows(
+    launch: Launch,
+    rows: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    where: Sorted,
+    transposed: bool = False,
+) -> list[jax.Array]:
+    """Products of the rows with each of some matrices of their group, or their sum.
+
+        [x W[g] for W in weights], or Σ_i y_i W_i[g]ᵀ if transposed
+
+    Rows are one [P, K], or transposed as many [P, N] as weights; weights are one or
+    two, [groups, K, N]. Rows of the results that are in no group are undefined.
+    """
+    n_rows, n_pairs, n_tiles = len(rows[0]), len(rows), len(where.groups)
+    asked = weights[0].shape[1 if transposed else 2]
+    rows, weights = _aligned(rows, 1), _aligned(_aligned(weights, 1), 2)
+    depth, width = weights[0].shape[1:][:: -1 if transposed else 1]
+    n_results = 1 if transposed else len(weights)
+    launch = launch.fitted(width, n_results)
+    own, stage = launch.tiles.columns // n_results, launch.tiles.depth
+    n_columns, n_steps = -(-width // own), -(-depth // stage)
+    kernel = _Kernel(launch, "mk", "nk" if transposed else "kn", n_results)
+
+    def unit(i, scalars) -> _Unit:
+        tile = lax.div(i, n_columns)
+        return _Unit(
+            scalars[1 + tile], tile * ROWS, (i - tile * n_columns) * own,
+            n_steps * n_pairs, scalars[1 + n_tiles + tile],
+        )  # fmt: skip
+
+    def load(unit, step, refs, put):
+        def pair(i, step):
+            k, columns = pl.ds(step * stage, stage), pl.ds(unit.column, own)
+            put("lhs", 0, refs[i].at[pl.ds(unit.row, ROWS), k])
+            for j in range(n_results):
+                at = (
+                    (unit.group, columns, k) if transposed else (unit.group, k, columns)
+                )
+                put("rhs", j, refs[n_pairs + i + j].at[at])
+
+        for i in range(n_pairs):
+            mine = lax.div(step, n_steps) == i
+            once = functools.partial(pair, i, step - i * n_steps)
+            pl.when(mine)(once) if n_pairs > 1 else once()
+
+    def place(out, unit, rows, columns):
+        return out.at[pl.ds(unit.row + rows, 64), columns]
+
+    scalars = jnp.concatenate([where.first[-1:], where.groups, where.rows()])
+    steps = _Steps(lambda s: s[0] * n_columns, unit, load, place)
+    found = kernel.run(steps, (n_rows, width), rows[0].dtype, scalars, *rows, *weights)
+    return [x[:, :asked] for x in found]
+
+
+@functools.partial(jax.jit, static_argnames=("launch", "dtype"))
+def of_groups(
+    launch: Launch,
+    x: jax.Array,
+    slopes: Sequence[jax.Array],
+    where: Sorted,
+    dtype: np.dtype,
+) -> list[jax.Array]:
+    """Sums [groups, K, N] over each group's rows of x_rᵀ y_r, for each y of slopes.
+
+    They are in float32 until they have the dtype, and 0 where a group has no rows. x
+    [P, K] and one or two y [P, N] are 0 in rows that pad a group to a multiple of 64.
+    """
+    n_groups, n_results = len(where.first) - 1, len(slopes)
+    asked = x.shape[1], slopes[0].shape[1]
+    (x,), slopes = _aligned([x], 1), _aligned(slopes, 1)
+    depth, width = x.shape[1], slopes[0].shape[1]
+    launch = launch.fitted(width, n_results)
+    own, stage = launch.tiles.columns // n_results, launch.tiles.depth
+    n_columns, of_group = -(-width // own), -(-depth // ROWS) * -(-width // own)
+    kernel = _Kernel(launch, "km", "kn", n_results)
+
+    def unit(i, scalars) -> _Unit:
+        place = lax.div(i, of_group)
+        group, first, count = (scalars[j * n_groups + place] for j in range(3))
+        tile = i - place * of_group
+        row = lax.div(tile, n_columns)
+        column = (tile - row * n_columns) * own
+        n_steps = ceil_div(count, stage)
+        return _Unit(group, row * ROWS, column, n_steps, ROWS, first * ROWS)
+
+    def load(unit, step, refs, put):
+        k = pl.ds(unit.first + step * stage, stage)
+        put("lhs", 0, refs[0].at[k, pl.ds(unit.row, ROWS)])
+        for j in range(n_results):
+            put("rhs", j, refs[1 + j].at[k, pl.ds(unit.column, own)])
+
+    def place(out, unit, rows, columns):
+        return out.at[unit.group, pl.ds(unit.row + rows, 64), columns]
+
+    steps = _Steps(lambda s: n_groups * of_group, unit, load, place)
+    # Blocks that compute at the same time then have about as many rows.
+    order = jnp.argsort(-where.counts).astype(jnp.int32)
+    scalars = jnp.concatenate([order, where.first[order], where.counts[order]])
+    shape = n_groups, depth, width
+    found = kernel.run(steps, shape, dtype, scalars, x, *slopes)
+    return [x[:, : asked[0], : asked[1]] for x in found]
+
+
+def _aligned(arrays, axis):
+    """With zeros up to a multiple of what a copy takes: a copy, where it is not one."""
+
+    def one(x):
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, -x.shape[axis] % _SWIZZLED)
+        return jnp.pad(x, widths)
+
+    return [one(x) for x in arrays]
+
+
+class _Unit(NamedTuple):
+    """A tile of the results."""
+
+    group: Any
+    row: Any  # of the result, its first
+    column: Any
+    n_steps: Any
+    n_rows: Any  # of the result, that count
+    first: Any = 0  # row of the factors, where it is they that are summed over
+
+
+class _Steps(NamedTuple):
+    """What a kernel does."""
+
+    count: Callable  # (scalars) -> units of all blocks
+    unit: Callable  # (index, scalars) -> _Unit
+    load: Callable  # (unit, step, refs, put), with put(side, number, ref)
+    place: Callable  # (result, unit, first row, columns) -> where a part is stored
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A launch whose blocks each compute tiles of one or two results."""
+
+    launch: Launch
+    lhs: Literal["mk", "km"]  # axes in memory order
+    rhs: Literal["kn", "nk"]
+    n_results: int
+
+    def run(self, steps: _Steps, shape, dtype, scalars, *operands) -> list[jax.Array]:
+        run = plgpu.kernel(
+            functools.partial(self._block, steps, operands[0].dtype),
+            out_type=(jax.ShapeDtypeStruct(shape, dtype),) * self.n_results,
+            grid=(self.launch.n_blocks,),
+            grid_names=("block",),
+            num_threads=N_COMPUTE + 1,
+            thread_name="wg",
+        )
+        return list(typed.run(run, scalars, *operands))
+
+    def _block(self, steps, dtype, scalars, *refs):
+        tiles = self.launch.tiles
+        refs, out = refs[: -self.n_results], refs[-self.n_results :]
+
+        @functools.partial(
+            pl.run_scoped,
+            **self._scratch(dtype),
+            out_smem=plgpu.SMEM(
+                (N_COMPUTE, tiles.slots, tiles.rows, tiles.stored),
+                out[0].dtype,
+                transforms=ring.swizzle(out[0].dtype, tiles.stored),
+            ),
+            collective_axes="wg",
+        )
+        def _scope(out_smem, full, free, **smem):
+            wg, barriers = lax.axis_index("wg"), (full, free)
+            each = functools.partial(self._each, steps, scalars)
+
+            @pl.when(wg == N_COMPUTE)
+            def _memory():
+                load = functools.partial(self._load, steps, refs, barriers, smem)
+                self._run_memory(functools.partial(each, load), free)
+
+            @pl.when(wg < N_COMPUTE)
+            def _compute():
+                plgpu.set_max_registers(ring.COMPUTE_REGISTERS, action="increase")
+                store = functools.partial(self._store, steps, out, out_smem.at[wg])
+                each(functools.partial(self._compute, barriers, smem, store))
+                plgpu.wait_smem_to_gmem(0)
+
+    def _each(self, steps, scalars, run):
+        """run(unit, first stage) of each unit of this block; returns all stages.
+
+        Every second time blocks take units from the last to the first: where units
+        become smaller, all blocks then have about as much to do.
+        """
+        n_blocks, block = self.launch.n_blocks, lax.axis_index("block")
+
+        def place(i):
+            return jnp.where(lax.rem(i, 2) == 0, block, n_blocks - 1 - block)
+
+        def one(i, stage):
+            unit = steps.unit(i * n_blocks + place(i), scalars)
+            run(unit, stage)
+            return stage + unit.n_steps
+
+        n_units = steps.count(scalars)
+        n_mine = lax.div(n_units, n_blocks)
+        n_mine += jnp.int32(n_mine * n_blocks + place(n_mine) < n_units)
+        return lax.fori_loop(0, n_mine, one, jnp.int32(0))
+
+    def _run_memory(self, load, free):
+        stages = self.launch.tiles.stages
+        plgpu.set_max_registers(ring.MEMORY_REGISTERS, action="decrease")
+        n_stages = load()
+
+        # As in `ring`: no arrival may be left at the end.
+        @pl.loop(lax.max(n_stages - stages, 0), n_stages)
+        def _wait_until_all_are_read(step):
+            plgpu.barrier_wait(free.at[lax.rem(step, stages)])
+
+    def _compute(self, barriers, smem, store, unit, step):
+        has_rows = unit.n_rows > lax.axis_index("wg") * self.launch.tiles.rows
+
+        @pl.when(has_rows)
+        def _rows():
+            own = functools.partial(store, unit)
+            self._multiply(unit, step, barriers, smem, own)
+
+        @pl.when(~has_rows)
+        def _no_rows():
+            self._pass_over(unit, step, barriers)
+
+    def _scratch(self, dtype) -> dict:
+        t = self.launch.tiles
+        columns = t.columns // self.n_results
+        lhs = (ROWS, t.depth) if self.lhs == "mk" else (t.depth, ROWS)
+        rhs = (columns, t.depth) if self.rhs == "nk" else (t.depth, columns)
+        smem = functools.partial(plgpu.SMEM, transforms=ring.swizzle(dtype))
+        buffers = {
+            f"rhs{j}": smem((t.stages, *rhs), dtype) for j in range(self.n_results)
+        }
+        return buffers | dict(
+            lhs0=smem((t.stages, *lhs), dtype),
+            full=plgpu.Barrier(num_arrivals=1 + self.n_results, num_barriers=t.stages),
+            free=plgpu.Barrier(num_arrivals=N_COMPUTE, num_barriers=t.stages),
+        )
+
+    def _load(self, steps, refs, barriers, smem, unit, first):
+        full, free = barriers
+        stages = self.launch.tiles.stages
+
+        @pl.loop(0, unit.n_steps)
+        def _stage(i):
+            slot = lax.rem(first + i, stages)
+
+            @pl.when(first + i >= stages)
+            def _wait_until_read():
+                plgpu.barrier_wait(free.at[slot])
+
+            def put(side, number, ref):
+                to = smem[f"{side}{number}"].at[slot]
+                plgpu.copy_gmem_to_smem(ref, to, full.at[slot])
+
+            steps.load(unit, i, refs, put)
+
+    def _pass_over(self, unit, first, barriers):
+        full, free = barriers
+
+        @pl.loop(0, unit.n_steps)
+        def _stage(i):
+            slot = lax.rem(first + i, self.launch.tiles.stages)
+            plgpu.barrier_wait(full.at[slot])
+            plgpu.barrier_arrive(free.at[slot])
+
+    def _multiply(self, unit, first, barriers, smem, epilogue):
+        full, free = barriers
+        t, n = self.launch.tiles, self.n_results
+        mine = pl.ds(lax.axis_index("wg") * t.rows, t.rows)
+
+        def stage(i, accs):
+            slot = lax.rem(first + i, t.stages)
+            plgpu.barrier_wait(full.at[slot])
+            lhs = smem["lhs0"]
+            lhs = (
+                lhs.at[slot, mine]
+                if self.lhs == "mk"
+                else lhs.at[slot, :, mine].transpose((1, 0))
+            )
+            for j, acc in enumerate(accs):
+                rhs = smem[f"rhs{j}"].at[slot]
+                rhs = rhs.transpose((1, 0)) if self.rhs == "nk" else rhs
+                plgpu.wgmma(acc, lhs, rhs)
+            # This stage's stay in flight, as in `ring`.
+            plgpu.wgmma_wait(n)
+
+            @pl.when(i > 0)
+            def _release_previous():
+                plgpu.barrier_arrive(free.at[lax.rem(first + i - 1, t.stages)])
+
+            return accs
+
+        acc = plgpu.WGMMAAccumulatorRef((t.rows, t.columns // n), jnp.float32)
+
+        @functools.partial(pl.run_scoped, **{f"acc{j}": acc for j in range(n)})
+        def _accumulated(**accs):
+            done = lax.fori_loop(0, unit.n_steps, stage, tuple(accs.values()))
+            sums = [acc[...] for acc in done]
+
+            @pl.when(unit.n_steps > 0)
+            def _release_last():
+                last = lax.rem(first + unit.n_steps - 1, t.stages)
+                plgpu.barrier_arrive(free.at[last])
+
+            epilogue(sums)
+
+    def _store(self, steps, out, smem, unit, sums):
+        t = self.launch.tiles
+        row, to, from_ = lax.axis_index("wg") * t.rows, [], []
+        for gmem, own in zip(out, sums, strict=True):
+            for j, part in enumerate(parts(own, t.stored)):
+                columns = pl.ds(unit.column + j * t.stored, t.stored)
+                to.append(steps.place(gmem, unit, row, columns))
+                from_.append(lambda x=part, d=gmem.dtype: x.astype(d))
+        ring.store(to, from_, smem)

@@ -1,0 +1,166 @@
+"""The head of a decoder, its options, and the cross-entropy that it trains by."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxmem.base.fields import check_field
+from jaxmem.head.backends import choose
+from jaxmem.head.maths import gradients
+from jaxmem.head.maths.gradients import Sample
+from jaxmem.heads.nnx import LMHead
+from jaxmem.models import embedding, lora, partitioning
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.positions import Ids
+
+_FUSED_ONLY = dict.fromkeys(("gradient", "implementation", "vocab_groups"))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """How training computes a loss from hidden states."""
+
+    # fused: logits exist one chunk at a time; materialised: all at once, the usual way
+    logits: Literal["fused", "materialised"] = "fused"
+    # tokens whose logits may be alive at once (fused only); None: no chunking
+    chunk: int | Literal["auto"] | None = 1024
+    # how gradients are computed (fused only), see jaxmem.logprobs: ("recompute", B)
+    # sums those of the head for one of B blocks of the vocabulary after another;
+    # ("sample", k) draws k entries of each token's derivative, ("sample", k, "int8")
+    # makes its logits in 8 bits, too; None: exact, all at once
+    gradient: tuple[str, int] | tuple[str, int, str] | None = None
+    # what computes the loss (fused only), see jaxmem.logprobs; None: the fastest here
+    implementation: str | None = None
+    # groups of the vocabulary (fused only), see jaxmem.logprobs: log-probabilities of
+    # the same bits for any mesh.tensor; None: the fewest operations
+    vocab_groups: int | None = None
+
+    def __post_init__(self):
+        """Raise a ValueError for an unknown name or an impossible chunk."""
+        known = self.logits in ("fused", "materialised")
+        check_field(self, "logits", known, "one of 'fused', 'materialised'")
+        known = self.implementation in (*choose.names(), None)
+        expected = f"{', '.join(map(repr, choose.names()))} or None"
+        check_field(self, "implementation", known, expected)
+        counts = isinstance(self.chunk, int) and self.chunk > 0
+        wanted = "a positive number of tokens, 'auto' or None"
+        check_field(self, "chunk", counts or self.chunk in ("auto", None), wanted)
+        try:
+            gradients.from_literal(self.gradient)
+        except ValueError as error:
+            name = "" if str(error).startswith("gradient ") else "gradient: "
+            raise ValueError(f"HeadConfig.{name}{error}") from error
+        groups = self.vocab_groups
+        good = groups is None or (type(groups) is int and groups > 1)
+        good = good and not (groups and groups & (groups - 1))
+        check_field(self, "vocab_groups", good, "a power of two, at least 2, or None")
+        if groups and self.gradient:
+            raise ValueError(
+                f"HeadConfig.vocab_groups={groups} must be None with "
+                f"gradient={self.gradient}"
+            )
+        for name in _FUSED_ONLY:
+            value = getattr(self, name)
+            if value is not None and self.logits != "fused":
+                raise ValueError(f"HeadConfig.{name}={value!r} needs logits='fused'")
+
+    @property
+    def sample(self) -> Sample | None:
+        """How gradients are sampled; None where they are exact."""
+        gradient = gradients.from_literal(self.gradient)
+        return gradient if isinstance(gradient, Sample) else None
+
+    @property
+    def samples(self) -> int | None:
+        """Entries of a token that are sampled; None where gradients are exact."""
+        return self.sample and self.sample.k
+
+    def using(self, logits: str) -> "HeadConfig":
+        """The other way to the loss, for comparison; exact where it is materialised."""
+        changes: Any = {"logits": logits}
+        if logits != "fused":
+            changes |= _FUSED_ONLY
+        return dataclasses.replace(self, **changes)
+
+
+def head_options(head: HeadConfig) -> dict[str, Any]:
+    """The keyword arguments of `LMHead` for these options."""
+    return {
+        "chunk": head.chunk,
+        # Each call says how it samples, with a key: evaluations do not.
+        "gradient": None if head.sample else gradients.from_literal(head.gradient),
+        "implementation": head.implementation,
+        "vocab_groups": head.vocab_groups,
+    }
+
+
+def make_head(
+    config: ModelConfig, head: HeadConfig, embed: nnx.Embed, rngs: nnx.Rngs
+) -> LMHead:
+    """The head of a decoder, over its embedding table where it is tied."""
+    sharding = partitioning.head_sharding()
+    options: dict[str, Any] = head_options(head) | {
+        "dtype": jnp.dtype(config.dtype),
+        "softcap": config.softcap,
+        "sharding": sharding,
+        "rngs": rngs,
+    }
+    if config.tied:
+        options |= {"tied_to": embed}
+    else:
+        options |= {
+            "in_features": config.hidden,
+            "out_features": config.vocab_size,
+            "use_bias": config.head_bias,
+            "kernel_init": embedding.INIT,
+            "param_dtype": jnp.dtype(config.param_dtype),
+        }
+    if not config.lora_head:
+        return LMHead(**options)
+    if sharding is not None:
+        raise NotImplementedError("model.lora_head on a mesh of several devices")
+    return lora.LoraHead(config, **options)
+
+
+def head_loss(
+    head: LMHead,
+    hidden: jax.Array,
+    labels: Ids,
+    normalizer: jax.Array,
+    logits: Literal["fused", "materialised"],
+    sample: Sample | None = None,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Sum of the tokens' cross-entropies, divided by `normalizer`, and metrics.
+
+    The sum is a float32 scalar in nats; metrics are the sums over tokens of what
+    `jaxmem.token_loss` tells besides.
+
+    Args:
+        head: of the decoder.
+        hidden: [B, T, hidden] final hidden states.
+        labels: [B, T] next token ids; negative for tokens without a loss.
+        normalizer: number of tokens that count in the whole step.
+        logits: "materialised" stores all logits, and serves for comparison.
+        sample: how to sample the gradient, for "fused"; None: it is exact.
+        key: as in `jaxmem.logprobs`, for "fused".
+    """
+    if logits == "fused":
+        loss, metrics = head.token_loss(
+            _cross_entropy, hidden, labels, normalizer=normalizer,
+            gradient=sample, key=key,
+        )  # fmt: skip
+        return loss, {name: jnp.sum(x) for name, x in metrics.items()}
+    per_token = optax.softmax_cross_entropy_with_integer_labels(
+        head(hidden).astype(jnp.float32), jnp.maximum(labels, 0)
+    )
+    total = jnp.sum(jnp.where(labels >= 0, per_token, 0.0))
+    return total / jnp.maximum(normalizer, 1), {}
+
+
+def _cross_entropy(stats):
+    return -stats.logprob

@@ -1,0 +1,3 @@
+"""Distillation from a teacher."""
+
+from jaxmem.train.jobs.distill.job import Distill as Distill

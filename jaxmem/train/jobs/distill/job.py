@@ -1,0 +1,260 @@
+"""Distillation: a student learns the distribution of a teacher, token by token.
+
+data, or completions that the student samples -> teacher's hidden states, parked on the
+host, or a file's columns -> student's gradients -> update
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tokenizers
+
+from jaxmem import checkpoints
+from jaxmem.data import teacher_files, vocabulary
+from jaxmem.data.documents import Batch
+from jaxmem.head.verbs.given_columns import Columns, Drawn
+from jaxmem.models.decoder import ModelConfig
+from jaxmem.remat import offload
+from jaxmem.train import metrics
+from jaxmem.train.evaluation import Evaluated
+from jaxmem.train.jobs.config import DistillJobConfig
+from jaxmem.train.jobs.distill import teachers
+from jaxmem.train.jobs.distill.program import (
+    METRICS,
+    Counted,
+    DistillProgram,
+    FileColumns,
+    TeacherStates,
+)
+from jaxmem.train.jobs.distill.sources import Example, File, Prompts, Text
+from jaxmem.train.jobs.job import Job
+from jaxmem.train.jobs.reading import Documents, TeacherRows
+from jaxmem.train.jobs.rollout.prompt_tasks import Questions
+from jaxmem.train.metrics import DistillMetrics
+from jaxmem.train.output.progress import ProgressReport
+from jaxmem.train.phases import Phase, Programs, device_bytes
+from jaxmem.train.program import TrainState
+
+
+class Distill(Job, name="distill"):
+    """A student that learns from a teacher, or from a file of one."""
+
+    Config, Metrics = DistillJobConfig, DistillMetrics
+    chart = ("divergence", "divergence (nats per token)")
+
+    def sizes(self) -> ModelConfig:
+        """See `Job`; without a checkpoint, with its teacher's vocabulary."""
+        return teachers.of_same_vocabulary(self.config, super().sizes())
+
+    def reading(self) -> Documents | Questions:
+        config, model = self.config, teachers.reading(self.config)
+        if config.is_on_policy:
+            prompts = config.distill.prompts
+            return Questions(config.task, config.sampling, model.checkpoint, prompts)
+        kind = TeacherRows if config.distill.mode == "offline" else Documents
+        return kind(config.data, model)
+
+    @functools.cached_property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """See `Job`: that of student and teacher."""
+        checkpoint = teachers.reading(self.config).checkpoint
+        assert checkpoint is not None
+        return vocabulary.of_checkpoint(checkpoint)
+
+    @property
+    def changeable(self) -> list[str]:
+        sampling = ["sampling"] if self.config.is_on_policy else []
+        return ["optimizer", "distill", *sampling]
+
+    def fixed(self) -> dict[str, Any]:
+        config, fixed = self.config, super().fixed()
+        if config.is_on_policy:  # as runs from before rewards had a time limit
+            fixed["task"] = dataclasses.replace(config.task, timeout=None).fixed()
+        distill = config.distill
+        return fixed | {"distill": {"mode": distill.mode, "teacher": distill.teacher}}
+
+    def text(self, directory: Path) -> checkpoints.Text:
+        """See `Job`: as its teacher does."""
+        return teachers.text(self.config, self.reads.chat_template)
+
+    def scaled(self, factor: float) -> tuple[int, dict[str, Any]] | None:
+        config = self.config
+        if not config.is_on_policy:
+            return super().scaled(factor)
+        slots = int(config.distill.max_tokens * factor)
+        rows, rest = divmod(slots, config.row_lengths[-1])
+        return None if rest else (rows, {"distill.max_tokens": slots})
+
+    def make_program(self, vocab_size: int) -> DistillProgram:
+        distill, rows = self.config.distill, self.config.model.vocab_size
+        if distill.mode != "offline":
+            return DistillProgram(self.config, vocab_size)
+        file, digest = self.reads.file, checkpoints.vocabulary_digest(self.tokenizer)
+        teacher_files.check(file, distill.temperature, distill.divergence, digest)
+        if rows is not None:
+            teacher_files.check_ids(file, rows, self.config.data.source)
+        columns = FileColumns(file.ids.shape[1], file.logprobs is not None)
+        return DistillProgram(self.config, vocab_size, columns)
+
+    def plan(self) -> Programs:
+        """See `Job`; the teacher's states of a step wait on the host."""
+        if self.config.distill.mode == "offline":
+            raise ValueError(
+                "distill.mode='offline' has no plan: what it takes depends on the "
+                "columns of data.source; plan run.job='sft' for a model of these sizes"
+            )
+        made, program = super().plan(), self.program
+        states = device_bytes(program.teacher.states(program.shapes[-1]))
+        waiting = math.ceil(made.backward.runs) * states
+        return dataclasses.replace(made, on_host=made.on_host + waiting)
+
+    def phases(self) -> list[Phase]:
+        return self.program.phases()
+
+    def open(self) -> None:
+        config, reads = self.config, self.reads
+        if config.is_on_policy:
+            self._task = reads.task
+            self._task.agree()
+            if config.distill.reward_weight is not None:
+                self._task.check()
+        elif config.distill.mode == "offline":
+            self.batches = File(reads.file, config)
+        else:
+            self.batches = Text(self.program, reads)
+
+    def compile(self, progress: ProgressReport) -> None:
+        program = self.program
+        if self.config.is_on_policy:
+            self.batches = Prompts(program, self.frozen, self._task)
+        self._compiled = program.compile()
+        self._taught: Any = None  # weights of the teacher; None: a file is read
+        if self._compiled.states:
+            self._taught = program.teacher.initial_params()
+            self._head = program.teacher.head_weights(self._taught)
+
+    def samples(self) -> list[dict[str, Any]]:
+        return self.batches.samples()
+
+    def step(self, number: int, state: TrainState) -> tuple[TrainState, DistillMetrics]:
+        start = time.perf_counter()
+        taken = self.batches.take(number, state.params)
+        examples = [self._place(example) for example in taken.examples]
+        ready = time.perf_counter()
+        parked = [self._park(example) for example in examples]
+        taught = time.perf_counter()
+        counts = jax.device_get([self._count(example.batch) for example in examples])
+        counted = jax.tree.map(lambda *x: np.sum(x, dtype=np.float32), *counts)
+        sums = self._compiled.zeros()
+        for i, (batch, _, advantages) in enumerate(examples):
+            target, parked[i] = self._fetch(parked[i]), None
+            drawn_by = self.program.micro_batch_numbers(self.config.head, number, 0, i)
+            sums, _ = self._compiled.gradients[batch.tokens.shape](
+                state.params, self.frozen, sums, batch, target, counted, advantages,
+                *drawn_by,
+            )  # fmt: skip
+        sums, slopes = sums._replace(gradients=None), sums.gradients
+        state, norm = self._compiled.update(state, slopes)
+        sums, norm, tokens = jax.device_get((sums, norm, counted.learned))
+        observed = sums.metrics
+        end, seen = time.perf_counter(), max(int(tokens), 1)
+        return state, DistillMetrics(
+            step=number,
+            loss=float(sums.loss),
+            tokens=int(tokens),
+            tokens_per_second=int(tokens) / (end - start),
+            grad_norm=float(norm),
+            learning_rate=float(self.learning_rates[number - 1]),
+            data_seconds=ready - start,
+            teacher_seconds=taught - ready,
+            update_seconds=end - taught,
+            seconds=end - start,
+            peak_gib=metrics.peak_gib(),
+            backend=self.program.backend,
+            routers=self.program.routers(sums.routed),
+            **{name: float(observed[name]) / seen for name in METRICS},
+            **taken.observed,
+        )
+
+    def _place(self, example: Example) -> Example:
+        given = example.batch, example.advantages
+        batch, advantages = self.program.layout.place(given)
+        return example._replace(batch=batch, advantages=advantages)
+
+    def _park(self, example: Example) -> Any:
+        """What a placed micro-batch learns from, in the host's memory."""
+        if self._taught is None:
+            return example.columns
+        batch = example.batch
+        run = self._compiled.states[batch.tokens.shape]
+        return offload.park(run(self._taught, batch))
+
+    def _fetch(self, parked: Any) -> TeacherStates | Columns | Drawn:
+        """What the student's programs read, back on the device."""
+        if self._taught is None:
+            layout = self.program.layout
+            return layout.place(parked, layout.of_hidden(parked))
+        return TeacherStates(offload.fetch(parked), self._head)
+
+    def _count(self, batch: Batch) -> Counted:
+        """Tokens of a placed micro-batch, of all processes."""
+        return self._compiled.count[batch.tokens.shape](batch)
+
+    def evaluate(self, state: TrainState, taken: DistillMetrics) -> Evaluated | None:
+        held_out = self.batches.held_out(state.params)
+        if held_out is None:
+            return None
+        means = self._means(state.params, held_out.examples)
+        distill = self.config.distill
+        cost = means["divergence"] + distill.loss_weight * means["ce"]
+        if distill.reward_weight:
+            reward = held_out.observed["held_out_reward"]
+            cost -= distill.reward_weight * (math.nan if reward is None else reward)
+        return Evaluated(
+            taken._replace(
+                held_out_loss=None if math.isnan(cost) else cost,
+                held_out_divergence=means["divergence"],
+                held_out_ce=means["ce"],
+                **held_out.observed,
+            ),
+            cost,
+        )
+
+    def _means(self, params: Any, examples: Iterable[Example]) -> dict[str, float]:
+        """Means over the tokens of micro-batches, forward only."""
+        observed = []
+        for example in map(self._place, examples):
+            target = self._fetch(self._park(example))
+            batch = example.batch
+            sums = self._compiled.sums[batch.tokens.shape](
+                params, self.frozen, batch, target
+            )
+            observed.append(sums | {"tokens": self._count(batch).learned})
+        sums = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *observed)
+        return {name: sums[name] / max(sums["tokens"], 1) for name in METRICS}
+
+    def summary(self, history: Sequence[DistillMetrics]) -> Mapping[str, Any]:
+        held_out = ["held_out_loss", "held_out_divergence", "held_out_ce"]
+        held_out += ["held_out_reward"] if history[-1].reward is not None else []
+        return {
+            **super().summary(history),
+            "last_divergence": history[-1].divergence,
+            **metrics.last_of(history, *held_out),
+        }
+
+    def closing(self, history: Sequence[DistillMetrics]) -> Iterator[str]:
+        first, last, rewards = history[0], history[-1], ""
+        if first.reward is not None and last.reward is not None:
+            rewards = f"reward {first.reward:.3f} -> {last.reward:.3f}, "
+        yield (
+            f"{rewards}divergence {first.divergence:.4f} -> {last.divergence:.4f}, "
+            f"cross-entropy {first.ce:.4f} -> {last.ce:.4f} in {len(history)} steps, "
+            f"{metrics.tokens_per_second(history):,.0f} tokens/s"
+        )

@@ -1,0 +1,149 @@
+"""What a student learns from its teacher: the loss of its tokens.
+
+    loss = Σ_t (D(student_t, teacher_t) + loss_weight · CE_t + reward_weight · P_t)
+           / tokens
+
+D is a divergence of the two softmaxes over the whole vocabulary, from the hidden states
+of both models and without either's logits. P is the policy gradient of completions that
+the student has sampled.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.ranges import integers, reals
+from jaxmem.head.verbs.given_columns import Columns, Drawn
+from jaxmem.head.verbs.kinds import JSD, ForwardKL, ReverseKL
+from jaxmem.head.verbs.teacher import Teacher
+from jaxmem.heads.nnx import LMHead
+from jaxmem.train.jobs.policy_objective import HeadCall, check_widths
+
+MODES = ("text", "on_policy", "offline")
+_DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+_RANGES = {
+    "beta": reals(above=0, below=1),
+    "temperature": reals(above=0),
+    "loss_weight": reals(0),
+    "reward_weight": reals(0),
+    "prompts": integers(1),
+    "completions": integers(1),
+    "max_tokens": integers(1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """What a student learns from its teacher."""
+
+    # text: the data's tokens; on_policy: completions that the student samples; offline:
+    # data.source is a .parquet file that `jaxmem score` wrote of a teacher
+    mode: Literal["text", "on_policy", "offline"] = "text"
+    # directory of a checkpoint whose vocabulary is the student's, or of a run that
+    # ended with model/; offline it is read for its tokenizer only, and None will do for
+    # a student with model.checkpoint
+    teacher: str | None = None
+    # of the teacher's weights and activations; None: as they are stored
+    teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    # forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: of both
+    # from their mixture
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    beta: float = 0.5  # of jsd: weight of the teacher in the mixture, in (0, 1)
+    temperature: float = 1.0  # divides the logits of both models in the divergence
+    loss_weight: float = 0.0  # weight of the data's cross-entropy
+    # on_policy: weight of the policy gradient of task.reward; 0: rewards are recorded,
+    # not learned from; None: there are none
+    reward_weight: float | None = None
+    tail: bool = True  # offline: the other columns' mass counts, as one more outcome
+    prompts: int = 32  # on_policy: prompts of a step
+    completions: int = 1  # on_policy: completions of each prompt
+    max_tokens: int = 2048  # on_policy: slots of a micro-batch
+    # on_policy: widths of packed rows, increasing, each a shape to compile; None: the
+    # longest sequence that there can be, rounded up to 16
+    row_lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        """Refuse impossible values, by name."""
+        check_numbers(self, _RANGES)
+        check_field(self, "mode", self.mode in MODES, f"one of {MODES}")
+        known = self.divergence in _DIVERGENCES
+        check_field(self, "divergence", known, f"one of {_DIVERGENCES}")
+        check_field(self, "teacher", self.teacher != "", "a directory, or None")
+        if self.row_lengths is not None:
+            check_widths(self, self.row_lengths)
+
+    @property
+    def samples(self) -> int:
+        """Completions of a step."""
+        return self.prompts * self.completions
+
+
+class Targets(NamedTuple):
+    """What the tokens of a micro-batch are to predict, and what that is worth."""
+
+    labels: ArrayLike  # [B, T] the next tokens; negative where none is learned
+    advantages: Any = None  # [B, T] of each token's completion; None without rewards
+
+
+def of_file(config: DistillConfig, ids: Any, logprobs: Any) -> Columns | Drawn:
+    """What a file has of a teacher: ids [B, T, K], drawn ones without logprobs."""
+    return Drawn(ids) if logprobs is None else Columns(ids, logprobs, config.tail)
+
+
+def distill_loss(
+    config: DistillConfig,
+    head: LMHead,
+    hidden: jax.Array,
+    targets: Targets,
+    teacher: Teacher | Columns | Drawn,
+    normalizer: jax.Array,
+    call: HeadCall,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss of one micro-batch of hidden states [B, T, D], and metrics of its tokens.
+
+    The normalizer counts the tokens of the whole step; 0 counts as 1. The temperature
+    of `call` is the sampler's; a second pass draws by another key. With the float32
+    scalar come `divergence`, `ce` and `entropy` [B, T], the last two at temperature 1.
+    """
+    labels, advantages = targets
+    reward_weight = config.reward_weight or 0.0
+    learned = () if advantages is None or not reward_weight else (advantages,)
+    # The statistics of the same logits serve the other terms at temperature 1.
+    joint = learned if call.temperature == 1 else ()
+
+    def loss_fn(stats, divergence, *advantages):
+        loss = divergence - config.loss_weight * stats.logprob
+        if advantages:
+            loss += reward_weight * _policy(stats, *advantages)[0]
+        return loss, {"divergence": divergence} | _metrics_of(stats)
+
+    kinds = {"forward_kl": ForwardKL(teacher), "reverse_kl": ReverseKL(teacher)}
+    kinds["jsd"] = JSD(teacher, config.beta)
+    loss, observed = head.divergence_loss(
+        loss_fn, hidden, labels, kinds[config.divergence],
+        *joint, temperature=config.temperature,
+        statistics_temperature=None if config.temperature == 1 else 1.0,
+        normalizer=normalizer, gradient=call.sample, key=call.key,
+    )  # fmt: skip
+    if learned and not joint:
+        key = None if call.key is None else jax.random.fold_in(call.key, 1)
+        policy, _ = head.token_loss(
+            _policy, hidden, labels, *learned, temperature=call.temperature,
+            normalizer=normalizer, gradient=call.sample, key=key,
+        )  # fmt: skip
+        loss += reward_weight * policy
+    return loss, observed
+
+
+def _metrics_of(stats):
+    return {"ce": -stats.logprob, "entropy": stats.entropy}
+
+
+def _policy(stats, advantages):
+    """-A p / p_old, where p_old is p: an update follows its samples at once."""
+    ratio = jnp.exp(stats.logprob - jax.lax.stop_gradient(stats.logprob))
+    return -advantages * ratio, _metrics_of(stats)

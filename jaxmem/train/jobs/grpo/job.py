@@ -1,0 +1,449 @@
+"""Reinforcement learning with rewards that are functions: roll out, then update.
+
+prompts -> G completions each -> rewards -> advantages
+-> old (and reference) log-probabilities, forward only -> packed updates
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmem import checkpoints, losses
+from jaxmem.data import tasks, vocabulary
+from jaxmem.data.rewards import RewardError, TrainerState
+from jaxmem.head.maths.random_streams import Stream
+from jaxmem.models import balance
+from jaxmem.train import metrics
+from jaxmem.train.evaluation import Evaluated
+from jaxmem.train.jobs import rollout_metrics
+from jaxmem.train.jobs.accumulated import Sums
+from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.grpo import policy_report
+from jaxmem.train.jobs.grpo.minibatches import Minibatch, cut_prefixes, packing_of
+from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
+from jaxmem.train.jobs.job import Job
+from jaxmem.train.jobs.policy_objective import correction
+from jaxmem.train.jobs.rollout import shown_samples
+from jaxmem.train.jobs.rollout.nested_rows import take
+from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, Supports
+from jaxmem.train.jobs.rollout.prompt_tasks import Conversations, Questions, ends_of
+from jaxmem.train.jobs.rollout.prompts import Asked, Graded
+from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
+from jaxmem.train.jobs.rollout.samples import Sampled, telling
+from jaxmem.train.jobs.rollout.turns import SamplePrograms, Turns
+from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Update
+from jaxmem.train.metrics import HeadCost, PolicyMetrics
+from jaxmem.train.output.progress import ProgressReport
+from jaxmem.train.phases import Phase
+from jaxmem.train.program import TrainState, fixed_moments
+
+
+class Grpo(Job, name="grpo"):
+    """Rollouts, their rewards, and packed updates."""
+
+    Config, Metrics = GrpoJobConfig, PolicyMetrics
+    changeable = ("optimizer", "grpo", "sampling")
+    chart = ("reward", "reward")
+
+    def reading(self) -> Questions:
+        config = self.config
+        return Questions(
+            config.task, config.sampling, config.model.checkpoint, config.grpo.prompts,
+            config.grpo.group_size,
+        )  # fmt: skip
+
+    def fixed(self) -> dict[str, Any]:
+        config, fixed = self.config, super().fixed()
+        trainable = {"trainable": config.optimizer.trainable}
+        # The optimizer counts updates, of which a rollout has so many.
+        updates = {n: getattr(config.grpo, n) for n in ("minibatches", "epochs")}
+        return fixed | {
+            "optimizer": fixed_moments(config.optimizer) | trainable,
+            "grpo": updates,
+        }
+
+    def text(self, directory: Path) -> checkpoints.Text:
+        """See `Job`: without a checkpoint, the words of sums."""
+        pad, eos = tasks.VOCABULARY[:2]
+        template = self.reads.template_text()
+        return checkpoints.Text(vocabulary.of_words(), None, eos, pad, template)
+
+    def vocabulary(self) -> int:
+        """See `Job`: known without prompts."""
+        return ends_of(self.config.task, self.config.model.checkpoint).size
+
+    expected_vocabulary = vocabulary
+
+    def saved_vocabulary(self, directory: Path) -> int:
+        return self.vocabulary()
+
+    def scaled(self, factor: float) -> tuple[int, dict[str, Any]] | None:
+        slots = int(self.config.grpo.max_tokens_train * factor)
+        rows, rest = divmod(slots, self.config.row_lengths[-1])
+        return None if rest else (rows, {"grpo.max_tokens_train": slots})
+
+    def make_program(self, vocab_size: int) -> PolicyProgram:
+        return PolicyProgram(self.config)
+
+    def phases(self) -> list[Phase]:
+        return policy_report.phases_of(self.program)
+
+    def open(self) -> None:
+        self.task = self.reads.task
+        self.task.agree()
+        self.task.check()
+        self._next, self._told = 0, False  # number of the next problem
+        self.last: Rollout | None = None  # what the report shows samples of
+
+    def compile(self, progress: ProgressReport) -> None:
+        self._compiled, self._say = self.program.compile(), progress.say
+        self._reference = None
+        if self.config.grpo.kl_coefficient:
+            self._reference = self.program.initial_params()
+        self._advantages = jax.jit(
+            lambda rewards, where: losses.grpo_advantages(
+                rewards, normalize_std=self.config.grpo.loss != "dr_grpo", where=where
+            )
+        )
+        self._correction = jax.jit(functools.partial(correction, self.config.grpo))
+
+    def get_state(self) -> dict[str, Any]:
+        return self.task.state(self._next)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._next = self.task.place(state)
+
+    def samples(self) -> list[dict[str, Any]]:
+        if (last := self.last) is None:
+            return []
+        rewards, logprobs = last.graded.rewards, np.asarray(last.samples.logprobs)
+        return shown_samples.table(
+            self.task, last.asked, last.completions, rewards, logprobs
+        )
+
+    def step(self, number: int, state: TrainState) -> tuple[TrainState, PolicyMetrics]:
+        clock, compiled, grpo = Clock(), self._compiled, self.config.grpo
+        rollout = self._roll_out(number, state.params)
+        clock.lap("rollout")
+        read, cut = cut_prefixes(self.config, number, rollout.completions)
+        rest = rollout._replace(completions=read)
+        old = self._old(number, state.params, rest)
+        clock.lap("old")
+        reference = None
+        if self._reference is not None:
+            # It chooses its own experts: a policy that does not change has one output.
+            own = rest._replace(completions=read._replace(routes=None))
+            made = self._logprobs(compiled.reference, self._reference, own)
+            reference = made.drawn_from
+        clock.lap("reference")
+        sampled = np.asarray(rollout.samples.logprobs)
+        learned = Minibatch(
+            read,
+            rollout.advantages,
+            sampled if grpo.starts_from_sampler else old.drawn_from,
+            reference,
+            rollout.supports,
+            rollout=sampled if grpo.corrects_tokens else None,
+            correction=self._weights(old, rollout) if grpo.drops_sequences else None,
+            learned=rollout.learned if grpo.mask_truncated else None,
+            cut=cut,
+        )
+        state, updates = self._learn(number, state, learned, old)
+        clock.lap("update")
+        self.last = rollout
+        return state, self._metrics(number, rollout, old, updates, clock.seconds)
+
+    def _roll_out(self, number: int, params: Any) -> Rollout:
+        """Sample until enough groups tell something, as `grpo.resample` allows."""
+        grpo, parts, place = self.config.grpo, [], self._next
+        self.task.trainer_state = TrainerState(number - 1, self.config.run.steps)
+        for attempt in range(1 + grpo.resample):
+            parts.append(self._sampled(number, attempt, place, params))
+            place += grpo.prompts
+            told = sum(int(part.tells(grpo.group_size).sum()) for part in parts)
+            if told >= grpo.prompts:
+                break
+        self._next = place  # after the rewards, which may raise
+        sampled = telling(parts, grpo.prompts, grpo.group_size)
+        observed = rollout_metrics.of_sampled(
+            parts, sampled if grpo.resample else None, grpo.group_size
+        )
+        advantages = sampled.advantages(grpo.group_size, self._advantages)
+        rows = np.flatnonzero(sampled.graded.rewarded)
+        self._check_rewarded(number, len(rows))
+        if len(rows) < grpo.samples:
+            sampled, advantages = take(sampled, rows), advantages[rows]
+        asked, completions, samples, graded, truncated, *_ = sampled
+        supports = None
+        if samples.support_ids is not None:
+            supports = Supports.of(np.asarray(samples.support_ids))
+            samples = samples._replace(support_ids=None)
+        return Rollout(
+            asked, completions, samples, supports, graded, advantages, truncated,
+            observed,
+        )  # fmt: skip
+
+    def _check_rewarded(self, number: int, count: int) -> None:
+        """Raise unless each minibatch has a completion with a reward."""
+        grpo = self.config.grpo
+        if count < grpo.minibatches:
+            raise RewardError(
+                f"step {number}: {count} of {grpo.samples} completions have a reward, "
+                f"fewer than grpo.minibatches={grpo.minibatches}, and nothing is "
+                "learned from others; mend task.reward or task.environment, or set "
+                "grpo.resample to sample other prompts"
+            )
+
+    def _sampled(self, number: int, attempt: int, place: int, params: Any) -> Sampled:
+        """The completions of the prompts from a place on, with their rewards."""
+        grpo, programs = self.config.grpo, self._compiled.sample
+        if isinstance(self.task, RecordedRollouts):
+            return self.task.sampled(place, grpo.prompts)
+        assert programs is not None
+        asked = self.task.ask(place, grpo.prompts).repeated(grpo.group_size)
+        return self._answered(programs, params, asked, (number, attempt))
+
+    def _answered(
+        self,
+        programs: SamplePrograms,
+        params: Any,
+        asked: Asked,
+        draw: tuple[int, int],
+    ) -> Sampled:
+        """Completions of prompts, or conversations, with their rewards."""
+        sample = Turns(self.program, programs, (params, self.frozen), draw)
+        if isinstance(self.task, Conversations):
+            played, graded = self.task.play(asked, sample)
+            samples, truncated, turns, by_turn = played
+            own = np.asarray(samples.mask)
+            completions = Completions.of_samples(asked, samples, own)
+            if not self.config.grpo.turn_rewards:
+                by_turn = None
+        else:
+            samples, by_turn = sample(*asked[:2], 0), None
+            completions = Completions.of_samples(asked, samples)
+            ids, lengths = completions.sampled, completions.lengths
+            ends = np.take_along_axis(ids, lengths[:, None] - 1, axis=1)[:, 0]
+            truncated = ~np.isin(ends, self.program.ends.eos_ids)
+            graded, turns = self.task.grade(asked, completions), np.ones_like(lengths)
+        samples = samples._replace(routes=None)
+        return Sampled(
+            asked, completions, samples, graded, truncated, turns, sample.decoded,
+            by_turn,
+        )  # fmt: skip
+
+    def evaluate(self, state: TrainState, taken: PolicyMetrics) -> Evaluated | None:
+        """Complete the held-out prompts at temperature 0."""
+        asked, rows = self.task.held_out(), self.config.grpo.samples
+        if asked is None:
+            return None
+        asked = asked.first(self.config.eval.prompts)
+        self.task.trainer_state = TrainerState(taken.step, self.config.run.steps)
+        graded = []
+        for part, live in asked.parts(rows):  # of the shape that is compiled
+            weights, draw = (state.params, self.frozen), (taken.step, 0)
+            sample = Turns(self.program, self._greedy, weights, draw)
+            graded.append(self._held_out_grades(part, sample, live))
+        values = rollout_metrics.of_held_out(graded)
+        reward = values["held_out_reward"]
+        return Evaluated(
+            taken._replace(**values), math.nan if reward is None else -reward
+        )
+
+    def _held_out_grades(self, asked: Asked, sample: Turns, live: int) -> Graded:
+        """The rewards of the first prompts, of which the others are repetitions."""
+        if isinstance(self.task, Conversations):
+            return self.task.play(asked, sample, live)[1]
+        completions = Completions.of_samples(asked, sample(*asked[:2], 0))
+        return self.task.grade(asked.first(live), take(completions, np.arange(live)))
+
+    @functools.cached_property
+    def _greedy(self) -> SamplePrograms:
+        return SamplePrograms.of(self.program, greedy=True)
+
+    def _old(self, number: int, params: Any, rollout: Rollout) -> Logprobs:
+        """What no update measures by itself, before the first of them."""
+        grpo, shape = self.config.grpo, rollout.completions.sampled.shape
+        old = Logprobs.unknown(shape, rollout.supports is not None)
+        if not grpo.has_old_pass:
+            return old
+        rows = np.arange(len(rollout.advantages))
+        if grpo.reads_own_old:
+            rows = np.setdiff1d(rows, next(self._minibatches(number, len(rows))))
+        rest = take(rollout, rows)
+        old.put(rows, self._logprobs(self._compiled.logprobs, params, rest))
+        return old
+
+    def _logprobs(
+        self,
+        programs: Mapping[Any, Any],
+        params: Any,
+        rollout: Rollout | Minibatch,
+    ) -> Logprobs:
+        """Log-probabilities of sampled tokens, by one of the forward passes."""
+        config, completions = self.config, rollout.completions
+        packed = packing_of(config, completions, config.grpo.max_tokens_forward)
+        supports = itertools.repeat(None)
+        if rollout.supports is not None:
+            supports = rollout.supports.micro_batches(completions, packed)
+        outputs, routes = [], completions.routed(packed)
+        replays = completions.routes is not None
+        for batch in completions.batches(packed):
+            shape, given = batch.tokens.shape, (batch, next(supports), next(routes))
+            structs = self.program.forward(shape, replays)
+            placed = self.program.layout.place(given, structs)
+            outputs.append(programs[shape](params, self.frozen, *placed))
+        return completions.measured(packed, jax.device_get(outputs))
+
+    def _learn(
+        self, number: int, state: TrainState, rollout: Minibatch, old: Logprobs
+    ) -> tuple[TrainState, list[Update]]:
+        """Take every update of the step.
+
+        The first one measures its own tokens, which completes `old`; the rollout has
+        its array, or the sampler's.
+        """
+        updates, grpo = [], self.config.grpo
+        minibatches = self._minibatches(number, len(rollout.advantages))
+        for minibatch, chosen in enumerate(minibatches):
+            part = take(rollout, chosen)
+            if grpo.has_sequence_ratio:
+                part = self._with_ratios(state.params, part, minibatch)
+            kept = part.kept(self.config, number, minibatch)
+            sums, measured = self._gradients(number, minibatch, state, part, kept)
+            if minibatch == 0 and grpo.reads_own_old:
+                labelled = part.completions.keeping(kept)
+                packed = part.packing(self.config)
+                old.put(chosen, labelled.measured(packed, jax.device_get(measured)))
+            state, norm = self._compiled.update(state, sums.gradients)
+            tokens = part.completions.counts if kept is None else kept
+            measured = sums.loss, norm, sums.metrics, int(tokens.sum()), sums.routed
+            updates.append(Update(*measured))
+        return state, jax.device_get(updates)
+
+    def _with_ratios(self, params: Any, part: Minibatch, minibatch: int) -> Minibatch:
+        """With the sequences' log-ratios; 0 between equal weights."""
+        ratios = np.zeros(len(part.advantages), np.float32)
+        if minibatch or self.config.grpo.starts_from_sampler:
+            now = self._logprobs(self._compiled.logprobs, params, part)
+            delta = np.where(now.known, now.drawn_from - part.old, 0)
+            ratios = delta.sum(1) / np.maximum(now.known.sum(1), 1)
+        return part._replace(log_ratio=ratios.astype(np.float32))
+
+    def _gradients(
+        self,
+        number: int,
+        minibatch: int,
+        state: TrainState,
+        part: Minibatch,
+        kept: np.ndarray | None,
+    ) -> tuple[Sums, list[Any]]:
+        """Sums over the micro-batches, and log-probabilities of each."""
+        program, sums, measured = self.program, self._compiled.zeros(), []
+        for i, (rows, normalizer) in enumerate(part.micro_batches(self.config, kept)):
+            shape = rows.batch.tokens.shape
+            rows = program.layout.place(rows, program.micro_batch(shape))
+            drawn_by = program.micro_batch_numbers(
+                self.config.head, number, minibatch, i
+            )
+            sums, logprobs = self._compiled.gradients[shape](
+                state.params, self.frozen, sums, rows, normalizer, *drawn_by
+            )
+            measured.append(logprobs)
+        return sums, measured
+
+    def _weights(self, old: Logprobs, rollout: Rollout) -> np.ndarray:
+        samples = rollout.samples
+        return np.asarray(
+            self._correction(old.drawn_from, samples.logprobs, samples.mask)
+        )
+
+    def _minibatches(self, number: int, count: int) -> Iterator[np.ndarray]:
+        """Indices of so many samples; each sample once an epoch."""
+        grpo = self.config.grpo
+        for epoch in range(grpo.epochs):
+            rng = Stream.MINIBATCHES.generator(self.config.run.seed, number, epoch)
+            yield from np.array_split(rng.permutation(count), grpo.minibatches)
+
+    def _metrics(
+        self,
+        number: int,
+        rollout: Rollout,
+        old: Logprobs,
+        updates: list[Update],
+        seconds: dict[str, float],
+    ) -> PolicyMetrics:
+        config, vocab_size = self.config, self.program.model_config.vocab_size
+        observed = rollout_metrics.of_rollout(rollout)
+        weights = None
+        if config.grpo.corrects_tokens or config.grpo.drops_sequences:
+            weights = self._weights(old, rollout)
+        fields: dict[str, Any] = {
+            **observed,
+            **rollout_metrics.agreement(old, rollout.samples),
+            **rollout_metrics.dropped(weights, old, rollout.samples),
+            **rollout_metrics.of_supports(rollout.supports, config, vocab_size or 0),
+            **rollout_metrics.of_updates(updates),
+            **seconds,
+        }
+        routed = [u.routed for u in updates if u.routed is not None]
+        if routed:
+            all_of_them = jax.tree.map(lambda *x: sum(x), *routed)
+            fields["routers"] = self.program.routers(all_of_them)
+            if config.grpo.replay_routing:
+                fields["rerouted"] = balance.rerouted(all_of_them)
+        self._tell_of_cuts(number, fields.get("support_full"))
+        return PolicyMetrics(
+            step=number,
+            learning_rate=float(self.learning_rates[number - 1]),
+            tokens_per_second=observed["tokens"] / seconds["seconds"],
+            peak_gib=metrics.peak_gib(),
+            gradient_samples=config.head.samples,
+            backend=self.program.backend,
+            **fields,
+        )
+
+    def _tell_of_cuts(self, number: int, share: float | None) -> None:
+        """Say once that supports reach the limit, where the sampler cuts them."""
+        if not share or self._told:
+            return
+        self._told = True
+        limit = self.config.sampling.support
+        self._say(
+            f"step {number}: {share:.1%} of the tokens have supports of "
+            f"sampling.support={limit} ids; larger ones are cut to their most probable "
+            "ids, in the sampler and the trainer alike; raise it for all of "
+            "sampling.top_p or min_p"
+        )
+
+    def costs(self) -> dict[str, HeadCost]:
+        return policy_report.head_costs(self.program, self._compiled)
+
+    def summary(self, history: Sequence[PolicyMetrics]) -> Mapping[str, Any]:
+        """See `Job`; seconds and bytes are by phase."""
+        timed = policy_report.timed_phases(history, self._compiled)
+        return {
+            "first_reward": history[0].reward,
+            "last_reward": history[-1].reward,
+            "peak_gib": metrics.peak_gib(),
+            "phases": {
+                name: {"seconds": seconds, **memory._asdict()}
+                for name, seconds, memory in timed
+            },
+        }
+
+    def closing(self, history: Sequence[PolicyMetrics]) -> Iterator[Any]:
+        yield metrics.phase_table(policy_report.timed_phases(history, self._compiled))
+        if self.last is not None:
+            yield from policy_report.examples(self.task, self.last)
+        yield (
+            f"reward {history[0].reward:.3f} -> {history[-1].reward:.3f} in "
+            f"{len(history)} rollouts, {metrics.tokens_per_second(history):,.0f} "
+            "tokens/s"
+        )

@@ -1,0 +1,266 @@
+"""The programs of a policy's training, compiled before the first step.
+
+    sample, log-probabilities of a micro-batch, gradients of one, the optimizer's update
+
+Micro-batches have as many shapes as there are widths of rows; nothing else varies.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxmem
+from jaxmem.data.documents import Batch
+from jaxmem.head.maths import eight_bits
+from jaxmem.head.maths.random_streams import Stream
+from jaxmem.models import balance, branches, route_records
+from jaxmem.models.own_model import LanguageModel
+from jaxmem.models.training_head import HeadConfig
+from jaxmem.packing import Supports
+from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.policy_objective import (
+    HeadCall,
+    PolicyBatch,
+    policy_loss,
+    within_supports,
+)
+from jaxmem.train.jobs.rollout.prompt_tasks import ends_of
+from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
+from jaxmem.train.jobs.rollout.turns import SamplePrograms
+from jaxmem.train.optimizer import learning_rate_schedule
+from jaxmem.train.program import StreamedUpdate
+
+Shape = tuple[int, int]  # of a micro-batch
+
+
+class Compiled(NamedTuple):
+    """Every program of a run; by shape of a micro-batch where there are several."""
+
+    sample: SamplePrograms | None  # None for recorded rollouts
+    # (params, frozen, Batch, support) -> log-probabilities under the distributions that
+    # were sampled from, and those over the vocabulary; {} where updates measure them
+    logprobs: dict[Shape, jax.stages.Compiled]
+    # likewise, without the second result; {} without a reference
+    reference: dict[Shape, jax.stages.Compiled]
+    zeros: jax.stages.Compiled  # () -> Sums
+    # (params, frozen, Sums, PolicyBatch, normalizer[, numbers]) -> Sums, and both
+    # log-probabilities of the tokens
+    gradients: dict[Shape, jax.stages.Compiled]
+    # (TrainState, gradients) -> TrainState, norm
+    update: jax.stages.Compiled | StreamedUpdate
+
+
+class PolicyProgram(SamplingProgram):
+    """A run's functions and shapes."""
+
+    config: GrpoJobConfig
+
+    @property
+    def updates(self) -> int:
+        return self.config.grpo.minibatches * self.config.grpo.epochs
+
+    def __init__(self, config: GrpoJobConfig):
+        rollouts = learning_rate_schedule(config.optimizer, config.run.steps)
+
+        def by_update(count: Any) -> Any:
+            return rollouts(count // self.updates)
+
+        self.config = config
+        ends = ends_of(config.task, config.model.checkpoint)
+        super().__init__(config, ends.size, by_update)
+        if config.grpo.share_prompts:
+            branches.check(self.model_config, config.mesh.sequence)
+        limit = self.model_config.rope_limit
+        if config.grpo.prefix_cut is not None and limit and config.longest > limit:
+            raise ValueError(
+                f"grpo.prefix_cut={config.grpo.prefix_cut} must be None for sequences "
+                f"of up to {config.longest} tokens with model.rope_limit={limit}: one "
+                "that is cut would be rotated as a short one"
+            )
+        if config.grpo.replay_routing:
+            route_records.check(self.model_config)
+        named = "grpo.prompts x grpo.group_size"
+        self.sample_from(config.grpo.samples, named, ends, config.grpo.replay_routing)
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics of a token."""
+        names = ["entropy", "sum_pi_squared", "clip_fraction"]
+        names += ["kl"] if self.config.grpo.kl_coefficient else []
+        sample = self.config.head.sample
+        in_8_bits = sample is not None and sample.forward == "int8"
+        return names + ([eight_bits.ERROR] if in_8_bits else [])
+
+    def shapes(self, max_tokens: int) -> list[Shape]:
+        """Shapes of micro-batches with a budget, one for each width of row."""
+        return [(max_tokens // width, width) for width in self.config.row_lengths]
+
+    def trace_loss(self) -> None:
+        for shape in self.shapes(self.config.grpo.max_tokens_train):
+            self.trace_head(shape, self.config.head)
+
+    def compile(self) -> Compiled:
+        """Compile everything from shapes alone."""
+        config, head = self.config.grpo, self.config.head
+        forward = self.shapes(config.max_tokens_forward)
+        logprobs, reference = {}, {}
+        if config.forward_passes:
+            logprobs = {s: self.trace_logprobs(s).lower().compile() for s in forward}
+        own = self.config.sampling.truncates or config.replay_routing
+        if config.kl_coefficient and logprobs and not own:
+            reference = logprobs
+        elif config.kl_coefficient:
+            traced = {s: self.trace_logprobs(s, of_policy=False) for s in forward}
+            reference = {s: x.lower().compile() for s, x in traced.items()}
+        sample = None
+        if not self.config.task.recorded:
+            sample = SamplePrograms.of(self)
+        return Compiled(
+            sample=sample,
+            logprobs=logprobs,
+            reference=reference,
+            zeros=self.compile_zeros(),
+            gradients={
+                shape: self.compile_gradients(shape, head)
+                for shape in self.shapes(config.max_tokens_train)
+            },
+            update=self.compile_update(),
+        )
+
+    def trace_logprobs(self, shape: Shape, of_policy: bool = True) -> jax.stages.Traced:
+        """Trace log-probabilities of tokens: in their supports, and in the vocabulary.
+
+        The second is None where it is the same, and for the reference, which has no
+        routes.
+        """
+        call = self._head_call(self.config.head)
+
+        def run(params, frozen, batch, supports, replayed):
+            model = self.model(params, frozen)
+            hidden = self._hidden(model, batch, replayed)
+            given = model.head, hidden, batch.labels
+            if supports is None:
+                return self._over_vocabulary(*given), None
+            drawn_from = within_supports(*given, supports, call)
+            return drawn_from, self._over_vocabulary(*given) if of_policy else None
+
+        weights = self.state_shapes.params, self.frozen_shapes
+        with self.layout.context():
+            jitted = self.layout.jit(run, self.layout.whole(_ints(())))
+            return jitted.trace(*weights, *self.forward(shape, of_policy))
+
+    def _hidden(self, model: LanguageModel, batch: Batch, replayed: Any) -> jax.Array:
+        given = batch.tokens, batch.segment_ids, batch.positions
+        return model(*given, self.config.branches, replayed)
+
+    def _over_vocabulary(self, head, hidden, labels) -> jax.Array:
+        temperature = self.config.sampling.temperature
+        if self.config.head.logits == "fused":
+            return head.logprobs(hidden, labels, temperature=temperature)
+        return jaxmem.logprobs_from_logits(
+            head(hidden), labels, None, temperature=temperature
+        )
+
+    def forward(self, shape: Shape, of_policy: bool = True) -> tuple[Batch, Any, Any]:
+        """Shapes of what a forward pass reads: a micro-batch, its supports and routes.
+
+        The reference has no routes.
+        """
+        replayed = self._routes(shape) if of_policy else None
+        return self.tokens(*shape), self._supports(shape), replayed
+
+    def _routes(self, shape: Shape) -> Any:
+        """Shapes of the routes that are replayed; None: routers choose."""
+        if not self.config.grpo.replay_routing:
+            return None
+        return self.layout.of_hidden(route_records.struct(self.model_config, shape))
+
+    def _supports(self, shape: Shape) -> Any:
+        """Shapes of the ids that tokens were drawn from; None: no truncation."""
+        size = self.config.sampling.support_size
+        if size is None:
+            return None
+        tokens = math.prod(shape)
+        ids: Any = _ints((tokens * size,))
+        offsets: Any = _ints((tokens + 1,))
+        return self.layout.whole(Supports(ids, offsets))
+
+    def compile_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
+        """Compile what a micro-batch takes; the sums given are consumed."""
+        return self.compile_verified(self.trace_gradients(shape, head))
+
+    def trace_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
+        """Trace what adds a micro-batch to the sums, with log-probabilities of tokens.
+
+        If the head samples, the last argument tells one micro-batch of the run from all
+        others: the numbers [3] of its step, its minibatch and its own.
+        """
+
+        def loss(params, frozen, rows: PolicyBatch, normalizer, *numbers):
+            model, batch = self.model(params, frozen), rows.batch
+            given = batch.tokens, batch.segment_ids, batch.positions
+            hidden, routed = model.routed(*given, self.config.branches, rows.routes)
+            value, metrics = self._loss(
+                head, model.head, hidden, rows, normalizer, *numbers
+            )
+            cost = balance.with_loss(value, routed, self.model_config, rows.share)
+            return cost, (value, metrics, routed)
+
+        given = self.micro_batch(shape), self.number()
+        return self.trace_sums(loss, given, head, kept=("logprob", "whole"))
+
+    def trace_backward(self) -> jax.stages.Traced:
+        """See `DecoderProgram`: the gradients of the largest micro-batch."""
+        shape = self.shapes(self.config.grpo.max_tokens_train)[-1]
+        return self.trace_gradients(shape, self.config.head)
+
+    def held_with_backward(self) -> list[Any]:
+        """See `DecoderProgram`: moments and reference."""
+        held = [] if self.streamed else [self.state_shapes.optimizer]
+        has_reference = bool(self.config.grpo.kl_coefficient)
+        return held + [self.state_shapes.params] * has_reference
+
+    def _head_call(self, head: HeadConfig) -> HeadCall:
+        sampling = self.config.sampling
+        return HeadCall(sampling.temperature, head.logits, sampling.support_size)
+
+    def _loss(self, head: HeadConfig, module, hidden, rows, normalizer, numbers=None):
+        call = self._head_call(head)
+        if numbers is not None:
+            key = Stream.GRADIENTS.key(self.config.run.seed, *numbers)
+            call = dataclasses.replace(call, sample=head.sample, key=key)
+        return policy_loss(module, hidden, rows, normalizer, self.config.grpo, call)
+
+    def trace_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
+        """Trace loss and gradients of the head alone."""
+
+        def loss(module, hidden, _, micro_batch, normalizer):
+            drawn_by = self.micro_batch_numbers(head, 0, 0, 0)
+            return self._loss(head, module, hidden, micro_batch, normalizer, *drawn_by)
+
+        given = self.micro_batch(shape), jax.ShapeDtypeStruct((), jnp.float32)
+        wanted = 1 if self.head_is_frozen else (0, 1)
+        return self.trace_of_head(loss, shape, *given, wanted=wanted)
+
+    def micro_batch(self, shape: Shape) -> PolicyBatch:
+        """Shapes of what an update reads."""
+        floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+        grpo = self.config.grpo
+        reference = floats if grpo.kl_coefficient else None
+        shapes = PolicyBatch(self.tokens(*shape), floats, floats, floats, reference)
+        if grpo.corrects_tokens:
+            shapes = shapes._replace(rollout_logprob=floats)
+        if grpo.has_sequence_ratio:
+            shapes = shapes._replace(sequence_log_ratio=floats)
+        rows = self.layout.of_tokens(shapes)
+        if self.model_config.router_aux_loss_coef:
+            rows = rows._replace(share=self.number())
+        of_tokens = dict(supports=self._supports(shape), routes=self._routes(shape))
+        return rows._replace(**of_tokens)
+
+
+def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,418 @@
+"""What a policy learns from: the loss of its tokens, packed, and how it is averaged.
+
+    loss = Σ_t w_t (surrogate_t + kl_coefficient · k3_t - entropy_coefficient · H_t) / n
+
+Weights w and normaliser n, which are those of a whole minibatch and known before it is
+read, are all that tells one average from another; advantages come from
+`jaxmem.losses.grpo_advantages`.
+
+Where the sampler truncates, every log-probability in the surrogate and in k3 is that
+within the support which the token was drawn from, so that ratios compare the
+distributions that were sampled from. H is the entropy over the whole vocabulary.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmem
+from jaxmem import losses
+from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.ranges import integers, reals
+from jaxmem.data.documents import Batch
+from jaxmem.head.maths.gradients import Sample
+from jaxmem.heads.nnx import LMHead
+from jaxmem.packing import Supports
+from jaxmem.train.jobs import losses_by_name
+from jaxmem.train.jobs.rollout.packed import SAME_WEIGHTS
+
+_SIZES = "prompts", "minibatches", "epochs", "max_tokens_train", "max_tokens_forward"
+_RANGES = {
+    **dict.fromkeys(_SIZES, integers(1)),
+    "group_size": integers(2),
+    "resample": integers(0, below=1000),
+    "kl_coefficient": reals(0),
+    "entropy_coefficient": reals(0),
+    "prefix_cut": reals(0, below=1),
+    "token_fraction": reals(above=0, high=1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoConfig:
+    """What a rollout is, and how the policy learns from it."""
+
+    prompts: int = 32  # problems in a rollout
+    group_size: int = 16  # samples of each problem; at least 2
+    # grpo, gspo and sapo: mean of the sequences' means; dr_grpo: divided by neither
+    # lengths nor deviations; dapo, cispo, ppo_clip (its dual clip is 3): over tokens
+    loss: losses_by_name.LossName = "grpo"
+    clip_low: float | None = None  # how far below 1 a ratio counts; None: its own
+    clip_high: float | None = None  # how far above
+    # what corrects for a sampler whose probabilities are not the trainer's: weights
+    # that are truncated (tis), dropped above a cap (mis) or outside a band (icepop), or
+    # dropped for sequences whose mean ratio is outside a band (sequence_mask); or the
+    # loss's own ratio, which is then that to the sampler and needs no old pass (ratio)
+    correction: Literal["tis", "mis", "icepop", "sequence_mask", "ratio"] | None = None
+    correction_low: float | None = None  # lower bound of the band; None: its own
+    correction_high: float | None = None  # upper bound, or the cap; likewise
+    # a turn's advantage compares the rewards from it on; False: all, for all turns
+    turn_rewards: bool = False
+    mask_truncated: bool = False  # learn nothing from completions without an end
+    # old and update passes take the experts that the sampler's routers chose
+    replay_routing: bool = False
+    # most further rollouts of a step for other prompts in the place of those whose
+    # rewards are all equal, which tell nothing; 0: they stay
+    resample: int = 0
+    kl_coefficient: float = 0.0  # weight of the KL to the initial weights; 0: no copy
+    entropy_coefficient: float = 0.0  # weight of the bonus for entropy
+    minibatches: int = 1  # minibatches per rollout, an update each
+    epochs: int = 1  # times that a rollout is gone through
+    max_tokens_train: int = 2048  # slots of a micro-batch that has a backward pass
+    max_tokens_forward: int = 8192  # slots of one that has none
+    # widths of packed rows, increasing, each a shape to compile; None: the longest
+    # sequence that there can be, rounded up to 16; with share_prompts, a prompt and as
+    # many blocks as a group has completions, and a quarter of these
+    row_lengths: tuple[int, ...] | None = None
+    # all passes read a group's prompt once, in rows of it and of several completions
+    share_prompts: bool = False
+    # completions are cut at random, no sooner than after this share of their tokens,
+    # which are weighted by 1 / probability of being kept; None: they are whole
+    prefix_cut: float | None = None
+    # probability with which a sampled token is learned from; its loss is divided by it,
+    # so that the expected gradient is the same, and the head computes only these tokens
+    token_fraction: float = 1.0
+
+    def __post_init__(self):
+        """Refuse impossible values, by name."""
+        check_numbers(self, _RANGES)
+        known = tuple(losses_by_name.LOSSES)
+        check_field(self, "loss", self.loss in known, f"one of {known}")
+        self._check_clips()
+        self._check_correction()
+        self._check_cut()
+        if self.samples % self.minibatches:
+            raise ValueError(
+                "GrpoConfig.minibatches must divide prompts x group_size = "
+                f"{self.samples}, got {self.minibatches}"
+            )
+        if self.row_lengths is not None:
+            check_widths(self, self.row_lengths)
+
+    def _check_clips(self) -> None:
+        if not self._loss.clips:
+            for name in ("clip_low", "clip_high"):
+                unset = getattr(self, name) is None
+                check_field(self, name, unset, f"None for loss={self.loss!r}")
+        if self.clip_low is not None:
+            # CISPO's weights have no lower bound from 1 on, as verl's example has it.
+            most = math.inf if self.loss == "cispo" else 1
+            wanted = "0 or more" if self.loss == "cispo" else "in [0, 1]"
+            good = 0 <= self.clip_low <= most
+            check_field(self, "clip_low", good, f"{wanted}, or None")
+        if self.clip_high is not None:
+            check_field(self, "clip_high", self.clip_high >= 0, "0 or more, or None")
+
+    def _check_correction(self) -> None:
+        wanted = f"one of {tuple(losses_by_name.CORRECTIONS)}, or None"
+        known = (*losses_by_name.CORRECTIONS, None)
+        check_field(self, "correction", self.correction in known, wanted)
+        for side in ("low", "high"):
+            name, bound = f"correction_{side}", getattr(self._correction, side)
+            wanted = f"None for correction={self.correction!r}, which has no such bound"
+            unset = getattr(self, name) is None
+            check_field(self, name, bound is not None or unset, wanted)
+        low, high = self._bounds
+        check_field(self, "correction_low", low >= 0, "0 or more, or None")
+        wanted = f"at least correction_low={low:g}, or None"
+        check_field(self, "correction_high", high >= low, wanted)
+
+    def _check_cut(self) -> None:
+        if self.prefix_cut is None:
+            return
+        for name, unfit, why in (
+            ("loss", self.has_sequence_ratio, "it reads whole sequences"),
+            ("correction", self.drops_sequences, "it reads whole sequences"),
+            ("epochs", self.epochs > 1, "all would learn from one cut"),
+        ):
+            wanted = f"another one with prefix_cut={self.prefix_cut}: {why}"
+            check_field(self, name, not unfit, wanted)
+
+    @property
+    def _loss(self) -> losses_by_name.Loss:
+        return losses_by_name.LOSSES[self.loss]
+
+    @property
+    def _correction(self) -> losses_by_name.Correction:
+        """What corrects; without weights where nothing does."""
+        return losses_by_name.CORRECTIONS[self.correction or "ratio"]
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        return self._correction.bounds(self.correction_low, self.correction_high)
+
+    @property
+    def has_sequence_ratio(self) -> bool:
+        """Whether the loss's ratio is that of a whole sequence."""
+        return self._loss.of_sequences
+
+    @property
+    def drops_sequences(self) -> bool:
+        """Whether the correction is known before a sequence's gradient is."""
+        return self._correction.of_sequences
+
+    @property
+    def corrects_tokens(self) -> bool:
+        """Whether a correction is part of the loss."""
+        return self._correction.weights is not None and not self.drops_sequences
+
+    @property
+    def starts_from_sampler(self) -> bool:
+        """Whether the loss's old log-probabilities are those of the sampler."""
+        return self.correction == "ratio"
+
+    @property
+    def reads_own_old(self) -> bool:
+        """Whether the first update's own forward pass measures what the old one would.
+
+        Not where a correction drops sequences, for which all of their log-probabilities
+        come before any gradient; nor where tokens that the first epoch leaves out come
+        in a later one.
+        """
+        return not self.drops_sequences and (
+            self.token_fraction == 1 or self.epochs == 1 or self.starts_from_sampler
+        )
+
+    @property
+    def has_old_pass(self) -> bool:
+        """Whether a forward pass measures log-probabilities before the first update."""
+        if self.starts_from_sampler:
+            return False
+        return self.minibatches > 1 or not self.reads_own_old
+
+    @property
+    def forward_passes(self) -> float:
+        """How many times a rollout is read without a gradient, but for the reference.
+
+        A loss of sequence ratios reads each minibatch once more, but for the first one
+        where the ratio to its old log-probabilities is 1.
+        """
+        first = 0.0 if self.starts_from_sampler else 1 / self.minibatches
+        old = 1.0 - first * self.reads_own_old if self.has_old_pass else 0.0
+        return old + self.has_sequence_ratio * (self.epochs - first)
+
+    @property
+    def samples(self) -> int:
+        """Completions in a rollout."""
+        return self.prompts * self.group_size
+
+    @property
+    def clips(self) -> tuple[float, float] | None:
+        """How far below and above 1 a ratio counts; None: at any distance."""
+        if not self._loss.clips:
+            return None
+        return self._loss.bounds(self.clip_low, self.clip_high)
+
+
+def check_widths(config: object, widths: tuple[int, ...]) -> None:
+    """Raise unless the field `row_lengths` has widths of packed rows."""
+    good = bool(widths) and all(type(w) is int and w >= 1 for w in widths)
+    increasing = good and list(widths) == sorted(set(widths))
+    check_field(config, "row_lengths", increasing, "increasing positive integers")
+
+
+class PolicyBatch(NamedTuple):
+    """Completions in packed rows: arrays [B, T], whatever a masked token holds."""
+
+    batch: Batch  # labels are the sampled tokens; -1 in prompts and padding
+    # before the rollout's first update; SAME_WEIGHTS where no update was taken yet
+    old_logprob: np.ndarray | jax.Array
+    advantages: np.ndarray | jax.Array  # of its sequence
+    weights: np.ndarray | jax.Array  # of a token in the sum
+    ref_logprob: np.ndarray | jax.Array | None  # under the initial weights
+    # ids that each token was drawn from, in row-major order; None: the vocabulary
+    supports: Supports | None = None
+    rollout_logprob: np.ndarray | jax.Array | None = None  # of the sampler, to correct
+    # `losses.sequence_log_ratio` before this update, where the loss has one
+    sequence_log_ratio: np.ndarray | jax.Array | None = None
+    share: Any = None  # scalar, of the minibatch's tokens; None: no loss of routers
+    routes: np.ndarray | jax.Array | None = None  # [B, T, ...] that are replayed
+
+    def of_tokens(self) -> dict[str, np.ndarray | jax.Array]:
+        """What the objective reads of each token, by name."""
+        rest = dict.fromkeys(("batch", "supports", "share", "routes"))
+        floats = (self._asdict() | rest).items()
+        return {name: x for name, x in floats if x is not None}
+
+
+def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:
+    """The function that `jaxmem.token_loss` makes a loss of, of arrays by name."""
+    loss, clips = config._loss, config.clips
+    options = {} if clips is None else dict(clip_low=clips[0], clip_high=clips[1])
+
+    def objective(stats, *values):
+        given = dict(zip(names, values, strict=True))
+        lp, entropy = stats.logprob, stats.entropy
+        old, advantages = given["old_logprob"], given["advantages"]
+        old = jnp.where(old == SAME_WEIGHTS, jax.lax.stop_gradient(lp), old)
+        if "rollout_logprob" in given:
+            advantages *= correction(config, old, given["rollout_logprob"])
+        from_what, log_ratio = old, lp - old
+        if loss.of_sequences:
+            from_what = log_ratio = given["sequence_log_ratio"]
+        total = loss.surrogate(lp, from_what, advantages=advantages, **options)
+        metrics = {
+            "logprob": lp,
+            "entropy": entropy,
+            "sum_pi_squared": stats.sum_pi_squared,
+            "clip_fraction": _is_clipped(config, log_ratio, advantages),
+        }
+        if "ref_logprob" in given:
+            kl = losses.kl_k3(lp, given["ref_logprob"])
+            total, metrics["kl"] = total + config.kl_coefficient * kl, kl
+        if config.entropy_coefficient:
+            coefficient = config.entropy_coefficient
+            total += losses.entropy_bonus(entropy, coefficient=coefficient)
+        return given["weights"] * total, metrics
+
+    return objective
+
+
+def correction(
+    config: GrpoConfig, old: Any, rollout: Any, where: Any = None
+) -> jax.Array:
+    """Weights of tokens by `grpo.correction`, which the loss is multiplied with.
+
+    `old` are the trainer's log-probabilities under the weights that sampled, `rollout`
+    the sampler's; of a correction of sequences, `where` [N, R] says which count.
+    """
+    chosen, (low, high) = config._correction, config._bounds
+    assert chosen.weights is not None
+    bounds = {chosen.low: low, chosen.high: high}
+    options = {name: x for name, x in bounds.items() if name is not None}
+    if chosen.of_sequences:
+        ids = jnp.ones(jnp.shape(old), jnp.int32)
+        return chosen.weights(old, rollout, ids, where=where, **options)
+    return chosen.weights(old, rollout, **options)
+
+
+def _is_clipped(config, log_ratio, advantages):
+    """1 where the clip changes what a token does: in PPO, it does nothing any more."""
+    if config.clips is None:
+        return jnp.zeros_like(log_ratio)
+    low, high = config.clips
+    above, below = log_ratio > jnp.log1p(high), jnp.exp(log_ratio) < 1 - low
+    if config.loss != "cispo":
+        if config.loss == "ppo_clip":
+            below |= log_ratio > math.log(losses_by_name.DUAL_CLIP)
+        above, below = above & (advantages > 0), below & (advantages < 0)
+    return (above | below).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadCall:
+    """How `policy_loss` calls the head."""
+
+    temperature: float  # of the sampler
+    logits: Literal["fused", "materialised"]  # without logits, or by autodiff
+    max_ids: int | None = None  # of a token's support; None without supports
+    sample: Sample | None = None  # how to sample the gradient, where "fused"
+    key: jax.Array | None = None  # with `sample`
+
+
+def policy_loss(
+    head: LMHead,
+    hidden: jax.Array,
+    micro_batch: PolicyBatch,
+    normalizer: jax.Array,
+    config: GrpoConfig,
+    call: HeadCall,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss of one micro-batch of hidden states [B, T, D], and metrics of its tokens.
+
+    The metrics [B, T] are `logprob`, `entropy`, `sum_pi_squared`, `clip_fraction` and,
+    with a reference, `kl` and, with supports, `whole`, the log-probability over the
+    vocabulary; 0 where masked.
+    """
+    labels, given = jnp.asarray(micro_batch.batch.labels), micro_batch.of_tokens()
+    objective, per_token = token_objective(config, tuple(given)), [*given.values()]
+    if call.logits == "fused" and micro_batch.supports is None:
+        return head.token_loss(
+            objective,
+            hidden,
+            labels,
+            *per_token,
+            normalizer=normalizer,
+            temperature=call.temperature,
+            gradient=call.sample,
+            key=call.key,
+        )
+    stats, whole = _stats(head, hidden, labels, call), {}
+    if micro_batch.supports is not None:
+        whole = {"whole": stats.logprob}
+        if not config.entropy_coefficient:  # they are metrics only: no backward pass
+            stats = jax.lax.stop_gradient(stats)
+        within = within_supports(head, hidden, labels, micro_batch.supports, call)
+        stats = stats._replace(logprob=within)
+    live = labels >= 0
+    # Before the loss, not after it: 0 · NaN would be NaN in the gradient.
+    per_token = [jnp.where(live, x, 0) for x in per_token]
+    terms, metrics = objective(stats, *per_token)
+    metrics = {k: jnp.where(live, v, 0) for k, v in (metrics | whole).items()}
+    return jnp.sum(jnp.where(live, terms, 0)) / jnp.maximum(normalizer, 1), metrics
+
+
+def within_supports(
+    head: LMHead,
+    hidden: jax.Array,
+    labels: jax.Array,
+    supports: Supports,
+    call: HeadCall,
+) -> jax.Array:
+    """Log-probabilities [B, T] of labels among the ids that they were drawn from."""
+    return head.support_logprobs(
+        hidden,
+        labels,
+        supports.ids,
+        temperature=call.temperature,
+        offsets=supports.offsets,
+        max_ids=call.max_ids,
+    )
+
+
+def _stats(head: LMHead, hidden, labels, call: HeadCall) -> jaxmem.TokenStats:
+    if call.logits == "fused":
+        return head.token_stats(hidden, labels, temperature=call.temperature)
+    return jaxmem.token_stats_from_logits(
+        head(hidden), labels, None, temperature=call.temperature
+    )
+
+
+class Average(NamedTuple):
+    """How the tokens of one minibatch are summed up."""
+
+    weights: np.ndarray  # float32, of each sequence's tokens
+    normalizer: np.float32
+
+
+def average(
+    config: GrpoConfig, lengths: Sequence[int] | np.ndarray, max_new_tokens: int
+) -> Average:
+    """Weights and normaliser of a minibatch of sequences of so many sampled tokens.
+
+    >>> average(GrpoConfig(loss="grpo"), [1, 4], 8)
+    Average(weights=array([1.  , 0.25], dtype=float32), normalizer=np.float32(2.0))
+    >>> average(GrpoConfig(loss="dapo"), [1, 4], 8)
+    Average(weights=array([1., 1.], dtype=float32), normalizer=np.float32(5.0))
+    """
+    lengths, over = np.asarray(lengths), config._loss.over
+    if over == "sequences":
+        weights = (1 / np.maximum(lengths, 1)).astype(np.float32)
+        return Average(weights, np.float32(len(lengths)))
+    total = len(lengths) * max_new_tokens if over == "slots" else lengths.sum()
+    return Average(np.ones(len(lengths), np.float32), np.float32(total))

@@ -1,0 +1,1 @@
+"""Rollouts: prompts, sampling, conversations and what is recorded of them."""

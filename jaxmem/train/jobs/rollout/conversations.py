@@ -1,0 +1,315 @@
+"""Conversations of several turns: a model's completions and an environment's replies.
+
+    prompt | completion | reply | completion | ...
+
+Tokens are appended and never tokenised again: what was sampled stays as it was, and a
+reply is the text that the chat template puts after a completion, or a string.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from jaxmem.base import processes
+from jaxmem.data.chat import END, START, Templates
+from jaxmem.data.environments import Conversation, Environments, Turn
+from jaxmem.data.prompts import Prompt
+from jaxmem.data.records import DataError
+from jaxmem.data.rewards import RewardError
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.models.sampling import Samples
+from jaxmem.train.jobs.rollout.nested_rows import take
+from jaxmem.train.jobs.rollout.samples import ByTurn
+
+# Completes prompts [N, P] of lengths [N] in the turn of a number, on the host; a row of
+# length 0 gets no token.
+Sample = Callable[[np.ndarray, np.ndarray, int], Samples]
+# A completion that a template is asked to render; no text has these characters.
+_FILLER = "\ue000\ue001"
+
+
+class Played(NamedTuple):
+    """N conversations after their prompts, as `Samples` of R slots."""
+
+    # mask is False, log-probabilities are 0 and supports are empty for what
+    # environments said, which tokens and lengths contain
+    samples: Samples
+    truncated: np.ndarray  # [N] whether the last completion has no end
+    turns: np.ndarray  # [N] completions of each
+    by_turn: ByTurn  # rewards, NaN where it has none; and the turns of tokens
+
+
+class Replies:
+    """Turns what environments say into tokens."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        tokenizer: tokenizers.Tokenizer,
+        template: Templates,
+        eos_ids: tuple[int, ...],
+        tools: Sequence[Any] | None = None,
+    ):
+        self._config, self._tokenizer = config, tokenizer
+        self._template, self._eos_ids, self._tools = template, eos_ids, tools
+        self._ends = [tokenizer.decode([i], skip_special_tokens=False) for i in eos_ids]
+
+    def has_end(self, ids: np.ndarray) -> bool:
+        """Whether a completion has ended."""
+        return int(ids[-1]) in self._eos_ids
+
+    def text(self, ids: np.ndarray) -> str:
+        """A completion as its environment gets it: without special tokens."""
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+    def ids(self, conversation: Conversation, reply: Any) -> list[int]:
+        """The tokens that follow a completion, which has ended.
+
+        Raises:
+            RewardError: they are more than `task.max_reply_tokens`.
+        """
+        text = reply if isinstance(reply, str) else self._suffix(conversation, reply)
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) > (most := self._config.max_reply_tokens):
+            raise RewardError(
+                f"environment {self._config.environment} ({conversation.where}): a "
+                f"reply has {len(ids)} tokens; raise task.max_reply_tokens={most}, or "
+                "shorten it"
+            )
+        return ids
+
+    def _suffix(self, conversation: Conversation, reply: list[Any]) -> str:
+        """What the template writes after the end of a completion."""
+        before = conversation.said[:-1]
+        found = self._after(before, reply)
+        if found != self._after([{"role": "user", "content": "x"}], reply):
+            raise DataError(
+                f"task.environment ({conversation.where}): what the chat template "
+                "writes after a completion depends on the messages before it; use a "
+                "task.chat_template that does not"
+            )
+        end = next((end for end in self._ends if found.startswith(end)), None)
+        if end is None:
+            raise DataError(
+                f"task.environment ({conversation.where}): the chat template ends a "
+                f"completion by {found[:20]!r}, and the sampler by {self._ends}; set "
+                "task.stop"
+            )
+        return found.removeprefix(end)
+
+    def _after(self, before: Sequence[Any], reply: list[Any]) -> str:
+        answer = {"role": "assistant", "content": _FILLER}
+        messages = [*before, answer, *reply]
+        text = self._template().render(
+            messages, add_generation_prompt=True, tools=self._tools
+        )
+        text = text.replace(START, "").replace(END, "")
+        _, found, after = text.rpartition(_FILLER)
+        if not found:
+            raise DataError(
+                "task.environment: the chat template leaves out what the model said"
+            )
+        return after
+
+
+class _Rows:
+    """The tokens of N conversations, as they grow to at most R after the prompts."""
+
+    def __init__(self, prompts: np.ndarray, lengths: np.ndarray, slots: int):
+        rows = len(lengths)
+        self.read = np.zeros((rows, prompts.shape[1] + slots), np.int32)
+        self.read[:, : prompts.shape[1]] = prompts
+        self.first, self.lengths = lengths.astype(np.int64), np.zeros(rows, np.int64)
+        self.mask = np.zeros((rows, slots), bool)
+        self.logprobs = np.zeros((rows, slots), np.float32)
+        self.turns = np.zeros((rows, slots), np.int32)
+        self.supports: np.ndarray | None = None
+        self.routes: np.ndarray | None = None
+
+    def append(self, i: int, ids: np.ndarray) -> slice:
+        """Put ids behind a row; the slots that they take."""
+        start = self.lengths[i]
+        self.lengths[i] += len(ids)
+        place = self.first[i] + start
+        self.read[i, place : place + len(ids)] = ids
+        return slice(start, self.lengths[i])
+
+    def add_sampled(self, i: int, samples: Samples, turn: int) -> np.ndarray:
+        """Append a completion of a turn; its tokens."""
+        length = int(samples.lengths[i])
+        ids = np.asarray(samples.tokens)[i, :length]
+        slots = self.append(i, ids)
+        self.mask[i, slots], self.turns[i, slots] = True, turn
+        self.logprobs[i, slots] = samples.logprobs[i, :length]
+        if samples.support_ids is not None:
+            if self.supports is None:
+                limit = samples.support_ids.shape[2]
+                self.supports = np.full((*self.mask.shape, limit), -1, np.int32)
+            self.supports[i, slots] = samples.support_ids[i, :length]
+        if samples.routes is not None:  # of all that was read
+            if self.routes is None:
+                self.routes = np.zeros_like(samples.routes)
+            self.routes[i] = samples.routes[i]
+        return ids
+
+    def prompts(self, width: int, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What is read next: all of rows that are live, nothing of others."""
+        lengths = np.where(live, self.first + self.lengths, 0)
+        return self.read[:, :width], lengths.astype(np.int32)
+
+    def samples(self) -> Samples:
+        """All that follows the prompts."""
+        tokens = np.zeros(self.mask.shape, np.int32)
+        for row, read, first, length in zip(
+            tokens, self.read, self.first, self.lengths, strict=True
+        ):
+            row[:length] = read[first : first + length]
+        lengths = self.lengths.astype(np.int32)
+        made: Any = (
+            tokens, self.mask, self.logprobs, self.supports, lengths, None, self.routes,
+        )  # fmt: skip
+        return Samples(*made)
+
+
+class Answer(NamedTuple):
+    """An environment's answer to a completion, as all processes hear it."""
+
+    reward: float  # NaN: the conversation has none
+    done: bool  # the conversation has ended
+    ids: Sequence[int]  # tokens of the reply; none after the end
+
+
+class Partners:
+    """Environments of N conversations, which the first process alone has and calls.
+
+    All processes hear the same rewards, replies and failures.
+    """
+
+    def __init__(
+        self, environments: Environments, replies: Replies, items: Sequence[Prompt]
+    ):
+        self.replies = replies
+        self._environments, self._items = environments, items
+        self._conversations: list[Conversation] = []  # in the first process
+        self._opened = contextlib.ExitStack()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def open(self) -> None:
+        """Make the environments, and reset them.
+
+        Raises:
+            RewardError: an environment fails, or `reset` returns another prompt for a
+                record than before.
+        """
+        processes.by_first(self._open, RewardError)
+
+    def _open(self) -> None:
+        items = self._items
+        records, where = zip(*((x.columns, x.where) for x in items), strict=True)
+        opened = self._environments.opened(records, where)
+        self._conversations = self._opened.enter_context(opened)
+        for conversation, item in zip(self._conversations, items, strict=True):
+            if conversation.prompt not in (None, item.prompt):  # None: it failed
+                raise RewardError(
+                    f"environment {self._environments.name} ({item.where}): reset "
+                    "returned two prompts for one record; completions of a prompt are "
+                    "compared, so take what varies from the record"
+                )
+
+    def answer(
+        self, completions: Mapping[int, np.ndarray], last: Collection[int]
+    ) -> list[Answer]:
+        """Let environments answer completions.
+
+        Args:
+            completions: tokens, by the number of the conversation.
+            last: numbers of those that end after the answer, whatever it is.
+
+        Raises:
+            RewardError: an environment fails, and `task.environment_errors` is "raise".
+        """
+        answers = processes.by_first(
+            lambda: self._answers(completions, last), RewardError
+        )
+        return [Answer(*answer) for answer in answers]
+
+    def _answers(
+        self, completions: Mapping[int, np.ndarray], last: Collection[int]
+    ) -> list[Answer]:
+        for i, ids in completions.items():
+            self._conversations[i].complete(self.replies.text(ids))
+        going = [self._conversations[i] for i in completions]
+        answers = [
+            Answer(turn.reward, True, [])
+            if turn.done or i in last
+            else self._reply(self._conversations[i], turn)
+            for i, turn in zip(completions, self._environments.step(going), strict=True)
+        ]
+        both = zip(going, answers, strict=True)
+        self._environments.close([c for c, answer in both if answer.done])
+        return answers
+
+    def _reply(self, conversation: Conversation, turn: Turn) -> Answer:
+        try:
+            ids = self.replies.ids(conversation, turn.reply)
+        except RewardError as error:
+            reward = self._environments.fail(error, reward=turn.reward)
+            return Answer(reward, True, [])
+        conversation.hear(turn.reply)
+        return Answer(turn.reward, False, ids)
+
+    def close(self) -> None:
+        """Close the environments that are open."""
+        self._opened.close()
+
+
+def play(
+    partners: Partners,
+    prompts: tuple[np.ndarray, np.ndarray],
+    sample: Sample,
+    limits: tuple[int, int, int],
+) -> Played:
+    """Let a model and environments speak in turn, until all conversations have ended.
+
+    That is when the environment says so, after the last turn, or after a completion
+    without an end. `limits` are turns, tokens after a prompt, and tokens that `sample`
+    reads. Prompts beyond the number of partners get no completion and are not returned.
+    """
+    with contextlib.closing(partners):
+        partners.open()
+        return _played(partners, prompts, sample, limits)
+
+
+def _played(
+    partners: Partners,
+    prompts: tuple[np.ndarray, np.ndarray],
+    sample: Sample,
+    limits: tuple[int, int, int],
+) -> Played:
+    turns, slots, width = limits
+    rows = _Rows(*prompts, slots)
+    live = np.arange(len(prompts[1])) < len(partners)
+    truncated, said = np.zeros(len(live), bool), np.zeros(len(live), np.int32)
+    rewards = np.zeros((len(live), turns), np.float32)
+    for turn in range(turns):
+        samples = sample(*rows.prompts(width, live), turn)
+        completions = {
+            i: rows.add_sampled(i, samples, turn) for i in np.flatnonzero(live).tolist()
+        }
+        for i, ids in completions.items():
+            said[i] += 1
+            truncated[i] = not partners.replies.has_end(ids)
+        last = {i for i in completions if truncated[i] or turn == turns - 1}
+        answers = partners.answer(completions, last)
+        for i, answer in zip(completions, answers, strict=True):
+            rewards[i, turn], live[i] = answer.reward, not answer.done
+            rows.append(i, np.array(answer.ids, np.int32))
+        if not live.any():
+            break
+    played = Played(rows.samples(), truncated, said, ByTurn(rewards, rows.turns))
+    return take(played, np.arange(len(partners)))

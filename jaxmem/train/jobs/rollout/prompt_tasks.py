@@ -1,0 +1,337 @@
+"""What a rollout asks and what its completions are worth: sums, or a file's prompts."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from jaxmem.base import processes
+from jaxmem.data import ends, mixing, prompts, rewards, tasks, vocabulary
+from jaxmem.data.ends import Ends
+from jaxmem.data.environments import Environments
+from jaxmem.data.prompts import Prompt
+from jaxmem.data.record_reader import RecordReader
+from jaxmem.data.records import DataError
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.head.maths.random_streams import Stream
+from jaxmem.models.sampling import SamplingConfig
+from jaxmem.train.jobs import passes
+from jaxmem.train.jobs.reading import Reading, Record
+from jaxmem.train.jobs.rollout.conversations import (
+    Partners,
+    Played,
+    Replies,
+    Sample,
+    play,
+)
+from jaxmem.train.jobs.rollout.packed import Completions
+from jaxmem.train.jobs.rollout.prompts import Asked, FilePrompts, Graded, Task
+from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
+from jaxmem.train.settings import RunConfig
+
+
+class Sums(Task):
+    """Problems that are generated, spelled in the model's ids."""
+
+    def __init__(self, config: TaskConfig, checkpoint: str | None):
+        self._config, self._spelling = config, vocabulary.spelling(checkpoint)
+
+    def ask(self, start: int, count: int) -> Asked:
+        problems = tasks.problems(self._config, start, count)
+        return Asked(
+            self._spelling.write(problems.prompts), problems.prompt_lengths, problems
+        )
+
+    def grade(self, asked: Asked, completions: Completions) -> Graded:
+        words = self._spelling.read(completions.sampled)
+        scores = tasks.score(self._config, asked.items, words, completions.lengths)
+        return Graded(scores.rewards, scores.exact)
+
+    def question(self, asked: Asked, i: int) -> str:
+        return tasks.text(asked.items.prompts[i])
+
+    def text(self, ids: np.ndarray) -> str:
+        return tasks.text(self._spelling.read(ids))
+
+    def described(self, asked: Asked, i: int) -> tuple[str, str]:
+        answer = tasks.text(asked.items.answers[i])
+        return f"problem {i}", f"answer {answer}"
+
+    def statistics(self) -> str:
+        return "problems are drawn anew in every rollout, from task.seed"
+
+
+class OwnPrompts(FilePrompts):
+    """Prompts of a file, and reward functions."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        sampling: SamplingConfig,
+        tokenizer: tokenizers.Tokenizer,
+        reader: RecordReader,
+    ):
+        super().__init__(config, tokenizer)
+        self._max_new_tokens = sampling.max_new_tokens
+        self._score = rewards.Scorer(
+            config.rewards,
+            config.reward_weights,
+            config.timeout,
+            config.reward_errors,
+            config.unrewarded,
+        )
+        self._keep(prompts.load_prompts(config, (tokenizer, reader)))
+
+    def _keep(self, loaded: tuple[list[Prompt], list[Prompt]]) -> None:
+        self._train, self._held_out = loaded
+        self.size, config = len(self._train), self._config
+        self.sources = [prompt.source for prompt in self._train]
+        given = self.sources, config.weights, config.seed, Stream.PROMPTS
+        self._order = mixing.order(*given)
+
+    def check(self) -> None:
+        """See `Task`: columns that functions require, and names that are not free."""
+        first = self._train[0]
+        if taken := [name for name in rewards.ARGUMENTS if name in first.columns]:
+            raise DataError(
+                f"{first.where}: the column {taken[0]!r} has the name of an argument "
+                "that reward functions get from the run; rename it, or name it in "
+                "task.ignored"
+            )
+        source = self._config.source
+        entries = [source] if isinstance(source, str) else source
+        columns: dict[str, list[Any]] = {}
+        for prompt in (*self._train, *self._held_out):
+            columns.setdefault(entries[prompt.source], []).append(prompt.columns)
+        self._score.check(columns)
+
+    def lines(self) -> list[str]:
+        return self._score.lines()
+
+    def ask(self, start: int, count: int) -> Asked:
+        """See `Task`; every epoch has an order of its own."""
+        numbers = (self._order[n] for n in range(start, start + count))
+        return self._asked([self._train[i] for i in numbers])
+
+    def held_out(self) -> Asked | None:
+        return self._asked(self._held_out) if self._held_out else None
+
+    def grade(self, asked: Asked, completions: Completions) -> Graded:
+        questions = self._questions(asked.items, completions)
+
+        def scored() -> tuple[list[float], dict[str, list[float]]]:
+            scores = self._score(questions)
+            parts = {name: values.tolist() for name, values in scores.parts.items()}
+            return scores.total.tolist(), parts
+
+        # One process calls the functions, which may be random, and all get the rewards.
+        total, told = processes.by_first(scored, rewards.RewardError)
+        parts = {name: np.array(values, np.float32) for name, values in told.items()}
+        table = np.stack(list(parts.values()))
+        first = table[(~np.isnan(table)).argmax(axis=0), np.arange(table.shape[1])]
+        values = np.array(total, np.float32)
+        right = np.where(np.isnan(values), values, first >= 1).astype(np.float32)
+        return Graded(values, right, parts if len(parts) > 1 else None)
+
+    def _questions(
+        self, items: list[Prompt], completions: Completions
+    ) -> rewards.Questions:
+        ids = [
+            [int(i) for i in row[:length]]
+            for row, length in zip(
+                completions.sampled, completions.lengths, strict=True
+            )
+        ]
+        texts = self._tokenizer.decode_batch(ids, skip_special_tokens=True)
+        columns = {name: [item.columns[name] for item in items]
+                   for name in items[0].columns}  # fmt: skip
+        columns["completion_ids"] = ids
+        columns["max_new_tokens"] = [self._max_new_tokens] * len(items)
+        return rewards.Questions(
+            [item.where for item in items],
+            [item.prompt for item in items],
+            [_completion(item, text) for item, text in zip(items, texts, strict=True)],
+            columns,
+            self.trainer_state,
+        )
+
+    def fingerprint(self) -> str | None:
+        return prompts.fingerprint(self._train)
+
+    def described(self, asked: Asked, i: int) -> tuple[str, str]:
+        item = asked.items[i]
+        return item.where, f"columns {', '.join(item.columns)}"
+
+    def statistics(self) -> str:
+        lengths = [len(item.ids) for item in self._train]
+        return (
+            f"{self.size:,} prompts to train on, {len(self._held_out):,} held out; "
+            f"{min(lengths):,} to {max(lengths):,} tokens, of at most "
+            f"task.max_prompt_tokens={self._config.max_prompt_tokens}"
+        )
+
+
+class Conversations(OwnPrompts):
+    """Records of a file, and environments that answer completions and reward them."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        sampling: SamplingConfig,
+        read: prompts.Reader,
+        eos_ids: tuple[int, ...],
+    ):
+        assert config.environment is not None
+        FilePrompts.__init__(self, config, read[0])
+        slots = config.conversation_length(sampling.max_new_tokens)
+        width = config.prompt_length + slots - sampling.max_new_tokens
+        self._limits = config.max_turns, slots, width
+        self._environments = Environments(
+            config.environment,
+            config.timeout,
+            config.environment_errors,
+            config.workers,
+        )
+        tools = self._environments.tools
+        self._replies = Replies(config, read[0], read[1].template, eos_ids, tools)
+        self._keep(prompts.load_prompts(config, read, self._environments))
+
+    def check(self) -> None:
+        """See `Task`: environments take any columns."""
+
+    def lines(self) -> list[str]:
+        return []
+
+    def play(
+        self, asked: Asked, sample: Sample, count: int | None = None
+    ) -> tuple[Played, Graded]:
+        """Complete the first prompts over several turns; None: all of them.
+
+        A reward of 1 or more is right.
+        """
+        items = asked.items[:count]
+        partners = Partners(self._environments, self._replies, items)
+        played = play(partners, asked[:2], sample, self._limits)
+        returns = played.by_turn.returns
+        for item, sums in zip(items, np.nan_to_num(returns).tolist(), strict=True):
+            try:
+                rewards.checked(max(sums, key=abs))
+            except ValueError as error:
+                raise rewards.RewardError(
+                    f"environment {self._config.environment} ({item.where}): the sum "
+                    f"of its rewards is {error}"
+                ) from error
+        values = returns[:, 0]
+        right = np.where(np.isnan(values), values, values >= 1).astype(np.float32)
+        return played, Graded(values, right)
+
+
+def _completion(item: Prompt, text: str) -> Any:
+    """In the form of the prompt, as TRL has it."""
+    if isinstance(item.prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
+
+
+_LATER = (
+    "environment", "max_turns", "max_reply_tokens", "environment_errors", "recorded",
+)  # fmt: skip
+
+
+class Questions(Reading):
+    """Prompts of a task: sums, or a file's, which a checkpoint's tokenizer reads."""
+
+    def __init__(
+        self,
+        task: TaskConfig,
+        sampling: SamplingConfig,
+        checkpoint: str | None,
+        prompts: int,
+        group_size: int = 1,
+    ):
+        self._config, self._sampling = task, sampling
+        self._checkpoint, self._prompts = checkpoint, prompts
+        self._group_size = group_size
+        said = task.conversation_length(sampling.max_new_tokens)
+        self.longest = task.prompt_length + said
+        self.chat_template = task.chat_template
+        self._reader: RecordReader | None = None  # of prompts, once they are read
+
+    @functools.cached_property
+    def task(self) -> Task:
+        """Where prompts and rewards come from."""
+        task, checkpoint = self._config, self._checkpoint
+        if task.is_arithmetic:
+            return Sums(task, checkpoint)
+        assert checkpoint is not None, "the job's config says so"
+        tokenizer = vocabulary.of_checkpoint(checkpoint)
+        if task.recorded:
+            known = ends_of(task, checkpoint)
+            size, sampling = self._group_size, self._sampling
+            return RecordedRollouts(task, sampling, tokenizer, size, known)
+        reader = RecordReader.of(task, checkpoint, tokenizer, self.today)
+        self._reader = reader
+        if task.environment is None:
+            return OwnPrompts(task, self._sampling, tokenizer, reader)
+        eos_ids = ends_of(task, checkpoint).eos_ids
+        return Conversations(task, self._sampling, (tokenizer, reader), eos_ids)
+
+    def fixed(self) -> dict[str, dict[str, Any]]:
+        """See `Reading`; what ends a run decides no value of its steps before."""
+        fields = self._config.fixed()
+        del fields["timeout"]
+        for name in _LATER:  # a run from before there were any goes on
+            if fields[name] == getattr(TaskConfig, name):
+                del fields[name]
+        if self._config.is_arithmetic:  # as in runs from before there were files
+            names = "digits", "answer", "reward", "seed"
+            fields = {name: fields[name] for name in names}
+        return {"task": fields}
+
+    def sources(self) -> list[passes.SourceSize] | None:
+        if self._config.weights is None:
+            return None
+        return passes.of_items(self._config, self.task.sources)
+
+    def seen(self, run: RunConfig) -> str | None:
+        return None if self.task.size is None else super().seen(run)
+
+    def epochs(self, count: int) -> list[float]:
+        if (size := self.task.size) is None:
+            raise ValueError(
+                "run.epochs needs a task.source of prompts: sums have no end"
+            )
+        return [size / self._prompts] * count
+
+    def text(self, ids: np.ndarray) -> str:
+        return self.task.text(ids)
+
+    def lines(self) -> list[str]:
+        read = [] if self._reader is None else self._reader.lines()
+        if isinstance(self.task, RecordedRollouts):
+            read = self.task.notes.lines()
+        return [*read, *mixing.shares(self._config, "task"), *self.task.lines()]
+
+    def end_of_turn(self) -> str | None:
+        return None if self._reader is None else self._reader.end_of_turn()
+
+    def records(self, count: int) -> Iterator[Record | str]:
+        task = self.task
+        asked = task.ask(0, count if task.size is None else min(count, task.size))
+        for i, (ids, length) in enumerate(zip(asked.ids, asked.lengths, strict=True)):
+            name, about = task.described(asked, i)
+            yield Record(name, ids[:length], about=about)
+        yield task.statistics()
+        yield from self.lines()
+
+
+def ends_of(task: TaskConfig, checkpoint: str | None) -> Ends:
+    """Size of the vocabulary, and the ids that end completions."""
+    if not task.is_arithmetic:
+        assert checkpoint is not None, "the job's config says so"
+        return ends.of_checkpoint(checkpoint, task.stop, task.chat_template)
+    spelled = vocabulary.spelling(checkpoint)
+    eos, pad = (int(spelled.ids[i]) for i in (tasks.EOS_ID, tasks.PAD_ID))
+    return Ends(spelled.size, (eos,), pad)

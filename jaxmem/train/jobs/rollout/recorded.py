@@ -1,0 +1,223 @@
+"""Rollouts that another engine sampled, read from JSON Lines.
+
+    {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...], "reward": 1.0}
+
+Consecutive records of one prompt are a group. `supports` has the ids that each token
+was drawn from, where the sampler truncates.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from jaxmem.base import messages
+from jaxmem.data import rewards
+from jaxmem.data.ends import Ends
+from jaxmem.data.prompts import Prompt
+from jaxmem.data.record_reader import decides_loss
+from jaxmem.data.records import DataError, Record, find_files, read_records
+from jaxmem.data.rendering import Notes
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.models.sampling import Samples, SamplingConfig
+from jaxmem.train.jobs.rollout.nested_rows import padded
+from jaxmem.train.jobs.rollout.packed import Completions
+from jaxmem.train.jobs.rollout.prompts import Asked, FilePrompts, Graded
+from jaxmem.train.jobs.rollout.samples import Decoded, Sampled
+
+_KEYS = ("prompt_ids", "completion_ids", "logprobs", "reward")
+
+
+class RecordedRollouts(FilePrompts):
+    """Completions of a file, group by group."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        sampling: SamplingConfig,
+        tokenizer: tokenizers.Tokenizer,
+        group_size: int,
+        ends: Ends,
+    ):
+        super().__init__(config, tokenizer)
+        self._sampling, self._group_size = sampling, group_size
+        self._vocab_size, self._eos_ids, _ = ends
+        self.notes = Notes()
+        paths = find_files(config.source, "task.source")
+        self._records = [r for path in paths for r in read_records(path, "task.source")]
+        for record in self._records:
+            self._check(record)
+        self.size = self._check_groups()
+
+    def _check_groups(self) -> int:
+        groups, rest = divmod(len(self._records), self._group_size)
+        if rest or not groups:
+            raise DataError(
+                f"task.source: {len(self._records)} rollouts are no multiple of "
+                f"grpo.group_size={self._group_size}"
+            )
+        for start in range(0, len(self._records), self._group_size):
+            first, *others = self._records[start : start + self._group_size]
+            for other in others:
+                if other.fields["prompt_ids"] != first.fields["prompt_ids"]:
+                    raise DataError(
+                        f"{other.where}: prompt_ids differ from those of {first.where};"
+                        f" grpo.group_size={self._group_size} records in turn have one "
+                        "prompt"
+                    )
+        return groups
+
+    def _check(self, record: Record) -> None:
+        fields, most = record.fields, self._sampling.max_new_tokens
+        for key in _KEYS:
+            if key not in fields:
+                raise DataError(f'{record.where}: no "{key}"')
+        limits = {"prompt_ids": self._config.max_prompt_tokens, "completion_ids": most}
+        named = {"prompt_ids": "task.max_prompt_tokens",
+                 "completion_ids": "sampling.max_new_tokens"}  # fmt: skip
+        for key, limit in limits.items():
+            _check_ids(record, key, fields[key], self._vocab_size)
+            if not 1 <= len(fields[key]) <= limit:
+                raise DataError(
+                    f"{record.where}: {key} has {len(fields[key])} ids; at least 1 and "
+                    f"at most {named[key]}={limit} are possible"
+                )
+        length = len(fields["completion_ids"])
+        logprobs = fields["logprobs"]
+        good = isinstance(logprobs, list) and len(logprobs) == length
+        if not (good and all(_is_number(x) and x <= 1e-3 for x in logprobs)):
+            raise DataError(
+                f"{record.where}: logprobs must be {length} log-probabilities, one a "
+                f"token of completion_ids, got {messages.short(logprobs)}"
+            )
+        if not _is_number(fields["reward"]):
+            raise DataError(
+                f"{record.where}: reward must be a finite number, got "
+                f"{messages.short(fields['reward'])}"
+            )
+        try:
+            rewards.checked(fields["reward"])
+        except ValueError as error:
+            raise DataError(f"{record.where}: reward is {error}") from error
+        self._check_supports(record, length)
+        for key, value in fields.items():
+            left_out = key in self._config.ignored or value is None
+            if key not in (*_KEYS, "supports") and not left_out:
+                if decides_loss(key):
+                    raise DataError(
+                        f"{record.where}: rollouts do not use {messages.short(key)}, "
+                        "and all of completion_ids is learned; remove it, or name it "
+                        "in task.ignored"
+                    )
+                note = f"the column {messages.short(key)} is not used"
+                self.notes.add(note, record.where)
+
+    def _check_supports(self, record: Record, length: int) -> None:
+        supports, limit = record.fields.get("supports"), self._sampling.support_size
+        if limit is None and supports is not None:
+            raise DataError(
+                f"{record.where}: supports need sampling.top_k, top_p or min_p, as the "
+                "other engine had them"
+            )
+        if limit is None:
+            return
+        if not isinstance(supports, list) or len(supports) != length:
+            raise DataError(
+                f"{record.where}: supports must be {length} lists of ids, one a token "
+                "of completion_ids, because sampling truncates"
+            )
+        for token, ids in zip(record.fields["completion_ids"], supports, strict=True):
+            _check_ids(record, "supports", ids, self._vocab_size)
+            if token not in ids or len(set(ids)) < len(ids) or len(ids) > limit:
+                raise DataError(
+                    f"{record.where}: the support of token {token} must have it, each "
+                    f"id once, and at most {limit} ids, got {messages.short(ids)}"
+                )
+
+    def sampled(self, start: int, count: int) -> Sampled:
+        """The groups of these numbers, in the order of the file, again and again."""
+        size = self._group_size
+        records = [
+            self._records[place % len(self._records)]
+            for place in range(start * size, (start + count) * size)
+        ]
+        asked, samples = self._asked_of(records), self._samples(records)
+        completions = Completions.of_samples(asked, samples)
+        earned = np.array([r.fields["reward"] for r in records], np.float32)
+        graded = Graded(earned, (earned >= 1).astype(np.float32))
+        ends = np.array([r.fields["completion_ids"][-1] for r in records])
+        turns = np.ones(len(records), np.int32)
+        truncated = ~np.isin(ends, self._eos_ids)
+        return Sampled(
+            asked, completions, samples, graded, truncated, turns, Decoded(0, 0)
+        )
+
+    def _asked_of(self, records: Sequence[Record]) -> Asked:
+        ids = [np.array(x.fields["prompt_ids"], np.int32) for x in records]
+        given = zip(records, ids, strict=True)
+        return self._asked([Prompt(x.where, self.text(i), {}, i) for x, i in given])
+
+    def _samples(self, records: Sequence[Record]) -> Samples:
+        most, limit = self._sampling.max_new_tokens, self._sampling.support_size
+        fields = [record.fields for record in records]
+        tokens, lengths = padded([f["completion_ids"] for f in fields], most)
+        logprobs = np.zeros(tokens.shape, np.float32)
+        for row, f in zip(logprobs, fields, strict=True):
+            row[: len(f["logprobs"])] = f["logprobs"]
+        supports = None
+        if limit is not None:
+            supports = np.full((*tokens.shape, limit), -1, np.int32)
+            for i, f in enumerate(fields):
+                for t, ids in enumerate(f["supports"]):
+                    supports[i, t, : len(ids)] = ids
+        made: Any = (
+            tokens, np.arange(most) < lengths[:, None], logprobs, supports, lengths
+        )  # fmt: skip
+        return Samples(*made)
+
+    def ask(self, start: int, count: int) -> Asked:
+        """See `Task`: prompts of groups."""
+        size = self._group_size
+        places = range(start * size, (start + count) * size, size)
+        return self._asked_of([self._records[i % len(self._records)] for i in places])
+
+    def fingerprint(self) -> str:
+        """Identifies the rollouts and their order."""
+        return digest([record.fields for record in self._records])
+
+    def described(self, asked: Asked, i: int) -> tuple[str, str]:
+        return asked.items[i].where, f"{self._group_size} completions"
+
+    def statistics(self) -> str:
+        lengths = [len(r.fields["completion_ids"]) for r in self._records]
+        return (
+            f"{len(lengths):,} rollouts of {self.size:,} prompts; {min(lengths):,} to "
+            f"{max(lengths):,} tokens, of at most sampling.max_new_tokens="
+            f"{self._sampling.max_new_tokens}"
+        )
+
+
+def digest(values: Sequence[Any]) -> str:
+    """Identify a list of JSON values."""
+    made = hashlib.sha256()
+    for value in values:
+        made.update(json.dumps(value, sort_keys=True).encode())
+    return made.hexdigest()[:24]
+
+
+def _check_ids(record: Record, key: str, ids: Any, vocab_size: int) -> None:
+    if not isinstance(ids, list) or not all(
+        type(i) is int and 0 <= i < vocab_size for i in ids
+    ):
+        raise DataError(
+            f"{record.where}: {key} must be ids in [0, {vocab_size}), got "
+            f"{messages.short(ids)}"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)

@@ -1,0 +1,116 @@
+"""Sampled completions with their rewards, and groups of them that tell something."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmem.models.sampling import Samples
+from jaxmem.train.jobs.rollout.nested_rows import join, take
+from jaxmem.train.jobs.rollout.packed import Completions
+from jaxmem.train.jobs.rollout.prompts import Asked, Graded
+
+Compare = Callable[[np.ndarray, np.ndarray], jax.Array]
+
+
+def draw_number(step: int, attempt: int, turn: int) -> int:
+    """What the random numbers of a completion depend on, besides the seed.
+
+    Steps are positive; further attempts and turns have numbers of their own below 0.
+    """
+    if not (attempt or turn):
+        return step
+    drawn = np.random.SeedSequence([step, attempt, turn]).generate_state(1)[0]
+    return -1 - int(drawn >> 1)
+
+
+class Decoded(NamedTuple):
+    """How many of the sampler's slots had something to decode.
+
+    The first token of a completion comes from its prompt, and is not counted.
+    """
+
+    tokens: int  # of completions
+    slots: int  # steps times slots
+
+    @property
+    def busy(self) -> float | None:
+        """The share; None where nothing was decoded."""
+        return self.tokens / self.slots if self.slots else None
+
+
+class ByTurn(NamedTuple):
+    """Rewards of N conversations by turn."""
+
+    rewards: np.ndarray  # float32 [N, T]; 0 after the last turn
+    of_token: np.ndarray  # [N, R] number of the turn that a sampled token is of
+
+    @property
+    def returns(self) -> np.ndarray:
+        """[N, T] rewards of a turn and of those after it."""
+        return np.cumsum(self.rewards[:, ::-1], axis=1)[:, ::-1]
+
+
+class Sampled(NamedTuple):
+    """N completions, those of a prompt one after the other."""
+
+    asked: Asked
+    completions: Completions
+    samples: Samples
+    graded: Graded
+    truncated: np.ndarray  # [N] bool, whether the last one has no end
+    turns: np.ndarray  # [N] completions of a conversation
+    decoded: Decoded  # for these and for completions that were not selected
+    by_turn: ByTurn | None = None  # where turns are compared, not conversations
+
+    def tells(self, group_size: int) -> np.ndarray:
+        """Booleans, one a group: True if its rewards differ."""
+        values = self.graded.rewards[:, None]
+        if self.by_turn is not None:
+            values = self.by_turn.returns
+        groups = values.reshape(-1, group_size, values.shape[1])
+        has = self.graded.rewarded.reshape(-1, group_size, 1)
+        highest = groups.max(axis=1, where=has, initial=-np.inf)
+        lowest = groups.min(axis=1, where=has, initial=np.inf)
+        return np.any(highest > lowest, axis=1)
+
+    def rewarded(self, group_size: int) -> np.ndarray:
+        """Booleans, one a group: True if any of its completions has a reward."""
+        return np.any(self.graded.rewarded.reshape(-1, group_size), axis=1)
+
+    def advantages(self, group_size: int, compare: Compare) -> np.ndarray:
+        """Advantages of completions [N]; or of tokens [N, R] if turns are compared.
+
+        A turn's advantage compares the rewards from it on with those of the group's
+        conversations that have this turn: `compare` gets [..., group_size] of both.
+        Completions without a reward are compared with none, and have 0.
+        """
+        rewards, rewarded = self.graded.rewards, self.graded.rewarded
+        if self.by_turn is None:
+            given = (x.reshape(-1, group_size) for x in (rewards, rewarded))
+            return np.asarray(compare(*given)).ravel()
+        returns = self.by_turn.returns
+        has_turn = np.arange(returns.shape[1]) < self.turns[:, None]
+        has_turn &= rewarded[:, None]
+        by_group = -1, group_size, returns.shape[1]
+        given = (x.reshape(by_group).swapaxes(1, 2) for x in (returns, has_turn))
+        compared = np.asarray(compare(*given)).swapaxes(1, 2).reshape(returns.shape)
+        return np.take_along_axis(compared, self.by_turn.of_token, axis=1)
+
+
+def telling(parts: Sequence[Sampled], prompts: int, group_size: int) -> Sampled:
+    """The first groups whose rewards differ; others, in order, where those are few.
+
+    Groups without any reward come last.
+
+    This is dynamic sampling (Yu et al., 2025, arXiv:2503.14476, DAPO).
+    """
+    if len(parts) == 1:
+        return parts[0]
+    tells = np.concatenate([part.tells(group_size) for part in parts])
+    rewarded = np.concatenate([part.rewarded(group_size) for part in parts])
+    rank = np.where(tells, 0, np.where(rewarded, 1, 2))
+    groups = np.sort(np.argsort(rank, kind="stable")[:prompts])
+    rows = (groups[:, None] * group_size + np.arange(group_size)).ravel()
+    return take(join(parts), rows)

@@ -1,0 +1,253 @@
+"""A program that also samples completions of prompts from the model it trains."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmem.data.ends import Ends
+from jaxmem.head.maths.random_streams import Stream
+from jaxmem.models import own_model, route_records
+from jaxmem.models.kv_cache import Cache
+from jaxmem.models.partitioning import Layout
+from jaxmem.models.sampling import (
+    COMPILER_OPTIONS,
+    Sampler,
+    Samples,
+    SamplingConfig,
+    State,
+    prepared,
+    row_keys,
+    samples_of,
+)
+from jaxmem.train.jobs.accumulated import AccumulatedProgram
+from jaxmem.train.phases import Phase, weights_of
+
+
+class SamplingProgram(AccumulatedProgram):
+    """An `AccumulatedProgram` that samples; `sample_from` comes first.
+
+    Attributes:
+        ends: the ids that end completions.
+        slots: completions that are decoded at a time.
+        sampling_layout: shardings of prompts and completions.
+    """
+
+    rows = 0  # completions of a rollout; 0: nothing is sampled
+    records = False  # whether routes are recorded, as in `Sampler`
+
+    def sample_from(
+        self, rows: int, named: str, ends: Ends, records: bool = False
+    ) -> None:
+        """Say what is sampled, and refuse slots and meshes that do not go with it.
+
+        `named` are the settings whose product the number of rows is.
+        """
+        self.rows, self.ends, self.records = rows, ends, records
+        by_rows, slots = self.config.mesh.by_rows, self.config.sampling.slots
+        self.slots = rows if slots is None else slots
+        if self.slots > rows:
+            raise ValueError(
+                f"sampling.slots must be at most {named} = {rows}, got {slots}"
+            )
+        if math.prod(by_rows.sizes) > 1:
+            why = "on a mesh of several devices"
+            self.config.check_stays("sampling.slots", None, why)
+        if rows % (parts := by_rows.data * by_rows.fsdp):
+            raise ValueError(
+                f"mesh.data x mesh.fsdp x mesh.sequence must divide {named} = {rows}, "
+                f"got {parts}"
+            )
+        if self.model_config.factory is not None:
+            why = "for a model of model.factory"
+            self.config.check_stays("sampling.slots", None, why)
+        self.sampling_layout = Layout(by_rows, self.layout.specs)
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether turns after the first read only what follows on their cache."""
+        return self.config.task.turns > 1 and self._drops_cache is None
+
+    @property
+    def _drops_cache(self) -> str | None:
+        """The setting with which no cache is kept from turn to turn; None without one.
+
+        Slots that are refilled write at one place, which goes round and would overwrite
+        a row that waits for its reply; and of the cache of a model of one's own only
+        the model knows which axes are rows.
+        """
+        config, own = self.config, self.model_config.factory is not None
+        settings = {
+            "sampling.slots": config.sampling.slots is not None,
+            "a model.factory on a mesh": own and self.sampling_layout.mesh is not None,
+            "a model.factory without extend": not self.abstract.extends,
+        }
+        return next((name for name, is_set in settings.items() if is_set), None)
+
+    def trace_sample(self, greedy: bool = False) -> jax.stages.Traced:
+        """Trace a rollout, or the first turn of one whose cache is kept.
+
+        It returns `Samples`, and the cache that is kept, or None.
+        """
+        sampler = self._sampler(greedy)
+
+        def run(params, frozen, prompts, lengths, step):
+            model, key = self.model(params, frozen), self._key(step)
+            if self.keeps_cache:
+                model = prepared(model)
+                keys = row_keys(key, jnp.arange(len(lengths)))
+                state = sampler.start(model, prompts, lengths, keys)
+                return _ended(sampler, model, state)
+            return sampler.complete(model, prompts, lengths, key), None
+
+        layout, kept = self.sampling_layout, None
+        with layout.context():
+            if self.keeps_cache:
+                kept = self._cache(sampler)
+            results = self._scalar, kept
+            jitted = layout.jit(run, results, compiler_options=COMPILER_OPTIONS)
+            weights = self.state_shapes.params, self.frozen_shapes
+            return jitted.trace(*weights, *self.prompts, self._scalar)
+
+    def trace_further(self, greedy: bool = False) -> jax.stages.Traced:
+        """Trace a turn after the first, where a cache is kept, which is consumed."""
+        layout, sampler = self.sampling_layout, self._sampler(greedy)
+
+        def run(params, frozen, cache, tokens, lengths, step):
+            model = prepared(self.model(params, frozen))
+            keys = row_keys(self._key(step), jnp.arange(len(lengths)))
+            state = sampler.resume(model, cache, tokens, lengths, keys)
+            return _ended(sampler, model, state)
+
+        with layout.context():
+            cache = self._cache(sampler)
+            jitted = layout.jit(
+                run, (self._scalar, cache), donate_argnums=2,
+                compiler_options=COMPILER_OPTIONS,
+            )  # fmt: skip
+            weights = self.state_shapes.params, self.frozen_shapes
+            return jitted.trace(*weights, cache, *self.replies, self._scalar)
+
+    def _cache(self, sampler: Sampler) -> Any:
+        """Shapes of the cache that is kept from turn to turn, with their places."""
+
+        def start(params, frozen, prompts, lengths):
+            key = self._key(jnp.zeros((), jnp.uint32))  # only shapes are asked for
+            keys = row_keys(key, jnp.arange(len(lengths)))
+            model = self.model(params, frozen)
+            return sampler.start(model, prompts, lengths, keys).cache
+
+        weights = self.state_shapes.params, self.frozen_shapes
+        shapes = jax.eval_shape(start, *weights, *self.prompts)
+        layout = self.sampling_layout
+        return shapes if layout.mesh is None else layout.of_cache(shapes)
+
+    def _sampler(self, greedy: bool) -> Sampler:
+        """What is evaluated, at temperature 0, is not replayed."""
+        config, ends = self.config.sampling, self.ends
+        if greedy:
+            config = SamplingConfig(config.max_new_tokens, top_k=1, slots=config.slots)
+        records = self.records and not greedy
+        given = config, ends.eos_ids, ends.pad_id
+        return Sampler(*given, room=self._room, records=records)
+
+    def _key(self, step: jax.Array) -> jax.Array:
+        return Stream.ROLLOUTS.key(self.config.run.seed, step)
+
+    @property
+    def _scalar(self) -> Any:
+        return self.sampling_layout.whole(jax.ShapeDtypeStruct((), jnp.int32))
+
+    @property
+    def prompts(self) -> tuple[Any, Any]:
+        """Shapes of what is sampled from: ids [N, P] and lengths [N]."""
+        width = self.config.task.prompt_length
+        if not self.keeps_cache:  # all before the last completion
+            width = self._room + 1 - self.config.sampling.max_new_tokens
+        return self._rows(width)
+
+    @property
+    def replies(self) -> tuple[Any, Any]:
+        """Shapes of what follows on a kept cache: a completion's end and a reply."""
+        return self._rows(1 + self.config.task.max_reply_tokens)
+
+    def _rows(self, width: int) -> tuple[Any, Any]:
+        ids = jax.ShapeDtypeStruct((self.rows, width), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((self.rows,), jnp.int32)
+        return self.sampling_layout.of_rows((ids, lengths))
+
+    @property
+    def _room(self) -> int:
+        """Tokens of the longest conversation that are read."""
+        config = self.config
+        task, slots = config.task, config.sampling.max_new_tokens
+        return task.prompt_length + task.conversation_length(slots) - 1
+
+    def rollout_phases(self, held: Mapping[str, Any]) -> list[Phase]:
+        """The rollout, for a plan; turns that go on from a cache are another phase."""
+        config = self.config
+        rows, most = self.prompts[0].shape[0], config.sampling.max_new_tokens
+        steps = most - 1
+        if config.sampling.slots is not None:  # from one refilled slot to the next
+            steps = -(-steps // self.slots)
+        runs, kept = config.task.turns, {}
+        if self.model_config.factory is None:  # else it is unknown
+            kept["keys and values"] = self._cache_bytes()
+        if self.records:
+            kept["routes"] = self._routes_bytes()
+        weights, tokens = weights_of(self), rows * most
+        first = Phase(
+            "rollout", self.trace_sample, weights, held, {}, tokens, turns=steps
+        )
+        if not self.keeps_cache:
+            return [dataclasses.replace(first, parts=kept, runs=runs)]
+        trace = self.trace_further
+        further = dict(name="further turns", trace=trace, runs=runs - 1)
+        return [first, dataclasses.replace(first, **further)]
+
+    def lines(self) -> Iterator[str]:
+        """See `DecoderProgram`; what sampling without a cache costs."""
+        yield from super().lines()
+        if not self.rows or self.config.task.recorded:
+            return
+        config = self.config
+        if config.task.turns > 1 and self._drops_cache is not None:
+            yield (
+                f"each of up to {config.task.turns} turns reads its whole conversation "
+                f"again: with {self._drops_cache}, no cache is kept between turns"
+            )
+        if self.abstract.recomputes and config.sampling.max_new_tokens > 1:
+            row = -(-self._room // 8) * 8  # as `Sampler.start` rounds it
+            yield own_model.recomputation(config.sampling.max_new_tokens, row)
+
+    def _cache_bytes(self) -> int:
+        """Bytes of states of a rollout's slots on one device."""
+        rows, mesh = self.slots, self.layout.sizes
+        room = -(-self._room // 8) * 8
+        definition, weights = nnx.split(self.abstract)
+
+        def states(weights, prompts, lengths):
+            model = nnx.merge(definition, weights)
+            return model.prefill(prompts, lengths, room)[1].layers
+
+        prompts = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        shapes = jax.tree.leaves(jax.eval_shape(states, weights, prompts, lengths))
+        parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"] * mesh["tensor"]
+        return sum(x.size * x.dtype.itemsize for x in shapes) // parts
+
+    def _routes_bytes(self) -> int:
+        mesh, room = self.layout.sizes, -(-self._room // 8) * 8
+        made = route_records.struct(self.model_config, (self.slots, room))
+        parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"]
+        return math.prod(made.shape) * made.dtype.itemsize // parts
+
+
+def _ended(sampler: Sampler, model: Any, state: State) -> tuple[Samples, Cache]:
+    """The completions of a turn, and the cache after them."""
+    state = sampler.advance(model, state, sampler.config.max_new_tokens)
+    return samples_of(state), state.cache

@@ -1,0 +1,59 @@
+"""Samples of a rollout, as a report shows them."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxmem.train.jobs.rollout.packed import Completions
+from jaxmem.train.jobs.rollout.prompts import Asked, Task
+
+_SAMPLES = 8
+_MOST_TOKENS = 256  # of a completion
+_MOST_CHARACTERS = 600  # of a prompt, from its end
+
+
+def table(
+    task: Task,
+    asked: Asked,
+    completions: Completions,
+    rewards: np.ndarray | None,
+    logprobs: np.ndarray,
+) -> list[dict[str, Any]]:
+    """Some samples as JSON: prompt, first tokens, their log-probabilities, any reward.
+
+    What an environment said has None for log-probabilities.
+    """
+    count = min(_SAMPLES, len(logprobs))
+    every = len(logprobs) // count
+    rows = []
+    for i in range(0, count * every, every):
+        length = min(int(completions.lengths[i]), _MOST_TOKENS)
+        prompt = task.text(asked.ids[i, : asked.lengths[i]])
+        reward = None
+        if rewards is not None and not np.isnan(rewards[i]):
+            reward = float(rewards[i])
+        own = np.ones(length, bool) if completions.own is None else completions.own[i]
+        rows.append(
+            {
+                "prompt": prompt[-_MOST_CHARACTERS:],
+                "tokens": _pieces(task, completions.sampled[i, :length]),
+                "logprobs": [
+                    float(x) if sampled else None
+                    for x, sampled in zip(logprobs[i, :length], own, strict=False)
+                ],
+                "reward": reward,
+            }
+        )
+    return rows
+
+
+def _pieces(task: Task, ids: np.ndarray) -> list[str]:
+    """The text of each token; a part of a character joins the rest of it."""
+    pieces, before = [], ""
+    for length in range(1, len(ids) + 1):
+        text = task.text(ids[:length])
+        if length < len(ids):
+            text = text.rstrip("\ufffd")
+        pieces.append(text[len(before) :])
+        before = text if len(text) > len(before) else before
+    return pieces

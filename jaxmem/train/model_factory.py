@@ -1,0 +1,163 @@
+"""Models of `model.factory`: loads a user's function, and refuses what it cannot have.
+
+make(config, rngs) -> an nnx.Module with the methods of `jaxmem.models.own_model.Own`
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+
+from jaxmem.base import messages
+from jaxmem.checkpoints import CheckpointError
+from jaxmem.checkpoints.tensors import Tensors, whole, write_tensors
+from jaxmem.data import guests, rewards
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.own_model import OwnError, OwnModel, Probe, random_weights
+from jaxmem.models.training_head import HeadConfig
+from jaxmem.models.weights import split_module
+from jaxmem.train.settings import JobConfig
+
+TEXT = "text"  # of a run's directory: how its model reads text
+_BODY = "body/"  # how names of weights start in `OwnModel`, but not in its module
+
+
+def maker(
+    config: ModelConfig, head: HeadConfig
+) -> Callable[[nnx.Rngs], OwnModel] | None:
+    """The function that makes a model with initial weights; None without a factory."""
+    if config.factory is None:
+        return None
+    named, key = f"model.factory={config.factory!r}", "model.factory"
+    factory = rewards.load(config.factory, key, {})
+    try:
+        inspect.signature(factory).bind(config, None)
+    except TypeError as error:
+        raise OwnError(f"{named} must take (config, rngs): {error}") from error
+
+    def make(rngs: nnx.Rngs) -> OwnModel:
+        try:
+            # Flax would want a mesh for parameters whose metadata have a sharding.
+            with guests.received(), nnx.use_eager_sharding(False):
+                return OwnModel(factory(config, rngs), config, head)
+        except OwnError as error:
+            raise OwnError(f"{named}: {error}") from error
+        except BaseException as error:
+            guests.raise_if_of_the_user(error)
+            said = rewards.described(error, _file_of(config.factory))
+            raise OwnError(f"{named} raised{said}") from error
+
+    return make
+
+
+def _file_of(name: Any) -> str:
+    """The name of the file that "file.py:function" or "module:function" is in."""
+    source = name.rpartition(":")[0]
+    if not source.endswith(".py"):
+        source = f"{source.rpartition('.')[2]}.py"
+    return Path(source).name
+
+
+def check_rows(program: Any, packed: bool) -> None:
+    """Raise if a model of one's own mixes up the tokens of a row; a small pass."""
+    name, layout = program.config.model.factory, program.layout
+    if name is None:
+        return
+    with layout.context():
+        probe = Probe.of(program.model_config.vocab_size)
+        tokens, positions, segment_ids = probe
+        places = program.state_shapes.params, program.frozen_shapes
+        weights = layout.jit(lambda: random_weights(places), places)()
+
+        def run(params: Any, frozen: dict) -> jax.Array:
+            model = program.model(params, frozen)
+            return model(tokens, segment_ids, positions).astype(jnp.float32)
+
+        whole = layout.whole(program.hidden(*tokens.shape))
+        hidden = np.asarray(layout.jit(run, whole)(*weights))
+    if (problem := probe.problem(hidden, packed)) is not None:
+        raise OwnError(f"model.factory={name!r}: hidden_states {problem}")
+
+
+def with_text(model: ModelConfig) -> ModelConfig:
+    """The config, with the text files of a run in the place of the run's directory."""
+    if model.checkpoint is None:
+        return model
+    text = Path(model.checkpoint).expanduser() / TEXT
+    if not (text / "config.json").exists():
+        return model
+    return dataclasses.replace(model, checkpoint=str(text))
+
+
+def checkpoints_of(model: ModelConfig) -> Path | None:
+    """The checkpoints of the run that a model starts from; None without one."""
+    text = Path(model.checkpoint or "").expanduser()
+    found = text.parent / "checkpoints"
+    return found if text.name == TEXT and found.is_dir() else None
+
+
+def export_of(model: ModelConfig) -> Path | None:
+    """The directory of `jaxmem export` that a model starts from; None without one."""
+    text = Path(model.checkpoint or "").expanduser()
+    found = any(text.parent.glob("model.safetensors*")) and text.name == TEXT
+    return text.parent if found else None
+
+
+def save_weights(target: Path, model: OwnModel, dtype: str | None) -> None:
+    """Write all weights in safetensors files, by their paths in the user's module."""
+
+    def arrays() -> Iterator[tuple[str, np.ndarray]]:
+        for path, weight in _by_path(split_module(model)[1]).items():
+            array = whole(weight, None)
+            kind = array.dtype if dtype is None else jnp.dtype(dtype)
+            yield path.removeprefix(_BODY), array.astype(kind)
+
+    write_tensors(target, arrays())
+
+
+def read_weights(directory: Path, like: dict) -> dict:
+    """Weights that `save_weights` has written, which are all those of the model."""
+    tensors, wanted = Tensors(directory), _by_path(like)
+    known = {path.removeprefix(_BODY): path for path in wanted}
+    read = {}
+    for name in tensors:
+        if name not in known:
+            raise CheckpointError(
+                f"{tensors.file_of(name)}: tensor {messages.name(name)} is none of the "
+                "model that model.factory makes"
+            )
+    for name, path in known.items():
+        shape, dtype = wanted[path].shape, wanted[path].dtype
+        index = (slice(None),) * len(shape)
+        read[path] = jnp.asarray(tensors.read(name, shape, index), dtype)
+    return traverse_util.unflatten_dict(read, sep="/")
+
+
+def _by_path(weights: dict) -> dict[str, Any]:
+    return dict(traverse_util.flatten_dict(weights, sep="/"))
+
+
+def check(config: JobConfig) -> None:
+    """Refuse settings of the decoder's that no other model follows."""
+    remat, model = config.remat, config.model
+    wanted = {
+        "remat.policy": remat.policy in ("full", "none"),
+        "remat.save": not remat.save,
+        "remat.last": not remat.last,
+        "remat.unroll": not remat.unroll,
+        "model.lora_rank": not model.lora_rank,
+        "optimizer.name": config.optimizer.name != "muon",
+    }
+    for key, is_left in wanted.items():
+        if not is_left:
+            section, _, field = key.partition(".")
+            raise OwnError(
+                f"{key}={getattr(getattr(config, section), field)!r} is for the "
+                f"decoder of jaxmem, and model.factory={model.factory!r} makes another"
+            )

@@ -1,0 +1,1 @@
+"""The output of a run: progress, metrics, charts and reports."""

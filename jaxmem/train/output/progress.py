@@ -1,0 +1,148 @@
+"""The progress of a run: a bar on a terminal, else lines."""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from rich import progress
+from rich.console import Console
+from rich.text import Text
+
+from jaxmem.train.metrics import AnyMetrics
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is; a full disk behind stdout does not end the run."""
+    with contextlib.suppress(OSError):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class _Clock(progress.ProgressColumn):
+    """Seconds since the start until the first step ends, then the time remaining."""
+
+    def __init__(self):
+        super().__init__()
+        self._remaining = progress.TimeRemainingColumn()
+
+    def render(self, task: progress.Task) -> Text:
+        if task.fields["waiting"]:
+            return Text(f"{task.elapsed or 0:.0f} s")
+        return self._remaining.render(task)
+
+
+class ProgressReport:
+    """A progress bar on a terminal; elsewhere, a plain line every few steps.
+
+    Until the first step has ended it says what the run is waiting for, such as
+    "compiling", and for how many seconds. `clock` returns seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        steps: int,
+        done: int,
+        every: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._console, self._clock = console, clock
+        self._steps, self._done, self._every = steps, done, every
+        self._task: progress.TaskID | None = None
+        self._what = ""
+        self._bar = progress.Progress(
+            progress.TextColumn("step"),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            progress.TextColumn("{task.description}"),
+            _Clock(),
+            console=console,
+            disable=not console.is_terminal,
+            get_time=clock,
+        )
+
+    def __enter__(self) -> "ProgressReport":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def waiting(self, what: str) -> None:
+        """Say what precedes the first step; its clock starts at the first call."""
+        if self._task is None:
+            self._start = self._clock()
+            self._task = self._bar.add_task(
+                "", total=self._steps, completed=self._done, waiting=True
+            )
+            self._bar.start()
+        if what != self._what:
+            self._bar.update(self._task, description=what)
+            self._print(what)
+        self._what = what
+
+    def update(self, metrics: AnyMetrics) -> None:
+        """Show one step."""
+        line, first = metrics.line, metrics.step == self._done + 1
+        if first:
+            self._print(f"first step after {self._clock() - self._start:.0f} s")
+        assert self._task is not None, "waiting comes first"
+        self._bar.update(
+            self._task, completed=metrics.step, description=line, waiting=False
+        )
+        if first or metrics.step == self._steps or metrics.step % self._every == 0:
+            self._print(f"step {metrics.step}/{self._steps}  {line}")
+
+    def say(self, line: str) -> None:
+        """Print a line, beside the bar if there is one."""
+        say(self._console, line)
+
+    def _print(self, line: str) -> None:
+        """Print a plain line, where there is no bar."""
+        if not self._console.is_terminal:
+            with contextlib.suppress(OSError):  # a full disk behind stdout
+                self._console.print(line, highlight=False)
+
+
+_SECONDS_A_LINE = 10.0  # between lines of progress, without a terminal
+
+
+class Progress:
+    """A progress bar on a terminal, and occasional lines elsewhere, with tokens/s.
+
+    The noun is plural; earlier processes have finished `done` of the total.
+
+    Attributes:
+        read: tokens that this process has processed.
+    """
+
+    def __init__(self, console: Console, noun: str, total: int, done: int):
+        self._console, self._noun, self._total, self.read = console, noun, total, 0
+        self._start = self._last = time.perf_counter()
+        self._bar = progress.Progress(
+            progress.TextColumn(noun),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=total, completed=done)
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, done: int, tokens: int) -> None:
+        """Report the number of finished ones, and newly processed tokens."""
+        self.read += tokens
+        now = time.perf_counter()
+        speed = f"{self.read / (now - self._start):,.0f} tokens/s"
+        self._bar.update(self._task, completed=done, description=speed)
+        due = done == self._total or now - self._last > _SECONDS_A_LINE
+        if due and not self._console.is_terminal:
+            self._last = now
+            line = f"{self._noun} {done:,}/{self._total:,}  {speed}"
+            self._console.print(line, highlight=False)

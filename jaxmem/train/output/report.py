@@ -1,0 +1,495 @@
+"""report.html: what happened in a run, on one page that needs no network.
+
+The page is a function of the run's directory, so that it can be written at any time:
+metrics.jsonl, summary.json, eval.json, samples.jsonl and settings.gin.
+"""
+
+import contextlib
+import json
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from jaxmem._version import __version__
+from jaxmem.base import files
+from jaxmem.train.output import charts
+from jaxmem.train.output.charts import Line
+from jaxmem.train.output.progress import say
+
+_MIB = 2**20
+_MOST_STEPS = 4000  # that were not evaluated, and are kept for charts
+_LARGEST = 1e300  # differences of larger numbers may overflow
+_HEADS = {"fused": "without logits", "materialised": "with logits"}
+# What a run is of: settings that are not None.
+_SUBJECT = re.compile(
+    r"^((?:run\.job|model\.checkpoint|data\.source|task\.source) = (?!None).+)$", re.M
+)
+# As `MetricsWriter` writes them.
+_SECONDS = re.compile(rb'"seconds": (\d+(?:\.\d*)?(?:e[+-]?\d+)?)')
+_HELD_OUT = re.compile(rb'"held_out_\w+": (?!null)')
+_MOST_SURPRISE = 6.0  # nats; a token of this or more has the strongest colour
+
+
+class _Panel(NamedTuple):
+    """One chart: its title, and the fields that it shows by name of the line."""
+
+    title: str
+    fields: Mapping[str, str]
+    best: Callable = min  # of values on held-out data
+
+
+_PANELS = (
+    _Panel(
+        "Reward",
+        {"mean": "reward", "kept": "kept/reward", "held out": "held_out_reward"},
+        max,
+    ),
+    _Panel("Loss", {"training": "loss", "held out": "held_out_loss"}),
+    _Panel(
+        "Divergence from the teacher, nats",
+        {"training": "divergence", "held out": "held_out_divergence"},
+    ),
+    _Panel("Cross-entropy, nats", {"training": "ce", "held out": "held_out_ce"}),
+    _Panel("Reward margin", {"training": "margin", "held out": "held_out_margin"}, max),
+    _Panel(
+        "Accuracy",
+        {
+            "training": "accuracy",
+            "kept": "kept/accuracy",
+            "held out": "held_out_accuracy",
+        },
+        max,
+    ),
+    _Panel("Entropy of the policy, nats", {"": "entropy"}),
+    _Panel("KL to the initial weights, nats", {"": "kl"}),
+    _Panel(
+        "Length of completions, tokens",
+        {"all": "response_length", "kept": "kept/response_length"},
+    ),
+    _Panel("Busy slots of the sampler, share", {"": "busy"}),
+    _Panel("Tokens clipped, share", {"": "clip_fraction"}),
+    _Panel(
+        "Groups of equal rewards, share",
+        {"all": "degenerate", "kept": "kept/degenerate"},
+    ),
+    _Panel(
+        "Trainer against sampler, nats",
+        {"mean": "mismatch_mean", "largest": "mismatch_max"},
+    ),
+    _Panel(
+        "Tokens of the busiest expert, over the mean",
+        {"layers' mean": "routers/load", "worst": "routers/load_worst"},
+    ),
+    _Panel(
+        "Entropy of routers, nats",
+        {"layers' mean": "routers/entropy", "worst": "routers/entropy_worst"},
+    ),
+    _Panel("Gradient norm before clipping", {"": "grad_norm"}),
+    _Panel("Learning rate", {"": "learning_rate"}),
+)
+_RATES = (
+    _Panel("Tokens per second", {"": "tokens_per_second"}),
+    _Panel("Model FLOPs utilisation", {"": "mfu"}),
+)
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1c2330;--soft:#68727f;--line:#d8dde3;
+--card:#fff;--page:#f5f6f8;--a:#2563a8;--b:#c2571a}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#98a2af;--line:#38414d;
+--card:#1c222b;--page:#12161c;--a:#6fa8e8;--b:#ec8b4c}}
+*{box-sizing:border-box}
+body{margin:0 auto;padding:16px;max-width:1500px;background:var(--page);
+color:var(--ink);font:15px/1.45 system-ui,sans-serif}
+h1{font-size:21px;margin:0;overflow-wrap:anywhere}
+h2{font-size:16px;margin:28px 0 10px}
+p{margin:4px 0;color:var(--soft)}
+.tiles,.charts{display:grid;gap:12px}
+.tiles{grid-template-columns:repeat(auto-fill,minmax(130px,1fr));margin-top:14px}
+.charts{grid-template-columns:repeat(auto-fill,minmax(min(100%,320px),1fr))}
+.card{background:var(--card);border:1px solid var(--line);border-radius:6px;
+padding:10px 12px;min-width:0}
+.card b{display:block;font-size:19px;font-variant-numeric:tabular-nums}
+.card h3{font-size:14px;font-weight:600;margin:0 0 4px}
+.tiles span{color:var(--soft);font-size:13px}
+svg{display:block;width:100%;height:auto}
+svg text{font-size:11px;fill:var(--soft)}
+.end{text-anchor:end}.middle{text-anchor:middle}
+.grid{stroke:var(--line);stroke-width:1}
+polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
+.s0{stroke:var(--a)}.s1{stroke:var(--b)}.d0{fill:var(--a)}.d1{fill:var(--b)}
+.t0,.t1{font-weight:400;margin-left:8px}.t0{color:var(--a)}.t1{color:var(--b)}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;width:100%}
+th,td{text-align:left;vertical-align:top;padding:6px 10px 6px 0;
+border-bottom:1px solid var(--line)}
+th{font-weight:600}.right{text-align:right;white-space:nowrap}
+.bars th,.bars td{border:0;padding:3px 10px 3px 0;white-space:nowrap}
+.bar{width:60%;min-width:60px}.bar div{background:var(--a);height:14px;
+min-width:1px;border-radius:2px}
+.text{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.6 ui-monospace,monospace}
+.samples td:first-child{width:38%}
+.text span,p span{border-radius:2px;color:var(--ink)}
+.said,.text .said,p .said{color:var(--soft);font-style:italic}
+pre{overflow-x:auto;margin:0;font:13px/1.5 ui-monospace,monospace}
+@media(max-width:600px){.samples,.samples tbody,.samples tr,.samples td{display:block}
+.samples thead{display:none}.samples td:first-child{width:auto}
+.samples td{border:0;padding:2px 0}.samples tr{border-bottom:1px solid var(--line);
+padding:8px 0}.samples .right{text-align:left;color:var(--soft)}
+.samples .right::before{content:"reward "}}
+"""
+
+
+class Report:
+    """The page of one run, which reads each line of metrics.jsonl once."""
+
+    def __init__(self, out_dir: Path):
+        self._out_dir, self._steps = out_dir, Steps(out_dir / "metrics.jsonl")
+        self._said: set[str] = set()
+
+    def write(self) -> list[str]:
+        """Write report.html from what is in the directory; without steps, no page.
+
+        Returns:
+            Lines about files that are left out because they are damaged, each once.
+
+        Raises:
+            WriteError: the file still has its old content.
+        """
+        self._steps.read()
+        if not self._steps.kept:
+            return []
+        evaluated, lines = _evaluated(self._out_dir / "eval.json")
+        page = "".join(_page(self._out_dir, self._steps, evaluated))
+        # Half of a surrogate pair, which JSON can hold, is no text.
+        content = page.encode("utf-8", "replace")
+        files.write_whole(self._out_dir / "report.html", content)
+        new = [line for line in lines if line not in self._said]
+        self._said.update(new)
+        return new
+
+
+def write(out_dir: Path) -> list[str]:
+    """Write report.html of a run once; see `Report.write`."""
+    return Report(out_dir).write()
+
+
+def finish(out_dir: Path, console: Console) -> None:
+    """Write the page at a run's end, and print what the run has left."""
+    for line in write(out_dir):
+        say(console, line)
+    shown = files.shown(out_dir)
+    say(console, f"saved in {shown}: summary.json, report.html, report.png")
+
+
+class Steps:
+    """The steps of a metrics.jsonl that grows.
+
+    Attributes:
+        kept: steps in order, the first and the last among them: all where these are not
+            many; else evaluated ones, and of the others one of every so many.
+        seconds: that all steps have taken, also those that are not kept.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._clear()
+
+    def _clear(self) -> None:
+        self._identity: tuple[int, int] | None = None  # of the file
+        self._end = 0  # offset behind the last line that was read
+        self._count, self._every = 0, 1
+        self._others: dict[int, dict[str, Any]] = {}  # by their number
+        self._evaluated: dict[int, dict[str, Any]] = {}
+        self._last = 0, b""
+        self.seconds = 0.0
+
+    @property
+    def kept(self) -> list[dict[str, Any]]:
+        """See the class."""
+        every = self._others | self._evaluated | _numbered(*self._last)
+        return [every[number] for number in sorted(every)]
+
+    def read(self) -> None:
+        """Read the lines that are new; all, if the file is another or has shrunk."""
+        try:
+            file = open(self._path, "rb")
+        except FileNotFoundError:
+            self._clear()
+            return
+        with file:
+            about = os.fstat(file.fileno())
+            identity = about.st_dev, about.st_ino
+            if identity != self._identity or about.st_size < self._end:
+                self._clear()
+            self._identity = identity
+            file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n"):  # it is being written
+                    break
+                self._end += len(line)
+                self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        """Count a step, and parse it if it is kept: to parse all takes too long."""
+        number, self._count = self._count, self._count + 1
+        self._last = number, line
+        if found := _SECONDS.search(line):
+            self.seconds += _number(float(found[1])) or 0.0
+        is_evaluated = _HELD_OUT.search(line) is not None
+        if is_evaluated or number % self._every == 0:
+            (self._evaluated if is_evaluated else self._others).update(
+                _numbered(number, line)
+            )
+        if len(self._others) > _MOST_STEPS:
+            self._every *= 2
+            kept = ((n, x) for n, x in self._others.items() if n % self._every == 0)
+            self._others = dict(kept)
+
+
+def _numbered(number: int, line: bytes) -> dict[int, dict[str, Any]]:
+    """A step by its number; none of a line that is damaged."""
+    step = _object(line.decode("utf-8", "replace"))
+    return {number: step} if type(step.get("step")) is int else {}
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, one per line, without damaged ones."""
+    return filter(None, map(_object, _text(path).split("\n")))
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The JSON object of a text; {} if it is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def _evaluated(path: Path) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
+    """The numbers of `jaxmem eval` by task; none, and why, of a damaged file."""
+    if not (text := _text(path)):
+        return {}, []
+    results = _object(text).get("results")
+    if isinstance(results, dict) and all(isinstance(x, dict) for x in results.values()):
+        return results, []
+    return {}, [f"{path}: is damaged, and left out of report.html"]
+
+
+def _text(path: Path) -> str:
+    """The text of a file; "" if it does not exist."""
+    return path.read_text("utf-8", errors="replace") if path.exists() else ""
+
+
+def _page(
+    out_dir: Path, read: Steps, evaluated: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    steps, summary = read.kept, _object(_text(out_dir / "summary.json"))
+    title = escape(out_dir.resolve().name)
+    yield (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<link rel="icon" href="data:,"><title>{title}</title>'
+        f"<style>{_STYLE}</style></head><body><main><h1>{title}</h1>"
+    )
+    device = f" on {summary['device']}" if "device" in summary else ""
+    yield f"<p>step {steps[-1]['step']:,}{escape(device)}, jaxmem {__version__}</p>"
+    if subject := ", ".join(_SUBJECT.findall(_text(out_dir / "operative.gin"))):
+        yield f"<p>{escape(subject)}</p>"
+    results = "".join([*_results(steps, read.seconds), *_tiles(_RATES, steps)])
+    yield f'<section class="tiles">{results}</section>'
+    yield from _benchmarks(evaluated)
+    if last := "".join(_tiles(_PANELS, steps)):
+        yield f'<h2>Last values</h2><section class="tiles">{last}</section>'
+    yield f'<h2>By step</h2><section class="charts">{"".join(_charts(steps))}</section>'
+    yield from _memory(summary.get("memory"))
+    if samples := [x for x in _objects(out_dir / "samples.jsonl") if _is_sample(x)]:
+        yield from _samples(samples)
+    if settings := _text(out_dir / "settings.gin"):
+        yield "<h2>Settings that differ from the defaults</h2>"
+        yield f'<div class="card"><pre>{escape(settings)}</pre></div>'
+    yield "</main></body></html>\n"
+
+
+def _points(
+    steps: Sequence[Mapping[str, Any]], field: str
+) -> list[tuple[float, float]]:
+    """The finite values of a field."""
+    pairs = [(_number(step["step"]), _number(_value(step, field))) for step in steps]
+    return [(x, y) for x, y in pairs if x is not None and y is not None]
+
+
+def _number(value: Any) -> float | None:
+    """A number that a chart can show; None for anything else."""
+    good = isinstance(value, (int, float)) and abs(value) <= _LARGEST  # and no NaN
+    return float(value) if good else None
+
+
+def _is_sample(sample: Mapping[str, Any]) -> bool:
+    """Whether it is a row as `Job.samples` returns them; files can be damaged."""
+    tokens, logprobs = sample.get("tokens"), sample.get("logprobs")
+    if not (isinstance(tokens, list) and isinstance(logprobs, list)):
+        return False
+    texts = all(isinstance(text, str) for text in (sample.get("prompt"), *tokens))
+    reward = sample.get("reward", "")
+    rewarded = reward is None or _number(reward) is not None
+    numbers = all(x is None or _number(x) is not None for x in logprobs)
+    return texts and rewarded and numbers and len(tokens) == len(logprobs)
+
+
+def _results(steps: Sequence[Mapping[str, Any]], total: float) -> Iterator[str]:
+    """What a run has come to, on held-out data if there are, and how long it took."""
+    scored = [
+        (panel, points)
+        for panel in _PANELS
+        if (points := _points(steps, panel.fields.get("held out", "")))
+    ]
+    for panel, points in scored:
+        step, best = panel.best(points, key=lambda point: point[1])
+        note = f"best {charts.number(best)}, step {int(step):,}"
+        yield _card(f"{panel.title}, held out", charts.number(points[-1][1]), note)
+    if not scored:
+        yield next(_tiles(_PANELS, steps), "")
+    seconds = [value for _, value in _points(steps, "seconds")]
+    if seconds:
+        each = f"{charts.number(statistics.median(seconds))} s a step (median)"
+        yield _card("Time of all steps", _duration(total), each)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60:,} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _tiles(
+    panels: Sequence[_Panel], steps: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """The last value of each panel's first line, and the first."""
+    for panel in panels:
+        points = _points(steps, next(iter(panel.fields.values())))
+        if points:
+            first, last = (charts.number(points[i][1]) for i in (0, -1))
+            yield _card(panel.title, last, f"from {first}")
+
+
+def _card(title: str, value: str, note: str) -> str:
+    return (
+        f'<div class="card"><span>{escape(title)}</span><b>{value}</b>'
+        f"<span>{escape(note)}</span></div>"
+    )
+
+
+def _charts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for panel in [*_PANELS, *_RATES, *_reward_functions(steps)]:
+        lines = [
+            Line(name, points, marked=name == "held out")
+            for name, field in panel.fields.items()
+            if (points := _points(steps, field))
+        ]
+        if lines:
+            drawn = charts.chart(panel.title, lines)
+            title = escape(panel.title) + charts.legend(lines)
+            yield f'<div class="card"><h3>{title}</h3>{drawn}</div>'
+
+
+def _value(step: Mapping[str, Any], field: str) -> Any:
+    """The value of a field, or of an entry of a group such as "rewards/length"."""
+    group, slash, name = field.partition("/")
+    value = step.get(group)
+    if not slash:
+        return value
+    return value.get(name) if isinstance(value, Mapping) else None
+
+
+def _reward_functions(steps: Sequence[Mapping[str, Any]]) -> Iterator[_Panel]:
+    """A chart for each of several reward functions."""
+    rewards = steps[-1].get("rewards")
+    for name in rewards if isinstance(rewards, Mapping) else ():
+        yield _Panel(f"Reward: {name}", {"": f"rewards/{name}"})
+
+
+def _benchmarks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The numbers of `jaxmem eval`, by task, with their standard errors."""
+    if not results:
+        return
+    yield (
+        '<h2>Benchmarks</h2><div class="card wide"><table><thead><tr><th>Task</th>'
+        '<th>Metric</th><th class="right">Value</th><th class="right">Standard error'
+        "</th></tr></thead><tbody>"
+    )
+    for task, metrics in results.items():
+        for key, value in metrics.items():
+            metric, _, filtered = key.partition(",")
+            if metric == "sample_len":  # the number of documents, and no metric
+                continue
+            value, error = map(
+                _number, (value, metrics.get(f"{metric}_stderr,{filtered}"))
+            )
+            if value is None or metric.endswith("_stderr"):
+                continue
+            shown = "" if error is None else charts.number(error)
+            yield (
+                f"<tr><td>{escape(task)}</td><td>{escape(metric)}</td>"
+                f'<td class="right">{charts.number(value)}</td>'
+                f'<td class="right">{shown}</td></tr>'
+            )
+    yield "</tbody></table></div>"
+
+
+def _memory(memory: Any) -> Iterator[str]:
+    sizes = {}
+    with contextlib.suppress(LookupError, TypeError, AttributeError):  # a damaged file
+        sizes = {
+            f"{label} {_HEADS.get(name, name)}": cost[part]["temporary"] / _MIB
+            for part, label in (("head", "head alone"), ("step", "train step"))
+            for name, cost in memory.items()
+        }
+    if not sizes:
+        return
+    yield "<h2>Temporary memory by head, from the compiler</h2>"
+    yield f'<div class="card wide">{charts.bars(sizes, "MiB")}</div>'
+
+
+def _samples(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    rewarded = any(sample["reward"] is not None for sample in samples)
+    heading = '<th class="right">Reward</th>' if rewarded else ""
+    replied = any(None in sample["logprobs"] for sample in samples)
+    said = "; what an environment said is " + _token("slanted", None) if replied else ""
+    yield (
+        "<h2>Samples of the last rollout</h2><p>Tokens are coloured by how improbable "
+        f"they were: {_token('certain', 0.0)} to "
+        f"{_token(f'{_MOST_SURPRISE:g} nats and more', -_MOST_SURPRISE)}{said}.</p>"
+        '<div class="card wide"><table class="samples"><thead><tr><th>Prompt</th>'
+        f"<th>Completion</th>{heading}</tr></thead><tbody>"
+    )
+    for sample in samples:
+        tokens = zip(sample["tokens"], sample["logprobs"], strict=True)
+        spans = "".join(_token(text, logprob) for text, logprob in tokens)
+        yield (
+            f'<tr><td class="text">{escape(sample["prompt"])}</td>'
+            f'<td class="text">{spans}</td>{_reward(sample["reward"])}</tr>'
+        )
+    yield "</tbody></table></div>"
+
+
+def _reward(value: float | None) -> str:
+    return "" if value is None else f'<td class="right">{charts.number(value)}</td>'
+
+
+def _token(text: str, logprob: float | None) -> str:
+    # A token without a visible character still shows its colour.
+    shown = escape(text.replace("\n", "↵\n") if not text.strip("\n") else text)
+    if logprob is None:
+        return f'<span class="said">{shown}</span>'
+    share = min(max(0.0, -logprob) / _MOST_SURPRISE, 1.0)
+    return (
+        f'<span style="background:rgba(226,105,30,{0.85 * share:.2f})" '
+        f'title="ln p = {logprob:.3f}">{shown}</span>'
+    )

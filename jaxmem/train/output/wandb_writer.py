@@ -1,0 +1,128 @@
+"""Metrics to Weights & Biases, from a thread that training never waits for."""
+
+import contextlib
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmem.base import files, imports
+
+_MAX_PENDING = 10_000  # steps
+_FINISH_SECONDS = 60.0
+
+
+def check(project: str) -> None:
+    """Raise a ValueError unless wandb is installed and, online, has an API key."""
+    try:
+        import wandb  # pyright: ignore
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"run.wandb={project!r} needs wandb, which is not installed; run: "
+            f"{imports.how_to_install('wandb')}"
+        ) from error
+    mode = wandb.setup().settings.mode
+    offline = mode not in ("online", "shared")
+    # Never asks for a key: the terminal belongs to the progress bar.
+    if not offline and not wandb.login(prompt=False, verify=False):
+        raise ValueError(
+            f"run.wandb={project!r}: wandb has no API key; run `wandb login`, or set "
+            "the environment variable WANDB_MODE=offline and run `wandb sync` later"
+        )
+
+
+class WandbWriter:
+    """Sends steps to one run of a project; a failure is logged once and ends it.
+
+    The run's id is kept in `out_dir`, so that a resumed run continues the same curves;
+    wandb drops steps that it has already. Another thread may call `log`.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        out_dir: Path,
+        done: int,
+        settings: Mapping[str, Mapping],
+        log: Callable[[str], None] = print,
+    ):
+        self._log, self._out_dir = log, out_dir
+        self._options = {
+            "project": project,
+            "name": out_dir.resolve().name,
+            "id": _run_id(out_dir / "wandb_id", new=not done),
+            "dir": str(out_dir),
+            "config": {name: dict(fields) for name, fields in settings.items()},
+            "resume": "allow",
+        }
+        self._steps: queue.Queue = queue.Queue(_MAX_PENDING)
+        self._failed, self._lock = False, threading.Lock()
+        self._thread = threading.Thread(target=self._send_all, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "WandbWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for what is pending, but not for long."""
+        with contextlib.suppress(queue.Full):
+            self._steps.put_nowait(None)
+        self._thread.join(_FINISH_SECONDS)
+        if self._thread.is_alive():
+            self._warn(f"not all was sent within {_FINISH_SECONDS:.0f} s")
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Queue the scalars of a step; nothing is raised, and nothing waits."""
+        try:
+            if not self._failed:
+                self._steps.put_nowait((step, dict(numbers)))
+        except queue.Full:
+            self._warn(f"step {step} is left out: {_MAX_PENDING:,} wait to be sent")
+
+    def _send_all(self) -> None:
+        try:
+            import wandb  # pyright: ignore
+
+            with _started(wandb, self._options) as run:
+                while (taken := self._steps.get()) is not None:
+                    run.log(taken[1], step=taken[0])
+        except BaseException as error:  # whatever it is, training goes on
+            self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, problem: str) -> None:
+        with self._lock:
+            first, self._failed = not self._failed, True
+        if first:
+            self._log(
+                f"Weights & Biases: {problem}; training goes on, and {self._out_dir} "
+                "has every step in metrics.jsonl"
+            )
+
+
+@contextlib.contextmanager
+def _started(wandb: Any, options: Mapping[str, Any]) -> Iterator[Any]:
+    settings = wandb.Settings(
+        silent=True,
+        console="off",  # the progress bar's control characters are no log
+        finish_timeout=_FINISH_SECONDS / 2,
+        disable_git=True,
+        save_code=False,
+    )
+    run = wandb.init(settings=settings, **options)
+    try:
+        yield run
+    finally:
+        run.finish()
+
+
+def _run_id(path: Path, new: bool) -> str:
+    """The id in a file, which is written for a new run."""
+    if not new and path.exists():
+        return path.read_text().strip()
+    identifier = uuid.uuid4().hex[:8]
+    with contextlib.suppress(OSError):  # a full disk; then a resumed run is a new one
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_whole(path, identifier + "\n")
+    return identifier

@@ -1,0 +1,122 @@
+"""What resuming a run depends on: its settings, and what an error says of it."""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmem.train.metrics import AnyMetrics
+from jaxmem.train.state.checkpoint import CheckpointError, Checkpoints
+
+CHANGEABLE = "changeable"  # key in the saved settings
+
+
+@contextlib.contextmanager
+def advising(saved: int) -> Iterator[None]:
+    """Add what the same command does next to errors of steps and of checkpoints."""
+    then = f"resumes the run after step {saved}" if saved else "starts anew"
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(
+            f"{error}; the same command {then}: give it a lower optimizer.learning_rate"
+        ) from error
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; free some space; the same command {then}"
+        ) from error
+
+
+def check_finite(taken: AnyMetrics, checkpoints: Checkpoints, saved: int) -> None:
+    """Raise if a step's loss or gradient is not finite, with what comes next.
+
+    Numbers of the first step after a checkpoint come from the weights that were saved,
+    so that no learning rate would help: the checkpoint is renamed. If they are finite,
+    older checkpoints are no longer needed.
+    """
+    first = taken.step == saved + 1
+    for name, value in (("loss", taken.loss), ("gradient's norm", taken.grad_norm)):
+        if math.isfinite(value):
+            continue
+        problem = f"the {name} of step {taken.step} is {value}"
+        if taken.step == 1:
+            raise FloatingPointError(
+                f"{problem}, from the initial weights and the first batch"
+            )
+        if first:
+            moved = checkpoints.reject(saved)
+            problem += f", so that checkpoint {saved} is renamed to {moved}"
+            saved = checkpoints.latest() or 0
+        with advising(saved):
+            raise FloatingPointError(problem)
+    if first:
+        checkpoints.prune()
+
+
+def changes(
+    saved: dict[str, Any],
+    settings: tuple[Mapping[str, Mapping], Mapping[str, Mapping]],
+    out_dir: Path,
+    done: int,
+    steps: int,
+) -> list[str]:
+    """A message for each allowed difference from the saved settings; others raise."""
+    fixed, changeable = settings
+    saved = dict(saved)
+    before = saved.pop(CHANGEABLE, {})
+    where = f"run.out_dir={str(out_dir)!r}"
+    check_same_config(saved, fixed, out_dir)
+    if done > steps:
+        raise ValueError(
+            f"run.steps={steps} is below the {done} steps that {where} has "
+            "done; raise it, or name another run.out_dir"
+        )
+    found = differences(before, changeable, common=True)
+    ignored = [change for change in found if not change.startswith("run.steps ")]
+    if ignored and done == steps:
+        raise ValueError(
+            f"{where} has done its {steps} steps, so other settings have no "
+            f"effect: {'; '.join(ignored)}. Restore the old values, raise "
+            "run.steps, or name another run.out_dir"
+        )
+    return found
+
+
+def check_same_config(
+    saved: Mapping[str, Mapping], current: Mapping[str, Mapping], directory: Path
+) -> None:
+    """Raise a ValueError that names what has changed of the model or data of a run."""
+    differing = differences(saved, current)
+    if differing:
+        raise ValueError(
+            f"run.out_dir={str(directory)!r} holds checkpoints of another run: "
+            f"{'; '.join(differing)}. Give the old values back to resume it, or name "
+            "another run.out_dir to start anew."
+        )
+
+
+def differences(
+    saved: Mapping[str, Mapping], current: Mapping[str, Mapping], common: bool = False
+) -> list[str]:
+    """Return a message for each field that differs, with both values.
+
+    With `common`, fields that only one of them has are ignored.
+    """
+    was, now = _flat(saved), _flat(current)
+    keys = was.keys() & now.keys() if common else was.keys() | now.keys()
+    return [
+        f"{key} was {was.get(key, 'absent')}, is {now.get(key, 'absent')}"
+        for key in sorted(keys)
+        if was.get(key) != now.get(key)
+    ]
+
+
+def _flat(config: Mapping[str, Mapping]) -> dict[str, str]:
+    """Section.field to JSON text, which a JSON round trip does not change."""
+    return {
+        f"{section}.{field}": json.dumps(value)
+        for section, fields in config.items()
+        for field, value in fields.items()
+    }

@@ -1,0 +1,132 @@
+"""The kernels of sampled derivatives together, without a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+import jaxmem
+from jaxmem import Sample
+from jaxmem.head.backends import hopper, hopper_sampled
+from jaxmem.head.maths import row_stats
+from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.spec import Spec
+from tests import hlo, oracle
+from tests.cases import Case, slow
+from tests.head.backends.test_xla_sampled import FLOATS, SAVED, cotangents, random_draws
+from tests.head.kernels import needs_pallas
+
+pytestmark = needs_pallas
+KERNEL = "mosaic_gpu_v2"
+
+
+def problem(n, d, v, slots, layout="vd", **options):
+    """(spec, source, rows) of random numbers, with some rows masked."""
+    h, W, y = Case(n, d, v, std=3.0).make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+    where = jnp.arange(n) % 5 > 0
+    bias = options.pop("bias", None)
+    temperature = options.pop("temperature", None)
+    spec = Spec(
+        v, options.pop("vocab_size", v), 256, FLOATS, h.dtype, layout,
+        gradient_samples=slots, **options,
+    )  # fmt: skip
+    y = y % spec.vocab_size
+    rows = Rows(jnp.asarray(y), where, temperature, random_draws(n))
+    source = Factors(h, W if layout == "vd" else W.T, bias)
+    return spec, source, rows
+
+
+def run(spec, source, rows, g):
+    """(outputs, entries, gradients)."""
+    made, entries = hopper_sampled.forward(spec, source, rows, SAVED)
+    saved = row_stats.Outputs(**made, is_argmax=jnp.zeros(0))
+    cotangents = row_stats.Cotangents(*(g.get(k) for k in FLOATS))
+    grads = hopper_sampled.backward(spec, source, rows, saved, cotangents, entries)
+    return made, entries, grads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("all_options", [True, False])
+def test_with_enough_slots_it_is_the_derivative(all_options, interpreted):
+    n, d, v = 20, 64, 70
+    options = {}
+    if all_options:
+        options = dict(
+            temperature=jnp.linspace(8, 16, n), softcap=8.0, vocab_size=50,
+            bias=jnp.linspace(-1, 1, v), layout="dv",
+        )  # fmt: skip
+    else:
+        options = dict(temperature=jnp.full(n, 12.0))
+    spec, source, rows = problem(n, d, v, 160, **options)
+    g = cotangents(n)
+    made, entries, grads = jax.jit(run, static_argnums=0)(spec, source, rows, g)
+    exact = jax.jit(hopper.forward, static_argnums=(0, 3))(spec, source, rows, SAVED)
+    jax.tree.map(np.testing.assert_array_equal, made, exact)
+    kept = np.sum(np.asarray(entries.p) > 0, 1)
+    np.testing.assert_array_equal(kept, np.asarray(rows.active) * (spec.vocab_size - 1))
+    options.pop("layout", None)
+    W = source.W if spec.layout == "vd" else source.W.T
+    _, want = oracle.head(
+        source.hidden, W, np.asarray(rows.labels), g, on=np.asarray(rows.active),
+        **{k: np.asarray(x) if k != "softcap" else x for k, x in options.items()}
+        | ({"vocab_size": 50} if all_options else {}),
+    )  # fmt: skip
+    if all_options:
+        want = want[0], want[1].T, want[2]
+    for a, b in zip(grads, want, strict=True):
+        if a is not None:
+            np.testing.assert_allclose(
+                np.float64(a), b, atol=8e-3 * np.abs(b).max(), rtol=2e-2
+            )
+
+
+@pytest.mark.parametrize("layout, kernels", [("vd", 8), slow("dv", 8)])
+def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
+    """Every kernel of both passes; two launches forward."""
+    n, d, v = 512, 256, 151936
+    spec = Spec(v, v, 256, FLOATS, jnp.bfloat16, layout, gradient_samples=128)
+    shape = (v, d) if layout == "vd" else (d, v)
+
+    def both(h, W, y, g, draws):
+        rows = Rows(y, y >= 0, None, draws)
+        return run(spec, Factors(h, W, jnp.zeros(v)), rows, g)
+
+    numbers = jax.ShapeDtypeStruct((n,), jnp.int32)
+    g = {k: jax.ShapeDtypeStruct((n,), jnp.float32) for k in FLOATS}
+    h, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, d), shape))
+    text = hlo.lowered_for_an_h200(
+        both, h, W, numbers, g, jax.ShapeDtypeStruct((n,), jnp.uint32)
+    )
+    assert text.count(KERNEL) == kernels
+
+
+@pytest.mark.parametrize("verb, layout", [("token_loss", "dv"), ("logprobs", "vd")])
+def test_typed_over_a_mesh(verb, layout, lowered_anywhere):
+    """Results of kernels vary over the axes that their operands vary over, which is
+    checked while a call is traced."""
+    n, d, v, key = 512, 512, 32768, jax.random.key(0)
+    device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+    )
+    mesh = AbstractMesh((2, 2), ("t", "v"), abstract_device=device)
+    public = jaxmem.sharding.parallel(
+        getattr(jaxmem, verb), mesh, tokens="t", vocab="v"
+    )
+    options = {"chunk": 128, "gradient": Sample(64), "key": key}
+
+    def loss(h, W, y):
+        W = jaxmem.Head(W, layout=layout)
+        if verb == "logprobs":
+            return jnp.sum(public(h, W, y, implementation="hopper", **options))
+        run = functools.partial(public, lambda stats: -stats.logprob)
+        return run(h, W, y, implementation="hopper", **options)[0]
+
+    shapes = (n, d), (v, d) if layout == "vd" else (d, v)
+    h, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+    y = jax.ShapeDtypeStruct((n,), jnp.int32)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert jax.jit(jax.grad(loss, (0, 1))).trace(h, W, y)

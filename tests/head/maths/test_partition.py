@@ -1,0 +1,344 @@
+"""Verbs under plain `jax.jit` on arrays in parts: each device takes its own tokens."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmem
+from jaxmem.head.maths import partition
+from tests import oracle, targets
+from tests.cases import one_at_a_time, slow
+from tests.head.verbs.test_divergence import exact as of_heads
+
+B, T, D, V = 8, 16, 8, 96
+MESHES = {  # sizes, names, and how tokens [B, T] and W [V, D] lie
+    "data": ((8,), ("data",), P("data"), P()),
+    "fsdp": ((8,), ("data",), P("data"), P(None, "data")),
+    "tensor": ((4, 2), ("data", "tensor"), P("data"), P("tensor")),
+    "sequence": ((2, 2, 2), ("data", "seq", "x"), P("data", "seq"), P("x", "data")),
+}
+
+
+def logprobs(h, W, y, a):
+    return (jaxmem.logprobs(h, W, y, chunk=None) * a).sum()
+
+
+def token_stats(h, W, y, a):
+    stats = jaxmem.token_stats(
+        h, jaxmem.Head(W, W[:, 0], softcap=4.0), y, chunk=None, temperature=1 + a * a,
+        where=y % 3 > 0,
+    )  # fmt: skip
+    return (stats.logprob * a + stats.entropy**2 + stats.sum_pi_squared).sum()
+
+
+def frozen(h, W, y, a):
+    return (jaxmem.entropy(h, jax.lax.stop_gradient(W), None) * a).sum()
+
+
+def token_loss(h, W, y, a):
+    def loss(stats, a):
+        return -a * stats.logprob + 0.1 * stats.entropy, {"entropy": stats.entropy}
+
+    loss, metrics = jaxmem.token_loss(loss, h, W, y, a, chunk=None)
+    return loss + jax.lax.stop_gradient(metrics["entropy"]).mean()
+
+
+def from_logits(h, W, y, a):
+    return (jaxmem.logprobs_from_logits(h @ W.T, y, None) * a).sum()
+
+
+def kl(h, W, y, a):
+    return (targets.reverse_kl(h, W, 2 * h, W, chunk=None) * a).sum()
+
+
+def frozen_kl(h, W, y, a):
+    fixed = jax.lax.stop_gradient(W)
+    return (targets.reverse_kl(h, fixed, 2 * h, W, chunk=None) * a).sum()
+
+
+def selected(h, W, y, a):
+    ids = jnp.stack([y, (y + 7) % V], -1)
+    return (jaxmem.selected_logprobs(h, W, ids, chunk=None) * a[..., None]).sum()
+
+
+def support(h, W, y, a):
+    ids = jnp.stack([y, (y + 7) % V], -1)
+    return (jaxmem.support_logprobs(h, W, y, ids) * a).sum()
+
+
+def topk(h, W, y, a):
+    return (jaxmem.topk(h, W, 3, chunk=None).logprobs.sum(-1) * a).sum()
+
+
+def topk_kl(h, W, y, a):
+    ids = jnp.stack([y, (y + 7) % V], -1)
+    said = jnp.stack([a, -a], -1) - 3
+    return (targets.topk_kl(h, W, ids, said, chunk=None) * a).sum()
+
+
+def sample_ids(h, W, y, a):
+    ids = jaxmem.sample_ids(h, W, 3, jax.random.key(0), chunk=None)
+    return (h.sum(-1) * a * ids.sum(-1)).sum() + 0 * W.sum()
+
+
+def ragged(h, W, y, a):
+    """Of tokens by turns one id and two."""
+    ids = jnp.stack([y, (y + 7) % V], -1).reshape(-1)
+    offsets = jnp.arange(y.size + 1) * 2
+    ids = jnp.where(jnp.arange(ids.size) % 4 == 3, -1, ids)
+    made = jaxmem.support_logprobs(h, W, y, ids, offsets=offsets, max_ids=5)
+    return (made * a).sum()
+
+
+VERBS = [logprobs, token_loss, kl]
+OTHERS = [token_stats, frozen, from_logits, sample_ids, ragged]
+ALIKE = [selected, support, topk, topk_kl, frozen_kl]  # by the same rules
+
+
+def with_gradients(verb):
+    return jax.jit(jax.value_and_grad(verb, (0, 1)))
+
+
+@functools.cache
+def problem():
+    rng = np.random.default_rng(0)
+    h, a = rng.standard_normal((B, T, D)), rng.standard_normal((B, T))
+    W, y = rng.standard_normal((V, D)), rng.integers(-1, V, (B, T))
+    return h.astype("f"), W.astype("f"), np.abs(y).astype(np.int32), a.astype("f")
+
+
+def exact(h, W, y, g, **options):
+    """Outputs, and gradients of hidden and W, in float64; g are of each token."""
+    g = {k: np.reshape(x, -1) for k, x in g.items()}
+    h = h.reshape(-1, D)
+    outputs, (dh, dW, dbias) = oracle.head(h, W, y.reshape(-1), g, **options)
+    return outputs, [dh.reshape(*y.shape, D), dW, dbias]
+
+
+def exact_token_loss(h, W, y, a):
+    ones = np.ones(a.size) / a.size
+    g = {"logprob": -a.reshape(-1) * ones, "entropy": 0.1 * ones}
+    outputs, slopes = exact(h, W, y, g)
+    value = sum((g[k] * outputs[k]).sum() for k in g) + outputs["entropy"].mean()
+    return value, slopes[:2]
+
+
+def exact_token_stats(h, W, y, a):
+    options = {"bias": W[:, 0], "softcap": 4.0, "on": y.reshape(-1) % 3 > 0}
+    options["temperature"] = 1 + a.reshape(-1) ** 2
+    outputs, _ = exact(h, W, y, {"logprob": a}, **options)
+    g = {"logprob": a, "entropy": 2 * outputs["entropy"], "sum_pi_squared": 1 + 0 * a}
+    _, (dh, dW, dbias) = exact(h, W, y, g, **options)
+    dW[:, 0] += dbias
+    each = a.reshape(-1) * outputs["logprob"] + outputs["entropy"] ** 2
+    return (each + outputs["sum_pi_squared"]).sum(), (dh, dW)
+
+
+def exact_kl(h, W, y, a):
+    flat = h.reshape(-1, D)
+    operands = flat, W, 2 * flat, W
+    value, (dh, dW, _) = of_heads("reverse_kl", a.reshape(-1), operands, vocab_size=V)
+    return (value * a.reshape(-1)).sum(), (dh.reshape(h.shape), dW)
+
+
+def exact_sum(name, trained=1):
+    """Of a statistic times a."""
+
+    def run(h, W, y, a):
+        outputs, (dh, dW, _) = exact(h, W, y, {name: a})
+        return (outputs[name] * a.reshape(-1)).sum(), (dh, trained * dW)
+
+    return run
+
+
+EXACT = {
+    logprobs: exact_sum("logprob"), from_logits: exact_sum("logprob"),
+    frozen: exact_sum("entropy", trained=0), token_loss: exact_token_loss,
+    token_stats: exact_token_stats, kl: exact_kl,
+}  # fmt: skip
+
+
+@functools.cache
+def alone(verb):
+    """In float64, or on one device: tokens are not divided among several."""
+    if verb in EXACT:
+        return EXACT[verb](*problem())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxmem.head.maths.partition.is_possible", lambda: False)
+        return jax.device_get(with_gradients(verb)(*problem()))
+
+
+def place(name):
+    sizes, names, tokens, weights = MESHES[name]
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    specs = tokens, weights, tokens, tokens
+    return tuple(
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(problem(), specs, strict=True)
+    )
+
+
+@functools.cache
+def compiled(verb, name):
+    """jax keeps no program of this kind from one run to the next."""
+    return with_gradients(verb).lower(*place(name)).compile()
+
+
+def products(compiled):
+    """Rows and columns of the results of all matrix products."""
+    return re.findall(r"= \w+\[(\d+),(\d+)\]\S* dot\(", compiled.as_text())
+
+
+# One verb for each kind of call that is partitioned, on one mesh; all other verbs are
+# such calls, too. Draws depend on where a token stands, and ragged ids are no tokens.
+@pytest.mark.parametrize(
+    "verb, name",
+    [
+        *one_at_a_time(VERBS, MESHES),
+        *(slow(verb, name) for verb in OTHERS for name in MESHES),
+        *(slow(verb, "data") for verb in ALIKE),
+    ],
+)
+def test_values_and_gradients_are_those_of_one_device(verb, name, quick_compilation):
+    for got, want in zip(
+        jax.tree.leaves(compiled(verb, name)(*place(name))),
+        jax.tree.leaves(alone(verb)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("verb, name", one_at_a_time(VERBS, MESHES))
+def test_each_device_makes_the_logits_of_its_own_tokens(verb, name, quick_compilation):
+    shapes = products(compiled(verb, name))
+    rows = {int(rows) for rows, columns in shapes if int(columns) == V}
+    assert rows == {B * T // 8}
+
+
+def test_gradients_of_weights_are_summed_once(quick_compilation):
+    text = compiled(logprobs, "data").as_text()
+    sums = re.findall(r"all-reduce(?:-start)?\(", text)
+    assert len(sums) == 1  # of the loss and dW together
+    assert "all-gather" not in text
+
+
+@pytest.mark.parametrize("size", [slow(4), slow(12), 30])
+def test_tokens_that_the_devices_do_not_divide(size, quick_compilation):
+    h, W, y, a = (x if x.shape == (V, D) else x.reshape(-1, *x.shape[2:])[:size]
+                  for x in problem())  # fmt: skip
+    want = exact_token_loss(h, W, y, a)
+    mesh = jax.make_mesh((4, 2), ("data", "x"), axis_types=(AxisType.Auto,) * 2)
+    whole = NamedSharding(mesh, P())
+    got = with_gradients(token_loss)(*jax.device_put((h, W, y, a), whole))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_inside_scan_remat_and_vmap(quick_compilation):
+    h, W, y, a = place("fsdp")
+
+    def total(h, W):
+        def body(sum_, _):
+            each = jax.vmap(lambda h, y: jaxmem.logprobs(h, W, y, 16))(h, y)
+            return sum_ + (each * a).sum(), None
+
+        return jax.lax.scan(jax.checkpoint(body), 0.0, length=2)[0]
+
+    got = jax.jit(jax.value_and_grad(total, (0, 1)))(h, W)
+    value, (dh, dW) = alone(logprobs)
+    want = 2 * value, (2 * dh, 2 * dW)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=5e-5)
+
+
+@pytest.mark.slow
+def test_a_loss_that_was_traced_for_other_rows(quick_compilation):
+    """On each device fewer than a chunk, and than what the loss is called with."""
+    h, W, y, a = place("data")
+
+    def loss(h, W):
+        def of(stats, a):
+            return -a * stats.logprob * stats.entropy, {}
+
+        runs = (jaxmem.token_loss(of, h, W, y, a, chunk=c)[0] for c in (5, 64))
+        return jnp.stack([*runs])
+
+    got = jax.jit(jax.jacrev(loss, (0, 1)))(h, W)
+    numbers, n = problem(), a.size
+    outputs, _ = exact(*numbers[:3], {"logprob": numbers[3]})
+    g = {"logprob": outputs["entropy"], "entropy": outputs["logprob"]}
+    g = {k: -numbers[3].reshape(-1) * x / n for k, x in g.items()}
+    _, want = exact(*numbers[:3], g)
+    for x, exact_one in zip(got, want, strict=False):
+        for of_chunk in x:
+            np.testing.assert_allclose(of_chunk, exact_one, rtol=2e-5, atol=2e-6)
+
+
+def test_not_where_devices_have_their_own_parts_already():
+    assert partition.is_possible()
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    seen = []
+    jax.eval_shape(
+        jax.shard_map(
+            lambda: seen.append(partition.is_possible()), mesh=mesh, in_specs=(),
+            out_specs=P(),
+        )
+    )  # fmt: skip
+    assert seen == [False]
+
+
+def test_a_mesh_in_the_context_changes_nothing(quick_compilation):
+    h, W, y, a = place("tensor")
+    with jax.set_mesh(h.sharding.mesh):
+        got = with_gradients(token_loss)(h, W, y, a)
+    for x, want in zip(
+        jax.tree.leaves(got), jax.tree.leaves(alone(token_loss)), strict=True
+    ):
+        np.testing.assert_allclose(x, want, rtol=2e-5, atol=2e-5)
+
+
+def text_of(softcap, arrays):
+    """What jax's compilation cache sees of a program, without addresses."""
+
+    def total(h, W, y, a):
+        return (
+            jaxmem.logprobs(h, jaxmem.Head(W, softcap=softcap), y, chunk=None) * a
+        ).sum()
+
+    lowered = with_gradients(total).lower(*arrays).as_text()
+    return re.sub(r'backend_config = "\d+"', "", lowered)
+
+
+@pytest.fixture
+def address_in_key():
+    """Sets jax's option; what is lowered before and after does not count."""
+    name = "jax_remove_custom_partitioning_ptr_from_cache_key"
+    before = getattr(jax.config, name)
+
+    def update(kept):
+        jax.config.update(name, not kept)
+        jax.clear_caches()
+
+    yield update
+    update(not before)
+
+
+def test_a_cache_without_addresses_tells_programs_apart(
+    address_in_key, quick_compilation
+):
+    arrays = place("data")
+    address_in_key(True)
+    assert text_of(4.0, arrays) == text_of(5.0, arrays)  # but for their addresses
+    want = jax.device_get(compiled(logprobs, "data")(*arrays))
+    address_in_key(False)
+    assert text_of(4.0, arrays) != text_of(5.0, arrays)
+    assert text_of(4.0, arrays) == text_of(4.0, arrays)
+    got = jax.device_get(with_gradients(logprobs)(*arrays))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,574 @@
+"""axis_name: a vocabulary split over devices, inside the caller's own shard_map.
+
+The mesh is made of fake devices. Every number is held against float64, and may be
+wrong by twice what one device gets wrong, plus an epsilon.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxmem
+from jaxmem.head.maths import vocab_shards
+from tests import oracle
+from tests.cases import Case, slow
+from tests.described import described
+from tests.head.verbs.test_api import EPSILON, FLOATS, STATS_EPSILON, error
+from tests.targets import of_two_heads
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+N, D, V, CHUNK = 24, 8, 37, 8
+COLUMNS = 40  # of all shards, the last ones padding
+
+# What the mesh looks like, the axes of the tokens, those of the vocabulary.
+MESHES = {
+    "1x8": ({"data": 1, "tensor": 8}, "data", "tensor"),
+    "2x4": ({"data": 2, "tensor": 4}, "data", "tensor"),
+    "4x2": ({"data": 4, "tensor": 2}, "data", "tensor"),
+    "8x1": ({"data": 8, "tensor": 1}, "data", "tensor"),
+    "2x2x2": ({"data": 2, "fsdp": 2, "tensor": 2}, ("data", "fsdp"), "tensor"),
+    "vocabulary over two axes": ({"data": 2, "tensor": 2, "expert": 2}, "data",
+     ("tensor", "expert")),
+}  # fmt: skip
+
+
+# What these programs compute is a trifle beside what compiling them well takes.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def mesh_of(shape):
+    return jax.make_mesh(
+        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
+    )
+
+
+def sharded(fn, name="2x4", n_per_token=1, out=None, **options):
+    """fn(h, W, *per_token, axis_name=) over global arrays; W [V, D] or logits."""
+    shape, tokens, vocabulary = MESHES[name]
+    return jax.shard_map(
+        functools.partial(fn, axis_name=vocabulary),
+        mesh=mesh_of(shape),
+        in_specs=(P(tokens), P(vocabulary), *(P(tokens),) * n_per_token),
+        out_specs=P(tokens) if out is None else out,
+        **options,
+    )
+
+
+@functools.cache
+def problem(seed=0, columns=COLUMNS, v=V):
+    """One data shard of four (or of eight) has nothing but padding."""
+    h, W, y = Case(N, D, columns, std=3.0).make(seed)
+    y = y % v
+    y[6:12], y[3] = -1, -1
+    h[6:12] = np.nan
+    return h, W, y
+
+
+def cotangents():
+    rng = np.random.default_rng(1)
+    return {k: rng.standard_normal(N).astype(np.float32) for k in FLOATS}
+
+
+def stats(h, W, y, axis_name=None, vocab_size=V, **options):
+    made = described(jaxmem.token_stats)(
+        h, W, y, CHUNK, axis_name=axis_name, vocab_size=vocab_size, **options
+    )
+    return {k: v for k, v in made._asdict().items() if k in FLOATS}
+
+
+def with_gradients(fn, *operands):
+    """Results, and gradients by (h, W) for `cotangents`; the same twice, in bits."""
+
+    @jit
+    def both(h, W, *rest):
+        made, pull = jax.vjp(lambda h, W: fn(h, W, *rest), h, W)
+        return made, pull({k: cotangents()[k] for k in made})
+
+    first, again = both(*operands), both(*operands)
+    for a, b in zip(*map(jax.tree.leaves, (first, again)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    return first
+
+
+def assert_close(got, alone, want, epsilon, what):
+    ours, theirs = error(got, want), error(alone, want)
+    assert ours <= 2 * theirs + epsilon, f"{what}: {ours:.2e}, alone {theirs:.2e}"
+
+
+def check(got, alone, want):
+    """(outputs, (dh, dW)) of the shards, of one device, and in float64."""
+    for name in got[0]:
+        assert_close(got[0][name], alone[0][name], want[0][name], STATS_EPSILON, name)
+    for name, a, b, c in zip(("dh", "dW"), got[1], alone[1], want[1], strict=False):
+        assert_close(a, b, c, EPSILON[a.dtype.name], name)
+        assert not np.isnan(a).any()
+
+
+@functools.cache
+def alone_and_exact():
+    h, W, y = problem()
+    g = cotangents()
+    return with_gradients(stats, h, W, y), oracle.head(h, W, y, g, vocab_size=V)
+
+
+@pytest.mark.parametrize(
+    "name", [x if x == "vocabulary over two axes" else slow(x) for x in MESHES]
+)
+def test_every_mesh(name):
+    """Where masked rows are exactly nothing."""
+    made, gradients = with_gradients(sharded(stats, name), *problem())
+    check((made, gradients), *alone_and_exact())
+    masked = problem()[2] < 0
+    assert not gradients[0][masked].any() and gradients[0][~masked].any()
+    assert not any(value[masked].any() for value in made.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_every_option_together(check_vma):
+    """Differentiated from outside as jax's own types say, or as without them.
+
+    In 16 bits; of eight parts of five columns, two hold the vocabulary.
+    """
+    h, W, y = problem(v=9)
+    h, W = (jnp.asarray(x, jnp.bfloat16) for x in (h, W))
+    where, temperature = np.arange(N) % 3 > 0, np.linspace(0.3, 3, N, dtype=np.float32)
+    bias = np.linspace(-2, 2, COLUMNS, dtype=np.float32)
+    options = {"softcap": 5.0, "vocab_size": 9}
+
+    def run(h, W, y, where, temperature, bias, axis_name=None):
+        return stats(
+            h, W, y, axis_name, where=where, temperature=temperature, bias=bias,
+            **options,
+        )  # fmt: skip
+
+    split = jax.shard_map(
+        functools.partial(run, axis_name="tensor"),
+        mesh=mesh_of(MESHES["1x8"][0]),
+        in_specs=(*(P("data"), P("tensor"), P("data")), *(P("data"),) * 2, P("tensor")),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
+    operands = h, W, y, where, temperature, bias
+    want = oracle.head(
+        h, W, y, cotangents(), bias=bias, temperature=temperature, on=where, **options
+    )
+    check(with_gradients(split, *operands), with_gradients(run, *operands), want)
+
+
+def test_hidden_is_rounded_after_its_parts_are_summed():
+    """Parts that cancel: 0.75 · 255 rounded to bfloat16 would leave -0.25."""
+    h = jnp.zeros((2, 2), jnp.bfloat16)
+    W = jnp.array([[0, 255], [0, 254], [0, 255], [0, 256]], jnp.bfloat16)
+    split = sharded(functools.partial(described(jaxmem.logprobs), layout="vd"))
+    run = jit(jax.grad(lambda h: split(h, W, jnp.zeros(2, jnp.int32)).sum()))
+    assert not run(h).any()
+
+
+def loss_fn(stats, advantage):
+    return -advantage * stats.logprob + 0.1 * stats.entropy + stats.logsumexp**2, {
+        "square": stats.sum_pi_squared,
+        "right": stats.is_argmax,
+    }
+
+
+def mixed_loss(h, W, y, advantage, axis_name=None, **options):
+    total, metrics = described(jaxmem.token_loss)(
+        loss_fn, h, W, y, advantage, chunk=CHUNK, normalizer=7.0,
+        axis_name=axis_name, vocab_size=V, **options,
+    )  # fmt: skip
+    if axis_name:  # tokens of the other data shards
+        total = lax.psum(total, "data")
+    return total, metrics
+
+
+@pytest.mark.parametrize(
+    ("check_vma", "frozen"), [(False, False), slow(True, False), slow(True, True)]
+)
+def test_loss_in_one_pass(check_vma, frozen):
+    h, W, y = problem()
+    advantage = np.linspace(-1, 1, N, dtype=np.float32)
+
+    def fn(h, W, *args, **options):
+        W = lax.stop_gradient(W) if frozen else W
+        return mixed_loss(h, W, *args, **options)
+
+    split = sharded(fn, n_per_token=2, out=(P(), P("data")), check_vma=check_vma)
+    both = [
+        jit(jax.value_and_grad(f, (0, 1, 3), has_aux=True))(h, W, y, advantage)
+        for f in (split, fn)
+    ]
+    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    assert both[0][1][1].any() != frozen
+    if check_vma:
+        value = jit(split)(h, W, y, advantage)[0]  # statistics alone, no gradients
+        np.testing.assert_allclose(value, both[0][0][0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
+def test_frozen_head_and_entropy(check_vma):
+    h, W, y = problem()
+
+    def run(h, W, y, axis_name=None):
+        options = {"vocab_size": V, "axis_name": axis_name, "layout": "vd"}
+        fixed = lax.stop_gradient(W)
+        return {
+            "logprob": described(jaxmem.logprobs)(h, fixed, y, CHUNK, **options),
+            "entropy": described(jaxmem.entropy)(h, W, CHUNK, where=y >= 0, **options),
+        }
+
+    made, gradients = with_gradients(sharded(run, check_vma=check_vma), h, W, y)
+    g = {k: cotangents()[k] for k in made}
+    want, (dh, *_) = oracle.head(h, W, y, g, vocab_size=V)
+    _, (_, dW, _) = oracle.head(h, W, y, {"entropy": g["entropy"]}, vocab_size=V)
+    for got, wanted in zip(
+        [*made.values(), *gradients], [*(want[k] for k in made), dh, dW], strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_from_logits():
+    h, W, y = problem()
+    logits = np.nan_to_num(h) @ W.T
+
+    def run(logits, y, axis_name=None):
+        options = {"vocab_size": V, "axis_name": axis_name}
+        lp = jaxmem.logprobs_from_logits(logits, y, CHUNK, **options)
+        made = jaxmem.token_stats_from_logits(logits, y, CHUNK, **options)
+        return jnp.cos(lp) + made.entropy * made.logsumexp + made.sum_pi_squared
+
+    split = jax.shard_map(
+        functools.partial(run, axis_name="tensor"), mesh=mesh_of(MESHES["2x4"][0]),
+        in_specs=(P("data", "tensor"), P("data")), out_specs=P("data"),
+    )  # fmt: skip
+
+    def both(f):
+        value, pull = jax.vjp(lambda z: f(z, y), logits)
+        return value, pull(jnp.ones(N))[0]
+
+    for got, want in zip(
+        *(jit(lambda f=f: both(f))() for f in (split, run)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_hidden_gathered_from_its_parts():
+    """Of the type of parts that may differ, whose cotangents all_gather sums itself."""
+    h, W, y = problem()
+
+    def run(h, W, y, axis_name):
+        return stats(lax.all_gather(h, axis_name, tiled=True), W, y, axis_name)
+
+    split = jax.shard_map(
+        functools.partial(run, axis_name="tensor"), mesh=mesh_of(MESHES["2x4"][0]),
+        in_specs=(P(("data", "tensor")), P("tensor"), P("data")), out_specs=P("data"),
+    )  # fmt: skip
+    check(with_gradients(split, h, W, y), *alone_and_exact())
+
+
+def test_gradients_taken_inside():
+    h, W, y = problem()
+
+    def run(h, W, y, axis_name):
+        def loss(h, W):
+            made = stats(h, W, y, axis_name)
+            return sum(jnp.sum(jnp.cos(x)) for x in made.values())
+
+        return jax.grad(loss, (0, 1))(h, W)
+
+    split = sharded(run, out=(P("data"), P("tensor")))
+    for a, b in zip(jit(split)(h, W, y), exact_of_cosines(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def exact_of_cosines():
+    """Gradients of hidden and W of a sum of cosines of the statistics."""
+    none = {"logprob": np.zeros(N)}
+    made, _ = oracle.head(*problem(), none, vocab_size=V)
+    g = {k: -np.sin(x) for k, x in made.items()}
+    return oracle.head(*problem(), g, vocab_size=V)[1][:2]
+
+
+def test_tokens_alone_may_be_split_too():
+    """No axis_name, but jax's types: loops and derivatives keep to them."""
+    h, W, y = problem()
+    split = jax.shard_map(
+        stats, mesh=mesh_of({"data": 8}), in_specs=(P("data"), P(), P("data")),
+        out_specs=P("data"),
+    )  # fmt: skip
+    check(with_gradients(split, h, W, y), *alone_and_exact())
+
+
+def verbs_without_axis_name():
+    """By name, (h, W, bias, other, ids) -> a number a token."""
+    teacher = np.linspace(-1, 1, 6 * V, dtype=np.float32).reshape(V, 6)
+
+    def divergence(verb):
+        return lambda h, W, bias, other, ids: verb(
+            h, jaxmem.Head(W, bias), other, teacher, CHUNK, where=ids[:, 0] >= 0
+        )
+
+    def selected(h, W, bias, other, ids):
+        made = jaxmem.selected_logprobs(h, jaxmem.Head(W, bias=bias), ids, CHUNK)
+        return made @ jnp.arange(3.0)
+
+    def support(h, W, bias, other, ids):
+        warm = 1 + other[:, 0] ** 2
+        head, y = jaxmem.Head(W, bias), ids[:, 0]
+        return jaxmem.support_logprobs(h, head, y, ids, CHUNK, temperature=warm)
+
+    def ragged(h, W, bias, other, ids):
+        offsets = jnp.arange(ids.shape[0] + 1) * 3
+        options = {"offsets": offsets, "max_ids": 4}
+        given = ids[:, 0], ids.ravel(), 1
+        return jaxmem.support_logprobs(h, jaxmem.Head(W, bias), *given, **options)
+
+    names = "reverse_kl", "forward_kl", "jsd"
+    made = {name: divergence(of_two_heads(name)) for name in names}
+    return (
+        made
+        | {"selected_logprobs": selected, "support_logprobs": support}
+        | {"ragged supports": ragged}
+    )
+
+
+@pytest.mark.parametrize(
+    "name, of_hidden",
+    [
+        (name, of_hidden) if (name, of_hidden) == ("reverse_kl", P())
+        else slow(name, of_hidden)  # with the same derivative rules
+        for name in verbs_without_axis_name()
+        for of_hidden in (P("data"), P())
+    ],
+    ids=str,
+)  # fmt: skip
+def test_verbs_that_need_all_of_W(name, of_hidden):
+    """Of tokens that differ, or of the same ones beside what differs; gradients."""
+    verb, rng = verbs_without_axis_name()[name], np.random.default_rng(2)
+    n = N if of_hidden else N // 4
+    h, other = (rng.standard_normal((m, d), np.float32) for m, d in ((n, D), (N, 6)))
+    W, ids = problem()[1][:V], rng.integers(0, V, (N, 3))
+    bias = np.linspace(-2, 2, V, dtype=np.float32)
+    ids[6:12], ids[1, 1] = -1, -1
+    tokens = P("data")
+    split = jax.shard_map(
+        verb, mesh=mesh_of(MESHES["4x2"][0]), out_specs=tokens,
+        in_specs=(of_hidden, P(), P(), tokens, tokens),
+    )  # fmt: skip
+
+    def alone(h, *rest):
+        return verb(jnp.tile(h, (N // n, 1)), *rest)
+
+    def run(fn):
+        def total(h, W, bias):
+            made = fn(h, W, bias, other, ids)
+            return jnp.sum(jnp.sin(made)), made
+
+        return jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(h, W, bias)
+
+    got, want = run(split), run(alone)
+    assert want[0][1].any() and all(x.any() for x in want[1])
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_under_scan_remat_and_donation():
+    h, W, y = problem()
+    split = sharded(stats)
+
+    def total(h, W, y):
+        return sum(jnp.sum(jnp.cos(x)) for x in split(h, W, y).values())
+
+    def scanned(h, W):
+        def body(carry, part):
+            return carry + jax.checkpoint(total)(part[0], W, part[1]), None
+
+        parts = h.reshape(3, -1, D), y.reshape(3, -1)
+        return lax.scan(body, 0.0, parts)[0]
+
+    run = jit(jax.grad(scanned, (0, 1)), donate_argnums=(0, 1))
+    got = run(jnp.asarray(h), jnp.asarray(W))
+    for a, b in zip(got, exact_of_cosines(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_vmap_where_other_axes_are_left_to_jax():
+    h, W, y = problem()
+
+    def run(h, W, y, axis_name):
+        return jax.vmap(
+            lambda h, y: jaxmem.logprobs(
+                h, jaxmem.Head(W, vocab_size=V), y, axis_name=axis_name
+            )
+        )(h.reshape(2, -1, D), y.reshape(2, -1))
+
+    split = jax.shard_map(
+        functools.partial(run, axis_name="tensor"), mesh=mesh_of(MESHES["2x4"][0]),
+        in_specs=(P(), P("tensor"), P()), out_specs=P(), axis_names={"tensor"},
+    )  # fmt: skip
+    got = jit(jax.grad(lambda *a: jnp.cos(split(*a)).sum(), (0, 1)))(h, W, y)
+    made, _ = oracle.head(h, W, y, {"logprob": np.zeros(N)}, vocab_size=V)
+    g = {"logprob": -np.sin(made["logprob"])}
+    want = oracle.head(h, W, y, g, vocab_size=V)[1][:2]
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_shards_have_the_same_bits(optimized):
+    h, W, y = problem()
+    split = jit(
+        sharded(
+            lambda *a, axis_name: jax.tree.map(lambda x: x[None], stats(*a, axis_name)),
+            out=P("tensor", "data"),
+            check_vma=False,
+        )
+    )
+    for made in split(h, W, y).values():
+        np.testing.assert_array_equal(made, np.broadcast_to(made[:1], made.shape))
+
+
+COLLECTIVE = re.compile(
+    r"%(\w+)[\w.-]* = (\S+?)(?:{[\d,]*})? "
+    r"(?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
+)
+
+
+def collectives(fn, *operands):
+    """(what jax calls it, its result) of each in the compiled program, in order."""
+    return COLLECTIVE.findall(jax.jit(fn).lower(*operands).compile().as_text())
+
+
+STATISTICS = [("pmax", "f32[2,12]"), ("psum_invariant", "f32[3,12]")]
+DHIDDEN = ("psum_invariant", f"f32[12,{D}]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("v", [37, 801])
+def test_what_is_communicated_does_not_grow_with_the_vocabulary(v):
+    h, W, y = problem(columns=-(-v // 8) * 8, v=v)
+    split = sharded(functools.partial(stats, vocab_size=v))
+
+    def dhidden(h, W, y):
+        return jax.grad(lambda h: sum(jnp.sum(x) for x in split(h, W, y).values()))(h)
+
+    assert collectives(split, h, W, y) == STATISTICS
+    assert collectives(dhidden, h, W, y) == [*STATISTICS, DHIDDEN]
+
+
+def test_what_a_loss_in_one_pass_communicates():
+    """Statistics once a chunk, inside the loop; hidden's gradient once; no W."""
+    h, W, y = problem()
+
+    def dhidden(h, W, y):
+        split = sharded(mixed_loss, n_per_token=2, out=(P(), P("data")))
+        return jax.grad(lambda h: split(h, W, y, jnp.ones(N))[0])(h)
+
+    chunk = [("pmax", f"f32[2,{CHUNK}]"), ("psum_invariant", f"f32[3,{CHUNK}]")]
+    assert collectives(dhidden, h, W, y) == [*chunk, DHIDDEN]
+
+
+@pytest.mark.parametrize("fn", [stats, mixed_loss], ids=["stats", "loss"])
+def test_no_more_logits_than_a_chunk_of_them(fn):
+    h, W, y = problem()
+    is_loss = fn is mixed_loss
+    rest = (y, np.ones(N, np.float32)) if is_loss else (y,)
+    out = (P(), P("data")) if is_loss else None
+    split = sharded(fn, n_per_token=len(rest), out=out)
+
+    def grad(h, W):
+        return jax.grad(
+            lambda h, W: sum(jnp.sum(x) for x in jax.tree.leaves(split(h, W, *rest))),
+            (0, 1),
+        )(h, W)
+
+    text = jax.jit(grad).lower(h, W).as_text()
+    assert f"<{CHUNK}x10xf32" in text and "<12x10xf32" not in text
+
+
+def test_a_label_that_does_not_exist_poisons_only_itself():
+    h, W, y = (np.nan_to_num(x) for x in problem())
+    y = np.where(np.arange(N) == 2, V, np.maximum(y, 0))  # a column, but of padding
+    y[5] = COLUMNS + 1
+    made = jit(sharded(stats))(h, W, y)
+    assert np.isnan(made["logprob"][np.array([2, 5])]).all()
+    assert np.isfinite(np.delete(made["logprob"], [2, 5])).all()
+    assert np.isfinite(made["logsumexp"]).all()
+
+
+def refusal(kind, *operands, fn=stats, **options):
+    with pytest.raises(kind) as caught:
+        jit(sharded(fn, **options))(*operands)
+    return str(caught.value)
+
+
+def test_an_axis_of_another_name():
+    h, W, y = problem()
+    run = lambda *a, axis_name: stats(*a, "vocabulary")  # noqa: E731
+    assert refusal(ValueError, h, W, y, fn=run) == (
+        "axis_name='vocabulary' must be bound by an enclosing jax.shard_map, which "
+        "binds 'data', 'tensor'; for arrays that are not split by hand use "
+        "jaxmem.sharding.parallel"
+    )
+
+
+def test_weights_that_are_not_split():
+    h, W, y = problem()
+    run = lambda h, _, y, axis_name: stats(h, jnp.asarray(W), y, axis_name)  # noqa: E731
+    assert refusal(ValueError, h, W, y, fn=run) == (
+        "W must be this shard's part of the vocabulary, but is the same along mesh "
+        "axis 'tensor'; split it in in_specs of jax.shard_map, as in P('tensor', None) "
+        "for [V, D]"
+    )
+
+
+def test_more_vocabulary_than_the_shards_have():
+    run = functools.partial(stats, vocab_size=COLUMNS + 1)
+    assert refusal(ValueError, *problem(), fn=run) == (
+        "vocab_size must be an integer from 1 to 40, the columns there are, got 41"
+    )
+
+
+def test_gathered_bit_for_bit():
+    """A zero's sign and a NaN's payload too, and typed as replicated."""
+    bits = np.array([0x80000000, 0x7FC12345, 0x00000001, 0xFF800000], np.uint32)
+    given = np.concatenate([bits, bits[::-1]]).view(np.float32)
+
+    def both(x):
+        return vocab_shards.gather(("tensor",), x), vocab_shards.gather(
+            ("data", "tensor"), x
+        )
+
+    mesh = mesh_of({"data": 2, "tensor": 4})
+    one, two = jit(
+        jax.shard_map(
+            both, mesh=mesh, in_specs=P(("data", "tensor")), out_specs=(P("data"), P())
+        )
+    )(given)
+    np.testing.assert_array_equal(np.ravel(one).view(np.int32), given.view(np.int32))
+    np.testing.assert_array_equal(np.ravel(two).view(np.int32), given.view(np.int32))
+
+
+def test_rows_are_summed_in_a_tree():
+    """Not in order, of which 1e8 and 1 would leave 0; of rows that do not divide."""
+    parts = np.array([1e8, 1.0, -1e8, 1.0, 3.0, 4.0, 5.0, 6.0], np.float32)
+    given = parts[:, None, None] * np.ones((8, 5, 3), np.float32)
+    total = jit(
+        jax.shard_map(
+            lambda x: vocab_shards.sum_rows_in_order(("tensor",), x[0]),
+            mesh=mesh_of({"tensor": 8}), in_specs=P("tensor"), out_specs=P(),
+        )
+    )(given)  # fmt: skip
+    a, b, c, d, *rest = parts
+    want = ((a + b) + (c + d)) + np.float32(sum(rest))
+    np.testing.assert_array_equal(total, np.full((5, 3), want))
+    assert want == vocab_shards.sum_tree(parts)

@@ -1,0 +1,670 @@
+"""Divergences of two heads against float64, where they cancel, and what they cost."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from tests.cases import slow
+from tests.head.backends.test_xla import compiled, count_gemms
+from tests.head.verbs.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
+from tests.targets import jsd, of_two_heads, reverse_kl
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
+
+N, D, D_REFERENCE, V, CHUNK = 37, 24, 10, 130, 16
+# The derivative subtracts a mean over the row, which is rounded as statistics are.
+GRADIENT_EPSILON = EPSILON | {"float32": STATS_EPSILON}
+VERBS = {x: of_two_heads(x) for x in ("reverse_kl", "forward_kl", "jsd", "jsd 0.1")}
+
+
+def make(std=1.0, seed=0, n=N, d=D, d_reference=D_REFERENCE, v=V):
+    """hidden, W of two independent heads whose logits have this standard deviation."""
+    rng = np.random.default_rng(seed)
+    heads = []
+    for depth in (d, d_reference):
+        h = rng.standard_normal((n, depth), np.float32)
+        W = rng.standard_normal((v, depth), np.float32) * std / depth**0.5
+        heads += [h, W.astype(np.float32)]
+    return heads
+
+
+def beta_of(verb):
+    return float(verb.removeprefix("jsd") or 0.5)
+
+
+def textbook(xp, verb, ln_p, ln_q):
+    """Σ p (ln p - ln q) and the like, with the rounding of the type."""
+    p, q = xp.exp(ln_p), xp.exp(ln_q)
+    if verb == "reverse_kl":
+        return (p * (ln_p - ln_q)).sum(-1)
+    if verb == "forward_kl":
+        return (q * (ln_q - ln_p)).sum(-1)
+    beta = beta_of(verb)
+    ln_m = xp.log(beta * q + (1 - beta) * p)
+    of_q, of_p = (q * (ln_q - ln_m)).sum(-1), (p * (ln_p - ln_m)).sum(-1)
+    return beta * of_q + (1 - beta) * of_p
+
+
+def scaled(xp, z, bias, softcap, temperature):
+    z = z + bias
+    z = z if softcap is None else softcap * xp.tanh(z / softcap)
+    return z / temperature
+
+
+def both_scaled(xp, z, y, bias=0.0, softcap=None, temperature=1.0, **options):
+    """Logits of both heads, the reference's options defaulting as documented."""
+    of_reference = (
+        options.get("teacher_bias", 0.0),
+        options.get("teacher_softcap", softcap),
+        options.get("teacher_temperature", temperature),
+    )
+    v = options.get("vocab_size", V)
+    z = scaled(xp, z, bias, softcap, temperature)[:, :v]
+    return z, scaled(xp, y, *of_reference)[:, :v]
+
+
+def exact(verb, g, operands, **options):
+    """The divergences in float64, and the policy's gradients derived by hand."""
+    h, W, h_ref, W_ref = (np.asarray(x).astype(np.float64) for x in operands)
+    z, y = both_scaled(np, h @ W.T, h_ref @ W_ref.T, **options)
+    ln_p, ln_q = (x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (z, y))
+    p, q = np.exp(ln_p), np.exp(ln_q)
+    if verb == "reverse_kl":
+        slope = ln_p - ln_q
+    elif verb == "forward_kl":
+        slope = -q / p
+    else:
+        beta = beta_of(verb)
+        slope = (1 - beta) * (ln_p - np.log(beta * q + (1 - beta) * p))
+    temperature, softcap = options.get("temperature", 1.0), options.get("softcap")
+    du = g[:, None] * p * (slope - (p * slope).sum(1, keepdims=True)) / temperature
+    if softcap is not None:
+        du = du * (1 - (z * temperature / softcap) ** 2)
+    du = np.pad(du, ((0, 0), (0, len(W) - du.shape[1])))
+    return textbook(np, verb, ln_p, ln_q), (du @ W, du.T @ h, du.sum(0))
+
+
+@functools.partial(jax.jit, static_argnames=("verb", "layout", "options", "frozen"))
+def ours(operands, g, arrays, verb, layout="vd", options=(), frozen=False):
+    """Value, and the gradients of hidden, W and bias, if any."""
+    _, _, h_ref, W_ref = operands
+    layouts = {"layout": layout, "teacher_layout": layout}
+
+    def call(h, W, bias):
+        W, bias = jax.lax.stop_gradient((W, bias)) if frozen else (W, bias)
+        W, other = (W, W_ref) if layout == "vd" else (W.T, W_ref.T)
+        given = arrays | bias | layouts | dict(options)
+        return of_two_heads(verb)(h, W, h_ref, other, CHUNK, **given)
+
+    bias = {k: v for k, v in arrays.items() if k == "bias"}
+    value, pull = jax.vjp(call, *operands[:2], bias)
+    return value, jax.tree.leaves(pull(g))
+
+
+@functools.partial(jax.jit, static_argnames=("verb", "options"))
+def materialised(operands, g, arrays, verb, options=()):
+    """What a trainer writes today: two times [N, V] in float32."""
+    matmul = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+
+    def call(h, W, bias):
+        logits = matmul(h, W.T), matmul(operands[2], operands[3].T)
+        z, y = both_scaled(jnp, *logits, **(arrays | bias | dict(options)))
+        return textbook(jnp, verb, jax.nn.log_softmax(z), jax.nn.log_softmax(y))
+
+    bias = {k: v for k, v in arrays.items() if k == "bias"}
+    value, pull = jax.vjp(call, *operands[:2], bias)
+    return value, jax.tree.leaves(pull(g))
+
+
+def check(verb, operands, dtype="float32", layout="vd", **options):
+    """Value and gradients against float64, no worse than the materialised path's."""
+    operands = [jnp.asarray(x).astype(dtype) for x in operands]
+    g = np.random.default_rng(1).standard_normal(N).astype(np.float32)
+    arrays = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
+    numbers = tuple((k, v) for k, v in options.items() if k not in arrays)
+    made, gradients = ours(operands, g, arrays, verb, layout, numbers)
+    rough, rough_gradients = materialised(operands, g, arrays, verb, numbers)
+    want, exact_gradients = exact(verb, g, operands, **options)
+    assert made.dtype == jnp.float32
+    assert (np.asarray(made) >= 0).all()
+    assert_as_good(made, rough, want, STATS_EPSILON, verb)
+    for name, got, near, need in zip(
+        ("dhidden", "dW", "dbias"), gradients, rough_gradients, exact_gradients,
+        strict=False,
+    ):  # fmt: skip
+        assert_as_good(got, near, need, GRADIENT_EPSILON[got.dtype.name], name)
+
+
+@pytest.mark.parametrize("std", [0.0, 1.0, 15.0], ids=["flat", "ordinary", "peaked"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_values_and_gradients(verb, std):
+    check(verb, same_depth(std, max(std, 0.5)))
+
+
+BIAS = np.linspace(-2, 2, V, dtype=np.float32)
+OPTIONS = {
+    "softcap": {"softcap": 5.0},
+    "temperature": {"temperature": 0.7},
+    "reference's own": {
+        "softcap": 5.0, "teacher_softcap": None, "teacher_temperature": 1.5,
+        "teacher_bias": BIAS[::-1].copy(),
+    },
+    "all": {
+        "softcap": 5.0, "temperature": 0.7, "bias": BIAS, "vocab_size": 100,
+        "teacher_softcap": 3.0, "teacher_temperature": 1.5,
+        "teacher_bias": BIAS[::-1].copy(),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb, dtype, layout, name", [
+    ("jsd 0.1", "float16", "dv", "all"), ("reverse_kl", "bfloat16", "vd", "all"),
+    ("forward_kl", "float32", "dv", "all"),
+    *(("reverse_kl", "float32", "vd", x) for x in OPTIONS if x != "all"),
+])  # fmt: skip
+def test_options(verb, dtype, layout, name):
+    check(verb, make(3.0), dtype, layout, **OPTIONS[name])
+
+
+# Where the textbook's sums cancel. These share the functions of values and gradients.
+
+
+def same_depth(std, std_reference, seed=0):
+    return [*make(std, seed)[:2], *make(std_reference, seed + 1)[:2]]
+
+
+@pytest.mark.parametrize("step", [slow(1e-2), 1e-3])
+@pytest.mark.parametrize("verb", VERBS)
+def test_nearly_equal_heads_keep_their_digits(verb, step):
+    """A divergence of 1e-5 or 1e-7, where the textbook's sum loses itself."""
+    h, W, noise, _ = same_depth(0.5, 0.5)
+    operands = [h, W, h + np.float32(step) * noise, W]
+    g = np.ones(N, np.float32)
+    want, exact_gradients = exact(verb, g, operands)
+    assert 1e-8 < want.mean() < 1e-4
+    value, gradients = ours(operands, g, {}, verb)
+    # What remains is the rounding of the logits themselves, epsilon / step.
+    tolerance = 2e-6 / step
+    np.testing.assert_allclose(value, want, rtol=tolerance)
+    rough, _ = materialised([jnp.asarray(x) for x in operands], g, {}, verb)
+    assert np.abs(rough / want - 1).max() > 5 * tolerance
+    for got, need in zip(gradients, exact_gradients, strict=False):
+        np.testing.assert_allclose(got, need, atol=tolerance * np.abs(need).max())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_equal_heads_give_exactly_zero(verb):
+    head = same_depth(3.0, 3.0)[:2]
+    value, gradients = ours([*head, *head], np.ones(N, np.float32), {}, verb)
+    assert not value.any() and not any(x.any() for x in gradients)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_both_confident_of_the_same_token(verb):
+    """p and q round to 1 at the label: all that differs is far below epsilon."""
+    h = np.eye(D, dtype=np.float32)[np.arange(N) % D]
+    W = np.zeros((V, D), np.float32)
+    np.fill_diagonal(W, 25.0)
+    operands, g = [h, W, h, W * np.float32(0.9)], np.ones(N, np.float32)
+    want, (dh, _, _) = exact(verb, g, operands)
+    assert 0 < want.max() < 1e-7
+    value, (got, _) = ours(operands, g, {}, verb)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(got, dh, atol=1e-5 * np.abs(dh).max())
+
+
+def test_jsd_is_symmetric_and_bounded():
+    operands, g = same_depth(4.0, 3.0), np.ones(N, np.float32)
+    half, _ = ours(operands, g, {}, "jsd")
+    swapped, _ = ours([*operands[2:], *operands[:2]], g, {}, "jsd")
+    np.testing.assert_allclose(half, swapped, rtol=1e-6)
+    assert (np.asarray(half) <= np.log(2)).all() and np.asarray(half).max() > 0.6
+
+
+@pytest.mark.parametrize("beta, std", [
+    (1e-6, 4.0), slow(1 - 1e-6, 1.0), slow(1 - 1e-4, 4.0), slow(1e-2, 1.0),
+    slow(0.5, 4.0),
+])  # fmt: skip
+def test_jsd_of_any_weight_keeps_its_digits(beta, std):
+    """ln(p/m) tends to 0 where m tends to p, whatever p/q is."""
+    h, W, *reference = same_depth(std, std)
+    g = np.ones(N, np.float32)
+    want, (dh, dW, _) = exact(f"jsd {beta}", g, [h, W, *reference])
+    value, gradients = ours([h, W, *reference], g, {}, f"jsd {beta}")
+    np.testing.assert_allclose(value, want, rtol=STATS_EPSILON)
+    for got, need in zip(gradients, (dh, dW), strict=True):
+        atol = STATS_EPSILON * np.abs(need).max()
+        np.testing.assert_allclose(got, need, atol=atol)
+
+
+@pytest.mark.slow
+def test_jsd_where_a_ratio_overflows():
+    h, W, h_ref, W_ref = make()
+    far = np.zeros(V, np.float32)
+    far[7], far[9] = 95.0, -95.0
+    for name in ("bias", "teacher_bias"):
+        g, arrays = np.ones(N, np.float32), everything(**{name: far})
+        value, gradients = ours([h, W, h_ref, W_ref], g, arrays, "jsd")
+        want, need = exact("jsd", g, make(), **{name: far})
+        np.testing.assert_allclose(value, want, rtol=STATS_EPSILON)
+        for got, exact_one in zip(gradients, need, strict=False):
+            np.testing.assert_allclose(got, exact_one, atol=STATS_EPSILON)
+
+
+# Infinite logits and divergences, masks, paddings. These share theirs.
+
+
+def everything(**changes):
+    arrays = {
+        "bias": np.zeros(V, np.float32),
+        "teacher_bias": np.zeros(V, np.float32),
+        "where": np.ones(N, bool),
+    }
+    return arrays | changes
+
+
+RULED = np.where(np.isin(np.arange(V), [3, 5]), -np.inf, 0).astype(np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "verb,p_alone,q_alone",
+    [
+        # p = 0 adds nothing; q = 0 < p is infinite.
+        ("reverse_kl", np.isfinite, np.isposinf),
+        ("forward_kl", np.isposinf, np.isfinite),
+        ("jsd", np.isfinite, np.isfinite),
+    ],
+)
+def test_tokens_that_a_bias_rules_out(verb, p_alone, q_alone):
+    g = np.ones(N, np.float32)
+    value, gradients = ours(make(), g, everything(bias=RULED), verb)
+    assert p_alone(value).all() and np.isfinite(gradients[1]).all()
+    value, _ = ours(make(), g, everything(teacher_bias=RULED), verb)
+    assert q_alone(value).all()
+    both = everything(bias=RULED, teacher_bias=RULED)
+    value, (dh, dW, dbias) = ours(make(), g, both, verb)
+    h, W, h_ref, W_ref = make()
+    kept = RULED == 0
+    want, need = exact(verb, g, [h, W[kept], h_ref, W_ref[kept]])
+    np.testing.assert_allclose(value, want, rtol=2e-6)
+    assert not dW[~kept].any() and not dbias[~kept].any()
+    for got, exact_one in zip((dh, dW[kept], dbias[kept]), need, strict=True):
+        np.testing.assert_allclose(got, exact_one, atol=4e-6)
+
+
+def test_a_token_out_of_float32s_sight_is_not_infinite():
+    """q underflows to 0, ln q does not."""
+    far = np.zeros(V, np.float32)
+    far[7] = -200.0
+    value, _ = ours(make(), np.ones(N), everything(teacher_bias=far), "reverse_kl")
+    want, _ = exact("reverse_kl", np.ones(N), make(), teacher_bias=far)
+    np.testing.assert_allclose(value, want, rtol=2e-6)
+
+
+def test_an_infinite_divergence_that_nobody_asks_for_poisons_nothing():
+    h, W, h_ref, W_ref = make()
+    h_ref[:, 0], W_ref[:, 0] = 0, 0
+    h_ref[4, 0], W_ref[6, 0] = 1e20, -1e20  # their product is beyond float32
+    asked = np.float32(np.arange(N) != 4)
+    value, (dh, dW, _) = ours([h, W, h_ref, W_ref], asked, everything(), "reverse_kl")
+    np.testing.assert_array_equal(np.isinf(value), np.arange(N) == 4)
+    np.testing.assert_array_equal(dh.any(1), np.arange(N) != 4)
+    assert np.isfinite(dh).all() and np.isfinite(dW).all()
+
+
+@pytest.mark.parametrize("verb", ["reverse_kl", "forward_kl", "jsd"])
+def test_masked_tokens_give_exactly_nothing(verb):
+    h, W, h_ref, W_ref = make()
+    where = np.arange(N) % 4 == 0
+    h[~where], h_ref[~where] = np.nan, np.nan
+    bias = np.full(V, 200.0, np.float32)  # e^200, were a row of zeros not left out
+    operands, g = [h, W, h_ref, W_ref], np.ones(N, np.float32)
+    value, (dh, dW, dbias) = ours(operands, g, everything(where=where, bias=bias), verb)
+    assert not value[~where].any() and (value[where] > 0).all()
+    assert not dh[~where].any() and dh[where].any(1).all()
+    _, need = exact(verb, g[where], [h[where], W, h_ref[where], W_ref])
+    np.testing.assert_allclose(dW, need[1], atol=1e-5)
+    np.testing.assert_allclose(dbias, need[2], atol=1e-5)
+    nothing = everything(where=np.zeros(N, bool))
+    value, gradients = ours(operands, g, nothing, verb)
+    assert not value.any() and not any(x.any() for x in gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", ["reference", "policy"])
+def test_paddings_of_the_vocabulary_may_differ(padded):
+    h, W, h_ref, W_ref = make()
+    g = np.ones(N, np.float32)
+    want, (dh, dW, _) = exact("jsd", g, make())
+    if padded == "policy":
+        W = np.concatenate([W, np.full((30, D), 9.0, np.float32)])
+    W_ref = np.concatenate([W_ref, np.full((7, D_REFERENCE), 9.0, np.float32)])
+    options = (("vocab_size", V),)
+    value, got = ours([h, W, h_ref, W_ref], g, {}, "jsd", options=options)
+    np.testing.assert_allclose(value, want, rtol=2e-6)
+    np.testing.assert_allclose(got[0], dh, atol=1e-6)
+    np.testing.assert_allclose(got[1][:V], dW, atol=1e-6)
+    assert not got[1][V:].any()
+
+
+@pytest.mark.parametrize("verb, dtype", [
+    ("reverse_kl", "bfloat16"), slow("jsd", "float32"), slow("forward_kl", "float32"),
+])  # fmt: skip
+def test_a_frozen_head_has_the_same_gradient_by_hidden(verb, dtype):
+    """Scaled after it was computed for a cotangent of 1, and none by W and bias."""
+    operands = [jnp.asarray(x, dtype) for x in make(3.0)]
+    g = np.random.default_rng(1).standard_normal(N).astype(np.float32)
+    options = {"softcap": 5.0, "teacher_softcap": 3.0, "vocab_size": 100}
+    each = np.linspace(0.5, 2, N, dtype=np.float32)
+    arrays = {"temperature": each, "teacher_temperature": each[::-1]}
+    given = operands, g, arrays | {"bias": BIAS}, verb, "dv", tuple(options.items())
+    value, (got, dW, dbias) = ours(*given, frozen=True)
+    options |= {k: v[:, None] for k, v in arrays.items()}
+    want, (dh, *_) = exact(verb, g, operands, bias=BIAS, **options)
+    assert error(value, want) < STATS_EPSILON
+    assert got.dtype == dtype and not dW.any() and not dbias.any()
+    atol = 2 * EPSILON[dtype] * np.abs(dh).max()
+    np.testing.assert_allclose(got.astype(jnp.float32), dh, atol=atol)
+
+
+def test_masks_and_infinite_divergences_with_a_frozen_head():
+    h, W, h_ref, W_ref = make()
+    where = np.arange(N) % 4 > 0
+    h[~where], h_ref[:, 0], W_ref[:, 0] = np.nan, 0, 0
+    h_ref[5, 0], W_ref[6, 0] = 1e20, -1e20  # their product is beyond float32
+    asked = np.where(where, np.float32(np.arange(N) != 5), np.nan)
+    operands = [h, W, h_ref, W_ref]
+    value, (dh, dW) = ours(operands, asked, {"where": where}, "reverse_kl", frozen=True)
+    np.testing.assert_array_equal(np.isinf(value), np.arange(N) == 5)
+    assert not value[~where].any()
+    np.testing.assert_array_equal(dh.any(1), where & (np.arange(N) != 5))
+    assert np.isfinite(dh).all() and not dW.any()
+    _, (poisoned, _) = ours(
+        operands, asked + 1, {"where": where}, "reverse_kl", frozen=True
+    )
+    np.testing.assert_array_equal(np.isnan(poisoned).all(1), np.arange(N) == 5)
+
+
+# Contracts.
+
+
+def test_the_reference_is_constant():
+    """Also where one head serves both: the gradient is the policy's alone."""
+    h, W, noise, _ = same_depth(1.0, 1.0)
+
+    @jax.jit
+    def gradients(h, W, h_ref):
+        tied = lambda h, W, h_ref: reverse_kl(h, W, h_ref, W, CHUNK).sum()  # noqa: E731
+        return jax.grad(tied, (0, 1, 2))(h, W, h_ref)
+
+    dh, dW, of_reference = gradients(h, W, noise)
+    assert not of_reference.any()
+    _, need = exact("reverse_kl", np.ones(N), [h, W, noise, W])
+    for got, want in zip((dh, dW), need, strict=False):
+        np.testing.assert_allclose(got, want, atol=3e-6 * np.abs(want).max())
+
+
+def test_types_of_the_two_heads_may_differ():
+    h, W, h_ref, W_ref = (jnp.asarray(x) for x in make())
+    mixed = [h.astype("bfloat16"), W, h_ref.astype("float16"), W_ref.astype("bfloat16")]
+    value, (dh, dW) = ours(mixed, jnp.ones(N), {}, "reverse_kl")
+    assert (value.dtype, dh.dtype, dW.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    want, _ = exact("reverse_kl", np.ones(N), make())
+    np.testing.assert_allclose(value, want, atol=0.05)
+
+
+@pytest.mark.parametrize("verb", ["jsd 0.1", slow("reverse_kl")])
+def test_float64_stays_float64(verb):
+    with jax.enable_x64(True):
+        operands = [x.astype(np.float64) for x in make()]
+        want, need = exact(verb, np.ones(N), operands)
+        value, gradients = ours(operands, np.ones(N), {}, verb)
+        assert value.dtype == jnp.float64
+        np.testing.assert_allclose(value, want, rtol=1e-12)
+        for got, exact_one in zip(gradients, need, strict=False):
+            assert error(got, exact_one) < 1e-13
+
+
+def test_any_leading_shape():
+    h, W, h_ref, W_ref = make(n=24)
+
+    @jax.jit
+    def all_shapes(h, h_ref):
+        of = (h, h_ref), (h.reshape(2, 3, 4, D), h_ref.reshape(2, 3, 4, -1))
+        of = *of, (h[0], h_ref[0])
+        return [reverse_kl(h, W, h_ref, W_ref) for h, h_ref in of]
+
+    flat, got, scalar = jax.device_get(all_shapes(h, h_ref))
+    np.testing.assert_array_equal(got, flat.reshape(2, 3, 4))
+    assert scalar.shape == ()
+    np.testing.assert_allclose(scalar, flat[0], rtol=1e-6)
+    empty = jax.grad(lambda h: reverse_kl(h, W, jnp.zeros((0, 5)), W[:, :5]).sum())
+    assert jax.eval_shape(empty, jnp.zeros((0, D))).shape == (0, D)
+
+
+@pytest.mark.slow
+def test_a_tokens_bits_depend_on_no_other_token_and_no_chunk(optimized):
+    if jax.default_backend() != "cpu":
+        pytest.skip("GPU GEMMs are chosen by the number of rows")
+    h, W, h_ref, W_ref = make(n=96)
+    run = jax.jit(jsd, static_argnums=4)
+    want = np.asarray(run(h, W, h_ref, W_ref, 32))
+    np.testing.assert_array_equal(run(h, W, h_ref, W_ref, 64), want)
+    order = np.random.default_rng(0).permutation(96)
+    got = run(h[order], W, h_ref[order], W_ref, 32)
+    np.testing.assert_array_equal(got, want[order])
+
+
+# test_frozen_head, test_vjp and test_selected have other verbs under both.
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.slow
+def test_under_checkpoint_and_vmap(frozen):
+    h, W, h_ref, W_ref = (jnp.asarray(x) for x in make(n=32))
+
+    @jax.checkpoint
+    def total(h, W, h_ref):
+        W = jax.lax.stop_gradient(W) if frozen else W
+        kl = reverse_kl(h, W, h_ref, W_ref, CHUNK)
+        return jnp.sum(jnp.cos(kl)), kl
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
+    def mapped(h, W):
+        halves = h.reshape(2, 16, -1), h_ref.reshape(2, 16, -1)
+        sums, kl = jax.vmap(total, (0, None, 0))(halves[0], W, halves[1])
+        return sums.sum(), kl.reshape(32)
+
+    (dh, dW), kl = mapped(h, W)
+    want, _ = exact("reverse_kl", np.zeros(32), make(n=32))
+    assert error(kl, want) < STATS_EPSILON
+    _, need = exact("reverse_kl", -np.sin(want), make(n=32))
+    np.testing.assert_allclose(dh, need[0], atol=2e-5)
+    np.testing.assert_allclose(dW, 0 * need[1] if frozen else need[1], atol=2e-5)
+
+
+# What it costs.
+
+
+def shapes(n, d, v, dtype=jnp.float32):
+    head = jax.ShapeDtypeStruct((n, d), dtype), jax.ShapeDtypeStruct((v, d), dtype)
+    return *head, *head
+
+
+def total(verb, chunk):
+    return lambda *operands: verb(*operands, chunk).sum()
+
+
+def test_gemms_of_the_least_memory():
+    least = functools.partial(reverse_kl, gradient=jaxmem.Recompute())
+    made = compiled(jax.value_and_grad(total(least, 64)), *shapes(256, 24, 640))
+    assert count_gemms(made.as_text()) == 5
+
+
+@pytest.mark.parametrize("verb, dtype", [
+    (jsd, "float32"), slow(reverse_kl, "float32"), slow(jsd, "bfloat16"),
+    slow(reverse_kl, "bfloat16"),
+])  # fmt: skip
+def test_memory_and_gemms_are_what_the_page_says(verb, dtype):
+    n, d, v, chunk = 2048, 64, 8192, 128
+    on_cpu, size = jax.default_backend() == "cpu", jnp.dtype(dtype).itemsize
+    widened = 8 * v * d if size == 2 and on_cpu else 0
+    forward = 8 * chunk * v + widened
+    backward = (8 + size) * chunk * v + 4 * v * d + widened
+    frozen = (8 + size) * chunk * v + widened
+    besides = 64 * n + 16 * n * d + (0 if on_cpu else 32 * 2**20)
+    loss = total(verb, chunk)
+    for fn, promised, gemms in (
+        (loss, forward, 2),
+        (jax.grad(loss, (0, 1)), backward, 6),  # both again, dH, dW
+        (jax.grad(loss), frozen, 3),
+    ):
+        made = compiled(fn, *shapes(n, d, v, dtype))
+        assert count_gemms(made.as_text()) == gemms
+        temp = made.memory_analysis().temp_size_in_bytes
+        assert 4 * chunk * v <= temp <= 1.04 * promised + besides
+        assert temp < 4 * n * v
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_tokens():
+    loss = jax.grad(total(jsd, 128), (0, 1))
+
+    def temp(n):
+        return compiled(loss, *shapes(n, 32, 8192)).memory_analysis().temp_size_in_bytes
+
+    assert temp(32 * 1024) - temp(1024) <= 31 * 1024 * (64 + 16 * 32)
+
+
+def test_report_names_both_heads():
+    operands = make()
+    with jaxmem.report() as calls:
+        jax.eval_shape(lambda: reverse_kl(*operands, CHUNK))
+        jax.eval_shape(lambda: jsd(*operands, CHUNK, implementation="xla"))
+    assert {call.verb for call in calls.calls} == {"divergence"}
+    assert calls.calls[0].shapes == {
+        "hidden": (N, D), "W": (V, D),
+        "Teacher.hidden": (N, D_REFERENCE), "Teacher.W": (V, D_REFERENCE),
+    }  # fmt: skip
+    assert calls.calls[0].live_logits_bytes == 2 * 4 * CHUNK * V
+    assert [call.why for call in calls.calls] == [
+        "the only one with divergence",
+        "named by the caller",
+    ]
+
+
+# What is refused, and how.
+
+ERRORS = [
+    ({"hidden": 1}, TypeError,
+     "hidden must be floating point (float32, bfloat16, float16), got int32"),
+    ({"teacher_hidden": "text"}, TypeError,
+     "Teacher.hidden must be an array of numbers, got str"),
+    ({"teacher_hidden": np.ones((N, 3), np.float32)}, ValueError,
+     "Teacher.W must be [V, 3] or [3, V] to match Teacher.hidden's last axis D=3, "
+     "got shape (130, 10)"),
+    ({"teacher_hidden": np.ones((N - 1, D_REFERENCE), np.float32)}, ValueError,
+     "Teacher.hidden must have hidden's tokens, shape (37,), got (36,)"),
+    ({"teacher_W": np.ones((D_REFERENCE, D_REFERENCE), np.float32)}, ValueError,
+     "Teacher.layout is ambiguous: Teacher.W is square, (10, 10); pass "
+     "jaxmem.Head(W, layout='vd') if its rows are tokens (an embedding table), or 'dv' "
+     "if its columns are (a Dense or nnx.Linear kernel)"),
+    ({"teacher_layout": "no"}, ValueError,
+     "Teacher.layout must be 'vd', 'dv' or None, got 'no'"),
+    ({"teacher_W": np.ones((99, D_REFERENCE), np.float32)}, ValueError,
+     "W and Teacher.head must have the same vocabulary, got 130 and 99 tokens; where "
+     "one is padded, pass jaxmem.Head(W, vocab_size=…)"),
+    ({"teacher_W": np.ones((99, D_REFERENCE), np.float32), "vocab_size": 130},
+     ValueError, "vocab_size must be an integer from 1 to 99, the columns there are, "
+     "got 130"),
+    ({"teacher_bias": np.ones(3, np.float32)}, ValueError,
+     "Teacher.bias must have one entry per token of the vocabulary, shape (130,), got "
+     "shape (3,)"),
+    ({"teacher_softcap": -1.0}, ValueError,
+     "Teacher.softcap must be positive and finite, got -1.0"),
+    ({"teacher_softcap": "none"}, TypeError,
+     "Teacher.softcap must be a Python number or None, got 'none'"),
+    ({"teacher_temperature": 0.0}, ValueError,
+     "Teacher.temperature must be positive and finite, got 0.0; for greedy decoding "
+     "use token_stats(...).is_argmax"),
+    ({"teacher_temperature": np.ones(3)}, ValueError,
+     "Teacher.temperature must be a scalar or one per token, shape (37,), got shape "
+     "(3,)"),
+    ({"where": np.ones(3, bool)}, ValueError,
+     "where must broadcast to the tokens' shape (37,), got shape (3,)"),
+    ({"chunk": 0}, ValueError,
+     "chunk must be a positive number of tokens, None or 'auto', got 0"),
+    ({"implementation": "fast"}, ValueError,
+     "implementation must be None or one of 'xla', 'hopper', got 'fast'"),
+    ({"implementation": "hopper"}, NotImplementedError,
+     "implementation='hopper' has no divergence: its kernels reduce one head's logits "
+     "to the statistics of token_stats and keep no row of them; pass "
+     "implementation=None"),
+]  # fmt: skip
+NAMES = ("hidden", "W", "teacher_hidden", "teacher_W")
+
+
+@pytest.mark.parametrize("changes,kind,message", ERRORS, ids=lambda x: str(x)[:40])
+def test_errors(changes, kind, message):
+    with pytest.raises(kind) as error:
+        reverse_kl(**(dict(zip(NAMES, make(), strict=True)) | changes))
+    assert str(error.value) == message
+
+
+BETAS = [
+    (0, ValueError, "beta must lie between 0 and 1, got 0; the limits are ForwardKL "
+     "(towards 0) and ReverseKL (towards 1)"),
+    (1.0, ValueError, "beta must lie between 0 and 1, got 1.0; the limits are "
+     "ForwardKL (towards 0) and ReverseKL (towards 1)"),
+    ("half", TypeError, "beta must be a Python number, got 'half'"),
+    (jnp.ones(()), TypeError,
+     "beta must be a Python number, got an array of float32, shape ()"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("beta,kind,message", BETAS, ids=lambda x: str(x)[:20])
+def test_errors_of_beta(beta, kind, message):
+    with pytest.raises(kind) as error:
+        jaxmem.JSD(None, beta)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "target", [None, jaxmem.JSD(), jaxmem.Teacher(*make()[2:]), "reverse_kl"]
+)
+def test_what_is_no_target_is_refused(target):
+    with pytest.raises(TypeError, match="target must be jaxmem.ForwardKL"):
+        jaxmem.divergence(*make()[:2], target)
+
+
+def test_an_unseen_temperature_that_is_not_positive_is_nan():
+    def run(t):
+        both = {"temperature": 1.0, "teacher_temperature": t}
+        return reverse_kl(*make(), CHUNK, **both)
+
+    per_token = np.where(np.arange(N) == 3, -1, 1).astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(jax.jit(run)(per_token)), per_token < 0)
+
+
+@pytest.mark.parametrize("name", ["temperature", "teacher_temperature"])
+def test_the_gradient_of_a_temperature_is_refused(name):
+    with pytest.raises(NotImplementedError, match="temperature is not differentiable"):
+        jax.grad(lambda t: reverse_kl(*make(), **{name: t}).sum())(2.0)
+
+
+@pytest.mark.parametrize("gradient", [None, jaxmem.Recompute()])
+def test_second_derivatives_and_forward_mode_are_refused(gradient):
+    h, *rest = make()
+
+    def total(h):
+        return reverse_kl(h, *rest, gradient=gradient).sum()
+
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(lambda h: jax.grad(total)(h).sum())(h)
+    with pytest.raises(TypeError, match="use reverse mode"):
+        jax.jvp(total, (h,), (h,))

@@ -1,0 +1,322 @@
+"""`divergence_loss`: against float64, against its parts, its cost and its errors."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from tests import oracle
+from tests.cases import slow
+from tests.head.backends.test_xla import compiled, count_gemms
+from tests.head.verbs.test_api import STATS_EPSILON, assert_as_good
+from tests.head.verbs.test_divergence import (
+    CHUNK,
+    GRADIENT_EPSILON,
+    exact,
+    make,
+    materialised,
+    shapes,
+)
+from tests.targets import loss_of_two_heads
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
+
+N, V = 37, 130
+RNG = np.random.default_rng(5)
+LABELS = RNG.integers(0, V, N)
+WEIGHT = RNG.uniform(0.5, 2, N).astype(np.float32)
+
+
+def mixture(stats, divergence, weight):
+    """A loss of a divergence, cross-entropy and entropy; its metrics."""
+    loss = weight * divergence - 0.3 * stats.logprob + 0.1 * stats.entropy
+    return loss, {"divergence": divergence, "entropy": stats.entropy}
+
+
+@functools.partial(jax.jit, static_argnames=("verb", "options"))
+def ours(operands, arrays, verb, options=()):
+    """Loss, metrics, and the gradients of hidden, W, the weights and bias, if any."""
+    h, W, *reference = operands
+
+    def call(h, W, weight, bias):
+        loss = loss_of_two_heads(verb, mixture)
+        options_of_call = arrays | bias | dict(options)
+        return loss(h, W, LABELS, *reference, weight, chunk=CHUNK, **options_of_call)
+
+    bias = {k: v for k, v in arrays.items() if k == "bias"}
+    run = jax.value_and_grad(call, (0, 1, 2, 3), has_aux=True)
+    (loss, metrics), gradients = run(h, W, WEIGHT, bias)
+    return loss, metrics, jax.tree.leaves(gradients)
+
+
+def check(verb, operands, dtype="float32", **options):
+    """Loss, metrics and gradients against float64, where statistics are jaxmem's."""
+    operands = [jnp.asarray(x).astype(dtype) for x in operands]
+    arrays = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
+    numbers = numbers_of(options)
+    loss, metrics, gradients = ours(operands, arrays, verb, numbers)
+    dh, dW, dweight, *dbias = gradients
+    on = options.pop("where", np.ones(N, bool))
+    warmth = options.pop("statistics_temperature", options.get("temperature", 1.0))
+    count = on.sum()
+    arrays = {k: v for k, v in arrays.items() if k in options}
+    g = np.where(on, WEIGHT, 0) / count
+    divergence, of_divergence = exact(verb, g, operands, **options)
+    divergence = np.where(on, divergence, 0)
+    own = {k: v for k, v in options.items() if not k.startswith("teacher_")}
+    own["temperature"] = warmth
+    ones = np.full(N, 1 / count)
+    stats, of_stats = oracle.head(
+        *operands[:2], LABELS, {"logprob": -0.3 * ones, "entropy": 0.1 * ones}, on=on,
+        **own,
+    )  # fmt: skip
+    each = WEIGHT * divergence - 0.3 * stats["logprob"] + 0.1 * stats["entropy"]
+    rough, rough_gradients = materialised(
+        operands, g, arrays, verb, numbers_of(options)
+    )
+    rough = jnp.where(on, rough, 0)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, each.sum() / count, rtol=1e-5)
+    assert_as_good(metrics["divergence"], rough, divergence, STATS_EPSILON, verb)
+    np.testing.assert_allclose(metrics["entropy"], stats["entropy"], atol=1e-5)
+    np.testing.assert_allclose(dweight, divergence / count, atol=1e-6)
+    wanted = [a + b for a, b in zip(of_divergence, of_stats, strict=True)]
+    rough_wanted = [
+        np.asarray(a, np.float64) + b
+        for a, b in zip(rough_gradients, of_stats, strict=False)
+    ]
+    for name, got, near, want in zip(
+        ("dhidden", "dW", "dbias"), (dh, dW, *dbias), rough_wanted, wanted,
+        strict=False,
+    ):  # fmt: skip
+        assert_as_good(got, near, want, GRADIENT_EPSILON[got.dtype.name], name)
+
+
+def numbers_of(options):
+    return tuple((k, v) for k, v in options.items() if not isinstance(v, np.ndarray))
+
+
+@pytest.mark.parametrize("std", [1.0, 15.0], ids=["ordinary", "peaked"])
+@pytest.mark.parametrize(
+    "verb", ["reverse_kl", "jsd 0.1", slow("jsd"), slow("forward_kl")]
+)
+def test_values_and_gradients(verb, std):
+    check(verb, make(std))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.slow
+def test_every_option(dtype):
+    bias = np.linspace(-1, 1, V).astype(np.float32)
+    check(
+        "jsd", make(), dtype, bias=bias, softcap=3.0, temperature=0.7,
+        where=np.arange(N) % 5 != 0, teacher_bias=bias[::-1].copy(),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [2.5, 1.0])
+@pytest.mark.parametrize(
+    "of_stats",
+    [np.linspace(0.5, 2, N, dtype=np.float32), 0.7],
+    ids=["per token", "scalar"],
+)
+def test_statistics_at_a_temperature_of_their_own(of_stats, temperature):
+    """Paddings of the two heads differ."""
+    h, W, h_ref, W_ref = make(5.0)
+    wide = np.concatenate([W, np.full((6, W.shape[1]), 9, np.float32)])
+    check(
+        "forward_kl", [h, wide, h_ref, W_ref], temperature=temperature, softcap=8.0,
+        where=np.arange(N) % 5 != 0, statistics_temperature=of_stats, vocab_size=V,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_without_a_gradient_it_is_the_same():
+    h, W, *reference = make()
+    loss, metrics, _ = ours([h, W, *reference], {}, "jsd 0.1")
+    run = functools.partial(loss_of_two_heads("jsd 0.1", mixture), chunk=CHUNK)
+    plain, of_plain = jax.jit(run)(h, W, LABELS, *reference, WEIGHT)
+    np.testing.assert_allclose(loss, plain, rtol=1e-6)
+    np.testing.assert_allclose(metrics["divergence"], of_plain["divergence"], rtol=1e-5)
+
+
+def test_a_frozen_head_and_a_constant_reference():
+    def loss(h, W, h_ref, W_ref, frozen):
+        W = jax.lax.stop_gradient(W) if frozen else W
+        given = h, W, LABELS, h_ref, W_ref, WEIGHT
+        return loss_of_two_heads("reverse_kl", mixture)(*given, chunk=CHUNK)[0]
+
+    @jax.jit
+    def both(*operands):
+        run = jax.grad(loss, (0, 1, 2, 3))
+        return run(*operands, True), run(*operands, False)[0]
+
+    (dh, dW, *others), want = both(*make())
+    assert not any(x.any() for x in (dW, *others))
+    np.testing.assert_array_equal(dh, want)
+
+
+def test_masked_rows_may_hold_anything():
+    h, W, h_ref, W_ref = make()
+    labels = np.where(np.arange(N) % 4 == 0, -1, LABELS)
+    h[::4], h_ref[::4] = np.nan, np.inf
+    count = (labels >= 0).sum()
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def run(h):
+        given = h, W, labels, h_ref, W_ref, WEIGHT
+        loss = functools.partial(loss_of_two_heads("reverse_kl", mixture), chunk=CHUNK)
+        return loss(*given)[0], loss(*given, normalizer=2 * count)[0]
+
+    (value, half), dh = run(h)
+    assert np.isfinite(value) and np.isfinite(dh).all() and not dh[::4].any()
+    np.testing.assert_allclose(half, value / 2, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_an_infinite_divergence_that_the_loss_leaves_out():
+    h, W, h_ref, W_ref = make()
+    bias = np.zeros(V, np.float32)
+    bias[7] = -np.inf  # excluded by the reference, not by the policy
+
+    def loss(h, used):
+        def of(stats, divergence):
+            return used * divergence - stats.logprob if used else -stats.logprob
+
+        given = h, W, LABELS, h_ref, jaxmem.Head(W_ref, bias=bias)
+        return loss_of_two_heads("reverse_kl", of)(*given, chunk=CHUNK)[0]
+
+    dh, value = jax.jit(lambda h: (jax.grad(loss)(h, 0.0), loss(h, 1.0)))(h)
+    assert np.isfinite(dh).all() and np.isinf(value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_stats", [None, 0.5])
+def test_four_products(of_stats):
+    """Both heads' logits and two gradients; a loss of `divergence` takes six."""
+
+    def one_pass(h, W, *reference):
+        labels = jnp.zeros(len(h), jnp.int32)
+        loss = loss_of_two_heads("reverse_kl", lambda stats, d: d - stats.logprob)
+        more = {"chunk": 64, "statistics_temperature": of_stats}
+        return loss(h, W, labels, *reference, **more)[0]
+
+    def gemms(fn):
+        return count_gemms(compiled(fn, *shapes(256, 24, 640)).as_text())
+
+    assert gemms(one_pass) == 2
+    assert gemms(jax.grad(one_pass, (0, 1))) == 4
+
+
+def test_statistics_and_divergence_share_the_largest_logit():
+    def loss(*operands):
+        given = *operands[:2], LABELS, *operands[2:], WEIGHT
+        return loss_of_two_heads("reverse_kl", mixture)(*given, chunk=CHUNK)[0]
+
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*make()))
+    assert text.count("= reduce_max[") == 2  # one per head
+
+
+@pytest.mark.parametrize("verb", ["jsd", slow("reverse_kl"), slow("forward_kl")])
+@pytest.mark.parametrize("of_stats", [slow(None), 0.5])
+def test_memory_is_what_the_page_says(of_stats, verb):
+    n, d, v, chunk = 2048, 64, 8192, 128
+
+    def loss(h, W, *reference):
+        labels = jnp.zeros(len(h), jnp.int32)
+        loss = loss_of_two_heads(verb, lambda stats, d: d - stats.logprob)
+        more = {"chunk": chunk, "statistics_temperature": of_stats}
+        return loss(h, W, labels, *reference, **more)[0]
+
+    promised = (8 + 4 + (4 if of_stats else 0)) * chunk * v + 4 * v * d
+    made = compiled(jax.grad(loss, (0, 1)), *shapes(n, d, v, "float32"))
+    temp = made.memory_analysis().temp_size_in_bytes
+    assert 4 * chunk * v <= temp <= 1.04 * promised + 64 * n + 16 * n * d
+
+
+def test_it_is_reported():
+    with jaxmem.report() as calls:
+        run = functools.partial(loss_of_two_heads("jsd", mixture), chunk=CHUNK)
+        h, W, *reference = make()
+        jax.eval_shape(run, h, W, LABELS, *reference, WEIGHT)
+    (call,) = calls.calls
+    assert call.verb == "divergence_loss"
+    assert call.live_logits_bytes == 4 * CHUNK * 2 * V
+
+
+@pytest.mark.parametrize("changes, error, message", [
+    ({"implementation": "hopper"}, NotImplementedError, "has no divergence_loss"),
+    ({"chunk": 0}, ValueError, "chunk must be"),
+    ({"normalizer": -1.0}, ValueError, "normalizer must"),
+    ({"statistics_temperature": 0.0}, ValueError, "statistics_temperature must"),
+    ({"statistics_temperature": np.ones(3)}, ValueError, "scalar or one per token"),
+    ({"labels": LABELS[:5]}, ValueError, "labels must have"),
+    ({"teacher_hidden": np.ones((3, 10))}, ValueError, "Teacher.hidden must"),
+    ({"loss_fn": lambda stats: stats.logprob}, TypeError, "1 per-token argument"),
+    ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
+])  # fmt: skip
+def test_wrong_arguments(changes, error, message):
+    names = "hidden", "W", "teacher_hidden", "teacher_W"
+    given = dict(zip(names, make(), strict=True))
+    given |= {"loss_fn": lambda stats, d: d, "labels": LABELS, "chunk": CHUNK}
+    given |= changes
+    loss = loss_of_two_heads("reverse_kl", given.pop("loss_fn"))
+    with pytest.raises(error, match=message):
+        loss(**given)
+
+
+@pytest.mark.parametrize("target", ["reverse_kl", jaxmem.JSD()], ids=str)
+def test_what_is_no_target_is_refused(target):
+    with pytest.raises(TypeError, match="target must be jaxmem.ForwardKL"):
+        jaxmem.divergence_loss(mixture, *make()[:2], LABELS, target, WEIGHT)
+
+
+def test_an_array_as_target_is_named_by_its_shape():
+    h, W = make()[:2]
+    for target, got in (
+        (h, "an array"),
+        (jaxmem.ForwardKL(h), "ForwardKL of an array"),
+    ):
+        message = f"got {got} of float32, shape {re.escape(str(h.shape))}$"
+        with pytest.raises(TypeError, match=message):
+            jaxmem.divergence(h, W, target)
+
+
+@pytest.mark.parametrize("of", ["teacher", "columns", "drawn"])
+def test_a_gradient_of_the_statistics_temperature_is_refused(of):
+    """And of what is documented as constant it is zero."""
+    h, W, teacher_h, teacher_W = make()
+    ids, log_q = jnp.zeros((N, 1), jnp.int32), jnp.full((N, 1), -0.5)
+
+    def loss(statistics_temperature, constant):
+        targets = {
+            "teacher": jaxmem.Teacher(teacher_h * constant, teacher_W),
+            "columns": jaxmem.Columns(ids, log_q * constant),
+            "drawn": jaxmem.Drawn(ids),
+        }
+        return jaxmem.divergence_loss(
+            mixture, h, W, LABELS, jaxmem.ForwardKL(targets[of]), WEIGHT,
+            statistics_temperature=statistics_temperature, chunk=CHUNK,
+        )[0]  # fmt: skip
+
+    with pytest.raises(NotImplementedError, match="^jaxmem: statistics_temperature is"):
+        jax.eval_shape(jax.grad(loss), 1.3, 1.0)
+    assert jax.grad(loss, 1)(1.3, 1.5) == 0
+
+
+def test_second_derivatives_are_refused():
+    h, *rest = make()
+
+    def loss(h):
+        given = h, rest[0], LABELS, *rest[1:]
+        loss = loss_of_two_heads("reverse_kl", lambda stats, d: d)
+        return loss(*given, chunk=CHUNK)[0]
+
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.hessian(loss)(h)

@@ -1,0 +1,255 @@
+"""The k most likely columns, to float64: ids in order, values and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from tests.cases import slow
+from tests.described import described
+from tests.head.verbs.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
+from tests.head.verbs.test_selected import exact, materialised, scaled
+from tests.targets import of_columns, reverse_kl
+
+N, D, CHUNK = 37, 8, 16
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
+
+
+def make(v, std=1.0, seed=0):
+    """Small integers: logits are exact in every type, and many are equal."""
+    rng = np.random.default_rng(seed)
+    h, W = rng.integers(-2, 3, (N, D)), rng.integers(-2, 3, (v, D))
+    return std * h.astype(np.float32), W.astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "layout", "options"))
+def ours(h, W, k, g, arrays, layout="vd", options=()):
+    """(logprobs, ids), and the gradients of hidden, W and bias, if any."""
+
+    def call(h, W, bias):
+        W = W if layout == "vd" else W.T
+        given = arrays | bias | {"layout": layout} | dict(options)
+        return described(jaxmem.topk)(h, W, k, CHUNK, **given)
+
+    bias = {k: v for k, v in arrays.items() if k == "bias"}
+    value, pull = jax.vjp(call, h, W, bias)
+    no_g = np.zeros(value.ids.shape, jax.dtypes.float0)
+    return value, jax.tree.leaves(pull(jaxmem.TopK(g, no_g)))
+
+
+def cotangents(k):
+    return np.random.default_rng(1).standard_normal((N, k)).astype(np.float32)
+
+
+def check(h, W, k, dtype="float32", layout="vd", **options):
+    """Ids in their order; values and gradients no worse than the materialised ones."""
+    g = cotangents(k)
+    arrays = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
+    numbers = tuple((k, v) for k, v in options.items() if k not in arrays)
+    low = jnp.asarray(h).astype(dtype), jnp.asarray(W).astype(dtype)
+    (made, ids), gradients = ours(*low, k, g, arrays, layout, numbers)
+    z = scaled(np, h.astype(float) @ W.T, **({"vocab_size": len(W)} | options))
+    np.testing.assert_array_equal(ids, np.argsort(-z, axis=1, kind="stable")[:, :k])
+    assert (made.dtype, ids.dtype) == (jnp.float32, jnp.int32)
+    operands, options = (*low, None, np.asarray(ids)), {"vocab_size": len(W)} | options
+    want, exact_gradients = exact("selected", g, operands, **options)
+    numbers = tuple((k, v) for k, v in options.items() if k not in arrays)
+    rough, rough_gradients = materialised(operands, g, arrays, "selected", numbers)
+    assert_as_good(made, rough, want, STATS_EPSILON, "logprobs")
+    assert (np.diff(made, axis=1) <= 0).all()
+    for name, got, near, need in zip(
+        ("dhidden", "dW", "dbias"), gradients, rough_gradients, exact_gradients,
+        strict=False,
+    ):  # fmt: skip
+        assert_as_good(got, near, need, EPSILON[got.dtype.name], name)
+
+
+@pytest.mark.parametrize("k, v", [
+    (130, 130), slow(5, 130), slow(4, 2049), slow(1, 1), slow(1, 130), slow(129, 130),
+    slow(1, 50257),
+])  # fmt: skip
+def test_ids_values_and_gradients(k, v):
+    check(*make(v), k)
+
+
+@pytest.mark.parametrize("std", [0.0, 20.0], ids=["flat", "peaked"])
+def test_flat_and_peaked(std):
+    check(*make(700, std), 9)
+
+
+@pytest.mark.parametrize(
+    "dtype,layout", [("bfloat16", "dv"), ("float32", "dv"), ("bfloat16", "vd")]
+)
+@pytest.mark.slow
+def test_every_option(dtype, layout):
+    """vocab_size leaves few more columns than k, and the largest biases are past it."""
+    bias = np.linspace(-2, 2, 130, dtype=np.float32)
+    warm = np.linspace(0.3, 3, N, dtype=np.float32)
+    options = {"softcap": 15.0, "temperature": warm, "bias": bias, "vocab_size": 100}
+    check(*make(130), 99, dtype, layout, **options)
+
+
+def test_columns_that_a_bias_excludes_come_last_and_padding_never():
+    h, W = make(130)
+    bias = np.where(np.arange(130) % 3 == 0, -np.inf, 0).astype(np.float32)
+    made, ids = jaxmem.topk(h, jaxmem.Head(W, bias=bias, vocab_size=100), 100, CHUNK)
+    np.testing.assert_array_equal(np.sort(ids), np.tile(np.arange(100), (N, 1)))
+    np.testing.assert_array_equal(np.isneginf(made), np.asarray(ids) % 3 == 0)
+    np.testing.assert_array_equal(ids[:, -34:], np.tile(np.arange(0, 100, 3), (N, 1)))
+
+
+def test_masked_tokens_give_exactly_nothing():
+    (h, W), where = make(300), np.arange(N) % 4 == 0
+    everything = {"where": np.ones(N, bool)}
+    (want, want_ids), (want_dh, _) = ours(h, W, 3, cotangents(3), everything)
+    h[~where] = np.nan
+    (made, ids), (dh, dW) = ours(h, W, 3, cotangents(3), {"where": where})
+    assert not made[~where].any() and (ids[~where] == -1).all() and not dh[~where].any()
+    np.testing.assert_array_equal(made[where], want[where])
+    np.testing.assert_array_equal(ids[where], want_ids[where])
+    np.testing.assert_allclose(dh[where], want_dh[where], atol=1e-6)
+    assert np.isfinite(dW).all() and dW.any()
+    none, _ = ours(h, W, 3, cotangents(3), {"where": np.zeros(N, bool)})
+    assert not none.logprobs.any() and (none.ids == -1).all()
+
+
+def test_one_nan_row_stays_alone():
+    h, W = make(300)
+    h[5] = np.nan
+    (made, ids), (dh, _) = ours(h, W, 3, cotangents(3), {})
+    bad = np.arange(N) == 5
+    np.testing.assert_array_equal(np.isnan(made).any(1), bad)
+    np.testing.assert_array_equal(np.isnan(dh).any(1), bad)
+    assert ((ids >= 0) & (ids < 300)).all()
+
+
+def test_the_second_best_of_a_confident_token():
+    """1 + Σ others rounds to 1: the logprob of the first keeps its digits."""
+    h, W = np.eye(8, dtype=np.float32), np.zeros((50, 8), np.float32)
+    np.fill_diagonal(W, 25.0)
+    made, ids = jaxmem.topk(h, W, 2)
+    np.testing.assert_array_equal(ids, [[i, 0 if i else 1] for i in range(8)])
+    np.testing.assert_allclose(made[:, 0], -np.log1p(49 * np.exp(-25.0)), rtol=1e-6)
+
+
+def test_ids_alone_have_no_gradient_and_logprobs_have():
+    h, W = make(300)
+
+    def directly(h, W):
+        return jaxmem.topk(h, W, 4, CHUNK).logprobs.sum()
+
+    def of_ids(h):
+        return jaxmem.topk(h, W, 4, CHUNK).ids.astype(jnp.float32).sum()
+
+    @jax.jit
+    def run(h, W):
+        return jax.grad(jax.checkpoint(directly), (0, 1))(h, W), jax.grad(of_ids)(h)
+
+    got, none = run(h, W)
+    ids = np.argsort(-(h @ W.T), axis=1, kind="stable")[:, :4]
+    _, want = exact("selected", np.ones((N, 4)), (h, W, None, ids), vocab_size=300)
+    for a, b in zip(got, want, strict=False):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert not none.any()
+
+
+@pytest.mark.slow  # it calls verbs that are tested one by one
+def test_its_ids_are_those_of_a_teacher_s_columns():
+    """Of a student, for reverse KL over its own best columns; masked tokens as well."""
+    (h, W), (teacher, _) = make(300), make(300, seed=3)
+    where = np.arange(N) < 30
+    ids = jaxmem.topk(h, W, 5, CHUNK, where=where).ids
+    q = jaxmem.selected_logprobs(teacher, W, ids, CHUNK)
+    made = of_columns("reverse_kl")(h, W, ids, q, CHUNK)
+    whole = reverse_kl(h, W, teacher, W, CHUNK)
+    assert (made <= whole + 1e-6).all() and made[:30].all() and not made[30:].any()
+
+
+def test_any_leading_shape_and_vmap():
+    h, W = make(300)
+    h = h[:32]
+    want = jaxmem.topk(h, W, 3, CHUNK)
+    cut = jaxmem.topk(h.reshape(2, 4, 4, D), W, 3, CHUNK)
+    mapped = jax.vmap(lambda h: jaxmem.topk(h, W, 3, CHUNK))(h.reshape(2, 16, D))
+    one = jaxmem.topk(h[0], W, 3)
+    assert one.ids.shape == (3,) and error(one.logprobs, want.logprobs[0]) < 1e-6
+    for got in (cut, mapped):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a.reshape(32, 3), b)
+    none = jaxmem.topk(np.zeros((0, 2, D), np.float32), W, 3)
+    assert none.logprobs.shape == none.ids.shape == (0, 2, 3)
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        h, W = (x.astype(np.float64) for x in make(300))
+        made, ids = jaxmem.topk(h, W, 5)
+        assert (made.dtype, ids.dtype) == (jnp.float64, jnp.int32)
+        want, _ = exact("selected", cotangents(5), (h, W, None, ids), vocab_size=300)
+        assert error(made, want) < 1e-13
+
+
+@pytest.mark.slow
+def test_batch_invariance(optimized):
+    """A token's bits depend neither on other tokens nor on the chunk."""
+    h, W = make(2049)
+    h = h + np.random.default_rng(0).standard_normal(h.shape, np.float32)
+    want = jaxmem.topk(h, W, 7, 16)
+    for a, b in zip(jaxmem.topk(h[3:30], W, 7, 32), want, strict=True):
+        np.testing.assert_array_equal(a, b[3:30])
+
+
+def test_report():
+    h, W = make(300)
+    with jaxmem.report() as calls:
+        jax.eval_shape(lambda: jaxmem.topk(h, W, 3, CHUNK))
+    (call,) = calls.calls
+    assert (call.verb, call.chunk, call.implementation) == ("topk", CHUNK, "xla")
+    assert call.live_logits_bytes == 4 * CHUNK * 300
+    assert call.shapes == {"hidden": (N, D), "W": (300, D)}
+
+
+H, W_ = make(130)
+ERRORS = [
+    ({"k": 131}, ValueError, "k must be at most vocab_size=130, got 131"),
+    ({"k": 101, "vocab_size": 100}, ValueError,
+     "k must be at most vocab_size=100, got 101"),
+    ({"k": 0}, ValueError,
+     "k must be an integer, at least 1 and below 2**31, got 0"),
+    ({"k": 1.5}, ValueError,
+     "k must be an integer, at least 1 and below 2**31, got 1.5"),
+    ({"k": jnp.int32(3)}, ValueError,
+     "k must be an integer, at least 1 and below 2**31, got an array of int32, shape "
+     "()"),
+    ({"where": np.ones(3, bool)}, ValueError,
+     "where must broadcast to the tokens' shape (37,), got shape (3,)"),
+    ({"axis_name": "tensor"}, ValueError,
+     "axis_name='tensor' must be bound by an enclosing jax.shard_map, and there is "
+     "none here; for arrays that are not split by hand use jaxmem.sharding.parallel"),
+    ({"implementation": "hopper"}, NotImplementedError,
+     "implementation='hopper' has no topk: its kernels reduce one head's logits to the "
+     "statistics of token_stats and keep no row of them; pass implementation=None"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes,kind,message", ERRORS, ids=lambda x: str(x)[:30])
+def test_errors(changes, kind, message):
+    with pytest.raises(kind) as caught:
+        described(jaxmem.topk)(**({"hidden": H, "W": W_, "k": 3} | changes))
+    assert str(caught.value) == message
+
+
+def test_what_cannot_be_differentiated_is_refused():
+    def run(h, t):
+        return jaxmem.topk(h, W_, 3, CHUNK, temperature=t).logprobs.sum()
+
+    with pytest.raises(NotImplementedError, match="temperature is not differentiable"):
+        jax.grad(run, 1)(H, 2.0)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(lambda h: jax.grad(run)(h, 1.0).sum())(H)
+    with pytest.raises(TypeError, match="use reverse mode"):
+        jax.jvp(lambda h: run(h, 1.0), (H,), (H,))

@@ -1,0 +1,486 @@
+"""Log-probabilities of given ids, in the vocabulary and in a support, to float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from tests import oracle
+from tests.cases import slow
+from tests.described import described
+from tests.head.verbs.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
+
+N, D, V, K, CHUNK = 37, 24, 130, 6, 16
+VERBS = ("selected", "support")
+
+
+# These programs are tiny: all their time would go into optimizing them.
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
+
+
+def make(std=1.0, seed=0, v=V):
+    """hidden, W, labels, and K distinct ids a token, the label among them."""
+    rng = np.random.default_rng(seed)
+    h = rng.standard_normal((N, D), np.float32)
+    W = rng.standard_normal((v, D), np.float32) * std / D**0.5
+    ids = np.stack([rng.permutation(v)[:K] for _ in range(N)]).astype(np.int32)
+    return h, W.astype(np.float32), ids[:, 2].copy(), ids
+
+
+def scaled(xp, z, bias=0.0, softcap=None, temperature=1.0, vocab_size=V):
+    z = z + bias
+    z = z if softcap is None else softcap * xp.tanh(z / softcap)
+    return (z / xp.reshape(temperature, (-1, 1)))[:, :vocab_size]
+
+
+def exact(verb, g, operands, **options):
+    """The result in float64, and the gradients of hidden, W and bias by hand."""
+    h, W, y, ids = operands
+    h, W = (np.asarray(x).astype(np.float64) for x in (h, W))
+    z = scaled(np, h @ W.T, **options)
+    inside = np.ones(z.shape, bool)
+    if verb == "support":
+        inside = (np.arange(z.shape[1]) == ids[:, :, None]).any(1)
+    top = np.where(inside, z, -np.inf)
+    m = top.max(1, keepdims=True)
+    others = np.exp(top - m)
+    np.put_along_axis(others, top.argmax(1)[:, None], 0, 1)
+    ln_p = z - m - np.log1p(others.sum(1, keepdims=True))  # 1 + others would cancel
+    p = np.where(inside, np.exp(ln_p), 0)
+    chosen, g = (ids, g) if verb == "selected" else (y[:, None], g[:, None])
+    there = chosen >= 0
+    g = np.where(there, g, 0)
+    value = np.where(there, np.take_along_axis(ln_p, np.maximum(chosen, 0), 1), 0)
+    here = np.zeros(z.shape)
+    np.add.at(here, (np.arange(len(h))[:, None], np.maximum(chosen, 0)), g)
+    # here - p Σ g, which cancels where p is nearly 1
+    dz = here * -np.expm1(np.where(here == 0, 0, ln_p)) - p * (g.sum(1)[:, None] - here)
+    temperature = np.reshape(options.get("temperature", 1.0), (-1, 1))
+    du, softcap = dz / temperature, options.get("softcap")
+    if softcap is not None:
+        du = du * (1 - (z * temperature / softcap) ** 2)
+    du = np.pad(du, ((0, 0), (0, len(W) - du.shape[1])))
+    value = value if verb == "selected" else value[:, 0]
+    return value, (du @ W, du.T @ h, du.sum(0))
+
+
+@functools.partial(jax.jit, static_argnames=("verb", "layout", "options", "chunk"))
+def ours(operands, g, arrays, verb, layout="vd", options=(), chunk=CHUNK):
+    """Value, and the gradients of hidden, W and bias, if any."""
+    h, W, y, ids = operands
+
+    def call(h, W, bias):
+        W = W if layout == "vd" else W.T
+        given = arrays | bias | {"layout": layout} | dict(options)
+        if verb == "selected":
+            return described(jaxmem.selected_logprobs)(h, W, ids, chunk, **given)
+        return described(jaxmem.support_logprobs)(h, W, y, ids, chunk, **given)
+
+    value, pull = jax.vjp(call, h, W, {k: v for k, v in arrays.items() if k == "bias"})
+    return value, jax.tree.leaves(pull(g))
+
+
+@functools.partial(jax.jit, static_argnames=("verb", "options"))
+def materialised(operands, g, arrays, verb, options=()):
+    """What a trainer writes today: [N, V] in float32, masked outside of the support."""
+    h, W, y, ids = operands
+
+    def call(h, W, bias):
+        z = jnp.matmul(h, W.T, preferred_element_type=jnp.float32)
+        z = scaled(jnp, z, **(arrays | bias | dict(options)))
+        if verb == "selected":
+            ln_p = jnp.take_along_axis(jax.nn.log_softmax(z), jnp.maximum(ids, 0), 1)
+            return jnp.where(ids >= 0, ln_p, 0)
+        inside = jnp.any(jnp.arange(z.shape[1]) == ids[:, :, None], axis=1)
+        ln_p = jax.nn.log_softmax(jnp.where(inside, z, -1e30))
+        return jnp.take_along_axis(ln_p, y[:, None], 1)[:, 0]
+
+    value, pull = jax.vjp(call, h, W, {k: v for k, v in arrays.items() if k == "bias"})
+    return value, jax.tree.leaves(pull(g))
+
+
+def cotangents(verb, shape=(N, K)):
+    g = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    return g if verb == "selected" else g[:, 0]
+
+
+def check(verb, operands, dtype="float32", layout="vd", **options):
+    """Value and gradients against float64, no worse than the materialised path's."""
+    h, W, y, ids = operands
+    operands = [jnp.asarray(h).astype(dtype), jnp.asarray(W).astype(dtype), y, ids]
+    g = cotangents(verb)
+    arrays = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
+    numbers = tuple((k, v) for k, v in options.items() if k not in arrays)
+    made, gradients = ours(operands, g, arrays, verb, layout, numbers)
+    rough, rough_gradients = materialised(operands, g, arrays, verb, numbers)
+    want, exact_gradients = exact(verb, g, operands, **options)
+    assert made.dtype == jnp.float32 and made.shape == want.shape
+    assert (np.asarray(made) <= 0).all()
+    assert_as_good(made, rough, want, STATS_EPSILON, verb)
+    for name, got, near, need in zip(
+        ("dhidden", "dW", "dbias"), gradients, rough_gradients, exact_gradients,
+        strict=False,
+    ):  # fmt: skip
+        assert_as_good(got, near, need, EPSILON[got.dtype.name], name)
+
+
+@pytest.mark.parametrize("std", [0.0, 1.0, 15.0], ids=["flat", "ordinary", "peaked"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_values_and_gradients(verb, std):
+    check(verb, make(std))
+
+
+OPTIONS = {
+    "softcap": 5.0,
+    "temperature": np.linspace(0.3, 3, N, dtype=np.float32),
+    "bias": np.linspace(-2, 2, V, dtype=np.float32),
+    "vocab_size": 100,
+}
+
+
+def below(limit, operands):
+    h, W, y, ids = operands
+    ids = np.stack([np.random.default_rng(i).permutation(limit)[:K] for i in range(N)])
+    return h, W, ids[:, 2].astype(np.int32), ids.astype(np.int32)
+
+
+@pytest.mark.parametrize("verb,dtype,layout", [
+    ("support", "bfloat16", "dv"), slow("selected", "float32", "dv"),
+    slow("selected", "bfloat16", "vd"), slow("support", "float32", "dv"),
+    slow("support", "bfloat16", "vd"),
+])  # fmt: skip
+def test_every_option(verb, dtype, layout):
+    check(verb, below(100, make(3.0)), dtype, layout, **OPTIONS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_ids_that_repeat(verb):
+    """Selected, each counts; in a support, one does."""
+    h, W, y, ids = make()
+    ids[:, 4] = ids[:, 0]
+    ids[::2, 5] = ids[::2, 2]  # the label
+    check(verb, (h, W, y, ids))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_ids_that_are_absent(verb):
+    h, W, y, ids = make()
+    ids[:, 1], ids[5:9, 3:] = -1, -100
+    ids[:, 4] = -1
+    check(verb, (h, W, y, ids))
+    value, _ = ours((h, W, y, ids), cotangents(verb), {}, verb)
+    assert verb == "support" or not value[ids < 0].any()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_confident_ids_keep_their_digits(verb):
+    """1 + Σ others rounds to 1, and so does p: what is left is below epsilon."""
+    h, W, y, ids = make()
+    h = np.eye(D, dtype=np.float32)[np.arange(N) % D]
+    W = np.zeros_like(W)
+    np.fill_diagonal(W, 25.0)
+    y = (np.arange(N) % D).astype(np.int32)
+    ids = np.where(np.arange(K) == 2, y[:, None], y[:, None] + 1 + np.arange(K)) % V
+    g = np.float32(np.arange(K) == 2) + np.zeros((N, 1), np.float32)
+    g = g if verb == "selected" else g[:, 2]
+    operands = h, W, y, ids.astype(np.int32)
+    want, (dh, _, _) = exact(verb, g, operands)
+    value, (got, _) = ours(operands, g, {}, verb)
+    at_label = np.index_exp[:, 2] if verb == "selected" else np.index_exp[:]
+    assert -1e-8 < want[at_label].max() < 0
+    in_order = 128 * 2.0**-24  # what float32 may lose of a block's equal terms
+    np.testing.assert_allclose(value, want, rtol=in_order)
+    np.testing.assert_allclose(got, dh, rtol=2 * in_order)
+
+
+@pytest.mark.parametrize("verb", ["selected", slow("support")])
+def test_one_selected_id_or_a_support_of_everything_is_logprobs(verb):
+    h, W, y, _ = make(3.0)
+    ids = np.where(np.arange(K) == 0, y[:, None], -1)
+    if verb == "support":
+        ids = np.tile(np.arange(V, dtype=np.int32)[::-1], (N, 1))
+    g = np.ones((N, K)) if verb == "selected" else np.ones(N)
+    got, gradients = ours((h, W, y, ids), g, {}, verb)
+    want, need = oracle.head(h, W, y, {"logprob": np.ones(N)})
+    got = got[:, 0] if verb == "selected" else got
+    np.testing.assert_allclose(got, want["logprob"], rtol=1e-5)
+    for a, b in zip(gradients, need, strict=False):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_support_of_the_label_alone_is_certain():
+    h, W, y, _ = make(3.0)
+    alone = np.where(np.arange(K) == 2, y[:, None], -1)
+    got, gradients = ours((h, W, y, alone), np.ones(N), {}, "support")
+    assert not got.any() and not any(x.any() for x in gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_masked_tokens_give_exactly_nothing(verb):
+    h, W, y, ids = make()
+    where = np.arange(N) % 4 == 0
+    h[~where] = np.nan
+    y[1], ids[1] = V + 5, V + 7  # nobody looks
+    bias = np.full(V, 200.0, np.float32)  # e^200, were a row of zeros not left out
+    g, operands = cotangents(verb), (h, W, y, ids)
+    arrays = {"where": where, "bias": bias}
+    value, (dh, dW, dbias) = ours(operands, g, arrays, verb)
+    assert not value[~where].any() and value[where].all()
+    assert not dh[~where].any() and dh[where].any(1).all()
+    _, need = exact(verb, g[where], [h[where], W, y[where], ids[where]])
+    np.testing.assert_allclose(dW, need[1], atol=1e-5)
+    np.testing.assert_allclose(dbias, need[2], atol=1e-5)
+    arrays["where"] = np.zeros(N, bool)
+    value, gradients = ours(operands, g, arrays, verb)
+    assert not value.any() and not any(x.any() for x in gradients)
+
+
+def test_tokens_without_an_id_or_a_label_are_padding():
+    h, W, y, ids = make()
+    h[:5], ids[:5], y[:5] = np.nan, -1, -1
+    for verb in VERBS:
+        value, (dh, dW) = ours((h, W, y, ids), cotangents(verb), {}, verb)
+        assert not value[:5].any() and not dh[:5].any()
+        assert np.isfinite(value).all() and np.isfinite(dW).all()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_tokens_that_a_bias_rules_out(verb):
+    """As in a head without them."""
+    h, W, y, ids = below(V - 20, make())
+    bias = np.where(np.arange(V) < V - 20, 0, -np.inf).astype(np.float32)
+    ids[:, 5] = V - 1
+    g = cotangents(verb)
+    if verb == "selected":
+        g[:, 5] = 0
+    arrays = {"where": np.ones(N, bool), "bias": bias}
+    value, (dh, dW, dbias) = ours((h, W, y, ids), g, arrays, verb)
+    kept = np.where(ids == V - 1, -1, ids)
+    want, need = exact(verb, g, (h, W[: V - 20], y, kept), vocab_size=V - 20)
+    if verb == "selected":
+        assert np.isneginf(value[:, 5]).all()
+        value, want = value[:, :5], want[:, :5]
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(dh, need[0], atol=2e-6)
+    assert np.isfinite(dW).all() and not dbias[V - 20 :].any()
+
+
+@pytest.mark.parametrize("verb", [slow("selected"), "support"])
+def test_an_id_that_does_not_exist_poisons_only_its_token(verb):
+    """Padding of the vocabulary does not, either."""
+    (h, W, y, ids), size = below(100, make()), (("vocab_size", 100),)
+    ids[[7, 9, 11], 3] = 100, V, 2**31 - 1
+    g = cotangents(verb)
+    value, (dh, _) = ours((h, W, y, ids), g, {}, verb, options=size)
+    bad = np.isin(np.arange(N), [7, 9, 11])
+    assert np.isnan(value[bad]).any(-1).all() and np.isfinite(value[~bad]).all()
+    if verb == "selected":
+        np.testing.assert_array_equal(np.isnan(value), ids >= 100)
+    assert np.isnan(dh[bad]).all() and np.isfinite(dh[~bad]).all()
+    g[bad] = 0
+    _, unused = ours((h, W, y, ids), g, {}, verb, options=size)
+    assert all(np.isfinite(x).all() for x in unused)
+
+
+def test_a_label_outside_of_its_support_is_nan():
+    h, W, y, ids = make()
+    ids[7, 2] = ids[7, 0]
+    value, (dh, _) = ours((h, W, y, ids), np.ones(N), {}, "support")
+    np.testing.assert_array_equal(np.isnan(value), np.arange(N) == 7)
+    np.testing.assert_array_equal(np.isnan(dh).any(1), np.arange(N) == 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["selected", "support"])
+def test_float64_stays_float64(verb):
+    with jax.enable_x64(True):
+        h, W, y, ids = make()
+        operands = h.astype(np.float64), W.astype(np.float64), y, ids.astype(np.int64)
+        g = cotangents(verb).astype(np.float64)
+        want, need = exact(verb, g, operands)
+        value, gradients = ours(operands, g, {}, verb)
+        assert value.dtype == jnp.float64
+        for got, exact_one in zip((value, *gradients), (want, *need), strict=False):
+            assert error(got, exact_one) < 1e-13
+
+
+@pytest.mark.parametrize("verb", ["support", slow("selected")])
+def test_mixed_types_keep_the_sum_in_the_weights_own_type(verb):
+    h, W, y, ids = make()
+    operands = jnp.asarray(h).astype("bfloat16"), jnp.asarray(W), y, ids
+    g = cotangents(verb)
+    bias = {"bias": jnp.zeros(V, "bfloat16")}
+    value, (dh, dW, dbias) = ours(operands, g, bias, verb)
+    types = value.dtype, dh.dtype, dW.dtype, dbias.dtype
+    assert types == (jnp.float32, jnp.bfloat16, jnp.float32, jnp.bfloat16)
+    want, need = exact(verb, g, make())
+    np.testing.assert_allclose(value, want, atol=0.05)
+    np.testing.assert_allclose(dW, need[1], atol=0.02 * np.abs(need[1]).max())
+
+
+@pytest.mark.slow
+def test_any_leading_shape():
+    operands = [x[:24] if len(x) == N else x for x in make()]
+    h, W, y, ids = operands
+    shape = 2, 3, 4
+
+    @jax.jit
+    def run(h, W, y, ids):
+        cut = h.reshape(*shape, D), y.reshape(shape), ids.reshape(*shape, K)
+        return (
+            jaxmem.selected_logprobs(cut[0], W, cut[2]),
+            jaxmem.support_logprobs(cut[0], W, *cut[1:]),
+            jaxmem.support_logprobs(h[0], W, y[0], ids[0]),
+        )
+
+    *both, one = run(h, W, y, ids)
+    for verb, got in zip(VERBS, both, strict=True):
+        want, _ = exact(verb, np.ones((24, K) if verb == "selected" else 24), operands)
+        assert got.shape[:3] == shape
+        assert error(got.reshape(want.shape), want) < STATS_EPSILON
+    assert one.shape == () and error(one, want[0]) < STATS_EPSILON
+
+
+def test_nothing_to_do():
+    h, W, _, _ = make()
+    none = jnp.zeros((0, D)), W, jnp.zeros(0, jnp.int32), jnp.zeros((0, K), jnp.int32)
+    assert jaxmem.support_logprobs(*none).shape == (0,)
+    assert jaxmem.selected_logprobs(none[0], W, none[3]).shape == (0, K)
+    assert jaxmem.selected_logprobs(h, W, jnp.zeros((N, 0), jnp.int32)).shape == (N, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["support", "selected"])
+def test_under_checkpoint_and_vmap(verb):
+    h, W, y, ids = (jnp.asarray(x[:32] if len(x) == N else x) for x in make())
+
+    @jax.checkpoint
+    def total(h, W, y, ids):
+        if verb == "selected":
+            value = jaxmem.selected_logprobs(h, W, ids, CHUNK)
+        else:
+            value = jaxmem.support_logprobs(h, W, y, ids, CHUNK)
+        return jnp.sum(jnp.cos(value)), value
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
+    def mapped(h, W):
+        cut = (x.reshape(2, 16, *x.shape[1:]) for x in (h, y, ids))
+        sums, values = jax.vmap(lambda h, y, ids: total(h, W, y, ids))(*cut)
+        return sums.sum(), values.reshape(32, *values.shape[2:])
+
+    got, value = mapped(h, W)
+    operands = h, W, np.asarray(y), np.asarray(ids)
+    want, _ = exact(verb, np.zeros_like(value), operands)
+    assert error(value, want) < STATS_EPSILON
+    _, need = exact(verb, -np.sin(want), operands)
+    for a, b in zip(got, need, strict=False):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def total(verb, chunk, **options):
+    def selected(h, W, y, ids):
+        return described(jaxmem.selected_logprobs)(h, W, ids, chunk, **options).sum()
+
+    def support(h, W, y, ids):
+        return described(jaxmem.support_logprobs)(h, W, y, ids, chunk, **options).sum()
+
+    return {"selected": selected, "support": support}[verb]
+
+
+# What is refused, and how.
+
+H, W_, Y, IDS = make()
+SELECTED = {"hidden": H, "W": W_, "ids": IDS}
+SUPPORT = {"hidden": H, "W": W_, "labels": Y, "support_ids": IDS}
+
+
+def changed(array, index, value):
+    array = array.copy()
+    array[index] = value
+    return array
+
+
+ERRORS = [
+    ("selected_logprobs", {"ids": H}, TypeError,
+     "ids must be integers, got float32; convert them with ids.astype('int32')"),
+    ("selected_logprobs", {"ids": Y}, ValueError,
+     "ids must have some entries a token, shape (37,) and one more axis, got (37,)"),
+    ("selected_logprobs", {"ids": IDS[:5]}, ValueError,
+     "ids must have some entries a token, shape (37,) and one more axis, got (5, 6)"),
+    ("selected_logprobs", {"ids": changed(IDS, (3, 1), V)}, ValueError,
+     "ids must be below vocab_size=130, got 130; mark what is absent with a negative "
+     "id, or the token with where="),
+    ("selected_logprobs", {"ids": "text"}, TypeError,
+     "ids must be an array of numbers, got str"),
+    ("selected_logprobs", {"where": np.ones(3, bool)}, ValueError,
+     "where must broadcast to the tokens' shape (37,), got shape (3,)"),
+    ("selected_logprobs", {"implementation": "hopper"}, NotImplementedError,
+     "implementation='hopper' has no selected_logprobs: its kernels reduce one head's "
+     "logits to the statistics of token_stats and keep no row of them; pass "
+     "implementation=None"),
+    ("support_logprobs", {"support_ids": IDS[:, :0]}, ValueError,
+     "support_ids must hold at least one id a token, got none"),
+    ("support_logprobs", {"support_ids": changed(IDS, (3, 1), V)}, ValueError,
+     "support_ids must be below vocab_size=130, got 130; mark what is absent with a "
+     "negative id, or the token with where="),
+    ("support_logprobs", {"labels": changed(Y, 3, V)}, ValueError,
+     "labels must be below vocab_size=130, got 130; mark padding with a negative label "
+     "or with where="),
+    ("support_logprobs", {"support_ids": changed(IDS, (3, 2), -1)}, ValueError,
+     f"labels must be among their token's support_ids, got {Y[3]} at (3,), which is "
+     "not; mark padding with a negative label or with where="),
+    ("support_logprobs", {"labels": Y[:5]}, ValueError,
+     "labels must have one entry per token, shape (37,), got (5,)"),
+    ("support_logprobs", {"where": np.ones(3, bool)}, ValueError,
+     "where must broadcast to the tokens' shape (37,), got shape (3,)"),
+    ("support_logprobs", {"chunk": 0}, ValueError,
+     "chunk must be a positive number of tokens, None or 'auto', got 0"),
+    ("support_logprobs", {"temperature": 0.0}, ValueError,
+     "temperature must be positive and finite, got 0.0; for greedy decoding use "
+     "token_stats(...).is_argmax"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("verb,changes,kind,message", ERRORS, ids=lambda x: str(x)[:30])
+def test_errors(verb, changes, kind, message):
+    good = SELECTED if verb == "selected_logprobs" else SUPPORT
+    with pytest.raises(kind) as error:
+        getattr(jaxmem, verb)(**(good | changes))
+    assert str(error.value) == message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "int64", "uint64"])
+def test_any_integer_type(dtype):
+    ids, y = IDS % 100, Y % 100
+    with jax.enable_x64(dtype.endswith("64")):
+        got = jaxmem.selected_logprobs(H, W_, ids.astype(dtype), CHUNK)
+        want = jaxmem.selected_logprobs(H, W_, ids, CHUNK)
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="below vocab_size=130, got 4294967296"):
+        jaxmem.support_logprobs(H, W_, y, np.full((N, K), 2**32))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_gradient_of_a_temperature_is_refused(verb):
+    def run(t):
+        return total(verb, CHUNK, temperature=t)(H, W_, Y, IDS)
+
+    with pytest.raises(NotImplementedError, match="temperature is not differentiable"):
+        jax.grad(run)(2.0)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_second_derivatives_and_forward_mode_are_refused(verb):
+    def run(h):
+        return total(verb, CHUNK)(h, W_, Y, IDS)
+
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(lambda h: jax.grad(run)(h).sum())(H)
+    with pytest.raises(TypeError, match="use reverse mode"):
+        jax.jvp(run, (H,), (H,))

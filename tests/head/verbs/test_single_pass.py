@@ -1,0 +1,637 @@
+"""token_loss: a loss known inside, its gradient in one pass, against float64."""
+
+import functools
+import traceback
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmem
+from jaxmem.head.maths import checks
+from jaxmem.head.verbs import rule
+from tests import oracle
+from tests.cases import CASES, Case, slow
+from tests.described import described
+from tests.head.backends.test_xla import CPU
+from tests.head.maths.test_checks import ERRORS, GOOD, Traced
+from tests.head.verbs.test_api import (
+    EPSILON,
+    OPTIONS,
+    STATS_EPSILON,
+    assert_as_good,
+    materialised as materialised_stats,
+)
+
+F32 = jnp.float32
+CLIP, C_ENTROPY, C_Z = 0.2, 0.1, 1e-3
+
+
+# These programs are tiny: all their time would go into optimizing them.
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
+
+
+def ppo(stats, advantage, old):
+    """PPO-clip, an entropy bonus and a z-loss: three outputs, two float arguments."""
+    ratio = jnp.exp(stats.logprob - old)
+    clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
+    policy = -jnp.minimum(ratio * advantage, clipped * advantage)
+    loss = policy - C_ENTROPY * stats.entropy + C_Z * stats.logsumexp**2
+    return loss, {"ratio": ratio, "hit": stats.is_argmax, "square": stats[3]}
+
+
+def nll(stats, *_):
+    return -stats.logprob
+
+
+def exact_ppo(problem, h, W, advantage, old, **options):
+    """(loss, metrics) and the gradients of h, W, bias, advantage, old; by hand."""
+    none = {"logprob": np.zeros(len(problem.y))}
+    made, _ = oracle.head(h, W, problem.y, none, **options)
+    live = np.asarray(problem.y >= 0)
+    advantage, old = (np.where(live, x, 0).astype(np.float64) for x in (advantage, old))
+    n = max(live.sum(), 1)
+    ratio = np.where(live, np.exp(made["logprob"] - old), 0)
+    clipped = np.clip(ratio, 1 - CLIP, 1 + CLIP)
+    whole = ratio * advantage <= clipped * advantage
+    loss = -np.where(whole, ratio, clipped) * advantage
+    loss = loss - C_ENTROPY * made["entropy"] + C_Z * made["logsumexp"] ** 2
+    slope = -np.where(whole, ratio * advantage, 0) / n
+    g = {
+        "logprob": slope,
+        "entropy": np.full(len(live), -C_ENTROPY) / n,
+        "logsumexp": 2 * C_Z * made["logsumexp"] / n,
+    }
+    _, of_head = oracle.head(h, W, problem.y, g, **options)
+    dadvantage = np.where(live, -np.where(whole, ratio, clipped), 0) / n
+    metrics = {"ratio": ratio, "square": made["sum_pi_squared"]}
+    return (loss[live].sum() / n, metrics), (*of_head, dadvantage, -slope)
+
+
+def arguments(problem, seed=3):
+    """Advantages and old log-probabilities near the new ones; NaN where masked."""
+    rng = np.random.default_rng(seed)
+    new = oracle.head(*problem, {"logprob": np.zeros(len(problem.y))})[0]["logprob"]
+    old = new + 0.3 * rng.standard_normal(len(problem.y))
+    advantage = rng.standard_normal(len(problem.y))
+    masked = problem.y < 0
+    return tuple(
+        np.where(masked, np.nan, x).astype(np.float32) for x in (advantage, old)
+    )
+
+
+def check(problem, chunk=64, dtype="float32", layout="vd", bias=None, **options):
+    """Loss, metrics and all gradients, against float64 and the materialised path."""
+    h, W = (jnp.asarray(x).astype(dtype) for x in (problem.h, problem.W))
+    bias = jnp.zeros(len(problem.W)) if bias is None else jnp.asarray(bias)
+    operands = h, W, bias, *map(jnp.asarray, arguments(problem))
+    live = problem.y >= 0
+
+    def ours(h, W, bias, *per_token):
+        W = W if layout == "vd" else W.T
+        return described(jaxmem.token_loss)(
+            ppo, h, W, problem.y, *per_token, chunk=chunk,
+            bias=bias, layout=layout, **options,
+        )  # fmt: skip
+
+    def naive(h, W, bias, *per_token):
+        h, *per_token = (
+            jnp.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+            for x in (h, *per_token)
+        )
+        made = materialised_stats(h, W, problem.y, bias=bias, **options)
+        loss, metrics = ppo(jaxmem.TokenStats(*made.values(), live), *per_token)
+        metrics = {k: jnp.where(live, v, 0) for k, v in metrics.items()}
+        return jnp.sum(jnp.where(live, loss, 0)) / max(live.sum(), 1), metrics
+
+    run = [
+        jax.jit(jax.value_and_grad(f, range(5), has_aux=True)) for f in (ours, naive)
+    ]
+    ((loss, metrics), gradients), ((rough, near), rough_gradients) = (
+        f(*operands) for f in run
+    )
+    (want, exact), exact_gradients = exact_ppo(
+        problem, *operands[:2], *operands[3:], bias=bias, **options
+    )
+    assert loss.dtype == jnp.float32 and loss.shape == ()
+    assert_as_good(loss, rough, want, STATS_EPSILON, "loss")
+    for name in exact:
+        assert metrics[name].dtype == jnp.float32 and not metrics[name][~live].any()
+        assert_as_good(metrics[name], near[name], exact[name], STATS_EPSILON, name)
+    names = ("dhidden", "dW", "dbias", "dadvantage", "dold")
+    # Of the size of the largest gradient, as a mean over tokens is small.
+    for name, got, other, need, x in zip(
+        names, gradients, rough_gradients, exact_gradients, operands, strict=True
+    ):
+        scale = max(np.abs(need).max(), 1e-6)
+        got, other = (np.asarray(x).astype(np.float64) / scale for x in (got, other))
+        assert_as_good(got, other, need / scale, EPSILON[x.dtype.name], name)
+        assert name == "dW" or name == "dbias" or not got[~live].any()
+
+
+@pytest.mark.parametrize("name", ["NaN in masked rows", "peaked", "one chunk"])
+@pytest.mark.slow
+def test_loss_and_gradients(name):
+    check(CASES[name].make(), CASES[name].chunk)
+
+
+@pytest.mark.slow
+def test_peaked_logits_in_float16():
+    check(CASES["peaked"].make(), dtype="float16")
+
+
+IDS = jnp.arange(48 * 3, dtype=jnp.int32).reshape(48, 3) % 200
+TOP = jaxmem.ForwardKL(jaxmem.Columns(IDS, jnp.full(IDS.shape, -2.0)))
+KEY = jax.random.key(0)
+SAMPLED = {"gradient": jaxmem.Sample(4), "key": KEY}
+CALLS = {
+    "token_loss": lambda h, W, y: jaxmem.token_loss(lambda s: -s.logprob, h, W, y)[0],
+    "sample_ids": lambda h, W, y: jnp.sum(h) + jaxmem.sample_ids(h, W, 3, KEY).astype(
+        h.dtype
+    ).sum(),
+    "logprobs": lambda h, W, y: jaxmem.logprobs(h, W, y, **SAMPLED).sum(),
+    "topk": lambda h, W, y: jaxmem.topk(h, W, 2, **SAMPLED).logprobs.sum(),
+    "divergence": lambda h, W, y: jaxmem.divergence(h, W, TOP, **SAMPLED).sum(),
+    "support": lambda h, W, y: jaxmem.support_logprobs(
+        h, W, IDS[:, 0], IDS.ravel(), max_ids=3,
+        offsets=jnp.arange(len(IDS) + 1, dtype=jnp.int32) * 3,
+    ).sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_sixteen_bits_where_promotion_is_strict(name, problem):
+    h, W = (x.astype(jnp.bfloat16) for x in (problem.h, problem.W))
+    with jax.numpy_dtype_promotion("strict"):
+        gradients = jax.eval_shape(jax.grad(CALLS[name], (0, 1)), h, W, problem.y)
+    assert {x.dtype for x in gradients} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_are_promoted_explicitly(name, problem):
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(jax.grad(CALLS[name], (0, 1)), problem.h, *problem[1:3])
+
+
+@pytest.mark.parametrize(("names", "layout", "dtype"), [
+    ([*OPTIONS], "dv", "bfloat16"), slow([*OPTIONS], "vd", "float32"),
+    slow(["softcap", "temperature"], "dv", "float32"),
+])  # fmt: skip
+def test_options_and_layouts(names, layout, dtype):
+    options = {k: v for name in names for k, v in OPTIONS[name].items()}
+    if dtype == "bfloat16":
+        options["temperature"] = np.linspace(0.3, 3, 40, dtype=np.float32)
+    problem = Case(40, 33, 130, std=3.0).make()
+    check(problem._replace(y=problem.y % 100), 16, dtype, layout, **options)
+
+
+N, D, V, CHUNK = 48, 8, 200, 16
+
+
+@pytest.fixture
+def problem():
+    h, W, y = Case(N, D, V).make()
+    return Case(N, D, V).make()._replace(y=np.where(y % 5, y, -1))
+
+
+def total(h, W, y, *per_token, loss_fn=ppo, **options):
+    return described(jaxmem.token_loss)(
+        loss_fn, h, W, y, *per_token, chunk=CHUNK, **options
+    )
+
+
+GRADIENTS = {"argnums": (0, 1, 3, 4), "has_aux": True}
+differentiated = jax.jit(jax.value_and_grad(total, **GRADIENTS))
+
+
+@pytest.mark.slow
+def test_eager_jit_and_ungraded_agree(problem):
+    operands = *problem, *arguments(problem)
+    eager = jax.value_and_grad(total, **GRADIENTS)(*operands)
+    chex.assert_trees_all_close(eager, differentiated(*operands), rtol=1e-6, atol=1e-7)
+    chex.assert_trees_all_close(total(*operands), eager[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_fn", [nll, ppo])
+def test_the_result_has_one_type(problem, loss_fn):
+    loss, metrics = total(*problem, *arguments(problem), loss_fn=loss_fn)
+    assert loss.shape == () and isinstance(metrics, dict)
+    assert sorted(metrics) == ([] if loss_fn is nll else ["hit", "ratio", "square"])
+    for metric in metrics.values():
+        assert metric.shape == (N,) and metric.dtype == jnp.float32
+        assert not metric[problem.y < 0].any() and np.isfinite(metric).all()
+
+
+def test_metrics_have_no_gradient(problem):
+    def metric(h):
+        return total(h, *problem[1:], *arguments(problem))[1]["ratio"].sum()
+
+    def by_metric(h):
+        """What is constant may be closed over."""
+        mean = metric(h) / N
+        return total(h, *problem[1:], loss_fn=lambda s: -s.logprob * mean)[0]
+
+    none, some = jax.jit(lambda h: [jax.grad(f)(h) for f in (metric, by_metric)])(
+        problem.h
+    )
+    assert not none.any() and some.any()
+
+
+@pytest.mark.slow
+def test_any_leading_shape_and_trailing_axes(problem):
+    weights = np.random.default_rng(0).random((N, 3), np.float32)
+
+    def loss_fn(stats, weights):
+        assert weights.shape == (*stats.logprob.shape, 3)
+        return weights.sum(1) * stats.logprob, {"first": weights[:, 0]}
+
+    def run(h, y, weights):
+        return total(h, problem.W, y, weights, loss_fn=loss_fn)
+
+    grad = jax.value_and_grad(run, (0, 2), has_aux=True)
+    (want, flat), (dh, dweights) = grad(problem.h, problem.y, weights)
+    (got, metrics), (dh2, dweights2) = grad(
+        problem.h.reshape(2, 4, 6, D), problem.y.reshape(2, 4, 6),
+        weights.reshape(2, 4, 6, 3),
+    )  # fmt: skip
+    assert got == want and metrics["first"].shape == (2, 4, 6)
+    np.testing.assert_array_equal(metrics["first"].ravel(), flat["first"])
+    np.testing.assert_array_equal(dh2, dh.reshape(2, 4, 6, D))
+    np.testing.assert_array_equal(dweights2, dweights.reshape(2, 4, 6, 3))
+    assert dweights[problem.y >= 0].all() and not dweights[problem.y < 0].any()
+
+
+@pytest.mark.slow
+def test_arguments_of_any_type(problem):
+    keep = problem.y % 2 == 0
+
+    def loss_fn(stats, keep, count, scale):
+        return jnp.where(keep, stats.logprob, 0) * count.astype(F32) * scale.astype(F32)
+
+    scale = jnp.full(N, 2, jnp.bfloat16)
+    got, dscale = jax.value_and_grad(
+        lambda scale: total(*problem, keep, problem.y, scale, loss_fn=loss_fn)[0]
+    )(scale)
+    logprob = oracle.head(*problem, {"logprob": np.zeros(N)})[0]["logprob"]
+    want = np.sum(keep * logprob * problem.y * (problem.y >= 0)) * 2
+    assert got == pytest.approx(float(want) / (problem.y >= 0).sum(), rel=1e-5)
+    assert dscale.dtype == jnp.bfloat16
+    assert dscale.astype(F32).sum() == pytest.approx(float(got) / 2, rel=1e-2)
+    by_count = jax.grad(
+        lambda count: total(*problem, keep, count, scale, loss_fn=loss_fn)[0],
+        allow_int=True,
+    )
+    allowed = jax.eval_shape(by_count, problem.y)
+    assert allowed.dtype == jax.dtypes.float0
+
+
+# Masks, counts, empty batches
+
+
+def test_a_masked_token_is_never_read(problem):
+    where = np.arange(N) % 4 > 0
+    live = where & (problem.y >= 0)
+    clean = *problem, *arguments(problem)
+    dirty = [x.copy() if x is not problem.W else x for x in clean]
+    for i in (0, 3, 4):
+        dirty[i][~live] = np.nan
+    run = jax.jit(
+        jax.value_and_grad(functools.partial(total, where=where), **GRADIENTS)
+    )
+    got, want = run(*dirty), run(*clean)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    for x in (got[1][0], *got[1][2:]):
+        assert not x[~live].any() and x[live].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("live", [CHUNK + 1, 1])
+def test_rows_past_the_last_active_one_have_no_say(problem, live):
+    """They hold numbers of an active row, so that loss_fn sees no others."""
+    where = np.arange(N) < live
+    weights = np.where(where, 2.0, 0.0).astype(np.float32)
+    seen = []
+
+    def loss_fn(stats, weight):
+        jax.debug.callback(lambda *x: seen.append(x), weight, stats.logsumexp)
+        return jnp.log(weight) * stats.logprob / weight
+
+    value, (dh, dweight) = jax.value_and_grad(
+        lambda h, weight: total(
+            h, problem.W, abs(problem.y), weight, loss_fn=loss_fn, where=where
+        )[0],
+        (0, 1),
+    )(problem.h, weights)
+    jax.effects_barrier()
+    none = {"logprob": np.zeros(N)}
+    logsumexp = oracle.head(*problem[:2], abs(problem.y), none)[0]["logsumexp"][where]
+    assert len(seen) == -(-live // CHUNK)
+    for weight, got in seen:
+        assert (weight == 2).all()
+        assert np.isclose(got[:, None], logsumexp, rtol=1e-5).any(1).all()
+    assert np.isfinite(value)
+    for x in (dh, dweight):
+        assert x[where].all() and not x[~where].any()
+
+
+def test_all_masked_is_zero_not_nan(problem):
+    operands = *problem[:2], np.full(N, -1), *arguments(problem)
+    for normalizer in (None, 0, jnp.zeros((), jnp.int32)):
+        (loss, metrics), gradients = jax.value_and_grad(
+            functools.partial(total, normalizer=normalizer), **GRADIENTS
+        )(*operands)
+        assert loss == 0
+        assert not any(x.any() for x in (*metrics.values(), *gradients))
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_no_tokens(problem, shape):
+    empty = jnp.zeros(shape)
+
+    def run(h, W):
+        y = jnp.zeros(shape, jnp.int32)
+        return total(h, W, y, empty, empty)
+
+    h = jnp.zeros((*shape, D))
+    (loss, metrics), (dh, dW) = jax.value_and_grad(run, (0, 1), has_aux=True)(
+        h, problem.W
+    )
+    assert loss == 0 and dh.shape == h.shape and not dW.any()
+    assert metrics["ratio"].shape == shape
+
+
+def test_a_label_that_does_not_exist_is_nan(problem):
+    y = np.where(np.arange(N) == 7, V, abs(problem.y))
+    loss, metrics = jax.jit(total)(
+        *problem[:2], y, *arguments(problem._replace(y=abs(problem.y)))
+    )
+    assert np.isnan(loss)
+    np.testing.assert_array_equal(np.isnan(metrics["ratio"]), np.arange(N) == 7)
+
+
+@pytest.mark.slow
+def test_the_normalizer_is_a_number_known_before(problem):
+    operands = *problem, *arguments(problem)
+    n_active = (problem.y >= 0).sum()
+    want, gradients = differentiated(*operands)
+    for normalizer in (2 * n_active, float(2 * n_active), jnp.float32(2 * n_active)):
+        run = functools.partial(total, normalizer=normalizer)
+        got, halved = jax.value_and_grad(run, **GRADIENTS)(*operands)
+        assert got[0] == pytest.approx(float(want[0]) / 2, rel=1e-6)
+        half = jax.tree.map(lambda x: x / 2, gradients)
+        chex.assert_trees_all_close(halved, half, rtol=1e-5, atol=1e-8)
+    assert np.isnan(jax.jit(lambda n: total(*operands, normalizer=n)[0])(-1.0))
+
+
+def test_gradients_accumulate_over_a_scan(problem):
+    operands = *problem, *arguments(problem)
+    n_active = int((problem.y >= 0).sum())
+    h, W, *rows = operands
+    parts = jax.tree.map(lambda x: x.reshape(3, N // 3, *x.shape[1:]), (h, *rows))
+
+    @jax.jit
+    def accumulate(W, parts):
+        def step(sums, part):
+            h, *rows = part
+            loss, dW = jax.value_and_grad(
+                lambda W: total(h, W, *rows, normalizer=n_active)[0]
+            )(W)
+            return jax.tree.map(jnp.add, sums, (loss, dW)), None
+
+        return lax.scan(step, (0.0, jnp.zeros_like(W)), parts)[0]
+
+    (loss, _), gradients = differentiated(*operands)
+    got = accumulate(W, parts)
+    chex.assert_trees_all_close(got, (loss, gradients[1]), rtol=1e-5, atol=1e-7)
+
+
+def test_the_loss_does_not_depend_on_the_chunk(problem):
+    operands = *problem, *arguments(problem)
+    run = jax.jit(
+        lambda chunk: jaxmem.token_loss(ppo, *operands, chunk=chunk)[0],
+        static_argnums=0,
+    )
+    assert run(16) == run(None) or not CPU
+
+
+# Transformations and closures
+
+
+@pytest.mark.slow
+def test_under_checkpoint(problem):
+    operands = *problem, *arguments(problem)
+    remat = jax.jit(jax.value_and_grad(jax.checkpoint(total), **GRADIENTS))
+    chex.assert_trees_all_close(
+        remat(*operands), differentiated(*operands), rtol=1e-6, atol=1e-7
+    )
+
+
+@pytest.mark.slow
+def test_vmap_runs_one_example_after_another(problem):
+    h, W, y, *rows = (*problem, *arguments(problem))
+    h, y, *rows = (x.reshape(3, 16, *x.shape[1:]) for x in (h, y, *rows))
+    grad = jax.value_and_grad(lambda *a: total(*a)[0], (0, 1))
+    mapped = jax.jit(jax.vmap(grad, (0, None, 0, 0, 0)))
+    got = mapped(h, W, y, *rows)
+    want = [grad(h[i], W, y[i], *(x[i] for x in rows)) for i in range(3)]
+    want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *want)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-7)
+    text = mapped.lower(h, W, y, *rows).as_text()
+    assert f"<16x{V}xf32" in text and f"<3x16x{V}xf32" not in text
+
+
+def closing(h, W, y, scale, shift):
+    def loss_fn(stats):
+        return (shift.astype(F32) - stats.logprob) * scale.sum()
+
+    return total(h, W, y, loss_fn=loss_fn)[0]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        slow(lambda f: jax.grad(f)),
+        slow(lambda f: jax.grad(jax.jit(f))),
+        lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
+        slow(
+            lambda f: (
+                lambda *a: jax.vmap(jax.grad(f), (None,) * 4 + (0,))(
+                    *a[:4], a[4][None]
+                )[0]
+            )
+        ),
+    ],
+    ids=["grad", "grad of jit", "checkpoint", "vmap"],
+)
+def test_what_is_closed_over_may_be_traced(problem, wrap):
+    got = wrap(closing)(*problem, jnp.array([1.0, 2.0]), jnp.int32(4))
+    want = jax.grad(lambda h: 3 * total(h, *problem[1:], loss_fn=nll)[0])(problem.h)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_what_a_jit_within_closes_over_is_read_each_time(problem):
+    scale = []
+
+    def loss_fn(stats):
+        return jax.jit(lambda x: x * scale[-1])(stats.logprob)
+
+    made = []
+    for value in (2.0, 4.0):
+        scale.append(jnp.array([value]))
+        made.append(total(*problem, loss_fn=loss_fn)[0])
+    np.testing.assert_allclose(made[1], 2 * made[0], rtol=1e-6)
+
+
+def test_no_nan_is_made_on_the_way(problem):
+    with jax.debug_nans(True):
+        assert np.isfinite(total(*problem, loss_fn=nll)[0])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_closing_over_what_is_differentiated_is_refused(problem, wrap):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"^jaxmem: loss_fn closes over an array, float32\[2\], that is being "
+        r"differentiated; pass it as a per-token argument \(broadcast to labels' "
+        r"shape\), or wrap it in jax.lax.stop_gradient",
+    ):
+        jax.grad(wrap(closing), (0, 3))(*problem, jnp.array([1.0, 2.0]), jnp.int32(4))
+
+
+def test_closing_over_what_is_stopped_is_fine(problem):
+    def run(h, scale):
+        stopped = lax.stop_gradient(scale)
+
+        def loss_fn(stats):
+            return -stats.logprob * stopped + lax.stop_gradient(scale)
+
+        return total(h, *problem[1:], loss_fn=loss_fn)[0]
+
+    dh, dscale = jax.grad(run, (0, 1))(problem.h, jnp.float32(2))
+    assert dscale == 0 and dh.any()
+
+
+def test_a_method_whose_object_changed_is_traced_again(problem):
+    class Scaled:
+        scale, table = 1.0, np.ones(1, np.float32)
+
+        def loss(self, stats):
+            return -self.scale * stats.logprob * self.table
+
+    made, losses = Scaled(), []
+    for scale, entry in ((1.0, 1.0), (2.0, 1.0), (2.0, 2.0)):
+        made.scale, made.table = scale, np.full(1, entry, np.float32)
+        losses.append(float(total(*problem, loss_fn=made.loss)[0]))
+    np.testing.assert_allclose(losses, np.multiply(losses[0], [1, 2, 4]), rtol=1e-6)
+
+
+def test_eager_calls_compile_once(problem):
+    operands = *problem, *arguments(problem)
+    total(*operands)
+    before = rule._compiled._cache_size()
+    total(*operands)
+    assert rule._compiled._cache_size() == before
+
+
+@pytest.mark.parametrize("argument", [0, 3])
+def test_second_derivatives_are_refused(problem, argument):
+    operands = *problem, *arguments(problem)
+    grad = jax.grad(lambda *a: total(*a)[0], argument)
+    with pytest.raises(NotImplementedError, match="second derivatives of the head"):
+        jax.grad(lambda *a: grad(*a).sum(), argument)(*operands)
+
+
+def test_forward_mode_and_the_temperature_are_refused(problem):
+    with pytest.raises(TypeError, match="use reverse mode"):
+        jax.jvp(
+            lambda h: total(h, *problem[1:], loss_fn=nll)[0], problem[:1], problem[:1]
+        )
+    with pytest.raises(NotImplementedError, match="temperature is not differentiable"):
+        jax.grad(lambda t: total(*problem, loss_fn=nll, temperature=t)[0])(2.0)
+
+
+# Errors, and which backend ran
+
+OF_HEAD = {k: v for k, v in GOOD["logprobs"].items()}
+
+
+def call(loss_fn=nll, *per_token, **changes):
+    operands = OF_HEAD | changes
+    first = (operands.pop(k) for k in ("hidden", "W", "labels"))
+    return described(jaxmem.token_loss)(loss_fn, *first, *per_token, **operands)
+
+
+@pytest.mark.parametrize(
+    ("changes", "exception", "message"),
+    [case for case in ERRORS if "logits" not in case[0]],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_errors_of_the_head(changes, exception, message):
+    traced = {k: v.value for k, v in changes.items() if isinstance(v, Traced)}
+    plain = {k: v for k, v in changes.items() if k not in traced}
+    with pytest.raises((TypeError, ValueError)) as caught:
+        jax.jit(lambda traced: call(**plain, **traced))(traced)
+    assert type(caught.value) is exception and str(caught.value) == message
+    origin = traceback.extract_tb(caught.value.__traceback__)[-1].filename
+    assert Path(origin).parent.name in ("maths", "backends")
+
+
+RESULT = "loss_fn must return a float array of shape (16,), one number a token of its "
+PAIR = "chunk, or a pair of it and a dict of metrics, got "
+
+
+@pytest.mark.parametrize(("arguments", "options", "exception", "message"), [
+    ([checks], {}, TypeError,
+     "loss_fn must be a function of a TokenStats and the per-token arguments, "
+     f"got {checks!r}"),
+    ([lambda s: s.logprob.mean()], {}, TypeError, f"{RESULT}{PAIR}float32 of shape ()"),
+    ([lambda s: s.is_argmax], {}, TypeError, f"{RESULT}{PAIR}bool of shape (16,)"),
+    ([lambda s: None], {}, TypeError, f"{RESULT}{PAIR}NoneType"),
+    ([lambda s: (s.logprob, [s.entropy])], {}, TypeError,
+     "loss_fn's metrics must be a dict of names to arrays, got list"),
+    ([lambda s: (s.logprob, {"mean": s.entropy.mean()})], {}, TypeError,
+     "loss_fn's metric 'mean' must be a real array of shape (16,), one number a "
+     "token of its chunk, got float32 of shape ()"),
+    ([nll, 2.0], {}, ValueError,
+     "per_token[0] must have one entry per token, shape (3,) and maybe further "
+     "axes, got shape (); broadcast it, or let loss_fn close over it, if "
+     "all tokens share it"),
+    ([nll, np.ones(3), np.ones((4, 3))], {}, ValueError,
+     "per_token[1] must have one entry per token, shape (3,) and maybe further "
+     "axes, got shape (4, 3); broadcast it, or let loss_fn close over it, if "
+     "all tokens share it"),
+    ([nll, np.ones(3) * 1j], {}, TypeError,
+     "per_token[0] must hold real numbers, got complex64"),
+    ([nll, None], {}, TypeError,
+     "per_token[0] must be an array of numbers, got NoneType"),
+    ([nll], {"normalizer": np.ones(3)}, ValueError,
+     "normalizer must be a scalar, got shape (3,)"),
+    ([nll], {"normalizer": -1}, ValueError,
+     "normalizer must be finite and not negative, got -1"),
+    ([nll], {"normalizer": float("nan")}, ValueError,
+     "normalizer must be finite and not negative, got nan"),
+    ([nll], {"normalizer": True}, TypeError,
+     "normalizer must be a real number, got bool"),
+], ids=lambda x: "")  # fmt: skip
+def test_error(arguments, options, exception, message):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(*arguments, **options)
+    assert type(caught.value) is exception and str(caught.value) == message
+
+
+def test_hopper_refuses_and_the_report_says_so():
+    with pytest.raises(
+        NotImplementedError,
+        match="implementation='hopper' cannot run this call: it (needs|multiplies) ",
+    ):
+        call(implementation="hopper")
+    with jaxmem.report() as calls:
+        call()
+    (made,) = calls.calls
+    assert (made.verb, made.implementation) == ("token_loss", "xla")
+    assert "'hopper' does not: it" in made.why
