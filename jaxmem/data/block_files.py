@@ -154,17 +154,18 @@ class Blocks(Sequence[Block]):
             count = max(count, 1)
         return order[count:], order[:count]
 
-    def fingerprint(self) -> bytes:
-        """Identify the files by order, sizes and some KiB of every block."""
-        digest = hashlib.sha256()
+    def fingerprints(self) -> dict[str, str]:
+        """Identify each file by its size and some KiB of every block; in order."""
+        digests = {}
         for path in self._paths:
             try:
                 self._samples[path] = _sample(path)
             except OSError as error:
                 raise unreadable(path, self._argument, error) from None
             self._check(path)
-            digest.update(b"%d:" % self._versions[path].size + self._samples[path])
-        return digest.digest()
+            identity = b"%d:" % self._versions[path].size + self._samples[path]
+            digests[str(path)] = hashlib.sha256(identity).hexdigest()[:24]
+        return digests
 
 
 def _sample(path: Path) -> bytes:

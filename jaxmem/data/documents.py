@@ -11,7 +11,7 @@ first of the next.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -235,16 +235,20 @@ def _streamed(
 
     rows = block_files.packed_rows(numbers, blocks, read, config, epochs)
     salt = tokenizer.to_str().encode()
-    fingerprint = streamed_fingerprint(blocks, config, [split, stream], salt)
-    return BatchIterator(rows, config.batch_size, fingerprint)
+    files = blocks.fingerprints()
+    fingerprint = streamed_fingerprint(files, config, [split, stream], salt)
+    return BatchIterator(rows, config.batch_size, fingerprint, files=files)
 
 
 def streamed_fingerprint(
-    blocks: Blocks, config: DataConfig, chosen: Sequence[Any], salt: bytes = b""
+    files: Mapping[str, str],
+    config: DataConfig,
+    chosen: Sequence[Any],
+    salt: bytes = b"",
 ) -> str:
-    """Identify what streamed batches hold, and in which order."""
+    """Identify the content and the order of streamed batches by digests of files."""
     layout = [config.fixed(), *chosen, block_files.BLOCK_BYTES, packed.ROWS_OPEN]
-    fingerprint = hashlib.sha256(json.dumps(layout).encode() + blocks.fingerprint())
+    fingerprint = hashlib.sha256(json.dumps([*layout, *files.values()]).encode())
     fingerprint.update(salt)
     return fingerprint.hexdigest()[:24]
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from jaxmem.base import messages
 from jaxmem.data import mixing
 from jaxmem.data.config import DataConfig
 from jaxmem.data.encoding import NO_LABEL
@@ -26,6 +27,7 @@ from jaxmem.data.records import DataError
 ROWS_OPEN = 256
 # Of saved positions. Those of format 1 have no number: several epochs shared rows.
 _FORMAT = 2
+_NAMED = 1_000  # most files whose digests a state has
 
 Row = dict[str, np.ndarray]
 
@@ -204,6 +206,7 @@ class BatchIterator(Iterator[Any]):
         size: rows of a batch (B); a last batch of fewer is filled up with padding.
         fingerprint: identifies the data and the settings.
         batch_of: what a batch is made of its stacked rows; a `Batch` by default.
+        files: digests of streamed files by name, parts of the fingerprint.
     """
 
     def __init__(
@@ -212,9 +215,11 @@ class BatchIterator(Iterator[Any]):
         size: int,
         fingerprint: str,
         batch_of: Callable[[Row], Any] = to_batch,
+        files: Mapping[str, str] | None = None,
     ):
         self.rows, self._size = rows, size
         self._fingerprint, self._batch_of = fingerprint, batch_of
+        self._files = files or {}
 
     def __next__(self) -> Any:
         rows: list[Row] = []
@@ -246,6 +251,8 @@ class BatchIterator(Iterator[Any]):
         return {
             "format": _FORMAT,
             "fingerprint": self._fingerprint,
+            # A state stays small: of more files, none is named.
+            "files": [*self._files.values()] if len(self._files) <= _NAMED else [],
             "position": self.rows.get_state(),
         }
 
@@ -262,6 +269,15 @@ class BatchIterator(Iterator[Any]):
                 "rows held documents of several epochs; finish the run with that "
                 "version, or start a new run (run.out_dir) from its weights"
             )
+        for (name, digest), saved in zip(
+            self._files.items(), state.get("files", []), strict=False
+        ):
+            if digest != saved:
+                raise DataError(
+                    f"data.source: {messages.name(name)} is not the file of the saved "
+                    "position: it, or a file before it, was replaced, written, added "
+                    "or removed; restore it, or start a new run (run.out_dir)"
+                )
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 "the saved position belongs to other data: the text of data.source "

@@ -86,11 +86,13 @@ class StreamedExamples(Iterator[Example]):
                 yield from _pieces(part, config.sequence_length)
 
         given = numbers, blocks, read, config, epochs, names
+        files = blocks.fingerprints()
         self._rows = BatchIterator(
             block_files.packed_rows(*given),
             config.batch_size,
-            streamed_fingerprint(blocks, config, [part, "teacher"]),
+            streamed_fingerprint(files, config, [part, "teacher"]),
             _to_example,
+            files,
         )
         self.rows_of_epochs = self._rows.rows_of_epochs
         self.sizes = self._rows.rows.sizes

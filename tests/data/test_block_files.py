@@ -210,9 +210,11 @@ def test_other_files_or_settings_are_another_position(config, tmp_path):
     state = documents.batches(config, tokenizer).get_state()
     other = dataclasses.replace(config, shuffle_window=WINDOW + 1)
     write(tmp_path / "b.jsonl", 16, seed=1)
-    for changed in (other, config):
-        with pytest.raises(documents.DataError, match="belongs to other data"):
-            documents.batches(changed, tokenizer).set_state(state)
+    with pytest.raises(documents.DataError, match="b.jsonl is not the file of the sa"):
+        documents.batches(config, tokenizer).set_state(state)
+    state = documents.batches(config, tokenizer).get_state()
+    with pytest.raises(documents.DataError, match="belongs to other data"):
+        documents.batches(other, tokenizer).set_state(state)
 
 
 def test_settings_of_runs_from_before_streaming_are_unchanged(config):
@@ -277,7 +279,7 @@ def test_a_position_in_a_file_that_was_replaced_is_refused(
     text = path.read_text()
     half = len(text) // 2
     path.write_text(text[:half] + text[half:].replace("tile", "elit"))
-    with pytest.raises(documents.DataError, match="belongs to other data"):
+    with pytest.raises(documents.DataError, match="a.jsonl is not the file of the sa"):
         documents.batches(config, tokenizer).set_state(state)
 
 
