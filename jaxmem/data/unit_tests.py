@@ -212,8 +212,11 @@ class UnitTests:
 def _sources(given: Any) -> list[str]:
     """The tests of an entry of the column."""
     tests = [given] if isinstance(given, str) else list(given)
-    if not tests or not all(isinstance(test, str) for test in tests):
-        raise ValueError("tests must be Python source, or a list of sources")
+    if not tests or not all(isinstance(test, str) and test.strip() for test in tests):
+        raise ValueError(
+            "tests must be Python source, or a list of sources, none of them blank; "
+            "null leaves a record without tests"
+        )
     return tests
 
 

@@ -274,9 +274,13 @@ def test_a_program_sees_neither_the_environment_nor_the_directory(monkeypatch):
     assert QUICK(["p"], [code], tests=[tests]) == [1]
 
 
-def test_tests_that_are_none():
+@pytest.mark.parametrize("tests", [[3], [], "", ["assert True", " \n"]])
+def test_tests_that_are_none(tests):
     with pytest.raises(RewardError, match="ValueError: tests must be Python source"):
-        scored("unit_tests", ["a"], tests=[[3]])
+        scored("unit_tests", ["a"], tests=[tests])
+
+
+def test_limits_that_are_none():
     with pytest.raises(ValueError, match=r"UnitTests\.seconds must be above 0, got 0"):
         UnitTests(seconds=0)
 
