@@ -19,6 +19,7 @@ arXiv:1604.06174; for the host, Rhu et al., "vDNN", 2016, arXiv:1602.08124.
 """
 
 from jaxmem.base import imports
+from jaxmem.remat import offload as offload
 from jaxmem.remat.blocks import (
     block as block,
     compiler_options as compiler_options,
