@@ -33,7 +33,6 @@ class Tokens(Form):
     def document(self, columns: Columns) -> Document:
         ids = self._integers(columns, "ids")
         count = len(ids)
-        self._check_packing(columns, count)
         live = [True] * count
         for name in ("attention", *_MASKS):
             if name in columns:
@@ -47,6 +46,7 @@ class Tokens(Form):
                         "records hold no padding"
                     )
                 live = [a and b == 1 for a, b in zip(live, values, strict=True)]
+        self._check_packing(columns, count)  # after padding, which changes positions
         if "labels" in columns:
             labels = self._integers(columns, "labels", count)
             for i, (id_, label) in enumerate(zip(ids, labels, strict=True)):

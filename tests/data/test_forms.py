@@ -415,6 +415,15 @@ def test_rows_of_several_documents_are_refused(column, one, packed):
         document(record | {column: packed})
 
 
+@pytest.mark.parametrize(
+    ("mask", "positions"), [([1, 1, 0], [0, 1, 0]), ([0, 1, 1], [0, 0, 1])]
+)
+def test_padding_is_named_before_the_positions_that_it_changes(mask, positions):
+    record = {"input_ids": [5, 6, 7], "attention_mask": mask, "position_ids": positions}
+    with pytest.raises(DataError, match="a.jsonl:1: attention_mask must be 1 every"):
+        document(record)
+
+
 def test_all_masks_of_tokens_count_together():
     masks = {"completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
     assert document({"input_ids": [5, 6, 7]} | masks).labels == (6, -1, -1)

@@ -44,6 +44,8 @@ def test_documents_show_what_the_loss_counts(capsys):
     assert "run.steps=60 is 30 epochs: each record is seen 30 times\n" in said
     said = shown(capsys, "data.source=t.jsonl", "run.epochs=1.5")
     assert "run.epochs=1.5: each record is seen 1 or 2 times\n" in said
+    said = shown(capsys, "data.source=t.jsonl", "run.steps=8001")
+    assert "run.steps=8,001 is 4,000.5 epochs: each record is seen 4,000 or" in said
 
 
 def test_of_streamed_data_the_first_block_is_shown(capsys, monkeypatch):
@@ -60,6 +62,8 @@ def test_of_streamed_data_the_first_block_is_shown(capsys, monkeypatch):
     said = shown(capsys, *both)
     assert "first block of each source: read as texts, 3 records" in said
     assert "the column 'stars' is not used: 1 (first u.jsonl: line at byte 0)" in said
+    said = shown(capsys, *both, "data.weights=(1, 2)", "run.epochs=2")
+    assert "how often run.epochs=2 trains on a record by data.weights\n" in said
     assert cli.main(["data", "a.gin", *both, 'data.columns={"text": "txet"}']) == 2
     assert "data.columns names 'txet', which no record has" in capsys.readouterr().err
 

@@ -46,7 +46,7 @@ def of_all(run: RunConfig, epoch: Callable[[], float]) -> str:
         return f"run.epochs={run.epochs:g}: each record is seen {_often(run.epochs)}"
     times = run.steps * run.accumulate / epoch()
     return (
-        f"run.steps={run.steps:,} is {times:.3g} epochs: each record is seen "
+        f"run.steps={run.steps:,} is {_number(times)} epochs: each record is seen "
         f"{_often(times)}"
     )
 
@@ -60,10 +60,15 @@ def of_sources(run: RunConfig, epoch: float, sources: Sequence[SourceSize]) -> s
     taken = batches * sum(source.rows for source in sources) / epoch  # rows
     parts = [source.weight * source.rows / source.items for source in sources]
     each = [
-        f"of {source.name} {taken * part / sum(parts) / source.rows:.3g} times"
+        f"of {source.name} {_number(taken * part / sum(parts) / source.rows)} times"
         for source, part in zip(sources, parts, strict=True)
     ]
     return f"{said}: records are seen by their source, {', '.join(each)}"
+
+
+def _number(times: float) -> str:
+    """Three digits or more, without an exponent where there are many."""
+    return f"{times:.3g}" if times < 999 else f"{times:,.1f}".removesuffix(".0")
 
 
 def _often(times: float) -> str:

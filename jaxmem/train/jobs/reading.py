@@ -176,13 +176,18 @@ class Documents(Reading):
 
     def seen(self, run: RunConfig) -> str | None:
         """See `Reading`; a stream is not read for it."""
-        unknown = run.epochs is None or self.config.weights is not None
-        if self.config.streaming and unknown:
-            return (
-                f"data.streaming: all data would be read to say how often "
-                f"run.steps={run.steps:,} trains on a record; run.epochs says it"
-            )
-        return super().seen(run)
+        mixed = self.config.weights is not None
+        if not self.config.streaming or (run.epochs is not None and not mixed):
+            return super().seen(run)
+        said, hint = f"run.steps={run.steps:,}", "; run.epochs says it"
+        if run.epochs is not None:
+            said = f"run.epochs={run.epochs:g}"
+        if mixed:  # each source has epochs of its own
+            hint = " by data.weights"
+        return (
+            f"data.streaming: all data would be read to say how often {said} trains "
+            f"on a record{hint}"
+        )
 
     def epochs(self, count: int) -> list[float]:
         return streams.lengths(self.config, self.tokenizer, self.reader, count)
