@@ -479,7 +479,7 @@ def _find_config(name: str) -> Path:
 
 
 def _raised_by_us(error: Exception) -> bool:
-    """Whether an error is a message for the user, and not a bug with a traceback."""
+    """True if an error is a message for the user, False for a bug with a traceback."""
     origin = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(origin).is_relative_to(_PACKAGE)
 

@@ -225,7 +225,7 @@ def _named(directory: Path, described: Any) -> dict[str, tuple[str, str]]:
 
 
 class _Budget(threading.local):
-    """What the rendering that runs in this thread may still take."""
+    """The turns taken, and the end of the time, of the rendering in this thread."""
 
     turns, ends = 0, math.inf
 

@@ -166,7 +166,7 @@ def filled(text: str, fields: Sequence[Field], strip: bool, quoted: bool) -> Fil
 
 
 def fitting(text: str, fields: Sequence[Field], made: str) -> Filled | None:
-    """How a rendering follows from one with markers; None if in no way of `filled`."""
+    """The way by which markers become a rendering; None if no way of `filled` fits."""
     for quoted in (True, False):
         for strip in (False, True):
             attempt = filled(text, fields, strip, quoted)
@@ -214,5 +214,5 @@ def missing(value: str, written: str) -> str:
 
 
 def size(text: str) -> int:
-    """How many characters a text has, spaces not counted."""
+    """The number of characters of a text that are not spaces."""
     return sum(not c.isspace() for c in text)

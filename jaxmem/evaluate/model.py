@@ -179,7 +179,7 @@ class HarnessModel(LM):
         return self._cut(Window(ids, len(after), is_joint=False))
 
     def _scored(self, context: str, continuation: str) -> int:
-        """How many tokens of the joint text are the continuation; 0 if one is of both.
+        """The number of tokens of the continuation; 0 if one token is of both texts.
 
         A context may be split into other tokens where a text follows it.
         """

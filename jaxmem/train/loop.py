@@ -30,7 +30,7 @@ _BACKEND = "implementation"
 
 
 class _Held(NamedTuple):
-    """What a run holds from its start to its end."""
+    """The resources that a run holds from its start to its end."""
 
     stop: Stop
     lock: locks.Lock

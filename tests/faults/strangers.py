@@ -98,10 +98,6 @@ def foreign_runs(folder: pathlib.Path) -> Iterator[Row]:
             "eval", ".", "--tasks", "choices", "--include", "../tasks",
             "--out", "x.json",
         ],
-        "train": [
-            "train", "sft_lora.gin", "model.checkpoint=.", "data.source=../words.jsonl",
-            "run.out_dir=../trained",
-        ],
     }  # fmt: skip
     if not (folder / "tasks").exists():
         del commands["eval"]
@@ -118,8 +114,7 @@ def foreign_runs(folder: pathlib.Path) -> Iterator[Row]:
         done = finish(begin(full, place, folder / f"foreign_{name}.log"))
         ran = (place / "evil.py.ran").exists()
         said = done.line("jaxmem: error:")
-        # A run is no checkpoint of a training, which fails before it names code.
-        named = "would run" in said or (name == "train" and bool(said))
+        named = "would run" in said
         row.add(said or done.said[-200:], done.returncode == 2 and named, int(ran))
         yield row
 

@@ -1,4 +1,4 @@
-"""How often a run trains on each record of its data, in a line."""
+"""Sentences on the number of times that a run trains on each record."""
 
 import math
 from collections.abc import Callable, Sequence

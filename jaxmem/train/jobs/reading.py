@@ -71,7 +71,7 @@ class Reading(abc.ABC):
         return None
 
     def seen(self, run: RunConfig) -> str | None:
-        """How often a run trains on each record, in a line; None if it has no end."""
+        """A sentence on how often each record is seen; None if data have no end."""
         if (sources := self.sources()) is not None:
             return passes.of_sources(run, self.epochs(1)[0], sources)
         return passes.of_all(run, lambda: self.epochs(1)[0])
