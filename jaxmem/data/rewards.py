@@ -398,7 +398,8 @@ def load(
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise RewardError(f"{key}: {source} has no function {attribute!r}")
+        file = getattr(module, "__file__", "built in")  # perhaps not the one meant
+        raise RewardError(f"{key}: {source} has no function {attribute!r} ({file})")
     return function
 
 
@@ -417,7 +418,7 @@ def _file(path: str) -> Any:
 
 def _module(name: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # absent for `jaxmem`
+        sys.path.append(str(Path.cwd()))  # last: a json.py there shadows nothing
     return importlib.import_module(name)
 
 

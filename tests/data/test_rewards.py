@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,6 +150,21 @@ def test_a_function_of_a_module_is_named_with_its_line(tmp_path, monkeypatch):
         Scorer(["judges:score"])(questions(["a"]))
 
 
+def test_modules_of_the_current_directory_shadow_nothing(tmp_path, monkeypatch):
+    (tmp_path / "judges.py").write_text("import sched\nscore = sched.scheduler\n")
+    (tmp_path / "sched.py").write_text("scheduler = None\n")
+    paths = [path for path in sys.path if path not in ("", str(Path.cwd()))]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", paths)
+    for name in ("judges", "sched"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert rewards.load("judges:score").__module__ == "sched"
+    with pytest.raises(
+        RewardError, match=r"has no function 'judge' \(.*lib.*sched\.py"
+    ):
+        rewards.load("sched:judge")
+
+
 def test_without_a_timeout_functions_are_in_the_main_thread(own):
     name = own(
         "import threading\ndef score(completions, **_):\n"
@@ -163,7 +179,7 @@ def test_without_a_timeout_functions_are_in_the_main_thread(own):
         ("exat", "task.reward must be one of 'exact', 'prefix', .*, got 'exat'"),
         ("absent.py:score", "task.reward: cannot import absent.py: no such file"),
         ("no.such.module:score", "cannot import no.such.module: No module named 'no'"),
-        ("json:score", "task.reward: json has no function 'score'"),
+        ("json:score", "task.reward: json has no function 'score' "),
     ],
 )
 def test_a_function_that_is_not_there(name, message):
