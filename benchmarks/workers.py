@@ -23,7 +23,7 @@ def send(row: Mapping) -> None:
     print(MARK + json.dumps(row), flush=True)
 
 
-def said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     """An exception in one line; a compiler's may hold the whole program."""
     first = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first}"[:200]
