@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import json
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -109,9 +110,10 @@ def test_the_fastest_right_tiles_win_and_replace_their_entry(monkeypatch, tmp_pa
 
 
 @needs_pallas
-@pytest.mark.parametrize("kernel", tuned.DEFAULTS)
+@pytest.mark.parametrize("kernel", get_args(tuned.Kernel))
 def test_every_kernel_to_be_measured_can_be_traced(kernel):
-    assert "wgmma" in str(traced(kernel).jaxpr)
+    name = "sampled_sum" if kernel in tuned.LAUNCHES else "wgmma"
+    assert name in str(traced(kernel).jaxpr)
 
 
 @needs_pallas
@@ -120,12 +122,25 @@ def test_every_kernel_to_be_measured_can_be_traced(kernel):
     # `test_hopper` lowers them with other tiles.
     [
         slow(k) if k in ("statistics", "exps", "derivative") else k
-        for k in tuned.DEFAULTS
+        for k in get_args(tuned.Kernel)
     ],
 )
 def test_every_kernel_to_be_measured_lowers_for_cuda(kernel):
     text = traced(kernel).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
+
+
+@needs_pallas
+@pytest.mark.parametrize("kernel", tuned.LAUNCHES)
+def test_tuned_fields_of_sampled_kernels_are_those_of_a_launch(kernel):
+    from jaxmem.head.backends import tuning
+
+    names = {field.name for field in dataclasses.fields(tuned.LAUNCHES[kernel])}
+    fields = set(tuning._FIELDS[kernel])
+    assert fields == (names if kernel == "sampled_to_W" else names - {"sums"})
+    for field in fields:
+        candidates, refused = tuning._candidates(tuned.LAUNCHES[kernel], field)
+        assert len(candidates) == len(tuning.TRIED[field]) and not refused
 
 
 def traced(kernel):
@@ -134,7 +149,10 @@ def traced(kernel):
     h, W = jnp.ones((256, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16)
     y = jnp.zeros(256, jnp.int32)
     program, operands = tuning.program_of(kernel, (256, 64, 512), h, W, y)
-    tiles = dataclasses.replace(tuned.DEFAULTS[kernel], panel=4)
+    if kernel in tuned.LAUNCHES:
+        tiles = dataclasses.replace(tuned.LAUNCHES[kernel], unroll=2)
+    else:
+        tiles = dataclasses.replace(tuned.DEFAULTS[kernel], panel=4)
     return jax.jit(program(tiles)).trace(*operands)
 
 

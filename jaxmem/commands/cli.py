@@ -366,8 +366,8 @@ def _add_bench(commands) -> None:
         "bench",
         help="time and memory of the head on this machine",
         description="Times jaxmem's head beside the materialised one and the bare "
-        "GEMM.  With --tune, measures tiles of the Hopper kernels instead and writes "
-        "what is better into a table.",
+        "GEMM.  With --tune, measures tiles and launches of the Hopper kernels "
+        "instead and writes what is better into a table.",
     )
     bench.add_argument(
         "--shape",

@@ -345,8 +345,12 @@ def launch_env(spec: Spec, padded: Factors, n_rows: int, kernel: str) -> Any:
 def tiles_of(kernel, spec: Any, padded: Factors) -> Any:
     """The kernel's tiles for this head."""
     columns, depth = padding.columns_and_depth(spec, padded)
-    device = devices.current()[0].device_kind
-    return tuned.tiles_for(kernel, tuned.Head(device, depth, columns, spec.layout))
+    return tuned.tiles_for(kernel, key_of(spec, columns, depth))
+
+
+def key_of(spec: Any, columns: int, depth: int) -> tuned.Head:
+    """The key of the head of a call in the table of tiles."""
+    return tuned.Head(devices.current()[0].device_kind, depth, columns, spec.layout)
 
 
 def n_blocks():

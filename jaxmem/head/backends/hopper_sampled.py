@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.head.backends import hopper, xla_sampled
-from jaxmem.head.kernels import active, block_sizes, padding
+from jaxmem.head.kernels import active, block_sizes, padding, tuned
 from jaxmem.head.maths import backend_operands, column_sampling, row_stats, vocab_shards
 from jaxmem.head.maths.backend_operands import Factors, Rows
 from jaxmem.head.maths.column_sampling import Derivative, Entries, Sampling
@@ -88,10 +88,14 @@ def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors
     head = source.cast(spec)
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
+    key = hopper.key_of(spec, spec.columns, head.hidden.shape[1])
+    launches = sampled_products.ColumnLaunches(
+        tuned.launch_for("sampled_to_W", key), tuned.launch_for("sampled_pieces", key)
+    )
 
     def to_weights(spec, pairs, hidden, source):
         like = jax.ShapeDtypeStruct(source.W.shape, source.W.dtype)
-        dW = sampled_products.to_weights(pairs, hidden, like, spec.layout)
+        dW = sampled_products.to_weights(launches, pairs, hidden, like, spec.layout)
         if source.bias is None:
             return dW, None
         return dW, sampled_products.to_bias(pairs, hidden.shape[0], spec.columns)
@@ -99,5 +103,6 @@ def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors
     dW, dbias = None, None
     if not spec.frozen_head:
         dW, dbias = xla_sampled.over_tokens(spec, dz, head.hidden, source, to_weights)
-    dhidden = sampled_products.to_hidden(dz, head.W, spec.layout, dtype)
+    launch = tuned.launch_for("sampled_to_hidden", key)
+    dhidden = sampled_products.to_hidden(launch, dz, head.W, spec.layout, dtype)
     return backend_operands.cotangent(spec, Factors(dhidden, dW, dbias), source)

@@ -1,4 +1,4 @@
-"""Measures tile sizes: each kernel of a head alone, one field of its tiles at a time.
+"""Measures tiles and launches: each kernel of a head alone, one field at a time.
 
 Used by `python -m jaxmem bench --tune`. A candidate's result is compared with the
 default's before it is timed; kernels and the plain GEMM are timed alternately (see
@@ -19,8 +19,8 @@ from jaxmem.base import timing
 from jaxmem.head.backends import hopper
 from jaxmem.head.kernels import block_sizes, dlogits, forward, products, tuned
 from jaxmem.head.kernels.logits import Env
-from jaxmem.head.kernels.tiles import Tiles
-from jaxmem.head.maths import row_stats
+from jaxmem.head.kernels.tiles import SampledLaunch, Tiles
+from jaxmem.head.maths import column_sampling, row_stats
 
 # Candidate values by field.
 TRIED: dict[str, tuple[int, ...]] = {
@@ -30,6 +30,9 @@ TRIED: dict[str, tuple[int, ...]] = {
     "slots": (1, 2, 4),
     "stored": (32, 64),
     "cluster": (1, 2),
+    "at_once": (1, 2, 4, 8),
+    "unroll": (2, 4, 8, 16),
+    "sums": (2, 4, 8, 16, 32),
 }
 _FIELDS = {  # tuned, by kernel; the group of "exps" is that of "statistics"
     "statistics": ("panel", "group", "cluster"),
@@ -37,17 +40,23 @@ _FIELDS = {  # tuned, by kernel; the group of "exps" is that of "statistics"
     "derivative": ("panel", "group", "slots", "stored", "stages", "cluster"),
     "to_hidden": ("panel", "group", "slots", "stages", "cluster"),
     "to_W": ("panel", "group", "slots", "stages", "cluster"),
+    "sampled_to_hidden": ("at_once", "unroll"),
+    "sampled_to_W": ("at_once", "unroll", "sums"),
+    "sampled_pieces": ("at_once", "unroll"),
 }
 _NOISE = 0.997  # a candidate is better if its time ratio is below
 _AGAIN = 5  # factor of repetitions for the final comparison with the default
 _CHUNK = 1024  # tokens, on which the block of the vocabulary depends
+# Slots of a token's sampled entries, and how many of them are filled: those of K=128
+# with data like a policy's, whose columns have the popularity of words.
+_SLOTS, _FILLED = 128, 40
 
 
 class Measured(NamedTuple):
     """One candidate: its time relative to the whole GEMM's, or why it has none."""
 
     kernel: str
-    tiles: Tiles
+    tiles: Tiles | SampledLaunch
     over_gemm: float | None
     ms: float | None
     why: str
@@ -130,8 +139,8 @@ def _better(best, taken):
     return fastest if cost.get(fastest, 0) < _NOISE * cost.get(best, 9e9) else best
 
 
-def _candidates(best, field) -> tuple[list[Tiles], dict[Any, str]]:
-    """Tiles that differ in a field; invalid ones, with the reason."""
+def _candidates(best, field) -> tuple[list[Any], dict[Any, str]]:
+    """Tiles or launches that differ in a field; invalid ones, with the reason."""
     candidates, refused = [best], {}
     for value in TRIED[field]:
         try:
@@ -143,7 +152,7 @@ def _candidates(best, field) -> tuple[list[Tiles], dict[Any, str]]:
     return candidates, refused
 
 
-def _compile(program, candidates, operands) -> dict[Tiles, Any]:
+def _compile(program, candidates, operands) -> dict[Any, Any]:
     """Compiled programs, or the exception that the compiler raised; in parallel."""
 
     def one(tiles):
@@ -167,8 +176,10 @@ def _same(results, want) -> bool:
     return all(map(bool, jax.tree.leaves(flags)))
 
 
-def program_of(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple]:
+def program_of(kernel, shape, h, W, y) -> tuple[Callable[[Any], Callable], tuple]:
     """(tiles -> a function of arrays, the arrays) of a kernel with its usual shapes."""
+    if kernel in tuned.LAUNCHES:
+        return _sampled(kernel, h, W)
     n, depth, columns = shape
 
     def env(tiles):
@@ -210,6 +221,53 @@ def _product(kernel, dz, h, W):
         )
 
     return (to_hidden, (dz, W)) if kernel == "to_hidden" else (to_W, (dz, h))
+
+
+def _sampled(kernel, h, W):
+    """(launch -> a function of arrays, the arrays) of a sum of sampled rows."""
+    from jaxmem.head.kernels import sampled_products
+
+    dz = _entries(len(h), len(W))
+    if kernel == "sampled_to_hidden":
+        return (
+            lambda launch: (
+                lambda dz, W: sampled_products.to_hidden(launch, dz, W, "vd", W.dtype)
+            ),
+            (dz, W),
+        )
+    pairs = column_sampling.sort_by_column(dz)
+
+    def to_W(launch):
+        pieces = tuned.LAUNCHES["sampled_pieces"]
+        launches = sampled_products.ColumnLaunches(launch, pieces)
+        like = jax.ShapeDtypeStruct(W.shape, W.dtype)
+        return lambda pairs, h: sampled_products.to_weights(
+            launches, pairs, h, like, "vd"
+        )
+
+    def to_pieces(launch):
+        def run(pairs, h):
+            n_live = jnp.sum(pairs.columns < len(W), dtype=jnp.int32)
+            pieces = sampled_products.sum_pieces(launch, pairs, n_live, len(W), h)
+            # Sums of pieces that are not whole are undefined.
+            return jnp.where(pieces.whole[:, None] > 0, pieces.sums, 0)
+
+        return run
+
+    return (to_W if kernel == "sampled_to_W" else to_pieces), (pairs, h)
+
+
+def _entries(n, columns) -> column_sampling.Derivative:
+    """Entries [n, slots] in columns of density 1 / j, the slots past a few empty."""
+    shape = n, _SLOTS
+    of_columns, of_values = jax.random.split(jax.random.key(4))
+    drawn = jnp.exp(jax.random.uniform(of_columns, shape) * jnp.log(columns)) - 1
+    is_filled = jnp.arange(_SLOTS) < _FILLED
+    drawn = jnp.where(
+        is_filled, jnp.minimum(drawn.astype(jnp.int32), columns - 1), columns
+    )
+    values = jnp.where(is_filled, jax.random.normal(of_values, shape), 0)
+    return column_sampling.Derivative(drawn, values)
 
 
 def _derivative(env, width, n, h, W, y):

@@ -8,7 +8,7 @@ run at the same time, so that what they read stays in L2. An index has to arrive
 its row can be loaded, so the next indices are loaded while rows arrive, and a program
 goes through several columns without a break. A column with many tokens is first summed
 in pieces, in parallel. The order of every sum is that of the pairs sorted by column,
-without atomics: results are deterministic, however they are computed (`Launch`).
+without atomics: results are the same for every `SampledLaunch`.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.head.kernels import typed
+from jaxmem.head.kernels import tuned, typed
+from jaxmem.head.kernels.tiles import SampledLaunch
 from jaxmem.head.maths.column_sampling import Derivative, Pairs
 
 _PIECE = 64  # pairs of a piece, at least; a power of two
@@ -33,28 +34,6 @@ _THREADS = 128
 _COSTS = {8: 1.0, 4: 1.15, 2: 1.7, 1: 4.0}
 # No program reads what it writes.
 _PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """How a sum of rows is computed.
-
-    Attributes:
-        at_once: columns of a row for each thread, at most; a power of two.
-        unroll: rows that are loaded before they are added, a power of two.
-        sums: per program; neighbouring columns of W.
-    """
-
-    at_once: int
-    unroll: int
-    sums: int = 1
-
-
-# The fastest of those that were timed on an H100 with policy-like data
-# (`benchmarks/sampled_data.py`), D=4096.
-TO_HIDDEN = Launch(at_once=8, unroll=4)
-TO_W = Launch(at_once=8, unroll=4, sums=8)
-TO_PIECE = Launch(at_once=8, unroll=8)
 
 
 class Segments(NamedTuple):
@@ -75,7 +54,7 @@ class Pieces(NamedTuple):
 
 
 def to_hidden(
-    dz: Derivative, W: jax.Array, layout, dtype, launch: Launch = TO_HIDDEN
+    launch: SampledLaunch, dz: Derivative, W: jax.Array, layout, dtype
 ) -> jax.Array:
     """The product dz · W, [N, D]."""
     n_columns = W.shape[0 if layout == "vd" else 1]
@@ -97,18 +76,25 @@ def to_hidden(
     return _by_depth(part, zeros, axis=1)
 
 
+class ColumnLaunches(NamedTuple):
+    """Launches of W's gradient."""
+
+    columns: SampledLaunch
+    pieces: SampledLaunch  # of long columns, before
+
+
 def to_weights(
-    pairs: Pairs, hidden: jax.Array, like: jax.ShapeDtypeStruct, layout,
-    launch: Launch = TO_W,
+    launches: ColumnLaunches, pairs: Pairs, hidden: jax.Array,
+    like: jax.ShapeDtypeStruct, layout,
 ) -> jax.Array:  # fmt: skip
     """dzᵀ · hidden, of W's shape and dtype; zero for columns without an entry."""
     n_columns = like.shape[0 if layout == "vd" else 1]
     if layout == "vd":
-        return sum_columns(launch, pairs, n_columns, hidden, like.dtype)
+        return sum_columns(launches, pairs, n_columns, hidden, like.dtype)
 
     def part(first, width):
         here = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
-        return sum_columns(launch, pairs, n_columns, here, like.dtype).T
+        return sum_columns(launches, pairs, n_columns, here, like.dtype).T
 
     zeros = typed.alike(jnp.zeros(like.shape, like.dtype), pairs.values, hidden)[0]
     return _by_depth(part, zeros, axis=0)
@@ -117,11 +103,14 @@ def to_weights(
 def to_bias(pairs: Pairs, n_rows: int, columns: int) -> jax.Array:
     """Σ_i dz_ij of each column, float32 [V]."""
     ones = jnp.ones((n_rows, _THREADS), jnp.bfloat16)
-    return sum_columns(TO_W, pairs, columns, ones, jnp.float32)[:, 0]
+    launches = ColumnLaunches(
+        tuned.LAUNCHES["sampled_to_W"], tuned.LAUNCHES["sampled_pieces"]
+    )
+    return sum_columns(launches, pairs, columns, ones, jnp.float32)[:, 0]
 
 
 def sum_rows(
-    launch: Launch, segments: Segments, x: jax.Array, dtype, zeros: bool = True
+    launch: SampledLaunch, segments: Segments, x: jax.Array, dtype, zeros: bool = True
 ) -> jax.Array:
     """Σ_k values_k x[rows_k] of each segment, [n, D], summed in float32.
 
@@ -146,19 +135,20 @@ def sum_rows(
 
 
 def sum_columns(
-    launch: Launch, pairs: Pairs, n_columns: int, x: jax.Array, dtype
+    launches: ColumnLaunches, pairs: Pairs, n_columns: int, x: jax.Array, dtype
 ) -> jax.Array:
     """Σ_k values_k x[tokens_k] over the pairs of each column, summed in float32.
 
     Pairs past the last column are ignored.
     """
-    whole = _whole(x)
+    whole, launch = _whole(x), launches.columns
     n_programs, part = pl.cdiv(n_columns, launch.sums), _Part(whole, launch.at_once)
     begin = jnp.arange(n_programs + 1, dtype=jnp.int32) * launch.sums
     ends = jnp.searchsorted(
         pairs.columns, jnp.minimum(begin, n_columns), method="scan_unrolled"
     ).astype(jnp.int32)
-    operands = ends, *pairs, whole, *_pieces(pairs, ends[-1], n_columns, whole)
+    pieces = sum_pieces(launches.pieces, pairs, ends[-1], n_columns, whole)
+    operands = ends, *pairs, whole, *pieces
 
     def sampled_sum_columns(ends_ref, *refs):
         *refs, bits_ref, out_ref = refs
@@ -184,7 +174,9 @@ def sum_columns(
     return found[:, : x.shape[1]]
 
 
-def _pieces(pairs, n_live, n_columns, x) -> Pieces:
+def sum_pieces(
+    launch: SampledLaunch, pairs: Pairs, n_live, n_columns: int, x: jax.Array
+) -> Pieces:
     """Sums of the pieces of long columns, as short as there is memory for.
 
     Most slots may be empty: n_live pairs come first.
@@ -201,7 +193,7 @@ def _pieces(pairs, n_live, n_columns, x) -> Pieces:
     segments = Segments(
         first, jnp.where(whole, first + size, first), pairs.tokens, pairs.values
     )
-    sums = sum_rows(TO_PIECE, segments, x, jnp.float32, zeros=False)
+    sums = sum_rows(launch, segments, x, jnp.float32, zeros=False)
     return Pieces(whole.astype(jnp.int32), sums, bits[None])
 
 
@@ -277,7 +269,7 @@ def _add(sums, row, value=1.0):
 class _Add:
     """Adds weighted rows."""
 
-    launch: Launch
+    launch: SampledLaunch
     part: _Part
     rows_ref: Any
     values_ref: Any
@@ -315,7 +307,7 @@ class _Add:
 class _Stream:
     """Adds the pairs of neighbouring columns, which follow each other."""
 
-    launch: Launch
+    launch: SampledLaunch
     part: _Part
     ends: tuple[jax.Array, jax.Array]  # of the program's pairs
     bits: jax.Array  # of `Pieces`

@@ -1,4 +1,4 @@
-"""Tile sizes of a kernel, and the limits of a Hopper GPU."""
+"""Tile sizes of a kernel, launches of sums of rows, and limits of a Hopper GPU."""
 
 import dataclasses
 
@@ -100,3 +100,29 @@ class Tiles:
             else 0
         )
         return self.stages * stage + out + wide + _SMALL_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledLaunch:
+    """One program sums weighted rows (`sampled_products`).
+
+    Attributes:
+        at_once: columns of a row for each thread, at most; 1, 2, 4 or 8.
+        unroll: rows that are loaded before they are added; a power of two.
+        sums: neighbouring columns of W for each program.
+    """
+
+    at_once: int
+    unroll: int
+    sums: int = 1
+
+    def __post_init__(self):
+        if self.at_once not in (1, 2, 4, 8):
+            raise ValueError(f"at_once={self.at_once} must be 1, 2, 4 or 8")
+        if self.unroll not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(
+                f"unroll={self.unroll} must be a power of two and at most 32: pieces "
+                "of 64 rows are whole steps"
+            )
+        if self.sums < 1:
+            raise ValueError(f"sums={self.sums} must be at least 1")

@@ -1,8 +1,9 @@
-"""Tile sizes of each launch: the fastest measured for its head, or the default.
+"""Tile sizes and launches of each kernel: the fastest for its head, or the default.
 
 The table `tuned.json` is written by `python -m jaxmem bench --tune` and only read here:
 nothing is measured when a program runs. The key of an entry is a kernel, a device, and
 a head's [D, V] and layout; an entry without tiles records that the default was fastest.
+Kernels of sampled gradients have a `SampledLaunch` in the place of tiles.
 The number of tokens is not part of the key, which keeps the kernels batch-invariant.
 """
 
@@ -13,10 +14,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxmem.head.kernels.tiles import Tiles
+from jaxmem.head.kernels.tiles import SampledLaunch, Tiles
 from jaxmem.head.maths.spec import Layout
 
-Kernel = Literal["statistics", "exps", "derivative", "to_hidden", "to_W"]
+TileKernel = Literal["statistics", "exps", "derivative", "to_hidden", "to_W"]
+SampledKernel = Literal["sampled_to_hidden", "sampled_to_W", "sampled_pieces"]
+Kernel = Literal[TileKernel, SampledKernel]
 FILE = "tuned.json"
 
 # Measured on one H200 at its power limit, jax 0.11.2, N=8192 D=4096 V=151936, in units
@@ -47,12 +50,19 @@ FILE = "tuned.json"
 # 0.144 with 128, which are three, three and five tiles.
 _COLUMNS = {256: 1.0, 192: 1.1, 128: 1.09}
 _PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4)
-DEFAULTS: Mapping[Kernel, Tiles] = {
+DEFAULTS: Mapping[TileKernel, Tiles] = {
     "statistics": Tiles(group=2, cluster=2, panel=8),
     "exps": Tiles(group=2, cluster=2, panel=8, stored=64, slots=1),
     "derivative": Tiles(group=1, cluster=2, panel=8, stored=64, slots=1),
     "to_hidden": _PRODUCT,
     "to_W": _PRODUCT,
+}
+# The fastest of those that were timed on an H100 with policy-like data
+# (`benchmarks/sampled_data.py`), D=4096.
+LAUNCHES: Mapping[SampledKernel, SampledLaunch] = {
+    "sampled_to_hidden": SampledLaunch(at_once=8, unroll=4),
+    "sampled_to_W": SampledLaunch(at_once=8, unroll=4, sums=8),
+    "sampled_pieces": SampledLaunch(at_once=8, unroll=8),
 }
 
 
@@ -66,9 +76,9 @@ class Head:
     layout: Layout
 
 
-def default(kernel: Kernel, head: Head) -> Tiles:
-    """The tiles of a head that was not measured."""
-    tiles, depth = DEFAULTS[kernel], head.depth
+def default(kernel: Kernel, head: Head) -> Any:
+    """The tiles, or the launch, of a head that was not measured."""
+    tiles, depth = {**DEFAULTS, **LAUNCHES}[kernel], head.depth
     if kernel == "to_hidden" or (kernel == "to_W" and head.layout == "vd"):
         # The result has D columns: few tiles should not cover many more than it has.
         cost = {n: -(-depth // n) * n * _COLUMNS[n] for n in _COLUMNS}
@@ -76,7 +86,12 @@ def default(kernel: Kernel, head: Head) -> Tiles:
     return tiles
 
 
-def tiles_for(kernel: Kernel, head: Head) -> Tiles:
+def launch_for(kernel: SampledKernel, head: Head) -> SampledLaunch:
+    """The measured launch of exactly this head, or the default."""
+    return table().get((kernel, head)) or default(kernel, head)
+
+
+def tiles_for(kernel: TileKernel, head: Head) -> Tiles:
     """The measured tiles of exactly this head, or the default."""
     tiles = table().get((kernel, head)) or default(kernel, head)
     if kernel == "exps":  # the reduction order of "statistics", so that bits are equal
@@ -86,8 +101,8 @@ def tiles_for(kernel: Kernel, head: Head) -> Tiles:
 
 
 @functools.cache
-def table() -> Mapping[tuple[Kernel, Head], Tiles]:
-    """The table of measured tiles; a ValueError names an entry that is malformed."""
+def table() -> Mapping[tuple[Kernel, Head], Any]:
+    """The measured tiles and launches; a ValueError names an entry that is malformed."""
     text = (
         importlib.resources.files("jaxmem.head.kernels")
         .joinpath(FILE)
@@ -96,7 +111,9 @@ def table() -> Mapping[tuple[Kernel, Head], Tiles]:
     return dict(_read(i, entry) for i, entry in enumerate(json.loads(text)))
 
 
-def entry_of(kernel: Kernel, head: Head, tiles: Tiles, measured: Mapping) -> dict:
+def entry_of(
+    kernel: Kernel, head: Head, tiles: Tiles | SampledLaunch, measured: Mapping
+) -> dict:
     """An entry of the table; `measured` has its times, date and versions."""
     unmeasured = dataclasses.asdict(default(kernel, head))
     chosen = dataclasses.asdict(tiles)
@@ -104,7 +121,7 @@ def entry_of(kernel: Kernel, head: Head, tiles: Tiles, measured: Mapping) -> dic
     return {"kernel": kernel, **dataclasses.asdict(head), "tiles": chosen, **measured}
 
 
-def _read(i, entry: Mapping[str, Any]) -> tuple[tuple[Kernel, Head], Tiles]:
+def _read(i, entry: Mapping[str, Any]) -> tuple[tuple[Kernel, Head], Any]:
     try:
         head = Head(*(entry[field.name] for field in dataclasses.fields(Head)))
         if entry["kernel"] not in get_args(Kernel):

@@ -1,5 +1,6 @@
 """The kernels of sampled derivatives together, without a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,8 +12,11 @@ from jax.sharding import AbstractMesh
 import jaxmem
 from jaxmem import Sample
 from jaxmem.head.backends import hopper, hopper_sampled
+from jaxmem.head.kernels import tuned
+from jaxmem.head.kernels.tiles import SampledLaunch
 from jaxmem.head.maths import row_stats
 from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.column_sampling import Derivative
 from jaxmem.head.maths.spec import Spec
 from tests import hlo, oracle
 from tests.cases import Case, slow
@@ -102,6 +106,28 @@ def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
         both, h, W, numbers, g, jax.ShapeDtypeStruct((n,), jnp.uint32)
     )
     assert text.count(KERNEL) == kernels
+
+
+@pytest.mark.parametrize("kernel", tuned.LAUNCHES)
+def test_gradient_takes_the_measured_launch_of_its_head(kernel, monkeypatch):
+    n, d, v = 64, 256, 512
+    spec, source, rows = problem(n, d, v, 4)
+    columns = jnp.arange(n * 5, dtype=jnp.int32).reshape(n, 5)
+    dz = Derivative(columns, jnp.ones((n, 5)))
+
+    def traced():
+        made = jax.make_jaxpr(lambda: hopper_sampled.gradient(spec, source, rows, dz))
+        return str(made())
+
+    unmeasured = traced()
+    key = hopper.key_of(spec, v, d)
+    entry = tuned.entry_of(kernel, key, SampledLaunch(1, 2, sums=4), {})
+    monkeypatch.setattr(tuned, "table", lambda: dict([tuned._read(0, entry)]))
+    assert traced() != unmeasured
+    other = dataclasses.replace(key, depth=2 * d)
+    entry = tuned.entry_of(kernel, other, SampledLaunch(1, 2, sums=4), {})
+    monkeypatch.setattr(tuned, "table", lambda: dict([tuned._read(0, entry)]))
+    assert traced() == unmeasured
 
 
 @pytest.mark.parametrize("verb, layout", [("token_loss", "dv"), ("logprobs", "vd")])

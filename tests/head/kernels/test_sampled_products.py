@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmem.head.kernels.tiles import SampledLaunch
 from jaxmem.head.maths import column_sampling
 from jaxmem.head.maths.column_sampling import Derivative
 from tests.cases import slow
@@ -37,13 +38,14 @@ def test_both_gradients(layout, d, monkeypatch):
     monkeypatch.setattr(sampled_products, "_TRANSPOSED_DEPTH", 16)
     n, v = 12, 10
     dz, dense, h, W = problem(n, d, v, 6)
-    launch = sampled_products.Launch(8, 4, sums=8)
+    launch = SampledLaunch(8, 4, sums=8)
+    launches = sampled_products.ColumnLaunches(launch, SampledLaunch(8, 8))
     given = W if layout == "vd" else W.T
-    got = sampled_products.to_hidden(dz, given, layout, jnp.float32, launch)
+    got = sampled_products.to_hidden(launch, dz, given, layout, jnp.float32)
     np.testing.assert_allclose(got, dense @ np.float64(W), rtol=1e-5, atol=1e-5)
     pairs = column_sampling.sort_by_column(dz)
     like = jax.ShapeDtypeStruct(given.shape, jnp.float32)
-    got = sampled_products.to_weights(pairs, h, like, layout, launch)
+    got = sampled_products.to_weights(launches, pairs, h, like, layout)
     got = got if layout == "vd" else got.T
     np.testing.assert_allclose(got, dense.T @ np.float64(h), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(got)[~dense.any(0)], 0)
@@ -68,12 +70,16 @@ def test_a_long_column_counts_each_pair_once(many, monkeypatch):
         columns.astype(np.int32), tokens.astype(np.int32),
         np.ones(len(columns), np.float32),
     )))  # fmt: skip
-    launch = sampled_products.Launch(1, 2, 4)
+    launches = sampled_products.ColumnLaunches(
+        SampledLaunch(1, 2, 4), SampledLaunch(8, 8)
+    )
     x = jnp.eye(n, dtype=jnp.float32)
-    pieces = sampled_products._pieces(pairs, jnp.int32(len(columns) - 31), v, x)
+    pieces = sampled_products.sum_pieces(
+        launches.pieces, pairs, jnp.int32(len(columns) - 31), v, x
+    )
     assert int(pieces.bits[0]) == (4 if many else 3)
     assert len(pieces.sums) == (v // 2 if many else -(-len(columns) // 8))
-    got = sampled_products.sum_columns(launch, pairs, v, x, jnp.float32)
+    got = sampled_products.sum_columns(launches, pairs, v, x, jnp.float32)
     for i in range(v):
         want = np.bincount(tokens[end[i] - sizes[i] : end[i]], minlength=n)
         np.testing.assert_array_equal(got[i], want)
@@ -93,10 +99,9 @@ def test_sums_do_not_depend_on_the_launch(monkeypatch):
     pairs = column_sampling.sort_by_column(dz)
     like = jax.ShapeDtypeStruct(W.shape, jnp.float32)
     gradients = []
-    for launch in (sampled_products.Launch(2, 4, 8), sampled_products.Launch(1, 2, 1)):
-        monkeypatch.setattr(sampled_products, "TO_PIECE", launch)
-        dW = sampled_products.to_weights(pairs, h, like, "vd", launch)
-        gradients.append(
-            (dW, sampled_products.to_hidden(dz, W, "vd", jnp.float32, launch))
-        )
+    for launch in (SampledLaunch(2, 4, 8), SampledLaunch(1, 2, 1)):
+        launches = sampled_products.ColumnLaunches(launch, launch)
+        dW = sampled_products.to_weights(launches, pairs, h, like, "vd")
+        dhidden = sampled_products.to_hidden(launch, dz, W, "vd", jnp.float32)
+        gradients.append((dW, dhidden))
     jax.tree.map(np.testing.assert_array_equal, *gradients)

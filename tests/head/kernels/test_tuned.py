@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxmem.head.kernels import tuned
-from jaxmem.head.kernels.tiles import MAX_CLUSTER_ROWS, Tiles
+from jaxmem.head.kernels.tiles import MAX_CLUSTER_ROWS, SampledLaunch, Tiles
 
 HEAD = tuned.Head("NVIDIA H200", 4096, 151936, "vd")
 
@@ -23,7 +23,9 @@ def table(monkeypatch):
 
 
 def test_the_shipped_table_can_be_read():
-    assert all(isinstance(tiles, Tiles) for tiles in tuned.table().values())
+    for (kernel, _), tiles in tuned.table().items():
+        expected = SampledLaunch if kernel in tuned.LAUNCHES else Tiles
+        assert isinstance(tiles, expected)
 
 
 def test_an_entry_serves_its_head_alone(table):
@@ -39,6 +41,33 @@ def test_an_entry_serves_its_head_alone(table):
     ):
         assert tuned.tiles_for("derivative", other) == tuned.DEFAULTS["derivative"]
     assert tuned.tiles_for("to_W", HEAD) == tuned.DEFAULTS["to_W"]
+
+
+def test_launch_for_takes_an_entry_of_its_head_alone(table):
+    better = SampledLaunch(at_once=4, unroll=4, sums=16)
+    entry = tuned.entry_of("sampled_to_W", HEAD, better, {"ms": 1.0})
+    assert entry["tiles"] == {"at_once": 4, "sums": 16}
+    table([json.loads(json.dumps(entry))])
+    assert tuned.launch_for("sampled_to_W", HEAD) == better
+    wider, default = dataclasses.replace(HEAD, depth=8192), tuned.LAUNCHES
+    assert tuned.launch_for("sampled_to_W", wider) == default["sampled_to_W"]
+    assert tuned.launch_for("sampled_pieces", HEAD) == default["sampled_pieces"]
+
+
+@pytest.mark.parametrize(
+    "launch, message",
+    [
+        ({"at_once": 3}, "at_once=3 must be 1, 2, 4 or 8"),
+        ({"unroll": 64}, "unroll=64 must be a power of two and at most 32"),
+        ({"sums": 0}, "sums=0 must be at least 1"),
+        ({"panel": 4}, "panel"),
+    ],
+)
+def test_launch_that_no_kernel_has_is_named(launch, message):
+    default = tuned.LAUNCHES["sampled_to_W"]
+    entry = tuned.entry_of("sampled_to_W", HEAD, default, {}) | {"tiles": launch}
+    with pytest.raises(ValueError, match=f"tuned.json: entry 0.*{message}"):
+        tuned._read(0, entry)
 
 
 @pytest.mark.parametrize("depth, columns", [(4096, 256), (640, 128), (576, 192)])
