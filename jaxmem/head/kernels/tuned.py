@@ -102,7 +102,7 @@ def tiles_for(kernel: TileKernel, head: Head) -> Tiles:
 
 @functools.cache
 def table() -> Mapping[tuple[Kernel, Head], Any]:
-    """The measured tiles and launches; a ValueError names an entry that is malformed."""
+    """The measured tiles and launches; a ValueError names a malformed entry."""
     text = (
         importlib.resources.files("jaxmem.head.kernels")
         .joinpath(FILE)
