@@ -20,11 +20,10 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jaxmem.base import messages
-from jaxmem.data import event_loop, guests, rewards
+from jaxmem.base import guests, messages, user_code
+from jaxmem.data import event_loop, rewards
 from jaxmem.data.calculator import Calculator
 from jaxmem.data.rewards import RewardError
 
@@ -101,7 +100,8 @@ class Environments:
         tools: schemas of functions that the class has; None: it has none.
 
     Raises:
-        RewardError: the class cannot be imported, or lacks `reset` or `step`.
+        UserCodeError: the class cannot be imported.
+        RewardError: it lacks `reset` or `step`.
     """
 
     def __init__(
@@ -114,7 +114,9 @@ class Environments:
         self.name, self._timeout, self._on_error = name, timeout, on_error
         self._workers = workers
         self._failures = Counter[tuple[str, type]]()  # by consequence and exception
-        self._class = rewards.load(name, "task.environment", SHIPPED)
+        self._class = user_code.load(
+            name, "task.environment", SHIPPED, "a class", inspect.isclass
+        )
         for method in ("reset", "step"):
             if not callable(getattr(self._class, method, None)):
                 raise RewardError(f"task.environment: {name} has no method {method!r}")
@@ -309,8 +311,7 @@ class Environments:
         place = f"environment {self.name} ({where}): {method}"
         if isinstance(error, _Nonsense):
             return RewardError(f"{place} {error}")
-        file_name = Path(self.name.rpartition(":")[0]).name
-        return RewardError(f"{place} raised{rewards.described(error, file_name)}")
+        return RewardError(f"{place} raised{user_code.described(error, self._class)}")
 
 
 class _Nonsense(ValueError):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from jaxmem.data import guests
+from jaxmem.base import guests
 
 _SECONDS_TO_CLOSE = 5.0  # for tasks that are cancelled, and for a function that blocks
 

@@ -11,21 +11,17 @@ of one assistant message. Columns are lists of the other fields of the data, and
 
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxmem.base import messages
-from jaxmem.data import event_loop, guests
+from jaxmem.base import guests, messages, user_code
+from jaxmem.data import event_loop
 from jaxmem.data.unit_tests import UnitTests, protections
 from jaxmem.data.verifiers import SHIPPED
 
@@ -128,7 +124,7 @@ class Scorer:
             return None has no total; or "raise".
 
     Raises:
-        RewardError: a function cannot be imported.
+        UserCodeError: a function cannot be imported.
     """
 
     def __init__(
@@ -139,7 +135,9 @@ class Scorer:
         on_error: Literal["raise", "mask"] = "raise",
         unrewarded: Literal["mask", "raise"] = "mask",
     ):
-        self._functions = {name: load(name) for name in names}
+        self._functions = {
+            name: user_code.load(name, "task.reward", SHIPPED) for name in names
+        }
         self._weights = [1.0] * len(names) if weights is None else list(weights)
         self._timeout, self._on_error = timeout, on_error
         self._unrewarded = unrewarded
@@ -357,7 +355,7 @@ class Scorer:
         if isinstance(error, guests.Misbehaved):  # or a function that ran beside it
             names = ", ".join(dict.fromkeys([name, *self._async]))
             return RewardError(f"{_place(names, questions, i)} {error}")
-        said = described(error, _file_name(self._functions[name]))
+        said = user_code.described(error, self._functions[name])
         return RewardError(f"{place} raised{said}")
 
 
@@ -366,60 +364,6 @@ class _Graded(NamedTuple):
 
     rewards: np.ndarray  # float64 [N]; NaN for None and failures
     failed: np.ndarray  # bool [N]
-
-
-def load(
-    name: str,
-    key: str = "task.reward",
-    shipped: Mapping[str, Function] = SHIPPED,
-) -> Function:
-    """The function of a name: shipped, in a file, or in a module; `key` has the name.
-
-    Raises:
-        RewardError: it does not exist, or importing it fails.
-    """
-    if name in shipped:
-        return shipped[name]
-    source, colon, attribute = name.rpartition(":")
-    if not colon:
-        known = f"one of {', '.join(map(repr, shipped))}, or " if shipped else ""
-        raise RewardError(
-            f'{key} must be {known}"file.py:function" or "package.module:function", '
-            f"got {messages.short(name)}"
-        )
-    try:
-        with guests.received():
-            module = _file(source) if source.endswith(".py") else _module(source)
-    except BaseException as error:
-        guests.raise_if_of_the_user(error)
-        line = _line_of(error, Path(source).name)
-        raise RewardError(
-            f"{key}: cannot import {source}{line}: {_message(error)}"
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        file = getattr(module, "__file__", "built in")  # perhaps not the one meant
-        raise RewardError(f"{key}: {source} has no function {attribute!r} ({file})")
-    return function
-
-
-def _file(path: str) -> Any:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError("no such file")
-    name = f"jaxmem_rewards_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # for pickling, and for annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-def _module(name: str) -> Any:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # last: a json.py there shadows nothing
-    return importlib.import_module(name)
 
 
 # ------------------------------------------------------------- columns of the data
@@ -500,11 +444,6 @@ def _names_trainer_state(function: Function) -> bool:
         return False
 
 
-def described(error: BaseException, file_name: str) -> str:
-    """What a function of a file raised, and in which line of it."""
-    return f"{_line_of(error, file_name)} {type(error).__name__}: {_message(error)}"
-
-
 def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
     """Rewards as an array, None as NaN."""
 
@@ -542,28 +481,3 @@ def _listed(returned: Any) -> Sequence[Any] | None:
 def _place(name: str, questions: Questions, i: int) -> str:
     prompt = messages.short(questions.prompts[i])
     return f"reward {name}, prompt {prompt} ({questions.where[i]}):"
-
-
-def _file_name(function: Function) -> str:
-    """The name of the file that defines a function; empty for a built-in one."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return Path(code.co_filename).name if code else ""
-
-
-def _line_of(error: BaseException, file_name: str) -> str:
-    """The last line of the function's own file that raised, which is not ours."""
-    lines = []
-    trace = error.__traceback__
-    while trace is not None:
-        path = trace.tb_frame.f_code.co_filename
-        if Path(path).name == file_name and path != __file__:
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
-    return f" (line {lines[-1]})" if lines else ""
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return messages.cut(str(error)) or type(error).__name__
-    except Exception:  # its own `__str__` raises
-        return type(error).__name__

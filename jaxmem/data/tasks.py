@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jaxmem.base import user_code
 from jaxmem.base.fields import check_field, check_numbers
 from jaxmem.base.ranges import integers, reals
 from jaxmem.data.mixing import check_weights
@@ -47,7 +48,7 @@ class TaskConfig:
     # the start. Of a file: exact, prefix, regex, number, gsm8k, json_schema,
     # unit_tests, length, overlong, "file.py:function" or "package.module:function", or
     # a tuple of several
-    reward: str | tuple[str, ...] = "exact"
+    reward: str | tuple[str, ...] = user_code.field("exact")
     reward_weights: tuple[float, ...] | None = None  # one a reward; None: 1 each
     timeout: float | None = None  # most seconds of a reward's or environment's call
     # what a reward function that raises or takes too long ends: the run (raise); or
@@ -61,7 +62,7 @@ class TaskConfig:
     # what answers between turns: "calculator", or "file.py:Class" or
     # "package.module:Class" with reset and step, whose rewards count instead of
     # `reward`; None: one completion of each prompt
-    environment: str | None = None
+    environment: str | None = user_code.field(None)
     max_turns: int = 4  # most completions of a conversation with an environment
     max_reply_tokens: int = 64  # most that an environment's reply may have
     # what a failure of an environment ends: the run (raise), or its conversation, with

@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxmem.base import user_code
 from jaxmem.base.fields import check_choices, check_field, check_numbers
 from jaxmem.base.ranges import Range, integers, reals
 
@@ -79,7 +80,7 @@ class ModelConfig:
     # None: the decoder of jaxmem. Or "file.py:function" or "package.module:function" of
     # (config, rngs), which makes a Flax NNX module (jaxmem.models.own_model); then only
     # its checkpoint's tokenizer is read
-    factory: str | None = None
+    factory: str | None = user_code.field(None)
     layers: int = 4  # number of blocks
     hidden: int = 160  # width of the residual stream
     ff: int = 448  # width inside the gated feed-forward layer

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from jaxmem.base import messages
+from jaxmem.base import guests, messages, user_code
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, whole, write_tensors
-from jaxmem.data import guests, rewards
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.own_model import OwnError, OwnModel, Probe, random_weights
 from jaxmem.models.training_head import HeadConfig
@@ -34,8 +33,8 @@ def maker(
     """The function that makes a model with initial weights; None without a factory."""
     if config.factory is None:
         return None
-    named, key = f"model.factory={config.factory!r}", "model.factory"
-    factory = rewards.load(config.factory, key, {})
+    named = f"model.factory={config.factory!r}"
+    factory = user_code.load(config.factory, "model.factory")
     try:
         inspect.signature(factory).bind(config, None)
     except TypeError as error:
@@ -50,18 +49,10 @@ def maker(
             raise OwnError(f"{named}: {error}") from error
         except BaseException as error:
             guests.raise_if_of_the_user(error)
-            said = rewards.described(error, _file_of(config.factory))
+            said = user_code.described(error, factory)
             raise OwnError(f"{named} raised{said}") from error
 
     return make
-
-
-def _file_of(name: Any) -> str:
-    """The name of the file that "file.py:function" or "module:function" is in."""
-    source = name.rpartition(":")[0]
-    if not source.endswith(".py"):
-        source = f"{source.rpartition('.')[2]}.py"
-    return Path(source).name
 
 
 def check_rows(program: Any, packed: bool) -> None:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from jaxmem.base import user_code
 from jaxmem.base.fields import check_field, check_numbers
 from jaxmem.base.ranges import integers, reals
 from jaxmem.models.decoder import ModelConfig
@@ -70,6 +71,11 @@ class JobConfig:
         """The dataclass of each section, the job's own ones first."""
         types = typing.get_type_hints(cls)
         return {name: types[name] for name in cls.__annotations__} | types
+
+    def code(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, name) of the user's code that keys name, as in task.reward."""
+        for section in self.sections():
+            yield from user_code.names_in(section, getattr(self, section))
 
     def check_stays(self, key: str, wanted: Any, why: str) -> None:
         """Raise a ValueError unless a setting has the value that others need."""

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from jaxmem.base.user_code import UserCodeError
 from jaxmem.data import event_loop
 from jaxmem.data.calculator import Calculator
 from jaxmem.data.environments import Environments, Turn
@@ -180,9 +181,9 @@ def test_a_beginning_that_is_none(reset, message, own, opened):
 
 
 def test_classes_that_are_none(own, tmp_path):
-    with pytest.raises(RewardError, match="task.environment must be one of 'calcul"):
+    with pytest.raises(UserCodeError, match="must be one of 'calculator', or"):
         Environments("calculater")
-    with pytest.raises(RewardError, match="task.environment: cannot import absent.py"):
+    with pytest.raises(UserCodeError, match="environment: cannot import absent.py"):
         Environments("absent.py:Own")
     with pytest.raises(RewardError, match="task.environment: .* has no method 'reset'"):
         Environments("pathlib:Path")

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from jaxmem.data import event_loop, guests
+from jaxmem.base import guests
+from jaxmem.data import event_loop
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,11 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxmem.data import rewards
+from jaxmem.base.user_code import UserCodeError
 from jaxmem.data.rewards import Questions, RewardError, Scorer, TrainerState
 from jaxmem.data.tasks import TaskConfig
 
@@ -150,21 +149,6 @@ def test_a_function_of_a_module_is_named_with_its_line(tmp_path, monkeypatch):
         Scorer(["judges:score"])(questions(["a"]))
 
 
-def test_modules_of_the_current_directory_shadow_nothing(tmp_path, monkeypatch):
-    (tmp_path / "judges.py").write_text("import sched\nscore = sched.scheduler\n")
-    (tmp_path / "sched.py").write_text("scheduler = None\n")
-    paths = [path for path in sys.path if path not in ("", str(Path.cwd()))]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", paths)
-    for name in ("judges", "sched"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert rewards.load("judges:score").__module__ == "sched"
-    with pytest.raises(
-        RewardError, match=r"has no function 'judge' \(.*lib.*sched\.py"
-    ):
-        rewards.load("sched:judge")
-
-
 def test_without_a_timeout_functions_are_in_the_main_thread(own):
     name = own(
         "import threading\ndef score(completions, **_):\n"
@@ -178,21 +162,12 @@ def test_without_a_timeout_functions_are_in_the_main_thread(own):
     [
         ("exat", "task.reward must be one of 'exact', 'prefix', .*, got 'exat'"),
         ("absent.py:score", "task.reward: cannot import absent.py: no such file"),
-        ("no.such.module:score", "cannot import no.such.module: No module named 'no'"),
-        ("json:score", "task.reward: json has no function 'score' "),
+        ("json:score", "task.reward: json has no 'score'"),
     ],
 )
 def test_a_function_that_is_not_there(name, message):
-    with pytest.raises(RewardError, match=message):
-        rewards.load(name)
-
-
-def test_a_file_that_cannot_be_imported_names_its_line(own):
-    with pytest.raises(
-        RewardError, match=r"rewards\.py.* \(line 2\): division by zero"
-    ):
-        rewards.load(own("\n1 / 0\n"))
-    assert rewards.load("os.path:basename")("a/b") == "b"
+    with pytest.raises(UserCodeError, match=message):
+        Scorer([name])
 
 
 # -------------------------------------------- guests that behave badly
@@ -248,13 +223,6 @@ def test_ctrl_c_where_nothing_defers_it_is_the_user_s(own):
     name = own("def score(**_):\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         Scorer([name])(questions(["x"]))
-
-
-@pytest.mark.parametrize("body", ["sys.exit(0)", "os.chdir('/')"])
-def test_a_file_whose_import_ends_the_process_is_named(body, own):
-    name = own(f"import os, sys\n{body}\n")
-    with pytest.raises(RewardError, match="^task.reward: cannot import .*rewards.py"):
-        rewards.load(name)
 
 
 def test_weights_that_make_rewards_too_large_are_refused(own):

@@ -23,7 +23,7 @@ from jaxmem.train.evaluation import EvalConfig, Evaluated
 from jaxmem.train.output.history import read_history
 from jaxmem.train.program import TrainState
 from jaxmem.train.settings import RunConfig, Settings
-from jaxmem.train.state import checkpoint
+from jaxmem.train.state import checkpoint, resuming
 from jaxmem.train.state.checkpoint import CheckpointError
 from tests.base.test_files import no_file_above
 from tests.cases import slow
@@ -123,6 +123,22 @@ def run_in(
 
 def at(step, action, *arguments):
     return Adding(lambda number: action(*arguments) if number == step else None)
+
+
+# ------------------------------------------------------------- the user's code
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_code_that_has_changed_is_noted_and_does_not_end_a_run(steps, run):
+    def digests(one):
+        return {**FREE, resuming.CODE: {"own.py:f": one * 64, "m:g": "0" * 64}}
+
+    run(steps=2, free=digests("a"))
+    ran = run(steps=steps, free=digests("b"))
+    changed = "own.py has changed (SHA-256 aaaaaaaaaaaa…, is bbbbbbbbbbbb…)"
+    assert ran.error is None and changed in ran.said.replace("\n", "")
+    again = run(steps=6, free=digests("b" if steps == 4 else "a"))  # as saved
+    assert "has changed" not in again.said
 
 
 # ------------------------------------------------------------------ backend

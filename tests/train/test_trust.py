@@ -118,7 +118,10 @@ def test_a_run_to_start_from_imports_nothing(config, key, evil, ran):
 def test_the_user_lets_code_run(code, evil, ran, capsys):
     run = evil('model.factory = "evil.py:f"')
     assert cli.main(["generate", str(run), "abc", *code]) == 2
-    assert "model.factory: evil.py has no function 'f'" in capsys.readouterr().err
+    assert (
+        "model.factory: evil.py:f must be a function, got None"
+        in capsys.readouterr().err
+    )
     assert ran.exists()
 
 

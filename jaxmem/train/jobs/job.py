@@ -14,6 +14,7 @@ import tokenizers
 from rich.console import Console
 
 from jaxmem import checkpoints
+from jaxmem.base import user_code
 from jaxmem.data import vocabulary
 from jaxmem.models import lora
 from jaxmem.models.decoder import ModelConfig
@@ -25,6 +26,7 @@ from jaxmem.train.output.progress import ProgressReport
 from jaxmem.train.phases import Phase, Programs, of_program
 from jaxmem.train.program import DecoderProgram, fixed_weights
 from jaxmem.train.settings import JobConfig, Settings
+from jaxmem.train.state import resuming
 from jaxmem.train.state.checkpoint import Checkpoints
 
 JOBS: dict[str, type["Job"]] = {}  # by the value of run.job
@@ -111,10 +113,12 @@ class Job(abc.ABC):
         changeable["run"] = {
             name: getattr(config.run, name) for name in ("steps", "accumulate", "seed")
         }
-        return Settings(fixed, {
+        changeable = {
             name: {k: v for k, v in fields.items() if k not in fixed.get(name, {})}
             for name, fields in changeable.items()
-        })  # fmt: skip
+        }
+        code = {name: user_code.digest(name, key) for key, name in config.code()}
+        return Settings(fixed, changeable | {resuming.CODE: code})
 
     def reading(self) -> Reading:
         """What the job reads; nothing is opened yet."""

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmem.base import user_code
 from jaxmem.train.metrics import AnyMetrics
 from jaxmem.train.state.checkpoint import CheckpointError, Checkpoints
 
 CHANGEABLE = "changeable"  # key in the saved settings
+CODE = "code"  # key in those: digests of the user's code by its name
 
 
 @contextlib.contextmanager
@@ -65,7 +67,8 @@ def changes(
     """A message for each allowed difference from the saved settings; others raise."""
     fixed, changeable = settings
     saved = dict(saved)
-    before = saved.pop(CHANGEABLE, {})
+    before, now = dict(saved.pop(CHANGEABLE, {})), dict(changeable)
+    code = user_code.changes(before.pop(CODE, {}), now.pop(CODE, {}))
     where = f"run.out_dir={str(out_dir)!r}"
     check_same_config(saved, fixed, out_dir)
     if done > steps:
@@ -73,7 +76,7 @@ def changes(
             f"run.steps={steps} is below the {done} steps that {where} has "
             "done; raise it, or name another run.out_dir"
         )
-    found = differences(before, changeable, common=True)
+    found = differences(before, now, common=True)
     ignored = [change for change in found if not change.startswith("run.steps ")]
     if ignored and done == steps:
         raise ValueError(
@@ -81,7 +84,7 @@ def changes(
             f"effect: {'; '.join(ignored)}. Restore the old values, raise "
             "run.steps, or name another run.out_dir"
         )
-    return found
+    return found + code
 
 
 def check_same_config(

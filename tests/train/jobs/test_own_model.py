@@ -173,9 +173,9 @@ def test_recomputation_samples_what_a_cache_does_and_says_its_cost():
     "factory, message",
     [
         ("nowhere.py:Model", "cannot import nowhere.py: no such file"),
-        (OWN.replace("Model", "Modell"), "has no function 'Modell'"),
-        (f"{MODULE}:NUMBER", "has no function 'NUMBER'"),
-        ("Model", 'must be "file.py:function"'),
+        (OWN.replace("Model", "Modell"), "has no 'Modell'"),
+        (f"{MODULE}:NUMBER", "NUMBER must be a function, got"),
+        ("Model", 'must be "file.py:name"'),
         (f"{MODULE}:takes_nothing", r"must take \(config, rngs\)"),
         (f"{MODULE}:returns_nothing", "must return an nnx.Module, got NoneType"),
         (f"{MODULE}:raises", r"raised \(line \d+\) KeyError: 'width'"),

@@ -1,0 +1,239 @@
+"""Code of the user, which keys name by "file.py:name" or "package.module:name".
+
+    load(name, key, known={}, kind="a function", accepts=callable) -> the object
+
+`key` is the key of the configuration that has the name, for errors; `known` maps names
+of shipped objects to them; `accepts` is True of what the key can use, and `kind` says
+what that is. A field that may name code is declared with `field(default)`, so that runs
+record a digest of the code, and commands that read a run refuse what they do not trust:
+
+    loss: str = user_code.field("grpo")
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxmem.base import guests, messages
+
+_MARK = "names_code"  # in the metadata of a field
+_DIGITS = 12  # hexadecimal ones of a digest that are shown
+
+
+class UserCodeError(ValueError):
+    """Code cannot be used; the message names the key, the file and its line."""
+
+
+def field(default: Any) -> Any:
+    """A field of a dataclass that may name code."""
+    return dataclasses.field(default=default, metadata={_MARK: True})
+
+
+def load(
+    name: str,
+    key: str,
+    known: Mapping[str, Any] | None = None,
+    kind: str = "a function",
+    accepts: Callable[[Any], bool] = callable,
+) -> Any:
+    """The object of a name: a shipped one, or one of a file or a module.
+
+    A file is executed once in a process, and again only after it has changed.
+
+    Raises:
+        UserCodeError: the name has another form, the file, the module or the object
+            does not exist, importing it fails, or it is of another kind.
+    """
+    if known and name in known:
+        return known[name]
+    if not names_code(name):
+        shipped = f"one of {', '.join(map(repr, known))}, or " if known else ""
+        wanted = f'{shipped}"file.py:name" or "package.module:name"'
+        raise UserCodeError(messages.must_be(key, wanted, name))
+    source, _, attribute = name.rpartition(":")
+    module = _module_of(source, key)
+    if not hasattr(module, attribute):
+        file = getattr(module, "__file__", "built in")  # perhaps not the one meant
+        name = messages.short(attribute)
+        raise UserCodeError(f"{key}: {source} has no {name} ({file})")
+    loaded = getattr(module, attribute)
+    if not accepts(loaded):
+        raise UserCodeError(f"{key}: {messages.must_be(name, kind, loaded)}")
+    return loaded
+
+
+def names_code(name: str) -> bool:
+    """True if it has the form "file.py:name" or "package.module:name"."""
+    source, _, attribute = name.rpartition(":")
+    return bool(source and attribute)
+
+
+def location(name: str) -> str:
+    """The file or module that loading the name would run, for messages."""
+    source = name.rpartition(":")[0]
+    return str(_path(source)) if _is_file(source) else f"the module {source}"
+
+
+# ------------------------------------------------- the code that a configuration names
+
+
+def names_in(section: str, config: Any) -> Iterator[tuple[str, str]]:
+    """Yield (key, name) of code that the fields of a section name."""
+    for each in dataclasses.fields(config):
+        value = getattr(config, each.name) if each.metadata.get(_MARK) else None
+        for name in value if isinstance(value, tuple) else (value,):
+            if name is not None and names_code(name):
+                yield f"{section}.{each.name}", name
+
+
+def digest(name: str, key: str) -> str:
+    """SHA-256 of the file of the code; of a module, which is imported, its own file.
+
+    Raises:
+        UserCodeError: the file cannot be read, or the module cannot be imported.
+    """
+    source = name.rpartition(":")[0]
+    if _is_file(source):
+        return _sha256(_content(source, key))
+    path = getattr(_module_of(source, key), "__file__", None)
+    return "" if path is None else _sha256(Path(path).read_bytes())
+
+
+def changes(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
+    """A message for each file or module whose digest is not what a run has saved.
+
+    Args:
+        saved: digests by the name of the code; names that only one of them has are
+            those of other settings, or of a run from before digests were saved.
+        current: those of now.
+    """
+    sources = {name.rpartition(":")[0]: name for name in saved.keys() & current.keys()}
+    return [
+        f"{source} has changed (SHA-256 {saved[name][:_DIGITS]}…, is "
+        f"{current[name][:_DIGITS]}…)"
+        for source, name in sorted(sources.items())
+        if saved[name] != current[name]
+    ]
+
+
+# -------------------------------------------------------------------- importing
+
+
+def _is_file(source: str) -> bool:
+    return source.endswith(".py")
+
+
+def _path(source: str) -> Path:
+    return Path(source).expanduser().absolute()
+
+
+def _module_of(source: str, key: str) -> ModuleType:
+    """The module of a file or of a dotted name, as it is imported."""
+    try:
+        with guests.received():
+            if _is_file(source):
+                return _file_module(source, key)
+            _look_in_current_directory()
+            return importlib.import_module(source)
+    except UserCodeError:
+        raise
+    except BaseException as error:
+        guests.raise_if_of_the_user(error)
+        line = _line_in(error, _path(source) if _is_file(source) else None)
+        raise UserCodeError(
+            f"{key}: cannot import {source}{line}: {type(error).__name__}: "
+            f"{_message(error)}"
+        ) from error
+
+
+def _file_module(source: str, key: str) -> ModuleType:
+    path, content = _path(source), _content(source, key)
+    # The name is the content's, so that classes of two versions are not mixed up.
+    version = hashlib.sha256(f"{path}\n".encode() + content).hexdigest()[:16]
+    name = f"jaxmem_user_{path.stem}_{version}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # for pickling, and for annotations
+    try:
+        # Not by the loader, which might take bytecode of an older content.
+        exec(compile(content, str(path), "exec"), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _content(source: str, key: str) -> bytes:
+    try:
+        return _path(source).read_bytes()
+    except FileNotFoundError:
+        raise UserCodeError(f"{key}: cannot import {source}: no such file") from None
+    except OSError as error:
+        why = messages.reason(error)
+        raise UserCodeError(f"{key}: cannot import {source}: {why}") from error
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _look_in_current_directory() -> None:
+    """Let Python find modules in the current directory, after all other places.
+
+    The command `jaxmem` does not look there. A file named as a module of the standard
+    library or of an installed package does not take its place.
+    """
+    directory = str(Path.cwd())
+    if "" not in sys.path and directory not in sys.path:
+        sys.path.append(directory)
+
+
+# ------------------------------------------------------------- blame of the user's line
+
+
+def described(error: BaseException, code: Any) -> str:
+    """The error that code has raised, and the last line of its own file in the trace.
+
+    Args:
+        error: as it was caught.
+        code: the function, class or object, as it was loaded.
+    """
+    line = _line_in(error, _file_of(code))
+    return f"{line} {type(error).__name__}: {_message(error)}"
+
+
+def _file_of(code: Any) -> Path | None:
+    """The file that defines a function, a class or the class of an object."""
+    code = inspect.unwrap(code)
+    if not (inspect.isroutine(code) or inspect.isclass(code)):
+        code = type(code)
+    try:
+        return Path(inspect.getfile(code)).absolute()
+    except (TypeError, OSError):  # built in
+        return None
+
+
+def _line_in(error: BaseException, file: Path | None) -> str:
+    lines, trace = [], error.__traceback__
+    while trace is not None:
+        if Path(trace.tb_frame.f_code.co_filename).absolute() == file:
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return messages.cut(str(error)) or type(error).__name__
+    except Exception:  # its own `__str__` raises
+        return type(error).__name__
