@@ -82,7 +82,7 @@ def names_of_checkers(block):
 
 
 def lazy_names(block):
-    """Names that a package's `_imports.lazy` serves."""
+    """Names that a package serves by `imports.lazy`."""
     (assignment,) = block
     call = assignment.value
     names = [argument.value for argument in call.args[1:]]
@@ -92,7 +92,7 @@ def lazy_names(block):
 LAZY = [
     path
     for path in sorted((ROOT / "jaxmem").rglob("__init__.py"))
-    if "_imports.lazy(" in path.read_text("utf-8")
+    if "imports.lazy(" in path.read_text("utf-8")
 ]
 
 

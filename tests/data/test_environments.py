@@ -262,7 +262,10 @@ def test_prompts_are_read_with_few_environments_open(counted):
 def test_a_timeout_is_of_each_call_and_not_of_all_together(counted):
     environments, module = counted(workers=2, timeout=0.5)
     rows, where = records(12, seconds=0.1)
-    assert len(environments.prompts(rows, where)) == 12  # which take 0.6 s
+    with environments.opened(rows, where) as made:  # two at a time, in 0.6 s
+        assert [conversation.prompt for conversation in made] == list(
+            map(str, range(12))
+        )
     rows[5]["seconds"] = 2
     with pytest.raises(RewardError, match=r":6\): reset took longer than task.timeout"):
         environments.prompts(rows, where)
