@@ -70,7 +70,7 @@ ALLOWED_IN = {
     ),
     "datasets": ("jaxmem.data.remote",),
     "fsspec": ("jaxmem.data.remote",),
-    "jinja2": ("jaxmem.data.chat",),
+    "jinja2": ("jaxmem.data.template_sandbox",),
     "jsonschema": ("jaxmem.data.verifiers",),
     "lm_eval": ("jaxmem.evaluate",),
     "matplotlib": ("jaxmem.train", "jaxmem.planning.picture"),
