@@ -164,7 +164,7 @@ def parts(sizes: Sizes, given) -> dict[str, Path]:
     )
     found = jax.jit(find)(choice)
     arguments = grouped_rows.Arguments(weights, x, scale, found)
-    where = grouped_sorted.Sorted.of(found).where
+    where = grouped_sorted.SortedRows.of(found).where
     gather = grouped_sorted.sorted_rows
     wide = jax.jit(gather)(arguments)[0]
     launch = grouped_products.launch(x.dtype, hopper.n_blocks())

@@ -116,7 +116,7 @@ def trained(directory: pathlib.Path, tokens: np.ndarray) -> tuple[float, float]:
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=0),
         run=RunConfig(steps=3),
     )
-    program = sft.Program(config, seeded.VOCABULARY)
+    program = sft.SftProgram(config, seeded.VOCABULARY)
     labels = np.roll(tokens, -1, axis=1)
     labels[:, -1] = -1
     places = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)

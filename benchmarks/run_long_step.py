@@ -51,7 +51,7 @@ def types_of(program) -> dict:
 
 def measure(config) -> dict:
     """Columns of one configuration."""
-    program = sft.Program(config, config.model.vocab_size, packed=False)
+    program = sft.SftProgram(config, config.model.vocab_size, packed=False)
     start = time.perf_counter()
     with jaxmem.report() as report:
         step = program.compile_step(config.head)

@@ -28,7 +28,7 @@ from benchmarks import results, sampled_data
 from jaxmem.base import timing
 from jaxmem.commands.bench import stopwatch
 from jaxmem.head.maths import eight_bits
-from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.spec import CallOptions, Spec
 from jaxmem.head.verbs import arguments
 
@@ -136,7 +136,7 @@ def rounded_weights(shape, h, W, y):
         "vd",
         forward="int8",
     )
-    rows = Rows(y, jnp.ones(len(h), jnp.bool_), None)
+    rows = TokenRows(y, jnp.ones(len(h), jnp.bool_), None)
     return eight_bits.of_call(spec, Factors(h, W, None), rows)
 
 

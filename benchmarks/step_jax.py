@@ -26,7 +26,7 @@ def prepare(job):
     assert config.model.vocab_size is not None
     if job["loss"] == "logprobs":
         sft.head_loss = loss_of_logprobs
-    program = sft.Program(config, config.model.vocab_size, packed=False)
+    program = sft.SftProgram(config, config.model.vocab_size, packed=False)
     return config, program, program.trace_backward()
 
 

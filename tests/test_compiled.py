@@ -198,7 +198,7 @@ def test_blocks_of_the_vocabulary_take_less_where_tokens_are_many(n_blocks):
 def test_training_steps_on_two(axis):
     config = test_mesh_gpu.config_of(test_mesh_gpu.MODEL, axis)
     with devices.target("h200", 2):
-        program = sft.Program(config, config.model.vocab_size, packed=False)
+        program = sft.SftProgram(config, config.model.vocab_size, packed=False)
         text = program.compile_step(config.head).as_text()
     assert text.count(KERNEL) >= 4
 
@@ -216,13 +216,13 @@ def test_a_row_that_starts_leaves_the_rest_of_the_cache_where_it_is():
 
     def draw(keys, steps, logits, none):
         tokens = jnp.argmax(logits, axis=1).astype(jnp.int32)
-        return sampling.Drawn(tokens, ~none, jnp.zeros(len(steps)), None), none
+        return sampling.SampledTokens(tokens, ~none, jnp.zeros(len(steps)), None), none
 
     def run(weights, ids, lengths):
         model = sampling.prepared(nnx.merge(definition, weights))
-        prompts = refill.Prompts(ids, lengths, jnp.arange(rows))
+        prompts = refill.RefillPrompts(ids, lengths, jnp.arange(rows))
         nothing = jnp.zeros((rows, most), jnp.int32)
-        nothing = sampling.Drawn(nothing, nothing > 0, nothing * 1.0, None)
+        nothing = sampling.SampledTokens(nothing, nothing > 0, nothing * 1.0, None)
         return refill.Refill(
             nnx.split(model), prompts, slots, most, draw, unroll=True
         ).run(nothing)

@@ -171,7 +171,7 @@ def config_of(policy, **mesh):
 def step(kind, policy, axis=None):
     config = config_of(policy, **({axis: 2} if axis else {}))
     with devices.target(kind, 2 if axis else 1):
-        program = sft.Program(config, V)
+        program = sft.SftProgram(config, V)
         return program.trace_step(config.head).lower().compile()
 
 

@@ -124,7 +124,7 @@ def tune(
 def _write(path: Path, entry: dict) -> None:
     """Add the entry to the file, in place of an older one of its kernel and head."""
     entries = json.loads(path.read_text("utf-8")) if path.exists() else []
-    named = ["kernel", *(field.name for field in dataclasses.fields(tuned.Head))]
+    named = ["kernel", *(field.name for field in dataclasses.fields(tuned.TunedKey))]
     kept = [old for old in entries if any(old[k] != entry[k] for k in named)]
     lines = ",\n".join(json.dumps(one) for one in [*kept, entry])
     path.write_text(f"[\n{lines}\n]\n", "utf-8")

@@ -268,7 +268,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     with _needs("generating", "train"):
         from jaxmem.generate import GenerateConfig, command
     options = vars(arguments)
-    request = command.Request(*(options.pop(k) for k in command.Request._fields))
+    request = command.GenerateRequest(
+        *(options.pop(k) for k in command.GenerateRequest._fields)
+    )
     stops = tuple(options.pop("stop", ()))
     command.run(request, GenerateConfig(**options, stop=stops))
     return 0
@@ -295,7 +297,7 @@ def _score(arguments: argparse.Namespace) -> int:
 def _eval(arguments: argparse.Namespace) -> int:
     with _needs("evaluating", "eval"):
         from jaxmem.evaluate import command
-    command.run(command.Request(**vars(arguments)))
+    command.run(command.EvaluateRequest(**vars(arguments)))
     return 0
 
 
@@ -337,7 +339,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     with _needs("planning", "train"):
         from jaxmem.planning import command
     return command.run(
-        command.Request(
+        command.PlanRequest(
             path, tuple(arguments.overrides), arguments.device, arguments.devices,
             arguments.hosts, arguments.fit, arguments.json, arguments.picture,
         )

@@ -22,7 +22,7 @@ from jaxmem.data import packed
 from jaxmem.data.config import DataConfig
 from jaxmem.data.records import (
     DataError,
-    Record,
+    RawRecord,
     Source,
     numbered_files,
     opened_parquet,
@@ -37,7 +37,7 @@ _SAMPLE_BYTES = 2**12  # of each block, that identify a file
 IN_THIS_THREAD = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """A part of a file."""
 
     path: Path
@@ -57,7 +57,7 @@ class _Version(NamedTuple):
         return cls(described.st_size, described.st_mtime_ns, described.st_ino)
 
 
-class Blocks(Sequence[Block]):
+class FileBlocks(Sequence[FileBlock]):
     """The blocks of a source's files; what is held does not grow with the files.
 
     Raises:
@@ -102,13 +102,13 @@ class Blocks(Sequence[Block]):
     def __getitem__(self, index):  # an integer; slices are of no use
         file = bisect.bisect_right(self._stops, index)
         first = self._stops[file - 1] if file else 0
-        return Block(self._paths[file], int(index) - first)
+        return FileBlock(self._paths[file], int(index) - first)
 
     def source(self, index: int) -> int:
         """The number of the source's entry that a block is of."""
         return self._sources[bisect.bisect_right(self._stops, index)]
 
-    def records(self, index: int) -> Iterator[Record]:
+    def records(self, index: int) -> Iterator[RawRecord]:
         """Yield the records of a block."""
         path, number = self[index]
         with self.unchanged(index):
@@ -180,7 +180,7 @@ def _sample(path: Path) -> bytes:
 
 
 def of_split(
-    blocks: Blocks, config: DataConfig, split: str, stream: int | None = None
+    blocks: FileBlocks, config: DataConfig, split: str, stream: int | None = None
 ) -> np.ndarray:
     """The numbers of a split's blocks; of a stream, every `config.streams`-th one."""
     numbers = blocks.split(config.held_out)[split == "evaluation"]
@@ -207,7 +207,7 @@ class _Read(grain.experimental.FlatMapTransform):
 
 def packed_rows(
     numbers: np.ndarray,
-    blocks: Blocks,
+    blocks: FileBlocks,
     read: Callable[[int], Iterable[dict[str, np.ndarray]]],
     config: DataConfig,
     epochs: int | None,
@@ -237,7 +237,7 @@ def packed_rows(
     return packed.by_source(sources, shuffled, config, epochs, columns)
 
 
-def _lines(path: Path, start: int) -> Iterator[Record]:
+def _lines(path: Path, start: int) -> Iterator[RawRecord]:
     """Records of the lines that start in the block from that byte on."""
     with open(path, "rb") as file:
         if start:  # the line with the byte before belongs to the block before
@@ -259,4 +259,4 @@ def _lines(path: Path, start: int) -> Iterator[Record]:
                 text = line.decode("utf-8" if place else "utf-8-sig")
             except UnicodeDecodeError as error:
                 raise DataError(f"{where}: not UTF-8 ({error.reason})") from error
-            yield Record(where, parse_line(where, text))
+            yield RawRecord(where, parse_line(where, text))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxmem.base import json_files, messages
 from jaxmem.data.chat import Message
 from jaxmem.data.records import DataError
-from jaxmem.data.variants import Decoded
+from jaxmem.data.variants import JsonArguments
 
 # What ShareGPT calls the roles.
 _ROLES = {
@@ -179,7 +179,7 @@ def _arguments(place: str, given: Any) -> dict[str, Any]:
         raise DataError(messages.must_be(f"{place}.arguments", wanted, given))
     if not isinstance(source, str):
         return dict(value)
-    decoded = Decoded(value)
+    decoded = JsonArguments(value)
     decoded.source = source
     return decoded
 

@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxmem.base import caches, files, json_files
 from jaxmem.data import block_files, packed
-from jaxmem.data.block_files import IN_THIS_THREAD, Blocks
+from jaxmem.data.block_files import IN_THIS_THREAD, FileBlocks
 from jaxmem.data.config import DataConfig as DataConfig
 from jaxmem.data.encoding import NO_LABEL as NO_LABEL, encode_documents
 from jaxmem.data.packed import Batch as Batch, BatchIterator as BatchIterator
@@ -61,7 +61,7 @@ def load_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
     """
     reader = RecordReader(None, config.columns, config.ignored)
     if config.streaming:
-        blocks = Blocks(config.source, "data.source")
+        blocks = FileBlocks(config.source, "data.source")
         numbers = blocks.split(config.held_out)[0][:_VOCABULARY_BLOCKS]
         documents = [reader.document(r) for i in numbers for r in blocks.records(i)]
     else:
@@ -223,7 +223,7 @@ def _streamed(
     reader: RecordReader | None,
 ) -> BatchIterator:
     """`batches` that hold a block, a window of pieces and the rows being packed."""
-    blocks = Blocks(config.source, "data.source")
+    blocks = FileBlocks(config.source, "data.source")
     numbers = block_files.of_split(blocks, config, split, stream)
     if stream is not None:
         config = _of_one_stream(config)

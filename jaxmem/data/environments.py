@@ -40,7 +40,7 @@ class Turn(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Conversation:
+class Episode:
     """An environment's object, and what was said."""
 
     where: str  # place of its record in the data, for errors
@@ -149,7 +149,7 @@ class Environments:
     @contextlib.contextmanager
     def opened(
         self, records: Sequence[dict[str, Any]], where: Sequence[str]
-    ) -> Iterator[list[Conversation]]:
+    ) -> Iterator[list[Episode]]:
         """Make an environment for each record and reset it; close all at the end.
 
         Where `on_error` is "mask", a conversation whose environment fails here has the
@@ -169,11 +169,11 @@ class Environments:
     @contextlib.contextmanager
     def _opened(
         self, records: Sequence[dict[str, Any]], where: Sequence[str]
-    ) -> Iterator[list[tuple[Conversation, RewardError | None]]]:
+    ) -> Iterator[list[tuple[Episode, RewardError | None]]]:
         """Conversations, and the failures of their beginnings."""
-        conversations = [Conversation(place) for place in where]
+        conversations = [Episode(place) for place in where]
 
-        def begin(conversation: Conversation, record: dict[str, Any]) -> Any:
+        def begin(conversation: Episode, record: dict[str, Any]) -> Any:
             environment = self._class()
             if not conversation.receive(environment):  # it took too long
                 return self._close(environment)
@@ -195,7 +195,7 @@ class Environments:
             self.close(conversations)
 
     def _begun(
-        self, conversation: Conversation, returned: Any, error: BaseException | None
+        self, conversation: Episode, returned: Any, error: BaseException | None
     ) -> RewardError | None:
         """Start with what `reset` returned; the failure, if it is one."""
         is_pair = isinstance(returned, tuple) and len(returned) == 2
@@ -219,7 +219,7 @@ class Environments:
             return _Nonsense("returned a string; with tools it must be messages")
         return None
 
-    def step(self, conversations: Sequence[Conversation]) -> list[Turn]:
+    def step(self, conversations: Sequence[Episode]) -> list[Turn]:
         """Let the environments answer what the model said last.
 
         Raises:
@@ -234,7 +234,7 @@ class Environments:
         ]
 
     def _turn(
-        self, conversation: Conversation, answer: Any, error: BaseException | None
+        self, conversation: Episode, answer: Any, error: BaseException | None
     ) -> Turn:
         turn = error or _turn(answer, conversation)
         if isinstance(turn, Turn):
@@ -275,7 +275,7 @@ class Environments:
                 stacklevel=1,
             )
 
-    def close(self, conversations: Sequence[Conversation]) -> None:
+    def close(self, conversations: Sequence[Episode]) -> None:
         """Close the environments that are open; a failure of that is a warning."""
         released = [(c, c.release()) for c in conversations]
         opened = [(c, made) for c, made in released if made is not None]
@@ -289,7 +289,7 @@ class Environments:
         if callable(close := getattr(environment, "close", None)):
             self._awaited(close())
 
-    def _step(self, conversation: Conversation) -> Any:
+    def _step(self, conversation: Episode) -> Any:
         return self._awaited(conversation.environment.step(list(conversation.said)))
 
     def _awaited(self, returned: Any) -> Any:
@@ -318,12 +318,12 @@ class _Nonsense(ValueError):
     """An answer that is none; the message goes on after the method's name."""
 
 
-def _nothing(conversation: Conversation, reward: float) -> Turn:
+def _nothing(conversation: Episode, reward: float) -> Turn:
     """An answer without a reply, which ends the conversation."""
     return Turn([] if conversation.has_messages else "", reward, True)
 
 
-def _turn(answer: Any, conversation: Conversation) -> Turn | _Nonsense:
+def _turn(answer: Any, conversation: Episode) -> Turn | _Nonsense:
     """The values that `step` returned, if they can be used."""
     if not isinstance(answer, tuple) or len(answer) not in (3, 5):
         return _Nonsense(

@@ -41,7 +41,7 @@ class Document(NamedTuple):
     source: int = 0
 
 
-class Asked(NamedTuple):
+class PromptText(NamedTuple):
     """What a model is to answer: a text, or a conversation and its text."""
 
     prompt: str | list[Message]
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
     rendered: bool  # whether the text has all special tokens, being a template's
 
 
-class Columns(dict[str, Any]):
+class RecordColumns(dict[str, Any]):
     """The columns of one record, under the names that a form gives them."""
 
     def __init__(
@@ -125,10 +125,10 @@ class Columns(dict[str, Any]):
             raise DataError(f"{where}: the chat template writes no assistant turn")
         return Document(where, text, counted=spans)
 
-    def asked(self, turns: list[Message]) -> Asked:
+    def asked(self, turns: list[Message]) -> PromptText:
         """Render messages up to the answer."""
         text = self._renderer.prompt(self._conversation(turns), self.where)
-        return Asked(turns, text, rendered=True)
+        return PromptText(turns, text, rendered=True)
 
     def _conversation(
         self, turns: Sequence[Message], counted: Collection[int] = ()
@@ -166,26 +166,26 @@ class Form:
                 return None
         return chosen
 
-    def document(self, columns: Columns) -> Document:
+    def document(self, columns: RecordColumns) -> Document:
         """The document of a record of supervised training."""
         raise NotImplementedError
 
-    def prompt(self, columns: Columns) -> Asked:
+    def prompt(self, columns: RecordColumns) -> PromptText:
         """What a record asks."""
         raise NotImplementedError
 
-    def answers(self, columns: Columns) -> list[Document]:
+    def answers(self, columns: RecordColumns) -> list[Document]:
         """The documents of a chosen and a rejected answer."""
         raise NotImplementedError
 
 
-class Text(Form):
+class TextForm(Form):
     """A text, of which every token counts."""
 
     name = "texts"
     needs = {"text": ("text",)}
 
-    def document(self, columns: Columns) -> Document:
+    def document(self, columns: RecordColumns) -> Document:
         return Document(columns.where, columns.string("text"))
 
 
@@ -196,7 +196,7 @@ class Answered(Form):
     needs = {"prompt": _PROMPT, "answer": _ANSWER}
     takes = _TEMPLATES
 
-    def document(self, columns: Columns) -> Document:
+    def document(self, columns: RecordColumns) -> Document:
         before, after = columns["prompt"], columns["answer"]
         listed = isinstance(before, list) or isinstance(after, (list, dict))
         if not listed and not columns.is_rendered:
@@ -214,7 +214,7 @@ class Messages(Form):
     needs = {"messages": ("messages",)}
     takes = {**_TEMPLATES, "prompt": _PROMPT}
 
-    def _talk(self, columns: Columns) -> Talk:
+    def _talk(self, columns: RecordColumns) -> Talk:
         talk = columns.after_system(columns.talk("messages"))
         if "prompt" in columns:
             if _end_of_prompt(talk.turns, columns.talk("prompt", "user").turns) is None:
@@ -225,10 +225,10 @@ class Messages(Form):
                 )
         return talk
 
-    def document(self, columns: Columns) -> Document:
+    def document(self, columns: RecordColumns) -> Document:
         return columns.document(self._talk(columns), 0)
 
-    def prompt(self, columns: Columns) -> Asked:
+    def prompt(self, columns: RecordColumns) -> PromptText:
         turns = self._talk(columns).turns
         if turns[-1]["role"] == "assistant":
             turns = turns[:-1]
@@ -261,7 +261,7 @@ class Alpaca(Form):
     needs = {"instruction": ("instruction",), "answer": _ANSWER}
     takes = {**_TEMPLATES, "input": ("input", "context"), "history": ("history",)}
 
-    def _turns(self, columns: Columns) -> list[Message]:
+    def _turns(self, columns: RecordColumns) -> list[Message]:
         turns = columns.before()
         history = columns.get("history", [])
         pairs = isinstance(history, list) and all(
@@ -279,12 +279,12 @@ class Alpaca(Form):
         asked = columns.string("instruction") + ("\n" + given if given else "")
         return [*turns, {"role": "user", "content": asked}]
 
-    def document(self, columns: Columns) -> Document:
+    def document(self, columns: RecordColumns) -> Document:
         answer = {"role": "assistant", "content": columns.string("answer")}
         talk = Talk([*self._turns(columns), answer], frozenset())
         return columns.document(talk, 0)
 
-    def prompt(self, columns: Columns) -> Asked:
+    def prompt(self, columns: RecordColumns) -> PromptText:
         return columns.asked(self._turns(columns))
 
 
@@ -294,17 +294,17 @@ class Instruction(Alpaca):
     needs = {"instruction": ("instruction",)}
 
 
-class Prompt(Form):
+class PromptForm(Form):
     """A prompt: a text, or messages."""
 
     name = "prompts"
     needs = {"prompt": _PROMPT}
     takes = _TEMPLATES
 
-    def prompt(self, columns: Columns) -> Asked:
+    def prompt(self, columns: RecordColumns) -> PromptText:
         if isinstance(columns["prompt"], str) and not columns.is_rendered:
             prompt = columns.string("prompt")
-            return Asked(prompt, prompt, rendered=False)
+            return PromptText(prompt, prompt, rendered=False)
         return columns.asked(columns.after_system(columns.talk("prompt", "user")).turns)
 
 
@@ -315,7 +315,7 @@ class Preference(Form):
     needs = {"chosen": ("chosen",), "rejected": ("rejected",)}
     takes = {**_TEMPLATES, "prompt": (*_PROMPT, "instruction", *_MESSAGES)}
 
-    def answers(self, columns: Columns) -> list[Document]:
+    def answers(self, columns: RecordColumns) -> list[Document]:
         if columns["chosen"] == columns["rejected"]:
             raise DataError(f"{columns.where}: chosen and rejected are equal")
         both = [columns["chosen"], columns["rejected"]]
@@ -329,7 +329,7 @@ class Preference(Form):
             return self._conversations(columns)
         return [Document(columns.where, answer, asked) for answer in both]
 
-    def _conversations(self, columns: Columns) -> list[Document]:
+    def _conversations(self, columns: RecordColumns) -> list[Document]:
         asked = columns.talk("prompt", "user").turns if "prompt" in columns else []
         talks = [columns.answer(name, asked) for name in ("chosen", "rejected")]
         ours, theirs = (talk.turns for talk in talks)

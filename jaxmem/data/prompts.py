@@ -13,14 +13,14 @@ import tokenizers
 from jaxmem.base import processes
 from jaxmem.data.environments import Environments
 from jaxmem.data.record_reader import RecordReader
-from jaxmem.data.records import DataError, Record, held, numbered_files, read_records
+from jaxmem.data.records import DataError, RawRecord, held, numbered_files, read_records
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.data.texts import split_all
 from jaxmem.data.vocabulary import edges, has_start
 
 
-class Prompt(NamedTuple):
+class PromptRecord(NamedTuple):
     """One record of the data."""
 
     where: str
@@ -36,7 +36,7 @@ Reader = tuple[tokenizers.Tokenizer, RecordReader]
 
 def load_prompts(
     config: TaskConfig, read: Reader, environments: Environments | None = None
-) -> tuple[list[Prompt], list[Prompt]]:
+) -> tuple[list[PromptRecord], list[PromptRecord]]:
     """Read the prompts of `task.source`: to train on, held out.
 
     With environments, their `reset` makes the prompts of records.
@@ -85,10 +85,10 @@ def load_prompts(
 
 def _prompt(
     config: TaskConfig,
-    record: Record,
+    record: RawRecord,
     tokenizer: tokenizers.Tokenizer,
     reader: RecordReader,
-) -> Prompt:
+) -> PromptRecord:
     asked, columns = reader.prompt(record)
     ids = tokenizer.encode(asked.text, add_special_tokens=False).ids
     start = edges(tokenizer)[0]
@@ -101,10 +101,10 @@ def _prompt(
             f"{record.where}: the prompt has {len(ids)} tokens; raise "
             f"task.max_prompt_tokens={config.max_prompt_tokens}, or shorten it"
         )
-    return Prompt(record.where, asked.prompt, columns, np.array(ids, np.int32))
+    return PromptRecord(record.where, asked.prompt, columns, np.array(ids, np.int32))
 
 
-def _check_columns(prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
+def _check_columns(prompts: Sequence[PromptRecord], counts: Sequence[int]) -> None:
     """Raise unless all prompts of a file, which has so many, have its columns."""
     ends = itertools.accumulate(counts)
     for count, end in zip(counts, ends, strict=True):
@@ -123,18 +123,18 @@ def _check_columns(prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
                 )
 
 
-def _with_all_columns(prompts: Sequence[Prompt]) -> list[Prompt]:
+def _with_all_columns(prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
     """Prompts whose columns that only other files have are None."""
     absent = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return [prompt._replace(columns=absent | prompt.columns) for prompt in prompts]
 
 
-def _digest(prompt: Prompt) -> bytes:
+def _digest(prompt: PromptRecord) -> bytes:
     content = json.dumps([prompt.prompt, prompt.columns], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).digest()
 
 
-def fingerprint(prompts: Sequence[Prompt]) -> str:
+def fingerprint(prompts: Sequence[PromptRecord]) -> str:
     """Identify prompts, columns and their order, but not their files."""
     digest = hashlib.sha256()
     for prompt in prompts:

@@ -18,11 +18,11 @@ from jaxmem.base import messages
 from jaxmem.data import forms
 from jaxmem.data.chat import ChatTemplate, Templates, read_template
 from jaxmem.data.config import DataConfig
-from jaxmem.data.forms import Asked, Columns, Document, Form
-from jaxmem.data.records import DataError, Record
+from jaxmem.data.forms import Document, Form, PromptText, RecordColumns
+from jaxmem.data.records import DataError, RawRecord
 from jaxmem.data.rendering import Notes, Renderer
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.data.token_rows import Tokens
+from jaxmem.data.token_rows import TokensForm
 from jaxmem.data.vocabulary import special_tokens
 
 # Columns that describe a record for others than the model.
@@ -49,12 +49,12 @@ _OF_LOSS = re.compile(
     "masks?$|^weights?$|(loss|sample|token|example)_weights?$", re.IGNORECASE
 )
 DOCUMENTS = (
-    Tokens(), forms.ShareGpt(), forms.Messages(), forms.Alpaca(), forms.Answered(),
-    forms.Text(),
+    TokensForm(), forms.ShareGpt(), forms.Messages(), forms.Alpaca(), forms.Answered(),
+    forms.TextForm(),
 )  # fmt: skip
 PAIRS = (forms.Preference(),)
 PROMPTS = (
-    forms.ShareGpt(), forms.Messages(), forms.Instruction(), forms.Prompt(),
+    forms.ShareGpt(), forms.Messages(), forms.Instruction(), forms.PromptForm(),
 )  # fmt: skip
 
 
@@ -139,7 +139,7 @@ class RecordReader:
 
     # ------------------------------------------------------------------ records
 
-    def document(self, record: Record) -> Document:
+    def document(self, record: RawRecord) -> Document:
         """The document of a record of supervised training.
 
         Raises:
@@ -150,7 +150,7 @@ class RecordReader:
         self._check(record.where, document.text, document.prompt)
         return document
 
-    def answers(self, record: Record) -> list[Document]:
+    def answers(self, record: RawRecord) -> list[Document]:
         """The documents of a chosen and of a rejected answer."""
         form, columns = self._read(record, PAIRS, exact=True)
         documents = form.answers(columns)
@@ -158,7 +158,7 @@ class RecordReader:
             self._check(record.where, document.text, document.prompt)
         return documents
 
-    def prompt(self, record: Record) -> tuple[Asked, dict[str, Any]]:
+    def prompt(self, record: RawRecord) -> tuple[PromptText, dict[str, Any]]:
         """What a record asks, and its other columns."""
         form, columns = self._read(record, PROMPTS, exact=False)
         asked = form.prompt(columns)
@@ -168,8 +168,8 @@ class RecordReader:
         return asked, {k: v for k, v in given.items() if k not in used}
 
     def _read(
-        self, record: Record, known: Sequence[Form], exact: bool
-    ) -> tuple[Form, Columns]:
+        self, record: RawRecord, known: Sequence[Form], exact: bool
+    ) -> tuple[Form, RecordColumns]:
         fields = self._renamed(record.fields)
         present = {k: v for k, v in fields.items() if v is not None}
         key = known, exact, frozenset(present)
@@ -191,7 +191,9 @@ class RecordReader:
         for note in (*choice.notes, *_unused(lost)):
             self.notes.add(note, record.where)
         values = {name: present[key] for name, key in choice.names.items()}
-        return choice.form, Columns(record.where, values, choice.names, self.renderer)
+        return choice.form, RecordColumns(
+            record.where, values, choice.names, self.renderer
+        )
 
     def _renamed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The columns under the names of forms, without those that are left out."""
@@ -207,7 +209,7 @@ class RecordReader:
 
     def _chosen(
         self,
-        record: Record,
+        record: RawRecord,
         present: Collection[str],
         known: Sequence[Form],
         exact: bool,

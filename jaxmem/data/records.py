@@ -26,7 +26,7 @@ class DataError(ValueError):
     """The data that the configuration names cannot be used; the message says why."""
 
 
-class Record(NamedTuple):
+class RawRecord(NamedTuple):
     """One line of a .jsonl file, or one row of a .parquet file."""
 
     where: str  # such as "data.jsonl:3"
@@ -90,7 +90,7 @@ def kind_of(path: Path) -> str:
 
 def read_records(
     path: Path, argument: str, row_group: int | None = None
-) -> Iterator[Record]:
+) -> Iterator[RawRecord]:
     """Yield the records of a .jsonl, .json or .parquet file, or of one row group.
 
     A .json file holds an array of records, an object of which one value is such an
@@ -183,14 +183,14 @@ def unreadable(path: Path, argument: str, error: Exception) -> DataError:
     return DataError(f"{argument}: cannot read {shown}: {messages.reason(error)}")
 
 
-def _jsonl(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
+def _jsonl(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[RawRecord]:
     for number, line in lines:
         if line.strip():
             where = f"{path}:{number}"
-            yield Record(where, parse_line(where, line))
+            yield RawRecord(where, parse_line(where, line))
 
 
-def _json(path: Path, text: str) -> Iterator[Record]:
+def _json(path: Path, text: str) -> Iterator[RawRecord]:
     """Records of an array, of the only array of an object, or of lines after all."""
     try:
         value = json_files.parse(text)
@@ -223,7 +223,7 @@ def _json(path: Path, text: str) -> Iterator[Record]:
             raise DataError(
                 f"{where}: expected an object, got {messages.short(fields)}"
             )
-        yield Record(where, fields)
+        yield RawRecord(where, fields)
 
 
 def parse_line(where: str, line: str) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def parse_line(where: str, line: str) -> dict[str, Any]:
     return record
 
 
-def _parquet(path: Path, argument: str, row_group: int | None) -> Iterator[Record]:
+def _parquet(path: Path, argument: str, row_group: int | None) -> Iterator[RawRecord]:
     group = "" if row_group is None else f"row group {row_group + 1}, "
     groups = None if row_group is None else [row_group]
     with opened_parquet(path, argument) as file:
@@ -247,7 +247,7 @@ def _parquet(path: Path, argument: str, row_group: int | None) -> Iterator[Recor
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows, start=1):
             fields = {key: without_nulls(value) for key, value in row.items()}
-            yield Record(f"{path}: {group}row {number}", fields)
+            yield RawRecord(f"{path}: {group}row {number}", fields)
 
 
 @contextlib.contextmanager

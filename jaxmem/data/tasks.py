@@ -246,7 +246,7 @@ def text(ids: Iterable[int]) -> str:
     return "".join(known.get(int(i), "?") for i in ids if i != PAD_ID)
 
 
-class Scores(NamedTuple):
+class TaskRewards(NamedTuple):
     """Rewards of completions: float32 arrays [N]."""
 
     rewards: np.ndarray  # by `TaskConfig.reward`
@@ -255,7 +255,7 @@ class Scores(NamedTuple):
 
 def score(
     config: TaskConfig, sums: Problems, tokens: np.ndarray, lengths: np.ndarray
-) -> Scores:
+) -> TaskRewards:
     """Compare completions with the answers.
 
         exact_i = [completion_i = answer_i]
@@ -287,5 +287,5 @@ def score(
     whole = (leading == sums.answer_lengths) & (lengths == sums.answer_lengths)
     exact = whole.astype(np.float32)
     if config.reward == "exact":
-        return Scores(exact, exact)
-    return Scores((leading / sums.answer_lengths).astype(np.float32), exact)
+        return TaskRewards(exact, exact)
+    return TaskRewards((leading / sums.answer_lengths).astype(np.float32), exact)

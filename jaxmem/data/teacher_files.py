@@ -33,7 +33,7 @@ class TeacherFile(NamedTuple):
     sources: Sequence[int] = ()  # number of each document's entry in `data.source`
 
 
-class Example(NamedTuple):
+class TeacherBatch(NamedTuple):
     """A micro-batch [B, T], and its columns [B, T, K]."""
 
     batch: Batch
@@ -163,7 +163,7 @@ def _only(where: str, name: str, table: Any) -> Any:
     return values[0]
 
 
-class Examples(Iterator[Example]):
+class Examples(Iterator[TeacherBatch]):
     """Packed micro-batches with a teacher's columns; resumable."""
 
     def __init__(
@@ -211,7 +211,7 @@ class Examples(Iterator[Example]):
         keys = [hashlib.sha256(tokens.tobytes()).digest() for _, tokens, _ in items]
         return split(items, keys, self._config.held_out)
 
-    def __next__(self) -> Example:
+    def __next__(self) -> TeacherBatch:
         batch = next(self._rows)
         places = batch.labels
         live = places >= 0
@@ -220,7 +220,7 @@ class Examples(Iterator[Example]):
         logprobs = self._file.logprobs
         if logprobs is not None:
             logprobs = np.where(live[..., None], logprobs[places], np.float32(0))
-        return Example(batch._replace(labels=labels), ids, logprobs)
+        return TeacherBatch(batch._replace(labels=labels), ids, logprobs)
 
 
 def _digest(array: np.ndarray) -> bytes:

@@ -12,14 +12,14 @@ from typing import Literal
 import numpy as np
 
 from jaxmem.data import block_files
-from jaxmem.data.block_files import Blocks
+from jaxmem.data.block_files import FileBlocks
 from jaxmem.data.config import DataConfig
 from jaxmem.data.documents import NO_LABEL, BatchIterator, streamed_fingerprint
 from jaxmem.data.packed import to_batch
 from jaxmem.data.records import DataError
 from jaxmem.data.teacher_files import (
-    Example,
     Examples,
+    TeacherBatch,
     TeacherFile,
     check_alike,
     read,
@@ -37,7 +37,7 @@ def opened(config: DataConfig) -> TeacherFile:
     """
     if not config.streaming:
         return read(config.source)
-    blocks = Blocks(config.source, "data.source")
+    blocks = FileBlocks(config.source, "data.source")
     for block in blocks:
         if (file := read_part(*block)) is not None:
             return file
@@ -55,7 +55,7 @@ def examples(
     return kind(file, config, part, epochs)
 
 
-class StreamedExamples(Iterator[Example]):
+class StreamedExamples(Iterator[TeacherBatch]):
     """Packed micro-batches of row groups that are read one at a time; resumable.
 
     What is held out is whole row groups. All others must be like the first one.
@@ -72,7 +72,7 @@ class StreamedExamples(Iterator[Example]):
         part: Literal["train", "evaluation"] = "train",
         epochs: int | None = None,
     ):
-        blocks = Blocks(config.source, "data.source")
+        blocks = FileBlocks(config.source, "data.source")
         numbers = block_files.of_split(blocks, config, part)
         names = _COLUMNS[: 1 if file.logprobs is None else 2]
         # Its options alone are compared.
@@ -98,14 +98,14 @@ class StreamedExamples(Iterator[Example]):
         self.sizes = self._rows.rows.sizes
         self.get_state, self.set_state = self._rows.get_state, self._rows.set_state
 
-    def __next__(self) -> Example:
+    def __next__(self) -> TeacherBatch:
         return next(self._rows)
 
 
-def _to_example(packed: dict[str, np.ndarray]) -> Example:
+def _to_example(packed: dict[str, np.ndarray]) -> TeacherBatch:
     batch, logprobs = to_batch(packed), packed.get("logprobs")
     ids = np.where(batch.labels[..., None] >= 0, packed["ids"], np.int32(NO_LABEL))
-    return Example(batch, ids, logprobs)
+    return TeacherBatch(batch, ids, logprobs)
 
 
 def _pieces(file: TeacherFile, length: int) -> Iterator[dict[str, np.ndarray]]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from jaxmem.base import messages
-from jaxmem.data.forms import Columns, Document, Form
+from jaxmem.data.forms import Document, Form, RecordColumns
 from jaxmem.data.records import DataError
 
 # Columns of 0 or 1 a token; the loss counts a token that none of them leaves out.
@@ -19,7 +19,7 @@ _PACKED: Mapping[str, Callable[[int, list[int]], bool]] = {
 }
 
 
-class Tokens(Form):
+class TokensForm(Form):
     """Ids of tokens, and labels as transformers has them: -100 where none counts."""
 
     name = "tokens"
@@ -30,7 +30,7 @@ class Tokens(Form):
         **{name: (name,) for name in (*_MASKS, *_PACKED)},
     }
 
-    def document(self, columns: Columns) -> Document:
+    def document(self, columns: RecordColumns) -> Document:
         ids = self._integers(columns, "ids")
         count = len(ids)
         live = [True] * count
@@ -61,7 +61,7 @@ class Tokens(Form):
             columns.where, "", counted=(), ids=tuple(ids), labels=(*own[1:], -1)
         )
 
-    def _check_packing(self, columns: Columns, count: int) -> None:
+    def _check_packing(self, columns: RecordColumns, count: int) -> None:
         """Raise for a row of several documents."""
         for name, is_one in _PACKED.items():
             if name in columns and not is_one(count, self._integers(columns, name)):
@@ -72,7 +72,7 @@ class Tokens(Form):
                 )
 
     def _integers(
-        self, columns: Columns, name: str, count: int | None = None
+        self, columns: RecordColumns, name: str, count: int | None = None
     ) -> list[int]:
         values = columns[name]
         good = isinstance(values, list) and all(

@@ -14,7 +14,7 @@ from typing import Any
 from jaxmem.data.chat import Message
 
 
-class Decoded(dict[str, Any]):
+class JsonArguments(dict[str, Any]):
     """Arguments of a call that were given as JSON.
 
     Attributes:
@@ -79,7 +79,7 @@ def _as_json(call: dict[str, Any]) -> dict[str, Any]:
     if "function" in call:
         return call | {"function": _as_json(call["function"])}
     arguments = call.get("arguments", {})
-    if isinstance(arguments, Decoded):
+    if isinstance(arguments, JsonArguments):
         return call | {"arguments": arguments.source}
     return call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
 

@@ -17,7 +17,7 @@ from jaxmem.train.output import report
 from jaxmem.train.state import ownership
 
 
-class Request(NamedTuple):
+class EvaluateRequest(NamedTuple):
     """What is evaluated, and how."""
 
     model: str  # directory of a run, a checkpoint or an adapter
@@ -35,7 +35,7 @@ class Request(NamedTuple):
     trust_code: bool = False  # True if the code that the run names may be run
 
 
-def run(request: Request) -> dict[str, Any]:
+def run(request: EvaluateRequest) -> dict[str, Any]:
     """Evaluate, print the table, and write the results.
 
     Returns:
@@ -86,7 +86,7 @@ def run(request: Request) -> dict[str, Any]:
     return found["results"]
 
 
-def _check(request: Request, out: Path) -> None:
+def _check(request: EvaluateRequest, out: Path) -> None:
     """Refuse, before anything is evaluated, what would fail or be left out after."""
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no directory {out.parent}")

@@ -13,7 +13,7 @@ from jaxmem.base import messages
 from jaxmem.data.chat_messages import talk_of
 from jaxmem.data.documents import NO_LABEL
 from jaxmem.data.rendering import Conversation
-from jaxmem.generate.completions import Generator, Prompt
+from jaxmem.generate.completions import EncodedPrompt, Generator
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
 from jaxmem.models.own_model import LanguageModel
@@ -23,7 +23,7 @@ _WINDOWS_AT_ONCE = 1024  # packed together
 _NEW_TOKENS = 256  # of a completion for which the task names no limit
 
 
-class Window(NamedTuple):
+class HarnessWindow(NamedTuple):
     """Ids of which the last `scored` are labels."""
 
     ids: list[int]
@@ -116,13 +116,13 @@ class HarnessModel(LM):
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Score whole texts: ln p(text), in windows that score each token once."""
-        windows: list[Window] = []
+        windows: list[HarnessWindow] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
             ids = self._text(request.args[0])
             pairs = utils.get_rolling_token_windows(ids, self._prefix, self._length, 1)
             for before, after in map(utils.make_disjoint_window, pairs):
-                windows.append(Window([*before, *after], len(after)))
+                windows.append(HarnessWindow([*before, *after], len(after)))
                 owners.append(owner)
         sums = np.zeros(len(requests))
         np.add.at(sums, owners, [logprob for logprob, _ in self._scores(windows)])
@@ -145,7 +145,7 @@ class HarnessModel(LM):
 
     # ----------------------------------------------------------------- ids
 
-    def _pair(self, context: str, continuation: str) -> Window:
+    def _pair(self, context: str, continuation: str) -> HarnessWindow:
         """Both encoded as one text, cut between them.
 
         Where a token would be of both, they are encoded apart: all continuations of a
@@ -159,13 +159,13 @@ class HarnessModel(LM):
         if not after:
             raise ValueError(f"{_shown(*texts)}: the continuation has no token")
         if not context:
-            return self._cut(Window([self._prefix, *after], len(after)))
+            return self._cut(HarnessWindow([self._prefix, *after], len(after)))
         before, whole = self._encoded(context), self._encoded(context + continuation)
         scored = len(whole) - len(before)
         if scored < 1 or whole[: len(before)] != before:
             scored = self._scored(context, continuation)
         if scored:
-            return self._cut(Window(whole, scored))
+            return self._cut(HarnessWindow(whole, scored))
         ids, tokenizer = [*before, *after], self._model.vocabulary.tokenizer
         apart, joint = (tokenizer.decode(x, skip_special_tokens=False)
                         for x in (ids, whole))  # fmt: skip
@@ -176,7 +176,7 @@ class HarnessModel(LM):
                 f"{messages.short(apart[-40:])}; let the continuation begin with a "
                 "space, or leave the task out"
             )
-        return self._cut(Window(ids, len(after), is_joint=False))
+        return self._cut(HarnessWindow(ids, len(after), is_joint=False))
 
     def _scored(self, context: str, continuation: str) -> int:
         """The number of tokens of the continuation; 0 if one token is of both texts.
@@ -189,7 +189,7 @@ class HarnessModel(LM):
             return 0
         return sum(start >= border for start, _ in encoded.offsets)
 
-    def _cut(self, window: Window) -> Window:
+    def _cut(self, window: HarnessWindow) -> HarnessWindow:
         """The end that the model can read."""
         if window.scored > self._length:
             raise ValueError(
@@ -229,15 +229,17 @@ class HarnessModel(LM):
             **(kept if sampled else {}),
         )
 
-    def _prompt(self, text: str, number: int, options: GenerateConfig) -> Prompt:
+    def _prompt(self, text: str, number: int, options: GenerateConfig) -> EncodedPrompt:
         assert options.max_new_tokens is not None
         ids = self._encoded(text) or [self._prefix]
         room = self._model.max_positions - options.max_new_tokens
-        return Prompt(f"request {number}", ids[-room:], number, options.max_new_tokens)
+        return EncodedPrompt(
+            f"request {number}", ids[-room:], number, options.max_new_tokens
+        )
 
     # -------------------------------------------------------------- scores
 
-    def _scores(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
+    def _scores(self, windows: Sequence[HarnessWindow]) -> list[tuple[float, bool]]:
         """Sum of log-probabilities of each window, and whether each is the largest."""
         order = sorted(range(len(windows)), key=lambda i: len(windows[i].ids))
         results: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
@@ -250,7 +252,7 @@ class HarnessModel(LM):
                 results[i] = logprob, bool(greedy.all())
         return results
 
-    def _of(self, windows: Sequence[Window]) -> list[dict[str, np.ndarray]]:
+    def _of(self, windows: Sequence[HarnessWindow]) -> list[dict[str, np.ndarray]]:
         inputs = [np.array(window.ids[:-1], np.int32) for window in windows]
         labels = [np.array(window.ids[1:], np.int32) for window in windows]
         for window, row in zip(windows, labels, strict=True):

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from jaxmem.base import locks, messages
 from jaxmem.base.stopping import Stop
-from jaxmem.data.records import DataError, Record, find_files, read_records
-from jaxmem.generate.completions import Completion, Generator, Prompt, unreached
+from jaxmem.data.records import DataError, RawRecord, find_files, read_records
+from jaxmem.generate.completions import Completion, EncodedPrompt, Generator, unreached
 from jaxmem.score.fingerprint import update_with_files
 from jaxmem.score.journal import Journal
 from jaxmem.train.output.progress import Progress
@@ -73,7 +73,7 @@ def generate_file(
         _complete(generator, records, prompts, target, console, stop)
 
 
-def _prompt(generator: Generator, record: Record, number: int) -> Prompt:
+def _prompt(generator: Generator, record: RawRecord, number: int) -> EncodedPrompt:
     taken = [name for name in _COLUMNS if name in record.fields]
     if taken:
         raise DataError(
@@ -92,8 +92,8 @@ def _prompt(generator: Generator, record: Record, number: int) -> Prompt:
 
 def _complete(
     generator: Generator,
-    records: Sequence[Record],
-    prompts: Sequence[Prompt],
+    records: Sequence[RawRecord],
+    prompts: Sequence[EncodedPrompt],
     out: Path,
     console: Console,
     stop: Stop,
@@ -141,7 +141,7 @@ def _summarise(
 
 
 def _fingerprint(
-    generator: Generator, records: Sequence[Record], prompts: Sequence[Prompt]
+    generator: Generator, records: Sequence[RawRecord], prompts: Sequence[EncodedPrompt]
 ) -> str:
     """A hash of everything that the completions depend on."""
     options = json.dumps(dataclasses.asdict(generator.config))

@@ -10,7 +10,7 @@ from jaxmem.generate.conversation import chat
 from jaxmem.generate.model import load
 
 
-class Request(NamedTuple):
+class GenerateRequest(NamedTuple):
     """What the command is asked to do; one of prompt, source and chat."""
 
     model: str  # directory
@@ -26,7 +26,7 @@ class Request(NamedTuple):
     trust_code: bool = False  # True if the code that the run names may be run
 
 
-def run(request: Request, config: GenerateConfig) -> None:
+def run(request: GenerateRequest, config: GenerateConfig) -> None:
     """Run the command; a ValueError says which options are impossible."""
     _check(request)
     model = load(
@@ -48,7 +48,7 @@ def run(request: Request, config: GenerateConfig) -> None:
         chat(generator, request.system)
 
 
-def _check(request: Request) -> None:
+def _check(request: GenerateRequest) -> None:
     given = request.prompt is not None, request.source is not None, request.chat
     if sum(given) != 1:
         raise ValueError("generate needs one of PROMPT, --in FILE.jsonl and --chat")

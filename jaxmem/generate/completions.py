@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxmem.data.records import DataError, Record
+from jaxmem.data.records import DataError, RawRecord
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
-from jaxmem.generate.text import Text
+from jaxmem.generate.text import CompletionText
 from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models import sampling
 from jaxmem.models.own_model import recomputation
@@ -29,7 +29,7 @@ class Completion(NamedTuple):
     stop: str | None = None  # the stop string that it reached
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """A prompt as ids."""
 
     where: str  # what an error calls it
@@ -99,15 +99,15 @@ class Generator:
 
     def prompt(
         self, prompt: str | list[dict[str, Any]], where: str, number: int = 0
-    ) -> Prompt:
+    ) -> EncodedPrompt:
         """Encode a prompt.
 
         Raises:
             DataError: it has no token, or no room for a completion.
         """
-        return self.prompt_of(Record(where, {"prompt": prompt}), number)
+        return self.prompt_of(RawRecord(where, {"prompt": prompt}), number)
 
-    def prompt_of(self, record: Record, number: int = 0) -> Prompt:
+    def prompt_of(self, record: RawRecord, number: int = 0) -> EncodedPrompt:
         """Encode what a record asks.
 
         Raises:
@@ -123,10 +123,12 @@ class Generator:
                 f"{self.model.max_positions:,} positions of the model; shorten the "
                 "prompt"
             )
-        return Prompt(where, ids, number, min(room, self._limit))
+        return EncodedPrompt(where, ids, number, min(room, self._limit))
 
     def complete(
-        self, prompts: Sequence[Prompt], show: Callable[[str], None] | None = None
+        self,
+        prompts: Sequence[EncodedPrompt],
+        show: Callable[[str], None] | None = None,
     ) -> list[Completion]:
         """Complete at most `batch_size` prompts.
 
@@ -135,7 +137,9 @@ class Generator:
             show: called with each piece of the first completion's text as it arrives.
         """
         tokenizer = self.model.vocabulary.tokenizer
-        texts = [Text(tokenizer, prompt.ids, self._stops) for prompt in prompts]
+        texts = [
+            CompletionText(tokenizer, prompt.ids, self._stops) for prompt in prompts
+        ]
         # The last batch of many is filled up, to be of the shape that is compiled.
         rows = 1 if len(prompts) == 1 else self.config.batch_size
         state = self._read(prompts, rows)
@@ -159,7 +163,9 @@ class Generator:
             show(texts[0].whole[shown:])
         return [self._completion(text) for text in texts]
 
-    def _read(self, prompts: Sequence[Prompt], rows: int) -> sampling.State:
+    def _read(
+        self, prompts: Sequence[EncodedPrompt], rows: int
+    ) -> sampling.SamplerState:
         longest = max(len(prompt.ids) for prompt in prompts)
         width = max(_NARROWEST, 1 << (longest - 1).bit_length())
         ids = np.zeros((rows, width), np.int32)
@@ -172,7 +178,7 @@ class Generator:
         keys = sampling.row_keys(key, numbers)
         return self._start(self._decoder, ids, lengths, keys)
 
-    def _completion(self, text: Text) -> Completion:
+    def _completion(self, text: CompletionText) -> Completion:
         last = text.ids[-1] if text.ids else None
         if text.stop is not None:
             return Completion(text.whole, text.ids, "stop", text.stop)
@@ -190,7 +196,7 @@ def _programs(sampler: sampling.Sampler) -> tuple[Callable, Callable]:
     return jax.jit(sampler.start, compiler_options=options), advance
 
 
-def _add(text: Text, room: int, tokens: np.ndarray, mask: np.ndarray) -> bool:
+def _add(text: CompletionText, room: int, tokens: np.ndarray, mask: np.ndarray) -> bool:
     """Add a row's new tokens to its text; whether it takes no more."""
     text.add(tokens[mask].tolist()[: room - len(text.ids)])
     return text.stop is not None or len(text.ids) == room

@@ -9,7 +9,7 @@ from jaxmem.checkpoints import Vocabulary
 from jaxmem.data import ends
 from jaxmem.data.chat import ChatTemplate, read_template
 from jaxmem.data.record_reader import RecordReader
-from jaxmem.data.records import DataError, Record
+from jaxmem.data.records import DataError, RawRecord
 from jaxmem.data.vocabulary import has_start
 from jaxmem.models.own_model import LanguageModel
 from jaxmem.score.fingerprint import files_of
@@ -26,7 +26,7 @@ class Model(NamedTuple):
     reader: RecordReader  # of records that ask something
     files: tuple[Path, ...]  # that the decoder was read from
 
-    def encode(self, record: Record) -> list[int]:
+    def encode(self, record: RawRecord) -> list[int]:
         """Ids of what a record asks: of a text, or of a conversation up to the answer.
 
         Raises:

@@ -8,7 +8,7 @@ _INCOMPLETE = "\ufffd"  # what a part of a character decodes to
 _CONTEXT = 8  # tokens of the prompt that are decoded before the completion
 
 
-class Text:
+class CompletionText:
     """The text of one completion.
 
     It is decoded after the end of the prompt, since some tokenizers drop the space at

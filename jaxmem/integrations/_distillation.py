@@ -1,7 +1,7 @@
 """What a distillation loss reads of logits and one-hot labels, without either's array.
 
-A trainer's own functions call the model and build the labels. In them, `Logits` and
-`OneHot` take the place of the arrays [..., V]: both can be indexed along their tokens,
+A trainer's own functions call the model and build the labels. In them,
+`DeferredLogits` and `OneHot` replace arrays [..., V]: both can be indexed along tokens,
 and one-hot labels can be multiplied by a mask. Any other use raises, and the trainer's
 own loss is computed instead.
 """
@@ -29,7 +29,7 @@ from jaxmem.integrations._head import ModelHead, Options, scores
     jax.tree_util.register_dataclass, data_fields=["hidden", "head"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class Logits:
+class DeferredLogits:
     """Logits [..., V] that are not computed: hidden states [..., D] and their head."""
 
     hidden: jax.Array
@@ -40,17 +40,17 @@ class Logits:
         """The shape of the array that it stands for."""
         return (*self.hidden.shape[:-1], self.head.n_columns)
 
-    def __getitem__(self, index: Any) -> "Logits":
+    def __getitem__(self, index: Any) -> "DeferredLogits":
         index = _of_tokens(index, self.hidden.ndim)
         return dataclasses.replace(self, hidden=self.hidden[index])
 
-    def astype(self, dtype: DTypeLike) -> "Logits":
+    def astype(self, dtype: DTypeLike) -> "DeferredLogits":
         """Itself: the logits are float32."""
         if jnp.dtype(dtype) != jnp.float32:
             raise TypeError(f"logits are cast to {jnp.dtype(dtype)}")
         return self
 
-    def constant(self) -> "Logits":
+    def constant(self) -> "DeferredLogits":
         """Return the logits without a gradient."""
         return jax.tree.map(jax.lax.stop_gradient, self)
 
@@ -134,7 +134,9 @@ def _of_tokens(index: Any, ndim: int) -> tuple:
     return index[: ndim - 1]
 
 
-def cross_entropy(logits: Logits, labels: OneHot, options: Options) -> jax.Array:
+def cross_entropy(
+    logits: DeferredLogits, labels: OneHot, options: Options
+) -> jax.Array:
     """-Σ_v labels_v ln softmax(logits)_v per token: float32 [...]."""
     counted = labels.counted
     logps, _, _ = scores(
@@ -145,8 +147,8 @@ def cross_entropy(logits: Logits, labels: OneHot, options: Options) -> jax.Array
 
 
 def forward_kl(
-    student: Logits,
-    teacher: Logits,
+    student: DeferredLogits,
+    teacher: DeferredLogits,
     temperature: ArrayLike,
     options: Options,
     where: jax.Array | None = None,
@@ -163,8 +165,8 @@ def forward_kl(
 
 
 def forward_kl_and_cross_entropy(
-    student: Logits,
-    teacher: Logits,
+    student: DeferredLogits,
+    teacher: DeferredLogits,
     labels: OneHot,
     temperature: ArrayLike,
     weights: tuple[ArrayLike, ArrayLike],
@@ -195,8 +197,8 @@ def forward_kl_and_cross_entropy(
 
 
 def forward_kl_of_largest(
-    student: Logits,
-    teacher: Logits,
+    student: DeferredLogits,
+    teacher: DeferredLogits,
     k: int,
     temperature: ArrayLike,
     options: Options,
@@ -215,7 +217,7 @@ def forward_kl_of_largest(
 
 
 def forward_kl_of_top(
-    student: Logits,
+    student: DeferredLogits,
     teacher: jax.Array,
     ids: jax.Array,
     temperature: ArrayLike,

@@ -1,7 +1,7 @@
 """MaxText's distillation from hidden states: no logits of teacher or student.
 
 MaxText's forward functions return logits among other outputs, and its strategy compares
-them. Here the outputs have `Logits`, and labels are `OneHot`. Everything else in the
+them. Here the outputs have `DeferredLogits`, and labels are `OneHot`. The rest of the
 loss (features, load balancing, counts, weights that depend on the step) is computed by
 MaxText's own `compute_loss`, from a vocabulary of one token, whose terms are 0.
 """
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.integrations._distillation import (
-    Logits,
+    DeferredLogits,
     OneHot,
     cross_entropy,
     forward_kl,
@@ -28,7 +28,7 @@ from jaxmem.integrations._maxtext_models import (
     stopped_before_head,
 )
 from jaxmem.integrations._replace import (
-    Call,
+    ReplacedCall,
     Replacement,
     Tally,
     or_original,
@@ -55,14 +55,14 @@ def _method(name: str, **options: Any) -> Callable[[Callable], Replacement]:
         "temperature_schedule beta_end beta_schedule max_steps".split()
     ),
 )
-def _INIT(call: Call, self, *args, **kwargs):
+def _INIT(call: ReplacedCall, self, *args, **kwargs):
     call.original(self, *args, **kwargs)
     for name in ("student_forward_fn", "teacher_forward_fn"):
         setattr(self, name, _forward(self, getattr(self, name), call.tally))
 
 
 def _forward(strategy: Any, forward: Callable, tally: Tally) -> Callable:
-    """A strategy's forward function, whose output has `Logits`."""
+    """A strategy's forward function, whose output has `DeferredLogits`."""
 
     @or_original(forward, tally)
     def forward_fn(model, *args, **kwargs):
@@ -78,7 +78,7 @@ def _forward(strategy: Any, forward: Callable, tally: Tally) -> Callable:
                 "a forward function does more with logits than to return them"
             )
         hidden = final_states(model, call.states, call.deterministic)
-        return output.replace(logits=Logits(hidden, head))
+        return output.replace(logits=DeferredLogits(hidden, head))
 
     return forward_fn
 
@@ -93,7 +93,7 @@ def _check_own(strategy: Any) -> None:
 
 
 @_method("create_labels")
-def _LABELS(call: Call, self, targets, targets_segmentation=None, **kwargs):
+def _LABELS(call: ReplacedCall, self, targets, targets_segmentation=None, **kwargs):
     _check_own(self)
     counts = targets != self.pad_id
     if targets_segmentation is not None:
@@ -104,18 +104,18 @@ def _LABELS(call: Call, self, targets, targets_segmentation=None, **kwargs):
 
 def _as_array(argument: Any) -> Any:
     """An argument of MaxText's own loss: logits, or labels, as arrays."""
-    if isinstance(getattr(argument, "logits", None), Logits):
+    if isinstance(getattr(argument, "logits", None), DeferredLogits):
         return argument.replace(logits=argument.logits.array())
     return argument.array() if isinstance(argument, OneHot) else argument
 
 
-def _perplexity(call: Call, loss: jax.Array) -> jax.Array:
+def _perplexity(call: ReplacedCall, loss: jax.Array) -> jax.Array:
     cap = vars(inspect.getmodule(call.original))["_PPL_CE_CAP"]
     return jnp.exp(jnp.minimum(loss, cap))
 
 
 @_method("compute_loss", given=_as_array)
-def _TRAIN(call: Call, self, student_output, teacher_output, labels, step=None):
+def _TRAIN(call: ReplacedCall, self, student_output, teacher_output, labels, step=None):
     ids = getattr(teacher_output, "top_k_indices", None)
     student, teacher = student_output.logits, teacher_output.logits
     _check_served(student, labels, None if ids is not None else teacher)
@@ -145,7 +145,7 @@ def _TRAIN(call: Call, self, student_output, teacher_output, labels, step=None):
 
 
 @_method("compute_eval_loss", given=_as_array)
-def _EVAL(call: Call, self, student_output, labels):
+def _EVAL(call: ReplacedCall, self, student_output, labels):
     student = student_output.logits
     _check_served(student, labels)
     total = jnp.sum(cross_entropy(student, labels, call.options))
@@ -158,8 +158,8 @@ def _EVAL(call: Call, self, student_output, labels):
 
 
 def _terms(
-    student: Logits,
-    teacher: Logits,
+    student: DeferredLogits,
+    teacher: DeferredLogits,
     labels: OneHot,
     settings: tuple[jax.Array, jax.Array],
     options: Options,
@@ -185,7 +185,7 @@ def _terms(
 
 
 def _terms_of_columns(
-    student: Logits,
+    student: DeferredLogits,
     teacher: tuple[jax.Array, jax.Array],
     labels: OneHot,
     settings: tuple[jax.Array, jax.Array],
@@ -209,7 +209,7 @@ def _check_served(student: Any, labels: Any, teacher: Any = None) -> None:
     """Raise `NotServed` unless logits and labels are of the functions replaced here."""
     if not isinstance(labels, OneHot):
         raise NotServed("labels are not made by create_labels")
-    if not isinstance(student, Logits):
+    if not isinstance(student, DeferredLogits):
         raise NotServed("the student's forward function returns logits")
     if isinstance(teacher, jax.Array):
         raise NotServed("the teacher's forward function returns logits")

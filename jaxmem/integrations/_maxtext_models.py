@@ -58,7 +58,7 @@ def final_states(model: Any, hidden: jax.Array, deterministic: bool) -> jax.Arra
     return decoder.dropout(normed, deterministic=deterministic)
 
 
-class HeadCall(NamedTuple):
+class DeferredHeadCall(NamedTuple):
     """A call of a decoder's head that was not made."""
 
     states: jax.Array  # before the norm
@@ -67,9 +67,9 @@ class HeadCall(NamedTuple):
 
 
 @contextlib.contextmanager
-def stopped_before_head(decoder: Any) -> Iterator[list[HeadCall]]:
+def stopped_before_head(decoder: Any) -> Iterator[list[DeferredHeadCall]]:
     """Record the calls of one decoder's head, which return placeholders."""
-    calls: list[HeadCall] = []
+    calls: list[DeferredHeadCall] = []
 
     def keep(original, self, shared_embedding, y, deterministic, model_mode, **kwargs):
         if self is not decoder:
@@ -79,7 +79,7 @@ def stopped_before_head(decoder: Any) -> Iterator[list[HeadCall]]:
         if not self.config.logits_via_embedding:
             check_product("logits_dense", self.logits_dense, y)
         placeholder = jnp.zeros((*y.shape[:-1], 1), jnp.float32)
-        calls.append(HeadCall(y, deterministic, placeholder))
+        calls.append(DeferredHeadCall(y, deterministic, placeholder))
         return placeholder
 
     with holding(type(decoder), "apply_output_head", keep):

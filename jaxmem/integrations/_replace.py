@@ -138,7 +138,7 @@ class Replacement:
     optional: bool = False
 
 
-class Call(NamedTuple):
+class ReplacedCall(NamedTuple):
     """What the replacement of a function has to know beside its arguments."""
 
     original: Callable
@@ -154,7 +154,7 @@ def replacing(
     optional: bool = False,
     parameters: tuple[str, ...] | None = None,
 ) -> Callable[[Callable], Replacement]:
-    """Make a function of a `Call` and the original's arguments a `Replacement`.
+    """Make a function of a `ReplacedCall` and the original's arguments a `Replacement`.
 
     The original must have the same parameters, or those that are given; `given` is that
     of `or_original`, and the others are those of `Replacement`.
@@ -162,7 +162,7 @@ def replacing(
 
     def decorate(function: Callable) -> Replacement:
         def make(original: Callable, options: Options, tally: Tally):
-            call = Call(original, options, tally, weakref.WeakKeyDictionary())
+            call = ReplacedCall(original, options, tally, weakref.WeakKeyDictionary())
             decorate = or_original(original, tally, given)
             return decorate(functools.partial(function, call))
 

@@ -1,7 +1,7 @@
 """Tunix's LogitStrategy from hidden states: no logits of teacher or student.
 
 The strategy holds three functions of its user: two call a model and select tokens of
-its logits, one builds one-hot labels. They run with `Logits` and `OneHot` in place of
+its logits, one builds one-hot labels. They run with `DeferredLogits` and `OneHot` as
 arrays. The teacher's hidden states, not its logits, go from its program to the train
 step. A function that does more than select and mask gets arrays, as in Tunix.
 """
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem.integrations._distillation import (
-    Logits,
+    DeferredLogits,
     OneHot,
     cross_entropy,
     forward_kl_and_cross_entropy,
@@ -25,14 +25,14 @@ from jaxmem.integrations._distillation import (
 )
 from jaxmem.integrations._head import NotServed, Options
 from jaxmem.integrations._holding import holding
-from jaxmem.integrations._replace import Call, replacing
+from jaxmem.integrations._replace import ReplacedCall, replacing
 from jaxmem.integrations._tunix_models import head_of, without_logits
 
 _STRATEGY = "tunix.distillation.strategies.base_strategy:BaseStrategy"
 
 
 @replacing(f"{_STRATEGY}.get_teacher_outputs")
-def _TEACHER(call: Call, self, teacher_model, inputs):
+def _TEACHER(call: ReplacedCall, self, teacher_model, inputs):
     _check_served(self)
     head_of(teacher_model)  # for `NotServed`
     if self in call.refused:
@@ -45,12 +45,12 @@ def _TEACHER(call: Call, self, teacher_model, inputs):
 
 
 def _as_array(argument: Any) -> Any:
-    return argument.array() if isinstance(argument, Logits) else argument
+    return argument.array() if isinstance(argument, DeferredLogits) else argument
 
 
 @replacing(f"{_STRATEGY}.get_train_loss", given=_as_array)
-def _TRAIN(call: Call, self, student_model, teacher_output, inputs):
-    if not isinstance(teacher_output, Logits):
+def _TRAIN(call: ReplacedCall, self, student_model, teacher_output, inputs):
+    if not isinstance(teacher_output, DeferredLogits):
         _check_served(self)
         raise NotServed("the teacher's output is no hidden states")
     student, labels = _student(self, student_model, inputs)
@@ -58,14 +58,18 @@ def _TRAIN(call: Call, self, student_model, teacher_output, inputs):
 
 
 @replacing(f"{_STRATEGY}.get_eval_loss")
-def _EVAL(call: Call, self, student_model, inputs):
+def _EVAL(call: ReplacedCall, self, student_model, inputs):
     _check_served(self)
     student, labels = _student(self, student_model, inputs)
     return jnp.mean(cross_entropy(student.constant(), labels, call.options)), {}
 
 
 def _loss(
-    strategy: Any, student: Logits, teacher: Logits, labels: OneHot, options: Options
+    strategy: Any,
+    student: DeferredLogits,
+    teacher: DeferredLogits,
+    labels: OneHot,
+    options: Options,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss and the metrics of `LogitStrategy.compute_loss`, which are constants."""
     alpha, temperature, k = strategy.alpha, strategy.temperature, strategy.distill_top_k
@@ -106,10 +110,12 @@ def _run_teacher(forward: Callable, model: Any, inputs: dict) -> tuple[Any, Any]
     """Hidden states, without the head, which would be copied; or an array."""
     with without_logits(model):
         output = forward(model, **inputs)
-    return (output.hidden, None) if isinstance(output, Logits) else (None, output)
+    return (
+        (output.hidden, None) if isinstance(output, DeferredLogits) else (None, output)
+    )
 
 
-def _states_of_teacher(strategy: Any, model: Any, inputs: dict) -> Logits:
+def _states_of_teacher(strategy: Any, model: Any, inputs: dict) -> DeferredLogits:
     forward = inspect.unwrap(strategy._teacher_forward_fn)
     try:
         hidden, _ = _run_teacher(forward, model, inputs)
@@ -124,10 +130,10 @@ def _states_of_teacher(strategy: Any, model: Any, inputs: dict) -> Logits:
         raise NotServed(
             f"distill_top_k={strategy.distill_top_k} exceeds {head.n_columns} logits"
         )
-    return Logits(jax.lax.stop_gradient(hidden), head)
+    return DeferredLogits(jax.lax.stop_gradient(hidden), head)
 
 
-def _student(strategy: Any, model: Any, inputs: dict) -> tuple[Logits, OneHot]:
+def _student(strategy: Any, model: Any, inputs: dict) -> tuple[DeferredLogits, OneHot]:
     """What the student's and the labels' functions return; `NotServed` of arrays."""
     head_of(model)
     try:
@@ -137,7 +143,7 @@ def _student(strategy: Any, model: Any, inputs: dict) -> tuple[Logits, OneHot]:
         raise
     except Exception as error:
         raise _refusal("student_forward_fn", "logits", error) from error
-    if not isinstance(logits, Logits):
+    if not isinstance(logits, DeferredLogits):
         raise NotServed("student_forward_fn does not return its model's logits")
     try:
         with _without_one_hot():
@@ -181,18 +187,18 @@ def _without_one_hot() -> contextlib.AbstractContextManager:
 
 
 def _is_logits(x: Any) -> bool:
-    return isinstance(x, Logits)
+    return isinstance(x, DeferredLogits)
 
 
 @replacing("tunix.sft.sharding_utils:shard_input")
-def _SHARD(call: Call, input_data, data_sharding_axis):
+def _SHARD(call: ReplacedCall, input_data, data_sharding_axis):
     """Shard a batch, but not the teacher's head in it, which has its sharding."""
     leaves, tree = jax.tree.flatten(input_data, is_leaf=_is_logits)
     states = [x.hidden if _is_logits(x) else x for x in leaves]
     batch = call.original(tree.unflatten(states), data_sharding_axis)
     sharded = tree.flatten_up_to(batch)
     return tree.unflatten(
-        Logits(new, old.head) if _is_logits(old) else new
+        DeferredLogits(new, old.head) if _is_logits(old) else new
         for old, new in zip(leaves, sharded, strict=True)
     )
 

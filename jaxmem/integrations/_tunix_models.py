@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.head.maths.head import Head
-from jaxmem.integrations._distillation import Logits
+from jaxmem.integrations._distillation import DeferredLogits
 from jaxmem.integrations._head import (
     ModelHead,
     NotServed,
@@ -91,13 +91,13 @@ def _stopped_at(owner: Any, method: str, name: str) -> Iterator[list[jax.Array]]
 
 @contextlib.contextmanager
 def without_logits(model: Any) -> Iterator[None]:
-    """Inside, calls of this model, and of no other, return `Logits` for logits."""
+    """Inside, calls of this model alone return `DeferredLogits` for logits."""
 
     def call(original: Callable, self: Any, *args: Any, **kwargs: Any) -> tuple:
         if self is not model:
             return original(self, *args, **kwargs)
         hidden, *more = _states_and_more(self, args, kwargs)
-        return Logits(hidden, head_of(self)), *more
+        return DeferredLogits(hidden, head_of(self)), *more
 
     with holding(type(model), "__call__", call):
         yield

@@ -26,7 +26,7 @@ from jaxmem.integrations._head import (
     plain_array,
     scores,
 )
-from jaxmem.integrations._replace import Call, Integration, replacing
+from jaxmem.integrations._replace import Integration, ReplacedCall, replacing
 
 _TIED = ("tie_word_embeddings", "use_lm_head", "share_input_output_layers")
 _GENERIC = ("easydel.infra.base_module", "easydel.modules._base.")
@@ -63,8 +63,8 @@ def head_of(module: Any) -> ModelHead:
     "compute_per_token_logps_and_entropies_from_hidden_states"
 )
 def _LOGPS(
-    call: Call, model, hidden_states, targets, *, token_chunk_size, vocab_chunk_size,
-    return_entropy,
+    call: ReplacedCall, model, hidden_states, targets, *, token_chunk_size,
+    vocab_chunk_size, return_entropy,
 ):  # fmt: skip
     # The model, or its inner model, computes logits.
     inner = getattr(model, "model", None)

@@ -32,8 +32,8 @@ from jaxmem.integrations._maxtext_models import (
     stopped_before_head,
 )
 from jaxmem.integrations._replace import (
-    Call,
     Integration,
+    ReplacedCall,
     Replacement,
     Tally,
     replacing,
@@ -56,7 +56,7 @@ def _loss(
 
 
 @replacing("maxtext.utils.vocabulary_tiling:vocab_tiling_nnx_loss")
-def _NNX(call: Call, model, hidden_states, data, config, is_train):
+def _NNX(call: ReplacedCall, model, hidden_states, data, config, is_train):
     head = head_of(model)
     deterministic = not config.enable_dropout if is_train else True
     states = final_states(model, hidden_states, deterministic)
@@ -64,7 +64,7 @@ def _NNX(call: Call, model, hidden_states, data, config, is_train):
 
 
 @replacing("maxtext.utils.vocabulary_tiling:vocab_tiling_linen_loss")
-def _LINEN(call: Call, hidden_states, data, config, model, params, is_train):
+def _LINEN(call: ReplacedCall, hidden_states, data, config, model, params, is_train):
     seen = _Linen(model, params)
     head = head_of(seen)
     if is_train and config.enable_dropout and config.dropout_rate > 0:
@@ -81,7 +81,7 @@ class _Linen:
 
     @property
     def token_embedder(self) -> Any:
-        return _Held(self._params["params"]["token_embedder"])
+        return _LayerParameters(self._params["params"]["token_embedder"])
 
     @property
     def logits_dense(self) -> Any:
@@ -89,7 +89,7 @@ class _Linen:
         beside = sorted(set(params) - {"kernel", "bias"})
         if beside:  # LoRA or scales, which Linen has as other parameters
             raise NotServed(f"logits_dense has {', '.join(beside)} beside its kernel")
-        return _Held(params)
+        return _LayerParameters(params)
 
     def states(self, hidden: jax.Array) -> jax.Array:
         """The operand of the head's product, recorded by intercepting that product."""
@@ -119,7 +119,7 @@ class _Linen:
         return states[0]
 
 
-class _Held:
+class _LayerParameters:
     """Parameters of one Linen layer, as attributes."""
 
     def __init__(self, params: Any):

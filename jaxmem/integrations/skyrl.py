@@ -31,7 +31,7 @@ from jaxmem.integrations._head import (
     plain_array,
     scores,
 )
-from jaxmem.integrations._replace import Call, Integration, replacing
+from jaxmem.integrations._replace import Integration, ReplacedCall, replacing
 
 
 def head_of(model: Any) -> ModelHead:
@@ -73,7 +73,7 @@ def _with_adapters(
 
 
 def _chunked_logprobs(
-    call: Call, self, hidden_states, target_ids, chunk_size, adapter_indices
+    call: ReplacedCall, self, hidden_states, target_ids, chunk_size, adapter_indices
 ):
     head = head_of(self)
     states, labels = hidden_states, as_index(target_ids, head)

@@ -36,8 +36,8 @@ from flax import nnx
 
 from jaxmem.integrations._head import NotServed, Options, as_index, scores
 from jaxmem.integrations._replace import (
-    Call,
     Integration,
+    ReplacedCall,
     Replacement,
     Tally,
     or_original,
@@ -172,7 +172,7 @@ _COMMON = Replacement("tunix.rl.algo_core:common", _Common, None)
 
 
 @replacing("tunix.rl.algo_core:compute_entropy_from_logits")
-def _ENTROPY(call: Call, logits):
+def _ENTROPY(call: ReplacedCall, logits):
     if not isinstance(logits, Entropies):
         raise NotServed("compute_entropy_from_logits is given logits")
     return logits.entropy
@@ -180,7 +180,13 @@ def _ENTROPY(call: Call, logits):
 
 @replacing("tunix.rl.common:get_per_token_logps")
 def _PREFERENCES(
-    call: Call, model, input_tokens, positions, attn_mask, logits_to_keep, images=None
+    call: ReplacedCall,
+    model,
+    input_tokens,
+    positions,
+    attn_mask,
+    logits_to_keep,
+    images=None,
 ):
     head = head_of(model)
     hidden = hidden_states(
@@ -194,7 +200,13 @@ def _PREFERENCES(
 
 @replacing("tunix.sft.peft_trainer:_default_loss_fn")
 def _LOSS(
-    call: Call, model, input_tokens, input_mask, positions, attention_mask, images=None
+    call: ReplacedCall,
+    model,
+    input_tokens,
+    input_mask,
+    positions,
+    attention_mask,
+    images=None,
 ):
     utils: Any = getattr(inspect.getmodule(call.original), "utils", None)
     head = head_of(model)
@@ -216,7 +228,7 @@ def _LOSS(
 
 @replacing("tunix.rl.common:compute_chunked_logps")
 def _CHUNKED(
-    call: Call, model, hidden_states, target_ids, temperature, chunk_size,
+    call: ReplacedCall, model, hidden_states, target_ids, temperature, chunk_size,
     return_entropy,
 ):  # fmt: skip
     head = head_of(model)

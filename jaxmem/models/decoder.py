@@ -41,13 +41,13 @@ from jaxmem.models.training_head import HeadConfig, make_head
 from jaxmem.models.weights import cast_weights
 
 
-def _stacked(stack: structure.Stack, rngs: nnx.Rngs) -> layers.Block:
+def _stacked(stack: structure.Stack, rngs: nnx.Rngs) -> layers.TransformerBlock:
     """The blocks of a stack, with their weights on a leading axis."""
 
     @nnx.split_rngs(splits=len(stack.layers))
     @nnx.vmap(in_axes=(0,), out_axes=0)
-    def make(rngs: nnx.Rngs) -> layers.Block:
-        return layers.Block(stack.config, rngs=rngs)
+    def make(rngs: nnx.Rngs) -> layers.TransformerBlock:
+        return layers.TransformerBlock(stack.config, rngs=rngs)
 
     return make(rngs)
 

@@ -20,7 +20,7 @@ CHUNK = 64
 _einsum = functools.partial(jnp.einsum, precision="highest")
 
 
-class Inputs(NamedTuple):
+class DeltaInputs(NamedTuple):
     """What the rule reads of tokens, in float32; documents are only compared."""
 
     query: jax.Array  # [B, T, H, K] of length 1 / sqrt(K)
@@ -31,7 +31,9 @@ class Inputs(NamedTuple):
     documents: jax.Array  # int32 [B, T]
 
 
-def run(inputs: Inputs, before: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def run(
+    inputs: DeltaInputs, before: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Outputs f32 [B, T, H, V] of all tokens, and the state after the last.
 
     A document starts with a state of 0; each row's first document goes on from
@@ -47,7 +49,7 @@ def run(inputs: Inputs, before: jax.Array | None = None) -> tuple[jax.Array, jax
         x = jnp.pad(x, widths, mode=mode)
         return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
 
-    parts = Inputs(
+    parts = DeltaInputs(
         *map(chunked, inputs[:-1]), documents=chunked(inputs.documents, "edge")
     )
     rows, _, heads, width = inputs.query.shape
@@ -60,7 +62,7 @@ def run(inputs: Inputs, before: jax.Array | None = None) -> tuple[jax.Array, jax
     return out.reshape(rows, -1, *out.shape[3:])[:, :length], state
 
 
-def _chunk(carry, part: Inputs):
+def _chunk(carry, part: DeltaInputs):
     """Outputs of a chunk's tokens, and the state and document after it."""
     state, document = carry
     query, key, value, decay, rate, documents = part
@@ -90,7 +92,7 @@ def _chunk(carry, part: Inputs):
     return (state, documents[:, -1]), jnp.moveaxis(out, 2, 1)
 
 
-def step(state: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+def step(state: jax.Array, inputs: DeltaInputs) -> tuple[jax.Array, jax.Array]:
     """The rule for one more token of a row: f32 [B, 1, H, V], and its next state."""
     query, key, value, decay, rate = (x[:, 0] for x in inputs[:-1])
     state = jnp.exp(decay)[..., None, None] * state

@@ -13,14 +13,14 @@ from jaxmem.models.config import ModelConfig
 from jaxmem.models.interfaces import Mixer
 from jaxmem.models.linears import linear, residual_linear
 from jaxmem.models.norms import make_norm
-from jaxmem.models.positions import Rope, Sight
+from jaxmem.models.positions import Rotation, Sight
 
 _READERS = tuple(
     f"delta_{name}" for name in ("query", "key", "value", "gate", "rate", "decay")
 )
 
 
-class State(NamedTuple):
+class DeltaState(NamedTuple):
     """What a layer keeps of the tokens that it has read."""
 
     inputs: jax.Array  # [B, J - 1, C] of the convolution, the last ones
@@ -63,7 +63,9 @@ class DeltaMixer(Mixer):
     def readers(self) -> tuple[nnx.Linear, ...]:
         return tuple(getattr(self, name) for name in _READERS)
 
-    def mix(self, projected, sight: Sight, rope: Rope, before: State | None = None):
+    def mix(
+        self, projected, sight: Sight, rope: Rotation, before: DeltaState | None = None
+    ):
         del rope
         *mixed, gate, rate, decay = projected
         x = jnp.concatenate(mixed, axis=-1)
@@ -86,7 +88,7 @@ class DeltaMixer(Mixer):
             return self._finish(out, gate), after
 
         out, after = remat.recompute(run)(x, gate, rate, decay)
-        return out, State(self._last(x, is_token), after)
+        return out, DeltaState(self._last(x, is_token), after)
 
     def _last(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
         """Inputs of the convolution of each row's last tokens, 0 before the first.
@@ -99,7 +101,7 @@ class DeltaMixer(Mixer):
         rows = jnp.take_along_axis(x, jnp.maximum(place, 0)[..., None], axis=1)
         return jnp.where(place[..., None] >= 0, rows, 0)
 
-    def _inputs(self, active, rate, decay, is_token, documents) -> delta.Inputs:
+    def _inputs(self, active, rate, decay, is_token, documents) -> delta.DeltaInputs:
         """What the rule reads, from the convolution's results and two projections."""
         config = self.config
         keys = config.delta_key_heads * config.delta_key_dim
@@ -123,7 +125,7 @@ class DeltaMixer(Mixer):
         decay, rate = (jnp.where(is_token[..., None], x, 0) for x in (decay, rate))
         scaled = unit(query) * config.delta_key_dim**-0.5
         value = heads(value, config.delta_value_dim)
-        return delta.Inputs(scaled, unit(key), value, decay, rate, documents)
+        return delta.DeltaInputs(scaled, unit(key), value, decay, rate, documents)
 
     def _finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:
         wide = gate.astype(jnp.float32).reshape(out.shape)
@@ -131,9 +133,11 @@ class DeltaMixer(Mixer):
         out = (out * jax.nn.silu(wide)).astype(gate.dtype)
         return self.delta_output(out.reshape(gate.shape))
 
-    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, seen, shared):
+    def decode(
+        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, seen, shared
+    ):
         del rope, seen, shared
-        before: State = cached.layer
+        before: DeltaState = cached.layer
         *mixed, gate, rate, decay = (read(x) for read in self.readers)
         window = jnp.concatenate([before.inputs, jnp.concatenate(mixed, -1)], axis=1)
         taps = self.delta_taps[...][:, 0].astype(jnp.float32)
@@ -142,10 +146,12 @@ class DeltaMixer(Mixer):
         one = jnp.ones(x.shape[:2], bool)
         inputs = self._inputs(active, rate, decay, one, one)
         out, matrix = delta.step(before.matrix, inputs)
-        return self._finish(out, gate), State(window[:, 1:], matrix)
+        return self._finish(out, gate), DeltaState(window[:, 1:], matrix)
 
     @staticmethod
-    def grow(states: State, added: State, slot: jax.Array, live: jax.Array) -> State:
+    def grow(
+        states: DeltaState, added: DeltaState, slot: jax.Array, live: jax.Array
+    ) -> DeltaState:
         del slot
 
         def one(old: jax.Array, new: jax.Array) -> jax.Array:

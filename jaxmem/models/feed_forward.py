@@ -34,7 +34,7 @@ gated.defvjp(
 )
 
 
-class FeedForward(interfaces.FeedForward):
+class DenseFeedForward(interfaces.FeedForward):
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
 
     With "silu" the first is SwiGLU, with "gelu" GeGLU.

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxmem.models import kv_cache
 from jaxmem.models.balance import Choice
-from jaxmem.models.positions import Rope, Sight
+from jaxmem.models.positions import Rotation, Sight
 
 
 class Mixer(nnx.Module):
@@ -29,7 +29,7 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     def mix(
-        self, projected: Sequence[jax.Array], sight: Sight, rope: Rope,
+        self, projected: Sequence[jax.Array], sight: Sight, rope: Rotation,
         before: Any = None,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
         """[B, T, hidden] from the results of `readers`, and what `state` is made of.
@@ -52,7 +52,7 @@ class Mixer(nnx.Module):
         return ()
 
     def decode(
-        self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, seen: jax.Array,
+        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, seen: jax.Array,
         shared: Any,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
         """[B, 1, hidden] from the next token's normalised x, and what `grow` adds."""

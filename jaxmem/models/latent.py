@@ -23,7 +23,7 @@ from jaxmem.models.config import ModelConfig
 from jaxmem.models.interfaces import Mixer
 from jaxmem.models.linears import linear, residual_linear
 from jaxmem.models.norms import make_norm
-from jaxmem.models.positions import Rope, Sight
+from jaxmem.models.positions import Rotation, Sight
 
 
 class LatentAttention(Mixer):
@@ -74,7 +74,7 @@ class LatentAttention(Mixer):
         down = self.config.query_latent is not None
         return (self.query_down if down else self.query), self.latent, self.rotated
 
-    def mix(self, projected, sight: Sight, rope: Rope, before=None):
+    def mix(self, projected, sight: Sight, rope: Rotation, before=None):
         query, latent, rotated = self._of_tokens(projected, rope)
         made = rotated, latent
         if before is not None:
@@ -87,7 +87,7 @@ class LatentAttention(Mixer):
         mixed = ulysses.attend(self._attend, query, key, value, sight)
         return remat.recompute(self._join)(mixed), made
 
-    def _of_tokens(self, projected, rope: Rope):
+    def _of_tokens(self, projected, rope: Rotation):
         """Queries [B, T, heads, head_dim], latents, rotated keys [B, T, 1, width]."""
         query, latent, rotated = projected
         if self.config.query_latent is not None:
@@ -106,7 +106,9 @@ class LatentAttention(Mixer):
     def _join(self, mixed: jax.Array) -> jax.Array:
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
-    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, seen, shared):
+    def decode(
+        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, seen, shared
+    ):
         del shared
         projected = [read(x) for read in self.readers]
         query, latent, rotated = self._of_tokens(projected, rope)

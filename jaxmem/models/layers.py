@@ -19,14 +19,14 @@ from jaxmem.models import (
 )
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.delta_mixer import DeltaMixer
-from jaxmem.models.feed_forward import FeedForward
+from jaxmem.models.feed_forward import DenseFeedForward
 from jaxmem.models.interfaces import Mixer
 from jaxmem.models.latent import LatentAttention
 from jaxmem.models.layer_inputs import Injection
 from jaxmem.models.linears import linear, residual_linear
 from jaxmem.models.mixture import DenseAndExperts, Mixture
 from jaxmem.models.norms import make_norm
-from jaxmem.models.positions import Ids as Ids, Rope, Sight
+from jaxmem.models.positions import Ids as Ids, Rotation, Sight
 
 
 class Attention(Mixer):
@@ -74,7 +74,7 @@ class Attention(Mixer):
             self.sinks = nnx.Param(zeros)
         self.config = config
 
-    def mix(self, projected, sight: Sight, rope: Rope, before=None):
+    def mix(self, projected, sight: Sight, rope: Rotation, before=None):
         projected, gate = self._without_gate(projected)
         query, key, value = self.split(*projected)
         query, key = self.rotate(query, key, rope)
@@ -147,12 +147,12 @@ class Attention(Mixer):
         for name in self.names:
             delattr(self, name)
 
-    def rotate(self, query: jax.Array, key: jax.Array, rope: Rope):
+    def rotate(self, query: jax.Array, key: jax.Array, rope: Rotation):
         """Queries and keys after QK-norm, if configured, and rotation."""
         key = self._turned("key", key, rope)
         return rope.grow(self._turned("query", query, rope)), key
 
-    def _turned(self, name: str, x: jax.Array, rope: Rope) -> jax.Array:
+    def _turned(self, name: str, x: jax.Array, rope: Rotation) -> jax.Array:
         config = self.config
         first = config.qk_norm and not config.qk_norm_last
         # Without a norm before it, the rotation's gradient needs no residual.
@@ -198,7 +198,9 @@ class Attention(Mixer):
         both = (self.query_norm, self.key_norm) if qk_norm else ()
         return tuple(norm.scale[...] for norm in both if norm.scale is not None)
 
-    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
+    def decode(
+        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, filled, scales
+    ):
         gate = self.gate(x) if self.config.attention_gate else None
         query, key, value = self._of_token(x, rope, cached.index, scales)
         token = kv_cache.layer_of(key, value, 1)
@@ -212,7 +214,7 @@ class Attention(Mixer):
         )  # fmt: skip
         return self._join(mixed, gate)
 
-    def _of_token(self, x: jax.Array, rope: Rope, index, scales):
+    def _of_token(self, x: jax.Array, rope: Rotation, index, scales):
         """Rotated queries and keys, and values; on one GPU, joined ones by a kernel."""
         on_one_gpu = devices.backend() == "gpu" and partitioning.current() is None
         on_one_gpu = on_one_gpu and self._has_kernel and devices.has_mosaic()
@@ -281,18 +283,20 @@ class Reuse(Attention):
     def join(self) -> None:
         """There is one projection."""
 
-    def mix(self, projected, sight: Sight, rope: Rope, before=None):
+    def mix(self, projected, sight: Sight, rope: Rotation, before=None):
         (query,), gate = self._without_gate(projected)
         assert before is not None
         key, value = before
         return self.attend(self._query(query, rope), key, value, sight, gate), ()
 
-    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
+    def decode(
+        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, filled, scales
+    ):
         (query,), gate = self._without_gate([read(x) for read in self.readers])
         query = self._query(query, rope)
         return self._of_cached(query, scales, cached, filled, gate), ()
 
-    def _query(self, query: jax.Array, rope: Rope) -> jax.Array:
+    def _query(self, query: jax.Array, rope: Rotation) -> jax.Array:
         heads = query.reshape(*query.shape[:2], -1, self.config.head_dim)
         return rope.grow(self._turned("query", heads, rope))
 
@@ -304,11 +308,11 @@ MIXERS: dict[str, Any] = {
     "delta": DeltaMixer,
 }
 FEED_FORWARDS: dict[str, Any] = {
-    "dense": FeedForward, "experts": Mixture, "dense_and_experts": DenseAndExperts,
+    "dense": DenseFeedForward, "experts": Mixture, "dense_and_experts": DenseAndExperts,
 }  # fmt: skip
 
 
-class Block(nnx.Module):
+class TransformerBlock(nnx.Module):
     """One layer: attention, then feed-forward, each added to its input.
 
     Its config is that of one layer and names the class of each part; in a path both
@@ -338,7 +342,7 @@ class Block(nnx.Module):
             self.layer_scale = nnx.Param(jnp.ones(1, jnp.dtype(config.param_dtype)))
 
     def read(
-        self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None,
+        self, x: jax.Array, sight: Sight, rope: Rotation, added: Any = None,
         before: Any = None, chosen: jax.Array | None = None,
     ):  # fmt: skip
         """[B, T, hidden] from the same, what its mixer's state is made of, a choice.
@@ -356,7 +360,9 @@ class Block(nnx.Module):
             x = x * jax.lax.stop_gradient(self.layer_scale[...]).astype(x.dtype)
         return x
 
-    def _mixed(self, x: jax.Array, sight: Sight, rope: Rope, before: Any, chosen: Any):
+    def _mixed(
+        self, x: jax.Array, sight: Sight, rope: Rotation, before: Any, chosen: Any
+    ):
         readers = self.attention.readers
         norm = self.attention_norm if self.pre_norms else None
         if self.parallel != "shared":
@@ -372,7 +378,7 @@ class Block(nnx.Module):
         return self._added(x, mixed, output), made, choice
 
     def decode(
-        self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled: jax.Array,
+        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, filled: jax.Array,
         scales: Any, added: Any = None,
     ):  # fmt: skip
         """As `Attention.decode`, of the residual stream; and the router's choice."""

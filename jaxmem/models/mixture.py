@@ -16,7 +16,7 @@ from jaxmem.models import interfaces, lora, partitioning
 from jaxmem.models.balance import Choice
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.experts import grouped, grouped_rows, routing
-from jaxmem.models.feed_forward import FeedForward, gated
+from jaxmem.models.feed_forward import DenseFeedForward, gated
 from jaxmem.models.norms import make_norm
 
 _TENSOR = "tensor"
@@ -45,7 +45,7 @@ class Mixture(interfaces.FeedForward):
         self.experts = Experts(config, rngs=rngs)
         if config.shared_ff is not None:
             own = dataclasses.replace(config, ff=config.shared_ff)
-            self.shared = FeedForward(own, rngs=rngs)
+            self.shared = DenseFeedForward(own, rngs=rngs)
         if config.shared_gate:
             self.shared_gate = _wide(config, 1, rngs, use_bias=False)
         self.whole = Whole()
@@ -194,7 +194,7 @@ class Expert:
     scales_inputs: bool  # whether the scale is that of x
 
     def __call__(
-        self, rows: grouped_rows.Rows, weights: Mapping[str, Any], x, scale
+        self, rows: grouped_rows.GroupedRows, weights: Mapping[str, Any], x, scale
     ) -> jax.Array:
         """Map [R, hidden] to [R, hidden], with the scale [R] of each row."""
         if self.scales_inputs:
@@ -209,7 +209,7 @@ class Expert:
         scaled = (wide * scale[:, None]).astype(gate.dtype)
         return self._products(rows, scaled, weights["down"], scale=scale)[0]
 
-    def _products(self, rows: grouped_rows.Rows, x, *matrices, scale=None):
+    def _products(self, rows: grouped_rows.GroupedRows, x, *matrices, scale=None):
         """Products of x with each matrix and its adapters, plus the scaled bias."""
         out = rows.products(x, *(each["kernel"] for each in matrices))
         for i, each in enumerate(matrices):
@@ -224,7 +224,7 @@ class Expert:
         return out
 
 
-class DenseAndExperts(FeedForward):
+class DenseAndExperts(DenseFeedForward):
     """norm(dense(x)) + norm(Σ_k weight_k expert_k(norm(s))), s the residual stream.
 
     The router reads s, normalised without a scale of the norm's own. The dense part has

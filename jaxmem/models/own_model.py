@@ -81,7 +81,7 @@ class Own(Protocol):
         ...
 
 
-class Rows(NamedTuple):
+class UncachedRows(NamedTuple):
     """What stands for a cache: the tokens themselves, which are read again."""
 
     tokens: jax.Array  # [B, T]
@@ -194,7 +194,7 @@ class OwnModel(nnx.Module):
             body = self._in_own_types().body
             return body.prefill(prompts, lengths, max_length)
         unused = [(0, 0), (0, max_length - prompts.shape[1])]
-        return self._last(Rows(jnp.pad(prompts, unused), lengths))
+        return self._last(UncachedRows(jnp.pad(prompts, unused), lengths))
 
     def decode(
         self, tokens: Ids, cache: Any, live: Any = None, *, unroll: bool = False
@@ -219,9 +219,9 @@ class OwnModel(nnx.Module):
         )
         rows = jnp.arange(len(tokens))[:, None]
         read = read.at[rows, places].set(tokens, mode="drop")
-        return self._last(Rows(read, before + lengths))
+        return self._last(UncachedRows(read, before + lengths))
 
-    def _last(self, rows: Rows) -> tuple[jax.Array, Rows]:
+    def _last(self, rows: UncachedRows) -> tuple[jax.Array, UncachedRows]:
         """Hidden states [B, D] of the last token of each row, and the rows."""
         tokens, lengths = rows
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

@@ -20,7 +20,7 @@ from jaxmem.models.config import KINDS, ModelConfig
 Ids = jax.Array | np.ndarray  # integers, on the device or on the host
 
 
-class Rope(NamedTuple):
+class Rotation(NamedTuple):
     """What rotates queries and keys of a layer."""
 
     cosines: jax.Array  # from `rope_tables`; or those of all kinds on a leading axis
@@ -179,14 +179,16 @@ def _yarn_limits(config: ModelConfig, width: int) -> tuple[float, float]:
     return first, last + 0.001 if first == last else last
 
 
-def rope_tables(positions: Ids, frequencies: jax.Array, magnitude: Any = 1.0) -> Rope:
+def rope_tables(
+    positions: Ids, frequencies: jax.Array, magnitude: Any = 1.0
+) -> Rotation:
     """Cosines and sines, f32 [B, T, 1, d / 2], of position x frequency.
 
     Frequencies are [d / 2] or [B, T or 1, 1, d / 2], and the magnitude is a factor of
     both.
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-    return Rope(magnitude * jnp.cos(angles), magnitude * jnp.sin(angles))
+    return Rotation(magnitude * jnp.cos(angles), magnitude * jnp.sin(angles))
 
 
 @jax.custom_vjp
@@ -340,7 +342,7 @@ def sights(
     positions: Ids,
     visible: Callable[[Any], Any],
     lengths: jax.Array | None,
-) -> Callable[[Any], tuple[Any, Rope]]:
+) -> Callable[[Any], tuple[Any, Rotation]]:
     """A function from an entry of `layer_kinds` to what is seen and rotary tables.
 
     `visible` is one to what a layer of the kind sees, and `lengths` [B, T or 1] are
@@ -351,7 +353,7 @@ def sights(
         by_pair = lengths[..., None, None]
     widest = max(rope_width(config, kind) for kind in used_kinds(config))
 
-    def tables(kind: str) -> Rope:
+    def tables(kind: str) -> Rotation:
         frequencies = rope_frequencies(config, kind, by_pair)
         # Kinds whose heads are narrower read a part of these tables.
         unused = (0, widest // 2 - frequencies.shape[-1])

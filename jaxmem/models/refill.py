@@ -23,7 +23,7 @@ from jaxmem.models import kv_cache
 from jaxmem.models.own_model import LanguageModel
 
 
-class Prompts(NamedTuple):
+class RefillPrompts(NamedTuple):
     """What N rows begin with, and their random numbers."""
 
     ids: jax.Array  # [N, P]
@@ -31,7 +31,7 @@ class Prompts(NamedTuple):
     keys: jax.Array  # [N]
 
 
-class Rows(NamedTuple):
+class RefillRows(NamedTuple):
     """What is known of N rows."""
 
     drawn: Any  # arrays [N, R, ...]
@@ -49,7 +49,7 @@ class Slots(NamedTuple):
     step: jax.Array  # steps so far
 
 
-State = tuple[Slots, Rows]
+State = tuple[Slots, RefillRows]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,14 +62,14 @@ class Refill:
     """
 
     model: tuple[Any, Any]  # definition and weights
-    prompts: Prompts
+    prompts: RefillPrompts
     slots: int  # S, at most N
     most: int  # R
     draw: Callable[..., tuple[Any, jax.Array]]
     unroll: bool
     records: bool = False
 
-    def run(self, nothing: Any) -> Rows:
+    def run(self, nothing: Any) -> RefillRows:
         """Decode until all rows have ended, from what is drawn before anything is."""
         count = self._count
         cache = jax.eval_shape(lambda: self._prefill(jnp.arange(self.slots))[1])
@@ -83,7 +83,7 @@ class Refill:
         none = jnp.full(self.slots, count, jnp.int32)
         slots = Slots(none, jnp.zeros_like(none), cache, jnp.asarray(0, jnp.int32))
         zeros = jnp.zeros(count, jnp.int32)
-        state = slots, Rows(nothing, zeros, zeros - 1, routes)
+        state = slots, RefillRows(nothing, zeros, zeros - 1, routes)
         state = lax.fori_loop(0, count, lambda _, state: self._filled(state), state)
         return lax.while_loop(self._is_live, self._step, state)[1]
 
@@ -152,7 +152,7 @@ class Refill:
         rows, token, left = self._drawn(rows, slots.rows, hidden)
         return Slots(left, token, cache, slots.step + 1), rows
 
-    def _drawn(self, rows: Rows, numbers: jax.Array, hidden: jax.Array):
+    def _drawn(self, rows: RefillRows, numbers: jax.Array, hidden: jax.Array):
         """Draw a token of some rows; also which of these rows go on, N for others."""
         count, decoder = self._count, nnx.merge(*self.model)
         known = jnp.minimum(numbers, count - 1)
@@ -169,7 +169,7 @@ class Refill:
         left = jnp.where(ended, count, numbers)
         return rows._replace(drawn=drawn, lengths=lengths), new.tokens, left
 
-    def _next(self, rows: Rows) -> jax.Array:
+    def _next(self, rows: RefillRows) -> jax.Array:
         """The number of the row to start."""
         waits, groups = rows.starts < 0, self._groups
         lengths = jnp.where(waits, -1, rows.lengths)

@@ -85,7 +85,7 @@ class Samples(NamedTuple):
         return int((starts + np.asarray(self.lengths)).max()) - 1
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """One token per row, arrays [B, ...]; or those of all steps, [R, B, ...]."""
 
     tokens: jax.Array
@@ -94,14 +94,14 @@ class Drawn(NamedTuple):
     support_ids: jax.Array | None
 
 
-class State(NamedTuple):
+class SamplerState(NamedTuple):
     """Completions so far, and what the next token depends on."""
 
     step: jax.Array  # tokens sampled so far
     token: jax.Array  # [B] the last of them
     ended: jax.Array  # [B] bool
     keys: jax.Array  # [B] of the rows' random numbers
-    drawn: Drawn  # [R, B, ...]
+    drawn: SampledTokens  # [R, B, ...]
     cache: kv_cache.Cache
 
 
@@ -152,7 +152,7 @@ def sample(
     return sampler.complete(decoder, prompts, prompt_lengths, key)
 
 
-def samples_of(state: State) -> Samples:
+def samples_of(state: SamplerState) -> Samples:
     """The completions of a state whose rows have ended."""
     drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state.drawn)
     lengths = jnp.sum(drawn.mask, axis=1, dtype=jnp.int32)
@@ -188,7 +188,7 @@ class Sampler:
     config: SamplingConfig
     eos_ids: tuple[int, ...]  # each ends a completion; may be empty
     pad_id: int  # fills slots after the end
-    keep_support: bool = True  # whether `Drawn.support_ids` is stored
+    keep_support: bool = True  # whether `SampledTokens.support_ids` is stored
     room: int | None = None  # tokens of a row of the cache; None: for one completion
     unroll: bool | None = None  # as in `Decoder.decode`; None: if compiled for a GPU
     records: bool = False  # as in `Decoder.prefill`
@@ -209,7 +209,7 @@ class Sampler:
     ) -> Samples:
         config, rows = self.config, len(lengths)
         _check_prompts(prompts, lengths)
-        given = refill.Prompts(jnp.asarray(prompts), jnp.asarray(lengths), keys)
+        given = refill.RefillPrompts(jnp.asarray(prompts), jnp.asarray(lengths), keys)
         assert config.slots is not None
         check_field(config, "slots", config.slots <= rows, f"at most the {rows} rows")
         decoding = refill.Refill(
@@ -218,7 +218,7 @@ class Sampler:
         )  # fmt: skip
         zeros, size = jnp.zeros(rows, jnp.int32), config.support_size
         ids = None if size is None else jnp.zeros((rows, size), jnp.int32)
-        like = Drawn(zeros, zeros.astype(bool), zeros.astype(float), ids)
+        like = SampledTokens(zeros, zeros.astype(bool), zeros.astype(float), ids)
         nothing = _nothing_drawn(like, config.max_new_tokens, self.pad_id)
         ended = decoding.run(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), nothing))
         after = {name: getattr(ended, name) for name in ("lengths", "starts", "routes")}
@@ -226,7 +226,7 @@ class Sampler:
 
     def start(
         self, decoder: LanguageModel, prompts: Ids, prompt_lengths: Ids, keys: jax.Array
-    ) -> State:
+    ) -> SamplerState:
         """Read prompts, as in `sample`, and draw the first token of each row.
 
         Steps are fastest if the decoder is `prepared`; keys [B] are from `row_keys`.
@@ -255,7 +255,7 @@ class Sampler:
         tokens: Ids,
         lengths: Ids,
         keys: jax.Array,
-    ) -> State:
+    ) -> SamplerState:
         """Read what follows on completions, and draw a token after it.
 
         Args:
@@ -271,14 +271,16 @@ class Sampler:
         hidden, cache = model.extend(tokens, lengths, cache)
         return self._begun(model, hidden, lengths == 0, keys, cache)
 
-    def _begun(self, model: LanguageModel, hidden, ended, keys, cache) -> State:
+    def _begun(self, model: LanguageModel, hidden, ended, keys, cache) -> SamplerState:
         """The state after a first token, drawn from hidden states of the last one."""
         step, slots = jnp.asarray(0), self.config.max_new_tokens
         first, ended = self._draw(keys, step, model.logits(hidden), ended)
         drawn = _put(_nothing_drawn(first, slots, self.pad_id), step, first)
-        return State(step + 1, first.tokens, ended, keys, drawn, cache)
+        return SamplerState(step + 1, first.tokens, ended, keys, drawn, cache)
 
-    def advance(self, decoder: LanguageModel, state: State, until: Ids | int) -> State:
+    def advance(
+        self, decoder: LanguageModel, state: SamplerState, until: Ids | int
+    ) -> SamplerState:
         """Draw tokens until there are so many, or all rows have ended.
 
         The state is from `start` or `advance`, and its rows may be ended from outside.
@@ -286,17 +288,17 @@ class Sampler:
         definition, weights = decoder.in_compute_type()
         until = jnp.minimum(until, self.config.max_new_tokens)
 
-        def goes_on(state: State) -> jax.Array:
+        def goes_on(state: SamplerState) -> jax.Array:
             return (state.step < until) & ~jnp.all(state.ended)
 
-        def one_more(state: State) -> State:
+        def one_more(state: SamplerState) -> SamplerState:
             step, token, ended, keys, drawn, cache = state
             model = nnx.merge(definition, weights)  # modules must not enter the loop
             live = ~ended
             hidden, cache = model.decode(token, cache, live, unroll=self.is_unrolled)
             new, ended = self._draw(keys, step, model.logits(hidden), ended)
             drawn = _put(drawn, step, new)
-            return State(step + 1, new.tokens, ended, keys, drawn, cache)
+            return SamplerState(step + 1, new.tokens, ended, keys, drawn, cache)
 
         return lax.while_loop(goes_on, one_more, state)
 
@@ -307,7 +309,7 @@ class Sampler:
 
     def _draw(
         self, keys: jax.Array, steps: jax.Array, logits: jax.Array, ended: jax.Array
-    ) -> tuple[Drawn, jax.Array]:
+    ) -> tuple[SampledTokens, jax.Array]:
         """One more token per row, and which rows have ended with it.
 
         `steps` are the tokens of each row so far, or of all.
@@ -329,7 +331,7 @@ class Sampler:
         return truncate(logits, self.config)
 
 
-def _draw(keys: jax.Array, logprobs: jax.Array, ids: jax.Array | None) -> Drawn:
+def _draw(keys: jax.Array, logprobs: jax.Array, ids: jax.Array | None) -> SampledTokens:
     choice = jax.vmap(jax.random.categorical)(keys, logprobs)[:, None]
 
     def chosen(x: jax.Array) -> jax.Array:
@@ -337,13 +339,13 @@ def _draw(keys: jax.Array, logprobs: jax.Array, ids: jax.Array | None) -> Drawn:
 
     tokens = choice[:, 0] if ids is None else chosen(ids)
     mask = jnp.ones(tokens.shape, bool)
-    return Drawn(tokens.astype(jnp.int32), mask, chosen(logprobs), ids)
+    return SampledTokens(tokens.astype(jnp.int32), mask, chosen(logprobs), ids)
 
 
-def _masked(drawn: Drawn, ended: jax.Array, pad_id: int) -> Drawn:
+def _masked(drawn: SampledTokens, ended: jax.Array, pad_id: int) -> SampledTokens:
     """The drawn tokens, with padding in rows that have ended."""
     ids = drawn.support_ids
-    return Drawn(
+    return SampledTokens(
         jnp.where(ended, pad_id, drawn.tokens),
         drawn.mask & ~ended,
         jnp.where(ended, 0.0, drawn.logprobs),
@@ -351,12 +353,14 @@ def _masked(drawn: Drawn, ended: jax.Array, pad_id: int) -> Drawn:
     )
 
 
-def _nothing_drawn(like: Drawn, slots: int, pad_id: int) -> Drawn:
+def _nothing_drawn(like: SampledTokens, slots: int, pad_id: int) -> SampledTokens:
     nothing = _masked(like, jnp.ones(like.mask.shape, bool), pad_id)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (slots, *x.shape)), nothing)
 
 
-def _put(drawn: Drawn, step: jax.typing.ArrayLike, token: Drawn) -> Drawn:
+def _put(
+    drawn: SampledTokens, step: jax.typing.ArrayLike, token: SampledTokens
+) -> SampledTokens:
     return jax.tree.map(lambda all_, x: all_.at[step].set(x), drawn, token)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxmem.packing.plan import Packing, Place, first_fit_decreasing, laid_out
 
 
-class Parts(NamedTuple):
+class PrefixGroups(NamedTuple):
     """N sequences of groups that begin alike."""
 
     lengths: np.ndarray  # [N] tokens of each sequence
@@ -29,7 +29,10 @@ class _Row(NamedTuple):
 
 
 def pack_branches(
-    parts: Parts, max_tokens: int, layout: tuple[int, int], row_lengths: Sequence[int]
+    parts: PrefixGroups,
+    max_tokens: int,
+    layout: tuple[int, int],
+    row_lengths: Sequence[int],
 ) -> Packing:
     """Pack groups of sequences into micro-batches of static shape, widest rows first.
 
@@ -77,7 +80,9 @@ def _sizes(count: int, sizes: Sequence[int], layout: tuple[int, int]) -> list[in
     return best[count][1]
 
 
-def _places(rows: list[_Row], parts: Parts, layout: tuple[int, int]) -> Iterator[Place]:
+def _places(
+    rows: list[_Row], parts: PrefixGroups, layout: tuple[int, int]
+) -> Iterator[Place]:
     prompt, width = layout
     for r, row in enumerate(rows):
         first = row.blocks[0][0]

@@ -26,7 +26,7 @@ _CUDNN = "pip install nvidia-cudnn-cu13 (0.9 GB installed; no GPU)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """The arguments of the command."""
 
     path: Path
@@ -39,7 +39,7 @@ class Request:
     picture: Path | None = None
 
 
-def run(request: Request) -> int:
+def run(request: PlanRequest) -> int:
     """Print a plan; 0 if the job fits, 1 if not, 2 if the compiler is missing."""
     if request.picture is not None and os.path.lexists(request.picture):
         raise ValueError(f"--picture {request.picture}: exists; name another file")
@@ -114,7 +114,7 @@ def plan_of(job: Job | Scoring, device: str) -> Plan:
 
 
 def _show_estimate(
-    request: Request, programs: Programs, device: str, missing: str
+    request: PlanRequest, programs: Programs, device: str, missing: str
 ) -> None:
     """Print what shapes alone say, and why it is not more."""
     if request.as_json:
@@ -127,7 +127,7 @@ def _show_estimate(
         print("Without it, --fit and --picture have nothing to show.", file=sys.stderr)
 
 
-def _show(request: Request, plan: Plan, options) -> None:
+def _show(request: PlanRequest, plan: Plan, options) -> None:
     if request.as_json:
         fields = plan.as_json() | {"options": [o.as_json() for o in options]}
         print(json.dumps(fields, indent=1))

@@ -24,7 +24,7 @@ EFFICIENCY = (0.4, 0.9)
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class MatmulShapes:
     """Matrix products with the same shapes; one device's share."""
 
     name: str  # operands and result, as jax prints them
@@ -40,7 +40,7 @@ class Product:
 class Estimate:
     """The estimate of one run of a program on one device."""
 
-    products: tuple[Product, ...]  # the costliest first
+    products: tuple[MatmulShapes, ...]  # the costliest first
     moved: float  # bytes of arguments and results
     # sum of the products' seconds, or of `moved` bytes if those take longer
     seconds: float
@@ -80,7 +80,7 @@ def of(phase: Phase, account: Account, hosts: int = 1) -> Estimate:
     )  # fmt: skip
 
 
-def _products(phase, device, count) -> Sequence[Product]:
+def _products(phase, device, count) -> Sequence[MatmulShapes]:
     sums_of: dict[str, list] = collections.defaultdict(lambda: [0, 0.0, 0.0])
 
     def turns(loop):
@@ -94,7 +94,7 @@ def _products(phase, device, count) -> Sequence[Product]:
             entry[1] += times * work / count
             entry[2] += times * moved / count
     products = [
-        Product(
+        MatmulShapes(
             name, times, work, moved,
             max(work / device.products, moved / device.bandwidth),
         )

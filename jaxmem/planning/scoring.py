@@ -11,7 +11,7 @@ from jaxmem import checkpoints
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.score.run import ScoreConfig
-from jaxmem.score.teacher_columns import Columns, token_columns
+from jaxmem.score.teacher_columns import TeacherColumns, token_columns
 from jaxmem.train.phases import Phase, Programs
 
 
@@ -36,7 +36,7 @@ class Scoring:
         phase = Phase(
             "forward",
             functools.partial(
-                token_columns.trace, decoder, ids, ids, ids, ids, None, Columns()
+                token_columns.trace, decoder, ids, ids, ids, ids, None, TeacherColumns()
             ),
             {"weights": nnx.state(decoder)},
             tokens=ids.size,

@@ -15,7 +15,7 @@ from jaxmem.data.vocabulary import ends_turn, has_start
 _NAMED = 5  # documents that an error message lists
 
 
-class Tokens(NamedTuple):
+class EncodedDocument(NamedTuple):
     """A document as ids."""
 
     name: str
@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
     first: int  # index of the first id that is scored
 
 
-class Window(NamedTuple):
+class DocumentWindow(NamedTuple):
     """A part of a document, as the input of the decoder."""
 
     document: int  # index of the document
@@ -40,7 +40,7 @@ def encode(
     vocabulary: Vocabulary,
     eos: bool,
     everything: bool = False,
-) -> list[list[Tokens]]:
+) -> list[list[EncodedDocument]]:
     """Ids of each document: start, prompt, text and optionally the end of sequence.
 
     Without anything before it, a text is scored from its second token on. Of a rendered
@@ -59,18 +59,18 @@ def encode(
         before = [*start, *prompt]
         ended = not eos or ends_turn(document.text, text, vocabulary.tokenizer)
         ids = np.array([*before, *text, *([] if ended else [vocabulary.eos])], np.int32)
-        encoded.append([Tokens(document.name, ids, max(len(before), 1))])
+        encoded.append([EncodedDocument(document.name, ids, max(len(before), 1))])
     return encoded
 
 
 def _turns(
     document: Document, vocabulary: Vocabulary, everything: bool
-) -> list[Tokens]:
+) -> list[EncodedDocument]:
     """Runs of counted tokens, each with all that is before it."""
     encoding = encode_rendered if document.ids is None else encode_ids
     tokens, labels = encoding(document, vocabulary.tokenizer)
     if everything:
-        return [Tokens(document.name, tokens, 1)]
+        return [EncodedDocument(document.name, tokens, 1)]
     counted = np.append(False, labels[:-1] != NO_LABEL)
     edges = np.flatnonzero(np.diff(counted.astype(np.int8), prepend=0, append=0))
     runs = list(zip(edges[::2], edges[1::2], strict=True))
@@ -78,12 +78,12 @@ def _turns(
         f"{document.name}, turn {i}" for i in range(1, len(runs) + 1)
     ]  # fmt: skip
     return [
-        Tokens(name, tokens[:stop], int(first))
+        EncodedDocument(name, tokens[:stop], int(first))
         for name, (first, stop) in zip(names, runs, strict=True)
     ]
 
 
-def check_lengths(tokens: Sequence[Tokens], length: int, most: int) -> None:
+def check_lengths(tokens: Sequence[EncodedDocument], length: int, most: int) -> None:
     """Raise `TooLong`, which names the documents longer than a window, if any."""
     long = [(t.name, len(t.ids) - 1) for t in tokens if len(t.ids) - 1 > length]
     if not long:
@@ -99,7 +99,9 @@ def check_lengths(tokens: Sequence[Tokens], length: int, most: int) -> None:
     )
 
 
-def cut(document: int, tokens: Tokens, length: int, stride: int | None) -> list[Window]:
+def cut(
+    document: int, tokens: EncodedDocument, length: int, stride: int | None
+) -> list[DocumentWindow]:
     """Split a document into windows that overlap by length - stride.
 
     Each later window scores only the tokens that no earlier one has scored; one that
@@ -113,7 +115,7 @@ def cut(document: int, tokens: Tokens, length: int, stride: int | None) -> list[
         mine = labels[here].copy()
         mine[: done - start] = NO_LABEL
         if np.any(mine != NO_LABEL):
-            windows.append(Window(document, inputs[here], mine))
+            windows.append(DocumentWindow(document, inputs[here], mine))
         done = min(start + length, len(inputs))
         start += stride or length
     return windows

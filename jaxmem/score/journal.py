@@ -23,7 +23,7 @@ _COLUMNS_AT_ONCE = 2**23
 _HEAD = b'{"fingerprint"'  # of a journal
 
 
-class Result(Protocol):
+class ScoreResult(Protocol):
     """What is known of one document or prompt."""
 
     def record(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Journal:
             "other options; delete it or name another --out"
         )
 
-    def append(self, results: Iterable[Result]) -> None:
+    def append(self, results: Iterable[ScoreResult]) -> None:
         """Add a group of documents durably: a later kill cannot lose them.
 
         Raises:

@@ -26,8 +26,8 @@ from jaxmem.data.records import SUFFIXES, DataError, kind_of
 from jaxmem.data.vocabulary import special_tokens
 from jaxmem.models.own_model import LanguageModel
 from jaxmem.score.document_windows import (
-    Tokens,
-    Window,
+    DocumentWindow,
+    EncodedDocument,
     by_micro_batch,
     check_lengths,
     cut,
@@ -36,7 +36,11 @@ from jaxmem.score.document_windows import (
 from jaxmem.score.fingerprint import files_of, update_with_files
 from jaxmem.score.journal import Journal, Scores, check_parquet, check_suffix
 from jaxmem.score.summary import Summary, summarise
-from jaxmem.score.teacher_columns import Columns, check as check_columns, token_columns
+from jaxmem.score.teacher_columns import (
+    TeacherColumns,
+    check as check_columns,
+    token_columns,
+)
 from jaxmem.train import saved
 from jaxmem.train.output.progress import Progress
 from jaxmem.train.saved import Saved
@@ -86,9 +90,9 @@ class ScoreConfig:
         check_columns(self.columns)
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> TeacherColumns:
         """What is recorded for a student."""
-        return Columns(self.top_k, self.sample_ids, self.temperature, self.seed)
+        return TeacherColumns(self.top_k, self.sample_ids, self.temperature, self.seed)
 
 
 def score(config: ScoreConfig, console: Console | None = None) -> Summary:
@@ -180,7 +184,7 @@ def _read(
     place: Saved,
     vocabulary: checkpoints.Vocabulary,
     console: Console,
-) -> list[Tokens]:
+) -> list[EncodedDocument]:
     """The documents as tokens; what they were read as is said."""
     special = special_tokens(vocabulary.tokenizer)
     template = functools.partial(
@@ -203,7 +207,7 @@ def _read(
     return [tokens for own in encoded for tokens in own]
 
 
-def _named(data: str, documents: Sequence[Tokens]) -> tuple[str, list[str]]:
+def _named(data: str, documents: Sequence[EncodedDocument]) -> tuple[str, list[str]]:
     """What the names of all documents begin with, and the rest of each.
 
     They are the file and a line, or the directory of several files, and file and line:
@@ -217,7 +221,7 @@ def _named(data: str, documents: Sequence[Tokens]) -> tuple[str, list[str]]:
     return path, [n.removeprefix(f) for n, f in zip(names, files, strict=True)]
 
 
-def _groups(documents: Sequence[Tokens], tokens: int) -> list[tuple[int, int]]:
+def _groups(documents: Sequence[EncodedDocument], tokens: int) -> list[tuple[int, int]]:
     """(start, stop) of groups of about so many tokens; a function of the data only."""
     ends = np.cumsum([max(len(d.ids), 1) for d in documents])
     bounds = np.flatnonzero(np.diff(ends // tokens, prepend=0, append=-1)).tolist()
@@ -231,7 +235,7 @@ class _Work(NamedTuple):
     config: ScoreConfig
     place: Saved
     length: int  # maximum length of the model's inputs
-    documents: Sequence[Tokens]
+    documents: Sequence[EncodedDocument]
     groups: Sequence[tuple[int, int]]  # (start, stop) of documents
     shared: dict[str, Any] | None  # that a student reads of every document
 
@@ -266,7 +270,11 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
 
 
 def _run(
-    decoder: LanguageModel, columns: Columns, start: int, number: int, *given: Any
+    decoder: LanguageModel,
+    columns: TeacherColumns,
+    start: int,
+    number: int,
+    *given: Any,
 ) -> dict[str, Any]:
     """Scores [B, T, 2] of one micro-batch, and its columns [B, T, K].
 
@@ -307,7 +315,7 @@ def _collect(
     work: _Work,
     start: int,
     stop: int,
-    windows: Sequence[Window],
+    windows: Sequence[DocumentWindow],
     numbers: Sequence[dict[str, np.ndarray]],
 ) -> Iterator[Scores]:
     """Yield the scores of each document, joined from its windows."""
@@ -331,7 +339,7 @@ def _collect(
 
 
 def _joined(
-    columns: Columns, pieces: Sequence[dict[str, np.ndarray]]
+    columns: TeacherColumns, pieces: Sequence[dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
     """A document's columns [tokens, K] by name."""
     return {
@@ -341,7 +349,10 @@ def _joined(
 
 
 def _fingerprint(
-    config: ScoreConfig, place: Saved, documents: Sequence[Tokens], names: Sequence[str]
+    config: ScoreConfig,
+    place: Saved,
+    documents: Sequence[EncodedDocument],
+    names: Sequence[str],
 ) -> str:
     """A hash of everything that the scores and their order depend on."""
     options: list[Any] = [config.max_tokens, config.stride, config.dtype, config.chunk]

@@ -13,7 +13,7 @@ from jaxmem.models.own_model import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
+class TeacherColumns:
     """Which columns are recorded; neither count is given where none are."""
 
     top_k: int | None = None  # most likely ids of a token, with their log-probabilities
@@ -49,7 +49,7 @@ def token_columns(
     segment_ids: jax.Array,
     positions: jax.Array,
     key: Any,
-    columns: Columns,
+    columns: TeacherColumns,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Scores of a micro-batch's labels, and a teacher's columns of them.
 
@@ -78,7 +78,7 @@ def token_columns(
     return stats.logprob, stats.entropy, made
 
 
-def check(columns: Columns) -> None:
+def check(columns: TeacherColumns) -> None:
     """Raise a ValueError that names an option with an impossible value."""
     if columns.top_k is not None and columns.sample_ids is not None:
         raise ValueError(
@@ -95,5 +95,5 @@ def check(columns: Columns) -> None:
         raise ValueError(
             f"--temperature must be positive and finite, got {columns.temperature}"
         )
-    if not columns and columns != Columns():
+    if not columns and columns != TeacherColumns():
         raise ValueError("--temperature and --seed are for --top-k and --sample-ids")

@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MeshAxes:
     """Mesh axes by what they shard; an empty tuple shards nothing."""
 
     mesh: Mesh | AbstractMesh
@@ -32,7 +32,7 @@ def read_plan(mesh, vocab, tokens, W_fsdp):
     elif not isinstance(tokens, PartitionSpec):
         tokens = (tokens,)
     of_tokens = tuple(_names(mesh, "tokens", axes) for axes in tokens)
-    plan = Plan(
+    plan = MeshAxes(
         mesh, _names(mesh, "vocab", vocab), of_tokens, _names(mesh, "W_fsdp", W_fsdp)
     )
     for axis in (used := plan.vocab + plan.token_axes):

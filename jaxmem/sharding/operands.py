@@ -14,7 +14,7 @@ from jaxmem.head.maths.head import Head, as_head
 from jaxmem.head.verbs import arguments
 from jaxmem.head.verbs.given_ids import check_ids
 from jaxmem.head.verbs.support import read_supports
-from jaxmem.sharding.mesh_axes import Plan
+from jaxmem.sharding.mesh_axes import MeshAxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def _read_supports(given, where, tokens, of_tokens):
 class Places:
     """Where the operands of a target are placed on a mesh."""
 
-    plan: Plan
+    plan: MeshAxes
     where: Any  # the checked mask
     tokens: tuple[int, ...]  # their shape
     vocab_size: int  # of the student

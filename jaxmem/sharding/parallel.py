@@ -16,7 +16,7 @@ from jaxmem.head.maths.backend_operands import Ragged
 from jaxmem.head.maths.spec import AxisName
 from jaxmem.head.verbs import divergence_targets
 from jaxmem.head.verbs.ragged import of_these_tokens
-from jaxmem.sharding.mesh_axes import Plan, read_plan
+from jaxmem.sharding.mesh_axes import MeshAxes, read_plan
 from jaxmem.sharding.operands import Operand, check_axes, pad, read, unpad
 
 _Args = ParamSpec("_Args")
@@ -145,7 +145,7 @@ def _run(verb, plan, call) -> Any:
     return unpad(plan, results, shape)
 
 
-def _with_wide_tokens(plan, shape) -> tuple[Plan, Plan]:
+def _with_wide_tokens(plan, shape) -> tuple[MeshAxes, MeshAxes]:
     """Plans of a call that gathers W, and of its results.
 
     All mesh axes in use shard the tokens; one token [D] is replicated.

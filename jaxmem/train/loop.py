@@ -23,13 +23,13 @@ from jaxmem.train.output.wandb_writer import WandbWriter
 from jaxmem.train.program import TrainState
 from jaxmem.train.settings import RunConfig, Settings
 from jaxmem.train.state import ownership, resuming
-from jaxmem.train.state.checkpoint import CheckpointError, Checkpoints
+from jaxmem.train.state.checkpoint import Checkpoints, RunCheckpointError
 from jaxmem.train.state.damaged import set_aside_damaged
 
 _BACKEND = "implementation"
 
 
-class _Held(NamedTuple):
+class _HeldResources(NamedTuple):
     """The resources that a run holds from its start to its end."""
 
     stop: Stop
@@ -50,7 +50,7 @@ class Run:
         settings: Settings,
         console: Console,
         checkpoints: Checkpoints,
-        held: "_Held",
+        held: "_HeldResources",
         evaluation: EvalConfig | None = None,
     ):
         self._config, self._settings = config, settings
@@ -62,7 +62,7 @@ class Run:
         self.out_dir = Path(config.out_dir).expanduser().absolute()
         self.done = self.saved = self.taken = checkpoints.latest() or 0
         self.metrics_path = self.out_dir / "metrics.jsonl"
-        self._page = report.Report(self.out_dir)
+        self._page = report.ReportPage(self.out_dir)
         self._metrics: MetricsWriter | None = None  # in the first process
         self.progress = ProgressReport(
             console, config.steps, self.done, config.log_every
@@ -223,7 +223,7 @@ class Run:
         with resuming.advising(self.saved):
             try:
                 self._checkpoints.save(*saved)
-            except CheckpointError:
+            except RunCheckpointError:
                 if not self._renew():
                     raise
                 self._checkpoints.save(*saved)  # it was removed at that moment
@@ -342,7 +342,7 @@ def open_run(
             with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
                 if config.checkpoint_every and checkpoints.latest() is None:
                     checkpoints.check_storage()
-                held = _Held(stop, lock, directory)
+                held = _HeldResources(stop, lock, directory)
                 run = Run(config, settings, console, checkpoints, held, evaluation)
                 with run.progress:
                     yield run

@@ -313,7 +313,7 @@ def cost_table(costs: Mapping[str, HeadCost]) -> Table:
     return table
 
 
-class Phase(NamedTuple):
+class PhaseCost(NamedTuple):
     """Time and memory of one phase of a step."""
 
     name: str
@@ -321,7 +321,7 @@ class Phase(NamedTuple):
     memory: Memory  # of the largest of its programs
 
 
-def phase_table(phases: Sequence[Phase]) -> Table:
+def phase_table(phases: Sequence[PhaseCost]) -> Table:
     """A table with one row per phase."""
     table = Table(title="A step by phase (memory from the compiler)")
     table.add_column()

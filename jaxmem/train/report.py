@@ -3,7 +3,7 @@
 import warnings
 
 from jaxmem.train.output.report import (
-    Report as Report,
+    ReportPage as ReportPage,
     Steps as Steps,
     finish as finish,
     write as write,

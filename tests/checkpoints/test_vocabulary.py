@@ -9,7 +9,7 @@ from tokenizers import models, normalizers
 from jaxmem.checkpoints import CheckpointError, load_vocabulary
 from jaxmem.data.config import DataConfig
 from jaxmem.data.record_reader import RecordReader
-from jaxmem.data.records import DataError, Record
+from jaxmem.data.records import DataError, RawRecord
 from tests.checkpoints import texts
 
 
@@ -48,14 +48,14 @@ def test_a_token_beyond_the_embedding_is_an_error_where_a_text_uses_it(tmp_path)
         vocabulary.encode(["ab", "a<image>b"])
     config = DataConfig("data.jsonl")
     reader = RecordReader.of(config, str(directory), vocabulary.tokenizer)
-    assert reader.document(Record("data.jsonl:1", {"text": "ab"})).text == "ab"
+    assert reader.document(RawRecord("data.jsonl:1", {"text": "ab"})).text == "ab"
     said = (
         "data.jsonl:2: the text has the token '<image>', which the model has no embed"
     )
     with pytest.raises(DataError, match=said):
-        reader.document(Record("data.jsonl:2", {"text": "a<image>b"}))
+        reader.document(RawRecord("data.jsonl:2", {"text": "a<image>b"}))
     with pytest.raises(DataError, match=said):
-        reader.prompt(Record("data.jsonl:2", {"prompt": "<image>"}))
+        reader.prompt(RawRecord("data.jsonl:2", {"prompt": "<image>"}))
 
 
 def test_an_id_that_the_model_has_not_is_an_error_that_names_both_files(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from jaxmem.data.chat import ChatTemplate
 from jaxmem.data.encoding import encode_documents
 from jaxmem.data.record_reader import RecordReader
-from jaxmem.data.records import DataError, Record
+from jaxmem.data.records import DataError, RawRecord
 from tests.checkpoints import texts
 
 WHERE = "data.jsonl:7"
@@ -147,7 +147,7 @@ def check_document(document, record, tokenizer):
 def read(reader, kind, record, tokenizer):
     """Whether a record was read; raises where the result or the error is not right."""
     try:
-        made = getattr(reader, kind)(Record(WHERE, record))
+        made = getattr(reader, kind)(RawRecord(WHERE, record))
         if kind == "document":
             check_document(made, record, tokenizer)
         elif kind == "answers":

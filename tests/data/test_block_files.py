@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxmem.data import block_files, documents, packed
-from jaxmem.data.block_files import Blocks
+from jaxmem.data.block_files import FileBlocks
 
 WINDOW = 12
 
@@ -67,7 +67,7 @@ def test_blocks_of_any_size_hold_every_record_once_and_in_order(
 ):
     monkeypatch.setattr(block_files, "BLOCK_BYTES", size)
     texts = write(tmp_path / "a.jsonl", 20)
-    every = Blocks(str(tmp_path / "a.jsonl"), "data.source")
+    every = FileBlocks(str(tmp_path / "a.jsonl"), "data.source")
     records = [r for i in range(len(every)) for r in every.records(i)]
     assert [record.fields["text"] for record in records] == texts
     assert (len(every) == 1) == (size == 10**6)
@@ -81,7 +81,7 @@ def test_parquet_is_read_by_row_groups(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=4)
     write(tmp_path / "b.jsonl", 4)
-    every = Blocks((str(path), str(tmp_path / "b.jsonl")), "data.source")
+    every = FileBlocks((str(path), str(tmp_path / "b.jsonl")), "data.source")
     assert [len(list(every.records(i))) for i in range(3)] == [4, 4, 2]
     assert [r.fields["text"] for r in every.records(1)] == texts[4:8]
     assert next(every.records(1)).where == f"{path}: row group 2, row 1"

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxmem.data import documents
 from jaxmem.data.chat import ChatTemplate, read_template
 from jaxmem.data.record_reader import RecordReader
-from jaxmem.data.records import DataError, Record
+from jaxmem.data.records import DataError, RawRecord
 from jaxmem.data.rendering import Conversation, Renderer
 
 pytest.importorskip("jinja2")
@@ -251,7 +251,7 @@ WITH_TOOLS = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + CHATML
 def render_with_tools(template, tools):
     reader = RecordReader(lambda: template)
     record = {"messages": TALK} | ({"tools": tools} if tools else {})
-    return reader.document(Record("a:1", record)).text
+    return reader.document(RawRecord("a:1", record)).text
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "additional"])
@@ -296,7 +296,7 @@ def test_a_template_of_tools_says_itself_what_counts(tmp_path):
     listed = [{"name": k, "template": v} for k, v in listed]
     template = read_template(checkpoint(tmp_path, listed), None)
     record = {"messages": TALK[:2], "tools": [TOOL]}
-    made = RecordReader(lambda: template).document(Record("a:1", record))
+    made = RecordReader(lambda: template).document(RawRecord("a:1", record))
     assert [made.text[a:b] for a, b in made.counted] == ["Hello."]
 
 

@@ -9,7 +9,7 @@ import pytest
 from jaxmem.data import encoding, pairs
 from jaxmem.data.chat import ChatTemplate
 from jaxmem.data.record_reader import RecordReader
-from jaxmem.data.records import DataError, Record, read_records
+from jaxmem.data.records import DataError, RawRecord, read_records
 from jaxmem.data.texts import load_documents, split
 from tests.data.test_chat import (
     CHATML,
@@ -65,7 +65,7 @@ def reader(template=TOOLS, **options):
 
 
 def document(record, template=TOOLS, **options):
-    return reader(template, **options).document(Record("a.jsonl:1", record))
+    return reader(template, **options).document(RawRecord("a.jsonl:1", record))
 
 
 def learned(made):
@@ -155,7 +155,7 @@ THINKS = HO | {"content": "<think>hm, the sun</think>\n\nnoon"}
 
 def test_reasoning_that_a_counted_turn_loses_is_an_error():
     with pytest.raises(DataError) as caught:
-        reader().document(Record("a:1", {"messages": [HI, THOUGHT, HI, THOUGHT]}))
+        reader().document(RawRecord("a:1", {"messages": [HI, THOUGHT, HI, THOUGHT]}))
     assert str(caught.value) == (
         "a:1: the chat template leaves out all of messages[1].reasoning_content (2 "
         'characters), which the loss counts; give the message "weight": 0, set '
@@ -165,14 +165,14 @@ def test_reasoning_that_a_counted_turn_loses_is_an_error():
     muted = reader()
     turns = [HI, THOUGHT | {"weight": 0}, HI, THOUGHT]
     for i in range(3):
-        made = muted.document(Record(f"a:{i}", {"messages": turns}))
+        made = muted.document(RawRecord(f"a:{i}", {"messages": turns}))
     assert learned(made) == ["<think>hm</think>ho<|im_end|>"]
     assert muted.lines()[-1] == (
         "the chat template leaves out text of 'reasoning_content' that the loss does "
         "not count, in characters: 6 (first a:0)"
     )
     asked = reader()
-    asked.prompt(Record("a:1", {"prompt": [HI, THOUGHT, HI]}))
+    asked.prompt(RawRecord("a:1", {"prompt": [HI, THOUGHT, HI]}))
     assert asked.lines()[-1].endswith("not count, in characters: 2 (first a:1)")
 
 
@@ -186,7 +186,7 @@ def test_reasoning_that_a_counted_turn_loses_is_an_error():
 def test_stripped_turns_count_as_the_user_says(stripped, answers):
     made = reader(stripped=stripped)
     turns = [HI, THOUGHT, HI, THOUGHT]
-    assert learned(made.document(Record("a:1", {"messages": turns}))) == answers
+    assert learned(made.document(RawRecord("a:1", {"messages": turns}))) == answers
     assert made.lines()[-1] == (
         "the chat template leaves out text of 'reasoning_content' that the loss would "
         f"count (data.stripped='{stripped}'), in characters: 2 (first a:1)"
@@ -224,7 +224,7 @@ def test_text_that_a_counted_turn_loses_is_an_error(template, turns, message):
 def test_a_stripped_turn_that_does_not_count_is_said():
     made = reader(SPLITS)
     turns = [HI, THINKS | {"train": False}, HI, HO]
-    assert learned(made.document(Record("a:7", {"messages": turns}))) == ["ho</s>"]
+    assert learned(made.document(RawRecord("a:7", {"messages": turns}))) == ["ho</s>"]
     assert made.lines()[-1] == (
         "the chat template leaves out text of 'content' that the loss does not count, "
         "in characters: 24 (first a:7)"
@@ -252,7 +252,7 @@ def test_a_stripped_turn_that_does_not_count_is_said():
 def test_text_that_a_template_writes_otherwise_is_whole(template, said):
     made = reader(template)
     turns = [HI, HO | {"content": '\n  a <b>"noon"</b>\n\n and on\n'}]
-    document = made.document(Record("a:1", {"messages": turns}))
+    document = made.document(RawRecord("a:1", {"messages": turns}))
     assert len(learned(document)) == 1
     note = "the chat template writes 'content' otherwise than it is given"
     assert made.lines()[1:] == [f"{note}: {said} (first a:1)"] * bool(said)
@@ -265,10 +265,10 @@ def test_a_field_that_is_written_beside_certain_values_is_looked_for():
     )
     made = reader(hides)
     turns = [HI, HO | {"name": "bob"}]
-    assert "by bob" in made.document(Record("a:1", {"messages": turns})).text
+    assert "by bob" in made.document(RawRecord("a:1", {"messages": turns})).text
     turns = [HI, {"role": "assistant", "content": "no", "name": "bob"}]
     with pytest.raises(DataError, match=r"leaves out messages\[1\].name"):
-        made.document(Record("a:2", {"messages": turns}))
+        made.document(RawRecord("a:2", {"messages": turns}))
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_ignored_keys_and_named_columns():
     assert "bob" not in made.text
     columns = {"prompt": "ask", "completion": "say"}
     read = reader(columns=columns)
-    made = read.document(Record("a:1", {"ask": "a", "say": "b", "prompt": "no"}))
+    made = read.document(RawRecord("a:1", {"ask": "a", "say": "b", "prompt": "no"}))
     assert (made.prompt, made.text) == ("a", "b")
     assert read.lines()[1:] == ["the column 'prompt' is not used: 1 (first a:1)"]
     with pytest.raises(DataError, match="data.columns has 'promt', which is no column"):
@@ -307,7 +307,7 @@ def test_ignored_keys_and_named_columns():
     with pytest.raises(DataError, match="data.columns names 'x', which no record has"):
         made = reader(columns={"tools": "x"})
         with made.whole_pass():
-            made.document(Record("a:1", {"text": "b"}))
+            made.document(RawRecord("a:1", {"text": "b"}))
 
 
 # ---------------------------------------------------------------------- forms
@@ -350,7 +350,7 @@ def test_ignored_keys_and_named_columns():
 )  # fmt: skip
 def test_common_sets_are_read_by_their_columns(record, said, text, answer):
     made = reader()
-    read = made.document(Record("a:1", record))
+    read = made.document(RawRecord("a:1", record))
     assert learned(read) == [answer] and (text or "") in read.text
     assert made.lines() == [f"read as {said}, 1 records"]
 
@@ -383,7 +383,7 @@ def test_columns_of_weights_roles_and_prompts_are_not_left_out(record, column):
     if column not in ("text", "response", "images"):
         both = answers | {column: record[column]}
         with pytest.raises(DataError, match=f'of answers, which do not use "{column}"'):
-            reader().answers(Record("a:1", both))
+            reader().answers(RawRecord("a:1", both))
 
 
 @pytest.mark.parametrize("column", ["loss_mask", "response_mask", "sample_weight",
@@ -391,8 +391,8 @@ def test_columns_of_weights_roles_and_prompts_are_not_left_out(record, column):
 def test_columns_of_prompts_that_say_what_is_learned(column):
     record = {"prompt": "hi", column: [1], "test_weights_of_gold": 3}
     with pytest.raises(DataError, match=f'"{column}"; remove it, name it in task.igno'):
-        reader().prompt(Record("a:1", record))
-    _, others = reader(ignored=(column,)).prompt(Record("a:1", record))
+        reader().prompt(RawRecord("a:1", record))
+    _, others = reader(ignored=(column,)).prompt(RawRecord("a:1", record))
     assert others == {"test_weights_of_gold": 3}  # for reward functions
 
 
@@ -457,14 +457,14 @@ def test_texts_with_tools_or_variables_are_rendered():
         given = {"messages": [HI, HO]} | more
         actual, expected = document(texts | more), document(given)
         assert actual.text == expected.text and learned(actual) == learned(expected)
-        asked = reader().prompt(Record("a:1", {"prompt": "hi"} | more))[0]
+        asked = reader().prompt(RawRecord("a:1", {"prompt": "hi"} | more))[0]
         assert asked.rendered and asked.text.endswith("<|im_start|>assistant\n")
         both = {"prompt": "hi", "chosen": "ho", "rejected": "no"} | more
-        assert reader().answers(Record("a:1", both))[0].text == expected.text
+        assert reader().answers(RawRecord("a:1", both))[0].text == expected.text
     for nothing in ([], "", "[]", "null"):
         assert document(texts | {"tools": nothing}).prompt == "hi"
     repeated = {"prompt": "hi ", "chosen": "hi ho", "rejected": "hi no"}
-    answers = reader().answers(Record("a:1", repeated | {"tools": [TOOL]}))
+    answers = reader().answers(RawRecord("a:1", repeated | {"tools": [TOOL]}))
     assert list(map(learned, answers)) == [["ho<|im_end|>"], ["no<|im_end|>"]]
 
 
@@ -477,7 +477,7 @@ def test_an_answer_may_repeat_its_prompt():
 def test_other_columns_are_said_once():
     made = reader()
     for i in range(2):
-        made.document(Record(f"a:{i}", {"text": "b", "stars": 5, "id": i}))
+        made.document(RawRecord(f"a:{i}", {"text": "b", "stars": 5, "id": i}))
     assert made.lines() == [
         "read as texts, 2 records", "the column 'stars' is not used: 2 (first a:0)"
     ]  # fmt: skip
@@ -535,7 +535,7 @@ def test_tokens_and_their_labels(tokenizer):
     ],
 )  # fmt: skip
 def test_every_form_of_pairs_has_its_prompt_once(record):
-    both = reader().answers(Record("a:1", record))
+    both = reader().answers(RawRecord("a:1", record))
     assert [made.text.count("<|im_start|>user\nhi<|im_end|>") for made in both] == [
         1,
         1,
@@ -545,16 +545,16 @@ def test_every_form_of_pairs_has_its_prompt_once(record):
 
 def test_the_prompt_of_a_pair_in_other_columns():
     record = {"system": "S", "question": "hi", "chosen": "ho", "rejected": "no"}
-    both = reader().answers(Record("a:1", record))
+    both = reader().answers(RawRecord("a:1", record))
     assert all("system\nS<|im_end|>" in made.text for made in both)
     assert all("user\nhi<|im_end|>" in made.text for made in both)
-    both = reader().answers(Record("a:1", record | {"system": None}))
+    both = reader().answers(RawRecord("a:1", record | {"system": None}))
     assert [made[1:3] for made in both] == [("ho", "hi"), ("no", "hi")]
     with pytest.raises(DataError, match='do not use "label"'):
-        reader().answers(Record("a:1", record | {"label": 1}))
+        reader().answers(RawRecord("a:1", record | {"label": 1}))
     repeated = {"prompt": "q ", "chosen": "q a", "rejected": "q b"}
     read = reader()
-    both = read.answers(Record("a:1", repeated))
+    both = read.answers(RawRecord("a:1", repeated))
     assert [made[1:3] for made in both] == [("a", "q "), ("b", "q ")]
     assert read.lines()[1:] == [
         "both answers begin with the prompt, which is not repeated: 1 (first a:1)"
@@ -565,7 +565,7 @@ def test_the_prompt_of_a_pair_in_other_columns():
     ):
         record = {"prompt": "hi", "chosen": chosen, "rejected": rejected}
         with pytest.raises(DataError, match=f"a:1: .*{message}"):
-            reader().answers(Record("a:1", record))
+            reader().answers(RawRecord("a:1", record))
 
 
 # -------------------------------------------------------------------- prompts
@@ -582,16 +582,16 @@ def test_the_prompt_of_a_pair_in_other_columns():
     ],
 )
 def test_prompts_of_every_form(record, text, columns):
-    asked, others = reader().prompt(Record("a:1", record))
+    asked, others = reader().prompt(RawRecord("a:1", record))
     assert text in asked.text and "ho" not in asked.text and others == columns
 
 
 def test_variables_of_the_template():
     made = ChatTemplate(TOOLS, NAMED, "t", SPECIAL, {"enable_thinking": False})
-    asked, _ = RecordReader(lambda: made).prompt(Record("a:1", {"prompt": [HI]}))
+    asked, _ = RecordReader(lambda: made).prompt(RawRecord("a:1", {"prompt": [HI]}))
     assert asked.text.endswith("assistant\n<think></think>")
     own = {"prompt": [HI], "chat_template_kwargs": {"enable_thinking": False}}
-    assert reader().prompt(Record("a:1", own))[0].text == asked.text
+    assert reader().prompt(RawRecord("a:1", own))[0].text == asked.text
     with pytest.raises(DataError, match="t: chat_template_kwargs: the template reads no"
                        " variable 'thinking'; it reads enable_thinking"):  # fmt: skip
         ChatTemplate(TOOLS, NAMED, "t", SPECIAL, {"thinking": False})

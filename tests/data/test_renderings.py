@@ -17,7 +17,7 @@ import pytest
 
 from jaxmem.data.chat import ChatTemplate
 from jaxmem.data.record_reader import RecordReader
-from jaxmem.data.records import DataError, Record
+from jaxmem.data.records import DataError, RawRecord
 from tests.data import make_renderings
 from tests.data.make_renderings import CASES, HERE, TODAY, TOKENS
 
@@ -63,7 +63,7 @@ def rendered(template, case, name):
     day = datetime.datetime(*TODAY)
     made = ChatTemplate(template, TOKENS, name, ["</s>"], today=day)
     reader = RecordReader(lambda: made, stripped="count")
-    return reader.document(Record(f"{name}.jsonl:1", case)).text, reader.lines()
+    return reader.document(RawRecord(f"{name}.jsonl:1", case)).text, reader.lines()
 
 
 def check(template, recorded, case, name):

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxmem.data.rewards import Questions, RewardError, Scorer
+from jaxmem.data.rewards import RewardArguments, RewardError, Scorer
 from jaxmem.data.unit_tests import UnitTests, program_of
 from jaxmem.data.verifiers import SHIPPED
 from tests.cases import slow
@@ -20,7 +20,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 def scored(name, completions, **columns):
     count = len(completions)
-    asked = Questions([f"p.jsonl:{i + 1}" for i in range(count)],
+    asked = RewardArguments([f"p.jsonl:{i + 1}" for i in range(count)],
                       ["p"] * count, completions, columns)  # fmt: skip
     return Scorer([name])(asked).total.tolist()
 
@@ -125,7 +125,7 @@ def test_shipped_rewards_of_null_are_none(name, column, entry, completion):
 
 
 def test_records_of_two_kinds_share_a_run():
-    asked = Questions(["p:1", "p:2"], ["p"] * 2, ["#### 4", DOUBLE],
+    asked = RewardArguments(["p:1", "p:2"], ["p"] * 2, ["#### 4", DOUBLE],
                       {"answer": ["4", None], "tests": [None, TESTS[0]]})  # fmt: skip
     made = Scorer(["gsm8k", "unit_tests"])(asked)
     assert made.total.tolist() == [1, 1]
@@ -149,7 +149,7 @@ def test_long_completions_are_punished_as_in_dapo():
 
 
 def test_several_with_weights_and_each_by_name():
-    asked = Questions(["p:1"], ["p"], ["#### 4"],
+    asked = RewardArguments(["p:1"], ["p"], ["#### 4"],
                       {"answer": ["4"], "completion_ids": [[1] * 10],
                        "max_new_tokens": [10]})  # fmt: skip
     made = Scorer(["gsm8k", "overlong"], [1.0, 0.5])(asked)

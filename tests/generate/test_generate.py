@@ -18,7 +18,7 @@ from jaxmem import generate
 from jaxmem.commands import cli
 from jaxmem.data.records import DataError
 from jaxmem.generate import GenerateConfig, Generator, conversation
-from jaxmem.generate.completions import Prompt, unreached
+from jaxmem.generate.completions import EncodedPrompt, unreached
 from tests.cases import slow
 from tests.checkpoints import texts
 
@@ -74,7 +74,7 @@ def test_greedy_tokens_are_those_of_transformers(name, directory, tmp_path):
     config = GenerateConfig(max_new_tokens=12, temperature=0, batch_size=4)
     generator = Generator(generate.load(directory, dtype="float32"), config)
     rows = zip(GREEDY["prompts"].tolist(), GREEDY["lengths"], strict=True)
-    prompts = [Prompt("", ids[:n], i, 12) for i, (ids, n) in enumerate(rows)]
+    prompts = [EncodedPrompt("", ids[:n], i, 12) for i, (ids, n) in enumerate(rows)]
     made = generator.complete(prompts)
     expected = [row[row >= 0].tolist() for row in GREEDY[name]]
     assert [x.ids for x in made] == expected
@@ -153,7 +153,7 @@ def test_a_stop_string_may_be_a_special_token(directory):
         max_new_tokens=12, temperature=0, stop=("</s>",), batch_size=4
     )
     ids = GREEDY["prompts"][2, :1].tolist()
-    (made,) = Generator(model, config).complete([Prompt("", ids, 0, 12)])
+    (made,) = Generator(model, config).complete([EncodedPrompt("", ids, 0, 12)])
     assert made.ids == [8, 8, 8, 2] and made[2:] == ("stop", "</s>")
     assert "<" not in made.text
 

@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxmem.generate.text import Text
+from jaxmem.generate.text import CompletionText
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def shown(text, ids, size=1):
 )
 def test_a_text_ends_before_a_stop_string(of_bytes, stops, expected, stop, size):
     ids = of_bytes.encode("grün, äh: 東京 STOP!").ids
-    text = Text(of_bytes, of_bytes.encode("Frage").ids, stops)
+    text = CompletionText(of_bytes, of_bytes.encode("Frage").ids, stops)
     pieces = shown(text, ids, size)
     assert (text.whole, text.stop) == (expected, stop)
     assert expected.startswith("".join(pieces))
@@ -63,13 +63,13 @@ def test_a_text_ends_before_a_stop_string(of_bytes, stops, expected, stop, size)
 
 
 def test_nothing_is_shown_that_a_stop_string_may_take_back(of_bytes):
-    text = Text(of_bytes, [], ("<end>", "ed."))
+    text = CompletionText(of_bytes, [], ("<end>", "ed."))
     pieces = shown(text, of_bytes.encode("a <e <en <ed.").ids)
     assert pieces == ["a", " ", "", "", "<e ", "", "", "", "<en ", "", "", "<", ""]
     assert text.whole == "a <e <en <"
 
 
 def test_the_space_after_the_prompt_is_kept(of_words):
-    text = Text(of_words, [0], ())
+    text = CompletionText(of_words, [0], ())
     text.add([1, 2])
     assert of_words.decode([1, 2]) == "bc" and text.whole == " bc"

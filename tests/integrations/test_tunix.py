@@ -20,7 +20,7 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.integrations import tunix
-from jaxmem.integrations._distillation import Logits
+from jaxmem.integrations._distillation import DeferredLogits
 from jaxmem.integrations._head import NotServed
 from jaxmem.integrations._tunix_models import without_logits
 from tests.cases import slow
@@ -180,7 +180,7 @@ def test_without_logits_is_of_one_model_alone():
     ids, positions = tokens((1, 4)), jnp.arange(4)[None]
     mask, (student, teacher) = jnp.ones((1, 4, 4), bool), (qwen(), qwen())
     with without_logits(student):
-        assert isinstance(student(ids, positions, None, mask)[0], Logits)
+        assert isinstance(student(ids, positions, None, mask)[0], DeferredLogits)
         assert teacher(ids, positions, None, mask)[0].shape == (1, 4, V)
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 import jaxmem
 from jaxmem.head.maths.head import Head
 from jaxmem.integrations import tunix
-from jaxmem.integrations._distillation import Logits, forward_kl_of_largest
+from jaxmem.integrations._distillation import DeferredLogits, forward_kl_of_largest
 from jaxmem.integrations._head import ModelHead, Options
 
 with warnings.catch_warnings():
@@ -166,7 +166,10 @@ def test_of_equal_logits_those_of_smaller_ids_are_largest():
     teacher = Head(jnp.asarray(columns), softcap=3.0, layout="vd")
     teacher = ModelHead(teacher, jnp.float32, 0.7)
     states = [jnp.asarray(rng.integers(-2, 3, (5, 4)), "f4") for _ in range(2)]
-    pair = [Logits(h, head) for h, head in zip(states, (student, teacher), strict=True)]
+    pair = [
+        DeferredLogits(h, head)
+        for h, head in zip(states, (student, teacher), strict=True)
+    ]
     z, y = (x.array() for x in pair)
 
     def both(k, z, y):

@@ -13,7 +13,7 @@ from jaxmem.models import attention, branches, positions
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.positions import Branches, Sight
 from jaxmem.packing.plan import pack
-from jaxmem.packing.shared_prefixes import Parts, pack_branches
+from jaxmem.packing.shared_prefixes import PrefixGroups, pack_branches
 from tests import decoders
 from tests.cases import slow
 
@@ -40,7 +40,7 @@ def problem():
         np.where(np.arange(len(row)) < p, 0, rng.normal(size=len(row))).astype("f4")
         for row, p in zip(tokens, shared, strict=True)
     ]
-    return Parts(lengths, np.array(shared), groups), tokens, worth
+    return PrefixGroups(lengths, np.array(shared), groups), tokens, worth
 
 
 def results(model, tokens, worth, packed, layout=None):

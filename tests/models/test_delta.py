@@ -21,7 +21,7 @@ def drawn(length, documents, heads=2, keys=6, values=5):
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
     shape = len(documents), length, heads
-    return delta.Inputs(
+    return delta.DeltaInputs(
         unit(*shape, keys) * keys**-0.5,
         unit(*shape, keys),
         rng.normal(size=(*shape, values)),
@@ -78,7 +78,7 @@ def test_gradients_are_those_of_a_step_after_the_other():
         moved = [jnp.moveaxis(x, 1, 0)[:, :, None] for x in single._replace(**arrays)]
 
         def step(state, token):
-            out, state = delta.step(state, delta.Inputs(*token))
+            out, state = delta.step(state, delta.DeltaInputs(*token))
             return state, jnp.sum(jnp.sin(out))
 
         state, sums = jax.lax.scan(step, jnp.zeros((1, 2, 6, 5)), tuple(moved))

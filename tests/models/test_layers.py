@@ -12,7 +12,7 @@ from flax import nnx, traverse_util
 from jaxmem import remat
 from jaxmem.models import layers
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.models.positions import Rope, Sight, rope_frequencies, rope_tables
+from jaxmem.models.positions import Rotation, Sight, rope_frequencies, rope_tables
 from jaxmem.remat import cost
 from tests.cases import one_at_a_time, slow
 
@@ -105,7 +105,7 @@ def ordinary(config, w, x, segment_ids, positions):
 def problem(config):
     """Weights by name, a block's input, the cotangent of its result; documents."""
     rng = np.random.default_rng(0)
-    shapes = nnx.eval_shape(lambda: layers.Block(config, rngs=nnx.Rngs(0)))
+    shapes = nnx.eval_shape(lambda: layers.TransformerBlock(config, rngs=nnx.Rngs(0)))
     flat = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.split(shapes)[1]), sep="/")
 
     def draw(name, shape):
@@ -134,7 +134,7 @@ def lean(config, w, x, segment_ids, positions):
 
 @functools.cache
 def definition_of(config):
-    shapes = nnx.eval_shape(lambda: layers.Block(config, rngs=nnx.Rngs(0)))
+    shapes = nnx.eval_shape(lambda: layers.TransformerBlock(config, rngs=nnx.Rngs(0)))
     return nnx.split(shapes)[0]
 
 
@@ -211,7 +211,7 @@ def kept_by(config):
 def shaped(config, policy="none", rows=BATCH, length=LENGTH):
     """`remat.residuals` of one block of a decoder, which is of either kind."""
     definition, weights = nnx.split(
-        nnx.eval_shape(lambda: layers.Block(config, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(lambda: layers.TransformerBlock(config, rngs=nnx.Rngs(0)))
     )
     struct = jax.ShapeDtypeStruct
     h = struct((rows, length, config.hidden), jnp.dtype(config.dtype))
@@ -219,7 +219,7 @@ def shaped(config, policy="none", rows=BATCH, length=LENGTH):
     ids, number = struct((rows, length), jnp.int32), struct((), jnp.int32)
 
     def block(h, weights, cosines, sines, ids, window, kind):
-        sight, rope = Sight(ids, window), Rope(cosines, sines, kind)
+        sight, rope = Sight(ids, window), Rotation(cosines, sines, kind)
         return nnx.merge(definition, weights).read(h, sight, rope)[0]
 
     block = remat.block(block, policy)

@@ -122,7 +122,7 @@ def test_moments_on_the_host_restore_onto_another_mesh(
 def test_what_each_device_holds(text_file, tmp_path):
     """Weights, their moments and a batch are in as many parts as the mesh says."""
     config = config_of(text_file, tmp_path, (1, 2, 2, 2))
-    program = sft.Program(config, 320)
+    program = sft.SftProgram(config, 320)
     state = program.initial_state()
     assert state.params["embed"]["embedding"].sharding.spec == P(
         "tensor", partitioning.PARTS
@@ -158,13 +158,13 @@ def test_errors(text_file, tmp_path):
         "there are 8 in 1 processes"
     )
     with pytest.raises(ValueError) as caught:
-        sft.Program(config_of(text_file, tmp_path, (1, 3, 1, 1)), 320)
+        sft.SftProgram(config_of(text_file, tmp_path, (1, 3, 1, 1)), 320)
     assert str(caught.value) == (
         "mesh.fsdp=3 x mesh.sequence=1 must divide 16, an axis of "
         "blocks/attention/key/kernel (2, 16, 16)"
     )
     with pytest.raises(ValueError) as caught:
-        sft.Program(config_of(text_file, tmp_path, (1, 1, 1, 3)), 320)
+        sft.SftProgram(config_of(text_file, tmp_path, (1, 1, 1, 3)), 320)
     assert "mesh.tensor=3 must divide" in str(caught.value)
     with pytest.raises(ValueError, match=r"mesh.data=1 x mesh.fsdp=8 must divide 4"):
         Layout(MeshConfig(fsdp=8)).of_tokens(jax.ShapeDtypeStruct((4, 8), jnp.int32))

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxmem.models import refill
 from jaxmem.models.decoder import Decoder
-from jaxmem.models.sampling import Drawn, SamplingConfig, sample
+from jaxmem.models.sampling import SampledTokens, SamplingConfig, sample
 from tests.cases import slow
 from tests.models.test_sampling import EOS, LENGTHS, PAD, PROMPTS, decoder, run
 
@@ -104,14 +104,16 @@ def started(lengths, groups, slots):
 
     def draw(wanted, steps, logits, none):
         zeros = jnp.zeros_like(steps)
-        drawn = Drawn(zeros, ~none, zeros.astype(float), None)
+        drawn = SampledTokens(zeros, ~none, zeros.astype(float), None)
         return drawn, none | (steps + 1 == wanted)
 
     @jax.jit
     def run(*given):
         nothing = jnp.zeros((rows, 9))
-        nothing = Drawn(nothing.astype(int), nothing.astype(bool), nothing, None)
-        given = refill.Prompts(*given)
+        nothing = SampledTokens(
+            nothing.astype(int), nothing.astype(bool), nothing, None
+        )
+        given = refill.RefillPrompts(*given)
         return refill.Refill(split, given, slots, 9, draw, unroll=False).run(nothing)
 
     made = run(prompts, np.full(rows, 2), np.array(lengths))

@@ -20,7 +20,7 @@ SMALL = ModelConfig(
 )
 
 
-class Wide(feed_forward.FeedForward):
+class Wide(feed_forward.DenseFeedForward):
     """A feed-forward part of another structure: it has twice the width."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

@@ -100,7 +100,7 @@ def test_phases_of_pairs_are_its_programs(fake, numbered, capsys):
     config, _ = configuration.load(cli._find_config("dpo_lora.gin"), words)
     config = job_of(config).config
     with devices.target("h200"):
-        program = dpo.Program(config, config.model.vocab_size)
+        program = dpo.DpoProgram(config, config.model.vocab_size)
         scoring = program.trace_logprobs().lower().compile()
         compiled = program.compile_step()
     for phase, expected in ((reference, scoring), (step, compiled)):
@@ -192,7 +192,7 @@ def test_a_mesh(fake, capsys):
     status, said = planned(capsys, *SFT, "mesh.fsdp=2", "--devices", "2", "--json")
     (phase,) = json.loads(said.out)["phases"]
     config, _ = configuration.load(cli._find_config(SFT[0]), SFT[1:])
-    whole = device_bytes(sft.Program(config, 300).state_shapes.params)
+    whole = device_bytes(sft.SftProgram(config, 300).state_shapes.params)
     assert status == 0 and 0 < phase["resident"]["trained weights"] < 0.6 * whole
     assert phase["account"]["collectives"]
 

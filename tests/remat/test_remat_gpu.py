@@ -119,7 +119,7 @@ def test_the_trainer_s_step_holds_what_its_policy_promises(name, last):
             "model.dtype=bfloat16",
         ],
     )
-    program = sft.Program(config, 16384)
+    program = sft.SftProgram(config, 16384)
     account = program.compile_step(config.head).memory_analysis()
     assert account.host_temp_size_in_bytes > 0
 

@@ -147,7 +147,7 @@ def test_parquet_holds_the_same(model, directory):
 def test_windows_score_each_token_once():
     ids = np.arange(100, 123, dtype=np.int32)
     made = document_windows.cut(
-        0, document_windows.Tokens("x", ids, 3), length=8, stride=3
+        0, document_windows.EncodedDocument("x", ids, 3), length=8, stride=3
     )
     labels = np.concatenate([w.labels[w.labels >= 0] for w in made])
     np.testing.assert_array_equal(labels, ids[3:])
@@ -160,7 +160,7 @@ def test_windows_score_each_token_once():
     # All but the first have at least length - stride tokens before what they score.
     assert all((w.labels[:5] < 0).all() for w in made[1:])
     prompt = document_windows.cut(
-        0, document_windows.Tokens("x", ids, 20), length=8, stride=8
+        0, document_windows.EncodedDocument("x", ids, 20), length=8, stride=8
     )
     assert len(prompt) == 1  # what only holds prompt is not run
 

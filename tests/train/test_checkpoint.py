@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.train.state.checkpoint import CheckpointError, Checkpoints, _check_found
+from jaxmem.train.state.checkpoint import Checkpoints, RunCheckpointError, _check_found
 from jaxmem.train.state.resuming import check_same_config
 
 CONFIG = {"model": {"hidden": 8, "dtype": "float32"}, "data": {"source": "a.txt"}}
@@ -130,7 +130,7 @@ def test_what_cannot_be_opened_replaces_nothing(part, tmp_path, monkeypatch):
             (path / part).unlink()
 
         monkeypatch.setattr(checkpoints._orbax, "save", incomplete)
-        with pytest.raises(CheckpointError, match="/2: cannot be written: "):
+        with pytest.raises(RunCheckpointError, match="/2: cannot be written: "):
             save(checkpoints, 2)
         assert checkpoints.latest() == 1
         assert_restores(checkpoints, 1)
@@ -154,7 +154,7 @@ def test_a_path_that_storage_cannot_hold_is_refused(sign, tmp_path):
     with Checkpoints(directory, keep=1) as checkpoints:
         try:
             checkpoints.check_storage()
-        except CheckpointError as error:
+        except RunCheckpointError as error:
             refused = True
             assert "no checkpoint can be saved there (its path has '" in str(error)
         else:

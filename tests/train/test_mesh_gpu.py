@@ -41,7 +41,7 @@ def config_of(model, axis=None):
 @functools.cache
 def losses(model, axis=None):
     config = config_of(model, axis)
-    program = sft.Program(config, MODEL.vocab_size, packed=False)
+    program = sft.SftProgram(config, MODEL.vocab_size, packed=False)
     with jaxmem.report() as report:
         step = program.compile_step(config.head)
     assert {call.implementation for call in report.calls} == {"hopper"}

@@ -240,7 +240,7 @@ def test_files_that_are_damaged_by_hand_still_make_a_page(name, run, tmp_path):
 def test_damaged_benchmarks_are_left_out_and_named_once(results, run, tmp_path):
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)
     (tmp_path / "eval.json").write_text(results)
-    page = report.Report(tmp_path)
+    page = report.ReportPage(tmp_path)
     assert page.write() == [
         f"{tmp_path}/eval.json: is damaged, and left out of report.html"
     ]

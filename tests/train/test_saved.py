@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path):
     largest = max(files, key=lambda path: path.is_file() and path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
     with pytest.raises(
-        checkpoint.CheckpointError, match="checkpoints/2 cannot be used"
+        checkpoint.RunCheckpointError, match="checkpoints/2 cannot be used"
     ):
         loaded(damaged)
 

@@ -7,7 +7,13 @@ from typing import Any
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
 from jaxmem.checkpoints.config_reader import Reader
-from jaxmem.checkpoints.families.family import Key, Part, listed_layers, read, write
+from jaxmem.checkpoints.families.family import (
+    ConfigPart,
+    Key,
+    listed_layers,
+    read,
+    write,
+)
 from jaxmem.models.config import RANGES, ModelConfig
 
 KINDS = {"full_attention": "global", "sliding_attention": "local"}
@@ -68,7 +74,7 @@ def alternating_up_to(reader: Reader) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows(Part):
+class Windows(ConfigPart):
     """The pattern of layers, and the window of some of them."""
 
     # which kinds layers have where `layer_types` does not list them, or what reads it
@@ -115,7 +121,7 @@ class Windows(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unrotated(Part):
+class Unrotated(ConfigPart):
     """Layers without rotation: listed, or each last of so many."""
 
     interval: int  # where `no_rope_layer_interval` is left out
@@ -141,7 +147,7 @@ class Unrotated(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunks(Part):
+class Chunks(ConfigPart):
     """Layers that attend to chunks, which rotated ones do if nothing else is listed."""
 
     unrotated: Unrotated  # which layers are not rotated; these have no chunks
@@ -181,7 +187,7 @@ class Chunks(Part):
         }
 
 
-class Growth(Part):
+class Growth(ConfigPart):
     """How queries of unrotated layers grow, where `attn_temperature_tuning` says so."""
 
     keys = (

@@ -6,12 +6,12 @@ from typing import Any
 from jaxmem.base.ranges import reals
 from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families import mixtures, standard
-from jaxmem.checkpoints.families.family import NAMES, Family, Key, Part, read
-from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.family import NAMES, ConfigPart, Family, Key, read
+from jaxmem.checkpoints.families.ropes import RopePart
 from jaxmem.models.config import ModelConfig
 
 
-class HeadDim(Part):
+class HeadDim(ConfigPart):
     """A head's numbers: those that are rotated, and the others."""
 
     keys = (
@@ -29,14 +29,14 @@ class HeadDim(Part):
         return {key.key: n for key, n in zip(self.keys, widths, strict=True)}
 
 
-class ScaledRope(Part):
+class ScaledRope(ConfigPart):
     """Rotary parameters, which say what scores are scaled by.
 
     m² / sqrt(head_dim),   m = 0.1 mscale_all_dim ln(factor) + 1,   1 unscaled
     """
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        fields = Rope().read(reader)
+        fields = RopePart().read(reader)
         key = "rope_parameters" if reader.raw.get("rope_parameters") else "rope_scaling"
         given = Reader(reader.path, reader.raw.get(key) or {})
         optional = float, type(None)
@@ -48,7 +48,7 @@ class ScaledRope(Part):
         return fields | {"attention_scale": growth**2 * head_dim**-0.5}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        raw = Rope().write(model)
+        raw = RopePart().write(model)
         growth = math.sqrt(model.score_scale * model.head_dim**0.5)
         if raw["rope_scaling"] is not None and model.rope_factor > 1:
             weight = (growth - 1) / (0.1 * math.log(model.rope_factor))
@@ -56,7 +56,7 @@ class ScaledRope(Part):
         return raw
 
 
-def _parts(*more: Part) -> tuple[Part, ...]:
+def _parts(*more: ConfigPart) -> tuple[ConfigPart, ...]:
     return standard.parts(
         Key("kv_lora_rank", "latent", default=512),
         Key("q_lora_rank", "query_latent", int | None, 1536),

@@ -7,7 +7,7 @@ from jaxmem.checkpoints.families.attention_windows import (
     Windows,
 )
 from jaxmem.checkpoints.families.family import NAMES, Family, Key
-from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.ropes import RopePart
 
 _LAYER = "model.layers.{}."
 
@@ -25,7 +25,7 @@ APERTUS = Family(
         standard.ATTENTION_BIAS,
         eps=1e-5,
         activation=standard.activation("xielu"),
-        rope=Rope(12_000_000.0),
+        rope=RopePart(12_000_000.0),
     ),
     names=NAMES
     | {
@@ -66,7 +66,7 @@ ERNIE4_5 = Family(
         eps=1e-5,
         head=standard.head_dim(128),
         tied=standard.TIED,
-        rope=Rope(500_000.0),
+        rope=RopePart(500_000.0),
     ),
     pairs="neighbours",
 )  # fmt: skip
@@ -98,7 +98,7 @@ HELIUM = Family(
         standard.FF_BIAS,
         eps=1e-8,
         head=standard.head_dim(128),
-        rope=Rope(100_000.0),
+        rope=RopePart(100_000.0),
     ),
     pairs="neighbours",
 )
@@ -108,7 +108,7 @@ HUNYUAN = Family(
     architecture="HunYuanDenseV1ForCausalLM",
     model_type="hunyuan_v1_dense",
     parts=standard.parts(
-        standard.ATTENTION_BIAS, eps=1e-5, rope=Rope(stretch="alpha")
+        standard.ATTENTION_BIAS, eps=1e-5, rope=RopePart(stretch="alpha")
     ),
     names=NAMES
     | {
@@ -158,7 +158,7 @@ NEMOTRON = Family(
         eps=1e-5,
         eps_key="norm_eps",
         activation=standard.activation("relu2"),
-        rope=Rope(fraction=0.5),
+        rope=RopePart(fraction=0.5),
     ),
     switches=standard.LAYER_NORM | {"norm_offset": True, "gated": False},
 )
@@ -184,7 +184,7 @@ SMOLLM3 = Family(
         standard.FF_BIAS,
         Unrotated(4),
         tied=standard.TIED,
-        rope=Rope(2_000_000.0),
+        rope=RopePart(2_000_000.0),
     ),
     only={"use_sliding_window": (False, None), "sliding_window": (None,)},
     ignored=("layer_types", "max_window_layers"),
@@ -199,7 +199,7 @@ STABLELM = Family(
         eps=1e-5,
         eps_key="layer_norm_eps",
         head=standard.SHARED_WIDTH,
-        rope=Rope(fraction=0.25),
+        rope=RopePart(fraction=0.25),
     ),
     switches=standard.LAYER_NORM,
     only={"qk_layernorm": (False, None)},

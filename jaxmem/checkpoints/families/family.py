@@ -14,7 +14,7 @@ from jaxmem.checkpoints.config_reader import MISSING, Reader
 from jaxmem.models.config import RANGES, ModelConfig
 
 
-class Part(Protocol):
+class ConfigPart(Protocol):
     """Keys of `config.json` that belong together."""
 
     def read(self, reader: Reader) -> dict[str, Any]:
@@ -26,12 +26,12 @@ class Part(Protocol):
         ...
 
 
-def read(parts: Iterable[Part], reader: Reader) -> dict[str, Any]:
+def read(parts: Iterable[ConfigPart], reader: Reader) -> dict[str, Any]:
     """The fields that parts set; of two that set one, the last."""
     return {k: v for part in parts for k, v in part.read(reader).items()}
 
 
-def write(parts: Iterable[Part], model: ModelConfig) -> dict[str, Any]:
+def write(parts: Iterable[ConfigPart], model: ModelConfig) -> dict[str, Any]:
     """The keys that parts write."""
     return {k: v for part in parts for k, v in part.write(model).items()}
 
@@ -55,7 +55,7 @@ def _same(value: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Key(Part):
+class Key(ConfigPart):
     """One key of `config.json` that sets one field of `ModelConfig`."""
 
     key: str
@@ -129,7 +129,7 @@ class Family:
 
     architecture: str
     model_type: str
-    parts: tuple[Part, ...]  # what reads its keys
+    parts: tuple[ConfigPart, ...]  # what reads its keys
     # names of modules in a checkpoint, by the decoder's: of "blocks/attention/query"
     # the name of layer "{}"; of a module of experts, that of layer "{}" and expert
     # "{}", or one for all experts

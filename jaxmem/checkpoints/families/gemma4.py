@@ -9,9 +9,9 @@ from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.attention_windows import Windows, up_to_every_sixth
 from jaxmem.checkpoints.families.family import (
     NAMES,
+    ConfigPart,
     Family,
     Key,
-    Part,
     WithImages,
     read,
 )
@@ -24,7 +24,7 @@ _ROPES = {
 }
 
 
-class GlobalLayers(Part):
+class GlobalLayers(ConfigPart):
     """What is said of global layers, in two forms, and their rotation.
 
     Either `global_head_dim` and `num_global_key_value_heads`, or `per_layer_config`,
@@ -100,7 +100,7 @@ class GlobalLayers(Part):
         }  # fmt: skip
 
 
-class Reused(Part):
+class Reused(ConfigPart):
     """Last layers that attend to keys and values of earlier ones."""
 
     def read(self, reader: Reader) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.family import NAMES, Family, Key
-from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.ropes import RopePart
 
 GLM = Family(
     architecture="GlmForCausalLM",
@@ -11,7 +11,7 @@ GLM = Family(
         standard.QKV_BIAS,
         eps=1.5625e-7,
         head=standard.head_dim(128),
-        rope=Rope(fraction=0.5),
+        rope=RopePart(fraction=0.5),
     ),
     names=NAMES | standard.JOINED_GATE,
     pairs="neighbours",
@@ -43,7 +43,7 @@ GLM4_MOE = Family(
         Key("norm_topk_prob", "router_renormalised", bool, True),
         mixtures.AfterTheFirst(1),
         eps=1e-5,
-        rope=Rope(fraction=0.5),
+        rope=RopePart(fraction=0.5),
     ),
     names=NAMES
     | mixtures.NAMES

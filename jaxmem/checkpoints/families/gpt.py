@@ -5,8 +5,8 @@ from typing import Any
 from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.attention_windows import ALTERNATING, Windows
-from jaxmem.checkpoints.families.family import NAMES, Family, Key, Part
-from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.family import NAMES, ConfigPart, Family, Key
+from jaxmem.checkpoints.families.ropes import RopePart
 from jaxmem.models.config import ModelConfig
 
 _GPT2, _NEOX, _OSS = "transformer.h.{}.", "gpt_neox.layers.{}.", "model.layers.{}.mlp."
@@ -58,7 +58,7 @@ GPT2 = Family(
 )
 
 
-class _KeysPerQuery(Part):
+class _KeysPerQuery(ConfigPart):
     """A head of keys for each of queries, which a key may repeat."""
 
     def read(self, reader: Reader) -> dict[str, Any]:
@@ -89,7 +89,7 @@ GPT_NEOX = Family(
         standard.parallel("separate", True),
         _KeysPerQuery(),
         standard.SHARED_WIDTH,
-        Rope(fraction=0.25, theta_key="rotary_emb_base", fraction_key="rotary_pct"),
+        RopePart(fraction=0.25, theta_key="rotary_emb_base", fraction_key="rotary_pct"),
     ),
     names={
         "embed": "gpt_neox.embed_in",
@@ -121,7 +121,7 @@ GPT_OSS = Family(
         standard.all_biases(True),
         *mixtures.EVERYWHERE,
         Key("swiglu_limit", "gate_limit", float, 7.0),
-        Rope(theta=150_000.0),
+        RopePart(theta=150_000.0),
         Windows(ALTERNATING, 128),
     ),
     names=NAMES

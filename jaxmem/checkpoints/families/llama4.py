@@ -3,7 +3,7 @@
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.attention_windows import Chunks, Growth, Unrotated
 from jaxmem.checkpoints.families.family import NAMES, Family, Key, WithImages
-from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.ropes import RopePart
 
 _PART, _DENSE = "model.layers.{}.feed_forward.", ("gate", "up", "down")
 
@@ -22,7 +22,7 @@ LLAMA4 = Family(
         Key("num_experts_per_tok", "experts_per_token", default=1),
         Key("use_qk_norm", "qk_norm", bool, True),
         mixtures.EveryLast(),
-        Rope(theta=500_000.0),
+        RopePart(theta=500_000.0),
         Chunks(Unrotated(4), 8192),
         Growth(),
     ),

@@ -2,7 +2,7 @@
 
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.family import NAMES, Family
-from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.ropes import RopePart
 
 MINIMAX_M2 = Family(
     architecture="MiniMaxM2ForCausalLM",
@@ -10,7 +10,7 @@ MINIMAX_M2 = Family(
     parts=standard.parts(
         *mixtures.EVERYWHERE,
         head=standard.head_dim(128),
-        rope=Rope(theta=5_000_000.0, fraction=1.0),
+        rope=RopePart(theta=5_000_000.0, fraction=1.0),
     ),
     names=NAMES
     | mixtures.BLOCK_SPARSE

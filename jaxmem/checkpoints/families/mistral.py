@@ -3,7 +3,7 @@
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.attention_windows import EVERY_LAYER, Windows
 from jaxmem.checkpoints.families.family import NAMES, Family, WithImages
-from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.ropes import RopePart
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",
@@ -25,7 +25,7 @@ MINISTRAL3 = Family(
         Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
         head=standard.head_dim(128),
-        rope=Rope(1_000_000.0, growth="llama_4_scaling_beta"),
+        rope=RopePart(1_000_000.0, growth="llama_4_scaling_beta"),
     ),
 )
 
@@ -36,7 +36,7 @@ MIXTRAL = Family(
         *mixtures.EVERYWHERE,
         Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
-        rope=Rope(theta=1_000_000.0),
+        rope=RopePart(theta=1_000_000.0),
     ),
     names=NAMES | mixtures.BLOCK_SPARSE,
     switches={"feed_forwards": ("experts",), "router_renormalised": True},

@@ -6,7 +6,7 @@ from typing import Any
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
 from jaxmem.checkpoints.config_reader import Reader
-from jaxmem.checkpoints.families.family import Key, Part, read, write
+from jaxmem.checkpoints.families.family import ConfigPart, Key, read, write
 from jaxmem.models.config import RANGES, ModelConfig
 
 # Of families that have no loss of their routers.
@@ -64,7 +64,7 @@ def joined_experts(start: str, kind: str = "kernel", end: str = "") -> dict[str,
 
 
 @dataclasses.dataclass(frozen=True)
-class Balance(Part):
+class Balance(ConfigPart):
     """The loss of routers, where `output_router_logits` asks for it."""
 
     default: float = 0.001  # its factor, where `router_aux_loss_coef` is left out
@@ -86,7 +86,7 @@ EVERYWHERE = (*sizes("num_local_experts", None, older="num_experts"), Balance())
 OF_QWEN = (*sizes("num_experts", older="num_local_experts"), Balance())
 
 
-class LimitedGroups(Part):
+class LimitedGroups(ConfigPart):
     """Groups of experts, where `topk_method` says that the choice heeds them."""
 
     def read(self, reader: Reader) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class LimitedGroups(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared(Part):
+class Shared(ConfigPart):
     """A shared expert as wide as several experts, whose number a key has."""
 
     key: str
@@ -122,7 +122,7 @@ class Shared(Part):
         return {self.key: model.shared_ff // model.expert_ff}
 
 
-class Beside(Part):
+class Beside(ConfigPart):
     """Experts beside the dense layer, where `enable_moe_block` says so."""
 
     keys = (
@@ -172,7 +172,7 @@ CORRECTED = {
 }
 
 
-class EveryFew(Part):
+class EveryFew(ConfigPart):
     """Each last of `decoder_sparse_step` layers has experts, but those listed."""
 
     def read(self, reader: Reader) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class EveryFew(Part):
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-class EveryLast(Part):
+class EveryLast(ConfigPart):
     """Layers with experts: listed, or each last of `interleave_moe_layer_step`."""
 
     def read(self, reader: Reader) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class EveryLast(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class AfterTheFirst(Part):
+class AfterTheFirst(ConfigPart):
     """All layers after the first ones have experts."""
 
     default: int  # how many those are, where `first_k_dense_replace` is left out

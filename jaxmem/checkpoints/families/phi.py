@@ -3,7 +3,7 @@
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.attention_windows import EVERY_LAYER, Windows
 from jaxmem.checkpoints.families.family import NAMES, Family, Key
-from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.ropes import RopePart
 
 _LAYER = "model.layers.{}."
 
@@ -16,7 +16,7 @@ PHI = Family(
         eps_key="layer_norm_eps",
         head=standard.SHARED_WIDTH,
         activation=standard.activation("gelu_new"),
-        rope=Rope(fraction=0.5),
+        rope=RopePart(fraction=0.5),
     ),
     names=NAMES
     | {
@@ -39,7 +39,7 @@ PHI3 = Family(
         Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
         head=standard.SHARED_WIDTH,
-        rope=Rope(fraction=1.0),
+        rope=RopePart(fraction=1.0),
     ),
     names=NAMES | standard.JOINED_QKV | standard.JOINED_GATE,
     ignored=("embd_pdrop", "original_max_position_embeddings", "resid_pdrop"),
@@ -56,7 +56,7 @@ PHIMOE = Family(
         Key("router_jitter_noise", "router_nearness", float, 0.01),
         Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
-        rope=Rope(theta=1_000_000.0),
+        rope=RopePart(theta=1_000_000.0),
     ),
     names=NAMES | mixtures.BLOCK_SPARSE,
     switches=standard.LAYER_NORM

@@ -6,21 +6,21 @@ from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.family import (
     NAMES,
+    ConfigPart,
     Family,
     Key,
-    Part,
     WithImages,
     listed_layers,
     read,
     write,
 )
-from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.ropes import RopePart
 from jaxmem.models.config import RANGES, ModelConfig
 
 _KINDS = {"linear_attention": "delta", "full_attention": "attention"}
 
 
-class Mixers(Part):
+class Mixers(ConfigPart):
     """Which layers attend, those listed or each last of so many; and others' sizes."""
 
     sizes = (
@@ -49,8 +49,8 @@ class Mixers(Part):
         return {"layer_types": listed} | write(self.sizes, model)
 
 
-def _parts(*more: Part) -> tuple[Part, ...]:
-    rope = Rope(fraction=0.25, ignored=("mrope_interleaved", "mrope_section"))
+def _parts(*more: ConfigPart) -> tuple[ConfigPart, ...]:
+    rope = RopePart(fraction=0.25, ignored=("mrope_interleaved", "mrope_section"))
     return standard.parts(
         standard.ATTENTION_BIAS,
         Mixers(),

@@ -8,7 +8,7 @@ from typing import Any
 from jaxmem.base import messages
 from jaxmem.base.ranges import reals
 from jaxmem.checkpoints.config_reader import Reader
-from jaxmem.checkpoints.families.family import ONLY, Key, Part, read, write
+from jaxmem.checkpoints.families.family import ONLY, ConfigPart, Key, read, write
 from jaxmem.models.config import RANGES, ModelConfig
 
 _FACTOR = Key("factor", "rope_factor", float)
@@ -39,7 +39,7 @@ _ANY, _POSITIVE = reals(), reals(above=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rope(Part):
+class RopePart(ConfigPart):
     """Rotary parameters: one object, or a base and a separate scaling object."""
 
     theta: float = 10_000.0  # base that transformers takes where none is given
@@ -151,7 +151,7 @@ class Rope(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoRopes(Part):
+class TwoRopes(ConfigPart):
     """Rotary parameters that are separate for global and local layers."""
 
     theta: float = 1_000_000.0
@@ -165,7 +165,7 @@ class TwoRopes(Part):
             local, within = self.local_theta, RANGES["local_rope_theta"]
             for key in keys:
                 local = reader.take(key, float, local, within=within)
-            return Rope(self.theta).read(reader) | {"local_rope_theta": local}
+            return RopePart(self.theta).read(reader) | {"local_rope_theta": local}
         reader.read.update(("rope_theta", "rope_scaling", "rope_local_base_freq"))
         if set(given) != set(_LAYERS):
             raise reader.error(
@@ -174,19 +174,19 @@ class TwoRopes(Part):
             )
         kinds = Reader(reader.path, given)
         part = kinds.take("sliding_attention", dict)
-        local = Rope(self.local_theta).fields(reader, part)
+        local = RopePart(self.local_theta).fields(reader, part)
         if local["rope_scaling"] is not None:
             raise reader.error(
                 f"rope type {local['rope_scaling']!r} in sliding_attention is not "
                 "implemented; only 'default' is"
             )
-        whole = Rope(self.theta).fields(reader, kinds.take("full_attention", dict))
+        whole = RopePart(self.theta).fields(reader, kinds.take("full_attention", dict))
         return whole | {"local_rope_theta": local["rope_theta"]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         # The older form, where it can say the base of local layers.
         local = model.local_rope_theta or model.rope_theta
-        raw = Rope(self.theta).write(model)
+        raw = RopePart(self.theta).write(model)
         if self.local_key is not None:
             return raw | {self.local_key: local}
         whole = {"rope_type": "default"} | (raw["rope_scaling"] or {})

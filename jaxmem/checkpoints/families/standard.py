@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmem.checkpoints.config_reader import Reader
-from jaxmem.checkpoints.families.family import Key, Part
-from jaxmem.checkpoints.families.ropes import Rope
+from jaxmem.checkpoints.families.family import ConfigPart, Key
+from jaxmem.checkpoints.families.ropes import RopePart
 from jaxmem.models.config import ModelConfig
 
 ACTIVATIONS = {
@@ -84,7 +84,7 @@ def parallel(kind: str, default: bool) -> Key:
     )  # fmt: skip
 
 
-class Derived(Part):
+class Derived(ConfigPart):
     """Fields that other keys determine: another key's value, or a ratio of two."""
 
     def __init__(self, **fields: str | tuple[str, str]):
@@ -113,14 +113,14 @@ FF_BIAS = Key("mlp_bias", "ff_bias", bool, False, null_is_default=True)
 
 
 def parts(
-    *more: Part,
+    *more: ConfigPart,
     eps: float = 1e-6,
     eps_key: str = "rms_norm_eps",
-    head: Part = HEAD_DIM,
+    head: ConfigPart = HEAD_DIM,
     activation: Key = ACTIVATION,
     tied: Key = UNTIED,
-    rope: Part = Rope(),  # noqa: B008
-) -> tuple[Part, ...]:
+    rope: ConfigPart = RopePart(),  # noqa: B008
+) -> tuple[ConfigPart, ...]:
     """The parts of Llama, where others do not take their place, and more."""
     return (*sizes(eps, eps_key), head, activation, tied, rope, *more)
 

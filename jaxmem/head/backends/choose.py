@@ -13,7 +13,7 @@ from jaxmem.head.backends import (
 )
 from jaxmem.head.backends.protocol import Backend
 from jaxmem.head.maths import checks
-from jaxmem.head.maths.backend_operands import Factors, Logits
+from jaxmem.head.maths.backend_operands import CallerLogits, Factors
 from jaxmem.head.maths.spec import Implementation, Spec
 
 # The fastest first; the last one runs on every device.
@@ -61,7 +61,7 @@ def check(implementation: Implementation | None) -> None:
 
 
 def choose(
-    implementation: Implementation | None, spec: Spec, source: Factors | Logits
+    implementation: Implementation | None, spec: Spec, source: Factors | CallerLogits
 ) -> tuple[Backend, str]:
     """The backend of a call, and why; a named one runs or raises: no fallback."""
     if implementation is not None:

@@ -11,12 +11,12 @@ from jax import lax
 from jaxmem.head.backends import hopper
 from jaxmem.head.kernels import active, block_sizes, padding
 from jaxmem.head.maths import backend_operands, row_stats, vocab_shards
-from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.spec import Spec
 
 
 def backward(
-    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs, cotangents
+    spec: Spec, source: Factors, rows: TokenRows, saved: row_stats.Outputs, cotangents
 ) -> Factors:
     """See `hopper.backward`, which is as good where it needs no sums of all of W."""
     from jaxmem.head.kernels import products
@@ -70,7 +70,7 @@ def _add(this, block, rows, outputs_and_cotangents, sums):
     (spec, env, padded, _), (b, n_tiles) = this, block
     names = "to_hidden", "to_W"
     to_hidden, to_W = (hopper.tiles_of(name, spec, padded) for name in names)
-    of_block = products.Blocks(env, n_tiles, False, (to_hidden, to_W))
+    of_block = products.VocabBlocks(env, n_tiles, False, (to_hidden, to_W))
 
     def of_rows(at, sums):
         part = hopper.recomputed(

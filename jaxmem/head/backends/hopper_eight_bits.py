@@ -13,14 +13,14 @@ import numpy as np
 from jaxmem.head.backends import hopper, hopper_sampled, xla_sampled
 from jaxmem.head.kernels import active, block_sizes
 from jaxmem.head.maths import backend_operands, eight_bits
-from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import Entries
 from jaxmem.head.maths.eight_bits import EightBits
 from jaxmem.head.maths.spec import Spec
 
 
 def forward(
-    spec: Spec, source: Factors, rows: Rows, names, shared: EightBits
+    spec: Spec, source: Factors, rows: TokenRows, names, shared: EightBits
 ) -> tuple[dict, Entries]:
     """See `xla_eight_bits.forward`."""
     from jaxmem.head.kernels import int8_factors, sampled_logits, sampled_select

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxmem.head.backends import hopper, xla_sampled
 from jaxmem.head.kernels import active, block_sizes, padding, tuned
 from jaxmem.head.maths import backend_operands, column_sampling, row_stats, vocab_shards
-from jaxmem.head.maths.backend_operands import Factors, Rows
-from jaxmem.head.maths.column_sampling import Derivative, Entries, Sampling
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
+from jaxmem.head.maths.column_sampling import Entries, Sampling, SparseDerivative
 from jaxmem.head.maths.spec import Spec
 
 
@@ -31,7 +31,9 @@ def launch_rows(spec: Spec, hidden: jax.Array) -> int:
     return block_sizes.stored_rows(n_rows, depth, chunk, spec.frozen_head)
 
 
-def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
+def forward(
+    spec: Spec, source: Factors, rows: TokenRows, names
+) -> tuple[dict, Entries]:
     """See `xla_sampled.forward`; outputs bitwise equal those of `hopper.forward`."""
     from jaxmem.head.kernels import sampled_select
     from jaxmem.head.kernels.forward import statistics_and_exps
@@ -71,7 +73,7 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entri
 
 
 def backward(
-    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs,
+    spec: Spec, source: Factors, rows: TokenRows, saved: row_stats.Outputs,
     cotangents: row_stats.Cotangents, entries: Entries,
 ) -> Factors:  # fmt: skip
     """See `xla_sampled.backward`."""
@@ -81,7 +83,9 @@ def backward(
     return gradient(spec, source, rows, dz)
 
 
-def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors:
+def gradient(
+    spec: Spec, source: Factors, rows: TokenRows, dz: SparseDerivative
+) -> Factors:
     """See `xla_sampled.gradient`."""
     from jaxmem.head.kernels import sampled_products
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxmem.head.maths.backend_operands import Factors, Logits, Rows
-from jaxmem.head.maths.column_sampling import Derivative, Entries
+from jaxmem.head.maths.backend_operands import CallerLogits, Factors, TokenRows
+from jaxmem.head.maths.column_sampling import Entries, SparseDerivative
 from jaxmem.head.maths.eight_bits import EightBits
 from jaxmem.head.maths.row_stats import Cotangents, Outputs, Stats
 from jaxmem.head.maths.spec import Spec
@@ -21,16 +21,16 @@ OfChunk = Callable[[jax.Array, Outputs], tuple[Any, Cotangents]]
 class Loops(Protocol):
     """Loops over chunks of active rows: a module with these functions.
 
-    A source is a `Factors`, or `Logits` given by the caller.
+    A source is a `Factors`, or `CallerLogits` given by the caller.
     """
 
     def forward(
-        self, spec: Spec, source: Any, rows: Rows, names: Sequence[str]
+        self, spec: Spec, source: Any, rows: TokenRows, names: Sequence[str]
     ) -> dict:
         """The named fields of `Outputs` for every row; 0 where inactive."""
         ...
 
-    def statistics(self, spec: Spec, source: Any, rows: Rows) -> Stats:
+    def statistics(self, spec: Spec, source: Any, rows: TokenRows) -> Stats:
         """Statistics over this device's shard of the vocabulary.
 
         They are undefined for inactive rows.
@@ -38,13 +38,13 @@ class Loops(Protocol):
         ...
 
     def backward(
-        self, spec: Spec, source: Any, rows: Rows, saved: Outputs, cotangents
-    ) -> Factors | Logits:
+        self, spec: Spec, source: Any, rows: TokenRows, saved: Outputs, cotangents
+    ) -> Factors | CallerLogits:
         """Cotangent of the source."""
         ...
 
     def one_pass(
-        self, spec: Spec, source: Any, rows: Rows, of_chunk: OfChunk, initial: Any
+        self, spec: Spec, source: Any, rows: TokenRows, of_chunk: OfChunk, initial: Any
     ) -> tuple[Any, Factors]:
         """`backward`, with cotangents computed by `of_chunk` from each chunk's outputs.
 
@@ -74,44 +74,44 @@ class Limits(Protocol):
         ...
 
 
-class Blocks(Protocol):
+class RecomputeLoops(Protocol):
     """A backend's loops for `gradient=Recompute(blocks)`."""
 
     def backward(
-        self, spec: Spec, source: Factors, rows: Rows, saved: Outputs, cotangents
+        self, spec: Spec, source: Factors, rows: TokenRows, saved: Outputs, cotangents
     ) -> Factors:
         """`Loops.backward`, with sums of W's gradient for a block at a time."""
         ...
 
 
-class Sampler(Protocol):
+class SampleLoops(Protocol):
     """A backend's loops for `gradient=Sample(k)`."""
 
     def forward(
-        self, spec: Spec, source: Factors, rows: Rows, names: Sequence[str]
+        self, spec: Spec, source: Factors, rows: TokenRows, names: Sequence[str]
     ) -> tuple[dict, Entries]:
         """`Loops.forward`, bitwise equal, and the sampled entries of every row."""
         ...
 
     def backward(
-        self, spec: Spec, source: Factors, rows: Rows, saved: Outputs, cotangents,
+        self, spec: Spec, source: Factors, rows: TokenRows, saved: Outputs, cotangents,
         entries: Entries,
     ) -> Factors:  # fmt: skip
         """Cotangent of the source from the entries only, in the source's dtypes."""
         ...
 
     def gradient(
-        self, spec: Spec, source: Factors, rows: Rows, dz: Derivative
+        self, spec: Spec, source: Factors, rows: TokenRows, dz: SparseDerivative
     ) -> Factors:
         """Cotangent of the source from the derivative by h Wᵀ at sampled entries."""
         ...
 
 
 class EightBitSampler(Protocol):
-    """A backend's loops for `gradient=Sample(k, forward="int8")`, beside `Sampler`."""
+    """Loops for `gradient=Sample(k, forward="int8")`, beside `SampleLoops`."""
 
     def forward(
-        self, spec: Spec, source: Factors, rows: Rows, names: Sequence[str],
+        self, spec: Spec, source: Factors, rows: TokenRows, names: Sequence[str],
         shared: EightBits,
     ) -> tuple[dict, Entries]:  # fmt: skip
         """Outputs by name, `eight_bits.ERROR` among them, and entries of every row."""
@@ -139,8 +139,8 @@ class Backend:
     stores_logits: bool
     loops: Loops
     limits: Limits | None = None
-    blocks: Blocks | None = None
-    sampler: Sampler | None = None
+    blocks: RecomputeLoops | None = None
+    sampler: SampleLoops | None = None
     eight_bits: EightBitSampler | None = None
 
     def refuses(self, spec: Spec, source: Any) -> str | None:

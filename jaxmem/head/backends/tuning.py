@@ -74,7 +74,7 @@ def tune(
     h = jax.random.normal(keys[0], (n, depth), jnp.bfloat16)
     W = (jax.random.normal(keys[1], (columns, depth)) * depth**-0.5).astype(h.dtype)
     y = jax.random.randint(keys[2], (n,), 0, columns)
-    head = tuned.Head(jax.devices()[0].device_kind, depth, columns, "vd")
+    head = tuned.TunedKey(jax.devices()[0].device_kind, depth, columns, "vd")
     gemm = jax.jit(lambda h, W: h @ W.T).lower(h, W).compile()
     for kernel in kernels:
         program, operands = program_of(kernel, shape, h, W, y)
@@ -209,13 +209,13 @@ def _product(kernel, dz, h, W):
     rows, block = jnp.int32(len(dz)), (jnp.int32(0), jnp.int32(width))
 
     def to_hidden(tiles):
-        launch = products.Launch(tiles, "vd", hopper.n_blocks(), add=True)
+        launch = products.ProductLaunch(tiles, "vd", hopper.n_blocks(), add=True)
         return lambda dz, W: products.to_hidden(
             launch, dz, W, rows, block, jnp.zeros(h.shape, jnp.float32)
         )
 
     def to_W(tiles):
-        launch = products.Launch(tiles, "vd", hopper.n_blocks(), add=False)
+        launch = products.ProductLaunch(tiles, "vd", hopper.n_blocks(), add=False)
         return lambda dz, h: products.to_W(
             launch, dz, h, rows, block, lax.empty((width, h.shape[1]), W.dtype)
         )
@@ -279,7 +279,7 @@ def _derivative(env, width, n, h, W, y):
     def derivative(tiles):
         def run(h, W, y):
             part = jnp.array([n, 0, width // tiles.columns], jnp.int32)
-            inputs = dlogits.Inputs(h, W, y)
+            inputs = dlogits.LogitsInputs(h, W, y)
             operands = dlogits.operands(env(tiles), inputs, rows, c)
             return dlogits.derivative(env(tiles), operands, part, width)
 

@@ -17,7 +17,7 @@ from jaxmem.head.backends.protocol import Backend
 from jaxmem.head.maths import row_stats, vocab_shards
 from jaxmem.head.maths.backend_operands import (
     Factors,
-    Rows,
+    TokenRows,
     for_active_chunks,
     no_outputs,
     put_all,
@@ -28,7 +28,9 @@ from jaxmem.head.maths.row_stats import Outputs, Stats
 from jaxmem.head.maths.spec import Spec
 
 
-def outputs(backend: Backend, spec: Spec, source: Factors, rows: Rows, names) -> dict:
+def outputs(
+    backend: Backend, spec: Spec, source: Factors, rows: TokenRows, names
+) -> dict:
     """The named fields of `Outputs` for every row; 0 where inactive."""
     groups = _statistics(backend, spec, source, rows)
 
@@ -48,7 +50,7 @@ def backward(
     backend: Backend,
     spec: Spec,
     source: Factors,
-    rows: Rows,
+    rows: TokenRows,
     saved: Outputs,
     cotangents,
 ) -> Factors:

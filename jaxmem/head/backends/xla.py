@@ -16,9 +16,9 @@ from jaxmem import devices
 from jaxmem.head.backends.protocol import OfChunk
 from jaxmem.head.maths import row_stats, vocab_shards
 from jaxmem.head.maths.backend_operands import (
+    CallerLogits,
     Factors,
-    Logits,
-    Rows,
+    TokenRows,
     first_column,
     for_active_chunks,
     merged,
@@ -38,7 +38,7 @@ from jaxmem.head.maths.spec import Spec
 _ALIGNMENT = 64  # columns
 
 
-def forward(spec: Spec, source: Factors | Logits, rows: Rows, names) -> dict:
+def forward(spec: Spec, source: Factors | CallerLogits, rows: TokenRows, names) -> dict:
     """The named fields of `Outputs` for every row; 0 where inactive."""
     source = source.cast(spec)
 
@@ -52,7 +52,9 @@ def forward(spec: Spec, source: Factors | Logits, rows: Rows, names) -> dict:
     return for_active_chunks(spec.chunk, rows.active, chunk, outputs)
 
 
-def statistics(spec: Spec, source: Factors | Logits, rows: Rows) -> row_stats.Stats:
+def statistics(
+    spec: Spec, source: Factors | CallerLogits, rows: TokenRows
+) -> row_stats.Stats:
     """Statistics over this shard of the vocabulary; undefined where inactive."""
     source = source.cast(spec)
 
@@ -66,10 +68,10 @@ def statistics(spec: Spec, source: Factors | Logits, rows: Rows) -> row_stats.St
 
 
 def backward(
-    spec: Spec, source: Any, rows: Rows, saved: row_stats.Outputs, cotangents
-) -> Factors | Logits:
+    spec: Spec, source: Any, rows: TokenRows, saved: row_stats.Outputs, cotangents
+) -> Factors | CallerLogits:
     """Cotangent of the source; sums over tokens in the statistics' dtype."""
-    if isinstance(source, Logits):
+    if isinstance(source, CallerLogits):
         return _by_logits(spec, source, rows, saved, cotangents)
     head = _aligned(spec, source.cast(spec))
 
@@ -91,11 +93,11 @@ def _by_logits(spec, source, rows, saved, cotangents):
         return put(total, row_ids, dz.astype(total.dtype))
 
     total = jnp.zeros_like(source.logits)
-    return Logits(for_active_chunks(spec.chunk, rows.active, chunk, total))
+    return CallerLogits(for_active_chunks(spec.chunk, rows.active, chunk, total))
 
 
 def one_pass(
-    spec: Spec, source: Factors, rows: Rows, of_chunk: OfChunk, initial
+    spec: Spec, source: Factors, rows: TokenRows, of_chunk: OfChunk, initial
 ) -> tuple[Any, Factors]:
     """See `Loops.one_pass`; sums over tokens stay in the statistics' dtype."""
     head = _aligned(spec, source.cast(spec))
@@ -121,7 +123,7 @@ def one_pass(
     return values, sum_over_shards(spec, sums)
 
 
-def loss_rows(spec: Spec, source: Factors | Logits) -> int:
+def loss_rows(spec: Spec, source: Factors | CallerLogits) -> int:
     """Number of tokens whose losses `one_pass` computes at a time."""
     return spec.chunk
 
@@ -146,7 +148,7 @@ def logits(spec, source, rows, row_ids, start=0):
 
     start is the first column if the source has a block of the vocabulary only.
     """
-    if isinstance(source, Logits):
+    if isinstance(source, CallerLogits):
         z = take(source.logits, row_ids).astype(spec.stats_dtype)
     else:
         h, depth = take(source.hidden, row_ids), 1 if spec.layout == "vd" else 0

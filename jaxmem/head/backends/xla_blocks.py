@@ -15,7 +15,7 @@ from jaxmem.head.backends import xla
 from jaxmem.head.maths import checks, row_stats, vocab_shards
 from jaxmem.head.maths.backend_operands import (
     Factors,
-    Rows,
+    TokenRows,
     cotangent,
     for_active_chunks,
     put,
@@ -27,7 +27,7 @@ _ALIGNMENT = 128  # columns of a block
 
 
 def backward(
-    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs, cotangents
+    spec: Spec, source: Factors, rows: TokenRows, saved: row_stats.Outputs, cotangents
 ) -> Factors:
     """See `xla.backward`; rounds hidden's gradient once per block, if not sharded."""
     head = source.cast(spec)

@@ -9,14 +9,14 @@ from jax import lax
 
 from jaxmem.head.backends import xla_sampled
 from jaxmem.head.maths import backend_operands, column_sampling, eight_bits, row_stats
-from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import Entries
 from jaxmem.head.maths.eight_bits import EightBits
 from jaxmem.head.maths.spec import Spec
 
 
 def forward(
-    spec: Spec, source: Factors, rows: Rows, names, shared: EightBits
+    spec: Spec, source: Factors, rows: TokenRows, names, shared: EightBits
 ) -> tuple[dict, Entries]:
     """The named fields of `Outputs` and `eight_bits.ERROR` of every row, and entries.
 

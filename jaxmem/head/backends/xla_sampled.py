@@ -18,11 +18,11 @@ from jax import lax
 
 from jaxmem.head.backends import xla
 from jaxmem.head.maths import backend_operands, column_sampling, row_stats, vocab_shards
-from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import (
-    Derivative,
     Entries,
     Sampling,
+    SparseDerivative,
     sort_by_column,
 )
 from jaxmem.head.maths.spec import Spec
@@ -42,7 +42,9 @@ def sampling_of(spec: Spec) -> Sampling:
     return Sampling(spec.gradient_samples or 0, spec.columns)
 
 
-def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
+def forward(
+    spec: Spec, source: Factors, rows: TokenRows, names
+) -> tuple[dict, Entries]:
     """The named fields of `Outputs`, bitwise equal to `xla.forward`'s, and entries.
 
     They are 0, and no entries, where a row is not active.
@@ -73,7 +75,7 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entri
     return backend_operands.for_active_chunks(spec.chunk, rows.active, chunk, results)
 
 
-def starts_of(spec: Spec, sampling: Sampling, rows: Rows) -> jax.Array:
+def starts_of(spec: Spec, sampling: Sampling, rows: TokenRows) -> jax.Array:
     """Offset of each row's multiples of one, int32 [N]; it differs between shards."""
     assert rows.draws is not None, "no key was given"
     shard = lax.axis_index(spec.shards.axes) if spec.shards else 0
@@ -81,7 +83,7 @@ def starts_of(spec: Spec, sampling: Sampling, rows: Rows) -> jax.Array:
 
 
 def backward(
-    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs,
+    spec: Spec, source: Factors, rows: TokenRows, saved: row_stats.Outputs,
     cotangents: row_stats.Cotangents, entries: Entries,
 ) -> Factors:  # fmt: skip
     """Cotangent of the source from the sampled entries, in the source's dtypes.
@@ -93,7 +95,9 @@ def backward(
     return gradient(spec, source, rows, dz)
 
 
-def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors:
+def gradient(
+    spec: Spec, source: Factors, rows: TokenRows, dz: SparseDerivative
+) -> Factors:
     """Cotangent of the source from the derivative by h Wᵀ at sampled entries.
 
     The derivative is 0 in inactive rows. The result has the source's dtypes.
@@ -106,8 +110,8 @@ def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors
 
 
 def derivative(
-    spec: Spec, sampling: Sampling, rows: Rows, saved, cotangents, entries: Entries
-) -> Derivative:
+    spec: Spec, sampling: Sampling, rows: TokenRows, saved, cotangents, entries: Entries
+) -> SparseDerivative:
     """Derivative of the loss by h Wᵀ at entries, through temperature and softcap."""
     row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
     labels = jnp.where(
@@ -117,7 +121,7 @@ def derivative(
     log_p, dz = column_sampling.derivative(sampling, entries, labels, saved, c)
     z = log_p + (row_stats.finite(saved.max) + saved.log_sum)[:, None]
     values = xla.unscale(spec, rows, row_ids, z, dz.values)
-    return Derivative(dz.columns, jnp.where(rows.active[:, None], values, 0))
+    return SparseDerivative(dz.columns, jnp.where(rows.active[:, None], values, 0))
 
 
 def _to_hidden(spec, head, rows, dz) -> jax.Array:
@@ -163,7 +167,7 @@ def _add_rows(spec, W, active, dz, dhidden):
 
 
 def over_tokens(
-    spec: Spec, dz: Derivative, hidden: jax.Array, source: Factors, sums: Callable
+    spec: Spec, dz: SparseDerivative, hidden: jax.Array, source: Factors, sums: Callable
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gradients of W and of the bias, of the tokens of all devices along `token_axes`.
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxmem.head.maths import backend_operands
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows of one launch, or of several."""
 
     ids: jax.Array  # int32 [size]; past the end where there is no active row
@@ -18,7 +18,9 @@ class Block(NamedTuple):
     place: jax.Array  # int32 [N], index of each row in ids; size where absent
 
 
-def for_each_block(active, size: int, body: Callable[[Block, Any], Any], carry) -> Any:
+def for_each_block(
+    active, size: int, body: Callable[[RowBlock, Any], Any], carry
+) -> Any:
     """Loop `carry = body(block of size rows, carry)` over all active rows."""
     n_blocks = -(-active.shape[0] // size)
     every = in_one_block(active, n_blocks * size)
@@ -31,22 +33,22 @@ def for_each_block(active, size: int, body: Callable[[Block, Any], Any], carry) 
         place = every.place - start
         place = jnp.where((place >= 0) & (place < size), place, size)
         n_active = jnp.clip(every.n_active - start, 0, size)
-        return body(Block(ids, n_active, place), carry)
+        return body(RowBlock(ids, n_active, place), carry)
 
     return lax.fori_loop(0, n_blocks, step, carry)
 
 
-def in_one_block(active, size: int) -> Block:
+def in_one_block(active, size: int) -> RowBlock:
     """One block with all active rows of N, of which there are at most size."""
     place = jnp.cumsum(active, dtype=jnp.int32) - 1
     n_active = jnp.max(place, initial=-1) + 1
     place = jnp.where(active, place, size)
     ids = jnp.full(size, active.shape[0], jnp.int32)
     ids = backend_operands.put(ids, place, jnp.arange(active.shape[0], dtype=jnp.int32))
-    return Block(ids, n_active, place)
+    return RowBlock(ids, n_active, place)
 
 
-def put(tree, block: Block, values) -> Any:
+def put(tree, block: RowBlock, values) -> Any:
     """Arrays [N] of a tree, updated with values [size] of the block's active rows.
 
     A gather by each row: one pass on a GPU, where a scatter takes several.

@@ -23,14 +23,14 @@ from jaxmem.head.maths.row_stats import Coefficients, Outputs
 NO_ROW = -logits.MASK_VALUE
 
 
-class Operands(NamedTuple):
+class DlogitsOperands(NamedTuple):
     """Operands of the kernel, for any part of the vocabulary."""
 
     arrays: dict[str, Any]
     row_names: tuple[str, ...]  # names of the per-row numbers
 
 
-class Inputs(NamedTuple):
+class LogitsInputs(NamedTuple):
     """Inputs of the logits of some rows."""
 
     hidden: jax.Array  # [n_rows, D]
@@ -40,7 +40,9 @@ class Inputs(NamedTuple):
     inverse_temperature: jax.Array | None = None  # float32 [n_rows]
 
 
-def operands(env: Env, inputs: Inputs, rows: Outputs, c: Coefficients) -> Operands:
+def operands(
+    env: Env, inputs: LogitsInputs, rows: Outputs, c: Coefficients
+) -> DlogitsOperands:
     """The operands, computed once for all parts, not in each iteration of a loop.
 
     The statistics' `max` is NO_ROW for an absent row.
@@ -53,10 +55,10 @@ def operands(env: Env, inputs: Inputs, rows: Outputs, c: Coefficients) -> Operan
     )  # fmt: skip
     if bias is not None:
         arrays["bias"] = logits.whole_tiles(env, bias)
-    return Operands(arrays, tuple(of_rows))
+    return DlogitsOperands(arrays, tuple(of_rows))
 
 
-def derivative(env: Env, operands: Operands, part, width: int) -> jax.Array:
+def derivative(env: Env, operands: DlogitsOperands, part, width: int) -> jax.Array:
     """dloss/d(h Wᵀ) of some tiles, [n_rows, width] in hidden's type; 0 where masked.
 
     `part` is int32 [3]: active rows, first tile of the vocabulary, number of tiles.

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxmem.head.kernels import padding
-from jaxmem.head.kernels.ring import Extent, Product, ceil_div
+from jaxmem.head.kernels.ring import Extent, RingProduct, ceil_div
 from jaxmem.head.kernels.tiles import Tiles
 from jaxmem.head.maths.spec import Layout
 
@@ -40,10 +40,10 @@ class Env:
     n_blocks: int
 
     @property
-    def product(self) -> Product:
+    def product(self) -> RingProduct:
         """The product h Wᵀ."""
         rhs = "nk" if self.layout == "vd" else "kn"
-        return Product(self.tiles, self.dtype, "mk", rhs, self.n_blocks)
+        return RingProduct(self.tiles, self.dtype, "mk", rhs, self.n_blocks)
 
     def extent(self, n_rows, n_tiles, first_tile=0) -> Extent:
         """The part of the product with some rows and tiles."""

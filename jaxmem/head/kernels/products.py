@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxmem.head.kernels import block_sizes, padding, ring
 from jaxmem.head.kernels.logits import Env, parts
-from jaxmem.head.kernels.ring import Extent, Product, Ring, ceil_div
+from jaxmem.head.kernels.ring import Extent, Ring, RingProduct, ceil_div
 from jaxmem.head.kernels.tiles import N_COMPUTE, Tiles
 from jaxmem.head.maths.backend_operands import Factors
 from jaxmem.head.maths.spec import Layout
@@ -33,7 +33,7 @@ SUM_BLOCKS = 24
 MAX_SUM_TILES = 64
 
 
-class Launch(NamedTuple):
+class ProductLaunch(NamedTuple):
     """Static facts of one launch of a product."""
 
     tiles: Tiles  # of the result
@@ -45,7 +45,7 @@ class Launch(NamedTuple):
 
 # jitted, so that a program with several launches lowers it once.
 @functools.partial(jax.jit, static_argnames="launch")
-def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
+def to_hidden(launch: ProductLaunch, dz, W, n_rows, block, into) -> jax.Array:
     """`into` with dz · W[block] in its first `n_rows` rows, updated in place.
 
     The block is int32 (first column, columns), multiples of `tiles.depth`. `into` is
@@ -54,7 +54,7 @@ def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
     """
     tiles, layout, splits = launch.tiles, launch.layout, len(into) // len(dz)
     rhs = "kn" if layout == "vd" else "nk"
-    product = Product(tiles, dz.dtype, "mk", rhs, launch.n_blocks, splits)
+    product = RingProduct(tiles, dz.dtype, "mk", rhs, launch.n_blocks, splits)
     first, columns = block
     depth = W.shape[1 if layout == "vd" else 0]
     # The last part may go beyond both factors, where zeros are loaded.
@@ -67,7 +67,7 @@ def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="launch")
-def to_W(launch: Launch, dz, hidden, n_rows, block, into) -> jax.Array:
+def to_W(launch: ProductLaunch, dz, hidden, n_rows, block, into) -> jax.Array:
     """`into` with dzᵀ · hidden over the first `n_rows` rows at [block], in place.
 
     Rows of dz and hidden are zero from `n_rows` up to a multiple of `tiles.depth`; the
@@ -84,12 +84,12 @@ def to_W(launch: Launch, dz, hidden, n_rows, block, into) -> jax.Array:
     else:
         lhs, rhs, at = hidden, dz, (0, first)
         n_rows, n_columns = depth, columns
-    product = Product(tiles, dz.dtype, "km", "kn", n_blocks)
+    product = RingProduct(tiles, dz.dtype, "km", "kn", n_blocks)
     extent = Extent(n_rows, ceil_div(n_columns, tiles.columns), n_steps)
     return _launch(product, extent, lhs, (rhs, None), new or into, at, add)
 
 
-class Part(NamedTuple):
+class ProductRows(NamedTuple):
     """Rows of one launch."""
 
     hidden: jax.Array  # [R, D]
@@ -97,7 +97,7 @@ class Part(NamedTuple):
     n_rows: Any  # int32, number of active rows
 
 
-class Blocks(NamedTuple):
+class VocabBlocks(NamedTuple):
     """How the vocabulary is split into blocks, and the tiles of their products."""
 
     env: Env  # that of the derivative
@@ -128,7 +128,11 @@ def of_parts(sums: jax.Array, n_rows: int) -> jax.Array:
 
 
 def gradients(
-    blocks: Blocks, W, parts: Sequence[Part], sums: Factors, overlap_all_reduce=False
+    blocks: VocabBlocks,
+    W,
+    parts: Sequence[ProductRows],
+    sums: Factors,
+    overlap_all_reduce=False,
 ) -> Factors:
     """`sums`, with the rows' contribution added block by block of the vocabulary.
 
@@ -179,7 +183,9 @@ def gradients(
     return block(n_parts - 1, sums, last=True)
 
 
-def add_block(blocks: Blocks, W, part: Part, first, sums: Factors) -> Factors:
+def add_block(
+    blocks: VocabBlocks, W, part: ProductRows, first, sums: Factors
+) -> Factors:
     """Gradients of some rows from one block of the vocabulary, from tile `first` on.
 
     Sums of hidden are those of the part, undefined and overwritten; to W's of the block
@@ -210,7 +216,7 @@ def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):
     shape and dtype of a new one, or None without a gradient.
     """
     (W, hidden, dz), env, tiles = operands, blocks.env, blocks.tiles
-    launch = Launch(tiles[0], env.layout, env.n_blocks, add[0])
+    launch = ProductLaunch(tiles[0], env.layout, env.n_blocks, add[0])
     dh = to_hidden(launch, dz, W, n_rows, at[0], into[0])
     dW, n_blocks = into[1], env.n_blocks
     if overlap_all_reduce:  # hidden's gradient first: its all-reduce overlaps W's
@@ -218,7 +224,7 @@ def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):
         n_blocks = max(n_blocks - SUM_BLOCKS, 1)
     if dW is not None:
         new = dW if isinstance(dW, jax.ShapeDtypeStruct) else None
-        launch = Launch(tiles[1], env.layout, n_blocks, add[1], new)
+        launch = ProductLaunch(tiles[1], env.layout, n_blocks, add[1], new)
         dW = to_W(launch, dz, hidden, n_rows, at[1], None if new else dW)
     return dh, dW
 

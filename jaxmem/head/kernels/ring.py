@@ -29,7 +29,7 @@ COMPUTE_REGISTERS = 232  # per thread of the other warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class RingProduct:
     """Static facts of a launch that computes lhs [M, K] · rhs [K, N], tile by tile."""
 
     tiles: Tiles
@@ -88,7 +88,7 @@ class Ring(NamedTuple):
     free: Any
 
     @classmethod
-    def scratch(cls, product: Product) -> dict:
+    def scratch(cls, product: RingProduct) -> dict:
         """What to allocate, by field."""
         t = product.tiles
         rows, columns, k = t.block_rows, t.columns, t.depth
@@ -137,7 +137,7 @@ def in_place(run, x):
     return lax.optimization_barrier(pl.run_state(run)(x))
 
 
-def run(product: Product, extent: Extent, ring: Ring, lhs_gmem, rhs_gmem, unit):
+def run(product: RingProduct, extent: Extent, ring: Ring, lhs_gmem, rhs_gmem, unit):
     """Runs each warpgroup's role; unit(tile, n_tiles, step) as in `for_each_unit`.
 
     rhs_gmem is a pair: the part of the right factor with whole tiles along its long
@@ -157,7 +157,7 @@ def run(product: Product, extent: Extent, ring: Ring, lhs_gmem, rhs_gmem, unit):
         plgpu.wait_smem_to_gmem(0)
 
 
-def for_each_unit(product: Product, extent: Extent, unit, carry):
+def for_each_unit(product: RingProduct, extent: Extent, unit, carry):
     """Loop `carry = unit(tile, n_tiles, carry)` over the units of this block.
 
     tile(i) is the i-th `Tile` of the unit's `n_tiles`; neighbouring units process
@@ -256,7 +256,7 @@ def _load_rhs(product, gmem, columns, k, smem, full):
     pl.when(~in_first)(lambda: load(last, *of_last))
 
 
-def multiply(product: Product, extent: Extent, ring: Ring, step, epilogue) -> Any:
+def multiply(product: RingProduct, extent: Extent, ring: Ring, step, epilogue) -> Any:
     """epilogue(this warpgroup's rows of a tile), accumulated from stage `step` on."""
     t = product.tiles
     mine = pl.ds(lax.axis_index("wg") * t.rows, t.rows)

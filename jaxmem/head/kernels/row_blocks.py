@@ -25,7 +25,7 @@ _MOST = 256  # entries to select, one after another
 _LOWEST, _NAN = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
-class Parts(NamedTuple):
+class BlockSums(NamedTuple):
     """Sums of each block of logits, float32 [C, ⌈V / WIDTH⌉]."""
 
     largest: jax.Array  # m, the largest logit
@@ -38,9 +38,9 @@ def supports(columns: int, dtype: Any, k: int = 1) -> bool:
     return row_sums.supports(columns, dtype) and fits
 
 
-def parts(z: jax.Array) -> Parts:
+def parts(z: jax.Array) -> BlockSums:
     """The blocks of logits z [C, V], float32, all -inf beyond V."""
-    return Parts(*reduce_blocks("row_blocks", _largest_and_others, (z,), WIDTH))
+    return BlockSums(*reduce_blocks("row_blocks", _largest_and_others, (z,), WIDTH))
 
 
 def _largest_and_others(z):
@@ -52,8 +52,8 @@ def _largest_and_others(z):
     return largest, others + (jnp.sum(jnp.where(is_largest, 1.0, 0.0), axis=1) - 1)
 
 
-def without_largest(z: jax.Array, largest, sums, width: int) -> Parts:
-    """`Parts` of blocks of some width, from sums with the 1 of a largest logit.
+def without_largest(z: jax.Array, largest, sums, width: int) -> BlockSums:
+    """`BlockSums` of blocks of some width, from sums with the 1 of a largest logit.
 
     Subtracting it loses a small sum, which matters in the row's first block alone.
     """
@@ -66,10 +66,10 @@ def without_largest(z: jax.Array, largest, sums, width: int) -> Parts:
     others = jnp.where(is_largest, 0, jnp.exp(entries - row_max))
     others = jnp.sum(others, axis=1) + (jnp.sum(is_largest, axis=1) - 1)
     block = jnp.arange(largest.shape[1], dtype=jnp.int32)
-    return Parts(largest, jnp.where(block == first, others[:, None], sums - 1))
+    return BlockSums(largest, jnp.where(block == first, others[:, None], sums - 1))
 
 
-def normaliser(blocks: Parts) -> Normaliser:
+def normaliser(blocks: BlockSums) -> Normaliser:
     """The normaliser of the rows; see `maths.row_stats.normaliser`."""
     largest, others = blocks
     row_max = jnp.max(largest, axis=1)

@@ -15,23 +15,23 @@ import jax.numpy as jnp
 
 from jaxmem.head.kernels import row_blocks
 from jaxmem.head.kernels.arithmetic import exp, log_ratio
-from jaxmem.head.kernels.row_blocks import Parts
+from jaxmem.head.kernels.row_blocks import BlockSums
 from jaxmem.head.kernels.row_tiles import beside, reduce_blocks
 
 WIDTH = 128  # columns of a block
 
 
-class Pairs(NamedTuple):
+class PairSums(NamedTuple):
     """Sums of each block of both heads' logits, float32 [C, ⌈V / WIDTH⌉]."""
 
-    z: Parts
-    y: Parts
+    z: BlockSums
+    y: BlockSums
     sums: Sequence[jax.Array]  # an array for each of the terms
 
 
 def parts(
     terms: Callable[..., Sequence[jax.Array]], z: jax.Array, y: jax.Array
-) -> Pairs:
+) -> PairSums:
     """The blocks of logits z and y [C, V], float32.
 
     The terms are of w, v and d, arrays of one shape. In a column that is masked in both
@@ -48,7 +48,7 @@ def parts(
     )
     z_parts = row_blocks.without_largest(z, z_max, z_sum, WIDTH)
     y_parts = row_blocks.without_largest(y, y_max, y_sum, WIDTH)
-    return Pairs(z_parts, y_parts, sums)
+    return PairSums(z_parts, y_parts, sums)
 
 
 def _exps(z):

@@ -31,12 +31,12 @@ class Factors(NamedTuple):
         return {"hidden": (*tokens, self.hidden.shape[-1]), "W": self.W.shape}
 
 
-class Logits(NamedTuple):
+class CallerLogits(NamedTuple):
     """Logits that the caller already has, [N, V]."""
 
     logits: jax.Array
 
-    def cast(self, spec: Spec) -> "Logits":
+    def cast(self, spec: Spec) -> "CallerLogits":
         """See `Factors.cast`."""
         return self
 
@@ -49,7 +49,7 @@ class Logits(NamedTuple):
         return {"logits": (*tokens, self.logits.shape[-1])}
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """What each token's row depends on besides its logits; arrays of [N]."""
 
     labels: jax.Array  # int32, ids in the whole vocabulary
@@ -66,13 +66,13 @@ class Ragged(NamedTuple):
     ids: jax.Array  # int32 [M], of all tokens
 
 
-def no_statistics(spec: Spec, rows: Rows) -> row_stats.Stats:
+def no_statistics(spec: Spec, rows: TokenRows) -> row_stats.Stats:
     """Initial statistics of all rows; they give finite outputs in inactive rows."""
     ones = jnp.ones(rows.labels.shape, spec.stats_dtype)
     return vocab_shards.vary(row_stats.Stats(*(ones,) * 5), spec.part_varying)
 
 
-def outputs(spec: Spec, rows: Rows, stats: row_stats.Stats, names) -> dict:
+def outputs(spec: Spec, rows: TokenRows, stats: row_stats.Stats, names) -> dict:
     """The named fields of `Outputs` for every row, 0 in inactive rows."""
     row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
     every = merged(spec, rows, row_ids, stats)._asdict()
@@ -82,7 +82,7 @@ def outputs(spec: Spec, rows: Rows, stats: row_stats.Stats, names) -> dict:
 
 
 def merged(
-    spec: Spec, rows: Rows, row_ids, stats: row_stats.Stats
+    spec: Spec, rows: TokenRows, row_ids, stats: row_stats.Stats
 ) -> row_stats.Outputs:
     """Outputs of rows, from the statistics that this device has of them."""
     if spec.shards:
@@ -145,7 +145,7 @@ def first_column(spec) -> Any:
     return lax.optimization_barrier(first + jnp.int32(spec.first))
 
 
-def part_labels(spec: Spec, rows: Rows, row_ids) -> jax.Array:
+def part_labels(spec: Spec, rows: TokenRows, row_ids) -> jax.Array:
     """Labels as indices of the columns here; out of range if elsewhere."""
     labels = take(rows.labels, row_ids)
     return labels - first_column(spec) if spec.is_part else labels

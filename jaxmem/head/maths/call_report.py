@@ -10,7 +10,7 @@ from jaxmem.head.maths.gradients import Forward
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class TracedCall:
     """One traced call of a public function.
 
     Attributes:
@@ -60,7 +60,7 @@ _NOTHING_TRACED = (
 class Report:
     """The calls traced so far, in order; prints as one line per call."""
 
-    calls: list[Call] = dataclasses.field(default_factory=list)
+    calls: list[TracedCall] = dataclasses.field(default_factory=list)
 
     def __str__(self):
         return "\n".join(map(str, self.calls)) or _NOTHING_TRACED
@@ -100,8 +100,8 @@ def report() -> Iterator[Report]:
 
 
 def record(*fields: Any) -> None:
-    """Add a `Call` of these fields to every open report."""
-    call = Call(*fields)
+    """Add a `TracedCall` of these fields to every open report."""
+    call = TracedCall(*fields)
     with _lock:
         for opened in _open:
             opened.calls.append(call)

@@ -75,7 +75,7 @@ class Entries(NamedTuple):
     weights: Any = None
 
 
-class Derivative(NamedTuple):
+class SparseDerivative(NamedTuple):
     """Entries of each token's derivative, the label's first; all others are zero."""
 
     columns: jax.Array  # int32 [N, 1 + K]
@@ -163,7 +163,7 @@ def select(
 def derivative(
     sampling: Sampling, entries: Entries, labels: jax.Array, rows: Outputs,
     c: Coefficients,
-) -> tuple[jax.Array, Derivative]:  # fmt: skip
+) -> tuple[jax.Array, SparseDerivative]:  # fmt: skip
     """(ln p of the entries, dz_j / q_j), with dz of the label's in the first slot.
 
     Labels [N] are columns; one outside [0, V) is in another part. Of the statistics,
@@ -184,13 +184,13 @@ def derivative(
     if c.label is not None:  # 1 - p would round to 0
         at_label += (c.label * -jnp.expm1(rows.logprob))[:, None]
     column = jnp.where(here, labels, sampling.columns)[:, None]
-    return jnp.concatenate([ln_p_label, ln_p], axis=1), Derivative(
+    return jnp.concatenate([ln_p_label, ln_p], axis=1), SparseDerivative(
         jnp.concatenate([column, entries.columns], axis=1),
         jnp.concatenate([jnp.where(here[:, None], at_label, 0), others], axis=1),
     )
 
 
-class Pairs(NamedTuple):
+class SortedEntries(NamedTuple):
     """Entries of all tokens in the order of their columns, empty slots last."""
 
     columns: jax.Array  # int32 [N (K + 1)]
@@ -198,12 +198,12 @@ class Pairs(NamedTuple):
     values: jax.Array
 
 
-def sort_by_column(dz: Derivative) -> Pairs:
+def sort_by_column(dz: SparseDerivative) -> SortedEntries:
     """Pairs of all entries; tokens of one column stay in their order."""
     n_slots = dz.columns.shape[1]
     at = jnp.arange(dz.columns.size, dtype=jnp.int32)
     columns, at = lax.sort((dz.columns.reshape(-1), at), num_keys=1)
-    return Pairs(columns, at // n_slots, dz.values.reshape(-1)[at])
+    return SortedEntries(columns, at // n_slots, dz.values.reshape(-1)[at])
 
 
 def _slope(c, ln_p, p, label):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.head.maths import backend_operands, column_sampling, row_stats, vocab_shards
-from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import Entries, Sampling
 from jaxmem.head.maths.row_stats import Normaliser, Outputs, Stats
 from jaxmem.head.maths.spec import Spec
@@ -46,7 +46,7 @@ class Corrected(NamedTuple):
     error: jax.Array  # estimated standard deviation of ln Σ_j e^z_j, [C], in nats
 
 
-def check(spec: Spec, source: Any, rows: Rows) -> None:
+def check(spec: Spec, source: Any, rows: TokenRows) -> None:
     """Raise a NotImplementedError where a forward pass in 8 bits has no meaning."""
     depth = source.hidden.shape[1]
     known = {
@@ -71,7 +71,7 @@ def copy_bytes(columns: int, depth: int) -> int:
     return columns * (depth + 4 + 2 * CHANNELS)
 
 
-def of_call(spec: Spec, source: Factors, rows: Rows) -> EightBits:
+def of_call(spec: Spec, source: Factors, rows: TokenRows) -> EightBits:
     """W in 8 bits, and the channels in 16 bits, chosen from W and from active rows.
 
     W's values and scales depend on W alone, so that XLA computes them once for all
@@ -184,7 +184,9 @@ def corrected(
     return Corrected(outputs, Entries(selected.columns, p, p * inverse), error)
 
 
-def nothing(spec: Spec, sampling: Sampling, rows: Rows, names) -> tuple[dict, Entries]:
+def nothing(
+    spec: Spec, sampling: Sampling, rows: TokenRows, names
+) -> tuple[dict, Entries]:
     """Results of rows that are not active: the named outputs, and entries."""
     outputs = backend_operands.no_outputs(spec, names, rows.labels.shape)
     entries = column_sampling.none(sampling, len(rows.labels), spec.stats_dtype)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmem import devices
 from jaxmem.head.backends import choose
-from jaxmem.head.backends.protocol import Backend, Sampler
+from jaxmem.head.backends.protocol import Backend, SampleLoops
 from jaxmem.head.maths import (
     call_report,
     checks,
@@ -21,26 +21,26 @@ from jaxmem.head.maths import (
     partition,
     vocab_shards,
 )
-from jaxmem.head.maths.backend_operands import Factors, Logits, Rows
+from jaxmem.head.maths.backend_operands import CallerLogits, Factors, TokenRows
 from jaxmem.head.maths.head import Head, as_head
 from jaxmem.head.maths.spec import CallOptions, Implementation, Spec
 
 NO_LABELS = object()  # stands for the labels of a verb that takes none
 
 
-class Call(NamedTuple):
+class CheckedCall(NamedTuple):
     """A call whose arguments have passed all checks."""
 
     spec: Spec
     backend: Backend
     source: Any  # Factors or Logits
-    rows: Any  # `Rows`; of a loss, the operands that its rule calls given
+    rows: Any  # `TokenRows`; of a loss, the operands that its rule calls given
     shape: tuple[int, ...]  # of the caller's tokens
 
 
 def columns_call(
     verb: str, hidden, W, options: CallOptions, labels=NO_LABELS
-) -> tuple[Spec, Factors, Rows, tuple[int, ...]]:
+) -> tuple[Spec, Factors, TokenRows, tuple[int, ...]]:
     """A call that only "xla" runs: (spec, source, rows, tokens' shape).
 
     The source is still to be typed, and the call to be recorded.
@@ -52,18 +52,18 @@ def columns_call(
     return spec, source, read_rows(spec, shape, labels, options), shape
 
 
-def read_logits(logits, head: Head) -> tuple[Logits, Head, tuple[int, ...]]:
+def read_logits(logits, head: Head) -> tuple[CallerLogits, Head, tuple[int, ...]]:
     """Given logits [..., V] as `read_head` returns a head; head has no W."""
     logits = checks.as_array("logits", logits)
     checks.check_hidden(logits, "logits")
     shape = logits.shape[:-1]
     flat = jnp.reshape(logits, (math.prod(shape), logits.shape[-1]))
-    return Logits(flat), head, shape
+    return CallerLogits(flat), head, shape
 
 
 def call(
     verb: str, outputs: Sequence[str], operands: tuple, labels, options: CallOptions
-) -> Call:
+) -> CheckedCall:
     """A call whose operands are those of `read_head` or `read_logits`."""
     source, head, shape = operands
     spec = spec_of(source, head, outputs, options)
@@ -76,7 +76,7 @@ def call(
     live_bytes = 4 * spec.chunk * spec.columns if backend.stores_logits else 0
     facts = spec.chunk, live_bytes, spec.gradient_samples, spec.forward
     call_report.record(verb, source.shapes(shape), backend.name, why, *facts)
-    return Call(spec, backend, source, rows, shape)
+    return CheckedCall(spec, backend, source, rows, shape)
 
 
 def _typed_samples(spec, given, rows):
@@ -107,7 +107,7 @@ def check_only_xla(verb: str, implementation: Implementation | None) -> None:
 
 def sampler(
     implementation: Implementation | None, spec: Spec, source: Factors
-) -> Sampler | None:
+) -> SampleLoops | None:
     """The loops of `Sample(k)` for a verb that only "xla" has; None without it."""
     if spec.gradient_samples is None:
         return None
@@ -190,7 +190,9 @@ def read_head(hidden, W, prefix: str = "") -> tuple[Factors, Head, tuple[int, ..
     return Factors(flat, W, bias), dataclasses.replace(head, layout=layout), shape
 
 
-def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: CallOptions) -> Rows:
+def read_rows(
+    spec: Spec, shape: tuple[int, ...], labels, options: CallOptions
+) -> TokenRows:
     """Labels, mask and temperature per token, [N]; labels are 0 for NO_LABELS."""
     where, temperature, dtype = options.where, options.temperature, spec.stats_dtype
     divisor = draws = None
@@ -210,7 +212,7 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: CallOptions) 
         if keys is not None:
             keys = jnp.reshape(column_sampling.token_keys(keys, shape), (-1,))
             draws = column_sampling.draws(keys)
-    return Rows(labels.reshape(-1), active.reshape(-1), divisor, draws)
+    return TokenRows(labels.reshape(-1), active.reshape(-1), divisor, draws)
 
 
 def as_int32(ids, vocab_size: int) -> jax.Array:

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.head.backends import xla
-from jaxmem.head.backends.protocol import Sampler
+from jaxmem.head.backends.protocol import SampleLoops
 from jaxmem.head.backends.xla_sampled import sampling_of, starts_of
 from jaxmem.head.maths import column_sampling, row_stats, vocab_shards
 from jaxmem.head.maths.backend_operands import (
     Factors,
-    Rows,
+    TokenRows,
     cotangent,
     for_active_chunks,
     put_all,
@@ -41,19 +41,19 @@ from jaxmem.head.verbs.rule import LoopRule
 
 @dataclasses.dataclass(frozen=True)
 class SomeColumnsRule(LoopRule):
-    """A rule of some columns of each token, with a `Derivative` by the logits.
+    """A rule of some columns of each token, with a `SoftmaxDerivative` by the logits.
 
     With a sampler, the forward pass keeps few entries of the other columns, and the
     backward pass recomputes no logits.
     """
 
-    sampler: Sampler | None
+    sampler: SampleLoops | None
 
     def loop(self, source, rows, given, starts) -> tuple[Any, dict]:
         """`forward_loop`; with starts [N], the residuals have sampled entries."""
         raise NotImplementedError
 
-    def derivative(self, given, result, saved, g) -> "Derivative":
+    def derivative(self, given, result, saved, g) -> "SoftmaxDerivative":
         """The derivative by the logits of some rows, for the result's cotangent g."""
         raise NotImplementedError
 
@@ -130,7 +130,7 @@ class Split(NamedTuple):
     logsumexp: jax.Array  # [C], of them
 
 
-class Derivative(NamedTuple):
+class SoftmaxDerivative(NamedTuple):
     """dz of rows of logits: a multiple of a softmax, except in some columns."""
 
     ids: jax.Array  # int32 [C, K], distinct or negative
@@ -167,8 +167,8 @@ def nothing_sampled(spec: Spec, starts: jax.Array | None) -> dict[str, Entries]:
 
 
 def at_entries(
-    spec: Spec, rows: Rows, d: Derivative, entries: Entries
-) -> column_sampling.Derivative:
+    spec: Spec, rows: TokenRows, d: SoftmaxDerivative, entries: Entries
+) -> column_sampling.SparseDerivative:
     """The derivative by h Wᵀ of all rows, exact at its ids, and of the entries.
 
     Of the derivative by logits, equal ids are neighbours; the entries are of `sampled`
@@ -182,7 +182,7 @@ def at_entries(
     dz = xla.unscale(spec, rows, jnp.arange(len(z), dtype=jnp.int32), z, dz)
     columns = jnp.concatenate([distinct_columns(spec, d.ids), entries.columns], axis=1)
     used = rows.active[:, None] & (columns < spec.columns)
-    return column_sampling.Derivative(columns, jnp.where(used, dz, 0))
+    return column_sampling.SparseDerivative(columns, jnp.where(used, dz, 0))
 
 
 def unnormalised(log_p: jax.Array, rows: row_stats.Normaliser) -> jax.Array:
@@ -199,8 +199,8 @@ def distinct_columns(spec: Spec, ids: jax.Array) -> jax.Array:
 def pull(
     spec: Spec,
     source: Factors,
-    rows: Rows,
-    derivative: Callable[[jax.Array], Derivative],
+    rows: TokenRows,
+    derivative: Callable[[jax.Array], SoftmaxDerivative],
 ) -> Factors:
     """Cotangent of the source, from the derivative of the rows' recomputed logits."""
     head = source.cast(spec)
@@ -220,15 +220,15 @@ def pull(
 
 def derivative_of_split(
     ids: jax.Array, log_p: jax.Array, g: jax.Array, rest: row_stats.Normaliser
-) -> Derivative:
+) -> SoftmaxDerivative:
     """The derivative by logits for cotangents g of `Split.log_p` [C, K + 1]."""
     dz = by_log_p(log_p, g)
     # Rows past the last active one, or whose NaN or infinity is not used.
     dz = jnp.where(jnp.any(g != 0, axis=1, keepdims=True), dz, 0)
-    return Derivative(ids, dz[:, :-1], dz[:, -1], rest)
+    return SoftmaxDerivative(ids, dz[:, :-1], dz[:, -1], rest)
 
 
-def elsewhere(z: jax.Array, d: Derivative) -> jax.Array:
+def elsewhere(z: jax.Array, d: SoftmaxDerivative) -> jax.Array:
     """The derivative by logits z [C, V], as if no column were given."""
     softmax = jnp.exp(row_stats.log_softmax(z, d.normaliser))
     return jnp.where(d.factor[:, None] == 0, 0, d.factor[:, None] * softmax)
@@ -257,7 +257,7 @@ def by_log_p(log_p: jax.Array, g: jax.Array, total=None) -> jax.Array:
     return g * -jnp.expm1(log_p) - (total - g) * jnp.exp(log_p)
 
 
-def logits(spec: Spec, head: Factors, rows: Rows, row_ids) -> jax.Array:
+def logits(spec: Spec, head: Factors, rows: TokenRows, row_ids) -> jax.Array:
     """Logits, materialised, so that they are scaled once though read several times."""
     return lax.optimization_barrier(xla.logits(spec, head, rows, row_ids))
 

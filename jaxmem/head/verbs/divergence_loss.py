@@ -102,5 +102,5 @@ def divergence_loss(
     # Kernels have no loop for it, but may sum the entries that are sampled.
     named = implementation if spec.gradient_samples else "xla"
     backend, _ = choose.choose(named, spec, source)
-    call = arguments.Call(spec, backend, source, given, shape)
+    call = arguments.CheckedCall(spec, backend, source, given, shape)
     return run(rule_of, loss_fn, call, per_token, normalizer, of_divergence=True)

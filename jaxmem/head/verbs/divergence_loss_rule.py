@@ -20,7 +20,7 @@ from jaxmem.head.backends.xla_sampled import sampling_of, starts_of
 from jaxmem.head.maths import column_sampling, row_stats, vocab_shards
 from jaxmem.head.maths.backend_operands import (
     Factors,
-    Rows,
+    TokenRows,
     for_active_chunks,
     merged,
     part_labels,
@@ -30,7 +30,7 @@ from jaxmem.head.maths.backend_operands import (
     take,
     trained as trained_part,
 )
-from jaxmem.head.maths.column_sampling import Derivative
+from jaxmem.head.maths.column_sampling import SparseDerivative
 from jaxmem.head.maths.row_stats import TokenStats
 from jaxmem.head.maths.spec import Spec
 from jaxmem.head.verbs import arguments, columns_rule, kinds, selected, traced_loss
@@ -38,7 +38,7 @@ from jaxmem.head.verbs.given_ids import existing_columns
 from jaxmem.head.verbs.kinds import Kind
 from jaxmem.head.verbs.rule import on_tokens
 from jaxmem.head.verbs.sampled_rule import sampler_of
-from jaxmem.head.verbs.traced_loss import Operands, Values
+from jaxmem.head.verbs.traced_loss import LossOperands, Values
 from jaxmem.head.verbs.vjp import LossRule
 
 
@@ -115,7 +115,7 @@ class DivergenceLossRule(LossRule):
     def forward(self, trained, fixed):
         (source, per_token, count), (given, closed) = trained, fixed
         stats, divergence = on_tokens(self.spec, self._outputs, source, given)
-        operands = Operands((divergence, *per_token), closed)
+        operands = LossOperands((divergence, *per_token), closed)
         return self.total(stats, given[0], operands, count)
 
     def one_pass(self, spec, source, given, operands, count):
@@ -212,7 +212,9 @@ class DivergenceLossRule(LossRule):
 
         return add
 
-    def _complete(self, operands, n_rows, row_ids=None, divergence=None) -> Operands:
+    def _complete(
+        self, operands, n_rows, row_ids=None, divergence=None
+    ) -> LossOperands:
         """The operands, with the divergence of some rows as first per-token array."""
         first = jnp.zeros(n_rows, self.spec.stats_dtype)
         if row_ids is not None:
@@ -228,7 +230,7 @@ class _Exact(NamedTuple):
     given: tuple  # of the rule
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> TokenRows:
         """Those of the tokens."""
         return self.given[0]
 
@@ -268,7 +270,7 @@ class _Sampled(_Exact):
             n_ids = self.given[2].shape[1]
         shape = len(self.rows.labels), 1 + n_ids + (spec.gradient_samples or 0)
         columns = jnp.full(shape, spec.columns, jnp.int32)
-        none = Derivative(columns, jnp.zeros(shape, spec.stats_dtype))
+        none = SparseDerivative(columns, jnp.zeros(shape, spec.stats_dtype))
         return vocab_shards.vary(none, spec.part_varying)
 
     def add(self, tile, row_ids, cotangents, sums):
@@ -295,7 +297,7 @@ class _Sampled(_Exact):
             weights = jnp.pad(weights, ((0, 0), (0, ids.shape[1])), constant_values=1)
         used = (at >= 0) & (at < spec.columns) & (weights > 0)
         at, dz = jnp.where(used, at, spec.columns), jnp.where(used, weights * dz, 0)
-        return put_all(sums, row_ids, Derivative(at, dz))
+        return put_all(sums, row_ids, SparseDerivative(at, dz))
 
     def of(self, source, sums):
         sampler = sampler_of(self.rule.backend)
@@ -308,7 +310,7 @@ def _scaled(z, scale):
 
 
 def statistics_scale(
-    spec: Spec, shape: tuple[int, ...], rows: Rows, temperature: ArrayLike | None
+    spec: Spec, shape: tuple[int, ...], rows: TokenRows, temperature: ArrayLike | None
 ) -> jax.Array | None:
     """What scales the policy's divided logits for the statistics, [N]; None for 1."""
     if temperature is None:

@@ -57,7 +57,7 @@ def product(a, x):
 XLA = Arithmetic(_exp, lambda a, b, c: a * b + c, jnp.minimum, product)
 
 
-class Blocks(NamedTuple):
+class ColumnBlocks(NamedTuple):
     """What is known of blocks of columns, in arrays of one shape."""
 
     p: Any  # mass

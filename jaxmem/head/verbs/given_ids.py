@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.head.maths import checks
-from jaxmem.head.maths.backend_operands import Factors, Rows, first_column
+from jaxmem.head.maths.backend_operands import Factors, TokenRows, first_column
 from jaxmem.head.maths.spec import CallOptions, Spec
 from jaxmem.head.verbs import arguments
 
 
 def ids_call(
     verb: str, ids, hidden, W, labels, options: CallOptions
-) -> tuple[tuple[Spec, Factors, Rows, tuple[int, ...]], jax.Array, Any]:
+) -> tuple[tuple[Spec, Factors, TokenRows, tuple[int, ...]], jax.Array, Any]:
     """(`arguments.columns_call`, checked ids, checked mask), which is recorded."""
     call = arguments.columns_call(verb, hidden, W, options, labels)
     spec, source, _, shape = call

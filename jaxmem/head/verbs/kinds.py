@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxmem.head.maths import checks, row_stats
 from jaxmem.head.verbs import divergence_terms
-from jaxmem.head.verbs.divergence_terms import XLA, Blocks
+from jaxmem.head.verbs.divergence_terms import XLA, ColumnBlocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Kind:
         """Terms whose sums over a block, with its masses, are what it contributes."""
         raise NotImplementedError
 
-    def of_blocks(self, b: Blocks) -> tuple:
+    def of_blocks(self, b: ColumnBlocks) -> tuple:
         """(what blocks contribute to the divergence, and to the sum of the slopes)."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class ReverseKL(Kind):
     def block_terms(self, w, v, d, ops=XLA):
         return divergence_terms.relative(w, v, d, ops)
 
-    def of_blocks(self, b: Blocks):
+    def of_blocks(self, b: ColumnBlocks):
         excess, difference = (divergence_terms.product(b.p_scale, x) for x in b.sums)
         value = divergence_terms.shifted_excess(
             b.p, b.q, excess, difference, b.log_ratio
@@ -141,7 +141,7 @@ class ForwardKL(Kind):
     def block_terms(self, w, v, d, ops=XLA):
         return divergence_terms.relative(v, w, -d, ops)
 
-    def of_blocks(self, b: Blocks):
+    def of_blocks(self, b: ColumnBlocks):
         excess, difference = (divergence_terms.product(b.q_scale, x) for x in b.sums)
         t = -b.log_ratio
         value = divergence_terms.shifted_excess(b.q, b.p, excess, difference, t)

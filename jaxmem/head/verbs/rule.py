@@ -19,10 +19,10 @@ from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmem.head.maths import checks, partition
-from jaxmem.head.maths.backend_operands import Factors, Ragged, Rows
+from jaxmem.head.maths.backend_operands import Factors, Ragged, TokenRows
 from jaxmem.head.maths.eight_bits import EightBits
 from jaxmem.head.maths.spec import Spec
-from jaxmem.head.verbs.traced_loss import Operands
+from jaxmem.head.verbs.traced_loss import LossOperands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rule:
     """Static facts of a call, and how it is differentiated.
 
     `trained` are the operands with a derivative; the first is the head or the logits.
-    `fixed` are constants; the first are the tokens' `Rows`.
+    `fixed` are constants; the first are the tokens' `TokenRows`.
     """
 
     spec: Spec
@@ -57,7 +57,7 @@ class Rule:
 
     def refuse(self, fixed) -> None:
         """Raise for constants that are differentiated: `perturbed` leaves."""
-        for rows in jax.tree.leaves(fixed, is_leaf=lambda x: isinstance(x, Rows)):
+        for rows in jax.tree.leaves(fixed, is_leaf=lambda x: isinstance(x, TokenRows)):
             temperature = getattr(rows, "temperature", None)
             if temperature is not None and temperature.perturbed:
                 raise NotImplementedError(
@@ -116,9 +116,9 @@ def empty() -> jax.Array:
 class LoopRule(Rule):
     """A rule of two loops over chunks of this device's active tokens.
 
-    trained is `(source,)`; fixed is `(rows, given)`, where rows is a tuple of `Rows`
-    and given are other constants: heads, `Ragged` lists of ids, or arrays whose first
-    axis is tokens.
+    trained is `(source,)`; fixed is `(rows, given)`, where rows is a tuple of
+    `TokenRows` and given are other constants: heads, `Ragged` lists of ids, or arrays
+    whose first axis is tokens.
     """
 
     def forward_loop(self, source: Factors, rows, given) -> tuple[Any, dict]:
@@ -192,7 +192,7 @@ _OF_TOKENS: dict[type, Any] = {
     Factors: (True, False, False),
     Ragged: (True, True, False),
     EightBits: (False, False),
-    Operands: (True, False),
+    LossOperands: (True, False),
 }
 
 

@@ -11,20 +11,20 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmem.head.backends.protocol import Backend, Sampler
+from jaxmem.head.backends.protocol import Backend, SampleLoops
 from jaxmem.head.maths import eight_bits, row_stats, vocab_shards
-from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import Entries
 from jaxmem.head.maths.row_stats import TokenStats
 from jaxmem.head.verbs.rule import on_tokens
-from jaxmem.head.verbs.traced_loss import Operands
+from jaxmem.head.verbs.traced_loss import LossOperands
 from jaxmem.head.verbs.vjp import BackendRule, LossRule, StatisticsRule
 
 # Residuals per row besides the entries and the outputs.
 _SAVED = ("logprob", "max", "log_sum")
 
 
-def sampler_of(backend: Backend) -> Sampler:
+def sampler_of(backend: Backend) -> SampleLoops:
     """The sampler of a backend that was chosen for a call with `Sample(k)`."""
     assert backend.sampler is not None, f"{backend.name!r} has no sampler"
     return backend.sampler
@@ -49,12 +49,14 @@ class _SampledRule(BackendRule):
             return super().outputs(source, rows, names)
         return self.sampled(source, rows, names)[0]
 
-    def sampled(self, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
+    def sampled(self, source: Factors, rows: TokenRows, names) -> tuple[dict, Entries]:
         """The named outputs of every row, and its entries."""
         loop = functools.partial(self.pass_of, names=names)
         return on_tokens(self.spec, loop, source, rows, self.shared(source, rows))
 
-    def shared(self, source: Factors, rows: Rows) -> tuple[eight_bits.EightBits, ...]:
+    def shared(
+        self, source: Factors, rows: TokenRows
+    ) -> tuple[eight_bits.EightBits, ...]:
         """What the forward pass computes once for all tokens."""
         return (eight_bits.of_call(self.spec, source, rows),) if self.in_8_bits else ()
 
@@ -104,7 +106,7 @@ class SampledLossRule(_SampledRule, LossRule):
         (source, per_token, count), ((rows,), closed) = trained, fixed
         stats = self.outputs(source, rows, (*TokenStats._fields, *self.errors))
         error = {k: stats.pop(k) for k in self.errors}
-        total, metrics = self.total(stats, rows, Operands(per_token, closed), count)
+        total, metrics = self.total(stats, rows, LossOperands(per_token, closed), count)
         return total, _with(metrics, error)
 
     def forward_and_save(self, trained, fixed):

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.head.backends import xla
-from jaxmem.head.backends.protocol import Sampler
+from jaxmem.head.backends.protocol import SampleLoops
 from jaxmem.head.backends.xla_sampled import sampling_of, starts_of
 from jaxmem.head.maths import column_sampling, row_stats, vocab_shards
 from jaxmem.head.maths.backend_operands import for_active_chunks, put_all, take
-from jaxmem.head.maths.column_sampling import Derivative, Sampling
+from jaxmem.head.maths.column_sampling import Sampling, SparseDerivative
 from jaxmem.head.verbs.columns_rule import select
 from jaxmem.head.verbs.kinds import Kind
 from jaxmem.head.verbs.rule import LoopRule
@@ -29,7 +29,7 @@ from jaxmem.head.verbs.two_heads import Masses, TwoHeadsRule, beside, softmax
 class SampledTwoHeadsRule(TwoHeadsRule):
     """`TwoHeadsRule` whose backward pass uses sampled entries and no logits."""
 
-    sampler: Sampler
+    sampler: SampleLoops
 
     def frozen(self):
         return LoopRule.frozen(self)
@@ -50,10 +50,10 @@ class SampledTwoHeadsRule(TwoHeadsRule):
             dz = self.derivative(logits, saved, jnp.ones_like(value))
             dz = jnp.where(weights > 0, weights * dz, 0)
             dz = xla.unscale(spec, rows[0], row_ids, logits[0], dz)
-            return put_all(results, row_ids, (value, Derivative(columns, dz)))
+            return put_all(results, row_ids, (value, SparseDerivative(columns, dz)))
 
         none = column_sampling.none(sampling, n_rows, spec.stats_dtype)
-        dz = Derivative(none.columns, none.p)
+        dz = SparseDerivative(none.columns, none.p)
         results = jnp.zeros(n_rows, spec.stats_dtype), dz
         results = vocab_shards.vary(results, spec.varying)
         active = rows[0].active

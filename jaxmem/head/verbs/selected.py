@@ -135,7 +135,7 @@ class SelectedRule(SomeColumnsRule):
 
 def derivative_of_selected(
     ids: jax.Array, log_p: jax.Array, g: jax.Array, normaliser: row_stats.Normaliser
-) -> columns_rule.Derivative:
+) -> columns_rule.SoftmaxDerivative:
     """The derivative by logits for cotangents g of log-probabilities of ids [C, K].
 
     Negative ids are absent, others may repeat; log_p is NaN for an id ≥ V.
@@ -146,7 +146,7 @@ def derivative_of_selected(
     total = jnp.sum(g, axis=-1)
     ids, log_p, at_ids = _at_ids(ids, log_p, g, total[:, None])
     z = columns_rule.unnormalised(log_p, normaliser)
-    return columns_rule.Derivative(ids, at_ids, -total, normaliser, z)
+    return columns_rule.SoftmaxDerivative(ids, at_ids, -total, normaliser, z)
 
 
 def _at_ids(ids, log_p, g, total):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmem.head.maths import checks, eight_bits, vocab_shards
-from jaxmem.head.maths.backend_operands import Rows
+from jaxmem.head.maths.backend_operands import TokenRows
 from jaxmem.head.maths.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.head.maths.gradients import Gradient
 from jaxmem.head.maths.head import Matrix
@@ -118,7 +118,7 @@ def token_loss(
 def run(
     rule_of: Callable[..., LossRule],
     loss_fn: Callable,
-    call: arguments.Call,
+    call: arguments.CheckedCall,
     per_token: tuple,
     normalizer: ArrayLike | None,
     of_divergence: bool = False,
@@ -162,7 +162,7 @@ def _flat_per_token(per_token, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
     return tuple(arrays)
 
 
-def _read_normalizer(normalizer, rows: Rows, spec: Spec) -> jax.Array:
+def _read_normalizer(normalizer, rows: TokenRows, spec: Spec) -> jax.Array:
     """The divisor of the sum; NaN for a negative one that is known at run time only."""
     if normalizer is None:
         count = jnp.sum(rows.active, dtype=jnp.int32)

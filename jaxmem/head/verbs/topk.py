@@ -172,7 +172,9 @@ class _Largest(SomeColumnsRule):
         (log_p, ids), normaliser = result, saved["normaliser"]
         z = columns_rule.unnormalised(log_p, normaliser)
         at_ids = columns_rule.by_log_p(log_p, g)
-        return columns_rule.Derivative(ids, at_ids, -jnp.sum(g, 1), normaliser, z)
+        return columns_rule.SoftmaxDerivative(
+            ids, at_ids, -jnp.sum(g, 1), normaliser, z
+        )
 
 
 _BLOCK = 16  # neighbours that one maximum stands for

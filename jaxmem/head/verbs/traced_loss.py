@@ -108,7 +108,7 @@ def _kind(value):
     return type(value).__name__
 
 
-class Operands(NamedTuple):
+class LossOperands(NamedTuple):
     """Operands of the loss besides statistics."""
 
     per_token: tuple[jax.Array, ...]  # [N, ...]
@@ -123,7 +123,7 @@ class Values(NamedTuple):
     per_token: tuple[jax.Array | None, ...]  # cotangents, or None
 
 
-class Loss:
+class TracedLoss:
     """loss_fn as a function of arrays, for `n_rows` rows; static under jit.
 
     Equal where loss_fn is the same object and its jaxpr has the same text, so that
@@ -143,14 +143,14 @@ class Loss:
         self._jaxpr, self._tree, self._key = jaxpr, tree, key
 
     def __call__(
-        self, stats: TokenStats, operands: Operands
+        self, stats: TokenStats, operands: LossOperands
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(loss, metrics) of each row, in the statistics' dtype."""
         flat = eval_jaxpr(self._jaxpr, operands.closed, *stats, *operands.per_token)
         return jax.tree.unflatten(self._tree, flat)
 
     def __eq__(self, other):
-        return isinstance(other, Loss) and self._key == other._key
+        return isinstance(other, TracedLoss) and self._key == other._key
 
     def __hash__(self):
         return hash(self._key)
@@ -158,7 +158,7 @@ class Loss:
 
 def trace(
     loss_fn: Callable, spec: Spec, n_rows: int, per_token: tuple[jax.Array, ...]
-) -> tuple[Loss, Operands]:
+) -> tuple[TracedLoss, LossOperands]:
     """The traced loss for `n_rows` rows at a time, and its operands."""
 
     def traced(n):
@@ -171,8 +171,12 @@ def trace(
 
     jaxpr, shapes = traced(n_rows)
     token_independence.check(lambda n: traced(n)[0], jaxpr, n_rows)
-    operands = Operands(per_token, tuple(map(explicit_axes.automatic, jaxpr.consts)))
-    loss = Loss(n_rows, jaxpr.jaxpr, jax.tree.structure(shapes), _key(loss_fn, jaxpr))
+    operands = LossOperands(
+        per_token, tuple(map(explicit_axes.automatic, jaxpr.consts))
+    )
+    loss = TracedLoss(
+        n_rows, jaxpr.jaxpr, jax.tree.structure(shapes), _key(loss_fn, jaxpr)
+    )
     loss.fields, loss.closed = _dependence(loss, spec, operands)
     return loss, operands
 
@@ -221,7 +225,11 @@ def _closes_over_types():
 
 
 def evaluate(
-    loss: Loss, row_ids: jax.Array, stats: TokenStats, operands: Operands, n_rows: int
+    loss: TracedLoss,
+    row_ids: jax.Array,
+    stats: TokenStats,
+    operands: LossOperands,
+    n_rows: int,
 ) -> Values:
     """Values of some rows, without cotangents; indices of `n_rows` or more are no rows.
 
@@ -233,7 +241,11 @@ def evaluate(
 
 
 def differentiate(
-    loss: Loss, row_ids: jax.Array, stats: TokenStats, operands: Operands, n_rows: int
+    loss: TracedLoss,
+    row_ids: jax.Array,
+    stats: TokenStats,
+    operands: LossOperands,
+    n_rows: int,
 ) -> tuple[Values, Cotangents]:
     """`evaluate`, and cotangents of statistics and per-token arguments; 0 of no row.
 
@@ -274,7 +286,7 @@ def _differentiate(loss, row_ids, stats, operands, n_rows):
 
 
 def nothing(
-    loss: Loss, spec: Spec, operands: Operands, n_rows: int, pull: bool
+    loss: TracedLoss, spec: Spec, operands: LossOperands, n_rows: int, pull: bool
 ) -> Values:
     """Values of inactive rows; pull says whether to include cotangents."""
     rows = _examples(spec, loss.n_rows, operands.per_token)
@@ -315,7 +327,7 @@ def _dependence(loss, spec, operands):
     def pull(cotangent, stats, closed, rows):
         def run(fields, floats):
             given = TokenStats(*_joined(fields, stats))
-            return loss(given, Operands(rows, _joined(floats, closed)))[0]
+            return loss(given, LossOperands(rows, _joined(floats, closed)))[0]
 
         return jax.vjp(run, _floats(stats), _floats(closed))[1](cotangent)
 

@@ -21,7 +21,7 @@ from jaxmem.head.maths.backend_operands import (
     take,
 )
 from jaxmem.head.maths.spec import Spec
-from jaxmem.head.verbs.divergence_terms import XLA, Arithmetic, Blocks
+from jaxmem.head.verbs.divergence_terms import XLA, Arithmetic, ColumnBlocks
 from jaxmem.head.verbs.kinds import Kind
 from jaxmem.head.verbs.rule import LoopRule, empty, scaled
 
@@ -106,7 +106,7 @@ class TwoHeadsRule(LoopRule):
         tops = found.z.largest, found.y.largest
         log_ratio = _log_ratio(*tops, *beside(normalisers))
         value, slope = of.of_blocks(
-            Blocks(p, q, p_scale, q_scale, found.sums, log_ratio)
+            ColumnBlocks(p, q, p_scale, q_scale, found.sums, log_ratio)
         )
         others = of.density(p_scale * found.z.others, q_scale * found.y.others)
         masses = Masses(row_pairs.WIDTH, of.density(p, q), others, tops=2)

@@ -21,7 +21,7 @@ from jaxmem.head.backends import vocab_groups
 from jaxmem.head.backends.protocol import Backend
 from jaxmem.head.maths import row_stats, vocab_shards
 from jaxmem.head.maths.backend_operands import (
-    Rows,
+    TokenRows,
     for_all_chunks,
     outputs,
     put_all,
@@ -32,7 +32,7 @@ from jaxmem.head.maths.row_stats import Cotangents, Outputs, TokenStats
 from jaxmem.head.maths.spec import Spec
 from jaxmem.head.verbs import traced_loss
 from jaxmem.head.verbs.rule import Rule, empty, on_tokens, scaled, sum_over_shards
-from jaxmem.head.verbs.traced_loss import Loss, Operands, Values
+from jaxmem.head.verbs.traced_loss import LossOperands, TracedLoss, Values
 
 # Residuals per row besides the outputs, from which logits are recomputed.
 _SAVED = ("max", "log_sum")
@@ -121,20 +121,20 @@ class LossRule(BackendRule):
     """The rule of a loss that is known in the forward pass.
 
     trained is `(source, per_token, count)`, fixed is `(given, closed)`, where given
-    begins with the tokens' `Rows`. The result is the sum of the active rows' losses
-    divided by count, and metrics [N] by name, which are constants.
+    begins with the tokens' `TokenRows`. The result is the sum of the active rows'
+    losses divided by count, and metrics [N] by name, which are constants.
     """
 
-    loss: Loss
+    loss: TracedLoss
 
     def forward(self, trained, fixed):
         (source, per_token, count), ((rows,), closed) = trained, fixed
         stats = self.outputs(source, rows, TokenStats._fields)
-        return self.total(stats, rows, Operands(per_token, closed), count)
+        return self.total(stats, rows, LossOperands(per_token, closed), count)
 
     def forward_and_save(self, trained, fixed):
         (source, per_token, count), (given, closed) = trained, fixed
-        operands, early = Operands(per_token, closed), self._early(count, given)
+        operands, early = LossOperands(per_token, closed), self._early(count, given)
         values, dsource = on_tokens(
             self.spec, self._narrowed_pass, source, given, operands, early
         )
@@ -197,7 +197,7 @@ class LossRule(BackendRule):
         mean = jnp.maximum(count / n_active, 1)
         return row_stats.power_of_two(mean)
 
-    def total(self, stats: dict, rows: Rows, operands: Operands, count) -> Any:
+    def total(self, stats: dict, rows: TokenRows, operands: LossOperands, count) -> Any:
         """(loss, metrics) from statistics [N] by name."""
         values = on_tokens(self.spec, self._values, stats, rows, operands)
         return self._over(jnp.sum(values.loss), count), values.metrics
@@ -225,7 +225,7 @@ class LossRule(BackendRule):
         return for_all_chunks(loss.n_rows, rows.active, chunk, zeros)
 
     def one_pass(
-        self, spec: Spec, source, given, operands: Operands, count
+        self, spec: Spec, source, given, operands: LossOperands, count
     ) -> tuple[Values, Any]:
         """Values of every row, and the cotangent of the source, for a loss of 1.
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 
-class Rows(Protocol):
+class GroupedRows(Protocol):
     """What the function of `apply` asks of its rows, each of which has a group."""
 
     def products(self, x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
@@ -21,10 +21,10 @@ class Rows(Protocol):
 
 # (rows, weights, x [R, D], scale f32 [R]) -> [R, D'], with weights of all groups that
 # only `rows` reads.
-Function = Callable[[Rows, Any, jax.Array, jax.Array], jax.Array]
+Function = Callable[[GroupedRows, Any, jax.Array, jax.Array], jax.Array]
 
 
-class Tiles(NamedTuple):
+class GroupTiles(NamedTuple):
     """Rows by group. An index n K + k means row n and its choice k."""
 
     rows: jax.Array  # int32 [tiles R] indices; at least N K where there is none
@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     counts: jax.Array  # int32 [groups], rows of each
 
 
-def tiles(choice: jax.Array, groups: int, size: int) -> Tiles:
+def tiles(choice: jax.Array, groups: int, size: int) -> GroupTiles:
     """The tiles of `size` rows that choose groups [N, K]."""
     flat = choice.reshape(-1)
     most = min(groups, len(flat))
@@ -53,7 +53,7 @@ def tiles(choice: jax.Array, groups: int, size: int) -> Tiles:
     # Those of no row are different, too, as unique indices have to be.
     none = len(flat) + choice.shape[1] * jnp.arange(size, dtype=jnp.int32)
     rows = jnp.where(place < counts[group][:, None], own, none)
-    return Tiles(rows.reshape(-1), group, first, counts)
+    return GroupTiles(rows.reshape(-1), group, first, counts)
 
 
 class Arguments(NamedTuple):
@@ -62,7 +62,7 @@ class Arguments(NamedTuple):
     weights: Any
     x: jax.Array
     scale: jax.Array
-    tiles: Tiles
+    tiles: GroupTiles
 
 
 def rows_at(x: jax.Array, at: jax.Array) -> jax.Array:

@@ -27,15 +27,17 @@ def tile_rows(rows: int, groups: int) -> int:
     return grouped_products.ROWS
 
 
-class Sorted(NamedTuple):
+class SortedRows(NamedTuple):
     """`grouped_rows.Rows` of all groups: weights are those of all."""
 
-    where: grouped_products.Sorted
+    where: grouped_products.GroupOffsets
 
     @classmethod
-    def of(cls, found: grouped_rows.Tiles) -> "Sorted":
+    def of(cls, found: grouped_rows.GroupTiles) -> "SortedRows":
         """Those of some tiles."""
-        return cls(grouped_products.Sorted(found.groups, found.first, found.counts))
+        return cls(
+            grouped_products.GroupOffsets(found.groups, found.first, found.counts)
+        )
 
     def products(self, x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
         """Each row times the matrices of its group."""
@@ -48,7 +50,7 @@ class Sorted(NamedTuple):
 
 def sums(function: Function, arguments: Arguments) -> jax.Array:
     """Float32 [N, D']: of each row, the sum over its choices."""
-    rows, weights = Sorted.of(arguments.tiles), arguments.weights
+    rows, weights = SortedRows.of(arguments.tiles), arguments.weights
     out = function(rows, weights, *sorted_rows(arguments))
     return added(out, places(arguments))
 
@@ -57,7 +59,7 @@ def gradients(
     function: Callable, some: list[jax.Array], arguments: Arguments, slope: jax.Array
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Gradients of some weights, x, and the scale [N K]; see `grouped_loop`."""
-    rows, weights = Sorted.of(arguments.tiles), arguments.weights
+    rows, weights = SortedRows.of(arguments.tiles), arguments.weights
 
     def run(some, x, scale):
         return function(rows, some, weights, x, scale)

@@ -70,7 +70,7 @@ def attend(
     splits = max(1, min(_PROGRAMS // n, blocks // 2))
     kind = query.dtype if splits == 1 else jnp.float32
     kernel = plgpu.kernel(
-        _Kernel(heads, group, splits, scale, softcap),
+        _AttentionKernel(heads, group, splits, scale, softcap),
         out_type=[
             jax.ShapeDtypeStruct((splits, n, group, width), kind),
             jax.ShapeDtypeStruct((splits, n, _QUERIES), jnp.float32),
@@ -137,7 +137,7 @@ class _Softmax(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernel:
+class _AttentionKernel:
     """One program: a row, a key-value head and a share of the slots."""
 
     heads: int

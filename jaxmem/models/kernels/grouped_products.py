@@ -28,7 +28,7 @@ ROWS = 128  # of a tile
 _SWIZZLED = 64  # numbers of a row that copies take at once, and columns of a tile
 
 
-class Sorted(NamedTuple):
+class GroupOffsets(NamedTuple):
     """Where the rows of each group are."""
 
     groups: jax.Array  # int32 [tiles], of each tile of rows
@@ -43,13 +43,13 @@ class Sorted(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class GroupedLaunch:
     """Static facts of a launch."""
 
     tiles: Tiles  # the largest
     n_blocks: int
 
-    def fitted(self, width: int, n_results: int) -> "Launch":
+    def fitted(self, width: int, n_results: int) -> "GroupedLaunch":
         """With tiles that are no wider than some results of a width."""
         t, narrow = self.tiles, -(-width // _SWIZZLED) * _SWIZZLED
         columns = min(t.columns, narrow * n_results)
@@ -58,18 +58,18 @@ class Launch:
         return dataclasses.replace(self, tiles=tiles)
 
 
-def launch(dtype, n_blocks: int) -> Launch:
+def launch(dtype, n_blocks: int) -> GroupedLaunch:
     """That of results of a type."""
     size = np.dtype(dtype).itemsize
-    return Launch(Tiles(stored=128 // size, stored_bytes=size), n_blocks)
+    return GroupedLaunch(Tiles(stored=128 // size, stored_bytes=size), n_blocks)
 
 
 @functools.partial(jax.jit, static_argnames=("launch", "transposed"))
 def of_rows(
-    launch: Launch,
+    launch: GroupedLaunch,
     rows: Sequence[jax.Array],
     weights: Sequence[jax.Array],
-    where: Sorted,
+    where: GroupOffsets,
     transposed: bool = False,
 ) -> list[jax.Array]:
     """Products of the rows with each of some matrices of their group, or their sum.
@@ -87,7 +87,7 @@ def of_rows(
     launch = launch.fitted(width, n_results)
     own, stage = launch.tiles.columns // n_results, launch.tiles.depth
     n_columns, n_steps = -(-width // own), -(-depth // stage)
-    kernel = _Kernel(launch, "mk", "nk" if transposed else "kn", n_results)
+    kernel = _GroupedKernel(launch, "mk", "nk" if transposed else "kn", n_results)
 
     def unit(i, scalars) -> _Unit:
         tile = lax.div(i, n_columns)
@@ -122,10 +122,10 @@ def of_rows(
 
 @functools.partial(jax.jit, static_argnames=("launch", "dtype"))
 def of_groups(
-    launch: Launch,
+    launch: GroupedLaunch,
     x: jax.Array,
     slopes: Sequence[jax.Array],
-    where: Sorted,
+    where: GroupOffsets,
     dtype: np.dtype,
 ) -> list[jax.Array]:
     """Sums [groups, K, N] over each group's rows of x_rᵀ y_r, for each y of slopes.
@@ -140,7 +140,7 @@ def of_groups(
     launch = launch.fitted(width, n_results)
     own, stage = launch.tiles.columns // n_results, launch.tiles.depth
     n_columns, of_group = -(-width // own), -(-depth // ROWS) * -(-width // own)
-    kernel = _Kernel(launch, "km", "kn", n_results)
+    kernel = _GroupedKernel(launch, "km", "kn", n_results)
 
     def unit(i, scalars) -> _Unit:
         place = lax.div(i, of_group)
@@ -201,10 +201,10 @@ class _Steps(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernel:
+class _GroupedKernel:
     """A launch whose blocks each compute tiles of one or two results."""
 
-    launch: Launch
+    launch: GroupedLaunch
     lhs: Literal["mk", "km"]  # axes in memory order
     rhs: Literal["kn", "nk"]
     n_results: int

@@ -55,7 +55,7 @@ def split(
         layer = jnp.reshape(norms.layer, (1,)).astype(jnp.int32)
         scaling, options = (layer, *norms.scales), (norms.offset, norms.epsilon)
     kernel = plgpu.kernel(
-        _Kernel(sizes, width // 2, *options),
+        _RotaryKernel(sizes, width // 2, *options),
         out_type=[jax.ShapeDtypeStruct((rows, n, width), joined.dtype) for n in sizes],
         grid=(all_heads, rows),
         grid_names=("head", "row"),
@@ -65,7 +65,7 @@ def split(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernel:
+class _RotaryKernel:
     """One program: a head of a row."""
 
     sizes: tuple[int, int, int]

@@ -21,7 +21,7 @@ from jaxmem.train.program import (
 )
 
 
-class Sums(NamedTuple):
+class AccumulatedSums(NamedTuple):
     """What the micro-batches of one update add up to."""
 
     loss: jax.Array
@@ -49,8 +49,8 @@ class AccumulatedProgram(DecoderProgram):
             return (np.array(numbers, np.uint32),)
         return (self.layout.whole(jax.ShapeDtypeStruct((3,), jnp.uint32)),)
 
-    def sums(self) -> Sums:
-        """Shapes of `Sums`, with their places."""
+    def sums(self) -> AccumulatedSums:
+        """Shapes of `AccumulatedSums`, with their places."""
         sums = self.layout.whole(jax.eval_shape(self._zeros))
         return sums._replace(gradients=gradient_shapes(self.state_shapes.params))
 
@@ -64,12 +64,14 @@ class AccumulatedProgram(DecoderProgram):
         [B, T], and what routers did. Metrics that are kept are returned besides.
         """
 
-        def run(params: Any, frozen: Any, sums: Sums, *given: Any) -> tuple[Sums, Any]:
+        def run(
+            params: Any, frozen: Any, sums: AccumulatedSums, *given: Any
+        ) -> tuple[AccumulatedSums, Any]:
             gradients = jax.value_and_grad(loss, has_aux=True)
             (_, (value, metrics, routed)), slopes = gradients(params, frozen, *given)
             of_tokens = tuple(metrics.pop(name, None) for name in kept)
             metrics = {name: jnp.sum(x) for name, x in metrics.items()}
-            terms = Sums(value, metrics, as_stored(slopes), routed)
+            terms = AccumulatedSums(value, metrics, as_stored(slopes), routed)
             return add_in_float32(sums, terms), of_tokens
 
         sums, options = self.sums(), self.compiler_options
@@ -85,13 +87,13 @@ class AccumulatedProgram(DecoderProgram):
         """Compile what sums start from."""
         return self.layout.jit(self._zeros, self.sums()).lower().compile()
 
-    def _zeros(self) -> Sums:
+    def _zeros(self) -> AccumulatedSums:
         gradients = jax.tree.map(
             lambda p: jnp.zeros(p.shape, jnp.float32), self.state_shapes.params
         )
         metrics = {name: jnp.zeros(()) for name in self.metric_names}
         routed = balance.nothing(self.model_config)
-        return Sums(jnp.zeros(()), metrics, gradients, routed)
+        return AccumulatedSums(jnp.zeros(()), metrics, gradients, routed)
 
     def compile_update(self) -> jax.stages.Compiled | StreamedUpdate:
         """Compile the optimizer's step, wherever the moments are."""

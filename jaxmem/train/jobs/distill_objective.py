@@ -21,7 +21,7 @@ from jaxmem.head.verbs.given_columns import Columns, Drawn
 from jaxmem.head.verbs.kinds import JSD, ForwardKL, ReverseKL
 from jaxmem.head.verbs.teacher import Teacher
 from jaxmem.heads.nnx import LMHead
-from jaxmem.train.jobs.policy_objective import HeadCall, check_widths
+from jaxmem.train.jobs.policy_objective import PolicyHeadOptions, check_widths
 
 MODES = ("text", "on_policy", "offline")
 _DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -101,7 +101,7 @@ def distill_loss(
     targets: Targets,
     teacher: Teacher | Columns | Drawn,
     normalizer: jax.Array,
-    call: HeadCall,
+    call: PolicyHeadOptions,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss of one micro-batch of hidden states [B, T, D], and metrics of its tokens.
 

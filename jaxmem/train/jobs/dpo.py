@@ -27,7 +27,7 @@ from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import DpoJobConfig
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.pair_objective import pair_losses
-from jaxmem.train.jobs.reading import Pairs
+from jaxmem.train.jobs.reading import AnswerPairs
 from jaxmem.train.jobs.whole_step import StepProgram, sum_gradients
 from jaxmem.train.metrics import PreferenceMetrics
 from jaxmem.train.output.progress import ProgressReport
@@ -35,7 +35,7 @@ from jaxmem.train.phases import Phase, Programs
 from jaxmem.train.program import TrainState
 
 
-class Program(StepProgram):
+class DpoProgram(StepProgram):
     """A run's functions and shapes."""
 
     config: DpoJobConfig
@@ -118,12 +118,12 @@ class Dpo(Job, name="dpo"):
     packed = False
     chart = ("margin", "reward margin")
 
-    def reading(self) -> Pairs:
+    def reading(self) -> AnswerPairs:
         config = self.config
-        return Pairs(config.data, config.model, config.dpo.drop_long)
+        return AnswerPairs(config.data, config.model, config.dpo.drop_long)
 
-    def make_program(self, vocab_size: int) -> Program:
-        return Program(self.config, vocab_size)
+    def make_program(self, vocab_size: int) -> DpoProgram:
+        return DpoProgram(self.config, vocab_size)
 
     def plan(self) -> Programs:
         note = "the reference is scored once, before the first step"

@@ -21,7 +21,7 @@ from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.train import metrics, model_factory, precision
 from jaxmem.train.evaluation import Evaluated
-from jaxmem.train.jobs.reading import Documents, Reading, Record
+from jaxmem.train.jobs.reading import Documents, Reading, TokenRecord
 from jaxmem.train.output.progress import ProgressReport
 from jaxmem.train.phases import Phase, Programs, of_program
 from jaxmem.train.program import DecoderProgram, fixed_weights
@@ -129,7 +129,7 @@ class Job(abc.ABC):
         """The `Reading`."""
         return self.reading()
 
-    def records(self, count: int) -> Iterator[Record | str]:
+    def records(self, count: int) -> Iterator[TokenRecord | str]:
         """The first records, and lines about all of them, for `jaxmem data`."""
         yield from self.reads.records(count)
         if (seen := self.reads.seen(self.config.run)) is not None:

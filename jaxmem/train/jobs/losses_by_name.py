@@ -16,7 +16,7 @@ from jaxmem import losses
 LossName = Literal["grpo", "dr_grpo", "dapo", "cispo", "ppo_clip", "gspo", "sapo"]
 
 
-class Loss(NamedTuple):
+class PolicyLoss(NamedTuple):
     """A loss of tokens, and over what its average is taken."""
 
     surrogate: Callable[..., jax.Array]
@@ -35,13 +35,15 @@ class Loss(NamedTuple):
 DUAL_CLIP = 3.0  # as in verl and in the paper of the dual clip
 LOSSES = {
     # A KL term is added to any of them.
-    "grpo": Loss(functools.partial(losses.grpo, ref_logprob=None), "sequences"),
-    "dr_grpo": Loss(losses.dr_grpo, "slots"),
-    "dapo": Loss(losses.dapo, "tokens"),
-    "cispo": Loss(losses.cispo, "tokens"),
-    "ppo_clip": Loss(functools.partial(losses.ppo_clip, dual_clip=DUAL_CLIP), "tokens"),
-    "gspo": Loss(losses.gspo, "sequences", of_sequences=True),
-    "sapo": Loss(losses.sapo, "sequences", clips=False),
+    "grpo": PolicyLoss(functools.partial(losses.grpo, ref_logprob=None), "sequences"),
+    "dr_grpo": PolicyLoss(losses.dr_grpo, "slots"),
+    "dapo": PolicyLoss(losses.dapo, "tokens"),
+    "cispo": PolicyLoss(losses.cispo, "tokens"),
+    "ppo_clip": PolicyLoss(
+        functools.partial(losses.ppo_clip, dual_clip=DUAL_CLIP), "tokens"
+    ),
+    "gspo": PolicyLoss(losses.gspo, "sequences", of_sequences=True),
+    "sapo": PolicyLoss(losses.sapo, "sequences", clips=False),
 }
 
 

@@ -144,7 +144,7 @@ class GrpoConfig:
             check_field(self, name, not unfit, wanted)
 
     @property
-    def _loss(self) -> losses_by_name.Loss:
+    def _loss(self) -> losses_by_name.PolicyLoss:
         return losses_by_name.LOSSES[self.loss]
 
     @property
@@ -315,7 +315,7 @@ def _is_clipped(config, log_ratio, advantages):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadCall:
+class PolicyHeadOptions:
     """How `policy_loss` calls the head."""
 
     temperature: float  # of the sampler
@@ -331,7 +331,7 @@ def policy_loss(
     micro_batch: PolicyBatch,
     normalizer: jax.Array,
     config: GrpoConfig,
-    call: HeadCall,
+    call: PolicyHeadOptions,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss of one micro-batch of hidden states [B, T, D], and metrics of its tokens.
 
@@ -372,7 +372,7 @@ def within_supports(
     hidden: jax.Array,
     labels: jax.Array,
     supports: Supports,
-    call: HeadCall,
+    call: PolicyHeadOptions,
 ) -> jax.Array:
     """Log-probabilities [B, T] of labels among the ids that they were drawn from."""
     return head.support_logprobs(
@@ -385,7 +385,7 @@ def within_supports(
     )
 
 
-def _stats(head: LMHead, hidden, labels, call: HeadCall) -> jaxmem.TokenStats:
+def _stats(head: LMHead, hidden, labels, call: PolicyHeadOptions) -> jaxmem.TokenStats:
     if call.logits == "fused":
         return head.token_stats(hidden, labels, temperature=call.temperature)
     return jaxmem.token_stats_from_logits(

@@ -21,7 +21,7 @@ from jaxmem.data import (
     teacher_streams,
     vocabulary,
 )
-from jaxmem.data.block_files import Blocks
+from jaxmem.data.block_files import FileBlocks
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.record_reader import RecordReader
 from jaxmem.models.decoder import ModelConfig
@@ -30,7 +30,7 @@ from jaxmem.train.jobs.passes import SourceSize
 from jaxmem.train.settings import RunConfig
 
 
-class Record(NamedTuple):
+class TokenRecord(NamedTuple):
     """A record as the model reads it."""
 
     name: str  # where it is, such as data.jsonl:3
@@ -77,7 +77,7 @@ class Reading(abc.ABC):
         return passes.of_all(run, lambda: self.epochs(1)[0])
 
     @abc.abstractmethod
-    def records(self, count: int) -> Iterator[Record | str]:
+    def records(self, count: int) -> Iterator[TokenRecord | str]:
         """The first records, and lines about all of them."""
 
     @abc.abstractmethod
@@ -195,11 +195,11 @@ class Documents(Reading):
     def text(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
-    def records(self, count: int) -> Iterator[Record | str]:
+    def records(self, count: int) -> Iterator[TokenRecord | str]:
         read, length = self._read(), self.config.sequence_length
         encoded = list(documents.encode_documents(read, self.tokenizer))
         for document, (tokens, labels) in zip(read[:count], encoded, strict=False):
-            yield Record(document.name, tokens, labels)
+            yield TokenRecord(document.name, tokens, labels)
         streaming = self.config.streaming
         yield statistics(f"documents{' of first blocks' if streaming else ''}", encoded)
         long = sum(len(tokens) > length for tokens, _ in encoded)
@@ -225,7 +225,7 @@ class Documents(Reading):
         source = self.config.source
         if not self.config.streaming:
             return documents.load_documents(source, reader=self.reader)
-        blocks = Blocks(source, "data.source")
+        blocks = FileBlocks(source, "data.source")
         firsts = {blocks.source(i): i for i in reversed(range(len(blocks)))}
         with self.reader.whole_pass():
             return [
@@ -235,7 +235,7 @@ class Documents(Reading):
             ]
 
 
-class Pairs(Documents):
+class AnswerPairs(Documents):
     """Pairs of answers, each answer in a row with its prompt."""
 
     def __init__(self, config: DataConfig, model: ModelConfig, drop_long: bool):
@@ -255,11 +255,11 @@ class Pairs(Documents):
     def epochs(self, count: int) -> list[float]:
         return [len(self.pairs[0]) / self.config.batch_size] * count
 
-    def records(self, count: int) -> Iterator[Record | str]:
+    def records(self, count: int) -> Iterator[TokenRecord | str]:
         training, held_out = self.pairs
         for pair in training[:count]:
-            yield Record(f"{pair.where} chosen", *pair.chosen)
-            yield Record(f"{pair.where} rejected", *pair.rejected)
+            yield TokenRecord(f"{pair.where} chosen", *pair.chosen)
+            yield TokenRecord(f"{pair.where} rejected", *pair.rejected)
         answers = [x for pair in training for x in (pair.chosen, pair.rejected)]
         yield statistics("answers", answers)
         filled = sum(len(tokens) for tokens, _ in answers)
@@ -297,12 +297,12 @@ class TeacherRows(Documents):
         size = self.config.batch_size
         return [rows / size for rows in examples.rows_of_epochs()]
 
-    def records(self, count: int) -> Iterator[Record | str]:
+    def records(self, count: int) -> Iterator[TokenRecord | str]:
         file = self.file
         for i, (ids, prompt) in enumerate(file.documents[:count]):
             labels = np.append(ids[1:], documents.NO_LABEL)
             labels[: max(prompt - 1, 0)] = documents.NO_LABEL
-            yield Record(f"document {i}", ids, labels)
+            yield TokenRecord(f"document {i}", ids, labels)
         kind = "drawn" if file.logprobs is None else "most likely"
         streaming = self.config.streaming
         which = "documents of the first row group" if streaming else "documents"

@@ -11,18 +11,20 @@ import jaxmem
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.rollout.nested_rows import join
-from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, Supports
-from jaxmem.train.jobs.rollout.prompts import Asked, Graded
+from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, RolloutSupports
+from jaxmem.train.jobs.rollout.prompts import Graded, PromptIds
 from jaxmem.train.jobs.rollout.samples import Sampled
 
 
 class Rollout(NamedTuple):
     """Completions and what they are worth; numpy arrays of N samples."""
 
-    asked: Asked
+    asked: PromptIds
     completions: Completions
     samples: Samples  # without support_ids
-    supports: Supports | None  # what the tokens were drawn from; None: the vocabulary
+    supports: (
+        RolloutSupports | None
+    )  # what the tokens were drawn from; None: the vocabulary
     graded: Graded
     advantages: np.ndarray  # [N]; or [N, R] of tokens, where turns are compared
     truncated: np.ndarray  # [N] bool, completions without an end
@@ -103,7 +105,7 @@ def dropped(
 
 
 def of_supports(
-    supports: Supports | None, config: GrpoJobConfig, vocab_size: int
+    supports: RolloutSupports | None, config: GrpoJobConfig, vocab_size: int
 ) -> dict[str, float | None]:
     """Sizes of the supports of sampled tokens, as fields of `PolicyMetrics`."""
     if supports is None:

@@ -51,7 +51,7 @@ def train(
         ValueError: the data cannot be used; the directory holds a run of another model,
             data or backend of the head, or files that are no run's, or another process
             uses it; or the processes of the run differ.
-        CheckpointError: a checkpoint cannot be written, or all are damaged.
+        RunCheckpointError: a checkpoint cannot be written, or all are damaged.
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: after SIGINT; the current step is finished and saved.
         SystemExit: likewise after SIGTERM.

@@ -76,7 +76,7 @@ def make_gradients(
     return gradients
 
 
-class Program(StepProgram):
+class SftProgram(StepProgram):
     """A supervised run's functions and shapes.
 
     Args:
@@ -163,8 +163,8 @@ class Sft(Job, name="sft"):
 
     Config = Config
 
-    def make_program(self, vocab_size: int) -> Program:
-        return Program(self.config, vocab_size, self.packed)
+    def make_program(self, vocab_size: int) -> SftProgram:
+        return SftProgram(self.config, vocab_size, self.packed)
 
     def fixed(self) -> dict[str, Any]:
         """See `Job`; as runs from before there were other jobs and templates."""

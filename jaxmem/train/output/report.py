@@ -144,7 +144,7 @@ padding:8px 0}.samples .right{text-align:left;color:var(--soft)}
 """
 
 
-class Report:
+class ReportPage:
     """The page of one run, which reads each line of metrics.jsonl once."""
 
     def __init__(self, out_dir: Path):
@@ -174,8 +174,8 @@ class Report:
 
 
 def write(out_dir: Path) -> list[str]:
-    """Write report.html of a run once; see `Report.write`."""
-    return Report(out_dir).write()
+    """Write report.html of a run once; see `ReportPage.write`."""
+    return ReportPage(out_dir).write()
 
 
 def finish(out_dir: Path, console: Console) -> None:

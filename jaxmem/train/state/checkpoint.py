@@ -23,7 +23,7 @@ _STEP = re.compile("0|[1-9][0-9]{0,17}")  # name of a checkpoint
 _LEFT = re.compile(r"[0-9]+\.(unfinished|deleted|orbax-checkpoint-tmp).*")
 
 
-class CheckpointError(OSError):
+class RunCheckpointError(OSError):
     """A checkpoint cannot be written or read; the message says what to do."""
 
 
@@ -60,10 +60,10 @@ class Checkpoints:
         """Write a small checkpoint, open it and remove it; raise if that fails."""
         try:
             self._write(0, {"probe": np.zeros((), np.float32)}, {}, {})
-        except CheckpointError as error:
+        except RunCheckpointError as error:
             signs = [sign for sign in "[]*?" if sign in str(self.directory)]
             because = f" (its path has {signs[0]!r})" if signs else ""
-            raise CheckpointError(
+            raise RunCheckpointError(
                 f"{error}; no checkpoint can be saved there{because}: free some space, "
                 "or name another run.out_dir"
             ) from error
@@ -84,9 +84,9 @@ class Checkpoints:
             )
         try:
             self._write(step, state, data_state, config)
-        except CheckpointError as error:
+        except RunCheckpointError as error:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-            raise CheckpointError(
+            raise RunCheckpointError(
                 f"{error}; the checkpoint needs about {size:,}"
             ) from error
         processes.by_first(lambda: self._publish(step))
@@ -109,7 +109,7 @@ class Checkpoints:
         except Exception as error:  # of orbax, tensorstore or their threads
             self._discard(step)
             named = self.directory / str(step)
-            raise CheckpointError(
+            raise RunCheckpointError(
                 files.describe_failure(named, as_os_error(error))
             ) from error
 
@@ -128,7 +128,7 @@ class Checkpoints:
             self._unfinished(step).rename(path)
             files.sync_directory(self.directory)
         except OSError as error:
-            raise CheckpointError(files.describe_failure(path, error)) from error
+            raise RunCheckpointError(files.describe_failure(path, error)) from error
         _delete_old(self.directory, self._keep + 1)
 
     def prune(self) -> None:
@@ -186,7 +186,7 @@ class Checkpoints:
             with silenced():
                 yield
         except Exception as error:
-            raise CheckpointError(
+            raise RunCheckpointError(
                 f"checkpoint {self.directory / str(step)} cannot be read "
                 f"({reason(error)}); move it to another directory to "
                 "resume from an older one, or name another run.out_dir"
@@ -206,7 +206,7 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
     path = directory / str(step)
     fault = checksums.find_fault(path)
     if fault is not None:
-        raise CheckpointError(
+        raise RunCheckpointError(
             f"checkpoint {path} cannot be used ({fault}); when the run is resumed, it "
             "is set aside"
         )
@@ -215,7 +215,7 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
     names = {*wanted, *(name for name in saved if name.startswith("params/"))}
     shape = {name: leaf.shape for name, leaf in wanted.items()}
     if differ := sorted(n for n in names if saved.get(n) != shape.get(n)):
-        raise CheckpointError(
+        raise RunCheckpointError(
             f"checkpoint {path} and the model differ in {checksums.first(differ)}; "
             "name a run that trained all weights of the same model"
         )
@@ -230,7 +230,7 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
         with silenced(), ocp.PyTreeCheckpointer() as checkpointer:
             saved = checkpointer.restore((path / "state").resolve(), args=restore)
     except Exception as error:
-        raise CheckpointError(
+        raise RunCheckpointError(
             f"checkpoint {path} cannot be read ({reason(error)})"
         ) from error
     return saved["params"]

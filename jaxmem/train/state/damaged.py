@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from jaxmem.base import checksums, processes
 from jaxmem.train.state import checkpoint, finite
-from jaxmem.train.state.checkpoint import CheckpointError
+from jaxmem.train.state.checkpoint import RunCheckpointError
 
 
 def set_aside_damaged(directory: Path, needed: bool = True) -> list[str]:
@@ -33,7 +33,7 @@ def set_aside_damaged(directory: Path, needed: bool = True) -> list[str]:
         faults[step] = fault
     if needed and steps and good is None:
         listed = "; ".join(f"{step} ({fault})" for step, fault in faults.items())
-        raise CheckpointError(
+        raise RunCheckpointError(
             f"{directory}: none of the checkpoints can be used: {listed}; restore one "
             "from a copy, or name another run.out_dir to start anew"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxmem.base import user_code
 from jaxmem.train.metrics import AnyMetrics
-from jaxmem.train.state.checkpoint import CheckpointError, Checkpoints
+from jaxmem.train.state.checkpoint import Checkpoints, RunCheckpointError
 
 CHANGEABLE = "changeable"  # key in the saved settings
 CODE = "code"  # key in those: digests of the user's code by its name
@@ -25,8 +25,8 @@ def advising(saved: int) -> Iterator[None]:
         raise FloatingPointError(
             f"{error}; the same command {then}: give it a lower optimizer.learning_rate"
         ) from error
-    except CheckpointError as error:
-        raise CheckpointError(
+    except RunCheckpointError as error:
+        raise RunCheckpointError(
             f"{error}; free some space; the same command {then}"
         ) from error
 

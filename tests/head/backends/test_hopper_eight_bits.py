@@ -14,7 +14,7 @@ from jaxmem.head.backends import (
     xla_sampled,
 )
 from jaxmem.head.maths import eight_bits, row_stats
-from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.spec import Spec
 from tests import hlo, oracle
 from tests.cases import Case, slow
@@ -37,7 +37,7 @@ def problem(n, d, v, slots, layout="vd", vocab_size=None, std=1.0):
     )  # fmt: skip
     h = h.at[::5].set(jnp.nan)
     where = jnp.arange(n) % 5 > 0
-    rows = Rows(jnp.asarray(y % spec.vocab_size), where, None, random_draws(n))
+    rows = TokenRows(jnp.asarray(y % spec.vocab_size), where, None, random_draws(n))
     return spec, Factors(h, W if layout == "vd" else W.T, None), rows
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmem.head.backends import xla, xla_sampled
 from jaxmem.head.maths import column_sampling, row_stats
-from jaxmem.head.maths.backend_operands import Factors, Rows
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import Sampling
 from jaxmem.head.maths.spec import Spec
 from tests import oracle
@@ -45,7 +45,7 @@ def arguments(h, W, y, *, chunk=64, where=True, temperature=None, bias=None, **o
         **options,
     )  # fmt: skip
     h, W, y, temperature, bias = jax.tree.map(jnp.asarray, (h, W, y, temperature, bias))
-    return spec, Factors(h, W, bias), Rows(y, (y >= 0) & where, temperature)
+    return spec, Factors(h, W, bias), TokenRows(y, (y >= 0) & where, temperature)
 
 
 def call(h, W, y, g, slots, *, key=0, token_ids=None, **options):
@@ -284,7 +284,7 @@ def test_both_ways_to_add_a_column_up(columns, monkeypatch):
     tokens, values = rng.integers(0, 50, n), rng.standard_normal(n)
     h = rng.standard_normal((50, 8)).astype(np.float32)
     columns = np.append(columns, [100] * 9)
-    pairs = column_sampling.Pairs(*map(jnp.asarray, (
+    pairs = column_sampling.SortedEntries(*map(jnp.asarray, (
         columns, np.append(tokens, [0] * 9).astype(np.int32),
         np.append(values, [np.nan] * 9).astype(np.float32),
     )))  # fmt: skip

@@ -42,7 +42,7 @@ def problem(dtype=jnp.bfloat16):
     k, n = WIDTHS
     x, *ys = (drawn(len(of_rows), width) for width in (k, n, n))
     x, *ys = (jnp.where((of_rows >= 0)[:, None], a, 0).astype(dtype) for a in (x, *ys))
-    where = grouped_products.Sorted(
+    where = grouped_products.GroupOffsets(
         *(jnp.asarray(a, jnp.int32) for a in (groups, first, COUNTS))
     )
     weights = [drawn(len(COUNTS), k, n) for _ in range(2)]

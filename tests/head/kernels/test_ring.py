@@ -28,7 +28,7 @@ def recorder(tiles, n_blocks):
     """
     from jaxmem.head.kernels import ring
 
-    product = ring.Product(tiles, np.dtype(jnp.bfloat16), "mk", "nk", n_blocks)
+    product = ring.RingProduct(tiles, np.dtype(jnp.bfloat16), "mk", "nk", n_blocks)
     most_units = (MAX_ROWS // tiles.block_rows + 2) * MAX_TILES
 
     @jax.jit

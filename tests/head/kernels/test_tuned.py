@@ -8,7 +8,7 @@ import pytest
 from jaxmem.head.kernels import tuned
 from jaxmem.head.kernels.tiles import MAX_CLUSTER_ROWS, SampledLaunch, Tiles
 
-HEAD = tuned.Head("NVIDIA H200", 4096, 151936, "vd")
+HEAD = tuned.TunedKey("NVIDIA H200", 4096, 151936, "vd")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmem.head.maths.backend_operands import Rows, first_column, part_labels
+from jaxmem.head.maths.backend_operands import TokenRows, first_column, part_labels
 from jaxmem.head.maths.spec import Spec
 from jaxmem.head.maths.vocab_shards import Shards
 
@@ -23,7 +23,7 @@ GROUP = dataclasses.replace(WHOLE, columns=8, first=16, shard_columns=24)
 def test_on_one_device(spec, want):
     assert int(first_column(spec)) == want
     labels = np.array([3, 17], np.int32)
-    rows = Rows(jnp.asarray(labels), jnp.ones(2, bool), None)
+    rows = TokenRows(jnp.asarray(labels), jnp.ones(2, bool), None)
     got = part_labels(spec, rows, jnp.arange(2))
     np.testing.assert_array_equal(got, labels - want)
 

@@ -179,7 +179,7 @@ def test_channels_are_the_largest_of_both(n, d, v):
     source = eight_bits.Factors(
         jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), None
     )
-    rows = eight_bits.Rows(jnp.asarray(y), active, None)
+    rows = eight_bits.TokenRows(jnp.asarray(y), active, None)
     made = jax.jit(eight_bits.of_call, static_argnums=0)(spec, source, rows)
     channels = list(np.asarray(made.channels))
     assert len(set(channels)) == eight_bits.CHANNELS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmem import losses
-from jaxmem.data.environments import Conversation
+from jaxmem.data.environments import Episode
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
@@ -21,7 +21,7 @@ from jaxmem.train.jobs.rollout import shown_samples as shown
 from jaxmem.train.jobs.rollout.conversations import Replies
 from jaxmem.train.jobs.rollout.nested_rows import join, take
 from jaxmem.train.jobs.rollout.packed import Completions
-from jaxmem.train.jobs.rollout.samples import Decoded, Sampled
+from jaxmem.train.jobs.rollout.samples import Sampled, SlotUse
 from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
 from jaxmem.train.metrics import PolicyMetrics
 from tests.cases import slow
@@ -180,7 +180,7 @@ def test_turns_are_compared_by_what_follows_from_each():
     samples, lengths = played.samples, played.samples.lengths
     made = Completions.of(*asked[:2], samples.tokens, lengths, samples.mask)
     sampled = Sampled(
-        asked, made, samples, graded, played.truncated, played.turns, Decoded(0, 0),
+        asked, made, samples, graded, played.truncated, played.turns, SlotUse(0, 0),
         by_turn,
     )  # fmt: skip
     sampled = join([take(sampled, np.arange(8)), take(sampled, np.r_[8:16])])
@@ -460,7 +460,7 @@ def replies(template, end="</s>"):
 def test_a_template_that_looks_back_is_refused():
     prompt = [{"role": "user", "content": "a"}]
     said = [*prompt, {"role": "assistant", "content": "b"}]
-    conversation, reply = Conversation("p:1", None, prompt, said), [
+    conversation, reply = Episode("p:1", None, prompt, said), [
         {"role": "user", "content": "c"}
     ]  # fmt: skip
 
@@ -555,7 +555,7 @@ def test_a_conversation_that_is_left_out_is_compared_with_no_turn():
     by_turn = played.by_turn._replace(rewards=drawn)
     graded = graded._replace(rewards=by_turn.returns[:, 0])
     made = Sampled(
-        asked, None, None, graded, played.truncated, turns, Decoded(0, 0), by_turn
+        asked, None, None, graded, played.truncated, turns, SlotUse(0, 0), by_turn
     )
     assert made.tells(4).tolist() == [True, False]
     assert made.rewarded(4).tolist() == [True, False]

@@ -9,7 +9,11 @@ import pytest
 
 from jaxmem.train.jobs.grpo.minibatches import Minibatch
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
-from jaxmem.train.jobs.policy_objective import GrpoConfig, HeadCall, policy_loss
+from jaxmem.train.jobs.policy_objective import (
+    GrpoConfig,
+    PolicyHeadOptions,
+    policy_loss,
+)
 from jaxmem.train.jobs.rollout.nested_rows import join, take
 from jaxmem.train.jobs.rollout.packed import SAME_WEIGHTS, Logprobs
 from tests.train.jobs.test_grpo import (
@@ -112,7 +116,7 @@ def test_a_correction_multiplies_the_surrogate(correction, loss, logits, same_we
         old_logprob=np.full_like(lp, SAME_WEIGHTS) if same_weights else old,
         rollout_logprob=(old + noise).astype("f4"),
     )
-    call = HeadCall(0.7, logits)
+    call = PolicyHeadOptions(0.7, logits)
     got, _ = jax.jit(lambda made: policy_loss(head, hidden, made, 7.0, config, call))(
         made
     )
@@ -134,7 +138,9 @@ def test_the_policy_s_own_old_numbers_have_ratio_one_and_its_gradient():
     def run(old):
         def loss(hidden):
             rows = made._replace(old_logprob=old)
-            return policy_loss(head, hidden, rows, 7.0, config, HeadCall(0.7, "fused"))
+            return policy_loss(
+                head, hidden, rows, 7.0, config, PolicyHeadOptions(0.7, "fused")
+            )
 
         return jax.value_and_grad(loss, has_aux=True)(hidden)
 
@@ -152,7 +158,9 @@ def test_a_number_that_is_broken_is_not_taken_for_the_policy_s_own():
     config, made = GrpoConfig(), random_micro_batch()
     made = made._replace(ref_logprob=None, old_logprob=made.old_logprob * np.nan)
     head, hidden = head_and_hidden()
-    value, _ = policy_loss(head, hidden, made, 7.0, config, HeadCall(0.7, "fused"))
+    value, _ = policy_loss(
+        head, hidden, made, 7.0, config, PolicyHeadOptions(0.7, "fused")
+    )
     assert np.isnan(value)
 
 

@@ -24,7 +24,7 @@ from jaxmem.train import configuration, jobs, saved
 from jaxmem.train.jobs.distill import job as distill, sources
 from jaxmem.train.jobs.distill.program import DistillProgram, TeacherStates
 from jaxmem.train.jobs.distill_objective import DistillConfig, Targets, distill_loss
-from jaxmem.train.jobs.policy_objective import HeadCall
+from jaxmem.train.jobs.policy_objective import PolicyHeadOptions
 from jaxmem.train.jobs.running import with_steps
 from jaxmem.train.metrics import DistillMetrics
 from jaxmem.train.output.history import read_history
@@ -402,7 +402,7 @@ def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
     logprobs = np.log(softmax(y / config.temperature))
     columns = jaxmem.Columns(ids, np.take_along_axis(logprobs, ids, -1).astype("f4"))
     where = rng.random((2, 5)) < 0.8
-    targets, call = Targets(np.where(where, 0, -1)), HeadCall(1.0, "fused")
+    targets, call = Targets(np.where(where, 0, -1)), PolicyHeadOptions(1.0, "fused")
     loss, observed = distill_loss(
         config, head, hidden, targets, columns, np.float32(where.sum()), call
     )
@@ -596,7 +596,7 @@ def test_teachers_ids_of_a_later_part_of_a_stream_are_named():
     source = object.__new__(sources.File)
     source._rows, source._config = 40, config.data
     source._file = teacher_files.TeacherFile([], np.zeros((0, 2)), None, 1.0, "")
-    example = teacher_files.Example(None, np.array([[[3, -1], [40, 2]]]), None)
+    example = teacher_files.TeacherBatch(None, np.array([[[3, -1], [40, 2]]]), None)
     with pytest.raises(DataError, match="1 of the teacher's ids are beyond the stude"):
         source._example(example)
 

@@ -15,7 +15,7 @@ from jaxmem.heads.nnx import LMHead
 from jaxmem.train import configuration
 from jaxmem.train.jobs.distill import job as distill
 from jaxmem.train.jobs.distill_objective import DistillConfig, Targets, distill_loss
-from jaxmem.train.jobs.policy_objective import HeadCall
+from jaxmem.train.jobs.policy_objective import PolicyHeadOptions
 from jaxmem.train.metrics import DistillMetrics
 from tests.cases import slow
 from tests.checkpoints import texts
@@ -96,7 +96,10 @@ def test_the_policy_gradient_is_that_of_dense_float64(temperature):
     labels = labels.astype(np.int32)
     advantages = np.where(labels < 0, np.nan, rng.normal(size=(2, 5))).astype("f4")
     definition, weights = nnx.split(student)
-    call, config = HeadCall(temperature, "fused"), DistillConfig(reward_weight=0.6)
+    call, config = (
+        PolicyHeadOptions(temperature, "fused"),
+        DistillConfig(reward_weight=0.6),
+    )
 
     def run(weights, hidden, advantages):
         head = nnx.merge(definition, weights)
@@ -148,7 +151,7 @@ def test_one_pass_over_the_logits_of_a_temperature(temperatures, verbs):
         _, told = distill_loss(
             config, student, hidden, Targets(labels, jnp.ones((2, 5))),
             teacher.teacher(states), jnp.float32(7),
-            HeadCall(of_sampler, "fused"),
+            PolicyHeadOptions(of_sampler, "fused"),
         )  # fmt: skip
     assert [call.verb for call in traced.calls] == verbs
     target = jaxmem.ForwardKL(teacher.teacher(states))

@@ -30,8 +30,8 @@ from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.jobs.losses_by_name import LOSSES as LOSSES_BY_NAME, LossName
 from jaxmem.train.jobs.policy_objective import (
     GrpoConfig,
-    HeadCall,
     PolicyBatch,
+    PolicyHeadOptions,
     average,
     policy_loss,
 )
@@ -235,7 +235,7 @@ def test_the_loss_and_its_metrics_are_the_papers(loss, logits):
         rng = np.random.default_rng(4)
         ratios = rng.normal(scale=5e-4, size=made.advantages.shape).astype("f4")
         made = made._replace(sequence_log_ratio=ratios)
-    call = HeadCall(0.7, logits)
+    call = PolicyHeadOptions(0.7, logits)
     got, told = jax.jit(
         lambda made: policy_loss(head, hidden, made, 7.0, config, call)
     )(made)
@@ -256,7 +256,7 @@ def gradients(made, logits, config=None, **options):
 
     def loss(weights, hidden):
         module = nnx.merge(definition, weights)
-        call = HeadCall(0.7, logits, **options)
+        call = PolicyHeadOptions(0.7, logits, **options)
         return policy_loss(module, hidden, made, 7.0, config, call)[0]
 
     return jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, hidden)

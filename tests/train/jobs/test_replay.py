@@ -20,12 +20,12 @@ from jaxmem.train.jobs.grpo.minibatches import Minibatch, kept_tokens
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_objective import (
     GrpoConfig,
-    HeadCall,
     PolicyBatch,
+    PolicyHeadOptions,
     policy_loss,
 )
 from jaxmem.train.jobs.rollout.nested_rows import take
-from jaxmem.train.jobs.rollout.packed import Logprobs, Supports
+from jaxmem.train.jobs.rollout.packed import Logprobs, RolloutSupports
 from tests.cases import slow
 from tests.train.jobs.test_grpo import (
     CONFIGS,
@@ -55,7 +55,7 @@ def test_supports_of_packed_tokens():
     dense = rng.integers(0, 99, (6, 3, 4)).astype(np.int32)
     dense[np.arange(4) >= rng.integers(1, 5, (6, 3, 1))] = -1
     dense[np.arange(3) >= made.lengths[:, None]] = -1
-    supports = Supports.of(dense)
+    supports = RolloutSupports.of(dense)
     np.testing.assert_array_equal(supports.sizes, (dense >= 0).sum(-1))
     chosen, kept = np.array([4, 1, 3]), rng.random((3, 3)) < 0.6
     part = take(made, chosen)
@@ -143,7 +143,7 @@ def dense_loss(z, made, normalizer, entropy_coefficient):
 )
 def test_ratios_are_those_within_the_support(entropy, logits):
     config = dataclasses.replace(CONFIG, entropy_coefficient=entropy)
-    made, call = truncated_micro_batch(), HeadCall(0.7, logits, max_ids=V)
+    made, call = truncated_micro_batch(), PolicyHeadOptions(0.7, logits, max_ids=V)
     head, hidden = head_and_hidden()
     definition, weights = nnx.split(head)
 
@@ -228,7 +228,9 @@ def test_supports_are_those_that_the_sampler_drew_from():
 
 def test_a_limit_that_cuts_supports_is_told():
     config = changed(SMALL, sampling=dict(top_p=0.99, support=3))
-    tight = Supports.of(np.array([[[1, 2, 3], [4, -1, -1]], [[5, 6, 7], [-1, -1, -1]]]))
+    tight = RolloutSupports.of(
+        np.array([[[1, 2, 3], [4, -1, -1]], [[5, 6, 7], [-1, -1, -1]]])
+    )
     told = rollout_metrics.of_supports(tight, config, V)
     assert told == {"support_mean": 7 / 3, "support_full": 2 / 3}
     told = rollout_metrics.of_supports(

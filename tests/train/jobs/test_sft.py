@@ -117,7 +117,7 @@ def test_utilisation_where_the_peak_is_known(config, monkeypatch):
     monkeypatch.setattr(sft, "peak_of", lambda kind, dtype: 1e12)
     result, said = train(config)
     step = result.history[-1]
-    weights = sft.Program(config, 320).state_shapes.params
+    weights = sft.SftProgram(config, 320).state_shapes.params
     matrices = sum(
         leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
         if path[-1].key in ("kernel", "embedding")
@@ -132,7 +132,7 @@ def test_utilisation_where_the_peak_is_known(config, monkeypatch):
 
 def test_more_blocks_whole_than_there_are(config):
     with pytest.raises(ValueError, match="remat.last=1 must be below the 1 layers"):
-        sft.Program(changed(config, remat=dict(last=1)), 320)
+        sft.SftProgram(changed(config, remat=dict(last=1)), 320)
 
 
 def test_a_policy_is_chosen_by_the_memory_limit(config, finished, monkeypatch):
@@ -269,7 +269,7 @@ def test_a_step_without_labels_has_loss_zero_and_no_gradient():
 
 
 def test_weights_and_moments_are_float32_whatever_the_parameters(config):
-    program = sft.Program(changed(config, model=dict(param_dtype="bfloat16")), 320)
+    program = sft.SftProgram(changed(config, model=dict(param_dtype="bfloat16")), 320)
     shapes = program.state_shapes
     kept = {leaf.dtype for leaf in jax.tree.leaves(shapes.params)}
     moments = {leaf.dtype for leaf in jax.tree.leaves(shapes.optimizer) if leaf.ndim}
@@ -310,7 +310,7 @@ def partly_frozen(config):
 
 
 def test_frozen_weights_have_no_moments(partly_frozen):
-    program = sft.Program(partly_frozen, 320)
+    program = sft.SftProgram(partly_frozen, 320)
     shapes = program.state_shapes
     assert set(shapes.params) == {"blocks", "norm"}
     assert set(shapes.params["blocks"]) == {"attention"}
@@ -325,7 +325,7 @@ def test_frozen_weights_have_no_moments(partly_frozen):
 @pytest.mark.slow
 def test_frozen_weights_never_change(partly_frozen):
     config = partly_frozen
-    sizes = sft.Program(config, 320).compile_step(config.head).memory_analysis()
+    sizes = sft.SftProgram(config, 320).compile_step(config.head).memory_analysis()
     # Weights and moments are donated: what is left of the output are scalars.
     assert sizes.output_size_in_bytes - sizes.alias_size_in_bytes < 400
     result, _ = train(config)
@@ -340,7 +340,7 @@ def test_a_step_has_no_product_of_the_vocabulary_twice(trainable, products, conf
     """The gradients of the head come from its forward pass, a chunk at a time."""
     optimizer = dict(trainable=trainable)
     config = changed(config, model=dict(tied=False), optimizer=optimizer)
-    program = sft.Program(config, 640)
+    program = sft.SftProgram(config, 640)
     weights = program.state_shapes.params, program.frozen_shapes
     gradients = jax.jit(program.gradients(HeadConfig(chunk=16)))
     compiled = gradients.lower(*weights, program.micro_batches()).compile()
@@ -431,10 +431,10 @@ def held_out_loss(config, **sections):
     """Of the initial weights."""
     tokenizer = load_tokenizer(config.data)
     assert tokenizer.get_vocab_size() == 320
-    params = sft.Program(config, 320).initial_state().params
+    params = sft.SftProgram(config, 320).initial_state().params
     other = changed(config, **sections)
     rows = batches(other.data, tokenizer, split="evaluation", epochs=1)
-    return sft.Program(other, 320).evaluate(params, {}, rows)
+    return sft.SftProgram(other, 320).evaluate(params, {}, rows)
 
 
 @pytest.mark.slow

@@ -33,10 +33,15 @@ from jaxmem.train.jobs.distill.program import (
     FileColumns,
     TeacherStates,
 )
-from jaxmem.train.jobs.distill.sources import Example, File, Prompts, Text
+from jaxmem.train.jobs.distill.sources import (
+    DistillBatch,
+    File,
+    StudentSamples,
+    TextRows,
+)
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.reading import Documents, TeacherRows
-from jaxmem.train.jobs.rollout.prompt_tasks import Questions
+from jaxmem.train.jobs.rollout.prompt_tasks import TaskPrompts
 from jaxmem.train.metrics import DistillMetrics
 from jaxmem.train.output.progress import ProgressReport
 from jaxmem.train.phases import Phase, Programs, device_bytes
@@ -53,11 +58,11 @@ class Distill(Job, name="distill"):
         """See `Job`; without a checkpoint, with its teacher's vocabulary."""
         return teachers.of_same_vocabulary(self.config, super().sizes())
 
-    def reading(self) -> Documents | Questions:
+    def reading(self) -> Documents | TaskPrompts:
         config, model = self.config, teachers.reading(self.config)
         if config.is_on_policy:
             prompts = config.distill.prompts
-            return Questions(config.task, config.sampling, model.checkpoint, prompts)
+            return TaskPrompts(config.task, config.sampling, model.checkpoint, prompts)
         kind = TeacherRows if config.distill.mode == "offline" else Documents
         return kind(config.data, model)
 
@@ -128,12 +133,12 @@ class Distill(Job, name="distill"):
         elif config.distill.mode == "offline":
             self.batches = File(reads.file, config)
         else:
-            self.batches = Text(self.program, reads)
+            self.batches = TextRows(self.program, reads)
 
     def compile(self, progress: ProgressReport) -> None:
         program = self.program
         if self.config.is_on_policy:
-            self.batches = Prompts(program, self.frozen, self._task)
+            self.batches = StudentSamples(program, self.frozen, self._task)
         self._compiled = program.compile()
         self._taught: Any = None  # weights of the teacher; None: a file is read
         if self._compiled.states:
@@ -183,12 +188,12 @@ class Distill(Job, name="distill"):
             **taken.observed,
         )
 
-    def _place(self, example: Example) -> Example:
+    def _place(self, example: DistillBatch) -> DistillBatch:
         given = example.batch, example.advantages
         batch, advantages = self.program.layout.place(given)
         return example._replace(batch=batch, advantages=advantages)
 
-    def _park(self, example: Example) -> Any:
+    def _park(self, example: DistillBatch) -> Any:
         """What a placed micro-batch learns from, in the host's memory."""
         if self._taught is None:
             return example.columns
@@ -227,7 +232,7 @@ class Distill(Job, name="distill"):
             cost,
         )
 
-    def _means(self, params: Any, examples: Iterable[Example]) -> dict[str, float]:
+    def _means(self, params: Any, examples: Iterable[DistillBatch]) -> dict[str, float]:
         """Means over the tokens of micro-batches, forward only."""
         observed = []
         for example in map(self._place, examples):

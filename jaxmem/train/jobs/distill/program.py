@@ -20,7 +20,7 @@ from jaxmem.models import balance
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill import teachers
 from jaxmem.train.jobs.distill_objective import Targets, distill_loss, of_file
-from jaxmem.train.jobs.policy_objective import HeadCall
+from jaxmem.train.jobs.policy_objective import PolicyHeadOptions
 from jaxmem.train.jobs.rollout.prompt_tasks import ends_of
 from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
 from jaxmem.train.memory import RematConfig
@@ -36,7 +36,7 @@ Shape = tuple[int, int]  # of a micro-batch
 METRICS = ("divergence", "ce", "entropy")
 
 
-class Compiled(NamedTuple):
+class DistillPrograms(NamedTuple):
     """Every program of a run; by shape of a micro-batch where there are several."""
 
     # (teacher's weights, Batch) -> hidden; {} where a file is read instead
@@ -154,13 +154,13 @@ class DistillProgram(SamplingProgram):
             return [(distill.max_tokens // width, width) for width in widths]
         return [(data.batch_size, data.sequence_length)]
 
-    def compile(self) -> Compiled:
+    def compile(self) -> DistillPrograms:
         """Compile everything from shapes alone."""
         shapes, states = self.shapes, {}
         if self._teacher is not None:
             trace = self._teacher.trace_states
             states = {s: trace(s).lower().compile() for s in shapes}
-        return Compiled(
+        return DistillPrograms(
             states=states,
             count={s: self._trace_count(s).lower().compile() for s in shapes},
             zeros=self.compile_zeros(),
@@ -240,7 +240,7 @@ class DistillProgram(SamplingProgram):
     def _of_hidden(
         self, head, hidden, targets: Targets, target, normalizer, numbers=None
     ):
-        call = HeadCall(self.config.sampling.temperature, "fused")
+        call = PolicyHeadOptions(self.config.sampling.temperature, "fused")
         if numbers is not None:
             key = Stream.GRADIENTS.key(self.config.run.seed, *numbers)
             call = dataclasses.replace(call, sample=self.config.head.sample, key=key)

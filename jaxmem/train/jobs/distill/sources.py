@@ -21,13 +21,13 @@ from jaxmem.train.jobs.distill_objective import of_file
 from jaxmem.train.jobs.reading import Documents
 from jaxmem.train.jobs.rollout.nested_rows import take
 from jaxmem.train.jobs.rollout.packed import Completions
-from jaxmem.train.jobs.rollout.prompts import Asked, Task
-from jaxmem.train.jobs.rollout.samples import Decoded
+from jaxmem.train.jobs.rollout.prompts import PromptIds, Task
+from jaxmem.train.jobs.rollout.samples import SlotUse
 from jaxmem.train.jobs.rollout.shown_samples import table
 from jaxmem.train.jobs.rollout.turns import SamplePrograms, Turns
 
 
-class Example(NamedTuple):
+class DistillBatch(NamedTuple):
     """A micro-batch, and what a file has of the teacher."""
 
     batch: Batch
@@ -38,7 +38,7 @@ class Example(NamedTuple):
 class Taken(NamedTuple):
     """The micro-batches of a step, or of an evaluation."""
 
-    examples: Iterable[Example]
+    examples: Iterable[DistillBatch]
     observed: Mapping[str, Any] = MappingProxyType({})  # fields of `DistillMetrics`
 
 
@@ -59,8 +59,8 @@ class Source:
             return None
         return Taken(map(self._example, self._evaluation()))
 
-    def _example(self, batch: Any) -> Example:
-        return Example(batch)
+    def _example(self, batch: Any) -> DistillBatch:
+        return DistillBatch(batch)
 
     def samples(self) -> list[dict[str, Any]]:
         """Rows of the report's table, as `Job.samples` returns them."""
@@ -75,7 +75,7 @@ class Source:
         self._batches.set_state(state)
 
 
-class Text(Source):
+class TextRows(Source):
     """The data's rows."""
 
     def __init__(self, program: DistillProgram, documents: Documents):
@@ -98,13 +98,13 @@ class File(Source):
             self._evaluation = functools.partial(teacher_streams.examples, *given)
             self._evaluation()  # for what may be wrong
 
-    def _example(self, batch: teacher_files.Example) -> Example:
+    def _example(self, batch: teacher_files.TeacherBatch) -> DistillBatch:
         """With the ids of a stream checked, of which the first part was before."""
         if self._rows is not None:
             part = self._file._replace(ids=batch.ids)
             teacher_files.check_ids(part, self._rows, self._config.source)
         rows, *columns = batch
-        return Example(rows, of_file(self._distill, *columns))
+        return DistillBatch(rows, of_file(self._distill, *columns))
 
 
 _advantages = jax.jit(
@@ -112,7 +112,7 @@ _advantages = jax.jit(
 )
 
 
-class Prompts(Source):
+class StudentSamples(Source):
     """Completions of prompts, sampled from the student as it is at a step."""
 
     def __init__(self, program: DistillProgram, frozen: Any, task: Task):
@@ -172,8 +172,8 @@ class Prompts(Source):
         return Taken(examples, rollout_metrics.of_held_out(graded) if graded else {})
 
     def _complete(
-        self, params: Any, asked: Asked, number: int
-    ) -> tuple[Completions, Samples, Decoded]:
+        self, params: Any, asked: PromptIds, number: int
+    ) -> tuple[Completions, Samples, SlotUse]:
         weights = params, self._frozen
         sample = Turns(self._program, self._sample, weights, (number, 0))
         samples = sample(*asked[:2], 0)
@@ -181,12 +181,12 @@ class Prompts(Source):
 
     def _batches(
         self, completions: Completions, advantages: np.ndarray | None = None
-    ) -> list[Example]:
+    ) -> list[DistillBatch]:
         quadratic = 1 / (6 * self._config.model.hidden)
         packed = completions.pack(
             self._config.distill.max_tokens, self._config.row_lengths, quadratic
         )
-        examples = [Example(batch) for batch in completions.batches(packed)]
+        examples = [DistillBatch(batch) for batch in completions.batches(packed)]
         if advantages is None:
             return examples
         return [

@@ -22,7 +22,7 @@ from jaxmem.models import balance
 from jaxmem.train import metrics
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import rollout_metrics
-from jaxmem.train.jobs.accumulated import Sums
+from jaxmem.train.jobs.accumulated import AccumulatedSums
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.grpo import policy_report
 from jaxmem.train.jobs.grpo.minibatches import Minibatch, cut_prefixes, packing_of
@@ -31,9 +31,9 @@ from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.policy_objective import correction
 from jaxmem.train.jobs.rollout import shown_samples
 from jaxmem.train.jobs.rollout.nested_rows import take
-from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, Supports
-from jaxmem.train.jobs.rollout.prompt_tasks import Conversations, Questions, ends_of
-from jaxmem.train.jobs.rollout.prompts import Asked, Graded
+from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, RolloutSupports
+from jaxmem.train.jobs.rollout.prompt_tasks import Conversations, TaskPrompts, ends_of
+from jaxmem.train.jobs.rollout.prompts import Graded, PromptIds
 from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollout.samples import Sampled, telling
 from jaxmem.train.jobs.rollout.turns import SamplePrograms, Turns
@@ -51,9 +51,9 @@ class Grpo(Job, name="grpo"):
     changeable = ("optimizer", "grpo", "sampling")
     chart = ("reward", "reward")
 
-    def reading(self) -> Questions:
+    def reading(self) -> TaskPrompts:
         config = self.config
-        return Questions(
+        return TaskPrompts(
             config.task, config.sampling, config.model.checkpoint, config.grpo.prompts,
             config.grpo.group_size,
         )  # fmt: skip
@@ -182,7 +182,7 @@ class Grpo(Job, name="grpo"):
         asked, completions, samples, graded, truncated, *_ = sampled
         supports = None
         if samples.support_ids is not None:
-            supports = Supports.of(np.asarray(samples.support_ids))
+            supports = RolloutSupports.of(np.asarray(samples.support_ids))
             samples = samples._replace(support_ids=None)
         return Rollout(
             asked, completions, samples, supports, graded, advantages, truncated,
@@ -213,7 +213,7 @@ class Grpo(Job, name="grpo"):
         self,
         programs: SamplePrograms,
         params: Any,
-        asked: Asked,
+        asked: PromptIds,
         draw: tuple[int, int],
     ) -> Sampled:
         """Completions of prompts, or conversations, with their rewards."""
@@ -256,7 +256,7 @@ class Grpo(Job, name="grpo"):
             taken._replace(**values), math.nan if reward is None else -reward
         )
 
-    def _held_out_grades(self, asked: Asked, sample: Turns, live: int) -> Graded:
+    def _held_out_grades(self, asked: PromptIds, sample: Turns, live: int) -> Graded:
         """The rewards of the first prompts, of which the others are repetitions."""
         if isinstance(self.task, Conversations):
             return self.task.play(asked, sample, live)[1]
@@ -343,7 +343,7 @@ class Grpo(Job, name="grpo"):
         state: TrainState,
         part: Minibatch,
         kept: np.ndarray | None,
-    ) -> tuple[Sums, list[Any]]:
+    ) -> tuple[AccumulatedSums, list[Any]]:
         """Sums over the micro-batches, and log-probabilities of each."""
         program, sums, measured = self.program, self._compiled.zeros(), []
         for i, (rows, normalizer) in enumerate(part.micro_batches(self.config, kept)):

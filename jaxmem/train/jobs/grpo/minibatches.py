@@ -10,7 +10,7 @@ from jaxmem.head.maths.random_streams import Stream
 from jaxmem.packing import Packing
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.policy_objective import PolicyBatch, average
-from jaxmem.train.jobs.rollout.packed import Completions, Supports
+from jaxmem.train.jobs.rollout.packed import Completions, RolloutSupports
 
 
 class Cut(NamedTuple):
@@ -27,7 +27,9 @@ class Minibatch(NamedTuple):
     advantages: np.ndarray  # [N], or [N, R] of tokens
     old: np.ndarray  # before the rollout's first update, or SAME_WEIGHTS
     reference: np.ndarray | None  # under the initial weights
-    supports: Supports | None  # what the tokens were drawn from; None: the vocabulary
+    supports: (
+        RolloutSupports | None
+    )  # what the tokens were drawn from; None: the vocabulary
     rollout: np.ndarray | None = None  # of the sampler, for a correction by tokens
     correction: np.ndarray | None = None  # [N, R] weights of one by sequences
     log_ratio: np.ndarray | None = None  # [N] of sequences, for a loss that has one

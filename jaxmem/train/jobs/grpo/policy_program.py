@@ -22,8 +22,8 @@ from jaxmem.models.training_head import HeadConfig
 from jaxmem.packing import Supports
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.policy_objective import (
-    HeadCall,
     PolicyBatch,
+    PolicyHeadOptions,
     policy_loss,
     within_supports,
 )
@@ -36,7 +36,7 @@ from jaxmem.train.program import StreamedUpdate
 Shape = tuple[int, int]  # of a micro-batch
 
 
-class Compiled(NamedTuple):
+class PolicyPrograms(NamedTuple):
     """Every program of a run; by shape of a micro-batch where there are several."""
 
     sample: SamplePrograms | None  # None for recorded rollouts
@@ -102,7 +102,7 @@ class PolicyProgram(SamplingProgram):
         for shape in self.shapes(self.config.grpo.max_tokens_train):
             self.trace_head(shape, self.config.head)
 
-    def compile(self) -> Compiled:
+    def compile(self) -> PolicyPrograms:
         """Compile everything from shapes alone."""
         config, head = self.config.grpo, self.config.head
         forward = self.shapes(config.max_tokens_forward)
@@ -118,7 +118,7 @@ class PolicyProgram(SamplingProgram):
         sample = None
         if not self.config.task.recorded:
             sample = SamplePrograms.of(self)
-        return Compiled(
+        return PolicyPrograms(
             sample=sample,
             logprobs=logprobs,
             reference=reference,
@@ -223,9 +223,11 @@ class PolicyProgram(SamplingProgram):
         has_reference = bool(self.config.grpo.kl_coefficient)
         return held + [self.state_shapes.params] * has_reference
 
-    def _head_call(self, head: HeadConfig) -> HeadCall:
+    def _head_call(self, head: HeadConfig) -> PolicyHeadOptions:
         sampling = self.config.sampling
-        return HeadCall(sampling.temperature, head.logits, sampling.support_size)
+        return PolicyHeadOptions(
+            sampling.temperature, head.logits, sampling.support_size
+        )
 
     def _loss(self, head: HeadConfig, module, hidden, rows, normalizer, numbers=None):
         call = self._head_call(head)

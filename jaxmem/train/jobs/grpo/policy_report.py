@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from jaxmem.train import metrics, phases
-from jaxmem.train.jobs.grpo.policy_program import Compiled, PolicyProgram
+from jaxmem.train.jobs.grpo.policy_program import PolicyProgram, PolicyPrograms
 from jaxmem.train.jobs.rollout.prompts import Task
 from jaxmem.train.jobs.rollout_metrics import Rollout
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
@@ -53,7 +53,7 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
     return made
 
 
-def head_costs(program: PolicyProgram, compiled: Compiled) -> dict[str, HeadCost]:
+def head_costs(program: PolicyProgram, compiled: PolicyPrograms) -> dict[str, HeadCost]:
     """Memory of a micro-batch with either head."""
     shape = program.shapes(program.config.grpo.max_tokens_train)[-1]
     of_shape = functools.partial(program.compile_gradients, shape)
@@ -63,8 +63,8 @@ def head_costs(program: PolicyProgram, compiled: Compiled) -> dict[str, HeadCost
 
 
 def timed_phases(
-    history: Sequence[PolicyMetrics], compiled: Compiled
-) -> list[metrics.Phase]:
+    history: Sequence[PolicyMetrics], compiled: PolicyPrograms
+) -> list[metrics.PhaseCost]:
     """What each phase took: median seconds, and the largest of its programs."""
     programs = {
         "rollout": [x for x in compiled.sample or () if x is not None],
@@ -73,7 +73,7 @@ def timed_phases(
         "update": [*compiled.gradients.values(), compiled.update],
     }
     return [
-        metrics.Phase(
+        metrics.PhaseCost(
             name,
             statistics.median(getattr(step, f"{name}_seconds") for step in history),
             max(map(metrics.memory_of, made), key=lambda memory: memory.peak),

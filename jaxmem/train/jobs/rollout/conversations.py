@@ -15,8 +15,8 @@ import tokenizers
 
 from jaxmem.base import processes
 from jaxmem.data.chat import END, START, Templates
-from jaxmem.data.environments import Conversation, Environments, Turn
-from jaxmem.data.prompts import Prompt
+from jaxmem.data.environments import Environments, Episode, Turn
+from jaxmem.data.prompts import PromptRecord
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
@@ -65,7 +65,7 @@ class Replies:
         """A completion as its environment gets it: without special tokens."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
-    def ids(self, conversation: Conversation, reply: Any) -> list[int]:
+    def ids(self, conversation: Episode, reply: Any) -> list[int]:
         """The tokens that follow a completion, which has ended.
 
         Raises:
@@ -81,7 +81,7 @@ class Replies:
             )
         return ids
 
-    def _suffix(self, conversation: Conversation, reply: list[Any]) -> str:
+    def _suffix(self, conversation: Episode, reply: list[Any]) -> str:
         """What the template writes after the end of a completion."""
         before = conversation.said[:-1]
         found = self._after(before, reply)
@@ -189,11 +189,14 @@ class Partners:
     """
 
     def __init__(
-        self, environments: Environments, replies: Replies, items: Sequence[Prompt]
+        self,
+        environments: Environments,
+        replies: Replies,
+        items: Sequence[PromptRecord],
     ):
         self.replies = replies
         self._environments, self._items = environments, items
-        self._conversations: list[Conversation] = []  # in the first process
+        self._conversations: list[Episode] = []  # in the first process
         self._opened = contextlib.ExitStack()
 
     def __len__(self) -> int:
@@ -254,7 +257,7 @@ class Partners:
         self._environments.close([c for c, answer in both if answer.done])
         return answers
 
-    def _reply(self, conversation: Conversation, turn: Turn) -> Answer:
+    def _reply(self, conversation: Episode, turn: Turn) -> Answer:
         try:
             ids = self.replies.ids(conversation, turn.reply)
         except RewardError as error:

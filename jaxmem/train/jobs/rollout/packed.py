@@ -19,7 +19,7 @@ from jaxmem.data.documents import NO_LABEL, Batch
 from jaxmem.models.positions import Branches, Ids
 from jaxmem.models.sampling import Samples
 from jaxmem.packing import Packing
-from jaxmem.packing.shared_prefixes import Parts, pack_branches
+from jaxmem.packing.shared_prefixes import PrefixGroups, pack_branches
 
 
 class Completions(NamedTuple):
@@ -144,7 +144,7 @@ class Completions(NamedTuple):
         prompts = [tokens[: first + 1].tobytes() for tokens, first in starts]
         groups = [known.setdefault(prompt, len(known)) for prompt in prompts]
         lengths = np.array([len(tokens) for tokens in self.tokens])
-        parts = Parts(lengths, np.asarray(self.first), np.array(groups))
+        parts = PrefixGroups(lengths, np.asarray(self.first), np.array(groups))
         return pack_branches(parts, max_tokens, layout, row_lengths)
 
     def batches(self, packed: Packing) -> Iterator[Batch]:
@@ -190,7 +190,7 @@ class Logprobs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Supports:
+class RolloutSupports:
     """The ids that each sampled token was drawn from, as compressed sparse rows."""
 
     csr: packing.Supports  # of all tokens of a rollout
@@ -198,7 +198,7 @@ class Supports:
     limit: int  # most ids that a token can have
 
     @classmethod
-    def of(cls, padded: np.ndarray) -> "Supports":
+    def of(cls, padded: np.ndarray) -> "RolloutSupports":
         """Take them out of [N, R, K], where negative ids are absent."""
         *shape, limit = padded.shape
         numbers = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
@@ -209,7 +209,7 @@ class Supports:
         """How many ids [N, R] each sampled token has; 0 after the end."""
         return np.diff(self.csr.offsets)[self.numbers]
 
-    def __getitem__(self, rows: np.ndarray) -> "Supports":
+    def __getitem__(self, rows: np.ndarray) -> "RolloutSupports":
         """Those of the sequences of these numbers."""
         return dataclasses.replace(self, numbers=self.numbers[rows])
 

@@ -11,14 +11,14 @@ from jaxmem.base import processes
 from jaxmem.data import ends, mixing, prompts, rewards, tasks, vocabulary
 from jaxmem.data.ends import Ends
 from jaxmem.data.environments import Environments
-from jaxmem.data.prompts import Prompt
+from jaxmem.data.prompts import PromptRecord
 from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.jobs import passes
-from jaxmem.train.jobs.reading import Reading, Record
+from jaxmem.train.jobs.reading import Reading, TokenRecord
 from jaxmem.train.jobs.rollout.conversations import (
     Partners,
     Played,
@@ -27,35 +27,35 @@ from jaxmem.train.jobs.rollout.conversations import (
     play,
 )
 from jaxmem.train.jobs.rollout.packed import Completions
-from jaxmem.train.jobs.rollout.prompts import Asked, FilePrompts, Graded, Task
+from jaxmem.train.jobs.rollout.prompts import FilePrompts, Graded, PromptIds, Task
 from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
 from jaxmem.train.settings import RunConfig
 
 
-class Sums(Task):
+class ArithmeticTask(Task):
     """Problems that are generated, spelled in the model's ids."""
 
     def __init__(self, config: TaskConfig, checkpoint: str | None):
         self._config, self._spelling = config, vocabulary.spelling(checkpoint)
 
-    def ask(self, start: int, count: int) -> Asked:
+    def ask(self, start: int, count: int) -> PromptIds:
         problems = tasks.problems(self._config, start, count)
-        return Asked(
+        return PromptIds(
             self._spelling.write(problems.prompts), problems.prompt_lengths, problems
         )
 
-    def grade(self, asked: Asked, completions: Completions) -> Graded:
+    def grade(self, asked: PromptIds, completions: Completions) -> Graded:
         words = self._spelling.read(completions.sampled)
         scores = tasks.score(self._config, asked.items, words, completions.lengths)
         return Graded(scores.rewards, scores.exact)
 
-    def question(self, asked: Asked, i: int) -> str:
+    def question(self, asked: PromptIds, i: int) -> str:
         return tasks.text(asked.items.prompts[i])
 
     def text(self, ids: np.ndarray) -> str:
         return tasks.text(self._spelling.read(ids))
 
-    def described(self, asked: Asked, i: int) -> tuple[str, str]:
+    def described(self, asked: PromptIds, i: int) -> tuple[str, str]:
         answer = tasks.text(asked.items.answers[i])
         return f"problem {i}", f"answer {answer}"
 
@@ -84,7 +84,7 @@ class OwnPrompts(FilePrompts):
         )
         self._keep(prompts.load_prompts(config, (tokenizer, reader)))
 
-    def _keep(self, loaded: tuple[list[Prompt], list[Prompt]]) -> None:
+    def _keep(self, loaded: tuple[list[PromptRecord], list[PromptRecord]]) -> None:
         self._train, self._held_out = loaded
         self.size, config = len(self._train), self._config
         self.sources = [prompt.source for prompt in self._train]
@@ -110,15 +110,15 @@ class OwnPrompts(FilePrompts):
     def lines(self) -> list[str]:
         return self._score.lines()
 
-    def ask(self, start: int, count: int) -> Asked:
+    def ask(self, start: int, count: int) -> PromptIds:
         """See `Task`; every epoch has an order of its own."""
         numbers = (self._order[n] for n in range(start, start + count))
         return self._asked([self._train[i] for i in numbers])
 
-    def held_out(self) -> Asked | None:
+    def held_out(self) -> PromptIds | None:
         return self._asked(self._held_out) if self._held_out else None
 
-    def grade(self, asked: Asked, completions: Completions) -> Graded:
+    def grade(self, asked: PromptIds, completions: Completions) -> Graded:
         questions = self._questions(asked.items, completions)
 
         def scored() -> tuple[list[float], dict[str, list[float]]]:
@@ -136,8 +136,8 @@ class OwnPrompts(FilePrompts):
         return Graded(values, right, parts if len(parts) > 1 else None)
 
     def _questions(
-        self, items: list[Prompt], completions: Completions
-    ) -> rewards.Questions:
+        self, items: list[PromptRecord], completions: Completions
+    ) -> rewards.RewardArguments:
         ids = [
             [int(i) for i in row[:length]]
             for row, length in zip(
@@ -149,7 +149,7 @@ class OwnPrompts(FilePrompts):
                    for name in items[0].columns}  # fmt: skip
         columns["completion_ids"] = ids
         columns["max_new_tokens"] = [self._max_new_tokens] * len(items)
-        return rewards.Questions(
+        return rewards.RewardArguments(
             [item.where for item in items],
             [item.prompt for item in items],
             [_completion(item, text) for item, text in zip(items, texts, strict=True)],
@@ -160,7 +160,7 @@ class OwnPrompts(FilePrompts):
     def fingerprint(self) -> str | None:
         return prompts.fingerprint(self._train)
 
-    def described(self, asked: Asked, i: int) -> tuple[str, str]:
+    def described(self, asked: PromptIds, i: int) -> tuple[str, str]:
         item = asked.items[i]
         return item.where, f"columns {', '.join(item.columns)}"
 
@@ -205,7 +205,7 @@ class Conversations(OwnPrompts):
         return []
 
     def play(
-        self, asked: Asked, sample: Sample, count: int | None = None
+        self, asked: PromptIds, sample: Sample, count: int | None = None
     ) -> tuple[Played, Graded]:
         """Complete the first prompts over several turns; None: all of them.
 
@@ -228,7 +228,7 @@ class Conversations(OwnPrompts):
         return played, Graded(values, right)
 
 
-def _completion(item: Prompt, text: str) -> Any:
+def _completion(item: PromptRecord, text: str) -> Any:
     """In the form of the prompt, as TRL has it."""
     if isinstance(item.prompt, str):
         return text
@@ -240,7 +240,7 @@ _LATER = (
 )  # fmt: skip
 
 
-class Questions(Reading):
+class TaskPrompts(Reading):
     """Prompts of a task: sums, or a file's, which a checkpoint's tokenizer reads."""
 
     def __init__(
@@ -264,7 +264,7 @@ class Questions(Reading):
         """Where prompts and rewards come from."""
         task, checkpoint = self._config, self._checkpoint
         if task.is_arithmetic:
-            return Sums(task, checkpoint)
+            return ArithmeticTask(task, checkpoint)
         assert checkpoint is not None, "the job's config says so"
         tokenizer = vocabulary.of_checkpoint(checkpoint)
         if task.recorded:
@@ -317,12 +317,12 @@ class Questions(Reading):
     def end_of_turn(self) -> str | None:
         return None if self._reader is None else self._reader.end_of_turn()
 
-    def records(self, count: int) -> Iterator[Record | str]:
+    def records(self, count: int) -> Iterator[TokenRecord | str]:
         task = self.task
         asked = task.ask(0, count if task.size is None else min(count, task.size))
         for i, (ids, length) in enumerate(zip(asked.ids, asked.lengths, strict=True)):
             name, about = task.described(asked, i)
-            yield Record(name, ids[:length], about=about)
+            yield TokenRecord(name, ids[:length], about=about)
         yield task.statistics()
         yield from self.lines()
 

@@ -8,7 +8,7 @@ import numpy as np
 import tokenizers
 
 from jaxmem.base import processes
-from jaxmem.data.prompts import Prompt
+from jaxmem.data.prompts import PromptRecord
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import TrainerState
 from jaxmem.data.tasks import TaskConfig
@@ -16,22 +16,22 @@ from jaxmem.train.jobs.rollout.nested_rows import padded, take
 from jaxmem.train.jobs.rollout.packed import Completions
 
 
-class Asked(NamedTuple):
+class PromptIds(NamedTuple):
     """Prompts of a rollout, as ids of the model."""
 
     ids: np.ndarray  # int32 [N, P], right-padded
     lengths: np.ndarray  # int32 [N]
     items: Any  # what a task scores them by
 
-    def repeated(self, count: int) -> "Asked":
+    def repeated(self, count: int) -> "PromptIds":
         """Each prompt `count` times, one after the other."""
         return take(self, np.repeat(np.arange(len(self.lengths)), count))
 
-    def first(self, count: int) -> "Asked":
+    def first(self, count: int) -> "PromptIds":
         """The first prompts; only of lists of items."""
-        return Asked(*(x[:count] for x in self))
+        return PromptIds(*(x[:count] for x in self))
 
-    def parts(self, rows: int) -> Iterator[tuple["Asked", int]]:
+    def parts(self, rows: int) -> Iterator[tuple["PromptIds", int]]:
         """Parts of exactly so many prompts, and how many of each are not repeated."""
         for start in range(0, len(self.lengths), rows):
             chosen = np.arange(start, min(start + rows, len(self.lengths)))
@@ -59,26 +59,28 @@ class Task(abc.ABC):
     trainer_state = TrainerState()  # of the run, for reward functions
 
     @abc.abstractmethod
-    def ask(self, start: int, count: int) -> Asked:
+    def ask(self, start: int, count: int) -> PromptIds:
         """Prompts of the numbers from `start` to `start + count - 1`."""
 
-    def held_out(self) -> Asked | None:
+    def held_out(self) -> PromptIds | None:
         """Prompts that are never trained on; None without any."""
         return None
 
-    def grade(self, asked: Asked, completions: Completions) -> Graded:
+    def grade(self, asked: PromptIds, completions: Completions) -> Graded:
         """What one completion of each prompt is worth."""
         raise NotImplementedError
 
     @abc.abstractmethod
-    def question(self, asked: Asked, i: int) -> str:
+    def question(self, asked: PromptIds, i: int) -> str:
         """A prompt, as it reads; of a conversation, its last message."""
 
     @abc.abstractmethod
     def text(self, ids: np.ndarray) -> str:
         """Tokens as text, special ones too."""
 
-    def shown(self, asked: Asked, completions: Completions, i: int) -> tuple[str, str]:
+    def shown(
+        self, asked: PromptIds, completions: Completions, i: int
+    ) -> tuple[str, str]:
         """The ends of a prompt and of its completion, a line each."""
         said = completions.sampled[i, : completions.lengths[i]]
         texts = self.question(asked, i), self.text(said)
@@ -90,7 +92,7 @@ class Task(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def described(self, asked: Asked, i: int) -> tuple[str, str]:
+    def described(self, asked: PromptIds, i: int) -> tuple[str, str]:
         """Where a prompt is from, and what comes with it."""
 
     def check(self) -> None:
@@ -131,11 +133,11 @@ class FilePrompts(Task):
     def __init__(self, config: TaskConfig, tokenizer: tokenizers.Tokenizer):
         self._config, self._tokenizer = config, tokenizer
 
-    def _asked(self, items: list[Prompt]) -> Asked:
+    def _asked(self, items: list[PromptRecord]) -> PromptIds:
         rows = [item.ids for item in items]
-        return Asked(*padded(rows, self._config.max_prompt_tokens), items)
+        return PromptIds(*padded(rows, self._config.max_prompt_tokens), items)
 
-    def question(self, asked: Asked, i: int) -> str:
+    def question(self, asked: PromptIds, i: int) -> str:
         prompt = asked.items[i].prompt
         return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
 

@@ -18,16 +18,16 @@ import tokenizers
 from jaxmem.base import messages
 from jaxmem.data import rewards
 from jaxmem.data.ends import Ends
-from jaxmem.data.prompts import Prompt
+from jaxmem.data.prompts import PromptRecord
 from jaxmem.data.record_reader import decides_loss
-from jaxmem.data.records import DataError, Record, find_files, read_records
+from jaxmem.data.records import DataError, RawRecord, find_files, read_records
 from jaxmem.data.rendering import Notes
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import Samples, SamplingConfig
 from jaxmem.train.jobs.rollout.nested_rows import padded
 from jaxmem.train.jobs.rollout.packed import Completions
-from jaxmem.train.jobs.rollout.prompts import Asked, FilePrompts, Graded
-from jaxmem.train.jobs.rollout.samples import Decoded, Sampled
+from jaxmem.train.jobs.rollout.prompts import FilePrompts, Graded, PromptIds
+from jaxmem.train.jobs.rollout.samples import Sampled, SlotUse
 
 _KEYS = ("prompt_ids", "completion_ids", "logprobs", "reward")
 
@@ -71,7 +71,7 @@ class RecordedRollouts(FilePrompts):
                     )
         return groups
 
-    def _check(self, record: Record) -> None:
+    def _check(self, record: RawRecord) -> None:
         fields, most = record.fields, self._sampling.max_new_tokens
         for key in _KEYS:
             if key not in fields:
@@ -116,7 +116,7 @@ class RecordedRollouts(FilePrompts):
                 note = f"the column {messages.short(key)} is not used"
                 self.notes.add(note, record.where)
 
-    def _check_supports(self, record: Record, length: int) -> None:
+    def _check_supports(self, record: RawRecord, length: int) -> None:
         supports, limit = record.fields.get("supports"), self._sampling.support_size
         if limit is None and supports is not None:
             raise DataError(
@@ -153,15 +153,17 @@ class RecordedRollouts(FilePrompts):
         turns = np.ones(len(records), np.int32)
         truncated = ~np.isin(ends, self._eos_ids)
         return Sampled(
-            asked, completions, samples, graded, truncated, turns, Decoded(0, 0)
+            asked, completions, samples, graded, truncated, turns, SlotUse(0, 0)
         )
 
-    def _asked_of(self, records: Sequence[Record]) -> Asked:
+    def _asked_of(self, records: Sequence[RawRecord]) -> PromptIds:
         ids = [np.array(x.fields["prompt_ids"], np.int32) for x in records]
         given = zip(records, ids, strict=True)
-        return self._asked([Prompt(x.where, self.text(i), {}, i) for x, i in given])
+        return self._asked(
+            [PromptRecord(x.where, self.text(i), {}, i) for x, i in given]
+        )
 
-    def _samples(self, records: Sequence[Record]) -> Samples:
+    def _samples(self, records: Sequence[RawRecord]) -> Samples:
         most, limit = self._sampling.max_new_tokens, self._sampling.support_size
         fields = [record.fields for record in records]
         tokens, lengths = padded([f["completion_ids"] for f in fields], most)
@@ -179,7 +181,7 @@ class RecordedRollouts(FilePrompts):
         )  # fmt: skip
         return Samples(*made)
 
-    def ask(self, start: int, count: int) -> Asked:
+    def ask(self, start: int, count: int) -> PromptIds:
         """See `Task`: prompts of groups."""
         size = self._group_size
         places = range(start * size, (start + count) * size, size)
@@ -189,7 +191,7 @@ class RecordedRollouts(FilePrompts):
         """Identifies the rollouts and their order."""
         return digest([record.fields for record in self._records])
 
-    def described(self, asked: Asked, i: int) -> tuple[str, str]:
+    def described(self, asked: PromptIds, i: int) -> tuple[str, str]:
         return asked.items[i].where, f"{self._group_size} completions"
 
     def statistics(self) -> str:
@@ -209,7 +211,7 @@ def digest(values: Sequence[Any]) -> str:
     return made.hexdigest()[:24]
 
 
-def _check_ids(record: Record, key: str, ids: Any, vocab_size: int) -> None:
+def _check_ids(record: RawRecord, key: str, ids: Any, vocab_size: int) -> None:
     if not isinstance(ids, list) or not all(
         type(i) is int and 0 <= i < vocab_size for i in ids
     ):

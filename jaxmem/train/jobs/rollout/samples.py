@@ -9,7 +9,7 @@ import numpy as np
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.rollout.nested_rows import join, take
 from jaxmem.train.jobs.rollout.packed import Completions
-from jaxmem.train.jobs.rollout.prompts import Asked, Graded
+from jaxmem.train.jobs.rollout.prompts import Graded, PromptIds
 
 Compare = Callable[[np.ndarray, np.ndarray], jax.Array]
 
@@ -25,7 +25,7 @@ def draw_number(step: int, attempt: int, turn: int) -> int:
     return -1 - int(drawn >> 1)
 
 
-class Decoded(NamedTuple):
+class SlotUse(NamedTuple):
     """How many of the sampler's slots had something to decode.
 
     The first token of a completion comes from its prompt, and is not counted.
@@ -55,13 +55,13 @@ class ByTurn(NamedTuple):
 class Sampled(NamedTuple):
     """N completions, those of a prompt one after the other."""
 
-    asked: Asked
+    asked: PromptIds
     completions: Completions
     samples: Samples
     graded: Graded
     truncated: np.ndarray  # [N] bool, whether the last one has no end
     turns: np.ndarray  # [N] completions of a conversation
-    decoded: Decoded  # for these and for completions that were not selected
+    decoded: SlotUse  # for these and for completions that were not selected
     by_turn: ByTurn | None = None  # where turns are compared, not conversations
 
     def tells(self, group_size: int) -> np.ndarray:

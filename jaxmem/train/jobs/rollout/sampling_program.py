@@ -17,9 +17,9 @@ from jaxmem.models.partitioning import Layout
 from jaxmem.models.sampling import (
     COMPILER_OPTIONS,
     Sampler,
+    SamplerState,
     Samples,
     SamplingConfig,
-    State,
     prepared,
     row_keys,
     samples_of,
@@ -247,7 +247,7 @@ class SamplingProgram(AccumulatedProgram):
         return math.prod(made.shape) * made.dtype.itemsize // parts
 
 
-def _ended(sampler: Sampler, model: Any, state: State) -> tuple[Samples, Cache]:
+def _ended(sampler: Sampler, model: Any, state: SamplerState) -> tuple[Samples, Cache]:
     """The completions of a turn, and the cache after them."""
     state = sampler.advance(model, state, sampler.config.max_new_tokens)
     return samples_of(state), state.cache

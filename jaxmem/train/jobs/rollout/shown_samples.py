@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem.train.jobs.rollout.packed import Completions
-from jaxmem.train.jobs.rollout.prompts import Asked, Task
+from jaxmem.train.jobs.rollout.prompts import PromptIds, Task
 
 _SAMPLES = 8
 _MOST_TOKENS = 256  # of a completion
@@ -14,7 +14,7 @@ _MOST_CHARACTERS = 600  # of a prompt, from its end
 
 def table(
     task: Task,
-    asked: Asked,
+    asked: PromptIds,
     completions: Completions,
     rewards: np.ndarray | None,
     logprobs: np.ndarray,

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxmem.models.sampling import Samples
-from jaxmem.train.jobs.rollout.samples import Decoded, draw_number
+from jaxmem.train.jobs.rollout.samples import SlotUse, draw_number
 from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
 
 
@@ -45,9 +45,9 @@ class Turns:
         self._slots, self._tokens = 0, 0
 
     @property
-    def decoded(self) -> Decoded:
+    def decoded(self) -> SlotUse:
         """What the sampler's slots did so far."""
-        return Decoded(self._tokens, self._slots)
+        return SlotUse(self._tokens, self._slots)
 
     def __call__(self, said: np.ndarray, lengths: np.ndarray, turn: int) -> Samples:
         """Complete all that was said [N, W] in rows of these lengths, in one turn.
