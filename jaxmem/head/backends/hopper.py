@@ -18,7 +18,7 @@ from jaxmem import devices
 from jaxmem.head.backends.protocol import OfChunk
 from jaxmem.head.kernels import active, block_sizes, padding, tuned
 from jaxmem.head.maths import backend_operands, row_stats, vocab_shards
-from jaxmem.head.maths.backend_operands import Factors, Logits, Rows
+from jaxmem.head.maths.backend_operands import CallerLogits, Factors, TokenRows
 from jaxmem.head.maths.spec import Spec
 
 # Times with gradients on an H200, D=4096 V=151936, in GEMMs, "xla" in parentheses:
@@ -44,18 +44,18 @@ def refuses_machine() -> str | None:
     return None
 
 
-def refuses_call(spec: Spec, source: Factors | Logits) -> str | None:
+def refuses_call(spec: Spec, source: Factors | CallerLogits) -> str | None:
     """Why this backend cannot run the call on any machine; None if it can."""
-    if isinstance(source, Logits):
+    if isinstance(source, CallerLogits):
         return "it makes logits from hidden states and W, the caller has logits already"
     if spec.compute_dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 or float16, hidden is {spec.compute_dtype}"
     return None
 
 
-def unproven(spec: Spec, source: Factors | Logits) -> str | None:
+def unproven(spec: Spec, source: Factors | CallerLogits) -> str | None:
     """Why a supported call was not measured to be faster than on "xla"; or None."""
-    if isinstance(source, Logits):
+    if isinstance(source, CallerLogits):
         return "never with logits that the caller has"
     if spec.compute_dtype == jnp.float16:
         return "stores derivatives without a scale, which large weights overflow"
@@ -92,12 +92,12 @@ class Pass(NamedTuple):
     single_block: bool  # one launch has all rows: no sums over launches
 
 
-def forward(spec: Spec, source: Factors, rows: Rows, names) -> dict:
+def forward(spec: Spec, source: Factors, rows: TokenRows, names) -> dict:
     """The named fields of `Outputs` for every row; 0 where inactive."""
     return backend_operands.outputs(spec, rows, statistics(spec, source, rows), names)
 
 
-def statistics(spec: Spec, source: Factors, rows: Rows) -> row_stats.Stats:
+def statistics(spec: Spec, source: Factors, rows: TokenRows) -> row_stats.Stats:
     """Statistics over this shard of the vocabulary; undefined where inactive."""
     padded = padding.head(spec, source.cast(spec))
     return _add_statistics(
@@ -106,7 +106,7 @@ def statistics(spec: Spec, source: Factors, rows: Rows) -> row_stats.Stats:
 
 
 def backward(
-    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs, cotangents
+    spec: Spec, source: Factors, rows: TokenRows, saved: row_stats.Outputs, cotangents
 ) -> Factors:
     """Cotangent of the source; sums over tokens in float32."""
     padded = padding.head(spec, source.cast(spec))
@@ -128,7 +128,7 @@ def backward(
 
 
 def one_pass(
-    spec: Spec, source: Factors, rows: Rows, of_chunk: OfChunk, initial
+    spec: Spec, source: Factors, rows: TokenRows, of_chunk: OfChunk, initial
 ) -> tuple[Any, Factors]:
     """See `xla.one_pass`: the forward kernel stores exponentials, products follow."""
     from jaxmem.head.kernels.forward import statistics_and_exps
@@ -182,7 +182,7 @@ def _add_statistics(spec, padded, rows, all_stats):
     return active.for_each_block(rows.active, env.n_rows, body, all_stats)
 
 
-def inputs(spec: Spec, padded: Factors, rows: Rows, block) -> tuple:
+def inputs(spec: Spec, padded: Factors, rows: TokenRows, block) -> tuple:
     """Operands of the forward kernel, in its order."""
     temperature = _inverse_temperature(rows, block.ids)
     labels = backend_operands.part_labels(spec, rows, block.ids)
@@ -205,7 +205,7 @@ def _add_kept(this, rows, block, kept, outputs_and_cotangents, sums):
         _inverse_temperature(rows, block.ids),
     )  # fmt: skip
     h = _hidden(padded, block.ids)
-    part = products.Part(h, lambda part, width: dz, block.n_active)
+    part = products.ProductRows(h, lambda part, width: dz, block.n_active)
     return _gradients(this, env.n_tiles, [part], block, sums)
 
 
@@ -230,7 +230,7 @@ def _add_recomputed(this, rows, saved, cotangents, sums):
     return active.for_each_block(rows.active, at_once, body, sums)
 
 
-def recomputed(this: Pass, rows: Rows, outputs_and_cotangents, row_ids, n_active):
+def recomputed(this: Pass, rows: TokenRows, outputs_and_cotangents, row_ids, n_active):
     """The `products.Part` of some rows, whose logits are recomputed."""
     from jaxmem.head.kernels import dlogits, products
 
@@ -242,11 +242,11 @@ def recomputed(this: Pass, rows: Rows, outputs_and_cotangents, row_ids, n_active
     h = _hidden(padded, row_ids)
     labels = backend_operands.part_labels(spec, rows, row_ids)
     inverse = _inverse_temperature(rows, row_ids)
-    inputs = dlogits.Inputs(h, padded.W, labels, padded.bias, inverse)
+    inputs = dlogits.LogitsInputs(h, padded.W, labels, padded.bias, inverse)
     coefficients = row_stats.coefficients(of_rows, g)
     operands = dlogits.operands(env, inputs, of_rows, coefficients)
     derivative = functools.partial(dlogits.derivative, env, operands)
-    return products.Part(h, derivative, n_active)
+    return products.ProductRows(h, derivative, n_active)
 
 
 def _sums(this, source):
@@ -295,7 +295,7 @@ def _gradients(this, n_tiles, parts, block, sums):
     )
     hidden = tuple(into(part.hidden) for part in parts)
     here = products.gradients(
-        products.Blocks(env, n_tiles, single_block, tiles), padded.W, parts,
+        products.VocabBlocks(env, n_tiles, single_block, tiles), padded.W, parts,
         sums._replace(hidden=hidden), overlap_all_reduce,
     )  # fmt: skip
     depth = sums.hidden.shape[1]
@@ -348,9 +348,9 @@ def tiles_of(kernel, spec: Any, padded: Factors) -> Any:
     return tuned.tiles_for(kernel, key_of(spec, columns, depth))
 
 
-def key_of(spec: Any, columns: int, depth: int) -> tuned.Head:
+def key_of(spec: Any, columns: int, depth: int) -> tuned.TunedKey:
     """The key of the head of a call in the table of tiles."""
-    return tuned.Head(devices.current()[0].device_kind, depth, columns, spec.layout)
+    return tuned.TunedKey(devices.current()[0].device_kind, depth, columns, spec.layout)
 
 
 def n_blocks():

@@ -257,7 +257,7 @@ def _sampled(kernel, h, W):
     return (to_W if kernel == "sampled_to_W" else to_pieces), (pairs, h)
 
 
-def _entries(n, columns) -> column_sampling.Derivative:
+def _entries(n, columns) -> column_sampling.SparseDerivative:
     """Entries [n, slots] in columns of density 1 / j, the slots past a few empty."""
     shape = n, _SLOTS
     of_columns, of_values = jax.random.split(jax.random.key(4))
@@ -267,7 +267,7 @@ def _entries(n, columns) -> column_sampling.Derivative:
         is_filled, jnp.minimum(drawn.astype(jnp.int32), columns - 1), columns
     )
     values = jnp.where(is_filled, jax.random.normal(of_values, shape), 0)
-    return column_sampling.Derivative(drawn, values)
+    return column_sampling.SparseDerivative(drawn, values)
 
 
 def _derivative(env, width, n, h, W, y):

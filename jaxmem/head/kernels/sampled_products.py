@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxmem.head.kernels import tuned, typed
 from jaxmem.head.kernels.tiles import SampledLaunch
-from jaxmem.head.maths.column_sampling import Derivative, Pairs
+from jaxmem.head.maths.column_sampling import SortedEntries, SparseDerivative
 
 _PIECE = 64  # pairs of a piece, at least; a power of two
 # Columns per piece, at least: pieces take 4 D bytes each during W's gradient, an eighth
@@ -54,7 +54,7 @@ class Pieces(NamedTuple):
 
 
 def to_hidden(
-    launch: SampledLaunch, dz: Derivative, W: jax.Array, layout, dtype
+    launch: SampledLaunch, dz: SparseDerivative, W: jax.Array, layout, dtype
 ) -> jax.Array:
     """The product dz · W, [N, D]."""
     n_columns = W.shape[0 if layout == "vd" else 1]
@@ -84,7 +84,7 @@ class ColumnLaunches(NamedTuple):
 
 
 def to_weights(
-    launches: ColumnLaunches, pairs: Pairs, hidden: jax.Array,
+    launches: ColumnLaunches, pairs: SortedEntries, hidden: jax.Array,
     like: jax.ShapeDtypeStruct, layout,
 ) -> jax.Array:  # fmt: skip
     """dzᵀ · hidden, of W's shape and dtype; zero for columns without an entry."""
@@ -100,7 +100,7 @@ def to_weights(
     return _by_depth(part, zeros, axis=0)
 
 
-def to_bias(pairs: Pairs, n_rows: int, columns: int) -> jax.Array:
+def to_bias(pairs: SortedEntries, n_rows: int, columns: int) -> jax.Array:
     """Σ_i dz_ij of each column, float32 [V]."""
     ones = jnp.ones((n_rows, _THREADS), jnp.bfloat16)
     launches = ColumnLaunches(
@@ -135,7 +135,7 @@ def sum_rows(
 
 
 def sum_columns(
-    launches: ColumnLaunches, pairs: Pairs, n_columns: int, x: jax.Array, dtype
+    launches: ColumnLaunches, pairs: SortedEntries, n_columns: int, x: jax.Array, dtype
 ) -> jax.Array:
     """Σ_k values_k x[tokens_k] over the pairs of each column, summed in float32.
 
@@ -175,7 +175,7 @@ def sum_columns(
 
 
 def sum_pieces(
-    launch: SampledLaunch, pairs: Pairs, n_live, n_columns: int, x: jax.Array
+    launch: SampledLaunch, pairs: SortedEntries, n_live, n_columns: int, x: jax.Array
 ) -> Pieces:
     """Sums of the pieces of long columns, as short as there is memory for.
 

@@ -15,8 +15,8 @@ from jaxmem.head.backends import hopper, hopper_sampled
 from jaxmem.head.kernels import tuned
 from jaxmem.head.kernels.tiles import SampledLaunch
 from jaxmem.head.maths import row_stats
-from jaxmem.head.maths.backend_operands import Factors, Rows
-from jaxmem.head.maths.column_sampling import Derivative
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
+from jaxmem.head.maths.column_sampling import SparseDerivative
 from jaxmem.head.maths.spec import Spec
 from tests import hlo, oracle
 from tests.cases import Case, slow
@@ -39,7 +39,7 @@ def problem(n, d, v, slots, layout="vd", **options):
         gradient_samples=slots, **options,
     )  # fmt: skip
     y = y % spec.vocab_size
-    rows = Rows(jnp.asarray(y), where, temperature, random_draws(n))
+    rows = TokenRows(jnp.asarray(y), where, temperature, random_draws(n))
     source = Factors(h, W if layout == "vd" else W.T, bias)
     return spec, source, rows
 
@@ -96,7 +96,7 @@ def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
     shape = (v, d) if layout == "vd" else (d, v)
 
     def both(h, W, y, g, draws):
-        rows = Rows(y, y >= 0, None, draws)
+        rows = TokenRows(y, y >= 0, None, draws)
         return run(spec, Factors(h, W, jnp.zeros(v)), rows, g)
 
     numbers = jax.ShapeDtypeStruct((n,), jnp.int32)
@@ -113,7 +113,7 @@ def test_gradient_takes_the_measured_launch_of_its_head(kernel, monkeypatch):
     n, d, v = 64, 256, 512
     spec, source, rows = problem(n, d, v, 4)
     columns = jnp.arange(n * 5, dtype=jnp.int32).reshape(n, 5)
-    dz = Derivative(columns, jnp.ones((n, 5)))
+    dz = SparseDerivative(columns, jnp.ones((n, 5)))
 
     def traced():
         made = jax.make_jaxpr(lambda: hopper_sampled.gradient(spec, source, rows, dz))

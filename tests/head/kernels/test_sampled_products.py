@@ -7,7 +7,7 @@ import pytest
 
 from jaxmem.head.kernels.tiles import SampledLaunch
 from jaxmem.head.maths import column_sampling
-from jaxmem.head.maths.column_sampling import Derivative
+from jaxmem.head.maths.column_sampling import SparseDerivative
 from tests.cases import slow
 from tests.head.kernels import needs_pallas
 
@@ -22,7 +22,7 @@ def problem(n, d, v, slots, seed=0):
     columns[rng.random((n, slots)) < 0.3] = v
     columns[n // 2] = v
     values = np.where(columns < v, rng.standard_normal((n, slots)), 0)
-    dz = Derivative(jnp.asarray(columns), jnp.asarray(values, jnp.float32))
+    dz = SparseDerivative(jnp.asarray(columns), jnp.asarray(values, jnp.float32))
     dense = np.zeros((n, v + 1))
     np.add.at(dense, (np.arange(n)[:, None], columns), values)
     h, W = rng.standard_normal((n, d)), rng.standard_normal((v, d))
@@ -66,7 +66,7 @@ def test_a_long_column_counts_each_pair_once(many, monkeypatch):
     n, v = 50, len(sizes)
     columns = np.repeat(np.arange(v + 1), [*sizes, 31])  # the last: empty slots
     end, tokens = np.cumsum(sizes), np.arange(len(columns)) % n
-    pairs = column_sampling.Pairs(*map(jnp.asarray, (
+    pairs = column_sampling.SortedEntries(*map(jnp.asarray, (
         columns.astype(np.int32), tokens.astype(np.int32),
         np.ones(len(columns), np.float32),
     )))  # fmt: skip
