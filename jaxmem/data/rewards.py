@@ -67,7 +67,7 @@ class TrainerState:
     max_steps: int = 0  # `run.steps`
 
 
-class Questions(NamedTuple):
+class RewardArguments(NamedTuple):
     """Arguments of reward functions, lists of N each."""
 
     where: Sequence[str]  # places of the prompts in the data, for errors
@@ -76,10 +76,10 @@ class Questions(NamedTuple):
     columns: Mapping[str, Sequence[Any]]
     trainer_state: TrainerState = TrainerState()
 
-    def only(self, i: int) -> "Questions":
+    def only(self, i: int) -> "RewardArguments":
         """The i-th question alone."""
         columns = {name: [values[i]] for name, values in self.columns.items()}
-        return Questions(
+        return RewardArguments(
             [self.where[i]],
             [self.prompts[i]],
             [self.completions[i]],
@@ -144,7 +144,7 @@ class Scorer:
         self._failures = Counter[tuple[str, type]]()  # by function and exception
         self._silent = 0  # last calls in a row that gave no reward
 
-    def __call__(self, questions: Questions) -> Rewards:
+    def __call__(self, questions: RewardArguments) -> Rewards:
         """Call all functions: async ones together, plain ones beside them in turn.
 
         Returns:
@@ -216,7 +216,7 @@ class Scorer:
         return [name for name, f in self._functions.items() if _is_async(f)]
 
     def _check_total(
-        self, total: np.ndarray, failed: np.ndarray, questions: Questions
+        self, total: np.ndarray, failed: np.ndarray, questions: RewardArguments
     ) -> None:
         names, silent = ", ".join(self._functions), np.isnan(total)
         if self._unrewarded == "raise" and (silent & ~failed).any():
@@ -240,7 +240,7 @@ class Scorer:
                 said = f"{_place(names, questions, i)} gave, with task.reward_weights, "
                 raise RewardError(f"{said}{error}") from error
 
-    def _outcomes(self, questions: Questions) -> dict[str, Outcome]:
+    def _outcomes(self, questions: RewardArguments) -> dict[str, Outcome]:
         """Outcomes of calls for all completions, by function."""
         started: dict[str, event_loop.Awaited] = {}
         outcomes: dict[str, Outcome] = {}
@@ -261,14 +261,16 @@ class Scorer:
                 awaited.cancel()
         return {name: outcomes[name] for name in self._functions}
 
-    def _start(self, function: Function, questions: Questions) -> event_loop.Awaited:
+    def _start(
+        self, function: Function, questions: RewardArguments
+    ) -> event_loop.Awaited:
         async def coroutine() -> Any:
             return await _call(function, questions, None)
 
         return event_loop.of_process().start(coroutine(), self._timeout)
 
     def _calls(
-        self, function: Function, parts: Sequence[Questions]
+        self, function: Function, parts: Sequence[RewardArguments]
     ) -> list[Callable[[], Any]]:
         """Calls of a function; an async one is started for all parts at once."""
         if _is_async(function):
@@ -277,7 +279,7 @@ class Scorer:
             functools.partial(_call, function, part, self._timeout) for part in parts
         ]
 
-    def _alone(self, name: str, questions: Questions) -> Iterator[Outcome]:
+    def _alone(self, name: str, questions: RewardArguments) -> Iterator[Outcome]:
         """Yield the outcomes of a function for one completion at a time.
 
         One that takes too long is the last.
@@ -289,7 +291,9 @@ class Scorer:
             if isinstance(outcome.error, guests.Late):
                 return
 
-    def _graded(self, name: str, outcome: Outcome, questions: Questions) -> "_Graded":
+    def _graded(
+        self, name: str, outcome: Outcome, questions: RewardArguments
+    ) -> "_Graded":
         """Rewards of one function; where it fails, as `on_error` says."""
         count, error = len(questions.prompts), outcome.error
         if error is None:
@@ -317,7 +321,7 @@ class Scorer:
     def _count(
         self,
         name: str,
-        questions: Questions,
+        questions: RewardArguments,
         i: int,
         error: BaseException,
         completions: int,
@@ -334,7 +338,7 @@ class Scorer:
             )
 
     def _failure(
-        self, name: str, questions: Questions, error: BaseException
+        self, name: str, questions: RewardArguments, error: BaseException
     ) -> RewardError:
         """The error of a call, with the first prompt for which the function raises."""
         place = 0
@@ -346,7 +350,7 @@ class Scorer:
         return self._error(name, questions, place, error)
 
     def _error(
-        self, name: str, questions: Questions, i: int, error: BaseException
+        self, name: str, questions: RewardArguments, i: int, error: BaseException
     ) -> RewardError:
         place = _place(name, questions, i)
         if isinstance(error, guests.Late):
@@ -419,7 +423,7 @@ def _is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, guests.Misbehaved)
 
 
-def _call(function: Function, questions: Questions, timeout: float | None) -> Any:
+def _call(function: Function, questions: RewardArguments, timeout: float | None) -> Any:
     """The value of a function, in a thread of its own if there is a timeout."""
     call = functools.partial(
         function,
@@ -444,7 +448,7 @@ def _names_trainer_state(function: Function) -> bool:
         return False
 
 
-def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
+def _checked(name: str, returned: Any, questions: RewardArguments) -> np.ndarray:
     """Rewards as an array, None as NaN."""
 
     def wrong(said: str, i: int = 0) -> RewardError:
@@ -478,6 +482,6 @@ def _listed(returned: Any) -> Sequence[Any] | None:
     return returned if is_list else None
 
 
-def _place(name: str, questions: Questions, i: int) -> str:
+def _place(name: str, questions: RewardArguments, i: int) -> str:
     prompt = messages.short(questions.prompts[i])
     return f"reward {name}, prompt {prompt} ({questions.where[i]}):"

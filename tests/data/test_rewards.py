@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmem.base.user_code import UserCodeError
-from jaxmem.data.rewards import Questions, RewardError, Scorer, TrainerState
+from jaxmem.data.rewards import RewardArguments, RewardError, Scorer, TrainerState
 from jaxmem.data.tasks import TaskConfig
 
 CHAT = [{"role": "assistant", "content": "so 4"}]
@@ -20,7 +20,7 @@ CHAT = [{"role": "assistant", "content": "so 4"}]
 
 def questions(completions, **columns):
     count = len(completions)
-    return Questions(
+    return RewardArguments(
         [f"p.jsonl:{i + 1}" for i in range(count)],
         [f"prompt {i}" for i in range(count)],
         completions,

@@ -24,7 +24,7 @@ from jaxmem.train.output.history import read_history
 from jaxmem.train.program import TrainState
 from jaxmem.train.settings import RunConfig, Settings
 from jaxmem.train.state import checkpoint, resuming
-from jaxmem.train.state.checkpoint import CheckpointError
+from jaxmem.train.state.checkpoint import RunCheckpointError
 from tests.base.test_files import no_file_above
 from tests.cases import slow
 from tests.train.test_metrics import step_metrics
@@ -257,7 +257,7 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_last_one_resumes(
     finally:
         limit.__exit__(None, None, None)
     path = ran.out_dir / "checkpoints" / "4"
-    assert isinstance(ran.error, CheckpointError)
+    assert isinstance(ran.error, RunCheckpointError)
     said = str(ran.error)
     assert said.startswith(f"{path}: cannot be written: File too large (")
     assert said.endswith(
@@ -408,7 +408,7 @@ def test_without_one_good_checkpoint_nothing_is_touched(run):
         flip(largest(run.args[0] / "checkpoints" / step))
     for _ in range(2):
         again = run()
-        assert isinstance(again.error, CheckpointError)
+        assert isinstance(again.error, RunCheckpointError)
         said = str(again.error)
         assert said.startswith(
             f"{run.args[0]}/checkpoints: none of the checkpoints can be used: 4 (state/"
@@ -449,7 +449,7 @@ def test_lost_metrics_are_named(run):
 def test_a_path_that_storage_cannot_hold_is_refused_before_the_first_step(tmp_path):
     steps = []
     ran = run_in(tmp_path / "lr[1e-3]", job=Adding(steps.append))
-    assert isinstance(ran.error, CheckpointError) and not steps
+    assert isinstance(ran.error, RunCheckpointError) and not steps
     said = str(ran.error)
     assert "lr[1e-3]/checkpoints/0: cannot be written: no array is found in it" in said
     assert said.endswith("there (its path has '['): free some space, or name another "

@@ -67,7 +67,7 @@ LAUNCHES: Mapping[SampledKernel, SampledLaunch] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class TunedKey:
     """The key of a head in the table."""
 
     device: str  # `device_kind` of jax
@@ -76,7 +76,7 @@ class Head:
     layout: Layout
 
 
-def default(kernel: Kernel, head: Head) -> Any:
+def default(kernel: Kernel, head: TunedKey) -> Any:
     """The tiles, or the launch, of a head that was not measured."""
     tiles, depth = {**DEFAULTS, **LAUNCHES}[kernel], head.depth
     if kernel == "to_hidden" or (kernel == "to_W" and head.layout == "vd"):
@@ -86,12 +86,12 @@ def default(kernel: Kernel, head: Head) -> Any:
     return tiles
 
 
-def launch_for(kernel: SampledKernel, head: Head) -> SampledLaunch:
+def launch_for(kernel: SampledKernel, head: TunedKey) -> SampledLaunch:
     """The measured launch of exactly this head, or the default."""
     return table().get((kernel, head)) or default(kernel, head)
 
 
-def tiles_for(kernel: TileKernel, head: Head) -> Tiles:
+def tiles_for(kernel: TileKernel, head: TunedKey) -> Tiles:
     """The measured tiles of exactly this head, or the default."""
     tiles = table().get((kernel, head)) or default(kernel, head)
     if kernel == "exps":  # the reduction order of "statistics", so that bits are equal
@@ -101,7 +101,7 @@ def tiles_for(kernel: TileKernel, head: Head) -> Tiles:
 
 
 @functools.cache
-def table() -> Mapping[tuple[Kernel, Head], Any]:
+def table() -> Mapping[tuple[Kernel, TunedKey], Any]:
     """The measured tiles and launches; a ValueError names a malformed entry."""
     text = (
         importlib.resources.files("jaxmem.head.kernels")
@@ -112,7 +112,7 @@ def table() -> Mapping[tuple[Kernel, Head], Any]:
 
 
 def entry_of(
-    kernel: Kernel, head: Head, tiles: Tiles | SampledLaunch, measured: Mapping
+    kernel: Kernel, head: TunedKey, tiles: Tiles | SampledLaunch, measured: Mapping
 ) -> dict:
     """An entry of the table; `measured` has its times, date and versions."""
     unmeasured = dataclasses.asdict(default(kernel, head))
@@ -121,9 +121,9 @@ def entry_of(
     return {"kernel": kernel, **dataclasses.asdict(head), "tiles": chosen, **measured}
 
 
-def _read(i, entry: Mapping[str, Any]) -> tuple[tuple[Kernel, Head], Any]:
+def _read(i, entry: Mapping[str, Any]) -> tuple[tuple[Kernel, TunedKey], Any]:
     try:
-        head = Head(*(entry[field.name] for field in dataclasses.fields(Head)))
+        head = TunedKey(*(entry[field.name] for field in dataclasses.fields(TunedKey)))
         if entry["kernel"] not in get_args(Kernel):
             raise ValueError(f"no kernel {entry['kernel']!r}")
         unmeasured = default(entry["kernel"], head)
