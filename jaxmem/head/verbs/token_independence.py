@@ -25,6 +25,11 @@ _ADVICE = (
     "pass a per-token array as an argument, as in token_loss(loss_fn, hidden, W, "
     "labels, array)"
 )
+# A batch's size is no multiple of the number of tokens that the check takes.
+_BATCHES = (
+    " jax.lax.map over tokens with a batch_size cannot be told from this: leave "
+    "batch_size out, or use jax.vmap;"
+)
 # Operations along an axis that the result keeps, and the parameter that names it.
 _ALONG = {
     "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
@@ -77,10 +82,11 @@ def check(traced: Callable[[int], Any], loss: Any, n_rows: int) -> None:
     walk.uses(other, [Use.VALUE] * len(other.jaxpr.outvars))
     if walk.found:
         dependence, operation = min(walk.found)
+        batches = _BATCHES if operation.startswith("slice of") else ""
         raise ValueError(
             "loss_fn must compute a token's loss and metrics from that token's values "
-            f"alone, but it {_SENTENCES[dependence]}, by {operation}; compute this "
-            f"before, and {_ADVICE}"
+            f"alone, but it {_SENTENCES[dependence]}, by {operation};{batches} compute "
+            f"this before, and {_ADVICE}"
         )
 
 
@@ -232,8 +238,14 @@ class _Walk:
         name, params = equation.primitive.name, equation.params
         if name == "iota":
             return self._is_of_tokens(params["shape"][params["dimension"]])
+        if name == "tile":  # one entry for all tokens is no position
+            (operand,), (result,) = equation.invars, equation.outvars
+            pairs = zip(operand.aval.shape, result.aval.shape, strict=True)
+            return any(a != 1 and self._is_of_tokens(b) for a, b in pairs if a != b)
+        if name in ("broadcast_in_dim", "empty"):
+            return False
         tokens = max(map(self._n_axes, equation.invars), default=0)
-        return name != "broadcast_in_dim" and self._of_results(equation) > tokens
+        return self._of_results(equation) > tokens
 
     def _has_positions(self, value) -> bool:
         """True for a constant whose entries differ by token."""

@@ -67,6 +67,11 @@ def traced(loss_fn):
     (lambda s, *_: (s.logprob, {"a": s.entropy.max() + s.entropy}), COMBINES),
     (lambda s, *_: jnp.cumsum(s.logprob), COMBINES + "cumsum"),
     (lambda s, *_: jnp.roll(s.logprob, 1), COMBINES + "slice"),
+    (lambda s, x, i: s[0] + lax.map(lambda row: row @ row, x, batch_size=4),
+     COMBINES + "slice of .*; jax.lax.map over tokens with a batch_size cannot be told "
+     "from this: leave batch_size out, or use jax.vmap; compute"),
+    (lambda s, *_: s.logprob * jnp.tile(TABLE[:2], len(s[0])).reshape(2, -1)[0],
+     POSITION + "tile"),
     (lambda s, *_: s.logprob[::-1], COMBINES + "rev"),
     (lambda s, *_: jnp.sort(s.logprob), COMBINES + "sort"),
     (lambda s, x, i: s.logprob[i], COMBINES + "gather"),
@@ -95,6 +100,7 @@ def test_a_loss_of_other_tokens_is_refused(loss_fn, message):
     lambda s, x, i: s.logprob + TABLE[i[:, None] + jnp.arange(3)].reshape(-1, 3).sum(1),
     lambda s, x, i: jnp.where(s.is_argmax, jnp.zeros(len(i)), jnp.full_like(s[0], 2.0)),
     lambda s, *_: s.logprob * np.ones(len(s.logprob), np.float32),
+    lambda s, *_: s.logprob * jnp.tile(TABLE[:1], len(s[0])) + jnp.empty(len(s[0])),
     lambda s, *_: jax.vmap(  # until all tokens have converged
         lambda a: lax.while_loop(lambda x: x[0] < a, lambda x: (x[0] + 1, 2 * x[1]),
                                  (0.0, 1.0))[1])(s.entropy),
