@@ -48,7 +48,7 @@ from jaxmem.train.jobs import sft
 from jaxmem.train.jobs.config import Config
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig
-from tests.checkpoints import seeded
+from tests.helpers import seeded
 
 NAME, RANK, PROMPT = "families_cpu.csv", 2, 7
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests import compilation
+from tests.helpers import compilation
 
 SHARED = pytest.StashKey[Path]()
 
@@ -20,7 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
-    """Programs that were compiled before are found again (`tests.compilation`)."""
+    """Programs that were compiled before are found again (`helpers.compilation`)."""
     shared = compilation.shared_folder()
     config.stash[SHARED] = shared
     if hasattr(config, "workerinput"):  # its environment names the first one's folder

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jaxmem
 from jaxmem import losses
 from jaxmem.heads import linen, nnx
-from tests import test_layering
+from tests.helpers import layers
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxmem"
@@ -71,7 +71,7 @@ def _parameters() -> Iterator[Count]:
 
 def _functions(module) -> list[str]:
     names = (name for name in dir(module) if not name.startswith("_"))
-    forwards = test_layering.FORWARDS
+    forwards = layers.FORWARDS
     names = [name for name in names if f"{module.__name__}.{name}" not in forwards]
     return [name for name in names if inspect.isfunction(getattr(module, name))]
 
@@ -121,14 +121,14 @@ def lines() -> dict[str, int]:
 
 
 def _upward() -> Count:
-    found = list(test_layering.upward())
+    found = list(layers.upward())
     return Count("imports upward", len(found), 0, ", ".join(found))
 
 
 def _circles() -> Count:
     graph = {
-        module: {target for target, _ in test_layering._own_imports(module)} - {module}
-        for module in test_layering.MODULES
+        module: {target for target, _ in layers.own_imports(module)} - {module}
+        for module in layers.MODULES
     }
     try:
         graphlib.TopologicalSorter(graph).prepare()

@@ -11,8 +11,8 @@ import pytest
 
 import jaxmem
 from jaxmem import losses, packing
-from tests import nasty
-from tests.described import described
+from tests.helpers import nasty
+from tests.helpers.described import described
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -15,7 +15,7 @@ from jaxmem.commands import bench
 from jaxmem.commands.cli import main
 from jaxmem.head.backends import hopper
 from jaxmem.head.kernels import tuned
-from tests.cases import slow
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

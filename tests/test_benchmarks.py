@@ -28,8 +28,8 @@ from benchmarks import (
     workers,
 )
 from jaxmem.base import timing
-from tests import oracle
-from tests.cases import Case
+from tests.helpers import oracle
+from tests.helpers.cases import Case
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -14,7 +14,7 @@ import pytest
 from jaxmem._version import __version__
 from jaxmem.base import imports, locks
 from jaxmem.commands import cli
-from tests.cases import slow
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

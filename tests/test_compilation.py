@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import compilation
+from tests.helpers import compilation
 
 _COMPILE = """
 import sys

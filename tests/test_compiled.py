@@ -26,8 +26,8 @@ from jaxmem.models.mixture import Expert
 from jaxmem.models.partitioning import AXES
 from jaxmem.planning import collectives
 from jaxmem.train.jobs import sft
-from tests.cases import one_at_a_time, slow
-from tests.train import test_mesh_gpu
+from tests.helpers import long_rows
+from tests.helpers.cases import one_at_a_time, slow
 
 FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 UNROLLED = {"xla_gpu_enable_while_loop_double_buffering": True}
@@ -196,7 +196,7 @@ def test_blocks_of_the_vocabulary_take_less_where_tokens_are_many(n_blocks):
 
 @pytest.mark.parametrize("axis", [x if x in QUICK_AXES else slow(x) for x in AXES])
 def test_training_steps_on_two(axis):
-    config = test_mesh_gpu.config_of(test_mesh_gpu.MODEL, axis)
+    config = long_rows.config_of(long_rows.MODEL, axis)
     with devices.target("h200", 2):
         program = sft.SftProgram(config, config.model.vocab_size, packed=False)
         text = program.compile_step(config.head).as_text()

@@ -16,8 +16,8 @@ import jaxmem
 import jaxmem.heads.linen
 import jaxmem.heads.nnx
 from jaxmem import losses, packing
-from tests import targets
-from tests.cases import slow
+from tests.helpers import targets
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

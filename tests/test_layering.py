@@ -11,8 +11,19 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "jaxmem"
+from tests.helpers.layers import (
+    FORWARDS,
+    HEIGHTS,
+    MODULES,
+    ROOT,
+    imports_of,
+    is_in,
+    layer_of,
+    nodes_of,
+    own_imports,
+    place_of,
+    upward,
+)
 
 MAX_PARAMETERS = 7  # but of public functions, whose keywords are documentation
 
@@ -22,31 +33,8 @@ PUBLIC = (
     "jaxmem.remat.offload jaxmem.packing jaxmem.remat jaxmem.sharding"
 ).split()
 
-# Lowest first: a package imports itself and those of the lines above. Two on one line
-# do not import each other.
-LAYERS = (
-    ("_version",),
-    ("base",),
-    ("devices",),
-    ("remat", "packing"),
-    ("head",),
-    ("losses", "sharding"),
-    ("heads",),
-    ("integrations", "models"),
-    ("checkpoints",),
-    ("data",),
-    ("train",),
-    ("score",),
-    ("generate", "planning"),
-    ("evaluate",),
-    ("commands",),
-    ("__main__",),
-)
-HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}
 # The head and all that other trainers use of it. It never imports the application.
 LIBRARY = "base devices remat packing head losses sharding heads integrations".split()
-# Old paths of public modules, for one minor version. Nothing here imports them.
-FORWARDS = ("jaxmem.offload", "jaxmem.cli", "jaxmem.train.report")
 
 # Third parties, and the packages or modules that may import them.
 ALLOWED_EVERYWHERE = {"jax", "numpy"}
@@ -96,12 +84,6 @@ ALLOWED_IN = {
 }
 
 
-def _module(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 SOURCES = [
     path
     for folder in ("jaxmem", "benchmarks")
@@ -109,104 +91,24 @@ SOURCES = [
 ]
 
 
-@functools.cache
-def _tree(path):
-    return ast.parse(path.read_text("utf-8"), str(path))
-
-
-def _place(path, line):
-    return f"{path.relative_to(ROOT)}:{line}"
-
-
-@functools.cache
-def _nodes(path):
-    return list(ast.walk(_tree(path)))
-
-
-@functools.cache
-def _imports(path):
-    """(dotted name, place) of each import, anywhere in the file.
-
-    What a package names for type checkers is not imported when it runs.
-    """
-    found = []
-    checkers = {
-        child
-        for node in _nodes(path)
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        for child in node.body
-        if path.name == "__init__.py"
-    }
-    for node in _nodes(path):
-        if node in checkers:
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{_place(path, node.lineno)}: relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        found += [(name, _place(path, node.lineno)) for name in names]
-    return found
-
-
 def _functions(path):
-    return [node for node in _nodes(path) if isinstance(node, ast.FunctionDef)]
-
-
-def _is_in(name, package):
-    return name == package or name.startswith(f"{package}.")
-
-
-@functools.cache
-def _own_imports(module):
-    """(module, place) of each import of this package by a module."""
-    imports = []
-    for name, place in _imports(MODULES[module]):
-        if _is_in(name, "jaxmem"):
-            target = name if name in MODULES else name.rpartition(".")[0]
-            assert target in MODULES, f"{place}: {name} is not a module"
-            imports.append((target, place))
-    return imports
-
-
-def _layer(module):
-    return module.split(".")[1]
+    return [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
 
 
 def test_every_module_has_a_layer():
     modules = {module for module in MODULES if "." in module} - {*FORWARDS}
-    assert {_layer(module) for module in modules} == HEIGHTS.keys()
+    assert {layer_of(module) for module in modules} == HEIGHTS.keys()
 
 
 def test_imports_only_from_below():
     assert not list(upward())
 
 
-def upward():
-    """Places of imports that are not from below."""
-    for module in MODULES.keys() - {"jaxmem", *FORWARDS}:
-        for target, place in _own_imports(module):
-            if not _is_below(target, module):
-                yield f"{place}: {module} imports {target}"
-
-
-def _is_below(target, module):
-    if target in FORWARDS:
-        return False
-    if target == "jaxmem":  # the package itself, which imports public functions
-        return HEIGHTS[_layer(module)] > HEIGHTS["sharding"]
-    if _layer(target) == _layer(module):
-        return True
-    return HEIGHTS[_layer(target)] < HEIGHTS[_layer(module)]
-
-
 def test_the_library_never_imports_the_application():
     application = HEIGHTS.keys() - {*LIBRARY, "_version"}
     for module in MODULES.keys() - {"jaxmem", *FORWARDS}:
-        if _layer(module) in LIBRARY:
-            targets = {_layer(t) for t, _ in _own_imports(module) if t != "jaxmem"}
+        if layer_of(module) in LIBRARY:
+            targets = {layer_of(t) for t, _ in own_imports(module) if t != "jaxmem"}
             assert not targets & application, module
 
 
@@ -215,7 +117,7 @@ def test_forwards_have_every_public_name():
         with pytest.warns(DeprecationWarning, match="is deprecated"):
             sys.modules.pop(module, None)
             forward = importlib.import_module(module)
-        (target,) = {name for name, _ in _own_imports(module)}
+        (target,) = {name for name, _ in own_imports(module)}
         names = {
             name: item
             for name, item in vars(importlib.import_module(target)).items()
@@ -226,19 +128,19 @@ def test_forwards_have_every_public_name():
 
 def test_own_modules_keep_their_names():
     for path in SOURCES:
-        for node in _nodes(path):
-            if isinstance(node, ast.ImportFrom) and _is_in(node.module, "jaxmem"):
+        for node in nodes_of(path):
+            if isinstance(node, ast.ImportFrom) and is_in(node.module, "jaxmem"):
                 for alias in node.names:
                     renamed = alias.asname not in (None, alias.name)
                     is_module = f"{node.module}.{alias.name}" in MODULES
-                    place = _place(path, node.lineno)
+                    place = place_of(path, node.lineno)
                     assert not (renamed and is_module), f"{place}: {alias.name}"
 
 
 def test_no_circle():
     """Among modules; imports inside functions and of types count, too."""
     graph = {
-        module: {target for target, _ in _own_imports(module) if target != module}
+        module: {target for target, _ in own_imports(module) if target != module}
         for module in MODULES
     }
     graphlib.TopologicalSorter(graph).prepare()
@@ -246,17 +148,17 @@ def test_no_circle():
 
 def test_no_private_name_of_another_package():
     for module, path in MODULES.items():
-        for name, place in _imports(path):
+        for name, place in imports_of(path):
             parts = name.split(".")
-            if parts[0] != "jaxmem" or parts[:2] == ["jaxmem", _layer(module + ".")]:
+            if parts[0] != "jaxmem" or parts[:2] == ["jaxmem", layer_of(module + ".")]:
                 continue
             private = [p for p in parts[2:] if _is_private(p)]
             assert not private, f"{place}: {name}"
         others = _names_of_other_packages(module, path)
-        for node in _nodes(path):
+        for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 private = node.value.id in others and _is_private(node.attr)
-                assert not private, f"{_place(path, node.lineno)}: {node.attr}"
+                assert not private, f"{place_of(path, node.lineno)}: {node.attr}"
 
 
 def _is_private(name):
@@ -268,37 +170,46 @@ def _names_of_other_packages(module, path):
     here = ".".join(module.split(".")[:2])
     return {
         alias.asname or alias.name
-        for node in _nodes(path)
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if (name := f"{node.module}.{alias.name}") in MODULES and not _is_in(name, here)
+        if (name := f"{node.module}.{alias.name}") in MODULES and not is_in(name, here)
     }
 
 
 def test_third_parties_only_where_allowed():
     for module, path in MODULES.items():
-        for name, place in _imports(path):
+        for name, place in imports_of(path):
             top = name.partition(".")[0]
             if top in sys.stdlib_module_names or top == "jaxmem":
                 continue
-            third_parties = [key for key in ALLOWED_IN if _is_in(name, key)]
+            third_parties = [key for key in ALLOWED_IN if is_in(name, key)]
             assert third_parties or top in ALLOWED_EVERYWHERE, f"{place}: {name}"
             for key in third_parties:
-                assert any(_is_in(module, package) for package in ALLOWED_IN[key]), (
+                assert any(is_in(module, package) for package in ALLOWED_IN[key]), (
                     f"{place}: {name} may not be imported in {module}"
                 )
 
 
 def test_no_private_jax():
     for path in SOURCES:
-        for name, place in _imports(path):
-            assert not _is_in(name, "jax._src"), f"{place}: {name}"
-            assert not _is_in(name, "jaxlib"), f"{place}: {name}"
+        for name, place in imports_of(path):
+            assert not is_in(name, "jax._src"), f"{place}: {name}"
+            assert not is_in(name, "jaxlib"), f"{place}: {name}"
             removed = "jax.experimental.pallas.triton"  # jax is to
-            assert not _is_in(name, removed), f"{place}: {name}"
-        for node in _nodes(path):
+            assert not is_in(name, removed), f"{place}: {name}"
+        for node in nodes_of(path):
             is_private = isinstance(node, ast.Attribute) and node.attr == "_src"
-            assert not is_private, f"{_place(path, node.lineno)}: ._src"
+            assert not is_private, f"{place_of(path, node.lineno)}: ._src"
+
+
+def test_tests_share_helpers_alone():
+    """No file imports a test file or a conftest: what tests share is in helpers."""
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        for name, place in imports_of(path):
+            modules = name.split(".") if is_in(name, "tests") else []
+            shared = [x for x in modules if x.startswith("test_") or x == "conftest"]
+            assert not shared, f"{place}: {name}"
 
 
 def test_no_file_is_named_utils():
@@ -332,7 +243,7 @@ def test_few_parameters():
             a = node.args
             names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
             names = [name for name in names if name not in ("self", "cls")]
-            place = _place(path, node.lineno)
+            place = place_of(path, node.lineno)
             assert len(names) <= MAX_PARAMETERS, f"{place}: {node.name}: {names}"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import decode_jax, results, run_decode, trace_summary, workers
 from jaxmem.models.decoder import ModelConfig
-from tests import decoders
+from tests.helpers import decoders
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

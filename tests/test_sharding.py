@@ -10,11 +10,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from jaxmem import packing
-from tests import oracle
-from tests.cases import Case, slow
-from tests.head.maths.test_vocab_shards import collectives, jit
-from tests.head.verbs.test_api import EPSILON, FLOATS, STATS_EPSILON, error
-from tests.targets import loss_of_two_heads, of_columns, of_two_heads
+from tests.helpers import oracle
+from tests.helpers.cases import Case, slow
+from tests.helpers.meshes import collectives, jit
+from tests.helpers.targets import loss_of_two_heads, of_columns, of_two_heads
+from tests.helpers.token_stats import FLOATS
+from tests.helpers.tolerance import EPSILON, STATS_EPSILON, error
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
     pytest.skip(f"needs 8 devices, has {jax.device_count()}", allow_module_level=True)

@@ -11,9 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmem
 from jaxmem.head.backends import hopper
 from jaxmem.planning import collectives
-from tests import oracle
-from tests.cases import Case
-from tests.head.verbs.test_api import EPSILON, FLOATS, STATS_EPSILON, error
+from tests.helpers import oracle
+from tests.helpers.cases import Case
+from tests.helpers.token_stats import FLOATS
+from tests.helpers.tolerance import EPSILON, STATS_EPSILON, error
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import stack
 from jaxmem import remat
-from tests import schedule
+from tests.helpers import schedule
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

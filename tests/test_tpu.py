@@ -26,7 +26,7 @@ from jaxmem.train.jobs.config import Config
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig
-from tests.targets import forward_kl, jsd, reverse_kl, topk_kl
+from tests.helpers.targets import forward_kl, jsd, reverse_kl, topk_kl
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: jax[tpu]"

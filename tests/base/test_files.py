@@ -1,28 +1,16 @@
 """Files on disks that take no more, and files that a kill finds half written."""
 
-import contextlib
 import errno
 import os
 import pathlib
-import resource
 
 import pytest
 
 from jaxmem.base import files
 from jaxmem.base.files import Appender
+from tests.helpers.files import no_file_above
 
 FULL = pathlib.Path("/dev/full")  # writing to it fails as on a full disk
-
-
-@contextlib.contextmanager
-def no_file_above(size):
-    """The kernel refuses what would make a file longer, after writing what fits."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_records_are_whole_or_wait(tmp_path):

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.base.test_processes import (
+from tests.helpers.markdown import commands
+from tests.helpers.processes import (
     ROOT,
     as_of_one,
     end,
@@ -16,7 +17,6 @@ from tests.base.test_processes import (
     free_port,
     steps_of,
 )
-from tests.test_docs import commands
 
 # test_processes has two processes that meet and train.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]

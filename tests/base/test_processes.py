@@ -4,12 +4,9 @@ The processes are real ones that meet over loopback.
 """
 
 import dataclasses
-import io
 import itertools
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,15 +16,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
-from safetensors.numpy import load_file
 
 from jaxmem.base import meeting, processes
 from jaxmem.data import documents as data, streams
-from jaxmem.train import agreement, jobs
+from jaxmem.train import agreement
 from jaxmem.train.configuration import load
+from tests.helpers.processes import (
+    ROOT,
+    as_of_one,
+    end,
+    environment,
+    free_port,
+    steps_of,
+)
 
-ROOT = Path(__file__).parents[2]
 HEARTBEAT = 8  # seconds
 STOPS_WITHIN = HEARTBEAT + 25  # seconds, on a machine that has other things to do
 
@@ -84,13 +86,6 @@ sys.exit(cli.main([*rest, "run.steps=" + input()]))
 """
 
 
-def environment(devices):
-    return os.environ | {
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-
-
 def spoken(commands, devices, timeout=200):
     """Exit statuses and all that processes say, one of these commands each."""
     all_ = [
@@ -126,17 +121,6 @@ def started(arguments, out_dir, steps, port, program=("-m", "jaxmem")):
     ]
 
 
-def free_port():
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return made.getsockname()[1]
-
-
-def steps_of(out_dir):
-    path = Path(out_dir) / "metrics.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def running(arguments, out_dir, steps, program=("-m", "jaxmem")):
     """Two processes that have taken so many steps, of no end of them."""
     pair = started(arguments, out_dir, 10**6, free_port(), program)
@@ -145,12 +129,6 @@ def running(arguments, out_dir, steps, program=("-m", "jaxmem")):
         assert time.monotonic() < deadline and pair[0].poll() is None
         time.sleep(0.02)
     return pair
-
-
-def end(pair):
-    for process in pair:
-        process.kill()
-        process.communicate()
 
 
 def test_two_processes_stop_together_and_resume_and_match_one(arguments, tmp_path):
@@ -216,24 +194,6 @@ def stopped_together(arguments, out_dir):
 def resumed(pair, outputs):
     assert [process.returncode for process in pair] == [0, 0], outputs
     assert "resuming" in outputs[0] and "resuming" not in outputs[1]
-
-
-def as_of_one(arguments, out_dir, steps, tmp_path):
-    path, *overrides = arguments
-    overrides += [f"run.out_dir={tmp_path}/one", f"run.steps={steps}"]
-    config, _ = load(path, overrides)
-    alone = jobs.train(config, "", Console(file=io.StringIO()))
-    told = [json.loads(line) for line in steps_of(out_dir)]
-    assert [step["step"] for step in told] == list(range(1, steps + 1))
-    for got, want in zip(told, alone.history, strict=True):
-        assert got["tokens"] == want.tokens
-        assert got["loss"] == pytest.approx(want.loss, rel=1e-5)
-        assert got["grad_norm"] == pytest.approx(want.grad_norm, rel=1e-4)
-    left = [load_file(run / "model" / "model.safetensors")
-            for run in (out_dir, tmp_path / "one")]  # fmt: skip
-    assert left[0].keys() == left[1].keys()
-    for name, weight in left[0].items():
-        np.testing.assert_allclose(weight, left[1][name], rtol=1e-2, atol=1e-4)
 
 
 # ------------------------------------------------------------- the start

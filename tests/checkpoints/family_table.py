@@ -7,7 +7,7 @@ import numpy as np
 
 from benchmarks import results
 from jaxmem.checkpoints.families import FAMILIES
-from tests.checkpoints import seeded
+from tests.helpers import seeded
 
 # Recorded in tiny/, with weights of their own.
 ELSEWHERE = {"qwen3": 1, "mistral": 1, "gemma2": 1, "gemma3_text": 2, "qwen2": 2}

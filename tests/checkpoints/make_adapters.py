@@ -24,7 +24,7 @@ import safetensors.numpy
 import torch
 import transformers as tf
 
-from tests.checkpoints import seeded
+from tests.helpers import seeded
 
 _ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 _EXPERTS = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

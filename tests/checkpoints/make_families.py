@@ -27,8 +27,8 @@ import torch
 import transformers as tf
 from transformers.core_model_loading import revert_weight_conversion
 
-from tests.checkpoints import seeded
 from tests.checkpoints.configurations import CONFIGURATIONS
+from tests.helpers import seeded
 
 PLACES = np.array([0, 1, 2, 5, 11, 16, 20, 23])
 PROMPT, NEW, PADDING = 7, 8, 6

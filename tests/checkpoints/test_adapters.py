@@ -16,7 +16,7 @@ from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError, adapters
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.weights import join_weights
-from tests.decoders import whole as hidden_states
+from tests.helpers.decoders import whole as hidden_states
 
 QWEN3 = pathlib.Path(__file__).parent / "tiny" / "qwen3"
 ADAPTER, WHOLE = QWEN3 / "adapter", QWEN3 / "whole"

@@ -12,14 +12,18 @@ from jaxmem.checkpoints import CheckpointError, read_config
 from jaxmem.checkpoints.families import ropes
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train import configuration
-from tests.checkpoints.seeded import RECORDS
+from tests.helpers.architectures import (
+    GEMMA2,
+    GEMMA3,
+    GEMMA3_4B,
+    LLAMA3,
+    LLAMA4,
+    QWEN3,
+    SCALED,
+)
+from tests.helpers.seeded import RECORDS
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
-# config.json of published models, and of Llama 3.1 its rope_scaling.
-PUBLISHED = json.loads(pathlib.Path(__file__).with_name("published.json").read_text())
-LLAMA4, QWEN3, LLAMA3 = (PUBLISHED[x] for x in ("llama4", "qwen3", "llama3"))
-GEMMA2, GEMMA3, GEMMA3_4B = (PUBLISHED[x] for x in ("gemma2", "gemma3", "gemma3_4b"))
-SCALED = PUBLISHED["scaled"]
 
 
 def read(tmp_path, config, **changes):

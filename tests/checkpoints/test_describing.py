@@ -13,31 +13,11 @@ from flax import nnx
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.data import vocabulary
-from jaxmem.models.decoder import ModelConfig
-from tests import decoders
-from tests.cases import slow
-from tests.checkpoints import texts
+from tests.helpers import decoders, texts
+from tests.helpers.architectures import GEMMA, KNOWN, SMALL
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-SMALL = ModelConfig(
-    layers=3, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=10, vocab_size=40
-)
-GEMMA = dict(activation="gelu", norm_offset=True, post_norms=True, embed_scale=True)
-WINDOW = dict(pattern=("local", "global"), window=4)
-KNOWN = {
-    "llama": {},
-    "llama_long": dict(rope_scaling="llama3", rope_factor=8.0, rope_original=16),
-    "llama_linear": dict(rope_scaling="linear", rope_factor=4.0, tied=False),
-    "qwen3": dict(qk_norm=True, activation="gelu"),
-    "qwen3_window": dict(qk_norm=True, **WINDOW),
-    "qwen2": dict(qkv_bias=True, tied=False, norm_eps=1e-5),
-    "mistral": dict(pattern=("local",), window=4),
-    "gemma2": dict(softcap=3.0, attention_softcap=2.0, **GEMMA),
-    "gemma3": dict(
-        qk_norm=True, local_rope_theta=50.0, attention_scale=7**-0.5, **WINDOW, **GEMMA
-    ),
-}
 
 
 @pytest.mark.parametrize("name", KNOWN)

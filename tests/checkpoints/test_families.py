@@ -23,8 +23,10 @@ from jaxmem import checkpoints
 from jaxmem.checkpoints import names
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.models import balance
-from tests.cases import slow
-from tests.checkpoints import family_table, seeded
+from tests.checkpoints import family_table
+from tests.helpers import seeded
+from tests.helpers.cases import slow
+from tests.helpers.records import RECORDED, forward, record
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -41,12 +43,6 @@ OTHERS = (
     "ministral3_window", "llama_dynamic_beyond", "llama4", "gpt2", "cohere2", "granite",
     "qwen2_moe_few", "qwen3_5", "olmo3_yarn", "gpt_neox", "nanochat", "gemma4_experts",
 )  # fmt: skip
-RECORDED = sorted(path.stem for path in seeded.RECORDS.glob("*.npz"))
-
-
-@functools.cache
-def record(name):
-    return dict(np.load(seeded.RECORDS / f"{name}.npz"))
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +53,6 @@ def loaded(tmp_path_factory):
         return checkpoints.load(directory), checkpoints.read_config(directory)
 
     return load
-
-
-def forward(decoder, tokens, segment_ids, positions):
-    return decoder.logits(decoder(tokens, segment_ids, positions))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

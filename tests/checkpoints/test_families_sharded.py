@@ -8,9 +8,9 @@ from flax import nnx
 
 from jaxmem import checkpoints
 from jaxmem.models.partitioning import Layout, MeshConfig
-from tests.cases import slow
-from tests.checkpoints import seeded
-from tests.checkpoints.test_families import RECORDED, forward, record
+from tests.helpers import seeded
+from tests.helpers.cases import slow
+from tests.helpers.records import RECORDED, forward, record
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -19,16 +19,8 @@ from jaxmem.checkpoints.adapters import with_adapter
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.tensors import Tensors
 from jaxmem.models.decoder import ModelConfig
-from tests import nasty
-from tests.checkpoints import texts
-from tests.checkpoints.test_architectures import (
-    GEMMA2,
-    GEMMA3,
-    GEMMA3_4B,
-    LLAMA3,
-    QWEN3,
-    SCALED,
-)
+from tests.helpers import nasty, texts
+from tests.helpers.architectures import GEMMA2, GEMMA3, GEMMA3_4B, LLAMA3, QWEN3, SCALED
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 

@@ -19,10 +19,9 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
 from jaxmem import checkpoints
-from tests import decoders
-from tests.cases import slow
-from tests.checkpoints import seeded
-from tests.checkpoints.test_families import forward, record
+from tests.helpers import decoders, seeded
+from tests.helpers.cases import slow
+from tests.helpers.records import forward, record
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

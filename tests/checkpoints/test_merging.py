@@ -14,9 +14,8 @@ from jaxmem import checkpoints
 from jaxmem.commands import cli
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train import saved
-from tests import decoders
-from tests.cases import slow
-from tests.checkpoints import texts
+from tests.helpers import decoders, texts
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

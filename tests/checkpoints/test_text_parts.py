@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.families import ropes
-from tests.cases import slow
-from tests.checkpoints import seeded
-from tests.checkpoints.texts import MISTRAL_3, NESTED, QWEN3_5_MOE
+from tests.helpers import seeded
+from tests.helpers.cases import slow
+from tests.helpers.texts import MISTRAL_3, NESTED, QWEN3_5_MOE
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 IMAGES = TINY / "gemma3_images"

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from jaxmem import checkpoints
-from tests import decoders
-from tests.checkpoints import texts
-from tests.checkpoints.test_describing import KNOWN, SMALL
+from tests.helpers import decoders, texts
+from tests.helpers.architectures import KNOWN, SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 torch = pytest.importorskip("torch", reason="needs torch, transformers and peft")

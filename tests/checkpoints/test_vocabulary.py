@@ -10,7 +10,7 @@ from jaxmem.checkpoints import CheckpointError, load_vocabulary
 from jaxmem.data.config import DataConfig
 from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, RawRecord
-from tests.checkpoints import texts
+from tests.helpers import texts
 
 
 def test_ids_of_texts_and_the_tokens_around_them(tmp_path):

@@ -23,10 +23,10 @@ from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.families import ropes
 from jaxmem.checkpoints.tensors import Tensors, whole
 from jaxmem.models.training_head import HeadConfig
-from tests.cases import slow
-from tests.checkpoints import seeded
-from tests.checkpoints.texts import MISTRAL_3, NESTED, QWEN3_5_MOE
-from tests.decoders import whole as hidden_states
+from tests.helpers import seeded
+from tests.helpers.cases import slow
+from tests.helpers.decoders import whole as hidden_states
+from tests.helpers.texts import MISTRAL_3, NESTED, QWEN3_5_MOE
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 NAMES = sorted(path.name for path in TINY.iterdir())

@@ -1,3 +1,3 @@
 """Streams share orders of documents."""
 
-from tests import orders as orders
+from tests.helpers import orders as orders

@@ -13,7 +13,7 @@ from jaxmem.data.chat import ChatTemplate
 from jaxmem.data.encoding import encode_documents
 from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, RawRecord
-from tests.checkpoints import texts
+from tests.helpers import texts
 
 WHERE = "data.jsonl:7"
 TEMPLATE = (

@@ -11,7 +11,7 @@ from jaxmem.data.chat import ChatTemplate
 from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, RawRecord, read_records
 from jaxmem.data.texts import load_documents, split
-from tests.data.test_chat import (
+from tests.helpers.templates import (
     CHATML,
     GEMMA,
     LLAMA2,
@@ -601,7 +601,7 @@ def test_variables_of_the_template():
 
 
 def test_a_text_that_has_its_edges_gets_no_others(tokenizer):
-    from tests.data.test_chat import with_edges
+    from tests.helpers.templates import with_edges
 
     edges = with_edges(tokenizer)
     start, end = (tokenizer.token_to_id(w) for w in ("<s>", "</s>"))
@@ -658,7 +658,7 @@ def test_a_held_out_part_is_not_empty(count, held_out):
 
 
 def test_pairs_of_a_file_are_held_out(tokenizer, tmp_path):
-    from tests.data.test_chat import with_edges
+    from tests.helpers.templates import with_edges
 
     rows = [{"prompt": "a", "chosen": "b", "rejected": f"c{i}"} for i in range(4)]
     (tmp_path / "a.json").write_text(json.dumps(rows))

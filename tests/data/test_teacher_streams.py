@@ -12,7 +12,7 @@ import pytest
 from jaxmem.data import packed, teacher_files, teacher_streams
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.records import DataError
-from tests.cases import slow
+from tests.helpers.cases import slow
 
 pa = pytest.importorskip("pyarrow")
 K, WINDOW = 3, 6

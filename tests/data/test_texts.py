@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 
 from jaxmem.data.documents import DataError, load_documents
-from tests import nasty
+from tests.helpers import nasty
 
 GOOD = [{"text": "a b"}, {"prompt": "é", "response": "\u2028", "id": 7}]
 lines = nasty.objects(GOOD, ["text", "meta"], st.sampled_from(["b", "", "😀"]))

@@ -11,7 +11,7 @@ import pytest
 from jaxmem.data.rewards import RewardArguments, RewardError, Scorer
 from jaxmem.data.unit_tests import UnitTests, program_of
 from jaxmem.data.verifiers import SHIPPED
-from tests.cases import slow
+from tests.helpers.cases import slow
 
 CHAT = [{"role": "assistant", "content": "#### 4"}]
 TRACE = "He sells 48 / 2 = <<48/2=24>>24 clips.\n#### "

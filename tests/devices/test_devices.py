@@ -11,7 +11,7 @@ from jaxmem import devices
 from jaxmem.devices import targets
 from jaxmem.head.backends import hopper
 from jaxmem.head.maths import partition
-from tests.head.kernels import needs_pallas
+from tests.helpers.interpreter import needs_pallas
 
 
 @pytest.fixture

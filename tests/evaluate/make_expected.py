@@ -16,7 +16,7 @@ import tempfile
 import tokenizers
 from lm_eval.api.instance import Instance
 
-from tests.checkpoints import texts
+from tests.helpers import texts
 
 HERE = pathlib.Path(__file__).parent
 LONG = "the head of a model maps each hidden state to a token, " * 4

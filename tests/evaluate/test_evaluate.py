@@ -18,7 +18,7 @@ from jaxmem.evaluate import command  # noqa: E402
 from jaxmem.evaluate.model import HarnessModel  # noqa: E402
 from jaxmem.train.output import charts  # noqa: E402
 from jaxmem.train.state.ownership import RunDirectory  # noqa: E402
-from tests.evaluate import make_expected  # noqa: E402
+from tests.evaluate import make_expected
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from tests.faults.jobs import Job, Row, Training, finish, start, wait_for
 from tests.faults.stops import newest
-from tests.train.test_loop import DAMAGES
+from tests.helpers.damages import DAMAGES
 
 
 def full_disks(work: dict[str, Job]) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.checkpoints import texts
+from tests.helpers import texts
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORDS = [a + b for a in "cdefg" for b in "rstuvwxy"]

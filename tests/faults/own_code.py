@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from tests.base.test_processes import free_port
 from tests.faults.jobs import (
     OWN,
     WORDS,
@@ -22,7 +21,8 @@ from tests.faults.jobs import (
     write_lines,
 )
 from tests.faults.stops import newest
-from tests.train.jobs import test_grpo_processes as two
+from tests.helpers import grpo_processes as two
+from tests.helpers.processes import free_port
 
 REWARDS = """
 import multiprocessing, os, pathlib, sys, time

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tests.checkpoints import texts
 from tests.faults.jobs import (
     PAIRS,
     SIZES,
@@ -22,6 +21,7 @@ from tests.faults.jobs import (
     wait_for,
     write_lines,
 )
+from tests.helpers import texts
 
 HEAD = 1 << 16  # bytes that a replaced file has in common with the one before
 STREAM = (

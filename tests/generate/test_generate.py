@@ -19,12 +19,12 @@ from jaxmem.commands import cli
 from jaxmem.data.records import DataError
 from jaxmem.generate import GenerateConfig, Generator, conversation
 from jaxmem.generate.completions import EncodedPrompt, unreached
-from tests.cases import slow
-from tests.checkpoints import texts
+from tests.helpers import seeded, texts
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-GREEDY = np.load(pathlib.Path(texts.__file__).parent / "greedy.npz")
+GREEDY = np.load(seeded.CHECKPOINTS / "greedy.npz")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }},{{ m.content }}.{% endfor %}"
     "{% if add_generation_prompt %}a,{% endif %}"

@@ -11,8 +11,8 @@ import jaxmem
 import jaxmem.heads.nnx
 from jaxmem.heads.linen import LMHead
 from jaxmem.heads.verbs import HeadVerbs
-from tests import oracle
-from tests.cases import slow
+from tests.helpers import oracle
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 

@@ -12,8 +12,8 @@ from flax import nnx
 import jaxmem
 from jaxmem import packing
 from jaxmem.heads.nnx import LMHead
-from tests import oracle
-from tests.cases import slow
+from tests.helpers import oracle
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 

@@ -11,8 +11,8 @@ import jaxmem
 from jaxmem.heads import linen
 from jaxmem.heads.nnx import HeadSharding, LMHead
 from jaxmem.heads.verbs import Weights
-from tests.cases import slow
-from tests.head.maths.test_vocab_shards import jit
+from tests.helpers.cases import slow
+from tests.helpers.meshes import jit
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
     pytest.skip(f"needs 8 devices, has {jax.device_count()}", allow_module_level=True)

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxmem.integrations import easydel
-from tests.cases import slow
-from tests.integrations.stand_ins import (
+from tests.helpers.cases import slow
+from tests.helpers.stand_ins import (
     Config,
     D,
     V,
@@ -20,7 +20,7 @@ from tests.integrations.stand_ins import (
     install,
     log_softmax,
     states,
-)  # fmt: skip
+)
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), holds_originals]
 

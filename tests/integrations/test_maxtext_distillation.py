@@ -12,12 +12,19 @@ from flax import nnx
 import jaxmem
 from jaxmem.integrations import maxtext
 from jaxmem.integrations._replace import IntegrationError
-from tests.cases import slow
-from tests.integrations.maxtext_strategy import (
+from tests.helpers.cases import slow
+from tests.helpers.maxtext import (
+    Adapter,
+    MaxModel,
+    maxtext_config,
+    vocab_tiling_linen_loss,
+    vocab_tiling_nnx_loss,
+)
+from tests.helpers.maxtext_strategy import (
     CombinedDistillationStrategy,
     DistillationForwardOutput,
 )
-from tests.integrations.stand_ins import (
+from tests.helpers.stand_ins import (
     B,
     T,
     V,
@@ -25,13 +32,6 @@ from tests.integrations.stand_ins import (
     holds_originals,
     install,
     states,
-)
-from tests.integrations.test_maxtext import (
-    Adapter,
-    MaxModel,
-    maxtext_config,
-    vocab_tiling_linen_loss,
-    vocab_tiling_nnx_loss,
 )
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), holds_originals]

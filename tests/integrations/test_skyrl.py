@@ -8,8 +8,8 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.integrations import skyrl
-from tests.cases import slow
-from tests.integrations.stand_ins import (
+from tests.helpers.cases import slow
+from tests.helpers.stand_ins import (
     D,
     V,
     agree,
@@ -17,7 +17,7 @@ from tests.integrations.stand_ins import (
     install,
     log_softmax,
     states,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

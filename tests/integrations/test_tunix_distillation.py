@@ -24,8 +24,8 @@ with warnings.catch_warnings():
     trainers = importlib.import_module("tunix.distillation.distillation_trainer")
     sharding_utils = importlib.import_module("tunix.sft.sharding_utils")
 
-from tests.cases import slow
-from tests.integrations.test_tunix import V, as_tunix_sets_flax, qwen, tokens
+from tests.helpers.cases import slow
+from tests.helpers.tunix_models import V, as_tunix_sets_flax, qwen, tokens
 
 __all__ = ["as_tunix_sets_flax"]
 pytestmark = [

@@ -14,9 +14,10 @@ from rich.console import Console
 
 from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs
-from tests.train.conftest import one_program as one_program
-from tests.train.jobs.kills import kill_before
-from tests.train.jobs.test_own_model import JOBS, SIZES
+from tests.helpers import own_models
+from tests.helpers.kills import kill_before
+from tests.helpers.own_models import JOBS, SIZES
+from tests.helpers.shared_programs import one_program as one_program
 
 EAGER = getattr(flax.config, "flax_always_shard_variable", None)
 
@@ -31,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Tunix's own
     pytest.mark.usefixtures("quick_compilation", "no_picture"),
 ]
-FACTORY = str(pathlib.Path(__file__).with_name("tunix_model.py")) + ":Qwen3"
+FACTORY = f"{own_models.FOLDER / 'tunix_model.py'}:Qwen3"
 
 
 # test_own_model has every job.

@@ -25,8 +25,8 @@ with warnings.catch_warnings():
     pytest.importorskip("tunix.rl.common", reason="needs google-tunix")
     dpo_trainer = importlib.import_module("tunix.sft.dpo.dpo_trainer")
 
-from tests.integrations import test_tunix as plain
-from tests.integrations.test_tunix import as_tunix_sets_flax, peft_trainer, tokens
+from tests.helpers import tunix_models as plain
+from tests.helpers.tunix_models import as_tunix_sets_flax, peft_trainer, tokens
 
 __all__ = ["as_tunix_sets_flax"]
 pytestmark = [

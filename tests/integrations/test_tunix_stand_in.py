@@ -14,8 +14,8 @@ from flax import nnx, struct
 
 import jaxmem
 from jaxmem.integrations import tunix
-from tests.cases import slow
-from tests.integrations.stand_ins import (
+from tests.helpers.cases import slow
+from tests.helpers.stand_ins import (
     B,
     Config,
     D,
@@ -27,7 +27,7 @@ from tests.integrations.stand_ins import (
     install,
     log_softmax,
     states,
-)  # fmt: skip
+)
 
 BASE = "tunix.distillation.strategies.base_strategy:BaseStrategy"
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), holds_originals]

@@ -15,8 +15,8 @@ import pytest
 
 import jaxmem
 from jaxmem import losses
-from tests.cases import slow
-from tests.described import described
+from tests.helpers.cases import slow
+from tests.helpers.described import described
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmem
 from jaxmem import losses
-from tests.head.backends.test_xla import CPU, CUBLAS, compiled, count_gemms
+from tests.helpers.programs import CPU, CUBLAS, compiled, count_gemms
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 

@@ -14,8 +14,8 @@ from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.positions import Branches, Sight
 from jaxmem.packing.plan import pack
 from jaxmem.packing.shared_prefixes import PrefixGroups, pack_branches
-from tests import decoders
-from tests.cases import slow
+from tests.helpers import decoders
+from tests.helpers.cases import slow
 
 SMALL = ModelConfig(
     layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=8, vocab_size=61

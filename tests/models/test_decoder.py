@@ -19,7 +19,7 @@ from jaxmem.models.positions import (
     rope_tables,
 )
 from jaxmem.models.training_head import HeadConfig, head_loss
-from tests import decoders
+from tests.helpers import decoders
 
 SMALL = ModelConfig(
     layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=8, vocab_size=61

@@ -7,8 +7,8 @@ import pytest
 
 from jaxmem.models import delta
 from jaxmem.models.decoder import ModelConfig
-from tests import decoders
-from tests.cases import slow
+from tests.helpers import decoders
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

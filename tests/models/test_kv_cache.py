@@ -12,9 +12,9 @@ from flax import nnx
 
 from jaxmem.models import kv_cache
 from jaxmem.models.decoder import ModelConfig
-from tests import decoders
-from tests.cases import slow
-from tests.decoders import stepwise, whole
+from tests.helpers import decoders
+from tests.helpers.cases import slow
+from tests.helpers.decoders import stepwise, whole
 
 SMALL = ModelConfig(
     layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=8, vocab_size=61

@@ -14,7 +14,7 @@ from jaxmem.models import layers
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.positions import Rotation, Sight, rope_frequencies, rope_tables
 from jaxmem.remat import cost
-from tests.cases import one_at_a_time, slow
+from tests.helpers.cases import one_at_a_time, slow
 
 SIZES = ModelConfig(
     layers=2, hidden=64, ff=96, heads=4, kv_heads=2, head_dim=16, vocab_size=61

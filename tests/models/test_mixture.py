@@ -16,8 +16,8 @@ from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.planning import roofline
 from jaxmem.remat import cost
 from jaxmem.train import mfu
-from tests import decoders
-from tests.cases import slow
+from tests.helpers import decoders
+from tests.helpers.cases import slow
 
 SMALL = ModelConfig(
     layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, vocab_size=31,

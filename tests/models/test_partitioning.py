@@ -29,9 +29,9 @@ from jaxmem.train.jobs.policy_objective import GrpoConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig
-from tests import decoders
-from tests.cases import slow
-from tests.train.conftest import programs_of_module
+from tests.helpers import decoders
+from tests.helpers.cases import slow
+from tests.helpers.shared_programs import programs_of_module
 
 __all__ = ["programs_of_module"]
 

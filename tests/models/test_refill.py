@@ -9,26 +9,20 @@ from flax import nnx
 from jaxmem.models import refill
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.sampling import SampledTokens, SamplingConfig, sample
-from tests.cases import slow
-from tests.models.test_sampling import EOS, LENGTHS, PAD, PROMPTS, decoder, run
+from tests.helpers.cases import slow
+from tests.helpers.sampling import (
+    EOS,
+    LAYERS_OF_ATTENTION,
+    LENGTHS,
+    LONG,
+    OTHER_PARTS,
+    PAD,
+    PROMPTS,
+    decoder,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-LAYERS_OF_ATTENTION = dict(
-    layers=3, pattern=("local", "chunked", "chunked"), window=3,
-    mixers=("attention", "attention", "reuse"),
-)  # fmt: skip
-OTHER_PARTS = dict(
-    layers=2, mixers=("delta", "latent"), feed_forwards=("dense", "experts"),
-    delta_heads=2, delta_key_dim=6, delta_value_dim=4, latent=6, rotated_width=4,
-    query_latent=5, experts=3, experts_per_token=2, expert_ff=8, shared_ff=4,
-)  # fmt: skip
-# Rows that pass so many tokens are read again.
-LONG = dict(
-    rope_scaling="listed", rope_factors=(1.0,) * 4, rope_long_factors=(9.0,) * 4,
-    rope_limit=7,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(

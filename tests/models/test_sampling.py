@@ -1,7 +1,5 @@
 """Samples against the distribution that they claim to come from."""
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,7 +10,7 @@ from flax import nnx
 
 import jaxmem
 from jaxmem import devices
-from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.decoder import Decoder
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import (
     Sampler,
@@ -22,52 +20,21 @@ from jaxmem.models.sampling import (
     sample,
     truncate,
 )
-from tests import decoders
-from tests.cases import slow
-from tests.decoders import whole
-
-SMALL = ModelConfig(
-    layers=1,
-    hidden=32,
-    ff=48,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    vocab_size=7,
-    tied=False,
+from tests.helpers.cases import slow
+from tests.helpers.decoders import whole
+from tests.helpers.sampling import (
+    EOS,
+    LENGTHS,
+    PAD,
+    PROMPTS,
+    SMALL,
+    decoder,
+    run,
+    sampler,
 )
-PROMPTS = np.random.default_rng(0).integers(0, 7, (5, 4), np.int32)
-LENGTHS = np.array([2, 4, 1, 3, 4], np.int32)
-EOS, PAD = 3, 0
-
 
 # These programs are tiny: all their time would go into optimizing them.
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-@functools.cache
-def decoder(**changes):
-    return decoders.drawn(dataclasses.replace(SMALL, **changes))
-
-
-@functools.cache
-def sampler(**settings):
-    config = SamplingConfig(**settings)
-
-    @jax.jit
-    def run(model, prompts, lengths, key):
-        if model.config.experts is None:
-            return sample(model, prompts, lengths, key, config, eos_id=EOS, pad_id=PAD)
-        made = Sampler(config, (EOS,), PAD, records=True)
-        return made.complete(model, prompts, lengths, key)
-
-    return run
-
-
-def run(model, prompts=PROMPTS, lengths=LENGTHS, seed=0, **settings):
-    settings = {"max_new_tokens": 12, "temperature": 1.0, **settings}
-    made = sampler(**settings)(model, prompts, lengths, jax.random.key(seed))
-    return jax.device_get(made)
 
 
 def read(model, samples):

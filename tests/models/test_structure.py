@@ -11,7 +11,7 @@ from flax import nnx
 from jaxmem import remat
 from jaxmem.models import config, feed_forward, layers, positions, structure
 from jaxmem.models.decoder import ModelConfig
-from tests import decoders
+from tests.helpers import decoders
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -13,9 +13,17 @@ from jaxmem.models.sampling import (
     row_keys,
     samples_of,
 )
-from tests.cases import slow
-from tests.models.test_refill import LAYERS_OF_ATTENTION, LONG, OTHER_PARTS
-from tests.models.test_sampling import EOS, LENGTHS, PAD, PROMPTS, decoder
+from tests.helpers.cases import slow
+from tests.helpers.sampling import (
+    EOS,
+    LAYERS_OF_ATTENTION,
+    LENGTHS,
+    LONG,
+    OTHER_PARTS,
+    PAD,
+    PROMPTS,
+    decoder,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TURNS, NEW, REPLY = 3, 6, 4

@@ -16,8 +16,8 @@ from jaxmem.train.jobs import dpo, job_of, sft
 from jaxmem.train.jobs.distill.program import DistillProgram
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.phases import device_bytes
-from tests.cases import slow
-from tests.checkpoints import texts
+from tests.helpers import texts
+from tests.helpers.cases import slow
 
 TINY = (
     "model.layers=2", "model.hidden=32", "model.ff=64", "model.heads=2",

@@ -12,7 +12,7 @@ from jaxmem.models.experts import grouped
 from jaxmem.models.mixture import Expert
 from jaxmem.planning import accounts, roofline
 from jaxmem.train.phases import Phase
-from tests.head.kernels import needs_pallas
+from tests.helpers.interpreter import needs_pallas
 
 NOTHING = accounts.Account(0, 0, 0)
 N, D, V = 64, 32, 192

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem import remat
-from tests.cases import slow
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

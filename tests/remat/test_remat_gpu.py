@@ -13,7 +13,7 @@ from jaxmem import remat
 from jaxmem.remat import offload
 from jaxmem.train.configuration import load
 from jaxmem.train.jobs import sft
-from tests import schedule
+from tests.helpers import schedule
 
 pytestmark = pytest.mark.gpu
 

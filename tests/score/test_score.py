@@ -15,9 +15,9 @@ from jaxmem import checkpoints, score
 from jaxmem.base import files, locks
 from jaxmem.commands import cli
 from jaxmem.score import ScoreConfig, document_windows, journal, run
-from tests.base.test_files import no_file_above
-from tests.cases import slow
-from tests.checkpoints import texts
+from tests.helpers import texts
+from tests.helpers.cases import slow
+from tests.helpers.files import no_file_above
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

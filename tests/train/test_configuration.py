@@ -11,7 +11,7 @@ import pytest
 
 from jaxmem.train.configuration import ConfigError, load
 from jaxmem.train.jobs.config import Config
-from tests import nasty
+from tests.helpers import nasty
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

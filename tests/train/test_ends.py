@@ -13,9 +13,8 @@ from jaxmem.commands import cli
 from jaxmem.data.records import DataError
 from jaxmem.train import results
 from jaxmem.train.output.history import read_history
-from tests.cases import slow
-from tests.checkpoints import texts
-from tests.train.jobs import runs
+from tests.helpers import runs, texts
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures(
     "quick_compilation", "no_picture", "programs_of_module"

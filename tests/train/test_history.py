@@ -11,8 +11,8 @@ from tensorboardX.record_writer import masked_crc32c
 from jaxmem.train.metrics import PolicyMetrics, StepMetrics
 from jaxmem.train.output import history
 from jaxmem.train.output.history import MetricsWriter, read_history
-from tests.base.test_files import no_file_above
-from tests.train.test_metrics import step_metrics
+from tests.helpers.adding import step_metrics
+from tests.helpers.files import no_file_above
 
 
 def write(out_dir, done, steps):

@@ -10,115 +10,26 @@ import shutil
 import signal
 import threading
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
 from jaxmem.base import checksums
-from jaxmem.base.locks import Busy
-from jaxmem.train import loop, metrics
+from jaxmem.train import loop
 from jaxmem.train.evaluation import EvalConfig, Evaluated
 from jaxmem.train.output.history import read_history
-from jaxmem.train.program import TrainState
 from jaxmem.train.settings import RunConfig, Settings
 from jaxmem.train.state import checkpoint, resuming
 from jaxmem.train.state.checkpoint import RunCheckpointError
-from tests.base.test_files import no_file_above
-from tests.cases import slow
-from tests.train.test_metrics import step_metrics
-
-FIXED = {"data": {"source": "a.txt"}}
-FREE = {"optimizer": {"learning_rate": 0.1}}
-
-
-class Adding:
-    """A step adds its number; the data counts the steps."""
-
-    def __init__(self, before=lambda number: None):
-        self._before, self.position = before, 0
-
-    def initial_state(self):
-        return TrainState({"w": jnp.zeros((50, 40))}, jnp.int32(0))
-
-    def restored_state(self, checkpoints, step):
-        return checkpoints.restore(step, jax.eval_shape(self.initial_state))
-
-    def get_state(self):
-        return {"position": self.position}
-
-    def set_state(self, state):
-        self.position = state["position"]
-
-    def samples(self):
-        return []
-
-    def warnings(self, state):
-        return []
-
-    def step(self, number, state):
-        self._before(number)
-        self.position += 1
-        params = jax.tree.map(lambda x: x + number, state.params)
-        return TrainState(params, state.optimizer + 1), step_metrics(number)
-
-
-class Ran:
-    """What became of a run."""
-
-    def __init__(self, out_dir, console):
-        self.out_dir, self._console = out_dir, console
-        self.state = self.error = None
-
-    @property
-    def said(self):
-        return self._console.file.getvalue()
-
-    @property
-    def checkpoints(self):
-        folder = self.out_dir / "checkpoints"
-        return sorted(p.name for p in folder.iterdir()) if folder.exists() else []
-
-    @property
-    def steps(self):
-        return [s.step for s in read_history(self.out_dir / "metrics.jsonl")]
+from tests.helpers.adding import FIXED, FREE, Adding, run_in
+from tests.helpers.cases import slow
+from tests.helpers.damages import DAMAGES, flip, largest
+from tests.helpers.files import no_file_above
 
 
 @pytest.fixture
 def run(tmp_path):
     return functools.partial(run_in, tmp_path / "run")
-
-
-def run_in(
-    out_dir, steps=6, job=None, fixed=FIXED, free=FREE, backend=None, evaluation=None,
-    checked=True, **fields,
-):  # fmt: skip
-    console = Console(file=io.StringIO(), width=200)
-    config = RunConfig(
-        steps=steps,
-        out_dir=str(out_dir),
-        **dict(checkpoint_every=2, log_every=2) | fields,
-    )
-    out_dir = out_dir.absolute()
-    ran = Ran(out_dir, console)
-    free = {**free, "run": {"steps": steps}}
-    try:
-        settings = Settings(fixed, free)
-        with loop.open_run(config, settings, console, evaluation) as opened:
-            if backend is not None:
-                opened.use_backend(*backend)
-            ran.state = opened.take_steps(job or Adding(), {"text.txt": "hello"})
-            ran.history = opened.history(metrics.StepMetrics)
-    except (ValueError, OSError, KeyboardInterrupt, SystemExit) as error:
-        ran.error = error
-    if ran.state is not None:
-        expected = steps * (steps + 1) / 2
-        np.testing.assert_array_equal(ran.state.params["w"], expected)
-    if ran.state is not None and checked:
-        assert ran.steps == list(range(1, steps + 1)) == [s.step for s in ran.history]
-    assert isinstance(ran.error, Busy) or not (out_dir / "lock").exists()
-    return ran
 
 
 def at(step, action, *arguments):
@@ -323,52 +234,6 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(run):
 
 
 # ---------------------------------------------------- damaged directories
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def largest(step):
-    return max(
-        (p for p in (step / "state").rglob("*") if p.is_file()),
-        key=lambda p: p.stat().st_size,
-    )
-
-
-def remove(path):
-    for child in path.iterdir() if path.is_dir() else ():
-        remove(child)
-    path.rmdir() if path.is_dir() else path.unlink()
-
-
-def emptied(step):
-    for child in step.iterdir():
-        remove(child)
-
-
-DAMAGES = {
-    "an empty folder": (emptied, "config and data and state missing"),
-    "no data": (lambda step: remove(step / "data"), "data missing"),
-    "no state": (lambda step: remove(step / "state"), "state missing"),
-    "no array": (lambda step: largest(step).unlink(), "is missing"),
-    "a flipped byte": (lambda step: flip(largest(step)), "differs from its checksum"),
-    "cut short": (lambda step: os.truncate(largest(step), 9), "differs from its check"),
-    "bad JSON": (
-        lambda step: (step / "data" / "metadata").write_text("{"),
-        "data/metadata differs from its checksum",
-    ),
-    "zeros": (
-        lambda step: (step / "config" / "metadata").write_bytes(bytes(30)),
-        "config/metadata differs from its checksum",
-    ),
-    "bad checksums": (
-        lambda step: os.truncate(step / checksums.NAME, 70),
-        "SHA256SUMS cannot be read",
-    ),
-}
 
 
 # A later test damages every byte of every file.

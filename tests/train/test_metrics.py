@@ -13,25 +13,14 @@ from rich.console import Console
 
 from jaxmem.train import jobs, metrics
 from jaxmem.train.jobs import running
-from jaxmem.train.metrics import HeadCost, Memory, StepMetrics
+from jaxmem.train.metrics import HeadCost, Memory
 from jaxmem.train.output import plots
+from tests.helpers.adding import step_metrics
 
 COSTS = {
     "fused": HeadCost(Memory(3 * 2**20, 0), Memory(10 * 2**20, 20 * 2**20)),
     "materialised": HeadCost(Memory(300 * 2**20, 0), Memory(2**30, 1034 * 2**20)),
 }
-
-
-def step_metrics(step, loss=2.5, rate=100.0):
-    return StepMetrics(
-        step=step,
-        loss=loss,
-        tokens=64,
-        tokens_per_second=rate,
-        grad_norm=1.25,
-        learning_rate=1e-3,
-        seconds=64 / rate,
-    )
 
 
 def printed(thing, **options):

@@ -13,8 +13,8 @@ from jaxmem.commands import cli
 from jaxmem.train import loop
 from jaxmem.train.settings import RunConfig, Settings
 from jaxmem.train.state import ownership
-from tests.checkpoints import texts
-from tests.train.test_loop import run_in
+from tests.helpers import texts
+from tests.helpers.adding import run_in
 
 SIZES = (
     "model.layers=1", "model.hidden=16", "model.ff=16", "model.heads=2",

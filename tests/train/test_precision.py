@@ -14,12 +14,11 @@ from jaxmem.train import configuration, jobs, precision
 from jaxmem.train.output.history import read_history
 from jaxmem.train.phases import device_bytes, weights_of
 from jaxmem.train.state.checkpoint import read_params
-from tests.checkpoints import texts
-from tests.train.jobs import runs
+from tests.helpers import runs, texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
-OWN = "tests.train.jobs.own_models:InBfloat16"
+OWN = "tests.helpers.own_models:InBfloat16"
 SFT = {
     "model.lora_rank": 0, "model.checkpoint": "llama", "data.source": "texts.jsonl",
     "data.sequence_length": 16, "data.batch_size": 4, "run.accumulate": 2,

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmem.commands import cli
 from jaxmem.train import configuration, keys
-from tests.checkpoints import texts
+from tests.helpers import texts
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] + ' ' + m.content }}</s>{% endfor %}"
 

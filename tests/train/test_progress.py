@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from jaxmem.train.output.progress import ProgressReport
-from tests.train.test_metrics import step_metrics
+from tests.helpers.adding import step_metrics
 
 
 def report(terminal=False, **options):

@@ -12,7 +12,7 @@ import pytest
 
 from jaxmem.train.metrics import PolicyMetrics, StepMetrics
 from jaxmem.train.output import charts, report
-from tests.cases import slow
+from tests.helpers.cases import slow
 
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "chromium-headless-shell"
 VOID = {"meta", "link", "br", "circle", "line", "polyline"}

@@ -21,9 +21,9 @@ from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.train import configuration, results
 from jaxmem.train.jobs import job_of
 from jaxmem.train.jobs.reading import Documents
-from tests.cases import slow
-from tests.checkpoints import texts
-from tests.train.jobs.runs import train
+from tests.helpers import texts
+from tests.helpers.cases import slow
+from tests.helpers.runs import train
 
 TEXT = ["abcabc"] * 4  # all alike: so is the mean loss of any batch of them
 SFT = """

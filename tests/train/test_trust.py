@@ -8,7 +8,7 @@ import pytest
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs, saved
-from tests.checkpoints import texts
+from tests.helpers import texts
 
 # Whatever of it is imported leaves a file.
 EVIL = """

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from jaxmem.train.output import wandb_writer
-from tests.train.test_loop import run_in
+from tests.helpers.adding import run_in
 
 
 def stand_in(monkeypatch, init, mode="online", key=True):

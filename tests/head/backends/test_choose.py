@@ -10,7 +10,7 @@ import pytest
 import jaxmem
 from jaxmem.head.backends import choose, hopper
 from jaxmem.models.training_head import HeadConfig
-from tests.cases import slow
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -12,11 +12,12 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmem
-from tests import oracle
-from tests.cases import Case
-from tests.described import described
-from tests.head.backends.test_xla import compiled
-from tests.head.verbs.test_api import EPSILON, FLOATS, STATS_EPSILON, error
+from tests.helpers import oracle
+from tests.helpers.cases import Case
+from tests.helpers.described import described
+from tests.helpers.programs import compiled
+from tests.helpers.token_stats import FLOATS
+from tests.helpers.tolerance import EPSILON, STATS_EPSILON, error
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
     pytest.skip(f"needs 8 devices, has {jax.device_count()}", allow_module_level=True)

@@ -9,17 +9,17 @@ import pytest
 
 import jaxmem
 from jaxmem import Recompute
-from tests.cases import Case, slow
-from tests.described import described
-from tests.head.backends.test_hopper import (
+from tests.helpers.cases import Case, slow
+from tests.helpers.described import described
+from tests.helpers.hopper import (
     assert_none_writes_into_a_slice,
     by_loss,
     by_stats,
     lowered,
     traced_in_parts,
 )
-from tests.head.kernels import needs_pallas
-from tests.head.kernels.one_pass import check_one_pass
+from tests.helpers.interpreter import needs_pallas
+from tests.helpers.one_pass import check_one_pass
 
 pytestmark = [pytest.mark.usefixtures("on_one_device"), needs_pallas]
 

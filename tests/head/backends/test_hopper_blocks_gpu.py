@@ -9,10 +9,10 @@ import pytest
 
 import jaxmem
 from jaxmem import Recompute
-from tests.cases import Case
-from tests.head.backends.test_hopper_gpu import UNROLLED, close
-from tests.head.kernels.one_pass import check_one_pass
-from tests.head.verbs.test_api import OPTIONS, check, cotangents
+from tests.helpers.cases import Case
+from tests.helpers.hopper import UNROLLED, close
+from tests.helpers.one_pass import check_one_pass
+from tests.helpers.token_stats import OPTIONS, check, cotangents
 
 pytestmark = pytest.mark.gpu
 

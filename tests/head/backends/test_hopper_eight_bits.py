@@ -16,10 +16,10 @@ from jaxmem.head.backends import (
 from jaxmem.head.maths import eight_bits, row_stats
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.spec import Spec
-from tests import hlo, oracle
-from tests.cases import Case, slow
-from tests.head.backends.test_xla_sampled import FLOATS, SAVED, cotangents, random_draws
-from tests.head.kernels import needs_pallas
+from tests.helpers import hlo, oracle
+from tests.helpers.cases import Case, slow
+from tests.helpers.interpreter import needs_pallas
+from tests.helpers.sampled_gradients import FLOATS, SAVED, cotangents, random_draws
 
 pytestmark = needs_pallas
 NAMES = (*SAVED, "is_argmax", eight_bits.ERROR)

@@ -9,7 +9,7 @@ import pytest
 
 import jaxmem
 from jaxmem.head.maths import eight_bits
-from tests.cases import Case
+from tests.helpers.cases import Case
 
 pytestmark = pytest.mark.gpu
 

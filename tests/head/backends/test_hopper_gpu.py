@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests.cases import CASES, Case
-from tests.described import described
-from tests.head.kernels.one_pass import ONE_PASS, check_one_pass
-from tests.head.verbs.test_api import FLOATS, OPTIONS, check, cotangents
+from tests.helpers.cases import CASES, Case
+from tests.helpers.described import described
+from tests.helpers.hopper import UNROLLED, close
+from tests.helpers.one_pass import ONE_PASS, check_one_pass
+from tests.helpers.token_stats import FLOATS, OPTIONS, check, cotangents
 
 pytestmark = pytest.mark.gpu
 
@@ -275,10 +276,6 @@ def test_gradients_of_each_micro_batch(vocabulary):
         close([x[i] for x in stacked], alone)
 
 
-# As training on several devices asks of XLA, for communication beside computation.
-UNROLLED = {"xla_gpu_enable_while_loop_double_buffering": True}
-
-
 @pytest.mark.parametrize("options", [None, UNROLLED], ids=["", "unrolled"])
 def test_a_loss_over_micro_batches(problem, options):
     h, W, y = problem
@@ -317,13 +314,6 @@ def test_blocks_of_the_vocabulary_in_a_loop_that_xla_unrolls(name):
     target = 'custom_call_target="mosaic_gpu'
     assert unrolled.as_text().count(target) > plain.as_text().count(target)
     close(unrolled(h, W), plain(h, W))
-
-
-def close(got, want):
-    """Up to roundings to 8 bits."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = np.asarray(a).astype(np.float32), np.asarray(b).astype(np.float32)
-        np.testing.assert_allclose(a, b, atol=2**-7 * np.abs(b).max())
 
 
 @pytest.mark.parametrize("case", [

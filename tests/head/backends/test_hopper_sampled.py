@@ -18,10 +18,10 @@ from jaxmem.head.maths import row_stats
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import SparseDerivative
 from jaxmem.head.maths.spec import Spec
-from tests import hlo, oracle
-from tests.cases import Case, slow
-from tests.head.backends.test_xla_sampled import FLOATS, SAVED, cotangents, random_draws
-from tests.head.kernels import needs_pallas
+from tests.helpers import hlo, oracle
+from tests.helpers.cases import Case, slow
+from tests.helpers.interpreter import needs_pallas
+from tests.helpers.sampled_gradients import FLOATS, SAVED, cotangents, random_draws
 
 pytestmark = needs_pallas
 KERNEL = "mosaic_gpu_v2"

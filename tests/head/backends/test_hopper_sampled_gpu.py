@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests.cases import Case
-from tests.described import described
-from tests.targets import of_two_heads
+from tests.helpers.cases import Case
+from tests.helpers.described import described
+from tests.helpers.targets import of_two_heads
 
 pytestmark = pytest.mark.gpu
 

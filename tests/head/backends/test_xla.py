@@ -6,33 +6,28 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 import numpy as np
 import pytest
 
 import jaxmem
 from jaxmem.head.maths import backend_operands
-from tests import oracle
-from tests.cases import Case, slow
-from tests.described import described
+from tests.helpers import oracle
+from tests.helpers.cases import Case, slow
+from tests.helpers.described import described
+from tests.helpers.programs import (
+    BF16,
+    CPU,
+    CUBLAS,
+    F32,
+    OLD_XLA,
+    PERCENT,
+    SIZES,
+    compiled,
+    count_gemms,
+    shapes,
+)
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
-
-F32, BF16 = jnp.float32, jnp.bfloat16
-
-
-def shapes(n, d, v, dtype=F32, w_dtype=None):
-    return (
-        jax.ShapeDtypeStruct((n, d), dtype),
-        jax.ShapeDtypeStruct((v, d), w_dtype or dtype),
-        jax.ShapeDtypeStruct((n,), jnp.int32),
-    )
-
-
-def compiled(fn, *operands):
-    """LLVM's optimizations, which take most of the time, change no buffer."""
-    options = {"xla_backend_optimization_level": 0}
-    return jax.jit(fn).lower(*operands).compile(options)
 
 
 def total(verb, chunk):
@@ -42,10 +37,6 @@ def total(verb, chunk):
         return sum(field.sum() for field in fields)
 
     return fn
-
-
-def count_gemms(text):
-    return len(re.findall(r" dot\(|cublas.*gemm|__onednn\$matmul", text))
 
 
 # One chunk of 64 tokens at a time out of 256; D and V tell every buffer apart.
@@ -116,19 +107,6 @@ def test_a_new_mask_compiles_nothing():
         where = np.random.default_rng(1).random(N) < share
         np.testing.assert_array_equal(run(where) != 0, where)
     assert len(traces) == 1
-
-
-# (tokens, D, V, chunk): V a multiple of 128, as every padded vocabulary is.
-SIZES = [
-    (1024, 64, 4096, 128), (4096, 64, 4096, 128), (2048, 128, 16384, 256),
-    (2048, 32, 50304, 64), (4096, 256, 8192, 512),
-]  # fmt: skip
-CPU = jax.default_backend() == "cpu"
-CUBLAS = 32 * 2**20  # its workspace
-PERCENT = 1.04  # statistics, row ids, the chunk's hidden states
-# XLA for CPUs in jaxlib 0.10 keeps exponentials beside logits, and widens 16-bit
-# arrays whole to take rows of them; the docstrings say so.
-OLD_XLA = CPU and jaxlib.version.__version_info__ < (0, 11)
 
 
 def formula(n, d, v, chunk, dtype, backward):

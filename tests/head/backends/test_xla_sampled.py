@@ -13,12 +13,11 @@ from jaxmem.head.maths import column_sampling, row_stats
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import Sampling
 from jaxmem.head.maths.spec import Spec
-from tests import oracle
-from tests.cases import CASES, Case, slow
+from tests.helpers import oracle
+from tests.helpers.cases import CASES, Case, slow
+from tests.helpers.sampled_gradients import FLOATS, SAVED, cotangents, random_draws
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-FLOATS = ("logprob", "entropy", "logsumexp", "sum_pi_squared")
-SAVED = (*FLOATS, "max", "log_sum")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -30,10 +29,6 @@ def run(spec, source, rows, g):
     operands = rows, saved, cotangents, entries
     dz = xla_sampled.derivative(spec, xla_sampled.sampling_of(spec), *operands)
     return made, entries, dz, xla_sampled.backward(spec, source, *operands)
-
-
-def random_draws(n, key=0):
-    return column_sampling.draws(column_sampling.token_keys(jax.random.key(key), (n,)))
 
 
 def arguments(h, W, y, *, chunk=64, where=True, temperature=None, bias=None, **options):
@@ -58,11 +53,6 @@ def call(h, W, y, g, slots, *, key=0, token_ids=None, **options):
 def exact_outputs(h, W, y, **options):
     spec, *operands = arguments(h, W, y, **options)
     return jax.jit(xla.forward, static_argnums=(0, 3))(spec, *operands, SAVED)
-
-
-def cotangents(n, names=FLOATS, seed=5):
-    rng = np.random.default_rng(seed)
-    return {k: rng.standard_normal(n).astype(np.float32) for k in names}
 
 
 SOME = {

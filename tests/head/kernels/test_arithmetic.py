@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.head.kernels import needs_pallas
+from tests.helpers.interpreter import needs_pallas
 
 pytestmark = needs_pallas
 EPS = float(np.finfo(np.float32).eps)

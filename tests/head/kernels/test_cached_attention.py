@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxmem.models.kernels import cached_attention
-from tests import hlo
-from tests.cases import slow
-from tests.head.kernels import needs_pallas
+from tests.helpers import hlo
+from tests.helpers.cases import slow
+from tests.helpers.interpreter import needs_pallas
 
 pytestmark = needs_pallas
 

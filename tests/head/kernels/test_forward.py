@@ -9,7 +9,7 @@ import pytest
 
 from jaxmem.head.maths import row_stats
 from jaxmem.head.maths.row_stats import Stats
-from tests.head.kernels import needs_pallas
+from tests.helpers.interpreter import needs_pallas
 
 pytestmark = needs_pallas
 MASK_VALUE = -(2.0**100)  # a masked logit

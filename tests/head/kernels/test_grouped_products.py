@@ -14,8 +14,8 @@ from jaxmem.models.config import ModelConfig
 from jaxmem.models.experts import grouped
 from jaxmem.models.mixture import Expert, Experts
 from jaxmem.models.partitioning import Layout, MeshConfig
-from tests.cases import slow
-from tests.head.kernels import needs_pallas
+from tests.helpers.cases import slow
+from tests.helpers.interpreter import needs_pallas
 
 pytestmark = needs_pallas
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests.cases import Case
-from tests.described import described
-from tests.head.kernels import needs_pallas
-from tests.head.kernels.one_pass import close
+from tests.helpers.cases import Case
+from tests.helpers.described import described
+from tests.helpers.interpreter import needs_pallas
+from tests.helpers.one_pass import close
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 

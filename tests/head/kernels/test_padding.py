@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxmem.head.kernels import block_sizes, padding
-from tests.cases import CASES, Case
-from tests.head.kernels import needs_pallas
-from tests.head.verbs.test_api import check
+from tests.helpers.cases import CASES, Case
+from tests.helpers.interpreter import needs_pallas
+from tests.helpers.token_stats import check
 
 pytestmark = [needs_pallas, pytest.mark.usefixtures("on_one_device")]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmem.head.kernels.tiles import Tiles
-from tests.cases import one_at_a_time
-from tests.head.kernels import needs_pallas
+from tests.helpers.cases import one_at_a_time
+from tests.helpers.interpreter import needs_pallas
 
 pytestmark = needs_pallas
 

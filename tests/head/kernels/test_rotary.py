@@ -11,9 +11,9 @@ from flax import nnx
 from jaxmem import devices
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.kernels import rotary
-from tests import decoders, hlo
-from tests.cases import slow
-from tests.head.kernels import needs_pallas
+from tests.helpers import decoders, hlo
+from tests.helpers.cases import slow
+from tests.helpers.interpreter import needs_pallas
 
 pytestmark = needs_pallas
 

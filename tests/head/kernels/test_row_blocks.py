@@ -12,12 +12,10 @@ from jaxmem import devices
 from jaxmem.head.kernels import row_blocks
 from jaxmem.head.maths import row_stats
 from jaxmem.head.verbs import draws
-from tests import hlo
-from tests.described import described
-from tests.head.kernels import needs_pallas
-from tests.head.kernels.test_row_sums import EPS, rows_of_logits
-from tests.head.maths.test_selection import by_sorting
-from tests.head.verbs import test_draws, test_largest
+from tests.helpers import draws as drawn_heads, hlo, largest
+from tests.helpers.described import described
+from tests.helpers.interpreter import needs_pallas
+from tests.helpers.row_kernels import EPS, by_sorting, rows_of_logits
 
 pytestmark = needs_pallas
 WIDTH = row_blocks.WIDTH
@@ -102,7 +100,7 @@ def run_both(call, *operands):
 @pytest.mark.slow
 @pytest.mark.parametrize("k, v", [(3, 600), (130, 600), (20, 2051)])
 def test_topk_with_them(k, v, rows_interpreted):
-    h, W = test_largest.make(v)
+    h, W = largest.make(v)
     bias = np.where(np.arange(v) % 3 == 0, -np.inf, 0).astype(np.float32)
     options = {"bias": bias, "softcap": 15.0, "temperature": 0.5}
 
@@ -122,16 +120,16 @@ def test_draws_of_excluded_columns_and_of_no_number(rows_interpreted):
     columns = np.sort(np.random.default_rng(0).permutation(1000)[:256])
     bias = np.full(1000, -np.inf, np.float32)
     bias[columns] = 2.5
-    h, W = np.zeros((test_draws.N, 8), np.float32), np.zeros((1000, 8), np.float32)
+    h, W = np.zeros((drawn_heads.N, 8), np.float32), np.zeros((1000, 8), np.float32)
     h[5] = np.nan
     by_kernels, _ = run_both(
         lambda h, W: jaxmem.sample_ids(
-            h, jaxmem.Head(W, bias=bias), 40, test_draws.KEY, 16
+            h, jaxmem.Head(W, bias=bias), 40, drawn_heads.KEY, 16
         ),
         h,
         W,
     )
-    want = columns[np.floor(test_draws.uniform(40) * 256).astype(int)]
+    want = columns[np.floor(drawn_heads.uniform(40) * 256).astype(int)]
     want[5] = -1
     np.testing.assert_array_equal(by_kernels, want)
 
@@ -148,7 +146,7 @@ def test_the_long_division():
 CALLS = {
     "topk": lambda h, W, **options: jaxmem.topk(h, W, 64, **options),
     "sample_ids": lambda h, W, **options: jaxmem.sample_ids(
-        h, W, 16, test_draws.KEY, **options
+        h, W, 16, drawn_heads.KEY, **options
     ),
 }
 
@@ -191,11 +189,11 @@ def test_on_a_gpu(k, columns):
 
 @pytest.mark.gpu
 def test_verbs_on_a_gpu():
-    h, W = test_draws.make(3.0, 5003)
+    h, W = drawn_heads.make(3.0, 5003)
     by_kernels = jaxmem.topk(h, W, 64)
     plain = jaxmem.topk(h, W, 64, implementation="xla")
     np.testing.assert_array_equal(by_kernels.ids, plain.ids)
     np.testing.assert_allclose(by_kernels.logprobs, plain.logprobs, rtol=1e-5)
-    drawn = jaxmem.sample_ids(h, W, 50, test_draws.KEY)
-    same = jaxmem.sample_ids(h, W, 50, test_draws.KEY, implementation="xla")
+    drawn = jaxmem.sample_ids(h, W, 50, drawn_heads.KEY)
+    same = jaxmem.sample_ids(h, W, 50, drawn_heads.KEY, implementation="xla")
     assert np.mean(drawn == same) > 0.999  # but for rounding at a column's bounds

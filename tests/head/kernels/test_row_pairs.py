@@ -13,17 +13,12 @@ from jaxmem.head.kernels import row_blocks, row_pairs
 from jaxmem.head.maths import row_stats
 from jaxmem.head.verbs import two_heads
 from jaxmem.head.verbs.kinds import JSD, ForwardKL, ReverseKL
-from tests.cases import slow
-from tests.head.kernels import needs_pallas
-from tests.head.kernels.test_row_sums import (
-    EPS,
-    assert_good,
-    lowered_loss,
-    rows_of_logits,
-)
-from tests.head.verbs import test_divergence
-from tests.head.verbs.test_divergence import make
-from tests.targets import forward_kl, reverse_kl
+from tests.helpers import divergence
+from tests.helpers.cases import slow
+from tests.helpers.divergence import make
+from tests.helpers.interpreter import needs_pallas
+from tests.helpers.row_kernels import EPS, assert_good, lowered_loss, rows_of_logits
+from tests.helpers.targets import forward_kl, reverse_kl
 
 pytestmark = needs_pallas
 WIDTH, TERMS = row_pairs.WIDTH, ReverseKL().block_terms
@@ -85,14 +80,14 @@ def by_kernels(rows_interpreted, monkeypatch):
 @pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl")])
 @pytest.mark.parametrize("std", [slow(0.0), 15.0], ids=["flat", "peaked"])
 def test_as_good_as_materialised(verb, std, by_kernels):
-    test_divergence.test_values_and_gradients(verb, std)
+    divergence.check(verb, divergence.same_depth(std, max(std, 0.5)))
 
 
 @pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl")])
 def test_where_sums_cancel(verb, by_kernels):
-    test_divergence.test_nearly_equal_heads_keep_their_digits(verb, 1e-3)
-    test_divergence.test_equal_heads_give_exactly_zero(verb)
-    test_divergence.test_both_confident_of_the_same_token(verb)
+    divergence.check_nearly_equal_heads(verb, 1e-3)
+    divergence.check_equal_heads(verb)
+    divergence.check_confident_heads(verb)
 
 
 def excluding(blocks, value=-np.inf):

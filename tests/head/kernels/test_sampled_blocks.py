@@ -13,14 +13,13 @@ from jaxmem import devices
 from jaxmem.head.kernels import sampled_blocks
 from jaxmem.head.maths import column_sampling
 from jaxmem.head.maths.column_sampling import Sampling
-from tests import hlo
-from tests.cases import slow
-from tests.head.kernels import needs_pallas
-from tests.head.verbs import test_sampled_divergence
-from tests.targets import of_two_heads
+from tests.helpers import hlo, sampled_divergence
+from tests.helpers.cases import slow
+from tests.helpers.interpreter import needs_pallas
+from tests.helpers.targets import of_two_heads
 
 pytestmark = needs_pallas
-KEY = test_sampled_divergence.KEY
+KEY = sampled_divergence.KEY
 
 
 @pytest.fixture
@@ -71,8 +70,8 @@ def test_each_column_is_kept_as_often_as_its_probability_says(peak, rows_interpr
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["jsd", "reverse_kl", "forward_kl"])
 def test_values_and_entries_with_certainty(verb, by_kernels):
-    test_sampled_divergence.test_values_are_the_exact_path_s_to_the_bit(None)
-    test_sampled_divergence.test_with_every_column_kept_the_gradient_is_exact(verb)
+    sampled_divergence.check_values()
+    sampled_divergence.check_every_column_kept(verb)
 
 
 @pytest.mark.parametrize("verb", [slow("reverse_kl"), "jsd"])
@@ -80,7 +79,7 @@ def test_types_over_a_mesh(verb, monkeypatch):
     """That of every result says over which axes it varies."""
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
     mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
-    h, W, *reference = test_sampled_divergence.problem(6, 16, 4096)
+    h, W, *reference = sampled_divergence.problem(6, 16, 4096)
     run = jaxmem.sharding.parallel(jaxmem.divergence, mesh, tokens="t", vocab="v")
     run = of_two_heads(verb, run)
 
@@ -92,7 +91,7 @@ def test_types_over_a_mesh(verb, monkeypatch):
 
 
 def operands_of(verb, v, n):
-    made = test_sampled_divergence.operands_of(verb, n, 16, v)
+    made = sampled_divergence.operands_of(verb, n, 16, v)
     floats = [
         x if x is None or x.dtype.kind == "i" else x.astype(jnp.bfloat16) for x in made
     ]
@@ -101,7 +100,7 @@ def operands_of(verb, v, n):
 
 def sampled(verb, key, *operands):
     """Value and gradients of a sum over tokens."""
-    return test_sampled_divergence.loss_of(
+    return sampled_divergence.loss_of(
         verb, 1.0, chunk=16, gradient=jaxmem.Sample(100), key=key
     )(*operands)
 
@@ -117,11 +116,11 @@ def test_lowered_for_a_gpu(verb, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("verb", test_sampled_divergence.VERBS)
+@pytest.mark.parametrize("verb", sampled_divergence.VERBS)
 def test_on_a_gpu(verb):
     """Values to the bit, and gradients whose mean is exact."""
     operands = operands_of(verb, 5000, 64)
-    exact, (_, dW) = test_sampled_divergence.loss_of(verb, 1.0, chunk=16)(*operands)
+    exact, (_, dW) = sampled_divergence.loss_of(verb, 1.0, chunk=16)(*operands)
     run, total = jax.jit(functools.partial(sampled, verb)), np.zeros(dW.shape)
     for seed in range(16):
         value, (_, drawn) = run(jax.random.key(seed), *operands)

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.cases import slow
-from tests.head.kernels import needs_pallas
+from tests.helpers.cases import slow
+from tests.helpers.interpreter import needs_pallas
 
 pytestmark = [needs_pallas, pytest.mark.usefixtures("all_rows_interpreted")]
 

@@ -8,8 +8,8 @@ import pytest
 from jaxmem.head.kernels.tiles import SampledLaunch
 from jaxmem.head.maths import column_sampling
 from jaxmem.head.maths.column_sampling import SparseDerivative
-from tests.cases import slow
-from tests.head.kernels import needs_pallas
+from tests.helpers.cases import slow
+from tests.helpers.interpreter import needs_pallas
 
 pytestmark = [needs_pallas, pytest.mark.usefixtures("all_rows_interpreted")]
 

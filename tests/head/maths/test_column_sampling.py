@@ -7,7 +7,7 @@ import pytest
 
 from jaxmem.head.maths import column_sampling
 from jaxmem.head.maths.column_sampling import Sampling
-from tests.cases import slow
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

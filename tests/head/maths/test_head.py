@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxmem
-from tests.cases import Case
+from tests.helpers.cases import Case
 
 H, W, Y = Case(12, 6, 16).make()
 BIAS = np.linspace(-1, 1, 16, dtype=np.float32)

@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from jaxmem.head.maths import partition
-from tests import oracle, targets
-from tests.cases import one_at_a_time, slow
-from tests.head.verbs.test_divergence import exact as of_heads
+from tests.helpers import oracle, targets
+from tests.helpers.cases import one_at_a_time, slow
+from tests.helpers.divergence import exact as of_heads
 
 B, T, D, V = 8, 16, 8, 96
 MESHES = {  # sizes, names, and how tokens [B, T] and W [V, D] lie

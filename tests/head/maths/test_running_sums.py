@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmem.head.maths import running_sums
-from tests.cases import slow
+from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

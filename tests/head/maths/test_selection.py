@@ -5,16 +5,11 @@ import numpy as np
 import pytest
 
 from jaxmem.head.verbs import topk
+from tests.helpers.row_kernels import by_sorting
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 top_k = jax.jit(topk.top_k, static_argnums=1)
-
-
-def by_sorting(x, k):
-    """Largest first; equal ones, 0 and -0 among them, in the order of their indices."""
-    indices = np.argsort(-x, axis=1, kind="stable")[:, :k]
-    return np.take_along_axis(x, indices, axis=1), indices
 
 
 # One, two and three levels of blocks; whole blocks and remainders.

@@ -5,48 +5,28 @@ wrong by twice what one device gets wrong, plus an epsilon.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem.head.maths import vocab_shards
-from tests import oracle
-from tests.cases import Case, slow
-from tests.described import described
-from tests.head.verbs.test_api import EPSILON, FLOATS, STATS_EPSILON, error
-from tests.targets import of_two_heads
+from tests.helpers import oracle
+from tests.helpers.cases import Case, slow
+from tests.helpers.described import described
+from tests.helpers.meshes import MESHES, collectives, jit, mesh_of
+from tests.helpers.targets import of_two_heads
+from tests.helpers.token_stats import FLOATS
+from tests.helpers.tolerance import EPSILON, STATS_EPSILON, assert_close
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 N, D, V, CHUNK = 24, 8, 37, 8
 COLUMNS = 40  # of all shards, the last ones padding
-
-# What the mesh looks like, the axes of the tokens, those of the vocabulary.
-MESHES = {
-    "1x8": ({"data": 1, "tensor": 8}, "data", "tensor"),
-    "2x4": ({"data": 2, "tensor": 4}, "data", "tensor"),
-    "4x2": ({"data": 4, "tensor": 2}, "data", "tensor"),
-    "8x1": ({"data": 8, "tensor": 1}, "data", "tensor"),
-    "2x2x2": ({"data": 2, "fsdp": 2, "tensor": 2}, ("data", "fsdp"), "tensor"),
-    "vocabulary over two axes": ({"data": 2, "tensor": 2, "expert": 2}, "data",
-     ("tensor", "expert")),
-}  # fmt: skip
-
-
-# What these programs compute is a trifle beside what compiling them well takes.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-def mesh_of(shape):
-    return jax.make_mesh(
-        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
-    )
 
 
 def sharded(fn, name="2x4", n_per_token=1, out=None, **options):
@@ -95,11 +75,6 @@ def with_gradients(fn, *operands):
     for a, b in zip(*map(jax.tree.leaves, (first, again)), strict=True):
         np.testing.assert_array_equal(a, b)
     return first
-
-
-def assert_close(got, alone, want, epsilon, what):
-    ours, theirs = error(got, want), error(alone, want)
-    assert ours <= 2 * theirs + epsilon, f"{what}: {ours:.2e}, alone {theirs:.2e}"
 
 
 def check(got, alone, want):
@@ -435,17 +410,6 @@ def test_shards_have_the_same_bits(optimized):
     )
     for made in split(h, W, y).values():
         np.testing.assert_array_equal(made, np.broadcast_to(made[:1], made.shape))
-
-
-COLLECTIVE = re.compile(
-    r"%(\w+)[\w.-]* = (\S+?)(?:{[\d,]*})? "
-    r"(?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
-)
-
-
-def collectives(fn, *operands):
-    """(what jax calls it, its result) of each in the compiled program, in order."""
-    return COLLECTIVE.findall(jax.jit(fn).lower(*operands).compile().as_text())
 
 
 STATISTICS = [("pmax", "f32[2,12]"), ("psum_invariant", "f32[3,12]")]

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from tests import targets
-from tests.cases import slow
-from tests.head.backends.test_xla import CPU, CUBLAS, OLD_XLA, count_gemms
-from tests.head.verbs.test_selected_xla import compiled
+from tests.helpers import targets
+from tests.helpers.cases import slow
+from tests.helpers.programs import CPU, CUBLAS, OLD_XLA, compiled, count_gemms
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 

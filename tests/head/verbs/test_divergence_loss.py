@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests import oracle
-from tests.cases import slow
-from tests.head.backends.test_xla import compiled, count_gemms
-from tests.head.verbs.test_api import STATS_EPSILON, assert_as_good
-from tests.head.verbs.test_divergence import (
+from tests.helpers import oracle
+from tests.helpers.cases import slow
+from tests.helpers.divergence import (
     CHUNK,
     GRADIENT_EPSILON,
     exact,
@@ -21,7 +19,9 @@ from tests.head.verbs.test_divergence import (
     materialised,
     shapes,
 )
-from tests.targets import loss_of_two_heads
+from tests.helpers.programs import compiled, count_gemms
+from tests.helpers.targets import loss_of_two_heads
+from tests.helpers.tolerance import STATS_EPSILON, assert_as_good
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 

@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests.head.verbs.test_divergence import make
-from tests.targets import loss_of_columns, loss_of_two_heads, of_columns, of_two_heads
+from tests.helpers.divergence import make
+from tests.helpers.targets import (
+    loss_of_columns,
+    loss_of_two_heads,
+    of_columns,
+    of_two_heads,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -11,17 +11,10 @@ import pytest
 import jaxmem
 from jaxmem.head.maths import column_sampling
 from jaxmem.head.verbs import draws
-from tests.described import described
-
-N, D, V, CHUNK, KEY = 37, 8, 300, 16, jax.random.key(3)
+from tests.helpers.described import described
+from tests.helpers.draws import CHUNK, KEY, D, N, V, make, uniform
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
-
-
-def make(std=1.0, v=V, seed=0):
-    rng = np.random.default_rng(seed)
-    h = rng.standard_normal((N, D), np.float32)
-    return h, (rng.standard_normal((v, D), np.float32) * std / D**0.5).astype("f")
 
 
 def softmax(h, W, **options):
@@ -32,13 +25,6 @@ def softmax(h, W, **options):
     z = z[:, : options.get("vocab_size")]
     p = np.exp(z - z.max(1, keepdims=True))
     return p / p.sum(1, keepdims=True)
-
-
-def uniform(n, tokens=N, key=KEY):
-    """The numbers in [0, 1) that a token's ids are drawn by."""
-    keys = column_sampling.token_keys(key, (tokens,))
-    bits = jax.vmap(lambda key: jax.random.bits(key, (n,), jnp.uint32))(keys)
-    return np.asarray(bits).astype(float) / 2**32
 
 
 def assert_inverse(ids, u, p):

@@ -12,10 +12,10 @@ import jaxmem
 from jaxmem import Sample
 from jaxmem.head.maths import eight_bits
 from jaxmem.head.maths.column_sampling import token_keys
-from tests import oracle
-from tests.cases import Case, slow
-from tests.described import described
-from tests.head.backends.test_xla import compiled
+from tests.helpers import oracle
+from tests.helpers.cases import Case, slow
+from tests.helpers.described import described
+from tests.helpers.programs import compiled
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 

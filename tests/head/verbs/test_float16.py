@@ -13,9 +13,9 @@ import pytest
 
 import jaxmem
 from jaxmem import Recompute, Sample
-from tests.cases import Case, slow
-from tests.head.verbs.test_api import EPSILON, STATS_EPSILON, assert_as_good
-from tests.targets import loss_of_columns, loss_of_two_heads
+from tests.helpers.cases import Case, slow
+from tests.helpers.targets import loss_of_columns, loss_of_two_heads
+from tests.helpers.tolerance import EPSILON, STATS_EPSILON, assert_as_good
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 

@@ -10,10 +10,10 @@ import pytest
 from jax import lax
 
 import jaxmem
-from tests import oracle
-from tests.cases import CASES, Case, slow
-from tests.described import described
-from tests.head.backends.test_xla import (
+from tests.helpers import oracle
+from tests.helpers.cases import CASES, Case, slow
+from tests.helpers.described import described
+from tests.helpers.programs import (
     CPU,
     CUBLAS,
     OLD_XLA,
@@ -22,13 +22,8 @@ from tests.head.backends.test_xla import (
     count_gemms,
     shapes,
 )
-from tests.head.verbs.test_api import (
-    EPSILON,
-    OPTIONS,
-    STATS_EPSILON,
-    assert_as_good,
-    materialised as materialised_stats,
-)
+from tests.helpers.token_stats import OPTIONS, materialised as materialised_stats
+from tests.helpers.tolerance import EPSILON, STATS_EPSILON, assert_as_good
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 

@@ -11,10 +11,11 @@ from jax.sharding import AxisType
 import jaxmem
 from jaxmem import Recompute
 from jaxmem.head.backends import xla_blocks
-from tests import oracle
-from tests.cases import CASES, Case, slow
-from tests.described import described
-from tests.head.verbs.test_api import EPSILON, OPTIONS, check, cotangents, error
+from tests.helpers import oracle
+from tests.helpers.cases import CASES, Case, slow
+from tests.helpers.described import described
+from tests.helpers.token_stats import OPTIONS, check, cotangents
+from tests.helpers.tolerance import EPSILON, error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

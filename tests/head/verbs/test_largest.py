@@ -8,22 +8,14 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests.cases import slow
-from tests.described import described
-from tests.head.verbs.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
-from tests.head.verbs.test_selected import exact, materialised, scaled
-from tests.targets import of_columns, reverse_kl
-
-N, D, CHUNK = 37, 8, 16
+from tests.helpers.cases import slow
+from tests.helpers.described import described
+from tests.helpers.largest import CHUNK, D, N, make
+from tests.helpers.selected import exact, materialised, scaled
+from tests.helpers.targets import of_columns, reverse_kl
+from tests.helpers.tolerance import EPSILON, STATS_EPSILON, assert_as_good, error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
-
-
-def make(v, std=1.0, seed=0):
-    """Small integers: logits are exact in every type, and many are equal."""
-    rng = np.random.default_rng(seed)
-    h, W = rng.integers(-2, 3, (N, D)), rng.integers(-2, 3, (v, D))
-    return std * h.astype(np.float32), W.astype(np.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "layout", "options"))

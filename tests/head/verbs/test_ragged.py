@@ -9,9 +9,8 @@ import pytest
 
 import jaxmem
 from jaxmem import packing
-from tests.described import described
-from tests.head.verbs.test_api import EPSILON, STATS_EPSILON, assert_as_good
-from tests.head.verbs.test_selected import (
+from tests.helpers.described import described
+from tests.helpers.selected import (
     CHUNK,
     OPTIONS,
     D,
@@ -24,6 +23,7 @@ from tests.head.verbs.test_selected import (
     materialised,
     ours as ours_dense,
 )
+from tests.helpers.tolerance import EPSILON, STATS_EPSILON, assert_as_good
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 

@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 import jaxmem
 from jaxmem import Sample
 from jaxmem.planning import collectives
-from tests.cases import Case, slow
-from tests.described import described
+from tests.helpers.cases import Case, slow
+from tests.helpers.described import described
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 

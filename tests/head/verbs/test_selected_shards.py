@@ -11,10 +11,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
-from tests.head.maths.test_vocab_shards import MESHES, assert_close, jit, mesh_of
-from tests.head.verbs.test_api import EPSILON, STATS_EPSILON
-from tests.head.verbs.test_selected import exact
-from tests.head.verbs.test_support_shards import sharded_by
+from tests.helpers.meshes import MESHES, jit, mesh_of, sharded_by
+from tests.helpers.selected import exact
+from tests.helpers.tolerance import EPSILON, STATS_EPSILON, assert_close
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
     pytest.skip(f"needs 8 devices, has {jax.device_count()}", allow_module_level=True)

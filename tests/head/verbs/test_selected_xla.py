@@ -10,10 +10,10 @@ import pytest
 import jaxmem
 from jaxmem.head.maths.backend_operands import Ragged
 from jaxmem.head.verbs.support_rule import RaggedSupportRule
-from tests.cases import slow
-from tests.described import described
-from tests.head.backends.test_xla import CPU, CUBLAS, OLD_XLA, compiled, count_gemms
-from tests.head.verbs.test_selected import total
+from tests.helpers.cases import slow
+from tests.helpers.described import described
+from tests.helpers.programs import CPU, CUBLAS, OLD_XLA, compiled, count_gemms
+from tests.helpers.selected import total
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 

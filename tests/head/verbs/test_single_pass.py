@@ -14,38 +14,20 @@ from jax import lax
 import jaxmem
 from jaxmem.head.maths import checks
 from jaxmem.head.verbs import rule
-from tests import oracle
-from tests.cases import CASES, Case, slow
-from tests.described import described
-from tests.head.backends.test_xla import CPU
-from tests.head.maths.test_checks import ERRORS, GOOD, Traced
-from tests.head.verbs.test_api import (
-    EPSILON,
-    OPTIONS,
-    STATS_EPSILON,
-    assert_as_good,
-    materialised as materialised_stats,
-)
+from tests.helpers import oracle
+from tests.helpers.argument_errors import ERRORS, GOOD, Traced
+from tests.helpers.cases import CASES, Case, slow
+from tests.helpers.described import described
+from tests.helpers.programs import CPU
+from tests.helpers.token_losses import C_ENTROPY, C_Z, CLIP, nll, ppo
+from tests.helpers.token_stats import OPTIONS, materialised as materialised_stats
+from tests.helpers.tolerance import EPSILON, STATS_EPSILON, assert_as_good
 
 F32 = jnp.float32
-CLIP, C_ENTROPY, C_Z = 0.2, 0.1, 1e-3
 
 
 # These programs are tiny: all their time would go into optimizing them.
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
-
-
-def ppo(stats, advantage, old):
-    """PPO-clip, an entropy bonus and a z-loss: three outputs, two float arguments."""
-    ratio = jnp.exp(stats.logprob - old)
-    clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
-    policy = -jnp.minimum(ratio * advantage, clipped * advantage)
-    loss = policy - C_ENTROPY * stats.entropy + C_Z * stats.logsumexp**2
-    return loss, {"ratio": ratio, "hit": stats.is_argmax, "square": stats[3]}
-
-
-def nll(stats, *_):
-    return -stats.logprob
 
 
 def exact_ppo(problem, h, W, advantage, old, **options):

@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 
 import jaxmem
-from tests.cases import slow
-from tests.head.backends.test_xla import (
+from tests.helpers.cases import slow
+from tests.helpers.programs import (
     CPU,
     CUBLAS,
     OLD_XLA,
@@ -19,7 +19,7 @@ from tests.head.backends.test_xla import (
     count_gemms,
     shapes,
 )
-from tests.head.verbs.test_single_pass import nll, ppo
+from tests.helpers.token_losses import nll, ppo
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 

@@ -6,19 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxmem
-from tests.described import described
-from tests.head.maths.test_vocab_shards import (
-    MESHES,
-    assert_close,
-    collectives,
-    jit,
-    mesh_of,
-)
-from tests.head.verbs.test_api import EPSILON, STATS_EPSILON
-from tests.head.verbs.test_selected import exact
+from tests.helpers.described import described
+from tests.helpers.meshes import MESHES, collectives, jit, sharded_by
+from tests.helpers.selected import exact
+from tests.helpers.tolerance import EPSILON, STATS_EPSILON, assert_close
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
     pytest.skip(f"needs 8 devices, has {jax.device_count()}", allow_module_level=True)
@@ -62,19 +55,6 @@ def ragged(h, W, y, ids, bias, warm, axis_name=None):
         h, W, y, entries, CHUNK, temperature=warm, axis_name=axis_name,
         offsets=offsets, max_ids=K + 1, bias=bias, **OPTIONS,
     )  # fmt: skip
-
-
-def sharded_by(split, call, name, **options):
-    """The call over a mesh; of its six operands, those at `split` by the vocabulary."""
-    shape, tokens, vocabulary = MESHES[name]
-    specs = [P(vocabulary if i in split else tokens) for i in range(6)]
-    return jax.shard_map(
-        functools.partial(call, axis_name=vocabulary),
-        mesh=mesh_of(shape),
-        in_specs=tuple(specs),
-        out_specs=P(tokens),
-        **options,
-    )
 
 
 sharded = functools.partial(sharded_by, (1, 4))  # W and the bias

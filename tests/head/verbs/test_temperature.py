@@ -14,8 +14,14 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests.head.verbs.test_api import STATS_EPSILON, assert_as_good
-from tests.targets import forward_kl, jsd, loss_of_two_heads, reverse_kl, topk_kl
+from tests.helpers.targets import (
+    forward_kl,
+    jsd,
+    loss_of_two_heads,
+    reverse_kl,
+    topk_kl,
+)
+from tests.helpers.tolerance import STATS_EPSILON, assert_as_good
 
 N, V = 16, 1000
 IDS = np.array([3, 500, 999])

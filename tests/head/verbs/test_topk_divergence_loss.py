@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
-from tests import oracle
-from tests.cases import slow
-from tests.head.backends.test_xla import compiled, count_gemms
-from tests.head.verbs.test_api import STATS_EPSILON, error
-from tests.head.verbs.test_topk_divergence import CHUNK, D, K, N, V, exact, make, named
-from tests.targets import loss_of_columns, topk_kl
+from tests.helpers import oracle
+from tests.helpers.cases import slow
+from tests.helpers.programs import compiled, count_gemms
+from tests.helpers.targets import loss_of_columns, topk_kl
+from tests.helpers.tolerance import STATS_EPSILON, error
+from tests.helpers.topk_divergence import CHUNK, D, K, N, V, exact, make, named
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 

@@ -11,8 +11,8 @@ from jax import lax
 from jax.ad_checkpoint import print_saved_residuals
 
 import jaxmem
-from tests import oracle
-from tests.cases import Case
+from tests.helpers import oracle
+from tests.helpers.cases import Case
 
 pytestmark = pytest.mark.usefixtures("on_one_device", "quick_compilation")
 

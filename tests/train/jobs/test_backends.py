@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from jaxmem.train import configuration, jobs
-from tests.checkpoints import texts
+from tests.helpers import texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 GIN = """

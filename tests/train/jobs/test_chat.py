@@ -9,10 +9,9 @@ import pytest
 from jaxmem.data import block_files
 from jaxmem.data.records import DataError
 from jaxmem.train.jobs import sft
-from tests.checkpoints import texts
-from tests.train.jobs import runs
-from tests.train.jobs.kills import kill_before
-from tests.train.jobs.runs import steps, write
+from tests.helpers import runs, texts
+from tests.helpers.kills import kill_before
+from tests.helpers.runs import steps, write
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 TEMPLATE = (

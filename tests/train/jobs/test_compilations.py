@@ -10,8 +10,7 @@ from rich.console import Console
 from jaxmem.train import configuration, jobs
 from jaxmem.train.optimizer import learning_rate_schedule
 from jaxmem.train.output.progress import ProgressReport
-from tests.checkpoints import texts
-from tests.train.jobs import runs
+from tests.helpers import runs, texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"

@@ -24,11 +24,10 @@ from jaxmem.train.jobs.rollout.packed import Completions
 from jaxmem.train.jobs.rollout.samples import Sampled, SlotUse
 from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
 from jaxmem.train.metrics import PolicyMetrics
-from tests.cases import slow
-from tests.checkpoints import texts
-from tests.train.jobs import runs
-from tests.train.jobs.kills import kill_before
-from tests.train.jobs.runs import refused
+from tests.helpers import runs, texts
+from tests.helpers.cases import slow
+from tests.helpers.kills import kill_before
+from tests.helpers.runs import refused
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 TEMPLATE = (
@@ -351,7 +350,7 @@ def test_a_model_of_one_s_own_keeps_its_cache_if_it_can_extend_it():
         ("OursCached", "with a model.factory without extend, no cache is kept"),
         ("Ours", None), ("OursExtended", None),
     ):  # fmt: skip
-        factory = f"model.factory=tests.train.jobs.own_models:{name}"
+        factory = f"model.factory=tests.helpers.own_models:{name}"
         program = job_with(factory, *sizes.split()).program
         said = [line for line in program.lines() if "again: with" in line]
         assert [why in line for line in said] == [True] * bool(why)

@@ -16,9 +16,8 @@ from jaxmem.train.jobs.policy_objective import (
 )
 from jaxmem.train.jobs.rollout.nested_rows import join, take
 from jaxmem.train.jobs.rollout.packed import SAME_WEIGHTS, Logprobs
-from tests.train.jobs.test_grpo import (
+from tests.helpers.grpo import (
     SMALL,
-    changed,
     completions,
     dense,
     head_and_hidden,
@@ -26,6 +25,7 @@ from tests.train.jobs.test_grpo import (
     random_micro_batch,
     softmax_stats,
 )
+from tests.helpers.runs import changed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 

@@ -29,11 +29,10 @@ from jaxmem.train.jobs.running import with_steps
 from jaxmem.train.metrics import DistillMetrics
 from jaxmem.train.output.history import read_history
 from jaxmem.train.program import DecoderProgram
-from tests.cases import slow
-from tests.checkpoints import texts
-from tests.train.jobs import runs
-from tests.train.jobs.kills import kill_before
-from tests.train.jobs.runs import drawn, refused, write
+from tests.helpers import runs, texts
+from tests.helpers.cases import slow
+from tests.helpers.kills import kill_before
+from tests.helpers.runs import drawn, refused, write
 
 pytestmark = pytest.mark.usefixtures(
     "quick_compilation", "no_picture", "programs_of_module"

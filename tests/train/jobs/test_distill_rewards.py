@@ -17,11 +17,10 @@ from jaxmem.train.jobs.distill import job as distill
 from jaxmem.train.jobs.distill_objective import DistillConfig, Targets, distill_loss
 from jaxmem.train.jobs.policy_objective import PolicyHeadOptions
 from jaxmem.train.metrics import DistillMetrics
-from tests.cases import slow
-from tests.checkpoints import texts
-from tests.train.jobs import runs
-from tests.train.jobs.kills import kill_before
-from tests.train.jobs.runs import refused, write
+from tests.helpers import runs, texts
+from tests.helpers.cases import slow
+from tests.helpers.kills import kill_before
+from tests.helpers.runs import refused, write
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 SUMS = """

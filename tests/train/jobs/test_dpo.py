@@ -17,10 +17,9 @@ from jaxmem.train.jobs import dpo
 from jaxmem.train.jobs.pair_objective import DpoConfig, pair_losses
 from jaxmem.train.metrics import PreferenceMetrics
 from jaxmem.train.program import DecoderProgram
-from tests.checkpoints import texts
-from tests.train.jobs import runs
-from tests.train.jobs.kills import kill_before
-from tests.train.jobs.runs import refused
+from tests.helpers import runs, texts
+from tests.helpers.kills import kill_before
+from tests.helpers.runs import refused
 
 pytestmark = pytest.mark.usefixtures(
     "quick_compilation", "no_picture", "programs_of_module"

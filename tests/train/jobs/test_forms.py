@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs
-from tests.checkpoints import texts
+from tests.helpers import texts
 
 pytestmark = pytest.mark.usefixtures(
     "quick_compilation", "no_picture", "programs_of_module"

@@ -14,9 +14,9 @@ from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs.job import JOBS
 from jaxmem.train.output.history import read_history
-from tests.planning.conftest import fake as fake, numbered as numbered
-from tests.train.jobs import runs
-from tests.train.jobs.kills import kill_before
+from tests.helpers import runs
+from tests.helpers.fake_devices import fake as fake, numbered as numbered
+from tests.helpers.kills import kill_before
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 LIMIT = 80  # lines of the job's file
@@ -44,7 +44,7 @@ optimizer.learning_rate = 1e-2
 @pytest.fixture(scope="module", autouse=True)
 def own_job():
     """The file, whose job other tests do not know."""
-    module = importlib.import_module("tests.train.jobs.own_job")
+    module = importlib.import_module("tests.helpers.own_job")
     JOBS["ema"] = module.Ema
     yield module
     del JOBS["ema"]
@@ -90,7 +90,7 @@ def test_it_trains_resumes_and_reports(own_job, monkeypatch):
 def test_it_trains_an_own_model_on_a_mesh():
     # Some of this model's weights have partition specs, and the others have none.
     sizes = "data.batch_size=4", "run.steps=3", "model.hidden=16", "model.heads=2"
-    sizes += ("model.factory=tests.train.jobs.own_models:Sharded",)
+    sizes += ("model.factory=tests.helpers.own_models:Sharded",)
     alone, _ = train("run.out_dir=alone", *sizes)
     mesh = "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"
     meshed, _ = train("run.out_dir=mesh", *sizes, *mesh)

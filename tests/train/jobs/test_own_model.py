@@ -17,58 +17,17 @@ from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs.whole_step import StepProgram
 from jaxmem.train.program import DecoderProgram
 from jaxmem.train.state.checkpoint import read_params
-from tests.cases import slow
-from tests.checkpoints import texts
-from tests.planning.conftest import fake as fake
-from tests.train.jobs import runs
-from tests.train.jobs.kills import kill_before
+from tests.helpers import own_models, runs, texts
+from tests.helpers.cases import slow
+from tests.helpers.fake_devices import fake as fake
+from tests.helpers.kills import kill_before
+from tests.helpers.own_models import JOBS, SIZES
 
 pytestmark = pytest.mark.usefixtures(
     "quick_compilation", "no_picture", "programs_of_module"
 )
-OWN = str(pathlib.Path(__file__).with_name("own_model.py")) + ":Model"
-MODULE = "tests.train.jobs.own_models"
-SIZES = """
-model.layers = 1
-model.hidden = 16
-model.heads = 2
-model.kv_heads = 1
-model.head_dim = 8
-model.ff = 16
-head.chunk = 32
-optimizer.learning_rate = 1e-2
-optimizer.warmup_steps = 0
-optimizer.schedule = "constant"
-run.steps = 4
-run.checkpoint_every = 2
-run.compare_heads = False
-run.out_dir = "run"
-"""
-DATA = """
-data.source = "texts.jsonl"
-data.sequence_length = 16
-data.batch_size = 4
-data.held_out = 0.2
-data.cache_dir = "."
-eval.every = 2
-"""
-JOBS = {
-    "sft": DATA + "data.vocab_size = 280\n",
-    "dpo": DATA.replace("texts", "pairs") + 'model.checkpoint = "llama"\n',
-    "distill": DATA + 'distill.teacher = "llama"\n',
-    "grpo": """
-task.source = "prompts.jsonl"
-task.reward = "rewards.py:score"
-task.max_prompt_tokens = 4
-model.checkpoint = "llama"
-sampling.max_new_tokens = 4
-grpo.prompts = 8
-grpo.group_size = 4
-grpo.max_tokens_train = 64
-grpo.max_tokens_forward = 64
-grpo.row_lengths = (16,)
-""",
-}
+OWN = own_models.PATH
+MODULE = own_models.__name__
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,9 @@ from jaxmem.train.jobs import rollout_metrics
 from jaxmem.train.jobs.grpo import job as grpo
 from jaxmem.train.jobs.rollout.packed import Completions
 from jaxmem.train.metrics import PolicyMetrics
-from tests.checkpoints import texts
-from tests.train.jobs import runs
-from tests.train.jobs.kills import kill_before
-from tests.train.jobs.runs import refused
+from tests.helpers import runs, texts
+from tests.helpers.kills import kill_before
+from tests.helpers.runs import refused
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 TEMPLATE = (

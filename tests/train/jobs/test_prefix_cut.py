@@ -11,7 +11,8 @@ from jaxmem.train.jobs.grpo.minibatches import Minibatch, cut_prefixes
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_objective import GrpoConfig
 from jaxmem.train.jobs.rollout.packed import Completions
-from tests.train.jobs.test_grpo import SMALL, changed, curve, job_with, train
+from tests.helpers.grpo import SMALL, curve, job_with, train
+from tests.helpers.runs import changed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 LONG = changed(

@@ -10,11 +10,10 @@ import pytest
 from jaxmem.data.records import DataError
 from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs.grpo import job as grpo
-from tests.cases import slow
-from tests.checkpoints import texts
-from tests.train.jobs import runs
-from tests.train.jobs.runs import refused
-from tests.train.jobs.test_grpo import job_with
+from tests.helpers import runs, texts
+from tests.helpers.cases import slow
+from tests.helpers.grpo import job_with
+from tests.helpers.runs import refused
 
 pytestmark = pytest.mark.usefixtures(
     "quick_compilation", "no_picture", "programs_of_module"

@@ -26,17 +26,17 @@ from jaxmem.train.jobs.policy_objective import (
 )
 from jaxmem.train.jobs.rollout.nested_rows import take
 from jaxmem.train.jobs.rollout.packed import Logprobs, RolloutSupports
-from tests.cases import slow
-from tests.train.jobs.test_grpo import (
+from tests.helpers.cases import slow
+from tests.helpers.grpo import (
     CONFIGS,
     SMALL,
-    changed,
     completions,
     head_and_hidden,
     job_with,
     softmax_stats,
     train,
 )
+from tests.helpers.runs import changed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 

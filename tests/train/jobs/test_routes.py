@@ -14,9 +14,9 @@ from jaxmem.models.weights import merge_module, split_module
 from jaxmem.train.configuration import ConfigError, load
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.jobs.grpo.policy_report import phases_of
-from tests.cases import slow
-from tests.train.jobs.runs import drawn
-from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, train
+from tests.helpers.cases import slow
+from tests.helpers.grpo import CONFIGS, SMALL, train
+from tests.helpers.runs import changed, drawn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 

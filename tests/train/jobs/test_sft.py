@@ -37,9 +37,9 @@ from jaxmem.train.optimizer import (
 from jaxmem.train.output.history import read_history
 from jaxmem.train.program import DecoderProgram, TrainState
 from jaxmem.train.settings import RunConfig
-from tests.cases import slow
-from tests.hlo import vocabulary_gemms
-from tests.train.jobs.runs import changed, drawn, run as train, write
+from tests.helpers.cases import slow
+from tests.helpers.hlo import vocabulary_gemms
+from tests.helpers.runs import changed, drawn, run as train, write
 
 MODEL = ModelConfig(layers=1, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8)
 DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=4, held_out=0.0)

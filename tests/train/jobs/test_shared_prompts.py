@@ -8,7 +8,8 @@ import pytest
 from jaxmem.train.configuration import load
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.jobs.grpo.policy_report import phases_of
-from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, curve, train
+from tests.helpers.grpo import CONFIGS, SMALL, curve, train
+from tests.helpers.runs import changed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmem
-from tests.cases import Case
-from tests.described import described
+from tests.helpers.cases import Case
+from tests.helpers.described import described
 
 
 def every_option(case, masked):

@@ -1,6 +1,7 @@
 """Models of one's own for the tests: ours behind the protocol, and wrong ones."""
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,10 @@ from jax import lax
 
 import jaxmem
 from jaxmem.models.decoder import Decoder
-from tests.train.jobs.own_model import Model
+from tests.helpers.own_model import Model
+
+FOLDER = pathlib.Path(__file__).parent
+PATH = f"{FOLDER / 'own_model.py'}:Model"
 
 
 class Ours(nnx.Module):
@@ -204,3 +208,44 @@ def raises(config, rngs):
 
 
 NUMBER = 3
+SIZES = """
+model.layers = 1
+model.hidden = 16
+model.heads = 2
+model.kv_heads = 1
+model.head_dim = 8
+model.ff = 16
+head.chunk = 32
+optimizer.learning_rate = 1e-2
+optimizer.warmup_steps = 0
+optimizer.schedule = "constant"
+run.steps = 4
+run.checkpoint_every = 2
+run.compare_heads = False
+run.out_dir = "run"
+"""
+DATA = """
+data.source = "texts.jsonl"
+data.sequence_length = 16
+data.batch_size = 4
+data.held_out = 0.2
+data.cache_dir = "."
+eval.every = 2
+"""
+JOBS = {
+    "sft": DATA + "data.vocab_size = 280\n",
+    "dpo": DATA.replace("texts", "pairs") + 'model.checkpoint = "llama"\n',
+    "distill": DATA + 'distill.teacher = "llama"\n',
+    "grpo": """
+task.source = "prompts.jsonl"
+task.reward = "rewards.py:score"
+task.max_prompt_tokens = 4
+model.checkpoint = "llama"
+sampling.max_new_tokens = 4
+grpo.prompts = 8
+grpo.group_size = 4
+grpo.max_tokens_train = 64
+grpo.max_tokens_forward = 64
+grpo.row_lengths = (16,)
+""",
+}

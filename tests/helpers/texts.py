@@ -8,9 +8,9 @@ import numpy as np
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from tests.checkpoints import seeded
+from tests.helpers import seeded
 
-TINY = pathlib.Path(__file__).parent / "tiny"
+TINY = seeded.CHECKPOINTS / "tiny"
 # A multimodal model but for its "text_config", which is a model of its own.
 MISTRAL_3 = {
     "architectures": ["Mistral3ForConditionalGeneration"],

@@ -16,10 +16,8 @@ import pytest
 from flax import nnx
 
 B, T, D, V = 2, 5, 16, 37
-
-
-# A test module holds the original that it defines, and means to.
-holds_originals = pytest.mark.filterwarnings("ignore:jaxmem. tests.integrations")
+# The modules of the tests hold originals that they define or import, and mean to.
+holds_originals = pytest.mark.filterwarnings("ignore:jaxmem. tests.")
 
 
 def states(seed=0, dtype=jnp.float32):

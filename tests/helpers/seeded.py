@@ -6,8 +6,9 @@ import zlib
 
 import numpy as np
 
-RECORDS = pathlib.Path(__file__).parent / "families"
-ADAPTERS = pathlib.Path(__file__).parent / "adapters"
+CHECKPOINTS = pathlib.Path(__file__).parents[1] / "checkpoints"
+RECORDS = CHECKPOINTS / "families"
+ADAPTERS = CHECKPOINTS / "adapters"
 VOCABULARY = 64
 
 

@@ -5,7 +5,7 @@ import functools
 
 import jaxmem
 from jaxmem.head.maths.head import as_head
-from tests.described import FIELDS
+from tests.helpers.described import FIELDS
 
 KINDS = {
     "reverse_kl": jaxmem.ReverseKL,
