@@ -64,7 +64,7 @@ def test_it_is_preferred_and_said_why(register):
     assert HeadConfig(implementation="toy").implementation == "toy"
 
 
-def test_float16_is_not_for_kernels_whose_derivatives_have_no_scale():
+def test_unproven_float16_may_overflow():
     of = types.SimpleNamespace(compute_dtype=jnp.float16)
     assert "which large weights overflow" in (hopper.unproven(of, None) or "")
 
@@ -81,7 +81,7 @@ def test_it_is_not_asked_for_what_it_cannot_do(ability, register):
         program("toy", OPTIONS[name])
 
 
-def test_without_one_that_can_every_reason_is_given(register, monkeypatch):
+def test_choose_names_every_reason(register, monkeypatch):
     register(blocks=None)
     monkeypatch.setattr(choose, "BACKENDS", choose.BACKENDS[:2])
     said = "'toy' does not: it has no loops .*; 'hopper' does not: it needs"

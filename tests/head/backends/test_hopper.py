@@ -36,9 +36,7 @@ spreads = partition.is_possible  # as it is outside of these tests
 @pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize("layout", ["vd", "dv"])
-def test_launches_of_all_rows_follow_a_block_of_columns(
-    layout, interpreted, monkeypatch
-):
+def test_launches_of_all_rows_by_column_block(layout, interpreted, monkeypatch):
     """Two of 256 rows: the second with none that is active, two blocks of 256 and 44
     columns; or with some, one block and every option."""
     monkeypatch.setattr(block_sizes, "backward_rows", lambda *_: (256, True))
@@ -183,7 +181,7 @@ def frozen(h, W, y, **options):
 @pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize("verb", [by_stats, by_loss])
-def test_groups_of_a_split_vocabulary_that_does_not_fill_them(verb, interpreted):
+def test_vocab_groups_partly_filled_by_shards(verb, interpreted):
     """W and its gradient are float32. One part: the interpreter has one memory."""
     h, W, y = Case(40, 64, 320, std=2.0).make()
     h, y = jnp.asarray(h, jnp.bfloat16), y % 250
@@ -225,7 +223,7 @@ def kernels_of(jaxpr):
 
 
 @needs_pallas
-def test_groups_take_the_same_kernels_on_any_mesh(lowered_anywhere):
+def test_vocab_groups_same_kernels_on_any_mesh(lowered_anywhere):
     """The same code, for the same shapes; fewer launches on more devices."""
     options = {"axis_name": "tensor", "implementation": "hopper", "vocab_groups": 2}
     total = functools.partial(by_stats, vocab_size=5000, **options)
@@ -298,7 +296,7 @@ def test_calls_that_it_refuses_anywhere(lowered_anywhere):
 
 
 @needs_pallas
-def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monkeypatch):
+def test_choose_by_measured_limits(lowered_anywhere, monkeypatch):
     """No kernel runs, nor is any traced."""
     monkeypatch.setattr(hopper, "forward", xla.forward)
     monkeypatch.setattr(jax, "device_count", lambda: 1)

@@ -52,7 +52,7 @@ def test_every_option_of_a_loss(interpreted, of_blocks):
     assert of_blocks == {(1, 256)}
 
 
-def test_blocks_that_all_rows_share_need_no_other(lowered_anywhere, of_blocks):
+def test_recompute_blocks_shared_by_all_rows(lowered_anywhere, of_blocks):
     """Few rows: W's gradient is written once anyway, and no row is rounded twice."""
     h, W, y = Case(40, 64, 300, std=2.0).make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)

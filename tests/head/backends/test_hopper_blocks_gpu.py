@@ -89,7 +89,7 @@ def test_a_loss(of_blocks):
     assert of_blocks
 
 
-def test_a_rerun_is_bitwise_equal_and_a_loop_may_be_unrolled(of_blocks):
+def test_blocks_rerun_bitwise_in_unrolled_loop(of_blocks):
     case = CASES["odd columns"]
     h, W, y = case.make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
@@ -111,7 +111,7 @@ def test_a_rerun_is_bitwise_equal_and_a_loop_may_be_unrolled(of_blocks):
     assert of_blocks
 
 
-def test_the_error_of_hidden_s_gradient_is_less_than_twice_that_of_one_block():
+def test_blocks_error_of_hidden_gradient():
     """In the mean over all tokens, against the same sums in float32."""
     n, d, v, chunk = 16_384, 1024, 8192, 128
     h, W, y = Case(n, d, v, std=2.0).make()

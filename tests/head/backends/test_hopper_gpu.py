@@ -110,7 +110,7 @@ def test_a_rerun_is_bitwise_equal(problem):
     assert_equal_bits(run(*problem), run(*problem))
 
 
-def test_a_rerun_in_several_launches_is_bitwise_equal():
+def test_rerun_in_several_launches_is_bitwise():
     case = REAL["several launches"]
     h, W, y = case.make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
@@ -165,7 +165,7 @@ def test_masked_rows_give_nothing(problem):
     assert not any(v.any() for v in (*nothing.values(), *gradients))
 
 
-def test_padding_of_the_vocabulary_changes_no_bit(problem):
+def test_vocabulary_padding_changes_no_bit(problem):
     h, W, y = problem
     padded = jnp.concatenate([W, jnp.full((123, W.shape[1]), 9, W.dtype)])
     made, _ = run(h, W, y)
@@ -175,7 +175,7 @@ def test_padding_of_the_vocabulary_changes_no_bit(problem):
     assert not dW[5000:].any() and dW[:5000].any()
 
 
-def test_a_label_that_does_not_exist_poisons_only_itself(problem):
+def test_invalid_label_is_nan_alone(problem):
     h, W, y = problem
     y = np.asarray(y).copy()
     y[7] = len(W)
@@ -298,7 +298,7 @@ def test_a_loss_over_micro_batches(problem, options):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "several launches", "blocks of rows"])
-def test_blocks_of_the_vocabulary_in_a_loop_that_xla_unrolls(name):
+def test_vocabulary_blocks_in_unrolled_loop(name):
     case = REAL[name]
     h, W, y = case.make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
@@ -365,7 +365,7 @@ def test_memory_is_the_formula_of_the_page(n, v):
 
 
 @pytest.mark.parametrize("n", [2048, 4096])
-def test_memory_of_the_one_pass_is_no_more_than_that_of_xla(n):
+def test_token_loss_memory_below_xla(n):
     """Exponentials of all rows in the place of float32 sums, or of some beside them."""
     d, v, chunk = 1024, 32768, 256
     h, W = jnp.zeros((n, d), jnp.bfloat16), jnp.zeros((v, d), jnp.bfloat16)

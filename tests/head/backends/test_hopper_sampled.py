@@ -109,7 +109,7 @@ def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
 
 
 @pytest.mark.parametrize("kernel", tuned.LAUNCHES)
-def test_gradient_takes_the_measured_launch_of_its_head(kernel, monkeypatch):
+def test_gradient_takes_measured_launch_of_head(kernel, monkeypatch):
     n, d, v = 64, 256, 512
     spec, source, rows = problem(n, d, v, 4)
     columns = jnp.arange(n * 5, dtype=jnp.int32).reshape(n, 5)

@@ -40,7 +40,7 @@ def gradients(h, W, y, key, arrays, slots=None, facts=()):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_results_are_exact_and_the_mean_has_no_bias(name):
+def test_sampled_values_exact_and_mean_unbiased(name):
     h, W, y = problem()
     options = dict(OPTIONS[name])
     facts = tuple((k, x) for k, x in options.items() if k in ("layout", "softcap",
@@ -71,7 +71,7 @@ def test_results_are_exact_and_the_mean_has_no_bias(name):
     )
 
 
-def test_hidden_s_gradient_does_not_depend_on_the_launches():
+def test_hidden_gradient_independent_of_launches():
     h, W, y = problem(n=1500)
     of = functools.partial(gradients, h, W, y, jax.random.key(3), slots=128)
     few, many = of({}, facts=(("chunk", 1536),)), of({}, facts=(("chunk", 256),))
@@ -94,7 +94,7 @@ def test_real_shape():
 
 
 @pytest.mark.parametrize("verb", ["reverse_kl", "forward_kl", "jsd"])
-def test_divergences_have_exact_values_and_no_bias(verb):
+def test_divergence_values_exact_and_unbiased(verb):
     h, W, _ = problem(512)
     other_h, other_W, _ = problem(512, d=256, std=2.0)
 

@@ -172,7 +172,7 @@ def test_memory_from_logits(dtype):
         assert temp <= PERCENT * promised + 64 * n
 
 
-def test_logits_given_are_never_written_to_and_a_rerun_has_the_same_bits():
+def test_from_logits_keeps_logits_and_rerun_is_bitwise():
     h, W, y = Case(64, 16, 300).make()
     logits = jnp.asarray(h @ W.T)
     before = np.array(logits)
@@ -199,7 +199,7 @@ def dw_error(chunk, n=512, d=32, v=256):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-def test_dw_error_is_flat_in_the_number_of_chunks():
+def test_dw_error_flat_in_number_of_chunks():
     """Accumulating in bfloat16 would grow it sevenfold from 1 to 256 chunks."""
     errors = {n_chunks: dw_error(512 // n_chunks) for n_chunks in (1, 256)}
     assert max(errors.values()) < 1.1 * errors[1] < 1.1 * 2**-8
@@ -209,7 +209,7 @@ def test_dw_error_is_flat_in_the_number_of_chunks():
 @pytest.mark.parametrize(
     "dtype, size", [("float32", (48, 517)), slow("bfloat16", (32, 300))], ids=str
 )
-def test_rows_are_the_same_bits_in_any_order_and_company(dtype, size):
+def test_rows_bitwise_in_any_order_and_company(dtype, size):
     """Permuted, padded by masked rows, alone, or in chunks of any whole groups."""
     h, W, y = (jnp.asarray(x) for x in Case(200, *size).make())
     h, W = h.astype(dtype), W.astype(dtype)
@@ -237,7 +237,7 @@ def test_rows_are_the_same_bits_in_any_order_and_company(dtype, size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["vd", "dv"])
-def test_on_a_gpu_a_ragged_vocabulary_is_padded_backward(layout, monkeypatch):
+def test_backward_pads_ragged_vocabulary_on_gpu(layout, monkeypatch):
     """Traced as for a GPU, run here: W [131, D] in products of 192 columns."""
     h, W, y = (jnp.asarray(x, F32) for x in Case(50, 24, 131, std=2.0).make())
     y, bias = y.astype(int), jnp.linspace(-1, 1, 131)

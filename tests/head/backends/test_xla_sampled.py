@@ -158,7 +158,7 @@ def test_the_mean_of_draws_is_the_derivative(name):
     np.testing.assert_allclose(grads.W, got.T @ one_row()[0], rtol=1e-4, atol=2e-3)
 
 
-def test_large_entries_are_exact_and_there_are_few():
+def test_sampled_large_entries_exact_and_few():
     entries, dz, _, _, p = draws("logprob")
     y, got = one_row()[2][0], dense(dz, V)
     exact = (p >= 1.01 / K) | (np.arange(V) == y)
@@ -184,7 +184,7 @@ def test_noise_is_below_that_of_a_label():
 
 
 @pytest.mark.slow
-def test_the_same_bits_for_a_key_and_others_for_another():
+def test_sampled_bits_depend_on_key():
     h, W, y = Case(40, 16, 300).make()
     g = cotangents(40)
     a, b, other = (call(h, W, y, g, 8, key=key)[1:] for key in (1, 1, 2))
@@ -193,7 +193,7 @@ def test_the_same_bits_for_a_key_and_others_for_another():
 
 
 @pytest.mark.slow
-def test_neither_chunk_nor_company_nor_masks_change_a_token(optimized):
+def test_sampled_token_independent_of_chunk_and_masks(optimized):
     h, W, y = Case(96, 16, 300).make()
     g = cotangents(96)
     made, entries, _, grads = call(h, W, y, g, 8, chunk=16)
@@ -245,7 +245,7 @@ def test_all_the_mass_in_one_column():
 
 
 @pytest.mark.parametrize("name", ["logprob", "entropy"])
-def test_a_label_that_does_not_exist_poisons_what_used_it(name):
+def test_sampled_invalid_label_is_nan_where_used(name):
     h, W, y = Case(40, 16, 300).make()
     y[[0, 2]] = 300, 1000
     g = {k: v * (k == name) for k, v in cotangents(40).items()}

@@ -41,7 +41,7 @@ def backward(n, chunk, columns, depth, frozen=False):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_derivatives_take_no_more_than_a_chunk_of_16_bits(frozen):
+def test_derivatives_fit_chunk_in_16_bits(frozen):
     for n, chunk, columns, depth in SHAPES:
         cut = backward(n, chunk, columns, depth, frozen)
         width = cut.tiles * block_sizes.TILE
@@ -95,7 +95,7 @@ def test_blocks_take_whole_turns_of_the_chip(n, depth, columns, tiles):
         (8192, 17_920, 8, 8),
     ],
 )
-def test_where_no_whole_turn_fits_clusters_wait_least(n, columns, most, tiles):
+def test_partial_turn_idles_fewest_clusters(n, columns, most, tiles):
     assert 1024 * columns // (n * block_sizes.TILE) == most
     assert backward(n, 1024, columns, 4096) == (n, True, tiles, 1)
 
@@ -112,11 +112,11 @@ def test_where_no_whole_turn_fits_clusters_wait_least(n, columns, most, tiles):
         (65_536, 32_000, (5632, False, 20, 12)),
     ],
 )
-def test_launches_follow_each_other_where_all_rows_leave_few_columns(n, columns, cut):
+def test_launches_split_where_rows_leave_few_columns(n, columns, cut):
     assert backward(n, 1024, columns, 4096) == cut
 
 
-def test_a_block_of_the_vocabulary_takes_the_bytes_it_says():
+def test_vocabulary_block_takes_stated_bytes():
     for n, chunk, columns, depth in SHAPES:
         for n_blocks in (2, 4, 8, 64):
             sizes = n, chunk, columns, depth, n_blocks
@@ -140,13 +140,13 @@ def test_a_block_of_the_vocabulary_takes_the_bytes_it_says():
     # the 7936 that fit 7.5.
     [(2, (1792, 251)), (4, (3072, 126)), (8, (6144, 63)), (16, (8448, 32))],
 )
-def test_rows_of_a_block_of_the_vocabulary_keep_the_chip_busy(n_blocks, cut):
+def test_vocabulary_block_rows_fill_the_chip(n_blocks, cut):
     sizes = 131_072, 1024, 128_256, 4096, n_blocks
     assert block_sizes.vocabulary_block(*sizes, 66) == cut
 
 
 @pytest.mark.parametrize(("n_blocks", "once"), [(1, True), (4, True), (8, False)])
-def test_all_rows_share_a_block_where_that_takes_no_more_bytes(n_blocks, once):
+def test_block_shared_by_all_rows_within_bytes(n_blocks, once):
     sizes = 32_768, 1024, 128_256, 4096
     assert block_sizes.backward_rows(*sizes, False, 66, n_blocks)[1] == once
 
@@ -164,7 +164,7 @@ def test_blocks_are_never_small():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_exponentials_of_a_loss_take_no_more_than_logits_would(frozen):
+def test_loss_exponentials_within_logits_bytes(frozen):
     for n, chunk, columns, depth in SHAPES:
         rows = block_sizes.loss_rows(n, chunk, depth, frozen, 66)
         sums = 0 if rows >= n or frozen else 4 * columns * depth
@@ -180,7 +180,7 @@ def test_rows_of_a_loss_keep_the_chip_busy(depth, rows):
     assert block_sizes.loss_rows(20_000, 1024, depth, False, 66) == rows
 
 
-def test_a_forward_launch_takes_no_more_than_a_chunk_of_logits():
+def test_forward_launch_within_chunk_of_logits():
     for n, chunk, columns, depth in SHAPES:
         groups = -(-columns // 512)
         rows = block_sizes.forward_rows(n, chunk, columns, depth, groups)
@@ -200,7 +200,7 @@ def test_a_forward_launch_takes_no_more_than_a_chunk_of_logits():
         (4096, 3072, 1),
     ],
 )
-def test_parts_of_the_vocabulary_keep_the_chip_busy(depth, rows, splits):
+def test_vocabulary_parts_fill_the_chip(depth, rows, splits):
     """Only where at least a tenth of the time is saved."""
     assert block_sizes.hidden_splits(rows, depth, 66) == splits
 
@@ -216,5 +216,5 @@ def test_parts_of_the_vocabulary_keep_the_chip_busy(depth, rows, splits):
         (1000, 4096, 1024, False, 1024),  # no more than there are tokens
     ],
 )
-def test_exponentials_take_the_memory_of_the_gradient(n, depth, chunk, frozen, rows):
+def test_exponentials_reuse_gradient_memory(n, depth, chunk, frozen, rows):
     assert block_sizes.stored_rows(n, depth, chunk, frozen) == rows

@@ -41,7 +41,7 @@ def test_rows_in_blocks_and_columns_in_blocks(interpreted):
 
 
 @pytest.mark.slow
-def test_launches_of_all_rows_follow_a_block_of_columns(interpreted, monkeypatch):
+def test_launches_of_all_rows_by_column_block(interpreted, monkeypatch):
     monkeypatch.setattr(block_sizes, "backward_rows", lambda *_: (256, True))
     problem = Case(300, 64, 700, std=3.0, chunk=16).make()
     problem = problem._replace(y=np.where(np.arange(300) % 3 == 0, -100, problem.y))

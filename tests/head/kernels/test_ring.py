@@ -57,7 +57,7 @@ def recorder(tiles, n_blocks):
 
 
 @pytest.mark.parametrize("name, n_blocks", one_at_a_time(TILES, [1, 3, 132]))
-def test_the_order_of_a_rows_sums_is_batch_invariant(name, n_blocks):
+def test_row_sums_order_is_batch_invariant(name, n_blocks):
     """Exactly: it depends on the number of tiles, not on the number of active rows.
 
     Active rows come first, so a row's place depends on which others are active. With

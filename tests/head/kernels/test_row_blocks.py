@@ -72,7 +72,7 @@ def test_ties_are_in_order(k, n, levels, rows_interpreted):
 
 
 @pytest.mark.slow
-def test_nan_is_selected_first_and_stays_in_its_row(rows_interpreted):
+def test_top_k_selects_nan_first_in_its_row(rows_interpreted):
     x = np.random.default_rng(0).standard_normal((3, 600)).astype(np.float32)
     x[0], x[1, 7] = np.nan, -np.nan
     z = jnp.asarray(x)
@@ -115,7 +115,7 @@ def test_topk_with_them(k, v, rows_interpreted):
 
 
 @pytest.mark.slow
-def test_draws_of_excluded_columns_and_of_no_number(rows_interpreted):
+def test_sample_ids_excluded_columns_and_nan(rows_interpreted):
     """256 equal columns among excluded ones: the first 8 bits are the number of one."""
     columns = np.sort(np.random.default_rng(0).permutation(1000)[:256])
     bias = np.full(1000, -np.inf, np.float32)

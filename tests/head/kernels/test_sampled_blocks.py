@@ -29,7 +29,7 @@ def by_kernels(rows_interpreted, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("peak", [0.0, 8.0])
-def test_each_column_is_kept_as_often_as_its_probability_says(peak, rows_interpreted):
+def test_select_keeps_columns_by_probability(peak, rows_interpreted):
     """Over starts in equal steps, so that counts are exact up to one."""
     width, columns, slots, n = 64, 300, 6, 32
     rng = np.random.default_rng(0)

@@ -168,7 +168,7 @@ def test_entries(slots, v, std, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [0, 3])
-def test_each_column_is_kept_for_as_many_starts_as_it_has_units(row, monkeypatch):
+def test_select_keeps_columns_by_units(row, monkeypatch):
     """Every start, of few: probabilities are exact, whatever the bounds are."""
     from jaxmem.head.kernels import sampled_select
 

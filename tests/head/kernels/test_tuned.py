@@ -71,7 +71,7 @@ def test_launch_that_no_kernel_has_is_named(launch, message):
 
 
 @pytest.mark.parametrize("depth, columns", [(4096, 256), (640, 128), (576, 192)])
-def test_tiles_of_products_cover_few_columns_more_than_there_are(depth, columns):
+def test_product_tiles_cover_few_extra_columns(depth, columns):
     head = dataclasses.replace(HEAD, depth=depth)
     assert tuned.tiles_for("to_hidden", head).columns == columns
     assert tuned.tiles_for("to_W", head).columns == columns

@@ -171,7 +171,7 @@ def test_any_negative_label_is_padding(padding):
 # Labels that do not exist, where nobody could see them.
 
 
-def test_unseen_label_beyond_the_vocabulary_is_nan_logprob_only():
+def test_unseen_label_is_nan_in_logprob_only():
     """Of logits; head/verbs/test_api has the other verbs."""
     labels = LABELS.at[1].set(V)
     verb = "token_stats_from_logits"
@@ -185,7 +185,7 @@ def test_unseen_label_beyond_the_vocabulary_is_nan_logprob_only():
 
 
 @pytest.mark.parametrize("wide", [2**31 + 1, 2**32 + 1, 2**62])
-def test_unseen_label_beyond_32_bits_does_not_wrap_into_range(wide):
+def test_unseen_label_beyond_32_bits_does_not_wrap(wide):
     with jax.enable_x64(True):
         labels = jnp.array([0, wide, -wide], jnp.int64)
         got = jax.jit(lambda labels: call("logprobs", labels=labels))(labels)
@@ -197,9 +197,7 @@ def test_unseen_label_beyond_32_bits_does_not_wrap_into_range(wide):
     *(("token_stats", *seen) for seen in itertools.product((True, False), repeat=2)),
     *(slow(x, False, True) for x in WITH_LABELS if x != "token_stats"),
 ])  # fmt: skip
-def test_masked_label_beyond_the_vocabulary_is_padding(
-    verb, labels_are_seen, where_is_seen
-):
+def test_masked_label_out_of_range_is_padding(verb, labels_are_seen, where_is_seen):
     labels, where = np.array([0, 9, 4]), np.array([True, False, True])
     seen = {"labels": labels} if labels_are_seen else {}
     seen |= {"where": where} if where_is_seen else {}
@@ -211,7 +209,7 @@ def test_masked_label_beyond_the_vocabulary_is_padding(
         np.testing.assert_array_equal(a, b)
 
 
-def test_labels_that_jit_closes_over_are_still_seen():
+def test_labels_closed_over_by_jit_are_checked():
     for labels in ([0, 1, V], np.array([0, 1, V])):
         with pytest.raises(ValueError, match="below vocab_size=5, got 5"):
             jax.jit(lambda h, y=labels: call("logprobs", hidden=h, labels=y))(HIDDEN)
@@ -224,7 +222,7 @@ def test_labels_that_jit_closes_over_are_still_seen():
     ("verb", "temperature"),
     one_at_a_time(GOOD, [0.0, -1.0, float("nan"), float("-inf")]),
 )
-def test_unseen_temperature_that_is_not_positive_is_nan(verb, temperature):
+def test_unseen_temperature_not_positive_is_nan(verb, temperature):
     per_token = jnp.array([1.0, temperature, 1.0])
     got = jax.jit(lambda t: call(verb, temperature=t))(per_token)
     for leaf, expected in zip(
@@ -288,7 +286,7 @@ def test_forward_mode_says_what_to_do(verb):
         jax.jvp(lambda x: _total(verb, **{first: x}), (value,), (value,))
 
 
-def test_sample_of_a_vocabulary_of_one_says_what_to_do():
+def test_sample_error_for_vocabulary_of_one():
     with pytest.raises(ValueError, match="a vocabulary of 1, .* leave gradient out"):
         jaxmem.logprobs(
             jnp.ones((2, 8)), jnp.ones((1, 8)), jnp.zeros(2, jnp.int32),
@@ -296,13 +294,13 @@ def test_sample_of_a_vocabulary_of_one_says_what_to_do():
         )  # fmt: skip
 
 
-def test_linearize_is_refused_where_its_function_is_applied():
+def test_linearize_is_refused_when_applied():
     _, slope = jax.linearize(lambda x: _total("logprobs", hidden=x), HIDDEN)
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         slope(HIDDEN)
 
 
-def test_forward_mode_under_jit_is_an_error_of_jax():
+def test_forward_mode_under_jit_fails_in_jax():
     def tangent(x):
         return jax.jvp(lambda x: _total("logprobs", hidden=x), (x,), (x,))
 

@@ -91,7 +91,7 @@ def test_starts_follow_from_key_and_token():
     assert np.mean(np.asarray(every) == other) < 0.01
 
 
-def test_starts_of_shards_are_uniform_and_unlike_each_other():
+def test_shard_starts_uniform_and_distinct():
     facts = Sampling(100, 300)
     draws = column_sampling.draws(
         column_sampling.token_keys(jax.random.key(0), (4096,))

@@ -31,7 +31,7 @@ def test_a_gradient_by_a_head_is_a_head():
         np.testing.assert_allclose(got, need, atol=1e-6)
 
 
-def test_shardings_and_a_gradient_on_a_mesh_are_heads():
+def test_head_of_shardings_and_gradients_on_mesh():
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
     specs = jaxmem.Head(P("tensor"), P("tensor"), softcap=3.0, vocab_size=14)
     placed = jax.device_put(
@@ -45,7 +45,7 @@ def test_shardings_and_a_gradient_on_a_mesh_are_heads():
         np.testing.assert_allclose(got, need, atol=1e-6)
 
 
-def test_what_describes_the_matrix_is_no_keyword_of_a_function():
+def test_verbs_take_no_keywords_of_head():
     for name in ("bias", "softcap", "vocab_size", "layout"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             jaxmem.logprobs(H, W, Y, **{name: None})

@@ -204,7 +204,7 @@ def products(compiled):
         *(slow(verb, "data") for verb in ALIKE),
     ],
 )
-def test_values_and_gradients_are_those_of_one_device(verb, name, quick_compilation):
+def test_partition_results_equal_one_device(verb, name, quick_compilation):
     for got, want in zip(
         jax.tree.leaves(compiled(verb, name)(*place(name))),
         jax.tree.leaves(alone(verb)),
@@ -214,7 +214,7 @@ def test_values_and_gradients_are_those_of_one_device(verb, name, quick_compilat
 
 
 @pytest.mark.parametrize("verb, name", one_at_a_time(VERBS, MESHES))
-def test_each_device_makes_the_logits_of_its_own_tokens(verb, name, quick_compilation):
+def test_partition_logits_of_own_tokens_only(verb, name, quick_compilation):
     shapes = products(compiled(verb, name))
     rows = {int(rows) for rows, columns in shapes if int(columns) == V}
     assert rows == {B * T // 8}
@@ -280,7 +280,7 @@ def test_a_loss_that_was_traced_for_other_rows(quick_compilation):
             np.testing.assert_allclose(of_chunk, exact_one, rtol=2e-5, atol=2e-6)
 
 
-def test_not_where_devices_have_their_own_parts_already():
+def test_partition_not_inside_shard_map():
     assert partition.is_possible()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     seen = []
@@ -329,9 +329,7 @@ def address_in_key():
     update(not before)
 
 
-def test_a_cache_without_addresses_tells_programs_apart(
-    address_in_key, quick_compilation
-):
+def test_partition_cache_key_without_addresses(address_in_key, quick_compilation):
     arrays = place("data")
     address_in_key(True)
     assert text_of(4.0, arrays) == text_of(5.0, arrays)  # but for their addresses

@@ -21,7 +21,7 @@ def find(x, targets):
 
 
 @pytest.mark.parametrize("v", [1, 15, 16, 300, slow(17), slow(33), slow(4099)])
-def test_the_first_column_that_reaches_each_target(v):
+def test_first_column_to_reach_each_target(v):
     rng = np.random.default_rng(v)
     x = (rng.integers(0, 5, (4, v)) * (rng.random((4, v)) < 0.5) / 4).astype("f")
     x[0], x[1, -1], x[2, :-1] = 0, 0.5, 0

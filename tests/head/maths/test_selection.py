@@ -29,7 +29,7 @@ def test_ties_are_in_order(k, n, levels):
         assert got.shape == (5, k)
 
 
-def test_the_largest_are_all_in_one_block_or_all_apart():
+def test_select_largest_in_one_block_or_apart():
     x = np.zeros((2, 4096), np.float32)
     x[0, 1000:1016] = np.arange(16)
     x[1, ::256] = np.arange(16)

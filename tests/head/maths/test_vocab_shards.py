@@ -418,7 +418,7 @@ DHIDDEN = ("psum_invariant", f"f32[12,{D}]")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("v", [37, 801])
-def test_what_is_communicated_does_not_grow_with_the_vocabulary(v):
+def test_communication_independent_of_vocabulary(v):
     h, W, y = problem(columns=-(-v // 8) * 8, v=v)
     split = sharded(functools.partial(stats, vocab_size=v))
 
@@ -459,7 +459,7 @@ def test_no_more_logits_than_a_chunk_of_them(fn):
     assert f"<{CHUNK}x10xf32" in text and "<12x10xf32" not in text
 
 
-def test_a_label_that_does_not_exist_poisons_only_itself():
+def test_invalid_label_is_nan_alone():
     h, W, y = (np.nan_to_num(x) for x in problem())
     y = np.where(np.arange(N) == 2, V, np.maximum(y, 0))  # a column, but of padding
     y[5] = COLUMNS + 1

@@ -44,7 +44,7 @@ def test_products_where_W_is_frozen(verb):
     (topk, "float32"), (topk_kl, "bfloat16"), (sample_ids, "bfloat16"),
     (topk, "bfloat16"), (topk_kl, "float32"), (sample_ids, "float32"),
 ])  # fmt: skip
-def test_memory_and_products_are_what_the_page_says(verb, dtype):
+def test_memory_and_products_as_documented(verb, dtype):
     if OLD_XLA:
         pytest.skip("XLA for CPUs in jaxlib 0.10 stores more parts of a chunk's logits")
     n, d, v, chunk = 2048, 64, 8192, 128

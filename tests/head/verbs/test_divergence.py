@@ -164,7 +164,7 @@ def test_tokens_that_a_bias_rules_out(verb, p_alone, q_alone):
         np.testing.assert_allclose(got, exact_one, atol=4e-6)
 
 
-def test_a_token_out_of_float32s_sight_is_not_infinite():
+def test_token_below_float32_range_is_finite():
     """q underflows to 0, ln q does not."""
     far = np.zeros(V, np.float32)
     far[7] = -200.0
@@ -173,7 +173,7 @@ def test_a_token_out_of_float32s_sight_is_not_infinite():
     np.testing.assert_allclose(value, want, rtol=2e-6)
 
 
-def test_an_infinite_divergence_that_nobody_asks_for_poisons_nothing():
+def test_unused_infinite_divergence_is_harmless():
     h, W, h_ref, W_ref = make()
     h_ref[:, 0], W_ref[:, 0] = 0, 0
     h_ref[4, 0], W_ref[6, 0] = 1e20, -1e20  # their product is beyond float32
@@ -222,7 +222,7 @@ def test_paddings_of_the_vocabulary_may_differ(padded):
 @pytest.mark.parametrize("verb, dtype", [
     ("reverse_kl", "bfloat16"), slow("jsd", "float32"), slow("forward_kl", "float32"),
 ])  # fmt: skip
-def test_a_frozen_head_has_the_same_gradient_by_hidden(verb, dtype):
+def test_frozen_head_has_same_hidden_gradient(verb, dtype):
     """Scaled after it was computed for a cotangent of 1, and none by W and bias."""
     operands = [jnp.asarray(x, dtype) for x in make(3.0)]
     g = np.random.default_rng(1).standard_normal(N).astype(np.float32)
@@ -239,7 +239,7 @@ def test_a_frozen_head_has_the_same_gradient_by_hidden(verb, dtype):
     np.testing.assert_allclose(got.astype(jnp.float32), dh, atol=atol)
 
 
-def test_masks_and_infinite_divergences_with_a_frozen_head():
+def test_frozen_head_with_masks_and_infinities():
     h, W, h_ref, W_ref = make()
     where = np.arange(N) % 4 > 0
     h[~where], h_ref[:, 0], W_ref[:, 0] = np.nan, 0, 0
@@ -315,7 +315,7 @@ def test_any_leading_shape():
 
 
 @pytest.mark.slow
-def test_a_tokens_bits_depend_on_no_other_token_and_no_chunk(optimized):
+def test_bits_independent_of_tokens_and_chunk(optimized):
     if jax.default_backend() != "cpu":
         pytest.skip("GPU GEMMs are chosen by the number of rows")
     h, W, h_ref, W_ref = make(n=96)
@@ -503,7 +503,7 @@ def test_what_is_no_target_is_refused(target):
         jaxmem.divergence(*make()[:2], target)
 
 
-def test_an_unseen_temperature_that_is_not_positive_is_nan():
+def test_unseen_temperature_not_positive_is_nan():
     def run(t):
         both = {"temperature": 1.0, "teacher_temperature": t}
         return reverse_kl(*make(), CHUNK, **both)
@@ -513,13 +513,13 @@ def test_an_unseen_temperature_that_is_not_positive_is_nan():
 
 
 @pytest.mark.parametrize("name", ["temperature", "teacher_temperature"])
-def test_the_gradient_of_a_temperature_is_refused(name):
+def test_gradient_of_temperature_is_refused(name):
     with pytest.raises(NotImplementedError, match="temperature is not differentiable"):
         jax.grad(lambda t: reverse_kl(*make(), **{name: t}).sum())(2.0)
 
 
 @pytest.mark.parametrize("gradient", [None, jaxmem.Recompute()])
-def test_second_derivatives_and_forward_mode_are_refused(gradient):
+def test_second_derivative_and_forward_mode_refused(gradient):
     h, *rest = make()
 
     def total(h):

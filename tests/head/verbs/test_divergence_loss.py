@@ -180,7 +180,7 @@ def test_masked_rows_may_hold_anything():
 
 
 @pytest.mark.slow
-def test_an_infinite_divergence_that_the_loss_leaves_out():
+def test_infinite_divergence_left_out_of_loss():
     h, W, h_ref, W_ref = make()
     bias = np.zeros(V, np.float32)
     bias[7] = -np.inf  # excluded by the reference, not by the policy
@@ -214,7 +214,7 @@ def test_four_products(of_stats):
     assert gemms(jax.grad(one_pass, (0, 1))) == 4
 
 
-def test_statistics_and_divergence_share_the_largest_logit():
+def test_statistics_share_the_largest_logit():
     def loss(*operands):
         given = *operands[:2], LABELS, *operands[2:], WEIGHT
         return loss_of_two_heads("reverse_kl", mixture)(*given, chunk=CHUNK)[0]
@@ -289,7 +289,7 @@ def test_an_array_as_target_is_named_by_its_shape():
 
 
 @pytest.mark.parametrize("of", ["teacher", "columns", "drawn"])
-def test_a_gradient_of_the_statistics_temperature_is_refused(of):
+def test_gradient_of_statistics_temperature_refused(of):
     """And of what is documented as constant it is zero."""
     h, W, teacher_h, teacher_W = make()
     ids, log_q = jnp.zeros((N, 1), jnp.int32), jnp.full((N, 1), -0.5)

@@ -64,7 +64,7 @@ def assert_near(found, wanted):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_frozen_head_has_the_same_gradient_by_hidden(verb):
+def test_frozen_head_has_same_hidden_gradient(verb):
     h, *others = heads()
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -99,7 +99,7 @@ def test_divergence_loss_is_the_sum_of_its_parts(verb):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_loss_of_columns_is_the_sum_of_its_parts(verb):
+def test_loss_of_columns_is_sum_of_its_parts(verb):
     (h, W, *_), given = heads(), teacher_columns()
 
     def loss(h, W):
@@ -114,7 +114,7 @@ def test_a_loss_of_columns_is_the_sum_of_its_parts(verb):
     assert_near(with_gradients(loss, h, W), with_gradients(parts, h, W))
 
 
-def test_a_loss_of_drawn_ids_and_of_a_frozen_head():
+def test_loss_of_drawn_ids_and_frozen_head():
     (h, W, *_), (ids, _) = heads(), teacher_columns()
 
     def loss(h, W):

@@ -21,7 +21,7 @@ def test_there_are_functions():
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_a_docstring_is_short_and_names_every_argument(function):
+def test_docstring_is_short_and_names_arguments(function):
     """Arguments that several functions share are named in one sentence."""
     text = inspect.getdoc(function) or ""
     assert len(text.splitlines()) <= 60

@@ -48,7 +48,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("std", [0.0, 1.0, 15.0], ids=["flat", "ordinary", "peaked"])
 @pytest.mark.parametrize("v", [1, 300, 4099])
-def test_the_inverse_of_the_distribution_function(v, std):
+def test_sample_ids_inverts_distribution_function(v, std):
     h, W = make(std, v)
     ids = np.asarray(jaxmem.sample_ids(h, W, 50, KEY, CHUNK))
     assert (ids.shape, ids.dtype) == ((N, 50), np.int32)
@@ -69,7 +69,7 @@ def test_every_option(layout):
     assert (ids[~where] == -1).all()
 
 
-def test_bit_by_bit_where_probabilities_are_powers_of_two():
+def test_sample_ids_by_bits_at_powers_of_two():
     """256 equal columns among excluded ones: the first 8 bits are the number of one."""
     columns = np.sort(np.random.default_rng(0).permutation(V)[:256])
     bias = np.full(V, -np.inf, np.float32)
@@ -122,7 +122,7 @@ def test_excluded_columns_are_never_drawn():
 
 
 @pytest.mark.slow
-def test_ids_depend_on_the_key_and_the_position_only(optimized):
+def test_sample_ids_depend_on_key_and_position_only(optimized):
     """Not on the chunk, other tokens, or their mask."""
     h, W = make()
     want = np.asarray(jaxmem.sample_ids(h, W, 20, KEY, 16))
@@ -137,7 +137,7 @@ def test_ids_depend_on_the_key_and_the_position_only(optimized):
     np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 20, KEY, 16), want)
 
 
-def test_a_row_that_is_nan_draws_nothing_and_stays_alone():
+def test_sample_ids_of_nan_row_alone():
     h, W = make()
     want = np.array(jaxmem.sample_ids(h, W, 50, KEY, CHUNK))
     h[5], want[5] = np.nan, -1

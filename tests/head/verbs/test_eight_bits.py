@@ -101,7 +101,7 @@ def exact(verb):
     ("token_loss", "dv"), ("token_loss", "vd"), ("token_stats", "vd"),
     ("token_stats", "dv"), ("logprobs", "vd"),
 ])  # fmt: skip
-def test_the_mean_of_draws_is_exact_up_to_the_second_order(verb, layout):
+def test_mean_of_draws_exact_to_second_order(verb, layout):
     """The band of 256 draws, and for ratios of sums the square of their deviation."""
     copies, (want, slopes) = 256, exact(verb)
     keys = jax.random.split(KEY, (copies, N))
@@ -124,7 +124,7 @@ def test_the_mean_of_draws_is_exact_up_to_the_second_order(verb, layout):
     assert not np.any(np.asarray(total)[VOCABULARY:])
 
 
-def test_the_error_it_tells_is_the_deviation_of_the_normaliser():
+def test_reported_error_is_normaliser_deviation():
     copies = 256
     keys = jax.random.split(KEY, (copies, N)).reshape(-1)
     metrics = values_and_gradients("token_loss", keys, copies, "dv")[0]
@@ -138,7 +138,7 @@ def test_the_error_it_tells_is_the_deviation_of_the_normaliser():
 
 @pytest.mark.parametrize("verb", ["logprobs", "token_loss"])
 @pytest.mark.slow
-def test_neither_a_derivative_nor_the_chunk_nor_remat_changes_values(verb, optimized):
+def test_values_independent_of_chunk_and_remat(verb, optimized):
     h, W, y, g = problem(n=48)
     run = functools.partial(VERBS[verb], y=y, g=g, gradient=INT8)
     keys = token_keys(KEY, (48,))
@@ -155,7 +155,7 @@ def test_neither_a_derivative_nor_the_chunk_nor_remat_changes_values(verb, optim
 
 
 @pytest.mark.slow
-def test_without_channels_in_16_bits_it_could_not_hold_these_matrices():
+def test_eight_bits_need_channels_in_16_bits():
     h, W, *_ = problem()
     want = exact("logprobs")[0]["logprob"]
     keys = jax.random.split(KEY, 256 * N)
@@ -263,7 +263,7 @@ def test_what_has_no_meaning_is_refused_by_name(change, message):
         jaxmem.logprobs(h, W, y, gradient=INT8, key=KEY, **options)
 
 
-def test_a_divergence_and_a_split_vocabulary_are_refused():
+def test_divergence_and_split_vocabulary_refused():
     h, W, y, _ = problem()
     target = jaxmem.ReverseKL(jaxmem.Teacher(h, W))
     with pytest.raises(NotImplementedError, match="forward='exact'"):
@@ -326,7 +326,7 @@ def test_no_tokens_have_no_error():
     assert told[eight_bits.ERROR].shape == (0,)
 
 
-def test_the_report_says_that_logits_are_in_8_bits():
+def test_report_names_logits_in_8_bits():
     h, W, y, _ = problem()
     with jaxmem.report() as calls:
         run = functools.partial(jaxmem.logprobs, gradient=INT8, key=KEY)

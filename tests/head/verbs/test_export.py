@@ -35,7 +35,7 @@ def test_export_serves_any_number_of_tokens(chunk):
         np.testing.assert_allclose(got, jaxmem.logprobs(h, W, y), rtol=1e-5)
 
 
-def test_export_of_one_chunk_names_the_symbolic_number():
+def test_export_of_one_chunk_names_symbolic_size():
     message = "^chunk must be a number of tokens or 'auto', not None, .* symbolic, n"
     with pytest.raises(ValueError, match=message):
         exported(None)

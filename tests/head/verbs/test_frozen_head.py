@@ -154,7 +154,7 @@ def test_as_if_stopped(problem, fn, wrap):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
-def test_a_frozen_head_seen_before_does_not_freeze_the_next(problem, order):
+def test_frozen_head_does_not_freeze_next_call(problem, order):
     """Eagerly, where one cached trace could serve the wrong call."""
     for frozen in order:
         dW = jax.grad(stopped(total) if frozen else total, 1)(*problem)
@@ -166,7 +166,7 @@ def test_a_frozen_head_seen_before_does_not_freeze_the_next(problem, order):
     [(total, lambda f: f), (loss, jax.checkpoint), (of_stats, lambda f: f)],
 )
 @pytest.mark.slow
-def test_one_traced_function_is_differentiated_in_several_ways(problem, fn, wrap):
+def test_traced_function_has_several_derivatives(problem, fn, wrap):
     """jax keeps one structure of residuals for all of them."""
     jitted, (h, W, y) = wrap(jax.jit(fn)), problem
     both = exact(fn, h, W, y)
@@ -190,7 +190,7 @@ def test_the_residuals_hold_no_more_weights(problem, fn):
     assert max(sizes) <= N * D
 
 
-def test_a_masked_token_is_nothing_even_for_a_cotangent_of_nan(problem):
+def test_masked_token_is_zero_for_nan_cotangent(problem):
     h, W, y = problem
     h[y < 0] = np.nan
     out, pull = jax.vjp(lambda h: jaxmem.logprobs(h, W, y, CHUNK), h)
@@ -198,7 +198,7 @@ def test_a_masked_token_is_nothing_even_for_a_cotangent_of_nan(problem):
     assert not dh[y < 0].any() and np.isfinite(dh).all() and not out[y < 0].any()
 
 
-def test_a_label_that_does_not_exist_poisons_only_what_used_it(problem):
+def test_invalid_label_is_nan_where_used(problem):
     h, W, y = problem
     y = jnp.where(jnp.arange(N) < 2, V, abs(y))
 

@@ -171,7 +171,7 @@ def test_gradients_are_those_of_one_block(run, name, on_one_device, of_blocks):
         assert not np.asarray(got[1][1])[300:].any()
 
 
-def test_without_an_active_token_the_gradient_is_zero(on_one_device):
+def test_gradient_is_zero_without_active_tokens(on_one_device):
     h, W, y = problem()
     got = gradients(of_stats, (h, W), np.full_like(y, -1), gradient=Recompute(BLOCKS))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(got))
@@ -194,7 +194,7 @@ def test_nothing_changes_where_there_are_no_sums(run, why, on_one_device, of_blo
 
 
 @pytest.mark.slow
-def test_hidden_s_gradient_is_rounded_once_a_block(on_one_device):
+def test_hidden_gradient_is_rounded_once_per_block(on_one_device):
     """No further from float64 than twice what one rounding of the sums gives, in the
     mean over all tokens."""
     h, W, y = Case(512, 64, 4096, std=2.0).make()

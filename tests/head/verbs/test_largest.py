@@ -85,7 +85,7 @@ def test_every_option(dtype, layout):
     check(*make(130), 99, dtype, layout, **options)
 
 
-def test_columns_that_a_bias_excludes_come_last_and_padding_never():
+def test_topk_excluded_columns_last_padding_never():
     h, W = make(130)
     bias = np.where(np.arange(130) % 3 == 0, -np.inf, 0).astype(np.float32)
     made, ids = jaxmem.topk(h, jaxmem.Head(W, bias=bias, vocab_size=100), 100, CHUNK)
@@ -128,7 +128,7 @@ def test_the_second_best_of_a_confident_token():
     np.testing.assert_allclose(made[:, 0], -np.log1p(49 * np.exp(-25.0)), rtol=1e-6)
 
 
-def test_ids_alone_have_no_gradient_and_logprobs_have():
+def test_topk_gradient_of_logprobs_not_of_ids():
     h, W = make(300)
 
     def directly(h, W):
@@ -150,7 +150,7 @@ def test_ids_alone_have_no_gradient_and_logprobs_have():
 
 
 @pytest.mark.slow  # it calls verbs that are tested one by one
-def test_its_ids_are_those_of_a_teacher_s_columns():
+def test_topk_ids_as_columns_of_divergence():
     """Of a student, for reverse KL over its own best columns; masked tokens as well."""
     (h, W), (teacher, _) = make(300), make(300, seed=3)
     where = np.arange(N) < 30
@@ -235,7 +235,7 @@ def test_errors(changes, kind, message):
     assert str(caught.value) == message
 
 
-def test_what_cannot_be_differentiated_is_refused():
+def test_topk_refuses_other_derivatives():
     def run(h, t):
         return jaxmem.topk(h, W_, 3, CHUNK, temperature=t).logprobs.sum()
 

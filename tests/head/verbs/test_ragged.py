@@ -194,7 +194,7 @@ def poisoned(operands, bad):
     assert all(np.isfinite(x).all() for x in unused)
 
 
-def test_what_is_not_valid_poisons_only_its_token():
+def test_invalid_id_is_nan_in_its_token():
     h, W, y, dense = make()
     dense[7], dense[9, dense[9] == y[9]] = -1, -1  # empty; without its label
     dense[11, 0] = V
@@ -210,7 +210,7 @@ def test_too_many_ids_poison_only_their_tokens():
     poisoned(ragged((h, W, y, dense)), np.flatnonzero(counts > MAX_IDS))
 
 
-def test_offsets_out_of_order_or_beyond_the_ids_poison_only_their_tokens():
+def test_invalid_offsets_are_nan_in_their_tokens():
     h, W, y, ids, offsets = ragged(make(), after=0)
     first, offsets[20] = offsets[20], offsets[19] - 1
     poisoned((h, W, y, ids, offsets), [19, 20])  # which overlap
@@ -221,7 +221,7 @@ def test_offsets_out_of_order_or_beyond_the_ids_poison_only_their_tokens():
     poisoned((h, W, y, ids, offsets), [0, 1])
 
 
-def test_a_label_that_a_bias_rules_out_is_impossible():
+def test_label_excluded_by_bias_is_impossible():
     """-inf, and its gradient moves mass to no place that is not a number."""
     h, W, y, dense = make()
     bias = np.zeros(V, np.float32)

@@ -138,7 +138,7 @@ def test_results_are_the_exact_path_s_to_the_bit(verb, optimized):
 
 
 @pytest.mark.slow
-def test_another_key_compiles_nothing_and_one_of_the_old_kind_draws_the_same():
+def test_keys_share_a_program_and_old_kind_agrees():
     h, W, y, _ = problem()
     f = jax.jit(jax.grad(
         lambda h, key: jnp.sum(jaxmem.logprobs(h, W, y, gradient=Sample(8), key=key))
@@ -200,7 +200,7 @@ def test_bad_arguments_are_refused_by_name(options, error, message):
         described(jaxmem.logprobs)(h, W, y, **options)
 
 
-def test_second_derivatives_and_forward_mode_are_refused():
+def test_second_derivative_and_forward_mode_refused():
     h, W, y, _ = problem()
 
     def f(h):
@@ -212,7 +212,7 @@ def test_second_derivatives_and_forward_mode_are_refused():
         jax.jvp(f, (jnp.asarray(h),), (jnp.asarray(h),))
 
 
-def test_the_report_says_that_gradients_are_sampled():
+def test_report_names_sampled_gradients():
     h, W, y, _ = problem()
     with jaxmem.report() as calls:
         jax.eval_shape(jaxmem.logprobs, h, W, y)
@@ -256,7 +256,7 @@ def test_memory_as_documented(verb, n):
 @pytest.mark.parametrize(
     "vocab, layout, n", [("v", "dv", 5), (None, "dv", 5), (None, "vd", 4)]
 )
-def test_few_tokens_of_a_mesh_send_parts_of_the_gradient_of_w(vocab, layout, n):
+def test_few_tokens_on_mesh_send_parts_of_dw(vocab, layout, n):
     """As without a mesh of tokens, with no all-reduce of the gradient."""
     mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
     h, W, y, g = problem(n=n)

@@ -92,13 +92,13 @@ def check_mean(verb, options, drawn_by=None):
 
 
 @pytest.mark.slow
-def test_values_are_the_exact_path_s_to_the_bit(optimized):
+def test_values_equal_exact_path_bitwise(optimized):
     check_values()
 
 
 @pytest.mark.parametrize("verb", ["jsd", "forward_kl"])
 @pytest.mark.slow
-def test_with_every_column_kept_the_gradient_is_exact(verb):
+def test_gradient_exact_with_every_column_kept(verb):
     check_every_column_kept(verb)
 
 
@@ -122,7 +122,7 @@ def test_parallel_draws_what_one_device_draws():
 
 @pytest.mark.parametrize("verb", ["divergence", "loss", "selected"])
 @pytest.mark.slow
-def test_shards_of_the_vocabulary_draw_from_their_parts(verb):
+def test_vocabulary_shards_draw_from_their_parts(verb):
     mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
     split = functools.partial(
         jaxmem.sharding.parallel, mesh=mesh, tokens=PartitionSpec("t"), vocab="v"
@@ -151,7 +151,7 @@ def test_bad_arguments_are_refused_by_name(verb, options, error, message):
         VERBS[verb](*operands_of(verb), **options)
 
 
-def test_the_report_says_that_gradients_are_sampled():
+def test_report_names_sampled_gradients():
     with jaxmem.report() as calls:
         run = functools.partial(reverse_kl, gradient=Sample(8), key=KEY)
         jax.eval_shape(run, *problem())

@@ -116,7 +116,7 @@ def test_confident_ids_keep_their_digits(verb):
 
 
 @pytest.mark.parametrize("verb", ["selected", slow("support")])
-def test_one_selected_id_or_a_support_of_everything_is_logprobs(verb):
+def test_one_id_or_full_support_equals_logprobs(verb):
     h, W, y, _ = make(3.0)
     ids = np.where(np.arange(K) == 0, y[:, None], -1)
     if verb == "support":
@@ -158,7 +158,7 @@ def test_masked_tokens_give_exactly_nothing(verb):
     assert not value.any() and not any(x.any() for x in gradients)
 
 
-def test_tokens_without_an_id_or_a_label_are_padding():
+def test_tokens_without_id_or_label_are_padding():
     h, W, y, ids = make()
     h[:5], ids[:5], y[:5] = np.nan, -1, -1
     for verb in VERBS:
@@ -189,7 +189,7 @@ def test_tokens_that_a_bias_rules_out(verb):
 
 
 @pytest.mark.parametrize("verb", [slow("selected"), "support"])
-def test_an_id_that_does_not_exist_poisons_only_its_token(verb):
+def test_invalid_id_is_nan_in_its_token(verb):
     """Padding of the vocabulary does not, either."""
     (h, W, y, ids), size = below(100, make()), (("vocab_size", 100),)
     ids[[7, 9, 11], 3] = 100, V, 2**31 - 1
@@ -228,7 +228,7 @@ def test_float64_stays_float64(verb):
 
 
 @pytest.mark.parametrize("verb", ["support", slow("selected")])
-def test_mixed_types_keep_the_sum_in_the_weights_own_type(verb):
+def test_mixed_types_sum_in_type_of_weights(verb):
     h, W, y, ids = make()
     operands = jnp.asarray(h).astype("bfloat16"), jnp.asarray(W), y, ids
     g = cotangents(verb)
@@ -370,7 +370,7 @@ def test_any_integer_type(dtype):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_gradient_of_a_temperature_is_refused(verb):
+def test_gradient_of_temperature_is_refused(verb):
     def run(t):
         return total(verb, CHUNK, temperature=t)(H, W_, Y, IDS)
 
@@ -379,7 +379,7 @@ def test_the_gradient_of_a_temperature_is_refused(verb):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_second_derivatives_and_forward_mode_are_refused(verb):
+def test_second_derivative_and_forward_mode_refused(verb):
     def run(h):
         return total(verb, CHUNK)(h, W_, Y, IDS)
 

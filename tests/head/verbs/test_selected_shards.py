@@ -107,7 +107,7 @@ def test_shards_of_nothing_but_padding():
 
 
 @pytest.mark.slow
-def test_hidden_gathered_from_its_parts_and_gradients_taken_inside():
+def test_gathered_hidden_with_gradients_inside():
     h, W, ids, bias, warm, where, g = problem()
 
     def run(h, W, ids, bias, warm, where, g):
@@ -128,7 +128,7 @@ def test_hidden_gathered_from_its_parts_and_gradients_taken_inside():
     check((alone_and_exact()[0][0], got))
 
 
-def test_an_id_that_does_not_exist_poisons_only_its_result():
+def test_invalid_id_is_nan_in_its_result():
     """Column V is there, as padding; the others of its token are numbers."""
     h, W, ids, bias, warm, where, _ = problem()
     ids = ids.copy()

@@ -36,7 +36,7 @@ def test_gemms_of_selected_ids_where_W_is_frozen():
 
 
 @pytest.mark.slow
-def test_a_support_makes_nothing_as_wide_as_the_vocabulary():
+def test_support_makes_nothing_of_vocabulary_width():
     """No logits, and of W only what its gradient is."""
     loss = total("support", 64)
     operands = shapes(256, 24, 640, 8)
@@ -79,7 +79,7 @@ def test_memory_and_gemms_of_selected_ids(dtype, options):
     "dtype,layout", [("float32", "vd"), ("float32", "dv"), ("bfloat16", "vd")]
 )
 @pytest.mark.slow
-def test_memory_of_a_support_is_what_the_page_says(dtype, layout):
+def test_support_memory_as_documented(dtype, layout):
     if OLD_XLA and dtype == "bfloat16":
         pytest.skip("XLA for CPUs in jaxlib 0.10 widens W whole to take columns of it")
     n, d, v, k, chunk = 2048, 128, 1024, 32, 64
@@ -115,7 +115,7 @@ def ragged_shapes(n, d, v, capacity):
 @pytest.mark.parametrize("gradients", [0, 1, 2])
 @pytest.mark.parametrize("chunk", [4, 64])
 @pytest.mark.slow
-def test_memory_of_ragged_supports_is_what_the_page_says(chunk, gradients):
+def test_ragged_support_memory_as_documented(chunk, gradients):
     """Nothing of [tokens, max_ids], either."""
     n, d, v, max_ids, capacity = 2048, 128, 1024, 64, 2**15
     entries = min(chunk * max_ids, capacity // 16)
@@ -164,7 +164,7 @@ def test_memory_of_many_ids_grows_linearly(verb):
     assert many - few <= 448 * (64 * chunk + 8 * chunk * d + 16 * n)
 
 
-def test_auto_chunk_of_a_support_counts_its_columns():
+def test_support_auto_chunk_counts_columns():
     operands = shapes(4096, 64, 1024, 128)
     with jaxmem.report() as calls:
         jax.eval_shape(total("support", "auto"), *operands)

@@ -293,7 +293,7 @@ def test_a_masked_token_is_never_read(problem):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("live", [CHUNK + 1, 1])
-def test_rows_past_the_last_active_one_have_no_say(problem, live):
+def test_rows_past_last_active_are_ignored(problem, live):
     """They hold numbers of an active row, so that loss_fn sees no others."""
     where = np.arange(N) < live
     weights = np.where(where, 2.0, 0.0).astype(np.float32)
@@ -456,7 +456,7 @@ def test_what_is_closed_over_may_be_traced(problem, wrap):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
-def test_what_a_jit_within_closes_over_is_read_each_time(problem):
+def test_inner_jit_closure_is_read_each_time(problem):
     scale = []
 
     def loss_fn(stats):
@@ -475,7 +475,7 @@ def test_no_nan_is_made_on_the_way(problem):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_closing_over_what_is_differentiated_is_refused(problem, wrap):
+def test_closure_over_differentiated_value_refused(problem, wrap):
     with pytest.raises(
         NotImplementedError,
         match=r"^jaxmem: loss_fn closes over an array, float32\[2\], that is being "
@@ -498,7 +498,7 @@ def test_closing_over_what_is_stopped_is_fine(problem):
     assert dscale == 0 and dh.any()
 
 
-def test_a_method_whose_object_changed_is_traced_again(problem):
+def test_method_of_changed_object_is_retraced(problem):
     class Scaled:
         scale, table = 1.0, np.ones(1, np.float32)
 
@@ -528,7 +528,7 @@ def test_second_derivatives_are_refused(problem, argument):
         jax.grad(lambda *a: grad(*a).sum(), argument)(*operands)
 
 
-def test_forward_mode_and_the_temperature_are_refused(problem):
+def test_forward_mode_and_temperature_refused(problem):
     with pytest.raises(TypeError, match="use reverse mode"):
         jax.jvp(
             lambda h: total(h, *problem[1:], loss_fn=nll)[0], problem[:1], problem[:1]

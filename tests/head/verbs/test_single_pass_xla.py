@@ -44,7 +44,7 @@ def test_gemms_where_one_operand_is_frozen(loss_fn):
 
 
 @pytest.mark.slow
-def test_an_output_that_no_loss_depends_on_costs_nothing():
+def test_unused_output_costs_nothing():
     """Not even where a metric reads it."""
 
     def with_metric(stats, *_):

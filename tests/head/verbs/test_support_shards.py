@@ -106,7 +106,7 @@ def test_without_types_that_vary(call):
 
 @pytest.mark.parametrize("call", [dense, ragged])
 @pytest.mark.slow
-def test_what_is_wrong_at_run_time_poisons_its_token_only(call):
+def test_invalid_id_or_label_is_nan_in_its_token(call):
     """A label outside of its support, or an id that no shard has."""
     h, W, y, ids, bias, warm, _ = problem()
     y, ids = y.copy(), ids.copy()

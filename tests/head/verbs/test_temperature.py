@@ -117,7 +117,7 @@ def check(logits, temperature, by):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
-def test_every_verb_is_as_good_as_materialised_logits(logits, temperature):
+def test_verbs_as_good_as_materialised_logits(logits, temperature):
     check(logits, temperature, "constant")
 
 

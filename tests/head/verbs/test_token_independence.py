@@ -119,7 +119,7 @@ def test_a_loss_of_each_token_alone_passes(loss_fn):
     lambda f: lambda h: jax.vmap(f, in_axes=None, axis_size=2)(h),
     jax.checkpoint,
 ], ids=["jit", "grad", "scan", "vmap", "vmap of nothing", "checkpoint"])  # fmt: skip
-def test_a_closed_array_is_refused_under_transformations(wrap):
+def test_closed_over_array_refused_when_transformed(wrap):
     def run(h):
         per_token = h[:16, 0]  # traced
         return jaxmem.token_loss(

@@ -137,7 +137,7 @@ def test_ids_that_are_absent(way, tail):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tail", [True, False])
-def test_an_id_that_repeats_counts_once_as_it_came_first(tail):
+def test_repeated_id_counts_at_first_occurrence(tail):
     h, W, ids, ln_q = make()
     half = K // 2
     repeated = np.concatenate([ids[:, :half], ids[:, half - 1 :: -1]], 1)
@@ -152,7 +152,7 @@ def test_an_id_that_repeats_counts_once_as_it_came_first(tail):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way, tail", ONE_PAIR)
-def test_of_all_columns_it_is_the_divergence_of_two_heads(way, tail):
+def test_all_columns_equal_divergence_of_heads(way, tail):
     (h, W, _, _), (teacher, _, _, _) = make(3.0), make(seed=4)
     rng = np.random.default_rng(2)
     ids = np.stack([rng.permutation(V) for _ in range(N)]).astype(np.int32)
@@ -170,7 +170,7 @@ def log_softmax(z):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["forward_kl", "reverse_kl", "jsd"])
-def test_all_columns_of_a_teacher_in_sixteen_bits(way):
+def test_all_columns_of_teacher_in_16_bits(way):
     """Its probabilities add up to less than 1, or more, and there is no rest."""
     h, W, _, _ = make()
     ids = np.tile(np.arange(V, dtype=np.int32), (N, 1))
@@ -234,7 +234,7 @@ def test_a_rest_of_any_size_keeps_its_digits():
     np.testing.assert_allclose(dbias[K:].sum(), -q_rest.sum(), rtol=1e-5)
 
 
-def test_a_confident_student_and_teacher_keep_their_digits():
+def test_confident_heads_keep_their_digits():
     """KL of 1e-9, of which 1 - p leaves nothing."""
     label = np.arange(N) % D
     h, W = np.eye(D, dtype=np.float32)[label], np.zeros((V, D), np.float32)
@@ -252,7 +252,7 @@ def test_a_confident_student_and_teacher_keep_their_digits():
         np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-def test_what_rounding_leaves_of_the_teachers_rest_is_not_zero():
+def test_rounded_rest_of_teacher_is_not_zero():
     """Reverse KL would be infinite, and a teacher of 16 bits more than certain."""
     h, W, ids, _ = make()
     epsilon = np.finfo(np.float32).eps
@@ -300,7 +300,7 @@ def test_columns_that_a_bias_rules_out():
 
 
 @pytest.mark.parametrize("tail", [True, slow(False)])
-def test_an_id_that_does_not_exist_poisons_only_its_token(tail):
+def test_invalid_id_is_nan_in_its_token(tail):
     """Padding of the vocabulary does not, either."""
     (h, W, ids, ln_q), size = make(), (("vocab_size", 100),)
     ids[[7, 9, 11], 3] = 100, V, 2**31 - 1
@@ -378,7 +378,7 @@ def test_what_is_not_read_is_not_checked():
     assert jax.eval_shape(lambda: topk_kl(H, W_, ids, q, where=where)).shape == (N,)
 
 
-def test_what_cannot_be_differentiated_is_refused_and_the_teacher_is_constant():
+def test_teacher_constant_other_derivatives_refused():
     def run(h, t, q):
         return topk_kl(h, W_, IDS, q, CHUNK, temperature=t).sum()
 

@@ -136,7 +136,7 @@ def test_it_is_the_sum_of_its_parts():
     assert_near(gradients, of_parts, 2**-7)
 
 
-def test_the_divergence_from_drawn_ids_is_their_cross_entropy():
+def test_divergence_from_drawn_ids_is_cross_entropy():
     h, W, ids, _ = make(3.0)
     ids[::3, 2:], ids[::5] = -1, -1
 
@@ -184,7 +184,7 @@ def test_ids_that_were_drawn_from_the_teacher(dtype):
     assert_near(gradients, of_parts, 2**-7 if dtype == "bfloat16" else 1e-5)
 
 
-def test_a_drawn_id_that_does_not_exist_poisons_only_what_uses_it():
+def test_invalid_drawn_id_is_nan_where_used():
     h, W, ids, _ = make()
     ids[3, 0] = V  # known at run time only
 
@@ -219,7 +219,7 @@ def test_no_ids_at_all(tail):
 
 
 @pytest.mark.slow
-def test_a_frozen_head_masks_and_a_constant_teacher():
+def test_frozen_head_with_masks_and_constant_teacher():
     h, W, ids, ln_q = make()
     options = {"where": np.arange(N) % 4 > 0, "normalizer": 9.0}
     h[~options["where"]] = np.nan
@@ -233,7 +233,7 @@ def test_a_frozen_head_masks_and_a_constant_teacher():
     assert not teacher(ln_q).any()
 
 
-def test_a_divergence_that_is_not_used_poisons_nothing():
+def test_unused_divergence_is_harmless():
     h, W, ids, ln_q = make()
     ln_q[3, 0] = -np.inf  # excluded by the teacher, not by the student
 
@@ -339,7 +339,7 @@ def test_three_products():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of_stats", [None, 0.5])
-def test_memory_and_products_are_what_the_page_says(of_stats):
+def test_memory_and_products_as_documented(of_stats):
     n, d, v, k, chunk = 2048, 64, 8192, 16, 128
     loss = jax.grad(total(chunk, statistics_temperature=of_stats), (0, 1))
     promised = (4 + 4 + (4 if of_stats else 0)) * chunk * v + 4 * v * d

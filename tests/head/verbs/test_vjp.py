@@ -90,13 +90,13 @@ def test_vmap_keeps_the_chunk_bound(problem):
     assert f"<{CHUNK}x{V}xf32" in text and f"<4x{CHUNK}x{V}xf32" not in text
 
 
-def test_nothing_of_the_size_of_the_logits_is_saved(problem):
+def test_nothing_of_logits_size_is_saved(problem):
     _, pull = jax.vjp(functools.partial(loss, y=problem[2]), *problem[:2])
     sizes = [leaf.size for leaf in jax.tree.leaves(pull)]
     assert max(sizes) <= max(N * D, V * D)
 
 
-def test_the_statistics_are_named_for_remat_policies(problem, capsys):
+def test_statistics_are_named_for_remat_policies(problem, capsys):
     h, W, y = problem
     names = ("jaxmem_max", "jaxmem_log_sum", "jaxmem_logprob")
     policy = jax.checkpoint_policies.save_only_these_names(*names)
@@ -123,7 +123,7 @@ def test_a_stopped_temperature_is_fine(problem):
     np.testing.assert_allclose(dh, want, rtol=2e-5, atol=2e-5)
 
 
-def test_mixed_types_keep_the_sum_in_the_weights_own_type(problem):
+def test_mixed_types_sum_in_type_of_weights(problem):
     """W in float32, hidden in bfloat16: dW never passes through bfloat16."""
     h, W, y = problem
     h16 = h.astype(jnp.bfloat16)
