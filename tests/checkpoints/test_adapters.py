@@ -57,7 +57,7 @@ def whole():
     )
 
 
-def test_numbers_of_a_scaled_adapter_with_whole_matrices(whole, tmp_path):
+def test_scaled_adapter_with_whole_matrices(whole, tmp_path):
     expected = np.load(WHOLE / "expected.npz")
     tokens, logits = jnp.asarray(expected["tokens"]), expected["logits"]
     assert whole.config.lora_saved == ("embed", "head")
@@ -134,7 +134,7 @@ def test_saving_gives_the_same_adapter_back(decoder, tmp_path):
         checkpoints.save_adapter(tmp_path / "out", decoder)
 
 
-def test_a_new_adapter_changes_no_number_and_the_tied_head_takes_one(tmp_path):
+def test_new_adapter_changes_no_logits_of_tied_head(tmp_path):
     llama = QWEN3.parent / "llama_linear"
     expected = np.load(llama / "expected.npz")
     tokens = jnp.asarray(expected["tokens"])

@@ -95,7 +95,7 @@ def test_mistral_and_qwen_windows(tmp_path):
     assert made.pattern == ("global",) * 27 + ("local",)
 
 
-def test_what_is_left_out_is_what_transformers_takes(tmp_path):
+def test_absent_keys_default_as_in_transformers(tmp_path):
     needed = {
         key: LLAMA3[key]
         for key in (
@@ -135,7 +135,7 @@ def test_heads_of_keys_of_gpt_neox(tmp_path):
         read(tmp_path, config, num_key_value_heads=1)
 
 
-def test_null_is_the_default_where_it_is_no_value(tmp_path):
+def test_null_means_the_default(tmp_path):
     nothing = dict.fromkeys(("num_key_value_heads", "rope_theta", "rms_norm_eps"))
     made = read(tmp_path, LLAMA3, **nothing).model
     assert (made.kv_heads, made.rope_theta, made.norm_eps) == (32, 1e4, 1e-6)
@@ -159,7 +159,7 @@ def test_keys_can_be_ignored_by_name(tmp_path):
         (GEMMA3, {}),
     ],
 )
-def test_both_forms_of_rotary_parameters_say_the_same(config, changes, tmp_path):
+def test_both_forms_of_rotary_parameters_agree(config, changes, tmp_path):
     made = read(tmp_path, config, **changes)
     both = ropes.in_both(made.raw)
     assert read(tmp_path, both).model == made.model
@@ -294,9 +294,7 @@ def test_both_forms_of_rotary_parameters_say_the_same(config, changes, tmp_path)
         (LLAMA4, dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 is not impl"),
     ],
 )
-def test_what_is_not_implemented_is_an_error_that_names_it(
-    config, changes, message, tmp_path
-):
+def test_unimplemented_options_are_named(config, changes, message, tmp_path):
     with pytest.raises(CheckpointError, match="config.json: .*" + message):
         read(tmp_path, config, **changes)
 
@@ -377,7 +375,7 @@ def test_json_beyond_limits(text, message, tmp_path):
         read_config(tmp_path)
 
 
-def test_a_name_of_the_hub_says_how_to_download_it(tmp_path, monkeypatch):
+def test_hub_name_says_how_to_download(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = "Qwen/Qwen3-0.6B"
     with pytest.raises(CheckpointError) as raised:
@@ -424,7 +422,7 @@ def test_unreadable_configs(tmp_path):
         ("gpt_neox", 0, None),
     ],
 )  # fmt: skip
-def test_the_pad_row_is_that_of_families_with_a_padding_idx(family, pad, row, tmp_path):
+def test_pad_row_of_families_with_padding_idx(family, pad, row, tmp_path):
     if family == "llama":
         raw = LLAMA3
     else:

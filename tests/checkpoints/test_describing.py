@@ -61,7 +61,7 @@ def test_no_other_model_is_described(changes, message):
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.02])
-def test_the_factor_of_the_loss_of_routers_is_of_no_architecture(factor):
+def test_describe_router_loss_factor(factor):
     changes = EXPERTS | dict(qk_norm=True, router_aux_loss_coef=factor)
     made = checkpoints.describe(dataclasses.replace(SMALL, **changes), 64)
     assert made["architectures"] == ["Qwen3MoeForCausalLM"]
@@ -113,7 +113,7 @@ def test_every_end_is_an_end(tmp_path):
     assert checkpoints.end_ids(model) == (2, 5)  # the model has 40 tokens
 
 
-def test_words_of_the_arithmetic_task_are_characters():
+def test_arithmetic_vocabulary_is_characters():
     tokenizer = vocabulary.of_words()
     again = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     assert again.encode("3+8=").ids == [5, 12, 10, 13]

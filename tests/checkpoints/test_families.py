@@ -88,7 +88,7 @@ def of_rows(definition, weights, tokens, differentiated):
         ),
     ],
 )
-def test_logits_and_gradients_are_those_of_transformers(name, differentiated, loaded):
+def test_logits_and_gradients_equal_transformers(name, differentiated, loaded):
     stored, (decoder, config) = record(name), loaded(name)
     tokens = jnp.asarray(stored["tokens"], jnp.int32)
     # A tied weight is once in what is split.
@@ -122,7 +122,7 @@ BALANCED = [name for name in RECORDED if "balance" in record(name)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BALANCED)
-def test_the_loss_of_routers_is_that_of_transformers(name, loaded):
+def test_router_loss_equals_transformers(name, loaded):
     stored, (_, config) = record(name), loaded(name)
     decoder = checkpoints.load(config.path.parent, router_aux_loss_coef=1.0)
     tokens = jnp.asarray(stored["tokens"], jnp.int32)
@@ -207,7 +207,7 @@ def test_a_family_can_say_what_its_config_says(name, loaded, tmp_path):
     assert all(np.isclose(*both, rtol=1e-12) for both in changed.values()), changed
 
 
-def test_documents_choose_wavelengths_by_their_own_length(loaded):
+def test_longrope_wavelengths_by_document_length(loaded):
     decoder, config = loaded("phi3_long")
     assert config.model.rope_limit == 32
     rng, places = np.random.default_rng(0), np.r_[:40, :8]
@@ -223,7 +223,7 @@ def test_documents_choose_wavelengths_by_their_own_length(loaded):
         decoder(given[0], None, given[2])
 
 
-def test_keys_and_values_that_are_not_read_are_left_out(loaded, tmp_path):
+def test_unread_keys_and_values_are_left_out(loaded, tmp_path):
     decoder, config = loaded("gemma4_reuse")
     target = tmp_path / "more"
     checkpoints.save(target, decoder, like=config.path.parent)

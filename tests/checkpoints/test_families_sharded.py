@@ -20,7 +20,7 @@ QUICK = "deepseek_v3", "qwen3_5", "gemma4_reuse"
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in RECORDED])
-def test_logits_on_a_mesh_are_those_of_transformers(name, tmp_path):
+def test_logits_on_mesh_equal_transformers(name, tmp_path):
     stored = record(name)
     directory = seeded.write(stored, tmp_path / name)
     layout = Layout(MeshConfig(fsdp=2, tensor=2))

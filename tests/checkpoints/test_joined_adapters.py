@@ -141,7 +141,7 @@ def test_what_is_not_said_in_that_way_is_refused(name, change, message, saved):
         checkpoints.load(base, adapter=source)
 
 
-def test_a_rank_of_joined_matrices_as_one_is_refused(saved, tmp_path):
+def test_one_rank_for_joined_matrices_is_refused(saved, tmp_path):
     base, source = saved("mixtral")
     config = json.loads((source / "adapter_config.json").read_text())
     name = "base_model.model.model.layers.{}.mlp.experts.lora_{}.weight"

@@ -98,7 +98,7 @@ def test_it_is_saved_as_a_model_of_its_own(tmp_path):
 
 @IGNORED
 @pytest.mark.parametrize("rename", [lambda name: name, renamed])
-def test_wrong_tensors_are_named_as_they_are_stored(rename, tmp_path):
+def test_wrong_tensors_named_as_stored(rename, tmp_path):
     made = {rename(k): v for k, v in tensors().items()}
     lost = rename("language_model.model.layers.1.mlp.up_proj.weight")
     source = changed(tmp_path, {k: v for k, v in made.items() if k != lost})
@@ -127,7 +127,7 @@ def test_the_tied_head_may_be_there_too(rename, head, tmp_path):
     )
 
 
-def test_tensors_of_images_in_a_model_without_are_refused(tmp_path):
+def test_image_tensors_in_text_model_are_refused(tmp_path):
     source = pathlib.Path(shutil.copytree(TINY / "gemma3", tmp_path / "source"))
     extra = {"vision_tower.weight": np.ones(2, np.float32)}
     save_file(tensors(source) | extra, source / "model.safetensors")
@@ -139,7 +139,7 @@ def test_tensors_of_images_in_a_model_without_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "rename", [slow(lambda name: f"language_model.{name}"), renamed_3]
 )
-def test_the_text_part_of_mistral_3_is_a_model_of_its_own(rename, tmp_path):
+def test_text_part_of_mistral_3_is_a_model(rename, tmp_path):
     """Mistral Small 3's is a Mistral, later ones' a Ministral 3; heads are untied."""
     record = dict(np.load(seeded.RECORDS / f"{MINISTRAL_3}.npz"))
     alone = (
@@ -182,7 +182,7 @@ def test_a_text_part_is_a_model_of_its_own(name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*are left out")
-def test_qwen3_5_with_experts_is_found_beside_images(tmp_path):
+def test_text_part_of_qwen3_5_with_experts(tmp_path):
     record = dict(np.load(seeded.RECORDS / "qwen3_5_moe.npz"))
     alone = seeded.write(record, tmp_path / "alone")
     text, held = json.loads(str(record["config"])), tensors(alone)

@@ -61,7 +61,7 @@ def test_what_is_saved_loads_to_the_same_logits(name, shard, tmp_path):
     np.testing.assert_allclose(ours(decoder, tokens()), made, atol=1e-4 * scale)
 
 
-def test_an_adapter_that_is_saved_loads_to_the_same_logits(tmp_path):
+def test_saved_adapter_loads_to_same_logits(tmp_path):
     source = TINY / "qwen3"
     decoder = checkpoints.load(
         source, dtype="float32", param_dtype="float32", adapter=source / "adapter"
@@ -76,7 +76,7 @@ def test_an_adapter_that_is_saved_loads_to_the_same_logits(tmp_path):
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_random_weights_are_an_architecture_that_they_know(name, tmp_path):
+def test_saved_random_weights_load_in_transformers(name, tmp_path):
     decoder = decoders.drawn(dataclasses.replace(SMALL, **KNOWN[name]))
     text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
     checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)

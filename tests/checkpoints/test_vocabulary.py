@@ -24,7 +24,7 @@ def test_a_tokenizer_without_a_start(tmp_path):
     assert made.start == ()
 
 
-def test_the_end_is_the_models_where_the_tokenizer_names_none(tmp_path):
+def test_eos_from_model_without_tokenizers_own(tmp_path):
     directory = texts.checkpoint("llama", tmp_path)
     (directory / "tokenizer_config.json").unlink()
     assert load_vocabulary(directory).eos == 2
@@ -34,7 +34,7 @@ def test_the_end_is_the_models_where_the_tokenizer_names_none(tmp_path):
     assert load_vocabulary(directory).eos == 0
 
 
-def test_a_token_beyond_the_embedding_is_an_error_where_a_text_uses_it(tmp_path):
+def test_token_beyond_embedding_fails_when_used(tmp_path):
     """As Gemma 3's <image_soft_token>, one past the rows of a text model."""
     directory = texts.checkpoint("llama", tmp_path)
     made = texts.tokenizer()
@@ -58,7 +58,7 @@ def test_a_token_beyond_the_embedding_is_an_error_where_a_text_uses_it(tmp_path)
         reader.prompt(RawRecord("data.jsonl:2", {"prompt": "<image>"}))
 
 
-def test_an_id_that_the_model_has_not_is_an_error_that_names_both_files(tmp_path):
+def test_id_beyond_model_names_both_files(tmp_path):
     directory = texts.checkpoint("llama", tmp_path, more=["word"])
     message = (
         "tokenizer.json: token 'word' has the id 40, but model.embed_tokens.weight "

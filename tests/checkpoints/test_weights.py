@@ -69,7 +69,7 @@ def scores(logits, labels):
 # ------------------------------------------------------------------ numbers
 
 
-def test_there_is_a_checkpoint_of_every_architecture():
+def test_every_architecture_has_a_checkpoint():
     from jaxmem.checkpoints.families import FAMILIES, WITH_IMAGES
 
     configs = [(TINY / name / "config.json").read_text() for name in NAMES]
@@ -99,7 +99,7 @@ def test_numbers_are_torchs(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "llama", "qwen2"])
-def test_a_token_at_a_time_gives_torchs_numbers_too(name):
+def test_cached_tokens_equal_torch(name):
     logits, tokens = expected(name)["logits"], jnp.asarray(expected(name)["tokens"])
     decoder = loaded(name)
     lengths = jnp.array([4, 7])
@@ -119,7 +119,7 @@ def rms(x):
 
 
 @pytest.mark.parametrize("name", ["gemma2", slow("qwen3")])
-def test_bfloat16_is_as_near_as_the_materialised_path_is(name):
+def test_bfloat16_as_near_as_materialised_path(name):
     """Errors of log-probabilities and entropies, against torch's in float64."""
     stored = expected(name)
     labels = np.roll(stored["tokens"], -1, axis=1)
@@ -144,7 +144,7 @@ def test_bfloat16_is_as_near_as_the_materialised_path_is(name):
 
 
 @pytest.mark.slow
-def test_bfloat16_decoders_round_no_more_than_torch():
+def test_bfloat16_decoder_rounds_as_little_as_torch():
     """Over four architectures: 24 tokens of one alone vary by a fifth with rounding."""
     ratios = []
     for name in ("gemma2", "gemma3", "mistral", "qwen3"):
@@ -199,7 +199,7 @@ def test_shards_and_their_index(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *map(nnx.state, (again, decoder)))
 
 
-def test_tokenizer_files_come_along_and_pickles_do_not(tmp_path):
+def test_save_copies_tokenizer_files_but_no_pickles(tmp_path):
     source = copied("llama", tmp_path)
     (source / "tokenizer.json").write_text("{}")
     (source / "pytorch_model.bin").write_bytes(b"no")
@@ -213,7 +213,7 @@ def test_tokenizer_files_come_along_and_pickles_do_not(tmp_path):
     }
 
 
-def test_a_directory_is_replaced_only_where_that_is_said(tmp_path):
+def test_save_replaces_directory_only_if_asked(tmp_path):
     checkpoints.save(tmp_path / "out", loaded("llama"), like=TINY / "llama")
     with pytest.raises(CheckpointError, match="out: exists; name another, or give"):
         checkpoints.save(tmp_path / "out", loaded("llama"), like=TINY / "llama")
@@ -231,7 +231,7 @@ def test_a_directory_is_replaced_only_where_that_is_said(tmp_path):
     assert not stale.exists()
 
 
-def test_another_model_than_the_one_it_is_like_is_refused(tmp_path):
+def test_save_refuses_model_unlike_reference(tmp_path):
     with pytest.raises(CheckpointError, match="qk_norm=False, not True"):
         checkpoints.save(tmp_path / "out", loaded("llama"), like=TINY / "qwen3")
     assert not list(tmp_path.iterdir())
@@ -273,7 +273,7 @@ def test_one_sharding_for_all_and_options():
 # -------------------------------------------------------------- what is wrong
 
 
-def test_a_shard_that_is_cut_short_is_named_with_its_first_lost_tensor(tmp_path):
+def test_truncated_shard_names_first_lost_tensor(tmp_path):
     source = copied("mistral", tmp_path)
     shard = source / "model-00002-of-00003.safetensors"
     content = shard.read_bytes()
@@ -333,7 +333,7 @@ def test_wrong_tensors_are_named_with_their_file(tensors, message, tmp_path):
         checkpoints.load(source)
 
 
-def test_what_follows_from_others_may_be_there_too(tmp_path):
+def test_derivable_tensors_may_be_present(tmp_path):
     source = copied("llama_linear", tmp_path)
     extra = {
         "model__layers__0__self_attn__rotary_emb__inv_freq": np.ones(2, np.float32)
@@ -405,7 +405,7 @@ def test_no_weights_and_pickled_ones(tmp_path):
         ),
     ],
 )
-def test_an_index_names_files_of_its_directory_alone(weight_map, message, tmp_path):
+def test_index_may_not_name_files_elsewhere(weight_map, message, tmp_path):
     (tmp_path / "x.safetensors").touch()
     inside = tmp_path / "inside"
     inside.mkdir()
@@ -445,7 +445,7 @@ def test_headers_that_are_none(header, message, tmp_path):
     assert len(str(raised.value)) < 600
 
 
-def test_a_directory_in_the_place_of_a_file_is_named(tmp_path):
+def test_directory_named_as_file_is_refused(tmp_path):
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(
         CheckpointError, match="model.safetensors: cannot be read: Is a"
@@ -453,7 +453,7 @@ def test_a_directory_in_the_place_of_a_file_is_named(tmp_path):
         Tensors(tmp_path)
 
 
-def test_a_type_of_weights_that_nothing_computes_in(tmp_path):
+def test_unsupported_weight_type_is_named(tmp_path):
     source = copied("llama", tmp_path)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"dtype": "float8_e4m3"}))
@@ -464,7 +464,7 @@ def test_a_type_of_weights_that_nothing_computes_in(tmp_path):
     checkpoints.load(source, dtype="float32", param_dtype="float32")
 
 
-def test_a_decoder_of_other_sizes_is_refused_when_config_json_lies(tmp_path):
+def test_tensors_unlike_config_json_are_refused(tmp_path):
     source = copied("llama", tmp_path)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"vocab_size": 41}))

@@ -52,7 +52,7 @@ def test_same_initial_params_as_dense(given, param_dtype):
     ("__call__", ()), ("loss", (LABELS,)), slow("entropy", ()),
     slow("logprobs", (LABELS,)), slow("token_stats", (LABELS,)),
 ])  # fmt: skip
-def test_every_method_creates_the_params_and_does_what_the_nnx_head_does(method, args):
+def test_linen_methods_create_params_and_equal_nnx(method, args):
     options = dict(softcap=2.0, chunk=4, vocab_size=V - 2, dtype=jnp.bfloat16)
     head, labels = LMHead(V, **options), [np.minimum(a, V - 3) for a in args]
     variables = head.init(KEY, HIDDEN, *labels, method=method)
@@ -63,7 +63,7 @@ def test_every_method_creates_the_params_and_does_what_the_nnx_head_does(method,
     assert_same(got, getattr(twin, method)(HIDDEN, *labels))
 
 
-def test_the_blocks_of_its_gradient_reach_the_verbs():
+def test_gradient_blocks_reach_the_verbs():
     head = LMHead(V, gradient=jaxmem.Recompute(2))
     variables = head.init(KEY, HIDDEN)
     with pytest.raises(ValueError, match="key must not be given without"):
@@ -81,7 +81,7 @@ def test_same_logits_as_dense(dtype, input_dtype):
 
 
 @pytest.mark.parametrize("source, target", [(nn.Dense, LMHead), (LMHead, nn.Dense)])
-def test_orbax_checkpoint_of_either_loads_into_the_other(tmp_path, source, target):
+def test_orbax_checkpoint_loads_into_either_head(tmp_path, source, target):
     saved, loaded = source(V), target(V)
     variables = saved.init(KEY, HIDDEN)
     template = loaded.init(jax.random.key(9), HIDDEN)
@@ -92,7 +92,7 @@ def test_orbax_checkpoint_of_either_loads_into_the_other(tmp_path, source, targe
     assert_same(loaded.apply(restored, HIDDEN), saved.apply(variables, HIDDEN))
 
 
-def test_two_methods_in_one_apply_share_the_params():
+def test_two_methods_in_one_apply_share_params():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, hidden, labels):
@@ -174,7 +174,7 @@ class ByRemat(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [ByCompact, slow(BySetup), slow(ByRemat)])
-def test_tied_embedding_is_one_parameter_with_the_sum_of_both_gradients(kind):
+def test_tied_embedding_sums_both_gradients(kind):
     model, tokens = kind(), np.maximum(LABELS[:, ::-1], 0)
     variables = jax.jit(model.init)(KEY, tokens, LABELS)
     assert jax.tree.map(jnp.shape, variables) == {
@@ -225,7 +225,7 @@ def test_tied_head_may_own_a_bias():
 # Masks, types, transformations, memory
 
 
-def test_all_masked_gives_zero_and_zero_gradients():
+def test_all_masked_is_zero_with_zero_gradients():
     head = LMHead(V, chunk=4)
     variables = head.init(KEY, HIDDEN)
     hidden, nothing = jnp.full_like(HIDDEN, jnp.nan), np.zeros(BATCH, bool)
@@ -240,7 +240,7 @@ def test_all_masked_gives_zero_and_zero_gradients():
     assert_same(grads, jax.tree.map(jnp.zeros_like, (variables, hidden)))
 
 
-def test_gradient_has_the_parameter_type_and_f32_sums():
+def test_gradient_in_parameter_type_with_float32_sums():
     head = LMHead(V, dtype=jnp.bfloat16)
     variables = head.init(KEY, HIDDEN)
     loss = jax.grad(lambda v: head.apply(v, HIDDEN, LABELS, method="loss"))

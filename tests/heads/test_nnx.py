@@ -86,7 +86,7 @@ def test_same_logits_as_linear(dtype, param_dtype, input_dtype):
 
 
 @pytest.mark.parametrize("source, target", [(nnx.Linear, LMHead), (LMHead, nnx.Linear)])
-def test_orbax_checkpoint_of_either_loads_into_the_other(tmp_path, source, target):
+def test_orbax_checkpoint_loads_into_either_head(tmp_path, source, target):
     saved = source(D, V, rngs=nnx.Rngs(7))
     loaded = target(D, V, rngs=nnx.Rngs(8))
     with ocp.StandardCheckpointer() as checkpointer:
@@ -193,7 +193,7 @@ def test_loss_gradients_against_float64(z_loss):
 
 
 @pytest.mark.parametrize("normalizer, z_loss", [(None, 0.0), (jnp.zeros(()), 0.1)])
-def test_all_masked_gives_zero_and_zero_gradients(normalizer, z_loss):
+def test_all_masked_is_zero_with_zero_gradients(normalizer, z_loss):
     hidden, labels = jnp.full((*BATCH, D), jnp.nan), np.full(BATCH, -100, np.int32)
 
     def loss(head, hidden):
@@ -248,7 +248,7 @@ def assert_same_program(method, function, name, given):
     "topk", "sample_ids", "selected_logprobs", "support_logprobs",
     "support_logprobs, ragged", "token_loss", "divergence", "divergence_loss",
 ])  # fmt: skip
-def test_methods_are_the_functions_of_the_weights(name):
+def test_methods_equal_functions_of_weights(name):
     head, verb = make_head(softcap=5.0, chunk=4, vocab_size=V - 3), name.split(",")[0]
     own = {"softcap": 5.0, "vocab_size": V - 3, "layout": "dv"}
     plain = jaxmem.Head(head.kernel[...], head.bias[...], **own)
@@ -296,14 +296,14 @@ def test_divergences_of_two_heads(name):
     assert_same_program(method, function, name, ((), options))
 
 
-def test_heads_of_two_vocabularies_are_not_compared():
+def test_divergence_refuses_other_vocabulary():
     heads = [LMHead(D, V, rngs=nnx.Rngs(0), vocab_size=V - i) for i in (1, 2)]
     with pytest.raises(ValueError, match=f"same vocabulary, got {V - 1} and {V - 2}"):
         target = jaxmem.ReverseKL(heads[1].teacher(hidden_states()))
         heads[0].divergence(hidden_states(), target)
 
 
-def test_gradient_has_the_parameter_type_and_f32_sums():
+def test_gradient_in_parameter_type_with_float32_sums():
     head = make_head(dtype=jnp.bfloat16, param_dtype=jnp.float32)
     hidden = hidden_states()
     assert head(hidden).dtype == jnp.bfloat16
@@ -340,7 +340,7 @@ class Tied(nnx.Module):
         return self.head.loss(self.embed(tokens), labels)
 
 
-def test_tied_embedding_is_one_parameter_with_the_sum_of_both_gradients():
+def test_tied_embedding_sums_both_gradients():
     model, tokens = Tied(), np.maximum(LABELS[:, ::-1], 0)
     grads = nnx.jit(nnx.grad(lambda model: model.loss(tokens, LABELS)))(model)
     ((path, gradient),) = nnx.to_flat_state(grads)
@@ -355,7 +355,7 @@ def test_tied_embedding_is_one_parameter_with_the_sum_of_both_gradients():
     np.testing.assert_allclose(gradient[...], by_head + by_lookup, atol=2e-6)
 
 
-def test_tied_embedding_gives_the_logits_of_attend():
+def test_tied_embedding_logits_equal_attend():
     model = Tied(dtype=jnp.bfloat16)
     plain = nnx.Embed(V, D, dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
     expected = plain.attend(hidden_states())
@@ -557,7 +557,7 @@ def test_bad_call(error, match, change):
 @pytest.mark.parametrize(
     "verb", ["logprobs", *map(slow, ["token_stats", "loss", "entropy"])]
 )
-def test_the_blocks_of_a_head_s_gradient_reach_its_verbs(verb):
+def test_gradient_blocks_reach_the_verbs(verb):
     head = make_head(gradient=jaxmem.Recompute(2))
     given = () if verb == "entropy" else (LABELS,)
     with pytest.raises(ValueError, match="key must not be given without"):

@@ -122,7 +122,7 @@ def test_linen(tied):
         assert_same(jit(Model(explicit).apply)(plain), want)
 
 
-def test_axes_that_are_given_come_before_those_of_the_weights():
+def test_given_axes_precede_those_of_weights():
     W = jnp.zeros((D, V))
 
     def error(names, **given):
@@ -139,7 +139,7 @@ def test_axes_that_are_given_come_before_those_of_the_weights():
 
 
 @pytest.mark.parametrize("layout", ["vd", "dv"])
-def test_logits_are_sharded_like_tokens_and_vocabulary(layout):
+def test_logits_sharded_like_tokens_and_vocabulary(layout):
     mesh = jax.make_mesh((2, 4), RULES_MESH, axis_types=(AxisType.Explicit,) * 2)
 
     def of(shape, *spec):

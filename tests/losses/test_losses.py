@@ -219,7 +219,7 @@ def test_sixteen_bits_where_promotion_is_strict(name, problem):
     assert made.dtype == jnp.float32
 
 
-def test_the_problem_meets_every_branch_and_no_kink(problem):
+def test_problem_meets_every_branch_and_no_kink(problem):
     z, y, other = problem
     ratio, A = np.exp(dense(z, y)["logprob"] - other["old"]), other["A"]
     for bound in (0.7, 0.8, 0.9, 1.2, 1.28, 1.5):
@@ -317,7 +317,7 @@ def test_a_masked_token_has_ratio_one(name):
     assert (loss == want).all() and (slope == 0).all()
 
 
-def test_coefficients_may_be_traced_and_sixteen_bits_become_float32():
+def test_traced_coefficients_and_16_bits_give_float32():
     lp, A = jnp.array([0.5, 0.5], jnp.bfloat16), jnp.array([1, -1])
 
     @jax.jit
@@ -394,7 +394,7 @@ def test_k3_of_near_policies_does_not_cancel():
     assert (value >= 0).all()
 
 
-def test_low_variance_has_a_ceiling_without_slope():
+def test_low_variance_kl_has_flat_ceiling():
     value, slope = value_and_slope(
         losses.kl_low_variance, jnp.array([-9.0, -1.0]), jnp.zeros(2)
     )
@@ -455,7 +455,7 @@ def test_mean_logit_of_a_masked_token_is_nothing():
     assert not dh[1].any() and np.isfinite(dW).all()
 
 
-def test_mean_logit_takes_a_temperature_as_logprobs_does():
+def test_mean_logit_temperature_as_logprobs():
     """Any where a token does not count; NaN where it is not positive and does."""
     W, where = jnp.ones((V, D)), jnp.array([True, False, True])
 
@@ -471,7 +471,7 @@ def test_mean_logit_takes_a_temperature_as_logprobs_does():
     assert np.isnan(slope(jnp.array([1.0, 1.0, -2.0]))).all()
 
 
-def test_mean_logit_is_differentiable_by_its_temperature():
+def test_mean_logit_gradient_by_temperature():
     def total(temperature):
         h, W = jnp.ones((3, D)), jnp.ones((V, D))
         return losses.mean_logit(h, W, temperature=temperature).sum()
@@ -597,7 +597,7 @@ def test_masks_of_packed_sequences(packed):
     assert kept[0] != kept[1] and any(kept[0]) and not all(kept[0])
 
 
-def test_a_segment_that_cannot_be_is_nan_where_it_shows_late():
+def test_invalid_segment_id_is_nan():
     lp, ids = jnp.zeros((2, 3)), jnp.array([[1, 7, 0], [1, 2, 2]])
     ratio = losses.sequence_log_ratio(lp, lp, ids)
     np.testing.assert_array_equal(np.isnan(ratio), [[0, 1, 0], [0, 0, 0]])
@@ -646,7 +646,7 @@ def test_preferences_from_tokens(name):
     np.testing.assert_allclose(slope.ravel(), want, atol=1e-5)
 
 
-def test_preferences_stay_finite_and_hold_the_reference():
+def test_preferences_finite_with_constant_reference():
     far = [jnp.array([x]) for x in (-2000.0, -1000.0, 0.0, 0.0)]
     for loss in (losses.dpo, losses.ipo):
         value, slopes = jax.value_and_grad(
@@ -695,7 +695,7 @@ def test_advantages_of_groups_of_any_size(normalize_std):
     assert (got[want[order] == 0] == 0).all() and (want == 0).sum() == 5
 
 
-def test_advantages_along_the_last_axis_are_those_of_ids():
+def test_advantages_of_last_axis_equal_those_of_ids():
     rewards = np.random.default_rng(6).integers(0, 2, (3, 2, 4)).astype(np.float32)
     got = advantages(rewards)
     ids = np.arange(6).repeat(4).reshape(3, 2, 4)
@@ -723,7 +723,7 @@ def test_sequences_left_out_of_their_group():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
-def test_integers_of_any_type_number_sequences_and_groups(dtype):
+def test_sequence_and_group_ids_of_any_integer_type(dtype):
     ids = np.arange(128, dtype=dtype)
     weights = losses.sequence_mean_weights(np.minimum(ids, 1))
     np.testing.assert_allclose(weights, (ids > 0) / 127)
@@ -734,7 +734,7 @@ def test_integers_of_any_type_number_sequences_and_groups(dtype):
         losses.rloo_advantages(rewards, np.repeat(ids, 2), num_groups=127)
 
 
-def test_the_group_of_what_is_left_out_may_be_any():
+def test_group_of_masked_sequence_may_be_any():
     rewards, where = jnp.array([1.0, 0.0, 5.0]), jnp.array([True, True, False])
     for call in (
         losses.rloo_advantages,
@@ -765,7 +765,7 @@ def test_a_reward_that_is_nan_shows():
     assert np.isnan(got[0]).all() and np.isfinite(got[1]).all()
 
 
-def test_a_group_that_cannot_be_is_nan_where_it_shows_late():
+def test_invalid_group_id_is_nan():
     got = advantages(jnp.array([1.0, 0.0, 5.0]), jnp.array([0, 0, 1]), num_groups=1)
     assert np.isnan(got[2]) and np.isfinite(got[:2]).all()
 

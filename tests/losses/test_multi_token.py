@@ -87,7 +87,7 @@ def test_loss_and_gradients_against_float64():
     np.testing.assert_allclose(dW, np.einsum("hbtv,hbtd->vd", dz, h), atol=1e-6)
 
 
-def test_products_and_memory_are_those_of_one_head():
+def test_multi_token_costs_one_head():
     """Three products in one loop, one sum for W's gradient."""
 
     def compile_for(heads):

@@ -72,9 +72,7 @@ def results(model, tokens, worth, packed, layout=None):
         (dict(learned_positions=16, pattern=("unrotated", "global")), "none"),
     ],
 )
-def test_states_and_gradients_are_those_of_prompts_that_are_read_each_time(
-    changes, policy
-):
+def test_shared_prompts_equal_repeated_prompts(changes, policy):
     config = dataclasses.replace(SMALL, **changes)
     model = decoders.drawn(config, policy=policy)
     parts, tokens, worth = problem()
@@ -102,7 +100,7 @@ def cudnn_on_xla(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", on_xla)
 
 
-def test_the_kernel_of_cudnn_gets_the_mask_of_keys_before_the_queries(cudnn_on_xla):
+def test_cudnn_gets_mask_of_earlier_keys(cudnn_on_xla):
     rng = np.random.default_rng(1)
     ids = jnp.array([[1, 1, 2, 0], [1, 2, 2, 2]])
     prefix = jnp.array([[True, True, False], [True, False, False]])
@@ -116,9 +114,7 @@ def test_the_kernel_of_cudnn_gets_the_mask_of_keys_before_the_queries(cudnn_on_x
 
 
 @pytest.mark.parametrize("sees", [3, slow(12)])
-def test_the_kernel_of_cudnn_gets_the_window_of_a_row_of_one_document(
-    sees, cudnn_on_xla
-):
+def test_cudnn_gets_window_of_one_document(sees, cudnn_on_xla):
     """In a loop whose layers have it or see the whole row; and no mask of T x T."""
     config = dataclasses.replace(
         SMALL, pattern=("local", "global"), window=3, attention="cudnn",
@@ -139,7 +135,7 @@ def test_the_kernel_of_cudnn_gets_the_window_of_a_row_of_one_document(
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_every_token_is_read_and_a_prompt_once_a_row():
+def test_plan_reads_prompt_once_per_row():
     parts, tokens, _ = problem()
     packed = pack_branches(parts, 26, LAYOUT, (9, 13))
     assert packed.shapes == {(2, 13), (2, 9)}

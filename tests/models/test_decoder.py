@@ -139,7 +139,7 @@ def dense_attention(attention, x, segment_ids, positions):
 
 
 @pytest.mark.slow
-def test_attention_is_grouped_causal_and_stays_in_its_document():
+def test_attention_grouped_causal_within_document():
     attention = layers.Attention(SMALL, rngs=nnx.Rngs(3))
     _, segments, positions = rows_of(range(5), range(4), length=11)
     x = np.random.default_rng(0).normal(size=(1, 11, SMALL.hidden)).astype(np.float32)
@@ -152,7 +152,7 @@ def test_attention_is_grouped_causal_and_stays_in_its_document():
     np.testing.assert_allclose(got[0], expected, atol=2e-5)
 
 
-def test_scanned_blocks_are_the_blocks_one_after_the_other():
+def test_scanned_blocks_equal_blocks_in_sequence():
     model = decoder()
     tokens, segments, positions = rows_of(random_document(9, 0), length=9)
 
@@ -221,7 +221,7 @@ def loss_of(definition, logits="fused"):
 
 
 @pytest.mark.slow
-def test_tied_weights_get_the_sum_of_both_gradients():
+def test_tied_weights_get_sum_of_both_gradients():
     tied, tied_weights = parameters(decoder())
     untied, weights = parameters(decoder(tied=False))
     weights = {**tied_weights, "head": weights["head"]}
@@ -236,7 +236,7 @@ def test_tied_weights_get_the_sum_of_both_gradients():
 
 
 @pytest.mark.slow
-def test_bfloat16_computes_in_it_and_keeps_float32_weights_and_gradients():
+def test_bfloat16_keeps_float32_weights_and_gradients():
     model = decoder(dtype="bfloat16")
     batch = rows_of(random_document(12, 6), length=12)
     hidden = run(model, batch)
@@ -249,7 +249,7 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights_and_gradients():
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradient))
 
 
-def test_gradients_of_a_frequent_token_are_summed_in_float32():
+def test_embedding_gradients_are_summed_in_float32():
     # 4096 times 1 in bfloat16 stops growing at 256.
     model = decoder(dtype="bfloat16", layers=1)
     definition, weights = parameters(model.embed)
@@ -306,7 +306,7 @@ def test_a_remat_preset_changes_no_number(name):
         ),
     ],
 )  # fmt: skip
-def test_published_sizes_have_the_published_number_of_parameters(changes, count):
+def test_published_sizes_count_published_parameters(changes, count):
     config = dataclasses.replace(SMALL, **changes)
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.split(abstract)[1]))
@@ -314,7 +314,7 @@ def test_published_sizes_have_the_published_number_of_parameters(changes, count)
 
 
 @pytest.mark.gpu
-def test_cudnn_attention_agrees_with_xla_on_packed_rows():
+def test_cudnn_attention_equals_xla_on_packed_rows():
     changes = dict(dtype="bfloat16", head_dim=64, hidden=128)
     batch = rows_of(random_document(70, 7), random_document(40, 8), length=128)
     got = {
@@ -395,7 +395,7 @@ def test_impossible_heads_are_refused_by_name(changes, message):
         HeadConfig(**changes)
 
 
-def test_the_head_sums_its_gradient_in_the_blocks_of_the_configuration():
+def test_head_gradient_blocks_of_configuration():
     head = HeadConfig(gradient=("recompute", 2))
     assert Decoder(SMALL, head, rngs=nnx.Rngs(0)).head.gradient == Recompute(2)
     assert head.using("materialised") == HeadConfig("materialised")
@@ -413,7 +413,7 @@ def test_an_unknown_vocabulary_is_an_error():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_look_ups_of_the_pad_row_have_no_gradient(tied):
+def test_pad_row_look_ups_have_no_gradient(tied):
     """As torch's nn.Embedding(padding_idx); a tied head still trains the row."""
     tokens = jnp.array([[3, 5, 7, 5, 9, 1]])
     positions = jnp.arange(6)[None]

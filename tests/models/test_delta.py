@@ -53,7 +53,7 @@ def one_by_one(inputs):
     ("length", "ends"),
     [(150, ((40, 64, 65, 130), ())), slow(64, ((), (63,))), slow(7, ((3,), (1, 2)))],
 )
-def test_chunks_compute_what_a_loop_over_tokens_does(length, ends):
+def test_delta_chunks_equal_loop_over_tokens(length, ends):
     documents = np.array([np.searchsorted(e, np.arange(length), "right") for e in ends])
     inputs = drawn(length, documents)
     expected, last = one_by_one(inputs)
@@ -64,7 +64,7 @@ def test_chunks_compute_what_a_loop_over_tokens_does(length, ends):
     np.testing.assert_allclose(state, last, rtol=0, atol=3e-6)
 
 
-def test_gradients_are_those_of_a_step_after_the_other():
+def test_delta_gradients_equal_those_of_single_steps():
     documents = np.zeros((1, 70), int)
     inputs = drawn(70, documents)
     single = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), inputs)
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_a_step_after_the_other():
 
 
 @pytest.mark.slow
-def test_prompts_of_several_lengths_go_on_as_each_alone():
+def test_delta_prompts_of_several_lengths_as_alone():
     config = ModelConfig(
         layers=2, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8, vocab_size=31,
         mixers=("delta", "attention"), delta_heads=2, delta_key_dim=8,

@@ -76,7 +76,7 @@ def at_steps(hidden, lengths):
         ),
     ],
 )  # fmt: skip
-def test_a_token_at_a_time_is_the_sequence_at_once(changes):
+def test_cached_tokens_equal_whole_sequence(changes):
     model, tokens = decoder(**changes), random_tokens()
     got, _ = stepwise(model, tokens, LENGTHS, WIDTH)
     expected = at_steps(whole(model, tokens), LENGTHS)
@@ -157,7 +157,7 @@ def test_attention_of_a_token_against_float64():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm_offset", [False, True])
-def test_weights_cast_beforehand_change_no_number(norm_offset):
+def test_weights_cast_beforehand_are_equal(norm_offset):
     # The sampler does so. If a layer computed in the stored type, this would show.
     model = decoder(dtype="bfloat16", qk_norm=True, norm_offset=norm_offset)
     definition, weights = nnx.split(model)
@@ -193,7 +193,7 @@ def test_logits_are_those_inside_the_head(tied, softcap):
 
 
 @pytest.mark.slow
-def test_the_cache_exists_once_and_no_layer_of_it_is_copied_for_a_head(optimized):
+def test_cache_exists_once_and_is_never_copied(optimized):
     config = dataclasses.replace(
         SMALL, layers=3, hidden=16, ff=16, heads=8, kv_heads=1, head_dim=16
     )
@@ -221,12 +221,12 @@ def test_the_cache_exists_once_and_no_layer_of_it_is_copied_for_a_head(optimized
 # ------------------------------------------------------------------ errors
 
 
-def test_a_cache_smaller_than_its_prompts_is_refused():
+def test_cache_smaller_than_prompts_is_refused():
     with pytest.raises(ValueError, match="max_length must be at least the 5 .*got 4"):
         decoder().prefill(random_tokens()[:, :WIDTH], LENGTHS, 4)
 
 
-def test_what_cannot_be_is_nan_and_stays_in_its_row():
+def test_invalid_length_is_nan_in_its_row():
     tokens, lengths = random_tokens(), LENGTHS.copy()
     lengths[[0, 2]] = 0, WIDTH + 1
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.mark.parametrize("count", [1, 2, 5, 20])
 @pytest.mark.parametrize("size", [40, 6400, 6401])
-def test_the_largest_and_of_equals_the_lower_places(size, count):
+def test_largest_prefers_lower_index_of_equals(size, count):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4, size)).astype(np.float32)
     x[1] = np.round(4 * x[1])  # many are equal, across blocks

@@ -174,7 +174,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("name, dtype", PAIRS)
-def test_a_block_is_as_exact_as_its_ordinary_form(name, dtype):
+def test_block_as_exact_as_ordinary_form(name, dtype):
     """Of the result and of each gradient: the error against float64."""
     config = config_of(name, dtype=dtype)
     given, want = problem(config), exact_of(name)
@@ -261,7 +261,7 @@ def test_adapters_keep_nothing_more_of_a_block(adapted):
         ("Gemma 3", "none"), ("Gemma 2", "dots_and_attention"),
     ],
 )  # fmt: skip
-def test_the_loop_over_blocks_stacks_what_a_block_keeps(name, policy):
+def test_scan_stacks_residuals_of_a_block(name, policy):
     """By the traced gradient of a whole decoder, in which layers are of two kinds."""
     config = config_of(name, dtype="bfloat16", param_dtype="bfloat16", layers=4)
     decoder = nnx.eval_shape(lambda: Decoder(config, policy=policy, rngs=nnx.Rngs(0)))

@@ -98,7 +98,7 @@ def products(run, *arrays):
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("groups", [8, 64])
-def test_work_and_memory_are_those_of_routed_rows(groups):
+def test_expert_work_and_memory_of_routed_rows(groups):
     rows, chosen = 1024, 2
     arrays = operands(rows, groups, chosen, 32, 48)
 
@@ -125,7 +125,7 @@ def test_work_and_memory_are_those_of_routed_rows(groups):
     assert trained - frozen == pytest.approx(products(forward, *arrays))
 
 
-def test_a_plan_counts_the_experts_that_tokens_are_routed_to():
+def test_plan_counts_experts_of_routed_tokens():
     # Two layers of Qwen3-30B-A3B, traced alone.
     config = ModelConfig(
         layers=2, hidden=2048, ff=6144, heads=32, kv_heads=4, head_dim=128,
@@ -187,7 +187,7 @@ def test_routing(changes):
         np.testing.assert_allclose(own, config.router_scale * wanted, rtol=1e-5)
 
 
-def test_what_is_said_of_routers_is_of_layers_with_experts():
+def test_router_metrics_of_expert_layers_only():
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [1, 1, 1]]))
     chosen = jnp.array([[[0], [0], [2]]])
     choice = balance.Choice(logits[None], chosen, jnp.array([[[0], [1], [2]]]))
@@ -235,7 +235,7 @@ def slopes(definition, weights, tokens):
         {"feed_forwards": ("dense", "experts"), "gate_limit": 1.0},
     ],
 )  # fmt: skip
-def test_gradients_and_routing_on_a_mesh_are_those_of_one_device(changes):
+def test_experts_on_mesh_equal_one_device(changes):
     changes |= {"kv_heads": 2, "vocab_size": 32, "router_aux_loss_coef": 3.0}
     config = dataclasses.replace(SMALL, **changes)
     definition, state = nnx.split(decoders.drawn(config))

@@ -93,7 +93,7 @@ def assert_same_steps(result, wanted):
     ("sizes", "remat", "then"),
     [((1, 2, 2, 2), LAST_WHOLE, FULL), slow((1, 4, 1, 2), FULL, LAST_WHOLE)],
 )
-def test_a_checkpoint_of_one_mesh_restores_onto_another(
+def test_checkpoint_restores_onto_another_mesh(
     sizes, remat, then, text_file, tmp_path, alone
 ):
     """The same steps on 8 devices, then on one; what is saved knows no policy."""
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_one_mesh_restores_onto_another(
 
 
 @pytest.mark.slow
-def test_moments_on_the_host_restore_onto_another_mesh(
+def test_host_moments_restore_onto_another_mesh(
     text_file, tmp_path, alone, monkeypatch
 ):
     """In other slices: a leaf is in one where its rows are split."""
@@ -170,7 +170,7 @@ def test_errors(text_file, tmp_path):
         Layout(MeshConfig(fsdp=8)).of_tokens(jax.ShapeDtypeStruct((4, 8), jnp.int32))
 
 
-def test_completions_that_a_mesh_cannot_share_out():
+def test_completions_indivisible_by_mesh_are_refused():
     odd = dataclasses.replace(POLICY.grpo, prompts=3, group_size=2)
     meshed = dataclasses.replace(POLICY, grpo=odd, mesh=MeshConfig(1, 2, 2, 1))
     with pytest.raises(ValueError) as caught:

@@ -34,9 +34,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
         slow(2, OTHER_PARTS, {}),
     ],
 )
-def test_what_a_row_samples_depends_neither_on_its_slot_nor_on_when_it_starts(
-    slots, changes, settings
-):
+def test_row_tokens_independent_of_slot_and_start(slots, changes, settings):
     model = decoder(**changes)
     at_once = run(model, seed=18, **settings)
     made = run(model, seed=18, slots=slots, **settings)
@@ -52,7 +50,7 @@ def test_what_a_row_samples_depends_neither_on_its_slot_nor_on_when_it_starts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [None, 2])
-def test_nothing_waits_for_rows_that_get_no_token(slots):
+def test_rows_without_tokens_take_no_step(slots):
     config, live = SamplingConfig(max_new_tokens=12, slots=slots), np.arange(5) != 1
     model = decoder()  # is kept, so it cannot be made in a trace
 
@@ -72,7 +70,7 @@ def test_nothing_waits_for_rows_that_get_no_token(slots):
 
 
 @pytest.mark.slow
-def test_every_step_decodes_and_none_is_left_over(monkeypatch):
+def test_refill_takes_no_idle_step(monkeypatch):
     calls, decode = [], Decoder.decode
 
     def counted(self, tokens, cache, live, **options):
@@ -117,7 +115,7 @@ def started(lengths, groups, slots):
 
 
 @pytest.mark.slow
-def test_prompts_without_a_completion_start_first_then_those_that_take_long():
+def test_order_starts_new_then_long_prompts():
     # Two slots, and one row of each prompt in turn; then those of the longest prompt.
     starts = started([3, 3, 9, 9, 2, 2], [0, 0, 1, 1, 2, 2], 2)
     # Rows 0 and 2 begin; row 4 follows on row 0, and row 3 on it. Row 2 ends in step 8.

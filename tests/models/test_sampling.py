@@ -120,7 +120,7 @@ def test_of_equal_logits_the_lower_ids_are_left():
     np.testing.assert_allclose(logprobs[0, :3], -np.log(3), rtol=1e-6)
 
 
-def test_a_cold_softmax_gives_its_best_token_exactly_everything():
+def test_cold_softmax_gives_best_token_everything():
     logits = np.random.default_rng(2).normal(size=(50, 61)).astype(np.float32)
     quick = jax.jit(truncate, static_argnums=1)
     logprobs, _ = quick(logits, SamplingConfig(temperature=1e-6))
@@ -135,7 +135,7 @@ def test_nothing_truncates_by_default(top_p):
     np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits / 2), rtol=1e-6)
 
 
-def test_a_nucleus_of_everything_keeps_what_sums_do_not_feel():
+def test_full_nucleus_keeps_tiny_probabilities():
     logits = jnp.array([[0.0, -8.0, -16.0, -17.0, -18.0, -30.0]])
     got = truncate(logits, SamplingConfig(top_k=6, top_p=1.0))
     np.testing.assert_array_equal(got[1], [range(6)])
@@ -166,7 +166,7 @@ def test_logprobs_are_those_of_the_whole_policy(changes, temperature):
 
 
 @POLICIES
-def test_truncated_logprobs_are_those_within_the_support(changes, temperature):
+def test_truncated_logprobs_within_support(changes, temperature):
     model = decoder(**changes)
     settings = dict(temperature=temperature, top_k=6, top_p=0.7)
     made = run(model, **settings)
@@ -209,7 +209,7 @@ def chi_square_bound(degrees):
         dict(temperature=0.1, top_k=4, top_p=0.85, support=5),
     ],
 )
-def test_pairs_of_tokens_come_as_often_as_they_should(settings):
+def test_sampled_pairs_follow_distribution(settings):
     model, rows = decoder(), 4096
     prompts, lengths = np.full((rows, 2), 5, np.int32), np.full(rows, 2, np.int32)
     lengths[::2] = 1  # a prompt of its own, and slots that differ
@@ -264,7 +264,7 @@ def test_an_end_ends_its_row(settings):
 
 
 @pytest.mark.slow
-def test_steps_end_with_the_last_row_and_an_end_may_be_padding(monkeypatch):
+def test_sampling_ends_with_last_row_eos_may_be_pad(monkeypatch):
     calls = []
     decode = Decoder.decode
 
@@ -313,7 +313,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 @pytest.mark.slow
-def test_parts_and_places_in_a_batch_do_not_affect_tokens():
+def test_tokens_independent_of_batch_split_and_order():
     config = SamplingConfig(max_new_tokens=12)
     sampler = Sampler(config, (EOS, 5), PAD, keep_support=False)
     start, advance = jax.jit(sampler.start), jax.jit(sampler.advance)
@@ -337,7 +337,7 @@ def test_parts_and_places_in_a_batch_do_not_affect_tokens():
 
 
 @pytest.mark.slow
-def test_layers_compiled_one_by_one_draw_the_same_tokens():
+def test_unrolled_layers_draw_same_tokens():
     model = decoder(layers=2)
 
     def drawn(unroll):
@@ -376,7 +376,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
 
 
-def test_projections_are_joined_on_one_gpu_before_the_loop(as_on_a_gpu):
+def test_projections_joined_before_loop_on_one_gpu(as_on_a_gpu):
     def draw(model):
         key, config = jax.random.key(0), SamplingConfig(max_new_tokens=3)
         return sample(model, PROMPTS, LENGTHS, key, config, eos_id=EOS, pad_id=PAD)
@@ -409,7 +409,7 @@ def test_on_a_mesh_projections_stay_apart(fsdp, as_on_a_gpu):
     assert ("query" in made["blocks"]["attention"]) == (fsdp > 1)
 
 
-def test_the_loop_reads_weights_in_the_compute_type():
+def test_sampling_loop_reads_compute_type_weights():
     model, shape = decoder(dtype="bfloat16"), f"[{SMALL.hidden},{SMALL.ff}]"
     program = jax.make_jaxpr(sampler(max_new_tokens=2))(
         model, PROMPTS, LENGTHS, jax.random.key(0)

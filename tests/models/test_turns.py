@@ -39,9 +39,7 @@ ROOM = WIDTH + TURNS * NEW + (TURNS - 1) * REPLY - 1
         slow(OTHER_PARTS, {}),
     ],
 )
-def test_what_is_sampled_after_a_reply_does_not_depend_on_a_kept_cache(
-    changes, settings
-):
+def test_turn_tokens_independent_of_kept_cache(changes, settings):
     model, config = decoder(**changes), SamplingConfig(max_new_tokens=NEW, **settings)
     records, rng = model.config.experts is not None, np.random.default_rng(0)
     sampler = Sampler(config, (EOS,), PAD, room=2 * ROOM, records=records)
@@ -92,7 +90,7 @@ def test_what_is_sampled_after_a_reply_does_not_depend_on_a_kept_cache(
     assert int(state.cache.slot) <= state.cache.max_length
 
 
-def test_a_reply_that_the_cache_has_no_room_for_is_nan():
+def test_reply_beyond_cache_is_nan():
     @functools.partial(jax.jit, static_argnums=1)
     def extended(model, tokens):
         _, cache = model.prefill(PROMPTS, LENGTHS, WIDTH + 3)

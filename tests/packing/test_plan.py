@@ -44,7 +44,7 @@ def ragged(lengths, seed=0, trailing=()):
 
 @PROFILE
 @hypothesis.given(calls())
-def test_every_token_has_one_slot_and_every_slot_its_budget(call):
+def test_plan_places_each_token_once_in_budget(call):
     lengths, options = call
     packed = packing.pack(lengths, **options)
     widths = options["row_lengths"] or [options["max_tokens"]]
@@ -72,7 +72,7 @@ def test_every_token_has_one_slot_and_every_slot_its_budget(call):
     assert sorted(seen) == [(i, t) for i, n in enumerate(lengths) for t in range(n)]
 
 
-def test_empty_sequences_have_no_type_of_their_own():
+def test_empty_sequences_keep_type():
     packed = packing.pack([2, 0, 1], max_tokens=4)
     (ids,) = packed.place([[1, 2], [], [3]])
     assert ids.dtype == np.int64 and sorted(ids.ravel()) == [0, 1, 2, 3]
@@ -103,7 +103,7 @@ def test_what_is_placed_comes_back(call):
 
 @PROFILE
 @hypothesis.given(calls())
-def test_shapes_are_few_steps_are_equal_and_nothing_is_left_to_chance(call):
+def test_plan_few_shapes_equal_steps_deterministic(call):
     lengths, options = call
     packed, again = (packing.pack(np.array(lengths, int), **options) for _ in range(2))
     assert len(packed.shapes) <= len(options["row_lengths"] or [0])
@@ -139,7 +139,7 @@ def fewest_bins(lengths, capacity):
         lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), max_size=8))
     )
 )
-def test_first_fit_decreasing_is_within_its_bound(drawn):
+def test_first_fit_decreasing_within_its_bound(drawn):
     capacity, lengths = drawn
     bins = packing.first_fit_decreasing(lengths, capacity)
     assert sorted(i for row in bins for i in row) == list(range(len(lengths)))
@@ -185,7 +185,7 @@ def test_karmarkar_karp_is_no_worse_than_greedy(k, quadratic):
         assert largest_sum(costs, parts) <= greedy(costs, k)
 
 
-def test_karmarkar_karp_beats_greedy_in_the_textbook():
+def test_karmarkar_karp_beats_greedy():
     costs = [8, 7, 6, 5, 4]
     assert largest_sum(costs, packing.karmarkar_karp(costs, 2)) == 16
     assert greedy(costs, 2) == 17
@@ -218,7 +218,7 @@ def test_the_budget_comes_before_balance():
     assert rows_of(packing.pack(lengths, 10)) == [[0, 1], [2, 3, 4]]
 
 
-def test_short_sequences_fill_the_gaps_of_wide_rows_first():
+def test_short_sequences_fill_wide_rows_first():
     packed = packing.pack([14, 2, 3, 3, 3], 16, row_lengths=(4, 16))
     wide, narrow = packed.micro_batches
     assert wide.segment_ids.shape == (1, 16) and narrow.segment_ids.shape == (4, 4)
@@ -251,7 +251,7 @@ def test_ranks_get_the_same_work(quadratic):
     assert len(packed.shapes) <= 3
 
 
-def test_the_dearest_rows_go_back_and_forth_between_ranks():
+def test_costliest_rows_alternate_between_ranks():
     # Each fills a row of its own, so that dealing is all there is.
     lengths = np.arange(85, 101)
     packed = packing.pack(lengths, 100, ranks=2)
@@ -263,7 +263,7 @@ def test_the_dearest_rows_go_back_and_forth_between_ranks():
     assert [max(pair) for pair in pairs] == list(range(100, 85, -2))
 
 
-def test_a_sequence_takes_the_narrowest_row_that_holds_it():
+def test_sequence_takes_narrowest_row():
     for length, width in ((1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16)):
         packed = packing.pack([length], 16, row_lengths=(4, 8, 16))
         assert packed.shapes == {(16 // width, width)}
@@ -377,7 +377,7 @@ def test_errors():
         (lambda: packing.first_fit_decreasing([9], 8), "than capacity=8; raise it"),
     ],
 )
-def test_arguments_that_cannot_be_are_named_at_once(call, message):
+def test_plan_names_bad_arguments(call, message):
     with pytest.raises((TypeError, ValueError), match=message) as raised:
         call()
     assert len(str(raised.value)) < 300
@@ -407,7 +407,7 @@ def test_values_that_cannot_be_placed(values, fill, message):
         packing.pack([2, 3], 4).place(values, fill)
 
 
-def test_results_of_different_axes_are_not_broadcast():
+def test_unpack_refuses_results_of_different_axes():
     packed = packing.pack([2, 3], 4)
     with pytest.raises(ValueError, match=r"results must have the same axes .*\(1,\)"):
         packed.unpack([np.zeros((1, 4, 3)), np.zeros((1, 4, 1))])

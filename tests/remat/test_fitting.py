@@ -83,7 +83,7 @@ def chosen(limit, rates, **options):
 # -------------------------------------------------------------------- counts
 
 
-def test_products_are_counted_as_often_as_they_run():
+def test_products_counted_as_often_as_they_run():
     def f(x, w):
         def body(x, w):
             return jnp.tanh(x @ w), None
@@ -122,7 +122,7 @@ def test_bytes_by_name():
     assert sizes == {"block_in": INPUTS, "q": INPUTS, "gate": GATES, "up": GATES}
 
 
-def test_micro_batches_share_the_room_of_what_is_kept_and_sent():
+def test_micro_batches_share_room_of_kept_and_sent():
     def step(policy, batches):
         def add(total, h):
             value, slopes = jax.value_and_grad(loss)(w, h, policy)
@@ -176,7 +176,7 @@ def test_the_host_makes_room_for_what_is_kept():
 
 
 @pytest.mark.slow
-def test_the_last_blocks_are_kept_whole_where_that_fits():
+def test_fit_keeps_last_blocks_whole():
     """What the last one keeps is gone before there are gradients: here it takes less
     memory than to make it again, and fewer products.
     """
@@ -221,7 +221,7 @@ def test_memory_is_that_of_each_device():
 
 
 @pytest.mark.slow
-def test_copies_that_nothing_hides_are_a_last_resort():
+def test_fit_exposed_copies_are_last_resort():
     seconds = products(None) / 3 / FAST.products
     hidden = 1.2 * INPUTS / seconds  # a link that carries the inputs, and no more
     limit = needs(remat.Policy()) - INPUTS // 2
@@ -250,7 +250,7 @@ def test_the_table_says_why_not(monkeypatch):
     assert without == said
 
 
-def test_candidates_that_fit_are_run_and_the_fastest_is_taken(monkeypatch):
+def test_fit_measures_and_takes_fastest_candidate(monkeypatch):
     """Whatever the formula says; here, a clock on which keeping more takes longer."""
     real, seen = fitting._step_seconds, []
 
@@ -274,7 +274,7 @@ def test_names_of_ones_own_choice():
     assert policy == remat.Policy(save=["up"])
 
 
-def test_names_that_only_the_steps_own_blocks_give():
+def test_fit_names_of_steps_own_blocks():
     def own(h, w):
         return h + jnp.tanh(remat.name(h @ w["gate"], "mine")) @ w["down"]
 
@@ -321,7 +321,7 @@ def test_numbers_of_last_blocks_that_are_none():
         remat.fit(on_gpu, 10**9, last=[0], rates=NO_HOST)
 
 
-def test_several_processes_do_not_measure_each_for_itself(monkeypatch):
+def test_fit_refuses_measuring_in_several_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for measuring in ({"rates": None}, {"rates": NO_HOST, "trials": 2}):
         with pytest.raises(ValueError, match="each of several processes would measure"):
@@ -343,7 +343,7 @@ def test_rates_are_measured():
         assert (rates.to_host, rates.from_host) == (0, 0)
 
 
-def test_policies_are_described_by_name_or_by_names():
+def test_policy_described_by_name_or_names():
     assert fitting.describe(None) == "none"
     assert fitting.describe(remat.PRESETS["offload_block"]) == "offload_block"
     both = remat.Policy(save=["q", "k"], offload=["block_in"])

@@ -128,13 +128,13 @@ def placements(fn, *args):
 
 
 @pytest.mark.parametrize("name", remat.PRESETS)
-def test_what_is_offloaded_goes_and_comes_once_a_block(name, h):
+def test_offload_copies_once_per_block_each_way(name, h):
     policy = remat.PRESETS[name]
     n = len(policy.offload) if policy else 0
     assert placements(gradient(name), weights(), h) == (n, n)
 
 
-def test_host_bytes_are_those_of_the_names_in_all_blocks(h):
+def test_host_bytes_of_names_in_all_blocks(h):
     a_token_and_width = 4 * TOKENS * WIDTH
     cases = {
         "full": 0,
@@ -174,7 +174,7 @@ def test_what_a_policy_keeps_takes_memory():
     assert saved_bytes("full", group=4) > nothing  # four blocks alive at once
 
 
-def test_a_stack_is_not_copied_for_its_last_blocks_or_for_groups():
+def test_stack_not_copied_for_last_blocks_or_groups():
     w, h = weights(16), jnp.zeros((1, WIDTH))
     size = sum(x.nbytes for x in w.values())
     for policy, group in ((remat.Policy(last=1), 1), ("full", 2)):
@@ -215,7 +215,7 @@ def test_policies_join():
         back | offload
 
 
-def test_products_kept_beside_names_are_not_made_again(h):
+def test_products_kept_beside_names_run_once(h):
     def products(name):
         text = str(jax.make_jaxpr(gradient(name))(weights(), h))
         return text.count("dot_general")
@@ -304,7 +304,7 @@ def test_impossible_policies(wrong, message):
         remat.Policy(**wrong)
 
 
-def test_cudnn_s_kernel_is_kept_by_the_name_of_its_logsumexp():
+def test_cudnn_kernel_kept_by_name_of_logsumexp():
     """jax's primitive, as the policy is asked about it; a GPU test sees its effect."""
     kernel = types.SimpleNamespace(name="dot_product_attention_fwd_wrapper")
     assert remat.Policy(save=["attn_lse"])(kernel) is True
@@ -347,7 +347,7 @@ def test_blocks_that_cannot_be(h):
         remat.scan_blocks(block, uneven, h, "full")
 
 
-def test_options_for_the_compiler_follow_from_the_policy():
+def test_compiler_options_follow_from_policy():
     apart = {"xla_gpu_enable_dynamic_slice_fusion": False}
     assert remat.compiler_options("full") == {}
     for saves in (None, "none", "dots", "save_attention"):
@@ -390,7 +390,7 @@ def test_verify_believes_the_program_alone(monkeypatch):
         remat.verify(program(host=100, temp=6), 100, without=program(temp=6))
 
 
-def test_a_jaxlib_with_wrong_gradients_is_refused(monkeypatch):
+def test_jaxlib_with_wrong_gradients_is_refused(monkeypatch):
     import jaxlib
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -65,13 +65,13 @@ def promised(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_gradient_of_every_layer_is_that_of_no_remat(name, norms):
+def test_layer_gradients_equal_those_without_remat(name, norms):
     for kind, wanted in norms["none"].items():
         assert wanted.shape == (SIZES.layers,)
         np.testing.assert_allclose(norms[name][kind], wanted, rtol=1e-2, err_msg=kind)
 
 
-def test_attention_s_kernel_runs_once_where_its_results_are_saved(programs):
+def test_saved_attention_kernel_runs_once(programs):
     def kernels(name):
         text = programs[name].as_text()
         return len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text))
@@ -87,7 +87,7 @@ def test_the_host_holds_what_the_policy_promises(name, programs):
     remat.verify(programs[name], promised(name), without=same)
 
 
-def test_the_stack_is_not_copied_where_its_last_blocks_are_whole(programs):
+def test_stack_not_copied_with_last_blocks_whole(programs):
     """Apart, the last blocks' gradients are applied, and gone, before the scan's."""
     weights = jax.tree.leaves(jax.eval_shape(lambda: stack.initial(SIZES)[0]))
     of_a_block = sum(x.size * x.dtype.itemsize for x in weights) // 6
@@ -108,7 +108,7 @@ def test_promises_are_bytes_of_names():
 
 @pytest.mark.parametrize("name", ["offload_block", "offload_attention"])
 @pytest.mark.parametrize("last", [0, 1])
-def test_the_trainer_s_step_holds_what_its_policy_promises(name, last):
+def test_training_step_holds_promised_memory(name, last):
     """Compiling verifies it; micro-batches share the room."""
     config, _ = load(
         pathlib.Path(__file__).parents[2] / "configs" / "sft_stdlib.gin",
@@ -129,7 +129,7 @@ def test_nothing_is_verified_that_is_not_so(programs):
         remat.verify(programs["full"], 10**6)
 
 
-def test_products_run_while_copies_are_on_their_way(programs):
+def test_products_overlap_copies(programs):
     copies = schedule.host_copies(programs["offload_block"].as_text())
     of_loops = [c for c in copies if c.computation != "ENTRY"]
     assert {c.to_host for c in of_loops} == {True, False}

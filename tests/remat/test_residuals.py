@@ -40,7 +40,7 @@ def test_of_a_policy():
     assert {each.name for each in products} == {"block_in", "dot_general"}
 
 
-def test_each_array_counts_once_and_arguments_but_the_first_do_not():
+def test_residuals_count_arrays_once_not_arguments():
     def twice(h, w, shift):
         x = remat.name(jnp.sin(h), "x")
         return h + (x @ w) * (x @ w) + shift
