@@ -1,5 +1,6 @@
 """A run replaces what a run has written, and nothing else."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -10,7 +11,7 @@ from rich.console import Console
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.directories import new_directory
 from jaxmem.commands import cli
-from jaxmem.train import loop
+from jaxmem.train import configuration, loop
 from jaxmem.train.settings import RunConfig, Settings
 from jaxmem.train.state import ownership
 from tests.helpers import texts
@@ -89,6 +90,43 @@ def test_a_run_of_a_version_without_marks_resumes():
     assert ownership.is_run(out_dir) and (out_dir / ownership.MARK).exists()
     again = run_in(pathlib.Path("without checkpoints"), steps=2)
     assert again.error is None and "are now in" in again.said
+
+
+def test_settings_of_a_run_are_a_trace_of_it():
+    """As a version without marks has left them before the first step."""
+    path = cli._find_config("sft_stdlib.gin")
+    _, operative = configuration.load(path, ["run.out_dir=p"])
+    write("p/operative.gin", operative)
+    assert not ownership.is_run(pathlib.Path("p"))
+    write("p/settings.gin")
+    assert ownership.is_run(pathlib.Path("p"))
+    assert run_in(pathlib.Path("p"), steps=2).error is None
+    write("q/operative.gin", operative.replace("run.out_dir", "train.directory"))
+    write("q/settings.gin")
+    assert not ownership.is_run(pathlib.Path("q"))
+
+
+def test_a_mark_names_what_a_run_may_replace():
+    path = pathlib.Path("p")
+    path.mkdir()
+    model = ownership.RunDirectory(path, "run.out_dir='p'")
+    adapter = dataclasses.replace(model, result="adapter")
+    with model.claimed():
+        assert ownership.is_run(path)
+    assert not list(path.iterdir())  # this run has left nothing
+    with model.claimed():
+        write("p/metrics.jsonl")
+    theirs = write("p/adapter/adapter_config.json")  # as another trainer names it
+    model.check()
+    message = "p/adapter was not written by a run; the run would replace it"
+    with pytest.raises(ownership.OwnershipError, match=message):
+        adapter.check()
+    theirs.unlink()
+    with adapter.claimed():
+        write("p/adapter/adapter_config.json")
+        write("p/model/config.json")
+    model.check()  # what an earlier run may replace
+    adapter.check()
 
 
 def test_a_checkpoint_of_another_trainer_is_no_trace_of_a_run():

@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from tests.helpers import runs, texts
+from tests.helpers import processes, runs, texts
 from tests.helpers.grpo_processes import ENVIRONMENT, GIN, OWN, PROGRAM
-from tests.helpers.processes import ROOT, end, environment, free_port, steps_of
+from tests.helpers.processes import ROOT, end, environment, free_port
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 
@@ -61,12 +61,19 @@ def one_process_told(name):
     return [value for _, value in told]
 
 
+def steps_of(run):
+    """The lines of both steps of a run."""
+    steps = [json.loads(line) for line in processes.steps_of(run)]
+    assert [step["step"] for step in steps] == [1, 2]
+    return steps
+
+
 def test_random_rewards_are_given_once_and_learned_by_both():
     two("task.reward=own.py:chance")
     rewards = one_process_told("rewards.jsonl")
     assert len(rewards) == 2 * 8
     assert lines("learned-0.jsonl") == lines("learned-1.jsonl")
-    for i, step in enumerate(map(json.loads, steps_of("two"))):
+    for i, step in enumerate(steps_of("two")):
         mean = sum(rewards[8 * i : 8 * i + 8]) / 8
         assert step["reward"] == pytest.approx(mean, rel=1e-5)
 
@@ -84,10 +91,10 @@ def test_both_sample_again_as_often():
 def test_an_environment_answers_once_and_both_hear_it():
     two(*ENVIRONMENT)
     assert lines("learned-0.jsonl") == lines("learned-1.jsonl")
-    for step in map(json.loads, steps_of("two")):
+    for step in steps_of("two"):
         assert step["mismatch_max"] < 1e-4
     assert len(one_process_told("resets.jsonl")) == 6 + 2 * 8
-    turns = sum(8 * json.loads(step)["turns"] for step in steps_of("two"))
+    turns = sum(8 * step["turns"] for step in steps_of("two"))
     assert len(one_process_told("steps.jsonl")) == turns
 
 
@@ -99,8 +106,7 @@ def test_two_processes_learn_what_one_does(tmp_path):
     pathlib.Path("rewards.jsonl").unlink()
     runs.train("grpo.gin", *overrides, "run.out_dir=one")
     assert told == one_process_told("rewards.jsonl")
-    for got, want in zip(map(json.loads, steps_of("two")),
-                         map(json.loads, steps_of("one")), strict=True):  # fmt: skip
+    for got, want in zip(steps_of("two"), steps_of("one"), strict=True):
         for name in ("reward", "held_out_reward", "tokens"):
             assert got[name] == want[name]
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-4, abs=1e-6)
