@@ -7,23 +7,30 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import (
     compare,
+    distill_verbs,
     exact,
     on_jax,
     plot_first,
     plot_head,
     plot_offload,
     results,
+    rl_learning,
+    rl_mismatch,
+    rl_sampler,
+    run_distill,
     run_grpo,
     run_head,
     run_integrations,
     run_offload,
     run_peers,
+    run_rl,
     stack,
     workers,
 )
@@ -257,6 +264,83 @@ def test_run_grpo_reads_a_run_that_is_there(tmp_path):
     assert wanted.items() <= row.items() and row["overrides"] == "run.steps=2"
 
 
+# -------------------------------------------------------------------------- rl
+
+
+def test_rl_steps_of_slots_by_hand():
+    lengths = np.array([5, 2, 3, 2])  # decoded in 4, 1, 2 and 1 steps after a prompt
+    assert rl_sampler.steps_in_order(lengths, 2) == 4
+    assert rl_sampler.steps_in_parts(lengths, 2) == 4 + 2
+    assert rl_sampler.steps_advancing_alike(lengths, 2) == 2 + 1 + 1 + 1
+
+
+def test_rl_lengths_share_the_variance_of_their_prompts():
+    rng = np.random.default_rng(0)
+    lengths, before = rl_sampler.lengths_of(rng, 500, alike=0.8, scale=1)
+    assert (lengths < rl_sampler.BELOW).mean() == pytest.approx(0.75, abs=0.03)
+    assert lengths.max() == rl_sampler.LIMIT
+    groups = np.stack([lengths, before]).reshape(2, 500, -1)
+    alike, _ = rl_sampler.alike_of(np.concatenate([*groups], axis=1))
+    assert alike == pytest.approx(0.8, abs=0.05)
+    halves = rl_sampler.halves_of(rng, groups[0], rl_sampler.LIMIT)
+    assert halves.shape == (2, 500 * rl_sampler.GROUP // 2)
+
+
+def test_rl_tokens_that_turns_read_by_hand():
+    sizes = rl_sampler.Sizes(rl_sampler.TINY, prompt=8, completion=2, reply=3)
+    assert [sizes.cached(turns) for turns in (1, 2)] == [9, 14]
+    assert [sizes.read_again(turns) for turns in (1, 2)] == [9, 9 + 14]
+
+
+def test_rl_mismatch_drops_what_leaves_a_band():
+    exact = np.zeros(8)
+    measured = np.array([0, 0, 0, 0, 0.005, 0, 0, 2.0])
+    row = rl_mismatch.rejected(measured, exact, sequences=2)
+    assert row["tokens_outside_strict"] == "25.000"
+    assert row["tokens_outside_1_01"] == row["tokens_outside_icepop"] == "12.500"
+    assert row["sequences_dropped_every_token"] == "50.0"
+
+
+def test_rl_rows_have_the_first_step_the_last_and_some_between():
+    class Step:
+        def __init__(self, step):
+            self.step, self.reward = step, step / 3
+
+    rows = [*rl_learning.some_steps([*map(Step, range(1, 8))], {"a": 1}, ["reward"], 3)]
+    assert [row["step"] for row in rows] == [1, 3, 6, 7]
+    assert rows[0] == {"a": 1, "step": 1, "reward": 0.3333}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "question",
+    [
+        "mismatch --sequences=2 --length=128",
+        "routes --rows=2 --tokens=4",
+        "refill --slots 4 --rollouts=1",
+        "turns --turns 2 --repetitions=1",
+        "replay",
+        "fractions 0.5",
+        "curves --seeds=1",
+        "calculator --seeds=1 --text-steps=2 --rollouts=2",
+        "passes --case=shared --rollouts=2 --tokens=16 --group=4 --minibatches 2",
+    ],
+)
+def test_run_rl_writes_rows_of_each_question(question, tmp_path):
+    out = tmp_path / "x.csv"
+    policy = "grpo.prompts=4 grpo.group_size=4 model.hidden=16 model.ff=16".split()
+    policy += ["run.steps=2", "optimizer.warmup_steps=1", "grpo.row_lengths=None"]
+    name = question.split()[0]
+    if name == "passes":
+        policy = "model.layers=2 model.hidden=32 model.ff=32 model.heads=2".split()
+        policy += "model.kv_heads=1 model.head_dim=16 model.vocab_size=64".split()
+    learns = name in ("replay", "fractions", "curves", "passes")
+    overrides = [f"--set={word}" for word in policy] if learns else []
+    run_rl.main([*question.split(), *overrides, f"--out={out}"])
+    rows = results.read(out)
+    assert rows and all(row["date"] for row in rows)
+
+
 # -------------------------------------------------------------------- offloading
 
 
@@ -318,6 +402,77 @@ def test_offload_figure_has_a_point_per_policy(tmp_path):
     results.save(tmp_path / "x.csv", rows)
     plot_offload.main([str(tmp_path / "x.csv"), f"--out={tmp_path / 'x.svg'}"])
     assert (tmp_path / "x.svg").read_text("utf-8").count("<path") > 10
+
+
+# ------------------------------------------------------------------ distillation
+
+
+@pytest.mark.parametrize("name", ["h200", "h100", "cpu"])
+def test_distill_verbs_have_a_path_per_recorded_row(name):
+    rows = results.read(f"distill_verbs_{name}.csv")
+    paths = distill_verbs.paths_of(1024, (4096, 8192))
+    assert {row["path"] for row in rows} <= set(paths)
+    of_d = {row["path"]: row["teacher_d"] for row in rows}
+    for path, teacher_d in of_d.items():
+        assert str(paths[path].operands.teacher_d or "") == teacher_d
+    assert {paths[row["path"]].unit for row in rows} <= set(distill_verbs.UNITS)
+
+
+def test_distill_verbs_of_one_word_leave_out_the_others():
+    paths = distill_verbs.paths_of(16, (8,), ["topk_kl"])
+    assert set(paths) == {
+        "topk_kl with gradients", "topk_kl and token_loss with gradients",
+        "topk_kl with gradients materialised",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*distill_verbs.KINDS, "topk_kl"])
+def test_distill_verbs_agree_with_materialised_ones(kind):
+    paths = distill_verbs.paths_of(16, (8,), [kind, "divergence_loss"])
+    paths = {k: path for k, path in paths.items() if kind in k.split()}
+    exact = [path for name, path in paths.items() if "K=" not in name]
+    values = []
+    for path in exact:
+        operands = path.operands.make((32, 16, 300), jnp.float32)
+        values.append(float(jax.jit(path.call)(*operands)[0]))
+    np.testing.assert_allclose(values, values[-1], rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_run_distill_verbs_writes_units_and_memory(tmp_path):
+    out = tmp_path / "x.csv"
+    sizes = "verbs --shape=64,16,320 --dtype=float32 --chunk=16 --repetitions=1"
+    run_distill.main([*sizes.split(), "--verb=topk", f"--out={out}"])
+    fused, materialised = results.read(out)
+    assert fused["path"] == "topk" and fused["unit"] == "stats"
+    assert float(fused["over_unit"]) > 0 and float(materialised["temp_mib"]) > 0
+
+
+@pytest.mark.slow
+def test_run_distill_peers_agree_with_float64(tmp_path):
+    pytest.importorskip("torch")
+    out = tmp_path / "x.csv"
+    sizes = "peers --shape=64,16,320 --dtype=float32 --repetitions=1"
+    run_distill.main([*sizes.split(), "--teacher-depth=8", f"--out={out}"])
+    by_path = {row["path"]: row for row in results.read(out)}
+    assert float(by_path["jsd with gradients, torch"]["value_error"]) < 1e-5
+
+
+def test_run_distill_counts_steps_to_a_margin():
+    losses = {20: 5.0, 40: 4.0, 60: 4.5}
+    assert run_distill.first_step(losses, 4.2) == 40
+    assert run_distill.first_step(losses, 3.0) is None
+
+
+@pytest.mark.slow
+def test_run_distill_training_has_a_row_per_margin(tmp_path):
+    out = tmp_path / "x.csv"
+    sizes = "training --seeds=1 --steps=4 --every=2 --teacher-steps=2"
+    run_distill.main([*sizes.split(), f"--folder={tmp_path}", f"--out={out}"])
+    rows = results.read(out)
+    assert [row["source"] for row in rows] == ["text"] * 3 + ["distill"] * 3
+    assert all(float(row["last_loss"]) > 0 for row in rows)
 
 
 # ------------------------------------------------------------------ integrations

@@ -1,0 +1,93 @@
+"""Learning curves of reinforcement learning on a CPU.
+
+curves: the shipped arithmetic jobs as they are, and with prompts that are read once per
+group and slots that are refilled. These savings change when something is computed, not
+what is learned: curves differ by rounding, which the optimizer enlarges.
+
+replay: policies that learn within their sampler's support, under three truncations:
+the shares of tokens whose ratio of the trainer's probability to the sampler's is inside
+[0.9, 1.1], with the trainer's probability over the vocabulary and within the support.
+
+fractions: rewards by rollout where a share `grpo.token_fraction` of the tokens is
+learned from.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+from benchmarks import run_grpo
+
+VARIANTS = {
+    "as shipped": (),
+    "savings": ("grpo.share_prompts=True", "grpo.row_lengths=(32,)",
+                "sampling.slots=128"),
+}  # fmt: skip
+COLORS = {"as shipped": "tab:blue", "savings": "tab:orange"}
+CURVE = ("step", "reward", "accuracy", "entropy", "run_cpu_seconds")
+LEARNED, REPLAYED = run_grpo.ARITHMETIC
+SAMPLERS = (
+    "top_p=0.8 support=14",
+    "top_k=4",
+    "min_p=0.3 support=14",
+)
+RATIOS = ("unreplayed_inside_1_1", "ratios_inside_1_1", "ratios_outside_1_25",
+          "mismatch_p99", "support_mean", "reward")  # fmt: skip
+
+
+def curves(seeds, overrides):
+    """(rows of both configs, rewards by rollout [config][variant, seed])."""
+    rows, histories = [], {name: {} for name in run_grpo.ARITHMETIC}
+    for name, variant, seed in itertools.product(histories, VARIANTS, range(seeds)):
+        given = (f"run.seed={seed}", *VARIANTS[variant], *overrides)
+        of_run, history = run_grpo.curve(name, given)
+        histories[name][variant, seed] = [step.reward for step in history]
+        facts = {"config": name, "variant": variant, "seed": seed}
+        rows += [facts | {key: row[key] for key in CURVE} for row in of_run]
+        print(rows[-1], flush=True)
+    return rows, histories
+
+
+def draw(path, histories):
+    """Draw reward by rollout, a panel per config and a line per run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    panels = figure.subplots(1, len(histories), sharey=True, squeeze=False)[0]
+    for panel, (name, runs) in zip(panels, histories.items(), strict=True):
+        for (variant, seed), rewards in runs.items():
+            panel.plot(
+                range(1, len(rewards) + 1), rewards, color=COLORS[variant],
+                alpha=0.7, linewidth=1, label=None if seed else variant,
+            )  # fmt: skip
+        panel.set(title=name.removesuffix(".gin"), xlabel="rollout", ylim=(0, 1))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("reward")
+    panels[0].legend()
+    figure.savefig(path, dpi=150)
+
+
+def replay(overrides) -> Iterator[dict]:
+    """Rows of 40 rollouts under each truncation."""
+    for sampler in SAMPLERS:
+        given = [f"sampling.{word}" for word in sampler.split()]
+        history, _, _ = run_grpo.train(REPLAYED, ["run.steps=40", *given, *overrides])
+        facts = {"config": REPLAYED, "sampler": sampler}
+        yield from some_steps(history, facts, RATIOS, every=20)
+
+
+def fractions(shares, overrides) -> Iterator[dict]:
+    """Rows of a run per share of the tokens."""
+    for share in shares:
+        given = [f"grpo.token_fraction={share}", *overrides]
+        history, _, (_, cpu) = run_grpo.train(LEARNED, given)
+        facts = {"config": LEARNED, "token_fraction": share}
+        facts |= {"run_cpu_seconds": round(cpu)}
+        yield from some_steps(history, facts, ("reward", "entropy", "grad_norm"), 10)
+
+
+def some_steps(history, facts, fields, every) -> Iterator[dict]:
+    """A row of the first step, of the last one, and of each multiple of `every`."""
+    for step in history:
+        if step.step in (1, len(history)) or step.step % every == 0:
+            numbers = {name: run_grpo.rounded(getattr(step, name)) for name in fields}
+            yield {**facts, "step": step.step, **numbers}
