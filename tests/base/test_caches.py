@@ -24,7 +24,7 @@ def test_directory_is_that_of_the_desktop_specification(tmp_path, monkeypatch):
     assert caches.directory(str(tmp_path / "x")).is_dir()
 
 
-@pytest.mark.parametrize("home", [None, "a file"])
+@pytest.mark.parametrize("home", [None, "a file", "read-only"])
 def test_directory_without_a_home_is_temporary(home, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -35,6 +35,11 @@ def test_directory_without_a_home_is_temporary(home, tmp_path, monkeypatch, caps
             raise RuntimeError("Could not determine home directory.")
         return tmp_path / home
 
+    def is_writable(path, mode):  # also for a user who may write everywhere
+        return access(path, mode) and path != tmp_path / "read-only/.cache/jaxmem"
+
+    access = os.access
+    monkeypatch.setattr("os.access", is_writable)
     monkeypatch.setattr("pathlib.Path.home", classmethod(expanded))
     first, second = caches.directory(), caches.directory()
     assert first == second and first.parent == tmp_path and os.access(first, os.W_OK)

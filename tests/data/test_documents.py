@@ -11,6 +11,7 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import models, pre_tokenizers
 
+from jaxmem.base.caches import CacheError
 from jaxmem.data import documents as data
 
 LENGTH = 16
@@ -275,6 +276,14 @@ def test_a_vocabulary_is_trained_once(fresh, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "_train_vocabulary", None)
     assert data.load_tokenizer(fresh).to_str() == first.to_str()
     assert list(tmp_path.iterdir()) == [cached]
+
+
+def test_a_cache_that_cannot_be_written_names_its_key(fresh, tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("file", "file/below"):
+        given = dataclasses.replace(fresh, cache_dir=str(tmp_path / name))
+        with pytest.raises(CacheError, match=f"^data.cache_dir='.*{name}': vocabular"):
+            data.load_tokenizer(given)
 
 
 def test_other_text_or_size_is_another_vocabulary(fresh, tmp_path):

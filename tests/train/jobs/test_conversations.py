@@ -21,7 +21,8 @@ from jaxmem.train.jobs.rollout import shown_samples as shown
 from jaxmem.train.jobs.rollout.conversations import Replies
 from jaxmem.train.jobs.rollout.nested_rows import join, take
 from jaxmem.train.jobs.rollout.packed import Completions
-from jaxmem.train.jobs.rollout.samples import Sampled, SlotUse
+from jaxmem.train.jobs.rollout.prompts import Graded
+from jaxmem.train.jobs.rollout.samples import Sampled, SlotUse, telling
 from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
 from jaxmem.train.metrics import PolicyMetrics
 from tests.helpers import runs, texts
@@ -535,9 +536,11 @@ def test_environments_are_closed_at_the_ends_of_their_conversations():
 
     reader.task.play(asked, sample)
     assert counts == [16, 12, 8] and not still_open
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as interrupted:
         reader.task.play(asked, sample)
-    assert counts[3:] == [16, 12] and not still_open
+    # Not because the last reference is gone: the error's frames have one.
+    assert interrupted.tb is not None and not still_open
+    assert counts[3:] == [16, 12]
     # Of held-out prompts, those that only fill up the rows have no environment.
     played, graded = reader.task.play(asked, lambda *x: counts.clear() or sample(*x), 3)
     assert len(played.turns) == len(graded.rewards) == 3
@@ -558,9 +561,25 @@ def test_a_conversation_that_is_left_out_is_compared_with_no_turn():
     )
     assert made.tells(4).tolist() == [True, False]
     assert made.rewarded(4).tolist() == [True, False]
+    of_whole = made._replace(by_turn=None)
+    assert of_whole.tells(4).tolist() == [True, False]
     got = made.advantages(4, lambda r, w: losses.grpo_advantages(r, where=w))
     assert np.isfinite(got).all() and not got[[1, 4, 5, 6, 7]].any()
     wanted = losses.grpo_advantages(by_turn.returns[[0, 2, 3], 0])
     for i, row in enumerate((0, 2, 3)):
         first = by_turn.of_token[row] == 0
         np.testing.assert_allclose(got[row][first], wanted[i], rtol=1e-5)
+
+
+def test_groups_without_a_reward_are_taken_last():
+    asked = Reader("task.held_out=0.0").task.ask(0, 2).repeated(2)
+    nothing, ends = np.zeros(4, bool), np.ones(4, int)
+    parts = [
+        Sampled(asked, None, None, Graded(np.array(rewards), nothing), nothing, ends,
+                SlotUse(0, 0))
+        for rewards in ([np.nan, np.nan, 3.0, 3.0], [np.nan, 4.0, 5.0, 6.0])
+    ]  # fmt: skip
+    chosen = telling(parts, 2, 2).graded.rewards
+    np.testing.assert_array_equal(chosen, [3, 3, 5, 6])
+    chosen = telling(parts, 3, 2).graded.rewards
+    np.testing.assert_array_equal(chosen, [3, 3, np.nan, 4, 5, 6])

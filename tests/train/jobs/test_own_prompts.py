@@ -252,6 +252,7 @@ def test_settings_that_do_not_go_together(overrides, message):
 
 def test_completions_without_a_reward_are_left_out_of_group_loss_and_means():
     job, made = runs.rolled_out("grpo.gin", "task.reward=rewards.py:some")
+    assert job.task.trainer_state == TrainerState(0, 12)
     given = np.array([i * i % 7 for i in range(32)], "f4").reshape(4, 8)
     given = given[1:, [0, *range(3, 8)]]
     np.testing.assert_array_equal(made.graded.rewards, given.ravel())
