@@ -38,7 +38,7 @@ from flax import nnx
 
 from benchmarks.run_grpo import CONFIGS
 from jaxmem import devices
-from jaxmem.models import refill as refilling, sampling
+from jaxmem.models import refill, sampling
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.train.configuration import load
 
@@ -67,7 +67,7 @@ TINY = ModelConfig(
 )
 
 
-def refill(slots, rollouts, path=None) -> Iterator[dict]:
+def refilled_slots(slots, rollouts, path=None) -> Iterator[dict]:
     """A row of shares per number of slots and distribution of lengths."""
     for count in slots:
         for alike in ALIKE:
@@ -184,9 +184,9 @@ def decode(model, lengths, slots, most, width=1, group=GROUP):
 
     numbers = jnp.arange(n, dtype=jnp.int32) // group
     ids = jnp.tile(numbers[:, None] % 4, (1, width))
-    prompts = refilling.RefillPrompts(ids, jnp.full(n, width), lengths)
+    prompts = refill.RefillPrompts(ids, jnp.full(n, width), lengths)
     unroll = devices.backend() == "gpu"
-    loop = refilling.Refill(nnx.split(model), prompts, slots, most, draw, unroll)
+    loop = refill.Refill(nnx.split(model), prompts, slots, most, draw, unroll)
     decoded = loop.run(nothing)
     return jnp.max(decoded.starts + decoded.lengths) - 1, decoded.drawn.tokens
 

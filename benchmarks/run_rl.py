@@ -80,7 +80,7 @@ def refill(args):
     if args.config:
         rows = rl_sampler.timed_refill(args.config, args.slots[0], args.set)
     else:
-        rows = rl_sampler.refill(args.slots, args.rollouts, args.published)
+        rows = rl_sampler.refilled_slots(args.slots, args.rollouts, args.published)
     write(args.out or "refill_cpu.csv", rows)
 
 
