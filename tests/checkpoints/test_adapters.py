@@ -254,7 +254,7 @@ def test_keys_that_change_no_number(change, tmp_path):
     assert adapters.with_adapter(config.model, config.family, source) == expected
 
 
-def test_an_unknown_key_that_the_user_ignores(tmp_path):
+def test_unknown_key_may_be_ignored(tmp_path):
     config, source = checkpoints.read_config(QWEN3), changed(tmp_path, {"note": "x"})
     with checkpoints.ignoring_keys(["note"]):
         adapters.with_adapter(config.model, config.family, source)
@@ -301,7 +301,7 @@ def test_copies_of_the_base_in_an_adapter(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["r", "lora_alpha", "peft_type"])
-def test_an_adapter_whose_config_lacks_a_key(missing, tmp_path):
+def test_adapter_config_without_a_key(missing, tmp_path):
     source = pathlib.Path(shutil.copytree(ADAPTER, tmp_path / "adapter"))
     config = json.loads((source / "adapter_config.json").read_text())
     del config[missing]
@@ -317,12 +317,12 @@ def test_an_adapter_whose_config_lacks_a_key(missing, tmp_path):
         ("[" * 100_000, "adapter_config.json: nested deeper than 100"),
     ],
 )
-def test_an_adapter_config_that_is_none(text, message, tmp_path):
+def test_invalid_adapter_config_is_refused(text, message, tmp_path):
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(QWEN3, adapter=tmp_path)
 
 
-def test_a_directory_without_an_adapter(tmp_path):
+def test_directory_without_adapter_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="adapter_config.json: cannot be read"):
         checkpoints.load(QWEN3, adapter=tmp_path)

@@ -56,7 +56,7 @@ def test_gemma_3_before_its_layers_were_listed(tmp_path):
     assert dataclasses.replace(made, pad_row=None) == shipped(tmp_path, "gemma3_4b")
 
 
-def test_the_text_part_of_gemma_3(tmp_path):
+def test_text_part_of_gemma_3(tmp_path):
     made = read(tmp_path, GEMMA3_4B)
     assert made.model == shipped(tmp_path, "gemma3_4b")
     assert (made.dtype, made.max_positions, made.text_part) == ("bfloat16", 2**17, True)
@@ -389,7 +389,7 @@ def test_hub_name_says_how_to_download(tmp_path, monkeypatch):
             read_config(directory)
 
 
-def test_a_run_is_no_checkpoint_but_has_one(tmp_path):
+def test_run_directory_names_its_model(tmp_path):
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "model" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError) as raised:

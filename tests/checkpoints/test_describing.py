@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_description_is_read_back_as_the_model(name, tmp_path):
+def test_description_reads_back_as_the_model(name, tmp_path):
     model = dataclasses.replace(SMALL, **KNOWN[name])
     described = checkpoints.describe(model, 64)
     (tmp_path / "config.json").write_text(json.dumps(described))
@@ -55,7 +55,7 @@ EXPERTS = dict(
         (EXPERTS, "Qwen3MoeForCausalLM cannot have qk_norm=False"),
     ],
 )
-def test_no_other_model_is_described(changes, message):
+def test_describe_refuses_other_models(changes, message):
     with pytest.raises(CheckpointError, match=message):
         checkpoints.describe(dataclasses.replace(SMALL, **changes), 64)
 
@@ -68,7 +68,7 @@ def test_describe_router_loss_factor(factor):
     assert made.get("router_aux_loss_coef", 0.0) == factor
 
 
-def test_what_is_saved_is_a_checkpoint(tmp_path):
+def test_save_new_writes_a_checkpoint(tmp_path):
     decoder = decoders.drawn(SMALL)
     names = "<s>", "</s>", "<pad>"
     text = checkpoints.Text(texts.tokenizer(start=False), *names, "{{ messages }}")
@@ -107,7 +107,7 @@ def test_scaled_embeddings_become_the_embeddings(tied, tmp_path):
     np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_every_end_is_an_end(tmp_path):
+def test_end_ids_include_every_eos(tmp_path):
     model = texts.checkpoint("qwen3", tmp_path)
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 5, 99]}')
     assert checkpoints.end_ids(model) == (2, 5)  # the model has 40 tokens

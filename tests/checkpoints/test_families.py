@@ -171,7 +171,7 @@ def test_greedy_tokens_are_those_of_transformers(name, loaded):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_is_saved_is_what_was_read(name, loaded, tmp_path):
+def test_save_writes_what_was_read(name, loaded, tmp_path):
     decoder, config = loaded(name)
     kept = os.environ.get("EXPORTS")
     target = (pathlib.Path(kept) if kept else tmp_path) / name
@@ -187,7 +187,7 @@ def test_what_is_saved_is_what_was_read(name, loaded, tmp_path):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_family_can_say_what_its_config_says(name, loaded, tmp_path):
+def test_family_writes_its_config_back(name, loaded, tmp_path):
     _, config = loaded(name)
     raw = config.family.write(config.model, config.max_positions)
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -249,12 +249,12 @@ def test_layers_of_further_tokens_are_left_out(loaded, tmp_path):
         checkpoints.load(target)
 
 
-def test_every_family_is_recorded():
+def test_families_are_recorded():
     texts = {json.loads(str(record(name)["config"]))["model_type"] for name in RECORDED}
     assert texts == {family.model_type for family in FAMILIES}
 
 
-def test_the_page_has_every_family():
+def test_page_has_every_family():
     page = pathlib.Path(__file__).parents[2] / "docs" / "families.md"
     text = page.read_text("utf-8")
     assert "\n".join(family_table.rows()) in text

@@ -133,7 +133,7 @@ def assert_merged(merged, decoder):
         ("phi3", {"fan_in_fan_out": True}, "fan_in_fan_out=True is not implemented"),
     ],
 )
-def test_what_is_not_said_in_that_way_is_refused(name, change, message, saved):
+def test_inconsistent_adapter_config_is_refused(name, change, message, saved):
     base, source = saved(name)
     config = json.loads((source / "adapter_config.json").read_text())
     (source / "adapter_config.json").write_text(json.dumps(config | change))
@@ -161,7 +161,7 @@ def test_one_rank_for_joined_matrices_is_refused(saved, tmp_path):
         checkpoints.load(base, adapter=source)
 
 
-def test_what_peft_would_put_elsewhere_is_said(tmp_path):
+def test_save_adapter_warns_of_peft_placement(tmp_path):
     base = seeded.write(record("qwen3_next"), tmp_path / "base")
     model = checkpoints.read_config(base).model
     changes = {"lora_rank": 2, "lora_targets": ("down",), "dtype": "float32"}

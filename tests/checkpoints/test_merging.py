@@ -32,7 +32,7 @@ def logits(decoder, tokens):
     return decoder.logits(decoder(tokens, None, places))
 
 
-def test_an_exported_adapter_is_in_the_weights(tmp_path, monkeypatch, capsys):
+def test_export_merges_adapter_into_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(texts.TINY)  # the adapter names its base as "qwen3"
     out = str(tmp_path / "merged")
     assert cli.main(["export", "qwen3/adapter", "--merge", "--out", out, *DTYPE]) == 0

@@ -60,7 +60,7 @@ def copied_whole(name, directory):
     return directory
 
 
-def test_what_is_left_out_is_said():
+def test_load_warns_of_image_tensors():
     left = [n for n in tensors() if not n.startswith("language_model.model.")]
     assert {n.split(".")[0] for n in left} == {"vision_tower", "multi_modal_projector"}
     with pytest.warns(UserWarning, match=f"its {len(left)} tensors of images are left"):
@@ -115,7 +115,7 @@ def test_wrong_tensors_named_as_stored(rename, tmp_path):
     ("rename", "head"),
     [(lambda name: name, "language_model.lm_head"), (renamed, "lm_head")],
 )
-def test_the_tied_head_may_be_there_too(rename, head, tmp_path):
+def test_tied_head_may_be_stored_too(rename, head, tmp_path):
     made = {rename(k): v for k, v in tensors().items()}
     made[f"{head}.weight"] = np.ones((40, 16), np.float32)
     with pytest.raises(CheckpointError, match="lm_head.weight is no copy of .*embed_t"):
@@ -161,7 +161,7 @@ def test_text_part_of_mistral_3_is_a_model(rename, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*are left out|.*only the text part")
 @pytest.mark.parametrize("name", [n if n == "llama4" else slow(n) for n in NESTED])
-def test_a_text_part_is_a_model_of_its_own(name, tmp_path):
+def test_text_part_is_a_model(name, tmp_path):
     """As transformers nests it, beside tensors of images."""
     alone = seeded.write(dict(np.load(seeded.RECORDS / f"{name}.npz")), tmp_path / name)
     text, source = json.loads((alone / "config.json").read_text()), tmp_path / "source"

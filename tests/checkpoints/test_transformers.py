@@ -49,7 +49,7 @@ def loaded(directory):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shard", [10**9, 6_000])
-def test_what_is_saved_loads_to_the_same_logits(name, shard, tmp_path):
+def test_saved_model_loads_to_same_logits(name, shard, tmp_path):
     decoder = checkpoints.load(TINY / name, dtype="float32", param_dtype="float32")
     # Other weights than those in the file, so that reading the source would show.
     for weight in (decoder.embed.embedding, decoder.blocks.feed_forward.up.kernel):

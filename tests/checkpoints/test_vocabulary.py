@@ -19,7 +19,7 @@ def test_ids_of_texts_and_the_tokens_around_them(tmp_path):
     assert made.encode(["cab", "a</s>"]) == [[5, 3, 4], [3, 2]]
 
 
-def test_a_tokenizer_without_a_start(tmp_path):
+def test_tokenizer_without_start(tmp_path):
     made = load_vocabulary(texts.checkpoint("qwen3", tmp_path, start=False))
     assert made.start == ()
 
@@ -115,7 +115,7 @@ def test_tokenizers_that_are_none(text, tmp_path):
     assert "\n" not in str(e.value)
 
 
-def test_a_normalizer_that_explodes_is_named(tmp_path):
+def test_exploding_normalizer_is_named(tmp_path):
     directory = texts.checkpoint("llama", tmp_path)
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     longer = [normalizers.Replace("a", "a" * 1000)] * 3
@@ -127,7 +127,7 @@ def test_a_normalizer_that_explodes_is_named(tmp_path):
         load_vocabulary(directory)
 
 
-def test_a_tokenizer_without_tokens(tmp_path):
+def test_tokenizer_without_tokens_is_refused(tmp_path):
     directory = texts.checkpoint("llama", tmp_path)
     tokenizers.Tokenizer(models.BPE()).save(str(directory / "tokenizer.json"))
     with pytest.raises(

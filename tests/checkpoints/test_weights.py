@@ -259,7 +259,7 @@ def test_weights_go_straight_to_a_mesh():
     )
 
 
-def test_one_sharding_for_all_and_options():
+def test_load_with_one_sharding_and_options():
     mesh = jax.make_mesh((4,), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec())
     head = HeadConfig(chunk=8)
@@ -346,7 +346,7 @@ def test_derivable_tensors_may_be_present(tmp_path):
     )
 
 
-def test_a_stored_head_differs_in_its_last_row(tmp_path):
+def test_stored_head_unlike_tied_table_is_refused(tmp_path):
     source = copied("llama_linear", tmp_path)
     table = np.array(load_file(source / "model.safetensors")[TABLE])
     table[-1, -1] += 1
@@ -355,7 +355,7 @@ def test_a_stored_head_differs_in_its_last_row(tmp_path):
         checkpoints.load(source)
 
 
-def test_a_whole_file_beside_an_index_of_others(tmp_path):
+def test_whole_file_precedes_index_of_others(tmp_path):
     source = copied("llama", tmp_path)
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {TABLE: "model-00001-of-00002.sa"}}))
@@ -371,7 +371,7 @@ def test_a_whole_file_beside_an_index_of_others(tmp_path):
         checkpoints.load(source)
 
 
-def test_no_weights_and_pickled_ones(tmp_path):
+def test_missing_and_pickled_weights_are_refused(tmp_path):
     source = copied("llama", tmp_path)
     (source / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="model.safetensors: missing, as is"):
@@ -475,7 +475,7 @@ def test_tensors_unlike_config_json_are_refused(tmp_path):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="other memory than numpy's")
-def test_a_layer_on_a_cpu_is_read_where_it_is():
+def test_offloaded_layer_is_read_on_cpu():
     weight = jnp.arange(24.0).reshape(3, 2, 4)
     layer = whole(weight, 1)
     np.testing.assert_array_equal(layer, np.arange(8.0, 16).reshape(2, 4))

@@ -140,7 +140,7 @@ def test_flax_sees_every_method(name, arguments):
     assert set(variables["intermediates"]) == {name}
 
 
-def test_every_method_is_in_the_class_body():
+def test_methods_are_in_the_class_body():
     """Linen does not bind those that are inherited."""
     methods = {name for name in dir(HeadVerbs) if not name.startswith("_")}
     assert methods and methods <= set(vars(LMHead))

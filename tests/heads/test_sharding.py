@@ -204,7 +204,7 @@ def test_groups_on_a_mesh():
     jax.tree.map(np.testing.assert_array_equal, *made)
 
 
-def test_without_a_mesh():
+def test_sharding_without_mesh_is_refused():
     head = LMHead(D, V, rngs=nnx.Rngs(0), sharding=SHARDING)
     with pytest.raises(ValueError) as caught:
         head.entropy(problem()[0])

@@ -296,7 +296,7 @@ def of_policies(lp, old, A):
 
 @pytest.mark.parametrize("name", POLICY)
 @pytest.mark.parametrize("log_ratio", [1000.0, -1000.0])
-def test_no_ratio_overflows(name, log_ratio):
+def test_ratios_do_not_overflow(name, log_ratio):
     # The policy, or the sampler, gave the token no chance at all. The first token of
     # each row is good, the second bad.
     lp = jnp.full((2, 2), min(log_ratio, 0.0))
@@ -310,7 +310,7 @@ def test_no_ratio_overflows(name, log_ratio):
 
 
 @pytest.mark.parametrize("name", POLICY)
-def test_a_masked_token_has_ratio_one(name):
+def test_masked_token_has_ratio_one(name):
     nothing = jnp.zeros((2, 2))
     loss, slope = of_policies(nothing, nothing, nothing)[name]
     want = 1 if name.endswith("weights") else 0
@@ -744,7 +744,7 @@ def test_group_of_masked_sequence_may_be_any():
         np.testing.assert_array_equal(got, [1, -1, 0])
 
 
-def test_what_is_called_a_constant_is_one():
+def test_documented_constants_have_no_gradient():
     x, weights = jnp.array([[1.0, 0.0, 3.0]]), jnp.array([[1.0, 2.0, 4.0]])
     constants = (
         losses.grpo_advantages,
@@ -760,7 +760,7 @@ def test_what_is_called_a_constant_is_one():
     assert not any(slope.any() for slope in each(x))
 
 
-def test_a_reward_that_is_nan_shows():
+def test_nan_reward_gives_nan_advantages():
     got = advantages(jnp.array([[1.0, jnp.nan], [1.0, 0.0]]))
     assert np.isnan(got[0]).all() and np.isfinite(got[1]).all()
 

@@ -52,7 +52,7 @@ def test_report_of_the_tokens_that_count(count, logprobs):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7, err_msg=name)
 
 
-def test_every_number_tells_something_of_its_own(logprobs):
+def test_mismatch_numbers_differ(logprobs):
     got = report(*logprobs)
     assert 0 < got.outside_2 < got.outside_1_25 < 1
     assert got.p50 < got.mean < got.p95 < got.p99 < got.max
@@ -85,7 +85,7 @@ def test_types_where_promotion_is_strict(logprobs):
     assert {x.dtype for x in made[1:]} == {jnp.dtype(jnp.float32)}
 
 
-def test_a_sampler_that_agrees(logprobs):
+def test_mismatch_of_equal_sampler_is_zero(logprobs):
     train, _ = logprobs
     got = report(train, train)
     assert got.tokens == 300 and got.inside_strict == got.inside_1_01 == 1
@@ -93,12 +93,12 @@ def test_a_sampler_that_agrees(logprobs):
 
 
 @pytest.mark.parametrize("shape", [SHAPE, (0,), (3, 0)])
-def test_no_token_gives_zeros(shape):
+def test_mismatch_of_no_tokens_is_zero(shape):
     nan = np.full(shape, np.nan)
     assert not any(np.any(x) for x in report(nan, nan, np.zeros(shape, bool)))
 
 
-def test_a_broken_token_shows(logprobs):
+def test_mismatch_shows_broken_token(logprobs):
     train, rollout = (x.copy() for x in logprobs)
     train[0, 3] = np.nan
     got = report(train, rollout)

@@ -160,6 +160,6 @@ def test_plan_reads_prompt_once_per_row():
         ({}, 2, "mesh.sequence=2 is above 1"),
     ],
 )
-def test_what_cannot_share_a_prompt_is_refused(changes, sequence, expected):
+def test_models_that_cannot_share_prompts_are_refused(changes, sequence, expected):
     with pytest.raises(ValueError, match=f"grpo.share_prompts.*{expected}"):
         branches.check(dataclasses.replace(SMALL, **changes), sequence)

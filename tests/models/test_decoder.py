@@ -182,7 +182,7 @@ def test_layers_start_with_weights_of_their_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_a_packed_document_is_the_document_alone(qk_norm):
+def test_packed_document_equals_document_alone(qk_norm):
     model = decoder(qk_norm=qk_norm, embed_scale=True)
     first, second = random_document(6, 1), random_document(7, 2)
     packed = run(model, rows_of(first, second, length=16))
@@ -192,7 +192,7 @@ def test_a_packed_document_is_the_document_alone(qk_norm):
     assert bool(jnp.all(jnp.isfinite(packed)))  # padding too
 
 
-def test_the_future_does_not_leak():
+def test_decoder_is_causal():
     model = decoder()
     document = random_document(10, 3)
     changed = document.copy()
@@ -272,7 +272,7 @@ def test_attention_in_float16_needs_a_gpu():
 @pytest.mark.parametrize(
     "name", ["dots", "dots_and_attention", "save_attention", "offload_attention"]
 )
-def test_a_remat_preset_changes_no_number(name):
+def test_remat_preset_changes_no_number(name):
     """And sends what it says to the host, once in the loop over blocks."""
     results = {}
     for policy in ("full", name):
@@ -407,7 +407,7 @@ def test_groups_of_the_vocabulary_reach_the_head():
     assert config.using("materialised").vocab_groups is None
 
 
-def test_an_unknown_vocabulary_is_an_error():
+def test_decoder_without_vocab_size_is_refused():
     with pytest.raises(ValueError, match="vocab_size is None: set it"):
         decoder(vocab_size=None)
 

@@ -85,7 +85,7 @@ def test_cached_tokens_equal_whole_sequence(changes):
     assert np.abs(expected[:, 1:] - expected[:, :-1]).max() > 0.1
 
 
-def test_what_lies_after_a_prompt_is_ignored():
+def test_prefill_ignores_padding():
     tokens, model = random_tokens(1), decoder()
     prompts = tokens[:, :WIDTH].copy()
     prefill = jax.jit(lambda *args: model.prefill(*args, WIDTH + NEW))
@@ -110,7 +110,7 @@ def test_rows_do_not_meet():
     assert float(jnp.max(jnp.abs(before[1] - after[1]))) > 0.1
 
 
-def test_the_cache_knows_what_it_holds():
+def test_cache_lengths_and_filled_slots():
     _, cache = stepwise(decoder(), random_tokens(), LENGTHS, WIDTH)
     np.testing.assert_array_equal(cache.lengths, LENGTHS + NEW)
     assert int(cache.slot) == cache.max_length == WIDTH + NEW

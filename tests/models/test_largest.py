@@ -26,7 +26,7 @@ def test_largest_prefers_lower_index_of_equals(size, count):
 
 @pytest.mark.parametrize("share", [1e-6, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 8.0])
-def test_the_fewest_that_have_a_share(share, spread):
+def test_nucleus_keeps_fewest_with_share(share, spread):
     z = spread * np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
     z[1] = np.round(z[1])  # many are equal
     z[2, ::3] = -np.inf

@@ -236,7 +236,7 @@ KEEP_MORE = ["Qwen3", "Gemma 2"]  # than the others: a norm's queries, post norm
         *(slow(x, "bfloat16") for x in ARCHITECTURES if x not in KEEP_MORE),
     ],
 )
-def test_a_block_keeps_what_its_sizes_say(name, dtype):
+def test_block_keeps_stated_residuals(name, dtype):
     config = config_of(name, dtype=dtype)
     kept = shaped(config)
     assert kept.bytes_per_token == kept_by(config)

@@ -274,6 +274,6 @@ def test_experts_on_mesh_equal_one_device(changes):
         ({"router_aux_loss_coef": -1.0}, "router_aux_loss_coef must be at least 0"),
     ],
 )
-def test_what_cannot_be_is_said_at_the_start(changes, said):
+def test_invalid_experts_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(SMALL, **changes)

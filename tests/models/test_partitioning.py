@@ -119,7 +119,7 @@ def test_host_moments_restore_onto_another_mesh(
     assert_same_steps(result, alone)
 
 
-def test_what_each_device_holds(text_file, tmp_path):
+def test_devices_hold_their_parts(text_file, tmp_path):
     """Weights, their moments and a batch are in as many parts as the mesh says."""
     config = config_of(text_file, tmp_path, (1, 2, 2, 2))
     program = sft.SftProgram(config, 320)
@@ -141,7 +141,7 @@ def test_what_each_device_holds(text_file, tmp_path):
     assert rows.addressable_shards[0].data.shape == (1, 4, 16)
 
 
-def test_one_device_is_left_alone():
+def test_layout_of_one_device_changes_nothing():
     layout = Layout(MeshConfig())
     shapes = {"embed": {"embedding": jax.ShapeDtypeStruct((8, 4), jnp.float32)}}
     assert layout.mesh is None and layout.of_weights(shapes) is shapes
@@ -181,7 +181,7 @@ def test_completions_indivisible_by_mesh_are_refused():
     )
 
 
-def test_of_the_config_file(tmp_path):
+def test_mesh_from_config_file(tmp_path):
     path = tmp_path / "x.gin"
     path.write_text("mesh.fsdp = 4\nmesh.tensor = 2\n")
     config, text = load(path, ["mesh.sequence=1"])
@@ -271,7 +271,7 @@ def test_look_up():
 
 
 @pytest.mark.parametrize("changes", [{}, slow({"attention_softcap": 5.0})])
-def test_one_document_a_row_needs_no_mask(changes):
+def test_one_document_per_row_needs_no_mask(changes):
     sizes = {"pattern": ("local", "global"), "window": 3} if not changes else {}
     config = dataclasses.replace(MODEL, vocab_size=20, **sizes, **changes)
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8)

@@ -80,7 +80,7 @@ def truncated(logits, temperature=1.0, top_k=None, top_p=None, support=None, min
     ],
 )
 @pytest.mark.parametrize("spread", [0.1, 1.0, 8.0])
-def test_what_is_left_of_a_vocabulary(settings, spread):
+def test_truncate_keeps_top_k_and_nucleus(settings, spread):
     logits = np.random.default_rng(1).normal(size=(4, 17)).astype(np.float32) * spread
     quick = jax.jit(truncate, static_argnums=1)
     logprobs, ids = quick(logits, SamplingConfig(**settings))
@@ -100,7 +100,7 @@ def test_what_is_left_of_a_vocabulary(settings, spread):
         slow(dict(min_p=0.02)),
     ],
 )
-def test_a_support_of_all_ids_needs_no_ids(settings):
+def test_support_of_all_ids_needs_no_ids(settings):
     logits = np.random.default_rng(1).normal(size=(4, 17)).astype(np.float32) * 3
     config = SamplingConfig(support=17, **settings)
     sampler = Sampler(config, (), PAD, keep_support=False)
@@ -114,7 +114,7 @@ def test_a_support_of_all_ids_needs_no_ids(settings):
         np.testing.assert_array_equal(logprobs[row, others], -np.inf)
 
 
-def test_of_equal_logits_the_lower_ids_are_left():
+def test_truncate_prefers_lower_id_of_equals():
     logprobs, ids = truncate(jnp.zeros((1, 9)), SamplingConfig(top_k=4, top_p=0.6))
     np.testing.assert_array_equal(ids, [[0, 1, 2, -1]])
     np.testing.assert_allclose(logprobs[0, :3], -np.log(3), rtol=1e-6)
@@ -128,7 +128,7 @@ def test_cold_softmax_gives_best_token_everything():
 
 
 @pytest.mark.parametrize("top_p", [None, 1.0])
-def test_nothing_truncates_by_default(top_p):
+def test_default_truncates_nothing(top_p):
     logits = jnp.array([[0.0, 2.0, -4.0]])
     logprobs, ids = truncate(logits, SamplingConfig(temperature=2.0, top_p=top_p))
     assert ids is None
@@ -245,7 +245,7 @@ def test_sampled_pairs_follow_distribution(settings):
 
 
 @pytest.mark.parametrize("settings", [{}, slow(dict(top_k=6, top_p=0.7))])
-def test_an_end_ends_its_row(settings):
+def test_eos_ends_its_row(settings):
     made = run(decoder(), seed=1, **settings)
     slots = np.arange(12)
     np.testing.assert_array_equal(made.mask, slots < made.lengths[:, None])
@@ -291,7 +291,7 @@ def test_sampling_ends_with_last_row_eos_may_be_pad(monkeypatch):
     )
 
 
-def test_the_key_decides():
+def test_tokens_depend_on_key():
     first, again, other = (run(decoder(), seed=s) for s in (3, 3, 4))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert (first.tokens != other.tokens).any()
@@ -301,7 +301,7 @@ def test_the_key_decides():
 
 
 @pytest.mark.slow
-def test_a_row_does_not_depend_on_the_others():
+def test_row_independent_of_others():
     model, prompts, lengths = decoder(), PROMPTS.copy(), LENGTHS.copy()
     before = run(model, seed=5, temperature=0.1)
     prompts[[0, 2]], lengths[[0, 2]] = (prompts[[0, 2]] + 1) % 7, 3
@@ -419,7 +419,7 @@ def test_sampling_loop_reads_compute_type_weights():
     assert f"f32{shape}" not in loop.replace("bf16", "")
 
 
-def test_a_length_that_shows_too_late_gives_nan():
+def test_invalid_length_gives_nan():
     lengths = LENGTHS.copy()
     lengths[1] = 5
     made = run(decoder(), lengths=lengths, temperature=1.0)
@@ -457,7 +457,7 @@ def test_impossible_settings_are_refused_by_name(settings, message):
     ("settings", "name"),
     [(dict(top_k=8), "top_k"), (dict(top_p=0.5, support=8), "support")],
 )
-def test_no_more_tokens_than_there_are(settings, name):
+def test_truncate_refuses_more_than_vocabulary(settings, name):
     with pytest.raises(ValueError, match=f"{name} must be at most 7 .*got 8"):
         truncate(jnp.zeros((1, 7)), SamplingConfig(**settings))
 

@@ -61,7 +61,7 @@ def test_layers_are_divided_into_stacks(cycle, expected):
     assert structure.stacks(model)["blocks"] == runs[0][0]
 
 
-def test_an_unknown_part_is_named():
+def test_unknown_part_is_named():
     with pytest.raises(ValueError, match="feed_forwards must be of 'dense', 'wide', a"):
         dataclasses.replace(SMALL, feed_forwards=("mixed",))
     with pytest.raises(ValueError, match="mixers must be of .*, at least one"):

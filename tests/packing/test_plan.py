@@ -84,7 +84,7 @@ def test_empty_sequences_keep_type():
 
 @PROFILE
 @hypothesis.given(calls())
-def test_what_is_placed_comes_back(call):
+def test_unpack_inverts_place(call):
     lengths, options = call
     packed = packing.pack(lengths, **options)
     for trailing in ((), (3,)):
@@ -211,7 +211,7 @@ def test_rows_that_run_anyway_share_the_work():
     ]
 
 
-def test_the_budget_comes_before_balance():
+def test_budget_comes_before_balance():
     # The differencing method would make 11 and 9.
     lengths = [5, 5, 4, 3, 3]
     assert largest_sum(lengths, packing.karmarkar_karp(lengths, 2)) == 11

@@ -95,7 +95,7 @@ def test_products_counted_as_often_as_they_run():
     assert cost.products(jaxpr) == 7 * 2 * (2 * 3 * 5 * 5) + 2 * (2 * 3 * 3 * 5)
 
 
-def test_what_is_saved_is_not_computed_again():
+def test_products_of_saved_names_run_once():
     rows = 2 * LAYERS * TOKENS
     once = rows * (WIDTH * WIDTH + 3 * WIDTH * FF)
     assert products(None) == 3 * once
@@ -146,7 +146,7 @@ def test_micro_batches_share_room_of_kept_and_sent():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 1.01])
-def test_the_fastest_that_fits(share):
+def test_fit_chooses_fastest_policy(share):
     """Held against every set of names, all of them compiled."""
     least, most = needs(remat.Policy()), needs(None)
     limit = int(least + share * (most - least))
@@ -165,7 +165,7 @@ def _subsets(names):
 
 
 @pytest.mark.slow
-def test_the_host_makes_room_for_what_is_kept():
+def test_fit_offloads_to_make_room():
     limit = needs(remat.Policy()) - INPUTS // 2
     policy, said = chosen(limit, FAST)
     assert policy is not None and "block_in" in policy.offload
@@ -191,7 +191,7 @@ def test_fit_keeps_last_blocks_whole():
         chosen(limit, NO_HOST)
 
 
-def test_the_host_and_the_last_blocks_together():
+def test_fit_combines_offload_and_last_blocks():
     limit = needs(remat.Policy(offload=["block_in"], last=1))
     policy, _ = chosen(limit, FAST, last=[1], names=["block_in"])
     assert policy == remat.Policy(offload=["block_in"], last=1)
@@ -234,7 +234,7 @@ def test_fit_exposed_copies_are_last_resort():
     assert keeps == remat.Policy()
 
 
-def test_the_table_says_why_not(monkeypatch):
+def test_fit_table_gives_reasons(monkeypatch):
     _, said = chosen(needs(remat.Policy(save=["q"])), NO_HOST)
     head, *rows = said.splitlines()
     assert re.split(" {2,}", head) == [
@@ -300,7 +300,7 @@ def test_fit_names_of_steps_own_blocks():
 # -------------------------------------------------------------------- errors
 
 
-def test_nothing_fits():
+def test_fit_refuses_too_low_a_limit():
     with pytest.raises(ValueError, match=r"no policy fits memory_limit=1,000 bytes"):
         chosen(1000, NO_HOST)
 
@@ -330,7 +330,7 @@ def test_fit_refuses_measuring_in_several_processes(monkeypatch):
     assert chosen is None  # everything fits
 
 
-def test_a_device_without_a_limit():
+def test_fit_auto_needs_a_device_limit():
     if jax.default_backend() == "cpu":
         with pytest.raises(ValueError, match="'auto' needs a device that says"):
             remat.fit(on_gpu, "auto", rates=NO_HOST)

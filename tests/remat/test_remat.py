@@ -91,7 +91,7 @@ QUICK = ("full", 1), ("save_attention", 1)
         for group in (1, 2)
     ],
 )
-def test_every_preset_gives_the_same_gradients(name, group, h, want):
+def test_presets_give_equal_gradients(name, group, h, want):
     assert_close(gradient(name, group=group)(weights(), h), want)
 
 
@@ -105,7 +105,7 @@ WITH_LAST = [slow("full", 3, 1), slow("save_attention", 2, 2), slow("dots", 2, 1
 
 
 @pytest.mark.parametrize("name, last, group", WITH_LAST)
-def test_the_last_blocks_may_keep_all_they_make(name, last, group, h, want):
+def test_last_blocks_may_keep_everything(name, last, group, h, want):
     policy = whole(name, last)
     run = gradient(policy, group=group)
     assert_close(run(weights(), h), want)
@@ -168,7 +168,7 @@ def saved_bytes(name, **options):
 
 
 @pytest.mark.slow
-def test_what_a_policy_keeps_takes_memory():
+def test_saved_names_take_memory():
     nothing, attention, all_ = map(saved_bytes, ("full", "save_attention", "none"))
     assert nothing < attention < all_
     assert saved_bytes("full", group=4) > nothing  # four blocks alive at once
@@ -267,7 +267,7 @@ def test_under_shard_map(policy, h, want):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["save_attention", "offload_block", LAST_WHOLE])
-def test_with_the_head_after_it(policy, h):
+def test_remat_beside_the_head(policy, h):
     """A custom_vjp outside of the blocks, and one inside a block."""
     table = jnp.asarray(np.random.default_rng(2).normal(size=(32, WIDTH)), jnp.float32)
     labels = jnp.arange(TOKENS)
@@ -320,7 +320,7 @@ def test_names_of_ones_own():
 
 
 @pytest.mark.parametrize("name, last", [("full", 0), slow("none", 0), slow("dots", 2)])
-def test_without_a_loop(name, last, h, want):
+def test_remat_in_unrolled_blocks(name, last, h, want):
     policy = whole(name, last) if last else name
     run = gradient(policy, unroll=True)
     assert_close(run(weights(), h), want)

@@ -81,7 +81,7 @@ def test_saved_attention_kernel_runs_once(programs):
 
 
 @pytest.mark.parametrize("name", OFFLOADING)
-def test_the_host_holds_what_the_policy_promises(name, programs):
+def test_host_holds_promised_bytes(name, programs):
     without = {"offload_block": "full", "offload_attention": "save_attention"}
     same = programs[without[name]] if name in without else None
     remat.verify(programs[name], promised(name), without=same)
@@ -124,7 +124,7 @@ def test_training_step_holds_promised_memory(name, last):
     assert account.host_temp_size_in_bytes > 0
 
 
-def test_nothing_is_verified_that_is_not_so(programs):
+def test_verify_refuses_a_false_promise(programs):
     with pytest.raises(RuntimeError, match="promises 1,000,000 bytes on the host"):
         remat.verify(programs["full"], 10**6)
 
@@ -136,7 +136,7 @@ def test_products_overlap_copies(programs):
     assert all(c.products >= 2 for c in of_loops), of_loops
 
 
-def test_a_policy_is_chosen_by_the_limit(programs):
+def test_fit_chooses_by_limit(programs):
     def step(policy):
         return stack.trace(SIZES, stack.Variant(policy))
 

@@ -31,7 +31,7 @@ def test_names_shapes_types_and_bytes_per_token():
     assert "bfloat16[2, 8, 4]" in lines[0]
 
 
-def test_of_a_policy():
+def test_residuals_of_a_policy():
     saved = remat.residuals(remat.block(block, "full"), H, W)
     assert listed(saved) == {("block_in", (2, 8, 4), "bfloat16")}
     gate = remat.block(block, remat.Policy(save=["gate"]))
@@ -76,7 +76,7 @@ def test_inside_of_nested_functions():
     }  # fmt: skip
 
 
-def test_a_pytree_of_arrays():
+def test_residuals_of_a_pytree():
     kept = remat.residuals(lambda h: {k: x * x for k, x in h.items()}, {"a": H, "b": H})
     assert [each.name for each in kept] == ["block_in", "block_in"]
     assert kept.bytes_per_token == 2 * 2 * 4
@@ -139,6 +139,6 @@ def test_blocks_that_cannot_be_listed(block, args, error, message):
         remat.residuals(block, *args)
 
 
-def test_a_policy_that_does_not_exist():
+def test_residuals_of_unknown_policy_are_refused():
     with pytest.raises(ValueError, match="'dots_and_attention'.*got 'dots_and_norms'"):
         remat.residuals(remat.block(block, "dots_and_norms"), H, W)

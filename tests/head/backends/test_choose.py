@@ -50,7 +50,7 @@ def program(implementation, options):
 
 
 @pytest.mark.parametrize("name", ["plain", slow("blocks"), slow("samples")])
-def test_a_copy_of_xla_does_what_xla_does(name, register):
+def test_registered_backend_compiles_as_xla(name, register):
     register()
     assert program("xla", OPTIONS[name]) == program("toy", OPTIONS[name])
 

@@ -55,7 +55,7 @@ def test_launches_of_all_rows_by_column_block(layout, interpreted, monkeypatch):
 @pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize("beside", [True, False])
-def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
+def test_sum_after_the_loop_changes_no_bit(beside, interpreted, monkeypatch):
     """As over several shards: the last of three blocks comes after the loop, and leaves
     multiprocessors to the sum, unless it is too long for that."""
     from jaxmem.head.kernels import products
@@ -98,7 +98,7 @@ def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
     ("several blocks, every option", 3), slow("several blocks", 3),
     slow("several blocks, every option", None), slow("one block", None),
 ])  # fmt: skip
-def test_a_loss_of_every_statistic_in_one_pass(name, splits, interpreted, monkeypatch):
+def test_token_loss_of_every_statistic(name, splits, interpreted, monkeypatch):
     """Hidden's gradient in parts of the vocabulary: the last is shorter than others."""
     if splits:
         monkeypatch.setattr(block_sizes, "hidden_splits", lambda *_: splits)
@@ -107,7 +107,7 @@ def test_a_loss_of_every_statistic_in_one_pass(name, splits, interpreted, monkey
 
 @pytest.mark.slow
 @needs_pallas
-def test_a_frozen_head_keeps_its_gradient(interpreted):
+def test_frozen_head_keeps_hidden_gradient(interpreted):
     h, W, y = Case(70, 64, 130, std=2.0).make()
     g = np.cos(np.arange(70, dtype=np.float32))
 
@@ -276,7 +276,7 @@ HEAD = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((128, 64), jnp.bfloat16)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a machine without")
-def test_without_the_chip_it_says_so():
+def test_hopper_without_the_chip_is_refused():
     with pytest.raises(NotImplementedError, match="'hopper' cannot run.*it needs"):
         jaxmem.logprobs(*HEAD, np.zeros(4, int), implementation="hopper")
     with jaxmem.report() as calls:

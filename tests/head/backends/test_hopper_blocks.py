@@ -43,7 +43,7 @@ def of_blocks(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_option_of_a_loss(interpreted, of_blocks):
+def test_token_loss_with_every_option(interpreted, of_blocks):
     check_one_pass(
         CASE, layout="dv", softcap=5.0, vocab_size=280, gradient=Recompute(3),
         temperature=np.linspace(0.5, 2, 301, dtype=np.float32),

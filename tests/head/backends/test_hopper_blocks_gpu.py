@@ -81,7 +81,7 @@ def test_options_and_layouts(names, layout, of_blocks):
     assert of_blocks
 
 
-def test_a_loss(of_blocks):
+def test_token_loss(of_blocks):
     check_one_pass(
         Case(2000, 64, 1300, std=3.0, chunk=16), vocab_size=1250, gradient=Recompute(3),
         where=np.arange(2000) % 3 > 0,

@@ -55,7 +55,7 @@ def run(spec, source, rows, g):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout, vocab_size", [("vd", 60), ("dv", 60)])
-def test_with_enough_slots_it_is_exact(layout, vocab_size, interpreted):
+def test_sampled_exact_with_enough_slots(layout, vocab_size, interpreted):
     """Every column is kept with certainty, so that nothing of 8 bits is left."""
     n, d, v = 20, 64, 70
     spec, source, rows = problem(n, d, v, 160, layout, vocab_size, std=0.25)

@@ -63,12 +63,12 @@ def test_real_shapes(name):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ONE_PASS)
-def test_a_loss_of_every_statistic_in_one_pass(name, dtype):
+def test_token_loss_of_every_statistic(name, dtype):
     check_one_pass(dtype=dtype, **ONE_PASS[name])
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_one_pass_at_real_shapes(name):
+def test_token_loss_at_real_shapes(name):
     check_one_pass(REAL[name])
 
 
@@ -106,7 +106,7 @@ def assert_equal_bits(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_a_rerun_is_bitwise_equal(problem):
+def test_rerun_is_bitwise(problem):
     assert_equal_bits(run(*problem), run(*problem))
 
 
@@ -117,7 +117,7 @@ def test_rerun_in_several_launches_is_bitwise():
     assert_equal_bits(run(h, W, y, case.chunk), run(h, W, y, case.chunk))
 
 
-def test_what_tensor_cores_round_off_is_restored():
+def test_logit_of_label_corrects_tensor_core_rounding():
     """On average: beside logits in float32, all of which they round towards zero."""
     h, W, y = Case(512, 4096, 8192, std=20.0).make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
@@ -186,7 +186,7 @@ def test_invalid_label_is_nan_alone(problem):
     assert np.isfinite(np.delete(dh, 7, 0).astype(np.float32)).all()
 
 
-def test_one_nan_row_stays_alone(problem):
+def test_nan_row_stays_alone(problem):
     h, W, y = problem
     made, _ = run(h.at[5].set(jnp.nan), W, y)
     assert np.isnan(made["logprob"][5])
@@ -219,7 +219,7 @@ def test_tiles_that_the_bias_masks_whole(problem):
 
 
 @pytest.mark.parametrize("chunk", [32, None])
-def test_a_frozen_head_launches_no_product_for_W(problem, chunk):
+def test_frozen_head_launches_no_product_for_dw(problem, chunk):
     """In one block of the vocabulary, and in a loop over many."""
     h, W, y = problem
     W, y = W[:4992], y % 4992  # of whole swizzles: the last block is like the others
@@ -277,7 +277,7 @@ def test_gradients_of_each_micro_batch(vocabulary):
 
 
 @pytest.mark.parametrize("options", [None, UNROLLED], ids=["", "unrolled"])
-def test_a_loss_over_micro_batches(problem, options):
+def test_gradients_over_micro_batches(problem, options):
     h, W, y = problem
     g = jnp.cos(jnp.arange(100.0))
 

@@ -55,7 +55,7 @@ def run(spec, source, rows, g):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("all_options", [True, False])
-def test_with_enough_slots_it_is_the_derivative(all_options, interpreted):
+def test_sampled_exact_with_enough_slots(all_options, interpreted):
     n, d, v = 20, 64, 70
     options = {}
     if all_options:

@@ -59,7 +59,7 @@ def test_gemms_of_each_path():
     assert set(made) <= {"parameter", "get-tuple-element"}
 
 
-def test_an_unused_output_costs_nothing():
+def test_unused_output_costs_nothing():
     def alone(h, W, y):
         return jaxmem.token_stats(h, W, y, CHUNK).logprob.sum()
 
@@ -79,7 +79,7 @@ def test_entropy_is_not_computed_for_logprobs():
 
 
 @pytest.mark.parametrize("n_active", [0, 1, 64, 65, 256])
-def test_the_loop_stops_after_the_active_rows(n_active):
+def test_loop_stops_after_active_rows(n_active):
     """The loop counts its own trips, and the rows that it was handed."""
     active = np.zeros(N, bool)
     active[np.random.default_rng(0).permutation(N)[:n_active]] = True
@@ -94,7 +94,7 @@ def test_the_loop_stops_after_the_active_rows(n_active):
     assert (int(trips), int(seen)) == (-(-N // CHUNK), n_active)
 
 
-def test_a_new_mask_compiles_nothing():
+def test_new_mask_compiles_nothing():
     h, W, y = Case(N, D, V).make()
     traces = []
 

@@ -68,7 +68,7 @@ OPTIONS = {"plain": {}, "some": SOME, "all": {**SOME, "layout": "dv"}}
 @pytest.mark.parametrize("name, dtype", [
     ("plain", "float32"), ("some", "float32"), ("all", "float32"), ("all", "bfloat16"),
 ])  # fmt: skip
-def test_with_enough_slots_it_is_the_derivative(name, dtype):
+def test_sampled_exact_with_enough_slots(name, dtype):
     """8,192 of 130 columns, none of which is below 1/κ: nothing is random."""
     options = dict(OPTIONS[name])
     h, W, y = Case(70, 33, 130, std=0.5).make()
@@ -138,7 +138,7 @@ def exact_dz(p, y, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FLOATS)
-def test_the_mean_of_draws_is_the_derivative(name):
+def test_sampled_mean_is_the_derivative(name):
     _, dz, grads, dh, p = draws(name)
     y, want = one_row()[2][0], exact_dz(p, one_row()[2][0], name)
     got = dense(dz, V)
@@ -214,7 +214,7 @@ def test_sampled_token_independent_of_chunk_and_masks(optimized):
 
 @pytest.mark.parametrize("name", ["peaked", "logits to 1e4", "label -100 everywhere",
                                   "NaN in masked rows", slow("V=1")])  # fmt: skip
-def test_every_entry_is_exact_or_marked(name):
+def test_sampled_entries_exact_or_empty(name):
     """An entry is empty, or dz/q of a column that is no other's and not the label."""
     v = min(CASES[name].v, 300)
     h, W, y = dataclasses.replace(CASES[name], n=40, d=16, v=v).make()
@@ -255,7 +255,7 @@ def test_sampled_invalid_label_is_nan_where_used(name):
     np.testing.assert_array_equal(bad, (y >= 300) & (name == "logprob"))
 
 
-def test_a_frozen_head_has_no_gradient():
+def test_frozen_head_has_no_gradient():
     h, W, y = Case(40, 16, 300).make()
     g = cotangents(40)
     *_, want = call(h, W, y, g, 8)

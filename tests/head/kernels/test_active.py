@@ -30,7 +30,7 @@ def test_active_rows_come_first_in_their_order(mask, size):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("size", [64, 100, 512])
-def test_every_active_row_is_in_one_block(mask, size):
+def test_active_rows_are_in_one_block_each(mask, size):
     """Each is given its number by the block that has it; the others keep theirs."""
 
     def body(block, carry):

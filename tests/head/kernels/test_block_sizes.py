@@ -51,7 +51,7 @@ def test_derivatives_fit_chunk_in_16_bits(frozen):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_backward_pass_takes_the_bytes_it_says(frozen):
+def test_backward_takes_stated_bytes(frozen):
     for n, chunk, columns, depth in SHAPES:
         cut = backward(n, chunk, columns, depth, frozen)
         width = min(cut.tiles * block_sizes.TILE, columns)

@@ -119,7 +119,7 @@ def test_cached_attention_reads_visible_blocks_only(interpreted):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=2.0**-6)
 
 
-def test_what_the_kernel_supports():
+def test_supports_listed_shapes():
     def supports(dtype="bfloat16", group=4, width=128, cached="bfloat16", slots=8):
         query = jax.ShapeDtypeStruct((2, 2, group, width), dtype)
         keys = jax.ShapeDtypeStruct((1, 2, 2, slots, width), cached)

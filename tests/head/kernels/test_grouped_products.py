@@ -204,16 +204,16 @@ def check_layer(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
-def test_a_layer_is_that_of_the_loop(monkeypatch):
+def test_expert_layer_equals_loop(monkeypatch):
     check_layer(monkeypatch)
 
 
 @pytest.mark.gpu
-def test_a_layer_on_a_gpu(monkeypatch):
+def test_expert_layer_on_gpu(monkeypatch):
     check_layer(monkeypatch)
 
 
-def test_what_runs_is_reported():
+def test_report_names_what_runs():
     weights, *arrays = layer()
     run = Expert("bfloat16", "silu", None, False, 1.0, False)
     with jaxmem.report() as found:

@@ -55,7 +55,7 @@ def test_sums_of_half_their_size_are_doubled(options, interpreted, monkeypatch):
 
 @pytest.mark.slow
 @needs_pallas
-def test_a_tile_that_a_bias_masks_whole(interpreted):
+def test_logits_of_tile_masked_by_bias(interpreted):
     """Its largest logit is that of no column, and less itself it is 0: on the chip,
     where one instruction multiplies and subtracts, if a product with it is exact."""
     from jaxmem.head.kernels import logits

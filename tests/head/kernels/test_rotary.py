@@ -83,7 +83,7 @@ TWO_KINDS = dict(pattern=("local", "global"), window=3, local_rope_theta=9.0)
     ],
     ids=["all", "norms", "biases", "two kinds of layers"],
 )
-def test_a_decoder_with_it(changes, rows_interpreted, monkeypatch):
+def test_decoder_with_rotary_kernel(changes, rows_interpreted, monkeypatch):
     config = ModelConfig(
         layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=64, vocab_size=61,
         **changes,
@@ -102,7 +102,7 @@ def test_a_decoder_with_it(changes, rows_interpreted, monkeypatch):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-def test_the_widths_that_it_supports():
+def test_supports_head_widths():
     assert all(map(rotary.supports, (64, 128, 256, 512)))
     assert not any(map(rotary.supports, (32, 80, 96, 1024)))
 

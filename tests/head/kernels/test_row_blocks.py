@@ -48,7 +48,7 @@ def test_parts_against_float64(columns, rows_interpreted):
 
 
 @pytest.mark.slow
-def test_a_row_without_any_column(rows_interpreted):
+def test_parts_of_row_without_columns(rows_interpreted):
     z = jnp.full((1, 600), -jnp.inf)
     _, got = all_parts(z)
     np.testing.assert_array_equal(got, row_stats.normaliser(z))
@@ -134,7 +134,7 @@ def test_sample_ids_excluded_columns_and_nan(rows_interpreted):
     np.testing.assert_array_equal(by_kernels, want)
 
 
-def test_the_long_division():
+def test_fraction_equals_long_division():
     rng = np.random.default_rng(0)
     b = rng.integers(1, 2**30 + 2**20, 1000).astype(np.int32)
     a = (rng.random(1000) * b).astype(np.int32)

@@ -84,7 +84,7 @@ def test_as_good_as_materialised(verb, std, by_kernels):
 
 
 @pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl")])
-def test_where_sums_cancel(verb, by_kernels):
+def test_divergence_where_sums_cancel(verb, by_kernels):
     divergence.check_nearly_equal_heads(verb, 1e-3)
     divergence.check_equal_heads(verb)
     divergence.check_confident_heads(verb)
@@ -120,7 +120,7 @@ def test_blocks_that_a_head_excludes(verb, by_kernels):
 
 
 @pytest.mark.slow
-def test_no_value_is_negative(rows_interpreted):
+def test_divergence_is_never_negative(rows_interpreted):
     """Where sums of both signs cancel within the rounding of one block."""
     rng = np.random.default_rng(0)
     z = rng.standard_normal((64, 520)).astype(np.float32) * 5

@@ -55,7 +55,7 @@ def test_both_gradients(layout, d, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("many", [False, True])
-def test_a_long_column_counts_each_pair_once(many, monkeypatch):
+def test_long_column_counts_pairs_once(many, monkeypatch):
     """Of any length, wherever it begins among the pieces; so do its neighbours."""
     from jaxmem.head.kernels import sampled_products
 

@@ -22,13 +22,13 @@ def table(monkeypatch):
     return put
 
 
-def test_the_shipped_table_can_be_read():
+def test_shipped_table_can_be_read():
     for (kernel, _), tiles in tuned.table().items():
         expected = SampledLaunch if kernel in tuned.LAUNCHES else Tiles
         assert isinstance(tiles, expected)
 
 
-def test_an_entry_serves_its_head_alone(table):
+def test_entry_serves_its_head_only(table):
     better = dataclasses.replace(tuned.DEFAULTS["derivative"], panel=16, stages=3)
     entry = tuned.entry_of("derivative", HEAD, better, {"ms": 1.0, "date": "today"})
     assert entry["tiles"] == {"panel": 16, "stages": 3}
@@ -96,7 +96,7 @@ def test_statistics_and_exps_add_up_in_one_order(table):
         ({"tiles": {"stages": 9}}, "bytes of shared memory"),
     ],
 )
-def test_an_entry_that_cannot_be_used_is_named(change, message):
+def test_unusable_entry_is_named(change, message):
     entry = tuned.entry_of("to_W", HEAD, tuned.DEFAULTS["to_W"], {})
     with pytest.raises(ValueError, match=f"tuned.json: entry 3.*{message}"):
         tuned._read(3, entry | change)

@@ -67,7 +67,7 @@ def test_error(verb, changes, exception, message):
     assert Path(origin).parent.name in ("maths", "backends")
 
 
-def test_every_argument_has_an_error():
+def test_every_argument_has_an_error_case():
     tested = {name for changes, *_ in ERRORS for name in changes}
     for verb in GOOD:
         assert _parameters(verb) <= tested
@@ -103,7 +103,7 @@ def test_spellings_of_the_defaults(verb, change):
 @pytest.mark.parametrize(
     "softcap", [30, np.float32(30), np.array(30.0), "jax"], ids=str
 )
-def test_a_softcap_is_any_number(softcap):
+def test_softcap_may_be_any_number(softcap):
     softcap = jnp.array(30.0) if softcap == "jax" else softcap
     made = checks.check_softcap(softcap)
     assert type(made) is float and made == 30
@@ -311,7 +311,7 @@ def test_forward_mode_under_jit_fails_in_jax():
 # Numbers that only another process could read.
 
 
-def test_what_cannot_be_read_is_not_checked():
+def test_unaddressable_array_is_not_checked():
     class Elsewhere(jax.Array):  # as an array of a larger mesh looks from one host
         dtype, shape, is_fully_addressable = jnp.dtype(jnp.int32), (N,), False
 
@@ -326,12 +326,12 @@ def test_counts_that_int32_can_represent(value):
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**31, 1.0, True, "3", None])
-def test_no_counts(value):
+def test_check_count_refuses(value):
     with pytest.raises(ValueError, match="k must be an integer, at least 1"):
         checks.check_count("k", value)
 
 
-def test_a_count_from_0():
+def test_check_count_from_0():
     assert checks.check_count("n", 0, low=0) == 0
 
 
@@ -341,11 +341,11 @@ def test_normalizers(value):
 
 
 @pytest.mark.parametrize("value", [-1.0, np.inf, np.nan, 1e39])
-def test_no_normalizers(value):
+def test_check_normalizer_refuses(value):
     with pytest.raises(ValueError, match="normalizer must be finite and not negative"):
         checks.check_normalizer(np.asarray(value))
 
 
-def test_the_least_values_are_accepted():
+def test_check_softcap_and_vocab_size_accept_least():
     assert checks.check_softcap(0.5) == 0.5
     assert checks.check_vocab_size(1, V) == 1

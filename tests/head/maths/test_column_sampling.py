@@ -70,7 +70,7 @@ def test_slots_suffice_for_any_distribution(slots, v):
         assert q.sum() <= slots * facts.one
 
 
-def test_no_units_where_a_row_has_no_numbers():
+def test_units_of_nan_are_zero():
     p = jnp.array([np.nan, -np.nan, 0.0, 1e-30, 1.0, 1.00001])
     facts = Sampling(128, 6)
     got = column_sampling.units(facts, p)

@@ -22,7 +22,7 @@ def total(head, h=H, verb=jaxmem.logprobs):
 
 
 @pytest.mark.slow
-def test_a_gradient_by_a_head_is_a_head():
+def test_gradient_by_head_is_a_head():
     slopes = jax.jit(jax.grad(total))(make())
     assert isinstance(slopes, jaxmem.Head)
     assert (slopes.softcap, slopes.vocab_size) == (3.0, 14)

@@ -258,7 +258,7 @@ def test_inside_scan_remat_and_vmap(quick_compilation):
 
 
 @pytest.mark.slow
-def test_a_loss_that_was_traced_for_other_rows(quick_compilation):
+def test_partition_retraces_loss_for_fewer_rows(quick_compilation):
     """On each device fewer than a chunk, and than what the loss is called with."""
     h, W, y, a = place("data")
 
@@ -293,7 +293,7 @@ def test_partition_not_inside_shard_map():
     assert seen == [False]
 
 
-def test_a_mesh_in_the_context_changes_nothing(quick_compilation):
+def test_partition_unchanged_by_mesh_in_context(quick_compilation):
     h, W, y, a = place("tensor")
     with jax.set_mesh(h.sharding.mesh):
         got = with_gradients(token_loss)(h, W, y, a)

@@ -58,7 +58,7 @@ def test_merge_is_associative(drawn):
 
 
 @hypothesis.given(tiles(8))
-def test_a_tree_of_groups(drawn):
+def test_merge_tree_equals_merges_of_pairs(drawn):
     """The same merges of pairs, of neighbours first."""
     parts, _, _ = drawn
     stacked = row_stats.Stats(*(jnp.stack(x) for x in zip(*parts, strict=True)))
@@ -130,7 +130,7 @@ def test_dlogits_is_the_derivative_of_the_outputs(asked, std):
     np.testing.assert_allclose(got, want, atol=2e-6, rtol=1e-5)
 
 
-def test_a_confident_label_keeps_its_nats():
+def test_confident_label_keeps_its_nats():
     """At a lead of 25 nats, 1 - p and logsumexp - z_y round to 0 in float32."""
     z = np.zeros((1, 8), np.float32)
     z[0, 3] = 25

@@ -96,7 +96,7 @@ def alone_and_exact():
 @pytest.mark.parametrize(
     "name", [x if x == "vocabulary over two axes" else slow(x) for x in MESHES]
 )
-def test_every_mesh(name):
+def test_token_stats_on_every_mesh(name):
     """Where masked rows are exactly nothing."""
     made, gradients = with_gradients(sharded(stats, name), *problem())
     check((made, gradients), *alone_and_exact())
@@ -107,7 +107,7 @@ def test_every_mesh(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_every_option_together(check_vma):
+def test_token_stats_with_every_option(check_vma):
     """Differentiated from outside as jax's own types say, or as without them.
 
     In 16 bits; of eight parts of five columns, two hold the vocabulary.
@@ -429,7 +429,7 @@ def test_communication_independent_of_vocabulary(v):
     assert collectives(dhidden, h, W, y) == [*STATISTICS, DHIDDEN]
 
 
-def test_what_a_loss_in_one_pass_communicates():
+def test_token_loss_collectives():
     """Statistics once a chunk, inside the loop; hidden's gradient once; no W."""
     h, W, y = problem()
 
@@ -442,7 +442,7 @@ def test_what_a_loss_in_one_pass_communicates():
 
 
 @pytest.mark.parametrize("fn", [stats, mixed_loss], ids=["stats", "loss"])
-def test_no_more_logits_than_a_chunk_of_them(fn):
+def test_shards_hold_one_chunk_of_logits(fn):
     h, W, y = problem()
     is_loss = fn is mixed_loss
     rest = (y, np.ones(N, np.float32)) if is_loss else (y,)
@@ -475,7 +475,7 @@ def refusal(kind, *operands, fn=stats, **options):
     return str(caught.value)
 
 
-def test_an_axis_of_another_name():
+def test_unbound_axis_name_is_refused():
     h, W, y = problem()
     run = lambda *a, axis_name: stats(*a, "vocabulary")  # noqa: E731
     assert refusal(ValueError, h, W, y, fn=run) == (

@@ -81,7 +81,7 @@ def test_sixteen_bit_inputs_with_every_option(implementation):
 @pytest.mark.parametrize(
     "asked", [slow("logprob"), "entropy", slow("logsumexp"), slow("sum_pi_squared")]
 )
-def test_each_output_alone_has_its_own_gradient(asked, implementation):
+def test_gradient_of_each_output_alone(asked, implementation):
     problem = CASES["ordinary"].make()
     g = {asked: cotangents(len(problem.y))[asked]}
 
@@ -210,7 +210,7 @@ def test_invalid_label_is_nan_alone(implementation):
     assert np.isfinite(jax.grad(lambda h: run(h, y).entropy.sum())(h)).all()
 
 
-def test_one_nan_row_stays_alone(implementation):
+def test_nan_row_stays_alone(implementation):
     h, W, y = CASES["ordinary"].make()
     h[5] = np.nan
     stats = jaxmem.token_stats(h, W, y, 64, implementation=implementation)

@@ -260,7 +260,7 @@ def test_frozen_head_with_masks_and_infinities():
 # Contracts.
 
 
-def test_the_reference_is_constant():
+def test_reference_is_constant():
     """Also where one head serves both: the gradient is the policy's alone."""
     h, W, noise, _ = same_depth(1.0, 1.0)
 
@@ -498,7 +498,7 @@ def test_errors_of_beta(beta, kind, message):
 @pytest.mark.parametrize(
     "target", [None, jaxmem.JSD(), jaxmem.Teacher(*make()[2:]), "reverse_kl"]
 )
-def test_what_is_no_target_is_refused(target):
+def test_other_targets_are_refused(target):
     with pytest.raises(TypeError, match="target must be jaxmem.ForwardKL"):
         jaxmem.divergence(*make()[:2], target)
 

@@ -110,7 +110,7 @@ def test_values_and_gradients(verb, std):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.slow
-def test_every_option(dtype):
+def test_divergence_loss_with_every_option(dtype):
     bias = np.linspace(-1, 1, V).astype(np.float32)
     check(
         "jsd", make(), dtype, bias=bias, softcap=3.0, temperature=0.7,
@@ -136,7 +136,7 @@ def test_statistics_at_a_temperature_of_their_own(of_stats, temperature):
 
 
 @pytest.mark.slow
-def test_without_a_gradient_it_is_the_same():
+def test_divergence_loss_equal_without_gradient():
     h, W, *reference = make()
     loss, metrics, _ = ours([h, W, *reference], {}, "jsd 0.1")
     run = functools.partial(loss_of_two_heads("jsd 0.1", mixture), chunk=CHUNK)
@@ -145,7 +145,7 @@ def test_without_a_gradient_it_is_the_same():
     np.testing.assert_allclose(metrics["divergence"], of_plain["divergence"], rtol=1e-5)
 
 
-def test_a_frozen_head_and_a_constant_reference():
+def test_frozen_head_and_constant_reference():
     def loss(h, W, h_ref, W_ref, frozen):
         W = jax.lax.stop_gradient(W) if frozen else W
         given = h, W, LABELS, h_ref, W_ref, WEIGHT
@@ -272,12 +272,12 @@ def test_wrong_arguments(changes, error, message):
 
 
 @pytest.mark.parametrize("target", ["reverse_kl", jaxmem.JSD()], ids=str)
-def test_what_is_no_target_is_refused(target):
+def test_other_targets_are_refused(target):
     with pytest.raises(TypeError, match="target must be jaxmem.ForwardKL"):
         jaxmem.divergence_loss(mixture, *make()[:2], LABELS, target, WEIGHT)
 
 
-def test_an_array_as_target_is_named_by_its_shape():
+def test_array_as_target_is_named_by_shape():
     h, W = make()[:2]
     for target, got in (
         (h, "an array"),

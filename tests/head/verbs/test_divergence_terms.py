@@ -41,7 +41,7 @@ def exact(beta, p, x):
 @pytest.mark.parametrize(
     "dtype,smallest,epsilon", [("float32", 1e-5, 2.0**-23), ("float64", 1e-1, 1e-14)]
 )
-def test_each_term_keeps_its_digits(beta, dtype, smallest, epsilon):
+def test_terms_keep_their_digits(beta, dtype, smallest, epsilon):
     p, q, x = pairs(dtype, smallest)
     with jax.enable_x64(dtype == "float64"):
         divergence = JSD(beta=beta)
@@ -58,7 +58,7 @@ def test_each_term_keeps_its_digits(beta, dtype, smallest, epsilon):
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.1, 0.9])
-def test_what_one_of_the_two_excludes(beta):
+def test_jsd_terms_of_excluded_columns(beta):
     """p = 0 < q: x = -inf; the other way round; and both, which has no ratio."""
     p, q = jnp.array([0.0, 0.3, 0.0]), jnp.array([0.3, 0.0, 0.0])
     x = jnp.array([-jnp.inf, jnp.inf, jnp.nan])

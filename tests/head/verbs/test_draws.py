@@ -58,7 +58,7 @@ def test_sample_ids_inverts_distribution_function(v, std):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dv", "vd"])
-def test_every_option(layout):
+def test_sample_ids_with_every_option(layout):
     h, W = make(3.0)
     given, where = W if layout == "vd" else W.T, np.arange(N) % 4 > 0
     ids = described(jaxmem.sample_ids)(
@@ -83,7 +83,7 @@ def biased(h, W, bias):
     return jaxmem.sample_ids(h, jaxmem.Head(W, bias=bias), 50, KEY, CHUNK)
 
 
-def test_the_bounds_of_a_column():
+def test_draw_at_bounds_of_a_column():
     """The first and the last number that draw it."""
     bits = np.array([[0, 2**24 - 1, 2**24, 2**25 - 1, 2**25, 2**32 - 1]], np.uint32)
     whole = types.SimpleNamespace(shards=None)

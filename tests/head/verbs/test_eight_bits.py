@@ -196,7 +196,7 @@ def test_channels_are_the_largest_of_both(n, d, v):
 
 
 @pytest.mark.slow
-def test_a_loop_of_micro_batches_rounds_W_once():
+def test_micro_batches_round_W_once():
     """XLA moves what depends on W alone out of the loop."""
     h, W, y, _ = problem(n=64)
     hs, ys = h.reshape(4, 16, D), y.reshape(4, 16)
@@ -255,7 +255,7 @@ BIAS = jaxmem.Head(problem()[1], bias=jnp.zeros(V))
     (dict(vocab_groups=2), "vocab_groups cannot be combined"),
     (dict(implementation="hopper"), "hopper"),
 ])  # fmt: skip
-def test_what_has_no_meaning_is_refused_by_name(change, message):
+def test_unsupported_options_are_named(change, message):
     h, W, y, _ = problem()
     options = {"h": h, "W": W} | change
     h, W = options.pop("h"), options.pop("W")
@@ -300,14 +300,14 @@ def test_over_devices_that_share_the_tokens():
 
 
 @pytest.mark.parametrize("forward", ["int4", None, 8])
-def test_an_unknown_forward_is_refused(forward):
+def test_unknown_forward_is_refused(forward):
     with pytest.raises(
         ValueError, match="Sample.forward must be one of 'exact', 'int8'"
     ):
         Sample(8, forward=forward)
 
 
-def test_a_metric_of_the_error_s_name_is_refused():
+def test_metric_named_as_the_error_is_refused():
     h, W, y, _ = problem()
 
     def loss_fn(stats):

@@ -88,7 +88,7 @@ def test_values_and_gradients(name, verb):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_every_option(dtype):
+def test_frozen_head_with_every_option(dtype):
     options = {k: v for each in OPTIONS.values() for k, v in each.items()}
     problem = Case(40, 33, 130, std=3.0).make()
     options["temperature"] = np.linspace(0.3, 3, 40, dtype=np.float32)
@@ -177,7 +177,7 @@ def test_traced_function_has_several_derivatives(problem, fn, wrap):
 
 
 @pytest.mark.parametrize("fn", [total, loss, of_stats])
-def test_the_residuals_hold_no_more_weights(problem, fn):
+def test_residuals_hold_no_more_weights(problem, fn):
     """Of W nothing but itself is kept, nor more than one row of D a token."""
 
     def pulled(h, W, y):
@@ -213,7 +213,7 @@ def test_invalid_label_is_nan_where_used(problem):
     assert not dh[0].any() and np.isnan(dh[1]).all() and np.isfinite(dh[2:]).all()
 
 
-def test_no_cotangent_no_gradient(problem):
+def test_gradient_is_zero_without_cotangent(problem):
     h, W, y = problem
 
     def unused(h):

@@ -131,7 +131,7 @@ def test_sixteen_bits_against_float64(name, layout, on_one_device, of_blocks):
 
 
 @pytest.mark.slow
-def test_every_option_at_once_against_float64(on_one_device, of_blocks):
+def test_recompute_with_every_option(on_one_device, of_blocks):
     problem = Case(70, 33, 130, std=3.0).make()
     check(
         problem._replace(y=problem.y % 100), "xla", 16, dtype="float16", layout="dv",
@@ -181,7 +181,7 @@ def test_gradient_is_zero_without_active_tokens(on_one_device):
     (of_stats, "frozen"), slow(of_loss, "float32"), slow(of_stats, "float32"),
     slow(of_loss, "frozen"),
 ])  # fmt: skip
-def test_nothing_changes_where_there_are_no_sums(run, why, on_one_device, of_blocks):
+def test_recompute_without_sums_changes_nothing(run, why, on_one_device, of_blocks):
     h, W, y = problem()
     W = W.astype(F32) if why == "float32" else W
 

@@ -46,7 +46,7 @@ def table():
         yield from ((verb, n, c) for n, c in zip(names, cells, strict=True))
 
 
-def test_the_table_has_every_function_and_choice():
+def test_table_has_every_function_and_choice():
     pairs = {(verb, name) for verb, name, _ in table()}
     assert pairs == {(verb, name) for verb in ARGUMENTS for name in GRADIENTS}
 
@@ -66,7 +66,7 @@ def check(verb, operands, name, takes):
 
 
 @pytest.mark.parametrize("verb, name, takes", list(table()))
-def test_a_function_takes_what_the_table_says(verb, name, takes):
+def test_functions_take_what_the_table_says(verb, name, takes):
     check(verb, ARGUMENTS[verb], name, takes)
 
 
@@ -74,7 +74,7 @@ def test_a_function_takes_what_the_table_says(verb, name, takes):
     "verb, name, takes", [row for row in table() if row[0].startswith("divergence")]
 )
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_target_takes_what_the_table_says(target, verb, name, takes):
+def test_targets_take_what_the_table_says(target, verb, name, takes):
     check(verb, (*ARGUMENTS[verb][:-1], TARGETS[target]), name, takes)
 
 

@@ -77,7 +77,7 @@ def test_flat_and_peaked(std):
     "dtype,layout", [("bfloat16", "dv"), ("float32", "dv"), ("bfloat16", "vd")]
 )
 @pytest.mark.slow
-def test_every_option(dtype, layout):
+def test_topk_with_every_option(dtype, layout):
     """vocab_size leaves few more columns than k, and the largest biases are past it."""
     bias = np.linspace(-2, 2, 130, dtype=np.float32)
     warm = np.linspace(0.3, 3, N, dtype=np.float32)
@@ -109,7 +109,7 @@ def test_masked_tokens_give_exactly_nothing():
     assert not none.logprobs.any() and (none.ids == -1).all()
 
 
-def test_one_nan_row_stays_alone():
+def test_nan_row_stays_alone():
     h, W = make(300)
     h[5] = np.nan
     (made, ids), (dh, _) = ours(h, W, 3, cotangents(3), {})
@@ -119,7 +119,7 @@ def test_one_nan_row_stays_alone():
     assert ((ids >= 0) & (ids < 300)).all()
 
 
-def test_the_second_best_of_a_confident_token():
+def test_topk_confident_token_keeps_digits():
     """1 + Σ others rounds to 1: the logprob of the first keeps its digits."""
     h, W = np.eye(8, dtype=np.float32), np.zeros((50, 8), np.float32)
     np.fill_diagonal(W, 25.0)

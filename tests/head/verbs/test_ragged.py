@@ -101,7 +101,7 @@ def test_values_and_gradients(std):
     "dtype,layout", [("bfloat16", "dv"), ("float32", "dv"), ("bfloat16", "vd")]
 )
 @pytest.mark.slow
-def test_every_option(dtype, layout):
+def test_ragged_support_with_every_option(dtype, layout):
     check(make(3.0, 100), dtype, layout, **OPTIONS)
 
 
@@ -121,7 +121,7 @@ def test_ids_that_repeat_or_are_absent():
         np.testing.assert_allclose(got, exact_one, atol=2e-5)
 
 
-def test_one_width_is_the_dense_form_bit_by_bit():
+def test_equal_widths_equal_dense_form_bitwise():
     h, W, y, dense = make()
     dense[:] = np.where(dense < 0, (dense[:, :1] + np.arange(MAX_IDS)) % V, dense)
     g = cotangents("support")
@@ -132,7 +132,7 @@ def test_one_width_is_the_dense_form_bit_by_bit():
         np.testing.assert_array_equal(got, exact_one)
 
 
-def test_a_token_does_not_depend_on_the_others():
+def test_token_independent_of_others():
     h, W, y, dense = make()
     order = np.random.default_rng(2).permutation(N)
     g = cotangents("support")
@@ -235,7 +235,7 @@ def test_label_excluded_by_bias_is_impossible():
     assert all(np.isfinite(x).all() for x in gradients[:2])
 
 
-def test_no_ids_at_all():
+def test_ragged_support_without_ids():
     h, W, y, _ = make()
     none = np.zeros(0, np.int32), np.zeros(N + 1, np.int32)
     for labels, bad in ((y, True), (np.full(N, -1), False)):
@@ -327,7 +327,7 @@ def test_errors(changes, kind, message):
     assert str(error.value) == message
 
 
-def test_what_a_mask_hides_is_not_refused():
+def test_masked_ids_are_not_checked():
     where = np.arange(N) != 7
     masked = GOOD | {"where": where}
     masked["support_ids"] = changed(IDS, slice(OFFSETS[7], OFFSETS[8]), V)

@@ -100,7 +100,7 @@ def run(verb, name, copies=0, keys=None):
     ("token_loss", "dv"), slow("token_loss", "frozen"), slow("token_stats", "plain"),
     slow("entropy", "some"), slow("logprobs", "dv"),
 ])  # fmt: skip
-def test_the_mean_of_draws_is_the_exact_gradient(verb, name):
+def test_mean_of_draws_is_exact_gradient(verb, name):
     copies = 256
     value, (dh, dW) = run(verb, name)
     keys = jax.random.split(KEY, (copies, N))

@@ -62,7 +62,7 @@ SOME = {
     ],
     ids=lambda x: x if isinstance(x, str) else "some" if x else "plain",
 )
-def test_the_mean_of_draws_is_the_exact_gradient(verb, options):
+def test_mean_of_draws_is_exact_gradient(verb, options):
     check_mean(verb, options)
 
 

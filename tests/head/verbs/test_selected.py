@@ -71,7 +71,7 @@ def below(limit, operands):
     slow("selected", "bfloat16", "vd"), slow("support", "float32", "dv"),
     slow("support", "bfloat16", "vd"),
 ])  # fmt: skip
-def test_every_option(verb, dtype, layout):
+def test_selected_with_every_option(verb, dtype, layout):
     check(verb, below(100, make(3.0)), dtype, layout, **OPTIONS)
 
 
@@ -130,7 +130,7 @@ def test_one_id_or_full_support_equals_logprobs(verb):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_a_support_of_the_label_alone_is_certain():
+def test_support_of_label_alone_is_certain():
     h, W, y, _ = make(3.0)
     alone = np.where(np.arange(K) == 2, y[:, None], -1)
     got, gradients = ours((h, W, y, alone), np.ones(N), {}, "support")
@@ -205,7 +205,7 @@ def test_invalid_id_is_nan_in_its_token(verb):
     assert all(np.isfinite(x).all() for x in unused)
 
 
-def test_a_label_outside_of_its_support_is_nan():
+def test_label_outside_support_is_nan():
     h, W, y, ids = make()
     ids[7, 2] = ids[7, 0]
     value, (dh, _) = ours((h, W, y, ids), np.ones(N), {}, "support")
@@ -264,7 +264,7 @@ def test_any_leading_shape():
     assert one.shape == () and error(one, want[0]) < STATS_EPSILON
 
 
-def test_nothing_to_do():
+def test_selected_of_no_tokens_or_ids():
     h, W, _, _ = make()
     none = jnp.zeros((0, D)), W, jnp.zeros(0, jnp.int32), jnp.zeros((0, K), jnp.int32)
     assert jaxmem.support_logprobs(*none).shape == (0,)

@@ -88,13 +88,13 @@ def check(got, v=V):
 
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.slow
-def test_every_mesh(name):
+def test_selected_on_every_mesh(name):
     """The tests below are of "2x4" and "1x8"."""
     check(with_gradients(sharded(selected, name)))
 
 
 @pytest.mark.slow
-def test_without_types_that_vary_and_columns_last():
+def test_selected_unchecked_vma_and_columns_last():
     call = functools.partial(selected, layout="dv")
     check(with_gradients(sharded(call, "2x4", check_vma=False)))
 
@@ -148,7 +148,7 @@ def test_invalid_id_is_nan_in_its_result():
     np.testing.assert_array_equal(np.isnan(dh).any(1), bad.any(1))
 
 
-def test_what_is_communicated():
+def test_selected_collectives():
     """Each array once for all tokens of a device, by all-reduces; W is not gathered."""
     h, W, ids, bias, warm, where, g = problem()
     split = sharded(selected, "2x4")

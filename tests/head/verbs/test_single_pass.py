@@ -200,7 +200,7 @@ def test_eager_jit_and_ungraded_agree(problem):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [nll, ppo])
-def test_the_result_has_one_type(problem, loss_fn):
+def test_metrics_are_float32_per_token(problem, loss_fn):
     loss, metrics = total(*problem, *arguments(problem), loss_fn=loss_fn)
     assert loss.shape == () and isinstance(metrics, dict)
     assert sorted(metrics) == ([] if loss_fn is nll else ["hit", "ratio", "square"])
@@ -275,7 +275,7 @@ def test_arguments_of_any_type(problem):
 # Masks, counts, empty batches
 
 
-def test_a_masked_token_is_never_read(problem):
+def test_masked_token_is_never_read(problem):
     where = np.arange(N) % 4 > 0
     live = where & (problem.y >= 0)
     clean = *problem, *arguments(problem)
@@ -347,7 +347,7 @@ def test_no_tokens(problem, shape):
     assert metrics["ratio"].shape == shape
 
 
-def test_a_label_that_does_not_exist_is_nan(problem):
+def test_invalid_label_is_nan(problem):
     y = np.where(np.arange(N) == 7, V, abs(problem.y))
     loss, metrics = jax.jit(total)(
         *problem[:2], y, *arguments(problem._replace(y=abs(problem.y)))
@@ -357,7 +357,7 @@ def test_a_label_that_does_not_exist_is_nan(problem):
 
 
 @pytest.mark.slow
-def test_the_normalizer_is_a_number_known_before(problem):
+def test_normalizer_is_a_known_number(problem):
     operands = *problem, *arguments(problem)
     n_active = (problem.y >= 0).sum()
     want, gradients = differentiated(*operands)
@@ -392,7 +392,7 @@ def test_gradients_accumulate_over_a_scan(problem):
     chex.assert_trees_all_close(got, (loss, gradients[1]), rtol=1e-5, atol=1e-7)
 
 
-def test_the_loss_does_not_depend_on_the_chunk(problem):
+def test_loss_independent_of_chunk(problem):
     operands = *problem, *arguments(problem)
     run = jax.jit(
         lambda chunk: jaxmem.token_loss(ppo, *operands, chunk=chunk)[0],
@@ -450,7 +450,7 @@ def closing(h, W, y, scale, shift):
     ],
     ids=["grad", "grad of jit", "checkpoint", "vmap"],
 )
-def test_what_is_closed_over_may_be_traced(problem, wrap):
+def test_closed_over_values_may_be_traced(problem, wrap):
     got = wrap(closing)(*problem, jnp.array([1.0, 2.0]), jnp.int32(4))
     want = jax.grad(lambda h: 3 * total(h, *problem[1:], loss_fn=nll)[0])(problem.h)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
@@ -469,7 +469,7 @@ def test_inner_jit_closure_is_read_each_time(problem):
     np.testing.assert_allclose(made[1], 2 * made[0], rtol=1e-6)
 
 
-def test_no_nan_is_made_on_the_way(problem):
+def test_token_loss_makes_no_nan(problem):
     with jax.debug_nans(True):
         assert np.isfinite(total(*problem, loss_fn=nll)[0])
 

@@ -94,13 +94,13 @@ def check(got):
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("call", [dense, ragged])
 @pytest.mark.slow
-def test_every_mesh(call, name):
+def test_support_on_every_mesh(call, name):
     check(with_gradients(sharded(call, name)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [dense, ragged])
-def test_without_types_that_vary(call):
+def test_support_with_unchecked_vma(call):
     check(with_gradients(sharded(call, "2x4", check_vma=False)))
 
 
@@ -126,7 +126,7 @@ def test_invalid_id_or_label_is_nan_in_its_token(call):
 
 @pytest.mark.parametrize("call", [dense, ragged])
 @pytest.mark.slow
-def test_what_is_communicated(call):
+def test_support_collectives(call):
     """The logprobs' all-reduces, once for all tokens of a device; W is not gathered."""
     h, W, y, ids, bias, warm, g = problem()
     split = sharded(call, "2x4")

@@ -123,7 +123,7 @@ def test_verbs_as_good_as_materialised_logits(logits, temperature):
 
 @pytest.mark.parametrize("logits", ["signs of 900", "std 100"], indirect=True)
 @pytest.mark.slow
-def test_a_temperature_for_each_token(logits):
+def test_temperature_for_each_token(logits):
     check(logits, 1.3, "token")
 
 

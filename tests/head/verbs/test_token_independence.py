@@ -80,7 +80,7 @@ def traced(loss_fn):
     (lambda s, *_: lax.scan(lambda c, x: (c + x, c), 0.0, s[0])[1],
      COMBINES + "a scan"),
 ], ids=lambda x: "")  # fmt: skip
-def test_a_loss_of_other_tokens_is_refused(loss_fn, message):
+def test_loss_of_other_tokens_is_refused(loss_fn, message):
     with pytest.raises(ValueError, match=message):
         traced(loss_fn)
 
@@ -108,7 +108,7 @@ def test_a_loss_of_other_tokens_is_refused(loss_fn, message):
     jax.checkpoint(lambda s, x, i: s.logprob * TABLE[0] + jax.nn.relu(x).sum(-1)),
     lambda s, *_: (jax.debug.print("{}", s.logprob.mean()), s.logprob)[1],
 ], ids=lambda x: "")  # fmt: skip
-def test_a_loss_of_each_token_alone_passes(loss_fn):
+def test_loss_of_each_token_alone_passes(loss_fn):
     traced(loss_fn)
 
 
@@ -130,7 +130,7 @@ def test_closed_over_array_refused_when_transformed(wrap):
         jax.eval_shape(wrap(run), HIDDEN)
 
 
-def test_a_mask_and_one_chunk_are_refused_too():
+def test_closure_refused_with_mask_and_one_chunk():
     with pytest.raises(ValueError, match=CLOSES):
         jaxmem.token_loss(
             lambda s: ADVANTAGES * s[0], HIDDEN[:16], HEAD, LABELS[:16],

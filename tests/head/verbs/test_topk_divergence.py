@@ -119,7 +119,7 @@ OPTIONS = {
      ("jsd", True, "bfloat16", "vd")],
 )  # fmt: skip
 @pytest.mark.slow
-def test_every_option(way, tail, dtype, layout):
+def test_topk_divergence_with_every_option(way, tail, dtype, layout):
     check(way, tail, make(3.0), dtype, layout, **OPTIONS)
 
 
@@ -181,7 +181,7 @@ def test_all_columns_of_teacher_in_16_bits(way):
 
 
 @pytest.mark.parametrize("way, tail", PAIRS)
-def test_without_ids_nothing_diverges(way, tail):
+def test_divergence_without_ids_is_zero(way, tail):
     h, W, ids, ln_q = make()
     h[:5], ids[:5], ln_q[3] = np.nan, -1, np.nan
     value, (dh, dW) = ours((h, W, ids, ln_q), cotangents(), {}, way, tail)
@@ -215,7 +215,7 @@ def with_bias(bias, where=None):
 
 
 @pytest.mark.slow
-def test_a_rest_of_any_size_keeps_its_digits():
+def test_rest_of_any_size_keeps_its_digits():
     """1 - Σ p has none left where the student's rest is 1e-12."""
     h, W, ids, ln_q = make()
     ids = np.tile(np.arange(K, dtype=np.int32), (N, 1))
@@ -313,7 +313,7 @@ def test_invalid_id_is_nan_in_its_token(tail):
     assert all(np.isfinite(x).all() for x in unused)
 
 
-def test_a_teacher_that_excludes_all_of_the_ids():
+def test_teacher_excluding_all_ids():
     h, W, ids, ln_q = make()
     ln_q[3] = -np.inf
     without, _ = ours((h, W, ids, ln_q), cotangents(), {}, "forward_kl", False)
@@ -371,7 +371,7 @@ def test_errors(changes, kind, message):
     assert str(caught.value) == message
 
 
-def test_what_is_not_read_is_not_checked():
+def test_masked_columns_are_not_checked():
     where = np.arange(N) > 3
     ids, q = IDS.copy(), Q.copy()
     q[:4], q[5, 1], ids[5, 1] = 2.0, np.nan, -1

@@ -108,7 +108,7 @@ def test_values_and_gradients(way, tail):
 
 @pytest.mark.parametrize("way, tail", [("jsd", True), ("reverse_kl", False)])
 @pytest.mark.slow
-def test_every_option(way, tail):
+def test_loss_of_columns_with_every_option(way, tail):
     options = {"softcap": 5.0, "temperature": 0.7, "statistics_temperature": 1.3}
     bias = np.linspace(-1, 1, V).astype(np.float32)
     options |= {"bias": bias, "vocab_size": 110, "where": np.arange(N) % 5 != 0}
@@ -205,7 +205,7 @@ def test_invalid_drawn_id_is_nan_where_used():
 
 
 @pytest.mark.parametrize("tail", [True, slow(False), slow(None)])
-def test_no_ids_at_all(tail):
+def test_loss_of_columns_without_ids(tail):
     h, W, ids, ln_q = make()
     none = ids[:, :0], None if tail is None else ln_q[:, :0]
     tail = bool(tail)

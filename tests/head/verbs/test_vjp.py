@@ -111,7 +111,7 @@ def test_statistics_are_named_for_remat_policies(problem, capsys):
     assert "jaxmem_call" not in capsys.readouterr().out
 
 
-def test_a_stopped_temperature_is_fine(problem):
+def test_temperature_under_stop_gradient(problem):
     h, W, y = problem
 
     def fn(h, t):
