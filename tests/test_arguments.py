@@ -128,6 +128,8 @@ LOSSES = {
     ),
     "dpo": PAIRS | dict(beta=0.1),
     "ipo": PAIRS | dict(beta=0.1),
+    "simpo": dict(chosen=THREE, rejected=THREE, beta=2.0, gamma=0.5),
+    "orpo": dict(chosen=THREE, rejected=THREE, beta=0.1),
     "policy_gradient": dict(logprob=THREE, advantages=THREE),
     "ppo_clip": RATIO | CLIPS | dict(dual_clip=3.0),
     "grpo": RATIO | CLIPS | dict(ref_logprob=THREE, beta=0.04),
@@ -156,6 +158,8 @@ LOSSES = {
     "sequence_mean_weights": dict(segment_ids=IDS, num_sequences=2) | WHERE,
     "grpo_advantages": GROUPS | dict(normalize_std=True, epsilon=1e-6),
     "rloo_advantages": GROUPS,
+    "batch_std_advantages": GROUPS | dict(epsilon=1e-6),
+    "reinforce_plus_plus_advantages": dict(rewards=THREE, epsilon=1e-6) | WHERE,
     "multi_token_labels": dict(labels=IDS, heads=2, segment_ids=IDS),
 }  # fmt: skip
 

@@ -497,6 +497,8 @@ def of_sequences(x):
         "weights": losses.sequence_mean_weights(ids, where=where),
         "grpo": losses.grpo_advantages(lp),
         "rloo": losses.rloo_advantages(lp, ids, num_groups=3),
+        "batch_std": losses.batch_std_advantages(lp, ids, num_groups=3),
+        "reinforce_plus_plus": losses.reinforce_plus_plus_advantages(lp),
         "token": losses.grpo(lp, 2 * lp, 3 * lp, lp),
         "mismatch": jaxmem.mismatch_report(lp, 2 * lp, where),
     }

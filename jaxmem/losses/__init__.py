@@ -12,10 +12,10 @@ and all its micro-batches. A mean over tokens (DAPO) divides by the number of un
 tokens; a mean over the means of sequences (GRPO, GSPO) uses `sequence_mean_weights`;
 Dr. GRPO divides by the number of sequences times the maximum completion length.
 
-**Losses that couple tokens** (`gspo` by its sequence's ratio, `dpo` and `ipo` by a pair
-of sequences) need log-probabilities before any token's loss is known. Either a
-forward-only pass (2NVD) fixes the coupling, followed by `token_loss` (6NVD); or
-`logprobs` is differentiated directly (8NVD as well, with one pass over the trunk
+**Losses that couple tokens** (`gspo` by its sequence's ratio, `dpo`, `ipo`, `simpo` and
+`orpo` by a pair of sequences) need log-probabilities before any token's loss is known.
+Either a forward-only pass (2NVD) fixes the coupling, followed by `token_loss` (6NVD);
+or `logprobs` is differentiated directly (8NVD as well, with one pass over the trunk
 instead of two). Any such loss of log-probabilities `lp` becomes one for `token_loss` by
 its slopes,
 
@@ -40,7 +40,12 @@ from jaxmem.losses.policy import (
     ppo_clip as ppo_clip,
     sapo as sapo,
 )
-from jaxmem.losses.preferences import dpo as dpo, ipo as ipo
+from jaxmem.losses.preferences import (
+    dpo as dpo,
+    ipo as ipo,
+    orpo as orpo,
+    simpo as simpo,
+)
 from jaxmem.losses.ratios import (
     icepop_weights as icepop_weights,
     kl_k1 as kl_k1,
@@ -51,7 +56,9 @@ from jaxmem.losses.ratios import (
     truncated_importance_weights as truncated_importance_weights,
 )
 from jaxmem.losses.sequences import (
+    batch_std_advantages as batch_std_advantages,
     grpo_advantages as grpo_advantages,
+    reinforce_plus_plus_advantages as reinforce_plus_plus_advantages,
     rloo_advantages as rloo_advantages,
     sequence_log_ratio as sequence_log_ratio,
     sequence_mask_weights as sequence_mask_weights,

@@ -253,10 +253,7 @@ def grpo_advantages(
     epsilon = as_coefficient("epsilon", epsilon, 0, tokens=deviation.shape)
     if not normalize_std:
         return deviation
-    variance = total(jnp.square(deviation)) / jnp.maximum(count - 1, 1)
-    # If the variance is 0, so is the deviation; avoid 0 / 0 for any epsilon.
-    std = jnp.sqrt(jnp.where(variance == 0, 1, variance))
-    return deviation / (std + epsilon)
+    return deviation / (_std(deviation, count, total) + epsilon)
 
 
 @with_automatic_axes(sharded_like(rewards=0, group_ids=0))
@@ -281,6 +278,91 @@ def rloo_advantages(
     """
     deviation, count, _ = _deviations(rewards, group_ids, num_groups, where)
     return deviation * count / jnp.maximum(count - 1, 1)
+
+
+@with_automatic_axes(sharded_like(rewards=0))
+def reinforce_plus_plus_advantages(
+    rewards: ArrayLike, *, epsilon: Coefficient = 1e-6, where: ArrayLike | None = None
+) -> jax.Array:
+    """Advantage of each sample relative to all samples of the batch; a constant.
+
+        out_i = (r_i - mean(r)) / (std(r) + epsilon)        over all samples
+
+    Unlike a group's advantages, these need one sample of a prompt; all samples of a
+    prompt may be above 0. REINFORCE++ subtracts a KL term from the rewards before, and
+    takes mean and std over tokens; here each sample counts once.
+
+    Args:
+        rewards: one per sequence, of any shape.
+        epsilon, where: as in `grpo_advantages`.
+
+    Returns:
+        float32 (float64 for float64 rewards) of rewards' shape; 0 for an excluded
+        sequence, and for all if their rewards are equal.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> two_prompts = jnp.array([[1.0, 1.0], [0.0, 0.0]])
+    >>> for group in jaxmem.losses.reinforce_plus_plus_advantages(two_prompts):
+    ...     print([round(float(x), 3) for x in group])
+    [0.866, 0.866]
+    [-0.866, -0.866]
+
+    Reference: Hu et al., 2025, arXiv:2501.03262 (REINFORCE++).
+    """
+    deviation, count, total = _deviations(rewards, *_one_group(rewards), where)
+    epsilon = as_coefficient("epsilon", epsilon, 0, tokens=deviation.shape)
+    return deviation / (_std(deviation, count, total) + epsilon)
+
+
+@with_automatic_axes(sharded_like(rewards=0, group_ids=0))
+def batch_std_advantages(
+    rewards: ArrayLike,
+    group_ids: ArrayLike | None = None,
+    *,
+    num_groups: int | None = None,
+    epsilon: Coefficient = 1e-6,
+    where: ArrayLike | None = None,
+) -> jax.Array:
+    """Deviation from the mean of the prompt's group, by the batch's std; a constant.
+
+        out_i = (r_i - mean(r of the group of i)) / (std(r of all samples) + epsilon)
+
+    A prompt whose samples nearly agree is not scaled up, as it is by
+    `grpo_advantages`. A group whose rewards are all equal, or that has one sample,
+    gives exactly 0.
+
+    Arguments, result and errors are those of `grpo_advantages`; an excluded sequence
+    counts in neither.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> two_prompts = jnp.array([[1.0, 0.0], [0.1, 0.0]])
+    >>> for group in jaxmem.losses.batch_std_advantages(two_prompts):
+    ...     print([round(float(x), 3) for x in group])
+    [1.03, -1.03]
+    [0.103, -0.103]
+
+    Reference: Liu et al., "Part I: Tricks or Traps? A Deep Dive into RL for LLM
+    Reasoning", 2025, arXiv:2508.08221 (Lite PPO).
+    """
+    deviation, *_ = _deviations(rewards, group_ids, num_groups, where)
+    epsilon = as_coefficient("epsilon", epsilon, 0, tokens=deviation.shape)
+    if group_ids is not None:
+        live = checks.as_array("group_ids", group_ids) >= 0
+        where = live if where is None else live & jnp.asarray(where)
+    of_batch = _deviations(rewards, *_one_group(rewards), where)
+    return deviation / (_std(*of_batch) + epsilon)
+
+
+def _one_group(rewards):
+    """Ids and number of groups where all sequences are one."""
+    return jnp.zeros(np.shape(rewards), jnp.int32), 1
+
+
+def _std(deviation, count, total):
+    """Standard deviations at each sequence; 1 where all deviations of a group are 0."""
+    variance = total(jnp.square(deviation)) / jnp.maximum(count - 1, 1)
+    # If the variance is 0, so is the deviation; avoid 0 / 0 for any epsilon.
+    return jnp.sqrt(jnp.where(variance == 0, 1, variance))
 
 
 def _deviations(rewards, group_ids, num_groups, where):

@@ -646,6 +646,41 @@ def test_preferences_from_tokens(name):
     np.testing.assert_allclose(slope.ravel(), want, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_preferences_of_means_have_no_reference(name):
+    rng = np.random.default_rng(5)
+    means = (-rng.exponential(1, (2, 6))).astype(np.float32)
+    means[:, 0] = -1e-3, -30.0
+    numbers = dict(beta=1.7, gamma=0.4) if name == "simpo" else dict(beta=0.3)
+
+    def reference(chosen, rejected):
+        if name == "simpo":  # eq. 6 of arXiv:2405.14734
+            return np.log1p(np.exp(0.4 - 1.7 * (chosen - rejected)))
+        odds_c, odds_r = (p / (1 - p) for p in (np.exp(chosen), np.exp(rejected)))
+        supervised = -chosen  # eq. 6 and 7 of arXiv:2403.07691
+        return supervised - 0.3 * np.log(1 / (1 + odds_r / odds_c))
+
+    def ours(chosen, rejected):
+        return getattr(losses, name)(chosen, rejected, **numbers)
+
+    exact = means.astype(np.float64)
+    value = jax.jit(ours)(*means)
+    np.testing.assert_allclose(value, reference(*exact), rtol=2e-5)
+    slopes = jax.jit(jax.grad(lambda *x: ours(*x).sum(), (0, 1)))(*means)
+    for slope, unit in zip(slopes, np.eye(2)[..., None], strict=True):
+        step = 1e-7 * unit
+        want = (reference(*(exact + step)) - reference(*(exact - step))) / 2e-7
+        np.testing.assert_allclose(slope, want, rtol=1e-3, atol=2e-5)
+
+
+def test_orpo_is_finite_where_a_completion_is_certain():
+    value, slopes = jax.value_and_grad(
+        lambda chosen, rejected: losses.orpo(chosen, rejected).sum(), (0, 1)
+    )(jnp.array([0.0, -2000.0, 0.0]), jnp.array([-2000.0, 0.0, 0.0]))
+    assert np.isfinite(value)
+    assert all(np.isfinite(slope).all() for slope in slopes)
+
+
 def test_preferences_finite_with_constant_reference():
     far = [jnp.array([x]) for x in (-2000.0, -1000.0, 0.0, 0.0)]
     for loss in (losses.dpo, losses.ipo):
@@ -709,6 +744,34 @@ def test_rloo_is_the_reward_less_the_others_mean():
     others = (rewards.sum(1, keepdims=True) - rewards) / 3
     np.testing.assert_allclose(rloo(rewards), rewards - others, rtol=1e-5, atol=1e-6)
     assert not rloo(jnp.array([[0.3], [2.0]])).any()
+
+
+def numpy_of_batch(rewards, live, of_groups):
+    """Deviations from the mean of the group, or of the batch, over the batch's std."""
+    kept = np.where(live, np.asarray(rewards, np.float64), np.nan)
+    axis = 1 if of_groups else None
+    mean = np.nanmean(kept, axis=axis, keepdims=True)
+    return np.nan_to_num((kept - mean) / (np.nanstd(kept, ddof=1) + 1e-6))
+
+
+@pytest.mark.parametrize("of_groups", [True, False])
+def test_the_batch_normalises_advantages(of_groups):
+    loss = losses.reinforce_plus_plus_advantages
+    if of_groups:
+        loss = losses.batch_std_advantages
+    rng = np.random.default_rng(8)
+    rewards, live = rng.normal(3, 2, (4, 5)).astype("f4"), rng.random((4, 5)) < 0.7
+    rewards[0], live[1, 1:], live[:, 0] = 0.9, False, True  # equal, and alone
+    want = numpy_of_batch(rewards, live, of_groups)
+    got = jax.jit(loss)(np.where(live, rewards, np.nan), where=live)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert not got[~live].any() and np.asarray(got[0] == 0).all() == of_groups
+    assert not loss(jnp.full((2, 3), 0.9)).any()  # whose mean is not 0.9 in float32
+    assert not loss(jnp.full((2, 3), np.nan), where=np.zeros((2, 3), bool)).any()
+    if of_groups:  # by ids, where a negative one is left out
+        ids = np.where(live, np.arange(4)[:, None], -1)
+        by_id = losses.batch_std_advantages(rewards.ravel(), ids.ravel(), num_groups=4)
+        np.testing.assert_allclose(by_id, got.ravel(), rtol=1e-6)
 
 
 def test_sequences_left_out_of_their_group():
