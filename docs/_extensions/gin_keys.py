@@ -8,6 +8,7 @@ import tokenize
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
+from jaxmem.base import user_code
 from jaxmem.train import configuration
 
 
@@ -32,6 +33,7 @@ def table(section: str) -> list[str]:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(made):
         kind = inspect.formatannotation(field.type).replace("typing.", "")
+        kind = user_code.choices(field) or kind
         cells = f"`{section}.{field.name}`", f"`{kind}`", _default(field)
         row = [cell.replace("|", "\\|") for cell in (*cells, comments[field.name])]
         lines.append(f"| {' | '.join(row)} |")

@@ -23,7 +23,7 @@ from typing import Any
 
 from jaxmem.base import guests, messages
 
-_MARK = "names_code"  # in the metadata of a field
+_MARK, _KNOWN = "names_code", "known"  # in the metadata of a field
 _DIGITS = 12  # hexadecimal ones of a digest that are shown
 
 
@@ -31,9 +31,33 @@ class UserCodeError(ValueError):
     """Code cannot be used; the message names the key, the file and its line."""
 
 
-def field(default: Any) -> Any:
-    """A field of a dataclass that may name code."""
-    return dataclasses.field(default=default, metadata={_MARK: True})
+def field(default: Any, known: Mapping[str, Any] | None = None) -> Any:
+    """A field of a dataclass that may name code, or a row of `known` by its key."""
+    metadata = {_MARK: True, _KNOWN: known}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def choices(each: dataclasses.Field) -> str:
+    """The names that a field of `field` may have, in words; empty without `known`."""
+    known = each.metadata.get(_KNOWN)
+    if not known:
+        return ""
+    return _names(known) + (", or None" if each.default is None else "")
+
+
+def check_names(config: Any) -> None:
+    """Raise a ValueError unless fields with `known` rows name one, or code, or nothing.
+
+    Nothing is imported.
+    """
+    for each in dataclasses.fields(config):
+        known, name = each.metadata.get(_KNOWN), getattr(config, each.name)
+        unset = name is None and each.default is None
+        if not known or unset:
+            continue
+        if not (isinstance(name, str) and (name in known or names_code(name))):
+            place = f"{type(config).__name__}.{each.name}"
+            raise ValueError(messages.must_be(place, _names(known), name))
 
 
 def load(
@@ -54,9 +78,7 @@ def load(
     if known and name in known:
         return known[name]
     if not names_code(name):
-        shipped = f"one of {', '.join(map(repr, known))}, or " if known else ""
-        wanted = f'{shipped}"file.py:name" or "package.module:name"'
-        raise UserCodeError(messages.must_be(key, wanted, name))
+        raise UserCodeError(messages.must_be(key, _names(known or {}), name))
     source, _, attribute = name.rpartition(":")
     module = _module_of(source, key)
     if not hasattr(module, attribute):
@@ -79,6 +101,11 @@ def location(name: str) -> str:
     """The file or module that loading the name would run, for messages."""
     source = name.rpartition(":")[0]
     return str(_path(source)) if _is_file(source) else f"the module {source}"
+
+
+def _names(known: Mapping[str, Any]) -> str:
+    shipped = f"one of {', '.join(map(repr, known))}, or " if known else ""
+    return f'{shipped}"file.py:name" or "package.module:name"'
 
 
 # ------------------------------------------------- the code that a configuration names

@@ -7,6 +7,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
+from jaxmem.base import user_code
 from jaxmem.base.fields import describe
 from jaxmem.train.settings import JobConfig
 
@@ -27,7 +28,8 @@ def _of_section(section: str, dataclass: Any) -> Iterator[str]:
     yield f"# {section}: {(dataclass.__doc__ or '').splitlines()[0]}"
     for field in dataclasses.fields(dataclass):
         name = f"{section}.{field.name}"
-        about = f"{describe(types[field.name])}; {comments.get(field.name, '')}"
+        kind = user_code.choices(field) or describe(types[field.name])
+        about = f"{kind}; {comments.get(field.name, '')}"
         yield f"{name} = {field.default!r}  # {about.rstrip('; ')}"
 
 

@@ -647,7 +647,7 @@ def test_preferences_from_tokens(name):
 
 
 @pytest.mark.parametrize("name", ["simpo", "orpo"])
-def test_preferences_of_means_have_no_reference(name):
+def test_preferences_of_means_without_reference(name):
     rng = np.random.default_rng(5)
     means = (-rng.exponential(1, (2, 6))).astype(np.float32)
     means[:, 0] = -1e-3, -30.0
@@ -673,7 +673,7 @@ def test_preferences_of_means_have_no_reference(name):
         np.testing.assert_allclose(slope, want, rtol=1e-3, atol=2e-5)
 
 
-def test_orpo_is_finite_where_a_completion_is_certain():
+def test_orpo_finite_for_certain_completions():
     value, slopes = jax.value_and_grad(
         lambda chosen, rejected: losses.orpo(chosen, rejected).sum(), (0, 1)
     )(jnp.array([0.0, -2000.0, 0.0]), jnp.array([-2000.0, 0.0, 0.0]))
@@ -755,7 +755,7 @@ def numpy_of_batch(rewards, live, of_groups):
 
 
 @pytest.mark.parametrize("of_groups", [True, False])
-def test_the_batch_normalises_advantages(of_groups):
+def test_batch_advantages_oracle(of_groups):
     loss = losses.reinforce_plus_plus_advantages
     if of_groups:
         loss = losses.batch_std_advantages

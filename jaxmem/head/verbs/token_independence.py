@@ -21,15 +21,27 @@ from jax.core import Tracer
 from jaxmem.base import messages
 from jaxmem.head.verbs import jaxprs
 
-_ADVICE = (
-    "pass a per-token array as an argument, as in token_loss(loss_fn, hidden, W, "
-    "labels, array)"
-)
 # A batch's size is no multiple of the number of tokens that the check takes.
 _BATCHES = (
     " jax.lax.map over tokens with a batch_size cannot be told from this: leave "
     "batch_size out, or use jax.vmap;"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class LossWords:
+    """The words of an error about a loss."""
+
+    function: str = "loss_fn"
+    unit: str = "token"
+    whole: str = "chunk"  # the units that the function gets together
+    results: str = "loss and metrics"
+    advice: str = (
+        "pass a per-token array as an argument, as in token_loss(loss_fn, hidden, W, "
+        "labels, array)"
+    )
+
+
 # Operations along an axis that the result keeps, and the parameter that names it.
 _ALONG = {
     "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
@@ -56,13 +68,15 @@ class _Dependence(enum.IntEnum):
 
 
 _SENTENCES = {
-    _Dependence.TOKENS: "combines the tokens of a chunk",
-    _Dependence.POSITION: "depends on a token's position in its chunk",
-    _Dependence.NUMBER: "depends on the number of tokens in a chunk",
+    _Dependence.TOKENS: "combines the {0.unit}s of a {0.whole}",
+    _Dependence.POSITION: "depends on a {0.unit}'s position in its {0.whole}",
+    _Dependence.NUMBER: "depends on the number of {0.unit}s in a {0.whole}",
 }
 
 
-def check(traced: Callable[[int], Any], loss: Any, n_rows: int) -> None:
+def check(
+    traced: Callable[[int], Any], loss: Any, n_rows: int, words: LossWords = LossWords()
+) -> None:
     """Raise a ValueError unless each token's results depend on its values alone.
 
     The check does not see what callbacks, kernels, rules of derivatives and the
@@ -72,38 +86,40 @@ def check(traced: Callable[[int], Any], loss: Any, n_rows: int) -> None:
         traced: the closed jaxpr of the loss, by the number of tokens.
         loss: that for n_rows tokens.
         n_rows: the number of tokens in a chunk.
+        words: of the error.
     """
     prime = _prime_beside(set(_sizes(loss)))
     try:
         other = traced(prime)
     except Exception as error:
-        raise _of_one_number(loss, n_rows, error) from error
+        raise _of_one_number(loss, n_rows, error, words) from error
     walk = _Walk(prime, _changed_numbers(loss.jaxpr, other.jaxpr))
     walk.uses(other, [Use.VALUE] * len(other.jaxpr.outvars))
     if walk.found:
         dependence, operation = min(walk.found)
         batches = _BATCHES if operation.startswith("slice of") else ""
+        unit = words.unit
         raise ValueError(
-            "loss_fn must compute a token's loss and metrics from that token's values "
-            f"alone, but it {_SENTENCES[dependence]}, by {operation};{batches} compute "
-            f"this before, and {_ADVICE}"
+            f"{words.function} must compute a {unit}'s {words.results} from that "
+            f"{unit}'s values alone, but it {_SENTENCES[dependence].format(words)}, by "
+            f"{operation};{batches} compute this before, and {words.advice}"
         )
 
 
-def _of_one_number(loss, n_rows, error) -> ValueError:
+def _of_one_number(loss, n_rows, error, words) -> ValueError:
     """The error for a loss that cannot be traced for another number of tokens."""
     arrays = (*loss.consts, *jaxprs.inner_consts(loss.jaxpr))
     kinds = [f"{x.dtype}{list(x.shape)}" for x in arrays if n_rows in x.shape]
     if kinds:
         why = (
             f"it closes over an array, {' and '.join(dict.fromkeys(kinds))}, whose "
-            "entries are not those of the tokens in a chunk"
+            f"entries are not those of the {words.unit}s in a {words.whole}"
         )
     else:
         why = f"for another number it raises {messages.cut(repr(error), 120)}"
     return ValueError(
-        f"loss_fn must take any number of tokens, but takes {n_rows} only: {why}; "
-        f"{_ADVICE}"
+        f"{words.function} must take any number of {words.unit}s, but takes {n_rows} "
+        f"only: {why}; {words.advice}"
     )
 
 

@@ -11,6 +11,7 @@ from jaxmem.models.sampling import SamplingConfig
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.train.jobs.distill_objective import DistillConfig
 from jaxmem.train.jobs.pair_objective import DpoConfig
+from jaxmem.train.jobs.policy_losses import POLICY_LOSSES
 from jaxmem.train.jobs.policy_objective import GrpoConfig
 from jaxmem.train.settings import JobConfig
 
@@ -260,12 +261,20 @@ class GrpoJobConfig(JobConfig):
         widest = self.row_lengths[-1]
         _check_rows("grpo.row_lengths", self.grpo.row_lengths, widest, self.longest)
         self._check_branches()
-        read = bool(self.grpo.forward_passes or self.grpo.kl_coefficient)
-        for name, used in (("max_tokens_train", True), ("max_tokens_forward", read)):
-            slots = getattr(self.grpo, name)
-            _check_slots(f"grpo.{name}", slots, self)
-            if used:
-                _check_divides(f"grpo.{name}", slots, self)
+        for name in ("max_tokens_train", "max_tokens_forward"):
+            _check_slots(f"grpo.{name}", getattr(self.grpo, name), self)
+        _check_divides("grpo.max_tokens_train", self.grpo.max_tokens_train, self)
+        if self.grpo.loss in POLICY_LOSSES:
+            self.check_forward_passes()
+
+    def check_forward_passes(self) -> None:
+        """Refuse micro-batches that passes without a gradient cannot have.
+
+        A user's loss is loaded for it.
+        """
+        if self.grpo.forward_passes or self.grpo.has_reference:
+            slots = self.grpo.max_tokens_forward
+            _check_divides("grpo.max_tokens_forward", slots, self)
 
     @property
     def longest(self) -> int:

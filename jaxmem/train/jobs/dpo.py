@@ -1,4 +1,4 @@
-"""Direct preference optimization: the reference is scored once, then pairs are learned.
+"""Preference optimization: a reference, if any, is scored once; then pairs are learned.
 
 pairs -> ln p of both answers -> loss of each pair -> one update a step
 """
@@ -24,6 +24,7 @@ from jaxmem.models import balance
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
+from jaxmem.train.jobs import loss_arguments
 from jaxmem.train.jobs.config import DpoJobConfig
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.pair_objective import pair_losses
@@ -33,12 +34,17 @@ from jaxmem.train.metrics import PreferenceMetrics
 from jaxmem.train.output.progress import ProgressReport
 from jaxmem.train.phases import Phase, Programs
 from jaxmem.train.program import TrainState
+from jaxmem.train.settings import Settings
 
 
 class DpoProgram(StepProgram):
     """A run's functions and shapes."""
 
     config: DpoJobConfig
+
+    def __init__(self, config: DpoJobConfig, vocab_size: int):
+        loss_arguments.check_section("dpo", config.dpo)
+        super().__init__(config, vocab_size)
 
     def batch(self, *leading: int) -> PairBatch:
         """Shapes of micro-batches, with their places."""
@@ -63,7 +69,7 @@ class DpoProgram(StepProgram):
         else:
             each = jaxmem.logprobs_from_logits(model.head(hidden), batch.labels, None)
         sums = each.sum(-1)
-        if self.config.dpo.averages:
+        if self.config.dpo.pair_loss.averages:
             sums /= jnp.maximum(jnp.sum(batch.labels >= 0, -1), 1)
         return sums.reshape(-1, 2), routed
 
@@ -126,39 +132,56 @@ class Dpo(Job, name="dpo"):
         return DpoProgram(self.config, vocab_size)
 
     def plan(self) -> Programs:
-        note = "the reference is scored once, before the first step"
         made = super().plan()
+        if not self._has_reference:
+            return made
+        note = "the reference is scored once, before the first step"
         return dataclasses.replace(made, notes=(*made.notes, note))
+
+    @property
+    def _has_reference(self) -> bool:
+        return self.config.dpo.pair_loss.has_reference
+
+    def settings(self) -> Settings:
+        """See `Job`: numbers that are not set are recorded as those of the loss."""
+        made, numbers = super().settings(), self.config.dpo.numbers
+        section = made.changeable["dpo"] | numbers
+        return made._replace(changeable={**made.changeable, "dpo": section})
 
     def phases(self) -> list[Phase]:
         """See `Job`; what is held out is scored by the reference's program."""
         program, config = self.program, self.config
         tokens = 2 * config.data.batch_size * config.data.sequence_length
-        moments = {}
-        if config.data.held_out and config.eval.every and program.streamed is None:
+        evaluates, moments = bool(config.data.held_out and config.eval.every), {}
+        if evaluates and program.streamed is None:
             moments = {"moments": program.state_shapes.optimizer}
-        reference = Phase(
-            "reference",
+        step = phases.of_step(
+            program, program.trace_step, tokens, config.run.accumulate
+        )
+        if not (self._has_reference or evaluates):
+            return [step]
+        scores = Phase(
+            "reference" if self._has_reference else "held out",
             program.trace_logprobs,
             phases.weights_of(program),
             held=moments,
             tokens=tokens,
             runs=0,
         )
-        step = phases.of_step(
-            program, program.trace_step, tokens, config.run.accumulate
-        )
-        return [reference, step]
+        return [scores, step]
 
     def open(self) -> None:
         self._pairs, self._held_out = self.reads.pairs
 
     def compile(self, progress: ProgressReport) -> None:
-        """See `Job`; the reference is scored, too."""
+        """See `Job`; the reference is scored, too, where the loss reads it."""
         program, pairs, held_out = self.program, self._pairs, self._held_out
-        self._logprobs = program.trace_logprobs().lower().compile()
-        progress.waiting("scoring the reference")
-        reference = self._score_reference([*pairs, *held_out])
+        reference = np.zeros((len(pairs) + len(held_out), 2), np.float32)
+        if self._has_reference or held_out:
+            self._logprobs = program.trace_logprobs().lower().compile()
+        if self._has_reference:
+            progress.waiting("scoring the reference")
+            reference = self._score_reference([*pairs, *held_out])
         self._reference = reference[len(pairs) :]
         self.batches = PairBatches(pairs, reference[: len(pairs)], self.config.data)
         self._compiled = program.compile_step()
@@ -181,7 +204,7 @@ class Dpo(Job, name="dpo"):
         path = Path(config.run.out_dir).expanduser() / "reference.npz"
         path.parent.mkdir(parents=True, exist_ok=True)
         model = dataclasses.asdict(config.model)
-        way = ["means"] if config.dpo.averages else []
+        way = ["means"] if config.dpo.pair_loss.averages else []
         of = json.dumps([fingerprint(pairs), model, config.run.seed, *way])
         if jax.process_count() == 1 and path.exists():
             with np.load(path) as saved:

@@ -1,39 +1,179 @@
-"""What a model learns from pairs of answers: the losses of DPO and IPO."""
+"""What a model learns from pairs of answers: DPO and its kin, or a loss of one's own.
+
+`dpo.loss` names a row of `PAIR_LOSSES`, or a loss of one's own by "file.py:name": a
+`PairLoss`, or its function alone.
+"""
 
 import dataclasses
-from typing import Literal
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem import losses
+from jaxmem.base import messages, user_code
 from jaxmem.base.fields import check_field, check_numbers
 from jaxmem.base.ranges import reals
+from jaxmem.train.jobs import loss_arguments
 
-_RANGES = {"beta": reals(above=0), "label_smoothing": reals(0, below=0.5)}
-_LOSSES = {"sigmoid": losses.dpo, "ipo": losses.ipo, "ipo_mean": losses.ipo}
+_RANGES = {
+    "beta": reals(above=0),
+    "gamma": reals(0),
+    "label_smoothing": reals(0, below=0.5),
+}
+_REFERENCE = "ref_chosen", "ref_rejected"
+_ARRAYS = "chosen", "rejected", *_REFERENCE
+_NUMBERS = "beta", "gamma"
+
+
+@dataclasses.dataclass(frozen=True)
+class PairLoss:
+    """A loss of pairs of answers, with all that a run has to know of it.
+
+    The function gets an array per pair, float32 of one shape, for each of these names
+    that its parameters have:
+
+        chosen, rejected          ln p of both answers under the weights being updated;
+                                  the gradient goes through them
+        ref_chosen, ref_rejected  constants, under the weights that the run starts from,
+                                  which score all pairs once; no reference is run if
+                                  neither is named
+
+    and the numbers dpo.beta and dpo.gamma, if its parameters have these names. It
+    returns a loss per pair, which depends on no other pair.
+
+    Attributes:
+        function: the loss of each pair, such as `jaxmem.losses.dpo`.
+        averages: True if ln p are means over an answer's tokens, and not their sums.
+
+    Raises:
+        ValueError: the function has another parameter without a default.
+    """
+
+    function: Callable[..., jax.Array]
+    averages: bool = False
+
+    def __post_init__(self):
+        """Refuse what cannot be, by name."""
+        if not callable(self.function):
+            place, got = "PairLoss.function", self.function
+            raise ValueError(messages.must_be(place, "a function", got))
+        try:
+            loss_arguments.named(self.function, (*_ARRAYS, *_NUMBERS))
+        except ValueError as error:
+            raise ValueError(f"PairLoss.function cannot be used: {error}") from error
+
+    @functools.cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the arrays and numbers that the function gets."""
+        return loss_arguments.named(self.function, (*_ARRAYS, *_NUMBERS))
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss reads log-probabilities under the initial weights."""
+        return any(name in self.arguments for name in _REFERENCE)
+
+    def number(self, name: str, value: float | None) -> float | None:
+        """The value, or the function's default if it is None; None without both."""
+        if value is not None or name not in self.arguments:
+            return value
+        own = loss_arguments.default_of(self.function, name)
+        return None if own is inspect.Parameter.empty else own
+
+    def of_pairs(self, values: dict[str, Any]) -> jax.Array:
+        """Losses of pairs, of arrays and numbers by name."""
+        return self.function(**{name: values[name] for name in self.arguments})
+
+
+PAIR_LOSSES = {
+    "sigmoid": PairLoss(losses.dpo),
+    "ipo": PairLoss(losses.ipo),
+    "ipo_mean": PairLoss(losses.ipo, averages=True),
+    "simpo": PairLoss(losses.simpo, averages=True),
+    "orpo": PairLoss(losses.orpo, averages=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class DpoConfig:
     """How a model learns from pairs of answers."""
 
-    # DPO's own; or IPO's squared distance, of sums over an answer's tokens as in the
-    # paper, or of their means ("ipo_mean"), as in TRL
-    loss: Literal["sigmoid", "ipo", "ipo_mean"] = "sigmoid"
-    beta: float = 0.1  # how strongly the reference holds; IPO's τ
+    # DPO's own (sigmoid); IPO's squared distance, of sums over an answer's tokens as in
+    # the paper, or of their means as in TRL (ipo_mean); without a reference, of means,
+    # SimPO's margin (simpo), or the supervised loss with ORPO's ratio of odds (orpo);
+    # or a loss of your own
+    loss: str = user_code.field("sigmoid", PAIR_LOSSES)
+    # how strongly the reference holds; IPO's τ, SimPO's scale of rewards, ORPO's
+    # weight; None: the loss's own, 0.1, or 2 of simpo
+    beta: float | None = None
+    gamma: float | None = None  # SimPO's margin; None: the loss's own, 0.5
     label_smoothing: float = 0.0  # probability that a pair is the wrong way round
     drop_long: bool = False  # leave out pairs longer than a row, instead of stopping
 
     def __post_init__(self):
+        """Refuse impossible values, by name."""
         check_numbers(self, _RANGES)
-        ways = tuple(_LOSSES)
-        check_field(self, "loss", self.loss in ways, f"one of {ways}")
+        user_code.check_names(self)
+        if self.loss in PAIR_LOSSES:
+            self.check_loss()
+
+    def check_loss(self) -> None:
+        """Refuse values that the loss cannot have; a user's loss is loaded for it."""
+        loss = self.pair_loss
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            unset = value is None or name in loss.arguments
+            wanted = f"None for loss={self.loss!r}, which has no {name}"
+            check_field(self, name, unset, wanted)
+            if name in loss.arguments and loss.number(name, value) is None:
+                wanted = f"a number for loss={self.loss!r}, which has no default for it"
+                check_field(self, name, False, wanted)
+
+    @functools.cached_property
+    def pair_loss(self) -> PairLoss:
+        """The row that `loss` names; a user's file is executed for it."""
+        return load(self.loss)
 
     @property
-    def averages(self) -> bool:
-        """Whether log-probabilities are means over an answer's tokens."""
-        return self.loss == "ipo_mean"
+    def numbers(self) -> dict[str, float | None]:
+        """`beta` and `gamma`, or the loss's own; None where it has none."""
+        number = self.pair_loss.number
+        return {name: number(name, getattr(self, name)) for name in _NUMBERS}
+
+
+def load(name: str) -> PairLoss:
+    """The loss of a name: a row of `PAIR_LOSSES`, or one of the user's code.
+
+    Raises:
+        UserCodeError: it cannot be loaded; or a pair's loss raises, is no number, or
+            depends on other pairs.
+    """
+    if name in PAIR_LOSSES:
+        return PAIR_LOSSES[name]
+    place = f"dpo.loss={messages.short(name)}"
+    loaded = user_code.load(
+        name, "dpo.loss", PAIR_LOSSES, "a PairLoss or a function", _is_loss
+    )
+    try:
+        loss = loaded if isinstance(loaded, PairLoss) else PairLoss(loaded)
+    except ValueError as error:
+        raise user_code.UserCodeError(f"{place}: {error}") from error
+    arrays = [name for name in loss.arguments if name in _ARRAYS]
+    numbers: dict[str, Any] = dict.fromkeys(_NUMBERS, 1.0)
+
+    def of_pairs(*values: jax.Array) -> jax.Array:
+        return loss.of_pairs(numbers | dict(zip(arrays, values, strict=True)))
+
+    code = loss.function
+    loss_arguments.check(place, code, of_pairs, len(arrays), "pair", "micro-batch")
+    return loss
+
+
+def _is_loss(loaded: Any) -> bool:
+    return isinstance(loaded, PairLoss) or callable(loaded)
 
 
 def pair_losses(
@@ -44,15 +184,20 @@ def pair_losses(
         out = (1 - ε) l(chosen, rejected) + ε l(rejected, chosen)
         reward = beta (ln p - ln p of the reference)
 
-    ln p are sums over tokens, or means where `config.averages`.
+    ln p are sums over tokens, or means where the loss averages. A reference that the
+    loss does not read is 0, and beta is 1 in the reward of a loss without one.
     """
-    loss = _LOSSES[config.loss]
+    loss, numbers = config.pair_loss, config.numbers
     (c, r), (ref_c, ref_r) = logprobs.T, reference.T
-    out, smoothing = loss(c, r, ref_c, ref_r, beta=config.beta), config.label_smoothing
+
+    def of_pairs(*arrays: jax.Array) -> jax.Array:
+        return loss.of_pairs(numbers | dict(zip(_ARRAYS, arrays, strict=True)))
+
+    out, smoothing = of_pairs(c, r, ref_c, ref_r), config.label_smoothing
     if smoothing:
-        swapped = loss(r, c, ref_r, ref_c, beta=config.beta)
-        out = (1 - smoothing) * out + smoothing * swapped
-    chosen, rejected = (config.beta * (logprobs - reference)).T
+        out = (1 - smoothing) * out + smoothing * of_pairs(r, c, ref_r, ref_c)
+    beta = numbers["beta"] or 1.0
+    chosen, rejected = (beta * (logprobs - reference)).T
     margin = chosen - rejected
     return out, {
         "chosen_reward": chosen,

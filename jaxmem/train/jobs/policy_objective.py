@@ -4,7 +4,7 @@
 
 Weights w and normaliser n, which are those of a whole minibatch and known before it is
 read, are all that tells one average from another; advantages come from
-`jaxmem.losses.grpo_advantages`.
+`jaxmem.train.jobs.advantages`.
 
 Where the sampler truncates, every log-probability in the surrogate and in k3 is that
 within the support which the token was drawn from, so that ratios compare the
@@ -12,6 +12,7 @@ distributions that were sampled from. H is the entropy over the whole vocabulary
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -22,13 +23,16 @@ import numpy as np
 
 import jaxmem
 from jaxmem import losses
+from jaxmem.base import user_code
 from jaxmem.base.fields import check_field, check_numbers
 from jaxmem.base.ranges import integers, reals
 from jaxmem.data.documents import Batch
 from jaxmem.head.maths.gradients import Sample
 from jaxmem.heads.nnx import LMHead
 from jaxmem.packing import Supports
-from jaxmem.train.jobs import losses_by_name
+from jaxmem.train.jobs import policy_losses
+from jaxmem.train.jobs.advantages import ADVANTAGES
+from jaxmem.train.jobs.policy_losses import POLICY_LOSSES, PolicyLoss
 from jaxmem.train.jobs.rollout.packed import SAME_WEIGHTS
 
 _SIZES = "prompts", "minibatches", "epochs", "max_tokens_train", "max_tokens_forward"
@@ -50,8 +54,14 @@ class GrpoConfig:
     prompts: int = 32  # problems in a rollout
     group_size: int = 16  # samples of each problem; at least 2
     # grpo, gspo and sapo: mean of the sequences' means; dr_grpo: divided by neither
-    # lengths nor deviations; dapo, cispo, ppo_clip (its dual clip is 3): over tokens
-    loss: losses_by_name.LossName = "grpo"
+    # lengths nor deviations; dapo, cispo, ppo_clip (its dual clip is 3): over tokens;
+    # or a loss of your own
+    loss: str = user_code.field("grpo", POLICY_LOSSES)
+    # what rewards become: less their group's mean, over its deviation (grpo) or not
+    # (dr_grpo), or over that of the rollout (batch_std); less the others' mean (rloo);
+    # of the rollout as one group (reinforce_plus_plus); or a function of your own;
+    # None: the loss's own, dr_grpo of the loss dr_grpo and grpo of others
+    advantage: str | None = user_code.field(None, ADVANTAGES)
     clip_low: float | None = None  # how far below 1 a ratio counts; None: its own
     clip_high: float | None = None  # how far above
     # what corrects for a sampler whose probabilities are not the trainer's: weights
@@ -91,11 +101,10 @@ class GrpoConfig:
     def __post_init__(self):
         """Refuse impossible values, by name."""
         check_numbers(self, _RANGES)
-        known = tuple(losses_by_name.LOSSES)
-        check_field(self, "loss", self.loss in known, f"one of {known}")
-        self._check_clips()
+        user_code.check_names(self)
         self._check_correction()
-        self._check_cut()
+        if self.loss in POLICY_LOSSES:
+            self.check_loss()
         if self.samples % self.minibatches:
             raise ValueError(
                 "GrpoConfig.minibatches must divide prompts x group_size = "
@@ -104,23 +113,26 @@ class GrpoConfig:
         if self.row_lengths is not None:
             check_widths(self, self.row_lengths)
 
-    def _check_clips(self) -> None:
-        if not self._loss.clips:
+    def check_loss(self) -> None:
+        """Refuse values that the loss cannot have; a user's loss is loaded for it."""
+        loss = self.policy_loss
+        if not loss.clips:
             for name in ("clip_low", "clip_high"):
                 unset = getattr(self, name) is None
                 check_field(self, name, unset, f"None for loss={self.loss!r}")
         if self.clip_low is not None:
             # CISPO's weights have no lower bound from 1 on, as verl's example has it.
-            most = math.inf if self.loss == "cispo" else 1
-            wanted = "0 or more" if self.loss == "cispo" else "in [0, 1]"
+            most = loss.clip_low_max
+            wanted = "0 or more" if math.isinf(most) else f"in [0, {most:g}]"
             good = 0 <= self.clip_low <= most
             check_field(self, "clip_low", good, f"{wanted}, or None")
         if self.clip_high is not None:
             check_field(self, "clip_high", self.clip_high >= 0, "0 or more, or None")
+        self._check_cut()
 
     def _check_correction(self) -> None:
-        wanted = f"one of {tuple(losses_by_name.CORRECTIONS)}, or None"
-        known = (*losses_by_name.CORRECTIONS, None)
+        wanted = f"one of {tuple(policy_losses.CORRECTIONS)}, or None"
+        known = (*policy_losses.CORRECTIONS, None)
         check_field(self, "correction", self.correction in known, wanted)
         for side in ("low", "high"):
             name, bound = f"correction_{side}", getattr(self._correction, side)
@@ -143,14 +155,20 @@ class GrpoConfig:
             wanted = f"another one with prefix_cut={self.prefix_cut}: {why}"
             check_field(self, name, not unfit, wanted)
 
-    @property
-    def _loss(self) -> losses_by_name.PolicyLoss:
-        return losses_by_name.LOSSES[self.loss]
+    @functools.cached_property
+    def policy_loss(self) -> PolicyLoss:
+        """The row that `loss` names; a user's file is executed for it."""
+        return policy_losses.load(self.loss)
 
     @property
-    def _correction(self) -> losses_by_name.Correction:
+    def advantage_name(self) -> str:
+        """`advantage`, or the loss's own."""
+        return self.advantage or self.policy_loss.advantage
+
+    @property
+    def _correction(self) -> policy_losses.Correction:
         """What corrects; without weights where nothing does."""
-        return losses_by_name.CORRECTIONS[self.correction or "ratio"]
+        return policy_losses.CORRECTIONS[self.correction or "ratio"]
 
     @property
     def _bounds(self) -> tuple[float, float]:
@@ -158,8 +176,18 @@ class GrpoConfig:
 
     @property
     def has_sequence_ratio(self) -> bool:
-        """Whether the loss's ratio is that of a whole sequence."""
-        return self._loss.of_sequences
+        """True if the loss's ratio is that of a whole sequence."""
+        return self.policy_loss.of_sequences
+
+    @property
+    def has_reference(self) -> bool:
+        """True if log-probabilities under the initial weights are part of the loss."""
+        return bool(self.kl_coefficient) or self.policy_loss.has_reference
+
+    @property
+    def differentiates_entropy(self) -> bool:
+        """True if entropies are part of the loss, and not metrics alone."""
+        return bool(self.entropy_coefficient) or self.policy_loss.has_entropy
 
     @property
     def drops_sequences(self) -> bool:
@@ -214,9 +242,8 @@ class GrpoConfig:
     @property
     def clips(self) -> tuple[float, float] | None:
         """How far below and above 1 a ratio counts; None: at any distance."""
-        if not self._loss.clips:
-            return None
-        return self._loss.bounds(self.clip_low, self.clip_high)
+        loss = self.policy_loss
+        return loss.bounds(self.clip_low, self.clip_high) if loss.clips else None
 
 
 def check_widths(config: object, widths: tuple[int, ...]) -> None:
@@ -252,8 +279,7 @@ class PolicyBatch(NamedTuple):
 
 def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:
     """The function that `jaxmem.token_loss` makes a loss of, of arrays by name."""
-    loss, clips = config._loss, config.clips
-    options = {} if clips is None else dict(clip_low=clips[0], clip_high=clips[1])
+    loss, clips = config.policy_loss, config.clips
 
     def objective(stats, *values):
         given = dict(zip(names, values, strict=True))
@@ -262,19 +288,20 @@ def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:
         old = jnp.where(old == SAME_WEIGHTS, jax.lax.stop_gradient(lp), old)
         if "rollout_logprob" in given:
             advantages *= correction(config, old, given["rollout_logprob"])
-        from_what, log_ratio = old, lp - old
-        if loss.of_sequences:
-            from_what = log_ratio = given["sequence_log_ratio"]
-        total = loss.surrogate(lp, from_what, advantages=advantages, **options)
+        log_ratio = given["sequence_log_ratio"] if loss.of_sequences else lp - old
+        arrays = {"logprob": lp, "old_logprob": old, "advantages": advantages}
+        total = loss.of_tokens(given | arrays | {"entropy": entropy}, clips)
         metrics = {
             "logprob": lp,
             "entropy": entropy,
             "sum_pi_squared": stats.sum_pi_squared,
-            "clip_fraction": _is_clipped(config, log_ratio, advantages),
+            "clip_fraction": loss.clipped(log_ratio, advantages, clips),
         }
         if "ref_logprob" in given:
             kl = losses.kl_k3(lp, given["ref_logprob"])
-            total, metrics["kl"] = total + config.kl_coefficient * kl, kl
+            if config.kl_coefficient:
+                total += config.kl_coefficient * kl
+            metrics["kl"] = kl
         if config.entropy_coefficient:
             coefficient = config.entropy_coefficient
             total += losses.entropy_bonus(entropy, coefficient=coefficient)
@@ -299,19 +326,6 @@ def correction(
         ids = jnp.ones(jnp.shape(old), jnp.int32)
         return chosen.weights(old, rollout, ids, where=where, **options)
     return chosen.weights(old, rollout, **options)
-
-
-def _is_clipped(config, log_ratio, advantages):
-    """1 where the clip changes what a token does: in PPO, it does nothing any more."""
-    if config.clips is None:
-        return jnp.zeros_like(log_ratio)
-    low, high = config.clips
-    above, below = log_ratio > jnp.log1p(high), jnp.exp(log_ratio) < 1 - low
-    if config.loss != "cispo":
-        if config.loss == "ppo_clip":
-            below |= log_ratio > math.log(losses_by_name.DUAL_CLIP)
-        above, below = above & (advantages > 0), below & (advantages < 0)
-    return (above | below).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,7 +369,7 @@ def policy_loss(
     stats, whole = _stats(head, hidden, labels, call), {}
     if micro_batch.supports is not None:
         whole = {"whole": stats.logprob}
-        if not config.entropy_coefficient:  # they are metrics only: no backward pass
+        if not config.differentiates_entropy:  # metrics only: no backward pass
             stats = jax.lax.stop_gradient(stats)
         within = within_supports(head, hidden, labels, micro_batch.supports, call)
         stats = stats._replace(logprob=within)
@@ -410,7 +424,7 @@ def average(
     >>> average(GrpoConfig(loss="dapo"), [1, 4], 8)
     Average(weights=array([1., 1.], dtype=float32), normalizer=np.float32(5.0))
     """
-    lengths, over = np.asarray(lengths), config._loss.over
+    lengths, over = np.asarray(lengths), config.policy_loss.average
     if over == "sequences":
         weights = (1 / np.maximum(lengths, 1)).astype(np.float32)
         return Average(weights, np.float32(len(lengths)))

@@ -15,6 +15,7 @@ from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.train import configuration, jobs
+from jaxmem.train.jobs import advantages
 from jaxmem.train.jobs.grpo import job as grpo
 from jaxmem.train.jobs.grpo.minibatches import Minibatch
 from jaxmem.train.jobs.rollout import shown_samples as shown
@@ -184,9 +185,7 @@ def test_turns_are_compared_by_what_follows_from_each():
         by_turn,
     )  # fmt: skip
     sampled = join([take(sampled, np.arange(8)), take(sampled, np.r_[8:16])])
-    got = sampled.advantages(
-        8, lambda rewards, where: losses.grpo_advantages(rewards, where=where)
-    )
+    got = sampled.advantages(8, advantages.load("grpo"))
     assert sampled.tells(8).all() and got.shape == samples.tokens.shape
     for i in range(16):
         group = [j for j in range(16) if j // 8 == i // 8]
@@ -563,7 +562,7 @@ def test_a_conversation_that_is_left_out_is_compared_with_no_turn():
     assert made.rewarded(4).tolist() == [True, False]
     of_whole = made._replace(by_turn=None)
     assert of_whole.tells(4).tolist() == [True, False]
-    got = made.advantages(4, lambda r, w: losses.grpo_advantages(r, where=w))
+    got = made.advantages(4, advantages.load("grpo"))
     assert np.isfinite(got).all() and not got[[1, 4, 5, 6, 7]].any()
     wanted = losses.grpo_advantages(by_turn.returns[[0, 2, 3], 0])
     for i, row in enumerate((0, 2, 3)):

@@ -78,6 +78,64 @@ def test_the_loss_is_the_papers(loss, smoothing):
     np.testing.assert_array_equal(told["accuracy"], h > 0)
 
 
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_pair_losses_of_means_read_no_reference(loss):
+    rng = np.random.default_rng(1)
+    lp = -rng.exponential(size=(5, 2))
+    config = DpoConfig(loss=loss, beta=1.5)
+    reference = np.full((5, 2), np.nan, "f4")
+    made, _ = pair_losses(config, jnp.asarray(lp, "f4"), jnp.asarray(reference))
+    if loss == "simpo":
+        expected = np.log1p(np.exp(0.5 - 1.5 * (lp @ [1, -1])))
+    else:
+        odds = np.exp(lp) / (1 - np.exp(lp))
+        expected = -lp[:, 0] + 1.5 * np.log1p(odds[:, 1] / odds[:, 0])
+    np.testing.assert_allclose(made, expected, rtol=2e-5)
+    assert config.pair_loss.averages
+
+
+def test_simpo_runs_no_reference(monkeypatch):
+    def no_reference(self, pairs):
+        raise AssertionError("a reference is scored")
+
+    monkeypatch.setattr(dpo.Dpo, "_score_reference", no_reference)
+    few = "dpo.beta=None", "dpo.loss=simpo", "run.steps=4", "run.checkpoint_every=2"
+    result, said = train(*few)
+    first, last = result.history[0], result.history[-1]
+    assert last.loss < first.loss and last.margin > first.margin
+    assert last.held_out_accuracy is not None and "reference" not in said
+    assert not pathlib.Path("run/reference.npz").exists()
+    # Rewards are beta times the mean log-probability of a token, which is negative.
+    assert first.chosen_reward < 0 and first.rejected_reward < 0
+    kill_before(4, dpo.Dpo, monkeypatch, lambda: train(*few, "run.out_dir=cut"))
+    train(*few, "run.out_dir=cut")
+    assert steps("cut") == steps("run")
+
+
+def test_phases_with_reference_where_read():
+    phases = {}
+    for loss in ("simpo", "sigmoid"):
+        for held_out in (0.0, 0.2):
+            overrides = [f"dpo.loss={loss}", f"data.held_out={held_out}"]
+            job = jobs.job_of(configuration.load("dpo.gin", overrides)[0])
+            job.program = job.make_program(40)
+            phases[loss, held_out] = [phase.name for phase in job.phases()]
+    step = phases["simpo", 0.0]
+    assert len(step) == 1 and "reference" not in step
+    assert phases == {
+        ("simpo", 0.0): step, ("simpo", 0.2): ["held out", *step],
+        ("sigmoid", 0.0): ["reference", *step], ("sigmoid", 0.2): ["reference", *step],
+    }  # fmt: skip
+
+
+def test_settings_record_default_beta():
+    """It has recorded dpo.beta, which was 0.1 where it was not set."""
+    config, _ = configuration.load("dpo.gin", ["dpo.beta=None"])
+    job = jobs.job_of(config)
+    recorded = job.settings().changeable["dpo"]
+    assert recorded["beta"] == 0.1 and recorded["loss"] == "sigmoid"
+
+
 def test_pairs_longer_than_a_row_are_refused_or_counted():
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     write([pair, pair | {"chosen": "b" * 20}, pair | {"rejected": "d"}])
@@ -229,7 +287,9 @@ def test_conversations_share_their_start(tmp_path):
          "must have an exact forward pass for run.job='dpo'"),
         (["dpo.beta=0.0"], "dpo.beta must be above 0"),
         (["dpo.label_smoothing=0.5"], "dpo.label_smoothing must be"),
-        (["dpo.loss=hinge"], "dpo.loss must be 'sigmoid' or 'ipo' or 'ipo_mean'"),
+        (["dpo.loss=hinge"], "dpo.loss must be one of 'sigmoid', 'ipo', 'ipo_mean', "),
+        (["dpo.gamma=0.5"], "dpo.gamma must be None for loss='sigmoid', which has no"),
+        (["dpo.loss=simpo", "dpo.gamma=-1"], "dpo.gamma must be at least 0"),
         (["grpo.prompts=1"], "grpo.prompts is of the job 'grpo', but run.job is 'dpo'"),
     ],
 )  # fmt: skip

@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem import checkpoints, losses
+from jaxmem import checkpoints
 from jaxmem.data import tasks, vocabulary
 from jaxmem.data.rewards import RewardError, TrainerState
 from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models import balance
 from jaxmem.train import metrics
 from jaxmem.train.evaluation import Evaluated
-from jaxmem.train.jobs import rollout_metrics
+from jaxmem.train.jobs import advantages, rollout_metrics
 from jaxmem.train.jobs.accumulated import AccumulatedSums
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.grpo import policy_report
@@ -104,13 +104,9 @@ class Grpo(Job, name="grpo"):
     def compile(self, progress: ProgressReport) -> None:
         self._compiled, self._say = self.program.compile(), progress.say
         self._reference = None
-        if self.config.grpo.kl_coefficient:
+        if self.config.grpo.has_reference:
             self._reference = self.program.initial_params()
-        self._advantages = jax.jit(
-            lambda rewards, where: losses.grpo_advantages(
-                rewards, normalize_std=self.config.grpo.loss != "dr_grpo", where=where
-            )
-        )
+        self._advantages = advantages.load(self.config.grpo.advantage_name)
         self._correction = jax.jit(functools.partial(correction, self.config.grpo))
 
     def get_state(self) -> dict[str, Any]:
@@ -174,18 +170,18 @@ class Grpo(Job, name="grpo"):
         observed = rollout_metrics.of_sampled(
             parts, sampled if grpo.resample else None, grpo.group_size
         )
-        advantages = sampled.advantages(grpo.group_size, self._advantages)
+        compared = sampled.advantages(grpo.group_size, self._advantages)
         rows = np.flatnonzero(sampled.graded.rewarded)
         self._check_rewarded(number, len(rows))
         if len(rows) < grpo.samples:
-            sampled, advantages = take(sampled, rows), advantages[rows]
+            sampled, compared = take(sampled, rows), compared[rows]
         asked, completions, samples, graded, truncated, *_ = sampled
         supports = None
         if samples.support_ids is not None:
             supports = RolloutSupports.of(np.asarray(samples.support_ids))
             samples = samples._replace(support_ids=None)
         return Rollout(
-            asked, completions, samples, supports, graded, advantages, truncated,
+            asked, completions, samples, supports, graded, compared, truncated,
             observed,
         )  # fmt: skip
 

@@ -20,6 +20,7 @@ from jaxmem.models import balance, branches, route_records
 from jaxmem.models.own_model import LanguageModel
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.packing import Supports
+from jaxmem.train.jobs import loss_arguments
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.policy_objective import (
     PolicyBatch,
@@ -69,6 +70,8 @@ class PolicyProgram(SamplingProgram):
             return rollouts(count // self.updates)
 
         self.config = config
+        loss_arguments.check_section("grpo", config.grpo)
+        config.check_forward_passes()
         ends = ends_of(config.task, config.model.checkpoint)
         super().__init__(config, ends.size, by_update)
         if config.grpo.share_prompts:
@@ -89,7 +92,7 @@ class PolicyProgram(SamplingProgram):
     def metric_names(self) -> list[str]:
         """Names of the metrics of a token."""
         names = ["entropy", "sum_pi_squared", "clip_fraction"]
-        names += ["kl"] if self.config.grpo.kl_coefficient else []
+        names += ["kl"] if self.config.grpo.has_reference else []
         sample = self.config.head.sample
         in_8_bits = sample is not None and sample.forward == "int8"
         return names + ([eight_bits.ERROR] if in_8_bits else [])
@@ -110,9 +113,9 @@ class PolicyProgram(SamplingProgram):
         if config.forward_passes:
             logprobs = {s: self.trace_logprobs(s).lower().compile() for s in forward}
         own = self.config.sampling.truncates or config.replay_routing
-        if config.kl_coefficient and logprobs and not own:
+        if config.has_reference and logprobs and not own:
             reference = logprobs
-        elif config.kl_coefficient:
+        elif config.has_reference:
             traced = {s: self.trace_logprobs(s, of_policy=False) for s in forward}
             reference = {s: x.lower().compile() for s, x in traced.items()}
         sample = None
@@ -220,8 +223,7 @@ class PolicyProgram(SamplingProgram):
     def held_with_backward(self) -> list[Any]:
         """See `DecoderProgram`: moments and reference."""
         held = [] if self.streamed else [self.state_shapes.optimizer]
-        has_reference = bool(self.config.grpo.kl_coefficient)
-        return held + [self.state_shapes.params] * has_reference
+        return held + [self.state_shapes.params] * self.config.grpo.has_reference
 
     def _head_call(self, head: HeadConfig) -> PolicyHeadOptions:
         sampling = self.config.sampling
@@ -251,7 +253,7 @@ class PolicyProgram(SamplingProgram):
         """Shapes of what an update reads."""
         floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
         grpo = self.config.grpo
-        reference = floats if grpo.kl_coefficient else None
+        reference = floats if grpo.has_reference else None
         shapes = PolicyBatch(self.tokens(*shape), floats, floats, floats, reference)
         if grpo.corrects_tokens:
             shapes = shapes._replace(rollout_logprob=floats)

@@ -18,12 +18,12 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
     """The programs of a step, for a plan."""
     config, grpo = program.config, program.config.grpo
     weights, held = phases.weights_of(program), phases.moments_beside(program)
-    if grpo.kl_coefficient:
+    if grpo.has_reference:
         held["reference weights"] = program.state_shapes.params
     forward = program.shapes(grpo.max_tokens_forward)[-1]
     backward = program.shapes(grpo.max_tokens_train)[-1]
     parts = grpo.minibatches  # each reads the prompts of its completions
-    passes = grpo.forward_passes + bool(grpo.kl_coefficient)
+    passes = grpo.forward_passes + grpo.has_reference
     made = [
         *program.rollout_phases(held),
         Phase(

@@ -1,17 +1,15 @@
 """Sampled completions with their rewards, and groups of them that tell something."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jaxmem.models.sampling import Samples
+from jaxmem.train.jobs.advantages import Compare
 from jaxmem.train.jobs.rollout.nested_rows import join, take
 from jaxmem.train.jobs.rollout.packed import Completions
 from jaxmem.train.jobs.rollout.prompts import Graded, PromptIds
-
-Compare = Callable[[np.ndarray, np.ndarray], jax.Array]
 
 
 def draw_number(step: int, attempt: int, turn: int) -> int:
@@ -82,21 +80,20 @@ class Sampled(NamedTuple):
     def advantages(self, group_size: int, compare: Compare) -> np.ndarray:
         """Advantages of completions [N]; or of tokens [N, R] if turns are compared.
 
-        A turn's advantage compares the rewards from it on with those of the group's
-        conversations that have this turn: `compare` gets [..., group_size] of both.
-        Completions without a reward are compared with none, and have 0.
+        `compare` gets rewards [prompts, group_size], NaN for completions without one,
+        which are compared with none and have 0. A turn's are the rewards from it on, of
+        the conversations that have this turn.
         """
-        rewards, rewarded = self.graded.rewards, self.graded.rewarded
+        by_group = -1, group_size
+        rewarded = self.graded.rewarded
         if self.by_turn is None:
-            given = (x.reshape(-1, group_size) for x in (rewards, rewarded))
-            return np.asarray(compare(*given)).ravel()
+            return compare(self.graded.rewards.reshape(by_group)).ravel()
         returns = self.by_turn.returns
         has_turn = np.arange(returns.shape[1]) < self.turns[:, None]
-        has_turn &= rewarded[:, None]
-        by_group = -1, group_size, returns.shape[1]
-        given = (x.reshape(by_group).swapaxes(1, 2) for x in (returns, has_turn))
-        compared = np.asarray(compare(*given)).swapaxes(1, 2).reshape(returns.shape)
-        return np.take_along_axis(compared, self.by_turn.of_token, axis=1)
+        returns = np.where(has_turn & rewarded[:, None], returns, np.nan)
+        compared = [compare(turn.reshape(by_group)).ravel() for turn in returns.T]
+        of_token = self.by_turn.of_token
+        return np.take_along_axis(np.stack(compared, axis=1), of_token, axis=1)
 
 
 def telling(parts: Sequence[Sampled], prompts: int, group_size: int) -> Sampled:

@@ -1,0 +1,100 @@
+"""Arguments that losses of one's own name: arrays and numbers, each by its name."""
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.base import guests, user_code
+from jaxmem.head.verbs import token_independence
+
+_ROWS = 24  # of arrays that a loss is traced with; no size is like it by itself
+
+
+def named(function: Callable, known: Collection[str]) -> tuple[str, ...]:
+    """The known arguments that a function takes by name; not those of a partial.
+
+    Raises:
+        ValueError: it needs an argument that is not known, or one without a name.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"its parameters cannot be read: {error}") from error
+    bound = getattr(function, "keywords", {})  # of a functools.partial
+    taken = []
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        by_name = parameter.kind != parameter.POSITIONAL_ONLY
+        if name in known and name not in bound and by_name:
+            taken.append(name)
+        elif parameter.default is parameter.empty:
+            raise ValueError(
+                f"it takes {name!r}, which is none of {', '.join(known)}, by name"
+            )
+    return tuple(taken)
+
+
+def default_of(function: Any, name: str) -> Any:
+    """The default of a parameter; `inspect.Parameter.empty` if it has none."""
+    return inspect.signature(function).parameters[name].default
+
+
+def check_section(section: str, config: Any) -> None:
+    """Call `config.check_loss()`; its errors name the keys of the section."""
+    try:
+        config.check_loss()
+    except user_code.UserCodeError:
+        raise
+    except ValueError as error:
+        said = str(error).replace(f"{type(config).__name__}.", f"{section}.")
+        raise ValueError(said) from error
+
+
+def check(
+    place: str, code: Any, loss: Callable[..., Any], count: int, unit: str, whole: str
+) -> None:
+    """Raise unless a loss gives each token, or pair, a number by its values alone.
+
+    The loss is traced, and nothing is computed.
+
+    Args:
+        place: the key and the name of the loss, for errors.
+        code: the object that the name stands for, whose line is blamed.
+        loss: the function, of arrays of any one length.
+        count: the number of arrays.
+        unit: "token" or "pair".
+        whole: the arrays together, "chunk" or "micro-batch".
+
+    Raises:
+        UserCodeError: it raises, or returns anything but one number each, or one that
+            depends on others.
+    """
+
+    def traced(rows: int) -> Any:
+        of_each = jax.ShapeDtypeStruct((rows,), jnp.float32)
+        return jax.make_jaxpr(loss, return_shape=True)(*[of_each] * count)
+
+    try:
+        with guests.received():
+            jaxpr, made = traced(_ROWS)
+    except BaseException as error:
+        guests.raise_if_of_the_user(error)
+        said = user_code.described(error, code)
+        raise user_code.UserCodeError(f"{place} raised{said}") from error
+    shape, dtype = getattr(made, "shape", None), getattr(made, "dtype", None)
+    is_number = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    if shape != (_ROWS,) or not is_number:
+        got = type(made).__name__ if shape is None else f"{dtype} of shape {shape}"
+        raise user_code.UserCodeError(
+            f"{place} must return a loss per {unit}, floats of shape ({_ROWS},) for "
+            f"arguments of that shape, got {got}"
+        )
+    words = token_independence.LossWords(place, unit, whole, "loss", "pass it by name")
+    try:
+        token_independence.check(lambda n: traced(n)[0], jaxpr, _ROWS, words)
+    except ValueError as error:
+        raise user_code.UserCodeError(str(error)) from error
