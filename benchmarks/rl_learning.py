@@ -66,11 +66,13 @@ def draw(path, histories):
     figure.savefig(path, dpi=150)
 
 
-def replay(overrides) -> Iterator[dict]:
-    """Rows of 40 rollouts under each truncation."""
+def replay(steps, overrides) -> Iterator[dict]:
+    """Rows of so many rollouts under each truncation."""
     for sampler in SAMPLERS:
         given = [f"sampling.{word}" for word in sampler.split()]
-        history, _, _ = run_grpo.train(REPLAYED, ["run.steps=40", *given, *overrides])
+        history, _, _ = run_grpo.train(
+            REPLAYED, [f"run.steps={steps}", *given, *overrides]
+        )
         facts = {"config": REPLAYED, "sampler": sampler}
         yield from some_steps(history, facts, RATIOS, every=20)
 

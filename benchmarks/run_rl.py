@@ -37,7 +37,7 @@ def curves(args):
 def replay(args):
     from benchmarks import rl_learning
 
-    write(args.out or "grpo_replay_cpu.csv", rl_learning.replay(args.set))
+    write(args.out or "grpo_replay_cpu.csv", rl_learning.replay(args.steps, args.set))
 
 
 def fractions(args):
@@ -134,7 +134,7 @@ def make_parser():
 
     argument = add(curves)
     argument("--seeds", type=int, default=3)
-    add(replay)
+    add(replay)("--steps", type=int, default=40, help="rollouts of a run")
     add(fractions)("share", type=float, nargs="+", help="of the tokens")
     argument = add(calculator)
     argument("--seeds", type=int, default=3)

@@ -319,7 +319,7 @@ def test_rl_rows_have_the_first_step_the_last_and_some_between():
         "routes --rows=2 --tokens=4",
         "refill --slots 4 --rollouts=1",
         "turns --turns 2 --repetitions=1",
-        "replay",
+        "replay --steps=2",
         "fractions 0.5",
         "curves --seeds=1",
         "calculator --seeds=1 --text-steps=2 --rollouts=2",
@@ -329,8 +329,11 @@ def test_rl_rows_have_the_first_step_the_last_and_some_between():
 def test_run_rl_writes_rows_of_each_question(question, tmp_path):
     out = tmp_path / "x.csv"
     policy = "grpo.prompts=4 grpo.group_size=4 model.hidden=16 model.ff=16".split()
-    policy += ["run.steps=2", "optimizer.warmup_steps=1", "grpo.row_lengths=None"]
+    policy += ["optimizer.warmup_steps=1"]
     name = question.split()[0]
+    if name == "curves":  # its slots need 128 completions
+        policy = policy[2:]
+    policy += ["run.steps=2"] if name != "replay" else []
     if name == "passes":
         policy = "model.layers=2 model.hidden=32 model.ff=32 model.heads=2".split()
         policy += "model.kv_heads=1 model.head_dim=16 model.vocab_size=64".split()
@@ -430,7 +433,7 @@ def test_distill_verbs_of_one_word_leave_out_the_others():
 @pytest.mark.parametrize("kind", [*distill_verbs.KINDS, "topk_kl"])
 def test_distill_verbs_agree_with_materialised_ones(kind):
     paths = distill_verbs.paths_of(16, (8,), [kind, "divergence_loss"])
-    paths = {k: path for k, path in paths.items() if kind in k.split()}
+    paths = {k: x for k, x in paths.items() if f" {kind} with " in f" {k}"}
     exact = [path for name, path in paths.items() if "K=" not in name]
     values = []
     for path in exact:
