@@ -50,15 +50,19 @@ def write(path: str | pathlib.Path, rows: Sequence[Mapping]) -> pathlib.Path:
     return save(path, [{**row, **provenance()} for row in rows])
 
 
-def save(path: str | pathlib.Path, rows: Sequence[Mapping]) -> pathlib.Path:
+def save(
+    path: str | pathlib.Path, rows: Sequence[Mapping], comment: str = ""
+) -> pathlib.Path:
     """Writes rows that say themselves where they are from; a bare name is in results/.
 
-    Columns are those of any row, in the order in which they first appear.
+    Columns are those of any row, in the order in which they first appear. The comment
+    is a first line.
     """
     path = in_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     with path.open("w", newline="") as file:
+        file.write(comment)
         writer = csv.DictWriter(file, fieldnames=columns, restval="")
         writer.writeheader()
         writer.writerows(rows)
@@ -70,6 +74,8 @@ def merge(
 ) -> pathlib.Path:
     """Adds rows to a CSV; one that measures the same (by its keys) is replaced.
 
+    A first line that names the script of older rows stays as long as one of them does.
+
     Raises:
         ValueError: two rows measure the same, given ones or ones that a given one would
             replace: one of them would be lost.
@@ -80,8 +86,16 @@ def merge(
     replaced = [_key(row, keys) for row in old if _key(row, keys) in new]
     if len(new) < len(rows) or len(set(replaced)) < len(replaced):
         raise ValueError(f"rows are alike in {list(keys)}: name what tells them apart")
+    comment = _comment(path) if len(replaced) < len(old) else ""
     kept = [new.pop(_key(row, keys), row) for row in old]
-    return save(path, [*kept, *new.values()])
+    return save(path, [*kept, *new.values()], comment)
+
+
+def _comment(path):
+    """The first line of a CSV that begins with "#", or nothing."""
+    with path.open(encoding="utf-8", newline="") as file:
+        first = file.readline()
+    return first if first.startswith("#") else ""
 
 
 def _key(row, keys):

@@ -549,6 +549,17 @@ def test_merge_keeps_rows_that_the_keys_do_not_tell_apart(tmp_path):
     assert [row["loss"] for row in results.read(out)] == ["a", "a", "b"]
 
 
+def test_merge_keeps_the_comment_while_an_older_row_stays(tmp_path):
+    out, comment = tmp_path / "x.csv", "# Written by a script.\n"
+    rows = [{"loss": "a"}, {"loss": "b"}]
+    results.save(out, rows, comment)
+    results.merge(out, [{"loss": "a", "ms": 1}], ["loss"])
+    assert out.read_text().startswith(comment)
+    assert [row["ms"] for row in results.read(out)] == ["1", ""]
+    results.merge(out, [{"loss": "b", "ms": 2}, {"loss": "a", "ms": 1}], ["loss"])
+    assert not out.read_text().startswith("#")
+
+
 def test_an_unknown_path_is_refused_before_anything_is_timed():
     with pytest.raises(SystemExit, match="--path must be of materialised, .*'jaxmem"):
         run_head.main(["--path=jaxmem chunk=512"])
