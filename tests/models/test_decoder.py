@@ -440,3 +440,23 @@ def test_pad_row_look_ups_have_no_gradient(tied):
     assert not gradient(5, is_head_frozen=True)[5].any()
     assert (np.abs(padded[5]).max() > 0) == tied
     assert np.abs(padded[5] - free[5]).max() > 0
+
+
+def test_pad_row_look_ups_of_layer_inputs_have_no_gradient():
+    """Gemma 3n has a second table, which has the same padding_idx."""
+    tokens = jnp.array([[3, 5, 7, 5, 9, 1]])
+
+    def gradient(pad_row):
+        definition, weights = nnx.split(decoder(layer_input=4, pad_row=pad_row))
+
+        def loss(weights):
+            hidden = nnx.merge(definition, weights)(tokens, None, jnp.arange(6)[None])
+            return jnp.sum(jnp.sin(hidden))
+
+        gradients = nnx.to_pure_dict(jax.jit(jax.grad(loss))(weights))
+        return np.asarray(gradients["layer_inputs"]["table"]["embedding"])
+
+    free, padded = gradient(None), gradient(5)
+    assert np.abs(free[5]).max() > 0 and not padded[5].any()
+    others = np.arange(len(free)) != 5
+    np.testing.assert_array_equal(padded[others], free[others])
