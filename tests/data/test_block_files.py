@@ -236,10 +236,18 @@ def replaced(path, seed=9):
     os.replace(other, path)
 
 
+def dated(path):
+    """Replace a file by another one that was written at the same time."""
+    time = path.stat().st_mtime_ns
+    replaced(path)
+    os.utime(path, ns=(time, time))
+
+
 CHANGES = {
     "cut": (lambda path: os.truncate(path, 0), r"it had [\d,]+ bytes and has 0; rest"),
     "longer": (lambda path: path.write_text(path.read_text() + " "), "bytes and has"),
     "replaced": (replaced, "it was replaced or written; restore it and resume, or"),
+    "replaced, with its time": (dated, "it was replaced or written; restore it and"),
     "removed": (lambda path: path.unlink(), "cannot read .*b.jsonl: No such file"),
 }
 

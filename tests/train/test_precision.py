@@ -159,6 +159,12 @@ def test_a_module_of_16_bits_computes_in_them_and_is_trained_in_float32(capsys):
     jax.tree.map(np.testing.assert_array_equal, last, params)
 
 
+def test_a_run_warns_of_a_learning_rate_that_moves_nothing():
+    said = train({"run.steps": 1, "optimizer.learning_rate": 1e-9})
+    line = "the largest learning rate, 1e-09, is below the spacing of float32 at the"
+    assert line in said.replace("\n", " ")
+
+
 def test_lost_updates_names_arrays_that_a_learning_rate_cannot_move():
     weights = {
         "small": jnp.full((4,), 1e-4, jnp.bfloat16),

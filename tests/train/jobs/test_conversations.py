@@ -510,16 +510,19 @@ def test_settings_that_do_not_go_together(overrides, message):
 
 def test_environments_are_closed_at_the_ends_of_their_conversations():
     """However a rollout ends: here by its sampler, or by the last turn."""
-    counted = ENVIRONMENT.replace("class Vowels:", "OPEN = []\n\nclass Vowels:")
+    lists = "OPEN, COUNTS = [], []\n\nclass Vowels:"
+    counted = ENVIRONMENT.replace("class Vowels:", lists)
     start = "self.turn, self.record"
-    counted = counted.replace(start, f"OPEN.append(self); {start}", 1)
+    added = f"OPEN.append(self); COUNTS.append(len(OPEN)); {start}"
+    counted = counted.replace(start, added, 1)
     pathlib.Path("envs.py").write_text(
         counted + "\n    def close(self):\n        OPEN.remove(self)\n"
     )
-    reader = Reader("task.held_out=0.0")
-    still_open = reader.task._environments._class.step.__globals__["OPEN"]
-    asked = reader.task.ask(0, 16)
-    assert not still_open
+    reader = Reader("task.held_out=0.0", "task.workers=3")
+    module = reader.task._environments._class.step.__globals__
+    still_open, asked = module["OPEN"], reader.task.ask(0, 16)
+    # Prompts of all records have been read, few at a time.
+    assert not still_open and len(module["COUNTS"]) == 16 and max(module["COUNTS"]) <= 3
     counts = []
 
     def sample(prompts, lengths, turn):
@@ -568,6 +571,21 @@ def test_a_conversation_that_is_left_out_is_compared_with_no_turn():
     for i, row in enumerate((0, 2, 3)):
         first = by_turn.of_token[row] == 0
         np.testing.assert_allclose(got[row][first], wanted[i], rtol=1e-5)
+
+
+def test_an_environment_that_does_not_start_is_left_out():
+    fails = "OPEN = []\n\nclass Vowels:\n    def reset(self, record):\n"
+    fails += '        if record["word"] in OPEN: raise OSError("no container")\n'
+    text = ENVIRONMENT.replace("class Vowels:\n    def reset(self, record):\n", fails)
+    pathlib.Path("envs.py").write_text(text)
+    reader = Reader("task.held_out=0.0", "task.environment_errors=mask")
+    asked = reader.task.ask(0, 3)
+    module = reader.task._environments._class.step.__globals__
+    module["OPEN"].append(asked.items[1].columns["word"])
+    with pytest.warns(UserWarning, match="no container; conversations left out after"):
+        played, graded = reader.play(asked, [[A, END]] * 3)
+    assert np.isnan(graded.rewards).tolist() == [False, True, False]
+    assert played.turns[1] == 1
 
 
 def test_groups_without_a_reward_are_taken_last():
