@@ -378,6 +378,7 @@ def shell(command, cwd):
     """A command of a shell, as its status and what it says on stderr."""
     program = f"exec {sys.executable} -P -m jaxmem {command}"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("PYTHONUNBUFFERED", None)  # what is printed is written at the end
     ended = subprocess.run(
         ["sh", "-c", program], cwd=cwd, env=env, text=True, timeout=120,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
