@@ -11,9 +11,11 @@ import pytest
 from flax import nnx
 
 import jaxmem
+from jaxmem import losses
+from jaxmem.data.rewards import RewardError
 from jaxmem.heads.nnx import LMHead
 from jaxmem.train import configuration
-from jaxmem.train.jobs.distill import job as distill
+from jaxmem.train.jobs.distill import job as distill, sources
 from jaxmem.train.jobs.distill_objective import DistillConfig, Targets, distill_loss
 from jaxmem.train.jobs.policy_objective import PolicyHeadOptions
 from jaxmem.train.metrics import DistillMetrics
@@ -127,6 +129,22 @@ def test_the_policy_gradient_is_that_of_dense_float64(temperature):
     np.testing.assert_allclose(told["ce"], np.where(live, ce, 0), **tight)
     for name, value in told_pure.items():
         np.testing.assert_allclose(told[name], value, **tight)
+
+
+def test_completions_without_a_reward_have_no_advantage():
+    source = object.__new__(sources.StudentSamples)  # without a compiled sampler
+    given = "distill.prompts=3", "distill.completions=4", "distill.reward_weight=0.5"
+    source._config = configuration.load("distill.gin", given)[0]
+    rewards = np.random.default_rng(0).random((3, 4)).astype("f4")
+    rewards[0], rewards[1, 2] = np.nan, np.nan
+    made = source._compared(1, rewards.ravel()).reshape(3, 4)
+    assert not made[0].any() and made[1, 2] == 0
+    rest = made[1, [0, 1, 3]], losses.grpo_advantages(rewards[1, [0, 1, 3]])
+    np.testing.assert_allclose(*rest, rtol=1e-5)
+    np.testing.assert_allclose(made[2], losses.grpo_advantages(rewards[2]), rtol=1e-5)
+    message = "step 4: none of 12 completions has a reward; mend task.reward, or set"
+    with pytest.raises(RewardError, match=message):
+        source._compared(4, np.full(12, np.nan, "f4"))
 
 
 @pytest.mark.slow
