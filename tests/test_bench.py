@@ -185,3 +185,32 @@ def test_tiles_that_were_lucky_once_are_not_chosen(monkeypatch, tmp_path):
     (made,) = json.loads(out.read_text())
     assert made["tiles"] == {} and made["over_gemm"] == made["default_over_gemm"]
     assert max(calls.values()) > 12
+
+
+@needs_pallas
+def test_tune_writes_launches_of_sampled_kernels(monkeypatch, tmp_path):
+    """Plain jax in the place of the kernel, whose time is its number of sums."""
+    from jaxmem.head.backends import tuning
+
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
+
+    def compile_all(program, candidates, operands):
+        def run(launch, h):
+            clock.now += {2: 5.0, 4: 1.0, 8: 2.0, 16: 4.0, 32: 6.0}[launch.sums]
+            return h
+
+        return {launch: functools.partial(run, launch) for launch in candidates}
+
+    def program(kernel, shape, h, W, y):
+        return lambda launch: lambda h: h, (h,)
+
+    monkeypatch.setattr(tuning, "_compile", compile_all)
+    monkeypatch.setattr(tuning, "program_of", program)
+    out = tmp_path / "tuned.json"
+    *_, last = bench.tune((256, 64, 128), ["sampled_to_W"], 1, out)
+    assert last.startswith("sampled_to_W: {'sums': 4} written to")
+    (entry,) = json.loads(out.read_text())
+    (kernel, _), launch = tuned._read(0, entry)
+    assert kernel == "sampled_to_W" and (launch.sums, launch.unroll) == (4, 4)
