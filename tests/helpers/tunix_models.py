@@ -15,7 +15,6 @@ from flax import nnx
 
 EAGER = getattr(flax.config, "flax_always_shard_variable", None)
 
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Tunix's own, at import
     common = pytest.importorskip("tunix.rl.common", reason="needs google-tunix")
@@ -31,11 +30,7 @@ def _set_eager(value):
 
 
 _set_eager(EAGER)  # Tunix turns it off for the whole process
-
-
 V = 512
-
-
 LOGITS = "return_logits" in inspect.signature(common.compute_per_token_logps).parameters
 
 
