@@ -41,7 +41,7 @@ def pack_branches(
     which what is shared fits, and of a block.
 
     >>> import numpy as np
-    >>> parts = Parts(*np.array([[5, 4, 3], [2, 2, 2], [0, 0, 0]]))
+    >>> parts = PrefixGroups(*np.array([[5, 4, 3], [2, 2, 2], [0, 0, 0]]))
     >>> packed = pack_branches(parts, 8, (2, 3), (8,))
     >>> [x.tolist() for x in packed.micro_batches[0]]
     [[[1, 1, 1, 1, 1, 1, 1, 2]], [[0, 1, 2, 3, 4, 2, 3, 2]], [[0, 0, 0, 0, 0, 1, 1, 2]]]
