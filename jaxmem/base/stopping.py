@@ -34,7 +34,7 @@ class Stop:
 
     def __init__(self):
         self.signal, self._since = 0, 0.0
-        self._deferred = False
+        self._deferred, self._is_lost = False, False
         self._replaced: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -49,6 +49,7 @@ class Stop:
                 target=self._watch_signals, args=[reader], daemon=True
             )
             self._watch.start()
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         for number in self._replaced:
             signal.signal(number, self._on_signal)
         return self
@@ -58,6 +59,8 @@ class Stop:
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler)
         if self._replaced:
+            if sys.unraisablehook == self._on_unraisable:
+                sys.unraisablehook = self._hook
             signal.set_wakeup_fd(self._wakeup)
             os.write(self._writer, b"\0")
             self._watch.join()
@@ -93,12 +96,25 @@ class Stop:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if not self.signal:
-            self.signal, self._since = number, now
+        if not self.signal or self._is_lost:
+            self.signal, self._since = self.signal or number, self._since or now
+            self._is_lost = False
             if not self._deferred:
                 self.raise_if_requested()
         elif now - self._since >= _ONE:
             self.raise_if_requested()
+
+    def _on_unraisable(self, ignored: Any) -> None:
+        """Send the signal again where Python ignores what its handler raised.
+
+        It does so within a callback of the garbage collector, such as jax has.
+        """
+        if not self.signal or not isinstance(
+            ignored.exc_value, (KeyboardInterrupt, SystemExit)
+        ):
+            return self._hook(ignored)
+        self._is_lost = True
+        threading.Timer(0.01, signal.raise_signal, [self.signal]).start()
 
     def _watch_signals(self, reader: int) -> None:
         """Read the signal numbers that the C-level handler writes to the pipe."""

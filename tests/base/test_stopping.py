@@ -1,5 +1,6 @@
 """Signals: once to stop where nothing is lost, twice to stop at once."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -116,6 +117,23 @@ def test_a_second_signal_ends_even_code_that_holds_up_python():
             process.wait(timeout=1.2)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 128 + signal.SIGINT
+
+
+def test_a_signal_within_garbage_collection_is_raised_after_it(capsys):
+    """Python ignores what a callback of the collector raises, as jax's does."""
+
+    def interrupt(phase, info):
+        if phase == "start":
+            gc.callbacks.remove(interrupt)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), Stop():
+        gc.callbacks.append(interrupt)
+        gc.collect()
+        for _ in range(1000):
+            time.sleep(0.01)
+        pytest.fail("the signal was lost")
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
