@@ -101,7 +101,11 @@ def test_loss_of_other_tokens_is_refused(loss_fn, message):
     lambda s, x, i: jnp.where(s.is_argmax, jnp.zeros(len(i)), jnp.full_like(s[0], 2.0)),
     lambda s, *_: s.logprob * np.ones(len(s.logprob), np.float32),
     lambda s, *_: s.logprob * jnp.tile(TABLE[:1], len(s[0])) + jnp.empty(len(s[0])),
-    lambda s, *_: jax.vmap(  # until all tokens have converged
+    lambda s, *_: lax.while_loop(  # until all tokens have converged
+        lambda x: (x[0] < s.entropy).any(),
+        lambda x: (x[0] + 1, jnp.where(x[0] < s.entropy, 2 * x[1], x[1])),
+        (jnp.zeros_like(s.entropy), jnp.ones_like(s.entropy)))[1],
+    lambda s, *_: jax.vmap(  # the same, of one token
         lambda a: lax.while_loop(lambda x: x[0] < a, lambda x: (x[0] + 1, 2 * x[1]),
                                  (0.0, 1.0))[1])(s.entropy),
     lambda s, *_: lax.cond(TABLE[0] > 0, lambda a: a, jnp.negative, s.logprob),
