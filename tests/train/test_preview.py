@@ -8,6 +8,8 @@ import pytest
 
 from jaxmem.commands import cli
 from jaxmem.train import configuration, keys
+from jaxmem.train.jobs import passes
+from jaxmem.train.settings import RunConfig
 from tests.helpers import texts
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] + ' ' + m.content }}</s>{% endfor %}"
@@ -96,6 +98,22 @@ def test_sources_by_weights_are_seen_by_their_weights(job, capsys):
     )  # fmt: skip
     each = "of a.jsonl 4 times, of b.jsonl 12 times"
     assert f"run.steps=24: records are seen by their source, {each}\n" in said
+
+
+def test_of_all_counts_the_micro_batches_of_steps():
+    run = RunConfig(steps=10, accumulate=4)
+    assert passes.of_all(run, lambda: 8.0) == (
+        "run.steps=10 is 5 epochs: each record is seen 5 times"
+    )
+
+
+def test_of_sources_mixes_items_by_weights_whatever_rows_hold():
+    sources = [passes.SourceSize("a", 10, 40, 1.0), passes.SourceSize("b", 10, 10, 2.0)]
+    run = RunConfig(steps=12, accumulate=3)
+    # 144 rows: 16 of a with 4 items each, and 128 of b.
+    assert passes.of_sources(run, 5.0, sources).endswith(
+        "of a 1.6 times, of b 12.8 times"
+    )
 
 
 def test_pairs_and_prompts(capsys):
