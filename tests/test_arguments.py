@@ -176,7 +176,7 @@ def loss_of(verb):
     return described(function) if verb == "mean_logit" else function
 
 
-def test_the_tables_have_every_public_function_and_all_of_its_arguments():
+def test_tables_cover_all_public_arguments():
     assert public(losses) == set(LOSSES)
     assert public(packing) == set(PACKING) - {"place", "unpack"}
     for table, module in ((LOSSES, losses), (PACKING, packing)):
@@ -230,7 +230,7 @@ def test_token_loss_of_what_is_no_loss(loss_fn):
     assert not loaded
 
 
-def test_what_a_loss_raises_itself_stays_as_it_is():
+def test_errors_raised_by_a_loss_stay():
     def broken(stats, advantage):
         return stats.logprob + "a"
 

@@ -35,7 +35,7 @@ def test_it_prints_times_and_memory_of_every_path(capsys):
         assert len(numbers) == 6 and min(numbers) > 0
 
 
-def test_a_shape_that_is_none(capsys):
+def test_bench_refuses_bad_shapes(capsys):
     for shape in ("1,2", "0,1,2", "a,b,c"):
         with pytest.raises(SystemExit, match="2"):
             main(["bench", "--shape", shape])
@@ -55,7 +55,7 @@ def test_tuning_needs_the_chip(capsys):
         ((256, 64, 128), ["sort"], "--kernel must be one of statistics,.* got sort"),
     ],
 )
-def test_what_cannot_be_tuned(shape, kernels, message, monkeypatch, tmp_path):
+def test_tune_refuses_bad_requests(shape, kernels, message, monkeypatch, tmp_path):
     monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
     with pytest.raises(ValueError, match=message):
         next(bench.tune(shape, kernels, 1, tmp_path / "tuned.json"))
@@ -73,7 +73,7 @@ class Clock:
 
 
 @needs_pallas
-def test_the_fastest_right_tiles_win_and_replace_their_entry(monkeypatch, tmp_path):
+def test_tune_takes_fastest_right_tiles(monkeypatch, tmp_path):
     """Kernels of plain jax, whose time is their panel, on a clock of our own."""
     from jaxmem.head.backends import tuning
 
@@ -132,7 +132,7 @@ def test_every_kernel_to_be_measured_lowers_for_cuda(kernel):
 
 @needs_pallas
 @pytest.mark.parametrize("kernel", tuned.LAUNCHES)
-def test_tuned_fields_of_sampled_kernels_are_those_of_a_launch(kernel):
+def test_tuned_fields_of_sampled_kernels_fit_launch(kernel):
     from jaxmem.head.backends import tuning
 
     names = {field.name for field in dataclasses.fields(tuned.LAUNCHES[kernel])}

@@ -96,7 +96,7 @@ def test_ratios_survive_a_chip_that_slows_down(monkeypatch):
     assert made["five"].spread < 5e-3
 
 
-def test_samples_are_long_take_turns_and_lie_between_units(monkeypatch):
+def test_take_turns_alternates_long_samples(monkeypatch):
     clock = Clock(monkeypatch)
     paths = {"two": clock.run("two", 2.0), "five": clock.run("five", 5.0)}
     timing.take_turns(stopwatch(), clock.run("u", 1.0), paths, 2)
@@ -111,7 +111,7 @@ def test_samples_are_long_take_turns_and_lie_between_units(monkeypatch):
     assert dict(blocks) == {"u": 10, "two": 5, "five": 2}  # at least 10 s each
 
 
-def test_a_slow_second_call_makes_no_sample_short(monkeypatch):
+def test_slow_second_call_makes_no_sample_short(monkeypatch):
     clock = Clock(monkeypatch)
     costs = itertools.chain([30.0, 20.0], itertools.repeat(2.0))
 
@@ -123,7 +123,7 @@ def test_a_slow_second_call_makes_no_sample_short(monkeypatch):
     assert sample == ["path"] * 5  # of 2 s each, for 10 s
 
 
-def test_a_path_without_memory_takes_no_other_with_it(monkeypatch):
+def test_path_without_memory_takes_no_other_with_it(monkeypatch):
     clock = Clock(monkeypatch)
 
     def greedy():
@@ -153,7 +153,7 @@ def test_rates():
 # ------------------------------------------------------------------- the check
 
 
-def test_the_checks_float64_agrees_with_the_oracle():
+def test_checks_float64_agrees_with_the_oracle():
     h, W, y = Case(*SHAPE, std=3.0).make()
     rng = np.random.default_rng(1)
     g = {name: rng.standard_normal(len(y)) for name in ("logprob", "entropy")}
@@ -168,7 +168,7 @@ def test_the_checks_float64_agrees_with_the_oracle():
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_not_timed():
+def test_wrong_results_are_not_timed():
     right, wrong = run_head.call_of("token_stats"), run_head.call_of("materialised")
 
     def shifted(h, W, y):
@@ -189,14 +189,14 @@ def test_what_is_wrong_is_not_timed():
 
 
 @pytest.mark.slow
-def test_the_materialised_path(capsys):
+def test_run_head_materialised(capsys):
     arguments = ["--worker=time", *TINY, "--path=materialised"]
     ((row,), _) = rows_of(capsys, run_head.main, arguments)
     assert row["forward_backward_over_gemm"] > 0 and not row.get("entropy_error")
     assert float(row["logprob_error"]) < 2e-5 and float(row["dw_error"]) < 1e-5
 
 
-def test_a_call_with_options(capsys):
+def test_run_head_call_with_options(capsys):
     path = "logprobs where=half chunk=16"
     ((row,), _) = rows_of(
         capsys, run_head.main, ["--worker=time", *TINY, f"--path={path}"]
@@ -205,7 +205,7 @@ def test_a_call_with_options(capsys):
     assert float(row["logprob_error"]) < 2e-5
 
 
-def test_a_call_that_does_not_exist_is_said(capsys):
+def test_run_head_names_unknown_call(capsys):
     rows, said = rows_of(
         capsys, run_head.main, ["--worker=time", *TINY, "--path=token_stats no=1"]
     )
@@ -274,7 +274,7 @@ def test_rl_steps_of_slots_by_hand():
     assert rl_sampler.steps_advancing_alike(lengths, 2) == 2 + 1 + 1 + 1
 
 
-def test_rl_lengths_share_the_variance_of_their_prompts():
+def test_rl_lengths_share_variance_of_their_prompts():
     rng = np.random.default_rng(0)
     lengths, before = rl_sampler.lengths_of(rng, 500, alike=0.8, scale=1)
     assert (lengths < rl_sampler.BELOW).mean() == pytest.approx(0.75, abs=0.03)
@@ -301,7 +301,7 @@ def test_rl_mismatch_drops_what_leaves_a_band():
     assert row["sequences_dropped_every_token"] == "50.0"
 
 
-def test_rl_rows_have_the_first_step_the_last_and_some_between():
+def test_rl_rows_have_first_last_and_some_steps():
     class Step:
         def __init__(self, step):
             self.step, self.reward = step, step / 3
@@ -347,7 +347,7 @@ def test_run_rl_writes_rows_of_each_question(question, tmp_path):
 # -------------------------------------------------------------------- offloading
 
 
-def test_offload_counterpart_differs_in_offloading_alone():
+def test_offload_counterpart_differs_in_offloading():
     texts = "full", "offload_attention", "offload_block save=q", "full last=2", "none"
     variants = {text: stack.read(text) for text in texts}
     found = {
@@ -364,7 +364,7 @@ def test_offload_columns_are_ratios_within_a_round():
     assert row == {"ms": 4000.0, "over_first": 2.0, "spread": 0.5, "rounds": 3}
 
 
-def test_offload_gradient_error_is_the_largest_of_all_layers():
+def test_offload_gradient_error_is_largest_of_layers():
     norms = {"a": np.array([1.0, 2.0]), "b": np.array([4.0])}
     assert (
         run_offload.gradient_error(norms, {"a": norms["a"], "b": np.array([5.0])})
@@ -421,7 +421,7 @@ def test_distill_verbs_have_a_path_per_recorded_row(name):
     assert {paths[row["path"]].unit for row in rows} <= set(distill_verbs.UNITS)
 
 
-def test_distill_verbs_of_one_word_leave_out_the_others():
+def test_distill_verbs_of_one_word_omit_others():
     paths = distill_verbs.paths_of(16, (8,), ["topk_kl"])
     assert set(paths) == {
         "topk_kl with gradients", "topk_kl and token_loss with gradients",
@@ -493,7 +493,7 @@ def test_integrations_keep_the_value_of_tunix_losses(loss, tmp_path):
     assert values["jaxmem"] == pytest.approx(values["tunix"], rel=1e-3)
 
 
-def test_a_record_keeps_its_script_or_says_which_commit_has_it():
+def test_record_has_script_or_names_its_commit():
     """A record without a named commit has a script in the tree that writes it."""
     folder = ROOT / "benchmarks"
     page = (folder / "README.md").read_text("utf-8")
@@ -540,7 +540,7 @@ def test_merge_loses_no_row(tmp_path):
     assert [row["head"] for row in results.read(out)] == ["x", "y"]
 
 
-def test_merge_keeps_rows_that_the_keys_do_not_tell_apart(tmp_path):
+def test_merge_keeps_rows_of_equal_keys(tmp_path):
     out, row = tmp_path / "x.csv", {"loss": "a", "head": "x"}
     results.save(out, [row, {**row, "head": "y"}])
     with pytest.raises(ValueError, match="name what tells them apart"):
@@ -549,7 +549,7 @@ def test_merge_keeps_rows_that_the_keys_do_not_tell_apart(tmp_path):
     assert [row["loss"] for row in results.read(out)] == ["a", "a", "b"]
 
 
-def test_merge_keeps_the_comment_while_an_older_row_stays(tmp_path):
+def test_merge_keeps_comment_while_old_row_stays(tmp_path):
     out, comment = tmp_path / "x.csv", "# Written by a script.\n"
     rows = [{"loss": "a"}, {"loss": "b"}]
     results.save(out, rows, comment)
@@ -560,7 +560,7 @@ def test_merge_keeps_the_comment_while_an_older_row_stays(tmp_path):
     assert not out.read_text().startswith("#")
 
 
-def test_an_unknown_path_is_refused_before_anything_is_timed():
+def test_unknown_path_is_refused_before_timing():
     with pytest.raises(SystemExit, match="--path must be of materialised, .*'jaxmem"):
         run_head.main(["--path=jaxmem chunk=512"])
 
@@ -575,7 +575,7 @@ def record(path, ratio, gemm_ms, n=8192, **columns):
     return {name: str(value) for name, value in row.items()}
 
 
-def test_the_unit_is_the_best_gemm_of_either_framework():
+def test_unit_is_the_best_gemm_of_either_framework():
     ours = record("token_stats", 4.0, 15.0, compile_s=20, logprob_error="1.0e-05")
     peer = record(compare.LIGER, 5.0, 12.0, forward_backward_peak_mib=7, package="l 1")
     elsewhere = record("token_stats", 4.0, 5.0, n=4096)
@@ -593,7 +593,7 @@ def test_the_unit_is_the_best_gemm_of_either_framework():
     assert "half masked, of all" not in table  # it was not measured
 
 
-def test_the_figure(tmp_path):
+def test_figure(tmp_path):
     rows = [record("token_stats", 4.0, n / 500, n) for n in (4096, 2048, 8192)]
     rows += [
         record("materialised", 6.0, 4.0, 2048),

@@ -80,7 +80,7 @@ def directory(tmp_path, monkeypatch):
 # --------------------------------------------------------- without the extra
 
 
-def test_version_and_help_need_nothing_but_the_core_and_training_says_so(directory):
+def test_version_and_help_need_the_core_only(directory):
     commands = [["--version"], ["train", "--help"], ["train", "tiny.gin"]]
     done = python("-c", WITHOUT_TRAIN_EXTRA, json.dumps(commands), cwd=directory)
     version, usage, training = map(json.loads, done.stdout.splitlines())
@@ -93,7 +93,7 @@ def test_version_and_help_need_nothing_but_the_core_and_training_says_so(directo
     assert "Traceback" not in training[2]
 
 
-def test_outside_of_a_clone_an_extra_is_of_the_distribution(monkeypatch, tmp_path):
+def test_extra_outside_a_clone_names_distribution(monkeypatch, tmp_path):
     monkeypatch.setattr(
         imports, "__file__", str(tmp_path / "jaxmem" / "base" / "imports.py")
     )
@@ -104,7 +104,7 @@ def test_outside_of_a_clone_an_extra_is_of_the_distribution(monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_users_error_is_one_line_and_exit_code_2(directory):
+def test_users_error_is_one_line_and_exit_code_2(directory):
     done = python("-m", "jaxmem", "train", "tiny.gin", "model.hiden=8", cwd=directory)
     assert done.returncode == 2
     assert done.stderr == (
@@ -205,7 +205,7 @@ def test_options_that_are_no_numbers(arguments, message, capsys):
         ),
     ],
 )
-def test_no_memory_is_one_line(directory, monkeypatch, capsys, raised, message):
+def test_out_of_memory_is_one_line(directory, monkeypatch, capsys, raised, message):
     from jaxmem.train import jobs
 
     def train(*_):
@@ -218,14 +218,14 @@ def test_no_memory_is_one_line(directory, monkeypatch, capsys, raised, message):
     assert error.count("\n") == 1
 
 
-def test_a_command_is_required(capsys):
+def test_command_is_required(capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
     assert exit_.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
 
 
-def test_a_bug_keeps_its_traceback(directory, monkeypatch):
+def test_bug_keeps_its_traceback(directory, monkeypatch):
     from jaxmem.train import jobs
 
     def train(*_):
@@ -236,7 +236,7 @@ def test_a_bug_keeps_its_traceback(directory, monkeypatch):
         cli.main(["train", "tiny.gin"])
 
 
-def test_an_interrupt_is_one_line(directory, monkeypatch, capsys):
+def test_interrupt_is_one_line(directory, monkeypatch, capsys):
     from jaxmem.train import jobs
 
     def train(*_):
@@ -250,9 +250,7 @@ def test_an_interrupt_is_one_line(directory, monkeypatch, capsys):
 # ---------------------------------------------------------------------- runs
 
 
-def test_a_shipped_config_is_found_from_anywhere_and_named(
-    directory, monkeypatch, capsys
-):
+def test_shipped_config_is_found_anywhere(directory, monkeypatch, capsys):
     from jaxmem.train import jobs
 
     seen = []
@@ -278,7 +276,7 @@ def test_overrides_may_follow_flags(directory, monkeypatch, capsys):
         assert f"unrecognized arguments: {wrong[-1]}" in capsys.readouterr().err
 
 
-def test_the_file_says_which_job_it_is(directory, monkeypatch):
+def test_train_takes_job_from_file(directory, monkeypatch):
     from jaxmem.train import jobs
 
     taken = []
@@ -289,9 +287,7 @@ def test_the_file_says_which_job_it_is(directory, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_prints_its_configuration_sigterm_saves_it_and_it_resumes(
-    directory, monkeypatch, capfd
-):
+def test_train_prints_config_saves_on_sigterm_resumes(directory, monkeypatch, capfd):
     from jaxmem.train.jobs.sft import Sft
 
     step = Sft.step
@@ -339,7 +335,7 @@ def test_output_that_nobody_reads_ends_quietly(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["train", "é.gin"], slow(["train", "--keys", "é"])])
-def test_a_terminal_of_ascii_gets_escapes(words, tmp_path):
+def test_terminal_of_ascii_gets_escapes(words, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxmem", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONUTF8": "0",
@@ -357,7 +353,7 @@ def test_long_arguments_are_not_echoed_whole(words, capsys):
     assert len(capsys.readouterr().err) < 2500
 
 
-def test_a_panic_of_rust_is_one_line(monkeypatch, capsys):
+def test_panic_of_rust_is_one_line(monkeypatch, capsys):
     class PanicException(BaseException):
         pass
 
@@ -387,17 +383,17 @@ def shell(command, cwd):
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", slow(">&- <&-")])
-def test_a_command_works_without_stdout(closed, tmp_path):
+def test_command_works_without_stdout(closed, tmp_path):
     assert shell(f"train --keys eval {closed}", tmp_path) == (0, "")
 
 
-def test_a_full_disk_behind_stdout_is_named(tmp_path):
+def test_full_disk_behind_stdout_is_named(tmp_path):
     status, said = shell("train --keys eval > /dev/full", tmp_path)
     assert (status, said) == (2, "jaxmem: error: stdout: No space left on device\n")
 
 
 @pytest.mark.slow
-def test_a_log_on_a_full_disk_ends_no_run(tmp_path):
+def test_log_on_a_full_disk_ends_no_run(tmp_path):
     (tmp_path / "text.txt").write_text("some words of text\n\n" * 40)
     (tmp_path / "tiny.gin").write_text(TINY)
     command = "train tiny.gin run.steps=2 data.vocab_size=262 > /dev/full"

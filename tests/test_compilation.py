@@ -37,7 +37,7 @@ def test_another_process_finds_them(tmp_path):
     assert found[1] == found[0]
 
 
-def test_a_folder_over_the_limit_starts_anew(tmp_path, monkeypatch):
+def test_folder_over_the_limit_starts_anew(tmp_path, monkeypatch):
     (tmp_path / "program-cache").write_bytes(b"12345")
     monkeypatch.setattr(compilation, "_LIMIT", 5)
     assert programs(compilation.make_folder(tmp_path))

@@ -125,7 +125,7 @@ def _written_in_place(text):
 
 
 @pytest.mark.parametrize("slots", [slow(None), 16])
-def test_the_number_of_iterations_is_known_to_the_host(slots):
+def test_number_of_iterations_is_known_to_the_host(slots):
     """It would wait for the GPU in each iteration of a loop, and the GPU for it."""
 
     def gradients(h, W, y, key):
@@ -174,7 +174,7 @@ def test_memory_is_what_the_record_says(shape):
 
 
 @pytest.mark.parametrize("n_blocks", [4, slow(8)])
-def test_blocks_of_the_vocabulary_take_less_where_tokens_are_many(n_blocks):
+def test_vocabulary_blocks_save_memory_of_many_tokens(n_blocks):
     n, d, v, chunk = 131_072, 4096, 128_256, 1024
 
     def gradients(h, W, y):
@@ -203,7 +203,7 @@ def test_training_steps_on_two(axis):
     assert text.count(KERNEL) >= 4
 
 
-def test_a_row_that_starts_leaves_the_rest_of_the_cache_where_it_is():
+def test_refill_never_transposes_the_cache():
     """A prefill in another layout would have the whole cache transposed each time.
 
     jax 0.12 chooses another one for it, unlike 0.11.2.
@@ -242,7 +242,7 @@ def test_a_row_that_starts_leaves_the_rest_of_the_cache_where_it_is():
 @pytest.mark.parametrize(
     "split, kinds", [("t", {"all-gather"}), ("v", {"all-gather", "all-reduce"})]
 )
-def test_sampled_gradients_on_two_are_sent_beside_a_kernel(split, kinds):
+def test_sampled_gradients_are_sent_beside_a_kernel(split, kinds):
     """W's of tokens, computed first, and hidden's of a vocabulary, of 16 MiB each."""
     n, d, v = 2048, 2048, 8192
     with devices.target("h200", 2) as there:
@@ -273,7 +273,7 @@ def test_sampled_gradients_on_two_are_sent_beside_a_kernel(split, kinds):
     assert collectives.hidden(program.as_text())[0] >= 1
 
 
-def test_experts_store_what_is_routed_and_multiply_what_is_trained():
+def test_experts_store_routed_multiply_trained():
     tokens, groups, chosen, hidden, ff = 2048, 16, 4, 512, 256
     run = Expert("bfloat16", "silu", None, False, 1.0, False)
 

@@ -6,7 +6,7 @@ from jaxmem.heads import nnx
 from tests import counts
 
 
-def test_no_branch_on_a_config_of_another_module(monkeypatch):
+def test_no_isinstance_on_other_modules_configs(monkeypatch):
     row = counts._branches_on_configs()
     assert row.count == 0, row.where
     source = "def f(config):\n    return isinstance(config, (int, SomeConfig))\n"
@@ -34,5 +34,5 @@ def test_lines_are_counted_by_room():
     } <= rooms.keys()
 
 
-def test_nothing_is_imported_upward_or_in_a_circle():
+def test_imports_have_no_circle_or_upward_one():
     assert counts._upward().count == counts._circles().count == 0

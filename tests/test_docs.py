@@ -440,7 +440,7 @@ def test_every_package_is_in_the_reference():
     assert {f"reference/{page}" for page in pages} <= {*index.split()}
 
 
-def test_every_function_of_the_head_is_in_the_reference_by_importance():
+def test_reference_lists_functions_by_importance():
     page = _reference("jaxmem.md")
     listed = re.findall(r"^\.\. auto\w+:: jaxmem\.(\w+)$", page, re.MULTILINE)
     public = {
@@ -476,7 +476,7 @@ QUESTIONS = {  # what newcomers ask: the page that answers, and words of the ans
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_is_answered_within_two_links_of_the_index(question):
+def test_questions_within_two_links_of_index(question):
     docs = ROOT / "docs"
     page, answer = docs / QUESTIONS[question][0], QUESTIONS[question][1]
     assert answer in page.read_text("utf-8")
@@ -530,7 +530,7 @@ ELSEWHERE = {
 # ------------------------------------------------- these checks catch what they must
 
 
-def test_a_wrong_block_is_caught():
+def test_wrong_block_is_caught():
     shared = "```python\nx = 1\n```\n\n```python\n>>> x + 1\n2\n>>> y = 3\n```\n"
     assert run_python(shared + "```python\nassert y == 3\n```\n", "doc")["x"] == 1
     with pytest.raises(ZeroDivisionError) as caught:
@@ -567,7 +567,7 @@ def test_commands_are_found():
         "pytest tests/no_such_test.py",
     ],
 )
-def test_a_wrong_command_is_caught(command, capsys, monkeypatch):
+def test_wrong_command_is_caught(command, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises((AssertionError, ValueError)):
         for words in commands(f"```bash\n{command}\n```\n"):
@@ -612,7 +612,7 @@ RECORDS = [
         ("", "No table.", "no table below"),
     ],
 )
-def test_a_wrong_number_is_caught(columns, table, complaint):
+def test_wrong_number_is_caught(columns, table, complaint):
     source = f"<!-- from benchmarks/results/x.csv{columns} -->"
     text = f"Words.\n\n{source}\n\n{table}\n\nMore.\n"
 
@@ -642,7 +642,7 @@ def test_a_wrong_number_is_caught(columns, table, complaint):
         ("1.3 s <!-- x.csv: seconds -->", "expected <!--"),
     ],
 )
-def test_a_wrong_number_in_a_sentence_is_caught(text, complaint):
+def test_wrong_number_in_a_sentence_is_caught(text, complaint):
     if complaint is None:
         (quote,) = quotes(text)
         check_quote(quote, RECORDS)
@@ -653,7 +653,7 @@ def test_a_wrong_number_in_a_sentence_is_caught(text, complaint):
 
 
 @pytest.mark.parametrize("link", ["[x](nowhere.md)", "![x](a.png)", "[x](#else)"])
-def test_a_wrong_link_is_caught(link):
+def test_wrong_link_is_caught(link):
     document = ROOT / "docs" / "index.md"
     text = "# The title, of `it`\n\n[here](#the-title-of-it) [up](../README.md)\n"
     check_links(document, f"{text}```text\n[x](y)\n```\n")
@@ -661,6 +661,6 @@ def test_a_wrong_link_is_caught(link):
         check_links(document, text + link)
 
 
-def test_a_mistyped_source_is_caught():
+def test_mistyped_source_is_caught():
     with pytest.raises(AssertionError, match="expected"):
         list(tables("<!-- from: x.csv -->\n| a |\n|-|\n| 1 |\n"))

@@ -31,7 +31,7 @@ def gpu_with_kernels(monkeypatch):
     monkeypatch.setattr("jaxmem.devices.has_mosaic", lambda: True)
 
 
-def test_one_screen(capsys, monkeypatch):
+def test_doctor_fits_one_screen(capsys, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     status = cli.main(["doctor"])
     said = capsys.readouterr().out
@@ -72,7 +72,7 @@ def _requirements():
     return {match[1]: match[2] for match in found if match and match[1] != "jaxmem"}
 
 
-def test_the_ceilings_are_those_of_the_project():
+def test_ceilings_are_those_of_the_project():
     below = {
         name: asked.split("<")[1]
         for name, asked in _requirements().items()
@@ -86,12 +86,12 @@ def test_the_ceilings_are_those_of_the_project():
     assert f"'jax[cuda13]<{below['jax']}'" in (ROOT / "docs/start.md").read_text()
 
 
-def test_what_is_installed_here_is_not_too_new():
+def test_installed_packages_are_not_too_new():
     installed = {name: doctor._version(name) for name in doctor._CEILINGS}
     assert not [p for p in problems(FINE | installed) if "newer than" in p]
 
 
-def test_a_gpu_without_kernels(monkeypatch):
+def test_problems_of_gpu_without_kernels(monkeypatch):
     gpu = types.SimpleNamespace(compute_capability="8.0")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     (problem,) = problems(driver="580.1", backend="gpu")
@@ -99,7 +99,7 @@ def test_a_gpu_without_kernels(monkeypatch):
 
 
 @pytest.mark.usefixtures("gpu_with_kernels")
-def test_nothing_is_wrong():
+def test_problems_of_healthy_machine():
     assert problems() == []
     assert problems(plugins={"jax-cuda13-plugin": "0.11.2"}, driver="580.1",
                     backend="gpu") == []  # fmt: skip
@@ -130,7 +130,7 @@ def test_bad_combinations(found, said):
     assert said in problem
 
 
-def test_a_gpu_that_was_left_out(monkeypatch):
+def test_problems_of_gpu_left_out(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     (problem,) = problems(driver="580.1")
     assert "JAX_PLATFORMS=cpu leaves it out" in problem

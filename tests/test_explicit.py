@@ -283,7 +283,7 @@ def test_results_are_sharded_as_tokens_are(verb, name, spec):
     assert check_types(verb, shardings).sharding.spec == spec
 
 
-def test_the_first_of_labels_and_hidden_to_shard_an_axis():
+def test_labels_precede_hidden_in_sharding_an_axis():
     def spec(y, h):
         x = placed((EXPLICIT, EXPLICIT), {"y": y, "h": h, "W": P("tensor")})
         made = jax.eval_shape(lambda x: jaxmem.logprobs(x["h"], x["W"], x["y"]), x)
@@ -404,7 +404,7 @@ def test_loss_functions_may_close_over_arrays(kind):
 
 
 @pytest.mark.parametrize("loss_fn", [slow(relu), branch])
-def test_what_loss_functions_close_over_that_would_need_types(loss_fn):
+def test_loss_closure_that_would_need_types(loss_fn):
     x = placed((EXPLICIT, EXPLICIT), TOKENS)
 
     def total(loss_fn):
@@ -420,7 +420,7 @@ def test_what_loss_functions_close_over_that_would_need_types(loss_fn):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-def test_a_table_in_parts_that_a_loss_function_closes_over():
+def test_loss_closure_over_sharded_table():
     x = placed((EXPLICIT, EXPLICIT), TOKENS | {"bias": P("data")})
     with jax.set_mesh(x["h"].sharding.mesh):
         with pytest.raises(NotImplementedError, match="loss_fn closes over.*Partial"):

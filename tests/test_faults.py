@@ -40,7 +40,7 @@ def test_steps_and_arrays_that_differ_are_lost(training, tmp_path):
     assert training.lost("none") == 5 and not training.is_half("none")
 
 
-def test_arrays_of_a_file_are_told_apart_by_type_and_shape(tmp_path):
+def test_arrays_of_file_differ_by_type_and_shape(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"a": np.zeros(4, np.float32), "b": np.zeros((2, 2), np.float32)}, path)
     arrays = arrays_of(path)
@@ -48,7 +48,7 @@ def test_arrays_of_a_file_are_told_apart_by_type_and_shape(tmp_path):
     assert arrays["a"][-1] == arrays["b"][-1]
 
 
-def test_an_output_that_is_not_whole_is_half(tmp_path):
+def test_incomplete_output_is_half(tmp_path):
     lines = Lines("score", (), tmp_path, "--out {}.jsonl", "{}.jsonl.unfinished")
     directory = Directory("export", (), tmp_path, "--out {}", "{}")
     (tmp_path / "whole.jsonl").write_text("1\n2\n")

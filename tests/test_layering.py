@@ -104,7 +104,7 @@ def test_imports_only_from_below():
     assert not list(upward())
 
 
-def test_the_library_never_imports_the_application():
+def test_library_never_imports_the_application():
     application = HEIGHTS.keys() - {*LIBRARY, "_version"}
     for module in MODULES.keys() - {"jaxmem", *FORWARDS}:
         if layer_of(module) in LIBRARY:

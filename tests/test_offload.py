@@ -58,7 +58,7 @@ def test_there_and_back():
     jax.tree.map(np.testing.assert_array_equal, back, tree(0))
 
 
-def test_what_is_no_array_of_jax_is_not_parked():
+def test_other_leaves_are_not_parked():
     with pytest.raises(
         ValueError, match="jax arrays at its leaves, got ndarray: jax.d"
     ):
@@ -66,7 +66,7 @@ def test_what_is_no_array_of_jax_is_not_parked():
 
 
 @pytest.mark.parametrize("move", [offload.park, offload.fetch])
-def test_a_tree_that_cannot_be_moved_is_left_as_it_is(move):
+def test_tree_that_cannot_be_moved_is_left_as_it_is(move):
     other = {offload.park: offload.fetch, offload.fetch: offload.park}[move]
     first, gone = other({"a": jnp.ones(3)})["a"], other({"w": jnp.ones(3)})["w"]
     gone.delete()
@@ -76,7 +76,7 @@ def test_a_tree_that_cannot_be_moved_is_left_as_it_is(move):
         np.testing.assert_array_equal(first, 1)
 
 
-def test_an_array_that_a_tree_has_twice_is_moved_once():
+def test_array_that_a_tree_has_twice_is_moved_once():
     given = jnp.arange(3.0)
     parked = offload.park({"embed": given, "head": given})
     assert given.is_deleted() and kinds(parked) == {"pinned_host"}
@@ -87,7 +87,7 @@ def test_an_array_that_a_tree_has_twice_is_moved_once():
     np.testing.assert_array_equal(back["head"], np.arange(3))
 
 
-def test_a_sharded_tree_keeps_its_sharding():
+def test_sharded_tree_keeps_its_sharding():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     parked = offload.park(jax.device_put(jnp.arange(8.0), rows))
@@ -106,7 +106,7 @@ def test_a_sharded_tree_keeps_its_sharding():
         slow(2**20, jnp.bfloat16),
     ],
 )
-def test_the_update_is_that_of_the_whole_state_on_the_device(slice_bytes, dtype):
+def test_update_equals_that_of_state_on_device(slice_bytes, dtype):
     wanted, optimizer = tree(0, dtype), adamw()
     state = optimizer.init(optax.tree.cast(wanted, jnp.float32))
     streamed = offload.Streamed(adamw(), slice_bytes=slice_bytes)
@@ -122,7 +122,7 @@ def test_the_update_is_that_of_the_whole_state_on_the_device(slice_bytes, dtype)
         assert_close(params, wanted, 4 * float(jnp.finfo(dtype).eps))
 
 
-def test_slices_are_as_large_as_asked_and_say_their_shapes():
+def test_slices_have_requested_size_and_shapes():
     params = tree(0)
     streamed = offload.Streamed(adamw(), slice_bytes=2 * 4 * 8 * 4)
     state, shapes = (
@@ -140,7 +140,7 @@ def lengths(slices):
     return [state[0].mu["w"].shape[0] for state in slices]
 
 
-def test_a_last_slice_may_be_shorter():
+def test_last_slice_may_be_shorter():
     streamed = offload.Streamed(optax.adam(0.1), slice_bytes=500 * 8 * 4)
     rows = {2000: [500] * 4, 2003: [401] * 4 + [399], 501: [251, 250]}
     for n, expected in rows.items():
@@ -204,7 +204,7 @@ def test_rows_over_devices_are_not_cut():
     np.testing.assert_allclose(params["w"], 0.9, rtol=1e-5)
 
 
-def test_what_is_given_is_consumed_and_the_gradients_are_not():
+def test_update_donates_state_but_not_gradients():
     streamed, params, gradients = offload.Streamed(adamw()), tree(0), tree(1)
     state = streamed.init(params)
     streamed.update(params, gradients, state)
@@ -212,7 +212,7 @@ def test_what_is_given_is_consumed_and_the_gradients_are_not():
     assert not any(x.is_deleted() for x in jax.tree.leaves(gradients))
 
 
-def test_an_array_that_is_there_twice_is_not_consumed():
+def test_array_that_is_there_twice_is_not_consumed():
     streamed, w = offload.Streamed(optax.adam(0.1)), jnp.ones((3, 2))
     tied = {"a": jnp.ones(2), "embed": w, "head": w}
     state = streamed.init(tied)
@@ -233,7 +233,7 @@ def test_an_array_that_is_there_twice_is_not_consumed():
     assert not any(x.is_deleted() for x in jax.tree.leaves((tied, copied, state)))
 
 
-def test_a_state_of_other_arrays_is_not_consumed():
+def test_state_of_other_arrays_is_not_consumed():
     streamed, params = offload.Streamed(optax.adam(0.1)), tree(0)
     state = streamed.init(params)
     wrong = {**state, "t": jax.tree.map(np.asarray, state["t"])}
@@ -257,7 +257,7 @@ ROWS_SPLIT, ROWS_WHOLE = P("x", "y"), P(None, "y")
         *(slow(x, x) for x in (ROWS_SPLIT, ROWS_WHOLE, None)),
     ],
 )
-def test_a_state_of_elsewhere_is_cut_for_here(there, here):
+def test_state_of_other_mesh_is_resliced(there, here):
     """And continues as it would have there; its slices' rows do not divide by x."""
     mesh = jax.make_mesh((2, 4), ("x", "y"))
     streamed = offload.Streamed(adamw(), slice_bytes=3 * 4 * 4)
@@ -295,7 +295,7 @@ def test_a_state_of_elsewhere_is_cut_for_here(there, here):
     np.testing.assert_allclose(*whole, rtol=1e-6)
 
 
-def test_an_optimizer_without_moments():
+def test_optimizer_without_moments():
     streamed, params = offload.Streamed(optax.sgd(0.5)), tree(0)
     state = streamed.init(params)
     made, _ = streamed.update(params, jax.tree.map(jnp.ones_like, tree(0)), state)

@@ -10,7 +10,7 @@ import jaxmem
 HEAD = jnp.ones((6, 8)), jnp.ones((40, 8)), jnp.arange(6)
 
 
-def test_a_call_and_its_logits():
+def test_report_of_call_and_its_logits():
     with jaxmem.report() as calls:
         jaxmem.logprobs(*HEAD, chunk=4)
     (call,) = calls.calls

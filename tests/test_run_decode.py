@@ -19,7 +19,7 @@ TINY = [
 ]  # fmt: skip
 
 
-def test_what_a_step_must_read_and_a_prefill_must_compute():
+def test_bytes_of_step_and_operations_of_prefill():
     sizes = ModelConfig(
         layers=3, hidden=8, ff=16, heads=4, kv_heads=2, head_dim=4, vocab_size=32,
         tied=False, dtype="bfloat16",
@@ -84,12 +84,12 @@ def test_no_variant_starts_when_no_time_is_left(monkeypatch, tmp_path, capsys):
     assert "no time is left for top_k=50" in capsys.readouterr().out
 
 
-def test_a_variant_that_is_not_there():
+def test_unknown_variant_is_refused():
     with pytest.raises(SystemExit, match="no variant is left; there are: temperature,"):
         run_decode.main(["--only=top_q"])
 
 
-def test_the_kernels_that_take_most():
+def test_summary_of_longest_kernels():
     events = [
         (f"nvjet_{name} ", "jit(advance)/while/body/dot_general", start, duration)
         for name, start, duration in (("a", 0, 4e6), ("b", 5e6, 6e6), ("a", 12e6, 4e6))

@@ -43,7 +43,7 @@ class Compiled:
 @pytest.mark.parametrize(
     ("given", "times"), [('{"known_trip_count":{"n":"36"}}', 36), ("{}", 0)]
 )
-def test_what_a_program_says_of_loops_and_asynchronous_calls(given, times):
+def test_parse_loops_and_asynchronous_calls(given, times):
     scatter, gather = collectives.of(Compiled(PROGRAM.replace("{GIVEN}", given)))
     assert scatter == ("reduce-scatter", "f32[2,4]", 128, 4, 1, False)
     assert scatter.moved == 96
@@ -51,7 +51,7 @@ def test_what_a_program_says_of_loops_and_asynchronous_calls(given, times):
     assert gather.moved == 24
 
 
-def test_a_permutation_sends_all_that_a_device_has():
+def test_permutation_sends_all_that_a_device_has():
     line = "%p = f32[8]{0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}"
     (found,) = collectives.of(
         Compiled(f"ENTRY %main (a: f32[8]) -> f32[8] {{\n{line}\n}}")
@@ -91,11 +91,11 @@ SCHEDULE = """\
 """
 
 
-def test_what_is_sent_while_something_is_multiplied():
+def test_bytes_sent_beside_products():
     assert collectives.hidden(SCHEDULE) == (3, 4)
 
 
-def test_what_a_compiled_program_communicates():
+def test_collectives_of_compiled_program():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
     def run(x):
@@ -129,7 +129,7 @@ def test_on_paper():
     assert [(c.kind, c.payload) for c in of_data] == [("all-reduce", 4 * 8 * 48)]
 
 
-def test_a_peak_goes_to_the_row_that_it_is_of(tmp_path):
+def test_peak_goes_to_its_row(tmp_path):
     keys = dict.fromkeys(results.KEYS, "") | {"path": "logprobs"}
     rows = [
         {**keys, "split": split, "devices": k}

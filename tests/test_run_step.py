@@ -21,7 +21,7 @@ TINY = [
 # ------------------------------------------------------------------- variants
 
 
-def test_the_variants_are_those_of_the_table():
+def test_variants_are_those_of_the_table():
     names = {(each.name, each.vocab_size) for each in run_step.VARIANTS}
     assert len(names) == len(run_step.VARIANTS)  # a row each
     for name in ("none", "full", "torch compiled"):
@@ -30,7 +30,7 @@ def test_the_variants_are_those_of_the_table():
     assert ("offload_block", 1024) in names
 
 
-def test_a_variant_s_words_are_a_policy_fields_and_options():
+def test_variant_words_are_policy_fields_and_options():
     words = "save_attention remat.save=('gate',) xla_gpu_x=True"
     variant = run_step.Variant("mine", "jax", tuple(words.split()), 64)
     job = variant.job("step.gin", ["run.steps=3"], ["mine"])
@@ -42,7 +42,7 @@ def test_a_variant_s_words_are_a_policy_fields_and_options():
 
 
 @pytest.mark.slow
-def test_a_worker_measures_a_step(monkeypatch, capsys):
+def test_worker_measures_a_step(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
     variant = run_step._jax("dots_and_attention remat.unroll=True", 64)
     step_jax.main(json.dumps(variant.job(str(run_step.CONFIG), TINY, ["not this"])))
@@ -57,7 +57,7 @@ def test_a_worker_measures_a_step(monkeypatch, capsys):
     assert row["shares"] == [] and "note" not in row
 
 
-def test_a_failure_is_a_row_and_a_traceback(capsys):
+def test_failure_is_a_row_and_a_traceback(capsys):
     job = run_step._jax("no_such_policy", 64).job(str(run_step.CONFIG), TINY, [])
     step_jax.main(json.dumps(job))
     out = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_nothing_starts_when_no_time_is_left(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "step.csv").exists()
 
 
-def test_a_variant_that_is_not_there():
+def test_unknown_variant_is_refused():
     with pytest.raises(SystemExit, match="no variant is left; there are: none, full"):
         run_step.main(["--only=half"])
 
@@ -141,7 +141,7 @@ def test_operations_of_a_program():
     }  # fmt: skip
 
 
-def test_shares_count_what_overlaps_once_and_the_rest_as_idle():
+def test_shares_count_overlap_once_and_idle_time():
     """Of two steps: a product of 6 ms and a copy beside it; 2 of 10 ms are idle."""
     events = [
         (kernel, STEP, start + offset, duration)

@@ -114,7 +114,7 @@ def assert_same(got, want):
 
 @pytest.mark.slow  # the next tests split over "2x4" and "sequences"
 @pytest.mark.parametrize("name", PLANS)
-def test_every_mesh(name):
+def test_parallel_on_every_mesh(name):
     check(with_gradients(parallel(jaxmem.token_stats, name), *problem()))
 
 
@@ -123,13 +123,13 @@ MIXED = (AxisType.Explicit, AxisType.Auto) * 2
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Explicit, MIXED, MIXED[::-1]], ids=str)
-def test_a_mesh_with_explicit_axes(kind):
+def test_parallel_on_explicit_axes(kind):
     verb = parallel(jaxmem.token_stats, "sequences", kind)
     check(with_gradients(verb, *problem()))
 
 
 @pytest.mark.parametrize("changes", [{"vocab": None}, slow({"tokens": None})], ids=str)
-def test_one_of_both_may_be_whole(changes):
+def test_tokens_or_vocabulary_may_be_whole(changes):
     check(with_gradients(parallel(jaxmem.token_stats, "2x4", **changes), *problem()))
 
 
@@ -272,7 +272,7 @@ def test_verbs_of_columns(name, how):
     assert not got[1][0][1].any() and (name == "sample_ids" or want[1][0].any())
 
 
-def test_the_vocabulary_whole_and_ties_on_every_shard():
+def test_topk_of_all_columns_tied_on_shards():
     h, W = np.zeros((4, D), np.float32), np.zeros((V, D), np.float32)
     made = parallel(jaxmem.topk, "1x8")(h, W, V)
     np.testing.assert_array_equal(made.ids, np.tile(np.arange(V), (4, 1)))
@@ -286,7 +286,7 @@ def test_eager_calls_without_jit():
     assert_same(made, jaxmem.logprobs(h, W, y))
 
 
-def test_what_is_split_stays_split_and_may_be_donated():
+def test_sharded_operands_stay_so_and_may_be_donated():
     h, W, y, _ = problem()
     h, y = (np.repeat(x, 4, 1)[:2] for x in (h, y))  # [2, 28]
     W = np.pad(W, [(0, 3), (0, 0)])
@@ -308,7 +308,7 @@ def test_what_is_split_stays_split_and_may_be_donated():
     assert h.is_deleted() and W.is_deleted()
 
 
-def test_what_is_communicated_of_weights():
+def test_collectives_of_weights_split_along_D():
     """Gathered along D for the call; scattered first and summed then, part by part."""
     h, W, y, _ = problem()
     h, y, W = h.repeat(4, 0), y.repeat(4, 0), np.pad(W, [(0, 3), (0, 0)])
@@ -465,7 +465,7 @@ def test_verbs_that_need_all_of_W(name):
     assert not got[1][0][1].any()  # the masked sequence, which is not a number
 
 
-def test_a_partial_of_the_data_is_refused():
+def test_partial_with_positional_data_is_refused():
     partial = functools.partial(jaxmem.logprobs, np.ones((3, 3), np.float32))
     with pytest.raises(TypeError, match="partial of one with arguments by name, got"):
         jaxmem.sharding.parallel(partial, MESH, vocab="tensor")
@@ -480,7 +480,7 @@ def test_verbs_that_need_all_of_W_on_explicit_axes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_one_token_and_all_of_W(kind):
+def test_one_token_with_W_gathered(kind):
     h, W, y, _ = problem()
     split = functools.partial(parallel, name="2x4", kind=kind, tokens=None)
     teacher = jaxmem.Teacher(h[0, 1], W)
@@ -503,7 +503,7 @@ def test_results_of_several_a_token_stay_split():
     assert made.sharding.spec == P("data", None)
 
 
-def test_what_is_communicated_of_all_of_W():
+def test_collectives_of_W_gathered():
     """As with a part of it: scattered first and summed then."""
     h, W = np.nan_to_num(problem()[0]), np.pad(problem()[1], [(0, 3), (0, 0)])
     verb = parallel(jaxmem.divergence, "W in parts of D")
@@ -582,7 +582,7 @@ WRONG = [
     WRONG,
     ids=[f"{getattr(f, '__name__', f)} {[*c]}" for f, c in WRONG],
 )
-def test_what_the_verb_refuses_is_refused_of_all_of_W(verb, changes):
+def test_errors_of_verb_with_W_gathered(verb, changes):
     given, by_name = GOOD[verb] | changes, of_two_heads
     if verb == "columns":
         verb, by_name = "forward_kl", of_columns
@@ -595,7 +595,7 @@ def test_what_the_verb_refuses_is_refused_of_all_of_W(verb, changes):
     assert str(got.value) == str(want.value)
 
 
-def test_a_ragged_support_that_nobody_can_see_poisons_only_its_token():
+def test_unseen_bad_ragged_support_is_nan_in_its_token():
     """Too many ids, and one that does not exist; ids of another token are not moved."""
     verb = jaxmem.sharding.parallel(jaxmem.support_logprobs, MESH, tokens="data")
     y, ids = np.arange(5), np.array([0, 1, 5, 6, 1, 2, 2**31 - 1, 3, 3, 4])
@@ -607,7 +607,7 @@ def test_a_ragged_support_that_nobody_can_see_poisons_only_its_token():
     np.testing.assert_array_equal(made[np.array([0, 3, 4])], 0)
 
 
-def test_what_nobody_can_see_does_not_wrap_round():
+def test_unseen_id_beyond_32_bits_does_not_wrap():
     """An id beyond 32 bits gives NaN, as in the verb; a masked one nothing."""
     verb = jaxmem.sharding.parallel(jaxmem.selected_logprobs, MESH, tokens="data")
     with jax.enable_x64(True):

@@ -73,7 +73,7 @@ def with_gradients(verb, operands):
 @pytest.mark.parametrize("implementation", ["xla", "hopper"])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("split", SPLITS)
-def test_one_answer_on_any_number_of_devices(split, devices, implementation):
+def test_results_equal_on_any_number_of_devices(split, devices, implementation):
     options, weights = SPLITS[split]
     mesh = mesh_of(devices, "tensor" if "tensor" in weights else "data")
     h, W, y, g = problem()
@@ -134,7 +134,7 @@ def test_groups_of_the_vocabulary_have_the_same_bits(devices, implementation):
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
-def test_sampled_gradients_of_tokens_are_those_of_one_device(devices):
+def test_sampled_token_gradients_equal_one_device(devices):
     """The same draws; W's gradient is summed in parts of the vocabulary."""
     mesh = mesh_of(devices, "data")
     if reason := hopper.refuses_machine():
@@ -174,7 +174,7 @@ def test_hiddens_gradient_is_summed_beside_a_product(devices):
     assert collectives.hidden(compiled.as_text())[0] == 1
 
 
-def test_a_loss_whose_tokens_jit_shares_out():
+def test_loss_with_tokens_divided_by_jit():
     """As chosen by itself: by the kernels, where one device is given them."""
     mesh = mesh_of(2, "data")
     h, W, y, _ = problem()

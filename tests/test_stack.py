@@ -26,7 +26,7 @@ def test_variants_are_read_and_policies_written():
         stack.read("none last=1")
 
 
-def test_options_of_a_variant_come_last_and_can_be_taken_away():
+def test_variant_options_come_last_and_are_removable():
     options = stack.compiler_options(stack.read("offload_block xla_gpu_x=False"))
     assert options["xla_gpu_x"] is False
     assert options["xla_gpu_enable_command_buffer"] == ""
@@ -57,7 +57,7 @@ ENTRY %main (p: s32[]) -> s32[] {
 """
 
 
-def test_products_between_the_start_and_the_end_of_copies():
+def test_products_between_start_and_end_of_copies():
     assert schedule.host_copies(PROGRAM) == [
         schedule.Copy("body.1", True, 2),
         schedule.Copy("ENTRY", False, 0),

@@ -110,7 +110,7 @@ def test_backward_memory_is_the_formula(kind, verb):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_in_one_pass(kind):
+def test_token_loss_memory_on_tpu(kind):
     program = compiled(kind, jax.grad(loss, (0, 1)), HIDDEN, W, LABELS)
     temporary = program.memory_analysis().temp_size_in_bytes
     assert temporary <= 2.5 * LOGITS + 2 * W_SUM + LOGITS // 4

@@ -97,7 +97,7 @@ LAZY = [
 
 
 @pytest.mark.parametrize("path", LAZY, ids=lambda path: path.parent.name)
-def test_a_type_checker_knows_each_lazy_name(path):
+def test_type_checker_knows_each_lazy_name(path):
     """It must see no `__getattr__`, by which each unknown name would be `Any`."""
     body = ast.parse(path.read_text("utf-8")).body
     (branch,) = (node for node in body if isinstance(node, ast.If))
@@ -111,7 +111,7 @@ def test_a_type_checker_knows_each_lazy_name(path):
 
 
 @pytest.mark.parametrize("name", ["head", "losses", "packing", "remat", "sharding"])
-def test_a_package_shows_its_public_names_only(name):
+def test_package_shows_its_public_names_only(name):
     """`jaxmem.losses.` completes to functions and classes, and to no module."""
     package = getattr(jaxmem, name)
     public = [item for item in dir(package) if not item.startswith("_")]
@@ -120,7 +120,7 @@ def test_a_package_shows_its_public_names_only(name):
     assert not modules
 
 
-def test_the_package_shows_its_public_names_only():
+def test_jaxmem_shows_its_public_names_only():
     names = {name for name in dir(jaxmem) if not name.startswith("_")}
     assert {"logprobs", "losses", "sharding", "remat", "plan"} <= names
     assert not names & {"base", "commands", "maths", "verbs"}

@@ -14,7 +14,7 @@ def no_temporary_directory_yet():
     caches._temporary.cache_clear()
 
 
-def test_directory_is_that_of_the_desktop_specification(tmp_path, monkeypatch):
+def test_directory_follows_desktop_specification(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     assert caches.directory() == tmp_path / "own" / "jaxmem"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -27,7 +27,7 @@ NUMBERS = [
 @pytest.mark.parametrize(
     "value", [math.inf, -math.inf, math.nan, True, "1", 10**400, 1j, [1]], ids=str
 )
-def test_what_is_no_number_or_not_finite(kind, field, value, monkeypatch):
+def test_fields_refuse_non_finite_and_non_numbers(kind, field, value, monkeypatch):
     with pytest.raises(ValueError) as raised:
         kind(**{field.name: value})
     message = str(raised.value)

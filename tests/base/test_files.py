@@ -34,7 +34,7 @@ def test_records_are_whole_or_wait(tmp_path):
     assert file.path.read_bytes().endswith(b"four\nfive\n")
 
 
-def test_half_a_record_that_could_not_be_cut_is_cut_later(tmp_path, monkeypatch):
+def test_append_cuts_half_a_record_later(tmp_path, monkeypatch):
     file = Appender(tmp_path / "lines")
     file.add(b"a" * 6 + b"\n")
     with no_file_above(4), monkeypatch.context() as patched:
@@ -47,7 +47,7 @@ def test_half_a_record_that_could_not_be_cut_is_cut_later(tmp_path, monkeypatch)
     assert file.path.read_bytes() == b"aaaaaa\n"
 
 
-def test_what_waits_is_bounded_and_what_is_lost_is_counted(monkeypatch):
+def test_waiting_records_bounded_and_lost_ones_counted(monkeypatch):
     monkeypatch.setattr(files, "_MAX_PENDING", 3)
     file = Appender(FULL)
     for i in range(5):
@@ -58,7 +58,7 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted(monkeypatch):
     assert list(file.pending) == [b"2", b"3", b"4"] and file.dropped == 2
 
 
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+def test_replace_is_whole_or_nothing(tmp_path):
     path = tmp_path / "summary.json"
     files.write_whole(path, "old")
     with no_file_above(3):
@@ -78,7 +78,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
 # -------------------------------------------------------- links and removal
 
 
-def test_nothing_is_written_through_a_symbolic_link(tmp_path):
+def test_write_follows_no_symbolic_link(tmp_path):
     target, link = tmp_path / "thesis", tmp_path / "lines"
     target.write_text("years of work")
     link.symlink_to(target)
@@ -101,7 +101,7 @@ def test_nothing_is_written_through_a_symbolic_link(tmp_path):
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_a_file_that_is_removed_is_made_anew(moved, tmp_path):
+def test_appender_makes_removed_file_anew(moved, tmp_path):
     file = Appender(tmp_path / "made" / "lines")
     file.add(b"one\n")
     file.flush()
@@ -115,7 +115,7 @@ def test_a_file_that_is_removed_is_made_anew(moved, tmp_path):
     file.close()
 
 
-def test_a_file_that_was_not_finished_is_not_there(tmp_path):
+def test_unfinished_file_is_removed(tmp_path):
     path = tmp_path / "new" / "a.txt"
     with pytest.raises(ZeroDivisionError), files.unfinished(path) as made:
         made.write_text("half")

@@ -76,7 +76,7 @@ def slurm(tasks):
 
 
 @pytest.mark.parametrize("way", ["given", "found"])
-def test_the_commands_of_the_page(way, small, tmp_path):
+def test_commands_of_the_page(way, small, tmp_path):
     page = (ROOT / "docs" / "hosts.md").read_text("utf-8")
     printed = [words for words in commands(page) if words[:2] == ["jaxmem", "train"]]
     address = f"127.0.0.1:{free_port()}"

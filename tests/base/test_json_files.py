@@ -15,7 +15,7 @@ from jaxmem.base import json_files
         "[" * 101 + "]" * 101, "1" * 308, "-" + "9" * 308, "1e-9999", " [1]\r",
     ],
 )  # fmt: skip
-def test_what_json_is_read_as_python_reads_it(text):
+def test_parse_equals_json_loads(text):
     assert json_files.parse(text) == json.loads(text)
 
 
@@ -39,13 +39,13 @@ def test_what_json_is_read_as_python_reads_it(text):
         (r'{"\udfff": 1}', r"'\udfff' holds half of a surrogate pair"),
     ],
 )
-def test_what_is_refused(text, message):
+def test_parse_refuses(text, message):
     with pytest.raises(json_files.JsonError) as raised:
         json_files.parse(text)
     assert str(raised.value).startswith(message)
 
 
-def test_a_long_text_is_refused_before_it_is_parsed(monkeypatch):
+def test_long_text_is_refused_before_parsing(monkeypatch):
     monkeypatch.setattr(json_files, "MAX_BYTES", 2**20)
     with pytest.raises(json_files.JsonError, match="longer than 1 MiB"):
         json_files.parse("[" * (2**20 + 1))
@@ -77,7 +77,7 @@ def test_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_is_no_file_and_nobody_waits_for_it(tmp_path):
+def test_read_does_not_wait_for_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "a.json")
     with pytest.raises(json_files.JsonError, match="a.json: not a file"):
         json_files.read_object(tmp_path / "a.json")

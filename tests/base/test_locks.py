@@ -37,7 +37,7 @@ def held(path, log=no_message):
     return locks.exclusive(path, "run.out_dir='run'", log)
 
 
-def test_the_second_one_says_who_is_there_and_a_killed_one_is_in_nobody_s_way(path):
+def test_lock_names_holder_and_survives_a_kill(path):
     path.parent.mkdir(parents=True)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE
@@ -67,7 +67,7 @@ def test_it_leaves_nothing_behind_but_what_was_there(path, tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["kept"]
 
 
-def test_a_file_that_its_holder_removed_is_not_the_lock(path, monkeypatch):
+def test_removed_file_is_not_the_lock(path, monkeypatch):
     """One opens it, the holder removes it, another makes it anew: two files."""
     flock = fcntl.flock
 
@@ -83,7 +83,7 @@ def test_a_file_that_its_holder_removed_is_not_the_lock(path, monkeypatch):
             pass
 
 
-def test_a_file_system_without_locks_is_named_once(path, monkeypatch):
+def test_file_system_without_locks_is_named_once(path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -97,14 +97,14 @@ def test_a_file_system_without_locks_is_named_once(path, monkeypatch):
     ]
 
 
-def test_a_place_that_cannot_be_written_is_named():
+def test_unwritable_path_is_named():
     with pytest.raises(OSError, match="/proc/self/lock: cannot be written: "):
         with held(pathlib.Path("/proc/self/lock")):
             pass
 
 
 @pytest.mark.parametrize("place", ["file", "file/run", "/proc/nowhere/run"])
-def test_a_directory_that_cannot_be_made_is_named_with_its_setting(place, tmp_path):
+def test_lock_names_setting_of_bad_directory(place, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     path = tmp_path / place / "lock"
     wanted = rf"run.out_dir='run': the directory {path.parent} cannot be made: \w"
@@ -126,7 +126,7 @@ with locks.exclusive(__import__("pathlib").Path(sys.argv[1]), "it", print):
 """
 
 
-def test_a_forked_child_does_not_keep_the_lock_of_a_killed_process(path):
+def test_forked_child_does_not_keep_the_lock(path):
     parent = subprocess.Popen(
         [sys.executable, "-c", FORKING, str(path)], stdout=subprocess.PIPE
     )
@@ -142,7 +142,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_killed_process(path):
         os.kill(child, 9)
 
 
-def test_a_symbolic_link_is_not_followed(path, tmp_path):
+def test_symbolic_link_is_not_followed(path, tmp_path):
     path.parent.mkdir(parents=True)
     (tmp_path / "thesis").write_text("years of work")
     path.symlink_to(tmp_path / "thesis")
@@ -153,7 +153,7 @@ def test_a_symbolic_link_is_not_followed(path, tmp_path):
 
 
 @pytest.mark.parametrize("which", ["file", "directory"])
-def test_a_lock_that_was_removed_is_taken_again(which, path):
+def test_lock_that_was_removed_is_taken_again(which, path):
     with held(path) as lock:
         assert lock.renew() == ""
         path.unlink()
@@ -169,7 +169,7 @@ def test_a_lock_that_was_removed_is_taken_again(which, path):
     assert not path.exists()
 
 
-def test_a_lock_that_another_process_has_taken_meanwhile_is_not_removed(path):
+def test_lock_taken_by_another_is_not_removed(path):
     with held(path) as lock:
         path.unlink()
         with held(path):

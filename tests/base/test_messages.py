@@ -64,7 +64,7 @@ def test_names_and_lists():
     assert messages.cut("a\nb" * 200, 10) == "a ba ba..."
 
 
-def test_a_cut_text_has_no_escapes_of_a_terminal():
+def test_cut_text_has_no_escapes_of_a_terminal():
     assert messages.cut("a\x1b[2J\x1b[31mred\r\nb\u2028c\x07 é 漢") == (
         r"a\x1b[2J\x1b[31mred b c\x07 é 漢"
     )

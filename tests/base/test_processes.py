@@ -131,7 +131,7 @@ def running(arguments, out_dir, steps, program=("-m", "jaxmem")):
     return pair
 
 
-def test_two_processes_stop_together_and_resume_and_match_one(arguments, tmp_path):
+def test_two_processes_stop_resume_and_equal_one(arguments, tmp_path):
     out_dir = tmp_path / "two"
     pair = running(arguments, out_dir, 3, ("-c", TWICE))
     try:
@@ -155,7 +155,7 @@ def test_two_processes_stop_together_and_resume_and_match_one(arguments, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_of_two_processes_one_is_killed_and_the_other_ends(killed, arguments, tmp_path):
+def test_killed_process_ends_the_other(killed, arguments, tmp_path):
     out_dir = tmp_path / "two"
     done = stopped_together(arguments, out_dir)
     pair = running(arguments, out_dir, done + 12)
@@ -208,7 +208,7 @@ def each_with(arguments, tmp_path, *own):
 
 
 @pytest.mark.slow
-def test_processes_with_different_settings_and_files_say_so(arguments, tmp_path):
+def test_processes_name_differing_settings_and_files(arguments, tmp_path):
     path, source, cache = arguments
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"text": "another text"}))
@@ -226,7 +226,7 @@ def test_processes_with_different_settings_and_files_say_so(arguments, tmp_path)
         assert "optimizer.learning_rate is 0.001 in process 0, 0.002 in process" in last
 
 
-def test_what_processes_have_in_common(arguments, tmp_path, monkeypatch):
+def test_facts_processes_must_agree_on(arguments, tmp_path, monkeypatch):
     """Every setting but the cache, versions, and what files have in them."""
     path, *overrides = arguments
     config, _ = load(path, overrides)
@@ -247,7 +247,7 @@ def test_what_processes_have_in_common(arguments, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("indices", [(0, 0), (0, 1, 1)])
-def test_an_index_that_two_processes_have(indices, arguments, tmp_path):
+def test_duplicate_process_id_is_refused(indices, arguments, tmp_path):
     ids = [[f"--process-id={i}"] for i in indices]
     began = time.monotonic()
     statuses, said = spoken(each_with(arguments, tmp_path, *ids), devices=2)
@@ -275,7 +275,7 @@ def test_numbers_of_processes_that_differ():
                     "same"] * 2  # fmt: skip
 
 
-def test_those_that_do_not_come_are_named():
+def test_meet_names_missing_processes():
     with pytest.raises(ValueError, match="of 3 processes, 1, 2 did not come to"):
         meeting.meet(f"127.0.0.1:{free_port()}", 3, 0, 0.1)
     with pytest.raises(ValueError, match="process 0 does not answer at --coordinator"):
@@ -292,7 +292,7 @@ def described(arguments):
     return config.data, data.load_tokenizer(config.data)
 
 
-def test_a_process_reads_only_the_documents_of_its_rows(described, monkeypatch):
+def test_process_reads_documents_of_its_rows_only(described, monkeypatch):
     config, tokenizer = described
     whole = streams.batches(config, tokenizer, range(4))
     read, encode = [], data.encode_documents
@@ -314,7 +314,7 @@ def test_a_process_reads_only_the_documents_of_its_rows(described, monkeypatch):
     np.testing.assert_array_equal(next(again).tokens, next(part).tokens)
 
 
-def test_one_stream_is_what_it_always_was(described):
+def test_one_stream_equals_plain_batches(described):
     config, tokenizer = described
     config = dataclasses.replace(config, streams=1)
     made = streams.batches(config, tokenizer, range(4))
@@ -383,9 +383,7 @@ class Failed(ValueError):
         (1, ValueError("gone"), ValueError),
     ],
 )  # fmt: skip
-def test_by_first_raises_the_same_message_in_every_process(
-    index, raised, kind, monkeypatch
-):
+def test_by_first_raises_one_message_everywhere(index, raised, kind, monkeypatch):
     """The other process is this one, with the mapping that the first one shares."""
     shared = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -413,6 +411,6 @@ def test_by_first_names_what_is_no_json(monkeypatch):
         processes.by_first(lambda: {1, 2})
 
 
-def test_one_process_shares_with_itself():
+def test_share_of_one_process():
     assert processes.share({"0": {"next": 3}}) == {"0": {"next": 3}}
     assert processes.is_first()

@@ -36,7 +36,7 @@ def as_it_was():
     "number, wanted, status",
     [(signal.SIGTERM, SystemExit, 143), (signal.SIGINT, KeyboardInterrupt, None)],
 )
-def test_a_signal_is_noted_while_it_is_postponed(number, wanted, status, capfd):
+def test_signal_is_noted_while_it_is_postponed(number, wanted, status, capfd):
     steps = []
     with pytest.raises(wanted) as caught, Stop() as stop:
         with stop.deferred():
@@ -61,7 +61,7 @@ def test_elsewhere_it_ends_the_work_at_once():
     assert caught.value.code == 143 and stop.signal == signal.SIGTERM
 
 
-def test_a_signal_that_nobody_asked_about_counts_at_the_end():
+def test_unpolled_signal_counts_at_the_end():
     with pytest.raises(SystemExit), Stop() as stop, stop.deferred():
         send(signal.SIGTERM)
 
@@ -91,7 +91,7 @@ def test_other_threads_do_without():
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_even_code_that_holds_up_python():
+def test_second_signal_ends_blocked_python():
     program = textwrap.dedent(
         """
         import hashlib, time
@@ -119,7 +119,7 @@ def test_a_second_signal_ends_even_code_that_holds_up_python():
         assert process.wait(timeout=60) == 128 + signal.SIGINT
 
 
-def test_a_signal_within_garbage_collection_is_raised_after_it(capsys):
+def test_signal_in_garbage_collection_is_raised_later(capsys):
     """Python ignores what a callback of the collector raises, as jax's does."""
 
     def interrupt(phase, info):
@@ -149,7 +149,7 @@ def test_two_signals_within_a_second_are_one(second, capfd):
     assert capfd.readouterr().err == NOTICE.format("SIGTERM")
 
 
-def test_the_second_of_two_does_not_disturb_what_the_first_has_begun():
+def test_second_signal_leaves_first_exit_undisturbed():
     cleaned = []
     with pytest.raises(SystemExit), Stop():
         try:

@@ -62,9 +62,7 @@ def rows_of(batches):
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10**6])
-def test_blocks_of_any_size_hold_every_record_once_and_in_order(
-    size, tmp_path, monkeypatch
-):
+def test_blocks_hold_records_once_in_order(size, tmp_path, monkeypatch):
     monkeypatch.setattr(block_files, "BLOCK_BYTES", size)
     texts = write(tmp_path / "a.jsonl", 20)
     every = FileBlocks(str(tmp_path / "a.jsonl"), "data.source")
@@ -88,7 +86,7 @@ def test_parquet_is_read_by_row_groups(tmp_path):
     assert every[3] == (tmp_path / "b.jsonl", 0)
 
 
-def test_an_epoch_is_that_of_data_in_memory_in_an_order_of_its_own(config):
+def test_streamed_epoch_equals_epoch_in_memory(config):
     tokenizer = documents.load_tokenizer(config)
     in_memory = dataclasses.replace(config, streaming=False)
     wanted = list(rows_of(documents.batches(in_memory, tokenizer, epochs=1)))
@@ -121,7 +119,7 @@ def test_resumes_bitwise_from_every_point(config):
 
 
 @pytest.mark.parametrize("times", [1, 4])
-def test_what_is_held_does_not_grow_with_the_data(times, config, monkeypatch, tmp_path):
+def test_memory_independent_of_data_size(times, config, monkeypatch, tmp_path):
     tokenizer = documents.load_tokenizer(config)
     write(tmp_path / "a.jsonl", 30 * times)
     alive, most, cut = weakref.WeakSet(), [], documents._pieces
@@ -189,9 +187,7 @@ def test_streams_share_the_blocks(config):
         (dict(source="bytes.jsonl"), "bytes.jsonl: line at byte 0: not UTF-8"),
     ],
 )
-def test_what_cannot_be_streamed_is_named(
-    changes, message, config, tmp_path, monkeypatch
-):
+def test_unstreamable_data_are_named(changes, message, config, tmp_path, monkeypatch):
     tokenizer = documents.load_tokenizer(config)
     monkeypatch.chdir(tmp_path)
     for name, content in {
@@ -217,7 +213,7 @@ def test_other_files_or_settings_are_another_position(config, tmp_path):
         documents.batches(other, tokenizer).set_state(state)
 
 
-def test_settings_of_runs_from_before_streaming_are_unchanged(config):
+def test_settings_before_streaming_are_unchanged(config):
     fixed = dataclasses.replace(config, streaming=False).fixed()
     assert not fixed.keys() & {"streaming", "shuffle_window", "cache_dir"}
     assert config.fixed()["shuffle_window"] == WINDOW
@@ -253,7 +249,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_changes_while_it_is_read_is_named(change, config, tmp_path):
+def test_file_that_changes_while_it_is_read_is_named(change, config, tmp_path):
     tokenizer = documents.load_tokenizer(config)
     batches = documents.batches(config, tokenizer)
     next(batches)
@@ -265,7 +261,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(change, config, tmp_path)
     assert "b.jsonl" in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_file_of_another_inode_and_the_same_content_is_read_on(config, tmp_path):
+def test_file_of_other_inode_is_read_on(config, tmp_path):
     tokenizer = documents.load_tokenizer(config)
     batches, alone = (documents.batches(config, tokenizer) for _ in range(2))
     path, copy = tmp_path / "b.jsonl", tmp_path / "copy"
@@ -275,9 +271,7 @@ def test_a_file_of_another_inode_and_the_same_content_is_read_on(config, tmp_pat
         np.testing.assert_array_equal(next(batches).tokens, next(alone).tokens)
 
 
-def test_a_position_in_a_file_that_was_replaced_is_refused(
-    config, tmp_path, monkeypatch
-):
+def test_position_in_replaced_file_is_refused(config, tmp_path, monkeypatch):
     monkeypatch.setattr(block_files, "BLOCK_BYTES", 2**11)
     monkeypatch.setattr(block_files, "_SAMPLE_BYTES", 64)
     tokenizer = documents.load_tokenizer(config)
@@ -291,7 +285,7 @@ def test_a_position_in_a_file_that_was_replaced_is_refused(
         documents.batches(config, tokenizer).set_state(state)
 
 
-def test_a_line_without_end_is_not_read_whole(config, tmp_path, monkeypatch):
+def test_line_without_end_is_not_read_whole(config, tmp_path, monkeypatch):
     tokenizer = documents.load_tokenizer(config)
     monkeypatch.setattr("jaxmem.base.json_files.MAX_BYTES", 2**11)
     monkeypatch.setattr(block_files, "BLOCK_BYTES", 2**20)

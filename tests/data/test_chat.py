@@ -149,7 +149,7 @@ def labels_of(name, tokenizer):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_loss_counts_assistant_turns_alone(name, tokenizer):
+def test_loss_counts_assistant_turns_alone(name, tokenizer):
     text, counted = counted_of(name)
     assert [text[a:b] for a, b in counted] == TEMPLATES[name][1]
     labels = labels_of(name, tokenizer)
@@ -161,7 +161,7 @@ def test_the_loss_counts_assistant_turns_alone(name, tokenizer):
     assert last == counted[1]
 
 
-def test_a_call_of_a_tool_is_counted_whole():
+def test_call_of_a_tool_is_counted_whole():
     text = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') "
         "+ (m.tool_calls | tojson if m.tool_calls else '') + '<|im_end|>' }}"
@@ -185,7 +185,7 @@ def checkpoint(tmp_path, value=None, text=None):
     return tmp_path
 
 
-def test_a_template_is_where_checkpoints_have_it(tmp_path):
+def test_template_is_where_checkpoints_have_it(tmp_path):
     listed = [
         {"name": "tool_use", "template": "no"},
         {"name": "default", "template": "a"},
@@ -210,7 +210,7 @@ def render_with_tools(template, tools):
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "additional"])
-def test_the_template_of_tools_renders_conversations_with_tools(place, tmp_path):
+def test_tool_template_renders_conversations(place, tmp_path):
     if place == "additional":
         checkpoint(tmp_path, "no", CHATML)
         (tmp_path / "additional_chat_templates").mkdir()
@@ -230,7 +230,7 @@ def test_the_template_of_tools_renders_conversations_with_tools(place, tmp_path)
         render_with_tools(own, [TOOL])
 
 
-def test_the_template_that_leaves_out_tools_is_named(tmp_path):
+def test_template_that_leaves_out_tools_is_named(tmp_path):
     listed = [{"name": k, "template": CHATML} for k in ("default", "rag")]
     template = read_template(checkpoint(tmp_path, listed), None)
     message = r"tools; .*now .*tokenizer_config.json: chat_template 'default'\)"
@@ -241,7 +241,7 @@ def test_the_template_that_leaves_out_tools_is_named(tmp_path):
         read_template(checkpoint(tmp_path, listed), None)
 
 
-def test_a_template_of_tools_says_itself_what_counts(tmp_path):
+def test_template_of_tools_says_itself_what_counts(tmp_path):
     marks = (
         "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:"
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -255,7 +255,7 @@ def test_a_template_of_tools_says_itself_what_counts(tmp_path):
     assert [made.text[a:b] for a, b in made.counted] == ["Hello."]
 
 
-def test_a_template_that_is_none_is_named(tmp_path):
+def test_missing_template_is_named(tmp_path):
     with pytest.raises(documents.DataError, match="has no chat template, neither in"):
         read_template(checkpoint(tmp_path), None)
     with pytest.raises(
@@ -268,7 +268,7 @@ def test_a_template_that_is_none_is_named(tmp_path):
         read_template(checkpoint(tmp_path, "a", "{% if"), None)
 
 
-def test_the_sandbox_refuses_what_is_not_rendering():
+def test_sandbox_refuses_what_is_not_rendering():
     made = ChatTemplate("{{ ''.__class__.__mro__ }}", {}, "")
     with pytest.raises(documents.DataError, match="the chat template says: .*unsafe"):
         made.render(TALK)
@@ -285,7 +285,7 @@ def test_the_sandbox_refuses_what_is_not_rendering():
         ({"chosen": "a", "rejected": "b"}, "are for run.job='dpo'"),
     ],
 )
-def test_a_line_that_cannot_be_rendered_is_named(record, message, tmp_path):
+def test_line_that_cannot_be_rendered_is_named(record, message, tmp_path):
     path = tmp_path / "talk.jsonl"
     path.write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps(record))
     with pytest.raises(documents.DataError) as raised:
@@ -310,7 +310,7 @@ NESTED = (
 )
 
 
-def test_a_loop_without_end_is_an_error(tmp_path):
+def test_loop_without_end_is_an_error(tmp_path):
     template = ChatTemplate(NESTED, {}, "t")
     with pytest.raises(ValueError, match="its loops take more than 1,000,000 turns"):
         template.render(TALK)
@@ -418,7 +418,7 @@ def test_no_rendering_makes_numbers_without_a_bound(expression):
 
 @pytest.mark.parametrize("value", ["a\nb", 1, 1.0, ["a", "b"], ("a",), {"a": "b"}])
 @pytest.mark.parametrize("arguments", ["2**20", "2**20, 'y'", "'y', 2**20", "'y'*9999"])
-def test_no_filter_or_method_makes_texts_without_a_bound(value, arguments, monkeypatch):
+def test_filters_and_methods_bound_their_texts(value, arguments, monkeypatch):
     """Also those that a later version of Python or jinja2 adds."""
     monkeypatch.setattr("jaxmem.data.rendering_budget._MOST_CHARACTERS", 2**17)
     from jaxmem.data.template_sandbox import bounded_environment

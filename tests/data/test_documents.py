@@ -86,7 +86,7 @@ def same(left, right):
 # ------------------------------------------------------------------- packing
 
 
-def test_an_epoch_holds_every_piece_once_with_labels_shifted_inside(config, tokenizer):
+def test_epoch_holds_pieces_once_with_shifted_labels(config, tokenizer):
     epoch = list(data.batches(config, tokenizer, epochs=1))
     packed = [segment for batch in epoch for segment in segments(batch)]
     assert collections.Counter((ids, labels) for ids, labels, _ in packed) == (
@@ -95,7 +95,7 @@ def test_an_epoch_holds_every_piece_once_with_labels_shifted_inside(config, toke
     assert all(positions == tuple(range(len(ids))) for ids, _, positions in packed)
 
 
-def test_batches_have_the_shape_and_padding_of_the_contract(config, tokenizer):
+def test_batches_have_documented_shape_and_padding(config, tokenizer):
     epoch = list(data.batches(config, tokenizer, epochs=1))
     for batch in epoch:
         assert isinstance(batch, data.Batch)
@@ -116,7 +116,7 @@ def test_rows_are_nearly_full(config, tokenizer):
     assert (taken == 0).mean() < 0.05  # under 0.01 at 256 tokens a row
 
 
-def test_a_document_that_fits_in_a_row_is_never_cut(config, tokenizer):
+def test_document_that_fits_in_a_row_is_never_cut(config, tokenizer):
     epoch = list(data.batches(config, tokenizer, epochs=1))
     bos, eos = tokenizer.token_to_id("<bos>"), tokenizer.token_to_id("<eos>")
     packed = [ids for batch in epoch for ids, _, _ in segments(batch)]
@@ -125,7 +125,7 @@ def test_a_document_that_fits_in_a_row_is_never_cut(config, tokenizer):
             assert ids[-1] == eos
 
 
-def test_a_prompt_has_no_labels_and_a_response_has_all(config, tokenizer, directory):
+def test_prompt_has_no_labels_and_a_response_has_all(config, tokenizer, directory):
     record = {"prompt": "two plus two", "response": "four"}
     source = write_jsonl(directory / "one.jsonl", [record])
     one = dataclasses.replace(config, source=source, sequence_length=64, batch_size=1)
@@ -141,9 +141,7 @@ def test_a_prompt_has_no_labels_and_a_response_has_all(config, tokenizer, direct
 # --------------------------------------------------- order, resumption, epochs
 
 
-def test_same_settings_give_the_same_batches_and_another_seed_does_not(
-    config, tokenizer
-):
+def test_batches_depend_on_settings_and_seed(config, tokenizer):
     first, second = (data.batches(config, tokenizer) for _ in range(2))
     other = data.batches(dataclasses.replace(config, seed=4), tokenizer)
     pairs = [(next(first), next(second), next(other)) for _ in range(40)]
@@ -189,7 +187,7 @@ def test_refuses_a_position_in_other_data(config, tokenizer, change):
         other.set_state(state)
 
 
-def test_evaluation_documents_are_held_out_whatever_their_order(config):
+def test_held_out_documents_independent_of_order(config):
     documents = data.load_documents(config.source)
     training, evaluation = data.split_documents(documents, 0.2)
     assert len(evaluation) == 8
@@ -223,7 +221,7 @@ def test_evaluation_batches_hold_only_held_out_text(config, tokenizer):
     assert evaluation and training + evaluation == everything
 
 
-def test_an_empty_split_and_an_unknown_one_are_errors(config, tokenizer):
+def test_empty_split_and_an_unknown_one_are_errors(config, tokenizer):
     with pytest.raises(data.DataError, match="leaves none for evaluation"):
         data.batches(config, tokenizer, split="evaluation")
     with pytest.raises(ValueError, match="got 'test'"):
@@ -270,7 +268,7 @@ def fresh(config, tmp_path):
     return dataclasses.replace(config, cache_dir=str(tmp_path))
 
 
-def test_a_vocabulary_is_trained_once(fresh, tmp_path, monkeypatch):
+def test_vocabulary_is_trained_once(fresh, tmp_path, monkeypatch):
     first = data.load_tokenizer(fresh)
     (cached,) = tmp_path.iterdir()
     monkeypatch.setattr(data, "_train_vocabulary", None)
@@ -278,7 +276,7 @@ def test_a_vocabulary_is_trained_once(fresh, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [cached]
 
 
-def test_a_cache_that_cannot_be_written_names_its_key(fresh, tmp_path):
+def test_cache_that_cannot_be_written_names_its_key(fresh, tmp_path):
     (tmp_path / "file").write_text("")
     for name in ("file", "file/below"):
         given = dataclasses.replace(fresh, cache_dir=str(tmp_path / name))
@@ -293,7 +291,7 @@ def test_other_text_or_size_is_another_vocabulary(fresh, tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_vocabulary_that_was_changed_in_the_cache_is_named(fresh, tmp_path):
+def test_changed_vocabulary_in_cache_is_named(fresh, tmp_path):
     data.load_tokenizer(fresh)
     (path,) = tmp_path.glob("**/vocabulary-*.json")
     kept = json.loads(path.read_text())
@@ -306,7 +304,7 @@ def test_a_vocabulary_that_was_changed_in_the_cache_is_named(fresh, tmp_path):
             data.load_tokenizer(fresh)
 
 
-def test_a_pattern_without_end_names_the_tokenizer_and_the_record(config):
+def test_endless_pattern_names_tokenizer_and_record(config):
     endless = tokenizers.Tokenizer(models.WordLevel({"<bos>": 0, "<eos>": 1}, "<eos>"))
     pattern = tokenizers.Regex(r"(a+)+$")
     endless.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
@@ -318,14 +316,14 @@ def test_a_pattern_without_end_names_the_tokenizer_and_the_record(config):
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_same_vocabulary_at_once(fresh, tmp_path):
+def test_two_processes_train_one_vocabulary(fresh, tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         left, right = pool.map(data.load_tokenizer, [fresh] * 2)
     assert left.to_str() == right.to_str()
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_damaged_cache_is_named(fresh, tmp_path):
+def test_damaged_cache_is_named(fresh, tmp_path):
     data.load_tokenizer(fresh)
     (cached,) = tmp_path.iterdir()
     cached.write_text("{")
@@ -345,7 +343,7 @@ def test_too_little_text_says_how_many_entries_it_has(fresh):
 # ---------------------------------------------------------------- documents
 
 
-def test_the_standard_library_is_real_text_in_a_fixed_order():
+def test_standard_library_is_text_in_fixed_order():
     documents = data.load_documents("stdlib")
     assert documents == data.load_documents("stdlib")
     names = [document.name for document in documents]
@@ -367,7 +365,7 @@ def test_blank_lines_part_the_documents_of_a_text_file(tmp_path):
     ]  # fmt: skip
 
 
-def test_jsonl_keeps_unicode_line_separators_and_skips_blank_lines(tmp_path):
+def test_jsonl_keeps_unicode_separators_skips_blanks(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a\u2028b", "id": 7}\r\n\n{"text": ""}', encoding="utf-8")
     assert [d.text for d in data.load_documents(str(path))] == ["a\u2028b", ""]
@@ -387,7 +385,7 @@ def test_jsonl_keeps_unicode_line_separators_and_skips_blank_lines(tmp_path):
         (r'{"text": "\ud800"}', "half of a surrogate pair"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, line, message):
+def test_malformed_line_is_named(tmp_path, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "fine"}\n\n' + line + "\n")
     with pytest.raises(data.DataError, match=rf"bad\.jsonl:3: .*{message}"):
@@ -406,12 +404,12 @@ def test_a_malformed_line_is_named(tmp_path, line, message):
         ("absent.jsonl", "cannot read absent.jsonl: No such file"),
     ],
 )
-def test_an_unusable_source_is_named(source, message):
+def test_unusable_source_is_named(source, message):
     with pytest.raises(data.DataError, match=message):
         data.load_documents(source)
 
 
-def test_bytes_that_are_no_text_and_empty_files_are_errors(tmp_path):
+def test_invalid_utf8_and_empty_files_are_errors(tmp_path):
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9 noir")
     with pytest.raises(

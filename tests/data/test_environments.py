@@ -59,7 +59,7 @@ def opened():
         ("1/0", "?"), ("2**9", "?"), ("1+", "?"), ("9" * 60, "9" * 60),
     ],
 )  # fmt: skip
-def test_the_calculator(question, value):
+def test_calculator(question, value):
     calculator = Calculator()
     assert calculator.reset(RECORD) == "12*34="
     assert calculator.step(["12*34=", f"[{question}]"]) == (f"{value}=", 0.0, False)
@@ -94,7 +94,7 @@ def test_conversations_of_messages(own, opened):
     assert one.prompt == one.said[:1]
 
 
-def test_every_conversation_has_an_object_and_a_record_of_its_own(own, opened):
+def test_conversations_have_own_object_and_record(own, opened):
     name = own(
         "record['seen'] = self.seen = []; return 'a'",
         "self.seen.append(1); return str(len(self.seen)), 0, False",
@@ -131,7 +131,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("step", "message"), FAILURES)
-def test_an_environment_that_fails_is_named_or_ends(step, message, own, opened):
+def test_environment_that_fails_is_named_or_ends(step, message, own, opened):
     name = own(step=step)
     environments, made = opened(name, timeout=0.5)
     with pytest.raises(RewardError, match=r"^environment .*:Own \(p.jsonl:1\): "
@@ -174,7 +174,7 @@ def test_conversations_that_failures_end_are_counted(own, opened):
          r"p.jsonl:1\): reset returned array\(\[0, 1\]\), neither a string nor a list"),
     ],
 )  # fmt: skip
-def test_a_beginning_that_is_none(reset, message, own, opened):
+def test_reset_result_is_checked(reset, message, own, opened):
     for on_error in ("raise", "end"):
         with pytest.raises(RewardError, match=message):
             opened(own(reset), on_error=on_error)
@@ -259,7 +259,7 @@ def test_prompts_are_read_with_few_environments_open(counted):
     assert set(module.opened) == set(module.closed)
 
 
-def test_a_timeout_is_of_each_call_and_not_of_all_together(counted):
+def test_timeout_counts_for_each_call(counted):
     environments, module = counted(workers=2, timeout=0.5)
     rows, where = records(12, seconds=0.1)
     with environments.opened(rows, where) as made:  # two at a time, in 0.6 s
@@ -273,7 +273,7 @@ def test_a_timeout_is_of_each_call_and_not_of_all_together(counted):
 
 
 @pytest.mark.parametrize("raised", [RewardError, KeyboardInterrupt])
-def test_environments_are_closed_however_a_conversation_ends(raised, counted):
+def test_environments_are_closed_at_any_end(raised, counted):
     environments, module = counted()
     with pytest.raises(raised), environments.opened(*records(4)) as made:
         for conversation, text in zip(
@@ -289,7 +289,7 @@ def test_environments_are_closed_however_a_conversation_ends(raised, counted):
     assert sorted(map(id, module.closed)) == sorted(map(id, module.opened))
 
 
-def test_an_environment_that_is_made_too_late_is_closed(counted):
+def test_environment_made_too_late_is_closed(counted):
     environments, module = counted(timeout=0.1)
     init = environments._class.__init__
 
@@ -306,7 +306,7 @@ def test_an_environment_that_is_made_too_late_is_closed(counted):
     assert module.closed == module.opened
 
 
-def test_a_close_that_fails_is_a_warning(own, opened):
+def test_close_that_fails_is_a_warning(own, opened):
     name = own()
     with open(name.partition(":")[0], "a") as file:
         file.write("\n    def close(self):\n        1 / 0\n")
@@ -316,7 +316,7 @@ def test_a_close_that_fails_is_a_warning(own, opened):
     environments.close(made)  # which are closed
 
 
-def test_what_fails_at_its_start_can_be_left_out(counted):
+def test_failed_start_can_be_left_out(counted):
     environments, module = counted(on_error="mask")
     rows, where = records(3)
     rows[1]["fails"] = True

@@ -54,7 +54,7 @@ def test_run_works_where_a_loop_is_running():
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt,
                                   asyncio.CancelledError, TimeoutError])  # fmt: skip
-def test_run_raises_what_the_coroutine_raises_and_goes_on(kind):
+def test_run_raises_coroutine_error_and_goes_on(kind):
     async def fail():
         raise kind("enough")
 

@@ -85,7 +85,7 @@ def test_tools_reach_the_model():
         document({"messages": [HI, HO], "tools": 5})
 
 
-def test_arguments_are_decoded_where_the_template_takes_an_object():
+def test_tool_arguments_decoded_for_templates():
     for arguments in ({"city": "Oslo", "days": 2}, '{"city": "Oslo", "days": 2}'):
         made = document({"messages": [HI, call(arguments), HO]})
         assert '<call>sky {"city": "Oslo", "days": 2}</call><|im_end|>' in made.text
@@ -100,7 +100,7 @@ def test_arguments_are_decoded_where_the_template_takes_an_object():
         document({"messages": [HI, call("[1]")]})
 
 
-def test_what_a_template_only_prints_is_given_in_the_form_that_it_can_print():
+def test_printed_fields_get_a_printable_form():
     made = document({"messages": [HI, call({"a": "b"}, content="x")]}, PRINTS)
     assert 'xsky{"a": "b"}</s>' in made.text
     made = document({"messages": [HI, call({"a": "b"})]}, PRINTS)
@@ -153,7 +153,7 @@ KEEPS_LAST = (
 THINKS = HO | {"content": "<think>hm, the sun</think>\n\nnoon"}
 
 
-def test_reasoning_that_a_counted_turn_loses_is_an_error():
+def test_lost_reasoning_of_counted_turn_is_an_error():
     with pytest.raises(DataError) as caught:
         reader().document(RawRecord("a:1", {"messages": [HI, THOUGHT, HI, THOUGHT]}))
     assert str(caught.value) == (
@@ -221,7 +221,7 @@ def test_text_that_a_counted_turn_loses_is_an_error(template, turns, message):
         document({"messages": turns}, template)
 
 
-def test_a_stripped_turn_that_does_not_count_is_said():
+def test_stripped_turn_that_does_not_count_is_said():
     made = reader(SPLITS)
     turns = [HI, THINKS | {"train": False}, HI, HO]
     assert learned(made.document(RawRecord("a:7", {"messages": turns}))) == ["ho</s>"]
@@ -249,7 +249,7 @@ def test_a_stripped_turn_that_does_not_count_is_said():
         ),
     ],
 )
-def test_text_that_a_template_writes_otherwise_is_whole(template, said):
+def test_text_rewritten_by_template_is_whole(template, said):
     made = reader(template)
     turns = [HI, HO | {"content": '\n  a <b>"noon"</b>\n\n and on\n'}]
     document = made.document(RawRecord("a:1", {"messages": turns}))
@@ -258,7 +258,7 @@ def test_text_that_a_template_writes_otherwise_is_whole(template, said):
     assert made.lines()[1:] == [f"{note}: {said} (first a:1)"] * bool(said)
 
 
-def test_a_field_that_is_written_beside_certain_values_is_looked_for():
+def test_conditionally_written_field_is_looked_for():
     hides = (
         "{% for m in messages %}{{ m.content }}"
         "{% if m.content == 'ho' %} by {{ m.name }}{% endif %}</s>{% endfor %}"
@@ -281,12 +281,12 @@ def test_a_field_that_is_written_beside_certain_values_is_looked_for():
         (HO | {"audio": {"id": "x", "data": "y"}}, CHATML, r"messages\[1\].audio"),
     ],
 )
-def test_a_field_that_the_template_leaves_out_is_refused(turn, template, place):
+def test_field_left_out_by_template_is_refused(turn, template, place):
     with pytest.raises(DataError, match=f"a.jsonl:1: .* leaves out {place}; remove it"):
         document({"messages": [HI, turn]}, template)
 
 
-def test_content_is_looked_for_by_a_marker_and_not_by_its_words():
+def test_content_is_looked_for_by_marker():
     hides = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}</s>"
     hides += "{% endif %}{% endfor %}"
     turns = [{"role": "system", "content": "hi"}, HI, HO]  # the same words twice
@@ -376,7 +376,7 @@ def test_common_sets_are_read_by_their_columns(record, said, text, answer):
         ({"prompt": "a", "completion": "b", "lossWeight": 2}, "lossWeight"),
     ],
 )
-def test_columns_of_weights_roles_and_prompts_are_not_left_out(record, column):
+def test_columns_of_weights_and_roles_are_not_left_out(record, column):
     with pytest.raises(DataError, match=f'a.jsonl:1: .* do not use "{column}"; remove'):
         document(record)
     answers = {"chosen": "a", "rejected": "b"}
@@ -418,7 +418,7 @@ def test_rows_of_several_documents_are_refused(column, one, packed):
 @pytest.mark.parametrize(
     ("mask", "positions"), [([1, 1, 0], [0, 1, 0]), ([0, 1, 1], [0, 0, 1])]
 )
-def test_padding_is_named_before_the_positions_that_it_changes(mask, positions):
+def test_padding_is_named_before_changed_positions(mask, positions):
     record = {"input_ids": [5, 6, 7], "attention_mask": mask, "position_ids": positions}
     with pytest.raises(DataError, match="a.jsonl:1: attention_mask must be 1 every"):
         document(record)
@@ -443,7 +443,7 @@ def test_all_masks_of_tokens_count_together():
         ({"messages": [HI, HO | {"content": "a\ufdd0b"}]}, "has U.FDD0 or U.FDD1"),
     ],
 )  # fmt: skip
-def test_what_would_be_written_twice_or_not_at_all_is_refused(record, message):
+def test_text_written_twice_or_never_is_refused(record, message):
     with pytest.raises(DataError, match=f"a.jsonl:1: .*{message}"):
         document(record)
 
@@ -468,7 +468,7 @@ def test_texts_with_tools_or_variables_are_rendered():
     assert list(map(learned, answers)) == [["ho<|im_end|>"], ["no<|im_end|>"]]
 
 
-def test_an_answer_may_repeat_its_prompt():
+def test_answer_may_repeat_its_prompt():
     repeats = document({"system": "S", "prompt": "hi", "completion": [HI, HO, HI, HO]})
     assert repeats.text == document({"system": "S", "messages": [HI, HO, HI, HO]}).text
     assert learned(repeats) == ["ho<|im_end|>"] * 2
@@ -483,7 +483,7 @@ def test_other_columns_are_said_once():
     ]  # fmt: skip
 
 
-def test_a_prompt_beside_messages_begins_them():
+def test_prompt_beside_messages_begins_them():
     with pytest.raises(DataError, match='messages do not begin with "prompt"; remove'):
         document({"prompt": "other", "messages": [HI, HO]})
 
@@ -543,7 +543,7 @@ def test_every_form_of_pairs_has_its_prompt_once(record):
     assert list(map(learned, both)) == [["ho<|im_end|>"], ["no<|im_end|>"]]
 
 
-def test_the_prompt_of_a_pair_in_other_columns():
+def test_prompt_of_a_pair_in_other_columns():
     record = {"system": "S", "question": "hi", "chosen": "ho", "rejected": "no"}
     both = reader().answers(RawRecord("a:1", record))
     assert all("system\nS<|im_end|>" in made.text for made in both)
@@ -600,7 +600,7 @@ def test_variables_of_the_template():
 # ------------------------------------------------------------ rendered already
 
 
-def test_a_text_that_has_its_edges_gets_no_others(tokenizer):
+def test_text_that_has_its_edges_gets_no_others(tokenizer):
     from tests.helpers.templates import with_edges
 
     edges = with_edges(tokenizer)
@@ -614,7 +614,7 @@ def test_a_text_that_has_its_edges_gets_no_others(tokenizer):
 # ---------------------------------------------------------------------- files
 
 
-def test_arrays_and_compressed_files_hold_what_lines_hold(tmp_path):
+def test_arrays_and_compressed_files_equal_lines(tmp_path):
     rows = [{"text": "a\u2028"}, {"text": "b"}]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     for name, content in {
@@ -650,7 +650,7 @@ def test_arrays_and_compressed_files_hold_what_lines_hold(tmp_path):
 
 @pytest.mark.parametrize("count", [2, 3, 16])
 @pytest.mark.parametrize("held_out", [0.001, 0.05, 0.5])
-def test_a_held_out_part_is_not_empty(count, held_out):
+def test_held_out_part_is_not_empty(count, held_out):
     keys = [bytes([i]) for i in range(count)]
     training, evaluation = split(keys, keys, held_out)
     assert training and evaluation and sorted(training + evaluation) == keys
@@ -667,7 +667,7 @@ def test_pairs_of_a_file_are_held_out(tokenizer, tmp_path):
     assert (len(training), len(held_out)) == (3, 1)
 
 
-def test_a_template_that_raises_is_named_with_the_record():
+def test_raising_template_is_named_with_record():
     with pytest.raises(
         DataError, match=r"a\.jsonl:1: the chat template says: roles mu"
     ):

@@ -53,12 +53,12 @@ def test_weights_too_small_for_a_share_are_refused():
         DataConfig(source=("a.jsonl", "b.jsonl"), weights=(1.0, 1e-10))
 
 
-def test_a_source_without_items_is_named():
+def test_source_without_items_is_named():
     with pytest.raises(DataError, match="source 2 of 2 has nothing to train on"):
         mixing.Mixed([0, 0], (1.0, 1.0), seed=0)
 
 
-def test_no_weights_are_epochs():
+def test_order_without_weights_is_epochs():
     order = mixing.order([0] * 5, None, 0, Stream.PAIRS)
     epochs = [[order[n] for n in range(5 * e, 5 * e + 5)] for e in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(5))] * 3
@@ -171,7 +171,7 @@ def test_prompts(write, tmp_path):
     assert asked == {"a": 100, "b": 300}
 
 
-def test_what_is_said():
+def test_shares_of_sources():
     config = DataConfig(("a.jsonl", "b.jsonl"), weights=(3.0, 1.0))
     assert mixing.shares(config, "data") == [
         "data.weights: 75.0% of a.jsonl, 25.0% of b.jsonl"

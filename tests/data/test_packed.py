@@ -139,7 +139,7 @@ def test_lengths_are_the_micro_batches_of_epochs(streaming, parts, config, token
     assert {counts[x] for own in pieces_of(config, tokenizer) for x in own} == {3}
 
 
-def test_a_position_of_rows_of_several_epochs_is_refused(config, tokenizer):
+def test_position_in_rows_of_several_epochs_refused(config, tokenizer):
     made = documents.batches(config, tokenizer)
     state = made.get_state()
     old = {"fingerprint": state["fingerprint"], "position": {"parent": {}}}
@@ -147,7 +147,7 @@ def test_a_position_of_rows_of_several_epochs_is_refused(config, tokenizer):
         made.set_state(old)
 
 
-def test_an_epoch_without_a_record_is_an_error(config, tokenizer, monkeypatch):
+def test_epoch_without_a_record_is_an_error(config, tokenizer, monkeypatch):
     config = dataclasses.replace(config, streaming=True)
     made = documents.batches(config, tokenizer)
     monkeypatch.setattr("jaxmem.data.block_files._lines", lambda *_: iter(()))

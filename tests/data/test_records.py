@@ -39,7 +39,7 @@ def test_parquet_holds_what_jsonl_holds(tmp_path):
     assert made[1].name.endswith("a.parquet: row 2")
 
 
-def test_columns_that_a_message_of_parquet_lacks_are_not_there(tmp_path):
+def test_parquet_message_omits_absent_columns(tmp_path):
     pytest.importorskip("jinja2")
     from jaxmem.data import chat
 
@@ -72,7 +72,7 @@ def test_several_files_and_globs_in_a_fixed_order(tmp_path):
         documents.load_documents(())
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path):
+def test_damaged_parquet_file_is_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no PAR1")
     with pytest.raises(
         documents.DataError, match=r"data.source: cannot read .*a\.parquet: "
@@ -100,7 +100,7 @@ def test_conversations_in_two_columns(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_line_without_end_is_not_read_whole(packed, tmp_path, monkeypatch):
+def test_line_without_end_is_not_read_whole(packed, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxmem.base.json_files.MAX_BYTES", 2**11)
     path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
     content = b'{"text": "a"}\n' + b"\0" * 2**25
@@ -116,7 +116,7 @@ def test_a_line_without_end_is_not_read_whole(packed, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.json"])
-def test_a_file_that_is_read_whole_has_a_bound(name, tmp_path, monkeypatch):
+def test_file_that_is_read_whole_has_a_bound(name, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxmem.data.records._MOST_BYTES", 2**12)
     content = b"[" + b" " * 2**13
     (tmp_path / name).write_bytes(
@@ -138,7 +138,7 @@ def test_columns_and_notes_are_cut(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "txt", "parquet"])
-def test_a_file_that_memory_cannot_hold_is_named(suffix, tmp_path, monkeypatch):
+def test_file_that_memory_cannot_hold_is_named(suffix, tmp_path, monkeypatch):
     path = tmp_path / f"a.{suffix}"
     if suffix == "txt":
         path.write_text("a")

@@ -53,14 +53,14 @@ def test_files_of_a_bucket_are_copied_once(bucket, monkeypatch):
     assert read("gs://bucket/a/*.jsonl") == ["a", "b", "c"]
 
 
-def test_a_file_that_changed_is_copied_anew(bucket):
+def test_file_that_changed_is_copied_anew(bucket):
     put(bucket, "/bucket/a.jsonl", "a")
     assert read("gs://bucket/a.jsonl") == ["a"]
     put(bucket, "/bucket/a.jsonl", "changed")
     assert read("gs://bucket/a.jsonl") == ["changed"]
 
 
-def test_what_cannot_be_read_is_named(bucket):
+def test_unreadable_url_is_named(bucket):
     put(bucket, "/bucket/a.jsonl", "a")
     with pytest.raises(
         DataError, match=r"data.source: cannot read gs://bucket/b.jsonl"
@@ -72,7 +72,7 @@ def test_what_cannot_be_read_is_named(bucket):
         read("nowhere://a.jsonl")
 
 
-def test_a_missing_library_is_named(monkeypatch):
+def test_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"datasets.*; run: pip install .*\[remote"):
         read("hf://owner/name")
@@ -86,7 +86,7 @@ def test_a_missing_library_is_named(monkeypatch):
         ("hf://o/n@v1:train[:10%]", ("o/n", None, "train[:10%]", "v1")),
     ],
 )
-def test_a_data_set_of_the_hub(address, asked, monkeypatch):
+def test_read_dataset_of_hub(address, asked, monkeypatch):
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     calls = []

@@ -101,7 +101,7 @@ def test_every_case_is_rendered_by_some_template():
         assert any(is_whole(text, CASES[case]) for text in texts), case
 
 
-def test_the_recorded_templates_are_those_that_are_here():
+def test_recorded_templates_are_present():
     names = {path.stem for path in (HERE / "templates").glob("*.jinja")}
     assert names == RECORDED.keys()
     for name in names:

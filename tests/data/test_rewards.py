@@ -120,7 +120,7 @@ def test_async_functions_are_awaited_together():
     ],
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_function_that_fails_is_named_with_its_prompt(kind, body, message, own):
+def test_failing_reward_is_named_with_its_prompt(kind, body, message, own):
     if kind == "async def":
         body = body.replace(
             "import time; time.sleep(9)", "import asyncio; await asyncio.sleep(9)"
@@ -134,7 +134,7 @@ def test_a_function_that_fails_is_named_with_its_prompt(kind, body, message, own
     assert "\n" not in said and time.monotonic() - start < 5
 
 
-def test_a_function_that_cannot_be_called_has_no_line_of_ours(own):
+def test_uncallable_reward_shows_no_internal_line(own):
     """Also where its file has the name of the module that calls it."""
     name = own("def score(answers):\n    return []\n")
     assert name.endswith("rewards.py:score")
@@ -142,14 +142,14 @@ def test_a_function_that_cannot_be_called_has_no_line_of_ours(own):
         Scorer([name])(questions(["a"]))
 
 
-def test_a_function_of_a_module_is_named_with_its_line(tmp_path, monkeypatch):
+def test_function_of_a_module_is_named_with_its_line(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "judges.py").write_text("def score(**_):\n\n    return [1 / 0]\n")
     with pytest.raises(RewardError, match=r"\): raised \(line 3\) ZeroDivisionError: "):
         Scorer(["judges:score"])(questions(["a"]))
 
 
-def test_without_a_timeout_functions_are_in_the_main_thread(own):
+def test_rewards_without_timeout_in_main_thread(own):
     name = own(
         "import threading\ndef score(completions, **_):\n"
         "    return [threading.current_thread() is threading.main_thread()]\n"
@@ -165,7 +165,7 @@ def test_without_a_timeout_functions_are_in_the_main_thread(own):
         ("json:score", "task.reward: json has no 'score'"),
     ],
 )
-def test_a_function_that_is_not_there(name, message):
+def test_missing_reward_function_is_named(name, message):
     with pytest.raises(UserCodeError, match=message):
         Scorer([name])
 
@@ -225,7 +225,7 @@ def test_ctrl_c_where_nothing_defers_it_is_the_user_s(own):
         Scorer([name])(questions(["x"]))
 
 
-def test_weights_that_make_rewards_too_large_are_refused(own):
+def test_weights_making_rewards_infinite_are_refused(own):
     name = own("def score(**_):\n    return [1e18]\n")
     assert Scorer([name])(questions(["x"])).total == np.float32(1e18)
     with pytest.raises(
@@ -235,7 +235,7 @@ def test_weights_that_make_rewards_too_large_are_refused(own):
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_the_search_for_the_prompt_that_fails_has_the_timeout_too(kind, own):
+def test_search_for_failing_prompt_has_timeout(kind, own):
     """The function raises for all prompts together, and hangs for one alone."""
     sleep = "await asyncio.sleep(60)" if kind == "async def" else "time.sleep(60)"
     name = own(
@@ -248,7 +248,7 @@ def test_the_search_for_the_prompt_that_fails_has_the_timeout_too(kind, own):
     assert time.monotonic() - start < 10
 
 
-def test_a_function_that_is_named_twice_is_refused():
+def test_function_that_is_named_twice_is_refused():
     names = "exact", "number", "exact"
     with pytest.raises(ValueError, match=r"TaskConfig.reward must be functions of whi"):
         TaskConfig(source="p.jsonl", reward=names)
@@ -256,7 +256,7 @@ def test_a_function_that_is_named_twice_is_refused():
 
 @pytest.mark.parametrize("timeout", [None, 9.0])
 @pytest.mark.parametrize("form", ["def", "async def"])
-def test_a_timeout_of_the_function_s_own_is_its_error(timeout, form, own):
+def test_timeout_of_the_function_s_own_is_its_error(timeout, form, own):
     name = own(f"{form} score(**_):\n    raise TimeoutError('slow server')\n")
     with pytest.raises(RewardError, match=r"raised \(line 2\) TimeoutError: slow serv"):
         Scorer([name], timeout=timeout)(questions(["x"]))
@@ -278,7 +278,7 @@ async def score(completions, **_):
 """
 
 
-def test_async_functions_keep_what_belongs_to_a_loop_between_calls(own):
+def test_async_rewards_keep_their_event_loop(own):
     scorer = Scorer([own(JUDGE)])
     for _ in range(3):
         assert scorer(questions(["a", "bc"])).total.tolist() == [1, 2]
@@ -292,7 +292,7 @@ def test_async_functions_are_awaited_where_a_loop_runs(own):
     assert asyncio.run(notebook()) == asyncio.run(notebook()) == [1, 2]
 
 
-def test_the_search_for_the_prompt_uses_the_same_loop(tmp_path, monkeypatch):
+def test_search_for_the_prompt_uses_the_same_loop(tmp_path, monkeypatch):
     (tmp_path / "looped.py").write_text(
         "import asyncio\nloops = set()\nasync def score(completions, **_):\n"
         "    loops.add(asyncio.get_running_loop())\n"
@@ -330,7 +330,7 @@ def test_plain_functions_run_beside_async_ones():
 # ------------------------------------------------- completions without a reward
 
 
-def test_a_completion_that_no_function_rewards_has_no_total(own):
+def test_unrewarded_completion_has_no_total(own):
     made = Scorer([own("def score(**_):\n    return [None, 2]\n")])(
         questions(["a", "b"])
     )
@@ -347,7 +347,7 @@ def test_nan_of_a_function_is_an_error_of_it(own):
 
 @pytest.mark.parametrize("timeout", [None, 9.0])
 @pytest.mark.parametrize("form", ["def", "async def"])
-def test_a_failure_is_left_out_and_counted(form, timeout, own):
+def test_failure_is_left_out_and_counted(form, timeout, own):
     """Also where another function rewards the completion: its sum would be less."""
     name = own(
         f"{form} score(completions, **_):\n"
@@ -367,7 +367,7 @@ def test_a_failure_is_left_out_and_counted(form, timeout, own):
 
 
 @pytest.mark.parametrize("form", ["def", "async def"])
-def test_a_call_that_takes_too_long_is_left_out(form, own):
+def test_call_that_takes_too_long_is_left_out(form, own):
     sleep = "await asyncio.sleep(60)" if form == "async def" else "time.sleep(60)"
     name = own(
         f"import asyncio, time\n{form} score(completions, **_):\n"
@@ -381,7 +381,7 @@ def test_a_call_that_takes_too_long_is_left_out(form, own):
 
 
 @pytest.mark.parametrize("body", ["sys.exit(0)", "os.chdir('/')", "return [1, 2, 3]"])
-def test_what_is_no_failure_of_a_call_stays_an_error(body, own):
+def test_other_errors_than_failures_stay_errors(body, own):
     name = own(f"import os, sys\ndef score(**_):\n    {body}\n    return [1]\n")
     with pytest.raises(RewardError):
         Scorer([name], on_error="mask")(questions(["x"]))
@@ -429,7 +429,7 @@ def test_arrays_of_other_shapes_are_refused(body, own):
 
 
 @pytest.mark.parametrize("form", ["def", "async def"])
-def test_trainer_state_is_given_to_functions_that_name_it(form, own):
+def test_trainer_state_for_rewards_that_name_it(form, own):
     name = own(
         f"{form} score(completions, trainer_state, **columns):\n"
         "    assert all(isinstance(c, list) for c in columns.values())\n"

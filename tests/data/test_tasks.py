@@ -18,7 +18,7 @@ def read(problems):
 
 @pytest.mark.parametrize("answer", ["last_digit", "sum"])
 @pytest.mark.parametrize("digits", [1, 3, 18])
-def test_the_answers_are_right_and_the_lengths_are_those_of_the_texts(answer, digits):
+def test_task_answers_and_lengths_are_right(answer, digits):
     config = TaskConfig(digits=digits, answer=answer)
     made = tasks.problems(config, 0, 200)
     for row, (prompt, said) in enumerate(read(made)):
@@ -34,7 +34,7 @@ def test_the_answers_are_right_and_the_lengths_are_those_of_the_texts(answer, di
     assert len(lengths) > 1 if digits == 3 else max(lengths) == config.prompt_length
 
 
-def test_a_problem_depends_on_its_number_and_the_seed_alone():
+def test_problem_depends_on_number_and_seed_only():
     whole = tasks.problems(TaskConfig(digits=3), 0, 40)
     part = tasks.problems(TaskConfig(digits=3), 25, 10)
     for all_, some in zip(whole, part, strict=True):
@@ -49,7 +49,7 @@ def test_every_one_digit_sum_comes_up():
     assert len(set(made)) == 100
 
 
-def test_ids_read_as_words_and_foreign_ones_as_question_marks():
+def test_decode_gives_question_marks_for_foreign_ids():
     assert VOCABULARY[PAD_ID] == "<pad>" and VOCABULARY[EOS_ID] == "<eos>"
     assert tasks.text([3, 12, 4, 13, 0, 1, 99]) == "1+2=<eos>?"
 
@@ -94,7 +94,7 @@ def test_rewards_of_several_tokens(completion, prefix, exact):
     assert scores("prefix", "sum", completion) == (pytest.approx(prefix), exact)
 
 
-def test_a_last_digit_is_one_token_and_nothing_after_it():
+def test_last_digit_is_one_token():
     assert scores("exact", "last_digit", "7", right="7") == (1, 1)
     assert scores("exact", "last_digit", "6", right="7") == (0, 0)
     assert scores("exact", "last_digit", "7<eos>", right="7") == (0, 0)

@@ -88,7 +88,7 @@ def tokens_of(examples):
 
 
 @pytest.mark.parametrize("drawn", [slow(False), True])
-def test_an_epoch_is_that_of_columns_in_memory(drawn, config, tmp_path):
+def test_epoch_equals_columns_in_memory(drawn, config, tmp_path):
     if drawn:
         write(tmp_path / "a.parquet", table(40, drawn=True))
         write(tmp_path / "b.parquet", table(13, seed=1, drawn=True))
@@ -124,7 +124,7 @@ def test_resumes_bitwise_from_every_point(config):
 
 
 @pytest.mark.parametrize("times", [1, slow(4)])
-def test_what_is_held_does_not_grow_with_the_file(times, config, tmp_path, monkeypatch):
+def test_memory_independent_of_file_size(times, config, tmp_path, monkeypatch):
     from pyarrow import parquet
 
     write(tmp_path / "a.parquet", table(40 * times))
@@ -173,7 +173,7 @@ def test_row_groups_are_held_out_whole(config):
         (lambda: [table(0 + 1).drop(["vocabulary"])], "has no column 'vocabulary'"),
     ],
 )
-def test_a_row_group_that_differs_is_named(made, message, config, tmp_path):
+def test_row_group_that_differs_is_named(made, message, config, tmp_path):
     write(tmp_path / "b.parquet", *made())
     with pytest.raises(DataError) as raised:
         collections.deque(batches(config), maxlen=0)
@@ -190,7 +190,7 @@ def test_files_without_documents_are_named(config, tmp_path):
         batches(dataclasses.replace(config, source=str(tmp_path / "c.jsonl")))
 
 
-def test_a_column_that_says_what_is_learned_is_refused(tmp_path):
+def test_column_of_learned_tokens_is_refused(tmp_path):
     given = table(13)
     masks = pa.array([[1]] * len(given))
     path = tmp_path / "a.parquet"

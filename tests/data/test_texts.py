@@ -47,7 +47,7 @@ def test_lines_of_a_jsonl_file(tmp_path_factory, content):
         ('{"' + "k" * 10_000 + '": 1}', "got the keys 'kkk"),
     ],
 )
-def test_a_line_beyond_a_limit_is_named_and_the_error_is_short(line, message, tmp_path):
+def test_line_beyond_limit_has_short_error(line, message, tmp_path):
     path = tmp_path / "docs.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(DataError) as raised:
@@ -71,7 +71,7 @@ def test_names_that_no_file_can_have(source, message):
     assert message in str(raised.value) and len(str(raised.value)) < 400
 
 
-def test_a_directory_is_no_file(tmp_path):
+def test_directory_is_no_file(tmp_path):
     (tmp_path / "a.jsonl").mkdir()
     with pytest.raises(DataError, match=r"data.source: .*a\.jsonl is not a file"):
         load_documents(str(tmp_path / "a.jsonl"))

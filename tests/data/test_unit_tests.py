@@ -35,13 +35,13 @@ def passes(code, quick=QUICK):
     return quick(["p"], [code], tests=["pass"]) == [1]
 
 
-def test_a_program_passes_with_either_protection(protected):
+def test_program_passes_with_either_protection(protected):
     code = "import os\nx = os.listdir(), dict(os.environ).keys() - {'HOME', 'TMPDIR'}"
     tests = [["assert x[0] == []", "assert len(x[1]) < 6", "assert 0", "assert 1"]]
     assert QUICK(["p"], [code], tests=tests) == [0.75]
 
 
-def test_a_program_reads_no_environment_of_others(protected):
+def test_program_reads_no_environment_of_others(protected):
     if not (protected.namespaces or protected.landlock >= 2):
         pytest.skip("this system hides no environments without namespaces")
     code = """
@@ -63,7 +63,7 @@ for path in glob.glob('/proc/[0-9]*/environ'):
         other.communicate(b"\n")
 
 
-def test_a_program_signals_no_other_process(protected):
+def test_program_signals_no_other_process(protected):
     if not (protected.namespaces or protected.landlock >= 6):
         pytest.skip("this system blocks no signals without namespaces")
     code = f"""
@@ -100,14 +100,14 @@ def is_free(path):
         return True
 
 
-def test_processes_of_other_sessions_end_with_the_program(protected, tmp_path):
+def test_other_sessions_end_with_the_program(protected, tmp_path):
     """It earns what it passes, and does not wait for what it leaves."""
     path, start = str(tmp_path / "lock"), time.monotonic()
     assert passes(LEAVES.format(path=path))
     assert is_free(path) and time.monotonic() - start < 30
 
 
-def test_processes_of_other_sessions_end_at_the_limit_of_time(protected, tmp_path):
+def test_other_sessions_end_at_the_time_limit(protected, tmp_path):
     path = str(tmp_path / "lock")
     code = LEAVES.format(path=path) + "time.sleep(60)"
     assert not passes(code, UnitTests(seconds=0.5))
@@ -122,7 +122,7 @@ subprocess.run(command, stdin=0, pass_fds=[kept])
 """
 
 
-def test_a_program_ends_with_the_trainer(protected, tmp_path):
+def test_program_ends_with_the_trainer(protected, tmp_path):
     path = str(tmp_path / "lock")
     job = {
         "code": LEAVES.format(path=path) + "time.sleep(60)",
@@ -177,7 +177,7 @@ def test_processes_are_limited(count, is_right, protected):
     assert passes(code, UnitTests(seconds=20, processes=8)) == is_right
 
 
-def test_a_program_in_namespaces_can_signal_nothing_but_itself():
+def test_program_in_namespaces_signals_only_itself():
     """By signal 0, which ends no process, whatever the code under test does."""
     if not unit_tests.protections().namespaces:
         pytest.skip("this system allows no namespaces")
@@ -200,7 +200,7 @@ def test_namespaces_have_no_network():
         assert not passes(code)
 
 
-def test_a_program_that_cannot_be_confined_is_an_error():
+def test_program_that_cannot_be_confined_is_an_error():
     with pytest.raises(OSError, match="cannot be confined: Python int too large"):
         unit_tests._supervised(
             {"namespaces": False, "seconds": 9.0, "memory": 2**40, "processes": 9,

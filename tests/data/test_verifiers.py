@@ -46,7 +46,7 @@ def scored(name, completions, **columns):
         ("#### 1,2,3", "123", 0),
     ],
 )
-def test_the_number_of_gsm8k(completion, answer, reward):
+def test_gsm8k_reads_the_number(completion, answer, reward):
     assert scored("gsm8k", [completion], answer=[answer]) == [reward]
 
 
@@ -167,7 +167,7 @@ TESTS = ["assert double(2) == 4", "assert double(0) == 1", "assert double(-1) ==
 QUICK = UnitTests(seconds=3, memory_mib=256, file_mib=1)
 
 
-def test_the_share_of_tests_that_pass():
+def test_unit_tests_reward_is_share_that_passes():
     fenced = [{"role": "assistant", "content": f"Like this:\n```python\n{DOUBLE}```\n"}]
     other = "def triple(x): return 3 * x"
     made = scored("unit_tests", [DOUBLE, fenced, other], tests=[TESTS] * 3)
@@ -214,7 +214,7 @@ def test_the_share_of_tests_that_pass():
         ("a = 1", "a = 1"),
     ],
 )  # fmt: skip
-def test_the_program_is_the_last_fence_of_python(text, program):
+def test_program_is_the_last_fence_of_python(text, program):
     assert program_of(text) == program
 
 
@@ -229,11 +229,11 @@ def test_the_program_is_the_last_fence_of_python(text, program):
         "import __main__\nassert not hasattr(__main__, 'token')\n",
     ],
 )
-def test_a_program_is_a_module_with_an_empty_stdin(code):
+def test_program_is_a_module_with_an_empty_stdin(code):
     assert QUICK(["p"], [code + DOUBLE], tests=["assert double(2) == 4"]) == [1]
 
 
-def test_a_share_above_one_is_none():
+def test_share_above_one_is_none():
     """A program that finds the harness's token, which nothing hides for good."""
     code = (
         "import os, sys\nknown = sys._getframe(1).f_locals\n"
@@ -261,13 +261,13 @@ def test_a_share_above_one_is_none():
         "",
     ],
 )
-def test_what_earns_nothing_and_ends(code):
+def test_unit_tests_end_and_earn_nothing(code):
     start = time.monotonic()
     made = QUICK(["p"], [code], tests=[["assert double(2) == 4"]])
     assert made == [0] and time.monotonic() - start < 30
 
 
-def test_a_program_sees_neither_the_environment_nor_the_directory(monkeypatch):
+def test_program_sees_no_environment_or_directory(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     code = "import os\nseen = 'HF_TOKEN' in os.environ, os.listdir(), os.getcwd()\n"
     tests = ["assert seen[:2] == (False, [])", f"assert seen[2] != {os.getcwd()!r}"]

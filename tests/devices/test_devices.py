@@ -37,13 +37,13 @@ def test_peaks_are_of_one_direction_and_sane():
 
 
 @pytest.mark.parametrize("name, hint", [("h20", "'h200'"), ("gpu", "one of a100-80g")])
-def test_an_unknown_device_is_named(name, hint):
+def test_unknown_device_is_named(name, hint):
     with pytest.raises(ValueError, match=f"{hint}|{hint}") as error:
         devices.find(name)
     assert repr(name) in str(error.value)
 
 
-def test_a_missing_compiler_comes_with_its_command(monkeypatch):
+def test_missing_compiler_comes_with_its_command(monkeypatch):
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(targets, "_has_ptxas", lambda: False)
     said = devices.compiler_missing(devices.find("h200"))
@@ -56,7 +56,7 @@ def test_a_missing_compiler_comes_with_its_command(monkeypatch):
             raise AssertionError("entered")
 
 
-def test_programs_for_absent_devices_are_not_cached_on_disk(fake, tmp_path):
+def test_programs_of_absent_devices_not_cached(fake, tmp_path):
     """Their compiler writes entries that it cannot read."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
@@ -72,7 +72,7 @@ def test_programs_for_absent_devices_are_not_cached_on_disk(fake, tmp_path):
         compilation_cache.reset_cache()
 
 
-def test_what_is_in_force(fake):
+def test_target_is_in_force(fake):
     assert devices.planned() is None
     assert devices.backend() == jax.default_backend()
     with devices.target("h200", 2) as made:
@@ -85,13 +85,13 @@ def test_what_is_in_force(fake):
     assert devices.planned() is None and devices.count() == jax.device_count()
 
 
-def test_an_error_inside_ends_it(fake):
+def test_target_ends_with_an_error(fake):
     with pytest.raises(KeyError), devices.target("h200"):
         raise KeyError
     assert devices.planned() is None
 
 
-def test_the_package_asks_what_is_in_force(fake):
+def test_package_asks_for_the_target(fake):
     with devices.target("h200", 1):
         assert not partition.is_possible()
         refusal = hopper.refuses_machine() or ""
@@ -99,7 +99,7 @@ def test_the_package_asks_what_is_in_force(fake):
     assert partition.is_possible()
 
 
-def test_what_was_traced_for_other_devices_is_forgotten(fake):
+def test_traces_for_other_devices_are_forgotten(fake):
     seen = []
 
     @jax.jit
@@ -129,7 +129,7 @@ def test_slices_are_as_even_as_can_be(chips, axes, sides):
     assert targets._slice(chips, axes, "v5e") == sides
 
 
-def test_a_slice_that_is_none():
+def test_slice_of_invalid_size_is_refused():
     with pytest.raises(ValueError, match="slices of 1, 2, 4, 8, … chips, which 6"):
         targets._slice(6, 2, "v5e")
 

@@ -86,7 +86,7 @@ def test_continuations_score_as_in_transformers(answers):
         assert logprob == pytest.approx(wanted, rel=1e-5) and greedy == is_greedy
 
 
-def test_texts_longer_than_the_model_score_as_in_transformers(answers):
+def test_long_texts_score_as_in_transformers(answers):
     np.testing.assert_allclose(answers["texts"], EXPECTED["texts"], rtol=1e-5)
 
 
@@ -94,7 +94,7 @@ def test_completions_are_those_of_transformers(answers):
     assert answers["completions"] == EXPECTED["completions"]
 
 
-def test_what_greedy_decoding_writes_is_greedy(model):
+def test_greedy_decoding_scores_as_greedy(model):
     harness = HarnessModel(model, "tiny")
     (written,) = harness.generate_until(
         make_expected.instances(
@@ -106,7 +106,7 @@ def test_what_greedy_decoding_writes_is_greedy(model):
     assert [greedy for _, greedy in scores] == [True, written.endswith(",")]
 
 
-def test_a_rendered_conversation_starts_once(model):
+def test_rendered_conversation_starts_once(model):
     harness = HarnessModel(model, "tiny")
     text = harness.apply_chat_template([{"role": "user", "content": "noon"}])
     assert text == "u,noon.a,"
@@ -134,7 +134,7 @@ def scores(model, *pairs):
     )
 
 
-def test_a_token_of_context_and_continuation(model):
+def test_token_across_context_and_continuation(model):
     expected = scores(model, ("a cat", "s"), ("a cat", "sat"), ("a", "b"))
     with pytest.warns(UserWarning, match="2 of 3 continuations were encoded apart"):
         made = scores(merging(model), ("a cat", "s"), ("a cat", "sat"), ("a", "b"))
@@ -156,7 +156,7 @@ def test_a_token_of_context_and_continuation(model):
         (("", ""), "context '', continuation '': the continuation has no token"),
     ],
 )
-def test_a_continuation_without_tokens_of_its_own_is_refused(model, pair, message):
+def test_continuation_without_tokens_is_refused(model, pair, message):
     with pytest.raises(ValueError, match=message):
         scores(merging(model, metaspace=True), pair)
 
@@ -212,7 +212,7 @@ def test_tasks_of_local_files_are_evaluated(directory, tasks, tmp_path, capsys):
     assert "sample_len" not in page
 
 
-def test_what_cannot_be_evaluated_is_refused(directory, tasks, tmp_path, capsys):
+def test_eval_refuses_bad_arguments(directory, tasks, tmp_path, capsys):
     given = ["eval", str(directory), "--include", str(tasks)]
     out = ["--out", str(tmp_path / "x.json")]
     assert cli.main([*given, "--tasks", "absent", *out]) == 2
@@ -248,7 +248,7 @@ def test_files_of_others_are_not_replaced(directory, tasks, tmp_path, capsys):
         assert (run / name).read_text() == "mine"
 
 
-def test_a_run_imports_nothing_that_only_it_names(directory, tasks, tmp_path, capsys):
+def test_eval_of_run_imports_no_code_it_names(directory, tasks, tmp_path, capsys):
     shutil.copy(directory / "tokenizer.json", tmp_path)
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     code = "import pathlib\npathlib.Path(__file__ + '.ran').touch()\n"

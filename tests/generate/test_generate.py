@@ -83,7 +83,7 @@ def test_greedy_tokens_are_those_of_transformers(name, directory, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_batch_is_like_each_prompt_alone(sampled):
+def test_batch_equals_each_prompt_alone(sampled):
     prompts = [
         sampled.prompt(text, "", i) for i, text in enumerate(["ab", "hello you", "z"])
     ]
@@ -94,7 +94,7 @@ def test_a_batch_is_like_each_prompt_alone(sampled):
 
 
 @pytest.mark.slow
-def test_frequencies_are_those_of_the_truncated_distribution(model):
+def test_frequencies_follow_truncated_distribution(model):
     rows, config = 2048, GenerateConfig(
         max_new_tokens=1, temperature=1.5, top_p=0.8, min_p=0.04, batch_size=2048
     )  # fmt: skip
@@ -122,7 +122,7 @@ def test_frequencies_are_those_of_the_truncated_distribution(model):
 
 
 @pytest.mark.slow
-def test_a_stop_string_ends_where_it_starts(model, greedy):
+def test_stop_string_ends_where_it_starts(model, greedy):
     (whole,) = greedy(["hello"])
     stop = whole.text[3:5]
     config = dataclasses.replace(greedy.config, stop=("zzz", stop))
@@ -138,7 +138,7 @@ def test_a_stop_string_ends_where_it_starts(model, greedy):
     assert unreached(config.stop, [made.finish]) is None
 
 
-def test_stop_strings_that_are_never_reached_are_reported():
+def test_unreached_stop_strings_are_reported():
     ends = ["length", "eos"]
     assert unreached((), ends) is None
     assert unreached(("#", "\n"), ends) == (
@@ -147,7 +147,7 @@ def test_stop_strings_that_are_never_reached_are_reported():
 
 
 @pytest.mark.slow
-def test_a_stop_string_may_be_a_special_token(directory):
+def test_stop_string_may_be_a_special_token(directory):
     model = generate.load(directory, dtype="float32")._replace(eos_ids=())
     config = GenerateConfig(
         max_new_tokens=12, temperature=0, stop=("</s>",), batch_size=4
@@ -158,7 +158,7 @@ def test_a_stop_string_may_be_a_special_token(directory):
     assert "<" not in made.text
 
 
-def test_a_prompt_leaves_room(model, greedy):
+def test_prompt_without_room_is_refused(model, greedy):
     with pytest.raises(DataError, match="PROMPT: the prompt's 58 tokens and --max-new"):
         greedy.prompt("a" * 57, "PROMPT")
     default = Generator(model, GenerateConfig())
@@ -204,7 +204,7 @@ def written(generator, out="out.jsonl"):
     return [json.loads(line) for line in lines], pathlib.Path("log.txt").read_text()
 
 
-def test_a_file_goes_on_after_a_kill(sampled, prompts, monkeypatch):
+def test_generate_file_resumes_after_a_kill(sampled, prompts, monkeypatch):
     whole, log = written(sampled, "whole.jsonl")
     assert [{k: row[k] for k in ("prompt", "id")} for row in whole] == prompts
     assert "7 completions" in log and "saved in whole.jsonl" in log
@@ -227,7 +227,7 @@ def test_a_file_goes_on_after_a_kill(sampled, prompts, monkeypatch):
         written(sampled)
 
 
-def test_an_unfinished_file_belongs_to_its_options(model, sampled, prompts):
+def test_unfinished_file_belongs_to_its_options(model, sampled, prompts):
     journal = pathlib.Path("out.jsonl.unfinished")
     line = json.dumps({"fingerprint": "other", "source": ""}) + "\n"
     journal.write_text(line + json.dumps({"prompt": "ab"}) + "\n")
@@ -244,7 +244,7 @@ def test_an_unfinished_file_belongs_to_its_options(model, sampled, prompts):
         ({"prompt": "a" * 60}, "in.jsonl:1: the prompt's 61 tokens"),
     ],
 )
-def test_a_prompt_that_cannot_be_completed_is_named(record, message, sampled, prompts):
+def test_prompt_that_cannot_be_completed_is_named(record, message, sampled, prompts):
     pathlib.Path("in.jsonl").write_text(json.dumps(record) + "\n")
     with pytest.raises(DataError, match=message):
         written(sampled)
@@ -254,7 +254,7 @@ def test_a_prompt_that_cannot_be_completed_is_named(record, message, sampled, pr
     "value, shown",
     [(datetime.date(2026, 1, 2), "datetime.date"), (b"a", "b'a'"), (math.nan, "nan")],
 )
-def test_a_column_that_json_cannot_hold_is_refused(value, shown, sampled, prompts):
+def test_column_that_json_cannot_hold_is_refused(value, shown, sampled, prompts):
     """Before anything is sampled."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = {"prompt": ["a", "b"], "when": [None, value]}
@@ -265,7 +265,7 @@ def test_a_column_that_json_cannot_hold_is_refused(value, shown, sampled, prompt
     assert not pathlib.Path("out.jsonl.unfinished").exists()
 
 
-def test_a_text_file_holds_no_prompts(sampled, prompts):
+def test_text_file_of_prompts_is_refused(sampled, prompts):
     pathlib.Path("in.txt").write_text("a")
     with pytest.raises(DataError, match="^--in: in.txt is a text, which holds no rec"):
         generate.generate_file(sampled, "in.txt", "out.jsonl")
@@ -274,7 +274,7 @@ def test_a_text_file_holds_no_prompts(sampled, prompts):
 # -------------------------------------------------------------------- chat
 
 
-def test_a_chat_has_its_history(greedy, monkeypatch, capsys):
+def test_chat_keeps_its_history(greedy, monkeypatch, capsys):
     lines = iter(["hi", "", "u", "a" * 60, "/reset", "hi", "/exit", "never"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     asked, prompt = [], greedy.prompt
@@ -302,7 +302,7 @@ def run(capsys, *arguments):
     return status, out, err
 
 
-def test_the_command_prints_a_completion(directory, greedy, capsys):
+def test_command_prints_a_completion(directory, greedy, capsys):
     options = "--temperature", "0", "--max-new-tokens", "12", "--dtype", "float32"
     status, out, err = run(capsys, directory, "hello", *options, "--stop", "##")
     (made,) = greedy(["hello"])
@@ -324,7 +324,7 @@ def test_the_command_prints_a_completion(directory, greedy, capsys):
         (("empty", "a", "--system", "b"), "--system is for --chat"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
+def test_generate_errors_are_one_line(
     arguments, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)

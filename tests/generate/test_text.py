@@ -48,7 +48,7 @@ def shown(text, ids, size=1):
         (("STOPP", "zz"), "grün, äh: 東京 STOP!", None),
     ],
 )
-def test_a_text_ends_before_a_stop_string(of_bytes, stops, expected, stop, size):
+def test_text_ends_before_a_stop_string(of_bytes, stops, expected, stop, size):
     ids = of_bytes.encode("grün, äh: 東京 STOP!").ids
     text = CompletionText(of_bytes, of_bytes.encode("Frage").ids, stops)
     pieces = shown(text, ids, size)
@@ -62,14 +62,14 @@ def test_a_text_ends_before_a_stop_string(of_bytes, stops, expected, stop, size)
         assert text.ids == through
 
 
-def test_nothing_is_shown_that_a_stop_string_may_take_back(of_bytes):
+def test_stream_withholds_possible_stop_strings(of_bytes):
     text = CompletionText(of_bytes, [], ("<end>", "ed."))
     pieces = shown(text, of_bytes.encode("a <e <en <ed.").ids)
     assert pieces == ["a", " ", "", "", "<e ", "", "", "", "<en ", "", "", "<", ""]
     assert text.whole == "a <e <en <"
 
 
-def test_the_space_after_the_prompt_is_kept(of_words):
+def test_space_after_the_prompt_is_kept(of_words):
     text = CompletionText(of_words, [0], ())
     text.add([1, 2])
     assert of_words.decode([1, 2]) == "bc" and text.whole == " bc"

@@ -195,7 +195,7 @@ def test_maxtext_heads_that_are_left_alone(change, reason, fake_maxtext, capsys)
 
 
 @pytest.mark.parametrize("tied", [True, slow(False)])
-def test_a_linen_decoder_inside_nnx_is_left_alone(tied, fake_maxtext, capsys):
+def test_linen_decoder_inside_nnx_is_left_alone(tied, fake_maxtext, capsys):
     """pure_nnx=True with pure_nnx_decoder=False, in MaxText's words."""
     config, data = maxtext_config(logits_via_embedding=tied), maxtext_data()
     model, hidden = MaxModel(config), states()[0]

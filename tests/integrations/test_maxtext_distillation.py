@@ -141,7 +141,7 @@ def plus_one(model, input_tokens):
 
 
 @pytest.mark.slow
-def test_what_is_left_alone_and_why(fake_maxtext, capsys):
+def test_maxtext_strategies_left_alone(fake_maxtext, capsys):
     def check(reason, forward=None, **changes):
         student, teacher = models()
         vars(student.config).update(changes)
@@ -157,7 +157,7 @@ def test_what_is_left_alone_and_why(fake_maxtext, capsys):
     check("a forward function does more with logits than to return them", plus_one)
 
 
-def test_a_strategy_with_its_own_loss_gets_arrays(fake_maxtext):
+def test_strategy_with_its_own_loss_gets_arrays(fake_maxtext):
     class Own(CombinedDistillationStrategy):
         def compute_loss(self, student_output, teacher_output, labels, step=None):
             total = jnp.sum(student_output.logits * labels)
@@ -169,7 +169,7 @@ def test_a_strategy_with_its_own_loss_gets_arrays(fake_maxtext):
     assert_same(ours, theirs)
 
 
-def test_a_strategy_works_after_undo(fake_maxtext):
+def test_strategy_works_after_undo(fake_maxtext):
     with maxtext.applied():
         strategy = strategy_of(fake_maxtext)
         ours = step_of(strategy, *models())
@@ -186,9 +186,7 @@ def test_labels_can_be_looked_at(fake_maxtext):
     np.testing.assert_array_equal(np.asarray(ours), theirs)
 
 
-def test_maxtext_without_tunix_is_patched_without_distillation(
-    fake_maxtext, monkeypatch, capsys
-):
+def test_maxtext_without_tunix_has_no_distillation(fake_maxtext, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, UTILS)
     with pytest.raises(IntegrationError, match=r"no .*CombinedDistillationStrategy"):
         maxtext.apply()

@@ -60,7 +60,7 @@ def integration(where="pack.a:function", parameters=PARAMETERS, version="1.2.3")
     return Integration("pack", {"other": known, "pack-dist": known})
 
 
-def test_a_function_is_replaced_wherever_it_is_and_put_back(package, capsys):
+def test_apply_replaces_everywhere_and_undo_restores(package, capsys):
     made = integration()
     original = package.a.function
     made.apply(chunk=7)
@@ -76,7 +76,7 @@ def test_a_function_is_replaced_wherever_it_is_and_put_back(package, capsys):
     assert package.a.function is package.b.imported is package.b.later is original
 
 
-def test_a_name_that_another_module_holds_is_warned_of_and_left(package, monkeypatch):
+def test_apply_warns_of_other_holders(package, monkeypatch):
     users = types.ModuleType("users")
     monkeypatch.setitem(sys.modules, "users", users)
     users.theirs = original = package.a.function
@@ -92,7 +92,7 @@ def test_a_name_that_another_module_holds_is_warned_of_and_left(package, monkeyp
     assert users.imported_since is replaced and package.a.function is original
 
 
-def test_a_warning_that_is_an_error_leaves_nothing_replaced(package, monkeypatch):
+def test_apply_warning_as_error_replaces_nothing(package, monkeypatch):
     users = types.ModuleType("users")
     monkeypatch.setitem(sys.modules, "users", users)
     users.theirs = original = package.a.function
@@ -104,7 +104,7 @@ def test_a_warning_that_is_an_error_leaves_nothing_replaced(package, monkeypatch
         made.undo()
 
 
-def test_a_class_is_replaced_wherever_it_is(package):
+def test_class_is_replaced_wherever_it_is(package):
     package.b.Class = original = package.a.Class
     replacement = Replacement(
         "pack.a:Class", lambda kind, *_: type("C", (kind,), {}), None
@@ -152,7 +152,7 @@ def test_another_package_than_the_known_one_is_refused(package, monkeypatch):
         integration().apply()
 
 
-def test_status_counts_calls_and_says_why_some_are_not_served(package, monkeypatch):
+def test_status_counts_calls_and_reasons(package, monkeypatch):
     monkeypatch.setattr(_replace, "_APPLIED", [])
     made = integration()
     assert _replace.status() == ()
@@ -200,7 +200,7 @@ def named(name):
     return lambda original, self: f"{name}, {original(self)}"
 
 
-def test_contexts_that_end_in_another_order_restore_the_class():
+def test_contexts_in_any_order_restore_the_class():
     own = vars(Base)["method"]
     a, b = (holding(Base, "method", named(name)) for name in "ab")
     a.__enter__()
@@ -212,13 +212,13 @@ def test_contexts_that_end_in_another_order_restore_the_class():
     assert vars(Base)["method"] is own
 
 
-def test_an_inherited_method_is_inherited_again():
+def test_inherited_method_is_inherited_again():
     with holding(Derived, "method", named("a")):
         assert Derived().method() == "a, own" and Base().method() == "own"
     assert "method" not in vars(Derived)
 
 
-def test_a_value_that_others_set_meanwhile_stays():
+def test_value_that_others_set_meanwhile_stays():
     class Other(Base):
         def method(self):
             return "old"
@@ -228,7 +228,7 @@ def test_a_value_that_others_set_meanwhile_stays():
     assert Other().method() == "theirs"
 
 
-def test_two_threads_that_hold_one_method_do_not_see_each_other():
+def test_threads_replace_one_method_independently():
     own, barrier = vars(Base)["method"], threading.Barrier(3, timeout=20)
     results = {}
 

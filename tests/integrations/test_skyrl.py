@@ -113,7 +113,7 @@ def test_skyrl_bfloat16_is_float32_after_the_head(fake_skyrl):
     assert np.abs(ours - exact).max() < 1e-5 < np.abs(theirs - exact).max()
 
 
-def test_a_skyrl_head_of_another_kind_is_left_alone(fake_skyrl, capsys):
+def test_skyrl_head_of_another_kind_is_left_alone(fake_skyrl, capsys):
     model, (hidden, labels) = SkyModel(), states()
     model.lm_head = nnx.Sequential(lambda hidden, mine: hidden)
     with skyrl.applied():
@@ -133,7 +133,7 @@ def test_skyrl_tx_has_the_module_tx(monkeypatch, capsys):
     assert "skyrl 0.3.0: tx.utils.logits_processor:Logits" in capsys.readouterr().out
 
 
-def test_skyrl_tied_to_the_table_of_a_language_model_beside_one_for_images(fake_skyrl):
+def test_skyrl_tied_table_beside_an_image_model(fake_skyrl):
     model, (hidden, labels) = SkyModel(tied=True), states()
     inner, model.model = model.model, nnx.Dict(language_model=model.model)
     model.get_lm_head = lambda: lambda h, _: h @ inner.embed_tokens.embedding[...].T

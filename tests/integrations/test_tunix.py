@@ -78,7 +78,7 @@ def capped():
     return gemma.Gemma(config, rngs=nnx.Rngs(0))
 
 
-def test_the_softcap_of_a_model_is_its_head_s():
+def test_head_of_model_has_its_softcap():
     assert tunix.head_of(capped()).head.softcap == 0.5
 
 
@@ -90,7 +90,7 @@ def test_logits_that_others_ask_for_stay_logits(capsys):
     assert "return_logits=True) is asked for logits" in capsys.readouterr().out
 
 
-def test_a_head_with_lora_or_of_another_model_is_left_alone(capsys):
+def test_lora_and_unknown_heads_are_left_alone(capsys):
     model, arguments = qwen(), batch()
     model.embedder.w_lora_a = nnx.LoRAParam(jnp.zeros((16, 2)))
     with tunix.applied():
@@ -101,7 +101,7 @@ def test_a_head_with_lora_or_of_another_model_is_left_alone(capsys):
         tunix.head_of(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 
 
-def test_threads_that_trace_one_class_get_their_own_states():
+def test_threads_tracing_one_class_get_own_states():
     models, barrier = [qwen() for _ in range(3)], threading.Barrier(3, timeout=60)
     positions, mask = jnp.arange(4)[None], jnp.ones((1, 4, 4), bool)
     results = [None] * 3
@@ -126,7 +126,7 @@ def test_threads_that_trace_one_class_get_their_own_states():
     np.testing.assert_array_equal(results[0], results[1])
 
 
-def test_without_logits_is_of_one_model_alone():
+def test_without_logits_affects_one_model():
     ids, positions = tokens((1, 4)), jnp.arange(4)[None]
     mask, (student, teacher) = jnp.ones((1, 4, 4), bool), (qwen(), qwen())
     with without_logits(student):

@@ -148,7 +148,7 @@ def test_loss_metrics_and_gradient(alpha, temperature, k):
     assert_near(ours, theirs)
 
 
-def test_more_logits_than_there_are_raise_what_they_raise_in_tunix(capsys):
+def test_too_large_top_k_raises_as_in_tunix(capsys):
     with pytest.raises(Exception) as theirs:
         values(strategy_of(distill_top_k=V + 1), *models())
     with tunix.applied(), pytest.raises(theirs.type) as ours:
@@ -157,7 +157,7 @@ def test_more_logits_than_there_are_raise_what_they_raise_in_tunix(capsys):
     assert f"distill_top_k={V + 1} exceeds {V} logits" in capsys.readouterr().out
 
 
-def test_of_equal_logits_those_of_smaller_ids_are_largest():
+def test_equal_logits_largest_by_smaller_id():
     """As in `jax.lax.top_k`; a head with a softcap and a temperature of its own."""
     rng = np.random.default_rng(0)
     W = jnp.asarray(rng.normal(size=(12, 4)), "f4")
@@ -243,7 +243,7 @@ def dense(**inputs):
         (dict(labels=dense), "labels_fn does not return jax.nn.one_hot(...), or"),
     ],
 )
-def test_what_is_left_alone_and_why(functions, reason, capsys):
+def test_tunix_strategies_left_alone(functions, reason, capsys):
     theirs = values(strategy_of(**functions), *models())
     with tunix.applied():
         ours = values(strategy_of(**functions), *models())
@@ -251,7 +251,7 @@ def test_what_is_left_alone_and_why(functions, reason, capsys):
     assert_near(ours, theirs)
 
 
-def test_a_wrong_function_raises_what_it_raises_in_tunix():
+def test_wrong_function_raises_as_in_tunix():
     functions = dict(student=over_part, teacher=over_part)  # V - 1 columns, labels V
     with pytest.raises(Exception) as theirs:
         values(strategy_of(**functions), *models())
@@ -300,7 +300,7 @@ def test_strategies_with_another_loss_are_left_alone(capsys):
 
 
 @pytest.mark.slow
-def test_a_mesh_shards_the_batch_and_not_the_head():
+def test_mesh_shards_the_batch_and_not_the_head():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("fsdp",))
     inputs = inputs_of(example())
     theirs = trained(strategy_of(), steps=1)

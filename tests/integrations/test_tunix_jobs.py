@@ -38,7 +38,7 @@ FACTORY = f"{own_models.FOLDER / 'tunix_model.py'}:Qwen3"
 # test_own_model has every job.
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["sft", "grpo"])
-def test_a_tunix_model_is_trained_and_resumes_bitwise(
+def test_tunix_model_is_trained_and_resumes_bitwise(
     job, tmp_path, monkeypatch, one_program
 ):
     monkeypatch.chdir(tmp_path)

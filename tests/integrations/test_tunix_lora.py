@@ -150,7 +150,7 @@ def test_quantised_layers_below_the_head_are_served(provider):
         ),
     ],
 )
-def test_a_head_that_qwix_changes_is_left_to_tunix(provider, reason, capsys):
+def test_head_that_qwix_changes_is_left_to_tunix(provider, reason, capsys):
     model = changed(provider(), tied=False)
     theirs = [loss_fn(model) for loss_fn in (sft, grpo)]
     with tunix.applied(chunk=4):
@@ -169,7 +169,7 @@ def test_a_head_that_qwix_changes_is_left_to_tunix(provider, reason, capsys):
         sft(model)
 
 
-def test_a_quantised_head_is_refused():
+def test_quantised_head_is_refused():
     rule = qwix.QuantizationRule(module_path=".*lm_head", weight_qtype=jnp.int8)
     with pytest.raises(NotServed, match="the head of Qwen3 is quantised, or no plain"):
         tunix.head_of(changed(qwix.PtqProvider([rule]), tied=False))

@@ -286,7 +286,7 @@ def test_logps_and_entropies(
 
 
 @pytest.mark.slow
-def test_no_gradient_where_none_is_asked_for(fake_tunix):
+def test_gradient_only_where_asked_for(fake_tunix):
     def total(state, graphdef):
         with tunix.applied():
             made = fake_tunix("compute_per_token_logps")(
@@ -311,7 +311,7 @@ def test_preferences(fake_tunix):
     assert_alike(value, TunixModel())
 
 
-def test_supervised_loss_is_sums_that_the_trainer_divides(fake_tunix):
+def test_supervised_loss_returns_sums_to_divide(fake_tunix):
     places = jnp.broadcast_to(jnp.arange(T), (B, T))
     weights = jnp.array([[0, 1, 1, 1, 1], [1, 1, 0.5, 0, 0]])
 

@@ -114,7 +114,7 @@ def test_phases_of_pairs_are_its_programs(fake, numbered, capsys):
     ]
 
 
-def test_no_step_scores_the_reference_of_pairs(fake):
+def test_plan_dpo_reference_has_no_scoring_step(fake):
     words = (*DPO[1:], "run.accumulate=2", "data.held_out=0.0", "eval.every=None")
     config, _ = configuration.load(cli._find_config(DPO[0]), words)
     with devices.target("h200"):
@@ -167,7 +167,7 @@ def test_phases_of_a_student_are_its_programs(fake, numbered, tmp_path, mode):
     assert job.on_host == runs * parked
 
 
-def test_a_student_of_a_file_has_no_plan(fake, capsys):
+def test_student_of_a_file_has_no_plan(fake, capsys):
     sizes = f"model.checkpoint={SCORE}", "model.dtype=float32"
     status, said = planned(capsys, "distill_offline.gin", *sizes)
     assert status == 2 and "distill.mode='offline' has no plan: what it" in said.err
@@ -188,7 +188,7 @@ def test_scoring(fake, capsys):
 
 
 @pytest.mark.slow
-def test_a_mesh(fake, capsys):
+def test_plan_on_a_mesh(fake, capsys):
     status, said = planned(capsys, *SFT, "mesh.fsdp=2", "--devices", "2", "--json")
     (phase,) = json.loads(said.out)["phases"]
     config, _ = configuration.load(cli._find_config(SFT[0]), SFT[1:])
@@ -207,19 +207,19 @@ def test_a_mesh(fake, capsys):
         (("model.attention=cudnn", "model.dtype=bfloat16"), "cannot compile for h200"),
     ],
 )
-def test_what_cannot_be_is_one_line(fake, capsys, words, said):
+def test_plan_errors_are_one_line(fake, capsys, words, said):
     status, made = planned(capsys, *SFT, *words)
     *_, last = made.err.strip().splitlines()
     assert status == 2 and last.startswith("jaxmem: error: ") and said in last
 
 
-def test_an_unknown_device_is_one_line(capsys):
+def test_unknown_device_is_one_line(capsys):
     status = cli.main(["plan", *SFT, "--device", "h201"])
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert status == 2 and "'h201'" in said and "h200" in said
 
 
-def test_without_a_compiler_shapes_are_summed(capsys, monkeypatch):
+def test_plan_without_a_compiler_sums_shapes(capsys, monkeypatch):
     lacking = "compiling needs: pip install this"
     monkeypatch.setattr(devices, "compiler_missing", lambda device: lacking)
     status, said = planned(capsys, *SFT, "--fit")
@@ -229,7 +229,7 @@ def test_without_a_compiler_shapes_are_summed(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [SFT, GRPO, DPO, (SCORE, "max_tokens=64")])
-def test_without_a_compiler_json_is_json(words, capsys, monkeypatch):
+def test_plan_json_without_a_compiler(words, capsys, monkeypatch):
     monkeypatch.setattr(devices, "compiler_missing", lambda device: "pip install this")
     status, said = planned(capsys, *words, "--json")
     made = json.loads(said.out)
@@ -249,13 +249,13 @@ def test_shapes_have_the_copy_of_a_head_in_8_bits():
     assert sizes[1] - sizes[0] == 1000 * (64 + 4 + 32)
 
 
-def test_scoring_without_a_compiler_says_what_shapes_say(capsys, monkeypatch):
+def test_plan_of_scoring_without_a_compiler(capsys, monkeypatch):
     monkeypatch.setattr(devices, "compiler_missing", lambda device: "pip install this")
     status, said = planned(capsys, SCORE, "max_tokens=64")
     assert status == 2 and "the head" in said.out and "at least" in said.out
 
 
-def test_a_job_that_does_not_fit(fake, capsys, monkeypatch):
+def test_plan_of_job_that_does_not_fit(fake, capsys, monkeypatch):
     small = dataclasses.replace(devices.known()["h200"], memory=2**16)
     monkeypatch.setattr(devices.table, "known", lambda: {"h200": small})
     status, said = planned(capsys, SCORE, "max_tokens=64", "dtype=float32")
@@ -279,7 +279,7 @@ def test_fit_prints_overrides_that_load(job, fake, capsys, tmp_path, monkeypatch
     assert path.stat().st_size > 10_000
 
 
-def test_a_picture_replaces_no_file(capsys, tmp_path):
+def test_picture_replaces_no_file(capsys, tmp_path):
     path = tmp_path / "bars.png"
     path.write_text("mine")
     status, said = planned(capsys, SCORE, "--picture", str(path))

@@ -70,7 +70,7 @@ def test_verdicts(made, memory, fits, said):
     assert made.verdict in str(made)
 
 
-def test_a_tpu_has_no_share_to_set(made):
+def test_tpu_has_no_share_to_set(made):
     phase = dataclasses.replace(made.phases[0], total=9 * GIB)
     made = dataclasses.replace(made, device="v5e", memory=10 * GIB, phases=(phase,))
     assert made.fits and "FRACTION" not in made.verdict
@@ -101,7 +101,7 @@ def test_no_device_is_an_error():
         ("Ran out of memory in memory space hbm. Used 512.00M of 15.75G hbm.", 0.5),
     ],
 )  # fmt: skip
-def test_a_compiler_that_finds_no_room_is_a_verdict(fake, monkeypatch, message, gib):
+def test_compiler_out_of_memory_is_a_verdict(fake, monkeypatch, message, gib):
     def refuse(traced, options=None):
         raise jax.errors.JaxRuntimeError(message)
 

@@ -29,7 +29,7 @@ def estimate(fn, *args, turns=1):
         )
 
 
-def test_one_product(fake):
+def test_roofline_of_one_product(fake):
     made = estimate(lambda h, W: h @ W.T, HIDDEN, W)
     (product,) = made.products
     assert product.operations == 2 * N * D * V
@@ -41,7 +41,7 @@ def test_one_product(fake):
     assert (made.low, made.high) == pytest.approx((bound / most, bound / least))
 
 
-def test_a_program_without_products_takes_what_its_arguments_and_results_do(fake):
+def test_roofline_without_products_is_bytes_moved(fake):
     """As the optimizer's update; beside products that take longer it is no bound."""
     size = 4 * N * D
     state = accounts.Account(arguments=3 * size, results=2 * size, temporary=0)
@@ -68,7 +68,7 @@ def test_loops_count_each_turn(fake):
     assert (product.times, product.operations) == (5, 5 * 2 * N * D * D)
 
 
-def test_a_loop_without_a_known_end(fake):
+def test_roofline_of_loop_without_known_end(fake):
     def run(h, w, steps):
         return lax.while_loop(
             lambda state: state[0] < steps,
@@ -81,7 +81,7 @@ def test_a_loop_without_a_known_end(fake):
 
 
 @pytest.mark.parametrize("passes", [1, 4])
-def test_a_head_costs_what_its_passes_do(fake, passes):
+def test_roofline_of_head_sums_its_passes(fake, passes):
     """Chunks of a loop count as if all rows were active."""
 
     def run(h, W, y):
@@ -92,7 +92,7 @@ def test_a_head_costs_what_its_passes_do(fake, passes):
     assert made.operations == passes * 2 * N * D * V
 
 
-def test_what_is_sent_is_at_the_end_of_the_range(fake):
+def test_roofline_adds_communication_to_upper_end(fake):
     found = accounts.collectives.Collective("all-gather", "bf16[8]", 900, 2, 3, False)
     sent = accounts.Account(0, 0, 0, collectives=(found,))
     with devices.target("h200", 2):

@@ -27,7 +27,7 @@ def key(row):
     return tuple(row[name] for name in run_plan.KEYS)
 
 
-def test_every_prediction_is_within_the_bound_or_a_published_miss():
+def test_predictions_within_bound_or_published_misses():
     off = {key(row) for row in ROWS if abs(float(row["error"])) > BOUND}
     assert off == {key(row) for row in ROWS if row["miss"]} == MISSES
 
@@ -57,7 +57,7 @@ def test_recorded_numbers_are_those_of_the_records():
     assert ours == programs
 
 
-def test_efficiencies_are_in_the_range_that_estimates_have():
+def test_efficiencies_within_range_of_estimates():
     least, most = roofline.EFFICIENCY
     rows = [row for row in ROWS if row["efficiency"] and not row["miss"]]
     found = [float(row["efficiency"]) for row in rows]

@@ -92,7 +92,7 @@ def one_by_one(model, ids):
 
 
 @pytest.mark.slow
-def test_responses_are_scored_after_their_prompts_and_ends_on_request(model, directory):
+def test_score_responses_with_optional_ends(model, directory):
     write([{"prompt": "ab", "response": "cad"}, {"prompt": "", "response": "a"}])
     _, records = scored(model, eos=True)
     # <s> a b | c a d </s>
@@ -113,7 +113,7 @@ def test_packing_changes_no_number_and_no_order(model, directory):
         np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-5)
 
 
-def test_the_summary_is_the_sum_of_the_records(model, directory):
+def test_summary_is_the_sum_of_the_records(model, directory):
     write(documents())
     summary, records = scored(model)
     logprobs = np.concatenate([r["logprobs"] for r in records])
@@ -165,7 +165,7 @@ def test_windows_score_each_token_once():
     assert len(prompt) == 1  # what only holds prompt is not run
 
 
-def test_a_stride_scores_long_documents_as_windows_would(model, directory):
+def test_score_stride_equals_windows(model, directory):
     text = "abcabdabeabf" * 3
     write([{"text": text}])
     _, (record,) = scored(model, max_tokens=16, stride=8)
@@ -188,7 +188,7 @@ def test_long_documents_are_named(model, directory):
         scored(model)
 
 
-def test_the_models_own_context_is_the_limit(model, directory):
+def test_models_own_context_is_the_limit(model, directory):
     write([{"text": "a" * 65}])
     message = (
         r"longer than the 64 tokens that the model was made for: data.jsonl:1 \(65 "
@@ -221,9 +221,7 @@ def killed_after(appends, monkeypatch, model, **options):
 
 
 @pytest.mark.parametrize("appends", [slow(0), 1, slow(2)])
-def test_a_killed_run_goes_on_without_repeating_or_losing(
-    appends, model, directory, monkeypatch
-):
+def test_killed_score_repeats_and_loses_nothing(appends, model, directory, monkeypatch):
     monkeypatch.setattr(run, "_GROUP", 1)
     write(documents(20))
     _, whole = scored(model, out="whole.jsonl")
@@ -235,7 +233,7 @@ def test_a_killed_run_goes_on_without_repeating_or_losing(
         assert "resuming after document" in pathlib.Path("log.txt").read_text()
 
 
-def test_a_kill_between_the_last_document_and_the_file(model, directory, monkeypatch):
+def test_kill_between_the_last_document_and_the_file(model, directory, monkeypatch):
     write(documents(5))
     with monkeypatch.context() as patched:
         patched.setattr(journal.Journal, "finish", lambda self: 1 / 0)
@@ -247,9 +245,7 @@ def test_a_kill_between_the_last_document_and_the_file(model, directory, monkeyp
 
 
 @pytest.mark.parametrize("out", ["scores.jsonl", "scores.parquet"])
-def test_a_kill_between_the_file_and_the_end_of_the_journal(
-    out, model, directory, monkeypatch
-):
+def test_kill_between_file_and_end_of_journal(out, model, directory, monkeypatch):
     write(documents(5))
     with monkeypatch.context() as patched:
         patched.setattr(files, "sync_directory", lambda _: 1 / 0)  # then, unlink
@@ -267,7 +263,7 @@ def test_a_kill_between_the_file_and_the_end_of_the_journal(
     assert summary.documents == 5 and pathlib.Path(out).read_bytes() == made
 
 
-def test_the_data_may_be_named_in_another_way(model, directory, monkeypatch):
+def test_resume_with_data_named_otherwise(model, directory, monkeypatch):
     monkeypatch.setattr(run, "_GROUP", 1)
     write(documents(40))
     _, whole = scored(model, out="whole.jsonl")
@@ -313,7 +309,7 @@ def test_records_without_a_token_to_score_are_counted(model, directory):
     assert not pathlib.Path("other.jsonl").exists()
 
 
-def test_a_signal_ends_after_the_documents_being_scored(model, directory, monkeypatch):
+def test_signal_ends_after_current_documents(model, directory, monkeypatch):
     monkeypatch.setattr(run, "_GROUP", 1)
     write(documents(20))
     _, whole = scored(model, out="whole.jsonl")
@@ -334,9 +330,7 @@ def test_a_signal_ends_after_the_documents_being_scored(model, directory, monkey
     assert scored(model)[1] == whole
 
 
-def test_a_disk_that_is_full_is_named_and_nothing_recorded_is_lost(
-    model, directory, monkeypatch
-):
+def test_full_disk_is_named_and_records_are_kept(model, directory, monkeypatch):
     monkeypatch.setattr(run, "_GROUP", 1)
     write(documents(20))
     _, whole = scored(model, out="whole.jsonl")
@@ -382,7 +376,7 @@ def test_two_at_once_are_refused(model, directory):
     assert not list(directory.glob("scores.jsonl.*"))
 
 
-def test_a_torn_head_is_a_new_start(model, directory):
+def test_truncated_header_starts_anew(model, directory):
     write(documents(3))
     pathlib.Path("scores.jsonl.unfinished").write_text('{"finger')
     assert len(scored(model)[1]) == 3
@@ -401,7 +395,7 @@ def test_files_of_others_are_not_replaced(suffix, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["data", "options", "weights", "time"])
-def test_an_unfinished_run_of_something_else_is_refused(
+def test_unfinished_run_of_other_input_is_refused(
     change, model, directory, monkeypatch
 ):
     write(documents(5))
@@ -421,7 +415,7 @@ def test_an_unfinished_run_of_something_else_is_refused(
         scored(model, **options)
 
 
-def test_a_run_that_scored_nothing_is_in_nobody_s_way(model, directory, monkeypatch):
+def test_run_that_scored_nothing_is_replaced(model, directory, monkeypatch):
     write(documents(5))
     killed_after(0, monkeypatch, model)
     write(documents(3, seed=1))
@@ -431,7 +425,7 @@ def test_a_run_that_scored_nothing_is_in_nobody_s_way(model, directory, monkeypa
 # ------------------------------------------------------------------- errors
 
 
-def test_what_cannot_be_scored(model, directory):
+def test_score_refuses_bad_arguments(model, directory):
     write(documents(2))
     with pytest.raises(ValueError, match=r"--out must be a .jsonl or .parquet file"):
         scored(model, out="scores.csv")
@@ -454,7 +448,7 @@ def test_what_cannot_be_scored(model, directory):
         ScoreConfig("model", "a.csv")
 
 
-def test_turns_of_conversations_are_scored_as_the_loss_counts_them(model, directory):
+def test_score_turns_as_the_loss_counts_them(model, directory):
     """Each is a document; its logprobs are those of the whole text at its tokens."""
     pytest.importorskip("jinja2")
     shutil.copytree(model, "chat")
@@ -509,7 +503,7 @@ def test_turns_of_which_a_template_leaves_out_text(model, directory):
     assert len(lines) == 1  # of the last turn
 
 
-def test_a_broken_weight_is_not_a_score(model, directory):
+def test_broken_weight_is_not_a_score(model, directory):
     write(documents(2))
     broken = checkpoints.load(model)
     broken.norm.scale[...] = broken.norm.scale[...] * np.nan
@@ -518,7 +512,7 @@ def test_a_broken_weight_is_not_a_score(model, directory):
         scored("broken")
 
 
-def test_the_command(model, directory, capsys):
+def test_score_command(model, directory, capsys):
     write(documents(4))
     arguments = ["score", str(model), "data.jsonl", "--max-tokens", "32", "--eos"]
     assert cli.main([*arguments, "--out", "made/scores.jsonl"]) == 0
@@ -534,7 +528,7 @@ def test_the_command(model, directory, capsys):
 
 
 @pytest.mark.slow
-def test_a_teachers_columns_are_the_largest_of_its_logits(model, directory):
+def test_teacher_columns_are_largest_logits(model, directory):
     pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

@@ -33,7 +33,7 @@ def assert_restores(checkpoints, step):
     assert data_state == {"position": step, "seed": None}
 
 
-def test_what_was_saved_comes_back_bitwise(tmp_path):
+def test_restore_equals_saved_bitwise(tmp_path):
     with Checkpoints(tmp_path / "run", keep=3) as checkpoints:
         assert checkpoints.latest() is None
         save(checkpoints, 4)
@@ -52,7 +52,7 @@ def test_only_the_newest_are_kept(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
 
 
-def test_a_checkpoint_cut_short_by_a_kill_is_ignored_and_can_be_saved_again(tmp_path):
+def test_truncated_checkpoint_is_ignored_and_replaced(tmp_path):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         save(checkpoints, 1)
         save(checkpoints, 2)
@@ -68,7 +68,7 @@ def test_a_checkpoint_cut_short_by_a_kill_is_ignored_and_can_be_saved_again(tmp_
         assert_restores(checkpoints, 2)
 
 
-def test_an_old_checkpoint_half_deleted_by_a_kill_does_no_harm(tmp_path):
+def test_half_deleted_checkpoint_is_harmless(tmp_path):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         save(checkpoints, 1)
         save(checkpoints, 2)
@@ -80,7 +80,7 @@ def test_an_old_checkpoint_half_deleted_by_a_kill_does_no_harm(tmp_path):
         assert_restores(checkpoints, 3)
 
 
-def test_the_same_config_passes():
+def test_check_same_config_passes():
     check_same_config(CONFIG, {**CONFIG}, Path("runs/a"))
 
 
@@ -103,7 +103,7 @@ def test_another_config_is_refused_by_field():
 # ------------------------------------------------- whole before others go
 
 
-def test_nothing_unfinite_is_saved_over_what_is_finite(tmp_path):
+def test_non_finite_state_replaces_no_finite_one(tmp_path):
     state = state_at(2)
     state["moments"] = (state["moments"][0].at[1].set(jnp.inf), state["moments"][1])
     with Checkpoints(tmp_path, keep=1) as checkpoints:
@@ -119,7 +119,7 @@ def test_nothing_unfinite_is_saved_over_what_is_finite(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["state/manifest.ocdbt", "state/_METADATA"])
-def test_what_cannot_be_opened_replaces_nothing(part, tmp_path, monkeypatch):
+def test_unreadable_save_replaces_nothing(part, tmp_path, monkeypatch):
     """As where a bracket in the path hides a file from orbax."""
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         save(checkpoints, 1)
@@ -137,7 +137,7 @@ def test_what_cannot_be_opened_replaces_nothing(part, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
 
 
-def test_a_missing_array_is_named(tmp_path):
+def test_missing_array_is_named(tmp_path):
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         save(checkpoints, 1)
     more = state_at(1) | {"ema": jnp.ones(2), "moments": (jnp.ones(5), jnp.int32(1))}
@@ -147,7 +147,7 @@ def test_a_missing_array_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("sign", "[]*?")
-def test_a_path_that_storage_cannot_hold_is_refused(sign, tmp_path):
+def test_path_that_storage_cannot_hold_is_refused(sign, tmp_path):
     """A name that a glob takes for a pattern which does not match it."""
     directory = tmp_path / {"[": "a[1]", "]": "a[]]", "*": "a*", "?": "a?"}[sign]
     refused = False
@@ -178,7 +178,7 @@ def test_other_names_are_no_steps(name, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["2", name])
 
 
-def test_a_link_to_a_step_is_read_and_its_target_not_deleted(tmp_path):
+def test_link_to_step_is_read_and_target_kept(tmp_path):
     with Checkpoints(tmp_path / "a", keep=1) as checkpoints:
         save(checkpoints, 1)
     (tmp_path / "b").mkdir()
@@ -191,7 +191,7 @@ def test_a_link_to_a_step_is_read_and_its_target_not_deleted(tmp_path):
         assert_restores(checkpoints, 1)
 
 
-def test_a_file_in_the_place_of_the_directory_is_named(tmp_path):
+def test_file_in_the_place_of_the_directory_is_named(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(OSError, match="checkpoints: cannot be written: File exists"):
         Checkpoints(tmp_path / "checkpoints", keep=1)

@@ -40,7 +40,7 @@ def complaint(path, overrides=()):
 # ------------------------------------------------------------------- values
 
 
-def test_an_empty_file_gives_every_default(gin_file):
+def test_empty_file_gives_every_default(gin_file):
     config, _ = load(gin_file(""))
     for field in dataclasses.fields(Config):
         section = getattr(config, field.name)
@@ -49,7 +49,7 @@ def test_an_empty_file_gives_every_default(gin_file):
             setattr(section, dataclasses.fields(section)[0].name, None)
 
 
-def test_overrides_come_after_the_file_and_what_it_includes(gin_file):
+def test_overrides_follow_file_and_includes(gin_file):
     gin_file("model.hidden = 64\nmodel.layers = 1\nmodel.ff = 32", "base.gin")
     file = gin_file('include "base.gin"\nmodel.layers = 2\nmodel.ff = 48')
     config, _ = load(file, ["model.ff=56"])
@@ -57,7 +57,7 @@ def test_overrides_come_after_the_file_and_what_it_includes(gin_file):
     assert (model.hidden, model.layers, model.ff) == (64, 2, 56)
 
 
-def test_an_include_is_beside_its_file_or_in_the_current_directory(gin_file):
+def test_include_beside_file_or_in_current_directory(gin_file):
     gin_file("model.hidden = 64", "sub/beside.gin")
     gin_file("model.layers = 2", "here.gin")
     file = gin_file('include "beside.gin"\ninclude "here.gin"', "sub/a.gin")
@@ -65,7 +65,7 @@ def test_an_include_is_beside_its_file_or_in_the_current_directory(gin_file):
     assert load(file)[0].model.layers == 2
 
 
-def test_a_shipped_file_can_be_included_from_anywhere(gin_file):
+def test_shipped_file_can_be_included_from_anywhere(gin_file):
     file = gin_file('include "model_qwen3_0_6b.gin"', "sub/a.gin")
     assert load(file)[0].model.hidden == 1024
 
@@ -91,7 +91,7 @@ def test_macros_and_blocks_are_gin(gin_file):
         ("data.source='1.txt'", "data", "source", "1.txt"),
     ],
 )
-def test_an_override_is_a_literal_or_a_bare_word(
+def test_override_is_a_literal_or_a_bare_word(
     gin_file, override, section, field, value
 ):
     config, _ = load(gin_file(""), [override])
@@ -107,14 +107,14 @@ def test_nothing_leaks_into_the_next_load(gin_file):
     assert "is not defined" in complaint(gin_file("model.ff = %W", "late.gin"))
 
 
-def test_what_others_bound_in_gin_does_not_matter_and_nothing_stays(gin_file):
+def test_load_ignores_and_leaves_no_gin_bindings(gin_file):
     gin.clear_config()
     gin.bind_parameter("model.hidden", 64)
     assert load(gin_file("run.steps = 30"))[0].model.hidden != 64
     assert gin.config_str() == gin.operative_config_str() == ""
 
 
-def test_the_operative_text_loads_to_the_same_configuration(gin_file):
+def test_operative_text_loads_to_same_config(gin_file):
     overrides = ["run.out_dir=" + "a long path/" * 20, "head.chunk=auto"]
     config, text = load(gin_file("W = 64\nmodel.hidden = %W\n"), overrides)
     assert load(gin_file(text, "operative.gin")) == (config, text)
@@ -183,7 +183,7 @@ def test_the_operative_text_loads_to_the_same_configuration(gin_file):
     ],
     ids=lambda text: text[:40],
 )  # fmt: skip
-def test_a_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
+def test_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
     assert expected in complaint(gin_file(text))
 
 
@@ -215,17 +215,17 @@ def test_a_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
          "'run.steps=2': run.steps is already set by override 'run.steps=1'"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_an_override_says_which_and_what(gin_file, overrides, expected):
+def test_mistake_in_an_override_says_which_and_what(gin_file, overrides, expected):
     assert expected in complaint(gin_file("run.steps = 40"), overrides)
 
 
-def test_an_error_of_a_long_value_is_short(gin_file):
+def test_error_of_a_long_value_is_short(gin_file):
     for override in ("run.steps=" + "9" * 10**5, "run." + "a" * 10**5 + "=1"):
         assert len(complaint(gin_file(""), [override])) < 600
     assert len(complaint(gin_file("run.steps = '" + "x" * 10**5 + "'"))) < 600
 
 
-def test_none_takes_back_what_a_file_says_of_a_field_that_cannot_be_none(gin_file):
+def test_none_restores_the_default_of_a_field(gin_file):
     gin_file("model.ff = 32\nmodel.layers = 2", "base.gin")
     file = gin_file('include "base.gin"\nmodel.layers = None')
     assert load(file)[0].model.layers == Config.sections()["model"]().layers
@@ -267,7 +267,7 @@ def test_any_file_and_overrides(tmp_path_factory, lines, overrides):
         assert load(path) == (config, text)
 
 
-def test_a_mistake_in_an_included_file_names_that_file(gin_file):
+def test_mistake_in_an_included_file_names_that_file(gin_file):
     gin_file("\nmodel.hiden = 3", "sub/base.gin")
     file = gin_file("include 'sub/base.gin'")
     assert complaint(file).startswith("sub/base.gin:2: unknown key 'model.hiden'")
@@ -286,7 +286,7 @@ def test_files_that_cannot_be_read_are_named(gin_file, tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.gin")), ids=lambda p: p.stem)
-def test_every_shipped_config_loads_and_explains_each_line(path):
+def test_shipped_configs_load_and_explain_lines(path):
     load(path)
     for line in path.read_text().splitlines():
         if line and not line.startswith("#"):
@@ -305,7 +305,7 @@ def test_every_shipped_config_loads_and_explains_each_line(path):
         ("gemma3_4b", 3.88),
     ],
 )
-def test_published_dimensions_add_up_to_the_published_size(name, billions):
+def test_published_dimensions_give_published_size(name, billions):
     model = load(CONFIGS / f"model_{name}.gin")[0].model
     attention = 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
     block = attention + 3 * model.hidden * model.ff
@@ -314,7 +314,7 @@ def test_published_dimensions_add_up_to_the_published_size(name, billions):
     assert math.isclose(total / 1e9, billions, rel_tol=0.005)
 
 
-def test_the_default_job_needs_what_its_comments_promise():
+def test_default_job_matches_its_comments():
     config, _ = load(CONFIGS / "sft_stdlib.gin")
     rows = config.data.batch_size * config.data.sequence_length
     assert config.data.source == "stdlib"

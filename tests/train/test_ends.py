@@ -69,7 +69,7 @@ def exported(path, *options):
 
 
 @pytest.mark.parametrize("streaming", [slow(False), True])
-def test_a_whole_model_ends_its_turns(streaming):
+def test_whole_model_ends_its_turns(streaming):
     train(f"data.streaming={streaming}")
     assert ends("run/model") == [EOS, TURN]
     shutil.rmtree("run/model")  # as before the end of the run
@@ -77,7 +77,7 @@ def test_a_whole_model_ends_its_turns(streaming):
 
 
 @pytest.mark.slow
-def test_an_adapter_ends_its_turns():
+def test_adapter_ends_its_turns():
     train("model.lora_rank=1")
     assert ends("run/adapter") == [EOS, TURN]
     assert ends(exported("run", "--merge")) == [EOS, TURN]
@@ -108,7 +108,7 @@ def losses(path):
 
 
 @pytest.mark.slow
-def test_a_template_with_the_date_resumes_on_another_day(monkeypatch):
+def test_template_with_date_resumes_on_another_day(monkeypatch):
     monkeypatch.setattr(results.datetime, "datetime", Clock)
     train("run.steps=4", "run.out_dir=once")
     train()

@@ -36,7 +36,7 @@ def kept(directory):
         ([NAN, math.inf], None),
     ],
 )
-def test_the_lowest_finite_cost_is_the_best(costs, best, tmp_path):
+def test_lowest_finite_cost_is_the_best(costs, best, tmp_path):
     directory = tmp_path / "best"
     for step, cost in enumerate(costs, start=1):
         said = offer(directory, step, cost)
@@ -45,7 +45,7 @@ def test_the_lowest_finite_cost_is_the_best(costs, best, tmp_path):
     assert kept(directory) == best
 
 
-def test_a_cost_that_is_no_number_is_replaced(tmp_path):
+def test_cost_that_is_no_number_is_replaced(tmp_path):
     """As an earlier version saved it."""
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         more = {"best": {"cost": NAN, "step": 1}}

@@ -22,7 +22,7 @@ def write(out_dir, done, steps):
     return writer.path
 
 
-def test_one_json_object_a_step_and_every_bit_of_the_loss(tmp_path):
+def test_history_keeps_every_bit_of_the_loss(tmp_path):
     loss = float(jnp.float32(1) / 3)
     with MetricsWriter(tmp_path, 0) as writer:
         writer.write(step_metrics(1, loss))
@@ -41,7 +41,7 @@ def test_one_json_object_a_step_and_every_bit_of_the_loss(tmp_path):
     assert read_history(writer.path) == [step_metrics(1, loss)]
 
 
-def test_resuming_drops_what_comes_after_the_restored_step(tmp_path):
+def test_resume_drops_later_steps(tmp_path):
     write(tmp_path, 0, range(1, 8))
     path = write(tmp_path, 4, range(5, 7))
     history = read_history(path)
@@ -49,9 +49,7 @@ def test_resuming_drops_what_comes_after_the_restored_step(tmp_path):
     assert history[4].loss == 5.4  # the second process's
 
 
-def test_a_new_run_moves_what_was_there_and_a_line_cut_short_is_no_step(
-    tmp_path, capsys
-):
+def test_new_run_moves_history_and_ignores_cut_line(tmp_path, capsys):
     path = write(tmp_path, 0, range(1, 4))
     path.write_text(path.read_text() + '{"step": 4, "lo')
     assert [s.step for s in read_history(write(tmp_path, 3, []))] == [1, 2, 3]
@@ -78,7 +76,7 @@ def test_tensorboard_gets_every_step(tmp_path):
 # -------------------------------------------------------- disks and power
 
 
-def test_steps_wait_for_a_disk_that_is_full_and_none_is_lost(tmp_path):
+def test_steps_wait_for_full_disk(tmp_path):
     messages = []
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(tmp_path, 0, messages.append, retry_every=4) as writer:
@@ -104,7 +102,7 @@ def test_steps_wait_for_a_disk_that_is_full_and_none_is_lost(tmp_path):
     assert steps_on_the_board(tmp_path) == list(range(1, 9))
 
 
-def test_what_never_could_be_written_is_counted_at_the_end(tmp_path):
+def test_unwritten_steps_are_counted_at_the_end(tmp_path):
     messages = []
     (tmp_path / "tensorboard").touch()  # no folder
     with no_file_above(9), MetricsWriter(tmp_path, 0, messages.append) as writer:
@@ -139,7 +137,7 @@ def steps_on_the_board(out_dir):
     return [step for step, _ in scalars_on_the_board(out_dir)]
 
 
-def test_tensorboard_drops_the_steps_that_a_resumed_run_takes_again(tmp_path):
+def test_tensorboard_drops_steps_taken_again(tmp_path):
     write(tmp_path, 0, [1, 2, 3])
     write(tmp_path, 2, [])  # nothing to do: no file
     write(tmp_path, 2, [3, 4])
@@ -149,7 +147,7 @@ def test_tensorboard_drops_the_steps_that_a_resumed_run_takes_again(tmp_path):
     assert starts.session_log.SerializeToString() in second.read_bytes()
 
 
-def test_a_group_may_lack_a_number(tmp_path):
+def test_group_may_lack_a_number(tmp_path):
     """As the mean of a reward function that gave no reward in a step."""
     step = step_metrics(1)._replace(routers={"load": 2.0, "load_worst": None})
     with MetricsWriter(tmp_path, 0, lambda _: None) as writer:
@@ -179,9 +177,7 @@ LINES = [b'{"step": %d}\n' % i for i in range(1, 6)]
         (lambda x: b"", 0, ["4 of 4 steps are missing (the first is step 1)"]),
     ],
 )  # fmt: skip
-def test_damaged_lines_are_cut_and_missing_steps_are_named(
-    damage, kept, messages, tmp_path
-):
+def test_damaged_lines_cut_and_missing_steps_named(damage, kept, messages, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(damage(b"".join(LINES)))
     lines = history.repair(path, 4)
@@ -192,7 +188,7 @@ def test_damaged_lines_are_cut_and_missing_steps_are_named(
         assert line.startswith(str(path)) and part in line
 
 
-def test_a_line_of_another_job_is_named(tmp_path):
+def test_line_of_another_job_is_named(tmp_path):
     path = write(tmp_path, 0, [1, 2])
     with pytest.raises(ValueError, match="metrics.jsonl:1: not a line of this version"):
         read_history(path, PolicyMetrics)
@@ -206,7 +202,7 @@ def test_lines_of_a_run_from_before_a_field(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [None, "x", [], {}, True])
-def test_a_value_of_another_type_is_no_step(wrong, tmp_path):
+def test_value_of_another_type_is_no_step(wrong, tmp_path):
     path = tmp_path / "metrics.jsonl"
     line = json.dumps(step_metrics(1)._asdict() | {"loss": wrong}) + "\n"
     path.write_text(line)

@@ -40,7 +40,7 @@ def at(step, action, *arguments):
 
 
 @pytest.mark.parametrize("steps", [2, 4])
-def test_code_that_has_changed_is_noted_and_does_not_end_a_run(steps, run):
+def test_changed_code_is_noted(steps, run):
     def digests(one):
         return {**FREE, resuming.CODE: {"own.py:f": one * 64, "m:g": "0" * 64}}
 
@@ -55,7 +55,7 @@ def test_code_that_has_changed_is_noted_and_does_not_end_a_run(steps, run):
 # ------------------------------------------------------------------ backend
 
 
-def test_another_backend_than_the_saved_one_must_be_named(run):
+def test_other_backend_than_saved_must_be_named(run):
     run(steps=2, backend=("xla", None))
     ran = run(steps=4, backend=("hopper", None))
     assert str(ran.error) == (
@@ -75,7 +75,7 @@ def test_another_backend_than_the_saved_one_must_be_named(run):
     assert ran.error is None and "head.implementation" not in ran.said
 
 
-def test_a_run_from_before_backends_were_saved_resumes(run):
+def test_run_from_before_backends_were_saved_resumes(run):
     run(steps=2)
     assert run(steps=4, backend=("hopper", None)).error is None
     assert "head.implementation was 'hopper'" in str(run(backend=("xla", None)).error)
@@ -84,7 +84,7 @@ def test_a_run_from_before_backends_were_saved_resumes(run):
 # ------------------------------------------------------------------ signals
 
 
-def test_a_signal_that_arrives_while_processes_agree_is_kept(run, monkeypatch):
+def test_signal_during_agreement_is_kept(run, monkeypatch):
     calls = []
 
     def largest(value):  # a collective, whose operand has been read
@@ -100,7 +100,7 @@ def test_a_signal_that_arrives_while_processes_agree_is_kept(run, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_costs_no_step(number, run):
+def test_signal_costs_no_step(number, run):
     ran = run(job=at(3, signal.raise_signal, number))
     if number == signal.SIGTERM:
         assert isinstance(ran.error, SystemExit) and ran.error.code == 143
@@ -116,12 +116,12 @@ def test_a_signal_costs_no_step(number, run):
     assert again.error is None and again.checkpoints == ["4", "6"]
 
 
-def test_a_signal_in_a_step_that_is_saved_anyway_saves_it_once(run):
+def test_signal_in_saved_step_saves_once(run):
     ran = run(job=at(4, signal.raise_signal, signal.SIGTERM))
     assert ran.checkpoints == ["2", "4"] and "after step 4 of 6, which" in ran.said
 
 
-def test_without_checkpoints_it_is_said_that_nothing_could_be_saved(run):
+def test_stop_without_checkpoints_says_nothing_saved(run):
     ran = run(job=at(3, signal.raise_signal, signal.SIGTERM), checkpoint_every=None)
     assert ran.error.code == 143 and ran.checkpoints == [] and ran.steps == [1, 2, 3]
     assert ran.said.endswith(
@@ -131,7 +131,7 @@ def test_without_checkpoints_it_is_said_that_nothing_could_be_saved(run):
 
 
 @pytest.mark.parametrize("when", ["opening", "first state"])
-def test_a_signal_before_the_first_step_ends_the_run(when, run, monkeypatch):
+def test_signal_before_the_first_step_ends_the_run(when, run, monkeypatch):
     job = Adding()
     if when == "opening":
         stop = functools.partial(signal.raise_signal, signal.SIGTERM)
@@ -144,7 +144,7 @@ def test_a_signal_before_the_first_step_ends_the_run(when, run, monkeypatch):
     assert not ran.out_dir.exists()
 
 
-def test_a_run_in_another_thread_is_a_run(run):
+def test_run_in_another_thread(run):
     ran = []
     thread = threading.Thread(target=lambda: ran.append(run()))
     thread.start()
@@ -155,9 +155,7 @@ def test_a_run_in_another_thread_is_a_run(run):
 # ------------------------------------------------------------- full disks
 
 
-def test_a_checkpoint_that_cannot_be_written_is_named_and_the_last_one_resumes(
-    run, capfd
-):
+def test_failed_save_is_named_and_last_one_resumes(run, capfd):
     limit = no_file_above(300)
 
     def fill():
@@ -181,7 +179,7 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_last_one_resumes(
     assert capfd.readouterr().err == ""  # of threads and tasks of orbax
 
 
-def test_steps_are_taken_where_no_metrics_can_be_written(run, tmp_path):
+def test_steps_go_on_without_writable_metrics(run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tensorboard").write_text("")
 
@@ -194,7 +192,7 @@ def test_steps_are_taken_where_no_metrics_can_be_written(run, tmp_path):
     assert "metrics can be written again" in ran.said
 
 
-def test_a_console_that_takes_nothing_stops_no_run(tmp_path):
+def test_console_that_takes_nothing_stops_no_run(tmp_path):
     class Full(io.StringIO):
         def write(self, _):
             raise OSError(28, "No space left on device")
@@ -209,7 +207,7 @@ def test_a_console_that_takes_nothing_stops_no_run(tmp_path):
 # ------------------------------------------------------- one run at a time
 
 
-def test_a_second_run_in_the_directory_touches_nothing(run):
+def test_second_run_in_the_directory_touches_nothing(run):
     others = []
 
     def second():
@@ -225,7 +223,7 @@ def test_a_second_run_in_the_directory_touches_nothing(run):
     )
 
 
-def test_a_run_that_fails_before_its_first_step_leaves_no_folder(run):
+def test_failure_before_first_step_leaves_no_folder(run):
     job = Adding()
     job.initial_state = lambda: {}["absent"]
     with pytest.raises(KeyError):
@@ -241,7 +239,7 @@ QUICK = "an empty folder", "bad checksums"
 
 
 @pytest.mark.parametrize("damage", [x if x in QUICK else slow(x) for x in DAMAGES])
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(damage, run):
+def test_damaged_checkpoint_falls_back_to_previous(damage, run):
     run(steps=4)
     action, fault = DAMAGES[damage]
     path = run.args[0] / "checkpoints" / "4"
@@ -267,7 +265,7 @@ def test_every_byte_of_a_checkpoint_is_verified(run):
     assert checksums.find_fault(step) is None
 
 
-def test_without_one_good_checkpoint_nothing_is_touched(run):
+def test_no_good_checkpoint_touches_nothing(run):
     run(steps=4)
     for step in "24":
         flip(largest(run.args[0] / "checkpoints" / step))
@@ -283,7 +281,7 @@ def test_without_one_good_checkpoint_nothing_is_touched(run):
         assert "\n" not in said and again.checkpoints == ["2", "4"]
 
 
-def test_a_checkpoint_without_checksums_is_read_and_named(run):
+def test_checkpoint_without_checksums_is_read(run):
     run(steps=4)
     path = run.args[0] / "checkpoints" / "4"
     (path / checksums.NAME).unlink()
@@ -311,7 +309,7 @@ def test_lost_metrics_are_named(run):
 # ------------------------------------------- states that look healthy
 
 
-def test_a_path_that_storage_cannot_hold_is_refused_before_the_first_step(tmp_path):
+def test_unusable_path_is_refused_before_first_step(tmp_path):
     steps = []
     ran = run_in(tmp_path / "lr[1e-3]", job=Adding(steps.append))
     assert isinstance(ran.error, RunCheckpointError) and not steps
@@ -340,7 +338,7 @@ class Poisoned(Adding):
         return Evaluated(taken, self._evaluated.get(taken.step, 1.0 / taken.step))
 
 
-def test_a_poisoned_step_is_not_saved_and_the_advice_helps(run):
+def test_poisoned_step_is_not_saved(run):
     with pytest.raises(FloatingPointError) as caught:
         run(job=Poisoned(4), checkpoint_every=1, keep=1)
     assert str(caught.value) == (
@@ -364,7 +362,7 @@ class Diverged(Poisoned):
 
 @pytest.mark.parametrize("every", [slow(1), 3])
 @pytest.mark.parametrize("keep", [slow(1), 2])
-def test_a_checkpoint_that_gives_no_finite_loss_is_set_aside(keep, every, run):
+def test_checkpoint_without_finite_loss_is_set_aside(keep, every, run):
     lower = {"optimizer": {"learning_rate": 0.05}}
     options = dict(checkpoint_every=every, keep=keep)
     for _ in range(2):  # the same command again does not fill the disk
@@ -383,7 +381,7 @@ def test_a_checkpoint_that_gives_no_finite_loss_is_set_aside(keep, every, run):
 
 
 @pytest.mark.parametrize("value", ["loss", "grad_norm"])
-def test_a_number_that_no_update_has_ruined_is_said_and_not_saved(value, run):
+def test_nan_in_first_step_is_named_and_not_saved(value, run):
     with pytest.raises(FloatingPointError) as caught:
         run(job=Dispatching(broken=1, value=value), checkpoint_every=1)
     named = {"loss": "loss", "grad_norm": "gradient's norm"}[value]
@@ -393,7 +391,7 @@ def test_a_number_that_no_update_has_ruined_is_said_and_not_saved(value, run):
     assert not (run.args[0] / "checkpoints" / "1").exists()
 
 
-def test_a_first_step_that_is_poisoned_starts_anew(run):
+def test_first_step_that_is_poisoned_starts_anew(run):
     with pytest.raises(FloatingPointError, match="the same command starts anew: give"):
         run(job=Poisoned(1), checkpoint_every=1)
     assert run(free={"optimizer": {"learning_rate": 0.05}}).error is None
@@ -408,7 +406,7 @@ def poison(run, monkeypatch, **fields):
             run(steps=4, job=Poisoned(4), **fields)
 
 
-def test_a_poisoned_checkpoint_of_an_older_version_is_set_aside(run, monkeypatch):
+def test_poisoned_older_checkpoint_is_set_aside(run, monkeypatch):
     poison(run, monkeypatch)
     again = run()
     path = run.args[0] / "checkpoints" / "4"
@@ -419,7 +417,7 @@ def test_a_poisoned_checkpoint_of_an_older_version_is_set_aside(run, monkeypatch
     )
 
 
-def test_a_good_checkpoint_of_an_older_version_is_used(run, monkeypatch):
+def test_good_checkpoint_of_an_older_version_is_used(run, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "FINITE", "other")
         run(steps=4)
@@ -433,7 +431,7 @@ EVERY = EvalConfig(every=2)
 @pytest.mark.parametrize(
     "damage", [slow("a flipped byte"), slow("no state"), "bad checksums"]
 )
-def test_a_damaged_best_is_set_aside_and_the_run_goes_on(damage, run):
+def test_damaged_best_is_set_aside(damage, run):
     best = run.args[0] / "best"
     run(steps=4, job=Poisoned(9), evaluation=EVERY)
     DAMAGES[damage][0](best / "4")
@@ -444,7 +442,7 @@ def test_a_damaged_best_is_set_aside_and_the_run_goes_on(damage, run):
     assert sorted(p.name for p in best.iterdir()) == ["4.damaged", "6"]
 
 
-def test_a_best_that_is_not_a_number_is_said_and_not_kept(run):
+def test_nan_best_is_not_kept(run):
     job = Poisoned(9, {4: np.nan, 6: 0.1})
     ran = run(job=job, evaluation=EVERY)
     assert "step 4: an evaluation of nan is not kept as the best\n" in ran.said
@@ -461,7 +459,7 @@ UNVERIFIED = {
 @pytest.mark.parametrize(
     "part, text", [(part, text) for part, texts in UNVERIFIED.items() for text in texts]
 )
-def test_without_checksums_what_cannot_be_read_is_set_aside(part, text, run):
+def test_unreadable_state_without_checksums_set_aside(part, text, run):
     """Power was lost between a checkpoint and its checksums."""
     run(steps=4)
     path = run.args[0] / "checkpoints" / "4"
@@ -473,7 +471,7 @@ def test_without_checksums_what_cannot_be_read_is_set_aside(part, text, run):
     assert "it is renamed to 4.damaged\nresuming" in again.said
 
 
-def test_without_checksums_flipped_arrays_are_errors_of_ours(run, capfd):
+def test_flipped_arrays_without_checksums_are_errors(run, capfd):
     run(steps=4)
     path = run.args[0] / "checkpoints" / "4"
     (path / checksums.NAME).unlink()
@@ -486,7 +484,7 @@ def test_without_checksums_flipped_arrays_are_errors_of_ours(run, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_named_pipe_in_a_checkpoint_is_a_fault(run):
+def test_named_pipe_in_a_checkpoint_is_a_fault(run):
     run(steps=4)
     path = run.args[0] / "checkpoints" / "4"
     (path / "data" / "metadata").unlink()
@@ -499,7 +497,7 @@ def test_a_named_pipe_in_a_checkpoint_is_a_fault(run):
 # ---------------------------------------------------- removed in mid-run
 
 
-def test_metrics_that_are_removed_in_mid_run_are_made_anew(run):
+def test_metrics_removed_in_run_are_made_anew(run):
     path = run.args[0] / "metrics.jsonl"
     ran = run(job=at(4, path.unlink), checked=False)
     assert ran.error is None and [s.step for s in ran.history] == [4, 5, 6]
@@ -507,7 +505,7 @@ def test_metrics_that_are_removed_in_mid_run_are_made_anew(run):
     assert run(checked=False).error is None  # a requeued command ends, too
 
 
-def test_a_directory_that_is_removed_in_mid_run_is_made_anew(run):
+def test_directory_removed_in_run_is_made_anew(run):
     path = run.args[0]
     ran = run(job=at(4, shutil.rmtree, path), checked=False)
     assert ran.error is None and [s.step for s in ran.history] == [4, 5, 6]
@@ -518,7 +516,7 @@ def test_a_directory_that_is_removed_in_mid_run_is_made_anew(run):
     assert again.error is None and f"resuming {path} after step 6" in again.said
 
 
-def test_a_directory_that_is_removed_while_it_is_saved_is_made_anew(run, monkeypatch):
+def test_directory_removed_during_save_is_made_anew(run, monkeypatch):
     path, found = run.args[0], checkpoint._check_found
 
     def removed(*given):
@@ -535,7 +533,7 @@ def test_a_directory_that_is_removed_while_it_is_saved_is_made_anew(run, monkeyp
     assert (path / "text.txt").read_text() == "hello"
 
 
-def test_paths_of_a_run_do_not_depend_on_where_the_process_is(tmp_path, monkeypatch):
+def test_run_paths_independent_of_current_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     ran = run_in(pathlib.Path("run"), job=at(3, os.chdir, tmp_path / "elsewhere"))
@@ -546,7 +544,7 @@ def test_paths_of_a_run_do_not_depend_on_where_the_process_is(tmp_path, monkeypa
 # -------------------------------------------------------- other settings
 
 
-def test_a_resumed_run_says_what_is_another_setting(run):
+def test_resumed_run_says_what_is_another_setting(run):
     run(steps=4)
     free = {"optimizer": {"learning_rate": 0.2, "new": 1}}
     again = run(free=free)
@@ -556,7 +554,7 @@ def test_a_resumed_run_says_what_is_another_setting(run):
     )
 
 
-def test_a_finished_run_refuses_what_has_no_effect(run):
+def test_finished_run_refuses_what_has_no_effect(run):
     ran = run(steps=4)
     before = (ran.out_dir / "metrics.jsonl").read_bytes()
     fewer = run(steps=3)
@@ -601,7 +599,7 @@ class Dispatching(Adding):
         return state, read
 
 
-def test_a_step_starts_before_the_numbers_of_the_last_one_are_read(run):
+def test_step_starts_before_last_metrics_are_read(run):
     job = Dispatching()
     assert run(steps=5, job=job, checkpoint_every=4).error is None
     assert job.log == [
@@ -611,13 +609,13 @@ def test_a_step_starts_before_the_numbers_of_the_last_one_are_read(run):
     ]  # fmt: skip
 
 
-def test_without_checkpoints_the_last_numbers_are_read_too(run):
+def test_last_metrics_are_read_without_checkpoints(run):
     job = Dispatching()
     assert run(steps=3, job=job, checkpoint_every=None).steps == [1, 2, 3]
     assert job.log[-1] == "read 3"
 
 
-def test_a_signal_while_numbers_are_unread_loses_none(run):
+def test_signal_while_numbers_are_unread_loses_none(run):
     def before(number):
         if number == 3:
             signal.raise_signal(signal.SIGTERM)
@@ -628,7 +626,7 @@ def test_a_signal_while_numbers_are_unread_loses_none(run):
     assert run(steps=6, job=Dispatching(), checkpoint_every=5).error is None
 
 
-def test_a_step_that_cannot_start_loses_no_numbers_of_the_last(run):
+def test_failed_start_keeps_metrics_of_last_step(run):
     def before(number):
         if number == 4:
             raise OSError("no more data")
@@ -638,7 +636,7 @@ def test_a_step_that_cannot_start_loses_no_numbers_of_the_last(run):
 
 
 @pytest.mark.parametrize("broken", [3, 4])
-def test_a_loss_that_is_read_late_and_is_not_finite_saves_nothing_more(broken, run):
+def test_late_infinite_loss_saves_nothing_more(broken, run):
     with pytest.raises(FloatingPointError, match=f"loss of step {broken} is nan"):
         run(steps=6, job=Dispatching(broken=broken))
     ran = run(steps=6, job=Dispatching())

@@ -40,7 +40,7 @@ def losses(model, axis=None):
     ("model", "axis"),
     [*((MODEL, axis) for axis in AXES), (EXPERTS, "fsdp"), (EXPERTS, "tensor")],
 )
-def test_the_steps_of_one_gpu(model, axis):
+def test_steps_equal_one_gpu(model, axis):
     if len(jax.devices()) < 2:
         pytest.skip(f"needs 2 GPUs, jax found {len(jax.devices())}")
     np.testing.assert_allclose(losses(model, axis), losses(model), rtol=2e-3)

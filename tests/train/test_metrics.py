@@ -29,7 +29,7 @@ def printed(thing, **options):
     return stream.getvalue()
 
 
-def test_a_line_shows_the_utilisation_where_the_peak_is_known():
+def test_line_shows_utilisation_of_known_peak():
     assert "MFU" not in step_metrics(1).line
     assert step_metrics(1)._replace(mfu=0.456).line.endswith("tokens/s  MFU 45.6%")
 
@@ -52,7 +52,7 @@ def test_memory_is_the_compiler_s():
     assert memory.peak == memory.temporary + 256 * 16 * 4  # x, then the result
 
 
-def test_the_table_lays_the_heads_side_by_side_in_mib():
+def test_table_lays_the_heads_side_by_side_in_mib():
     rows = [
         line.split("│")[1:4] for line in printed(metrics.cost_table(COSTS)).splitlines()
     ]
@@ -64,7 +64,7 @@ def test_the_table_lays_the_heads_side_by_side_in_mib():
     ]
 
 
-def test_the_summary_is_json_in_bytes():
+def test_summary_is_json_in_bytes():
     history = [step_metrics(1, 9.0), step_metrics(2, 7.0)]
     job: Any = types.SimpleNamespace(summary=functools.partial(jobs.Job.summary, None))
     summary = json.loads(json.dumps(running.summary_of(job, history, COSTS)))
@@ -77,9 +77,7 @@ def test_the_summary_is_json_in_bytes():
 
 
 @pytest.mark.parametrize("costs", [COSTS, {}])
-def test_the_plot_shows_held_out_loss_and_what_the_bars_compare(
-    tmp_path, costs, monkeypatch
-):
+def test_plot_shows_held_out_loss_and_bars(tmp_path, costs, monkeypatch):
     figures = []
     monkeypatch.setattr(
         "matplotlib.figure.Figure.savefig",
@@ -103,6 +101,6 @@ def test_the_plot_shows_held_out_loss_and_what_the_bars_compare(
         assert ticks == ["head alone:\nloss and gradients", "whole train step"]
 
 
-def test_the_plot_is_a_png(tmp_path):
+def test_plot_is_a_png(tmp_path):
     plots.save(tmp_path / "report.png", [step_metrics(1)], COSTS)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -45,7 +45,7 @@ def test_frozen_matrices_have_no_gradient():
     assert flops(adapted, "/lora_") == flops(QWEN3) - frozen + 6 * adapters
 
 
-def test_a_token_multiplies_the_experts_that_it_is_routed_to():
+def test_token_multiplies_its_routed_experts():
     sparse = dict(experts=128, experts_per_token=8, expert_ff=768)
     mixed = dataclasses.replace(QWEN3, feed_forwards=("experts",), **sparse)
     router, chosen = 128 * 1024, 8 * 3 * 768 * 1024
@@ -68,6 +68,6 @@ def test_peaks(kind, dtype, peak):
     assert mfu.peak_of(kind, dtype) == peak
 
 
-def test_a_processor_has_no_known_peak():
+def test_processor_has_no_known_peak():
     if jax.default_backend() == "cpu":
         assert mfu.peak_of(jax.devices()[0].device_kind, "bfloat16") is None

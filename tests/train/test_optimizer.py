@@ -72,7 +72,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor"])
-def test_a_named_optimizer_is_optaxs(name):
+def test_named_optimizer_equals_optax(name):
     decay = DECAY if name in ("adamw", "lion") else 0.0
     config = OptimizerConfig(
         RATE, name=name, weight_decay=decay, clip_norm=None, schedule="constant"
@@ -83,7 +83,7 @@ def test_a_named_optimizer_is_optaxs(name):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adafactor"])
-def test_weight_decay_shrinks_matrices_by_the_learning_rate(name):
+def test_weight_decay_scales_with_learning_rate(name):
     made = []
     for decay in (0.0, DECAY):
         config = OptimizerConfig(RATE, name=name, weight_decay=decay, clip_norm=None)
@@ -99,7 +99,7 @@ def test_weight_decay_shrinks_matrices_by_the_learning_rate(name):
     )  # fmt: skip
 
 
-def test_muon_updates_each_layers_matrix_and_leaves_the_rest_to_adamw():
+def test_muon_updates_matrices_and_adamw_the_rest():
     config = OptimizerConfig(RATE, name="muon", weight_decay=DECAY, clip_norm=None)
     made = steps_of(make_optimizer(config, optax.constant_schedule(RATE)), weights(0))
     query = made["blocks"]["attention"]["query"]
@@ -123,7 +123,7 @@ def test_muon_updates_each_layers_matrix_and_leaves_the_rest_to_adamw():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_moments_stay_in_float32_beside_weights_of_16_bits(name):
+def test_moments_of_16_bit_weights_are_float32(name):
     optimizer = make_optimizer(OptimizerConfig(name=name), optax.constant_schedule(1))
     params = {"blocks": {"up": {"kernel": jnp.zeros((2, 256, 512), jnp.bfloat16)}}}
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
@@ -167,9 +167,7 @@ def test_moments_lie_on_a_mesh_like_their_weights():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adafactor", "lion", "sgd"])
-def test_a_run_with_a_named_optimizer_resumes_and_is_the_same_on_a_mesh(
-    name, tmp_path, capsys
-):
+def test_named_optimizer_resumes_and_equals_mesh(name, tmp_path, capsys):
     """Four steps, on four devices the same, and resumed after two of them."""
     text = tmp_path / "words.txt"
     text.write_text(" ".join(f"word{i % 97} of line {i % 13}" for i in range(4000)))
@@ -207,6 +205,6 @@ def test_a_run_with_a_named_optimizer_resumes_and_is_the_same_on_a_mesh(
         (dict(name="adafactor", offload=True), "name adamw, lion or sgd"),
     ],
 )
-def test_what_an_optimizer_cannot_do_is_refused(fields, message):
+def test_optimizer_config_refuses(fields, message):
     with pytest.raises(ValueError, match=message):
         OptimizerConfig(**fields)

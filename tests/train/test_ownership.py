@@ -71,13 +71,13 @@ def test_train_refuses_files_that_are_not_of_a_run(name, capsys):
 @pytest.mark.parametrize(
     "name", ["notes.md", "logs/out.log", "tensorboard/events", "adapter/x", "text/x"]
 )
-def test_a_run_takes_a_directory_with_other_names(name):
+def test_run_takes_a_directory_with_other_names(name):
     mine = write(f"p/{name}")
     assert run_in(pathlib.Path("p"), steps=2).error is None
     assert mine.read_text() == "mine"
 
 
-def test_a_run_of_a_version_without_marks_resumes():
+def test_run_of_a_version_without_marks_resumes():
     out_dir = pathlib.Path("p")
     assert run_in(out_dir, steps=2).error is None
     mark = json.loads((out_dir / ownership.MARK).read_text())
@@ -106,7 +106,7 @@ def test_settings_of_a_run_are_a_trace_of_it():
     assert not ownership.is_run(pathlib.Path("q"))
 
 
-def test_a_mark_names_what_a_run_may_replace():
+def test_mark_names_what_a_run_may_replace():
     path = pathlib.Path("p")
     path.mkdir()
     model = ownership.RunDirectory(path, "run.out_dir='p'")
@@ -129,7 +129,7 @@ def test_a_mark_names_what_a_run_may_replace():
     adapter.check()
 
 
-def test_a_checkpoint_of_another_trainer_is_no_trace_of_a_run():
+def test_checkpoint_of_other_trainer_is_no_run():
     write("p/checkpoints/1000/model.pt")
     write("p/metrics.jsonl", '{"step": 1, "loss": 2.0}\n')
     assert not ownership.is_run(pathlib.Path("p"))
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_another_trainer_is_no_trace_of_a_run():
     assert "p/metrics.jsonl was not written by a run" in str(error)
 
 
-def test_a_marked_run_keeps_what_was_added_to_its_model():
+def test_marked_run_keeps_additions_to_its_model():
     out_dir = pathlib.Path("p")
     run_in(out_dir, steps=2)
     card = write("p/model/README.md")
@@ -148,7 +148,7 @@ def test_a_marked_run_keeps_what_was_added_to_its_model():
 
 
 @pytest.mark.parametrize("name", ["model", "best/model", "report.html"])
-def test_a_link_that_would_be_replaced_is_named_before_the_first_step(name, capsys):
+def test_replaceable_link_is_named_before_first_step(name, capsys):
     write("elsewhere/config.json")
     run_in(pathlib.Path("p"), steps=2)
     link = pathlib.Path("p", name)
@@ -197,7 +197,7 @@ def test_train_never_replaces_what_it_reads(config, key, value, tmp_path, capsys
     assert f"{key}='{value}' is in what run.out_dir='q' replaces" in said
 
 
-def test_a_name_that_is_too_long_names_the_key(capsys):
+def test_name_that_is_too_long_names_the_key(capsys):
     long = "x" * 300
     arguments = "train", "sft_stdlib.gin", *SIZES, f"run.out_dir={long}"
     said = refused(*arguments, capsys=capsys)
@@ -209,7 +209,7 @@ def test_a_name_that_is_too_long_names_the_key(capsys):
             pass
 
 
-def test_new_directory_replaces_only_what_a_checkpoint_has(tmp_path):
+def test_new_directory_replaces_checkpoint_files_only(tmp_path):
     def save(name, replace=True):
         with new_directory(tmp_path / name, replace) as unfinished:
             (unfinished / "config.json").write_text("new")

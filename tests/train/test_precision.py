@@ -73,7 +73,7 @@ def losses(directory="run"):
     return [x.loss for x in read_history(pathlib.Path(directory, "metrics.jsonl"))]
 
 
-def test_whole_training_from_a_bfloat16_checkpoint_is_that_of_float32():
+def test_bfloat16_checkpoint_trains_as_float32():
     said = train()
     wide = train({"run.out_dir": "wide", "model.param_dtype": "float32"})
     assert "9,456 weights are trained in float32; computed in bfloat16" in said
@@ -101,7 +101,7 @@ def test_whole_training_from_a_bfloat16_checkpoint_is_that_of_float32():
 
 
 @pytest.mark.parametrize("gin", JOBS)
-def test_every_job_trains_masters_and_freezes_as_it_is_told(gin):
+def test_jobs_train_masters_and_freeze_as_told(gin):
     given = *JOBS[gin], "model.checkpoint=llama", "model.param_dtype=bfloat16"
     for trainable in ("None", "'.*'", "'blocks/attention/'"):
         more = [f"optimizer.trainable={trainable}", "model.lora_rank=0"]
@@ -118,7 +118,7 @@ def test_every_job_trains_masters_and_freezes_as_it_is_told(gin):
             assert kinds(program.teacher.state_shapes.params) == {"bfloat16"}
 
 
-def test_a_checkpoint_of_16_bit_trained_weights_resumes_in_float32(monkeypatch):
+def test_16_bit_trained_weights_resume_in_float32(monkeypatch):
     with monkeypatch.context() as before:
         before.setattr(
             "jaxmem.train.program.split_weights", lambda weights, _: (weights, {})
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_16_bit_trained_weights_resumes_in_float32(monkeypatch):
     assert "were saved in" not in said
 
 
-def test_a_module_of_16_bits_computes_in_them_and_is_trained_in_float32(capsys):
+def test_16_bit_module_is_trained_in_float32(capsys):
     own = {"model.factory": OWN, "model.hidden": 16}
     said = train(own)
     assert "are trained in float32; computed in bfloat16" in said
@@ -159,13 +159,13 @@ def test_a_module_of_16_bits_computes_in_them_and_is_trained_in_float32(capsys):
     jax.tree.map(np.testing.assert_array_equal, last, params)
 
 
-def test_a_run_warns_of_a_learning_rate_that_moves_nothing():
+def test_run_warns_of_learning_rate_moving_nothing():
     said = train({"run.steps": 1, "optimizer.learning_rate": 1e-9})
     line = "the largest learning rate, 1e-09, is below the spacing of float32 at the"
     assert line in said.replace("\n", " ")
 
 
-def test_lost_updates_names_arrays_that_a_learning_rate_cannot_move():
+def test_lost_updates_names_unmoved_arrays():
     weights = {
         "small": jnp.full((4,), 1e-4, jnp.bfloat16),
         "large": jnp.full((4,), 0.3, jnp.bfloat16),

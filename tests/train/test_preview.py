@@ -50,7 +50,7 @@ def test_documents_show_what_the_loss_counts(capsys):
     assert "run.steps=8,001 is 4,000.5 epochs: each record is seen 4,000 or" in said
 
 
-def test_of_streamed_data_the_first_block_is_shown(capsys, monkeypatch):
+def test_preview_shows_first_block_of_stream(capsys, monkeypatch):
     monkeypatch.setattr("jaxmem.data.block_files.BLOCK_BYTES", 30)
     write("t.jsonl", *({"text": "ab" * i} for i in range(1, 9)))
     said = shown(capsys, "data.source=t.jsonl", "data.streaming=True", "--show", "1")
@@ -107,7 +107,7 @@ def test_of_all_counts_the_micro_batches_of_steps():
     )
 
 
-def test_of_sources_mixes_items_by_weights_whatever_rows_hold():
+def test_of_sources_mixes_items_by_weights():
     sources = [passes.SourceSize("a", 10, 40, 1.0), passes.SourceSize("b", 10, 10, 2.0)]
     run = RunConfig(steps=12, accumulate=3)
     # 144 rows: 16 of a with 4 items each, and 128 of b.
@@ -127,7 +127,7 @@ def test_pairs_and_prompts(capsys):
     assert "<s> a b" in said and "1 prompts to train on, 0 held out; 3 to 3" in said
 
 
-def test_what_cannot_be_read_is_one_line(capsys):
+def test_preview_errors_are_one_line(capsys):
     write("t.jsonl", {"body": "a"})
     assert cli.main(["data", "a.gin", "data.source=t.jsonl"]) == 2
     said = capsys.readouterr().err
@@ -156,7 +156,7 @@ def test_every_key_is_described(capsys):
     assert "--keys: no section 'dop'; the sections are" in capsys.readouterr().err
 
 
-def test_what_differs_from_the_defaults_loads_to_the_same(tmp_path):
+def test_differences_from_defaults_load_to_same(tmp_path):
     config, _ = configuration.load("a.gin", ["run.seed=3", "optimizer.clip_norm=None"])
     text = keys.differing(config)
     assert text.splitlines() == [

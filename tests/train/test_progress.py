@@ -18,7 +18,7 @@ def report(terminal=False, **options):
     return made, stream, now
 
 
-def test_plain_progress_shows_the_first_the_last_and_every_third_step():
+def test_plain_progress_shows_first_last_and_thirds():
     made, stream, now = report()
     with made:
         made.waiting("compiling")
@@ -35,7 +35,7 @@ def test_plain_progress_shows_the_first_the_last_and_every_third_step():
     assert [line.split()[1] for line in said[2:]] == ["2/8", "3/8", "6/8", "8/8"]
 
 
-def test_a_terminal_gets_a_bar_that_counts_the_seconds_of_the_first_step():
+def test_terminal_bar_counts_seconds_of_first_step():
     made, stream, now = report(terminal=True, done=0, steps=2)
 
     def shown():

@@ -89,7 +89,7 @@ class Page(html.parser.HTMLParser):
         self.texts.append(data)
 
 
-def test_a_page_is_whole_html_without_network(run):
+def test_page_is_whole_html_without_network(run):
     text = (run / "report.html").read_text("utf-8")
     page = Page(text)
     assert "script" not in page.tags
@@ -112,7 +112,7 @@ def test_a_page_is_whole_html_without_network(run):
     assert '<span class="said">6=</span>' in text and "slanted" in shown
 
 
-def test_a_supervised_run_has_what_it_measured(tmp_path):
+def test_report_of_supervised_run(tmp_path):
     report.write(tmp_path)
     assert not (tmp_path / "report.html").exists()  # no step yet
     steps = [
@@ -151,7 +151,7 @@ def test_lines_stay_inside_their_chart(ys):
     assert drawn.count(",") < 3000  # of a long line, fewer points
 
 
-def test_a_single_step_stands_in_the_middle_under_its_number():
+def test_single_step_is_centred_over_its_number():
     drawn = charts.chart("t", [charts.Line("", [(7, 2.0)])])
     assert re.findall(r'<text class="middle" x="([\d.]+)"[^>]*>([^<]+)<', drawn) == [
         ("199.0", "step 7")
@@ -185,7 +185,7 @@ MEASURE = """<!doctype html><title>none</title><body>
 }}</script>"""
 
 
-def test_a_browser_shows_the_page_without_errors(run, tmp_path):
+def test_browser_shows_the_page_without_errors(run, tmp_path):
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"needs a browser, one of {', '.join(BROWSERS)}")
@@ -215,7 +215,7 @@ WRONG = (None, "x", "\ud800", [], {}, [1], {"a": 1}, True, 1e308, 10**400, math.
 @pytest.mark.parametrize(
     "name", [slow("metrics.jsonl"), "summary.json", "samples.jsonl"]
 )
-def test_files_that_are_damaged_by_hand_still_make_a_page(name, run, tmp_path):
+def test_damaged_files_still_make_a_page(name, run, tmp_path):
     """Each value of the first record, replaced by everything that JSON can hold."""
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)
     lines = (run / name).read_text().splitlines()
@@ -237,7 +237,7 @@ def test_files_that_are_damaged_by_hand_still_make_a_page(name, run, tmp_path):
 @pytest.mark.parametrize(
     "results", ['{"results": [1]}', '{"results": {"a": 1}}', '{"results"', "5"]
 )
-def test_damaged_benchmarks_are_left_out_and_named_once(results, run, tmp_path):
+def test_damaged_benchmarks_left_out_and_named_once(results, run, tmp_path):
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)
     (tmp_path / "eval.json").write_text(results)
     page = report.ReportPage(tmp_path)

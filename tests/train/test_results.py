@@ -104,7 +104,7 @@ def test_adapters_train_with_the_base_frozen(whole, directory):
 # ------------------------------------------------------------------ pieces
 
 
-def test_a_tasks_words_are_a_checkpoints_tokens(directory):
+def test_task_words_are_checkpoint_tokens(directory):
     model = texts.checkpoint("llama", directory, letters="ab0123456789+=")
     made = vocabulary.spelling(str(model))
     words = np.array([[2, 11, 12], [1, 0, 13]])  # 0 9 + / end padding =
@@ -119,7 +119,7 @@ def test_a_tasks_words_are_a_checkpoints_tokens(directory):
         vocabulary.spelling(str(model))
 
 
-def test_documents_of_a_checkpoint_start_and_end_as_it_says(directory):
+def test_documents_start_and_end_as_checkpoint_says(directory):
     config = documents.DataConfig(source="text.jsonl", sequence_length=16, batch_size=4)
     for start, first in ((True, 1), (False, 3)):
         name = "llama" if start else "qwen2"
@@ -132,7 +132,7 @@ def test_documents_of_a_checkpoint_start_and_end_as_it_says(directory):
         assert (batch.labels == 2).sum() == len(TEXT)
 
 
-def test_prompts_are_not_counted_where_nothing_starts_a_document(directory):
+def test_prompts_uncounted_without_document_start(directory):
     record = {"prompt": "ab", "response": "c"}
     pathlib.Path("text.jsonl").write_text(json.dumps(record) + "\n")
     config = documents.DataConfig(source="text.jsonl", sequence_length=8, batch_size=1)
@@ -145,7 +145,7 @@ def test_prompts_are_not_counted_where_nothing_starts_a_document(directory):
         assert counted.tolist() == [5, 2]  # c and the end
 
 
-def test_sizes_are_the_checkpoints_and_adapters_freeze_the_rest(directory):
+def test_checkpoint_sizes_and_adapters_freeze_rest(directory):
     model = texts.checkpoint("gemma3", directory)
     config, _ = configuration.load(
         "sft.gin", [f"model.checkpoint={model}", "model.dtype=bfloat16",
@@ -163,7 +163,7 @@ def test_sizes_are_the_checkpoints_and_adapters_freeze_the_rest(directory):
         job_of(dataclasses.replace(config, model=other))
 
 
-def test_a_checkpoint_without_an_end_cannot_be_trained(directory):
+def test_checkpoint_without_an_end_cannot_be_trained(directory):
     model = texts.checkpoint("llama", directory)
     (model / "tokenizer_config.json").unlink()
     config = json.loads((model / "config.json").read_text())
@@ -190,7 +190,7 @@ def test_impossible_adapters_are_refused(changes, message):
         ModelConfig(**changes)
 
 
-def test_the_command_says_what_is_wrong_with_a_checkpoint(directory, capsys):
+def test_command_names_fault_of_checkpoint(directory, capsys):
     assert cli.main(["train", "sft.gin", "model.checkpoint=nowhere"]) == 2
     assert "nowhere/config.json: cannot be read" in capsys.readouterr().err
 
@@ -198,7 +198,7 @@ def test_the_command_says_what_is_wrong_with_a_checkpoint(directory, capsys):
 @pytest.mark.parametrize(
     ("name", "alone"), [("gemma3", True), ("gemma3_images", False)]
 )
-def test_what_an_adapter_is_loaded_with_is_said(name, alone, tmp_path):
+def test_adapter_says_what_loads_it(name, alone, tmp_path):
     model = checkpoints.with_checkpoint(
         ModelConfig(checkpoint=str(texts.TINY / name), lora_rank=1)
     )
@@ -216,7 +216,7 @@ def test_what_an_adapter_is_loaded_with_is_said(name, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_to_a_mesh_in_parts(directory):
+def test_checkpoint_goes_to_a_mesh_in_parts(directory):
     model = texts.checkpoint("qwen3", directory)
     named = f"model.checkpoint={model}", *ADAPTED
     alone, _ = train("sft.gin", *named, "run.out_dir=a")

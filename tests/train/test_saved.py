@@ -59,7 +59,7 @@ def loaded(path):
         return place, place.load(), checkpoints.load_vocabulary(place.directory)
 
 
-def test_a_run_from_random_weights_leaves_a_model(run):
+def test_run_from_random_weights_leaves_a_model(run):
     names = {path.name for path in (run / "model").iterdir()}
     assert names == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
@@ -71,7 +71,7 @@ def test_a_run_from_random_weights_leaves_a_model(run):
     assert checkpoints.read_config(run / "model").max_positions == 16
 
 
-def test_a_run_that_has_not_ended_is_read_from_its_checkpoint(run, tmp_path):
+def test_unfinished_run_is_read_from_checkpoint(run, tmp_path):
     going_on = pathlib.Path(shutil.copytree(run, tmp_path / "run"))
     shutil.rmtree(going_on / "model")
     before = sorted(p for p in going_on.rglob("*"))
@@ -93,7 +93,7 @@ def test_a_run_that_has_not_ended_is_read_from_its_checkpoint(run, tmp_path):
     assert loaded(going_on)[0].decoder is not None
 
 
-def test_a_damaged_checkpoint_is_named(run, tmp_path):
+def test_damaged_checkpoint_is_named(run, tmp_path):
     damaged = pathlib.Path(shutil.copytree(run, tmp_path / "run"))
     shutil.rmtree(damaged / "model")
     files = (damaged / "checkpoints" / "2" / "state").rglob("*")
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path):
         loaded(damaged)
 
 
-def test_an_adapter_beside_an_adapter_is_refused(tmp_path):
+def test_adapter_beside_an_adapter_is_refused(tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with (
@@ -117,7 +117,7 @@ def test_an_adapter_beside_an_adapter_is_refused(tmp_path):
         pass
 
 
-def test_an_adapter_names_its_base(tmp_path):
+def test_adapter_names_its_base(tmp_path):
     (tmp_path / "adapter").mkdir()
     described = tmp_path / "adapter" / "adapter_config.json"
     described.write_text('{"base_model_name_or_path": "nowhere"}')

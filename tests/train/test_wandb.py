@@ -37,9 +37,7 @@ class Board:
         self.finished = True
 
 
-def test_every_step_arrives_and_a_resumed_run_continues_the_same_one(
-    tmp_path, monkeypatch
-):
+def test_steps_arrive_and_resumed_run_continues(tmp_path, monkeypatch):
     boards, options = [], []
 
     def init(**given):
@@ -61,7 +59,7 @@ def test_every_step_arrives_and_a_resumed_run_continues_the_same_one(
 
 
 @pytest.mark.parametrize("where", ["init", "log"])
-def test_what_fails_is_warned_of_once_and_no_step_is_lost(where, tmp_path, monkeypatch):
+def test_failures_warn_once_and_lose_no_step(where, tmp_path, monkeypatch):
     def fail(**_):
         raise SystemExit("no network")
 
@@ -71,7 +69,7 @@ def test_what_fails_is_warned_of_once_and_no_step_is_lost(where, tmp_path, monke
     assert ran.said.count("Weights & Biases: SystemExit: no network; training") == 1
 
 
-def test_what_hangs_blocks_neither_the_steps_nor_the_end(tmp_path, monkeypatch):
+def test_hanging_service_blocks_nothing(tmp_path, monkeypatch):
     stuck = threading.Event()
     stand_in(monkeypatch, lambda **_: stuck.wait())
     monkeypatch.setattr(wandb_writer, "_FINISH_SECONDS", 0.05)
@@ -92,7 +90,7 @@ def test_what_hangs_blocks_neither_the_steps_nor_the_end(tmp_path, monkeypatch):
         (True, "run.wandb='p': wandb has no API key; run `wandb login`, or set"),
     ],
 )
-def test_a_run_that_could_send_nothing_does_not_start(
+def test_run_that_could_send_nothing_does_not_start(
     installed, message, tmp_path, monkeypatch
 ):
     stand_in(monkeypatch, None, key=False)
@@ -116,7 +114,7 @@ def records(content):
         place += left if left < 7 else 0
 
 
-def test_offline_mode_writes_files_that_hold_every_step(tmp_path, monkeypatch):
+def test_offline_files_hold_every_step(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed: jaxmem[wandb]")
     from wandb.proto.wandb_internal_pb2 import Record
 

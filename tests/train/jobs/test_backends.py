@@ -48,7 +48,7 @@ def train(request, tmp_path, monkeypatch):
     return run
 
 
-def test_a_backend_that_cannot_run_here_is_named(train):
+def test_backend_that_cannot_run_here_is_named(train):
     message = "^head.implementation: implementation='hopper' cannot run this call"
     with pytest.raises(ValueError, match=message):
         train("head.implementation=hopper")

@@ -69,7 +69,7 @@ def best_step(path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_program")
-def test_chats_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
+def test_chat_run_learns_and_resumes_bitwise(monkeypatch):
     result, said = train()
     first, last = result.history[0], result.history[-1]
     assert last.loss < first.loss - 0.5
@@ -99,7 +99,7 @@ def without_weight(but=None):
     write("chat.jsonl", records)
 
 
-def test_data_of_which_the_loss_counts_nothing_are_refused():
+def test_data_without_counted_tokens_are_refused():
     without_weight()
     nothing = "no token that the loss counts: each is of a prompt, or has weight 0"
     with pytest.raises(DataError, match=f"^data.held_out=0.2 keeps {nothing}"):
@@ -109,7 +109,7 @@ def test_data_of_which_the_loss_counts_nothing_are_refused():
     assert not steps("run")
 
 
-def test_a_first_step_may_count_nothing():
+def test_first_step_may_count_no_tokens():
     without_weight(but=63)
     result, said = train("data.held_out=0", "run.steps=1")
     assert [step.tokens for step in result.history] == [0]

@@ -67,9 +67,7 @@ def compilations():
 
 
 @pytest.mark.parametrize("gin", JOBS)
-def test_steps_and_evaluations_compile_no_operation_alone(
-    gin, compilations, monkeypatch
-):
+def test_steps_compile_no_operation_alone(gin, compilations, monkeypatch):
     small = SMALL[2:] if gin == "distill_stdlib.gin" else SMALL
     overrides = [*JOBS[gin], *small]
     job = jobs.job_of(configuration.load(CONFIGS / gin, overrides)[0])

@@ -132,7 +132,7 @@ class Reader:
 A, B, END = texts.LETTERS.index("a") + 3, texts.LETTERS.index("b") + 3, 2
 
 
-def test_tokens_are_appended_and_only_the_model_s_are_learned():
+def test_turns_append_tokens_and_learn_the_models():
     reader = Reader("task.held_out=0.0")
     asked = reader.task.ask(0, 16)
     turns = [[A, END], [A, B, END], [B, END]]
@@ -249,14 +249,14 @@ def test_tools_that_no_template_gets_are_refused(line, message):
         Reader()
 
 
-def test_a_completion_without_an_end_ends_its_conversation():
+def test_unended_completion_ends_conversation():
     reader = Reader()
     played, graded = reader.play(reader.task.ask(0, 8), [[A, A, A, A]] * 3)
     assert played.truncated.all() and (played.turns == 1).all()
     assert (graded.rewards == 1).all() and (played.samples.lengths == 4).all()
 
 
-def test_labels_are_the_model_s_tokens_in_every_micro_batch():
+def test_labels_are_model_tokens_in_micro_batches():
     reader = Reader()
     asked = reader.task.ask(0, 8)
     played, _ = reader.play(asked, [[A, END], [A, B, END], [B, END]])
@@ -313,7 +313,7 @@ MESH = (
 
 
 @pytest.mark.parametrize(("keeps", "overrides"), [(False, ()), slow(True, MESH)])
-def test_a_cache_that_is_kept_over_turns_changes_nothing(keeps, overrides, monkeypatch):
+def test_cache_kept_over_turns_changes_nothing(keeps, overrides, monkeypatch):
     job, kept = rolled_out("sampling.top_k=5")
     assert job.program.keeps_cache and 1 < kept.sampled["turns"] < 3
     (line,) = job.program.lines()  # none about a prompt that is read again
@@ -343,7 +343,7 @@ def assert_same(kept, again):
 
 
 @pytest.mark.slow
-def test_a_model_of_one_s_own_keeps_its_cache_if_it_can_extend_it():
+def test_own_model_keeps_extendable_cache():
     sizes = "model.layers=1 model.hidden=16 model.ff=16 model.heads=2 model.head_dim=8"
     made = []
     for name, why in (
@@ -361,7 +361,7 @@ def test_a_model_of_one_s_own_keeps_its_cache_if_it_can_extend_it():
     assert 1 < made[0].sampled["turns"] < 3
 
 
-def test_a_plan_has_further_turns():
+def test_plan_has_further_turns():
     program = job_with().program
     first, further = program.rollout_phases({})
     assert (first.runs, further.name, further.runs) == (1, "further turns", 2)
@@ -382,7 +382,7 @@ def test_a_plan_has_further_turns():
          "a reply has 11 tokens; raise task.max_reply_tokens=10, or shorten it"),
     ],
 )  # fmt: skip
-def test_an_environment_that_fails_ends_a_run_by_name(body, message):
+def test_environment_that_fails_ends_a_run_by_name(body, message):
     head = ENVIRONMENT.partition("    def step")[0].replace(
         "[{", "text if True else [{"
     )
@@ -394,7 +394,7 @@ def test_an_environment_that_fails_ends_a_run_by_name(body, message):
         reader.play(reader.task.ask(0, 4), [[A, END]] * 3)
 
 
-def test_sums_of_rewards_that_float32_cannot_hold_end_a_run_by_name():
+def test_reward_sums_beyond_float32_are_named():
     text = ENVIRONMENT.replace('last.count("a") / 4', "6e17")
     pathlib.Path("envs.py").write_text(text)
     reader = Reader("task.held_out=0.0")
@@ -456,7 +456,7 @@ def replies(template, end="</s>"):
     return made
 
 
-def test_a_template_that_looks_back_is_refused():
+def test_template_that_looks_back_is_refused():
     prompt = [{"role": "user", "content": "a"}]
     said = [*prompt, {"role": "assistant", "content": "b"}]
     conversation, reply = Episode("p:1", None, prompt, said), [
@@ -508,7 +508,7 @@ def test_settings_that_do_not_go_together(overrides, message):
     refused("grpo.gin", overrides, message)
 
 
-def test_environments_are_closed_at_the_ends_of_their_conversations():
+def test_environments_close_with_conversations():
     """However a rollout ends: here by its sampler, or by the last turn."""
     lists = "OPEN, COUNTS = [], []\n\nclass Vowels:"
     counted = ENVIRONMENT.replace("class Vowels:", lists)
@@ -548,7 +548,7 @@ def test_environments_are_closed_at_the_ends_of_their_conversations():
     assert len(played.turns) == len(graded.rewards) == 3
 
 
-def test_a_conversation_that_is_left_out_is_compared_with_no_turn():
+def test_left_out_conversation_is_not_compared():
     reader = Reader("task.held_out=0.0", "grpo.turn_rewards=True")
     asked = reader.task.ask(0, 2).repeated(4)
     played, graded = reader.play(asked, [[A, END], [A, B, END], [B, END]])
@@ -573,7 +573,7 @@ def test_a_conversation_that_is_left_out_is_compared_with_no_turn():
         np.testing.assert_allclose(got[row][first], wanted[i], rtol=1e-5)
 
 
-def test_an_environment_that_does_not_start_is_left_out():
+def test_environment_that_does_not_start_is_left_out():
     fails = "OPEN = []\n\nclass Vowels:\n    def reset(self, record):\n"
     fails += '        if record["word"] in OPEN: raise OSError("no container")\n'
     text = ENVIRONMENT.replace("class Vowels:\n    def reset(self, record):\n", fails)

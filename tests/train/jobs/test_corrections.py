@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
         (dict(loss="gspoo"), "loss must be one of .*'gspo', 'sapo'.*, got 'gspoo'"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(fields, message):
+def test_grpo_config_refuses_contradictions(fields, message):
     with pytest.raises(ValueError, match="GrpoConfig." + message):
         GrpoConfig(**fields)
 
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused(fields, message):
         (dict(loss="gspo", minibatches=2, epochs=2), True, 2),
     ],
 )
-def test_how_often_a_rollout_is_read_without_a_gradient(fields, old, passes):
+def test_forward_passes_over_a_rollout(fields, old, passes):
     config = GrpoConfig(prompts=8, group_size=4, **fields)
     assert config.has_old_pass is old
     assert config.forward_passes == pytest.approx(passes)
@@ -101,7 +101,7 @@ def weighed(config, old, rollout):
         ("icepop", "sapo", "fused", True),
     ],
 )
-def test_a_correction_multiplies_the_surrogate(correction, loss, logits, same_weights):
+def test_correction_multiplies_the_surrogate(correction, loss, logits, same_weights):
     low = 0.8 if correction == "icepop" else None
     config = GrpoConfig(
         loss=loss, correction=correction, correction_low=low, correction_high=1.5,
@@ -127,7 +127,7 @@ def test_a_correction_multiplies_the_surrogate(correction, loss, logits, same_we
     np.testing.assert_allclose(got, want, rtol=3e-5)
 
 
-def test_the_policy_s_own_old_numbers_have_ratio_one_and_its_gradient():
+def test_own_old_logprobs_give_ratio_one():
     """As numbers that are equal to the policy's own, and constants."""
     config, made = GrpoConfig(loss="dapo"), random_micro_batch()
     made = made._replace(ref_logprob=None)
@@ -154,7 +154,7 @@ def test_the_policy_s_own_old_numbers_have_ratio_one_and_its_gradient():
     np.testing.assert_allclose(value, exact, rtol=1e-5)
 
 
-def test_a_number_that_is_broken_is_not_taken_for_the_policy_s_own():
+def test_policy_loss_of_nan_old_logprob_is_nan():
     config, made = GrpoConfig(), random_micro_batch()
     made = made._replace(ref_logprob=None, old_logprob=made.old_logprob * np.nan)
     head, hidden = head_and_hidden()
@@ -164,7 +164,7 @@ def test_a_number_that_is_broken_is_not_taken_for_the_policy_s_own():
     assert np.isnan(value)
 
 
-def test_sequences_that_are_dropped_and_those_that_have_a_ratio():
+def test_take_of_dropped_sequences_and_ratios():
     made, _ = completions()
     shape, count = made.sampled.shape, len(made.lengths)
     dropping = np.ones(shape, "f4")
@@ -225,9 +225,7 @@ TIMES = "seconds", "second", "peak"
     ids=str,
 )
 @pytest.mark.parametrize("sampling", [{}, dict(top_k=5)], ids=str)
-def test_an_update_that_measures_its_own_tokens_changes_nothing(
-    fields, sampling, monkeypatch
-):
+def test_update_measuring_own_tokens_changes_nothing(fields, sampling, monkeypatch):
     """Within rounding: the passes pack other rows."""
     program = PolicyProgram(changed(SMALL, grpo=fields, sampling=sampling))
     with monkeypatch.context() as patch:  # the old pass, which measures all of them
@@ -251,7 +249,7 @@ def test_an_update_that_measures_its_own_tokens_changes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
-def test_a_ratio_to_the_sampler_takes_the_same_steps_without_an_old_pass(loss):
+def test_ratio_to_sampler_equals_old_pass(loss):
     """Within rounding: the sampler is the trainer, token by token."""
     jobs = [long_job(minibatches=2, loss=loss, correction=x) for x in (None, "ratio")]
     (want, expected), (ours, told) = map(steps_of, jobs)
@@ -265,7 +263,7 @@ def test_a_ratio_to_the_sampler_takes_the_same_steps_without_an_old_pass(loss):
 
 
 @pytest.mark.slow
-def test_a_ratio_is_to_the_sampler_s_own_numbers(monkeypatch):
+def test_ratio_is_to_the_sampler_s_own_numbers(monkeypatch):
     """One that gives its tokens too little: their ratios are above the clip."""
     job = long_job(long_job(), correction="ratio")
     job.open()
@@ -313,7 +311,7 @@ def test_groups_that_tell_nothing_change_nothing(monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
-def test_truncated_completions_are_not_learned_from_and_stay_in_the_normaliser():
+def test_truncated_completions_only_normalise():
     job = long_job(long_job(), mask_truncated=True)
     state = job.initial_state()
     made = job._roll_out(1, state.params)
@@ -337,7 +335,7 @@ def test_truncated_completions_are_not_learned_from_and_stay_in_the_normaliser()
     assert told.mismatch_max < 1e-5
 
 
-def test_a_step_whose_completions_are_all_masked_has_measured_nothing(monkeypatch):
+def test_step_of_masked_completions_measures_nothing(monkeypatch):
     job = long_job(long_job(), mask_truncated=True)
     job.open()
     sampled = job._sampled
@@ -382,7 +380,7 @@ def test_own_samples_are_inside_every_band():
 # --------------------------------------------------------- groups that tell nothing
 
 
-def test_other_prompts_stand_in_for_groups_that_tell_nothing():
+def test_uninformative_groups_are_resampled():
     """Rewards by the number of the prompt: only every third group differs."""
     job = long_job(long_job(), resample=4)
     grade, prompts, group = job.task.grade, 8, 4
@@ -419,7 +417,7 @@ def test_other_prompts_stand_in_for_groups_that_tell_nothing():
     assert np.allclose(advantages.sum(1), 0, atol=1e-5)
 
 
-def test_few_groups_are_filled_up_and_attempts_are_limited():
+def test_resampling_fills_groups_within_attempts():
     job = long_job(long_job(), resample=2)
     grade = job.task.grade
 
@@ -447,7 +445,7 @@ def test_few_groups_are_filled_up_and_attempts_are_limited():
     assert made.sampled["kept"]["response_length"] == pytest.approx(lengths)
 
 
-def test_without_resampling_a_rollout_is_what_it_was():
+def test_rollout_without_resampling_is_unchanged():
     job, other = long_job(), long_job(long_job(), resample=2)
     for one in (job, other):
         one.open()

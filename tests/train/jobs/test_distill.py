@@ -148,7 +148,7 @@ def flat(weights):
         ],
     ],
 )
-def test_a_steps_gradient_is_that_of_dense_float64(overrides):
+def test_step_gradient_equals_dense_float64(overrides):
     named = ["model.tied=False", "model.vocab_size=40", "distill.teacher_dtype=float32"]
     config, _ = configuration.load("distill.gin", [*overrides, *named])
     config = jobs.job_of(config).config
@@ -215,7 +215,7 @@ def test_a_steps_gradient_is_that_of_dense_float64(overrides):
 # --------------------------------------------------------------------- text
 
 
-def test_a_student_learns_is_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
+def test_distill_run_learns_and_resumes_bitwise(monkeypatch):
     result, said = train()
     first, last = result.history[0], result.history[-1]
     assert last.divergence < 0.9 * first.divergence
@@ -249,7 +249,7 @@ def test_gradients_are_sampled_by_seed_and_step(two_steps, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_student_reads_text_as_its_teacher_does(two_steps):
+def test_student_reads_text_as_its_teacher_does(two_steps):
     shutil.copytree(two_steps, "run")
     student, teacher = (checkpoints.load_vocabulary(d) for d in ("run/model", "llama"))
     assert student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
@@ -264,7 +264,7 @@ def test_a_student_reads_text_as_its_teacher_does(two_steps):
 
 # Supervised training adds the same loss to a step.
 @pytest.mark.slow
-def test_routers_are_recorded_and_their_loss_is_learned():
+def test_router_loss_is_recorded_and_learned():
     mixed = [
         "model.feed_forwards=('experts',)", "model.experts=4", "model.expert_ff=24",
         "model.experts_per_token=2", "model.router_renormalised=True",
@@ -318,7 +318,7 @@ def prompts(directory):
     pathlib.Path("distill.gin").write_text(ON_POLICY + 'distill.teacher = "llama"\n')
 
 
-def test_an_epoch_of_prompts_has_each_once(prompts):
+def test_epoch_has_each_prompt_once(prompts):
     config, _ = configuration.load("distill.gin", ["run.epochs=2", "task.held_out=0"])
     assert with_steps(jobs.job_of(config)).config.run.steps == 10
 
@@ -375,7 +375,7 @@ OFFLINE = "distill.mode=offline", "data.source=teacher.parquet"
         (["--sample-ids=12"], []),
     ],
 )
-def test_a_student_learns_from_a_file_and_resumes(options, streamed, monkeypatch):
+def test_student_learns_from_a_file_and_resumes(options, streamed, monkeypatch):
     monkeypatch.setattr(journal, "_COLUMNS_AT_ONCE", 1000)
     scored(*options)
     given = [*OFFLINE, *streamed]
@@ -391,7 +391,7 @@ def test_a_student_learns_from_a_file_and_resumes(options, streamed, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
-def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
+def test_all_columns_equal_dense_float64_divergence(name):
     config = DistillConfig(divergence=name, beta=0.2, temperature=1.6)
     rng = np.random.default_rng(0)
     head = LMHead(8, 20, rngs=nnx.Rngs(0))
@@ -436,7 +436,7 @@ def test_columns_stand_where_their_tokens_do():
     assert (file.ids[first] == file.ids[0]).all()
 
 
-def test_an_epoch_and_a_preview_of_a_file(capsys):
+def test_file_of_columns_has_epochs_and_preview(capsys):
     scored("--top-k=2")
     overrides = [*OFFLINE, "run.epochs=1", "data.held_out=0", "run.accumulate=1"]
     config, _ = configuration.load("distill.gin", overrides)
@@ -464,7 +464,7 @@ def test_an_epoch_and_a_preview_of_a_file(capsys):
         (["--top-k=2"], ["distill.teacher=other/llama"], "another tokenizer than the"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(options, overrides, message):
+def test_file_that_cannot_be_used_is_named(options, overrides, message):
     if "distill.teacher=other/llama" in overrides:
         tokens_of("other", letters=texts.LETTERS[::-1])
     scored(*options)
@@ -512,7 +512,7 @@ def test_settings_that_cannot_be(overrides, message):
          "model.checkpoint='other/llama': token ' ' has the id 29, not 13"),
     ],
 )  # fmt: skip
-def test_a_teacher_that_cannot_be_used_is_named(overrides, message):
+def test_teacher_that_cannot_be_used_is_named(overrides, message):
     if "model.checkpoint=other/llama" in overrides:
         tokens_of("other", letters=texts.LETTERS[::-1])
         gin = pathlib.Path("distill.gin")
@@ -558,7 +558,7 @@ def of_checkpoints(student, teacher, *more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("larger", ["llama", "qwen3"])
-def test_vocabularies_that_are_padded_to_different_sizes(larger):
+def test_vocabularies_padded_to_different_sizes(larger):
     """The smaller one serves; the other's further rows change nothing."""
     texts.checkpoint("qwen3", pathlib.Path())
     pairs, losses = [("qwen3", "llama")], []
@@ -570,7 +570,7 @@ def test_vocabularies_that_are_padded_to_different_sizes(larger):
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
-def test_an_on_policy_student_with_more_rows_than_its_teacher(prompts):
+def test_on_policy_student_with_more_rows(prompts):
     texts.checkpoint("qwen3", pathlib.Path())
     student = padded("qwen3", 48)
     without_sizes()
@@ -578,7 +578,7 @@ def test_an_on_policy_student_with_more_rows_than_its_teacher(prompts):
         train(f"model.checkpoint={student}", "distill.teacher=llama")
 
 
-def test_teachers_ids_beyond_the_students_rows_are_named():
+def test_teacher_ids_beyond_student_rows_are_named():
     ids = np.array([[3, 39], [40, 47], [47, 1]], np.int32)
     file = teacher_files.TeacherFile([], ids, None, 1.0, "")
     teacher_files.check_ids(file, 48, "teacher.parquet")
@@ -590,7 +590,7 @@ def test_teachers_ids_beyond_the_students_rows_are_named():
     )
 
 
-def test_teachers_ids_of_a_later_part_of_a_stream_are_named():
+def test_teacher_ids_late_in_stream_are_named():
     config, _ = configuration.load("distill.gin", ["data.streaming=True"])
     source = object.__new__(sources.File)
     source._rows, source._config = 40, config.data
@@ -600,7 +600,7 @@ def test_teachers_ids_of_a_later_part_of_a_stream_are_named():
         source._example(example)
 
 
-def test_a_resumed_run_keeps_its_teacher_and_its_backend(two_steps, monkeypatch):
+def test_resumed_run_keeps_teacher_and_backend(two_steps, monkeypatch):
     shutil.copytree(two_steps, "run")
     longer, other = ["run.steps=3", "eval.every=None"], tokens_of("other")
     with pytest.raises(ValueError, match="distill.teacher"):

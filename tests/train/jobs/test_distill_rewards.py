@@ -88,7 +88,7 @@ def softmax(z):
 
 
 @pytest.mark.parametrize("temperature", [slow(1.0), 0.7])
-def test_the_policy_gradient_is_that_of_dense_float64(temperature):
+def test_policy_gradient_equals_dense_float64(temperature):
     """What the rewards add to the gradient; statistics stay those at temperature 1."""
     rng = np.random.default_rng(0)
     student, teacher = (LMHead(d, 20, use_bias=False, rngs=nnx.Rngs(d)) for d in (8, 6))
@@ -131,7 +131,7 @@ def test_the_policy_gradient_is_that_of_dense_float64(temperature):
         np.testing.assert_allclose(told[name], value, **tight)
 
 
-def test_completions_without_a_reward_have_no_advantage():
+def test_unrewarded_completions_have_no_advantage():
     source = object.__new__(sources.StudentSamples)  # without a compiled sampler
     given = "distill.prompts=3", "distill.completions=4", "distill.reward_weight=0.5"
     source._config = configuration.load("distill.gin", given)[0]
@@ -156,7 +156,7 @@ def test_completions_without_a_reward_have_no_advantage():
         ((1.0, 0.7), ["divergence_loss", "token_loss"]),
     ],
 )
-def test_one_pass_over_the_logits_of_a_temperature(temperatures, verbs):
+def test_one_pass_for_each_temperature(temperatures, verbs):
     student, teacher = (LMHead(d, 20, rngs=nnx.Rngs(d)) for d in (8, 6))
     hidden, states = jnp.ones((2, 5, 8)), jnp.ones((2, 5, 6))
     labels = jnp.ones((2, 5), jnp.int32)
@@ -187,7 +187,7 @@ TOLD = "reward", "accuracy", "degenerate"
 # The test of the gradient above covers a loss without rewards, and the next test the
 # metrics.
 @pytest.mark.slow
-def test_a_weight_of_0_records_rewards_and_learns_bitwise_nothing_of_them():
+def test_weight_of_0_records_rewards_learns_nothing():
     """Samples are shown without rewards, too."""
     pathlib.Path("pure.gin").write_text(SUMS.replace('task.reward = "prefix"', ""))
     runs.train("pure.gin", "run.out_dir=pure")
@@ -223,7 +223,7 @@ OF_A_FILE = (
 
 
 @pytest.mark.usefixtures("one_program")
-def test_own_rewards_are_learned_evaluated_shown_and_resumed_bitwise(monkeypatch):
+def test_rewards_are_learned_and_resume_bitwise(monkeypatch):
     pathlib.Path("own.py").write_text(OWN)
     write("prompts.jsonl", ROWS)
     gin = "\n".join(x for x in SUMS.split("\n") if not x.startswith("task."))
@@ -275,7 +275,7 @@ def test_settings_that_cannot_be(overrides, message):
     refused("distill.gin", overrides, message)
 
 
-def test_a_weight_of_0_needs_no_advantages():
+def test_weight_of_0_needs_no_advantages():
     """One completion of a prompt will do, and truncated draws."""
     overrides = ["distill.completions=1", "sampling.top_k=4"]
     config, _ = configuration.load(

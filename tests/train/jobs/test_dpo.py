@@ -62,7 +62,7 @@ steps = functools.partial(runs.steps, kind=PreferenceMetrics)
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "ipo_mean"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_is_the_papers(loss, smoothing):
+def test_dpo_loss_equals_papers(loss, smoothing):
     rng = np.random.default_rng(0)
     lp, ref = rng.normal(size=(2, 5, 2)) * 4
     config = DpoConfig(loss=loss, beta=0.3, label_smoothing=smoothing)
@@ -136,7 +136,7 @@ def test_settings_record_default_beta():
     assert recorded["beta"] == 0.1 and recorded["loss"] == "sigmoid"
 
 
-def test_pairs_longer_than_a_row_are_refused_or_counted():
+def test_pairs_longer_than_row_refused_or_counted():
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     write([pair, pair | {"chosen": "b" * 20}, pair | {"rejected": "d"}])
     config, _ = configuration.load("dpo.gin", ["data.held_out=0.0"])
@@ -154,7 +154,7 @@ def test_pairs_longer_than_a_row_are_refused_or_counted():
 
 
 @pytest.mark.slow
-def test_ipo_of_means_is_of_log_probabilities_of_a_token():
+def test_ipo_of_means_uses_logprobs_per_token():
     """Answers of different lengths: their sums, over the numbers of their tokens."""
     pairs = jobs.job_of(configuration.load("dpo.gin")[0]).reads.pairs[0][:4]
     lengths = [
@@ -175,7 +175,7 @@ def log_probabilities(loss, pairs):
     return program.logprobs(program.initial_params(), program.frozen(), batch)
 
 
-def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
+def test_dpo_run_learns_and_resumes_bitwise(monkeypatch):
     sampled = 'head.gradient=("sample", 4)'  # whose draws follow from seed and step
     result, said = train(sampled)
     first, last = result.history[0], result.history[-1]
@@ -210,7 +210,7 @@ def load(**changes):
     return load_pairs(config, vocabulary.of_checkpoint("llama"))[0], config
 
 
-def test_rows_hold_prompt_and_answer_and_count_the_answer():
+def test_rows_count_answer_tokens_only():
     write([{"prompt": "ab", "chosen": "c", "rejected": "de"}] * 2)
     pairs, config = load()
     batch = batch_of(pairs, np.array([[-1.0, -2.0]] * 2, "f4"), config)
@@ -223,7 +223,7 @@ def test_rows_hold_prompt_and_answer_and_count_the_answer():
     assert batch.reference.sum(-1).tolist() == [-1, -2, -1, -2]
 
 
-def test_an_epoch_has_every_pair_once_and_resumes_anywhere():
+def test_epoch_has_pairs_once_and_resumes_anywhere():
     pairs, config = load()
     numbers = np.arange(2 * len(pairs), dtype="f4").reshape(-1, 2)
     batches = PairBatches(pairs, numbers, config)
@@ -253,7 +253,7 @@ def test_an_epoch_has_every_pair_once_and_resumes_anywhere():
          ":2: the pair has 17 tokens, and 1 of 2 pairs are longer than data.seq"),
     ],
 )  # fmt: skip
-def test_a_pair_that_cannot_be_used_is_named(row, message):
+def test_pair_that_cannot_be_used_is_named(row, message):
     write([{"chosen": "a", "rejected": "b"}, row])
     with pytest.raises(DataError) as raised:
         load()
@@ -299,7 +299,7 @@ def test_settings_that_cannot_be(overrides, message):
 
 # Supervised training adds the same loss to a step.
 @pytest.mark.slow
-def test_routers_are_recorded_and_their_loss_is_learned(tmp_path):
+def test_router_loss_is_recorded_and_learned(tmp_path):
     model = texts.checkpoint("mixtral", tmp_path)
     made = []
     for factor in (0, 5):

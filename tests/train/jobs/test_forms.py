@@ -57,7 +57,7 @@ def job_of(form):
     return next((job for job in GIN if f"({job}" in form), "sft")
 
 
-def test_the_page_has_forms_for_each_job():
+def test_page_has_forms_for_each_job():
     assert len(FORMS) >= 10
     assert {job_of(form) for form in FORMS} == GIN.keys()
 
@@ -70,7 +70,7 @@ def job_of_line(form, directory, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_a_line_of_the_page_is_trained_on(form, directory, monkeypatch):
+def test_line_of_the_page_is_trained_on(form, directory, monkeypatch):
     job, out_dir = job_of_line(form, directory, monkeypatch), re.sub(r"\W+", "_", form)
     config, text = configuration.load(f"{job}.gin", [f"run.out_dir={out_dir}"])
     console = Console(file=io.StringIO(), width=200)
@@ -82,9 +82,7 @@ def test_a_line_of_the_page_is_trained_on(form, directory, monkeypatch):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_read_rendered_and_counted_is_shown(
-    form, directory, monkeypatch, capsys
-):
+def test_show_prints_read_rendered_and_counted(form, directory, monkeypatch, capsys):
     job = job_of_line(form, directory, monkeypatch)
     assert cli.main(["data", f"{job}.gin", "--show", "1"]) == 0
     shown = capsys.readouterr().out

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 # -------------------------------------------------------------------- pieces
 
 
-def test_a_sequence_predicts_every_sampled_token_and_reads_all_but_the_last():
+def test_sequence_predicts_sampled_tokens():
     made, prompts = completions()
     labels = made.spread(made.sampled, -1)
     for i, (tokens, wanted) in enumerate(zip(made.tokens, labels, strict=True)):
@@ -97,7 +97,7 @@ def test_how_much_a_token_counts(loss, share):
 # ---------------------------------------------------------------------- loss
 
 
-def test_a_loss_has_the_name_of_its_function():
+def test_loss_has_the_name_of_its_function():
     for name, loss in POLICY_LOSSES.items():
         function = getattr(loss.surrogate, "func", loss.surrogate)
         assert function is getattr(losses, name), name
@@ -108,7 +108,7 @@ def test_a_loss_has_the_name_of_its_function():
     "loss",
     ["ppo_clip", "gspo", *map(slow, ["grpo", "dr_grpo", "dapo", "cispo", "sapo"])],
 )  # the surrogates' own tests have each of them
-def test_the_loss_and_its_metrics_are_the_papers(loss, logits):
+def test_grpo_loss_and_metrics_equal_papers(loss, logits):
     config = GrpoConfig(
         loss=loss, kl_coefficient=0.1, entropy_coefficient=0.05,
         **({} if loss != "cispo" else dict(clip_low=0.3, clip_high=0.4)),
@@ -156,7 +156,7 @@ def test_both_heads_give_one_gradient():
 
 
 @pytest.mark.parametrize("logits", ["fused", "materialised"])
-def test_what_masked_tokens_hold_does_not_matter(logits):
+def test_loss_ignores_masked_tokens(logits):
     made = random_micro_batch()
     masked = made.batch.labels < 0
     poisoned = PolicyBatch(
@@ -176,7 +176,7 @@ def test_what_masked_tokens_hold_does_not_matter(logits):
         *(slow(loss, "fused") for loss in ("cispo", "grpo", "dr_grpo", "dapo")),
     ],
 )  # the weights of tokens are all in which dr_grpo and dapo differ from grpo
-def test_without_advantages_there_is_no_gradient(loss, logits):
+def test_gradient_is_zero_without_advantages(loss, logits):
     made = random_micro_batch()
     made = made._replace(advantages=np.zeros_like(made.advantages), ref_logprob=None)
     config = GrpoConfig(loss=loss)
@@ -236,7 +236,7 @@ def finished(tmp_path_factory, programs_of_module):
     return config, *train(config, out_dir, compare_heads=True)
 
 
-def test_a_run_leaves_everything_it_promises(finished):
+def test_run_leaves_everything_it_promises(finished):
     _, result, said = finished
     history = read_history(result.out_dir / "metrics.jsonl", PolicyMetrics)
     assert result.history == history and [s.step for s in history] == [1, 2, 3, 4]
@@ -267,9 +267,7 @@ def test_a_run_leaves_everything_it_promises(finished):
 
 
 @pytest.mark.parametrize("by_limit", [slow(True), False])
-def test_moments_on_the_host_and_a_policy_by_limit_change_no_number(
-    by_limit, finished, tmp_path
-):
+def test_host_moments_and_limit_change_no_number(by_limit, finished, tmp_path):
     config, wanted, _ = finished
     lean = dict(policy="fit", memory_limit=1.0) if by_limit else {}
     config = changed(config, optimizer=dict(offload=True), remat=lean)
@@ -287,7 +285,7 @@ def test_moments_on_the_host_and_a_policy_by_limit_change_no_number(
 
 
 @pytest.mark.slow
-def test_the_loss_of_routers_is_learned():
+def test_loss_of_routers_is_learned():
     mixed = {
         "feed_forwards": ("experts",), "experts": 4, "expert_ff": 48,
         "experts_per_token": 2, "router_renormalised": True, "embed_scale": False,
@@ -316,7 +314,7 @@ def test_the_loss_of_routers_is_learned():
 
 
 @pytest.mark.slow  # own models learn, too, and gradients are the papers'
-def test_the_shipped_config_learns(tmp_path):
+def test_shipped_config_learns(tmp_path):
     config, _ = load(CONFIGS / "grpo_arithmetic.gin", ["run.steps=60"])
     result, _ = train(config, tmp_path / "run")
     rewards = curve(result, "reward")[:, 0]
@@ -334,7 +332,7 @@ TINY = (
 ).split()
 
 
-def test_the_8b_job_trains_attention_in_float32_and_holds_nothing_for_the_rest():
+def test_8b_job_trains_only_attention_in_float32():
     program = PolicyProgram(load(REAL)[0])
     params, frozen = program.state_shapes.params, program.frozen_shapes
     trained, rest = (
@@ -350,7 +348,7 @@ def test_the_8b_job_trains_attention_in_float32_and_holds_nothing_for_the_rest()
 
 
 @pytest.mark.slow
-def test_nothing_of_a_frozen_trunk_has_a_gradient():
+def test_frozen_trunk_has_no_gradient():
     config, _ = load(REAL, TINY)
     program = PolicyProgram(config)
     compiled = program.compile_gradients((4, 16), config.head)
@@ -371,9 +369,7 @@ def test_nothing_of_a_frozen_trunk_has_a_gradient():
 
 
 @pytest.mark.usefixtures("programs_of_module")
-def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
-    tmp_path, monkeypatch
-):
+def test_killed_run_resumes_bitwise(tmp_path, monkeypatch):
     config = changed(
         SMALL,
         grpo=dict(kl_coefficient=0.02, epochs=2),
@@ -402,7 +398,7 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
 ADAPTED = changed(SMALL, model=dict(lora_rank=2), grpo=dict(kl_coefficient=0.1))
 
 
-def test_the_reference_of_adapters_shares_the_weights_that_they_adapt():
+def test_adapter_reference_shares_weights():
     job = grpo.Grpo(ADAPTED)
     job.program = program = job.make_program(job.vocabulary())
     params, frozen = program.state_shapes.params, program.frozen_shapes
@@ -417,13 +413,13 @@ def test_the_reference_of_adapters_shares_the_weights_that_they_adapt():
 
 
 @pytest.mark.slow
-def test_the_reference_of_adapters_stays_what_it_was(tmp_path):
+def test_reference_of_adapters_stays_what_it_was(tmp_path):
     result, _ = train(ADAPTED, tmp_path / "run", steps=2)
     first, last = result.history
     assert first.kl < 1e-3 < last.kl
 
 
-def test_resuming_with_another_task_model_or_seed_is_refused(finished):
+def test_resume_refuses_other_task_model_or_seed(finished):
     config, result, _ = finished
     for changes, message in (
         (dict(task=dict(seed=1)), "task.seed was 0, is 1"),
@@ -438,7 +434,7 @@ def test_resuming_with_another_task_model_or_seed_is_refused(finished):
 
 
 @pytest.mark.parametrize(("rows", "shown"), [(2, 2), (3, 3), (8, 3)])
-def test_a_few_completions_are_shown_however_many_there_are(rows, shown):
+def test_samples_show_a_few_completions(rows, shown):
     made = SimpleNamespace(
         advantages=np.zeros(rows), asked=None, completions=None,
         graded=SimpleNamespace(right=np.ones(rows, bool)),
@@ -447,7 +443,7 @@ def test_a_few_completions_are_shown_however_many_there_are(rows, shown):
     assert len(list(policy_report.examples(task, made))) == shown
 
 
-def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
+def test_finished_run_resumes_with_nothing_to_do(finished):
     config, result, _ = finished
     again, said = train(config, result.out_dir)
     assert again.history == result.history and "after step 4" in said
@@ -488,7 +484,7 @@ def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
         (["sampling.top_p=0.9"], "sampling.support must be given for a top_p or"),
     ],
 )  # fmt: skip
-def test_a_mistake_says_where_and_what(overrides, expected):
+def test_grpo_config_errors_are_one_line(overrides, expected):
     with pytest.raises(ValueError, match=re.escape(expected)) as caught:
         load(CONFIGS / "grpo_arithmetic.gin", overrides)
     assert "\n" not in str(caught.value)
@@ -507,7 +503,7 @@ def test_slots_that_cannot_be_refilled_are_refused(changes, expected):
         PolicyProgram(changed(SMALL, **changes))
 
 
-def test_a_plan_counts_the_cache_of_the_slots():
+def test_plan_counts_the_cache_of_the_slots():
     sizes, turns = [], []
     for slots in (None, 8):
         program = PolicyProgram(changed(SMALL, sampling=dict(slots=slots)))
@@ -518,11 +514,11 @@ def test_a_plan_counts_the_cache_of_the_slots():
     assert sizes[0] == 4 * sizes[1] and turns == [2, 1]
 
 
-def test_a_vocabulary_below_the_task_s_is_refused(tmp_path):
+def test_vocabulary_below_the_task_s_is_refused(tmp_path):
     with pytest.raises(ValueError, match="model.vocab_size=9 is below .* 14 entries"):
         train(changed(SMALL, model=dict(vocab_size=9)), tmp_path / "run")
 
 
-def test_the_vocabulary_of_the_task_is_the_model_s():
+def test_task_vocabulary_is_the_models():
     shape = PolicyProgram(SMALL).state_shapes.params["head"]["kernel"].shape
     assert shape == (32, len(tasks.VOCABULARY))

@@ -68,7 +68,7 @@ def steps_of(run):
     return steps
 
 
-def test_random_rewards_are_given_once_and_learned_by_both():
+def test_random_rewards_are_shared_by_processes():
     two("task.reward=own.py:chance")
     rewards = one_process_told("rewards.jsonl")
     assert len(rewards) == 2 * 8
@@ -88,7 +88,7 @@ def test_both_sample_again_as_often():
 
 
 @pytest.mark.slow
-def test_an_environment_answers_once_and_both_hear_it():
+def test_environment_answers_once_and_both_hear_it():
     two(*ENVIRONMENT)
     assert lines("learned-0.jsonl") == lines("learned-1.jsonl")
     for step in steps_of("two"):
@@ -114,7 +114,7 @@ def test_two_processes_learn_what_one_does(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reward_that_fails_ends_both_with_one_message():
+def test_failing_reward_ends_both_processes():
     said = two("task.reward=own.py:fails", status=2)
     ends = [words.splitlines()[-1] for words in said]
     assert ends[0] == ends[1]

@@ -100,7 +100,7 @@ steps = functools.partial(runs.steps, kind=PolicyMetrics)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_program")
-def test_own_rewards_are_learned_and_a_run_resumes_bitwise(directory):
+def test_own_rewards_are_learned_and_resume_bitwise(directory):
     result, said = train()
     rewards = [step.reward for step in result.history]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
@@ -164,7 +164,7 @@ def test_files_of_other_columns_share_a_run():
     assert any(line.startswith("unit_tests: ") for line in task.lines())
 
 
-def test_grade_leaves_out_what_fails_and_passes_the_state_on():
+def test_grade_leaves_out_failures_and_passes_state():
     task = own_prompts('task.reward_errors="mask"')
     task.trainer_state = TrainerState(3, 12)
     asked = task.ask(0, 2)
@@ -176,13 +176,13 @@ def test_grade_leaves_out_what_fails_and_passes_the_state_on():
         assert np.isnan(task.grade(asked, made).rewards).all()
 
 
-def test_a_column_that_is_left_out_may_have_any_name():
+def test_column_that_is_left_out_may_have_any_name():
     write([{"prompt": str(i), "letter": "a", "completions": i} for i in range(9)])
     task = own_prompts('task.ignored=("completions",)')
     assert task.ask(0, 1).items[0].columns == {"letter": "a"}
 
 
-def test_prompts_come_in_a_new_order_each_epoch_and_strings_like_messages():
+def test_prompt_order_changes_with_epoch():
     task = own_prompts()
     epochs = [[p.where for p in task.ask(12 * e, 12).items] for e in (0, 1)]
     assert epochs[0] != epochs[1] and set(epochs[0]) == set(epochs[1])
@@ -250,7 +250,7 @@ def test_settings_that_do_not_go_together(overrides, message):
     refused("grpo.gin", overrides, message)
 
 
-def test_completions_without_a_reward_are_left_out_of_group_loss_and_means():
+def test_unrewarded_completions_are_left_out():
     job, made = runs.rolled_out("grpo.gin", "task.reward=rewards.py:some")
     assert job.task.trainer_state == TrainerState(0, 12)
     given = np.array([i * i % 7 for i in range(32)], "f4").reshape(4, 8)
@@ -269,7 +269,7 @@ def test_completions_without_a_reward_are_left_out_of_group_loss_and_means():
     assert sorted(np.concatenate(minibatches).tolist()) == list(range(18))
 
 
-def test_a_step_without_rewards_ends_a_run_by_name():
+def test_step_without_rewards_ends_a_run_by_name():
     with pytest.raises(RewardError) as raised:
         runs.rolled_out("grpo.gin", "task.reward=rewards.py:none")
     assert str(raised.value).startswith(
@@ -279,7 +279,7 @@ def test_a_step_without_rewards_ends_a_run_by_name():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_program")
-def test_a_run_with_completions_left_out_learns_and_resumes_bitwise(monkeypatch):
+def test_run_with_left_out_completions_resumes_bitwise(monkeypatch):
     overrides = "task.reward=rewards.py:some", "grpo.minibatches=2", "run.steps=5"
     result, _ = train(*overrides)
     for step in result.history:

@@ -28,7 +28,7 @@ SHARED = changed(
 )
 
 
-def test_a_plan_counts_what_is_left_on_average():
+def test_plan_counts_what_is_left_on_average():
     config = changed(LONG, grpo=dict(prefix_cut=0.5))
     rows, (prompt, most) = 4000, (config.task.prompt_length, 12)
     full = np.full(rows, most, np.int32)
@@ -41,7 +41,7 @@ def test_a_plan_counts_what_is_left_on_average():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
-def test_each_token_counts_once_in_the_mean_over_all_cuts(share):
+def test_mean_over_cuts_counts_tokens_once(share):
     config = changed(LONG, grpo=dict(prefix_cut=share))
     lengths = np.array([1, 2, 7, 12], np.int32).repeat(4000)
     rows = len(lengths)
@@ -69,7 +69,7 @@ def test_each_token_counts_once_in_the_mean_over_all_cuts(share):
         assert (abs(values.mean(axis=0) - expected) <= 5 * spread + 1e-6).all()
 
 
-def test_a_token_that_is_kept_weighs_what_its_probability_says():
+def test_kept_token_weighs_inverse_probability():
     config, lengths = changed(LONG, grpo=dict(prefix_cut=0.2)), np.array([1, 2, 7, 12])
     sampled = np.arange(48, dtype=np.int32).reshape(4, 12)  # each token once
     completions = Completions.of(
@@ -96,7 +96,7 @@ def job_of(**grpo):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grpo", [{}, dict(loss="dapo", token_fraction=0.5)])
-def test_the_expected_gradient_of_prefixes_is_that_of_all(grpo):
+def test_expected_prefix_gradient_equals_full(grpo):
     job = job_of(**grpo)
     config, state = changed(job.config, grpo=dict(prefix_cut=0.2)), job.initial_state()
     made = job._roll_out(1, state.params)
@@ -123,9 +123,7 @@ def test_the_expected_gradient_of_prefixes_is_that_of_all(grpo):
 
 
 @pytest.mark.slow  # one that replays routes reads them, too
-def test_a_run_reads_prefixes_in_every_pass_and_is_the_same_again(
-    tmp_path, one_program
-):
+def test_run_reads_prefixes_and_is_reproducible(tmp_path, one_program):
     config = changed(SHARED, grpo=dict(prefix_cut=0.0))
     results = [train(config, tmp_path / name)[0] for name in ("one", "two")]
     names = "reward", "loss", "grad_norm", "kl", "mismatch_max", "response_length"
@@ -143,12 +141,12 @@ def test_a_run_reads_prefixes_in_every_pass_and_is_the_same_again(
         (dict(epochs=2), "epochs must be another one with prefix_cut=0.5: all would"),
     ],
 )
-def test_what_needs_whole_completions_is_refused(given, expected):
+def test_options_of_whole_completions_are_refused(given, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
         GrpoConfig(**{"prefix_cut": 0.5, **given})
 
 
-def test_sequences_that_are_rotated_by_their_lengths_are_not_cut():
+def test_length_dependent_rotary_is_not_cut():
     """Up to the limit, one that is cut is rotated as the whole one."""
     rope = dict(rope_scaling="dynamic", rope_limit=4)
     config = changed(LONG, model=rope, grpo=dict(prefix_cut=0.5))

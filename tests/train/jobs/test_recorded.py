@@ -89,7 +89,7 @@ def write(made, noise=0.0):
 @pytest.mark.parametrize(
     "overrides", [["grpo.minibatches=1"], slow(["sampling.top_k=5"])], ids=str
 )
-def test_a_step_is_that_of_the_sampler_s_own_rollout(overrides):
+def test_recorded_step_equals_samplers_own(overrides):
     job = new_job(*OWN, *overrides)
     state = job.initial_state()
     write(job._roll_out(1, state.params))

@@ -177,7 +177,7 @@ def job_of(**sampling):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [dict(top_p=0.8, support=14), CUT], ids=str)
-def test_the_first_ratios_are_one_within_the_support_and_only_there(sampling):
+def test_first_ratios_are_one_within_support(sampling):
     """Of the trainer's probabilities to the sampler's, in every pass."""
     job = job_of(**sampling)
     state, compiled = job.initial_state(), job._compiled
@@ -226,7 +226,7 @@ def test_supports_are_those_that_the_sampler_drew_from():
         assert (found == labels).any(-1).all()
 
 
-def test_a_limit_that_cuts_supports_is_told():
+def test_limit_that_cuts_supports_is_told():
     config = changed(SMALL, sampling=dict(top_p=0.99, support=3))
     tight = RolloutSupports.of(
         np.array([[[1, 2, 3], [4, -1, -1]], [[5, 6, 7], [-1, -1, -1]]])
@@ -241,7 +241,7 @@ def test_a_limit_that_cuts_supports_is_told():
     assert rollout_metrics.of_supports(None, config, V) == {}
 
 
-def test_a_run_says_once_that_its_limit_cuts(capsys):
+def test_run_says_once_that_its_limit_cuts(capsys):
     job = job_of(**CUT)
     state = job.initial_state()
     for number in (1, 2):
@@ -282,7 +282,7 @@ def test_metrics_before_and_after_the_replay(finished):
     assert line["backend"] == "xla" and line["unreplayed_inside_1_1"] < 0.5
 
 
-def test_without_truncation_there_is_nothing_to_replay():
+def test_replay_without_truncation_is_refused():
     logprobs, mask = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
     samples = Samples(mask, mask, logprobs, None, mask)
     off = logprobs + np.log(np.float32([[1.05, 1.3, 2.1], [0.95, 0.7, 0.4]]))
@@ -296,7 +296,7 @@ def test_without_truncation_there_is_nothing_to_replay():
 # ---------------------------------------------------- tokens chosen at random
 
 
-def test_the_same_tokens_are_kept_for_a_seed_and_a_step():
+def test_kept_tokens_depend_on_seed_and_step():
     config = changed(SMALL, grpo=dict(token_fraction=0.5))
     lengths = np.array([3, 1, 2] * 400)
     kept = kept_tokens(config, 1, 0, lengths)
@@ -313,7 +313,7 @@ def test_the_same_tokens_are_kept_for_a_seed_and_a_step():
 
 
 @pytest.mark.parametrize("sampling", [slow({}), CUT], ids=str)
-def test_the_expected_gradient_of_some_tokens_is_that_of_all(sampling):
+def test_expected_gradient_of_some_tokens_equals_all(sampling):
     """The mean over draws is as near as their spread says, and nearer than one draw."""
     job = job_of(**sampling)
     config = changed(job.config, grpo=dict(token_fraction=0.5))
@@ -362,7 +362,7 @@ def test_masked_tokens_have_no_label_and_no_support():
     np.testing.assert_array_equal(sizes > 0, live)
 
 
-def test_means_are_over_the_tokens_that_were_learned_from():
+def test_means_are_over_learned_tokens():
     updates = [
         rollout_metrics.Update(1.0, 2.0, {"entropy": 6.0}, 3),
         rollout_metrics.Update(2.0, 4.0, {"entropy": 4.0}, 1),
@@ -374,7 +374,7 @@ def test_means_are_over_the_tokens_that_were_learned_from():
     assert told == {"loss": 0.0, "grad_norm": 0.0, "kl": None, "entropy": None}
 
 
-def test_what_no_token_has_measured_is_null():
+def test_unmeasured_metrics_are_null():
     logprobs, mask = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
     samples = Samples(mask, mask, logprobs, None, mask)
     old = Logprobs.unknown(logprobs.shape, truncates=False)
@@ -390,7 +390,7 @@ def test_what_no_token_has_measured_is_null():
 # ------------------------------------------------------------------- backend
 
 
-def test_another_backend_than_the_checkpoint_s_is_refused(finished):
+def test_resume_refuses_another_backend(finished):
     config, result, _ = finished
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(PolicyProgram, "backend", "hopper")
@@ -398,7 +398,7 @@ def test_another_backend_than_the_checkpoint_s_is_refused(finished):
             train(config, result.out_dir, steps=5)
 
 
-def test_a_backend_that_cannot_run_here_is_named(tmp_path):
+def test_backend_that_cannot_run_here_is_named(tmp_path):
     config = changed(SMALL, head=dict(implementation="hopper"))
     message = "^head.implementation: implementation='hopper' cannot run this call"
     with pytest.raises(ValueError, match=message):
@@ -423,7 +423,7 @@ def test_a_backend_that_cannot_run_here_is_named(tmp_path):
          "head.vocab_groups=8 must stay None where sampling.top_k, top_p or "),
     ],
 )  # fmt: skip
-def test_a_mistake_says_where_and_what(overrides, expected):
+def test_replay_config_errors_are_one_line(overrides, expected):
     with pytest.raises(ValueError, match=re.escape(expected)) as caught:
         load(CONFIGS / "grpo_arithmetic.gin", overrides)
     assert "\n" not in str(caught.value)

@@ -46,7 +46,7 @@ def packed(samples, prompts, lengths):
 
 
 @pytest.mark.slow
-def test_a_sampler_records_what_its_routers_choose():
+def test_sampler_records_what_its_routers_choose():
     """What a forward pass over all tokens chooses; other experts are other results."""
     decoder = nnx.merge(*drawn(lambda: Decoder(SIZES, rngs=nnx.Rngs(0))))
     config = sampling.SamplingConfig(max_new_tokens=6)
@@ -79,7 +79,7 @@ def test_a_sampler_records_what_its_routers_choose():
 
 
 @pytest.mark.slow
-def test_gradients_reach_the_weights_of_experts_that_are_given():
+def test_gradients_reach_given_experts():
     """By finite differences, where the router itself would choose other experts."""
     decoder = nnx.merge(*drawn(lambda: Decoder(SIZES, rngs=nnx.Rngs(0))))
     tokens = np.random.default_rng(0).integers(0, 31, (2, 7), np.int32)
@@ -106,7 +106,7 @@ def test_gradients_reach_the_weights_of_experts_that_are_given():
     np.testing.assert_allclose(jnp.vdot(slope, way), step, rtol=2e-2)
 
 
-def test_a_sampler_reads_routers_as_they_are_stored():
+def test_sampler_reads_routers_as_they_are_stored():
     sizes = dataclasses.replace(SIZES, dtype="bfloat16", param_dtype="float32")
     decoder = nnx.merge(*drawn(lambda: Decoder(sizes, rngs=nnx.Rngs(0))))
     made = nnx.merge(*decoder.in_compute_type())
@@ -127,9 +127,7 @@ def test_a_sampler_reads_routers_as_they_are_stored():
         slow(dict(token_fraction=0.6), dict(sampling=dict(top_k=5))),
     ],
 )
-def test_routers_of_the_same_weights_choose_what_was_recorded(
-    settings, sections, tmp_path
-):
+def test_equal_routers_choose_recorded_experts(settings, sections, tmp_path):
     """So that each token's experts are its own, wherever it is packed."""
     config = changed(REPLAY, grpo=dict(minibatches=1, **settings), **sections)
     result, _ = train(config, tmp_path, steps=2)
@@ -139,7 +137,7 @@ def test_routers_of_the_same_weights_choose_what_was_recorded(
 
 
 @pytest.mark.slow
-def test_updates_take_experts_that_routers_no_longer_choose(tmp_path, monkeypatch):
+def test_updates_use_recorded_experts(tmp_path, monkeypatch):
     """With a sampler of another router, replay leaves the rest of the mismatch."""
     find = sampling.prepared
 
@@ -159,7 +157,7 @@ def test_updates_take_experts_that_routers_no_longer_choose(tmp_path, monkeypatc
     assert told[True].mismatch_mean < told[False].mismatch_mean
 
 
-def test_a_plan_names_what_is_recorded():
+def test_plan_names_what_is_recorded():
     program = PolicyProgram(REPLAY)
     rollout = next(p for p in phases_of(program) if p.name == "rollout")
     assert rollout.parts["routes"] == 32 * 8 * 2 * 2
@@ -168,7 +166,7 @@ def test_a_plan_names_what_is_recorded():
     assert route_records.dtype(dataclasses.replace(SIZES, experts=257)) == np.uint16
 
 
-def test_what_has_no_routes_is_refused():
+def test_replay_without_routes_is_refused():
     replays = dict(replay_routing=True)
     with pytest.raises(ValueError, match="stay False for a model without experts"):
         PolicyProgram(changed(SMALL, grpo=replays))

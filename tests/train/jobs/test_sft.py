@@ -92,7 +92,7 @@ def finished(text_file, tmp_path_factory, programs_of_module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [k for k in remat.PRESETS if k != "full"])
-def test_what_is_kept_changes_no_loss(name, config, finished):
+def test_remat_policy_changes_no_loss(name, config, finished):
     _, wanted, _ = finished
     result, _ = train(changed(config, remat=dict(policy=name)))
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
@@ -106,7 +106,7 @@ def test_what_is_kept_changes_no_loss(name, config, finished):
         dict(remat=dict(policy="save_attention", save=("gate",))),
     ],
 )
-def test_neither_head_nor_loop_nor_more_names_change_a_loss(sections, config, finished):
+def test_loss_independent_of_head_loop_and_names(sections, config, finished):
     _, wanted, _ = finished
     result, _ = train(changed(config, **sections))
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
@@ -135,7 +135,7 @@ def test_more_blocks_whole_than_there_are(config):
         sft.SftProgram(changed(config, remat=dict(last=1)), 320)
 
 
-def test_a_policy_is_chosen_by_the_memory_limit(config, finished, monkeypatch):
+def test_policy_is_chosen_by_the_memory_limit(config, finished, monkeypatch):
     """One that takes less time, as it keeps what the limit allows."""
     _, wanted, _ = finished
     few = functools.partial(remat.fit, names=["gate"])  # of all, each is traced
@@ -204,7 +204,7 @@ def small_step(**changes):
     return jax.jit(lambda batch: step(TrainState(params, ()), {}, batch))
 
 
-def test_accumulation_does_not_change_loss_or_gradients():
+def test_accumulation_keeps_loss_and_gradients():
     step, batch = small_step(), random_rows(8)
     whole, expected = step(split(batch, range(8), ()))
     parts, numbers = step(split(batch, range(1, 8, 3), (0, 2, 3, 5, 6)))
@@ -223,7 +223,7 @@ MIXED = {
 }  # fmt: skip
 
 
-def test_the_loss_of_routers_counts_by_the_tokens_that_are_read():
+def test_router_loss_is_weighted_by_read_tokens():
     rows = random_rows(4)
     documents = np.ones_like(rows.tokens)
     documents[1, 5:] = 0  # padding, whose labels do not count either
@@ -247,7 +247,7 @@ def test_the_loss_of_routers_counts_by_the_tokens_that_are_read():
     assert np.abs(router).max() > 1e-3
 
 
-def test_the_loss_is_the_mean_over_tokens_not_over_micro_batches():
+def test_loss_is_mean_over_tokens():
     step, batch = small_step(), random_rows(8)
     means, tokens = [], []
     for i in range(8):
@@ -261,14 +261,14 @@ def test_the_loss_is_the_mean_over_tokens_not_over_micro_batches():
     assert abs(np.mean(means) - expected) > 0.1
 
 
-def test_a_step_without_labels_has_loss_zero_and_no_gradient():
+def test_step_without_labels_is_zero():
     after, numbers = small_step()(split(random_rows(8), (), ()))
     assert float(numbers["loss"]) == 0.0 and float(numbers["grad_norm"]) == 0.0
     assert int(numbers["tokens"]) == 0
     assert all(not leaf.any() for leaf in jax.tree.leaves(after.optimizer))
 
 
-def test_weights_and_moments_are_float32_whatever_the_parameters(config):
+def test_weights_and_moments_are_float32(config):
     program = sft.SftProgram(changed(config, model=dict(param_dtype="bfloat16")), 320)
     shapes = program.state_shapes
     kept = {leaf.dtype for leaf in jax.tree.leaves(shapes.params)}
@@ -282,7 +282,7 @@ def test_weights_and_moments_are_float32_whatever_the_parameters(config):
     )
 
 
-def test_norms_do_not_decay_though_stacking_gave_them_two_axes():
+def test_stacked_norms_do_not_decay():
     """By a gradient of 0, whose norm is a divisor of clipping."""
     _, params = drawn(lambda: Decoder(model_of(), rngs=nnx.Rngs(0)))
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5), lambda _: 0.1)
@@ -336,7 +336,7 @@ def test_frozen_weights_never_change(partly_frozen):
 
 
 @pytest.mark.parametrize("trainable, products", [slow(None, 3), ("^blocks", 2)])
-def test_a_step_has_no_product_of_the_vocabulary_twice(trainable, products, config):
+def test_step_has_no_product_of_the_vocabulary_twice(trainable, products, config):
     """The gradients of the head come from its forward pass, a chunk at a time."""
     optimizer = dict(trainable=trainable)
     config = changed(config, model=dict(tied=False), optimizer=optimizer)
@@ -398,7 +398,7 @@ def test_epochs_decide_the_steps(config):
         changed(config, run=dict(epochs=0.0))
 
 
-def test_a_run_leaves_everything_it_promises(finished):
+def test_run_leaves_everything_it_promises(finished):
     _, result, said = finished
     assert [s.step for s in result.history] == [1, 2, 3, 4, 5, 6]
     assert result.history == read_history(result.out_dir / "metrics.jsonl")
@@ -442,7 +442,7 @@ def held_out_loss(config, **sections):
     "sections",
     [dict(data=dict(batch_size=7)), dict(head=dict(logits="materialised"))],
 )
-def test_held_out_text_is_scored_once_whatever_the_batches(sections, with_held_out):
+def test_held_out_text_is_scored_once(sections, with_held_out):
     scored = held_out_loss(with_held_out)
     np.testing.assert_allclose(
         held_out_loss(with_held_out, **sections), scored, rtol=1e-6
@@ -451,7 +451,7 @@ def test_held_out_text_is_scored_once_whatever_the_batches(sections, with_held_o
 
 
 @pytest.mark.slow
-def test_a_run_ends_with_its_held_out_loss(with_held_out):
+def test_run_ends_with_its_held_out_loss(with_held_out):
     result, said = train(with_held_out)
     found = result.summary["held_out_loss"]
     assert f"held-out loss {found:.4f}" in said
@@ -460,14 +460,14 @@ def test_a_run_ends_with_its_held_out_loss(with_held_out):
     assert 0 < found < held_out_loss(with_held_out)
 
 
-def test_that_nothing_is_held_out_is_said_before_the_first_step(config):
+def test_nothing_held_out_is_said_before_first_step(config):
     config = changed(config, data=dict(held_out=0.5))  # of one document
     with pytest.raises(DataError, match="is one document, and a "):
         train(config)
     assert not (pathlib.Path(config.run.out_dir) / "metrics.jsonl").exists()
 
 
-def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
+def test_finished_run_continues_with_another_head(finished, tmp_path):
     config, first, _ = finished
     shutil.copytree(first.out_dir, tmp_path / "run")
     run = dict(steps=8, out_dir=str(tmp_path / "run"), compare_heads=False)
@@ -480,7 +480,7 @@ def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
 
 # The run that is killed has such a pass, and its errors are held against float64.
 @pytest.mark.slow
-def test_a_forward_pass_in_8_bits_tells_its_error(config):
+def test_forward_pass_in_8_bits_tells_its_error(config):
     model = dict(hidden=32, dtype="bfloat16")
     history = {}
     for name, gradient in ("exact", None), ("int8", ("sample", 8, "int8")):
@@ -495,14 +495,14 @@ def test_a_forward_pass_in_8_bits_tells_its_error(config):
     assert abs(history["int8"][-1].loss - history["exact"][-1].loss) < 0.05
 
 
-def test_a_run_in_8_bits_needs_bfloat16(config):
+def test_run_in_8_bits_needs_bfloat16(config):
     head = dict(gradient=("sample", 8, "int8"))
     with pytest.raises(NotImplementedError, match="needs bfloat16 hidden states"):
         train(changed(config, model=dict(hidden=32), head=head))
 
 
 @pytest.mark.slow
-def test_every_micro_batch_of_every_step_has_draws_of_its_own():
+def test_micro_batches_have_own_draws():
     definition, params = drawn(lambda: Decoder(model_of(), rngs=nnx.Rngs(0)))
     head = HeadConfig(gradient=("sample", 2))
     gradients = jax.jit(sft.make_gradients(definition, head, seed=3))
@@ -520,7 +520,7 @@ def test_every_micro_batch_of_every_step_has_draws_of_its_own():
     assert np.any(np.abs(W(twice, 1) - once[0]) > 1e-6)
 
 
-def test_resuming_with_another_model_or_other_data_is_refused(finished):
+def test_resume_refuses_another_model_or_data(finished):
     config, first, _ = finished
     with pytest.raises(ValueError, match="model.hidden was 16, is 32"):
         train(changed(config, model=dict(hidden=32)))
@@ -529,7 +529,7 @@ def test_resuming_with_another_model_or_other_data_is_refused(finished):
     assert read_history(first.out_dir / "metrics.jsonl") == first.history
 
 
-def test_other_text_is_refused_before_a_file_of_the_run_changes(finished, tmp_path):
+def test_other_text_is_refused_before_files_change(finished, tmp_path):
     config, first, _ = finished
     shutil.copytree(first.out_dir, tmp_path / "run")
     source = pathlib.Path(config.data.source)
@@ -547,7 +547,7 @@ def test_other_text_is_refused_before_a_file_of_the_run_changes(finished, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_run_resumes_without_clipping(finished, tmp_path):
+def test_run_resumes_without_clipping(finished, tmp_path):
     config, first, _ = finished
     assert config.optimizer.clip_norm is not None
     shutil.copytree(first.out_dir, tmp_path / "run")
@@ -557,7 +557,7 @@ def test_a_run_resumes_without_clipping(finished, tmp_path):
     assert "after step 6" in said and len(result.history) == 7
 
 
-def test_another_backend_than_the_checkpoint_s_is_refused(finished, monkeypatch):
+def test_resume_refuses_another_backend(finished, monkeypatch):
     config, first, _ = finished
     assert first.history[-1].backend == "xla"
     monkeypatch.setattr(DecoderProgram, "backend", property(lambda _: "hopper"))
@@ -565,14 +565,14 @@ def test_another_backend_than_the_checkpoint_s_is_refused(finished, monkeypatch)
         train(changed(config, run=dict(steps=7)))
 
 
-def test_a_vocabulary_below_the_tokenizer_s_is_refused(config):
+def test_vocabulary_below_the_tokenizer_s_is_refused(config):
     with pytest.raises(
         ValueError, match="model.vocab_size=300 is below .* 320 entries"
     ):
         train(changed(config, model=dict(vocab_size=300)))
 
 
-def test_a_warmup_as_long_as_the_run_is_refused(config):
+def test_warmup_as_long_as_the_run_is_refused(config):
     with pytest.raises(ValueError, match="warmup_steps=6 must be below run.steps=6"):
         train(changed(config, optimizer=dict(warmup_steps=6)))
 
@@ -640,7 +640,7 @@ def of_steps(out_dir):
     return [(s.step, s.loss, s.grad_norm, s.tokens) for s in read_history(path)]
 
 
-def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_path):
+def test_killed_run_resumes_bitwise(config, tmp_path):
     head = dict(gradient=("sample", 8, "int8"))  # draws follow from the step's number
     model = dict(hidden=32, dtype="bfloat16")
     config = changed(config, run=dict(steps=20, accumulate=2), head=head, model=model)

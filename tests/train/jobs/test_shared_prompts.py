@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
         (dict(loss="gspo", token_fraction=0.7), dict(top_k=5), {}),
     ],
 )
-def test_a_run_takes_the_same_steps(grpo, sampling, mesh, tmp_path):
+def test_shared_prompts_take_same_steps(grpo, sampling, mesh, tmp_path):
     config = changed(SMALL, grpo=grpo, sampling=sampling)
     # AdamW would turn a rounding error of a gradient near 0 into a whole step.
     config = changed(config, optimizer=dict(name="sgd", learning_rate=1.0))
@@ -40,7 +40,7 @@ def test_a_run_takes_the_same_steps(grpo, sampling, mesh, tmp_path):
     assert np.ptp(curves[0][:, 1]) > 1e-3
 
 
-def test_a_plan_counts_prompts_once():
+def test_plan_counts_prompts_once():
     """Groups of 16 and prompts as long as completions: 17 parts of 32."""
     sizes = "sampling.max_new_tokens=512 task.max_prompt_tokens=513 grpo.group_size=16"
     sizes += " task.source=x.jsonl grpo.kl_coefficient=0.1 grpo.prompts=4"
@@ -68,14 +68,14 @@ def test_a_plan_counts_prompts_once():
          "max_tokens_train=16 must hold a row of 32"),
     ],
 )  # fmt: skip
-def test_rows_that_hold_no_prompt_and_blocks_are_refused(overrides, expected):
+def test_rows_without_room_for_prompts_are_refused(overrides, expected):
     path = CONFIGS / "grpo_arithmetic_multitoken.gin"
     given = ["grpo.share_prompts=True", *overrides]
     with pytest.raises(ValueError, match=re.escape(expected)):
         load(path, given)
 
 
-def test_windows_are_refused_before_anything_is_compiled():
+def test_windows_are_refused_before_compiling():
     windows = dict(pattern=("local", "global"), window=4)
     with pytest.raises(ValueError, match="grpo.share_prompts.*has windows"):
         PolicyProgram(changed(SMALL, model=windows, grpo=dict(share_prompts=True)))
