@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.train.state.checkpoint import Checkpoints, RunCheckpointError, _check_found
+from jaxmem.train.state.checkpoint import Checkpoints, RunCheckpointError, _check_arrays
 from jaxmem.train.state.resuming import check_same_config
 
 CONFIG = {"model": {"hidden": 8, "dtype": "float32"}, "data": {"source": "a.txt"}}
@@ -142,8 +142,8 @@ def test_missing_array_is_named(tmp_path):
         save(checkpoints, 1)
     more = state_at(1) | {"ema": jnp.ones(2), "moments": (jnp.ones(5), jnp.int32(1))}
     with pytest.raises(ValueError, match="^ema, and 1 more is not found in it$"):
-        _check_found(tmp_path / "1", more)
-    _check_found(tmp_path / "1", state_at(1))
+        _check_arrays(tmp_path / "1", more)
+    _check_arrays(tmp_path / "1", state_at(1))
 
 
 @pytest.mark.parametrize("sign", "[]*?")

@@ -517,15 +517,15 @@ def test_directory_removed_in_run_is_made_anew(run):
 
 
 def test_directory_removed_during_save_is_made_anew(run, monkeypatch):
-    path, found = run.args[0], checkpoint._check_found
+    path, found = run.args[0], checkpoint._check_arrays
 
     def removed(*given):
-        monkeypatch.setattr(checkpoint, "_check_found", found)
+        monkeypatch.setattr(checkpoint, "_check_arrays", found)
         shutil.rmtree(path)
         found(*given)
 
     def now():
-        monkeypatch.setattr(checkpoint, "_check_found", removed)
+        monkeypatch.setattr(checkpoint, "_check_arrays", removed)
 
     ran = run(job=at(4, now), checked=False)
     assert ran.error is None and ran.checkpoints == ["4", "6"]

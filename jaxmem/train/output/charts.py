@@ -19,22 +19,22 @@ class Line(NamedTuple):
 
     name: str
     points: Points  # (step, value), finite
-    marked: bool = False  # whether each point has a dot
+    marked: bool = False  # each point has a dot
 
 
 def chart(title: str, lines: Sequence[Line]) -> str:
     """Lines over steps as SVG: at least one, each of at least one point."""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
-    ticks = _ticks(min(ys), max(ys))
+    ticks = _axis_ticks(min(ys), max(ys))
     low, high = min(*ys, ticks[0]), max(*ys, ticks[-1])
     first, last = min(xs), max(xs)
-    room = 1 if first == last else 0  # a single step stands in the middle
-    frame = _Frame(first - room, last + room, low, high)
-    parts = [f"<title>{escape(title)}</title>", *_values(frame, ticks)]
-    parts += _steps(first, last)
+    margin = 1 if first == last else 0  # a single step stands in the middle
+    frame = _Frame(first - margin, last + margin, low, high)
+    parts = [f"<title>{escape(title)}</title>", *_draw_value_axis(frame, ticks)]
+    parts += _draw_step_axis(first, last)
     for number, line in enumerate(lines):
-        parts += _drawn(frame, line, number)
+        parts += _draw_line(frame, line, number)
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
@@ -49,7 +49,8 @@ class _Frame(NamedTuple):
     low: float
     high: float
 
-    def place(self, x: float, y: float) -> tuple[float, float]:
+    def pixel(self, x: float, y: float) -> tuple[float, float]:
+        """Coordinates of a point in the viewBox."""
         across = (x - self.left) / (self.right - self.left)
         up = (y - self.low) / (self.high - self.low)
         return (
@@ -58,8 +59,8 @@ class _Frame(NamedTuple):
         )
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """A few round numbers between two others, which may be equal."""
+def _axis_ticks(low: float, high: float) -> list[float]:
+    """About five round numbers that cover [low, high], which may be one point."""
     if high - low < 1e-9 * max(abs(low), abs(high), 1e-300):
         margin = abs(low) * 0.1
         low, high = low - margin, high + margin or 1.0
@@ -70,10 +71,10 @@ def _ticks(low: float, high: float) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
-def _values(frame: _Frame, ticks: Sequence[float]) -> list[str]:
+def _draw_value_axis(frame: _Frame, ticks: Sequence[float]) -> list[str]:
     parts = []
     for tick in ticks:
-        _, y = frame.place(frame.left, tick)
+        _, y = frame.pixel(frame.left, tick)
         parts.append(
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" '
             f'y2="{y:.1f}"/><text class="end" x="{_LEFT - 5}" y="{y + 3.5:.1f}">'
@@ -82,7 +83,7 @@ def _values(frame: _Frame, ticks: Sequence[float]) -> list[str]:
     return parts
 
 
-def _steps(first: float, last: float) -> list[str]:
+def _draw_step_axis(first: float, last: float) -> list[str]:
     middle, y = (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6
     named = "step" if first != last else f"step {int(first):,}"
     parts = [f'<text class="middle" x="{middle}" y="{y}">{named}</text>']
@@ -94,14 +95,14 @@ def _steps(first: float, last: float) -> list[str]:
     return parts
 
 
-def _drawn(frame: _Frame, line: Line, number: int) -> list[str]:
-    places = [frame.place(x, y) for x, y in thinned(line.points)]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+def _draw_line(frame: _Frame, line: Line, number: int) -> list[str]:
+    pixels = [frame.pixel(x, y) for x, y in thinned(line.points)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
     parts = [f'<polyline class="s{number}" points="{path}"/>']
-    if line.marked or len(places) == 1:
+    if line.marked or len(pixels) == 1:
         parts += [
             f'<circle class="d{number}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
-            for x, y in places
+            for x, y in pixels
         ]
     return parts
 
@@ -117,7 +118,7 @@ def legend(lines: Sequence[Line]) -> str:
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:
-    """At most so many points that a chart shows, means of neighbours."""
+    """The points, or where there are more than a chart shows, means of neighbours."""
     if len(points) <= _MOST:
         return list(points)
     groups = np.array_split(np.asarray(points, np.float64), _MOST)

@@ -22,16 +22,22 @@ from jaxmem.train.output.wandb_writer import WandbWriter
 def read_history(
     path: Path, kind: Any = StepMetrics, unwritten: Iterable[bytes] = ()
 ) -> list[Any]:
-    """The steps of a metrics file, in order; a ValueError names a line that is none."""
+    """The steps of a metrics file and of `unwritten` lines, in order.
+
+    Raises:
+        ValueError: a line is no step of this version; the message names the line.
+    """
     content = path.read_bytes() if path.exists() else b""
     lines = (content + b"".join(unwritten)).splitlines()
-    return [_step(line, kind, f"{path}:{i}") for i, line in enumerate(lines, start=1)]
+    return [
+        _parse_step(line, kind, f"{path}:{i}") for i, line in enumerate(lines, start=1)
+    ]
 
 
-def _step(line: bytes, kind: Callable[..., Any], where: str) -> Any:
+def _parse_step(line: bytes, kind: Callable[..., Any], where: str) -> Any:
     try:
         step = kind(**json.loads(line))
-        for name, annotation in _types_of(kind).items():
+        for name, annotation in _field_types(kind).items():
             if not accepts(annotation, getattr(step, name)):
                 raise TypeError(name)
         return step
@@ -42,7 +48,7 @@ def _step(line: bytes, kind: Callable[..., Any], where: str) -> Any:
 
 
 @functools.cache
-def _types_of(kind: Any) -> dict[str, Any]:
+def _field_types(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
@@ -63,7 +69,7 @@ class MetricsWriter:
     ):
         self.path = out_dir / "metrics.jsonl"
         self._log, self._retry_every, self._wandb = log, retry_every, wandb
-        moved = None if done else _moved_aside(self.path)
+        moved = None if done else _move_aside(self.path)
         if moved is not None:
             log(f"steps of a run without checkpoints are now in {moved}")
         for line in repair(self.path, done):
@@ -97,7 +103,7 @@ class MetricsWriter:
         """
         values = metrics._asdict()
         self._lines.add(json.dumps(values).encode() + b"\n")
-        numbers = _scalars(values)
+        numbers = _flatten_scalars(values)
         if self._wandb is not None:
             self._wandb.write(metrics.step, numbers)
         event = tensorboard.scalars(metrics.step, numbers)
@@ -127,20 +133,20 @@ class MetricsWriter:
         self._failed = failed
 
 
-def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers by name, those of a group as "group/name"; text is left out."""
+def _flatten_scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers by name, those of a group by "group/name", without texts and None."""
     numbers = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            known = {k: v for k, v in value.items() if v is not None}
-            numbers |= {f"{name}/{k}": v for k, v in known.items()}
+            present = {k: v for k, v in value.items() if v is not None}
+            numbers |= {f"{name}/{k}": v for k, v in present.items()}
         elif not (value is None or isinstance(value, str) or name == "step"):
             numbers[name] = value
     return numbers
 
 
-def _moved_aside(path: Path) -> Path | None:
-    """Rename to the first free name; None if there is nothing to rename."""
+def _move_aside(path: Path) -> Path | None:
+    """Rename a file to the first free name; None for an absent or empty file."""
     if not path.exists() or not path.stat().st_size:
         return None
     names = (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))
@@ -148,11 +154,15 @@ def _moved_aside(path: Path) -> Path | None:
 
 
 def repair(path: Path, done: int) -> list[str]:
-    """Remove damaged lines and steps after `done`; say so, and which are missing."""
+    """Remove damaged lines and steps after `done` from a metrics file.
+
+    Returns:
+        Messages on damaged lines and on steps whose metrics are missing.
+    """
     content = path.read_bytes() if path.exists() else b""
     kept, steps, damaged = [], set(), 0
     for line in content.splitlines(True):
-        step = _step_of(line)
+        step = _step_number(line)
         if step is None:
             damaged += 1
         elif step <= done:
@@ -176,7 +186,7 @@ def repair(path: Path, done: int) -> list[str]:
     return messages
 
 
-def _step_of(line: bytes) -> int | None:
+def _step_number(line: bytes) -> int | None:
     """Return the step of a line, None if the line is truncated or not a step.
 
     A power loss leaves NUL bytes, which may precede a line written later.

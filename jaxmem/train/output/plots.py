@@ -19,13 +19,13 @@ def save(
     label: str = "loss (nats per token)",
 ) -> None:
     """Draw a field by step and the memory by `head.logits`, as PNG."""
-    # Imported here: the import is slow, and most processes need no plot.
+    # Not at the top: the import is slow, and most processes need no plot.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9 if costs else 5.5, 3.5), layout="constrained")
     panels = figure.subplots(1, 2 if costs else 1, squeeze=False)[0]
     steps, values = zip(*((s.step, getattr(s, field)) for s in history), strict=True)
-    # A line of one point is not seen.
+    # A line through one point is invisible.
     style = "-" if len(steps) > 1 else "o"
     panels[0].plot(steps, values, style, label="training, one batch")
     held_out = f"held_out_{field}"
@@ -39,9 +39,9 @@ def save(
     panels[0].grid(alpha=0.3)
     if costs:
         _draw_memory(panels[1], costs)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=150)
-    files.write_whole(path, drawn.getvalue())
+    png = io.BytesIO()
+    figure.savefig(png, dpi=150)
+    files.write_whole(path, png.getvalue())
 
 
 _HEADS = {
@@ -52,13 +52,14 @@ _PARTS = {"head": "head alone:\nloss and gradients", "step": "whole train step"}
 
 
 def _draw_memory(panel: Any, costs: Mapping[str, HeadCost]) -> None:
-    """Bars of the temporary memory, a group for each part, a colour for each head."""
+    """Draw bars of temporary memory: a group for each part, a colour for each head."""
     width = 0.8 / len(costs)
     for i, (name, cost) in enumerate(costs.items()):
         heights = [getattr(cost, part).temporary / _MIB for part in _PARTS]
-        places = [x + (i - (len(costs) - 1) / 2) * width for x in range(len(_PARTS))]
-        drawn = panel.bar(places, heights, width, label=_HEADS.get(name, name))
-        panel.bar_label(drawn, fmt="{:,.0f}")
+        offset = (i - (len(costs) - 1) / 2) * width
+        centers = [x + offset for x in range(len(_PARTS))]
+        bars = panel.bar(centers, heights, width, label=_HEADS.get(name, name))
+        panel.bar_label(bars, fmt="{:,.0f}")
     panel.set_xticks(range(len(_PARTS)), list(_PARTS.values()))
     panel.legend(loc="upper center", bbox_to_anchor=(0.5, 1.22), frameon=False)
     panel.margins(y=0.1)  # room for the numbers

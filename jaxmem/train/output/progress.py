@@ -33,8 +33,8 @@ class _Clock(progress.ProgressColumn):
 class ProgressReport:
     """A progress bar on a terminal; elsewhere, a plain line every few steps.
 
-    Until the first step has ended it says what the run is waiting for, such as
-    "compiling", and for how many seconds. `clock` returns seconds.
+    Until the first step has ended, it shows what the run is waiting for, such as
+    "compiling", and since how many seconds. `clock` returns seconds.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ProgressReport:
         self._bar.stop()
 
     def waiting(self, what: str) -> None:
-        """Say what precedes the first step; its clock starts at the first call."""
+        """Show what precedes the first step; the first call starts the clock."""
         if self._task is None:
             self._start = self._clock()
             self._task = self._bar.add_task(
@@ -76,27 +76,27 @@ class ProgressReport:
             self._bar.start()
         if what != self._what:
             self._bar.update(self._task, description=what)
-            self._print(what)
+            self._print_plain(what)
         self._what = what
 
     def update(self, metrics: AnyMetrics) -> None:
         """Show one step."""
         line, first = metrics.line, metrics.step == self._done + 1
         if first:
-            self._print(f"first step after {self._clock() - self._start:.0f} s")
+            self._print_plain(f"first step after {self._clock() - self._start:.0f} s")
         assert self._task is not None, "waiting comes first"
         self._bar.update(
             self._task, completed=metrics.step, description=line, waiting=False
         )
         if first or metrics.step == self._steps or metrics.step % self._every == 0:
-            self._print(f"step {metrics.step}/{self._steps}  {line}")
+            self._print_plain(f"step {metrics.step}/{self._steps}  {line}")
 
     def say(self, line: str) -> None:
         """Print a line, beside the bar if there is one."""
         say(self._console, line)
 
-    def _print(self, line: str) -> None:
-        """Print a plain line, where there is no bar."""
+    def _print_plain(self, line: str) -> None:
+        """Print a line unless the console is a terminal, which has the bar."""
         if not self._console.is_terminal:
             with contextlib.suppress(OSError):  # a full disk behind stdout
                 self._console.print(line, highlight=False)
@@ -108,7 +108,10 @@ _SECONDS_A_LINE = 10.0  # between lines of progress, without a terminal
 class Progress:
     """A progress bar on a terminal, and occasional lines elsewhere, with tokens/s.
 
-    The noun is plural; earlier processes have finished `done` of the total.
+    Args:
+        noun: what is counted, in the plural.
+        total: how many there are.
+        done: how many earlier processes have finished.
 
     Attributes:
         read: tokens that this process has processed.
@@ -136,7 +139,7 @@ class Progress:
         self._bar.stop()
 
     def update(self, done: int, tokens: int) -> None:
-        """Report the number of finished ones, and newly processed tokens."""
+        """Show that `done` items are finished, after `tokens` more tokens."""
         self.read += tokens
         now = time.perf_counter()
         speed = f"{self.read / (now - self._start):,.0f} tokens/s"

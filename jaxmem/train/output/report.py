@@ -26,7 +26,7 @@ _MIB = 2**20
 _MOST_STEPS = 4000  # that were not evaluated, and are kept for charts
 _LARGEST = 1e300  # differences of larger numbers may overflow
 _HEADS = {"fused": "without logits", "materialised": "with logits"}
-# What a run is of: settings that are not None.
+# Settings that name the subject of a run, unless they are None.
 _SUBJECT = re.compile(
     r"^((?:run\.job|model\.checkpoint|data\.source|task\.source) = (?!None).+)$", re.M
 )
@@ -163,8 +163,8 @@ class ReportPage:
         self._steps.read()
         if not self._steps.kept:
             return []
-        evaluated, lines = _evaluated(self._out_dir / "eval.json")
-        page = "".join(_page(self._out_dir, self._steps, evaluated))
+        evaluated, lines = _read_evaluation(self._out_dir / "eval.json")
+        page = "".join(_page_parts(self._out_dir, self._steps, evaluated))
         # Half of a surrogate pair, which JSON can hold, is no text.
         content = page.encode("utf-8", "replace")
         files.write_whole(self._out_dir / "report.html", content)
@@ -190,16 +190,16 @@ class Steps:
     """The steps of a metrics.jsonl that grows.
 
     Attributes:
-        kept: steps in order, the first and the last among them: all where these are not
-            many; else evaluated ones, and of the others one of every so many.
-        seconds: that all steps have taken, also those that are not kept.
+        kept: steps in order, with the first and the last: all of a short run; else the
+            evaluated steps, and one of every so many others.
+        seconds: time of all steps, also of those that are not kept.
     """
 
     def __init__(self, path: Path):
         self._path = path
-        self._clear()
+        self._forget_steps()
 
-    def _clear(self) -> None:
+    def _forget_steps(self) -> None:
         self._identity: tuple[int, int] | None = None  # of the file
         self._end = 0  # offset behind the last line that was read
         self._count, self._every = 0, 1
@@ -211,39 +211,39 @@ class Steps:
     @property
     def kept(self) -> list[dict[str, Any]]:
         """See the class."""
-        every = self._others | self._evaluated | _numbered(*self._last)
+        every = self._others | self._evaluated | _parse_step(*self._last)
         return [every[number] for number in sorted(every)]
 
     def read(self) -> None:
-        """Read the lines that are new; all, if the file is another or has shrunk."""
+        """Read the new lines; all lines, if the file was replaced or has shrunk."""
         try:
             file = open(self._path, "rb")
         except FileNotFoundError:
-            self._clear()
+            self._forget_steps()
             return
         with file:
             about = os.fstat(file.fileno())
             identity = about.st_dev, about.st_ino
             if identity != self._identity or about.st_size < self._end:
-                self._clear()
+                self._forget_steps()
             self._identity = identity
             file.seek(self._end)
             for line in file:
                 if not line.endswith(b"\n"):  # it is being written
                     break
                 self._end += len(line)
-                self._add(line)
+                self._add_line(line)
 
-    def _add(self, line: bytes) -> None:
-        """Count a step, and parse it if it is kept: to parse all takes too long."""
+    def _add_line(self, line: bytes) -> None:
+        """Count a step, and parse it if it is kept: parsing all of them is slow."""
         number, self._count = self._count, self._count + 1
         self._last = number, line
-        if found := _SECONDS.search(line):
-            self.seconds += _number(float(found[1])) or 0.0
+        if match := _SECONDS.search(line):
+            self.seconds += _finite_number(float(match[1])) or 0.0
         is_evaluated = _HELD_OUT.search(line) is not None
         if is_evaluated or number % self._every == 0:
             (self._evaluated if is_evaluated else self._others).update(
-                _numbered(number, line)
+                _parse_step(number, line)
             )
         if len(self._others) > _MOST_STEPS:
             self._every *= 2
@@ -251,19 +251,19 @@ class Steps:
             self._others = dict(kept)
 
 
-def _numbered(number: int, line: bytes) -> dict[int, dict[str, Any]]:
-    """A step by its number; none of a line that is damaged."""
-    step = _object(line.decode("utf-8", "replace"))
+def _parse_step(number: int, line: bytes) -> dict[int, dict[str, Any]]:
+    """{number: step}; {} for a damaged line."""
+    step = _parse_object(line.decode("utf-8", "replace"))
     return {number: step} if type(step.get("step")) is int else {}
 
 
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
+def _read_objects(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file, one per line, without damaged ones."""
-    return filter(None, map(_object, _text(path).split("\n")))
+    return filter(None, map(_parse_object, _read_text(path).split("\n")))
 
 
-def _object(text: str) -> dict[str, Any]:
-    """The JSON object of a text; {} if it is none."""
+def _parse_object(text: str) -> dict[str, Any]:
+    """The JSON object of a text; {} for any other text."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text)
         if isinstance(value, dict):
@@ -271,25 +271,25 @@ def _object(text: str) -> dict[str, Any]:
     return {}
 
 
-def _evaluated(path: Path) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
-    """The numbers of `jaxmem eval` by task; none, and why, of a damaged file."""
-    if not (text := _text(path)):
+def _read_evaluation(path: Path) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
+    """Numbers of `jaxmem eval` by task, and lines that say why there are none."""
+    if not (text := _read_text(path)):
         return {}, []
-    results = _object(text).get("results")
+    results = _parse_object(text).get("results")
     if isinstance(results, dict) and all(isinstance(x, dict) for x in results.values()):
         return results, []
     return {}, [f"{path}: is damaged, and left out of report.html"]
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """The text of a file; "" if it does not exist."""
     return path.read_text("utf-8", errors="replace") if path.exists() else ""
 
 
-def _page(
+def _page_parts(
     out_dir: Path, read: Steps, evaluated: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
-    steps, summary = read.kept, _object(_text(out_dir / "summary.json"))
+    steps, summary = read.kept, _parse_object(_read_text(out_dir / "summary.json"))
     title = escape(out_dir.resolve().name)
     yield (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -299,99 +299,105 @@ def _page(
     )
     device = f" on {summary['device']}" if "device" in summary else ""
     yield f"<p>step {steps[-1]['step']:,}{escape(device)}, jaxmem {__version__}</p>"
-    if subject := ", ".join(_SUBJECT.findall(_text(out_dir / "operative.gin"))):
+    if subject := ", ".join(_SUBJECT.findall(_read_text(out_dir / "operative.gin"))):
         yield f"<p>{escape(subject)}</p>"
-    results = "".join([*_results(steps, read.seconds), *_tiles(_RATES, steps)])
+    results = "".join(
+        [*_result_cards(steps, read.seconds), *_last_value_cards(_RATES, steps)]
+    )
     yield f'<section class="tiles">{results}</section>'
-    yield from _benchmarks(evaluated)
-    if last := "".join(_tiles(_PANELS, steps)):
+    yield from _benchmark_table(evaluated)
+    if last := "".join(_last_value_cards(_PANELS, steps)):
         yield f'<h2>Last values</h2><section class="tiles">{last}</section>'
-    yield f'<h2>By step</h2><section class="charts">{"".join(_charts(steps))}</section>'
-    yield from _memory(summary.get("memory"))
-    if samples := [x for x in _objects(out_dir / "samples.jsonl") if _is_sample(x)]:
-        yield from _samples(samples)
-    if settings := _text(out_dir / "settings.gin"):
+    drawn = "".join(_chart_cards(steps))
+    yield f'<h2>By step</h2><section class="charts">{drawn}</section>'
+    yield from _memory_bars(summary.get("memory"))
+    if samples := [*filter(_is_sample, _read_objects(out_dir / "samples.jsonl"))]:
+        yield from _sample_table(samples)
+    if settings := _read_text(out_dir / "settings.gin"):
         yield "<h2>Settings that differ from the defaults</h2>"
         yield f'<div class="card"><pre>{escape(settings)}</pre></div>'
     yield "</main></body></html>\n"
 
 
-def _points(
+def _finite_points(
     steps: Sequence[Mapping[str, Any]], field: str
 ) -> list[tuple[float, float]]:
     """The finite values of a field."""
-    pairs = [(_number(step["step"]), _number(_value(step, field))) for step in steps]
+    pairs = [
+        (_finite_number(step["step"]), _finite_number(_field_value(step, field)))
+        for step in steps
+    ]
     return [(x, y) for x, y in pairs if x is not None and y is not None]
 
 
-def _number(value: Any) -> float | None:
+def _finite_number(value: Any) -> float | None:
     """A number that a chart can show; None for anything else."""
     good = isinstance(value, (int, float)) and abs(value) <= _LARGEST  # and no NaN
     return float(value) if good else None
 
 
 def _is_sample(sample: Mapping[str, Any]) -> bool:
-    """Whether it is a row as `Job.samples` returns them; files can be damaged."""
+    """True if an object of a file, which may be damaged, is a row of `Job.samples`."""
     tokens, logprobs = sample.get("tokens"), sample.get("logprobs")
     if not (isinstance(tokens, list) and isinstance(logprobs, list)):
         return False
     texts = all(isinstance(text, str) for text in (sample.get("prompt"), *tokens))
     reward = sample.get("reward", "")
-    rewarded = reward is None or _number(reward) is not None
-    numbers = all(x is None or _number(x) is not None for x in logprobs)
+    rewarded = reward is None or _finite_number(reward) is not None
+    numbers = all(x is None or _finite_number(x) is not None for x in logprobs)
     return texts and rewarded and numbers and len(tokens) == len(logprobs)
 
 
-def _results(steps: Sequence[Mapping[str, Any]], total: float) -> Iterator[str]:
-    """What a run has come to, on held-out data if there are, and how long it took."""
+def _result_cards(steps: Sequence[Mapping[str, Any]], total: float) -> Iterator[str]:
+    """Cards of results, on held-out data where there are any, and of the run's time."""
     scored = [
         (panel, points)
         for panel in _PANELS
-        if (points := _points(steps, panel.fields.get("held out", "")))
+        if (points := _finite_points(steps, panel.fields.get("held out", "")))
     ]
     for panel, points in scored:
         step, best = panel.best(points, key=lambda point: point[1])
         note = f"best {charts.number(best)}, step {int(step):,}"
-        yield _card(f"{panel.title}, held out", charts.number(points[-1][1]), note)
+        yield _html_card(f"{panel.title}, held out", charts.number(points[-1][1]), note)
     if not scored:
-        yield next(_tiles(_PANELS, steps), "")
-    seconds = [value for _, value in _points(steps, "seconds")]
+        yield next(_last_value_cards(_PANELS, steps), "")
+    seconds = [value for _, value in _finite_points(steps, "seconds")]
     if seconds:
         each = f"{charts.number(statistics.median(seconds))} s a step (median)"
-        yield _card("Time of all steps", _duration(total), each)
+        yield _html_card("Time of all steps", _format_duration(total), each)
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60:,} h {minutes % 60} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _tiles(
+def _last_value_cards(
     panels: Sequence[_Panel], steps: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """The last value of each panel's first line, and the first."""
+    """Cards with the last and the first value of each panel's first line."""
     for panel in panels:
-        points = _points(steps, next(iter(panel.fields.values())))
+        points = _finite_points(steps, next(iter(panel.fields.values())))
         if points:
             first, last = (charts.number(points[i][1]) for i in (0, -1))
-            yield _card(panel.title, last, f"from {first}")
+            yield _html_card(panel.title, last, f"from {first}")
 
 
-def _card(title: str, value: str, note: str) -> str:
+def _html_card(title: str, value: str, note: str) -> str:
     return (
         f'<div class="card"><span>{escape(title)}</span><b>{value}</b>'
         f"<span>{escape(note)}</span></div>"
     )
 
 
-def _charts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for panel in [*_PANELS, *_RATES, *_reward_functions(steps)]:
+def _chart_cards(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for panel in [*_PANELS, *_RATES, *_reward_panels(steps)]:
         lines = [
             Line(name, points, marked=name == "held out")
             for name, field in panel.fields.items()
-            if (points := _points(steps, field))
+            if (points := _finite_points(steps, field))
         ]
         if lines:
             drawn = charts.chart(panel.title, lines)
@@ -399,7 +405,7 @@ def _charts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f'<div class="card"><h3>{title}</h3>{drawn}</div>'
 
 
-def _value(step: Mapping[str, Any], field: str) -> Any:
+def _field_value(step: Mapping[str, Any], field: str) -> Any:
     """The value of a field, or of an entry of a group such as "rewards/length"."""
     group, slash, name = field.partition("/")
     value = step.get(group)
@@ -408,15 +414,15 @@ def _value(step: Mapping[str, Any], field: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else None
 
 
-def _reward_functions(steps: Sequence[Mapping[str, Any]]) -> Iterator[_Panel]:
-    """A chart for each of several reward functions."""
+def _reward_panels(steps: Sequence[Mapping[str, Any]]) -> Iterator[_Panel]:
+    """A panel for each reward function, where there are several."""
     rewards = steps[-1].get("rewards")
     for name in rewards if isinstance(rewards, Mapping) else ():
         yield _Panel(f"Reward: {name}", {"": f"rewards/{name}"})
 
 
-def _benchmarks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """The numbers of `jaxmem eval`, by task, with their standard errors."""
+def _benchmark_table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A table of the numbers of `jaxmem eval`, by task, with standard errors."""
     if not results:
         return
     yield (
@@ -430,7 +436,7 @@ def _benchmarks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             if metric == "sample_len":  # the number of documents, and no metric
                 continue
             value, error = map(
-                _number, (value, metrics.get(f"{metric}_stderr,{filtered}"))
+                _finite_number, (value, metrics.get(f"{metric}_stderr,{filtered}"))
             )
             if value is None or metric.endswith("_stderr"):
                 continue
@@ -443,7 +449,7 @@ def _benchmarks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield "</tbody></table></div>"
 
 
-def _memory(memory: Any) -> Iterator[str]:
+def _memory_bars(memory: Any) -> Iterator[str]:
     sizes = {}
     with contextlib.suppress(LookupError, TypeError, AttributeError):  # a damaged file
         sizes = {
@@ -457,33 +463,40 @@ def _memory(memory: Any) -> Iterator[str]:
     yield f'<div class="card wide">{charts.bars(sizes, "MiB")}</div>'
 
 
-def _samples(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _sample_table(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rewarded = any(sample["reward"] is not None for sample in samples)
     heading = '<th class="right">Reward</th>' if rewarded else ""
     replied = any(None in sample["logprobs"] for sample in samples)
-    said = "; what an environment said is " + _token("slanted", None) if replied else ""
+    said = (
+        "; what an environment said is " + _token_span("slanted", None)
+        if replied
+        else ""
+    )
+    scale = (
+        _token_span("certain", 0.0),
+        _token_span(f"{_MOST_SURPRISE:g} nats and more", -_MOST_SURPRISE),
+    )
     yield (
         "<h2>Samples of the last rollout</h2><p>Tokens are coloured by how improbable "
-        f"they were: {_token('certain', 0.0)} to "
-        f"{_token(f'{_MOST_SURPRISE:g} nats and more', -_MOST_SURPRISE)}{said}.</p>"
+        f"they were: {scale[0]} to {scale[1]}{said}.</p>"
         '<div class="card wide"><table class="samples"><thead><tr><th>Prompt</th>'
         f"<th>Completion</th>{heading}</tr></thead><tbody>"
     )
     for sample in samples:
         tokens = zip(sample["tokens"], sample["logprobs"], strict=True)
-        spans = "".join(_token(text, logprob) for text, logprob in tokens)
+        spans = "".join(_token_span(text, logprob) for text, logprob in tokens)
         yield (
             f'<tr><td class="text">{escape(sample["prompt"])}</td>'
-            f'<td class="text">{spans}</td>{_reward(sample["reward"])}</tr>'
+            f'<td class="text">{spans}</td>{_reward_cell(sample["reward"])}</tr>'
         )
     yield "</tbody></table></div>"
 
 
-def _reward(value: float | None) -> str:
+def _reward_cell(value: float | None) -> str:
     return "" if value is None else f'<td class="right">{charts.number(value)}</td>'
 
 
-def _token(text: str, logprob: float | None) -> str:
+def _token_span(text: str, logprob: float | None) -> str:
     # A token without a visible character still shows its colour.
     shown = escape(text.replace("\n", "↵\n") if not text.strip("\n") else text)
     if logprob is None:

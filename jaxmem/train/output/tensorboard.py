@@ -30,7 +30,7 @@ def head(first_step: int) -> bytes:
     version = Event(wall_time=time.time(), file_version="brain.Event:2")
     session = SessionLog(status=SessionLog.START)
     start = Event(wall_time=time.time(), step=first_step, session_log=session)
-    return _record(version) + _record(start)
+    return _frame_record(version) + _frame_record(start)
 
 
 def scalars(step: int, values: Mapping[str, float]) -> bytes:
@@ -38,15 +38,15 @@ def scalars(step: int, values: Mapping[str, float]) -> bytes:
     summary = Summary(
         value=[Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
     )
-    return _record(Event(wall_time=time.time(), step=step, summary=summary))
+    return _frame_record(Event(wall_time=time.time(), step=step, summary=summary))
 
 
-def _record(event: Event) -> bytes:
+def _frame_record(event: Event) -> bytes:
     """Frame an event as TFRecord does: length and content, each with its CRC32C."""
     content = event.SerializeToString()
     length = struct.pack("<Q", len(content))
-    return length + _checksum(length) + content + _checksum(content)
+    return length + _masked_crc(length) + content + _masked_crc(content)
 
 
-def _checksum(data: bytes) -> bytes:
+def _masked_crc(data: bytes) -> bytes:
     return struct.pack("<I", masked_crc32c(data))

@@ -34,7 +34,7 @@ def check(project: str) -> None:
 
 
 class WandbWriter:
-    """Sends steps to one run of a project; a failure is logged once and ends it.
+    """Sends steps to one run of a project, until a failure, which is logged once.
 
     The run's id is kept in `out_dir`, so that a resumed run continues the same curves;
     wandb drops steps that it has already. Another thread may call `log`.
@@ -66,32 +66,34 @@ class WandbWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for what is pending, but not for long."""
+        """Wait at most `_FINISH_SECONDS` for steps that are pending."""
         with contextlib.suppress(queue.Full):
             self._steps.put_nowait(None)
         self._thread.join(_FINISH_SECONDS)
         if self._thread.is_alive():
-            self._warn(f"not all was sent within {_FINISH_SECONDS:.0f} s")
+            self._warn_once(f"not all was sent within {_FINISH_SECONDS:.0f} s")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue the scalars of a step; nothing is raised, and nothing waits."""
+        """Queue the scalars of a step, without waiting and without errors."""
         try:
             if not self._failed:
                 self._steps.put_nowait((step, dict(numbers)))
         except queue.Full:
-            self._warn(f"step {step} is left out: {_MAX_PENDING:,} wait to be sent")
+            self._warn_once(
+                f"step {step} is left out: {_MAX_PENDING:,} wait to be sent"
+            )
 
     def _send_all(self) -> None:
         try:
             import wandb  # pyright: ignore
 
-            with _started(wandb, self._options) as run:
+            with _open_run(wandb, self._options) as run:
                 while (taken := self._steps.get()) is not None:
                     run.log(taken[1], step=taken[0])
         except BaseException as error:  # whatever it is, training goes on
-            self._warn(f"{type(error).__name__}: {error}")
+            self._warn_once(f"{type(error).__name__}: {error}")
 
-    def _warn(self, problem: str) -> None:
+    def _warn_once(self, problem: str) -> None:
         with self._lock:
             first, self._failed = not self._failed, True
         if first:
@@ -102,7 +104,7 @@ class WandbWriter:
 
 
 @contextlib.contextmanager
-def _started(wandb: Any, options: Mapping[str, Any]) -> Iterator[Any]:
+def _open_run(wandb: Any, options: Mapping[str, Any]) -> Iterator[Any]:
     settings = wandb.Settings(
         silent=True,
         console="off",  # the progress bar's control characters are no log
@@ -118,7 +120,7 @@ def _started(wandb: Any, options: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _run_id(path: Path, new: bool) -> str:
-    """The id in a file, which is written for a new run."""
+    """The run's id, from its file; a new id, written there, for a new run."""
     if not new and path.exists():
         return path.read_text().strip()
     identifier = uuid.uuid4().hex[:8]

@@ -31,14 +31,14 @@ class Checkpoints:
     """The newest `keep` checkpoints of a run, each complete or absent.
 
     A checkpoint is written under a temporary name, and renamed once its numbers are
-    known to be finite, every array is found in it and its checksums are on the disk.
-    One more than `keep` is left until `prune` or the exit says that it can be used.
+    known to be finite, it has every array and its checksums are on the disk. One more
+    than `keep` is left until `prune` or the exit, when the newest has proved usable.
     """
 
     def __init__(self, directory: Path, keep: int):
         self.directory, self._keep = directory.absolute(), keep
         with files.write_errors(directory):
-            processes.by_first(lambda: _prepare(directory))
+            processes.by_first(lambda: _prepare_directory(directory))
         self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
     def __enter__(self) -> "Checkpoints":
@@ -59,7 +59,7 @@ class Checkpoints:
     def check_storage(self) -> None:
         """Write a small checkpoint, open it and remove it; raise if that fails."""
         try:
-            self._write(0, {"probe": np.zeros((), np.float32)}, {}, {})
+            self._write_unfinished(0, {"probe": np.zeros((), np.float32)}, {}, {})
         except RunCheckpointError as error:
             signs = [sign for sign in "[]*?" if sign in str(self.directory)]
             because = f" (its path has {signs[0]!r})" if signs else ""
@@ -68,10 +68,10 @@ class Checkpoints:
                 "or name another run.out_dir"
             ) from error
         finally:
-            self._discard(0)
+            self._discard_unfinished(0)
 
     def save(self, step: int, state: Any, data_state: Mapping, config: Mapping) -> None:
-        """Save a state, and what belongs to it as JSON; then the step can be resumed.
+        """Save a state, with the data's position and the config as JSON.
 
         Raises a FloatingPointError if a number of the state is not finite. After any
         error, earlier checkpoints are unchanged.
@@ -83,60 +83,64 @@ class Checkpoints:
                 "this step is not saved"
             )
         try:
-            self._write(step, state, data_state, config)
+            self._write_unfinished(step, state, data_state, config)
         except RunCheckpointError as error:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
             raise RunCheckpointError(
                 f"{error}; the checkpoint needs about {size:,}"
             ) from error
-        processes.by_first(lambda: self._publish(step))
+        processes.by_first(lambda: self._publish_step(step))
 
-    def _write(self, step: int, state: Any, data: Mapping, config: Mapping) -> None:
+    def _write_unfinished(
+        self, step: int, state: Any, data: Mapping, config: Mapping
+    ) -> None:
         """Write a checkpoint under its temporary name, and open it again."""
-        path = self._unfinished(step)
+        path = self._unfinished_path(step)
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             data=ocp.args.JsonSave(dict(data)),
             config=ocp.args.JsonSave(dict(config)),
         )
-        self._discard(step)
+        self._discard_unfinished(step)
         try:
             with silenced():
                 mark = {FINITE: True}
                 self._orbax.save(path, args=items, custom_metadata=mark)
-                _check_found(path, state)
+                _check_arrays(path, state)
             checksums.write(path)
         except Exception as error:  # of orbax, tensorstore or their threads
-            self._discard(step)
+            self._discard_unfinished(step)
             named = self.directory / str(step)
             raise RunCheckpointError(
                 files.describe_failure(named, as_os_error(error))
             ) from error
 
-    def _unfinished(self, step: int) -> Path:
+    def _unfinished_path(self, step: int) -> Path:
         return self.directory / f"{step}.unfinished"
 
-    def _discard(self, step: int) -> None:
+    def _discard_unfinished(self, step: int) -> None:
         """Free the space of a checkpoint that was not written completely."""
-        processes.by_first(lambda: _remove(self.directory, f"{step}.unfinished"))
+        processes.by_first(
+            lambda: _remove_incomplete(self.directory, f"{step}.unfinished")
+        )
 
-    def _publish(self, step: int) -> None:
+    def _publish_step(self, step: int) -> None:
         path = self.directory / str(step)
         try:
             if os.path.lexists(path):  # of a run that was resumed before it
                 path.rename(self.directory / f"{step}.deleted")
-            self._unfinished(step).rename(path)
+            self._unfinished_path(step).rename(path)
             files.sync_directory(self.directory)
         except OSError as error:
             raise RunCheckpointError(files.describe_failure(path, error)) from error
         _delete_old(self.directory, self._keep + 1)
 
     def prune(self) -> None:
-        """Delete all but the newest `keep`, which are known to be good."""
+        """Delete all but the newest `keep` checkpoints, which are known to be good."""
         processes.by_first(lambda: _delete_old(self.directory, self._keep))
 
     def reject(self, step: int) -> str:
-        """Rename a checkpoint from which no step can be taken; return its new name."""
+        """Rename a checkpoint that allows no finite step; return its new name."""
 
         def rename() -> str:
             path = self.directory / str(step)
@@ -149,39 +153,39 @@ class Checkpoints:
     def saved_config(self, step: int) -> dict[str, dict[str, Any]]:
         """The `config` that was passed to `save`."""
         items = ocp.args.Composite(config=ocp.args.JsonRestore())
-        with self._naming(step):
+        with self._raising_read_errors(step):
             restored = self._orbax.restore(self.directory / str(step), args=items)
             return settings_of(restored["config"])
 
     def saved_shapes(self, step: int) -> Any:
         """Orbax's metadata of each array of the saved state, nested by name."""
-        with self._naming(step):
+        with self._raising_read_errors(step):
             return shapes(self.directory / str(step))
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """Load the state, and the data iterator's.
+        """Load the state of the run and the state of its data iterator.
 
         `like` has the shapes of the saved state and the shardings to restore to,
         whatever devices it was on; without one, arrays are on the default device.
         """
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        placed = jax.tree.map(
+        targets = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=leaf.sharding or device
             ),
             like,
         )
         items = ocp.args.Composite(
-            state=ocp.args.StandardRestore(placed), data=ocp.args.JsonRestore()
+            state=ocp.args.StandardRestore(targets), data=ocp.args.JsonRestore()
         )
-        with self._naming(step):
-            _check_found(self.directory / str(step), like)
+        with self._raising_read_errors(step):
+            _check_arrays(self.directory / str(step), like)
             restored = self._orbax.restore(self.directory / str(step), args=items)
         return restored["state"], restored["data"]
 
     @contextlib.contextmanager
-    def _naming(self, step: int) -> Iterator[None]:
-        """Convert errors raised inside to a CheckpointError that names the step."""
+    def _raising_read_errors(self, step: int) -> Iterator[None]:
+        """Raise a RunCheckpointError that names the step for any error inside."""
         try:
             with silenced():
                 yield
@@ -211,20 +215,20 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
             "is set aside"
         )
     with silenced():
-        saved, wanted = _shapes_by_name(path), finite.by_name({"params": like})
-    names = {*wanted, *(name for name in saved if name.startswith("params/"))}
-    shape = {name: leaf.shape for name, leaf in wanted.items()}
+        saved, expected = _shapes_by_name(path), finite.by_name({"params": like})
+    names = {*expected, *(name for name in saved if name.startswith("params/"))}
+    shape = {name: leaf.shape for name, leaf in expected.items()}
     if differ := sorted(n for n in names if saved.get(n) != shape.get(n)):
         raise RunCheckpointError(
             f"checkpoint {path} and the model differ in {checksums.first(differ)}; "
             "name a run that trained all weights of the same model"
         )
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    places = jax.tree.map(
+    restore_args = jax.tree.map(
         lambda leaf: ocp.ArrayRestoreArgs(sharding=device, dtype=leaf.dtype), like
     )
     restore = ocp.args.PyTreeRestore(
-        {"params": like}, restore_args={"params": places}, partial_restore=True
+        {"params": like}, restore_args={"params": restore_args}, partial_restore=True
     )
     try:
         with silenced(), ocp.PyTreeCheckpointer() as checkpointer:
@@ -236,8 +240,8 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
     return saved["params"]
 
 
-def _check_found(path: Path, state: Any) -> None:
-    """Raise a ValueError unless each array of the state is found in a checkpoint."""
+def _check_arrays(path: Path, state: Any) -> None:
+    """Raise a ValueError unless a checkpoint has each array of the state."""
     saved = _shapes_by_name(path)
     missing = [n for n, x in finite.by_name(state).items() if saved.get(n) != x.shape]
     if missing:
@@ -245,14 +249,14 @@ def _check_found(path: Path, state: Any) -> None:
 
 
 def _shapes_by_name(path: Path) -> dict[str, tuple[int, ...]]:
-    every = finite.by_name(shapes(path))
-    return {name: tuple(x.shape) for name, x in every.items() if hasattr(x, "shape")}
+    leaves = finite.by_name(shapes(path))
+    return {name: tuple(x.shape) for name, x in leaves.items() if hasattr(x, "shape")}
 
 
-def _prepare(directory: Path) -> None:
-    """Make the directory, and remove what a killed process left of its last save."""
+def _prepare_directory(directory: Path) -> None:
+    """Make the directory, and remove checkpoints that a killed process left half."""
     directory.mkdir(parents=True, exist_ok=True)
-    _remove(directory, "")
+    _remove_incomplete(directory, "")
 
 
 def _delete_old(directory: Path, keep: int) -> None:
@@ -260,16 +264,16 @@ def _delete_old(directory: Path, keep: int) -> None:
         path = directory / str(step)
         with contextlib.suppress(OSError):  # the next process tries again
             path.rename(path.with_suffix(".deleted"))
-    _remove(directory, "")
+    _remove_incomplete(directory, "")
 
 
 def is_unfinished(path: Path) -> bool:
-    """True if a path is of a checkpoint that is not complete yet, or any more."""
+    """True if a path names a checkpoint that is being written or deleted."""
     return _LEFT.fullmatch(path.name) is not None
 
 
-def _remove(directory: Path, prefix: str) -> None:
-    """Remove what is not complete yet, or any more."""
+def _remove_incomplete(directory: Path, prefix: str) -> None:
+    """Remove checkpoints that are not complete and whose names start with `prefix`."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if is_unfinished(path) and path.name.startswith(prefix):
             shutil.rmtree(path, ignore_errors=True)
@@ -295,7 +299,11 @@ def shapes(path: Path) -> Any:
 
 
 def settings_of(config: Any) -> dict[str, dict[str, Any]]:
-    """The settings, if they are of sections; else raise a ValueError."""
+    """The saved settings by section.
+
+    Raises:
+        ValueError: `config` is no mapping of sections to mappings.
+    """
     if isinstance(config, dict) and all(isinstance(x, dict) for x in config.values()):
         return config
     raise ValueError(f"config is not what a run saves: {messages.short(config)}")
@@ -319,8 +327,8 @@ def as_os_error(error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Silence what orbax logs of an error that it raises as well."""
-    _expect_leftovers()
+    """Within it, orbax does not log the errors that it raises as well."""
+    _silence_late_tasks()
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -331,8 +339,8 @@ def silenced() -> Iterator[None]:
 
 
 @functools.cache
-def _expect_leftovers() -> None:
-    """Hear nothing of the other tasks of orbax, which end after the first has failed.
+def _silence_late_tasks() -> None:
+    """Silence the tasks of orbax that end after one of them has failed.
 
     asyncio logs them when they are garbage-collected; threads of tensorstore find that
     the event loop, to which they want to report, is closed.

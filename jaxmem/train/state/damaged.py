@@ -15,18 +15,21 @@ from jaxmem.train.state.checkpoint import RunCheckpointError
 
 
 def set_aside_damaged(directory: Path, needed: bool = True) -> list[str]:
-    """Rename unusable checkpoints that are newer than the newest good one; say which.
+    """Rename unusable checkpoints newer than the newest good one; a message for each.
 
     A checkpoint is unusable if it is incomplete, if a file differs from its checksum,
-    or if a number of its state is not finite. All arrays of one without checksums, or
-    of a version that saved what is not finite, are read. None is renamed where one is
-    `needed` and none is good, which raises a CheckpointError.
+    or if a number of its state is not finite. A checkpoint without checksums, or of a
+    version that did not check that numbers are finite, is read whole.
+
+    Raises:
+        RunCheckpointError: there are checkpoints, none is good and one is `needed`;
+            then none is renamed.
     """
     steps = processes.by_first(lambda: checkpoint.steps_in(directory))
     faults: dict[int, str] = {}
     good = None
     for step in reversed(steps):
-        fault = _fault(directory / str(step))
+        fault = _find_fault(directory / str(step))
         if fault is None:
             good = directory / str(step)
             break
@@ -48,17 +51,17 @@ def set_aside_damaged(directory: Path, needed: bool = True) -> list[str]:
     return lines
 
 
-def _fault(path: Path) -> str | None:
-    """What makes a checkpoint unusable, if anything."""
+def _find_fault(path: Path) -> str | None:
+    """The reason why a checkpoint is unusable; None for a good one."""
     fault = checksums.find_fault(path)
     if fault is not None or processes.by_first(lambda: _is_trusted(path)):
         return fault
-    fault = _fault_of_content(path)
+    fault = _find_fault_in_content(path)
     return processes.by_first(lambda: fault)
 
 
 def _is_trusted(path: Path) -> bool:
-    """Whether checksums say that it is as it was written, with finite numbers."""
+    """True if a checkpoint has checksums and was saved after a check of its numbers."""
     try:
         saved = json.loads((path / "_CHECKPOINT_METADATA").read_text("utf-8"))
         marked = bool(saved["custom_metadata"].get(checkpoint.FINITE))
@@ -67,17 +70,17 @@ def _is_trusted(path: Path) -> bool:
     return marked and (path / checksums.NAME).exists()
 
 
-def _fault_of_content(path: Path) -> str | None:
-    """Read everything; what cannot be read, or is not finite."""
-    names = ("data", "config")
-    items = {name: ocp.args.JsonRestore() for name in names}
+def _find_fault_in_content(path: Path) -> str | None:
+    """Read a whole checkpoint; the reason why it is unusable, None for a good one."""
+    sections = ("data", "config")
+    items = {name: ocp.args.JsonRestore() for name in sections}
     try:
         with (
             checkpoint.silenced(),
             ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as c,
         ):
             saved = c.restore(path.resolve(), args=ocp.args.Composite(**items))
-            for name in names:
+            for name in sections:
                 if not isinstance(saved[name], dict):
                     return f"{name} is no object"
             checkpoint.settings_of(saved["config"])
@@ -87,16 +90,16 @@ def _fault_of_content(path: Path) -> str | None:
                 checkpoint.shapes(path),
             )
             restore = ocp.args.PyTreeRestore(restore_args=arrays)
-            found = finite.not_finite(
+            names = finite.not_finite(
                 c.restore((path / "state").resolve(), args=restore)
             )
     except Exception as error:
         return checkpoint.reason(error)
-    return f"{checksums.first(found)} is not finite" if found else None
+    return f"{checksums.first(names)} is not finite" if names else None
 
 
 def _set_aside(path: Path, fault: str) -> str:
-    """Rename to the first free name; return a message."""
+    """Rename a checkpoint to the first free name; return a message."""
     names = (path.with_name(f"{path.name}.damaged{i or ''}") for i in itertools.count())
     free = (name for name in names if not os.path.lexists(name))
     moved = path.rename(next(free))

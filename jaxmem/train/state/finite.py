@@ -40,6 +40,6 @@ def _all_finite(array: jax.Array) -> jax.Array:
 
 
 def by_name(tree: Any) -> dict[str, Any]:
-    """The leaves by name, as orbax nests them."""
+    """The leaves of a pytree by path, keys joined by "/" as orbax names them."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(k, simple=True, separator="/"): x for k, x in leaves}

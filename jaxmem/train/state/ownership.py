@@ -22,7 +22,7 @@ from jaxmem.train.state import checkpoint
 
 MARK = "jaxmem_run.json"
 _SAVED = "model", "adapter"  # directories that are replaced as a whole
-_FOLDERS = "checkpoints", "best"  # of which a run writes entries
+_FOLDERS = "checkpoints", "best"  # directories in which a run writes entries
 _FILES = (
     "operative.gin", "settings.gin", "tokenizer.json", "started.txt",
     "end_of_turn.txt", "metrics.jsonl", "samples.jsonl", "reference.npz",
@@ -48,7 +48,7 @@ def result_of(config: JobConfig) -> str:
 
 def is_run(directory: Path) -> bool:
     """True if a run has written to a directory."""
-    return _marked(directory) is not None or _has_traces(directory)
+    return _names_in_mark(directory) is not None or _has_traces(directory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RunDirectory:
             OwnershipError: the message names the path.
         """
         try:
-            faults = [*self._faults()]
+            faults = [*self._find_faults()]
         except OSError as error:
             reason = messages.reason(error)
             raise OwnershipError(f"{self.key}: cannot be used: {reason}") from error
@@ -100,13 +100,13 @@ class RunDirectory:
         home = os.path.realpath(self.path)
         written = [os.path.join(home, name) for name in (*self.names, MARK)]
         for key, value in _paths_in(config):
-            for path in _matches(value):
+            for path in _matching_paths(value):
                 real = os.path.realpath(path)
                 # A run's directory stands for the model that the run has left.
                 own = os.path.join(real, self.result)
                 inputs = [own] if real == home and os.path.exists(own) else [real]
-                for place in inputs:
-                    if any(Path(place).is_relative_to(name) for name in written):
+                for path_read in inputs:
+                    if any(Path(path_read).is_relative_to(name) for name in written):
                         raise OwnershipError(
                             f"{key}={messages.short(value)} is in what {self.key} "
                             "replaces; name another run.out_dir"
@@ -114,7 +114,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Within it, the directory has the mark; a run that leaves no file removes it.
+        """Within it, the directory has the mark, which a run that left no file removes.
 
         Raises:
             OwnershipError: as in `check`.
@@ -125,22 +125,22 @@ class RunDirectory:
             yield
         finally:
             if processes.is_first():
-                self._unmark()
+                self._remove_unneeded_mark()
 
     def mark(self) -> None:
-        """Write the mark, which keeps the names of those before it."""
-        names = sorted({*self.names, *(_marked(self.path) or ())})
+        """Write the mark, with the names of marks of earlier runs."""
+        names = sorted({*self.names, *(_names_in_mark(self.path) or ())})
         text = json.dumps({"jaxmem": __version__, "replaces": names}, indent=1)
-        if _marked(self.path) != set(names):
+        if _names_in_mark(self.path) != set(names):
             files.write_whole(self.path / MARK, text + "\n")
 
-    def _unmark(self) -> None:
+    def _remove_unneeded_mark(self) -> None:
         if not any(os.path.lexists(self.path / name) for name in self.names):
             with contextlib.suppress(OSError):
                 (self.path / MARK).unlink(missing_ok=True)
 
-    def _faults(self) -> Iterator[tuple[Path, str]]:
-        """Paths that the run must not replace, and why."""
+    def _find_faults(self) -> Iterator[tuple[Path, str]]:
+        """Pairs of a path that the run must not replace and the reason."""
         try:
             os.lstat(self.path)
         except FileNotFoundError:
@@ -148,20 +148,20 @@ class RunDirectory:
         if not self.path.is_dir():
             yield self.path, "is no directory"
             return
-        owned = _marked(self.path)
+        owned = _names_in_mark(self.path)
         if owned is None:
             owned = {*self.names} if _has_traces(self.path) else set()
             if os.path.lexists(self.path / MARK):
                 yield self.path / MARK, "was not written by a run"
         for name in self.names:
             if os.path.lexists(path := self.path / name):
-                yield from _fault_of(path, name in owned)
+                yield from _fault_of_path(path, name in owned)
         for name in _SAVED:
             if name == self.result and os.path.lexists(self.path / "best" / name):
-                yield from _fault_of(self.path / "best" / name, "best" in owned)
+                yield from _fault_of_path(self.path / "best" / name, "best" in owned)
 
 
-def _fault_of(path: Path, owned: bool) -> Iterator[tuple[Path, str]]:
+def _fault_of_path(path: Path, owned: bool) -> Iterator[tuple[Path, str]]:
     if path.is_symlink() and path.name not in _FOLDERS:
         yield path, "is a symbolic link"
     elif path.name in _FILES:
@@ -178,7 +178,7 @@ def _fault_of(path: Path, owned: bool) -> Iterator[tuple[Path, str]]:
         yield path, "was not written by a run"
 
 
-def _marked(directory: Path) -> set[str] | None:
+def _names_in_mark(directory: Path) -> set[str] | None:
     """Names that the mark of a directory lists; None without a mark."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         mark = json.loads((directory / MARK).read_text("utf-8"))
@@ -223,8 +223,8 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(entry)
 
 
-def _matches(text: str) -> list[str]:
-    """Paths that a text names, as they exist: of a file, of a glob, or of code."""
+def _matching_paths(text: str) -> list[str]:
+    """Existing paths that a text names as a path, a glob or "path:name" of code."""
     path = os.path.expanduser(text)
     with contextlib.suppress(OSError, ValueError):
         if os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""What resuming a run depends on: its settings, and what an error says of it."""
+"""Settings that a resumed run must keep, and advice on resuming for its errors."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from jaxmem.train.metrics import AnyMetrics
 from jaxmem.train.state.checkpoint import Checkpoints, RunCheckpointError
 
 CHANGEABLE = "changeable"  # key in the saved settings
-CODE = "code"  # key in those: digests of the user's code by its name
+CODE = "code"  # key in the changeable settings: digests of the user's code by name
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def advising(saved: int) -> Iterator[None]:
 
 
 def check_finite(taken: AnyMetrics, checkpoints: Checkpoints, saved: int) -> None:
-    """Raise if a step's loss or gradient is not finite, with what comes next.
+    """Raise if a step's loss or gradient is not finite, with advice on resuming.
 
     Numbers of the first step after a checkpoint come from the weights that were saved,
     so that no learning rate would help: the checkpoint is renamed. If they are finite,
@@ -76,21 +76,21 @@ def changes(
             f"run.steps={steps} is below the {done} steps that {where} has "
             "done; raise it, or name another run.out_dir"
         )
-    found = differences(before, now, common=True)
-    ignored = [change for change in found if not change.startswith("run.steps ")]
+    changed = differences(before, now, common=True)
+    ignored = [change for change in changed if not change.startswith("run.steps ")]
     if ignored and done == steps:
         raise ValueError(
             f"{where} has done its {steps} steps, so other settings have no "
             f"effect: {'; '.join(ignored)}. Restore the old values, raise "
             "run.steps, or name another run.out_dir"
         )
-    return found + code
+    return changed + code
 
 
 def check_same_config(
     saved: Mapping[str, Mapping], current: Mapping[str, Mapping], directory: Path
 ) -> None:
-    """Raise a ValueError that names what has changed of the model or data of a run."""
+    """Raise a ValueError that names the changed settings of a run's model or data."""
     differing = differences(saved, current)
     if differing:
         raise ValueError(
@@ -107,7 +107,7 @@ def differences(
 
     With `common`, fields that only one of them has are ignored.
     """
-    was, now = _flat(saved), _flat(current)
+    was, now = _json_by_key(saved), _json_by_key(current)
     keys = was.keys() & now.keys() if common else was.keys() | now.keys()
     return [
         f"{key} was {was.get(key, 'absent')}, is {now.get(key, 'absent')}"
@@ -116,8 +116,8 @@ def differences(
     ]
 
 
-def _flat(config: Mapping[str, Mapping]) -> dict[str, str]:
-    """Section.field to JSON text, which a JSON round trip does not change."""
+def _json_by_key(config: Mapping[str, Mapping]) -> dict[str, str]:
+    """JSON text of each value by "section.field"; a JSON round trip keeps it."""
     return {
         f"{section}.{field}": json.dumps(value)
         for section, fields in config.items()
