@@ -19,7 +19,7 @@ from jaxmem.train.jobs.rollout.samples import Sampled
 class Rollout(NamedTuple):
     """Completions and what they are worth; numpy arrays of N samples."""
 
-    asked: PromptIds
+    prompts: PromptIds
     completions: Completions
     samples: Samples  # without support_ids
     supports: (
@@ -147,7 +147,7 @@ def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
 
 def of_rollout(rollout: Rollout) -> dict[str, Any]:
     """Rewards and lengths, as fields of `PolicyMetrics`."""
-    read = rollout.asked.lengths.sum() + rollout.completions.lengths.sum()
+    read = rollout.prompts.lengths.sum() + rollout.completions.lengths.sum()
     return {**rollout.sampled, "tokens": int(read)}
 
 

@@ -23,7 +23,7 @@ from jaxmem.train.jobs.rollout.conversations import Replies
 from jaxmem.train.jobs.rollout.nested_rows import join, take
 from jaxmem.train.jobs.rollout.packed import Completions
 from jaxmem.train.jobs.rollout.prompts import Graded
-from jaxmem.train.jobs.rollout.samples import Sampled, SlotUse, telling
+from jaxmem.train.jobs.rollout.samples import Sampled, SlotUse, select_groups
 from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
 from jaxmem.train.metrics import PolicyMetrics
 from tests.helpers import runs, texts
@@ -186,7 +186,7 @@ def test_turns_are_compared_by_what_follows_from_each():
     )  # fmt: skip
     sampled = join([take(sampled, np.arange(8)), take(sampled, np.r_[8:16])])
     got = sampled.advantages(8, advantages.load("grpo"))
-    assert sampled.tells(8).all() and got.shape == samples.tokens.shape
+    assert sampled.rewards_differ(8).all() and got.shape == samples.tokens.shape
     for i in range(16):
         group = [j for j in range(16) if j // 8 == i // 8]
         for turn in range(played.turns[i]):
@@ -561,10 +561,10 @@ def test_left_out_conversation_is_not_compared():
     made = Sampled(
         asked, None, None, graded, played.truncated, turns, SlotUse(0, 0), by_turn
     )
-    assert made.tells(4).tolist() == [True, False]
+    assert made.rewards_differ(4).tolist() == [True, False]
     assert made.rewarded(4).tolist() == [True, False]
     of_whole = made._replace(by_turn=None)
-    assert of_whole.tells(4).tolist() == [True, False]
+    assert of_whole.rewards_differ(4).tolist() == [True, False]
     got = made.advantages(4, advantages.load("grpo"))
     assert np.isfinite(got).all() and not got[[1, 4, 5, 6, 7]].any()
     wanted = losses.grpo_advantages(by_turn.returns[[0, 2, 3], 0])
@@ -596,7 +596,7 @@ def test_groups_without_a_reward_are_taken_last():
                 SlotUse(0, 0))
         for rewards in ([np.nan, np.nan, 3.0, 3.0], [np.nan, 4.0, 5.0, 6.0])
     ]  # fmt: skip
-    chosen = telling(parts, 2, 2).graded.rewards
+    chosen = select_groups(parts, 2, 2).graded.rewards
     np.testing.assert_array_equal(chosen, [3, 3, 5, 6])
-    chosen = telling(parts, 3, 2).graded.rewards
+    chosen = select_groups(parts, 3, 2).graded.rewards
     np.testing.assert_array_equal(chosen, [3, 3, np.nan, 4, 5, 6])

@@ -405,11 +405,11 @@ def test_uninformative_groups_are_resampled():
     np.testing.assert_array_equal(firsts, 1 + 3 * np.arange(8))
     whole = join(asked)
     rows = (3 * np.arange(8)[:, None] * group + np.arange(group)).ravel()
-    np.testing.assert_array_equal(made.asked.ids, whole.ids[rows])
-    np.testing.assert_array_equal(made.asked.items.answers, whole.items.answers[rows])
+    np.testing.assert_array_equal(made.prompts.ids, whole.ids[rows])
+    np.testing.assert_array_equal(made.prompts.items.answers, whole.items.answers[rows])
     for i, tokens in enumerate(made.completions.tokens):
-        length = made.asked.lengths[i]
-        np.testing.assert_array_equal(tokens[:length], made.asked.ids[i, :length])
+        length = made.prompts.lengths[i]
+        np.testing.assert_array_equal(tokens[:length], made.prompts.ids[i, :length])
         said = made.completions.sampled[i, : made.completions.lengths[i]]
         np.testing.assert_array_equal(tokens[length:], said[:-1])
     # Each attempt drew other tokens for other prompts.

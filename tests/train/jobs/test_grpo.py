@@ -436,7 +436,7 @@ def test_resume_refuses_other_task_model_or_seed(finished):
 @pytest.mark.parametrize(("rows", "shown"), [(2, 2), (3, 3), (8, 3)])
 def test_samples_show_a_few_completions(rows, shown):
     made = SimpleNamespace(
-        advantages=np.zeros(rows), asked=None, completions=None,
+        advantages=np.zeros(rows), prompts=None, completions=None,
         graded=SimpleNamespace(right=np.ones(rows, bool)),
     )  # fmt: skip
     task = SimpleNamespace(shown=lambda asked, completions, i: (str(i), "a"))

@@ -199,11 +199,11 @@ def test_prompt_order_changes_with_epoch():
 def test_other_prompts_do_not_resume_a_run():
     task = own_prompts()
     state = task.state(7)
-    assert own_prompts().place(state) == 7
+    assert own_prompts().position(state) == 7
     lines = pathlib.Path("prompts.jsonl").read_text().splitlines(True)
     pathlib.Path("prompts.jsonl").write_text("".join(lines[1:] + lines[:1]))
     with pytest.raises(DataError, match="belongs to other prompts than task.source"):
-        own_prompts().place(state)
+        own_prompts().position(state)
 
 
 @pytest.mark.parametrize(
@@ -261,10 +261,10 @@ def test_unrewarded_completions_are_left_out():
     assert made.sampled["unrewarded"] == 8 + 3 * 2
     assert made.sampled["reward"] == pytest.approx(given.mean())
     assert made.sampled["accuracy"] == pytest.approx((given >= 1).mean())
-    for array in (made.samples.tokens, made.truncated, made.asked.lengths):
+    for array in (made.samples.tokens, made.truncated, made.prompts.lengths):
         assert len(array) == 18 == len(made.completions.tokens)
     prompts = [item.where for item in job.task.ask(1, 3).items]
-    assert [item.where for item in made.asked.items[::6]] == prompts
+    assert [item.where for item in made.prompts.items[::6]] == prompts
     minibatches = list(job._minibatches(1, 18))
     assert sorted(np.concatenate(minibatches).tolist()) == list(range(18))
 

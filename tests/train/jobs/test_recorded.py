@@ -66,7 +66,7 @@ def write(made, noise=0.0):
     rng, rows = np.random.default_rng(0), []
     supports = made.supports
     for i, length in enumerate(made.completions.lengths):
-        prompt = made.asked.ids[i, : made.asked.lengths[i]]
+        prompt = made.prompts.ids[i, : made.prompts.lengths[i]]
         logprobs = np.asarray(made.samples.logprobs)[i, :length].astype(float)
         logprobs = np.minimum(logprobs + noise * rng.normal(size=length), 0)
         record = {
@@ -103,7 +103,7 @@ def test_recorded_step_equals_samplers_own(overrides):
     assert found.mismatch_max == told.mismatch_max < 1e-5
     assert found.support_mean == told.support_mean
     assert other.get_state()["next_problem"] == 4
-    assert other.task.shown(other.last.asked, other.last.completions, 0)
+    assert other.task.shown(other.last.prompts, other.last.completions, 0)
 
 
 @pytest.mark.slow

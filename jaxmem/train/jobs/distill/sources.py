@@ -198,4 +198,4 @@ class StudentSamples(Source):
         return self._task.state(self._next)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self._next = self._task.place(state)
+        self._next = self._task.position(state)

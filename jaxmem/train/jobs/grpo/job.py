@@ -35,7 +35,7 @@ from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, RolloutSuppo
 from jaxmem.train.jobs.rollout.prompt_tasks import Conversations, TaskPrompts, ends_of
 from jaxmem.train.jobs.rollout.prompts import Graded, PromptIds
 from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
-from jaxmem.train.jobs.rollout.samples import Sampled, telling
+from jaxmem.train.jobs.rollout.samples import Sampled, select_groups
 from jaxmem.train.jobs.rollout.turns import SamplePrograms, Turns
 from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Update
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
@@ -113,14 +113,14 @@ class Grpo(Job, name="grpo"):
         return self.task.state(self._next)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._next = self.task.place(state)
+        self._next = self.task.position(state)
 
     def samples(self) -> list[dict[str, Any]]:
         if (last := self.last) is None:
             return []
         rewards, logprobs = last.graded.rewards, np.asarray(last.samples.logprobs)
         return shown_samples.table(
-            self.task, last.asked, last.completions, rewards, logprobs
+            self.task, last.prompts, last.completions, rewards, logprobs
         )
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, PolicyMetrics]:
@@ -162,11 +162,13 @@ class Grpo(Job, name="grpo"):
         for attempt in range(1 + grpo.resample):
             parts.append(self._sampled(number, attempt, place, params))
             place += grpo.prompts
-            told = sum(int(part.tells(grpo.group_size).sum()) for part in parts)
+            told = sum(
+                int(part.rewards_differ(grpo.group_size).sum()) for part in parts
+            )
             if told >= grpo.prompts:
                 break
         self._next = place  # after the rewards, which may raise
-        sampled = telling(parts, grpo.prompts, grpo.group_size)
+        sampled = select_groups(parts, grpo.prompts, grpo.group_size)
         observed = rollout_metrics.of_sampled(
             parts, sampled if grpo.resample else None, grpo.group_size
         )

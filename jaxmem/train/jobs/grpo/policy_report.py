@@ -88,6 +88,6 @@ def examples(task: Task, rollout: Rollout, count: int = 3) -> Iterator[str]:
     count = min(count, len(rollout.advantages))
     each = len(rollout.advantages) // count
     for i in range(0, count * each, each):
-        prompt, answer = task.shown(rollout.asked, rollout.completions, i)
+        prompt, answer = task.shown(rollout.prompts, rollout.completions, i)
         verdict = "right" if rollout.graded.right[i] else "wrong"
         yield f"{prompt} {answer[:60]}  ({verdict})"

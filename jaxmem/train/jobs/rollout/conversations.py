@@ -24,26 +24,34 @@ from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.rollout.nested_rows import take
 from jaxmem.train.jobs.rollout.samples import ByTurn
 
-# Completes prompts [N, P] of lengths [N] in the turn of a number, on the host; a row of
+# Completes prompts [N, P] of lengths [N] in a turn (its number), on the host; a row of
 # length 0 gets no token.
 Sample = Callable[[np.ndarray, np.ndarray, int], Samples]
-# A completion that a template is asked to render; no text has these characters.
+# Stands for a completion in a rendered template; no text has these characters.
 _FILLER = "\ue000\ue001"
 
 
 class Played(NamedTuple):
     """N conversations after their prompts, as `Samples` of R slots."""
 
-    # mask is False, log-probabilities are 0 and supports are empty for what
-    # environments said, which tokens and lengths contain
+    # tokens and lengths include what environments said; there, mask is False,
+    # log-probabilities are 0 and supports are empty
     samples: Samples
-    truncated: np.ndarray  # [N] whether the last completion has no end
+    truncated: np.ndarray  # [N] bool, True where the last completion has no end
     turns: np.ndarray  # [N] completions of each
     by_turn: ByTurn  # rewards, NaN where it has none; and the turns of tokens
 
 
+class ConversationLimits(NamedTuple):
+    """Bounds of a conversation."""
+
+    turns: int  # completions
+    slots: int  # tokens after the prompt
+    width: int  # tokens that `Sample` reads
+
+
 class Replies:
-    """Turns what environments say into tokens."""
+    """Turns the replies of environments into tokens."""
 
     def __init__(
         self,
@@ -58,7 +66,7 @@ class Replies:
         self._ends = [tokenizer.decode([i], skip_special_tokens=False) for i in eos_ids]
 
     def has_end(self, ids: np.ndarray) -> bool:
-        """Whether a completion has ended."""
+        """True if a completion ends with one of the ids that end completions."""
         return int(ids[-1]) in self._eos_ids
 
     def text(self, ids: np.ndarray) -> str:
@@ -71,7 +79,9 @@ class Replies:
         Raises:
             RewardError: they are more than `task.max_reply_tokens`.
         """
-        text = reply if isinstance(reply, str) else self._suffix(conversation, reply)
+        text = (
+            reply if isinstance(reply, str) else self._render_reply(conversation, reply)
+        )
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if len(ids) > (most := self._config.max_reply_tokens):
             raise RewardError(
@@ -81,34 +91,36 @@ class Replies:
             )
         return ids
 
-    def _suffix(self, conversation: Episode, reply: list[Any]) -> str:
-        """What the template writes after the end of a completion."""
+    def _render_reply(self, conversation: Episode, reply: list[Any]) -> str:
+        """The text of a reply that the template writes behind a completion's end."""
         before = conversation.said[:-1]
-        found = self._after(before, reply)
-        if found != self._after([{"role": "user", "content": "x"}], reply):
+        suffix = self._render_after_answer(before, reply)
+        other = [{"role": "user", "content": "x"}]
+        if suffix != self._render_after_answer(other, reply):
             raise DataError(
                 f"task.environment ({conversation.where}): what the chat template "
                 "writes after a completion depends on the messages before it; use a "
                 "task.chat_template that does not"
             )
-        end = next((end for end in self._ends if found.startswith(end)), None)
+        end = next((end for end in self._ends if suffix.startswith(end)), None)
         if end is None:
             raise DataError(
                 f"task.environment ({conversation.where}): the chat template ends a "
-                f"completion by {found[:20]!r}, and the sampler by {self._ends}; set "
+                f"completion by {suffix[:20]!r}, and the sampler by {self._ends}; set "
                 "task.stop"
             )
-        return found.removeprefix(end)
+        return suffix.removeprefix(end)
 
-    def _after(self, before: Sequence[Any], reply: list[Any]) -> str:
+    def _render_after_answer(self, before: Sequence[Any], reply: list[Any]) -> str:
+        """The text that the template writes behind an answer to the messages before."""
         answer = {"role": "assistant", "content": _FILLER}
         messages = [*before, answer, *reply]
         text = self._template().render(
             messages, add_generation_prompt=True, tools=self._tools
         )
         text = text.replace(START, "").replace(END, "")
-        _, found, after = text.rpartition(_FILLER)
-        if not found:
+        _, filler, after = text.rpartition(_FILLER)
+        if not filler:
             raise DataError(
                 "task.environment: the chat template leaves out what the model said"
             )
@@ -116,7 +128,7 @@ class Replies:
 
 
 class _Rows:
-    """The tokens of N conversations, as they grow to at most R after the prompts."""
+    """The tokens of N conversations, which grow to at most R after the prompts."""
 
     def __init__(self, prompts: np.ndarray, lengths: np.ndarray, slots: int):
         rows = len(lengths)
@@ -130,15 +142,15 @@ class _Rows:
         self.routes: np.ndarray | None = None
 
     def append(self, i: int, ids: np.ndarray) -> slice:
-        """Put ids behind a row; the slots that they take."""
+        """Append ids to row `i`; return their slots."""
         start = self.lengths[i]
         self.lengths[i] += len(ids)
-        place = self.first[i] + start
-        self.read[i, place : place + len(ids)] = ids
+        column = self.first[i] + start
+        self.read[i, column : column + len(ids)] = ids
         return slice(start, self.lengths[i])
 
     def add_sampled(self, i: int, samples: Samples, turn: int) -> np.ndarray:
-        """Append a completion of a turn; its tokens."""
+        """Append the completion of row `i` in a turn; return its tokens."""
         length = int(samples.lengths[i])
         ids = np.asarray(samples.tokens)[i, :length]
         slots = self.append(i, ids)
@@ -149,33 +161,33 @@ class _Rows:
                 limit = samples.support_ids.shape[2]
                 self.supports = np.full((*self.mask.shape, limit), -1, np.int32)
             self.supports[i, slots] = samples.support_ids[i, :length]
-        if samples.routes is not None:  # of all that was read
+        if samples.routes is not None:  # of the whole conversation
             if self.routes is None:
                 self.routes = np.zeros_like(samples.routes)
             self.routes[i] = samples.routes[i]
         return ids
 
     def prompts(self, width: int, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is read next: all of rows that are live, nothing of others."""
+        """Tokens [N, width] and lengths [N] to complete; 0 for rows that have ended."""
         lengths = np.where(live, self.first + self.lengths, 0)
         return self.read[:, :width], lengths.astype(np.int32)
 
     def samples(self) -> Samples:
-        """All that follows the prompts."""
+        """The tokens after the prompts, as `Samples`."""
         tokens = np.zeros(self.mask.shape, np.int32)
         for row, read, first, length in zip(
             tokens, self.read, self.first, self.lengths, strict=True
         ):
             row[:length] = read[first : first + length]
         lengths = self.lengths.astype(np.int32)
-        made: Any = (
+        arrays: Any = (
             tokens, self.mask, self.logprobs, self.supports, lengths, None, self.routes,
         )  # fmt: skip
-        return Samples(*made)
+        return Samples(*arrays)
 
 
 class Answer(NamedTuple):
-    """An environment's answer to a completion, as all processes hear it."""
+    """An environment's answer to a completion, the same in all processes."""
 
     reward: float  # NaN: the conversation has none
     done: bool  # the conversation has ended
@@ -185,7 +197,7 @@ class Answer(NamedTuple):
 class Partners:
     """Environments of N conversations, which the first process alone has and calls.
 
-    All processes hear the same rewards, replies and failures.
+    All processes get the same rewards, replies and failures.
     """
 
     def __init__(
@@ -209,9 +221,9 @@ class Partners:
             RewardError: an environment fails, or `reset` returns another prompt for a
                 record than before.
         """
-        processes.by_first(self._open, RewardError)
+        processes.by_first(self._open_environments, RewardError)
 
-    def _open(self) -> None:
+    def _open_environments(self) -> None:
         items = self._items
         records, where = zip(*((x.columns, x.where) for x in items), strict=True)
         opened = self._environments.opened(records, where)
@@ -230,18 +242,18 @@ class Partners:
         """Let environments answer completions.
 
         Args:
-            completions: tokens, by the number of the conversation.
-            last: numbers of those that end after the answer, whatever it is.
+            completions: tokens, by the index of the conversation.
+            last: indices of conversations that end whatever the answer is.
 
         Raises:
             RewardError: an environment fails, and `task.environment_errors` is "raise".
         """
         answers = processes.by_first(
-            lambda: self._answers(completions, last), RewardError
+            lambda: self._answer_completions(completions, last), RewardError
         )
         return [Answer(*answer) for answer in answers]
 
-    def _answers(
+    def _answer_completions(
         self, completions: Mapping[int, np.ndarray], last: Collection[int]
     ) -> list[Answer]:
         for i, ids in completions.items():
@@ -250,14 +262,14 @@ class Partners:
         answers = [
             Answer(turn.reward, True, [])
             if turn.done or i in last
-            else self._reply(self._conversations[i], turn)
+            else self._encode_reply(self._conversations[i], turn)
             for i, turn in zip(completions, self._environments.step(going), strict=True)
         ]
         both = zip(going, answers, strict=True)
         self._environments.close([c for c, answer in both if answer.done])
         return answers
 
-    def _reply(self, conversation: Episode, turn: Turn) -> Answer:
+    def _encode_reply(self, conversation: Episode, turn: Turn) -> Answer:
         try:
             ids = self.replies.ids(conversation, turn.reply)
         except RewardError as error:
@@ -275,44 +287,43 @@ def play(
     partners: Partners,
     prompts: tuple[np.ndarray, np.ndarray],
     sample: Sample,
-    limits: tuple[int, int, int],
+    limits: ConversationLimits,
 ) -> Played:
     """Let a model and environments speak in turn, until all conversations have ended.
 
-    That is when the environment says so, after the last turn, or after a completion
-    without an end. `limits` are turns, tokens after a prompt, and tokens that `sample`
-    reads. Prompts beyond the number of partners get no completion and are not returned.
+    A conversation ends when its environment ends it, after the last turn, or after a
+    completion without an end. Prompts beyond the number of partners get no completion
+    and are not returned.
     """
     with contextlib.closing(partners):
         partners.open()
-        return _played(partners, prompts, sample, limits)
+        return _speak_in_turn(partners, prompts, sample, limits)
 
 
-def _played(
+def _speak_in_turn(
     partners: Partners,
     prompts: tuple[np.ndarray, np.ndarray],
     sample: Sample,
-    limits: tuple[int, int, int],
+    limits: ConversationLimits,
 ) -> Played:
-    turns, slots, width = limits
-    rows = _Rows(*prompts, slots)
+    rows = _Rows(*prompts, limits.slots)
     live = np.arange(len(prompts[1])) < len(partners)
-    truncated, said = np.zeros(len(live), bool), np.zeros(len(live), np.int32)
-    rewards = np.zeros((len(live), turns), np.float32)
-    for turn in range(turns):
-        samples = sample(*rows.prompts(width, live), turn)
+    truncated, turns = np.zeros(len(live), bool), np.zeros(len(live), np.int32)
+    rewards = np.zeros((len(live), limits.turns), np.float32)
+    for turn in range(limits.turns):
+        samples = sample(*rows.prompts(limits.width, live), turn)
         completions = {
             i: rows.add_sampled(i, samples, turn) for i in np.flatnonzero(live).tolist()
         }
         for i, ids in completions.items():
-            said[i] += 1
+            turns[i] += 1
             truncated[i] = not partners.replies.has_end(ids)
-        last = {i for i in completions if truncated[i] or turn == turns - 1}
+        last = {i for i in completions if truncated[i] or turn == limits.turns - 1}
         answers = partners.answer(completions, last)
         for i, answer in zip(completions, answers, strict=True):
             rewards[i, turn], live[i] = answer.reward, not answer.done
             rows.append(i, np.array(answer.ids, np.int32))
         if not live.any():
             break
-    played = Played(rows.samples(), truncated, said, ByTurn(rewards, rows.turns))
+    played = Played(rows.samples(), truncated, turns, ByTurn(rewards, rows.turns))
     return take(played, np.arange(len(partners)))

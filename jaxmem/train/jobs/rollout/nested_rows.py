@@ -11,7 +11,7 @@ _Rows = TypeVar("_Rows")
 
 
 def take(values: _Rows, rows: np.ndarray) -> _Rows:
-    """Those of these numbers, of every array and list; numbers stay as they are.
+    """Rows `rows` of every array and list in `values`; scalars are unchanged.
 
     >>> take((np.array([1, 2, 3]), ["a", "b", "c"], 0.5), np.array([2, 0]))
     (array([3, 1]), ['c', 'a'], 0.5)
@@ -26,7 +26,7 @@ def take(values: _Rows, rows: np.ndarray) -> _Rows:
 
 
 def join(parts: Sequence[_Rows]) -> _Rows:
-    """Those of several, one after the other; numbers become their mean.
+    """The rows of all parts, one part after the other; scalars become their mean.
 
     >>> join([(np.array([1]), ["a"], 1), (np.array([2]), ["b"], 2)])
     (array([1, 2]), ['a', 'b'], 1.5)
@@ -43,8 +43,8 @@ def join(parts: Sequence[_Rows]) -> _Rows:
 def padded(rows: Sequence[Any], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of numbers as int32 [N, width], right-padded by 0, and their lengths."""
     out = np.zeros((len(rows), width), np.int32)
-    for place, row in zip(out, rows, strict=True):
-        place[: len(row)] = row
+    for padded_row, row in zip(out, rows, strict=True):
+        padded_row[: len(row)] = row
     return out, np.array([len(row) for row in rows], np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Completions as packed micro-batches: what is read, what is to be predicted, and back.
+"""Completions as packed micro-batches, with inputs and labels, and values back.
 
 A sequence is a prompt and its completion without the last token, which predicts
 nothing. Values of sampled tokens are [N, R], as samplers give them; in a sequence they
@@ -26,10 +26,10 @@ class Completions(NamedTuple):
     """Prompts and what was sampled after them; N sequences."""
 
     tokens: list[np.ndarray]  # of each sequence, the ids that the model reads
-    first: np.ndarray  # [N] place in a sequence of the first sampled token's prediction
+    first: np.ndarray  # [N] index in a sequence at which the first one is predicted
     sampled: np.ndarray  # [N, R] ids
     lengths: np.ndarray  # [N] tokens sampled
-    # [N, R] which of these the model sampled, where an environment said others
+    # [N, R] True where the model sampled the token, not an environment; None: all
     own: np.ndarray | None = None
     # of each sequence, the routes of its tokens [T, ...] that are replayed, as in
     # `models.route_records`; None: routers choose
@@ -59,11 +59,13 @@ class Completions(NamedTuple):
 
     @classmethod
     def of_samples(
-        cls, asked: Any, samples: Samples, own: np.ndarray | None = None
+        cls, prompts: Any, samples: Samples, own: np.ndarray | None = None
     ) -> "Completions":
-        """What was sampled after prompts, as `Asked` has them."""
+        """The completions of prompts, as `PromptIds` has them, by a sampler."""
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
-        return cls.of(asked.ids, asked.lengths, tokens, lengths, own, samples.routes)
+        return cls.of(
+            prompts.ids, prompts.lengths, tokens, lengths, own, samples.routes
+        )
 
     @property
     def counts(self) -> np.ndarray:
@@ -99,24 +101,25 @@ class Completions(NamedTuple):
         return out
 
     def measured(self, packed: Packing, outputs: Sequence[Any]) -> "Logprobs":
-        """What programs returned for the micro-batches: both arrays of `Logprobs`."""
+        """The `Logprobs` that programs returned, a pair of arrays a micro-batch."""
         drawn_from, whole = zip(*outputs, strict=True)
-        rest = None
+        over_vocabulary = None
         if whole[0] is not None:
-            rest = self.collect(packed.unpack(whole))
+            over_vocabulary = self.collect(packed.unpack(whole))
         within = np.arange(self.sampled.shape[1]) < self.lengths[:, None]
         known = within & (self.labels != NO_LABEL)
-        return Logprobs(self.collect(packed.unpack(drawn_from)), rest, known)
+        in_supports = self.collect(packed.unpack(drawn_from))
+        return Logprobs(in_supports, over_vocabulary, known)
 
     def keeping(self, kept: np.ndarray | None) -> "Completions":
-        """Those whose other tokens are read and not predicted; None: all are."""
+        """These completions with labels of the tokens `kept` alone; None: of all."""
         if kept is None:
             return self
         labels = np.where(kept, self.sampled, NO_LABEL)
         return self._replace(sampled=labels)
 
     def cut(self, lengths: np.ndarray) -> "Completions":
-        """The first tokens [N] of each that was sampled; the others are not read."""
+        """These completions cut to their first `lengths` [N] sampled tokens."""
         ends = self.first + lengths
 
         def cut(rows: list[np.ndarray]) -> list[np.ndarray]:
@@ -135,7 +138,7 @@ class Completions(NamedTuple):
     def pack_shared(
         self, max_tokens: int, row_lengths: Sequence[int], layout: Branches
     ) -> Packing:
-        """Lay the sequences out with equal prompts once a row; see `pack_branches`.
+        """Lay the sequences out with each prompt once a row; see `pack_branches`.
 
         Prompts are shared but for their last token, which predicts what is sampled.
         """
@@ -157,14 +160,14 @@ class Completions(NamedTuple):
             )
 
     def routed(self, packed: Packing) -> Iterator[np.ndarray | None]:
-        """The routes of each micro-batch of a packing; None where none are known."""
+        """The routes of each micro-batch of a packing; None without routes."""
         if self.routes is None:
             return itertools.repeat(None)
         return iter(packed.place(self.routes))
 
 
-# What stands for a log-probability of the trainer where it is the policy's own: the
-# weights are still those that the rollout began with, and the ratio is 1.
+# A mark in the place of a log-probability of the trainer: the weights are still those
+# of the rollout, so that it equals the policy's own and the ratio is 1.
 SAME_WEIGHTS = np.float32(np.inf)
 
 
@@ -173,7 +176,7 @@ class Logprobs(NamedTuple):
 
     drawn_from: np.ndarray  # under the distributions that the tokens were drawn from
     whole: np.ndarray | None  # over the vocabulary; None where that is the same
-    known: np.ndarray  # which tokens have been measured
+    known: np.ndarray  # True where the token has been measured
 
     @classmethod
     def unknown(cls, shape: tuple[int, ...], truncates: bool) -> "Logprobs":
@@ -183,7 +186,7 @@ class Logprobs(NamedTuple):
         return cls(drawn_from, whole, np.zeros(shape, bool))
 
     def put(self, rows: np.ndarray, other: "Logprobs") -> None:
-        """Fill in the rows of these numbers."""
+        """Write the measured tokens of `other` into the rows `rows`."""
         for ours, theirs in zip(self, other, strict=True):
             if ours is not None:
                 ours[rows] = np.where(other.known, theirs, ours[rows])
@@ -194,23 +197,23 @@ class RolloutSupports:
     """The ids that each sampled token was drawn from, as compressed sparse rows."""
 
     csr: packing.Supports  # of all tokens of a rollout
-    numbers: np.ndarray  # [N, R] which of them are those of each sampled token
+    numbers: np.ndarray  # [N, R] row of `csr` of each sampled token
     limit: int  # most ids that a token can have
 
     @classmethod
     def of(cls, padded: np.ndarray) -> "RolloutSupports":
-        """Take them out of [N, R, K], where negative ids are absent."""
+        """The supports of an array of ids [N, R, K], padded by negative ones."""
         *shape, limit = padded.shape
         numbers = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
         return cls(packing.support_to_csr(padded), numbers, limit)
 
     @property
     def sizes(self) -> np.ndarray:
-        """How many ids [N, R] each sampled token has; 0 after the end."""
+        """Number of ids [N, R] of each sampled token; 0 after the end."""
         return np.diff(self.csr.offsets)[self.numbers]
 
     def __getitem__(self, rows: np.ndarray) -> "RolloutSupports":
-        """Those of the sequences of these numbers."""
+        """The supports of the sequences `rows`."""
         return dataclasses.replace(self, numbers=self.numbers[rows])
 
     def micro_batches(
@@ -218,16 +221,16 @@ class RolloutSupports:
     ) -> Iterator[packing.Supports]:
         """Yield the supports of each micro-batch, with room for `limit` ids a token.
 
-        Only of the tokens [N, R] that are kept, in row-major order.
+        They are those of the tokens `kept` [N, R], in row-major order; None: of all.
         """
         numbers = self.numbers
         if kept is not None:
             numbers = np.where(kept, numbers, -1)
-        for placed in packed.place(completions.spread(numbers, -1), -1):
-            yield packing.take_supports(*self.csr, placed, placed.size * self.limit)
+        for csr_rows in packed.place(completions.spread(numbers, -1), -1):
+            yield packing.take_supports(*self.csr, csr_rows, csr_rows.size * self.limit)
 
 
-# Where all answers are of one length, every step packs the same lengths.
+# With completions of equal length, every step packs the same lengths.
 _pack = functools.lru_cache(maxsize=8)(
     lambda lengths, max_tokens, row_lengths, quadratic: packing.pack(
         lengths, max_tokens, row_lengths=row_lengths, quadratic=quadratic

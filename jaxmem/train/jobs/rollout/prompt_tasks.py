@@ -1,4 +1,4 @@
-"""What a rollout asks and what its completions are worth: sums, or a file's prompts."""
+"""Tasks of a rollout: sums, or a file's prompts with rewards or environments."""
 
 import functools
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ import numpy as np
 import tokenizers
 
 from jaxmem.base import processes
-from jaxmem.data import ends, mixing, prompts, rewards, tasks, vocabulary
+from jaxmem.data import ends, mixing, rewards, tasks, vocabulary
 from jaxmem.data.ends import Ends
 from jaxmem.data.environments import Environments
-from jaxmem.data.prompts import PromptRecord
+from jaxmem.data.prompts import PromptRecord, Reader, fingerprint, load_prompts
 from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError
 from jaxmem.data.tasks import TaskConfig
@@ -20,6 +20,7 @@ from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.jobs import passes
 from jaxmem.train.jobs.reading import Reading, TokenRecord
 from jaxmem.train.jobs.rollout.conversations import (
+    ConversationLimits,
     Partners,
     Played,
     Replies,
@@ -44,19 +45,19 @@ class ArithmeticTask(Task):
             self._spelling.write(problems.prompts), problems.prompt_lengths, problems
         )
 
-    def grade(self, asked: PromptIds, completions: Completions) -> Graded:
+    def grade(self, prompts: PromptIds, completions: Completions) -> Graded:
         words = self._spelling.read(completions.sampled)
-        scores = tasks.score(self._config, asked.items, words, completions.lengths)
+        scores = tasks.score(self._config, prompts.items, words, completions.lengths)
         return Graded(scores.rewards, scores.exact)
 
-    def question(self, asked: PromptIds, i: int) -> str:
-        return tasks.text(asked.items.prompts[i])
+    def question(self, prompts: PromptIds, i: int) -> str:
+        return tasks.text(prompts.items.prompts[i])
 
     def text(self, ids: np.ndarray) -> str:
         return tasks.text(self._spelling.read(ids))
 
-    def described(self, asked: PromptIds, i: int) -> tuple[str, str]:
-        answer = tasks.text(asked.items.answers[i])
+    def described(self, prompts: PromptIds, i: int) -> tuple[str, str]:
+        answer = tasks.text(prompts.items.answers[i])
         return f"problem {i}", f"answer {answer}"
 
     def statistics(self) -> str:
@@ -82,14 +83,17 @@ class OwnPrompts(FilePrompts):
             config.reward_errors,
             config.unrewarded,
         )
-        self._keep(prompts.load_prompts(config, (tokenizer, reader)))
+        self._set_prompts(load_prompts(config, (tokenizer, reader)))
 
-    def _keep(self, loaded: tuple[list[PromptRecord], list[PromptRecord]]) -> None:
+    def _set_prompts(
+        self, loaded: tuple[list[PromptRecord], list[PromptRecord]]
+    ) -> None:
         self._train, self._held_out = loaded
         self.size, config = len(self._train), self._config
         self.sources = [prompt.source for prompt in self._train]
-        given = self.sources, config.weights, config.seed, Stream.PROMPTS
-        self._order = mixing.order(*given)
+        self._order = mixing.order(
+            self.sources, config.weights, config.seed, Stream.PROMPTS
+        )
 
     def check(self) -> None:
         """See `Task`: columns that functions require, and names that are not free."""
@@ -113,29 +117,29 @@ class OwnPrompts(FilePrompts):
     def ask(self, start: int, count: int) -> PromptIds:
         """See `Task`; every epoch has an order of its own."""
         numbers = (self._order[n] for n in range(start, start + count))
-        return self._asked([self._train[i] for i in numbers])
+        return self._pad_prompts([self._train[i] for i in numbers])
 
     def held_out(self) -> PromptIds | None:
-        return self._asked(self._held_out) if self._held_out else None
+        return self._pad_prompts(self._held_out) if self._held_out else None
 
-    def grade(self, asked: PromptIds, completions: Completions) -> Graded:
-        questions = self._questions(asked.items, completions)
+    def grade(self, prompts: PromptIds, completions: Completions) -> Graded:
+        arguments = self._reward_arguments(prompts.items, completions)
 
         def scored() -> tuple[list[float], dict[str, list[float]]]:
-            scores = self._score(questions)
+            scores = self._score(arguments)
             parts = {name: values.tolist() for name, values in scores.parts.items()}
             return scores.total.tolist(), parts
 
         # One process calls the functions, which may be random, and all get the rewards.
-        total, told = processes.by_first(scored, rewards.RewardError)
-        parts = {name: np.array(values, np.float32) for name, values in told.items()}
+        total, lists = processes.by_first(scored, rewards.RewardError)
+        parts = {name: np.array(values, np.float32) for name, values in lists.items()}
         table = np.stack(list(parts.values()))
         first = table[(~np.isnan(table)).argmax(axis=0), np.arange(table.shape[1])]
         values = np.array(total, np.float32)
         right = np.where(np.isnan(values), values, first >= 1).astype(np.float32)
         return Graded(values, right, parts if len(parts) > 1 else None)
 
-    def _questions(
+    def _reward_arguments(
         self, items: list[PromptRecord], completions: Completions
     ) -> rewards.RewardArguments:
         ids = [
@@ -152,16 +156,19 @@ class OwnPrompts(FilePrompts):
         return rewards.RewardArguments(
             [item.where for item in items],
             [item.prompt for item in items],
-            [_completion(item, text) for item, text in zip(items, texts, strict=True)],
+            [
+                _in_form_of_prompt(item, text)
+                for item, text in zip(items, texts, strict=True)
+            ],
             columns,
             self.trainer_state,
         )
 
     def fingerprint(self) -> str | None:
-        return prompts.fingerprint(self._train)
+        return fingerprint(self._train)
 
-    def described(self, asked: PromptIds, i: int) -> tuple[str, str]:
-        item = asked.items[i]
+    def described(self, prompts: PromptIds, i: int) -> tuple[str, str]:
+        item = prompts.items[i]
         return item.where, f"columns {', '.join(item.columns)}"
 
     def statistics(self) -> str:
@@ -180,14 +187,14 @@ class Conversations(OwnPrompts):
         self,
         config: TaskConfig,
         sampling: SamplingConfig,
-        read: prompts.Reader,
+        read: Reader,
         eos_ids: tuple[int, ...],
     ):
         assert config.environment is not None
         FilePrompts.__init__(self, config, read[0])
         slots = config.conversation_length(sampling.max_new_tokens)
         width = config.prompt_length + slots - sampling.max_new_tokens
-        self._limits = config.max_turns, slots, width
+        self._limits = ConversationLimits(config.max_turns, slots, width)
         self._environments = Environments(
             config.environment,
             config.timeout,
@@ -196,7 +203,7 @@ class Conversations(OwnPrompts):
         )
         tools = self._environments.tools
         self._replies = Replies(config, read[0], read[1].template, eos_ids, tools)
-        self._keep(prompts.load_prompts(config, read, self._environments))
+        self._set_prompts(load_prompts(config, read, self._environments))
 
     def check(self) -> None:
         """See `Task`: environments take any columns."""
@@ -205,15 +212,15 @@ class Conversations(OwnPrompts):
         return []
 
     def play(
-        self, asked: PromptIds, sample: Sample, count: int | None = None
+        self, prompts: PromptIds, sample: Sample, count: int | None = None
     ) -> tuple[Played, Graded]:
-        """Complete the first prompts over several turns; None: all of them.
+        """Complete the first `count` prompts over several turns; None: all of them.
 
-        A reward of 1 or more is right.
+        A sum of rewards of 1 or more is right.
         """
-        items = asked.items[:count]
+        items = prompts.items[:count]
         partners = Partners(self._environments, self._replies, items)
-        played = play(partners, asked[:2], sample, self._limits)
+        played = play(partners, prompts[:2], sample, self._limits)
         returns = played.by_turn.returns
         for item, sums in zip(items, np.nan_to_num(returns).tolist(), strict=True):
             try:
@@ -228,13 +235,14 @@ class Conversations(OwnPrompts):
         return played, Graded(values, right)
 
 
-def _completion(item: PromptRecord, text: str) -> Any:
-    """In the form of the prompt, as TRL has it."""
+def _in_form_of_prompt(item: PromptRecord, text: str) -> Any:
+    """A completion as text or as a message, as its prompt is; TRL does the same."""
     if isinstance(item.prompt, str):
         return text
     return [{"role": "assistant", "content": text}]
 
 
+# Fields that older saved settings lack.
 _LATER = (
     "environment", "max_turns", "max_reply_tokens", "environment_errors", "recorded",
 )  # fmt: skip
@@ -254,23 +262,23 @@ class TaskPrompts(Reading):
         self._config, self._sampling = task, sampling
         self._checkpoint, self._prompts = checkpoint, prompts
         self._group_size = group_size
-        said = task.conversation_length(sampling.max_new_tokens)
-        self.longest = task.prompt_length + said
+        length = task.conversation_length(sampling.max_new_tokens)
+        self.longest = task.prompt_length + length
         self.chat_template = task.chat_template
         self._reader: RecordReader | None = None  # of prompts, once they are read
 
     @functools.cached_property
     def task(self) -> Task:
-        """Where prompts and rewards come from."""
+        """The task that `TaskConfig` describes, with its files read."""
         task, checkpoint = self._config, self._checkpoint
         if task.is_arithmetic:
             return ArithmeticTask(task, checkpoint)
         assert checkpoint is not None, "the job's config says so"
         tokenizer = vocabulary.of_checkpoint(checkpoint)
         if task.recorded:
-            known = ends_of(task, checkpoint)
             size, sampling = self._group_size, self._sampling
-            return RecordedRollouts(task, sampling, tokenizer, size, known)
+            known_ends = ends_of(task, checkpoint)
+            return RecordedRollouts(task, sampling, tokenizer, size, known_ends)
         reader = RecordReader.of(task, checkpoint, tokenizer, self.today)
         self._reader = reader
         if task.environment is None:
@@ -279,13 +287,13 @@ class TaskPrompts(Reading):
         return Conversations(task, self._sampling, (tokenizer, reader), eos_ids)
 
     def fixed(self) -> dict[str, dict[str, Any]]:
-        """See `Reading`; what ends a run decides no value of its steps before."""
+        """See `Reading`; `timeout` may end a run, and changes no value of its steps."""
         fields = self._config.fixed()
         del fields["timeout"]
-        for name in _LATER:  # a run from before there were any goes on
+        for name in _LATER:  # runs that are older than these fields can be resumed
             if fields[name] == getattr(TaskConfig, name):
                 del fields[name]
-        if self._config.is_arithmetic:  # as in runs from before there were files
+        if self._config.is_arithmetic:  # as in runs that are older than prompt files
             names = "digits", "answer", "reward", "seed"
             fields = {name: fields[name] for name in names}
         return {"task": fields}
@@ -319,16 +327,18 @@ class TaskPrompts(Reading):
 
     def records(self, count: int) -> Iterator[TokenRecord | str]:
         task = self.task
-        asked = task.ask(0, count if task.size is None else min(count, task.size))
-        for i, (ids, length) in enumerate(zip(asked.ids, asked.lengths, strict=True)):
-            name, about = task.described(asked, i)
+        prompts = task.ask(0, count if task.size is None else min(count, task.size))
+        for i, (ids, length) in enumerate(
+            zip(prompts.ids, prompts.lengths, strict=True)
+        ):
+            name, about = task.described(prompts, i)
             yield TokenRecord(name, ids[:length], about=about)
         yield task.statistics()
         yield from self.lines()
 
 
 def ends_of(task: TaskConfig, checkpoint: str | None) -> Ends:
-    """Size of the vocabulary, and the ids that end completions."""
+    """The ends of a task's completions, and the size of its vocabulary."""
     if not task.is_arithmetic:
         assert checkpoint is not None, "the job's config says so"
         return ends.of_checkpoint(checkpoint, task.stop, task.chat_template)

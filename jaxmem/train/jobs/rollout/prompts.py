@@ -1,4 +1,4 @@
-"""Prompts of a rollout, what completions are worth, and a task, which has both."""
+"""Prompts of a rollout, rewards of completions, and tasks, which have both."""
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,18 +21,21 @@ class PromptIds(NamedTuple):
 
     ids: np.ndarray  # int32 [N, P], right-padded
     lengths: np.ndarray  # int32 [N]
-    items: Any  # what a task scores them by
+    items: Any  # the task's own record of each, for scores
 
     def repeated(self, count: int) -> "PromptIds":
-        """Each prompt `count` times, one after the other."""
+        """These prompts, each `count` times in a row."""
         return take(self, np.repeat(np.arange(len(self.lengths)), count))
 
     def first(self, count: int) -> "PromptIds":
-        """The first prompts; only of lists of items."""
+        """The first `count` prompts; `items` must be a list."""
         return PromptIds(*(x[:count] for x in self))
 
     def parts(self, rows: int) -> Iterator[tuple["PromptIds", int]]:
-        """Parts of exactly so many prompts, and how many of each are not repeated."""
+        """Parts of exactly `rows` prompts, the last one filled up by repetition.
+
+        Each comes with the number of its prompts that are no repetition.
+        """
         for start in range(0, len(self.lengths), rows):
             chosen = np.arange(start, min(start + rows, len(self.lengths)))
             yield take(self, np.resize(chosen, rows)), len(chosen)
@@ -47,12 +50,12 @@ class Graded(NamedTuple):
 
     @property
     def rewarded(self) -> np.ndarray:
-        """Booleans [N], False for completions that nothing is learned from."""
+        """Booleans [N], True for completions that have a reward."""
         return ~np.isnan(self.rewards)
 
 
 class Task(abc.ABC):
-    """Where a run's prompts come from."""
+    """Prompts of a run, with the rewards of their completions."""
 
     size: int | None = None  # prompts to train on; None if they have no end
     sources: Sequence[int] = ()  # number of each prompt's entry in `task.source`
@@ -66,37 +69,37 @@ class Task(abc.ABC):
         """Prompts that are never trained on; None without any."""
         return None
 
-    def grade(self, asked: PromptIds, completions: Completions) -> Graded:
-        """What one completion of each prompt is worth."""
+    def grade(self, prompts: PromptIds, completions: Completions) -> Graded:
+        """Rewards of one completion of each prompt."""
         raise NotImplementedError
 
     @abc.abstractmethod
-    def question(self, asked: PromptIds, i: int) -> str:
-        """A prompt, as it reads; of a conversation, its last message."""
+    def question(self, prompts: PromptIds, i: int) -> str:
+        """The text of prompt `i`; of a conversation, its last message."""
 
     @abc.abstractmethod
     def text(self, ids: np.ndarray) -> str:
-        """Tokens as text, special ones too."""
+        """The text of tokens, special ones included."""
 
     def shown(
-        self, asked: PromptIds, completions: Completions, i: int
+        self, prompts: PromptIds, completions: Completions, i: int
     ) -> tuple[str, str]:
-        """The ends of a prompt and of its completion, a line each."""
+        """The last characters of prompt `i` and of its completion, on a line each."""
         said = completions.sampled[i, : completions.lengths[i]]
-        texts = self.question(asked, i), self.text(said)
+        texts = self.question(prompts, i), self.text(said)
         prompt, answer = (" ".join(text.split())[-60:] for text in texts)
         return prompt, answer
 
     def fingerprint(self) -> str | None:
-        """Identifies a file's prompts; None where the settings say it all."""
+        """A digest of a file's prompts; None where settings alone determine them."""
         return None
 
     @abc.abstractmethod
-    def described(self, asked: PromptIds, i: int) -> tuple[str, str]:
-        """Where a prompt is from, and what comes with it."""
+    def described(self, prompts: PromptIds, i: int) -> tuple[str, str]:
+        """The source of prompt `i`, and a note on its answer or columns."""
 
     def check(self) -> None:
-        """Raise a ValueError if prompts lack what rewards are computed from."""
+        """Raise a ValueError if rewards need columns that prompts do not have."""
         return None
 
     def lines(self) -> list[str]:
@@ -110,15 +113,19 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def statistics(self) -> str:
-        """All prompts in a line."""
+        """A line on the number and lengths of all prompts."""
 
-    def state(self, place: int) -> dict[str, Any]:
-        """Where a run stands in the prompts, as JSON-able values."""
+    def state(self, position: int) -> dict[str, Any]:
+        """The next prompt's number and the prompts' digest, as JSON-able values."""
         prints = self.fingerprint()
-        return {"next_problem": place} | ({"fingerprint": prints} if prints else {})
+        return {"next_problem": position} | ({"fingerprint": prints} if prints else {})
 
-    def place(self, state: Mapping[str, Any]) -> int:
-        """The number of the next prompt, if the state belongs to these prompts."""
+    def position(self, state: Mapping[str, Any]) -> int:
+        """The number of the next prompt, of a state that belongs to these prompts.
+
+        Raises:
+            DataError: the state belongs to other prompts.
+        """
         if state.get("fingerprint") != self.fingerprint():
             raise DataError(
                 "the saved position belongs to other prompts than task.source has now; "
@@ -128,17 +135,17 @@ class Task(abc.ABC):
 
 
 class FilePrompts(Task):
-    """A task whose prompts are those of a file's records."""
+    """A task with the prompts of a file's records."""
 
     def __init__(self, config: TaskConfig, tokenizer: tokenizers.Tokenizer):
         self._config, self._tokenizer = config, tokenizer
 
-    def _asked(self, items: list[PromptRecord]) -> PromptIds:
+    def _pad_prompts(self, items: list[PromptRecord]) -> PromptIds:
         rows = [item.ids for item in items]
         return PromptIds(*padded(rows, self._config.max_prompt_tokens), items)
 
-    def question(self, asked: PromptIds, i: int) -> str:
-        prompt = asked.items[i].prompt
+    def question(self, prompts: PromptIds, i: int) -> str:
+        prompt = prompts.items[i].prompt
         return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
 
     def text(self, ids: np.ndarray) -> str:

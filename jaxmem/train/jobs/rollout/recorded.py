@@ -33,7 +33,7 @@ _KEYS = ("prompt_ids", "completion_ids", "logprobs", "reward")
 
 
 class RecordedRollouts(FilePrompts):
-    """Completions of a file, group by group."""
+    """Prompts and completions of a file, group by group."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class RecordedRollouts(FilePrompts):
     ):
         super().__init__(config, tokenizer)
         self._sampling, self._group_size = sampling, group_size
-        self._vocab_size, self._eos_ids, _ = ends
+        self._vocab_size, self._eos_ids = ends.size, ends.eos_ids
         self.notes = Notes()
         paths = find_files(config.source, "task.source")
         self._records = [r for path in paths for r in read_records(path, "task.source")]
         for record in self._records:
-            self._check(record)
+            self._check_record(record)
         self.size = self._check_groups()
 
     def _check_groups(self) -> int:
@@ -71,7 +71,7 @@ class RecordedRollouts(FilePrompts):
                     )
         return groups
 
-    def _check(self, record: RawRecord) -> None:
+    def _check_record(self, record: RawRecord) -> None:
         fields, most = record.fields, self._sampling.max_new_tokens
         for key in _KEYS:
             if key not in fields:
@@ -139,34 +139,37 @@ class RecordedRollouts(FilePrompts):
                 )
 
     def sampled(self, start: int, count: int) -> Sampled:
-        """The groups of these numbers, in the order of the file, again and again."""
+        """Groups `start` to `start + count - 1` of the file, which repeats for ever."""
         size = self._group_size
         records = [
-            self._records[place % len(self._records)]
-            for place in range(start * size, (start + count) * size)
+            self._records[i % len(self._records)]
+            for i in range(start * size, (start + count) * size)
         ]
-        asked, samples = self._asked_of(records), self._samples(records)
-        completions = Completions.of_samples(asked, samples)
-        earned = np.array([r.fields["reward"] for r in records], np.float32)
-        graded = Graded(earned, (earned >= 1).astype(np.float32))
-        ends = np.array([r.fields["completion_ids"][-1] for r in records])
-        turns = np.ones(len(records), np.int32)
-        truncated = ~np.isin(ends, self._eos_ids)
+        prompts, samples = self._prompts_of(records), self._samples_of(records)
+        completions = Completions.of_samples(prompts, samples)
+        values = np.array([r.fields["reward"] for r in records], np.float32)
+        last_ids = np.array([r.fields["completion_ids"][-1] for r in records])
         return Sampled(
-            asked, completions, samples, graded, truncated, turns, SlotUse(0, 0)
+            prompts=prompts,
+            completions=completions,
+            samples=samples,
+            graded=Graded(values, (values >= 1).astype(np.float32)),
+            truncated=~np.isin(last_ids, self._eos_ids),
+            turns=np.ones(len(records), np.int32),
+            decoded=SlotUse(0, 0),
         )
 
-    def _asked_of(self, records: Sequence[RawRecord]) -> PromptIds:
-        ids = [np.array(x.fields["prompt_ids"], np.int32) for x in records]
-        given = zip(records, ids, strict=True)
-        return self._asked(
-            [PromptRecord(x.where, self.text(i), {}, i) for x, i in given]
-        )
+    def _prompts_of(self, records: Sequence[RawRecord]) -> PromptIds:
+        items = []
+        for record in records:
+            ids = np.array(record.fields["prompt_ids"], np.int32)
+            items.append(PromptRecord(record.where, self.text(ids), {}, ids))
+        return self._pad_prompts(items)
 
-    def _samples(self, records: Sequence[RawRecord]) -> Samples:
-        most, limit = self._sampling.max_new_tokens, self._sampling.support_size
+    def _samples_of(self, records: Sequence[RawRecord]) -> Samples:
+        slots, limit = self._sampling.max_new_tokens, self._sampling.support_size
         fields = [record.fields for record in records]
-        tokens, lengths = padded([f["completion_ids"] for f in fields], most)
+        tokens, lengths = padded([f["completion_ids"] for f in fields], slots)
         logprobs = np.zeros(tokens.shape, np.float32)
         for row, f in zip(logprobs, fields, strict=True):
             row[: len(f["logprobs"])] = f["logprobs"]
@@ -176,23 +179,22 @@ class RecordedRollouts(FilePrompts):
             for i, f in enumerate(fields):
                 for t, ids in enumerate(f["supports"]):
                     supports[i, t, : len(ids)] = ids
-        made: Any = (
-            tokens, np.arange(most) < lengths[:, None], logprobs, supports, lengths
-        )  # fmt: skip
-        return Samples(*made)
+        mask = np.arange(slots) < lengths[:, None]
+        arrays: Any = (tokens, mask, logprobs, supports, lengths)
+        return Samples(*arrays)
 
     def ask(self, start: int, count: int) -> PromptIds:
         """See `Task`: prompts of groups."""
         size = self._group_size
-        places = range(start * size, (start + count) * size, size)
-        return self._asked_of([self._records[i % len(self._records)] for i in places])
+        firsts = range(start * size, (start + count) * size, size)
+        return self._prompts_of([self._records[i % len(self._records)] for i in firsts])
 
     def fingerprint(self) -> str:
-        """Identifies the rollouts and their order."""
+        """A digest of the rollouts in their order."""
         return digest([record.fields for record in self._records])
 
-    def described(self, asked: PromptIds, i: int) -> tuple[str, str]:
-        return asked.items[i].where, f"{self._group_size} completions"
+    def described(self, prompts: PromptIds, i: int) -> tuple[str, str]:
+        return prompts.items[i].where, f"{self._group_size} completions"
 
     def statistics(self) -> str:
         lengths = [len(r.fields["completion_ids"]) for r in self._records]
@@ -204,11 +206,11 @@ class RecordedRollouts(FilePrompts):
 
 
 def digest(values: Sequence[Any]) -> str:
-    """Identify a list of JSON values."""
-    made = hashlib.sha256()
+    """A digest of a list of JSON values, in hexadecimal."""
+    content = hashlib.sha256()
     for value in values:
-        made.update(json.dumps(value, sort_keys=True).encode())
-    return made.hexdigest()[:24]
+        content.update(json.dumps(value, sort_keys=True).encode())
+    return content.hexdigest()[:24]
 
 
 def _check_ids(record: RawRecord, key: str, ids: Any, vocab_size: int) -> None:

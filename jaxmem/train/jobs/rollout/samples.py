@@ -1,4 +1,4 @@
-"""Sampled completions with their rewards, and groups of them that tell something."""
+"""Sampled completions with their rewards, and the choice of groups to learn from."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,9 +13,10 @@ from jaxmem.train.jobs.rollout.prompts import Graded, PromptIds
 
 
 def draw_number(step: int, attempt: int, turn: int) -> int:
-    """What the random numbers of a completion depend on, besides the seed.
+    """The number that, with the seed, determines the random numbers of completions.
 
-    Steps are positive; further attempts and turns have numbers of their own below 0.
+    It is the step, which is positive, for the first attempt and turn; others have
+    numbers of their own below 0.
     """
     if not (attempt or turn):
         return step
@@ -24,7 +25,7 @@ def draw_number(step: int, attempt: int, turn: int) -> int:
 
 
 class SlotUse(NamedTuple):
-    """How many of the sampler's slots had something to decode.
+    """Counts of decoded tokens and of the sampler's slots.
 
     The first token of a completion comes from its prompt, and is not counted.
     """
@@ -34,7 +35,7 @@ class SlotUse(NamedTuple):
 
     @property
     def busy(self) -> float | None:
-        """The share; None where nothing was decoded."""
+        """Share of the slots that decoded a token; None where nothing was decoded."""
         return self.tokens / self.slots if self.slots else None
 
 
@@ -46,68 +47,67 @@ class ByTurn(NamedTuple):
 
     @property
     def returns(self) -> np.ndarray:
-        """[N, T] rewards of a turn and of those after it."""
+        """Sums [N, T] of the rewards of each turn and of those after it."""
         return np.cumsum(self.rewards[:, ::-1], axis=1)[:, ::-1]
 
 
 class Sampled(NamedTuple):
-    """N completions, those of a prompt one after the other."""
+    """N completions in the order of their prompts, `group_size` to a prompt."""
 
-    asked: PromptIds
+    prompts: PromptIds
     completions: Completions
     samples: Samples
     graded: Graded
-    truncated: np.ndarray  # [N] bool, whether the last one has no end
+    truncated: np.ndarray  # [N] bool, True where the last completion has no end
     turns: np.ndarray  # [N] completions of a conversation
     decoded: SlotUse  # for these and for completions that were not selected
     by_turn: ByTurn | None = None  # where turns are compared, not conversations
 
-    def tells(self, group_size: int) -> np.ndarray:
-        """Booleans, one a group: True if its rewards differ."""
+    def rewards_differ(self, group_size: int) -> np.ndarray:
+        """Boolean array [groups]: True where rewards within the group differ."""
         values = self.graded.rewards[:, None]
         if self.by_turn is not None:
             values = self.by_turn.returns
         groups = values.reshape(-1, group_size, values.shape[1])
-        has = self.graded.rewarded.reshape(-1, group_size, 1)
-        highest = groups.max(axis=1, where=has, initial=-np.inf)
-        lowest = groups.min(axis=1, where=has, initial=np.inf)
+        rewarded = self.graded.rewarded.reshape(-1, group_size, 1)
+        highest = groups.max(axis=1, where=rewarded, initial=-np.inf)
+        lowest = groups.min(axis=1, where=rewarded, initial=np.inf)
         return np.any(highest > lowest, axis=1)
 
     def rewarded(self, group_size: int) -> np.ndarray:
-        """Booleans, one a group: True if any of its completions has a reward."""
+        """Boolean array [groups]: True where any completion has a reward."""
         return np.any(self.graded.rewarded.reshape(-1, group_size), axis=1)
 
     def advantages(self, group_size: int, compare: Compare) -> np.ndarray:
         """Advantages of completions [N]; or of tokens [N, R] if turns are compared.
 
-        `compare` gets rewards [prompts, group_size], NaN for completions without one,
-        which are compared with none and have 0. A turn's are the rewards from it on, of
-        the conversations that have this turn.
+        `compare` gets rewards [prompts, group_size]. They are NaN for completions
+        without a reward, whose advantages are 0. The reward of a turn is the sum of
+        the rewards from it on, NaN in conversations that ended before it.
         """
-        by_group = -1, group_size
+        shape = -1, group_size
         rewarded = self.graded.rewarded
         if self.by_turn is None:
-            return compare(self.graded.rewards.reshape(by_group)).ravel()
+            return compare(self.graded.rewards.reshape(shape)).ravel()
         returns = self.by_turn.returns
         has_turn = np.arange(returns.shape[1]) < self.turns[:, None]
         returns = np.where(has_turn & rewarded[:, None], returns, np.nan)
-        compared = [compare(turn.reshape(by_group)).ravel() for turn in returns.T]
+        compared = [compare(turn.reshape(shape)).ravel() for turn in returns.T]
         of_token = self.by_turn.of_token
         return np.take_along_axis(np.stack(compared, axis=1), of_token, axis=1)
 
 
-def telling(parts: Sequence[Sampled], prompts: int, group_size: int) -> Sampled:
-    """The first groups whose rewards differ; others, in order, where those are few.
+def select_groups(parts: Sequence[Sampled], prompts: int, group_size: int) -> Sampled:
+    """The first `prompts` groups of `parts`, those whose rewards differ before others.
 
-    Groups without any reward come last.
-
-    This is dynamic sampling (Yu et al., 2025, arXiv:2503.14476, DAPO).
+    Groups without any reward come last. This is dynamic sampling (Yu et al., 2025,
+    arXiv:2503.14476, DAPO).
     """
     if len(parts) == 1:
         return parts[0]
-    tells = np.concatenate([part.tells(group_size) for part in parts])
+    differ = np.concatenate([part.rewards_differ(group_size) for part in parts])
     rewarded = np.concatenate([part.rewarded(group_size) for part in parts])
-    rank = np.where(tells, 0, np.where(rewarded, 1, 2))
+    rank = np.where(differ, 0, np.where(rewarded, 1, 2))
     groups = np.sort(np.argsort(rank, kind="stable")[:prompts])
     rows = (groups[:, None] * group_size + np.arange(group_size)).ravel()
     return take(join(parts), rows)

@@ -38,14 +38,18 @@ class SamplingProgram(AccumulatedProgram):
     """
 
     rows = 0  # completions of a rollout; 0: nothing is sampled
-    records = False  # whether routes are recorded, as in `Sampler`
+    records = False  # routes are recorded, as in `Sampler`
 
     def sample_from(
         self, rows: int, named: str, ends: Ends, records: bool = False
     ) -> None:
-        """Say what is sampled, and refuse slots and meshes that do not go with it.
+        """Set the sampler's rows and ends, and refuse slots and meshes without support.
 
-        `named` are the settings whose product the number of rows is.
+        Args:
+            rows: completions of a rollout.
+            named: the settings whose product `rows` is, for errors.
+            ends: the ids that end completions.
+            records: True records the experts that tokens are routed to.
         """
         self.rows, self.ends, self.records = rows, ends, records
         by_rows, slots = self.config.mesh.by_rows, self.config.sampling.slots
@@ -69,16 +73,16 @@ class SamplingProgram(AccumulatedProgram):
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether turns after the first read only what follows on their cache."""
-        return self.config.task.turns > 1 and self._drops_cache is None
+        """True if turns after the first read only tokens that their cache lacks."""
+        return self.config.task.turns > 1 and self._cache_obstacle is None
 
     @property
-    def _drops_cache(self) -> str | None:
-        """The setting with which no cache is kept from turn to turn; None without one.
+    def _cache_obstacle(self) -> str | None:
+        """The setting that rules out a cache kept from turn to turn; None without one.
 
-        Slots that are refilled write at one place, which goes round and would overwrite
-        a row that waits for its reply; and of the cache of a model of one's own only
-        the model knows which axes are rows.
+        Refilled slots write at one position, which wraps around and would overwrite a
+        row that waits for its reply. Which axes of the cache are rows only the model
+        knows, where it is a user's.
         """
         config, own = self.config, self.model_config.factory is not None
         settings = {
@@ -93,50 +97,52 @@ class SamplingProgram(AccumulatedProgram):
 
         It returns `Samples`, and the cache that is kept, or None.
         """
-        sampler = self._sampler(greedy)
+        sampler = self._make_sampler(greedy)
 
         def run(params, frozen, prompts, lengths, step):
-            model, key = self.model(params, frozen), self._key(step)
+            model, key = self.model(params, frozen), self._rollout_key(step)
             if self.keeps_cache:
                 model = prepared(model)
                 keys = row_keys(key, jnp.arange(len(lengths)))
                 state = sampler.start(model, prompts, lengths, keys)
-                return _ended(sampler, model, state)
+                return _decode_turn(sampler, model, state)
             return sampler.complete(model, prompts, lengths, key), None
 
         layout, kept = self.sampling_layout, None
         with layout.context():
             if self.keeps_cache:
-                kept = self._cache(sampler)
-            results = self._scalar, kept
+                kept = self._cache_shapes(sampler)
+            results = self._int_scalar, kept
             jitted = layout.jit(run, results, compiler_options=COMPILER_OPTIONS)
             weights = self.state_shapes.params, self.frozen_shapes
-            return jitted.trace(*weights, *self.prompts, self._scalar)
+            return jitted.trace(*weights, *self.prompts, self._int_scalar)
 
     def trace_further(self, greedy: bool = False) -> jax.stages.Traced:
         """Trace a turn after the first, where a cache is kept, which is consumed."""
-        layout, sampler = self.sampling_layout, self._sampler(greedy)
+        layout, sampler = self.sampling_layout, self._make_sampler(greedy)
 
         def run(params, frozen, cache, tokens, lengths, step):
             model = prepared(self.model(params, frozen))
-            keys = row_keys(self._key(step), jnp.arange(len(lengths)))
+            keys = row_keys(self._rollout_key(step), jnp.arange(len(lengths)))
             state = sampler.resume(model, cache, tokens, lengths, keys)
-            return _ended(sampler, model, state)
+            return _decode_turn(sampler, model, state)
 
         with layout.context():
-            cache = self._cache(sampler)
+            cache = self._cache_shapes(sampler)
             jitted = layout.jit(
-                run, (self._scalar, cache), donate_argnums=2,
+                run, (self._int_scalar, cache), donate_argnums=2,
                 compiler_options=COMPILER_OPTIONS,
             )  # fmt: skip
             weights = self.state_shapes.params, self.frozen_shapes
-            return jitted.trace(*weights, cache, *self.replies, self._scalar)
+            return jitted.trace(*weights, cache, *self.replies, self._int_scalar)
 
-    def _cache(self, sampler: Sampler) -> Any:
-        """Shapes of the cache that is kept from turn to turn, with their places."""
+    def _cache_shapes(self, sampler: Sampler) -> Any:
+        """Shapes and shardings of the cache that is kept from turn to turn."""
 
         def start(params, frozen, prompts, lengths):
-            key = self._key(jnp.zeros((), jnp.uint32))  # only shapes are asked for
+            key = self._rollout_key(
+                jnp.zeros((), jnp.uint32)
+            )  # only shapes are asked for
             keys = row_keys(key, jnp.arange(len(lengths)))
             model = self.model(params, frozen)
             return sampler.start(model, prompts, lengths, keys).cache
@@ -146,49 +152,51 @@ class SamplingProgram(AccumulatedProgram):
         layout = self.sampling_layout
         return shapes if layout.mesh is None else layout.of_cache(shapes)
 
-    def _sampler(self, greedy: bool) -> Sampler:
-        """What is evaluated, at temperature 0, is not replayed."""
+    def _make_sampler(self, greedy: bool) -> Sampler:
+        """A sampler; a greedy one is for evaluation, and records no routes."""
         config, ends = self.config.sampling, self.ends
         if greedy:
             config = SamplingConfig(config.max_new_tokens, top_k=1, slots=config.slots)
         records = self.records and not greedy
-        given = config, ends.eos_ids, ends.pad_id
-        return Sampler(*given, room=self._room, records=records)
+        return Sampler(
+            config, ends.eos_ids, ends.pad_id, room=self._max_read_tokens,
+            records=records,
+        )  # fmt: skip
 
-    def _key(self, step: jax.Array) -> jax.Array:
+    def _rollout_key(self, step: jax.Array) -> jax.Array:
         return Stream.ROLLOUTS.key(self.config.run.seed, step)
 
     @property
-    def _scalar(self) -> Any:
+    def _int_scalar(self) -> Any:
         return self.sampling_layout.whole(jax.ShapeDtypeStruct((), jnp.int32))
 
     @property
     def prompts(self) -> tuple[Any, Any]:
-        """Shapes of what is sampled from: ids [N, P] and lengths [N]."""
+        """Shapes of the sampler's prompts: ids [N, P] and lengths [N]."""
         width = self.config.task.prompt_length
         if not self.keeps_cache:  # all before the last completion
-            width = self._room + 1 - self.config.sampling.max_new_tokens
-        return self._rows(width)
+            width = self._max_read_tokens + 1 - self.config.sampling.max_new_tokens
+        return self._row_shapes(width)
 
     @property
     def replies(self) -> tuple[Any, Any]:
-        """Shapes of what follows on a kept cache: a completion's end and a reply."""
-        return self._rows(1 + self.config.task.max_reply_tokens)
+        """Shapes of tokens after a kept cache: a completion's last one and a reply."""
+        return self._row_shapes(1 + self.config.task.max_reply_tokens)
 
-    def _rows(self, width: int) -> tuple[Any, Any]:
+    def _row_shapes(self, width: int) -> tuple[Any, Any]:
         ids = jax.ShapeDtypeStruct((self.rows, width), jnp.int32)
         lengths = jax.ShapeDtypeStruct((self.rows,), jnp.int32)
         return self.sampling_layout.of_rows((ids, lengths))
 
     @property
-    def _room(self) -> int:
-        """Tokens of the longest conversation that are read."""
+    def _max_read_tokens(self) -> int:
+        """Tokens that the model reads of the longest possible conversation."""
         config = self.config
         task, slots = config.task, config.sampling.max_new_tokens
         return task.prompt_length + task.conversation_length(slots) - 1
 
     def rollout_phases(self, held: Mapping[str, Any]) -> list[Phase]:
-        """The rollout, for a plan; turns that go on from a cache are another phase."""
+        """The phases of a rollout, for a plan: one, or two where a cache is kept."""
         config = self.config
         rows, most = self.prompts[0].shape[0], config.sampling.max_new_tokens
         steps = most - 1
@@ -210,24 +218,24 @@ class SamplingProgram(AccumulatedProgram):
         return [first, dataclasses.replace(first, **further)]
 
     def lines(self) -> Iterator[str]:
-        """See `DecoderProgram`; what sampling without a cache costs."""
+        """See `DecoderProgram`; also the cost of sampling without a cache."""
         yield from super().lines()
         if not self.rows or self.config.task.recorded:
             return
         config = self.config
-        if config.task.turns > 1 and self._drops_cache is not None:
+        if config.task.turns > 1 and self._cache_obstacle is not None:
             yield (
                 f"each of up to {config.task.turns} turns reads its whole conversation "
-                f"again: with {self._drops_cache}, no cache is kept between turns"
+                f"again: with {self._cache_obstacle}, no cache is kept between turns"
             )
         if self.abstract.recomputes and config.sampling.max_new_tokens > 1:
-            row = -(-self._room // 8) * 8  # as `Sampler.start` rounds it
+            row = -(-self._max_read_tokens // 8) * 8  # as `Sampler.start` rounds it
             yield own_model.recomputation(config.sampling.max_new_tokens, row)
 
     def _cache_bytes(self) -> int:
         """Bytes of states of a rollout's slots on one device."""
         rows, mesh = self.slots, self.layout.sizes
-        room = -(-self._room // 8) * 8
+        room = -(-self._max_read_tokens // 8) * 8
         definition, weights = nnx.split(self.abstract)
 
         def states(weights, prompts, lengths):
@@ -241,13 +249,15 @@ class SamplingProgram(AccumulatedProgram):
         return sum(x.size * x.dtype.itemsize for x in shapes) // parts
 
     def _routes_bytes(self) -> int:
-        mesh, room = self.layout.sizes, -(-self._room // 8) * 8
-        made = route_records.struct(self.model_config, (self.slots, room))
+        mesh, room = self.layout.sizes, -(-self._max_read_tokens // 8) * 8
+        routes = route_records.struct(self.model_config, (self.slots, room))
         parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"]
-        return math.prod(made.shape) * made.dtype.itemsize // parts
+        return math.prod(routes.shape) * routes.dtype.itemsize // parts
 
 
-def _ended(sampler: Sampler, model: Any, state: SamplerState) -> tuple[Samples, Cache]:
-    """The completions of a turn, and the cache after them."""
+def _decode_turn(
+    sampler: Sampler, model: Any, state: SamplerState
+) -> tuple[Samples, Cache]:
+    """Decode until all completions of a turn end; they, and the cache after them."""
     state = sampler.advance(model, state, sampler.config.max_new_tokens)
     return samples_of(state), state.cache

@@ -14,32 +14,32 @@ _MOST_CHARACTERS = 600  # of a prompt, from its end
 
 def table(
     task: Task,
-    asked: PromptIds,
+    prompts: PromptIds,
     completions: Completions,
     rewards: np.ndarray | None,
     logprobs: np.ndarray,
 ) -> list[dict[str, Any]]:
     """Some samples as JSON: prompt, first tokens, their log-probabilities, any reward.
 
-    What an environment said has None for log-probabilities.
+    Tokens that an environment said have None for log-probabilities.
     """
     count = min(_SAMPLES, len(logprobs))
-    every = len(logprobs) // count
+    stride = len(logprobs) // count
     rows = []
-    for i in range(0, count * every, every):
+    for i in range(0, count * stride, stride):
         length = min(int(completions.lengths[i]), _MOST_TOKENS)
-        prompt = task.text(asked.ids[i, : asked.lengths[i]])
+        prompt = task.text(prompts.ids[i, : prompts.lengths[i]])
         reward = None
         if rewards is not None and not np.isnan(rewards[i]):
             reward = float(rewards[i])
-        own = np.ones(length, bool) if completions.own is None else completions.own[i]
+        mask = np.ones(length, bool) if completions.own is None else completions.own[i]
         rows.append(
             {
                 "prompt": prompt[-_MOST_CHARACTERS:],
-                "tokens": _pieces(task, completions.sampled[i, :length]),
+                "tokens": _token_texts(task, completions.sampled[i, :length]),
                 "logprobs": [
                     float(x) if sampled else None
-                    for x, sampled in zip(logprobs[i, :length], own, strict=False)
+                    for x, sampled in zip(logprobs[i, :length], mask, strict=False)
                 ],
                 "reward": reward,
             }
@@ -47,8 +47,8 @@ def table(
     return rows
 
 
-def _pieces(task: Task, ids: np.ndarray) -> list[str]:
-    """The text of each token; a part of a character joins the rest of it."""
+def _token_texts(task: Task, ids: np.ndarray) -> list[str]:
+    """The text of each token; the last token of a character has all of it."""
     pieces, before = [], ""
     for length in range(1, len(ids) + 1):
         text = task.text(ids[:length])

@@ -11,17 +11,17 @@ from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
 
 
 class SamplePrograms(NamedTuple):
-    """What samples, with a cache or None as a second result."""
+    """Compiled samplers; each returns `Samples` and a cache, or None."""
 
     # (params, frozen, prompts, lengths, number)
     first: jax.stages.Compiled
     # (params, frozen, cache, tokens, lengths, number) goes on from a cache, which it
-    # consumes; None: every turn reads all that was said
+    # consumes; None: every turn reads the whole conversation
     further: jax.stages.Compiled | None
 
     @classmethod
     def of(cls, program: SamplingProgram, greedy: bool = False) -> "SamplePrograms":
-        """Compile them; greedy ones are at temperature 0."""
+        """Compile the samplers of a program; greedy ones are at temperature 0."""
         further = None
         if program.keeps_cache:
             further = program.trace_further(greedy).lower().compile()
@@ -29,7 +29,7 @@ class SamplePrograms(NamedTuple):
 
 
 class Turns:
-    """Completes prompts, and goes on after replies to the completions."""
+    """Completes prompts turn by turn, from the kept cache where there is one."""
 
     def __init__(
         self,
@@ -41,40 +41,44 @@ class Turns:
         self._program, self._compiled = program, compiled
         self._weights, self._draw = weights, draw
         self._cache: Any = None
-        self._read = np.array([], np.int32)  # [N] tokens of a row that it holds
-        self._slots, self._tokens = 0, 0
+        self._cache_lengths = np.array([], np.int32)  # [N] tokens of each row
+        self._slot_count, self._token_count = 0, 0
 
     @property
     def decoded(self) -> SlotUse:
-        """What the sampler's slots did so far."""
-        return SlotUse(self._tokens, self._slots)
+        """Use of the sampler's slots in all turns so far."""
+        return SlotUse(self._token_count, self._slot_count)
 
     def __call__(self, said: np.ndarray, lengths: np.ndarray, turn: int) -> Samples:
-        """Complete all that was said [N, W] in rows of these lengths, in one turn.
+        """Complete the conversations [N, W] of lengths [N] by one turn.
 
-        Where a cache is kept, only what follows on it is read.
+        With a kept cache, a turn after the first reads only tokens that it lacks.
         """
-        program, shapes, whole = self._program, self._program.prompts, lengths
-        run, before = self._compiled.first, ()
+        program, shapes, total_lengths = self._program, self._program.prompts, lengths
+        run, cache = self._compiled.first, ()
         if turn and self._compiled.further is not None:
-            run, before = self._compiled.further, (self._cache,)
+            run, cache = self._compiled.further, (self._cache,)
             shapes = program.replies
-            said, lengths = self._news(said, lengths, shapes[0].shape[1])
-        given = said[:, : shapes[0].shape[1]], lengths
-        given = program.sampling_layout.place(given, shapes)
+            width = shapes[0].shape[1]
+            said, lengths = self._tokens_after_cache(said, lengths, width)
+        prompts = said[:, : shapes[0].shape[1]], lengths
+        prompts = program.sampling_layout.place(prompts, shapes)
         number = np.int32(draw_number(*self._draw, turn))
-        made, self._cache = run(*self._weights, *before, *given, number)
-        made = jax.device_get(made)
-        drawn = np.maximum(made.lengths - 1, 0)  # the last token is not read
-        self._read = whole + drawn
-        self._slots += made.steps * program.slots
-        self._tokens += int(drawn.sum())
-        return made
+        samples, self._cache = run(*self._weights, *cache, *prompts, number)
+        samples = jax.device_get(samples)
+        decoded = np.maximum(samples.lengths - 1, 0)  # the last token is not read
+        self._cache_lengths = total_lengths + decoded
+        self._slot_count += samples.steps * program.slots
+        self._token_count += int(decoded.sum())
+        return samples
 
-    def _news(
+    def _tokens_after_cache(
         self, said: np.ndarray, lengths: np.ndarray, width: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What follows [N, width] on the tokens that are in the cache, and lengths."""
-        counts = np.where(lengths > 0, lengths - self._read, 0).astype(np.int32)
-        places = np.minimum(self._read[:, None] + np.arange(width), said.shape[1] - 1)
-        return np.take_along_axis(said, places, axis=1), counts
+        """Tokens [N, width] that the cache lacks, and their counts [N]."""
+        counts = np.where(lengths > 0, lengths - self._cache_lengths, 0).astype(
+            np.int32
+        )
+        columns = self._cache_lengths[:, None] + np.arange(width)
+        columns = np.minimum(columns, said.shape[1] - 1)
+        return np.take_along_axis(said, columns, axis=1), counts
