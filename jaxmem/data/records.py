@@ -131,13 +131,19 @@ def read_text(path: Path, argument: str) -> str:
 
 
 @contextlib.contextmanager
-def held(path: Path, argument: str) -> Iterator[None]:
-    """A context that holds a file's records; a DataError names one too large for it."""
+def held(path: Path, argument: str, streams: bool = False) -> Iterator[None]:
+    """A context that holds a file's records; a DataError names one too large for it.
+
+    Args:
+        path: of the file.
+        argument: name of the source in errors.
+        streams: True if `data.streaming` reads such files without holding them.
+    """
     try:
         yield
     except MemoryError as error:
         remedy = "name files of fewer records"
-        if argument == "data.source":
+        if streams:
             remedy += ", or read .jsonl and .parquet files by data.streaming=True"
         raise DataError(
             f"{argument}: the host's memory cannot hold {messages.name(str(path))}; "

@@ -51,7 +51,7 @@ def load_documents(
     documents: list[Document] = []
     with reader.whole_pass():
         for number, path in paths:
-            with held(path, argument):
+            with held(path, argument, streams=argument == "data.source"):
                 documents += [
                     document._replace(source=number) if number else document
                     for document in _documents(path, argument, reader)

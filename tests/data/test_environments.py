@@ -97,12 +97,13 @@ def test_conversations_of_messages(own, opened):
 def test_conversations_have_own_object_and_record(own, opened):
     name = own(
         "record['seen'] = self.seen = []; return 'a'",
-        "self.seen.append(1); return str(len(self.seen)), 0, False",
+        "self.seen.append(1); said.clear(); return str(len(self.seen)), 0, False",
     )
     environments, made = opened(name, 3)
     for _ in range(2):
         turns = environments.step(made)
     assert [turn.reply for turn in turns] == ["2"] * 3 and "seen" not in RECORD
+    assert [conversation.said for conversation in made] == [["a"]] * 3
 
 
 def test_slow_ones_wait_together(own, opened):

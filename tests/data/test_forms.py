@@ -667,6 +667,18 @@ def test_pairs_of_a_file_are_held_out(tokenizer, tmp_path):
     assert (len(training), len(held_out)) == (3, 1)
 
 
+def test_pairs_that_memory_cannot_hold_are_named(tokenizer, tmp_path, monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    (tmp_path / "a.jsonl").write_text('{"chosen": "b", "rejected": "c"}')
+    monkeypatch.setattr(RecordReader, "answers", full)
+    config = pairs.DataConfig(source=str(tmp_path / "a.jsonl"))
+    message = "data.source: the host's memory cannot hold .*a.jsonl'?; name files of "
+    with pytest.raises(DataError, match=message + "fewer records$"):
+        pairs.load_pairs(config, tokenizer)
+
+
 def test_raising_template_is_named_with_record():
     with pytest.raises(
         DataError, match=r"a\.jsonl:1: the chat template says: roles mu"

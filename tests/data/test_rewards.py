@@ -380,6 +380,22 @@ def test_call_that_takes_too_long_is_left_out(form, own):
     assert scorer(questions(["a", "b"])).total.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("form", ["def", "async def"])
+def test_a_completion_that_takes_too_long_alone_is_the_last_one_asked(form, own):
+    """Otherwise a function that hangs would take the timeout of each completion."""
+    sleep = "await asyncio.sleep(60)" if form == "async def" else "time.sleep(60)"
+    name = own(
+        f"import asyncio, time\n{form} score(completions, **_):\n"
+        "    if len(completions) > 1: raise OSError('too many')\n"
+        f"    if 'slow' in completions: {sleep}\n    return [1]\n"
+    )
+    scorer = Scorer([name], timeout=0.2, on_error="mask")
+    with pytest.warns(UserWarning, match="prompt 1' .* took longer .* so far: 3"):
+        made = scorer(questions(["a", "slow", "b", "c"]))
+    assert made.failed.tolist() == [False, True, True, True]
+    np.testing.assert_array_equal(made.total, [1, np.nan, np.nan, np.nan])
+
+
 @pytest.mark.parametrize("body", ["sys.exit(0)", "os.chdir('/')", "return [1, 2, 3]"])
 def test_other_errors_than_failures_stay_errors(body, own):
     name = own(f"import os, sys\ndef score(**_):\n    {body}\n    return [1]\n")

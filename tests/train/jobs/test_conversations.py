@@ -502,6 +502,11 @@ def test_template_that_looks_back_is_refused():
             ["mesh.fsdp=4", "grpo.row_lengths=(44,64)", "grpo.max_tokens_train=257"],
             "must divide; grpo.max_tokens_train=528 works",
         ),
+        (
+            ["mesh.data=2", "grpo.max_tokens_train=288"],
+            "grpo.max_tokens_forward=256 holds 5 rows of 48 tokens, which "
+            "mesh.data=2 x mesh.fsdp=1 must divide; grpo.max_tokens_forward=288 works",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(overrides, message):

@@ -265,6 +265,8 @@ def test_rewards_are_learned_and_resume_bitwise(monkeypatch):
          "distill.completions=1 must be at least 2 for distill.reward_weight=0.5"),
         (["distill.reward_weight=0.5", "sampling.top_k=4"],
          "=0.5 needs sampling.top_k, top_p and min_p to be None: its policy"),
+        (["distill.reward_weight=0.5", "mesh.data=3"],
+         "which mesh.data=3 x mesh.fsdp=1 must divide; distill.max_tokens="),
         (["distill.reward_weight=0.0", "sampling.max_new_tokens=2"],
          "sampling.max_new_tokens=2 must be at least 3, the longest answer of task."),
         (["distill.reward_weight=0.5", "distill.loss_weight=0.5"],

@@ -164,6 +164,16 @@ def test_files_of_other_columns_share_a_run():
     assert any(line.startswith("unit_tests: ") for line in task.lines())
 
 
+def test_prompts_that_memory_cannot_hold_are_named(monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("jaxmem.data.prompts.read_records", full)
+    message = "task.source: the host's memory cannot hold prompts.jsonl; name files of "
+    with pytest.raises(DataError, match=message + "fewer records$"):
+        own_prompts()
+
+
 def test_grade_leaves_out_failures_and_passes_state():
     task = own_prompts('task.reward_errors="mask"')
     task.trainer_state = TrainerState(3, 12)
