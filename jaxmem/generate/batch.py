@@ -24,12 +24,14 @@ _COLUMNS = ("completion", "tokens", "finish", "stop")  # of the output
 
 
 class _Result(NamedTuple):
+    """A completion with the columns of its prompt; a `ScoreResult` of the journal."""
+
     fields: dict[str, Any]  # of the input
     completion: Completion
 
     def record(self) -> dict[str, Any]:
-        text, ids, finish, stop = self.completion
-        values = text, len(ids), finish, stop
+        done = self.completion
+        values = done.text, len(done.ids), done.finish, done.stop
         return {**self.fields, **dict(zip(_COLUMNS, values, strict=True))}
 
 
@@ -84,9 +86,11 @@ def _prompt(generator: Generator, record: RawRecord, number: int) -> EncodedProm
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
-            place = f"{record.where}: the column {messages.short(name)}"
-            wanted = "what JSON can hold, because --out repeats it; convert or drop it"
-            raise DataError(messages.must_be(place, wanted, value)) from error
+            subject = f"{record.where}: the column {messages.short(name)}"
+            expected = (
+                "what JSON can hold, because --out repeats it; convert or drop it"
+            )
+            raise DataError(messages.must_be(subject, expected, value)) from error
     return generator.prompt_of(record, number)
 
 
@@ -143,7 +147,7 @@ def _summarise(
 def _fingerprint(
     generator: Generator, records: Sequence[RawRecord], prompts: Sequence[EncodedPrompt]
 ) -> str:
-    """A hash of everything that the completions depend on."""
+    """Hash everything that the completions depend on."""
     options = json.dumps(dataclasses.asdict(generator.config))
     options += generator.model.decoder.config.dtype
     digest = hashlib.sha256(options.encode())

@@ -11,7 +11,7 @@ from jaxmem.generate.model import load
 
 
 class GenerateRequest(NamedTuple):
-    """What the command is asked to do; one of prompt, source and chat."""
+    """Options of the command; exactly one of prompt, source and chat is set."""
 
     model: str  # directory
     adapter: str | None
@@ -27,7 +27,7 @@ class GenerateRequest(NamedTuple):
 
 
 def run(request: GenerateRequest, config: GenerateConfig) -> None:
-    """Run the command; a ValueError says which options are impossible."""
+    """Run the command; raise a ValueError that names options that are impossible."""
     _check(request)
     model = load(
         request.model,
@@ -49,8 +49,8 @@ def run(request: GenerateRequest, config: GenerateConfig) -> None:
 
 
 def _check(request: GenerateRequest) -> None:
-    given = request.prompt is not None, request.source is not None, request.chat
-    if sum(given) != 1:
+    modes = request.prompt is not None, request.source is not None, request.chat
+    if sum(modes) != 1:
         raise ValueError("generate needs one of PROMPT, --in FILE.jsonl and --chat")
     if (request.source is None) != (request.out is None):
         raise ValueError("--in FILE.jsonl and --out FILE.jsonl belong together")

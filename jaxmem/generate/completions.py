@@ -21,7 +21,7 @@ _NARROWEST = 16  # tokens of a row of prompts; the others are powers of two
 
 
 class Completion(NamedTuple):
-    """What a model wrote after a prompt."""
+    """The text and the tokens that a model wrote after a prompt."""
 
     text: str  # without special tokens and the stop string
     ids: list[int]  # its tokens, the end of sequence included
@@ -32,9 +32,9 @@ class Completion(NamedTuple):
 class EncodedPrompt(NamedTuple):
     """A prompt as ids."""
 
-    where: str  # what an error calls it
+    where: str  # its name in errors
     ids: list[int]
-    number: int  # of its random numbers, whatever batch it is in
+    number: int  # identifies its random numbers, whatever batch it is in
     room: int  # maximum tokens of its completion
 
 
@@ -74,7 +74,7 @@ class Generator:
 
     @property
     def cost(self) -> str | None:
-        """What a model without cached decoding costs; None with it."""
+        """A line on the cost of decoding without a cache; None for a cached model."""
         is_cached = not self.model.decoder.recomputes
         return None if is_cached else recomputation(self._limit)
 
@@ -108,16 +108,16 @@ class Generator:
         return self.prompt_of(RawRecord(where, {"prompt": prompt}), number)
 
     def prompt_of(self, record: RawRecord, number: int = 0) -> EncodedPrompt:
-        """Encode what a record asks.
+        """Encode the prompt of a record.
 
         Raises:
-            DataError: as in `prompt`, or it asks nothing.
+            DataError: as in `prompt`, or the record has no prompt.
         """
         where, ids = record.where, self.model.encode(record)
         room = self.model.max_positions - len(ids)
-        wanted = self.config.max_new_tokens
-        if room < (wanted or 1):
-            more = f"--max-new-tokens={wanted}" if wanted else "one of a completion"
+        limit = self.config.max_new_tokens
+        if room < (limit or 1):
+            more = f"--max-new-tokens={limit}" if limit else "one of a completion"
             raise DataError(
                 f"{where}: the prompt's {len(ids):,} tokens and {more} exceed the "
                 f"{self.model.max_positions:,} positions of the model; shorten the "
@@ -146,9 +146,10 @@ class Generator:
         step = _TOKENS_AT_ONCE if show is None else 1
         done, shown = 0, 0
         while True:
-            drawn = jax.device_get((state.step, state.ended, state.drawn[:2]))
-            new = [x[done : int(drawn[0])] for x in drawn[2]]
-            done, ended = int(drawn[0]), np.array(drawn[1])
+            on_device = state.step, state.ended, state.drawn[:2]
+            sampled, ended, drawn = jax.device_get(on_device)
+            new = [x[done : int(sampled)] for x in drawn]
+            done, ended = int(sampled), np.array(ended)  # a writable copy
             ended[len(texts) :] = True
             for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
                 ended[row] |= _add(text, prompt.room, *(x[:, row] for x in new))
@@ -197,13 +198,18 @@ def _programs(sampler: sampling.Sampler) -> tuple[Callable, Callable]:
 
 
 def _add(text: CompletionText, room: int, tokens: np.ndarray, mask: np.ndarray) -> bool:
-    """Add a row's new tokens to its text; whether it takes no more."""
+    """Add a row's new tokens to its text; return True if it takes no more."""
     text.add(tokens[mask].tolist()[: room - len(text.ids)])
     return text.stop is not None or len(text.ids) == room
 
 
 def unreached(stops: Sequence[str], ends: Sequence[str]) -> str | None:
-    """A line about completions, by their `finish`, that reached no stop string."""
+    """A line on the completions that reached no stop string; None if all did.
+
+    Args:
+        stops: the stop strings.
+        ends: `Completion.finish` of each completion.
+    """
     count = ends.count("length")
     if not stops or not count:
         return None

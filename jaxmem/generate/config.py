@@ -8,7 +8,7 @@ from jaxmem.models.sampling import SamplingConfig
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
-    """How completions are sampled, and where they end."""
+    """Options of sampling, and the bounds of a completion."""
 
     # maximum tokens of a completion; None: what the model has room for, at most 256
     max_new_tokens: int | None = None
@@ -61,7 +61,7 @@ class GenerateConfig:
         )
 
 
-def _check(name: str, value: object, good: bool, wanted: str) -> None:
-    if not good:
+def _check(name: str, value: object, is_valid: bool, expected: str) -> None:
+    if not is_valid:
         flag = f"--{name.replace('_', '-')}"
-        raise ValueError(f"{flag} must be {wanted}, got {value!r}")
+        raise ValueError(f"{flag} must be {expected}, got {value!r}")

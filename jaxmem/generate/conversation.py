@@ -10,7 +10,7 @@ _HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 def chat(generator: Generator, system: str | None = None) -> None:
-    """Answer what is typed, with the history of the conversation, until it ends.
+    """Answer each line of standard input, with the conversation so far, until it ends.
 
     Args:
         generator: model and options.
@@ -24,17 +24,17 @@ def chat(generator: Generator, system: str | None = None) -> None:
     turns: list[dict[str, Any]] = [*start]
     _note(_HELP)
     number = 0
-    while (line := _typed()) is not None:
+    while (line := _read_line()) is not None:
         if line == "/exit":
             break
         if line == "/reset":
             turns = [*start]
         elif line:
-            turns = _answered(generator, turns, line, number)
+            turns = _answer(generator, turns, line, number)
             number += 1
 
 
-def _typed() -> str | None:
+def _read_line() -> str | None:
     """A line of input; None at its end."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
@@ -42,10 +42,10 @@ def _typed() -> str | None:
         return None
 
 
-def _answered(
+def _answer(
     generator: Generator, turns: list[dict[str, Any]], line: str, number: int
 ) -> list[dict[str, Any]]:
-    """The conversation with a question and its answer; unchanged after an error."""
+    """The conversation with a question and its answer; `turns` after an error."""
     asked = [*turns, {"role": "user", "content": line}]
     pieces: list[str] = []
 

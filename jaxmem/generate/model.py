@@ -1,4 +1,4 @@
-"""What generation needs of a saved model."""
+"""A saved model with its vocabulary, template and ends, ready to complete prompts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,20 +17,21 @@ from jaxmem.train import saved
 
 
 class Model(NamedTuple):
-    """A decoder, its vocabulary, and how it reads a conversation."""
+    """A decoder, its vocabulary, and the reader of its prompts."""
 
     decoder: LanguageModel
     vocabulary: Vocabulary
     eos_ids: tuple[int, ...]  # each ends a completion
     max_positions: int  # prompt and completion together, in tokens
-    reader: RecordReader  # of records that ask something
-    files: tuple[Path, ...]  # that the decoder was read from
+    reader: RecordReader  # of prompts
+    files: tuple[Path, ...]  # sources of the decoder's weights and config
 
     def encode(self, record: RawRecord) -> list[int]:
-        """Ids of what a record asks: of a text, or of a conversation up to the answer.
+        """Ids of a record's prompt: of a text, or of a conversation up to the answer.
 
         Raises:
-            DataError: it asks nothing, has no token, or cannot be rendered.
+            DataError: the record has no prompt, or one without a token or that the
+                template cannot render.
         """
         asked, _ = self.reader.prompt(record)
         try:
@@ -70,28 +71,33 @@ def load(
         CheckpointError: there is no model, or it cannot be read.
     """
     code = saved.Code(factory, trust_code)
-    with saved.opened(path, adapter, dtype, code) as place:
-        vocabulary = checkpoints.load_vocabulary(place.directory)
-        described = checkpoints.read_config(place.directory)
-        template, reader = _template(place, vocabulary, chat_template_kwargs)
+    with saved.opened(path, adapter, dtype, code) as source:
+        vocabulary = checkpoints.load_vocabulary(source.directory)
+        described = checkpoints.read_config(source.directory)
+        template, reader = _read_template(source, vocabulary, chat_template_kwargs)
         return Model(
-            place.load(dtype),
+            source.load(dtype),
             vocabulary,
-            ends.end_ids(place.directory, template),
+            ends.end_ids(source.directory, template),
             described.max_positions,
             reader,
-            files_of(place),
+            files_of(source),
         )
 
 
-def _template(
-    place: saved.Saved, vocabulary: Vocabulary, options: Mapping[str, Any] | None
+def _read_template(
+    source: saved.Saved, vocabulary: Vocabulary, options: Mapping[str, Any] | None
 ) -> tuple[ChatTemplate | None, RecordReader]:
-    """The chat template, read now: the directory may be temporary; and its reader."""
+    """The chat template, None if there is none, and a reader of records that uses it.
+
+    It is read before the directory, which may be temporary, is closed.
+    """
     added = vocabulary.tokenizer.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
     try:
-        template = read_template(place.directory, place.chat_template, special, options)
+        template = read_template(
+            source.directory, source.chat_template, special, options
+        )
     except DataError as error:
         if options:
             raise

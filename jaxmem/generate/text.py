@@ -56,10 +56,10 @@ class CompletionText:
 
     def _find_stop(self) -> None:
         ends = [(self.whole.find(stop), stop) for stop in self._stops]
-        first = min((pair for pair in ends if pair[0] >= 0), default=None)
-        if first is not None:
-            place, self.stop = first
-            self.whole = self.whole[:place]
+        earliest = min((pair for pair in ends if pair[0] >= 0), default=None)
+        if earliest is not None:
+            offset, self.stop = earliest
+            self.whole = self.whole[:offset]
 
     @property
     def settled(self) -> str:

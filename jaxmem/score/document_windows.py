@@ -53,7 +53,7 @@ def encode(
     encoded = []
     for document, prompt, text in zip(documents, prompts, texts, strict=True):
         if document.counted is not None:
-            encoded.append(_turns(document, vocabulary, everything))
+            encoded.append(_split_turns(document, vocabulary, everything))
             continue
         start = [] if has_start(prompt or text, vocabulary.start) else vocabulary.start
         before = [*start, *prompt]
@@ -63,10 +63,10 @@ def encode(
     return encoded
 
 
-def _turns(
+def _split_turns(
     document: Document, vocabulary: Vocabulary, everything: bool
 ) -> list[EncodedDocument]:
-    """Runs of counted tokens, each with all that is before it."""
+    """A document for each run of counted tokens, with all that precedes the run."""
     encoding = encode_rendered if document.ids is None else encode_ids
     tokens, labels = encoding(document, vocabulary.tokenizer)
     if everything:
@@ -111,11 +111,11 @@ def cut(
     labels[: tokens.first - 1] = NO_LABEL
     windows, start, done = [], 0, 0
     while done < len(inputs):
-        here = slice(start, start + length)
-        mine = labels[here].copy()
-        mine[: done - start] = NO_LABEL
-        if np.any(mine != NO_LABEL):
-            windows.append(DocumentWindow(document, inputs[here], mine))
+        span = slice(start, start + length)
+        unscored = labels[span].copy()
+        unscored[: done - start] = NO_LABEL
+        if np.any(unscored != NO_LABEL):
+            windows.append(DocumentWindow(document, inputs[span], unscored))
         done = min(start + length, len(inputs))
         start += stride or length
     return windows
@@ -149,8 +149,8 @@ def by_micro_batch(
     placed = packed.place(inputs), packed.place(labels, fill=NO_LABEL)
     results: list[Any] = []
     for batch, *ids in zip(packed.micro_batches, *placed, strict=True):
-        given = *ids, batch.segment_ids, batch.positions
-        results.append(jax.device_get(run(len(results), *given)))
+        operands = *ids, batch.segment_ids, batch.positions
+        results.append(jax.device_get(run(len(results), *operands)))
     by_name = {name: packed.unpack([x[name] for x in results]) for name in results[0]}
     rows = zip(*by_name.values(), strict=True)
     return [dict(zip(by_name, values, strict=True)) for values in rows]

@@ -1,4 +1,4 @@
-"""Which weights results were computed with: a cheap hash of large files."""
+"""A cheap hash of a model's files, which identifies the weights behind results."""
 
 import os
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from jaxmem.train.saved import Saved
 _SAMPLE = 2**16  # bytes that are read at each end of a file
 
 
-def files_of(place: Saved) -> tuple[Path, ...]:
+def files_of(source: Saved) -> tuple[Path, ...]:
     """The files that the results of a saved model depend on."""
-    directories = [place.directory] + ([place.adapter] if place.adapter else [])
-    return place.files or tuple(
+    directories = [source.directory] + ([source.adapter] if source.adapter else [])
+    return source.files or tuple(
         path
         for directory in map(os.path.expanduser, directories)
         for kind in ("*.safetensors", "*config.json")

@@ -24,7 +24,7 @@ _HEAD = b'{"fingerprint"'  # of a journal
 
 
 class ScoreResult(Protocol):
-    """What is known of one document or prompt."""
+    """Results for one document or prompt."""
 
     def record(self) -> dict[str, Any]:
         """The result as JSON-able values."""
@@ -61,7 +61,7 @@ class Scores(NamedTuple):
 
 
 def teacher_record(teacher: Mapping[str, Any]) -> dict[str, Any]:
-    """What a student learns from, as JSON-able values; arrays as lists."""
+    """The columns that a student learns from, as JSON-able values; arrays as lists."""
     record = {}
     for name, value in teacher.items():
         if isinstance(value, np.ndarray):
@@ -101,14 +101,14 @@ class Journal:
     ):
         check_suffix(out)
         self.out, self.path = out, out.with_name(out.name + ".unfinished")
-        self._made = out.with_name(out.name + ".made")
+        self._partial = out.with_name(out.name + ".made")  # renamed to `out` when whole
         self.done, self.source = 0, source
         ends = set(boundaries)
         head = json.dumps({"fingerprint": fingerprint, "source": source})
         if self.path.exists():
             self._continue(fingerprint, head, ends)
-        elif os.path.lexists(self._made):  # we make it while there is a journal
-            raise ValueError(f"{self._made}: exists; move it or name another --out")
+        elif os.path.lexists(self._partial):  # ours exists beside a journal only
+            raise ValueError(f"{self._partial}: exists; move it or name another --out")
         if out.exists() and (not self.path.exists() or self.done < max(ends)):
             raise ValueError(f"{out}: exists; delete it or name another --out")
         if not self.path.exists():
@@ -126,11 +126,12 @@ class Journal:
         end, count = 0, -1  # the first line is not a document
         with open(self.path, "rb") as file:
             first, second = file.readline(), file.readline()
-            # Killed before the first document, of whichever inputs.
+            # A run that was killed before its first document loses nothing if a run of
+            # other inputs takes its journal.
             if not second.endswith(b"\n") and _is_head(first):
                 files.write_whole(self.path, head + "\n")
                 return
-            self.source = self._source_of(first, fingerprint)
+            self.source = self._saved_source(first, fingerprint)
             file.seek(0)
             for line in file:
                 if not line.endswith(b"}\n") or b"\0" in line:  # incomplete line
@@ -140,7 +141,7 @@ class Journal:
                     end, self.done = file.tell(), count
         files.truncate(self.path, end)
 
-    def _source_of(self, head: bytes, fingerprint: str) -> str:
+    def _saved_source(self, head: bytes, fingerprint: str) -> str:
         """Return the data's name from a journal's first line; raise on a mismatch."""
         try:
             saved = json.loads(head)
@@ -186,15 +187,18 @@ class Journal:
         with files.write_errors(self.out):
             try:
                 self._write_out()
-                if self.out.exists() and not filecmp.cmp(self._made, self.out, False):
+                same = not self.out.exists() or filecmp.cmp(
+                    self._partial, self.out, False
+                )
+                if not same:
                     raise ValueError(
                         f"{self.out}: exists, and differs from the results in "
                         f"{self.path}; delete one of them"
                     )
-                os.replace(self._made, self.out)
+                os.replace(self._partial, self.out)
                 files.sync_directory(self.out.parent)
             finally:
-                self._made.unlink(missing_ok=True)
+                self._partial.unlink(missing_ok=True)
         self.path.unlink()
 
     def _write_out(self) -> None:
@@ -205,16 +209,16 @@ class Journal:
             with open(self.path, "rb") as journal, self._new_file() as file:
                 next(journal)
                 file.writelines(journal)
-        with open(self._made, "rb+") as file:
+        with open(self._partial, "rb+") as file:
             files.sync(file.fileno())
 
     def _new_file(self) -> BinaryIO:
         flags = os.O_WRONLY | os.O_TRUNC
-        return open(files.open_own(self._made, flags), "wb")
+        return open(files.open_own(self._partial, flags), "wb")
 
 
 def _is_head(line: bytes) -> bool:
-    """True if a line begins as a journal's first line, of which an end may be lost."""
+    """True if a line is the beginning, perhaps cut off, of a journal's first line."""
     line = line.rstrip(b"\0\n")
     length = min(len(line), len(_HEAD))
     return line[:length] == _HEAD[:length]

@@ -69,7 +69,7 @@ class ScoreConfig:
     seed: int = 0  # of the draws
     everything: bool = False  # score all of a conversation, not only what is learned
     chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the template
-    # what a turn becomes of which the template leaves out text, as data.stripped
+    # treatment of a turn of which the template leaves out text, as data.stripped
     stripped: Literal["raise", "mask", "count"] = "raise"
     factory: str | None = None  # of a run of model.factory: the code of its model
     trust_code: bool = False  # True if the code that the run names may be run
@@ -91,7 +91,7 @@ class ScoreConfig:
 
     @property
     def columns(self) -> TeacherColumns:
-        """What is recorded for a student."""
+        """The columns that are recorded for a student."""
         return TeacherColumns(self.top_k, self.sample_ids, self.temperature, self.seed)
 
 
@@ -127,9 +127,9 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
     with (
         Stop() as stop,
         locks.exclusive(lock, f"--out {out}", functools.partial(_log, console)),
-        saved.opened(config.model, config.adapter, config.dtype, code) as place,
+        saved.opened(config.model, config.adapter, config.dtype, code) as source,
     ):
-        return _score(config, place, out, console, stop)
+        return _score(config, source, out, console, stop)
 
 
 def _log(console: Console, line: str) -> None:
@@ -137,13 +137,13 @@ def _log(console: Console, line: str) -> None:
 
 
 def _score(
-    config: ScoreConfig, place: Saved, out: Path, console: Console, stop: Stop
+    config: ScoreConfig, source: Saved, out: Path, console: Console, stop: Stop
 ) -> Summary:
-    described = checkpoints.read_config(place.directory)
-    vocabulary = checkpoints.load_vocabulary(place.directory)
+    described = checkpoints.read_config(source.directory)
+    vocabulary = checkpoints.load_vocabulary(source.directory)
     if config.eos and vocabulary.eos is None:
         raise ValueError(f"{described.path}: no end of sequence is named, for --eos")
-    documents = _read(config, place, vocabulary, console)
+    documents = _read_documents(config, source, vocabulary, console)
     length = min(config.max_tokens, described.max_positions)
     if config.stride is None:
         check_lengths(documents, length, described.max_positions)
@@ -152,12 +152,12 @@ def _score(
             f"--stride must be at most {length}, the model's longest input, got "
             f"{config.stride}: tokens between two windows would not be scored"
         )
-    shared = _shared(config, described, vocabulary)
-    groups = _groups(documents, _GROUP * config.max_tokens)
-    source, names = _named(config.data, documents)
-    fingerprint = _fingerprint(config, place, documents, names)
+    shared = _shared_fields(config, described, vocabulary)
+    groups = _group_documents(documents, _GROUP * config.max_tokens)
+    prefix, names = _split_names(config.data, documents)
+    fingerprint = _fingerprint(config, source, documents, names)
     ends = [0, *(end for _, end in groups)]
-    with Journal(out, fingerprint, source, ends) as journal:
+    with Journal(out, fingerprint, prefix, ends) as journal:
         started, read = time.perf_counter(), 0
         if journal.done:
             _log(console, f"resuming after document {journal.done:,}")
@@ -165,7 +165,7 @@ def _score(
             if journal.done < len(documents):
                 named = zip(documents, names, strict=True)
                 documents = [d._replace(name=journal.source + n) for d, n in named]
-                work = _Work(config, place, length, documents, groups, shared)
+                work = _Work(config, source, length, documents, groups, shared)
                 read = _score_rest(work, journal, console, stop)
         finally:
             if stop.signal:
@@ -179,16 +179,16 @@ def _score(
     return summary
 
 
-def _read(
+def _read_documents(
     config: ScoreConfig,
-    place: Saved,
+    source: Saved,
     vocabulary: checkpoints.Vocabulary,
     console: Console,
 ) -> list[EncodedDocument]:
-    """The documents as tokens; what they were read as is said."""
+    """Read the documents as tokens; log the forms of their records."""
     special = special_tokens(vocabulary.tokenizer)
     template = functools.partial(
-        read_template, place.directory, place.chat_template, special,
+        read_template, source.directory, source.chat_template, special,
         config.chat_template_kwargs,
     )  # fmt: skip
     reader = RecordReader(template, absent=vocabulary.absent, stripped=config.stripped)
@@ -207,11 +207,13 @@ def _read(
     return [tokens for own in encoded for tokens in own]
 
 
-def _named(data: str, documents: Sequence[EncodedDocument]) -> tuple[str, list[str]]:
-    """What the names of all documents begin with, and the rest of each.
+def _split_names(
+    data: str, documents: Sequence[EncodedDocument]
+) -> tuple[str, list[str]]:
+    """The beginning that all documents' names share, and the rest of each name.
 
-    They are the file and a line, or the directory of several files, and file and line:
-    the beginning may be spelled differently on resume.
+    A name is a file and a line; the beginning is the file, or the directory of several
+    files, and may be spelled differently on resume.
     """
     path, names = str(Path(data).expanduser()), [d.name for d in documents]
     files = [name.rpartition(":")[0] for name in names]
@@ -221,8 +223,10 @@ def _named(data: str, documents: Sequence[EncodedDocument]) -> tuple[str, list[s
     return path, [n.removeprefix(f) for n, f in zip(names, files, strict=True)]
 
 
-def _groups(documents: Sequence[EncodedDocument], tokens: int) -> list[tuple[int, int]]:
-    """(start, stop) of groups of about so many tokens; a function of the data only."""
+def _group_documents(
+    documents: Sequence[EncodedDocument], tokens: int
+) -> list[tuple[int, int]]:
+    """(start, stop) of groups of about `tokens` tokens; a function of the data only."""
     ends = np.cumsum([max(len(d.ids), 1) for d in documents])
     bounds = np.flatnonzero(np.diff(ends // tokens, prepend=0, append=-1)).tolist()
     bounds = sorted({0, *bounds, len(documents)})
@@ -233,23 +237,23 @@ class _Work(NamedTuple):
     """The documents to score, in groups."""
 
     config: ScoreConfig
-    place: Saved
+    source: Saved  # of the model
     length: int  # maximum length of the model's inputs
     documents: Sequence[EncodedDocument]
     groups: Sequence[tuple[int, int]]  # (start, stop) of documents
-    shared: dict[str, Any] | None  # that a student reads of every document
+    shared: dict[str, Any] | None  # fields of every document that a student reads
 
 
 def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> int:
     """Score the remaining groups, and return the number of tokens read."""
-    config, place, length, documents, groups, _ = work
-    decoder = place.load(config.dtype)
+    config, documents, length = work.config, work.documents, work.length
+    decoder = work.source.load(config.dtype)
     decoder.head.chunk = config.chunk
     with (
         stop.deferred(),
         Progress(console, "documents", len(documents), journal.done) as report,
     ):
-        for start, end in groups:
+        for start, end in work.groups:
             if start < journal.done:
                 continue
             if stop.signal:
@@ -259,7 +263,7 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
                 for number in range(start, end)
                 for window in cut(number, documents[number], length, config.stride)
             ]
-            run = functools.partial(_run, decoder, config.columns, start)
+            run = functools.partial(_score_batch, decoder, config.columns, start)
             tokens = [window.tokens for window in windows]
             labels = [window.labels for window in windows]
             numbers = by_micro_batch(run, tokens, labels, config.max_tokens, length)
@@ -269,36 +273,37 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
     return report.read
 
 
-def _run(
+def _score_batch(
     decoder: LanguageModel,
     columns: TeacherColumns,
     start: int,
     number: int,
-    *given: Any,
+    *inputs: Any,
 ) -> dict[str, Any]:
     """Scores [B, T, 2] of one micro-batch, and its columns [B, T, K].
 
-    Numbers are those of the group's first document and of the micro-batch.
+    `start` is the index of the group's first document, `number` that of the micro-batch
+    in the group.
     """
     key = columns.key(start, number) if columns else None
-    *numbers, made = token_columns(decoder, *given, key, columns)
-    return {"scores": np.stack(jax.device_get(numbers), axis=-1), **made}
+    *numbers, teacher = token_columns(decoder, *inputs, key, columns)
+    return {"scores": np.stack(jax.device_get(numbers), axis=-1), **teacher}
 
 
 def _stop_message(stop: Stop, journal: Journal, documents: int) -> str:
-    """A message about what a signal has stopped, and how to resume."""
+    """The message that a signal has stopped the run, and how to resume it."""
     return (
         f"stopped by {stop.name} after document {journal.done:,} of {documents:,}, all "
         f"recorded in {journal.path}: the same command goes on from there"
     )
 
 
-def _shared(
+def _shared_fields(
     config: ScoreConfig,
     described: checkpoints.CheckpointConfig,
     vocabulary: checkpoints.Vocabulary,
 ) -> dict[str, Any] | None:
-    """What a student reads of every document; None if nothing is recorded for one."""
+    """The fields of every document for a student; None if no columns are recorded."""
     size, columns = described.model.vocab_size, config.columns
     if not columns:
         return None
@@ -334,11 +339,11 @@ def _collect(
         ids, teacher = document.ids[document.first :], None
         if work.shared is not None:
             prompt = {"prompt_ids": document.ids[: document.first]}
-            teacher = prompt | _joined(work.config.columns, pieces) | work.shared
+            teacher = prompt | _join_columns(work.config.columns, pieces) | work.shared
         yield Scores(document.name, ids, scored[:, 0], scored[:, 1], teacher)
 
 
-def _joined(
+def _join_columns(
     columns: TeacherColumns, pieces: Sequence[dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
     """A document's columns [tokens, K] by name."""
@@ -350,16 +355,16 @@ def _joined(
 
 def _fingerprint(
     config: ScoreConfig,
-    place: Saved,
+    source: Saved,
     documents: Sequence[EncodedDocument],
     names: Sequence[str],
 ) -> str:
-    """A hash of everything that the scores and their order depend on."""
+    """Hash everything that the scores and their order depend on."""
     options: list[Any] = [config.max_tokens, config.stride, config.dtype, config.chunk]
     if config.columns:
         options.append(dataclasses.asdict(config.columns))
     digest = hashlib.sha256(json.dumps(options).encode())
-    update_with_files(digest, files_of(place))
+    update_with_files(digest, files_of(source))
     for document, name in zip(documents, names, strict=True):
         name = name.removeprefix(":")  # so that unfinished runs of one file go on
         digest.update(json.dumps([name, document.first]).encode())

@@ -14,7 +14,7 @@ from jaxmem.models.own_model import LanguageModel
 
 @dataclasses.dataclass(frozen=True)
 class TeacherColumns:
-    """Which columns are recorded; neither count is given where none are."""
+    """The columns that are recorded: top k, sampled, or none; one count at most."""
 
     top_k: int | None = None  # most likely ids of a token, with their log-probabilities
     sample_ids: int | None = None  # ids drawn from a token's distribution
@@ -26,7 +26,7 @@ class TeacherColumns:
 
     @property
     def shapes(self) -> dict[str, tuple[int, type]]:
-        """Columns and type of what is recorded, by name."""
+        """Width and type of each recorded column, by name."""
         if self.top_k is not None:
             return {
                 "top_ids": (self.top_k, np.int32),
@@ -60,7 +60,7 @@ def token_columns(
         segment_ids: [B, T] window of each token in its row; 0 is padding.
         positions: [B, T] position of each token in its window.
         key: of the draws; None without columns.
-        columns: which.
+        columns: the columns to compute.
 
     Returns:
         (log-probabilities [B, T], entropies [B, T], columns [B, T, K] by name).
@@ -68,14 +68,14 @@ def token_columns(
     hidden = decoder(tokens, segment_ids, positions)
     stats, where = decoder.head.token_stats(hidden, labels), labels >= 0
     options: dict[str, Any] = {"where": where, "temperature": columns.temperature}
-    made = {}
+    recorded = {}
     if columns.top_k is not None:
         top = decoder.head.topk(hidden, columns.top_k, **options)
-        made = {"top_ids": top.ids, "top_logprobs": top.logprobs}
+        recorded = {"top_ids": top.ids, "top_logprobs": top.logprobs}
     if columns.sample_ids is not None:
         count = columns.sample_ids
-        made["sampled_ids"] = decoder.head.sample_ids(hidden, count, key, **options)
-    return stats.logprob, stats.entropy, made
+        recorded["sampled_ids"] = decoder.head.sample_ids(hidden, count, key, **options)
+    return stats.logprob, stats.entropy, recorded
 
 
 def check(columns: TeacherColumns) -> None:
