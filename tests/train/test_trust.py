@@ -94,7 +94,7 @@ def test_reading_a_run_imports_nothing_that_it_names(
         (PROMPTS + ENVIRONMENT + LLAMA, "checkpoints/1 cannot be used"),
     ],
 )
-def test_what_else_names_code_is_not_run(lines, message, evil, ran, capsys):
+def test_other_names_of_code_are_not_run(lines, message, evil, ran, capsys):
     run = evil(lines)
     assert cli.main(["generate", str(run), "abc"]) == 2
     assert message in capsys.readouterr().err
@@ -105,7 +105,7 @@ def test_what_else_names_code_is_not_run(lines, message, evil, ran, capsys):
     "config, key",
     [("sft_lora.gin", "model.checkpoint"), ("distill_stdlib.gin", "distill.teacher")],
 )
-def test_a_run_to_start_from_imports_nothing(config, key, evil, ran):
+def test_run_to_start_from_imports_nothing(config, key, evil, ran):
     run = evil('model.factory = "evil.py:f"')
     path = cli._find_config(config)
     loaded, _ = configuration.load(path, [f"{key}={run}", "data.source=docs.jsonl"])
@@ -115,7 +115,7 @@ def test_a_run_to_start_from_imports_nothing(config, key, evil, ran):
 
 
 @pytest.mark.parametrize("code", [("--trust-code",), ("--factory", "evil.py:f")])
-def test_the_user_lets_code_run(code, evil, ran, capsys):
+def test_code_runs_when_allowed(code, evil, ran, capsys):
     run = evil('model.factory = "evil.py:f"')
     assert cli.main(["generate", str(run), "abc", *code]) == 2
     assert (
@@ -125,7 +125,7 @@ def test_the_user_lets_code_run(code, evil, ran, capsys):
     assert ran.exists()
 
 
-def test_a_factory_is_named_for_models_that_have_one(evil, ran, tmp_path, capsys):
+def test_factory_is_named_for_models_that_have_one(evil, ran, tmp_path, capsys):
     evil("")
     command = ["generate", str(tmp_path / "llama"), "abc", "--factory", "evil.py:f"]
     assert cli.main(command) == 2

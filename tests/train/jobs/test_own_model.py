@@ -59,7 +59,7 @@ def numbers(result):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["sft", "dpo", "distill", "grpo"])
-def test_every_job_trains_it_and_resumes_bitwise(job, monkeypatch):
+def test_jobs_train_own_model_and_resume_bitwise(job, monkeypatch):
     # Rows of pairs hold one document each, so that it may see padding there.
     factory = f"{MODULE}:SeesPadding" if job == "dpo" else OWN
     more = ("optimizer.learning_rate=2e-2", "run.steps=6") if job == "grpo" else ()
@@ -82,7 +82,7 @@ def test_every_job_trains_it_and_resumes_bitwise(job, monkeypatch):
 
 
 @pytest.mark.parametrize("own_tokenizer", [True, slow(False)])
-def test_a_run_starts_from_the_weights_and_text_of_another(own_tokenizer):
+def test_run_starts_from_weights_of_another(own_tokenizer):
     tokenizer = () if own_tokenizer else ("model.checkpoint=llama",)
     train("sft", "run.steps=2", "model.layers=2", *tokenizer)
     given = "model.checkpoint=run", "model.layers=2", f"model.factory={OWN}"
@@ -107,7 +107,7 @@ def test_a_run_starts_from_the_weights_and_text_of_another(own_tokenizer):
 
 
 @pytest.mark.parametrize("job, name", [slow("sft", "Ours"), slow("grpo", "OursCached")])
-def test_our_decoder_behind_the_protocol_takes_the_same_steps(job, name):
+def test_decoder_behind_protocol_takes_same_steps(job, name):
     built_in, _ = train(job, "remat.policy=none", factory=None)
     behind, _ = train(
         job, "remat.policy=none", "run.out_dir=own", factory=f"{MODULE}:{name}"
@@ -117,7 +117,7 @@ def test_our_decoder_behind_the_protocol_takes_the_same_steps(job, name):
 
 # Conversations compare both, and a job above says the cost.
 @pytest.mark.slow
-def test_recomputation_samples_what_a_cache_does_and_says_its_cost():
+def test_sampling_without_cache_equals_cached():
     cached, said = train("grpo", factory=f"{MODULE}:RecurrentCached")
     assert "recompute" not in said
     again, said = train("grpo", "run.out_dir=again", factory=f"{MODULE}:Recurrent")
@@ -153,9 +153,7 @@ def test_recomputation_samples_what_a_cache_does_and_says_its_cost():
         (f"{MODULE}:SeesWhatFollows", "lets a token see those after it"),
     ],
 )
-def test_a_bad_factory_is_refused_before_a_step_is_compiled(
-    factory, message, monkeypatch
-):
+def test_bad_factory_is_refused_before_compiling(factory, message, monkeypatch):
     monkeypatch.setattr(StepProgram, "trace_step", None)
     with pytest.raises(ValueError, match=message) as error:
         train("sft", factory=factory)
@@ -172,7 +170,7 @@ def test_a_bad_factory_is_refused_before_a_step_is_compiled(
         ("grpo", "sampling.slots=4", "sampling.slots=4 .*model.factory"),
     ],
 )
-def test_what_only_our_decoder_has_is_refused_by_name(job, override, message):
+def test_options_of_decoder_are_refused_by_name(job, override, message):
     with pytest.raises(ValueError, match=message):
         train(job, override)
 
@@ -184,7 +182,7 @@ def test_another_factory_does_not_resume_the_run():
 
 
 @pytest.mark.slow
-def test_weights_are_named_by_their_path_and_frozen_by_it():
+def test_weights_are_named_and_frozen_by_path():
     result, _ = train("sft", "optimizer.trainable=blocks/0/up")
     assert result.history[-1].loss < result.history[0].loss
     config, _ = configuration.load(
@@ -204,7 +202,7 @@ def test_weights_are_named_by_their_path_and_frozen_by_it():
         ("grpo", {"fsdp": 2, "tensor": 2}),
     ],
 )
-def test_a_mesh_changes_no_number(job, mesh):
+def test_own_model_equal_on_a_mesh(job, mesh):
     once = "run.steps=2", "eval.every=None", "data.held_out=0"
     once = once if job == "sft" else once[:1]
     alone, _ = train(job, *once, factory=f"{MODULE}:Sharded")
@@ -240,12 +238,12 @@ def test_it_is_planned(job, fake, capsys):
     assert ("recompute" in said) == (job == "grpo")
 
 
-def test_its_data_are_shown(capsys):
+def test_own_model_data_are_shown(capsys):
     assert cli.main(["data", "sft.gin", "--show", "1", f"model.factory={OWN}"]) == 0
     assert "documents, " in capsys.readouterr().out
 
 
-def test_a_run_is_generated_from_scored_and_exported(capsys):
+def test_run_is_generated_from_scored_and_exported(capsys):
     pathlib.Path("sft.gin").write_text(
         pathlib.Path("sft.gin").read_text() + f'model.factory = "{OWN}"\n'
     )
