@@ -10,6 +10,9 @@ record a digest of the code, and commands that read a run refuse what they do no
     loss: str = user_code.field("grpo")
 """
 
+import abc
+import contextlib
+import contextvars
 import dataclasses
 import hashlib
 import importlib
@@ -25,6 +28,10 @@ from jaxmem.base import guests, messages
 
 _MARK, _KNOWN = "names_code", "known"  # in the metadata of a field
 _DIGITS = 12  # hexadecimal ones of a digest that are shown
+
+
+Check = Callable[[str, str], None]  # of a key and of the name of code
+_checks = contextvars.ContextVar[tuple[Check, ...]]("checks", default=())
 
 
 class UserCodeError(ValueError):
@@ -79,6 +86,8 @@ def load(
         return known[name]
     if not names_code(name):
         raise UserCodeError(messages.must_be(key, _names(known or {}), name))
+    for check in _checks.get():
+        check(key, name)
     source, _, attribute = name.rpartition(":")
     module = _module_of(source, key)
     if not hasattr(module, attribute):
@@ -106,6 +115,41 @@ def location(name: str) -> str:
 def _names(known: Mapping[str, Any]) -> str:
     shipped = f"one of {', '.join(map(repr, known))}, or " if known else ""
     return f'{shipped}"file.py:name" or "package.module:name"'
+
+
+@contextlib.contextmanager
+def checked(check: Check) -> Iterator[None]:
+    """Call `check` with key and name before `load` runs code; it raises to forbid it.
+
+    A configuration that others wrote is read within, so that no key of it runs code.
+    """
+    token = _checks.set((*_checks.get(), check))
+    try:
+        yield
+    finally:
+        _checks.reset(token)
+
+
+class Hooked(abc.ABC):
+    """A base of classes that users write, whose abstract methods are their hooks.
+
+    Attributes:
+        page: the page of the documentation that lists them.
+    """
+
+    page: str
+
+    def __new__(cls, *arguments: Any, **options: Any):
+        """Make an object; raise a UserCodeError that names the hooks that it lacks."""
+        if missing := missing_hooks(cls):
+            raise UserCodeError(f"{cls.__qualname__} ({_file_of(cls)}) {missing}")
+        return super().__new__(cls)
+
+
+def missing_hooks(kind: type[Hooked]) -> str:
+    """The methods that a class lacks and the page that lists them; empty with all."""
+    names = sorted(getattr(kind, "__abstractmethods__", ()))
+    return f"has no {', '.join(names)}: see {kind.page}" if names else ""
 
 
 # ------------------------------------------------- the code that a configuration names

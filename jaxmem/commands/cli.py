@@ -207,7 +207,8 @@ def _add_train(commands) -> None:
         nargs="?",
         const="",
         metavar="SECTION",
-        help="list every key, or those of a section: default, type, meaning",
+        help="list every key, or those of a section: default, type, meaning; with "
+        "FILE.gin, those of its own job too",
     )
     train.add_argument(
         "overrides",
@@ -416,13 +417,15 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    path = None if arguments.keys is not None else _find_config(arguments.file)
+    path = None if arguments.file is None else _find_config(arguments.file)
     with _needs("training", "train"):
         from jaxmem.base import processes
         from jaxmem.train import configuration, jobs, keys
-    if path is None:
-        print(*configuration.describe_keys(arguments.keys or None), sep="\n")
+    if arguments.keys is not None:
+        described = arguments.keys or None, path, arguments.overrides
+        print(*configuration.describe_keys(*described), sep="\n")
         return 0
+    assert path is not None
     config, operative_text = configuration.load(path, arguments.overrides)
     given = arguments.coordinator, arguments.processes, arguments.process_id
     if arguments.cluster or any(value is not None for value in given):

@@ -2,7 +2,8 @@
 
 A file binds `section.field = value`, may `include` another, and is followed by
 `section.field=value` overrides.  An unknown field or a wrong type is an error that
-names the line and suggests a similar one.
+names the line and suggests a similar one.  `run.job` is read first, because a job of
+one's own has sections of its own.
 """
 
 import ast
@@ -21,8 +22,10 @@ from gin import config as gin_config, config_parser
 
 from jaxmem.base import messages, shipped
 from jaxmem.base.fields import accepts, describe, problem_of
+from jaxmem.base.user_code import UserCodeError
 from jaxmem.train import keys
-from jaxmem.train.jobs import JOBS
+from jaxmem.train.jobs import JOBS, Job
+from jaxmem.train.jobs.job import job_named
 from jaxmem.train.settings import JobConfig
 
 
@@ -30,25 +33,26 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message says where and why."""
 
 
-_CONFIGURABLES: dict[type, Any] = {}  # gin's, by dataclass; made at the first use
+Jobs = Mapping[str, type[Job]]  # by the value of run.job
+# Gin's, by section; made at the first use, and again for another job's dataclass.
+_CONFIGURABLES: dict[str, tuple[type, Any]] = {}
 
 
-def sections() -> dict[str, type]:
+def sections(jobs: Jobs = JOBS) -> dict[str, type]:
     """The dataclass of each section, of all jobs."""
     return {
         section: dataclass
-        for job in JOBS.values()
+        for job in jobs.values()
         for section, dataclass in job.Config.sections().items()
     }
 
 
-def _configurable(section: str) -> Any:
-    dataclass = sections()[section]
-    if dataclass not in _CONFIGURABLES:
-        _CONFIGURABLES[dataclass] = gin.external_configurable(
-            dataclass, name=section, module="jaxmem"
-        )
-    return _CONFIGURABLES[dataclass]
+def _configurable(section: str, dataclass: type) -> Any:
+    if _CONFIGURABLES.get(section, (None,))[0] is not dataclass:
+        with gin_config.interactive_mode():  # where a name may be bound again
+            made = gin.external_configurable(dataclass, name=section, module="jaxmem")
+        _CONFIGURABLES[section] = dataclass, made
+    return _CONFIGURABLES[section][1]
 
 
 class _Binding(NamedTuple):
@@ -57,6 +61,7 @@ class _Binding(NamedTuple):
     key: str
     value: Any
     where: str
+    is_macro: bool = False
 
 
 def load(
@@ -79,38 +84,81 @@ def load(
 
     Raises:
         ConfigError: missing file, bad syntax, unknown key, wrong type, impossible
-            value, malformed or repeated override.
+            value, malformed or repeated override; or a job of the user's that cannot be
+            used.
     """
-    bindings = _effective(
-        [*_file_bindings(Path(path), ()), *_override_bindings(overrides)]
-    )
-    _check_macros(bindings)
-    places = {key: binding.where for key, binding in bindings.items()}
+    bindings = _bindings(path, overrides)
+    jobs = _jobs(bindings)
+    for binding in bindings:
+        _check_known(binding, jobs)
+    effective = _effective(bindings, sections(jobs))
+    places = {key: binding.where for key, binding in effective.items()}
     # Clear gin's global state before and after.
     gin.clear_config()
     try:
-        for section in sections():
-            _configurable(section)
-        for key, binding in bindings.items():
+        for section, dataclass in sections(jobs).items():
+            _configurable(section, dataclass)
+        for key, binding in effective.items():
             gin.bind_parameter(_gin_key(key), binding.value)
-        return _build_job(places), gin.operative_config_str()
+        return _build_job(jobs, places), gin.operative_config_str()
     finally:
         gin.clear_config()
 
 
-def describe_keys(section: str | None = None) -> Iterator[str]:
+def describe_keys(
+    section: str | None = None,
+    path: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] = (),
+) -> Iterator[str]:
     """Yield a line per key: name, default, type, meaning; see `jaxmem.train.keys`.
 
+    Args:
+        section: the only one to describe; None: all.
+        path: a gin file whose job, which may be one of the user's, has sections too.
+        overrides: as in `load`.
+
     Raises:
-        ConfigError: there is no section of that name.
+        ConfigError: there is no section of that name, or the job cannot be used.
     """
+    jobs = JOBS if path is None else _jobs(_bindings(path, overrides))
     try:
-        yield from keys.lines(sections(), section)
+        yield from keys.lines(sections(jobs), section)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:
+def _bindings(path: str | os.PathLike[str], overrides: Sequence[str]) -> list[_Binding]:
+    """All bindings in their order; macros are checked, and keys are not."""
+    bindings = [*_file_bindings(Path(path), ()), *_override_bindings(overrides)]
+    _check_macros({binding.key: binding for binding in bindings})
+    return bindings
+
+
+def _jobs(bindings: Iterable[_Binding]) -> Jobs:
+    """The jobs whose sections a configuration may have: registered ones and its own."""
+    last = {binding.key: binding for binding in bindings}
+    if "run.job" not in last or last["run.job"].value is None:
+        return JOBS
+    value, where = last["run.job"].value, last["run.job"].where
+    while isinstance(value, gin_config.ConfigurableReference):
+        (name,) = _macros_in(value)
+        value = last[name].value
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: {_wrong_type('run.job', str, value)}")
+    try:
+        return {**JOBS, value: job_named(value)}
+    except UserCodeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _wrong_type(key: str, annotation: Any, value: Any) -> str:
+    must_be = messages.must_be(key, describe(annotation), value)
+    return f"{must_be} ({type(value).__name__})"
+
+
+def _effective(
+    bindings: Iterable[_Binding], dataclasses_of: Mapping[str, type]
+) -> dict[str, _Binding]:
     """The last binding of each key, without those that a None removes."""
     effective: dict[str, _Binding] = {}
     for binding in bindings:
@@ -118,7 +166,7 @@ def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:
         if (
             binding.value is None
             and field
-            and not accepts(_types(section)[field], None)
+            and not accepts(_types(dataclasses_of[section])[field], None)
         ):
             effective.pop(binding.key, None)
         else:
@@ -126,8 +174,8 @@ def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:
     return effective
 
 
-def _types(section: str) -> dict[str, Any]:
-    return typing.get_type_hints(sections()[section])
+def _types(dataclass: type) -> dict[str, Any]:
+    return typing.get_type_hints(dataclass)
 
 
 def _check_macros(bindings: Mapping[str, _Binding]) -> None:
@@ -175,7 +223,8 @@ def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding
                         f"{where}: {key} is already set on line {first_line[key]}"
                     )
                 first_line[key] = line
-                yield _Binding(key, statement.value, where)
+                is_macro = not statement.arg_name
+                yield _Binding(key, statement.value, where, is_macro)
             case config_parser.ImportStatement():
                 raise ConfigError(f"{where}: a configuration file cannot import")
 
@@ -234,9 +283,7 @@ def _checked_key(statement: config_parser.BindingStatement, where: str) -> str:
         raise ConfigError(
             f"{where}: {statement.scope}/{statement.selector}: scopes are not supported"
         )
-    key = f"{statement.selector}.{statement.arg_name}"
-    _check_known(key, where)
-    return key
+    return f"{statement.selector}.{statement.arg_name}"
 
 
 def _gin_key(key: str) -> str | tuple[str, str, str]:
@@ -252,7 +299,6 @@ def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
             raise ConfigError(
                 f"{where}: expected section.field=value, as in data.batch_size=16"
             )
-        _check_known(key, where)
         if key in bindings:
             raise ConfigError(f"{where}: {key} is already set by {bindings[key].where}")
         bindings[key] = _Binding(key, _override_value(text, where), where)
@@ -272,60 +318,67 @@ def _override_value(text: str, where: str) -> Any:
         return text.strip()
 
 
-def _check_known(key: str, where: str) -> None:
+def _check_known(binding: _Binding, jobs: Jobs) -> None:
+    key, known = binding.key, sections(jobs)
     section, _, field = key.rpartition(".")
-    if section not in sections() or field not in _fields(section):
+    if binding.is_macro:
+        return
+    if section not in known or field not in _fields(known[section]):
         shown = messages.short(key)
-        raise ConfigError(f"{where}: unknown key {shown}; {_suggestion(key)}")
+        raise ConfigError(
+            f"{binding.where}: unknown key {shown}; {_suggestion(key, jobs)}"
+        )
 
 
-def _suggestion(key: str) -> str:
+def _suggestion(key: str, jobs: Jobs) -> str:
     section, _, field = key.rpartition(".")
-    beside = _beside(section)
-    elsewhere = [f"{name}.{field}" for name in beside if field in _fields(name)]
+    known = sections(jobs)
+    beside = _beside(section, jobs)
+    elsewhere = [f"{name}.{field}" for name in beside if field in _fields(known[name])]
     if elsewhere:  # the field exists in another section
         return f"did you mean {' or '.join(elsewhere)}?"
-    nearest = difflib.get_close_matches(section, sections(), n=1)
+    nearest = difflib.get_close_matches(section, known, n=1)
     if not nearest:
-        return f"the sections are {', '.join(sections())}"
-    close = difflib.get_close_matches(field, _fields(nearest[0]), n=3)
+        return f"the sections are {', '.join(known)}"
+    fields = _fields(known[nearest[0]])
+    close = difflib.get_close_matches(field, fields, n=3)
     if not close:
-        return f"{nearest[0]} has {', '.join(_fields(nearest[0]))}"
+        return f"{nearest[0]} has {', '.join(fields)}"
     return f"did you mean {' or '.join(f'{nearest[0]}.{name}' for name in close)}?"
 
 
-def _beside(section: str) -> list[str]:
+def _beside(section: str, jobs: Jobs) -> list[str]:
     """Sections of the jobs that have this one; of all jobs if none has it."""
-    of_jobs = [list(job.Config.sections()) for job in JOBS.values()]
+    of_jobs = [list(job.Config.sections()) for job in jobs.values()]
     sharing = [names for names in of_jobs if section in names] or of_jobs
-    return [name for name in sections() if any(name in names for names in sharing)]
+    return [name for name in sections(jobs) if any(name in names for names in sharing)]
 
 
-def _fields(section: str) -> list[str]:
-    return [field.name for field in dataclasses.fields(sections()[section])]
+def _fields(dataclass: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(dataclass)]
 
 
-def _build_job(places: dict[str, str]) -> JobConfig:
+def _build_job(jobs: Jobs, places: dict[str, str]) -> JobConfig:
     """Build every section of the job; raise for keys of another job's sections."""
-    run = _build("run", places)
-    if run.job not in JOBS:
-        raise ConfigError(
-            f"{places['run.job']}: run.job must be one of "
-            f"{', '.join(map(repr, JOBS))}, got {messages.short(run.job)}"
-        )
-    config = JOBS[run.job].Config
-    names = list(config.sections())
+    run = _build("run", sections(jobs)["run"], places)
+    config = jobs[run.job].Config
+    dataclasses_of = config.sections()
+    names = list(dataclasses_of)
     for key, where in places.items():
         section = key.partition(".")[0]
         if "." in key and section not in names:
             owner = next(
-                k for k, job in JOBS.items() if section in job.Config.sections()
+                k for k, job in jobs.items() if section in job.Config.sections()
             )
             raise ConfigError(
                 f"{where}: {key} is of the job {owner!r}, but run.job is "
                 f"{run.job!r}, whose sections are {', '.join(names)}"
             )
-    parts = {name: _build(name, places) for name in names if name != "run"}
+    parts = {
+        name: _build(name, dataclass, places)
+        for name, dataclass in dataclasses_of.items()
+        if name != "run"
+    }
     try:
         return config(**parts, run=run)
     except ValueError as error:
@@ -339,30 +392,31 @@ def _with_key(error: ValueError, places: dict[str, str]) -> str:
     return f"{where}: {error}" if where else str(error)
 
 
-def _build(section: str, places: dict[str, str]) -> Any:
+def _build(section: str, dataclass: type, places: dict[str, str]) -> Any:
     """Check the types of bound values, then let gin construct the dataclass."""
-    types_of = _types(section)
+    types_of = _types(dataclass)
     for field, value in gin.get_bindings(section).items():
-        key, got = f"{section}.{field}", messages.short(value)
+        key, where = f"{section}.{field}", places[f"{section}.{field}"]
         if not accepts(types_of[field], value):
-            raise ConfigError(
-                f"{places[key]}: {key} must be {describe(types_of[field])}, got "
-                f"{got} ({type(value).__name__})"
-            )
+            wrong = _wrong_type(key, types_of[field], value)
+            raise ConfigError(f"{where}: {wrong}")
         problem = problem_of(value)
         if problem:
-            raise ConfigError(f"{places[key]}: {key} {problem}, got {got}")
+            got = messages.short(value)
+            raise ConfigError(f"{where}: {key} {problem}, got {got}")
     try:
-        return _configurable(section)()
+        return _configurable(section, dataclass)()
     except ValueError as error:
-        raise ConfigError(_with_place(section, error, places)) from error
+        raise ConfigError(_with_place(section, dataclass, error, places)) from error
 
 
-def _with_place(section: str, error: ValueError, places: dict[str, str]) -> str:
+def _with_place(
+    section: str, dataclass: type, error: ValueError, places: dict[str, str]
+) -> str:
     """Prefix a dataclass's error by the line of the file that caused it."""
     message = str(error).split("\n")[0]  # gin appends further lines
-    message = message.replace(f"{sections()[section].__name__}.", f"{section}.")
-    for field in _fields(section):
+    message = message.replace(f"{dataclass.__name__}.", f"{section}.")
+    for field in _fields(dataclass):
         where = places.get(f"{section}.{field}")
         if where and re.search(rf"\b{field}\b", message):
             return f"{where}: {message}"

@@ -1,5 +1,6 @@
 """The jitted functions, shapes and shardings of a decoder's training run."""
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from flax import nnx, traverse_util
 from rich.console import Console
 
 from jaxmem import devices, remat
+from jaxmem.base.user_code import Hooked
 from jaxmem.checkpoints import read_weights
 from jaxmem.data.documents import Batch
 from jaxmem.head.maths.call_report import report
@@ -51,8 +53,8 @@ class TrainState(NamedTuple):
     optimizer: optax.OptState  # float32 moments, and the number of updates
 
 
-class DecoderProgram:
-    """A run's functions and shapes; nothing is allocated until `initial_state`.
+class ModelProgram:
+    """A model's functions and shapes; nothing is allocated until `initial_state`.
 
     The model's vocabulary is that of the data, unless config has a larger one, whose
     remaining entries are padding. `schedule` maps the number of finished updates to the
@@ -150,27 +152,6 @@ class DecoderProgram:
         specs = None if self.layout.mesh is None else self.abstract.specs()
         self.layout = Layout(self.config.mesh, specs)
 
-    def choose_policy(self, console: Console) -> None:
-        """Choose the policy that fits the config's memory limit, if it has one."""
-        if self.config.remat.policy != "fit":
-            return
-
-        def step(policy: remat.Policy | None) -> Any:
-            self._use(policy)
-            return self.trace_backward()
-
-        layers, held = self.model_config.layers, self.held_with_backward()
-        show = functools.partial(say, console)
-        self._use(self.config.remat.fit(step, layers, held, show))
-
-    def trace_backward(self) -> jax.stages.Traced:
-        """Trace what takes the most memory: a step, or a micro-batch's gradients."""
-        raise NotImplementedError
-
-    def held_with_backward(self) -> list[Any]:
-        """Shapes of other arrays on the devices, besides that program's arguments."""
-        return []
-
     @property
     def compiler_options(self) -> dict[str, Any]:
         """Options of a step for its policy and, unless that offloads, for its mesh."""
@@ -178,10 +159,6 @@ class DecoderProgram:
         options = remat.compiler_options(self.policy, unroll=unroll)
         offloads = self.policy is not None and self.policy.offload
         return options if offloads else self.layout.compiler_options() | options
-
-    def trace_loss(self) -> None:
-        """Trace what computes the loss of hidden states, for `backend`."""
-        self.trace_backward()
 
     def trace(self, run: Callable, *given: Any) -> jax.stages.Traced:
         """Trace a function for arguments of these shapes, on the run's mesh.
@@ -210,29 +187,6 @@ class DecoderProgram:
         gradients = jax.jit(jax.value_and_grad(run, wanted, has_aux=True))
         with self.layout.context():
             return gradients.trace(*shapes, *given)
-
-    @functools.cached_property
-    def backend(self) -> str:
-        """The backend that computes the head's loss; "hopper+xla" where both do."""
-        if self.config.head.logits == "materialised":
-            return "xla"  # not by a verb
-        try:
-            with report() as traced:
-                self.trace_loss()
-        except NotImplementedError as error:
-            if self.config.head.implementation is None:
-                raise
-            raise ValueError(f"head.implementation: {error}") from error
-        names = {c.implementation for c in traced.calls if c.verb not in _OF_XLA}
-        named = self.config.head.implementation
-        if not names and named not in (None, "xla"):
-            verbs = ", ".join(sorted({call.verb for call in traced.calls}))
-            raise ValueError(
-                f"head.implementation: implementation={named!r} cannot run this "
-                f"call: the loss is all of {verbs}, which only 'xla' has; leave out "
-                "head.implementation"
-            )
-        return "+".join(sorted(names)) or "xla"
 
     def compile_verified(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
         """Compile, and raise if XLA has dropped the policy's offloading."""
@@ -356,6 +310,60 @@ class DecoderProgram:
         """Whether the vocabulary matrix is not trained."""
         frozen = traverse_util.flatten_dict(self.frozen_shapes, sep="/")
         return self.abstract.head_path in frozen
+
+
+class DecoderProgram(ModelProgram, Hooked):
+    """A `ModelProgram` that trains: its own class traces what a step runs."""
+
+    page = "docs/own_job.md"
+
+    def choose_policy(self, console: Console) -> None:
+        """Choose the policy that fits the config's memory limit, if it has one."""
+        if self.config.remat.policy != "fit":
+            return
+
+        def step(policy: remat.Policy | None) -> Any:
+            self._use(policy)
+            return self.trace_backward()
+
+        layers, held = self.model_config.layers, self.held_with_backward()
+        show = functools.partial(say, console)
+        self._use(self.config.remat.fit(step, layers, held, show))
+
+    @abc.abstractmethod
+    def trace_backward(self) -> jax.stages.Traced:
+        """Trace what takes the most memory: a step, or a micro-batch's gradients."""
+
+    def held_with_backward(self) -> list[Any]:
+        """Shapes of other arrays on the devices, besides that program's arguments."""
+        return []
+
+    def trace_loss(self) -> None:
+        """Trace what computes the loss of hidden states, for `backend`."""
+        self.trace_backward()
+
+    @functools.cached_property
+    def backend(self) -> str:
+        """The backend that computes the head's loss; "hopper+xla" where both do."""
+        if self.config.head.logits == "materialised":
+            return "xla"  # not by a verb
+        try:
+            with report() as traced:
+                self.trace_loss()
+        except NotImplementedError as error:
+            if self.config.head.implementation is None:
+                raise
+            raise ValueError(f"head.implementation: {error}") from error
+        names = {c.implementation for c in traced.calls if c.verb not in _OF_XLA}
+        named = self.config.head.implementation
+        if not names and named not in (None, "xla"):
+            verbs = ", ".join(sorted({call.verb for call in traced.calls}))
+            raise ValueError(
+                f"head.implementation: implementation={named!r} cannot run this "
+                f"call: the loss is all of {verbs}, which only 'xla' has; leave out "
+                "head.implementation"
+            )
+        return "+".join(sorted(names)) or "xla"
 
 
 def update(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -9,14 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmem import checkpoints
-from jaxmem.base import json_files, messages
+from jaxmem.base import json_files, messages, user_code
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.models.own_model import LanguageModel, OwnModel
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.train import configuration, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.memory import RematConfig
-from jaxmem.train.program import DecoderProgram
+from jaxmem.train.program import ModelProgram
 from jaxmem.train.settings import JobConfig
 from jaxmem.train.state import checkpoint
 
@@ -43,17 +44,24 @@ class Code:
             self.check_unused(directory)
         elif self.factory is not None:
             return config.replaced({"model.factory": self.factory})
-        elif not self.trusted:
-            source = named.rpartition(":")[0]
-            code = f"the module {source}"
-            if source.endswith(".py"):
-                code = str(Path(source).expanduser().absolute())
-            raise CheckpointError(
-                f"{directory / _OPERATIVE}: model.factory={messages.short(named)} "
-                f"would run {messages.cut(code)}: name your own code with --factory "
-                f"{messages.name(named)}, or allow that of the run with --trust-code"
-            )
+        else:
+            self.check(directory, "model.factory", named)
         return config
+
+    def check(self, directory: Path, key: str, name: str) -> None:
+        """Raise a CheckpointError unless the code that a run's key names may be run."""
+        if self.trusted or (key == "model.factory" and name == self.factory):
+            return
+        advice = "allow the code of the run with --trust-code"
+        if key == "model.factory":
+            advice = (
+                f"name your own code with --factory {messages.name(name)}, or allow "
+                "that of the run with --trust-code"
+            )
+        raise CheckpointError(
+            f"{directory / _OPERATIVE}: {key}={messages.short(name)} would run "
+            f"{messages.cut(user_code.location(name))}: {advice}"
+        )
 
     def check_unused(self, directory: Path) -> None:
         """Raise a CheckpointError if the user names a factory, for other models."""
@@ -182,8 +190,9 @@ def _of_files(directory: Path, adapter: str | Path | None) -> Saved:
 def _of_run(
     directory: Path, step: int, dtype: str | None, code: Code
 ) -> Iterator[Saved]:
-    job = _job_of(directory, dtype, code)
-    decoder = _decoder(directory, step, job)
+    with user_code.checked(functools.partial(code.check, directory)):
+        job = _job_of(directory, dtype, code)
+        decoder = _decoder(directory, step, job)
     state = directory / "checkpoints" / str(step)
     files = tuple(sorted(p for p in state.rglob("*") if p.is_file()))
     template, source = job.reads.chat_template, job.config.model.checkpoint
@@ -214,7 +223,7 @@ def _job_of(directory: Path, dtype: str | None, code: Code) -> Job:
 
 def _decoder(directory: Path, step: int, job: Job) -> LanguageModel:
     size = job.saved_vocabulary(directory)
-    program = DecoderProgram(job.config, size, lambda _: 0.0)
+    program = ModelProgram(job.config, size, lambda _: 0.0)
     like = program.state_shapes.params
     params = checkpoint.read_params(directory / "checkpoints", step, like)
     return program.model(params, program.frozen())

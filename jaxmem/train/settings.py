@@ -28,8 +28,9 @@ class RunConfig:
     """Which job to run, for how long, and what to save."""
 
     # "sft", supervised; "grpo", reinforcement learning; "dpo", pairs of answers;
-    # "distill", a teacher's student; or a job of one's own
-    job: str = "sft"
+    # "distill", a teacher's student; or a job of one's own, "file.py:Class" or
+    # "package.module:Class"
+    job: str = user_code.field("sft")
     steps: int = 60  # optimizer steps in all; rollouts of the job "grpo"
     accumulate: int = 1  # micro-batches (data.batch_size rows each) per step
     seed: int = 0  # of initial weights, and of a policy's samples

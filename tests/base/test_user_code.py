@@ -1,5 +1,6 @@
 """Files and modules of the user: what is loaded, and what an error says of them."""
 
+import abc
 import dataclasses
 import os
 import pathlib
@@ -133,6 +134,45 @@ def test_the_current_directory_shadows_no_installed_module(monkeypatch):
     assert sys.path[-1] == os.getcwd()
     with pytest.raises(UserCodeError, match=r"has no 'f' \(.*lib.*colorsys\.py\)"):
         user_code.load("colorsys:f", "x.y")
+
+
+def test_checked_forbids_code_before_it_runs():
+    write("own.py", "import pathlib\npathlib.Path('ran').touch()\nf = len\n")
+
+    def forbid(key, name):
+        raise PermissionError(f"{key}={name}")
+
+    with user_code.checked(forbid), user_code.checked(lambda *_: None):
+        assert user_code.load("mine", "x.y", {"mine": len}) is len
+        with pytest.raises(PermissionError, match="x.y=own.py:f"):
+            user_code.load("own.py:f", "x.y")
+    assert not pathlib.Path("ran").exists()
+    assert user_code.load("own.py:f", "x.y") is len
+
+
+class Base(user_code.Hooked):
+    page = "docs/page.md"
+
+    @abc.abstractmethod
+    def first(self): ...
+
+    @abc.abstractmethod
+    def second(self): ...
+
+
+def test_hooked_names_all_hooks_that_a_class_lacks():
+    class Half(Base):
+        def first(self): ...
+
+    class Whole(Half):
+        def second(self): ...
+
+    assert Whole() and not user_code.missing_hooks(Whole)
+    assert user_code.missing_hooks(Base) == "has no first, second: see docs/page.md"
+    with pytest.raises(
+        UserCodeError, match=r"Half \(.*test_user_code.py\) has no second:"
+    ):
+        Half()
 
 
 def test_described_has_the_line_of_the_file_that_defines_the_code():

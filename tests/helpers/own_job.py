@@ -56,7 +56,7 @@ class Program(DecoderProgram):
         return self.trace(self.advance, self.state_shapes, self.tokens(), taught)
 
 
-class Ema(Job, name="ema"):
+class Ema(Job):
     Config, changeable = EmaJobConfig, ("optimizer", "ema")
 
     def make_program(self, vocab_size):

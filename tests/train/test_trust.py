@@ -89,7 +89,9 @@ def test_reading_a_run_imports_nothing_that_it_names(
     [
         ("import evil", "cannot import"),
         ("model.factory = @evil.f", "not a value"),
-        ('run.job = "evil.py:f"', "run.job"),
+        ('run.job = "evil.py:f"', "run.job='evil.py:f' would run "),
+        ('run.job = "evil_package.evil:f"', "run the module evil_package.evil: allow"),
+        ('run.job = %NAME\nNAME = "evil.py:f"', "allow the code of the run with --tr"),
         (PROMPTS + REWARD + LLAMA, "checkpoints/1 cannot be used"),
         (PROMPTS + ENVIRONMENT + LLAMA, "checkpoints/1 cannot be used"),
     ],

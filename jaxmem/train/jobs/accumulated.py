@@ -1,5 +1,6 @@
 """A step whose gradients are summed by one program and applied by another."""
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,9 +35,9 @@ class AccumulatedProgram(DecoderProgram):
     """A `DecoderProgram` whose update follows on sums over micro-batches."""
 
     @property
+    @abc.abstractmethod
     def metric_names(self) -> list[str]:
         """Names of the metrics that are summed over tokens."""
-        raise NotImplementedError
 
     def micro_batch_numbers(self, head: HeadConfig, *numbers: int) -> tuple:
         """Numbers of a step, a minibatch and a micro-batch, if a head draws by them.

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ import tokenizers
 from rich.console import Console
 
 from jaxmem import checkpoints
-from jaxmem.base import user_code
+from jaxmem.base import messages, user_code
+from jaxmem.base.user_code import Hooked, UserCodeError
 from jaxmem.data import vocabulary
 from jaxmem.models import lora
 from jaxmem.models.decoder import ModelConfig
@@ -29,18 +31,20 @@ from jaxmem.train.settings import JobConfig, Settings
 from jaxmem.train.state import resuming
 from jaxmem.train.state.checkpoint import Checkpoints
 
-JOBS: dict[str, type["Job"]] = {}  # by the value of run.job
+JOBS: dict[str, type["Job"]] = {}  # those with a name, by it
 
 
-class Job(abc.ABC):
+class Job(Hooked):
     """One kind of training, and one run of it.
 
-    A subclass is one file: `class Mine(Job, name="mine")` is what run.job="mine" runs.
+    A subclass is one file: run.job="my_job.py:Mine" runs its `class Mine(Job)`. With
+    `class Mine(Job, name="mine")`, run.job="mine" runs it once it has been imported.
     `run.train` calls, in this order, `build`, `open`, `compile`, then `step` and
     `evaluate` as often as there are steps, and `finish`; `jaxmem plan` calls `plan` and
     `jaxmem data` `records`.
 
     Attributes:
+        name: as settings record it; by default that of the class.
         Config: its sections, a `JobConfig` whose fields are dataclasses.
         Metrics: the numbers of a step, a NamedTuple as `metrics.AnyMetrics`.
         changeable: sections that may differ when a run is resumed.
@@ -51,6 +55,7 @@ class Job(abc.ABC):
         batches: where the data come from, after `open`.
     """
 
+    page = "docs/own_job.md"
     name: ClassVar[str]
     Config: ClassVar[type[JobConfig]]
     Metrics: ClassVar[type] = metrics.StepMetrics
@@ -61,12 +66,18 @@ class Job(abc.ABC):
     program: Any
     batches: Any
 
-    def __init_subclass__(cls, name: str, **others: Any):
-        """Register the job."""
+    def __init_subclass__(cls, name: str | None = None, **others: Any):
+        """Register the job, if it has a name; a class that is defined again replaces.
+
+        Raises:
+            ValueError: another class has the name.
+        """
         super().__init_subclass__(**others)
-        if name in JOBS:
+        cls.name = name or cls.__qualname__
+        if name is None:
+            return
+        if JOBS.get(name, cls).__qualname__ != cls.__qualname__:
             raise ValueError(f"run.job={name!r} is already {JOBS[name].__qualname__}")
-        cls.name = name
         JOBS[name] = cls
 
     def __init__(self, config: JobConfig):
@@ -311,22 +322,62 @@ class Job(abc.ABC):
         )
 
 
+def job_named(name: str) -> type[Job]:
+    """The job of a value of `run.job`: a registered name, or a class of a file.
+
+    Raises:
+        UserCodeError: there is none, or it lacks what a job must have.
+    """
+    job = user_code.load(name, "run.job", JOBS, f"a subclass of {_JOB}", _is_job)
+    problem = user_code.missing_hooks(job) or _problem_of_config(job)
+    if problem:
+        raise UserCodeError(f"run.job: {name} {problem}")
+    return job
+
+
+_JOB = "jaxmem.train.jobs.Job"
+
+
+def _is_job(loaded: Any) -> bool:
+    return inspect.isclass(loaded) and issubclass(loaded, Job) and loaded is not Job
+
+
+def _problem_of_config(job: type[Job]) -> str | None:
+    """What is wrong with the class of a job's sections; None if it can be used."""
+    config = getattr(job, "Config", None)
+    if not (inspect.isclass(config) and issubclass(config, JobConfig)):
+        wanted = "a subclass of jaxmem.train.jobs.JobConfig"
+        return f"has the wrong sections: {messages.must_be('Config', wanted, config)}"
+    try:
+        sections = config.sections()
+    except Exception as error:  # an annotation that Python cannot evaluate
+        raised = user_code.described(error, config)
+        return f"has the wrong sections: annotations of {config.__name__}:{raised}"
+    fields = {field.name for field in dataclasses.fields(config)}
+    for section, kind in sections.items():
+        if section not in fields:
+            return (
+                f"has the wrong sections: {config.__name__} must be decorated by "
+                "@dataclasses.dataclass(frozen=True, kw_only=True)"
+            )
+        if not (inspect.isclass(kind) and dataclasses.is_dataclass(kind)):
+            wanted = messages.must_be(section, "a dataclass", kind)
+            return f"has the wrong sections: {config.__name__}.{wanted}"
+    return None
+
+
 def job_of(config: JobConfig) -> Job:
     """The job that `config.run.job` names.
 
     Raises:
         ValueError: there is none of that name, or it has other sections.
     """
-    job = JOBS.get(config.run.job)
-    if job is None:
-        raise ValueError(
-            f"run.job must be one of {', '.join(map(repr, JOBS))}, got "
-            f"{config.run.job!r}"
-        )
+    job = job_named(config.run.job)
     if type(config) is not job.Config:
+        # Also of a file that has changed since the configuration was loaded.
         raise ValueError(
             f"run.job={config.run.job!r} takes a {job.Config.__name__}, got a "
-            f"{type(config).__name__}"
+            f"{type(config).__name__}; load the configuration again"
         )
     return job(config)
 

@@ -169,10 +169,12 @@ class Sft(Job, name="sft"):
     def fixed(self) -> dict[str, Any]:
         """See `Job`; as runs from before there were other jobs and templates."""
         config, fixed = self.config, super().fixed()
-        del fixed["run"]
+        if self.name == Sft.name:  # no subclass
+            del fixed["run"]
+            fixed |= fixed_weights(config.optimizer, config.run.seed)
         if config.data.chat_template is None:
             del fixed["data"]["chat_template"]
-        return fixed | fixed_weights(config.optimizer, config.run.seed)
+        return fixed
 
     def phases(self) -> list[Phase]:
         program, data, head = self.program, self.config.data, self.config.head

@@ -1,5 +1,6 @@
 """A step that is one program, from the data to the next weights."""
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -70,16 +71,16 @@ class StreamedStep:
 class StepProgram(DecoderProgram):
     """A `DecoderProgram` that says what a step's gradients are."""
 
+    @abc.abstractmethod
     def gradients(self, head: HeadConfig) -> Callable:
         """The function that `step_of` takes; its last argument is the step's number.
 
         That is given where the head draws (`DecoderProgram.step_numbers`).
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def micro_batches(self) -> Any:
         """Shapes of a step's micro-batches, with their places."""
-        raise NotImplementedError
 
     def trace_backward(self) -> jax.stages.Traced:
         return self.trace_step()

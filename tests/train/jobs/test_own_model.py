@@ -15,7 +15,7 @@ from jaxmem.checkpoints import CheckpointError
 from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs.whole_step import StepProgram
-from jaxmem.train.program import DecoderProgram
+from jaxmem.train.program import ModelProgram
 from jaxmem.train.state.checkpoint import read_params
 from tests.helpers import own_models, runs, texts
 from tests.helpers.cases import slow
@@ -188,7 +188,7 @@ def test_weights_are_named_and_frozen_by_path():
     config, _ = configuration.load(
         "sft.gin", [f"model.factory={OWN}", "optimizer.trainable=blocks/0/up"]
     )
-    program = DecoderProgram(config, 280)
+    program = ModelProgram(config, 280)
     (names,) = program.state_shapes.params["body"]["blocks"]["0"].values()
     assert set(names) == {"kernel", "bias"} and program.head_is_frozen
 
@@ -216,7 +216,7 @@ def test_own_model_equal_on_a_mesh(job, mesh):
 
 def test_partition_specs_are_those_of_the_parameters():
     mesh = "mesh.fsdp=2", "mesh.tensor=2", f"model.factory={MODULE}:Sharded"
-    program = DecoderProgram(configuration.load("sft.gin", mesh)[0], 280)
+    program = ModelProgram(configuration.load("sft.gin", mesh)[0], 280)
     weights = program.state_shapes.params["body"]
     moments = program.state_shapes.optimizer[1][0].mu["body"]
     for tree in (weights, moments):
@@ -225,7 +225,7 @@ def test_partition_specs_are_those_of_the_parameters():
         assert tree["places"]["embedding"].sharding.spec == PartitionSpec()
     config, _ = configuration.load("sft.gin", [*mesh[:2], mesh[2] + "Unknown"])
     with pytest.raises(ValueError, match="body/places/embedding is sharded over 'tp'"):
-        DecoderProgram(config, 280)
+        ModelProgram(config, 280)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.phases import Phase, activations, moments_beside, weights_of
 from jaxmem.train.program import (
-    DecoderProgram,
+    ModelProgram,
     StreamedUpdate,
     gradient_shapes,
 )
@@ -65,7 +65,7 @@ class FileColumns(NamedTuple):
     logprobs: bool  # whether they have log-probabilities
 
 
-class TeacherProgram(DecoderProgram):
+class TeacherProgram(ModelProgram):
     """The teacher's functions and shapes; it is never trained."""
 
     def __init__(self, config: DistillJobConfig):
