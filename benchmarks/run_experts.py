@@ -164,7 +164,7 @@ def parts(sizes: Sizes, given) -> dict[str, Path]:
     )
     found = jax.jit(find)(choice)
     arguments = grouped_rows.Arguments(weights, x, scale, found)
-    where = grouped_sorted.SortedRows.of(found).where
+    where = grouped_sorted.SortedRows.from_tiles(found).offsets
     gather = grouped_sorted.sorted_rows
     wide = jax.jit(gather)(arguments)[0]
     launch = grouped_products.launch(x.dtype, hopper.n_blocks())
@@ -176,7 +176,7 @@ def parts(sizes: Sizes, given) -> dict[str, Path]:
     short, other = jax.jit(lambda *a: of_rows(*a))([wide], [gate, up], where)
 
     def add(rows, arguments):
-        return grouped_sorted.added(rows, grouped_sorted.places(arguments))
+        return grouped_sorted.added(rows, grouped_sorted.sorted_positions(arguments))
 
     return {
         "gate and up": Path(of_rows, ([wide], [gate, up], where), 2),

@@ -5,6 +5,7 @@ and recompute the probabilities in the backward pass.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def attend(
     more score, whose value is 0. Residuals are the operands, the output, and the
     logsumexp, with the checkpoint names "attn_out" and "attn_lse".
     """
-    return _attention(query, key, value, sight, sinks, scale, softcap)
+    return _attend_vjp(query, key, value, sight, sinks, scale, softcap)
 
 
 def attend_by_cudnn(
@@ -49,7 +50,7 @@ def attend_by_cudnn(
     def kernel(query, key, value, sight, window=None):
         mask, queries, keys = sight.mask, query.shape[1], key.shape[1]
         if keys > queries:  # causal attention would begin at the first key
-            mask = mask & _causal(queries, keys)
+            mask = mask & _causal_mask(queries, keys)
         return jax.nn.dot_product_attention(
             query, key, value, mask=mask, scale=scale, is_causal=keys == queries,
             local_window_size=window and (window - 1, 0), implementation="cudnn",
@@ -65,16 +66,28 @@ def attend_by_cudnn(
     return kernel(query, key, value, sight)
 
 
+class _AttentionResiduals(NamedTuple):
+    """Arrays that the backward pass of `attend` reads."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    sight: Sight
+    sinks: jax.Array | None
+    out: jax.Array  # [B, T, heads, head_dim]
+    lse: jax.Array  # f32 [B, kv_heads, group, T]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attention(query, key, value, sight, sinks, scale, softcap):
-    return _forward(query, key, value, sight, sinks, scale, softcap)[0]
+def _attend_vjp(query, key, value, sight, sinks, scale, softcap):
+    return _attend_forward(query, key, value, sight, sinks, scale, softcap)[0]
 
 
-def _forward(query, key, value, sight, sinks, scale, softcap):
+def _attend_forward(query, key, value, sight, sinks, scale, softcap):
     scores = _scores(query, key, sight, scale, softcap)
     largest = jnp.max(scores, axis=-1, keepdims=True)  # finite: a query sees itself
     if sinks is not None:
-        sink = _by_group(sinks, key.shape[2])
+        sink = _grouped_sinks(sinks, key.shape[2])
         largest = jnp.maximum(largest, sink)
     weights = jnp.exp(scores - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -91,23 +104,26 @@ def _forward(query, key, value, sight, sinks, scale, softcap):
     out = jnp.einsum("bkgqd->bqkgd", (out / total).astype(query.dtype))
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     out, lse = remat.name(out, "attn_out"), remat.name(lse, "attn_lse")
-    return out, (query, key, value, sight, sinks, out, lse)
+    return out, _AttentionResiduals(query, key, value, sight, sinks, out, lse)
 
 
-def _backward(scale, softcap, residuals, dout):
-    query, key, value, sight, sinks, out, lse = residuals
-    scores = _scores(query, key, sight, scale, softcap)
-    weights = jnp.exp(scores - lse[..., None])
-    grouped = functools.partial(_grouped, kv_heads=key.shape[2])
+def _attend_backward(scale, softcap, residuals: _AttentionResiduals, dout):
+    query, key, sinks = residuals.query, residuals.key, residuals.sinks
+    scores = _scores(query, key, residuals.sight, scale, softcap)
+    weights = jnp.exp(scores - residuals.lse[..., None])
+    grouped = functools.partial(_split_heads, kv_heads=key.shape[2])
     dvalue = jnp.einsum("bkgqt,bqkgd->btkd", weights.astype(dout.dtype), grouped(dout))
     dweights = jnp.einsum(
-        "bqkgd,btkd->bkgqt", grouped(dout), value, preferred_element_type=jnp.float32
+        "bqkgd,btkd->bkgqt",
+        grouped(dout),
+        residuals.value,
+        preferred_element_type=jnp.float32,
     )
-    products = dout.astype(jnp.float32) * out.astype(jnp.float32)
+    products = dout.astype(jnp.float32) * residuals.out.astype(jnp.float32)
     along = jnp.einsum("bqkg->bkgq", grouped(products).sum(-1))
     dsinks = None
     if sinks is not None:
-        taken = jnp.exp(_by_group(sinks, key.shape[2])[..., 0] - lse)
+        taken = jnp.exp(_grouped_sinks(sinks, key.shape[2])[..., 0] - residuals.lse)
         dsinks = -jnp.sum(taken * along, axis=(0, 3)).reshape(-1).astype(sinks.dtype)
     dscores = weights * (dweights - along[..., None])
     if softcap is not None:  # a masked score is -inf and has weight 0
@@ -119,16 +135,16 @@ def _backward(scale, softcap, residuals, dout):
     return dquery, dkey, dvalue, None, dsinks
 
 
-_attention.defvjp(_forward, _backward)
+_attend_vjp.defvjp(_attend_forward, _attend_backward)
 
 
-def _grouped(x, kv_heads):
+def _split_heads(x, kv_heads):
     """Split the heads axis into key-value heads and the queries that share each."""
     return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1])
 
 
-def _by_group(sinks, kv_heads):
-    """Scores [heads] in float32, as those of `_scores`."""
+def _grouped_sinks(sinks, kv_heads):
+    """Scores [heads] as float32 [kv_heads, group, 1, 1], in the layout of `_scores`."""
     return sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
 
 
@@ -136,18 +152,18 @@ def _scores(query, key, sight, scale, softcap):
     """Scores, f32 [B, kv_heads, group, T, S]; -inf where a query does not see a key."""
     scores = scale * jnp.einsum(
         "bqkgd,btkd->bkgqt",
-        _grouped(query, key.shape[2]),
+        _split_heads(query, key.shape[2]),
         key,
         preferred_element_type=jnp.float32,
     )
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    seen = _causal(query.shape[1], key.shape[1])
+    seen = _causal_mask(query.shape[1], key.shape[1])
     if sight.mask is not None:
         seen = seen & sight.mask[:, :, None]
     return jnp.where(seen, scores, -jnp.inf)
 
 
-def _causal(queries, keys):
-    """[T, S], true where a key is no later than a query; both end with one token."""
+def _causal_mask(queries, keys):
+    """Mask [T, S], true where a key is no later than a query; both end at one token."""
     return jnp.tril(jnp.ones((queries, keys), bool), keys - queries)

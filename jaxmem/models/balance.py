@@ -1,4 +1,4 @@
-"""What routers do with tokens, and the loss that spreads them evenly over experts."""
+"""Statistics of routers, and the loss that spreads tokens evenly over experts."""
 
 from typing import Any, NamedTuple
 
@@ -10,16 +10,16 @@ from jaxmem.models.config import ModelConfig
 
 
 class Choice(NamedTuple):
-    """What the router of a layer says of each token."""
+    """A router's logits and choice of experts for each token."""
 
     logits: jax.Array  # f32 [B, T, experts]
     chosen: jax.Array  # int32 [B, T, experts_per_token]
-    own: jax.Array  # likewise, of this router, where the others are given
+    own: jax.Array  # the router's own choice; `chosen` may be replayed
 
 
-def chosen(choice: Choice | None, is_wanted: bool) -> jax.Array | None:
-    """The experts that a layer's router chose; None without one, or if unwanted."""
-    return choice.chosen if is_wanted and choice is not None else None
+def chosen(choice: Choice | None, is_needed: bool) -> jax.Array | None:
+    """Experts that a layer's router chose; None without a router or if not needed."""
+    return choice.chosen if is_needed and choice is not None else None
 
 
 class Routed(NamedTuple):
@@ -31,7 +31,7 @@ class Routed(NamedTuple):
     counts: Any  # f32 [layers, experts] tokens that an expert has
     chances: Any  # f32 [layers, experts] softmax of the router's logits
     entropy: Any  # f32 [layers] of that softmax, nats
-    rerouted: Any  # f32 [layers] experts that are given, and not the router's own
+    rerouted: Any  # f32 [layers] chosen experts that are not the router's own
 
 
 def nothing(config: ModelConfig) -> Routed | None:
@@ -43,21 +43,21 @@ def nothing(config: ModelConfig) -> Routed | None:
 
 
 def counted(tokens: Any, segment_ids: Any) -> Any:
-    """Which tokens [B, T] are no padding; without documents, all of them."""
+    """Boolean mask [B, T]: True for tokens other than padding, which is segment 0."""
     return np.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
 
 
 def add(
-    routed: Routed, layer: jax.Array, choice: Choice, where: jax.Array, trained: bool
+    routed: Routed, layer: jax.Array, choice: Choice, mask: jax.Array, trained: bool
 ) -> Routed:
-    """The sums with those of one layer.
+    """Add the tokens of one layer to the sums.
 
-    `where` [B, T] are the tokens that count, and `trained` says whether `chances` have
-    a gradient.
+    `mask` [B, T] is True for tokens that count, and `trained` says whether `chances`
+    have a gradient.
     """
     logits = choice.logits if trained else jax.lax.stop_gradient(choice.logits)
     logs = jax.nn.log_softmax(logits)
-    chances, where = jnp.exp(logs), where[..., None]
+    chances, mask = jnp.exp(logs), mask[..., None]
     chosen, own = (
         jnp.sum(jax.nn.one_hot(x, logits.shape[-1], dtype=jnp.float32), axis=-2)
         for x in (choice.chosen, choice.own)
@@ -65,7 +65,7 @@ def add(
     foreign = jnp.sum(chosen * (1 - own), -1, keepdims=True)
     entropy = -jnp.sum(jax.lax.stop_gradient(chances * logs), -1, keepdims=True)
     sums = (
-        jnp.sum(jnp.where(where, x, 0), axis=(0, 1))
+        jnp.sum(jnp.where(mask, x, 0), axis=(0, 1))
         for x in (chosen, chances, entropy, foreign)
     )
     both = zip(routed, sums, strict=True)
@@ -96,7 +96,7 @@ def loss(routed: Routed, experts_per_token: int) -> jax.Array:
 def with_loss(
     value: jax.Array, routed: Routed | None, config: ModelConfig, share: Any
 ) -> jax.Array:
-    """What is differentiated: a loss, with that of the routers if it has a factor.
+    """The differentiated loss: `value` plus the routers' loss, if it has a factor.
 
     `value` is a micro-batch's part of the loss of a step, and `share` is its part of
     the step's tokens.
@@ -108,11 +108,12 @@ def with_loss(
 
 
 def report(routed: Routed, experts_per_token: int) -> dict[str, float]:
-    """What metrics say of the routers of a step.
+    """Metrics of the routers of a step.
 
-    Of layers with experts, the mean and the worst of: `load`, the largest number of
-    tokens of an expert over the mean one; `entropy` of a token's softmax in nats. And
-    `loss`, that of `loss`.
+    `load` is the largest number of tokens of an expert over the mean number, and
+    `entropy` is that of a token's softmax in nats. Both are means over layers with
+    experts; `load_worst` and `entropy_worst` are those of the worst layer. `loss` is
+    the result of the function `loss`.
     """
     routed = Routed(*(np.asarray(x, np.float64) for x in routed))
     tokens = routed.counts.sum(axis=1) / experts_per_token

@@ -29,7 +29,7 @@ ACTIVATIONS = {
 }
 
 
-def _all(names: str, within: Range) -> dict[str, Range]:
+def _same_range(names: str, within: Range) -> dict[str, Range]:
     return dict.fromkeys(names.split(), within)
 
 
@@ -45,22 +45,22 @@ RANGES = {
     "norm_eps": reals(above=0, below=1),
     "lora_rank": integers(0, limit=2**16),
     "pad_row": integers(0, limit=2**31 - 1),
-    **_all(
+    **_same_range(
         "heads kv_heads head_dim rotated_width value_dim global_head_dim "
         "global_kv_heads delta_heads delta_key_heads delta_key_dim delta_value_dim "
         "experts experts_per_token router_groups router_groups_kept router_group_best",
         integers(above=0, limit=2**16),
     ),
-    **_all(
+    **_same_range(
         "ff reuse_ff expert_ff shared_ff layer_input latent query_latent",
         integers(above=0, limit=2**22),
     ),
-    **_all(  # int32
+    **_same_range(  # int32
         "vocab_size layer_input_vocab rope_original rope_limit learned_positions "
         "unrotated_growth_length window",
         integers(above=0, limit=2**31 - 1),
     ),
-    **_all(
+    **_same_range(
         "rope_theta local_rope_theta rope_factor rope_low_factor rope_high_factor "
         "rope_magnitude rope_long_magnitude query_growth unrotated_growth "
         "router_scale router_nearness gate_limit embed_multiplier residual_multiplier "
@@ -213,7 +213,7 @@ class ModelConfig:
     lora_alpha: float = 16.0  # adapters are scaled by this / lora_rank
     # matrices of a block with adapters; "gate", "up" and "down" are possible too
     lora_targets: tuple[str, ...] = ("query", "key", "value", "output")
-    lora_head: bool = False  # whether the head has an adapter too
+    lora_head: bool = False  # the head has an adapter too
     # "embed" and "head", if these are trained whole and saved with the adapters
     lora_saved: tuple[str, ...] = ()
 
@@ -269,12 +269,12 @@ class ModelConfig:
         for name in ("rope_factors", "rope_long_factors"):
             listed = getattr(self, name)
             good = listed is None if not is_listed else listed and len(listed) == pairs
-            wanted = f"{pairs} numbers with rope_scaling='listed', and else None"
-            check_field(self, name, bool(good), wanted)
+            expected = f"{pairs} numbers with rope_scaling='listed', and else None"
+            check_field(self, name, bool(good), expected)
         limited = is_listed or self.rope_scaling == "dynamic"
-        wanted = "given with rope_scaling='listed' or 'dynamic', and only there"
+        expected = "given with rope_scaling='listed' or 'dynamic', and only there"
         check_field(
-            self, "rope_limit", limited == (self.rope_limit is not None), wanted
+            self, "rope_limit", limited == (self.rope_limit is not None), expected
         )
         above = self.rope_high_factor >= self.rope_low_factor
         check_field(self, "rope_high_factor", above, "at least rope_low_factor")
@@ -328,8 +328,8 @@ class ModelConfig:
             check_field(self, name, fits, f"at most {most}, the {what}")
         kept = self.router_groups_kept * self.experts // groups
         enough = groups == 1 or self.experts_per_token <= kept
-        wanted = f"at most {kept}, the experts of router_groups_kept groups"
-        check_field(self, "experts_per_token", enough, wanted)
+        expected = f"at most {kept}, the experts of router_groups_kept groups"
+        check_field(self, "experts_per_token", enough, expected)
         shared = not self.shared_gate or self.shared_ff is not None
         check_field(self, "shared_ff", shared, "given with shared_gate")
 
@@ -342,8 +342,8 @@ class ModelConfig:
         check_field(self, "rotated_width", fits, "even, and at most head_dim")
         without = {"query", "key", "value"} & {*self.lora_targets}
         fits = not (self.lora_rank and without)
-        wanted = "without 'query', 'key' and 'value' with latent attention"
-        check_field(self, "lora_targets", fits, wanted)
+        expected = "without 'query', 'key' and 'value' with latent attention"
+        check_field(self, "lora_targets", fits, expected)
 
     def _check_global(self):
         own = self.global_head_dim is not None
@@ -354,8 +354,8 @@ class ModelConfig:
         check_field(self, "global_kv_heads", fits, "a divisor of heads")
         fits = not own or self.lora_rank == 0 or not self.keys_are_values
         fits = fits or "value" not in self.lora_targets
-        wanted = "without 'value' with keys_are_values"
-        check_field(self, "lora_targets", fits, wanted)
+        expected = "without 'value' with keys_are_values"
+        check_field(self, "lora_targets", fits, expected)
 
     def _check_reuse(self):
         mixers, kinds = self.by_layer("mixers"), self.by_layer("pattern")
@@ -367,10 +367,12 @@ class ModelConfig:
                 and set(kinds[own:]) <= set(kinds[:own])
             )
         )
-        wanted = "of 'attention' before layers that 'reuse', one of each of their kinds"
-        check_field(self, "mixers", good, wanted)
-        given = self.reuse_ff is None or own < self.layers
-        check_field(self, "reuse_ff", given, "left out where no layer is 'reuse'")
+        expected = (
+            "of 'attention' before layers that 'reuse', one of each of their kinds"
+        )
+        check_field(self, "mixers", good, expected)
+        fits = self.reuse_ff is None or own < self.layers
+        check_field(self, "reuse_ff", fits, "left out where no layer is 'reuse'")
 
     def _check_kinds(self):
         kinds = set(self.pattern) <= set(KINDS) and len(self.pattern) > 0
@@ -378,8 +380,8 @@ class ModelConfig:
         for name, known in (("mixers", MIXERS), ("feed_forwards", FEED_FORWARDS)):
             named = getattr(self, name)
             good = set(named) <= set(known) and len(named) > 0
-            wanted = f"of {', '.join(map(repr, known))}, at least one"
-            check_field(self, name, good, wanted)
+            expected = f"of {', '.join(map(repr, known))}, at least one"
+            check_field(self, name, good, expected)
         for name, field, kinds in (
             ("window", "pattern", ("local", "chunked")),
             ("experts", "feed_forwards", ("experts", "dense_and_experts")),

@@ -41,7 +41,7 @@ from jaxmem.models.training_head import HeadConfig, make_head
 from jaxmem.models.weights import cast_weights
 
 
-def _stacked(stack: structure.Stack, rngs: nnx.Rngs) -> layers.TransformerBlock:
+def _make_stack(stack: structure.Stack, rngs: nnx.Rngs) -> layers.TransformerBlock:
     """The blocks of a stack, with their weights on a leading axis."""
 
     @nnx.split_rngs(splits=len(stack.layers))
@@ -52,20 +52,21 @@ def _stacked(stack: structure.Stack, rngs: nnx.Rngs) -> layers.TransformerBlock:
     return make(rngs)
 
 
-def _nothing_kept(runs, x: jax.Array) -> dict[str, Any]:
-    """Keys and values that layers reuse, by stack, before there are any."""
-    found, names = {}, {stack.source for run in runs for stack in run}
+def _empty_reused(runs, x: jax.Array) -> dict[str, Any]:
+    """Zeros for the keys and values that layers reuse, by the stack they are of."""
+    zeros, names = {}, {stack.source for run in runs for stack in run}
     for stack in itertools.chain(*runs):
         if stack.name in names:
             shape = *x.shape[:2], stack.config.kv_heads, stack.config.head_dim
-            found[stack.name] = (jnp.zeros(shape, x.dtype),) * 2
-    return found
+            zeros[stack.name] = (jnp.zeros(shape, x.dtype),) * 2
+    return zeros
 
 
-def _reused(source: str | None, states, before, width: int) -> Any:
-    """Keys and values [B, S, kv_heads, head_dim] of a stack's last layer; None of none.
+def _reused_pair(source: str | None, states, before, width: int) -> Any:
+    """Keys and values [B, S, kv_heads, head_dim] of the last layer of `source`.
 
-    `states` are of the `width` tokens that are read now, `before` of earlier ones.
+    None without a `source`. `states` are of the `width` tokens that are read now,
+    `before` of earlier ones.
     """
     if source is None:
         return None
@@ -91,7 +92,7 @@ class Decoder(nnx.Module):
         head: options of the head; `head_loss` alone reads its implementation.
         policy: which residuals each block keeps: a `remat.Policy`, the name of a
             preset, or None for all of them.
-        unroll: whether the blocks are traced one after the other; compile time then
+        unroll: if True, blocks are traced one after the other; compile time then
             grows with depth.
         rngs: source of the initial weights.
     """
@@ -111,7 +112,7 @@ class Decoder(nnx.Module):
         if config.embed_norm:
             self.embed_norm = norms.make_norm(config, config.hidden, rngs)
         for stack in structure.stacks(config).values():
-            setattr(self, stack.name, _stacked(stack, rngs))
+            setattr(self, stack.name, _make_stack(stack, rngs))
         if config.layer_input is not None:
             self.layer_inputs = LayerInputs(config, rngs=rngs)
         self.norm = norms.make_norm(config, config.hidden, rngs)
@@ -137,46 +138,50 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states [B, T, hidden] in the compute dtype.
         """
-        return self._run(tokens, segment_ids, positions, branches, routes, None)[0]
+        return self._run_blocks(tokens, segment_ids, positions, branches, routes, None)[
+            0
+        ]
 
     def routed(
         self, tokens: Ids, segment_ids: Ids | None, positions: Ids,
         branches: Branches | None = None, routes: Ids | None = None,
     ) -> tuple[jax.Array, balance.Routed | None]:  # fmt: skip
-        """As `__call__`, with sums of what routers do; None without experts.
+        """As `__call__`, with sums over routers' choices; None without experts.
 
-        Padding does not count in them.
+        The sums leave out padding.
         """
         routed = balance.nothing(self.config)
-        return self._run(tokens, segment_ids, positions, branches, routes, routed)
+        return self._run_blocks(
+            tokens, segment_ids, positions, branches, routes, routed
+        )
 
-    def _run(self, tokens, segment_ids, positions, branches, routes, routed):
+    def _run_blocks(self, tokens, segment_ids, positions, branches, routes, routed):
         x = embedding.look_up(self, tokens, positions)
         if segment_ids is None:
             embedding.check_length(self.config, tokens.shape[1])
         seen = documents(self.config, positions, segment_ids, branches)
         lengths = document_lengths(self.config, positions, segment_ids)
         sight = sights(self.config, positions, seen, lengths)
-        runs, inputs = structure.runs(self.config), self._inputs(tokens, x)
+        runs, inputs = structure.runs(self.config), self._layer_inputs(tokens, x)
         counted = balance.counted(tokens, segment_ids)
         trained = bool(self.config.router_aux_loss_coef)
-        kept: dict[Any, Any] = _nothing_kept(runs, x)
+        kept: dict[Any, Any] = _empty_reused(runs, x)
         for run in runs:
-            definitions, scanned = self._scanned(run, inputs)
-            given = [kept.get(stack.source) for stack in run]
+            definitions, scanned = self._scan_operands(run, inputs)
+            reused = [kept.get(stack.source) for stack in run]
 
             def blocks(
-                carried, of_layers, run=run, definitions=definitions, given=given
+                carried, of_layers, run=run, definitions=definitions, reused=reused
             ):
-                (x, routed, kept), pairs = carried, given
-                each = zip(run, definitions, pairs, of_layers, strict=True)
+                x, routed, kept = carried
+                each = zip(run, definitions, reused, of_layers, strict=True)
                 for stack, definition, pair, (weights, kind, index, added) in each:
                     merged = nnx.merge(definition, partitioning.gathered(weights))
                     layer = jnp.asarray(stack.layers)[index]
                     chosen = route_records.of_layer(routes, stack, layer, self.config)
-                    x, made, choice = merged.read(x, *sight(kind), added, pair, chosen)
-                    if stack.name in kept:  # the last layer's stay
-                        kept = kept | {stack.name: made}
+                    x, state, choice = merged.read(x, *sight(kind), added, pair, chosen)
+                    if stack.name in kept:  # those of the last layer stay
+                        kept = kept | {stack.name: state}
                     if routed is not None and choice is not None:
                         routed = balance.add(routed, layer, choice, counted, trained)
                 return x, routed, kept
@@ -185,28 +190,30 @@ class Decoder(nnx.Module):
             if len(runs) > 1 and isinstance(policy, remat.Policy):
                 last = min(policy.last, len(run[0].layers) - 1) * (run is runs[-1])
                 policy = dataclasses.replace(policy, last=last)
-            carried = x, routed, {} if any(given) else kept
+            carried = x, routed, {} if any(reused) else kept
             x, routed, more = remat.scan_blocks(
                 blocks, scanned, carried, policy, unroll=self.unroll
             )
             kept = more or kept
-        return self._final(x), routed
+        return self._final_norm(x), routed
 
-    def _final(self, x: jax.Array) -> jax.Array:
+    def _final_norm(self, x: jax.Array) -> jax.Array:
         x, multiplier = self.norm(x), self.config.logit_multiplier
         return x if multiplier == 1 else x * jnp.asarray(multiplier, x.dtype)
 
-    def _inputs(self, tokens: Ids, x: jax.Array) -> jax.Array | None:
-        """What each layer gets beside x, [layers, B, T, layer_input], if anything."""
+    def _layer_inputs(self, tokens: Ids, x: jax.Array) -> jax.Array | None:
+        """Inputs of layers beside x, [layers, B, T, layer_input]; None without any."""
         if self.config.layer_input is None:
             return None
         return self.layer_inputs(jnp.asarray(tokens), x)
 
-    def _scanned(self, run: tuple[structure.Stack, ...], inputs: jax.Array | None):
-        """Definitions of a run's blocks, and what a scan reads for each layer of them.
+    def _scan_operands(
+        self, run: tuple[structure.Stack, ...], inputs: jax.Array | None
+    ):
+        """Definitions of a run's blocks, and the operands of a scan over its layers.
 
-        That is its weights, its entry of `layer_kinds`, its index in its stack, and its
-        entry of `inputs`.
+        A layer's operands are its weights, its entry of `layer_kinds`, its index in its
+        stack, and its entry of `inputs`.
         """
         # Pass plain arrays into the scan: a module from outside must not be used
         # inside.
@@ -232,7 +239,7 @@ class Decoder(nnx.Module):
             prompts: [B, P] ids, each row's prompt first; the rest of a row is ignored.
             lengths: [B] tokens of each prompt, from 1 to P.
             max_length: slots of the cache, T: P plus the tokens to decode after it.
-            records: whether the cache also has the routes of all tokens that are read.
+            records: if True, the cache also has the routes of all tokens that are read.
 
         Returns:
             Hidden states [B, hidden] of each prompt's last token, and the cache for
@@ -257,12 +264,12 @@ class Decoder(nnx.Module):
         sight = sights(self.config, positions, seen, lengths[:, None])
         possible = (lengths >= 1) & (lengths <= width)
         x = jnp.where(possible[:, None, None], x, jnp.nan)
-        inputs = self._inputs(jnp.where(filled, prompts, 0), x)
-        x, states, routes = self._read(x, inputs, sight, max_length, {}, records)
+        inputs = self._layer_inputs(jnp.where(filled, prompts, 0), x)
+        x, states, routes = self._read_tokens(x, inputs, sight, max_length, {}, records)
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
         recorded = routes, rereading.tokens(self.config, prompts)
         cache = kv_cache.of_prompts(states, lengths, width, max_length, *recorded)
-        return self._final(last), cache
+        return self._final_norm(last), cache
 
     def extend(
         self, tokens: Ids, lengths: Ids, cache: kv_cache.Cache
@@ -295,55 +302,61 @@ class Decoder(nnx.Module):
             lambda kind: own(kind)._replace(prefix=before(kind)),
             (cache.lengths + lengths)[:, None],
         )  # fmt: skip
-        inputs = self._inputs(tokens, x)
+        inputs = self._layer_inputs(tokens, x)
         records = cache.routes is not None
-        x, made, routes = self._read(x, inputs, sight, width, cache.layers, records)
-        states = self._grown(cache, made, lengths > 0)
+        x, read, routes = self._read_tokens(
+            x, inputs, sight, width, cache.layers, records
+        )
+        states = self._grow_states(cache, read, lengths > 0)
         fits = cache.slot + width <= cache.max_length
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
-        hidden = jnp.where(fits, self._final(last), jnp.nan)
+        hidden = jnp.where(fits, self._final_norm(last), jnp.nan)
         return hidden, kv_cache.advance(cache, states, lengths, width, routes, tokens)
 
-    def _read(self, x, inputs, sight, room, before: dict[str, Any], records: bool):
-        """`_through` where blocks read tokens, with room in their states for more.
+    def _read_tokens(
+        self, x, inputs, sight, room, before: dict[str, Any], records: bool
+    ):
+        """Run `_scan_layers` over tokens of rows, with `room` slots in the states.
 
         `before` are the states of earlier tokens of the rows, or {}.
         """
         width = x.shape[1]
 
-        def given(stack: structure.Stack, made: dict[str, Any]) -> Any:
-            pair = _reused(stack.source, made, before, width)
+        def shared_by_stack(stack: structure.Stack, states: dict[str, Any]) -> Any:
+            pair = _reused_pair(stack.source, states, before, width)
             return before.get(stack.name), pair
 
-        def one(stack, block, x, given, kind, index, added):
-            earlier, pair = given
+        def run_block(stack, block, x, shared, kind, index, added):
+            earlier, pair = shared
             earlier = jax.tree.map(lambda s: s[index], earlier)
             earlier = earlier if pair is None else pair
             x, kept, choice = block.read(x, *sight(kind), added, earlier)
             # Inside the scan, so that the cache is allocated once, in its final layout.
             return x, block.attention.state(kept, room), choice
 
-        return self._through(x, inputs, records, given, one)
+        return self._scan_layers(x, inputs, records, shared_by_stack, run_block)
 
-    def _through(self, x, inputs, records: bool, given, one, unroll: bool = False):
+    def _scan_layers(
+        self, x, inputs, records: bool, shared_by_stack, run_block, unroll: bool = False
+    ):
         """The hidden states after all blocks, the results of each stack, and routes.
 
-        Routes are None unless they are recorded. `given` maps a stack and the results
-        of earlier ones to what all its blocks get; `one` is a function of a stack, a
-        block of it, the hidden states, what `given` returns, and what `_scanned` has of
-        a layer.
+        Routes are None unless they are recorded. `shared_by_stack` is a function of a
+        stack and the results of earlier ones; its result is passed to each block of the
+        stack. `run_block` is a function of a stack, a block, the hidden states, that
+        result, and the layer's operands without the weights.
         """
         by_stack, routes = {}, {}
         for run in structure.runs(self.config):
-            definitions, scanned = self._scanned(run, inputs)
-            shared = [given(stack, by_stack) for stack in run]
+            definitions, scanned = self._scan_operands(run, inputs)
+            shared = [shared_by_stack(stack, by_stack) for stack in run]
 
             def blocks(x, of_layers, run=run, definitions=definitions, shared=shared):
                 parts, choices = [], []
                 each = zip(run, definitions, shared, of_layers, strict=True)
                 for stack, definition, own, (weights, *of_layer) in each:
                     merged = nnx.merge(definition, weights)
-                    x, part, choice = one(stack, merged, x, own, *of_layer)
+                    x, part, choice = run_block(stack, merged, x, own, *of_layer)
                     parts.append(part)
                     choices.append(balance.chosen(choice, records))
                 return x, (parts, choices)
@@ -353,12 +366,14 @@ class Decoder(nnx.Module):
             routes |= zip((stack.layers for stack in run), choices, strict=True)
         return x, by_stack, route_records.of_layers(routes, self.config)
 
-    def _grown(self, cache: kv_cache.Cache, made: dict[str, Any], live: jax.Array):
-        """The states of all stacks after tokens of the rows that are live."""
+    def _grow_states(
+        self, cache: kv_cache.Cache, added: dict[str, Any], live: jax.Array
+    ):
+        """The states of all stacks, after `added` ones of the rows that are live."""
         states = {}
         for name, stack in structure.stacks(self.config).items():
             grow = layers.MIXERS[stack.config.mixers[0]].grow
-            states[name] = grow(cache.layers[name], made[name], cache.slot, live)
+            states[name] = grow(cache.layers[name], added[name], cache.slot, live)
         return states
 
     def decode(
@@ -373,8 +388,8 @@ class Decoder(nnx.Module):
             tokens: [B] ids.
             cache: as in `extend`; it is updated in place if it is donated or carried by
                 a loop.
-            live: [B] whether a row reads its token; None: all do.
-            unroll: whether the blocks are traced one after the other. Compile time then
+            live: [B] mask of the rows that read their tokens; None: all do.
+            unroll: if True, blocks are traced one after the other. Compile time then
                 grows with depth, but on GPUs XLA reads each layer's weights where they
                 are in their stack, instead of copying some of them in every step.
 
@@ -391,9 +406,9 @@ class Decoder(nnx.Module):
             return cache.seen(window(config, kind, positions))
 
         sight = sights(config, positions, by_kind(config, visible), positions + 1)
-        inputs = self._inputs(tokens, x)
+        inputs = self._layer_inputs(tokens, x)
 
-        def one(stack, block, x, shared, kind, index, own):
+        def run_block(stack, block, x, shared, kind, index, own):
             seen, rope = sight(kind)
             before = cache.layers[stack.source or stack.name]
             if stack.source is not None:
@@ -401,16 +416,17 @@ class Decoder(nnx.Module):
             cached = kv_cache.Cached(before, index)
             return block.decode(x, rope, cached, seen, shared, own)
 
-        x, made, routes = self._through(
-            x, inputs, cache.routes is not None, self._shared, one, unroll
+        records = cache.routes is not None
+        x, added, routes = self._scan_layers(
+            x, inputs, records, self._shared_by_stack, run_block, unroll
         )
-        states = self._grown(cache, made, live)
+        states = self._grow_states(cache, added, live)
         fits, read = cache.slot < cache.max_length, live.astype(jnp.int32)
-        hidden = jnp.where(fits, self._final(x)[:, 0], jnp.nan)
+        hidden = jnp.where(fits, self._final_norm(x)[:, 0], jnp.nan)
         return hidden, kv_cache.advance(cache, states, read, 1, routes, tokens)
 
-    def _shared(self, stack: structure.Stack, new: dict[str, Any]) -> Any:
-        """What all layers of a stack get in `decode`, maybe keys of the new token."""
+    def _shared_by_stack(self, stack: structure.Stack, new: dict[str, Any]) -> Any:
+        """Arrays for `decode` of all layers of a stack, maybe keys of the new token."""
         if stack.source is None:
             return getattr(self, stack.name).attention.shared
         return jax.tree.map(lambda x: x[-1], new[stack.source])
@@ -439,5 +455,5 @@ class Decoder(nnx.Module):
     def specs(self) -> None:
         """Partition specs of the weights by name; None: `partitioning` knows them."""
 
-    recomputes = False  # whether sampling reads a row again for each token
-    extends = True  # whether several tokens can follow on a cache
+    recomputes = False  # True: sampling reads a row again for each token
+    extends = True  # True: several tokens can follow on a cache

@@ -21,14 +21,14 @@ _einsum = functools.partial(jnp.einsum, precision="highest")
 
 
 class DeltaInputs(NamedTuple):
-    """What the rule reads of tokens, in float32; documents are only compared."""
+    """Float32 inputs of the rule for each token, and the token's document."""
 
     query: jax.Array  # [B, T, H, K] of length 1 / sqrt(K)
     key: jax.Array  # [B, T, H, K] of length 1
     value: jax.Array  # [B, T, H, V]
     decay: jax.Array  # [B, T, H] g, at most 0
     rate: jax.Array  # [B, T, H] β
-    documents: jax.Array  # int32 [B, T]
+    documents: jax.Array  # int32 [B, T], which are only compared
 
 
 def run(
@@ -57,36 +57,38 @@ def run(
         shape = rows, heads, width, inputs.value.shape[-1]
         before = jnp.zeros(shape, jnp.float32)
     start = before, inputs.documents[:, 0]
-    (state, _), out = lax.scan(jax.checkpoint(_chunk, prevent_cse=False), start, parts)
+    (state, _), out = lax.scan(
+        jax.checkpoint(_run_chunk, prevent_cse=False), start, parts
+    )
     out = jnp.moveaxis(out, 0, 1)
     return out.reshape(rows, -1, *out.shape[3:])[:, :length], state
 
 
-def _chunk(carry, part: DeltaInputs):
-    """Outputs of a chunk's tokens, and the state and document after it."""
+def _run_chunk(carry, chunk: DeltaInputs):
+    """The state and document after a chunk, and outputs of its tokens."""
     state, document = carry
-    query, key, value, decay, rate, documents = part
-    total = jnp.moveaxis(jnp.cumsum(decay, axis=1), 1, 2)  # [B, H, C]
+    query, key, documents = chunk.query, chunk.key, chunk.documents
+    total = jnp.moveaxis(jnp.cumsum(chunk.decay, axis=1), 1, 2)  # [B, H, C]
     same = documents[:, :, None] == documents[:, None, :]
     order = jnp.arange(len(query[0]))
     seen = (same & (order[:, None] >= order))[:, None]
     between = jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf)
-    between = jnp.exp(between)  # [B, H, C, C], of a token and one before it
-    # Tokens of the state's document, and how much of it is left for each of them.
+    between = jnp.exp(between)  # [B, H, C, C], decay from a token to a later one
+    # The share of the state that is left at each token of the state's document.
     goes_on = (documents == document[:, None])[:, None]
     left = jnp.where(goes_on, jnp.exp(total), 0)
 
-    rate = jnp.moveaxis(rate, 1, 2)
+    rate = jnp.moveaxis(chunk.rate, 1, 2)
     overlap = _einsum("bihk,bjhk->bhij", key, key) * between * rate[..., None]
     before = _einsum("bihk,bhkv->bhiv", key, state) * left[..., None]
-    wanted = rate[..., None] * (jnp.moveaxis(value, 1, 2) - before)
+    errors = rate[..., None] * (jnp.moveaxis(chunk.value, 1, 2) - before)
     update = jax.scipy.linalg.solve_triangular(
-        overlap, wanted, lower=True, unit_diagonal=True
+        overlap, errors, lower=True, unit_diagonal=True
     )
     out = _einsum("bihk,bhkv->bhiv", query, state) * left[..., None]
     reads = _einsum("bihk,bjhk->bhij", query, key) * between
     out = out + _einsum("bhij,bhjv->bhiv", reads, update)
-    # Its last token's row says what of each update and of the state is left after it.
+    # The last token's row has the shares of updates that are left after the chunk.
     kept = _einsum("bjhk,bhj,bhjv->bhkv", key, between[..., -1, :], update)
     state = left[..., -1][..., None, None] * state + kept
     return (state, documents[:, -1]), jnp.moveaxis(out, 2, 1)
@@ -109,8 +111,8 @@ def convolve(x: jax.Array, taps: jax.Array, documents: jax.Array) -> jax.Array:
     wide, out = x.astype(jnp.float32), 0.0
     for back in range(taps.shape[1]):
         behind = jnp.pad(wide, ((0, 0), (back, 0), (0, 0)))[:, : x.shape[1]]
-        place = jnp.maximum(jnp.arange(x.shape[1]) - back, 0)
-        inside = (documents == documents[:, place]) & (jnp.arange(x.shape[1]) >= back)
+        earlier = jnp.maximum(jnp.arange(x.shape[1]) - back, 0)
+        inside = (documents == documents[:, earlier]) & (jnp.arange(x.shape[1]) >= back)
         tap = taps[:, taps.shape[1] - 1 - back].astype(jnp.float32)
         out = out + jnp.where(inside[..., None], behind * tap, 0)
     return jnp.asarray(out)

@@ -1,6 +1,7 @@
-"""The gated delta rule as what mixes tokens in a layer."""
+"""A layer's mixer of tokens that applies the gated delta rule."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,10 +22,24 @@ _READERS = tuple(
 
 
 class DeltaState(NamedTuple):
-    """What a layer keeps of the tokens that it has read."""
+    """State of a layer after the tokens that it has read."""
 
     inputs: jax.Array  # [B, J - 1, C] of the convolution, the last ones
     matrix: jax.Array  # f32 [B, H, K, V]
+
+
+class DeltaProjections(NamedTuple):
+    """Results of a layer's projections, in the order of `_READERS`."""
+
+    mixed: jax.Array  # [B, T, C] queries, keys and values as channels
+    gate: jax.Array
+    rate: jax.Array
+    decay: jax.Array
+
+    @classmethod
+    def from_projected(cls, projected: Sequence[jax.Array]) -> "DeltaProjections":
+        """Join the first three of `projected` to channels of the convolution."""
+        return cls(jnp.concatenate(projected[:3], axis=-1), *projected[3:])
 
 
 class DeltaMixer(Mixer):
@@ -67,12 +82,12 @@ class DeltaMixer(Mixer):
         self, projected, sight: Sight, rope: Rotation, before: DeltaState | None = None
     ):
         del rope
-        *mixed, gate, rate, decay = projected
-        x = jnp.concatenate(mixed, axis=-1)
+        projections = DeltaProjections.from_projected(projected)
+        x = projections.mixed
         shape = x.shape[:2]
         is_token, documents = jnp.ones(shape, bool), jnp.zeros(shape, jnp.int32)
         if sight.segment_ids is not None:
-            is_token, documents = _documents(jnp.asarray(sight.segment_ids))
+            is_token, documents = _split_segments(jnp.asarray(sight.segment_ids))
         widths, matrix = (0, 0), None
         if before is not None:
             widths, matrix = (before.inputs.shape[1], 0), before.matrix
@@ -83,26 +98,30 @@ class DeltaMixer(Mixer):
             of_inputs = jnp.pad(documents, ((0, 0), widths), mode="edge")
             active = delta.convolve(x, taps, of_inputs)[:, widths[0] :]
             active = jax.nn.silu(active)
-            inputs = self._inputs(active, rate, decay, is_token, documents)
+            inputs = self._rule_inputs(active, rate, decay, is_token, documents)
             out, after = delta.run(inputs, matrix)
-            return self._finish(out, gate), after
+            return self._gate_output(out, gate), after
 
-        out, after = remat.recompute(run)(x, gate, rate, decay)
-        return out, DeltaState(self._last(x, is_token), after)
+        out, after = remat.recompute(run)(
+            x, projections.gate, projections.rate, projections.decay
+        )
+        return out, DeltaState(self._last_inputs(x, is_token), after)
 
-    def _last(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
-        """Inputs of the convolution of each row's last tokens, 0 before the first.
+    def _last_inputs(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
+        """The convolution's inputs of each row's last tokens, 0 before the first.
 
-        `x` may have some before those of the tokens.
+        `x` may begin with inputs of earlier tokens, which `is_token` does not have.
         """
         back = jnp.arange(self.config.delta_taps - 1, 0, -1)
         end = jnp.sum(is_token, axis=1, keepdims=True) + x.shape[1] - is_token.shape[1]
-        place = end - back
-        rows = jnp.take_along_axis(x, jnp.maximum(place, 0)[..., None], axis=1)
-        return jnp.where(place[..., None] >= 0, rows, 0)
+        index = end - back
+        rows = jnp.take_along_axis(x, jnp.maximum(index, 0)[..., None], axis=1)
+        return jnp.where(index[..., None] >= 0, rows, 0)
 
-    def _inputs(self, active, rate, decay, is_token, documents) -> delta.DeltaInputs:
-        """What the rule reads, from the convolution's results and two projections."""
+    def _rule_inputs(
+        self, active, rate, decay, is_token, documents
+    ) -> delta.DeltaInputs:
+        """Inputs of the rule from the convolution's results and two projections."""
         config = self.config
         keys = config.delta_key_heads * config.delta_key_dim
         query, key, value = jnp.split(active, [keys, 2 * keys], axis=-1)
@@ -127,7 +146,7 @@ class DeltaMixer(Mixer):
         value = heads(value, config.delta_value_dim)
         return delta.DeltaInputs(scaled, unit(key), value, decay, rate, documents)
 
-    def _finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:
+    def _gate_output(self, out: jax.Array, gate: jax.Array) -> jax.Array:
         wide = gate.astype(jnp.float32).reshape(out.shape)
         out = self.delta_norm(out.astype(gate.dtype)).astype(jnp.float32)
         out = (out * jax.nn.silu(wide)).astype(gate.dtype)
@@ -138,15 +157,21 @@ class DeltaMixer(Mixer):
     ):
         del rope, seen, shared
         before: DeltaState = cached.layer
-        *mixed, gate, rate, decay = (read(x) for read in self.readers)
-        window = jnp.concatenate([before.inputs, jnp.concatenate(mixed, -1)], axis=1)
+        projections = DeltaProjections.from_projected(
+            [read(x) for read in self.readers]
+        )
+        window = jnp.concatenate([before.inputs, projections.mixed], axis=1)
         taps = self.delta_taps[...][:, 0].astype(jnp.float32)
         active = jnp.einsum("btc,ct->bc", window.astype(jnp.float32), taps)
         active = jax.nn.silu(active)[:, None]
-        one = jnp.ones(x.shape[:2], bool)
-        inputs = self._inputs(active, rate, decay, one, one)
+        is_token = jnp.ones(x.shape[:2], bool)  # all of one document
+        inputs = self._rule_inputs(
+            active, projections.rate, projections.decay, is_token, is_token
+        )
         out, matrix = delta.step(before.matrix, inputs)
-        return self._finish(out, gate), DeltaState(window[:, 1:], matrix)
+        return self._gate_output(out, projections.gate), DeltaState(
+            window[:, 1:], matrix
+        )
 
     @staticmethod
     def grow(
@@ -154,15 +179,15 @@ class DeltaMixer(Mixer):
     ) -> DeltaState:
         del slot
 
-        def one(old: jax.Array, new: jax.Array) -> jax.Array:
+        def replace(old: jax.Array, new: jax.Array) -> jax.Array:
             return jnp.where(live.reshape(-1, *(1,) * (new.ndim - 2)), new, old)
 
-        return jax.tree.map(one, states, added)
+        return jax.tree.map(replace, states, added)
 
 
-def _documents(segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which tokens are of a document, not 0, and which; padding's is the last one."""
+def _split_segments(segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A mask of tokens, and documents [B, T]; padding continues the one before it."""
     is_token = segments != 0
-    place = jnp.where(is_token, jnp.arange(segments.shape[1]), 0)
-    last = jax.lax.cummax(place, axis=1)
+    index = jnp.where(is_token, jnp.arange(segments.shape[1]), 0)
+    last = jax.lax.cummax(index, axis=1)
     return is_token, jnp.take_along_axis(segments.astype(jnp.int32), last, axis=1)

@@ -1,4 +1,4 @@
-"""Where the residual stream starts: embeddings of tokens and, if learnt, positions."""
+"""The start of the residual stream: embeddings of tokens and, if learnt, positions."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def of_tokens(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
 def table(
     config: ModelConfig, rows: int, rngs: nnx.Rngs, width: int | None = None
 ) -> nnx.Embed:
-    """A table of vectors, as wide as the residual stream if nothing else is said."""
+    """A table of vectors [rows, width]; None: the width of the residual stream."""
     return nnx.Embed(
         rows,
         width or config.hidden,
@@ -49,13 +49,13 @@ def rows(table: nnx.Embed, tokens: Ids, pad_row: int | None) -> jax.Array:
     """
     vectors, tokens = table.embedding[...], jnp.asarray(tokens)
     if partitioning.current() is None:
-        found = jnp.take(vectors, tokens, axis=0)
+        rows = jnp.take(vectors, tokens, axis=0)
     else:
-        found = partitioning.look_up(vectors, tokens)
+        rows = partitioning.look_up(vectors, tokens)
     if pad_row is None:
-        return found
+        return rows
     is_pad = (tokens == pad_row)[..., None]
-    return jnp.where(is_pad, jax.lax.stop_gradient(found), found)
+    return jnp.where(is_pad, jax.lax.stop_gradient(rows), rows)
 
 
 def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:
@@ -69,8 +69,8 @@ def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:
         x = x * jnp.asarray(multiplier, x.dtype)
     if config.learned_positions is not None:
         # A position that is not in the table makes its token NaN.
-        at = decoder.positions.embedding[...].at[jnp.asarray(positions)]
-        x = x + at.get(mode="fill", fill_value=jnp.nan).astype(config.dtype)
+        learned = decoder.positions.embedding[...].at[jnp.asarray(positions)]
+        x = x + learned.get(mode="fill", fill_value=jnp.nan).astype(config.dtype)
     return decoder.embed_norm(x) if config.embed_norm else x
 
 

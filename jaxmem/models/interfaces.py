@@ -32,7 +32,7 @@ class Mixer(nnx.Module):
         self, projected: Sequence[jax.Array], sight: Sight, rope: Rotation,
         before: Any = None,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
-        """[B, T, hidden] from the results of `readers`, and what `state` is made of.
+        """[B, T, hidden] from the results of `readers`, and the operand of `state`.
 
         Documents do not see each other, and no token sees what follows it. `before` is
         the state of a layer that has read earlier tokens of the rows, or None; or of
@@ -41,10 +41,10 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     @staticmethod
-    def state(made: Any, max_length: int) -> Any:
-        """The layer's state after prompts, from what `mix` has returned."""
+    def state(parts: Any, max_length: int) -> Any:
+        """The layer's state after prompts, from the second result of `mix`."""
         del max_length
-        return made
+        return parts
 
     @property
     def shared(self) -> Any:

@@ -38,7 +38,7 @@ class Cached(NamedTuple):
 
     @property
     def layer(self) -> Any:
-        """That of the layer alone."""
+        """The state of the layer alone."""
         return jax.tree.map(lambda x: x[self.index], self.layers)
 
 
@@ -94,7 +94,7 @@ def of_prompts(
     max_length: int,
     *recorded: jax.Array | None,
 ) -> Cache:
-    """The cache after prompts of the given lengths, in rows `width` tokens wide.
+    """The cache after prompts of `lengths` [B], in rows `width` tokens wide.
 
     Their routes, [B, width, ...], and tokens, [B, width], are recorded if not None.
     """
@@ -104,14 +104,14 @@ def of_prompts(
         return jnp.pad(x, unused)
 
     recorded = jax.tree.map(wide, recorded)
-    places = jnp.arange(max_length, dtype=jnp.int32)
-    positions = jnp.where(places < lengths[:, None], places, -1)
+    slots = jnp.arange(max_length, dtype=jnp.int32)
+    positions = jnp.where(slots < lengths[:, None], slots, -1)
     slot = jnp.asarray(width, jnp.int32)
     return Cache(layers, positions, lengths, slot, *recorded)
 
 
 def replaced(cache: Cache, row: jax.Array, other: Cache) -> Cache:
-    """A cache with one row of its own in the place of a row; both have T slots."""
+    """The cache with `row` replaced by the only row of `other`; both have T slots."""
 
     def put(x: jax.Array, new: jax.Array, axis: int) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(x, new, row, axis)
@@ -149,7 +149,7 @@ def layer_of(keys: jax.Array, values: jax.Array, max_length: int) -> Layer:
 def append(states: Layer, added: Layer, slot: jax.Array, live: jax.Array) -> Layer:
     """Write tokens of each row: keys and values [layers, B, kv_heads, M, head_dim].
 
-    Those of rows that are not live are masked by their positions.
+    Tokens of rows that are not live are masked by their positions.
     """
     del live
     both = zip(states, added, strict=True)
@@ -164,7 +164,7 @@ def after(before: Layer, keys: jax.Array, values: jax.Array) -> list[jax.Array]:
 
 
 def keys_and_values(layer: Layer, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Those of a layer's first tokens [B, tokens, kv_heads, head_dim]."""
+    """Keys and values of a layer's first tokens, [B, tokens, kv_heads, head_dim]."""
     first, second = (jnp.swapaxes(x[:, :, :tokens], 1, 2) for x in layer)
     return first, second
 
@@ -181,9 +181,9 @@ def advance(
 
     Their routes [B, width, ...] and ids [B, width] are read if it records them.
     """
-    places = jnp.arange(width, dtype=jnp.int32)
-    positions = cache.lengths[:, None] + places
-    positions = jnp.where(places < lengths[:, None], positions, -1)
+    offsets = jnp.arange(width, dtype=jnp.int32)
+    positions = cache.lengths[:, None] + offsets
+    positions = jnp.where(offsets < lengths[:, None], positions, -1)
     slot = cache.slot + width
 
     def put(old: Any, new: Any) -> Any:
@@ -201,17 +201,17 @@ def advance(
     )
 
 
-def routes_by_place(cache: Any) -> jax.Array | None:
-    """Recorded routes `by_place`; None where a cache, maybe a user's, records none."""
+def routes_by_position(cache: Any) -> jax.Array | None:
+    """Recorded routes `by_position`; None if a cache, maybe a user's, has none."""
     routes = getattr(cache, "routes", None)
-    return None if routes is None else by_place(cache, routes)
+    return None if routes is None else by_position(cache, routes)
 
 
-def by_place(cache: Cache, recorded: jax.Array) -> jax.Array:
-    """What is recorded of slots, [B, T, ...], by tokens' places in rows; 0 of none."""
-    places = jnp.where(cache.filled, cache.positions, cache.max_length)
-    rows, empty = jnp.arange(len(places))[:, None], jnp.zeros_like(recorded)
-    return empty.at[rows, places].set(recorded, mode="drop")
+def by_position(cache: Cache, recorded: jax.Array) -> jax.Array:
+    """Records of slots [B, T, ...], reordered by tokens' positions in rows; 0: none."""
+    positions = jnp.where(cache.filled, cache.positions, cache.max_length)
+    rows, empty = jnp.arange(len(positions))[:, None], jnp.zeros_like(recorded)
+    return empty.at[rows, positions].set(recorded, mode="drop")
 
 
 def attend_in_place(
@@ -231,9 +231,9 @@ def attend_in_place(
     if not cached_attention.supports(grouped, cached.layers.keys):
         return plain(query, token, cached.layer, seen)
     own = token.keys[:, :, 0], token.values[:, :, 0]
-    place = cached_attention.Place(cached.index, seen)
+    location = cached_attention.Place(cached.index, seen)
     mixed = cached_attention.attend(
-        grouped, own, cached.layers, place, scale=scale, softcap=softcap
+        grouped, own, cached.layers, location, scale=scale, softcap=softcap
     )
     return mixed.reshape(query.shape)
 

@@ -29,15 +29,15 @@ from jaxmem.models.positions import Rotation, Sight
 class LatentAttention(Mixer):
     """Causal attention whose keys and values are latents.
 
-    A head has `rotated_width` numbers that are rotated, and head_dim in all. Its state
-    is a `kv_cache.Layer` of one head: rotated keys, and latents.
+    A head has head_dim numbers, of which `rotated_width` are rotated. The state is a
+    `kv_cache.Layer` of one head: rotated keys and latents.
     """
 
     grow = staticmethod(kv_cache.append)
 
     @staticmethod
-    def state(made: tuple[jax.Array, jax.Array], max_length: int) -> kv_cache.Layer:
-        rotated, latent = made
+    def state(parts: tuple[jax.Array, jax.Array], max_length: int) -> kv_cache.Layer:
+        rotated, latent = parts
         return kv_cache.layer_of(rotated, latent[:, :, None], max_length)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -75,27 +75,29 @@ class LatentAttention(Mixer):
         return (self.query_down if down else self.query), self.latent, self.rotated
 
     def mix(self, projected, sight: Sight, rope: Rotation, before=None):
-        query, latent, rotated = self._of_tokens(projected, rope)
-        made = rotated, latent
+        query, latent, rotated = self._project_tokens(rope, *projected)
+        own = rotated, latent
         if before is not None:
             rotated, latent = kv_cache.after(before, rotated, latent[:, :, None])
             latent = latent[:, :, 0]
-        key = self._heads(self.key(latent))
+        key = self._split_heads(self.key(latent))
         wide = jnp.broadcast_to(rotated, (*key.shape[:3], rotated.shape[-1]))
         key = remat.name(jnp.concatenate([wide, key], axis=-1), "k")
-        value = remat.name(self._heads(self.value(latent)), "v")
+        value = remat.name(self._split_heads(self.value(latent)), "v")
         mixed = ulysses.attend(self._attend, query, key, value, sight)
-        return remat.recompute(self._join)(mixed), made
+        return remat.recompute(self._join_heads)(mixed), own
 
-    def _of_tokens(self, projected, rope: Rotation):
-        """Queries [B, T, heads, head_dim], latents, rotated keys [B, T, 1, width]."""
-        query, latent, rotated = projected
+    def _project_tokens(self, rope: Rotation, query, latent, rotated):
+        """Queries [B, T, heads, head_dim], latents, and rotated keys [B, T, 1, width].
+
+        The last three arguments are the results of `readers`.
+        """
         if self.config.query_latent is not None:
             query = self.query_up(self.query_norm(query))
-        query = remat.name(rope.turn(self._heads(query)), "q")
+        query = remat.name(rope.turn(self._split_heads(query)), "q")
         return query, self.latent_norm(latent), rope.turn(rotated[:, :, None])
 
-    def _heads(self, x: jax.Array) -> jax.Array:
+    def _split_heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], self.config.heads, -1)
 
     def _attend(self, query, key, value, sight: Sight, sinks) -> jax.Array:
@@ -103,7 +105,7 @@ class LatentAttention(Mixer):
         scale = self.config.score_scale
         return attention.attend(query, key, value, sight, scale=scale)
 
-    def _join(self, mixed: jax.Array) -> jax.Array:
+    def _join_heads(self, mixed: jax.Array) -> jax.Array:
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
     def decode(
@@ -111,10 +113,13 @@ class LatentAttention(Mixer):
     ):
         del shared
         projected = [read(x) for read in self.readers]
-        query, latent, rotated = self._of_tokens(projected, rope)
+        query, latent, rotated = self._project_tokens(rope, *projected)
         turned, rest = jnp.split(query[:, 0], [rotated.shape[-1]], axis=-1)
-        of_keys, of_values = self._by_head(self.key), self._by_head(self.value)
-        absorbed = jnp.einsum("bhd,chd->bhc", rest, of_keys)
+        key_matrices, value_matrices = (
+            self._head_matrices(self.key),
+            self._head_matrices(self.value),
+        )
+        absorbed = jnp.einsum("bhd,chd->bhc", rest, key_matrices)
         token = kv_cache.layer_of(rotated, latent[:, :, None], 1)
 
         def scores(layer: kv_cache.Layer) -> jax.Array:
@@ -131,10 +136,10 @@ class LatentAttention(Mixer):
         weights = weights.astype(x.dtype)
         mixed = jnp.einsum("bht,btc->bhc", weights[..., :-1], before.values[:, 0])
         mixed = mixed + weights[..., -1:] * latent
-        out = jnp.einsum("bhc,chd->bhd", mixed, of_values)
-        return self._join(out[:, None]), token
+        out = jnp.einsum("bhc,chd->bhd", mixed, value_matrices)
+        return self._join_heads(out[:, None]), token
 
-    def _by_head(self, module: nnx.Linear) -> jax.Array:
-        """The matrix of a module [latent, heads, width]."""
+    def _head_matrices(self, module: nnx.Linear) -> jax.Array:
+        """The kernel of a module as [latent, heads, width]."""
         kernel = module.kernel[...].astype(self.config.dtype)
         return kernel.reshape(len(kernel), self.config.heads, -1)

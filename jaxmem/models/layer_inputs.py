@@ -1,4 +1,4 @@
-"""What every layer gets of a token beside the residual stream.
+"""Vectors of a token that every layer gets beside the residual stream.
 
 p_l = (norm(x W)_l + E[token]_l) / sqrt(2),   l a layer, x the token's embedding
 x + norm((activation(x G) p_l) P)   after a layer, with its own G and P

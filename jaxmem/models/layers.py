@@ -35,8 +35,8 @@ class Attention(Mixer):
     grow = staticmethod(kv_cache.append)
 
     @staticmethod
-    def state(made: tuple[jax.Array, jax.Array], max_length: int) -> kv_cache.Layer:
-        key, value = made
+    def state(parts: tuple[jax.Array, jax.Array], max_length: int) -> kv_cache.Layer:
+        key, value = parts
         return kv_cache.layer_of(key, value, max_length)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -79,13 +79,13 @@ class Attention(Mixer):
         query, key, value = self.split(*projected)
         query, key = self.rotate(query, key, rope)
         value = remat.name(value, "v")
-        made = key, value
+        pair = key, value
         if before is not None:
             key, value = kv_cache.after(before, key, value)
-        return self.attend(query, key, value, sight, gate), made
+        return self.attend(query, key, value, sight, gate), pair
 
     def _without_gate(self, projected):
-        """All but the gate's of `readers`, or of their results, and that or None."""
+        """`readers`, or their results, without the gate's, and the gate's or None."""
         if not self.config.attention_gate:
             return projected, None
         return projected[:-1], projected[-1]
@@ -101,16 +101,16 @@ class Attention(Mixer):
         gate = (self.gate,) if self.config.attention_gate else ()
         if hasattr(self, "joined"):
             return self.joined, *gate
-        return *self._parts, *gate
+        return *self._projections, *gate
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the projections that are there, if they are not joined."""
+        """Names of the projections before they are joined."""
         own = () if self.config.keys_are_values else ("value",)
         return "query", "key", *own
 
     @property
-    def _parts(self) -> tuple[nnx.Linear, ...]:
+    def _projections(self) -> tuple[nnx.Linear, ...]:
         return tuple(getattr(self, name) for name in self.names)
 
     def split(self, *projected: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -120,8 +120,8 @@ class Attention(Mixer):
             for each in projected
         ]
         if len(heads) == 1:
-            at = self.config.heads, self.config.heads + self.config.kv_heads
-            heads = jnp.split(heads[0], at[: len(self.names) - 1], axis=2)
+            ends = self.config.heads, self.config.heads + self.config.kv_heads
+            heads = jnp.split(heads[0], ends[: len(self.names) - 1], axis=2)
         query, key = heads[:2]
         value = key if self.config.keys_are_values else heads[2]
         return query, key, self.value_norm(value) if self.config.value_norm else value
@@ -137,7 +137,7 @@ class Attention(Mixer):
         lora_targets = self.config.lora_targets if self.config.lora_rank else ()
         if hasattr(self, "joined") or {"query", "key", "value"} & {*lora_targets}:
             return
-        parts = self._parts
+        parts = self._projections
         joined = self.query
         joined.out_features = sum(part.out_features for part in parts)
         for name in ("kernel", "bias") if self.config.qkv_bias else ("kernel",):
@@ -149,10 +149,12 @@ class Attention(Mixer):
 
     def rotate(self, query: jax.Array, key: jax.Array, rope: Rotation):
         """Queries and keys after QK-norm, if configured, and rotation."""
-        key = self._turned("key", key, rope)
-        return rope.grow(self._turned("query", query, rope)), key
+        key = self._normalise_and_rotate("key", key, rope)
+        return rope.grow(self._normalise_and_rotate("query", query, rope)), key
 
-    def _turned(self, name: str, x: jax.Array, rope: Rotation) -> jax.Array:
+    def _normalise_and_rotate(
+        self, name: str, x: jax.Array, rope: Rotation
+    ) -> jax.Array:
         config = self.config
         first = config.qk_norm and not config.qk_norm_last
         # Without a norm before it, the rotation's gradient needs no residual.
@@ -165,7 +167,7 @@ class Attention(Mixer):
 
     @property
     def _has_kernel(self) -> bool:
-        """Whether queries and keys are made as the kernel of decoding makes them."""
+        """True if `kernels.rotary` computes this layer's queries and keys."""
         config = self.config
         plain = config.rope_fraction == 1 and config.query_growth is None
         plain = plain and config.unrotated_growth is None and not config.qk_norm_rotated
@@ -183,12 +185,12 @@ class Attention(Mixer):
         gate: jax.Array | None = None,
     ) -> jax.Array:
         """[B, T, hidden] from rotated queries and keys, values, and maybe a gate."""
-        sinks = self._sinks
-        mixed = ulysses.attend(self._attend, query, key, value, sight, sinks)
-        return remat.recompute(self._join)(mixed, gate)
+        sinks = self._sink_scores
+        mixed = ulysses.attend(self._attend_by_backend, query, key, value, sight, sinks)
+        return remat.recompute(self._project_output)(mixed, gate)
 
     @property
-    def _sinks(self) -> jax.Array | None:
+    def _sink_scores(self) -> jax.Array | None:
         return self.sinks[...] if self.config.sinks else None
 
     @property
@@ -202,19 +204,19 @@ class Attention(Mixer):
         self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, filled, scales
     ):
         gate = self.gate(x) if self.config.attention_gate else None
-        query, key, value = self._of_token(x, rope, cached.index, scales)
+        query, key, value = self._project_token(x, rope, cached.index, scales)
         token = kv_cache.layer_of(key, value, 1)
-        return self._of_cached(query, token, cached, filled, gate), token
+        return self._attend_cached(query, token, cached, filled, gate), token
 
-    def _of_cached(self, query, token, cached: kv_cache.Cached, filled, gate):
+    def _attend_cached(self, query, token, cached: kv_cache.Cached, filled, gate):
         config = self.config
         mixed = kv_cache.attend_in_place(
             query, token, cached, filled, scale=config.score_scale,
-            softcap=config.attention_softcap, sinks=self._sinks,
+            softcap=config.attention_softcap, sinks=self._sink_scores,
         )  # fmt: skip
-        return self._join(mixed, gate)
+        return self._project_output(mixed, gate)
 
-    def _of_token(self, x: jax.Array, rope: Rotation, index, scales):
+    def _project_token(self, x: jax.Array, rope: Rotation, index, scales):
         """Rotated queries and keys, and values; on one GPU, joined ones by a kernel."""
         on_one_gpu = devices.backend() == "gpu" and partitioning.current() is None
         on_one_gpu = on_one_gpu and self._has_kernel and devices.has_mosaic()
@@ -222,28 +224,28 @@ class Attention(Mixer):
             from jaxmem.models.kernels import rotary  # Pallas takes a while to import
 
             if rotary.supports(self.config.head_dim):
-                both = None
+                scaling = None
                 if self.config.qk_norm:
                     norm = self.query_norm
-                    both = rotary.Norms(index, scales, norm.offset, norm.epsilon)
+                    scaling = rotary.Norms(index, scales, norm.offset, norm.epsilon)
                 tables = rope.cosines, rope.sines
                 if rope.kind is not None:
                     tables = [table[rope.kind] for table in tables]
                 tables = tuple(t.reshape(len(x), -1) for t in tables)
                 joined = self.joined(x).reshape(len(x), -1, self.config.head_dim)
-                made = rotary.split(joined, self.config.kv_heads, tables, both)
-                return (each[:, None] for each in made)
+                heads = rotary.split(joined, self.config.kv_heads, tables, scaling)
+                return (each[:, None] for each in heads)
         query, key, value = self.project(x)
         return *self.rotate(query, key, rope), value
 
-    def _join(self, mixed: jax.Array, gate: jax.Array | None) -> jax.Array:
+    def _project_output(self, mixed: jax.Array, gate: jax.Array | None) -> jax.Array:
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         if gate is not None:
             wide = jax.nn.sigmoid(gate.astype(jnp.float32))
             mixed = (mixed * wide).astype(mixed.dtype)
         return self.output(mixed)
 
-    def _attend(self, query, key, value, sight: Sight, sinks) -> jax.Array:
+    def _attend_by_backend(self, query, key, value, sight: Sight, sinks) -> jax.Array:
         config = self.config
         if query.dtype == jnp.float16 and devices.backend() == "cpu":
             raise ValueError(
@@ -251,7 +253,7 @@ class Attention(Mixer):
                 "CPU: set model.dtype='bfloat16' or 'float32'"
             )
         if sight.branches is not None:
-            attend = functools.partial(self._attend, sinks=sinks)
+            attend = functools.partial(self._attend_by_backend, sinks=sinks)
             return branches.attend(attend, query, key, value, sight)
         scale, see = config.score_scale, (query, key, value, sight)
         if config.attention == "cudnn":
@@ -271,8 +273,8 @@ class Reuse(Attention):
         return ("query",)
 
     @staticmethod
-    def state(made: Any, max_length: int) -> Any:
-        del made, max_length
+    def state(parts: Any, max_length: int) -> Any:
+        del parts, max_length
         return ()
 
     @staticmethod
@@ -287,18 +289,18 @@ class Reuse(Attention):
         (query,), gate = self._without_gate(projected)
         assert before is not None
         key, value = before
-        return self.attend(self._query(query, rope), key, value, sight, gate), ()
+        return self.attend(self._rotate_query(query, rope), key, value, sight, gate), ()
 
     def decode(
         self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, filled, scales
     ):
         (query,), gate = self._without_gate([read(x) for read in self.readers])
-        query = self._query(query, rope)
-        return self._of_cached(query, scales, cached, filled, gate), ()
+        query = self._rotate_query(query, rope)
+        return self._attend_cached(query, scales, cached, filled, gate), ()
 
-    def _query(self, query: jax.Array, rope: Rotation) -> jax.Array:
+    def _rotate_query(self, query: jax.Array, rope: Rotation) -> jax.Array:
         heads = query.reshape(*query.shape[:2], -1, self.config.head_dim)
-        return rope.grow(self._turned("query", heads, rope))
+        return rope.grow(self._normalise_and_rotate("query", heads, rope))
 
 
 MIXERS: dict[str, Any] = {
@@ -345,72 +347,73 @@ class TransformerBlock(nnx.Module):
         self, x: jax.Array, sight: Sight, rope: Rotation, added: Any = None,
         before: Any = None, chosen: jax.Array | None = None,
     ):  # fmt: skip
-        """[B, T, hidden] from the same, what its mixer's state is made of, a choice.
+        """The next stream, the operand of the mixer's `state`, and the router's choice.
 
-        `added` is the layer's input, if it has one, and `before` the mixer's state
-        after earlier tokens, or what it reuses, or None. The choice is that of the
-        router, or None; it takes those `chosen`, if given.
+        `x` and the next stream are [B, T, hidden]. `added` is the layer's input, if it
+        has one, and `before` the mixer's state after earlier tokens, or the keys and
+        values that it reuses, or None. The choice is `chosen`, if not None; without a
+        router it is None.
         """
-        x, made, choice = self._mixed(x, sight, rope, before, chosen)
-        return self._ended(x, added), made, choice
+        x, state_parts, choice = self._run_sublayers(x, sight, rope, before, chosen)
+        return self._finish_layer(x, added), state_parts, choice
 
-    def _ended(self, x: jax.Array, added: Any) -> jax.Array:
+    def _finish_layer(self, x: jax.Array, added: Any) -> jax.Array:
         x = x if added is None else self.injection(x, added)
         if hasattr(self, "layer_scale"):  # a constant of the checkpoint
             x = x * jax.lax.stop_gradient(self.layer_scale[...]).astype(x.dtype)
         return x
 
-    def _mixed(
+    def _run_sublayers(
         self, x: jax.Array, sight: Sight, rope: Rotation, before: Any, chosen: Any
     ):
         readers = self.attention.readers
         norm = self.attention_norm if self.pre_norms else None
         if self.parallel != "shared":
             x, projected = norms.normed_products(norm, readers, x)
-            mixed, made = self.attention.mix(projected, sight, rope, before)
-            x, choice = self._finish(x, mixed, chosen)
-            return x, made, choice
+            mixed, state_parts = self.attention.mix(projected, sight, rope, before)
+            x, choice = self._run_feed_forward(x, mixed, chosen)
+            return x, state_parts, choice
         both = (*readers, *self.feed_forward.readers)
         x, projected = norms.normed_products(norm, both, x)
         first, second = projected[: len(readers)], projected[len(readers) :]
-        mixed, made = self.attention.mix(first, sight, rope, before)
+        mixed, state_parts = self.attention.mix(first, sight, rope, before)
         output, choice = self.feed_forward.join(*second, chosen=chosen)
-        return self._added(x, mixed, output), made, choice
+        return self._add_outputs(x, mixed, output), state_parts, choice
 
     def decode(
         self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, filled: jax.Array,
         scales: Any, added: Any = None,
     ):  # fmt: skip
-        """As `Attention.decode`, of the residual stream; and the router's choice."""
+        """The next stream of a token, what `grow` adds, and the router's choice."""
         x_norm = self.attention_norm(x) if self.pre_norms else x
         mixed, token = self.attention.decode(x_norm, rope, cached, filled, scales)
         if self.parallel == "shared":
             read = (each(x_norm) for each in self.feed_forward.readers)
             output, choice = self.feed_forward.join(*read)
-            x = self._added(x, mixed, output)
+            x = self._add_outputs(x, mixed, output)
         else:
-            x, choice = self._finish(x, mixed)
-        return self._ended(x, added), token, choice
+            x, choice = self._run_feed_forward(x, mixed)
+        return self._finish_layer(x, added), token, choice
 
-    def _finish(self, x: jax.Array, mixed: jax.Array, chosen: Any = None):
+    def _run_feed_forward(self, x: jax.Array, mixed: jax.Array, chosen: Any = None):
         readers = self.feed_forward.readers
         norm = self.feed_forward_norm if self.pre_norms else None
         if self.parallel == "separate":
             x, projected = norms.normed_products(norm, readers, x)
             output, choice = self.feed_forward.join(*projected, chosen=chosen)
-            return self._added(x, mixed, output), choice
+            return self._add_outputs(x, mixed, output), choice
         mixed = self.post_attention_norm(mixed) if self.post_norms else mixed
-        mixed = self._scaled(mixed)
+        mixed = self._scale_output(mixed)
         x, projected = norms.normed_products(norm, readers, x, mixed)
         stream = (x,) if self.feed_forward.reads_stream else ()
         output, choice = self.feed_forward.join(*projected, *stream, chosen=chosen)
         output = self.post_feed_forward_norm(output) if self.post_norms else output
-        return self._added(x, output), choice
+        return self._add_outputs(x, output), choice
 
-    def _added(self, x: jax.Array, *outputs: jax.Array) -> jax.Array:
+    def _add_outputs(self, x: jax.Array, *outputs: jax.Array) -> jax.Array:
         for output in outputs:
-            x = x + self._scaled(output)
+            x = x + self._scale_output(output)
         return partitioning.constrain_activations(x)
 
-    def _scaled(self, x: jax.Array) -> jax.Array:
+    def _scale_output(self, x: jax.Array) -> jax.Array:
         return x if self.multiplier == 1 else x * jnp.asarray(self.multiplier, x.dtype)

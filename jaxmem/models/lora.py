@@ -20,10 +20,6 @@ from jaxmem.heads.verbs import Weights
 from jaxmem.models.config import SAVED, ModelConfig
 
 
-def _scale(options: ModelConfig) -> float:
-    return options.lora_alpha / options.lora_rank
-
-
 def matrices(options: ModelConfig, shape: tuple[int, ...], dtype, rngs: nnx.Rngs):
     """A, initialised uniformly within 1 / sqrt(inputs), and B, initialised to zeros.
 
@@ -45,7 +41,7 @@ class LoraLinear(nnx.Linear):
         self.lora_a, self.lora_b = matrices(
             options, shape, self.param_dtype, keywords["rngs"]
         )
-        self.lora_scale = _scale(options)
+        self.lora_scale = options.lora_alpha / options.lora_rank
 
     def __call__(self, inputs: jax.Array, **options: Any) -> jax.Array:
         """Map [..., in_features] to [..., out_features]."""
@@ -70,7 +66,7 @@ class LoraHead(LMHead):
         dtype = keywords.get("param_dtype", jnp.float32)
         shape = self.in_features, self.out_features
         self.lora_a, self.lora_b = matrices(options, shape, dtype, rngs)
-        self.lora_scale = _scale(options)
+        self.lora_scale = options.lora_alpha / options.lora_rank
 
     def widened(self, hidden: jax.Array, W: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The operands [h, s h A] and [W; B], in hidden's dtype."""
@@ -96,12 +92,12 @@ def trainable(saved: Sequence[str]) -> str:
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a weight's name, like "head/lora_a", is that of an adapter."""
+    """True if a weight's name, like "head/lora_a", is that of an adapter."""
     return path.rpartition("/")[2] in ("lora_a", "lora_b")
 
 
 def adapters_of(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapter weights, nested likewise; {} if there are none."""
+    """The adapters among weights, nested as these are; {} if there are none."""
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(dict(weights), sep="/"))
     return traverse_util.unflatten_dict(
         {path: leaf for path, leaf in flat.items() if is_adapter(path)}, sep="/"
@@ -125,6 +121,7 @@ def merged(
         A, B = (flat[path[:-1] + x].astype(jnp.float32) for x in "ab")
         at_tied_head = tied and kernel == "head/kernel"
         W = flat["embed/embedding"].T if at_tied_head else flat[kernel]
-        added = _scale(options) * jnp.matmul(A, B, precision="highest")
+        scale = options.lora_alpha / options.lora_rank
+        added = scale * jnp.matmul(A, B, precision="highest")
         out[kernel] = (W.astype(jnp.float32) + added).astype(W.dtype)
     return traverse_util.unflatten_dict(out, sep="/")

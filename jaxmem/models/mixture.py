@@ -22,7 +22,7 @@ from jaxmem.models.norms import make_norm
 _TENSOR = "tensor"
 
 
-def _wide(config: ModelConfig, outputs: int, rngs: nnx.Rngs, use_bias: bool):
+def _float32_linear(config: ModelConfig, outputs: int, rngs: nnx.Rngs, use_bias: bool):
     return nnx.Linear(
         config.hidden, outputs, use_bias=use_bias, dtype=jnp.float32,
         param_dtype=jnp.dtype(config.param_dtype), precision="highest", rngs=rngs,
@@ -39,7 +39,7 @@ class Mixture(interfaces.FeedForward):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         assert config.experts is not None
         bias = config.router_bias
-        self.router = _wide(config, config.experts, rngs, use_bias=bias)
+        self.router = _float32_linear(config, config.experts, rngs, use_bias=bias)
         if config.router_correction:
             self.correction = nnx.Param(jnp.zeros(config.experts))
         self.experts = Experts(config, rngs=rngs)
@@ -47,7 +47,7 @@ class Mixture(interfaces.FeedForward):
             own = dataclasses.replace(config, ff=config.shared_ff)
             self.shared = DenseFeedForward(own, rngs=rngs)
         if config.shared_gate:
-            self.shared_gate = _wide(config, 1, rngs, use_bias=False)
+            self.shared_gate = _float32_linear(config, 1, rngs, use_bias=False)
         self.whole = Whole()
         self.config = config
 
@@ -59,9 +59,11 @@ class Mixture(interfaces.FeedForward):
         self, *projected: jax.Array, chosen: jax.Array | None = None
     ) -> tuple[jax.Array, Choice]:
         (x,) = projected
-        return remat.recompute(self._mix)(x, chosen)
+        return remat.recompute(self._mix_experts)(x, chosen)
 
-    def _mix(self, x: jax.Array, chosen: jax.Array | None) -> tuple[jax.Array, Choice]:
+    def _mix_experts(
+        self, x: jax.Array, chosen: jax.Array | None
+    ) -> tuple[jax.Array, Choice]:
         correction = self.correction[...] if self.config.router_correction else None
         logits = self.router(x)
         choice, weights = routing.decide(logits, correction, self.config, chosen)
@@ -95,7 +97,7 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array):
         """The weighted sum, f32 [B, T, hidden], of x through its chosen experts."""
-        config, around = self.config, partitioning.current()
+        config, mesh = self.config, partitioning.current()
         run = Expert(
             config.dtype, config.activation, config.gate_limit, config.up_plus_one,
             config.lora_alpha / max(config.lora_rank, 1), config.router_scales_inputs,
@@ -107,7 +109,7 @@ class Experts(nnx.Module):
             flat = [a.reshape(-1, a.shape[-1]) for a in (x, chosen, weights)]
             return grouped.apply(run, arrays, *flat).reshape(x.shape)
 
-        if around is None:
+        if mesh is None:
             return on_device(arrays, x, chosen, weights)
 
         def on_mesh(arrays, *rest):
@@ -118,7 +120,7 @@ class Experts(nnx.Module):
                 arrays = arrays | {"down": arrays["down"] | {"bias": bias}}
             return lax.psum(on_device(arrays, *rest), _TENSOR)
 
-        specs = {name: _specs(each, name) for name, each in arrays.items()}
+        specs = {name: _matrix_specs(each, name) for name, each in arrays.items()}
         return jax.shard_map(
             on_mesh,
             in_specs=(specs, *(partitioning.TOKENS,) * 3),
@@ -126,8 +128,10 @@ class Experts(nnx.Module):
         )(arrays, x, chosen, weights)
 
 
-def _specs(arrays: Mapping[str, jax.Array], name: str) -> dict[str, PartitionSpec]:
-    """Where each array of one of an expert's matrices is inside `Experts`."""
+def _matrix_specs(
+    arrays: Mapping[str, jax.Array], name: str
+) -> dict[str, PartitionSpec]:
+    """Partition specs of one matrix of all experts, by the names of its arrays."""
     split = "kernel", "lora_a" if name == "down" else "lora_b"
     if name != "down":
         split = *split, "bias"
@@ -145,7 +149,7 @@ def _specs(arrays: Mapping[str, jax.Array], name: str) -> dict[str, PartitionSpe
 class Matrices(nnx.Module):
     """One matrix of every expert [experts, inputs, outputs], with or without adapters.
 
-    `lora_targets` may have its name; `gain` is that of its results' variance.
+    `lora_targets` may have its name; `gain` is the factor of its results' variance.
     """
 
     def __init__(
@@ -175,7 +179,7 @@ class Matrices(nnx.Module):
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
-        """Those that there are, by name."""
+        """The arrays of all matrices, by name."""
         return {name: getattr(self, name)[...] for name in self.names}
 
 
@@ -189,9 +193,9 @@ class Expert:
     dtype: str  # of the products' operands
     activation: str
     limit: float | None  # the gate is at most this, and up within ± this
-    plus_one: bool  # whether up + 1 takes the place of up
+    plus_one: bool  # True: up + 1 takes the place of up
     lora_scale: float  # factor of adapters
-    scales_inputs: bool  # whether the scale is that of x
+    scales_inputs: bool  # True: the scale multiplies x, not the result
 
     def __call__(
         self, rows: grouped_rows.GroupedRows, weights: Mapping[str, Any], x, scale
@@ -237,7 +241,7 @@ class DenseAndExperts(DenseFeedForward):
         super().__init__(config, rngs=rngs)
         assert config.experts is not None
         dtype = jnp.dtype(config.param_dtype)
-        self.router = _wide(config, config.experts, rngs, use_bias=False)
+        self.router = _float32_linear(config, config.experts, rngs, use_bias=False)
         self.router_scale = nnx.Param(jnp.ones(config.hidden, dtype))
         self.expert_scale = nnx.Param(jnp.ones(config.experts, dtype))
         plain = dataclasses.replace(config, norm_scale=False)
@@ -252,10 +256,10 @@ class DenseAndExperts(DenseFeedForward):
     ) -> tuple[jax.Array, Choice]:
         *dense, stream = projected
         out = self.dense_norm(super().join(*dense)[0])
-        mixed, choice = remat.recompute(self._mix)(stream, chosen)
+        mixed, choice = remat.recompute(self._mix_experts)(stream, chosen)
         return out + mixed, choice
 
-    def _mix(
+    def _mix_experts(
         self, stream: jax.Array, chosen: jax.Array | None
     ) -> tuple[jax.Array, Choice]:
         scale = self.router_scale[...].astype(jnp.float32)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,20 +34,28 @@ def rms_normalize(
     Reference: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019,
     arXiv:1910.07467.
     """
-    return _forward(x, scale, offset, epsilon, dtype)[0]
+    return _normalize_forward(x, scale, offset, epsilon, dtype)[0]
 
 
-def _forward(x, scale, offset, epsilon, dtype):
+class _NormResiduals(NamedTuple):
+    """Arrays that the backward pass of `rms_normalize` reads."""
+
+    x: jax.Array  # [..., D]
+    rms: jax.Array  # f32 [..., 1], r of the formula
+    scale: jax.Array  # [D]
+
+
+def _normalize_forward(x, scale, offset, epsilon, dtype):
     wide = x.astype(jnp.float32)
     rms = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     rms = remat.name(rms, "norm_rms")
     y = wide * rms * (offset + scale.astype(jnp.float32))
-    return y.astype(dtype), (x, rms, scale)
+    return y.astype(dtype), _NormResiduals(x, rms, scale)
 
 
-def _backward(offset, epsilon, dtype, residuals, dy):
+def _normalize_backward(offset, epsilon, dtype, residuals: _NormResiduals, dy):
     del epsilon, dtype  # known from the residuals
-    x, rms, scale = residuals
+    x, rms, scale = residuals.x, residuals.rms, residuals.scale
     unit = x.astype(jnp.float32) * rms
     dy = dy.astype(jnp.float32)
     dunit = dy * (offset + scale.astype(jnp.float32))
@@ -57,7 +65,7 @@ def _backward(offset, epsilon, dtype, residuals, dy):
     return dx.astype(x.dtype), dscale.astype(scale.dtype)
 
 
-rms_normalize.defvjp(_forward, _backward)
+rms_normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 class RMSNorm(nnx.RMSNorm):

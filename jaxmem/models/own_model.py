@@ -34,7 +34,7 @@ class OwnError(ValueError):
 
 
 class Own(Protocol):
-    """What every model must have: `hidden_states` and `head_weight`.
+    """Interface of a user's model: `hidden_states` and `head_weight` are required.
 
     With `prefill` and `decode` sampling does not recompute; with `extend` in the place
     of `decode` the cache can be kept, too.
@@ -82,10 +82,10 @@ class Own(Protocol):
 
 
 class UncachedRows(NamedTuple):
-    """What stands for a cache: the tokens themselves, which are read again."""
+    """Tokens of rows in the place of a cache; sampling reads all of them again."""
 
     tokens: jax.Array  # [B, T]
-    lengths: jax.Array  # [B] how many of them there are
+    lengths: jax.Array  # [B] number of a row's tokens
 
 
 class OwnModel(nnx.Module):
@@ -105,7 +105,7 @@ class OwnModel(nnx.Module):
         _check_methods(body)
         _check_weights(body)
         hidden = _hidden_shape(body)
-        self.head = _head(body, hidden, head)
+        self.head = _make_head(body, hidden, head)
         self.config = ModelConfig(
             factory=config.factory,
             checkpoint=config.checkpoint,
@@ -115,7 +115,7 @@ class OwnModel(nnx.Module):
         )
         if (config.vocab_size or 0) > (rows := self.config.vocab_size or 0):
             raise OwnError(
-                f"{_named(body)}.head_weight() has {rows} entries, and the data's "
+                f"{_class_name(body)}.head_weight() has {rows} entries, and the data's "
                 f"vocabulary {config.vocab_size}: make it of config.vocab_size"
             )
         weights: dict[str, Any] = dict(
@@ -151,15 +151,15 @@ class OwnModel(nnx.Module):
         cast = {name: flat[name].astype(dtype) for name, dtype in self.types}
         return merge_module(definition, traverse_util.unflatten_dict(cast, sep="/"))
 
-    def routed(self, *given: Any) -> tuple[jax.Array, None]:
-        """See `Decoder`: hidden states, and what is not known of routers."""
-        return self(*given), None
+    def routed(self, *arguments: Any) -> tuple[jax.Array, None]:
+        """See `Decoder`; None, as nothing is known of routers."""
+        return self(*arguments), None
 
     @property
     def head_path(self) -> str:
         """See `Decoder`."""
         W = as_head(self.body.head_weight()).W
-        return next(name for name, variable in _variables(self) if variable is W)
+        return next(name for name, variable in _named_variables(self) if variable is W)
 
     @property
     def recomputes(self) -> bool:
@@ -168,7 +168,7 @@ class OwnModel(nnx.Module):
 
     @property
     def extends(self) -> bool:
-        """Whether several tokens can follow on a cache, in some of its rows."""
+        """True if several tokens can follow on a cache, in some of its rows."""
         return self.recomputes or hasattr(self.body, "extend")
 
     def in_compute_type(self) -> tuple[Any, Any]:
@@ -194,7 +194,7 @@ class OwnModel(nnx.Module):
             body = self._in_own_types().body
             return body.prefill(prompts, lengths, max_length)
         unused = [(0, 0), (0, max_length - prompts.shape[1])]
-        return self._last(UncachedRows(jnp.pad(prompts, unused), lengths))
+        return self._last_hidden(UncachedRows(jnp.pad(prompts, unused), lengths))
 
     def decode(
         self, tokens: Ids, cache: Any, live: Any = None, *, unroll: bool = False
@@ -219,9 +219,9 @@ class OwnModel(nnx.Module):
         )
         rows = jnp.arange(len(tokens))[:, None]
         read = read.at[rows, places].set(tokens, mode="drop")
-        return self._last(UncachedRows(read, before + lengths))
+        return self._last_hidden(UncachedRows(read, before + lengths))
 
-    def _last(self, rows: UncachedRows) -> tuple[jax.Array, UncachedRows]:
+    def _last_hidden(self, rows: UncachedRows) -> tuple[jax.Array, UncachedRows]:
         """Hidden states [B, D] of the last token of each row, and the rows."""
         tokens, lengths = rows
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -231,7 +231,7 @@ class OwnModel(nnx.Module):
 
     def specs(self) -> dict[str, PartitionSpec]:
         """The partition spec of each weight, by its name; those of `head` as well."""
-        found = {}
+        by_name = {}
         for prefix, module in (("", self), ("head/", self.head)):
             specs = nnx.get_partition_spec(nnx.state(module))
             for path, variable in nnx.to_flat_state(specs):
@@ -243,18 +243,18 @@ class OwnModel(nnx.Module):
                             f"the parameter {name} is sharded over {axis!r}, and the "
                             f"axes of the mesh are {', '.join(partitioning.AXES)}"
                         )
-                found[name] = spec
-        return found
+                by_name[name] = spec
+        return by_name
 
 
 LanguageModel = Decoder | OwnModel
 
 
-def _named(body: Any) -> str:
+def _class_name(body: Any) -> str:
     return type(body).__name__
 
 
-def _variables(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
+def _named_variables(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
     """Names and variables of a module, each once."""
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Variable):
@@ -263,16 +263,16 @@ def _variables(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
 
 def _check_methods(body: Any) -> None:
     if not isinstance(body, nnx.Module):
-        raise OwnError(f"must return an nnx.Module, got {_named(body)}")
+        raise OwnError(f"must return an nnx.Module, got {_class_name(body)}")
     for name in ("hidden_states", "head_weight"):
         if not callable(getattr(body, name, None)):
-            raise OwnError(f"{_named(body)} has no method {name!r}")
+            raise OwnError(f"{_class_name(body)} has no method {name!r}")
     names = "prefill", "decode", "extend"
     has = [name for name in names if hasattr(body, name)]
     if has and not ("prefill" in has and len(has) > 1):
         raise OwnError(
-            f"{_named(body)} has {has[0]!r} alone; cached decoding needs 'prefill', "
-            "and 'decode' or 'extend'"
+            f"{_class_name(body)} has {has[0]!r} alone; cached decoding needs "
+            "'prefill', and 'decode' or 'extend'"
         )
 
 
@@ -282,25 +282,25 @@ def _check_weights(body: nnx.Module) -> None:
         numbered = any(isinstance(part, str) and part.isdigit() for part in path)
         if numbered and isinstance(node, nnx.Variable):
             raise OwnError(
-                f"{_named(body)}: {'/'.join(map(str, path))} has a number for a name; "
-                "use an nnx.List, or another name"
+                f"{_class_name(body)}: {'/'.join(map(str, path))} has a number for a "
+                "name; use an nnx.List, or another name"
             )
-    for name, variable in _variables(body):
+    for name, variable in _named_variables(body):
         if not isinstance(variable, nnx.Param):
             raise OwnError(
-                f"{_named(body)}: {name} is an nnx.{_named(variable)}, and only "
-                "parameters (nnx.Param) are kept from step to step: leave out dropout "
-                "and running statistics"
+                f"{_class_name(body)}: {name} is an "
+                f"nnx.{_class_name(variable)}, and only parameters (nnx.Param) are "
+                "kept from step to step: leave out dropout and running statistics"
             )
 
 
 def _hidden_shape(body: Any) -> jax.ShapeDtypeStruct:
     """Shape and type of the hidden states of a few tokens; nothing is computed."""
-    ids, named = jax.ShapeDtypeStruct(_few(), jnp.int32), _named(body)
+    ids, named = jax.ShapeDtypeStruct(_probe_shape(), jnp.int32), _class_name(body)
     hidden = jax.eval_shape(body.hidden_states, ids, ids, ids)
     shape = getattr(hidden, "shape", ())
     if len(shape) != 3 or shape[:2] != ids.shape:
-        got = shape or _named(hidden)
+        got = shape or _class_name(hidden)
         raise OwnError(
             f"{named}.hidden_states must return [B, T, D], got {got} for tokens "
             f"{ids.shape}"
@@ -313,24 +313,24 @@ def _hidden_shape(body: Any) -> jax.ShapeDtypeStruct:
     return hidden
 
 
-def _few(rows: int = 1) -> tuple[int, int]:
+def _probe_shape(rows: int = 1) -> tuple[int, int]:
     """The shape [B, T] of a few tokens, which the mesh divides."""
     around = partitioning.current()
     sizes = dict.fromkeys(partitioning.AXES, 1) if around is None else around.shape
     return rows * sizes["data"] * sizes["fsdp"], 8 * sizes["sequence"]
 
 
-def _head(body: Any, hidden: jax.ShapeDtypeStruct, options: HeadConfig) -> LMHead:
+def _make_head(body: Any, hidden: jax.ShapeDtypeStruct, options: HeadConfig) -> LMHead:
     """The head that reads the module's own parameters."""
-    given, depth = as_head(body.head_weight()), hidden.shape[-1]
-    named = f"{_named(body)}.head_weight()"
-    for part in (given.W, given.bias):
-        if part is not None and all(part is not x for _, x in _variables(body)):
+    head_operands, depth = as_head(body.head_weight()), hidden.shape[-1]
+    named = f"{_class_name(body)}.head_weight()"
+    for part in (head_operands.W, head_operands.bias):
+        if part is not None and all(part is not x for _, x in _named_variables(body)):
             raise OwnError(
-                f"{named} must return an nnx.Param of the model, got {_named(part)}, "
-                "which is not among its parameters"
+                f"{named} must return an nnx.Param of the model, got "
+                f"{_class_name(part)}, which is not among its parameters"
             )
-    shape = given.W.shape
+    shape = head_operands.W.shape
     if len(shape) != 2 or depth not in shape or shape[0] == shape[1]:
         raise OwnError(
             f"{named} must be [V, D] or [D, V] with D = {depth}, as hidden_states "
@@ -340,14 +340,14 @@ def _head(body: Any, hidden: jax.ShapeDtypeStruct, options: HeadConfig) -> LMHea
     head = LMHead(
         depth,
         shape[0] if shape[1] == depth else shape[1],
-        tied_to=given.W,
-        softcap=given.softcap,
-        vocab_size=given.vocab_size,
+        tied_to=head_operands.W,
+        softcap=head_operands.softcap,
+        vocab_size=head_operands.vocab_size,
         dtype=hidden.dtype,
         sharding=HeadSharding(tokens=partitioning.TOKENS) if on_mesh else None,
         **head_options(options),
     )
-    head.bias = nnx.data(given.bias)
+    head.bias = nnx.data(head_operands.bias)
     return head
 
 
@@ -365,7 +365,7 @@ class Probe(NamedTuple):
     @classmethod
     def of(cls, vocab_size: int) -> "Probe":
         """Rows for the enclosing mesh."""
-        rows, width = _few(4)
+        rows, width = _probe_shape(4)
         half = width // 2
         tokens = np.tile(np.arange(width) % vocab_size, (rows, 1))
         tokens[1::4, :half] += 1
@@ -375,9 +375,9 @@ class Probe(NamedTuple):
         return cls(tokens % vocab_size, places % half, places // half + 1)
 
     def problem(self, hidden: np.ndarray, packs: bool) -> str | None:
-        """What a model does wrong that returned these hidden states [B, T, D].
+        """The fault of a model that returned `hidden` [B, T, D]; None without one.
 
-        `packs` says whether a row may have several documents.
+        `packs` is True if a row may have several documents.
         """
         half = hidden.shape[1] // 2
 
@@ -416,7 +416,7 @@ def random_weights(shapes: Any) -> Any:
 
 
 def recomputation(tokens: int, row: int | None = None) -> str:
-    """What sampling up to so many tokens costs without a cache, in a sentence."""
+    """A sentence on the cost of sampling up to `tokens` tokens without a cache."""
     what = "its row" if row is None else f"its row of {row}"
     return (
         f"the model of model.factory has no cached decoding (prefill, decode), so that "

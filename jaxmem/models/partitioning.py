@@ -106,14 +106,14 @@ class Layout:
     def __init__(
         self, config: MeshConfig, specs: Mapping[str, PartitionSpec] | None = None
     ):
-        count, found = math.prod(config.sizes), devices.current()
-        fits = count <= len(found)
+        count, present = math.prod(config.sizes), devices.current()
+        fits = count <= len(present)
         if jax.process_count() > 1:  # each process must have devices of the mesh
-            fits = count == len(found)
+            fits = count == len(present)
         if not fits:
             sizes = " x ".join(f"mesh.{k}={getattr(config, k)}" for k in AXES)
             raise ValueError(
-                f"{sizes} makes {count} devices, there are {len(found)} in "
+                f"{sizes} makes {count} devices, there are {len(present)} in "
                 f"{jax.process_count()} processes"
             )
         self.mesh: Mesh | None = None
@@ -121,7 +121,7 @@ class Layout:
         self._prefetch, self.specs = config.prefetch, specs
         if count > 1:
             # Devices of one host are adjacent along the last axes, which send most.
-            grid = np.array(found[:count]).reshape(config.sizes)
+            grid = np.array(present[:count]).reshape(config.sizes)
             self.mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def compiler_options(self) -> dict[str, Any]:
@@ -143,7 +143,9 @@ class Layout:
 
     def of_weights(self, shapes: Any) -> Any:
         """Structs of weights with shardings, which must divide them."""
-        return self._placed(shapes, functools.partial(_weight_spec, specs=self.specs))
+        return self._with_shardings(
+            shapes, functools.partial(_weight_spec, specs=self.specs)
+        )
 
     def of_moments(self, shapes: Any, weights: Any) -> Any:
         """`of_weights` of an optimizer's state, which has some arrays per weight.
@@ -152,7 +154,7 @@ class Layout:
         the rows of a matrix, are replicated.
         """
         leaves = jax.tree_util.tree_leaves_with_path(weights)
-        whole = {(_name(path), leaf.shape) for path, leaf in leaves}
+        whole = {(_path_name(path), leaf.shape) for path, leaf in leaves}
 
         def spec_of(name: str, shape: tuple[int, ...]) -> PartitionSpec:
             parts = name.split("/")  # the weight's name comes last
@@ -160,15 +162,15 @@ class Layout:
             own = next((end for end in ends if (end, shape) in whole), None)
             return _weight_spec(own, shape, self.specs) if own else PartitionSpec()
 
-        return self._placed(shapes, spec_of)
+        return self._with_shardings(shapes, spec_of)
 
     def of_tokens(self, shapes: Any) -> Any:
         """Shapes of arrays [..., B, T], with their shardings."""
-        return self._placed(shapes, lambda _, shape: _token_spec(len(shape)))
+        return self._with_shardings(shapes, lambda _, shape: _token_spec(len(shape)))
 
     def of_rows(self, shapes: Any) -> Any:
         """Shapes of arrays [B, ...], with their shardings."""
-        return self._placed(shapes, lambda _, shape: PartitionSpec(ROWS))
+        return self._with_shardings(shapes, lambda _, shape: PartitionSpec(ROWS))
 
     def of_cache(self, cache: Any) -> Any:
         """Shapes of a decoder's KV cache, with their shardings.
@@ -185,7 +187,7 @@ class Layout:
         of_rows = self.of_rows({name: getattr(cache, name) for name in names})
         slot = self.whole(cache.slot)
         return cache._replace(
-            layers=self._placed(cache.layers, spec_of), slot=slot, **of_rows
+            layers=self._with_shardings(cache.layers, spec_of), slot=slot, **of_rows
         )
 
     def of_head(self, weights: Any, hidden: Any, labels: Any) -> tuple[Any, Any, Any]:
@@ -195,20 +197,20 @@ class Layout:
 
     def of_hidden(self, shapes: Any) -> Any:
         """Shapes of arrays [B, T, ...], with their shardings."""
-        return self._placed(shapes, lambda _, shape: TOKENS)
+        return self._with_shardings(shapes, lambda _, shape: TOKENS)
 
     def whole(self, shapes: Any) -> Any:
         """Shapes of replicated arrays, with their shardings."""
-        return self._placed(shapes, lambda _, shape: PartitionSpec())
+        return self._with_shardings(shapes, lambda _, shape: PartitionSpec())
 
-    def _placed(self, shapes, spec_of):
+    def _with_shardings(self, shapes, spec_of):
         mesh = self.mesh
         if mesh is None:
             return shapes
 
         def placed(path, leaf):
-            spec = spec_of(_name(path), leaf.shape)
-            _check_divides(_name(path), leaf.shape, spec, mesh)
+            spec = spec_of(_path_name(path), leaf.shape)
+            _check_divides(_path_name(path), leaf.shape, spec, mesh)
             sharding = NamedSharding(mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -223,13 +225,15 @@ class Layout:
         if mesh is None:
             return batch
 
-        def one(x, sharding):
-            return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+        def shard(x, sharding):
+            return jax.make_array_from_callback(
+                x.shape, sharding, lambda index: x[index]
+            )
 
         if structs is not None:
-            return jax.tree.map(one, batch, shardings(structs))
+            return jax.tree.map(shard, batch, shardings(structs))
         return jax.tree.map(
-            lambda x: one(x, NamedSharding(mesh, _token_spec(x.ndim))), batch
+            lambda x: shard(x, NamedSharding(mesh, _token_spec(x.ndim))), batch
         )
 
     def jit(self, run: Callable, out: Any = None, **options) -> Any:
@@ -245,11 +249,11 @@ class Layout:
         """
         if self.mesh is None:
             return None
-        places = {_kind(argument): shardings(argument) for argument in arguments}
+        places = {_tree_type(argument): shardings(argument) for argument in arguments}
         return jax.tree.map(
-            lambda part: places.get(_kind(part)),
+            lambda part: places.get(_tree_type(part)),
             results,
-            is_leaf=lambda part: _kind(part) in places,
+            is_leaf=lambda part: _tree_type(part) in places,
         )
 
     def own_rows(self, rows: int) -> list[int]:
@@ -266,7 +270,7 @@ def shardings(structs: Any) -> Any:
     return jax.tree.map(lambda struct: getattr(struct, "sharding", None), structs)
 
 
-def _kind(structs: Any) -> Any:
+def _tree_type(structs: Any) -> Any:
     """Structure, shapes and types of structs."""
     leaves, structure = jax.tree.flatten(structs)
     return structure, tuple((np.shape(x), jnp.result_type(x)) for x in leaves)
@@ -280,10 +284,10 @@ def current() -> Any:
 
 def head_sharding() -> HeadSharding | None:
     """The head's sharding on the mesh of the enclosing `Layout.context`, or None."""
-    around = current()
-    if around is None:
+    mesh = current()
+    if mesh is None:
         return None
-    vocab = "tensor" if around.shape["tensor"] > 1 else None
+    vocab = "tensor" if mesh.shape["tensor"] > 1 else None
     return HeadSharding(tokens=TOKENS, vocab=vocab, W_fsdp=PARTS)
 
 
@@ -291,7 +295,7 @@ def constrain_activations(x: jax.Array) -> jax.Array:
     """Constrain x [B, T, ...] to the sharding of tokens; without a mesh, return x."""
     if current() is None:
         return x
-    return _laid(x, TOKENS)
+    return _constrain(x, TOKENS)
 
 
 def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -316,8 +320,8 @@ def as_stored(tree: Any) -> Any:
         return tree
 
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _laid(
-            leaf, _weight_spec(_name(path), leaf.shape, _SPECS.get())
+        lambda path, leaf: _constrain(
+            leaf, _weight_spec(_path_name(path), leaf.shape, _SPECS.get())
         ),
         tree,
     )
@@ -332,26 +336,28 @@ def gathered(tree: Any) -> Any:
     if current() is None:
         return tree
 
-    def one(path, leaf):
-        stored = _weight_spec(_name(path), leaf.shape)
+    def gather(path, leaf):
+        stored = _weight_spec(_path_name(path), leaf.shape)
         used = PartitionSpec(*(None if axes == PARTS else axes for axes in stored))
-        return leaf if used == stored else _moved(stored, used, leaf)
+        return leaf if used == stored else _change_spec(stored, used, leaf)
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(gather, tree)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _moved(stored: PartitionSpec, used: PartitionSpec, leaf: jax.Array) -> jax.Array:
-    return _laid(leaf, used)
+def _change_spec(
+    stored: PartitionSpec, used: PartitionSpec, leaf: jax.Array
+) -> jax.Array:
+    return _constrain(leaf, used)
 
 
-_moved.defvjp(
-    lambda stored, used, leaf: (_laid(leaf, used), None),
-    lambda stored, used, _, gradient: (_laid(gradient, stored),),
+_change_spec.defvjp(
+    lambda stored, used, leaf: (_constrain(leaf, used), None),
+    lambda stored, used, _, gradient: (_constrain(gradient, stored),),
 )
 
 
-def _laid(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+def _constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
@@ -373,7 +379,7 @@ def _weight_spec(
     return PartitionSpec()
 
 
-def _name(path) -> str:
+def _path_name(path) -> str:
     return "/".join(str(key.key) for key in path if hasattr(key, "key"))
 
 

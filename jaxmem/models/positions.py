@@ -21,14 +21,14 @@ Ids = jax.Array | np.ndarray  # integers, on the device or on the host
 
 
 class Rotation(NamedTuple):
-    """What rotates queries and keys of a layer."""
+    """Rotation of a layer's queries and keys: tables of cosines and sines."""
 
     cosines: jax.Array  # from `rope_tables`; or those of all kinds on a leading axis
     sines: jax.Array
     kind: jax.Array | None = None  # the layer's index on that axis
     growth: jax.Array | None = None  # [B, T, 1, 1] factor of queries; or of all kinds
     rotates: jax.Array | None = (
-        None  # whether the layer does; or of all kinds; None: yes
+        None  # True: the layer rotates; or of all kinds; None: yes
     )
 
     def turn(self, x: jax.Array) -> jax.Array:
@@ -38,14 +38,14 @@ class Rotation(NamedTuple):
         return apply_rope(x, *tables, self.kind)
 
     def grow(self, query: jax.Array) -> jax.Array:
-        """Queries by their factor, if there is one."""
+        """Queries times their growth, if there is one."""
         if self.growth is None:
             return query
         growth = self.growth if self.kind is None else self.growth[self.kind]
         return (query * growth).astype(query.dtype)
 
     def if_rotated(self, changed: jax.Array, x: jax.Array) -> jax.Array:
-        """The first in layers that rotate, and x in others."""
+        """`changed` in layers that rotate, and x in others."""
         if self.rotates is None:
             return changed
         rotates = self.rotates if self.kind is None else self.rotates[self.kind]
@@ -53,7 +53,7 @@ class Rotation(NamedTuple):
 
 
 def used_kinds(config: ModelConfig) -> tuple[str, ...]:
-    """The kinds that the pattern has, in one order."""
+    """The kinds that the pattern has, in the order of `KINDS`."""
     return tuple(kind for kind in KINDS if kind in config.pattern)
 
 
@@ -67,7 +67,7 @@ def layer_kinds(config: ModelConfig) -> np.ndarray | None:
 
 
 def by_kind(config: ModelConfig, make: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """Compute something for each kind of layer, and select it by a layer's kind.
+    """Apply `make` to each kind of layer, and select a result by a layer's kind.
 
     `make` maps a kind to a pytree of arrays of the same shapes for every kind. Returns
     a function from a layer's entry of `layer_kinds`, which may be traced, to its
@@ -94,8 +94,8 @@ def rope_frequencies(
                  j(n) = d ln(original / 2πn) / (2 ln theta), within [0, d - 1]
 
     "local" layers with a `local_rope_theta` are not scaled, and "unrotated" ones have
-    frequencies of 0. By `lengths` [..., 1], the tokens n of a document, "listed"
-    factors are chosen; without them, and up to `rope_limit`, those of short documents.
+    frequencies of 0. `lengths` [..., 1], the tokens n of a document, choose
+    "listed" factors; without them, and up to `rope_limit`, short documents' are taken.
 
     Reference: Su et al., "RoFormer", 2021, arXiv:2104.09864; linear: Chen et al., 2023,
     arXiv:2306.15595; llama3: the Llama team, 2024, arXiv:2407.21783; yarn: Peng et al.,
@@ -124,7 +124,7 @@ def rope_frequencies(
         return frequencies / config.rope_factor
     if config.rope_scaling == "listed":
         factors = config.rope_factors, config.rope_long_factors
-        return frequencies / _chosen(config, lengths, *factors)
+        return frequencies / _choose_by_length(config, lengths, *factors)
     low, high = config.rope_low_factor, config.rope_high_factor
     if config.rope_scaling == "llama3":
         turns = config.rope_original * frequencies / (2 * jnp.pi)
@@ -141,11 +141,13 @@ def rope_magnitude(config: ModelConfig, kind: str, lengths: jax.Array | None) ->
     if not is_scaled(config, kind):
         return 1.0
     short, long = config.rope_magnitude, config.rope_long_magnitude
-    return short if long is None else _chosen(config, lengths, short, long)
+    return short if long is None else _choose_by_length(config, lengths, short, long)
 
 
-def _chosen(config: ModelConfig, lengths: jax.Array | None, short: Any, long: Any):
-    """What long documents have, and what others have."""
+def _choose_by_length(
+    config: ModelConfig, lengths: jax.Array | None, short: Any, long: Any
+):
+    """`long` for documents of more than `rope_limit` tokens, `short` for others."""
     short, long = (jnp.asarray(x, jnp.float32) for x in (short, long))
     if lengths is None or config.rope_limit is None:
         return short
@@ -159,7 +161,7 @@ def rope_width(config: ModelConfig, kind: str) -> int:
 
 
 def is_scaled(config: ModelConfig, kind: str) -> bool:
-    """Whether the wavelengths of a kind of layer are scaled."""
+    """True if the wavelengths of a kind of layer are scaled."""
     if config.rope_scaling is None or kind == "unrotated":
         return False
     return kind != "local" or config.local_rope_theta is None
@@ -202,10 +204,10 @@ def apply_rope(
     `kind` is then the index on that. Only they are residuals, because the backward pass
     applies the inverse rotation; they have no gradients.
     """
-    return _rotate(x, 1, cosines, sines, kind)
+    return _rotate_pairs(x, 1, cosines, sines, kind)
 
 
-def _rotate(x, direction, cosines, sines, kind):
+def _rotate_pairs(x, direction, cosines, sines, kind):
     if kind is not None:
         cosines, sines = cosines[kind], sines[kind]
     rest = x[..., 2 * cosines.shape[-1] :]
@@ -220,11 +222,11 @@ def _rotate(x, direction, cosines, sines, kind):
 
 
 def _rope_forward(x, *tables):
-    return _rotate(x, 1, *tables), tables
+    return _rotate_pairs(x, 1, *tables), tables
 
 
 def _rope_backward(tables, gradient):
-    return _rotate(gradient, -1, *tables), None, None, None
+    return _rotate_pairs(gradient, -1, *tables), None, None, None
 
 
 apply_rope.defvjp(_rope_forward, _rope_backward)
@@ -280,8 +282,8 @@ def document_mask(segment_ids: Ids, window: Ids | int | None = None) -> jax.Arra
     """
     mask = segment_ids[:, :, None] == segment_ids[:, None, :]
     if window is not None:
-        place = jnp.arange(segment_ids.shape[1])
-        mask = mask & (place[:, None] - place < jnp.asarray(window)[..., None])
+        slots = jnp.arange(segment_ids.shape[1])
+        mask = mask & (slots[:, None] - slots < jnp.asarray(window)[..., None])
     return mask[:, None]
 
 
@@ -343,10 +345,10 @@ def sights(
     visible: Callable[[Any], Any],
     lengths: jax.Array | None,
 ) -> Callable[[Any], tuple[Any, Rotation]]:
-    """A function from an entry of `layer_kinds` to what is seen and rotary tables.
+    """A function from an entry of `layer_kinds` to visible keys and a `Rotation`.
 
-    `visible` is one to what a layer of the kind sees, and `lengths` [B, T or 1] are
-    tokens of each document so far; None: they do not matter.
+    `visible` maps the same entry to the keys that a layer of the kind sees, and
+    `lengths` [B, T or 1] are tokens of each document so far; None: they do not matter.
     """
     by_pair = None
     if config.rope_limit is not None and lengths is not None:
@@ -361,7 +363,7 @@ def sights(
         magnitude = rope_magnitude(config, kind, by_pair)
         return rope_tables(positions, frequencies, magnitude)
 
-    ropes = [tables(kind)._replace(**_of_queries(config, kind, positions))
+    ropes = [tables(kind)._replace(**_query_fields(config, kind, positions))
             for kind in used_kinds(config)]  # fmt: skip
     if len(ropes) == 1:
         return lambda kind: (visible(kind), ropes[0])
@@ -370,16 +372,18 @@ def sights(
     return lambda kind: (visible(kind), every._replace(kind=kind))
 
 
-def _of_queries(config: ModelConfig, kind: str, positions: Ids) -> dict[str, jax.Array]:
-    """What a kind of layer does to queries beside the rotation."""
-    found, growth = {}, config.query_growth
+def _query_fields(
+    config: ModelConfig, kind: str, positions: Ids
+) -> dict[str, jax.Array]:
+    """Fields of `Rotation` that change queries of a kind of layer beside the turn."""
+    fields, growth = {}, config.query_growth
     steps = positions // config.rope_original
     if config.unrotated_growth is not None:
         growth = config.unrotated_growth if kind == "unrotated" else 0.0
         steps = (positions + 1) // config.unrotated_growth_length
     if growth is not None:
         wide = steps[..., None, None].astype(jnp.float32)
-        found["growth"] = 1 + growth * jnp.log1p(wide)
+        fields["growth"] = 1 + growth * jnp.log1p(wide)
     if config.qk_norm_rotated:
-        found["rotates"] = jnp.asarray(kind != "unrotated")
-    return found
+        fields["rotates"] = jnp.asarray(kind != "unrotated")
+    return fields

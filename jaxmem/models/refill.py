@@ -2,10 +2,10 @@
 
 The next row is the first of a prompt that has no completion yet; then one of the prompt
 whose completions are the longest so far, because those of one prompt are alike and what
-is started last is waited for. Of equal ones it is the prompt with the fewest, so that
-the first rows, of which nothing is known, are as many of each. A row's tokens depend
-neither on its slot nor on when it starts: random numbers belong to a row and to the
-number of its token.
+is started last is waited for. Of equally long ones it is the prompt with the fewest
+started rows, so that each prompt has as many of the first rows, whose lengths are
+unknown. A row's tokens depend neither on its slot nor on when it starts: random numbers
+belong to a row and to the number of its token.
 
 Reference: Qin et al., 2025, arXiv:2511.14617, who schedule by lengths of a prompt.
 """
@@ -24,7 +24,7 @@ from jaxmem.models.own_model import LanguageModel
 
 
 class RefillPrompts(NamedTuple):
-    """What N rows begin with, and their random numbers."""
+    """Prompts of N rows, and the keys of the rows' random numbers."""
 
     ids: jax.Array  # [N, P]
     lengths: jax.Array  # [N]; 0: the row gets no token
@@ -32,7 +32,7 @@ class RefillPrompts(NamedTuple):
 
 
 class RefillRows(NamedTuple):
-    """What is known of N rows."""
+    """Progress of N rows: tokens so far, and steps at which they started."""
 
     drawn: Any  # arrays [N, R, ...]
     lengths: jax.Array  # [N] tokens so far
@@ -41,9 +41,9 @@ class RefillRows(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What is decoded."""
+    """Rows that are decoded, one in each of S slots."""
 
-    rows: jax.Array  # [S] number of the row in each slot; N: none
+    rows: jax.Array  # [S] index of the row in each slot; N: none
     token: jax.Array  # [S] its last token
     cache: kv_cache.Cache
     step: jax.Array  # steps so far
@@ -70,12 +70,12 @@ class Refill:
     records: bool = False
 
     def run(self, nothing: Any) -> RefillRows:
-        """Decode until all rows have ended, from what is drawn before anything is."""
+        """Decode until all rows have ended; at first `drawn` is `nothing`."""
         count = self._count
-        cache = jax.eval_shape(lambda: self._prefill(jnp.arange(self.slots))[1])
+        cache = jax.eval_shape(lambda: self._prefill_rows(jnp.arange(self.slots))[1])
         cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
-        # Every slot writes at one place, which goes round behind the prompts. It
-        # comes back to a row's first token when the row has ended.
+        # All slots write to one column of the cache, which goes round behind the
+        # prompts. It comes back to a row's first token after the row has ended.
         cache = cache._replace(slot=jnp.asarray(self._width, jnp.int32))
         routes = jax.tree.map(
             lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), cache.routes
@@ -84,8 +84,8 @@ class Refill:
         slots = Slots(none, jnp.zeros_like(none), cache, jnp.asarray(0, jnp.int32))
         zeros = jnp.zeros(count, jnp.int32)
         state = slots, RefillRows(nothing, zeros, zeros - 1, routes)
-        state = lax.fori_loop(0, count, lambda _, state: self._filled(state), state)
-        return lax.while_loop(self._is_live, self._step, state)[1]
+        state = lax.fori_loop(0, count, lambda _, state: self._start_row(state), state)
+        return lax.while_loop(self._is_live, self._decode_step, state)[1]
 
     @property
     def _count(self) -> int:
@@ -96,16 +96,16 @@ class Refill:
         return self.prompts.ids.shape[1]
 
     @property
-    def _room(self) -> int:
+    def _row_slots(self) -> int:
         """Slots of a row of the cache, as in `Sampler.start`."""
         return -(-(self._width + self.most - 1) // 8) * 8
 
-    def _prefill(self, rows: jax.Array) -> tuple[jax.Array, kv_cache.Cache]:
+    def _prefill_rows(self, rows: jax.Array) -> tuple[jax.Array, kv_cache.Cache]:
         decoder: LanguageModel = nnx.merge(*self.model)
         lengths = self.prompts.lengths[rows]
         lengths = jnp.where(lengths == 0, 1, lengths)
         return decoder.prefill(
-            self.prompts.ids[rows], lengths, self._room, records=self.records
+            self.prompts.ids[rows], lengths, self._row_slots, records=self.records
         )
 
     def _is_live(self, state: State) -> jax.Array:
@@ -114,13 +114,13 @@ class Refill:
     def _is_full(self, state: State) -> jax.Array:
         return jnp.all(state[0].rows < self._count)
 
-    def _filled(self, state: State) -> State:
+    def _start_row(self, state: State) -> State:
         """Start one more row, as soon as a slot has none."""
-        slots, rows = lax.while_loop(self._is_full, self._step, state)
-        place = jnp.argmax(slots.rows == self._count)
-        row = self._next(rows)[None]
-        hidden, cache = self._prefill(row)
-        routes = kv_cache.routes_by_place(cache)
+        slots, rows = lax.while_loop(self._is_full, self._decode_step, state)
+        index = jnp.argmax(slots.rows == self._count)
+        row = self._next_row(rows)[None]
+        hidden, cache = self._prefill_rows(row)
+        routes = kv_cache.routes_by_position(cache)
 
         def put(all_: jax.Array, x: jax.Array) -> jax.Array:
             return all_.at[row].set(x)
@@ -129,49 +129,52 @@ class Refill:
             starts=put(rows.starts, slots.step),
             routes=jax.tree.map(put, rows.routes, routes),
         )
-        rows, token, left = self._drawn(rows, row, hidden)
+        rows, token, left = self._draw_tokens(rows, row, hidden)
         slots = slots._replace(
-            rows=slots.rows.at[place].set(left[0]),
-            token=slots.token.at[place].set(token[0]),
-            cache=kv_cache.replaced(slots.cache, place, cache),
+            rows=slots.rows.at[index].set(left[0]),
+            token=slots.token.at[index].set(token[0]),
+            cache=kv_cache.replaced(slots.cache, index, cache),
         )
         return slots, rows
 
-    def _step(self, state: State) -> State:
-        """One more token in every slot."""
+    def _decode_step(self, state: State) -> State:
+        """Decode one more token in every slot."""
         slots, rows = state
         decoder: LanguageModel = nnx.merge(*self.model)
         cache = kv_cache.wrapped(slots.cache, self._width)
-        live, slot, places = slots.rows < self._count, cache.slot, cache.lengths
+        live, slot, positions = slots.rows < self._count, cache.slot, cache.lengths
         hidden, cache = decoder.decode(slots.token, cache, live, unroll=self.unroll)
 
         def put(all_: jax.Array, new: jax.Array) -> jax.Array:
-            return all_.at[slots.rows, places].set(new[:, slot], mode="drop")
+            return all_.at[slots.rows, positions].set(new[:, slot], mode="drop")
 
         rows = rows._replace(routes=jax.tree.map(put, rows.routes, cache.routes))
-        rows, token, left = self._drawn(rows, slots.rows, hidden)
+        rows, token, left = self._draw_tokens(rows, slots.rows, hidden)
         return Slots(left, token, cache, slots.step + 1), rows
 
-    def _drawn(self, rows: RefillRows, numbers: jax.Array, hidden: jax.Array):
-        """Draw a token of some rows; also which of these rows go on, N for others."""
+    def _draw_tokens(self, rows: RefillRows, indices: jax.Array, hidden: jax.Array):
+        """Draw a token for each of the rows `indices` [k].
+
+        Returns all rows, the tokens [k], and `indices` with N for rows that ended.
+        """
         count, decoder = self._count, nnx.merge(*self.model)
-        known = jnp.minimum(numbers, count - 1)
+        known = jnp.minimum(indices, count - 1)
         steps, keys = rows.lengths[known], self.prompts.keys[known]
-        live = (self.prompts.lengths[known] != 0) & (numbers < count)
+        live = (self.prompts.lengths[known] != 0) & (indices < count)
         new, ended = self.draw(keys, steps, decoder.logits(hidden), ~live)
 
         def put(all_: jax.Array, x: jax.Array) -> jax.Array:
-            return all_.at[numbers, steps].set(x, mode="drop")
+            return all_.at[indices, steps].set(x, mode="drop")
 
         drawn = jax.tree.map(put, rows.drawn, new)
-        lengths = rows.lengths.at[numbers].add(live, mode="drop")
+        lengths = rows.lengths.at[indices].add(live, mode="drop")
         ended |= steps + 1 == self.most
-        left = jnp.where(ended, count, numbers)
+        left = jnp.where(ended, count, indices)
         return rows._replace(drawn=drawn, lengths=lengths), new.tokens, left
 
-    def _next(self, rows: RefillRows) -> jax.Array:
-        """The number of the row to start."""
-        waits, groups = rows.starts < 0, self._groups
+    def _next_row(self, rows: RefillRows) -> jax.Array:
+        """Index of the row to start."""
+        waits, groups = rows.starts < 0, self._prompt_groups
         lengths = jnp.where(waits, -1, rows.lengths)
         longest = jax.ops.segment_max(lengths, groups, self._count)[groups]
         started = jax.ops.segment_sum(1 - waits, groups, self._count)[groups]
@@ -181,9 +184,9 @@ class Refill:
         return jnp.argmin(fewest)
 
     @property
-    def _groups(self) -> jax.Array:
-        """[N] number of each row's prompt; equal ones follow one another."""
-        ids, lengths, _ = self.prompts
-        ids = jnp.where(jnp.arange(self._width) < lengths[:, None], ids, -1)
+    def _prompt_groups(self) -> jax.Array:
+        """[N] index of each row's prompt; rows of one prompt follow one another."""
+        filled = jnp.arange(self._width) < self.prompts.lengths[:, None]
+        ids = jnp.where(filled, self.prompts.ids, -1)
         differs = jnp.any(ids[1:] != ids[:-1], axis=1)
         return jnp.pad(jnp.cumsum(differs), (1, 0))

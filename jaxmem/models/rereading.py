@@ -1,8 +1,8 @@
 """Rows that become long documents while they are decoded, and so are read again.
 
-Beyond `rope_limit` tokens all of a document is rotated by its long factors. What the
-cache has of a row that passes the limit was rotated by short ones, and deeper layers
-read what came of it: the row is read once more, as a whole.
+Beyond `rope_limit` tokens all of a document is rotated by long factors. Cached keys of
+a row that passes the limit were rotated by short ones, and deeper layers read results
+of attention to these: the row is read once more, as a whole.
 """
 
 from typing import Any
@@ -25,8 +25,8 @@ def longer(
 ) -> kv_cache.Cache:
     """The cache before further tokens, with other states of rows that pass the limit.
 
-    `ids` [B, M] are those of each row first, `counts` [B] how many a row has. What is
-    recorded of routes stays.
+    `ids` [B, M] has the tokens of each row first, and `counts` [B] is their number.
+    Recorded routes stay.
     """
     limit, before = model.config.rope_limit, cache.tokens
     if before is None:
@@ -35,18 +35,18 @@ def longer(
     passes = (cache.lengths <= limit) & (total > limit)
 
     def again(layers: dict[str, Any]) -> dict[str, Any]:
-        places = cache.lengths[:, None] + jnp.arange(ids.shape[1])
+        positions = cache.lengths[:, None] + jnp.arange(ids.shape[1])
         rows = jnp.arange(len(ids))[:, None]
-        whole = kv_cache.by_place(cache, before)
-        whole = whole.at[rows, places].set(ids, mode="drop")
-        _, made = model.prefill(whole, total, cache.max_length)
-        at = jnp.maximum(cache.positions, 0)[:, None, :, None]
+        whole = kv_cache.by_position(cache, before)
+        whole = whole.at[rows, positions].set(ids, mode="drop")
+        _, other = model.prefill(whole, total, cache.max_length)
+        index = jnp.maximum(cache.positions, 0)[:, None, :, None]
 
-        def one(old: jax.Array, new: jax.Array) -> jax.Array:
-            new = jnp.take_along_axis(new, at[None], axis=-2)
+        def replace(old: jax.Array, new: jax.Array) -> jax.Array:
+            new = jnp.take_along_axis(new, index[None], axis=-2)
             return jnp.where(passes[:, None, None, None], new, old)
 
-        return jax.tree.map(one, layers, made.layers)
+        return jax.tree.map(replace, layers, other.layers)
 
     some = jax.lax.cond(jnp.any(passes), again, lambda layers: layers, cache.layers)
     return cache._replace(layers=some)

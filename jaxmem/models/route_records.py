@@ -1,4 +1,4 @@
-"""Which experts tokens went to, as a sampler records them and a trainer replays them.
+"""Routes: experts of each token, recorded by a sampler and replayed by a trainer.
 
 Routes are integers [B, T, layers with experts, experts_per_token].
 """
@@ -15,7 +15,7 @@ from jaxmem.models.structure import Stack
 
 
 def layers(config: ModelConfig) -> list[int]:
-    """The numbers of the layers that have routers."""
+    """Indices of the layers that have routers."""
     kinds = config.by_layer("feed_forwards")
     return [layer for layer, kind in enumerate(kinds) if kind != "dense"]
 
@@ -49,23 +49,23 @@ def of_layers(
     `chosen` has, by the numbers of some layers, an array [some layers, B, T,
     experts_per_token], or None where they have no routers.
     """
-    found = {layers: x for layers, x in chosen.items() if x is not None}
-    if not found:
+    present = {layers: x for layers, x in chosen.items() if x is not None}
+    if not present:
         return None
-    order = np.argsort(np.concatenate(list(found)))
-    joined = jnp.concatenate(list(found.values()))[order]
+    order = np.argsort(np.concatenate(list(present)))
+    joined = jnp.concatenate(list(present.values()))[order]
     return jnp.moveaxis(joined, 0, 2).astype(dtype(config))
 
 
 def of_layer(
     routes: Any, stack: Stack, layer: jax.Array, config: ModelConfig
 ) -> jax.Array | None:
-    """Int32 [B, T, experts_per_token], what is recorded of a layer of that number.
+    """The recorded experts of a layer, int32 [B, T, experts_per_token].
 
     None where nothing is recorded, or the layers of its stack have no routers.
     """
     if routes is None or stack.config.experts is None:
         return None
-    place = jnp.searchsorted(np.array(layers(config)), layer)
-    at = jax.lax.dynamic_index_in_dim(routes, place, axis=2, keepdims=False)
-    return at.astype(jnp.int32)
+    index = jnp.searchsorted(np.array(layers(config)), layer)
+    chosen = jax.lax.dynamic_index_in_dim(routes, index, axis=2, keepdims=False)
+    return chosen.astype(jnp.int32)

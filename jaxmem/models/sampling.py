@@ -156,7 +156,7 @@ def samples_of(state: SamplerState) -> Samples:
     """The completions of a state whose rows have ended."""
     drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state.drawn)
     lengths = jnp.sum(drawn.mask, axis=1, dtype=jnp.int32)
-    routes = kv_cache.routes_by_place(state.cache)
+    routes = kv_cache.routes_by_position(state.cache)
     return Samples(*drawn, lengths=lengths, routes=routes)
 
 
@@ -172,7 +172,7 @@ def prepared(decoder: LanguageModel) -> LanguageModel:
 
 
 def row_keys(key: jax.Array, numbers: Ids) -> jax.Array:
-    """The key of each row: that of its number, wherever it is in a batch."""
+    """The key of each row, which depends on the row's number alone."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
 
 
@@ -180,15 +180,15 @@ def row_keys(key: jax.Array, numbers: Ids) -> jax.Array:
 class Sampler:
     """Sampling in parts: `start` reads prompts, each `advance` adds some tokens.
 
-    Where the parts end does not affect the tokens. `resume` reads what was said after
-    completions, which it need not read again, and begins further ones. Call all of them
-    inside `jax.jit`, with `COMPILER_OPTIONS`, and donate the state.
+    The tokens do not depend on where the parts end. `resume` reads what was said after
+    completions, which stay in the cache, and begins further completions. Call all of
+    them inside `jax.jit`, with `COMPILER_OPTIONS`, and donate the state.
     """
 
     config: SamplingConfig
     eos_ids: tuple[int, ...]  # each ends a completion; may be empty
     pad_id: int  # fills slots after the end
-    keep_support: bool = True  # whether `SampledTokens.support_ids` is stored
+    keep_support: bool = True  # False: `SampledTokens.support_ids` is not stored
     room: int | None = None  # tokens of a row of the cache; None: for one completion
     unroll: bool | None = None  # as in `Decoder.decode`; None: if compiled for a GPU
     records: bool = False  # as in `Decoder.prefill`
@@ -200,21 +200,23 @@ class Sampler:
         model = prepared(decoder)  # once, for both parts
         keys = row_keys(key, jnp.arange(len(prompts)))
         if self.config.slots is not None:
-            return self._refilled(model, prompts, prompt_lengths, keys)
+            return self._complete_by_refill(model, prompts, prompt_lengths, keys)
         state = self.start(model, prompts, prompt_lengths, keys)
         return samples_of(self.advance(model, state, self.config.max_new_tokens))
 
-    def _refilled(
+    def _complete_by_refill(
         self, model: LanguageModel, prompts: Ids, lengths: Ids, keys: jax.Array
     ) -> Samples:
         config, rows = self.config, len(lengths)
         _check_prompts(prompts, lengths)
-        given = refill.RefillPrompts(jnp.asarray(prompts), jnp.asarray(lengths), keys)
+        row_prompts = refill.RefillPrompts(
+            jnp.asarray(prompts), jnp.asarray(lengths), keys
+        )
         assert config.slots is not None
         check_field(config, "slots", config.slots <= rows, f"at most the {rows} rows")
         decoding = refill.Refill(
-            model.in_compute_type(), given, config.slots, config.max_new_tokens,
-            self._draw, self.is_unrolled, self.records,
+            model.in_compute_type(), row_prompts, config.slots, config.max_new_tokens,
+            self._draw_tokens, self.is_unrolled, self.records,
         )  # fmt: skip
         zeros, size = jnp.zeros(rows, jnp.int32), config.support_size
         ids = None if size is None else jnp.zeros((rows, size), jnp.int32)
@@ -246,7 +248,7 @@ class Sampler:
             max_length,
             records=self.records,
         )
-        return self._begun(model, hidden, lengths == 0, keys, cache)
+        return self._first_tokens(model, hidden, lengths == 0, keys, cache)
 
     def resume(
         self,
@@ -269,13 +271,15 @@ class Sampler:
         model = nnx.merge(*decoder.in_compute_type())
         lengths = jnp.asarray(lengths)
         hidden, cache = model.extend(tokens, lengths, cache)
-        return self._begun(model, hidden, lengths == 0, keys, cache)
+        return self._first_tokens(model, hidden, lengths == 0, keys, cache)
 
-    def _begun(self, model: LanguageModel, hidden, ended, keys, cache) -> SamplerState:
-        """The state after a first token, drawn from hidden states of the last one."""
+    def _first_tokens(
+        self, model: LanguageModel, hidden, ended, keys, cache
+    ) -> SamplerState:
+        """The state after a first token, drawn from hidden states of the one before."""
         step, slots = jnp.asarray(0), self.config.max_new_tokens
-        first, ended = self._draw(keys, step, model.logits(hidden), ended)
-        drawn = _put(_nothing_drawn(first, slots, self.pad_id), step, first)
+        first, ended = self._draw_tokens(keys, step, model.logits(hidden), ended)
+        drawn = _write_step(_nothing_drawn(first, slots, self.pad_id), step, first)
         return SamplerState(step + 1, first.tokens, ended, keys, drawn, cache)
 
     def advance(
@@ -292,46 +296,54 @@ class Sampler:
             return (state.step < until) & ~jnp.all(state.ended)
 
         def one_more(state: SamplerState) -> SamplerState:
-            step, token, ended, keys, drawn, cache = state
             model = nnx.merge(definition, weights)  # modules must not enter the loop
-            live = ~ended
-            hidden, cache = model.decode(token, cache, live, unroll=self.is_unrolled)
-            new, ended = self._draw(keys, step, model.logits(hidden), ended)
-            drawn = _put(drawn, step, new)
-            return SamplerState(step + 1, new.tokens, ended, keys, drawn, cache)
+            hidden, cache = model.decode(
+                state.token, state.cache, ~state.ended, unroll=self.is_unrolled
+            )
+            logits = model.logits(hidden)
+            new, ended = self._draw_tokens(state.keys, state.step, logits, state.ended)
+            return state._replace(
+                drawn=_write_step(state.drawn, state.step, new),
+                step=state.step + 1,
+                token=new.tokens,
+                ended=ended,
+                cache=cache,
+            )
 
         return lax.while_loop(goes_on, one_more, state)
 
     @property
     def is_unrolled(self) -> bool:
-        """Whether `Decoder.decode` unrolls."""
+        """True if `Decoder.decode` traces the blocks one after the other."""
         return devices.backend() == "gpu" if self.unroll is None else self.unroll
 
-    def _draw(
+    def _draw_tokens(
         self, keys: jax.Array, steps: jax.Array, logits: jax.Array, ended: jax.Array
     ) -> tuple[SampledTokens, jax.Array]:
-        """One more token per row, and which rows have ended with it.
+        """One more token per row, and a mask of the rows that have ended with it.
 
         `steps` are the tokens of each row so far, or of all.
         """
         steps = jnp.broadcast_to(steps, keys.shape)
         keys = jax.vmap(jax.random.fold_in)(keys, steps)
-        new = _draw(keys, *self._truncated(logits))
+        new = _draw_categorical(keys, *self._truncate(logits))
         if not self.keep_support:
             new = new._replace(support_ids=None)
-        new = _masked(new, ended, self.pad_id)
+        new = _mask_ended(new, ended, self.pad_id)
         ends = jnp.isin(new.tokens, jnp.asarray(self.eos_ids, jnp.int32))
         return new, ended | ends
 
-    def _truncated(self, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """As from `truncate`; without ids where all ids are in the support."""
+    def _truncate(self, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The result of `truncate`; ids are None where all ids are in the support."""
         is_whole = self.config.support_size == logits.shape[-1]
         if is_whole and self.config.top_k is None and not self.keep_support:
             return among_all(logits, self.config), None
         return truncate(logits, self.config)
 
 
-def _draw(keys: jax.Array, logprobs: jax.Array, ids: jax.Array | None) -> SampledTokens:
+def _draw_categorical(
+    keys: jax.Array, logprobs: jax.Array, ids: jax.Array | None
+) -> SampledTokens:
     choice = jax.vmap(jax.random.categorical)(keys, logprobs)[:, None]
 
     def chosen(x: jax.Array) -> jax.Array:
@@ -342,7 +354,7 @@ def _draw(keys: jax.Array, logprobs: jax.Array, ids: jax.Array | None) -> Sample
     return SampledTokens(tokens.astype(jnp.int32), mask, chosen(logprobs), ids)
 
 
-def _masked(drawn: SampledTokens, ended: jax.Array, pad_id: int) -> SampledTokens:
+def _mask_ended(drawn: SampledTokens, ended: jax.Array, pad_id: int) -> SampledTokens:
     """The drawn tokens, with padding in rows that have ended."""
     ids = drawn.support_ids
     return SampledTokens(
@@ -354,11 +366,11 @@ def _masked(drawn: SampledTokens, ended: jax.Array, pad_id: int) -> SampledToken
 
 
 def _nothing_drawn(like: SampledTokens, slots: int, pad_id: int) -> SampledTokens:
-    nothing = _masked(like, jnp.ones(like.mask.shape, bool), pad_id)
+    nothing = _mask_ended(like, jnp.ones(like.mask.shape, bool), pad_id)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (slots, *x.shape)), nothing)
 
 
-def _put(
+def _write_step(
     drawn: SampledTokens, step: jax.typing.ArrayLike, token: SampledTokens
 ) -> SampledTokens:
     return jax.tree.map(lambda all_, x: all_.at[step].set(x), drawn, token)

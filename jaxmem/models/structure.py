@@ -1,4 +1,4 @@
-"""Which layers share a structure, and in what order their stacks run.
+"""Stacks of layers that share a structure, and the order in which they run.
 
 The weights of layers of one structure are stacked, and one loop runs them. A model of
 one structure has one stack, "blocks"; the others are "blocks_1" and so on. Stacks that
@@ -18,36 +18,38 @@ class Stack(NamedTuple):
 
     name: str  # attribute of the decoder, and the start of the weights' paths
     config: ModelConfig  # of each of these layers: its cycles have one entry
-    layers: tuple[int, ...]  # their numbers in the model, in ascending order
+    layers: tuple[int, ...]  # their indices in the model, in ascending order
     source: str | None = None  # the stack whose last layer's keys and values they reuse
 
 
 def runs(config: ModelConfig) -> tuple[tuple[Stack, ...], ...]:
     """The loops of a decoder in order: stacks, of which each runs a layer in turn."""
-    parts = [_of_layer(config, i) for i in range(config.layers)]
-    found, first = [], 0
+    parts = [_layer_parts(config, i) for i in range(config.layers)]
+    loops, first = [], 0
     while first < len(parts):
-        period, times = _repetition(parts[first:])
+        period, times = _find_repetition(parts[first:])
         stacks = []
-        for place in range(first, first + period):
-            number = len(stacks) + sum(map(len, found))
+        for layer in range(first, first + period):
+            number = len(stacks) + sum(map(len, loops))
             name = f"blocks_{number}" if number else "blocks"
-            own = _own(config, parts[place])
-            layers = tuple(range(place, first + period * times, period))
+            own = _layer_config(config, parts[layer])
+            layers = tuple(range(layer, first + period * times, period))
             source = None
             if own.mixers == ("reuse",):
-                source = _source(parts, place, (*itertools.chain(*found),))
+                source = _source_stack(parts, layer, (*itertools.chain(*loops),))
             stacks.append(Stack(name, own, layers, source))
-        found.append(tuple(stacks))
+        loops.append(tuple(stacks))
         first += period * times
-    return tuple(found)
+    return tuple(loops)
 
 
-def _source(parts: "Sequence[_Parts]", place: int, earlier: Sequence[Stack]) -> str:
-    """The stack of the last layer with keys of its own that is of a layer's kind."""
+def _source_stack(
+    parts: "Sequence[_LayerParts]", layer: int, earlier: Sequence[Stack]
+) -> str:
+    """The stack with the last layer of `layer`'s kind that has keys of its own."""
     last = max(
         i for i, other in enumerate(parts)
-        if other.kind == parts[place].kind and other.mixer != "reuse"
+        if other.kind == parts[layer].kind and other.mixer != "reuse"
     )  # fmt: skip
     (name,) = (stack.name for stack in earlier if last in stack.layers)
     return name
@@ -58,11 +60,11 @@ def stacks(config: ModelConfig) -> dict[str, Stack]:
     return {stack.name: stack for run in runs(config) for stack in run}
 
 
-def _own(config: ModelConfig, parts: "_Parts") -> ModelConfig:
+def _layer_config(config: ModelConfig, parts: "_LayerParts") -> ModelConfig:
     """The config of a layer, without the sizes of parts that it does not have."""
-    mixer, feed_forward, is_wide, _ = parts
+    mixer, feed_forward = parts.mixer, parts.feed_forward
     without: dict[str, Any] = {}
-    if is_wide:
+    if parts.is_wide:
         kv_heads = config.global_kv_heads or config.kv_heads
         without |= {"head_dim": config.global_head_dim, "kv_heads": kv_heads}
     elif config.global_head_dim is not None:
@@ -80,32 +82,30 @@ def _own(config: ModelConfig, parts: "_Parts") -> ModelConfig:
     )
 
 
-class _Parts(NamedTuple):
+class _LayerParts(NamedTuple):
+    """Choices of one layer; layers with equal ones share a structure."""
+
     mixer: str
     feed_forward: str
-    is_wide: bool  # whether heads are those of global layers
+    is_wide: bool  # True: heads have the width of global layers
     kind: str | None  # of the layer, where some reuse keys of their kind
 
 
-def _of_layer(config: ModelConfig, layer: int) -> _Parts:
+def _layer_parts(config: ModelConfig, layer: int) -> _LayerParts:
     cycles = config.mixers, config.feed_forwards, config.pattern
     mixer, feed_forward, kind = (cycle[layer % len(cycle)] for cycle in cycles)
     is_wide = kind == "global" and config.global_head_dim is not None
     reuses = "reuse" in config.mixers
-    return _Parts(mixer, feed_forward, is_wide, kind if reuses else None)
+    return _LayerParts(mixer, feed_forward, is_wide, kind if reuses else None)
 
 
-def _repetition(parts: Sequence[_Parts]) -> tuple[int, int]:
+def _find_repetition(parts: Sequence[_LayerParts]) -> tuple[int, int]:
     """The period, and how often it is repeated, that covers most of the first parts."""
     best = 1, 1
     for period in range(1, len(parts) // 2 + 1):
         times = 1
-        while _part(parts, times, period) == _part(parts, 0, period):
+        while parts[times * period : (times + 1) * period] == parts[:period]:
             times += 1
         if times > 1 and period * times > best[0] * best[1]:
             best = period, times
     return best
-
-
-def _part(parts: Sequence, number: int, period: int) -> Sequence:
-    return parts[number * period : (number + 1) * period]

@@ -22,7 +22,7 @@ _FUSED_ONLY = dict.fromkeys(("gradient", "implementation", "vocab_groups"))
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """How training computes a loss from hidden states."""
+    """Options of the head: the computation of a loss from hidden states."""
 
     # fused: logits exist one chunk at a time; materialised: all at once, the usual way
     logits: Literal["fused", "materialised"] = "fused"
@@ -47,8 +47,8 @@ class HeadConfig:
         expected = f"{', '.join(map(repr, choose.names()))} or None"
         check_field(self, "implementation", known, expected)
         counts = isinstance(self.chunk, int) and self.chunk > 0
-        wanted = "a positive number of tokens, 'auto' or None"
-        check_field(self, "chunk", counts or self.chunk in ("auto", None), wanted)
+        expected = "a positive number of tokens, 'auto' or None"
+        check_field(self, "chunk", counts or self.chunk in ("auto", None), expected)
         try:
             gradients.from_literal(self.gradient)
         except ValueError as error:
@@ -70,7 +70,7 @@ class HeadConfig:
 
     @property
     def sample(self) -> Sample | None:
-        """How gradients are sampled; None where they are exact."""
+        """The sampling of gradients; None where they are exact."""
         gradient = gradients.from_literal(self.gradient)
         return gradient if isinstance(gradient, Sample) else None
 
@@ -80,7 +80,7 @@ class HeadConfig:
         return self.sample and self.sample.k
 
     def using(self, logits: str) -> "HeadConfig":
-        """The other way to the loss, for comparison; exact where it is materialised."""
+        """These options with other `logits`, for comparison; materialised is exact."""
         changes: Any = {"logits": logits}
         if logits != "fused":
             changes |= _FUSED_ONLY

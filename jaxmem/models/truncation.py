@@ -1,4 +1,4 @@
-"""What a sampler draws a token from: temperature, top k, top p, min p."""
+"""The distribution that a token is drawn from: temperature, top k, top p, min p."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jaxmem.models import largest
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How completions are sampled."""
+    """Lengths, temperature and truncation of sampled completions."""
 
     max_new_tokens: int = 8  # maximum tokens of a completion, including eos
     temperature: float = 1.0  # divides the logits before any truncation
@@ -38,17 +38,17 @@ class SamplingConfig:
             check_field(self, name, value is None or 0 < value <= 1, "in (0, 1]")
         if self.support is None:
             decided = not self.truncates or self.top_k is not None
-            wanted = "given for a top_p or min_p without top_k"
-            check_field(self, "support", decided, wanted)
+            expected = "given for a top_p or min_p without top_k"
+            check_field(self, "support", decided, expected)
         else:
-            wanted = "None where neither top_k, top_p nor min_p truncates"
-            check_field(self, "support", self.truncates, wanted)
+            expected = "None where neither top_k, top_p nor min_p truncates"
+            check_field(self, "support", self.truncates, expected)
             enough = self.top_k is None or self.support >= self.top_k
             check_field(self, "support", enough, f"at least top_k={self.top_k}")
 
     @property
     def truncates(self) -> bool:
-        """Whether the support can be smaller than the vocabulary."""
+        """True if the support can be smaller than the vocabulary."""
         others = self.top_k, self.nucleus, self.min_p
         return any(limit is not None for limit in others)
 
@@ -98,7 +98,7 @@ def truncate(
     Reference: top k: Fan et al., 2018, arXiv:1805.04833; top p: Holtzman et al., 2019,
     arXiv:1904.09751; min p: Nguyen et al., 2024, arXiv:2407.01082.
     """
-    z = _scaled(logits, config)
+    z = _scale_logits(logits, config)
     size = config.support_size
     if size is None:
         return jax.nn.log_softmax(z), None
@@ -123,7 +123,7 @@ def truncate(
     return logprobs, jnp.where(kept, ids, -1)
 
 
-def _scaled(logits: jax.Array, config: SamplingConfig) -> jax.Array:
+def _scale_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
     """Logits by temperature, of which each row's largest is 0."""
     # Subtract the largest logit first: at a low temperature, the log-probability of the
     # most probable token is then exactly 0, without the rounding of two large numbers.
@@ -133,7 +133,7 @@ def _scaled(logits: jax.Array, config: SamplingConfig) -> jax.Array:
 
 def among_all(logits: jax.Array, config: SamplingConfig) -> jax.Array:
     """`truncate` where all ids are in the support: [B, V] by id, without a sort."""
-    z = _scaled(logits, config)
+    z = _scale_logits(logits, config)
     kept = jnp.ones(z.shape, bool)
     if config.nucleus is not None:
         kept &= largest.nucleus(z, config.nucleus)

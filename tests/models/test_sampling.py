@@ -104,7 +104,7 @@ def test_support_of_all_ids_needs_no_ids(settings):
     logits = np.random.default_rng(1).normal(size=(4, 17)).astype(np.float32) * 3
     config = SamplingConfig(support=17, **settings)
     sampler = Sampler(config, (), PAD, keep_support=False)
-    logprobs, ids = jax.jit(sampler._truncated)(logits)
+    logprobs, ids = jax.jit(sampler._truncate)(logits)
     assert ids is None
     for row in range(4):
         kept, expected = truncated(logits[row], **settings)

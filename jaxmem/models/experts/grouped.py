@@ -25,23 +25,23 @@ def apply(function: Function, weights: Any, x: jax.Array, choice, scale) -> jax.
 
         out_n = Σ_k function(weights[choice_nk], x_n, scale_nk)
 
-    The function computes each row of x [N, D] alone, by `grouped_rows.Rows`; it is
+    The function computes each row of x [N, D] alone, by `GroupedRows`; it is
     hashable, and closes over no arrays. Weights are arrays [groups, ...], the K choices
     of a row are different, and the result is f32. Residuals are the arguments: the
     function runs again.
     """
-    around = vocab_shards.varying((weights, x, choice, scale))
-    weights, x, choice, scale = vocab_shards.vary((weights, x, choice, scale), around)
+    axes = vocab_shards.varying((weights, x, choice, scale))
+    weights, x, choice, scale = vocab_shards.vary((weights, x, choice, scale), axes)
     why_not = refuses(x)
     groups = len(jax.tree.leaves(weights)[0])
     shapes = {"x": x.shape, "choice": choice.shape, "groups": (groups,)}
     runs = "loop" if why_not else "hopper"
     call_report.record("experts", shapes, runs, why_not or _KERNELS)
-    return _apply(why_not is None, function, weights, x, choice, scale)
+    return _apply_vjp(why_not is None, function, weights, x, choice, scale)
 
 
 def refuses(x: jax.Array) -> str | None:
-    """Why rows like x take the loop; None if kernels run."""
+    """The reason why rows like x take the loop; None if kernels run."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"kernels multiply bfloat16 or float16, x is {x.dtype}"
     if devices.backend() != "gpu":
@@ -53,11 +53,11 @@ def refuses(x: jax.Array) -> str | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _apply(by_kernels, function, weights, x, choice, scale):
-    return _run(by_kernels, function, weights, x, choice, scale)[0]
+def _apply_vjp(by_kernels, function, weights, x, choice, scale):
+    return _apply_sums(by_kernels, function, weights, x, choice, scale)[0]
 
 
-def _way(by_kernels: bool):
+def _backend(by_kernels: bool):
     """The module with `tile_rows`, `sums` and `gradients`."""
     if not by_kernels:
         return grouped_loop
@@ -66,40 +66,40 @@ def _way(by_kernels: bool):
     return grouped_sorted
 
 
-def _run(by_kernels, function, weights, x, choice, scale):
-    way, groups = _way(by_kernels), len(jax.tree.leaves(weights)[0])
-    found = grouped_rows.tiles(choice, groups, way.tile_rows(choice.size, groups))
-    arguments = Arguments(weights, x, scale, found)
-    return way.sums(function, arguments), arguments
+def _apply_sums(by_kernels, function, weights, x, choice, scale):
+    module, groups = _backend(by_kernels), len(jax.tree.leaves(weights)[0])
+    tiles = grouped_rows.tiles(choice, groups, module.tile_rows(choice.size, groups))
+    arguments = Arguments(weights, x, scale, tiles)
+    return module.sums(function, arguments), arguments
 
 
-def _forward(by_kernels, function, *primals):
+def _apply_forward(by_kernels, function, *primals):
     leaves = jax.tree.leaves(primals[0], is_leaf=grouped_rows.is_primal)
     values = jax.tree.map(lambda x: x.value, primals, is_leaf=grouped_rows.is_primal)
-    out, arguments = _run(by_kernels, function, *values)
+    out, arguments = _apply_sums(by_kernels, function, *values)
     return out, (grouped_rows.flags(leaves), arguments)
 
 
-def _backward(by_kernels, function, residuals, slope):
-    found, arguments = residuals
+def _apply_backward(by_kernels, function, residuals, slope):
+    flags, arguments = residuals
     leaves, structure = jax.tree.flatten(arguments.weights)
-    trained = grouped_rows.flagged(found)
+    trained = grouped_rows.flagged(flags)
 
     def run(rows, some, weights, x, scale):
-        """The function, with some of the weights apart."""
+        """The function, where `some` are the trained leaves of the weights."""
         each = dict(enumerate(jax.tree.leaves(weights)))
         each |= dict(zip(trained, some, strict=True))
         weights = structure.unflatten(each[i] for i in range(len(each)))
         return function(rows, weights, x, scale)
 
     some = [leaves[i] for i in trained]
-    by_some, by_x, by_scale = _way(by_kernels).gradients(run, some, arguments, slope)
+    dsome, dx, dscale = _backend(by_kernels).gradients(run, some, arguments, slope)
     every: list[jax.Array | None] = [None] * len(leaves)
-    for i, gradient in zip(trained, by_some, strict=True):
+    for i, gradient in zip(trained, dsome, strict=True):
         every[i] = gradient.astype(leaves[i].dtype)
     scale, x = arguments.scale, arguments.x
-    by_weights = jax.tree.unflatten(structure, every)
-    return by_weights, by_x.astype(x.dtype), None, by_scale.reshape(scale.shape)
+    dweights = jax.tree.unflatten(structure, every)
+    return dweights, dx.astype(x.dtype), None, dscale.reshape(scale.shape)
 
 
-_apply.defvjp(_forward, _backward, symbolic_zeros=True)
+_apply_vjp.defvjp(_apply_forward, _apply_backward, symbolic_zeros=True)

@@ -25,7 +25,7 @@ def tile_rows(rows: int, groups: int) -> int:
 
 
 class Alike:
-    """`grouped_rows.Rows` of one group: weights are those of the group."""
+    """`GroupedRows` of one group: weights are those of the group."""
 
     def products(self, x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
         """Rows times each matrix."""
@@ -40,15 +40,17 @@ def sums(function: Function, arguments: Arguments) -> jax.Array:
     """Float32 [N, D']: of each row, the sum over its choices."""
 
     def body(t, total):
-        tile = _tile(arguments, t)
+        tile = _take_tile(arguments, t)
         part = function(Alike(), tile.weights, tile.x, tile.scale)
-        return _add(total, tile.at, part)
+        return _add_rows(total, tile.x_rows, part)
 
-    weights, x, scale, found = arguments
-    one = jax.tree.map(lambda w: w[0], weights)
+    x = arguments.x
+    first = jax.tree.map(lambda w: w[0], arguments.weights)
     run = functools.partial(function, Alike())
-    width = jax.eval_shape(run, one, x, scale[:, 0]).shape[1]
-    return lax.fori_loop(0, found.first[-1], body, _zeros((len(x), width), arguments))
+    width = jax.eval_shape(run, first, x, arguments.scale[:, 0]).shape[1]
+    n_tiles = arguments.tiles.first[-1]
+    zeros = _varying_zeros((len(x), width), arguments)
+    return lax.fori_loop(0, n_tiles, body, zeros)
 
 
 def gradients(
@@ -56,67 +58,77 @@ def gradients(
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Float32 gradients of some weights, x, and the scale [N K].
 
-    The function is as in `sums`, with those weights also as an argument before others;
-    `slope` is of its result, float32 [N, D'].
+    The function is as in `sums`, with an argument more before the weights: `some` of
+    them, which are differentiated. `slope` is the gradient of the result of `sums`,
+    float32 [N, D'].
     """
 
-    def body(t, totals):
-        by_some, by_x, by_scale = totals
-        tile = _tile(arguments, t)
+    def body(t, totals: _Gradients) -> _Gradients:
+        tile = _take_tile(arguments, t)
 
         def run(some, x, scale):
             return function(Alike(), some, tile.weights, x, scale).astype(jnp.float32)
 
-        own = [_of(w, tile.group) for w in some]
+        own = [_take(w, tile.group) for w in some]
         _, pull = jax.vjp(run, own, tile.x, tile.scale)
-        of_some, of_x, of_scale = pull(rows_at(slope, tile.at))
+        dsome, dx, dscale = pull(rows_at(slope, tile.x_rows))
 
         def add(total, part):
-            after = _of(total, tile.group) + part.astype(total.dtype)
+            after = _take(total, tile.group) + part.astype(total.dtype)
             return lax.dynamic_update_index_in_dim(total, after, tile.group, 0)
 
-        return (
-            jax.tree.map(add, by_some, of_some), _add(by_x, tile.at, of_x),
-            _add(by_scale, tile.rows, of_scale),
-        )  # fmt: skip
+        return _Gradients(
+            jax.tree.map(add, totals.some, dsome),
+            _add_rows(totals.x, tile.x_rows, dx),
+            _add_rows(totals.scale, tile.rows, dscale),
+        )
 
     like = arguments, slope
-    start = (
-        [_zeros(w.shape, like) for w in some], _zeros(arguments.x.shape, like),
-        _zeros(arguments.scale.size, like),
-    )  # fmt: skip
+    start = _Gradients(
+        [_varying_zeros(w.shape, like) for w in some],
+        _varying_zeros(arguments.x.shape, like),
+        _varying_zeros(arguments.scale.size, like),
+    )
     return lax.fori_loop(0, arguments.tiles.first[-1], body, start)
 
 
+class _Gradients(NamedTuple):
+    """Float32 sums of gradients over tiles."""
+
+    some: list[jax.Array]  # of the differentiated weights
+    x: jax.Array  # [N, D]
+    scale: jax.Array  # [N K]
+
+
 class _Tile(NamedTuple):
-    """What the loops read of a tile."""
+    """Operands of one tile of R rows."""
 
     group: jax.Array
     weights: Any
-    rows: jax.Array  # [R] indices n K + k
-    at: jax.Array  # [R] indices n
+    rows: jax.Array  # [R] indices n K + k of choices
+    x_rows: jax.Array  # [R] indices n
     x: jax.Array  # [R, D], 0 where there is no row
     scale: jax.Array  # [R], likewise
 
 
-def _tile(arguments: Arguments, t) -> _Tile:
-    weights, x, scale, found = arguments
-    size = len(found.rows) // len(found.groups)
-    rows = lax.dynamic_slice(found.rows, (t * size,), (size,))
-    group, at = _of(found.groups, t), rows // scale.shape[1]
-    own = jax.tree.map(lambda w: _of(w, group), weights)
+def _take_tile(arguments: Arguments, t) -> _Tile:
+    tiles, scale = arguments.tiles, arguments.scale
+    size = len(tiles.rows) // len(tiles.groups)
+    rows = lax.dynamic_slice(tiles.rows, (t * size,), (size,))
+    group, x_rows = _take(tiles.groups, t), rows // scale.shape[1]
+    own = jax.tree.map(lambda w: _take(w, group), arguments.weights)
     scale = rows_at(scale.reshape(-1), rows)
-    return _Tile(group, own, rows, at, rows_at(x, at), scale)
+    return _Tile(group, own, rows, x_rows, rows_at(arguments.x, x_rows), scale)
 
 
-def _of(array, i):
+def _take(array, i):
     return lax.dynamic_index_in_dim(array, i, keepdims=False)
 
 
-def _add(total, at, part):
+def _add_rows(total, rows, part):
     part = part.astype(total.dtype)
-    return total.at[at].add(part, mode="drop", unique_indices=True)
+    return total.at[rows].add(part, mode="drop", unique_indices=True)
 
 
-def _zeros(shape, like):
+def _varying_zeros(shape, like):
     return vocab_shards.vary(jnp.zeros(shape, jnp.float32), vocab_shards.varying(like))

@@ -1,4 +1,4 @@
-"""Rows sorted by group, and what a function of them may ask of them."""
+"""Rows sorted by group, and the operations of a function on them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 class GroupedRows(Protocol):
-    """What the function of `apply` asks of its rows, each of which has a group."""
+    """Operations on rows, each of one group, for the function of `grouped.apply`."""
 
     def products(self, x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
         """Each row of x [R, D] times the matrices of its group, in the dtype of x."""
@@ -48,16 +48,16 @@ def tiles(choice: jax.Array, groups: int, size: int) -> GroupTiles:
     tile = jnp.arange(most, dtype=jnp.int32)
     group = jnp.sum(first[None, 1:] <= tile[:, None], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, groups - 1)
-    place = (tile - first[group])[:, None] * size + jnp.arange(size, dtype=jnp.int32)
-    own = order.at[starts[group][:, None] + place].get(mode="clip")
-    # Those of no row are different, too, as unique indices have to be.
+    offset = (tile - first[group])[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+    own = order.at[starts[group][:, None] + offset].get(mode="clip")
+    # Indices of no row differ, too, as scatters with unique indices need.
     none = len(flat) + choice.shape[1] * jnp.arange(size, dtype=jnp.int32)
-    rows = jnp.where(place < counts[group][:, None], own, none)
+    rows = jnp.where(offset < counts[group][:, None], own, none)
     return GroupTiles(rows.reshape(-1), group, first, counts)
 
 
 class Arguments(NamedTuple):
-    """Arguments of `apply`, with the tiles."""
+    """Arguments of `grouped.apply`, with the tiles."""
 
     weights: Any
     x: jax.Array
@@ -65,25 +65,26 @@ class Arguments(NamedTuple):
     tiles: GroupTiles
 
 
-def rows_at(x: jax.Array, at: jax.Array) -> jax.Array:
-    """Rows of x, 0 where there is none."""
-    return x.at[at].get(mode="fill", fill_value=0)
+def rows_at(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows `rows` of x, 0 where an index is out of range."""
+    return x.at[rows].get(mode="fill", fill_value=0)
 
 
 def is_primal(x: Any) -> bool:
-    """Whether x is an argument of a rule with symbolic zeros."""
+    """True if x is an argument of a rule with symbolic zeros."""
     return hasattr(x, "perturbed")
 
 
 def flags(primals) -> list[jax.Array]:
-    """Which are differentiated, to be read by `flagged` in the backward pass.
+    """An array per primal, whose shape says if the primal is differentiated.
 
-    Shapes are known while that is traced: jax takes the residuals of all ways in which
-    a traced call is differentiated to be one tree.
+    The backward pass reads them by `flagged`. They are residuals, and jax takes the
+    residuals of all ways in which a traced call is differentiated to be one tree of
+    arrays: a shape is known while that is traced, where a boolean could not be kept.
     """
     return [jnp.zeros((int(w.perturbed), 0)) for w in primals]
 
 
-def flagged(found) -> list[int]:
-    """The numbers of those that are differentiated."""
-    return [i for i, flag in enumerate(found) if flag.shape[0]]
+def flagged(flags) -> list[int]:
+    """Indices of the primals that are differentiated, from `flags`."""
+    return [i for i, flag in enumerate(flags) if flag.shape[0]]

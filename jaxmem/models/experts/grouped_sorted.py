@@ -22,147 +22,158 @@ from jaxmem.models.kernels import grouped_products
 
 
 def tile_rows(rows: int, groups: int) -> int:
-    """Rows of a tile of the kernels, whatever there are."""
+    """Rows of a tile: the kernels' own number, whatever `rows` and `groups` are."""
     del rows, groups
     return grouped_products.ROWS
 
 
 class SortedRows(NamedTuple):
-    """`grouped_rows.Rows` of all groups: weights are those of all."""
+    """`GroupedRows` of all groups: weights are those of all."""
 
-    where: grouped_products.GroupOffsets
+    offsets: grouped_products.GroupOffsets
 
     @classmethod
-    def of(cls, found: grouped_rows.GroupTiles) -> "SortedRows":
-        """Those of some tiles."""
+    def from_tiles(cls, tiles: grouped_rows.GroupTiles) -> "SortedRows":
+        """The rows of `tiles`, by offsets and counts of their groups."""
         return cls(
-            grouped_products.GroupOffsets(found.groups, found.first, found.counts)
+            grouped_products.GroupOffsets(tiles.groups, tiles.first, tiles.counts)
         )
 
     def products(self, x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
         """Each row times the matrices of its group."""
-        return _products(self.where, x, weights)
+        return _multiply(self.offsets, x, weights)
 
     def own(self, vectors: jax.Array) -> jax.Array:
         """The vector of each row's group."""
-        return _own(self.where, vectors)
+        return _repeat_vectors(self.offsets, vectors)
 
 
 def sums(function: Function, arguments: Arguments) -> jax.Array:
     """Float32 [N, D']: of each row, the sum over its choices."""
-    rows, weights = SortedRows.of(arguments.tiles), arguments.weights
+    rows, weights = SortedRows.from_tiles(arguments.tiles), arguments.weights
     out = function(rows, weights, *sorted_rows(arguments))
-    return added(out, places(arguments))
+    return added(out, sorted_positions(arguments))
 
 
 def gradients(
     function: Callable, some: list[jax.Array], arguments: Arguments, slope: jax.Array
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Gradients of some weights, x, and the scale [N K]; see `grouped_loop`."""
-    rows, weights = SortedRows.of(arguments.tiles), arguments.weights
+    rows, weights = SortedRows.from_tiles(arguments.tiles), arguments.weights
 
     def run(some, x, scale):
         return function(rows, some, weights, x, scale)
 
     out, pull = jax.vjp(run, some, *sorted_rows(arguments))
-    at = arguments.tiles.rows // arguments.scale.shape[1]
-    by_some, by_x, by_scale = pull(_pairs_at(slope.astype(out.dtype), at))
-    found = places(arguments)
-    return by_some, added(by_x, found), by_scale[found.reshape(-1)]
+    x_rows = arguments.tiles.rows // arguments.scale.shape[1]
+    dsome, dx, dscale = pull(_pairs_at(slope.astype(out.dtype), x_rows))
+    positions = sorted_positions(arguments)
+    return dsome, added(dx, positions), dscale[positions.reshape(-1)]
 
 
 def sorted_rows(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """(x [P, D], scale [P]) of the sorted rows, 0 where there is none."""
-    _, x, scale, found = arguments
-    at = found.rows // scale.shape[1]
-    return _pairs_at(x, at), rows_at(scale.reshape(-1), found.rows)
+    rows, scale = arguments.tiles.rows, arguments.scale
+    x = _pairs_at(arguments.x, rows // scale.shape[1])
+    return x, rows_at(scale.reshape(-1), rows)
 
 
-def _pairs_at(x, at):
+def _pairs_at(x, rows):
     """`rows_at` of 16-bit numbers, two at a time, which takes XLA less time."""
     if x.shape[1] % 2:
-        return rows_at(x, at)
+        return rows_at(x, rows)
     pairs = lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.uint32)
-    found = lax.bitcast_convert_type(rows_at(pairs, at), x.dtype)
-    return found.reshape(len(at), -1)
+    taken = lax.bitcast_convert_type(rows_at(pairs, rows), x.dtype)
+    return taken.reshape(len(rows), -1)
 
 
-def places(arguments: Arguments) -> jax.Array:
-    """Where each choice [N, K] is among the sorted rows."""
+def sorted_positions(arguments: Arguments) -> jax.Array:
+    """Index of each choice's row among the sorted rows, int32 [N, K]."""
     rows, shape = arguments.tiles.rows, arguments.scale.shape
-    found = jnp.zeros(math.prod(shape), jnp.int32)
+    positions = jnp.zeros(math.prod(shape), jnp.int32)
     each = jnp.arange(len(rows), dtype=jnp.int32)
-    return found.at[rows].set(each, mode="drop").reshape(shape)
+    return positions.at[rows].set(each, mode="drop").reshape(shape)
 
 
-def added(rows: jax.Array, places: jax.Array) -> jax.Array:
-    """Float32 [N, D], the sum of the rows at several places [N, K], in their order."""
-    parts = (rows[places[:, k]].astype(jnp.float32) for k in range(places.shape[1]))
+def added(rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """Float32 [N, D], Σ_k rows[positions_nk], added in the order of k."""
+    parts = (
+        rows[positions[:, k]].astype(jnp.float32) for k in range(positions.shape[1])
+    )
     return functools.reduce(jnp.add, parts)
 
 
 @jax.custom_vjp
-def _own(where, vectors):
-    return _own_forward(where, vectors)[0]
+def _repeat_vectors(offsets, vectors):
+    return _repeat_forward(offsets, vectors)[0]
 
 
-def _own_forward(where, vectors):
-    rows = jnp.repeat(vectors[where.groups], grouped_products.ROWS, axis=0)
-    return rows, (where, vectors)
+def _repeat_forward(offsets, vectors):
+    rows = jnp.repeat(vectors[offsets.groups], grouped_products.ROWS, axis=0)
+    return rows, (offsets, vectors)
 
 
-def _own_backward(residuals, slope):
-    where, vectors = residuals
+def _repeat_backward(residuals, slope):
+    offsets, vectors = residuals
     wide = slope.astype(jnp.float32).reshape(
-        len(where.groups), grouped_products.ROWS, -1
+        len(offsets.groups), grouped_products.ROWS, -1
     )
-    # Rows that are not there may be anything.
-    there = jnp.arange(grouped_products.ROWS) < where.rows()[:, None]
-    sums = jnp.sum(jnp.where(there[:, :, None], wide, 0), axis=1)
+    # Rows that pad a group are undefined.
+    is_row = jnp.arange(grouped_products.ROWS) < offsets.rows()[:, None]
+    sums = jnp.sum(jnp.where(is_row[:, :, None], wide, 0), axis=1)
     total = jnp.zeros((len(vectors), wide.shape[2]), jnp.float32)
-    return None, total.at[where.groups].add(sums).astype(vectors.dtype)
+    return None, total.at[offsets.groups].add(sums).astype(vectors.dtype)
 
 
-_own.defvjp(_own_forward, _own_backward)
+_repeat_vectors.defvjp(_repeat_forward, _repeat_backward)
+
+
+class _ProductResiduals(NamedTuple):
+    """Arrays that the backward pass of `_multiply` reads."""
+
+    flags: list[jax.Array]  # of the weights, for `grouped_rows.flagged`
+    offsets: grouped_products.GroupOffsets
+    x: jax.Array  # [P, K] sorted rows
+    weights: tuple[jax.Array, ...]  # [groups, K, N] each
 
 
 @jax.custom_vjp
-def _products(where, x, weights):
+def _multiply(offsets, x, weights):
     launch = grouped_products.launch(x.dtype, hopper.n_blocks())
     return grouped_products.of_rows(
-        launch, [x], [w.astype(x.dtype) for w in weights], where
+        launch, [x], [w.astype(x.dtype) for w in weights], offsets
     )
 
 
-def _products_forward(where, x, weights):
-    where, x, values = jax.tree.map(
-        lambda a: a.value, (where, x, weights), is_leaf=grouped_rows.is_primal
+def _multiply_forward(offsets, x, weights):
+    offsets, x, values = jax.tree.map(
+        lambda a: a.value, (offsets, x, weights), is_leaf=grouped_rows.is_primal
     )
-    residuals = grouped_rows.flags(weights), where, x, values
-    return _products(where, x, values), residuals
+    flags = grouped_rows.flags(weights)
+    return _multiply(offsets, x, values), _ProductResiduals(flags, offsets, x, values)
 
 
-def _products_backward(residuals, slopes):
-    found, where, x, weights = residuals
+def _multiply_backward(residuals: _ProductResiduals, slopes):
+    offsets, x, weights = residuals.offsets, residuals.x, residuals.weights
     n_blocks = hopper.n_blocks()
     typed = [w.astype(x.dtype) for w in weights]
-    (by_x,) = grouped_products.of_rows(
+    (dx,) = grouped_products.of_rows(
         grouped_products.launch(x.dtype, n_blocks),
         slopes,
         typed,
-        where,
+        offsets,
         transposed=True,
     )
-    by_weights = [None] * len(weights)
-    trained = grouped_rows.flagged(found)
+    dweights = [None] * len(weights)
+    trained = grouped_rows.flagged(residuals.flags)
     if trained:
         dtype = weights[0].dtype
         launch = grouped_products.launch(dtype, n_blocks)
         some = [slopes[i] for i in trained]
-        sums = grouped_products.of_groups(launch, x, some, where, dtype)
+        sums = grouped_products.of_groups(launch, x, some, offsets, dtype)
         for i, total in zip(trained, sums, strict=True):
-            by_weights[i] = total
-    return None, by_x, tuple(by_weights)
+            dweights[i] = total
+    return None, dx, tuple(dweights)
 
 
-_products.defvjp(_products_forward, _products_backward, symbolic_zeros=True)
+_multiply.defvjp(_multiply_forward, _multiply_backward, symbolic_zeros=True)

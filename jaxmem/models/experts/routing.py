@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with which weights."""
+"""Routing: the experts of a token, and the weights of their results."""
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +36,10 @@ def choose(
         if correction is not None:
             ranks = ranks + jax.lax.stop_gradient(correction.astype(jnp.float32))
         if config.router_groups > 1:
-            ranks = _of_best_groups(ranks, config)
+            ranks = _mask_other_groups(ranks, config)
         chosen = jax.lax.top_k(ranks, config.experts_per_token)[1]
     if kind == "near":
-        return chosen.astype(jnp.int32), _near(logits, chosen, config)
+        return chosen.astype(jnp.int32), _near_weights(logits, chosen, config)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if kind == "chosen":
         weights = jax.nn.softmax(weights)
@@ -52,32 +52,34 @@ def decide(
     logits: jax.Array,
     correction: jax.Array | None,
     config: ModelConfig,
-    given: jax.Array | None,
+    replayed: jax.Array | None,
 ) -> tuple[Choice, jax.Array]:
-    """What `choose` says of logits, with the experts that are given, if any are."""
+    """The choice and weights from `choose`; of `replayed` experts, if not None."""
     own, weights = choose(logits, correction, config)
-    if given is None:
+    if replayed is None:
         return Choice(logits, own, own), weights
-    given, weights = choose(logits, correction, config, given)
-    return Choice(logits, given, own), weights
+    replayed, weights = choose(logits, correction, config, replayed)
+    return Choice(logits, replayed, own), weights
 
 
-def _near(logits: jax.Array, chosen: jax.Array, config: ModelConfig) -> jax.Array:
-    """The weights of chosen experts, one after the other."""
+def _near_weights(
+    logits: jax.Array, chosen: jax.Array, config: ModelConfig
+) -> jax.Array:
+    """Weights of the chosen experts with the scores "near", see `choose`."""
     weights = []
-    for place in range(config.experts_per_token):
-        at = chosen[..., place, None]
-        largest = jnp.take_along_axis(logits, at, axis=-1)
+    for k in range(config.experts_per_token):
+        expert = chosen[..., k, None]
+        largest = jnp.take_along_axis(logits, expert, axis=-1)
         scale = jnp.maximum(jnp.abs(logits), largest)
         is_far = (largest - logits) / scale > 2 * config.router_nearness
-        earlier = jax.nn.one_hot(chosen[..., :place], logits.shape[-1], dtype=bool)
+        earlier = jax.nn.one_hot(chosen[..., :k], logits.shape[-1], dtype=bool)
         left_out = jax.lax.stop_gradient(is_far | jnp.any(earlier, axis=-2))
         shares = jax.nn.softmax(jnp.where(left_out, -jnp.inf, logits))
-        weights.append(jnp.take_along_axis(shares, at, axis=-1))
+        weights.append(jnp.take_along_axis(shares, expert, axis=-1))
     return jnp.concatenate(weights, axis=-1)
 
 
-def _of_best_groups(ranks: jax.Array, config: ModelConfig) -> jax.Array:
+def _mask_other_groups(ranks: jax.Array, config: ModelConfig) -> jax.Array:
     """Ranks, -inf outside of the best groups."""
     grouped = ranks.reshape(*ranks.shape[:-1], config.router_groups, -1)
     best, _ = jax.lax.top_k(grouped, config.router_group_best)

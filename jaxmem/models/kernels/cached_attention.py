@@ -26,14 +26,14 @@ _PART = 128  # columns of a head whose sums are in registers twice
 
 
 class Place(NamedTuple):
-    """Where keys and values are read."""
+    """The layer of the stack, and the slots of it, that queries attend to."""
 
     layer: jax.Array  # int32 scalar, of the stack
     seen: jax.Array  # [B, T] bool, slots to attend to
 
 
 def supports(query: jax.Array, keys: jax.Array) -> bool:
-    """Whether `attend` can run on these types and shapes."""
+    """True if `attend` can run on these types and shapes."""
     group, width = query.shape[-2:]
     return (
         query.dtype == keys.dtype
@@ -48,7 +48,7 @@ def attend(
     query: jax.Array,
     token: tuple[jax.Array, jax.Array],
     cached: tuple[jax.Array, jax.Array],
-    place: Place,
+    location: Place,
     *,
     scale: float,
     softcap: float | None = None,
@@ -77,12 +77,12 @@ def attend(
         ],
         grid=(n, splits),
         grid_names=("head", "split"),
-        scratch_types=_scratch(width, query.dtype, kind),
+        scratch_types=_scratch_types(width, query.dtype, kind),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    seen = jnp.pad(place.seen, ((0, 0), (0, -slots % BLOCK)))
+    seen = jnp.pad(location.seen, ((0, 0), (0, -slots % BLOCK)))
     out, lse = kernel(
-        jnp.reshape(place.layer, (1,)).astype(jnp.int32),
+        jnp.reshape(location.layer, (1,)).astype(jnp.int32),
         *_blocks_of_rows(seen),
         jnp.pad(query.reshape(n, group, width), ((0, 0), (0, fill), (0, 0))),
         *(x.reshape(n, width) for x in token),
@@ -109,8 +109,8 @@ def _blocks_of_rows(seen: jax.Array) -> tuple[jax.Array, jax.Array]:
     return numbers, so_far[:, -1]
 
 
-def _scratch(width, dtype, kind) -> dict[str, Any]:
-    """What a program allocates, by name."""
+def _scratch_types(width, dtype, kind) -> dict[str, Any]:
+    """Buffers and barriers that a program allocates, by name."""
     swizzled = ring.swizzle(dtype)
     block = plgpu.SMEM((BLOCK, width), dtype, transforms=swizzled)
     return dict(
@@ -126,6 +126,18 @@ def _scratch(width, dtype, kind) -> dict[str, Any]:
         keys_full=plgpu.Barrier(),
         values_full=plgpu.Barrier(),
     )
+
+
+class _Refs(NamedTuple):
+    """References of a program to operands after the queries, and to its results."""
+
+    key: Any  # [B kv_heads, head_dim], of the new token
+    value: Any
+    keys: Any  # [layers B kv_heads, T, head_dim], cached
+    values: Any
+    seen: Any  # int8 [B, T]
+    out: Any
+    lse: Any
 
 
 class _Softmax(NamedTuple):
@@ -149,15 +161,15 @@ class _AttentionKernel:
     __name__ = "cached_attention"
 
     def __call__(self, layer_ref, blocks_ref, count_ref, query_ref, *refs, **smem: Any):
-        key_ref, value_ref, keys_ref, values_ref, seen_ref, out_ref, lse_ref = refs
-        at, split = lax.axis_index("head"), lax.axis_index("split")
+        refs = _Refs(*refs)
+        head, split = lax.axis_index("head"), lax.axis_index("split")
         query_smem, out_smem = smem["rows_smem"]
-        row = lax.div(at, self.heads)
+        row = lax.div(head, self.heads)
         share = ring.ceil_div(count_ref[row], self.splits)
         first = split * share
         end = jnp.minimum(first + share, count_ref[row])
-        cached = layer_ref[0] * key_ref.shape[0] + at
-        cache = {"keys": keys_ref, "values": values_ref}
+        cached = layer_ref[0] * refs.key.shape[0] + head
+        cache = {"keys": refs.keys, "values": refs.values}
 
         def slots_of(i):
             number = blocks_ref[row, jnp.minimum(i, blocks_ref.shape[1] - 1)]
@@ -166,48 +178,51 @@ class _AttentionKernel:
         def fetch(name, i, slots):
             @pl.when(i < end)
             def _():
-                here, full = cache[name].at[cached, slots], smem[f"{name}_full"]
-                plgpu.copy_gmem_to_smem(here, smem[f"{name}_smem"], full)
+                source, full = cache[name].at[cached, slots], smem[f"{name}_full"]
+                plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"], full)
 
         def block(i, softmax: _Softmax):
             following = slots_of(i + 1)  # loaded before it is needed
-            seen = _load(seen_ref.at[row, slots_of(i)])
+            seen = _load_columns(refs.seen.at[row, slots_of(i)])
             plgpu.barrier_wait(smem["keys_full"])
-            scores = _product(query_smem, smem["keys_smem"].transpose((1, 0)), BLOCK)
+            scores = _multiply(query_smem, smem["keys_smem"].transpose((1, 0)), BLOCK)
             fetch("keys", i + 1, following)
-            seen = _below(seen, scores.shape) != 0
-            scores = jnp.where(seen, self._capped(scores), -math.inf)
+            seen = _repeat_rows(seen, scores.shape) != 0
+            scores = jnp.where(seen, self._cap_scores(scores), -math.inf)
             plgpu.barrier_wait(smem["values_full"])
-            softmax = _with(softmax, scores, smem["values_smem"])
+            softmax = _add_scores(softmax, scores, smem["values_smem"])
             fetch("values", i + 1, following)
             return softmax
 
         fetch("keys", first, slots_of(first))
         fetch("values", first, slots_of(first))
-        self._fetch_queries(query_ref.at[at], query_smem, smem["loaded"])
-        own = self._of_token(query_smem, key_ref.at[at], value_ref.at[at], split == 0)
-        softmax = lax.fori_loop(first, end, block, own)
-        own = out_ref.at[split, at], lse_ref.at[split, at]
-        self._write(softmax, out_smem, smem["lse_smem"], *own)
+        self._fetch_queries(query_ref.at[head], query_smem, smem["loaded"])
+        key_ref, value_ref = refs.key.at[head], refs.value.at[head]
+        start = self._attend_token(query_smem, key_ref, value_ref, split == 0)
+        softmax = lax.fori_loop(first, end, block, start)
+        results = refs.out.at[split, head], refs.lse.at[split, head]
+        self._write_results(softmax, out_smem, smem["lse_smem"], *results)
 
     def _fetch_queries(self, query_ref, query_smem, loaded):
-        """The group's queries, and zeros up to a multiple of eight, of a tile's rows.
+        """Copy the group's queries, and zeros up to a multiple of eight, to a tile.
 
-        What is in the others' place is undefined, and so are their results.
+        The tile's other rows are undefined, and so are their results.
         """
         rows = pl.ds(0, -(-self.group // 8) * 8)
         beyond = pl.ds(lax.axis_index("split") * 0, rows.size)  # not checked
         plgpu.copy_gmem_to_smem(query_ref.at[beyond], query_smem.at[rows], loaded)
         plgpu.barrier_wait(loaded)
 
-    def _of_token(self, query_smem, key_ref, value_ref, counts) -> _Softmax:
+    def _attend_token(self, query_smem, key_ref, value_ref, counts) -> _Softmax:
         """Softmax of the new token alone; empty where it does not count."""
         scores, mixed = jnp.zeros(_QUERIES, jnp.float32), []
-        for here in _parts(query_smem.shape[1]):
-            query = plgpu.load(query_smem.at[:, here], layout=plgpu.Layout.WGMMA)
+        for columns in _head_parts(query_smem.shape[1]):
+            query = plgpu.load(query_smem.at[:, columns], layout=plgpu.Layout.WGMMA)
             query = query.astype(jnp.float32)
             key, value = (
-                _below(_load(ref.at[here]).astype(jnp.float32), query.shape)
+                _repeat_rows(
+                    _load_columns(ref.at[columns]).astype(jnp.float32), query.shape
+                )
                 for ref in (key_ref, value_ref)
             )
             scores += jnp.sum(query * key, axis=1)
@@ -215,46 +230,48 @@ class _AttentionKernel:
         counts = lax.broadcast(counts, scores.shape)
         total = jnp.where(counts, 1.0, 0.0)
         # Finite, so that a program without a slot subtracts no infinities.
-        largest = jnp.where(counts, self._capped(scores), logits.MASK_VALUE)
+        largest = jnp.where(counts, self._cap_scores(scores), logits.MASK_VALUE)
         mixed = tuple(x * logits.along(total, x.shape) for x in mixed)
         return _Softmax(largest, total, mixed)
 
-    def _capped(self, scores):
-        """Scores in base 2."""
+    def _cap_scores(self, scores):
+        """Scaled scores, with the softcap if there is one, in base 2."""
         if self.softcap is None:
             return scores * (self.scale * logits.LOG2_E)
         # tanh(x) as 1 - 2/(1 + e^2x): the chip's own tanh is good to 11 bits only.
         cap = self.softcap * logits.LOG2_E
         return cap - 2 * cap / (1 + jnp.exp(scores * (2 * self.scale / self.softcap)))
 
-    def _write(self, softmax: _Softmax, out_smem, lse_smem, out_ref, lse_ref):
+    def _write_results(self, softmax: _Softmax, out_smem, lse_smem, out_ref, lse_ref):
         total = jnp.maximum(softmax.total, jnp.finfo(jnp.float32).tiny)
         lse_smem[...] = softmax.largest * logits.LN_2 + jnp.log(softmax.total)
-        for part, here in zip(softmax.mixed, _parts(out_ref.shape[1]), strict=True):
+        for part, columns in zip(
+            softmax.mixed, _head_parts(out_ref.shape[1]), strict=True
+        ):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             part = part / logits.along(total, part.shape)
             out_smem[...] = part.astype(out_smem.dtype)
             plgpu.commit_smem()
-            own = out_smem.at[pl.ds(0, self.group)]
-            plgpu.copy_smem_to_gmem(own, out_ref.at[:, here])
+            rows = out_smem.at[pl.ds(0, self.group)]
+            plgpu.copy_smem_to_gmem(rows, out_ref.at[:, columns])
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _with(softmax: _Softmax, scores, values) -> _Softmax:
+def _add_scores(softmax: _Softmax, scores, values) -> _Softmax:
     """The softmax with more scores [queries, n] and values [n, head_dim]."""
     largest = jnp.maximum(softmax.largest, jnp.max(scores, axis=1))
     kept = jnp.exp2(softmax.largest - largest)
     weights = jnp.exp2(scores - logits.along(largest, scores.shape))
     total = softmax.total * kept + jnp.sum(weights, axis=1)
     weights, mixed = weights.astype(values.dtype), []
-    for part, here in zip(softmax.mixed, _parts(values.shape[1]), strict=True):
+    for part, columns in zip(softmax.mixed, _head_parts(values.shape[1]), strict=True):
         part = part * logits.along(kept, part.shape)
-        mixed.append(_added(part, weights, values.at[:, here]))
+        mixed.append(_accumulate(part, weights, values.at[:, columns]))
     return _Softmax(largest, total, tuple(mixed))
 
 
-def _product(a, b, columns):
+def _multiply(a, b, columns):
     def run(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
         return acc_ref[...]
@@ -264,7 +281,7 @@ def _product(a, b, columns):
     )
 
 
-def _added(acc, a, b):
+def _accumulate(acc, a, b):
     """The sum of acc and a · b, in the registers of acc."""
 
     def run(acc_ref):
@@ -274,16 +291,16 @@ def _added(acc, a, b):
     return pl.run_state(run)(plgpu.WGMMAAccumulatorRef.init(acc))
 
 
-def _load(ref):
+def _load_columns(ref):
     """One number for each column of a product."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
 
-def _below(row, shape):
-    """One number per column, over all rows."""
+def _repeat_rows(row, shape):
+    """An array whose rows all are `row`, one number per column."""
     return lax.broadcast_in_dim(row, shape, (1,))
 
 
-def _parts(width):
-    """Parts of a head, so that a product of one fits in registers."""
-    return [pl.ds(at, min(width, _PART)) for at in range(0, width, _PART)]
+def _head_parts(width):
+    """Slices of a head's columns, so narrow that a product fits in registers."""
+    return [pl.ds(start, min(width, _PART)) for start in range(0, width, _PART)]

@@ -29,14 +29,14 @@ _SWIZZLED = 64  # numbers of a row that copies take at once, and columns of a ti
 
 
 class GroupOffsets(NamedTuple):
-    """Where the rows of each group are."""
+    """Offsets and counts of the rows of each group."""
 
     groups: jax.Array  # int32 [tiles], of each tile of rows
     first: jax.Array  # int32 [groups + 1], the first tile of each, and their number
     counts: jax.Array  # int32 [groups], rows of each
 
     def rows(self) -> jax.Array:
-        """Int32 [tiles], rows of the group from each tile on; 0 or less of none."""
+        """Int32 [tiles], rows of its group from each tile on; 0 or less in no group."""
         tile = jnp.arange(len(self.groups), dtype=jnp.int32)
         of_group = tile - self.first[self.groups]
         return self.counts[self.groups] - of_group * ROWS
@@ -44,13 +44,13 @@ class GroupOffsets(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GroupedLaunch:
-    """Static facts of a launch."""
+    """Static parameters of a launch."""
 
-    tiles: Tiles  # the largest
+    tiles: Tiles  # of the largest results; `fitted` makes them narrower
     n_blocks: int
 
     def fitted(self, width: int, n_results: int) -> "GroupedLaunch":
-        """With tiles that are no wider than some results of a width."""
+        """This launch, with tiles no wider than `n_results` results of a width."""
         t, narrow = self.tiles, -(-width // _SWIZZLED) * _SWIZZLED
         columns = min(t.columns, narrow * n_results)
         slots = min(t.slots, columns // t.stored)
@@ -59,7 +59,7 @@ class GroupedLaunch:
 
 
 def launch(dtype, n_blocks: int) -> GroupedLaunch:
-    """That of results of a type."""
+    """The launch for results of a dtype, on `n_blocks` blocks."""
     size = np.dtype(dtype).itemsize
     return GroupedLaunch(Tiles(stored=128 // size, stored_bytes=size), n_blocks)
 
@@ -69,7 +69,7 @@ def of_rows(
     launch: GroupedLaunch,
     rows: Sequence[jax.Array],
     weights: Sequence[jax.Array],
-    where: GroupOffsets,
+    offsets: GroupOffsets,
     transposed: bool = False,
 ) -> list[jax.Array]:
     """Products of the rows with each of some matrices of their group, or their sum.
@@ -79,9 +79,9 @@ def of_rows(
     Rows are one [P, K], or transposed as many [P, N] as weights; weights are one or
     two, [groups, K, N]. Rows of the results that are in no group are undefined.
     """
-    n_rows, n_pairs, n_tiles = len(rows[0]), len(rows), len(where.groups)
+    n_rows, n_pairs, n_tiles = len(rows[0]), len(rows), len(offsets.groups)
     asked = weights[0].shape[1 if transposed else 2]
-    rows, weights = _aligned(rows, 1), _aligned(_aligned(weights, 1), 2)
+    rows, weights = _pad_axis(rows, 1), _pad_axis(_pad_axis(weights, 1), 2)
     depth, width = weights[0].shape[1:][:: -1 if transposed else 1]
     n_results = 1 if transposed else len(weights)
     launch = launch.fitted(width, n_results)
@@ -101,23 +101,25 @@ def of_rows(
             k, columns = pl.ds(step * stage, stage), pl.ds(unit.column, own)
             put("lhs", 0, refs[i].at[pl.ds(unit.row, ROWS), k])
             for j in range(n_results):
-                at = (
+                index = (
                     (unit.group, columns, k) if transposed else (unit.group, k, columns)
                 )
-                put("rhs", j, refs[n_pairs + i + j].at[at])
+                put("rhs", j, refs[n_pairs + i + j].at[index])
 
         for i in range(n_pairs):
             mine = lax.div(step, n_steps) == i
             once = functools.partial(pair, i, step - i * n_steps)
             pl.when(mine)(once) if n_pairs > 1 else once()
 
-    def place(out, unit, rows, columns):
+    def target(out, unit, rows, columns):
         return out.at[pl.ds(unit.row + rows, 64), columns]
 
-    scalars = jnp.concatenate([where.first[-1:], where.groups, where.rows()])
-    steps = _Steps(lambda s: s[0] * n_columns, unit, load, place)
-    found = kernel.run(steps, (n_rows, width), rows[0].dtype, scalars, *rows, *weights)
-    return [x[:, :asked] for x in found]
+    scalars = jnp.concatenate([offsets.first[-1:], offsets.groups, offsets.rows()])
+    steps = _Steps(lambda s: s[0] * n_columns, unit, load, target)
+    results = kernel.run(
+        steps, (n_rows, width), rows[0].dtype, scalars, *rows, *weights
+    )
+    return [x[:, :asked] for x in results]
 
 
 @functools.partial(jax.jit, static_argnames=("launch", "dtype"))
@@ -125,7 +127,7 @@ def of_groups(
     launch: GroupedLaunch,
     x: jax.Array,
     slopes: Sequence[jax.Array],
-    where: GroupOffsets,
+    offsets: GroupOffsets,
     dtype: np.dtype,
 ) -> list[jax.Array]:
     """Sums [groups, K, N] over each group's rows of x_rᵀ y_r, for each y of slopes.
@@ -133,9 +135,9 @@ def of_groups(
     They are in float32 until they have the dtype, and 0 where a group has no rows. x
     [P, K] and one or two y [P, N] are 0 in rows that pad a group to a multiple of 64.
     """
-    n_groups, n_results = len(where.first) - 1, len(slopes)
+    n_groups, n_results = len(offsets.first) - 1, len(slopes)
     asked = x.shape[1], slopes[0].shape[1]
-    (x,), slopes = _aligned([x], 1), _aligned(slopes, 1)
+    (x,), slopes = _pad_axis([x], 1), _pad_axis(slopes, 1)
     depth, width = x.shape[1], slopes[0].shape[1]
     launch = launch.fitted(width, n_results)
     own, stage = launch.tiles.columns // n_results, launch.tiles.depth
@@ -143,9 +145,9 @@ def of_groups(
     kernel = _GroupedKernel(launch, "km", "kn", n_results)
 
     def unit(i, scalars) -> _Unit:
-        place = lax.div(i, of_group)
-        group, first, count = (scalars[j * n_groups + place] for j in range(3))
-        tile = i - place * of_group
+        nth = lax.div(i, of_group)  # group in the order of their counts
+        group, first, count = (scalars[j * n_groups + nth] for j in range(3))
+        tile = i - nth * of_group
         row = lax.div(tile, n_columns)
         column = (tile - row * n_columns) * own
         n_steps = ceil_div(count, stage)
@@ -157,47 +159,47 @@ def of_groups(
         for j in range(n_results):
             put("rhs", j, refs[1 + j].at[k, pl.ds(unit.column, own)])
 
-    def place(out, unit, rows, columns):
+    def target(out, unit, rows, columns):
         return out.at[unit.group, pl.ds(unit.row + rows, 64), columns]
 
-    steps = _Steps(lambda s: n_groups * of_group, unit, load, place)
+    steps = _Steps(lambda s: n_groups * of_group, unit, load, target)
     # Blocks that compute at the same time then have about as many rows.
-    order = jnp.argsort(-where.counts).astype(jnp.int32)
-    scalars = jnp.concatenate([order, where.first[order], where.counts[order]])
+    order = jnp.argsort(-offsets.counts).astype(jnp.int32)
+    scalars = jnp.concatenate([order, offsets.first[order], offsets.counts[order]])
     shape = n_groups, depth, width
-    found = kernel.run(steps, shape, dtype, scalars, x, *slopes)
-    return [x[:, : asked[0], : asked[1]] for x in found]
+    results = kernel.run(steps, shape, dtype, scalars, x, *slopes)
+    return [x[:, : asked[0], : asked[1]] for x in results]
 
 
-def _aligned(arrays, axis):
-    """With zeros up to a multiple of what a copy takes: a copy, where it is not one."""
+def _pad_axis(arrays, axis):
+    """The arrays, padded by zeros to a multiple of `_SWIZZLED` along an axis."""
 
-    def one(x):
+    def pad(x):
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, -x.shape[axis] % _SWIZZLED)
         return jnp.pad(x, widths)
 
-    return [one(x) for x in arrays]
+    return [pad(x) for x in arrays]
 
 
 class _Unit(NamedTuple):
     """A tile of the results."""
 
     group: Any
-    row: Any  # of the result, its first
+    row: Any  # the result's first row
     column: Any
     n_steps: Any
-    n_rows: Any  # of the result, that count
-    first: Any = 0  # row of the factors, where it is they that are summed over
+    n_rows: Any  # rows of the result that count
+    first: Any = 0  # first row of the factors, in sums over rows
 
 
 class _Steps(NamedTuple):
-    """What a kernel does."""
+    """The functions that distinguish one grouped kernel from another."""
 
     count: Callable  # (scalars) -> units of all blocks
     unit: Callable  # (index, scalars) -> _Unit
     load: Callable  # (unit, step, refs, put), with put(side, number, ref)
-    place: Callable  # (result, unit, first row, columns) -> where a part is stored
+    target: Callable  # (result, unit, first row, columns) -> reference to a part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +213,7 @@ class _GroupedKernel:
 
     def run(self, steps: _Steps, shape, dtype, scalars, *operands) -> list[jax.Array]:
         run = plgpu.kernel(
-            functools.partial(self._block, steps, operands[0].dtype),
+            functools.partial(self._run_block, steps, operands[0].dtype),
             out_type=(jax.ShapeDtypeStruct(shape, dtype),) * self.n_results,
             grid=(self.launch.n_blocks,),
             grid_names=("block",),
@@ -220,13 +222,13 @@ class _GroupedKernel:
         )
         return list(typed.run(run, scalars, *operands))
 
-    def _block(self, steps, dtype, scalars, *refs):
+    def _run_block(self, steps, dtype, scalars, *refs):
         tiles = self.launch.tiles
         refs, out = refs[: -self.n_results], refs[-self.n_results :]
 
         @functools.partial(
             pl.run_scoped,
-            **self._scratch(dtype),
+            **self._scratch_types(dtype),
             out_smem=plgpu.SMEM(
                 (N_COMPUTE, tiles.slots, tiles.rows, tiles.stored),
                 out[0].dtype,
@@ -236,21 +238,21 @@ class _GroupedKernel:
         )
         def _scope(out_smem, full, free, **smem):
             wg, barriers = lax.axis_index("wg"), (full, free)
-            each = functools.partial(self._each, steps, scalars)
+            each = functools.partial(self._run_units, steps, scalars)
 
             @pl.when(wg == N_COMPUTE)
-            def _memory():
-                load = functools.partial(self._load, steps, refs, barriers, smem)
+            def _run_loads():
+                load = functools.partial(self._load_unit, steps, refs, barriers, smem)
                 self._run_memory(functools.partial(each, load), free)
 
             @pl.when(wg < N_COMPUTE)
-            def _compute():
+            def _run_compute():
                 plgpu.set_max_registers(ring.COMPUTE_REGISTERS, action="increase")
-                store = functools.partial(self._store, steps, out, out_smem.at[wg])
-                each(functools.partial(self._compute, barriers, smem, store))
+                store = functools.partial(self._store_unit, steps, out, out_smem.at[wg])
+                each(functools.partial(self._compute_unit, barriers, smem, store))
                 plgpu.wait_smem_to_gmem(0)
 
-    def _each(self, steps, scalars, run):
+    def _run_units(self, steps, scalars, run):
         """run(unit, first stage) of each unit of this block; returns all stages.
 
         Every second time blocks take units from the last to the first: where units
@@ -258,18 +260,18 @@ class _GroupedKernel:
         """
         n_blocks, block = self.launch.n_blocks, lax.axis_index("block")
 
-        def place(i):
+        def order(i):
             return jnp.where(lax.rem(i, 2) == 0, block, n_blocks - 1 - block)
 
-        def one(i, stage):
-            unit = steps.unit(i * n_blocks + place(i), scalars)
+        def run_unit(i, stage):
+            unit = steps.unit(i * n_blocks + order(i), scalars)
             run(unit, stage)
             return stage + unit.n_steps
 
         n_units = steps.count(scalars)
         n_mine = lax.div(n_units, n_blocks)
-        n_mine += jnp.int32(n_mine * n_blocks + place(n_mine) < n_units)
-        return lax.fori_loop(0, n_mine, one, jnp.int32(0))
+        n_mine += jnp.int32(n_mine * n_blocks + order(n_mine) < n_units)
+        return lax.fori_loop(0, n_mine, run_unit, jnp.int32(0))
 
     def _run_memory(self, load, free):
         stages = self.launch.tiles.stages
@@ -281,19 +283,19 @@ class _GroupedKernel:
         def _wait_until_all_are_read(step):
             plgpu.barrier_wait(free.at[lax.rem(step, stages)])
 
-    def _compute(self, barriers, smem, store, unit, step):
+    def _compute_unit(self, barriers, smem, store, unit, step):
         has_rows = unit.n_rows > lax.axis_index("wg") * self.launch.tiles.rows
 
         @pl.when(has_rows)
         def _rows():
             own = functools.partial(store, unit)
-            self._multiply(unit, step, barriers, smem, own)
+            self._multiply_unit(unit, step, barriers, smem, own)
 
         @pl.when(~has_rows)
         def _no_rows():
             self._pass_over(unit, step, barriers)
 
-    def _scratch(self, dtype) -> dict:
+    def _scratch_types(self, dtype) -> dict:
         t = self.launch.tiles
         columns = t.columns // self.n_results
         lhs = (ROWS, t.depth) if self.lhs == "mk" else (t.depth, ROWS)
@@ -308,7 +310,7 @@ class _GroupedKernel:
             free=plgpu.Barrier(num_arrivals=N_COMPUTE, num_barriers=t.stages),
         )
 
-    def _load(self, steps, refs, barriers, smem, unit, first):
+    def _load_unit(self, steps, refs, barriers, smem, unit, first):
         full, free = barriers
         stages = self.launch.tiles.stages
 
@@ -321,8 +323,8 @@ class _GroupedKernel:
                 plgpu.barrier_wait(free.at[slot])
 
             def put(side, number, ref):
-                to = smem[f"{side}{number}"].at[slot]
-                plgpu.copy_gmem_to_smem(ref, to, full.at[slot])
+                target = smem[f"{side}{number}"].at[slot]
+                plgpu.copy_gmem_to_smem(ref, target, full.at[slot])
 
             steps.load(unit, i, refs, put)
 
@@ -335,7 +337,7 @@ class _GroupedKernel:
             plgpu.barrier_wait(full.at[slot])
             plgpu.barrier_arrive(free.at[slot])
 
-    def _multiply(self, unit, first, barriers, smem, epilogue):
+    def _multiply_unit(self, unit, first, barriers, smem, epilogue):
         full, free = barriers
         t, n = self.launch.tiles, self.n_results
         mine = pl.ds(lax.axis_index("wg") * t.rows, t.rows)
@@ -353,7 +355,7 @@ class _GroupedKernel:
                 rhs = smem[f"rhs{j}"].at[slot]
                 rhs = rhs.transpose((1, 0)) if self.rhs == "nk" else rhs
                 plgpu.wgmma(acc, lhs, rhs)
-            # This stage's stay in flight, as in `ring`.
+            # This stage's products stay in flight, as in `ring`.
             plgpu.wgmma_wait(n)
 
             @pl.when(i > 0)
@@ -376,12 +378,12 @@ class _GroupedKernel:
 
             epilogue(sums)
 
-    def _store(self, steps, out, smem, unit, sums):
+    def _store_unit(self, steps, out, smem, unit, sums):
         t = self.launch.tiles
-        row, to, from_ = lax.axis_index("wg") * t.rows, [], []
+        row, targets, sources = lax.axis_index("wg") * t.rows, [], []
         for gmem, own in zip(out, sums, strict=True):
             for j, part in enumerate(parts(own, t.stored)):
                 columns = pl.ds(unit.column + j * t.stored, t.stored)
-                to.append(steps.place(gmem, unit, row, columns))
-                from_.append(lambda x=part, d=gmem.dtype: x.astype(d))
-        ring.store(to, from_, smem)
+                targets.append(steps.target(gmem, unit, row, columns))
+                sources.append(lambda x=part, d=gmem.dtype: x.astype(d))
+        ring.store(targets, sources, smem)

@@ -32,7 +32,7 @@ class Norms(NamedTuple):
 
 
 def supports(width: int) -> bool:
-    """Whether `split` can run on heads of this width."""
+    """True if `split` can run on heads of this width."""
     return width in (64, 128, 256, 512)  # halves that the threads of a warp share
 
 
@@ -76,22 +76,23 @@ class _RotaryKernel:
     __name__ = "rotary"
 
     def __call__(self, x_ref, cos_ref, sin_ref, *refs: Any):
-        *scaling, query_ref, key_ref, value_ref = refs
+        # Operands of the norms come before the three results.
+        scaling, (query_ref, key_ref, value_ref) = refs[:-3], refs[-3:]
         row, head = lax.axis_index("row"), lax.axis_index("head")
         queries, keys = self.sizes[:2]
-        own = self._read(x_ref.at[row, head])
-        cos, sin = self._load(cos_ref.at[row]), self._load(sin_ref.at[row])
+        own = self._read_halves(x_ref.at[row, head])
+        cos, sin = self._load_half(cos_ref.at[row]), self._load_half(sin_ref.at[row])
 
         def put(ref, head, x):
-            for at, part in zip(self._halves, x, strict=True):
-                store(ref.at[row, head, at], part.astype(ref.dtype))
+            for half, part in zip(self._halves, x, strict=True):
+                store(ref.at[row, head, half], part.astype(ref.dtype))
 
-        def rotated(which):
+        def rotated(scale_index):
             low, high = (x.astype(jnp.float32) for x in own)
             if scaling:
                 layer_ref, *scale_refs = scaling
-                scales = self._read(scale_refs[which].at[layer_ref[0]])
-                normal = self._normalised(low, high, scales)
+                scales = self._read_halves(scale_refs[scale_index].at[layer_ref[0]])
+                normal = self._normalise(low, high, scales)
                 low, high = (x.astype(x_ref.dtype).astype(jnp.float32) for x in normal)
             return low * cos - high * sin, high * cos + low * sin
 
@@ -111,18 +112,18 @@ class _RotaryKernel:
     def _halves(self):
         return pl.ds(0, self.half), pl.ds(self.half, self.half)
 
-    def _load(self, ref):
-        """Half a head in every warp, so that its sums need no other one."""
+    def _load_half(self, ref):
+        """Half a head in each warp, so that its sums need no other warp."""
         layout = plgpu.Layout.TILED(
             plgpu.Tiling(((self.half,), (self.half // 32,))),
             warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1,
         )  # fmt: skip
         return plgpu.load(ref, layout=layout, optimized=False)
 
-    def _read(self, ref):
-        return tuple(self._load(ref.at[at]) for at in self._halves)
+    def _read_halves(self, ref):
+        return tuple(self._load_half(ref.at[half]) for half in self._halves)
 
-    def _normalised(self, low, high, scales):
+    def _normalise(self, low, high, scales):
         square = (jnp.sum(low * low) + jnp.sum(high * high)) / (2 * self.half)
         rms = lax.rsqrt(square + self.epsilon)
         scales = (self.offset + scale.astype(jnp.float32) for scale in scales)

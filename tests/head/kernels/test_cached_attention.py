@@ -33,8 +33,8 @@ def interpreted(rows_interpreted, monkeypatch):
     def added(acc, a, b):
         return acc + product(a, b, acc.shape[1])
 
-    monkeypatch.setattr(cached_attention, "_product", product)
-    monkeypatch.setattr(cached_attention, "_added", added)
+    monkeypatch.setattr(cached_attention, "_multiply", product)
+    monkeypatch.setattr(cached_attention, "_accumulate", added)
 
 
 def problem(shape, dtype=jnp.bfloat16):
