@@ -1,4 +1,4 @@
-"""How PEFT stores adapters: of a matrix, of joined matrices, and of all experts.
+"""PEFT's tensors of adapters: of a matrix, of joined matrices, and of all experts.
 
     W' = W + alpha / r B A,   A [r, in],   B [out, r]
 
@@ -27,17 +27,17 @@ _ALL = slice(None), slice(None)
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Adapters of decoder's modules that PEFT has as one."""
+    """Modules of the decoder whose adapters PEFT stores as one."""
 
     parts: tuple[str, ...]  # paths of the modules, in order
     modules: tuple[str, ...]  # PEFT's name of the matrix in each layer, without prefix
     parameter: str | None  # its name in a module of experts; None: a matrix
     stored: names.Stored  # how the outputs of the parts are joined
-    leading: bool  # whether the decoder's arrays have an axis of layers
+    leading: bool  # True: the decoder's arrays have an axis of layers
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """PEFT's names of what is adapted in each layer."""
+        """PEFT's names of the adapted modules or parameters of each layer."""
         if self.parameter is None:
             return self.modules
         return tuple(f"{module}.{self.parameter}" for module in self.modules)
@@ -52,7 +52,7 @@ class Site:
 
 
 def target_of(module: str) -> str:
-    """Which of `lora_targets` a module's adapter belongs to."""
+    """The entry of `lora_targets` that a module's adapter belongs to."""
     return "query" if module.endswith("attention/gate") else module.rpartition("/")[2]
 
 
@@ -62,24 +62,24 @@ def site_of(module: str, naming: names.Naming) -> Site:
     stack = naming.stacks.get(module.partition("/")[0])
     layers = (0,) if stack is None else stack.layers
     if plain.startswith(_EXPERTS):
-        return _of_experts(module, naming, layers)
+        return _expert_site(module, naming, layers)
     stored = naming(f"{module}/kernel")
     parts = tuple(p.removesuffix("/kernel") for p in stored.joined) or (module,)
     modules = tuple(name.removesuffix(".weight") for name in stored.names)
     return Site(parts, modules, None, stored, stack is not None)
 
 
-def _of_experts(module: str, naming: names.Naming, layers: tuple[int, ...]) -> Site:
+def _expert_site(module: str, naming: names.Naming, layers: tuple[int, ...]) -> Site:
     start, _, name = module.rpartition("/")
     parameter = "down_proj" if name == "down" else "gate_up_proj"
-    found = ("down",) if name == "down" else ("gate", "up")
-    parts = tuple(f"{start}/{part}" for part in found)
+    matrices = ("down",) if name == "down" else ("gate", "up")
+    parts = tuple(f"{start}/{matrix}" for matrix in matrices)
     full = naming.full(experts_module(naming.family) + ".")[:-1]
     stored = names.Stored((), (), True)
     if len(parts) > 1:
         width = naming.config.expert_ff or 0
-        by = naming.family.joined_by.get(f"{_EXPERTS}gate/kernel")
-        heads = width if by == "number" else None
+        interleaved = naming.family.joined_by.get(f"{_EXPERTS}gate/kernel")
+        heads = width if interleaved == "number" else None
         rows = (width,) * len(parts)
         stored = stored._replace(joined=parts, rows=rows, heads=heads)
     modules = tuple(full.format(layer) for layer in layers)
@@ -101,9 +101,9 @@ def read(
     module, _, kind = path.rpartition("/")
     site, config = site_of(module, naming), naming.config
     experts = (config.experts or 1) if site.parameter else 1
-    one = _read_a if kind == "lora_a" else _read_b
+    read_layer = _read_a if kind == "lora_a" else _read_b
     starts = site.tensors(config)
-    layers = [one(tensors, x, site, module, like.shape, experts) for x in starts]
+    layers = [read_layer(tensors, x, site, module, like.shape, experts) for x in starts]
     layers = [layer if site.parameter else layer[0] for layer in layers]
     stacked = np.stack(layers) if site.leading else layers[0]
     used = [f"{start}.lora_{x}.weight" for start in starts for x in "AB"]
@@ -113,7 +113,10 @@ def read(
 def _read_a(tensors, start, site, module, shape, experts) -> np.ndarray:
     """[experts, in, r] of one layer."""
     inputs, rank = shape[-2:]
-    name, times = f"{start}.lora_A.weight", _times(tensors, start, site, rank, experts)
+    name, times = (
+        f"{start}.lora_A.weight",
+        _rank_factor(tensors, start, site, rank, experts),
+    )
     array = tensors.read(name, (experts * times * rank, inputs), _ALL)
     array = array.reshape(experts, -1, inputs).swapaxes(1, 2)
     first = site.parts.index(module) * rank if times > 1 else 0
@@ -123,19 +126,22 @@ def _read_a(tensors, start, site, module, shape, experts) -> np.ndarray:
 def _read_b(tensors, start, site, module, shape, experts) -> np.ndarray:
     """[experts, r, out] of one layer."""
     rank, outputs = shape[-2:]
-    name, times = f"{start}.lora_B.weight", _times(tensors, start, site, rank, experts)
+    name, times = (
+        f"{start}.lora_B.weight",
+        _rank_factor(tensors, start, site, rank, experts),
+    )
     outputs = sum(site.stored.rows) if site.stored.joined else outputs
     array = tensors.read(name, (outputs, experts * times * rank), _ALL)
     array = array.reshape(outputs, -1, experts).transpose(2, 1, 0)
     parts = [array]
     if site.stored.joined:
         count = range(len(site.parts))
-        parts = [names.apart(array, site.stored, place) for place in count]
-    place = site.parts.index(module)
-    own = parts[place]
+        parts = [names.apart(array, site.stored, i) for i in count]
+    index = site.parts.index(module)
+    own = parts[index]
     if times > 1:
-        own = own[:, place * rank : (place + 1) * rank]
-        if np.count_nonzero(parts[place]) != np.count_nonzero(own):
+        own = own[:, index * rank : (index + 1) * rank]
+        if np.count_nonzero(parts[index]) != np.count_nonzero(own):
             raise CheckpointError(
                 f"{tensors.file_of(name)}: tensor {name} is of rank {times * rank} for "
                 f"{len(parts)} joined matrices and not {rank} for each of them; this "
@@ -145,8 +151,8 @@ def _read_b(tensors, start, site, module, shape, experts) -> np.ndarray:
     return own if order is None else own[..., np.array(order)]
 
 
-def _times(tensors, start, site, rank, experts) -> int:
-    """How many times the rank is there: once, or once for each part."""
+def _rank_factor(tensors, start, site, rank, experts) -> int:
+    """Factor of the stored rank: 1, or the number of the site's parts."""
     rows, parts = tensors.rows(f"{start}.lora_A.weight"), len(site.parts)
     return parts if rows == experts * parts * rank else 1
 
@@ -157,8 +163,8 @@ def written(
     """Yield PEFT's names and matrices of a decoder's adapters, one at a time."""
     for site in sites(flat, naming):
         for layer, start in enumerate(site.tensors(naming.config)):
-            at = layer if site.leading else None
-            A, B = _joined(flat, site, at, naming)
+            index = layer if site.leading else None
+            A, B = _join_parts(flat, site, index, naming)
             if not site.parameter:
                 A, B = A[None], B[None]
             yield f"{start}.lora_A.weight", A.swapaxes(1, 2).reshape(-1, A.shape[1])
@@ -168,14 +174,14 @@ def written(
 def sites(flat: Mapping[str, Any], naming: names.Naming) -> list[Site]:
     """Each site of a decoder's adapters once."""
     paths = [path.removesuffix("/lora_a") for path in flat if path.endswith("/lora_a")]
-    found = {site.parts: site for site in (site_of(path, naming) for path in paths)}
-    return list(found.values())
+    by_parts = {site.parts: site for site in (site_of(x, naming) for x in paths)}
+    return list(by_parts.values())
 
 
-def _joined(flat, site: Site, at: int | None, naming: names.Naming):
+def _join_parts(flat, site: Site, layer: int | None, naming: names.Naming):
     """A [..., in, n r] and B [..., n r, out] of the parts of a site."""
     pairs = [
-        tuple(whole(flat[f"{part}/lora_{x}"], at) for x in "ab")
+        tuple(whole(flat[f"{part}/lora_{x}"], layer) for x in "ab")
         if f"{part}/lora_a" in flat
         else None
         for part in site.parts
@@ -184,14 +190,14 @@ def _joined(flat, site: Site, at: int | None, naming: names.Naming):
     A0, B0 = known
     rank, columns, blocks = A0.shape[-1], [], []
     rows = site.stored.rows or (B0.shape[-1],)
-    for place, pair in enumerate(pairs):
-        block = np.zeros((*B0.shape[:-2], len(pairs) * rank, rows[place]), B0.dtype)
+    for i, pair in enumerate(pairs):
+        block = np.zeros((*B0.shape[:-2], len(pairs) * rank, rows[i]), B0.dtype)
         A = np.zeros_like(A0)
         if pair is not None:
             A, B = pair
-            order = naming(f"{site.parts[place]}/kernel").order
+            order = naming(f"{site.parts[i]}/kernel").order
             B = B if order is None else B[..., np.argsort(order)]
-            block[..., place * rank : (place + 1) * rank, :] = B
+            block[..., i * rank : (i + 1) * rank, :] = B
         columns.append(A)
         blocks.append(block)
     B = names.together(blocks, site.stored.heads)

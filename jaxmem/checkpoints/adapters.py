@@ -99,15 +99,15 @@ def save_adapter(
     check_target(target, overwrite)
     is_here = bool(base) and (Path(base).expanduser() / "config.json").exists()
     family = read_config(base).family if is_here else FAMILIES[0]
-    _warn(target, decoder, family)
+    _warn_of_confusion(target, decoder, family)
     with new_directory(target, overwrite) as unfinished:
-        write_tensors(unfinished, _tensors(decoder, family), one=_TENSORS)
+        write_tensors(unfinished, _adapter_tensors(decoder, family), single=_TENSORS)
         if unfinished is not None:
             described = _peft_config(decoder, family, base)
             write_object(unfinished / _CONFIG, described)
 
 
-def _warn(target: Path, decoder: Decoder, family: Family) -> None:
+def _warn_of_confusion(target: Path, decoder: Decoder, family: Family) -> None:
     """Warn of adapters that PEFT would put elsewhere; they are read here as saved.
 
     Where files have a tensor for each expert, but for Qwen2-MoE's, PEFT 0.21 takes
@@ -149,13 +149,13 @@ def with_adapter(
         raise reader.error("fan_in_fan_out=True is not implemented")
     rank = reader.take("r", int, within=_RANK)
     alpha = reader.take("lora_alpha", float, within=RANGES["lora_alpha"])
-    targets, head = _targets(reader, names.Naming(family, model), rank, alpha)
+    targets, head = _read_targets(reader, names.Naming(family, model), rank, alpha)
     if reader.take("use_rslora", (bool, type(None)), None):  # alpha / sqrt(r)
         alpha *= rank**0.5
     if reader.take("ensure_weight_tying", (bool, type(None)), None):
         if model.tied and head:
             raise reader.error("ensure_weight_tying=True is not implemented for a head")
-    saved = _saved(reader, family)
+    saved = _read_saved(reader, family)
     reader.finish(_ONLY)
     try:
         return dataclasses.replace(
@@ -177,48 +177,48 @@ def _check_base_is_kept(reader: Reader) -> None:
     if not isinstance(value, str) or value.lower() in _DRAWN:
         return
     begins = (x for x in _CHANGES_BASE if value.lower().startswith(x))
-    if (found := next(begins, None)) is None:
+    if (change := next(begins, None)) is None:
         raise reader.error(
             f"{key} {messages.short(value)} is not known; known are true, false, "
             f"{messages.listing(_DRAWN)}"
         )
     raise reader.error(
         f"{key}={messages.short(value)} also changes matrices of the base, which is "
-        f"not implemented; load both with PEFT and call {_CHANGES_BASE[found]}, or "
+        f"not implemented; load both with PEFT and call {_CHANGES_BASE[change]}, or "
         "set it to true if the base that you name was saved with these changes"
     )
 
 
-def _possible(naming: names.Naming) -> dict[str, list[Site]]:
-    """Where each of `lora_targets` is in a model, and the head."""
-    found: dict[str, list[Site]] = {}
+def _possible_sites(naming: names.Naming) -> dict[str, list[Site]]:
+    """Sites of each of `lora_targets` that a model has, and of the head."""
+    sites: dict[str, list[Site]] = {}
     plain = dataclasses.replace(naming.config, lora_head=False, lora_saved=())
     for target in TARGETS:
         with contextlib.suppress(ValueError):  # the model has no such matrix
             dataclasses.replace(plain, lora_rank=1, lora_targets=(target,))
-            found[target] = []
-    model = dataclasses.replace(plain, lora_rank=1, lora_targets=tuple(found))
+            sites[target] = []
+    model = dataclasses.replace(plain, lora_rank=1, lora_targets=tuple(sites))
     decoder = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
     for site in adapter_tensors.sites(by_path(decoder), naming):
         for target in {target_of(part) for part in site.parts}:
-            found[target].append(site)
-    return found | {"head": [adapter_tensors.site_of("head", naming)]}
+            sites[target].append(site)
+    return sites | {"head": [adapter_tensors.site_of("head", naming)]}
 
 
-def _targets(
+def _read_targets(
     reader: Reader, naming: names.Naming, rank: int, alpha: float
 ) -> tuple[tuple[str, ...], bool]:
-    """Those of `lora_targets` that PEFT's modules are, and whether the head is one."""
-    possible = _possible(naming)
+    """The `lora_targets` that PEFT's modules name; and True if these name the head."""
+    possible = _possible_sites(naming)
     modules = _module_names(reader, "target_modules")
     excluded = _module_names(reader, "exclude_modules")
     parameters = reader.strings("target_parameters")
     labels = _labels([site for some in possible.values() for site in some], naming)
     every = ", ".join(dict.fromkeys(labels.values()))
-    given = {"target_modules": modules, "target_parameters": parameters}
-    for key, ends in given.items():
+    named = {"target_modules": modules, "target_parameters": parameters}
+    for key, ends in named.items():
         of_experts = key == "target_parameters"
-        known = [s for s in _all(possible) if bool(s.parameter) == of_experts]
+        known = [s for s in _flatten_sites(possible) if bool(s.parameter) == of_experts]
         _refuse_unknown(reader, key, ends, known, every)
 
     def is_chosen(site: Site, name: str) -> bool:
@@ -239,19 +239,21 @@ def _targets(
     if not chosen:
         raise reader.error(f"target_modules must name some of {every}")
     of_chosen = {target: possible[target] for target in chosen}
-    _check_ranks(reader, _all(of_chosen), rank, alpha)
+    _check_ranks(reader, _flatten_sites(of_chosen), rank, alpha)
     head = "head" in chosen
     return tuple(chosen[:-1] if head else chosen), head
 
 
 def _refuse_unknown(
-    reader: Reader, key: str, given: str | list[str], sites: list[Site], every: str
+    reader: Reader, key: str, ends: str | list[str], sites: list[Site], every: str
 ) -> None:
-    """Raise for an end of a name that none of the sites has."""
-    if isinstance(given, str):
+    """Raise for one of the `ends` of names that no name of the sites has."""
+    if isinstance(ends, str):
         return
     names_of_all = [name for site in sites for name in site.targets]
-    unknown = {end for end in given if not any(_is(end, n) for n in names_of_all)}
+    unknown = {
+        end for end in ends if not any(_ends_at_dot(end, n) for n in names_of_all)
+    }
     if unknown:
         raise reader.error(
             f"{key} [{messages.listing(sorted(unknown))}] are not implemented; known "
@@ -259,13 +261,15 @@ def _refuse_unknown(
         )
 
 
-def _all(sites: Mapping[str, list[Site]]) -> list[Site]:
+def _flatten_sites(sites: Mapping[str, list[Site]]) -> list[Site]:
     return [site for some in sites.values() for site in some]
 
 
 def _check_ranks(reader: Reader, sites: list[Site], rank: int, alpha: float) -> None:
     """Raise for a rank or a scale of its own; n joined matrices may have rank n r."""
-    ranks, alphas = (_pattern(reader, x) for x in ("rank_pattern", "alpha_pattern"))
+    ranks, alphas = (
+        _read_pattern(reader, x) for x in ("rank_pattern", "alpha_pattern")
+    )
     for site in sites:
         for name in site.targets:
             own = next((v for k, v in ranks.items() if _ends_as(k, name)), rank)
@@ -281,7 +285,7 @@ def _check_ranks(reader: Reader, sites: list[Site], rank: int, alpha: float) -> 
                 )
 
 
-def _pattern(reader: Reader, key: str) -> dict[str, float]:
+def _read_pattern(reader: Reader, key: str) -> dict[str, float]:
     """Numbers by regular expressions of modules' names."""
     pattern = reader.take(key, (dict, type(None)), None) or {}
     good = all(type(value) in (int, float) for value in pattern.values())
@@ -291,7 +295,7 @@ def _pattern(reader: Reader, key: str) -> dict[str, float]:
 
 
 def _ends_as(pattern: str, name: str) -> bool:
-    """Whether a key of PEFT's patterns names a module."""
+    """True if a key of PEFT's patterns names a module."""
     try:
         return re.match(rf"(.*\.)?({pattern})$", name) is not None
     except re.error:
@@ -305,13 +309,13 @@ def _labels(sites: Iterable[Site], naming: names.Naming) -> dict[tuple[str, ...]
         return re.sub(r".*\.\d+\.", "", name)
 
     every = {tail(n.replace("{}", "0")) for n in naming.family.names.values()}
-    found = {}
+    labels = {}
     for site in sites:
         label = tail(site.targets[0])
         last = label.rpartition(".")[2]
         others = [x for x in every if x != label and x.endswith(f".{last}")]
-        found[site.parts] = label if site.parameter or others else last
-    return found
+        labels[site.parts] = label if site.parameter or others else last
+    return labels
 
 
 def _module_names(reader: Reader, key: str) -> str | list[str]:
@@ -331,26 +335,26 @@ def _matches(modules: str | list[str], key: str) -> bool:
         return key != "lm_head"
     if isinstance(modules, str):
         return re.fullmatch(modules, key) is not None
-    return any(_is(module, key) for module in modules)
+    return any(_ends_at_dot(module, key) for module in modules)
 
 
-def _is(module: str, key: str) -> bool:
+def _ends_at_dot(module: str, key: str) -> bool:
     return key == module or key.endswith(f".{module}")
 
 
-def _savable(family: Family) -> dict[str, str]:
-    """Names of `lora_saved` by PEFT's names of their modules."""
-    found = {}
+def _savable_modules(family: Family) -> dict[str, str]:
+    """The entries of `lora_saved`, by PEFT's names of their modules."""
+    by_module = {}
     for name, path in SAVED.items():
         tensor = family.names.get(path) or family.names.get(path.rpartition("/")[0])
         if tensor is not None:
-            found[tensor.removesuffix(".weight").rpartition(".")[2]] = name
-    return found
+            by_module[tensor.removesuffix(".weight").rpartition(".")[2]] = name
+    return by_module
 
 
-def _saved(reader: Reader, family: Family) -> tuple[str, ...]:
-    """The matrices that are in the adapter whole."""
-    known = _savable(family)
+def _read_saved(reader: Reader, family: Family) -> tuple[str, ...]:
+    """The `lora_saved` that `modules_to_save` names."""
+    known = _savable_modules(family)
     modules = reader.strings("modules_to_save")
     unknown = sorted(set(modules) - known.keys())
     if unknown:
@@ -364,15 +368,15 @@ def _saved(reader: Reader, family: Family) -> tuple[str, ...]:
 def read_adapter(
     directory: str | Path,
     naming: names.Naming,
-    wanted: Mapping[str, Any],
+    expected: Mapping[str, Any],
     base: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Read the weights of adapters, arrays by the paths that are wanted.
+    """Read the weights of adapters, arrays by the paths of `expected`.
 
     Args:
         directory: of the adapter.
         naming: of the decoder with adapters.
-        wanted: shapes and dtypes of the adapters and of whole matrices, by path.
+        expected: shapes and dtypes of the adapters and of whole matrices, by path.
         base: weights of the base by path, of which the file may have copies.
 
     Raises:
@@ -380,7 +384,7 @@ def read_adapter(
     """
     tensors = Tensors(Path(os.path.expanduser(directory)), _TENSORS)
     weights, used = {}, set()
-    for path, like in wanted.items():
+    for path, like in expected.items():
         if is_adapter(path):
             read = adapter_tensors.read(tensors, path, like, naming)
             weights[path], names_of_it = read
@@ -452,7 +456,9 @@ def _read_whole(
     return jnp.asarray(read((slice(None),) * len(like.shape)))
 
 
-def _tensors(decoder: Decoder, family: Family) -> Iterator[tuple[str, np.ndarray]]:
+def _adapter_tensors(
+    decoder: Decoder, family: Family
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield names and matrices [out, in]."""
     flat = by_path(decoder)
     naming = names.Naming(family, decoder.config)
@@ -468,12 +474,14 @@ def _peft_config(decoder: Decoder, family: Family, base: str) -> dict[str, Any]:
     labels = _labels(sites, naming)
     times = {labels[s.parts]: len(s.parts) for s in sites if len(s.parts) > 1}
     saved = [
-        module for module, name in _savable(family).items() if name in config.lora_saved
+        module
+        for module, name in _savable_modules(family).items()
+        if name in config.lora_saved
     ]
 
-    def of(kind: bool) -> list[str]:
-        found = (labels[s.parts] for s in sites if bool(s.parameter) == kind)
-        return list(dict.fromkeys(found))
+    def labels_of(is_parameter: bool) -> list[str]:
+        own = (labels[s.parts] for s in sites if bool(s.parameter) == is_parameter)
+        return list(dict.fromkeys(own))
 
     return {
         "peft_type": "LORA",
@@ -484,8 +492,8 @@ def _peft_config(decoder: Decoder, family: Family, base: str) -> dict[str, Any]:
         "rank_pattern": {k: n * config.lora_rank for k, n in times.items()},
         "alpha_pattern": {k: n * config.lora_alpha for k, n in times.items()},
         "lora_dropout": 0.0,
-        "target_modules": of(False),
-        "target_parameters": of(True) or None,
+        "target_modules": labels_of(False),
+        "target_parameters": labels_of(True) or None,
         "bias": "none",
         "fan_in_fan_out": "blocks/" in family.stored_as_in_out,
         "use_rslora": False,

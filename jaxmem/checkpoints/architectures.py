@@ -34,7 +34,7 @@ class CheckpointConfig:
 
     @property
     def text_part(self) -> bool:
-        """Whether it is the text part of a multimodal model."""
+        """True if this is the text part of a multimodal model."""
         return self.images is not None
 
 
@@ -48,9 +48,9 @@ _POSITIONS = integers(1, limit=2**31 - 1)  # tokens of a context: positions are 
 
 
 def is_hub_name(path: str | Path) -> bool:
-    """Whether a path that is not there may name a model of the Hugging Face Hub.
+    """True if a path that does not exist may name a model of the Hugging Face Hub.
 
-    One in a directory that is there, or in "runs", where runs are, names none.
+    A path whose parent exists, or is named "runs" as that of runs is, names none.
     """
     named = re.fullmatch(_HUB_NAME, str(path)) is not None
     owner = Path(path).parent

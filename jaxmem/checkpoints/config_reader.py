@@ -124,15 +124,15 @@ class Reader:
 
     def finish(self, must_be: Mapping[str, tuple]) -> None:
         """Raise for unread keys, and for keys with a value that is not implemented."""
-        for key, wanted in must_be.items():
+        for key, implemented in must_be.items():
             if key in self.read:  # an architecture that implements other values
                 continue
-            value = self.raw.get(key, wanted[0])
+            value = self.raw.get(key, implemented[0])
             self.read.add(key)
-            if value not in wanted:
+            if value not in implemented:
                 raise self.error(
                     f"{key}={messages.short(value)} is not implemented; only "
-                    f"{wanted[0]!r} is"
+                    f"{implemented[0]!r} is"
                 )
         unknown = [
             key

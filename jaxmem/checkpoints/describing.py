@@ -27,7 +27,7 @@ FREE = (
 
 
 class Text(NamedTuple):
-    """How a model reads and writes text."""
+    """Tokenizer, special tokens and chat template of a model."""
 
     tokenizer: tokenizers.Tokenizer
     bos: str | None  # name of the token that starts every text, if any
@@ -37,7 +37,7 @@ class Text(NamedTuple):
 
 
 def describe(model: ModelConfig, max_positions: int) -> dict[str, Any]:
-    """Return a `config.json`, but for ids of special tokens, of these settings.
+    """Return the `config.json` of these settings, without ids of special tokens.
 
     Args:
         model: of the decoder; `vocab_size` must be known.
@@ -51,7 +51,7 @@ def describe(model: ModelConfig, max_positions: int) -> dict[str, Any]:
     model = dataclasses.replace(model, attention_scale=model.score_scale)
     for family in FAMILIES:
         raw = family.write(model, max_positions)
-        differing = _differing(model, raw)
+        differing = _lost_settings(model, raw)
         if differing is None:
             continue
         if not differing:
@@ -65,17 +65,17 @@ def describe(model: ModelConfig, max_positions: int) -> dict[str, Any]:
     )
 
 
-def _differing(model: ModelConfig, raw: Mapping[str, Any]) -> list[str] | None:
-    """Settings that the config would be read back without; None if it cannot be."""
+def _lost_settings(model: ModelConfig, raw: Mapping[str, Any]) -> list[str] | None:
+    """Settings that are lost when `raw` is read back; None if it cannot be read."""
     try:
         other = parse_config(Path("config.json"), raw).model
     except CheckpointError:
         return None
-    ours, theirs = _comparable(model), _comparable(other)
+    ours, theirs = _normal_settings(model), _normal_settings(other)
     return [f"{name}={ours[name]!r}" for name in ours if ours[name] != theirs[name]]
 
 
-def _comparable(model: ModelConfig) -> dict[str, Any]:
+def _normal_settings(model: ModelConfig) -> dict[str, Any]:
     """Every setting that affects results, each in one form."""
     fields = {k: v for k, v in dataclasses.asdict(model).items() if k not in FREE}
     fields["pattern"] = model.by_layer("pattern")

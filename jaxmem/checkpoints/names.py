@@ -26,11 +26,11 @@ _ROWS = 4096  # of a head and an embedding that are compared at a time
 
 
 class Stored(NamedTuple):
-    """How a checkpoint stores a weight of the decoder."""
+    """Names and layout of a checkpoint's tensors of one weight of the decoder."""
 
     names: tuple[str, ...]  # of its tensors: a single one, or in the order of `leading`
     leading: tuple[int, ...]  # axes of the decoder's weight that the tensors lack
-    transposed: bool  # whether the tensors have the last two axes swapped
+    transposed: bool  # True: the tensors have the last two axes swapped
     joined: tuple[str, ...] = ()  # paths of the weights that share them, in order
     rows: tuple[int, ...] = ()  # outputs of each of them
     heads: int | None = None  # they alternate by so many heads; None: one by one
@@ -66,7 +66,7 @@ class Naming:
         self.others = {name: other for name, other in known if other in there}
 
     def __call__(self, path: str) -> Stored:
-        """How the weight of a path like "blocks/attention/query/kernel" is stored."""
+        """The tensors of the weight of a path like "blocks/attention/query/kernel"."""
         stack = self.stacks.get(path.partition("/")[0])
         plain, family = self.plain(path), self.family
         module, _, kind = plain.rpartition("/")
@@ -86,8 +86,8 @@ class Naming:
         stored = Stored(tensors, leading, transposed)
         if kind in ("kernel", "bias"):
             key = plain if plain in self.names else module
-            stored = self._joined(stored, path, plain, key)
-        return stored._replace(order=self._order(module))
+            stored = self._add_joined(stored, path, plain, key)
+        return stored._replace(order=self._output_order(module))
 
     def unread(self) -> Iterator[str]:
         """Names of tensors of keys and values of layers that reuse those of others."""
@@ -111,8 +111,8 @@ class Naming:
             return inside + name.removeprefix(self.family.prefix)
         return outside + name
 
-    def _joined(self, stored: Stored, path: str, plain: str, key: str) -> Stored:
-        """With the weights that share the tensors of one, which the key names."""
+    def _add_joined(self, stored: Stored, path: str, plain: str, key: str) -> Stored:
+        """`stored` with the weights that share its tensors, which `key` names."""
         names = self.names
         parts = [other for other, name in names.items() if name == names.get(key)]
         if len(parts) < 2:
@@ -120,13 +120,13 @@ class Naming:
         start, end = path.removesuffix(plain.removeprefix("blocks")), plain[len(key) :]
         joined = tuple(f"{start}{part.removeprefix('blocks')}{end}" for part in parts)
         modules = [(part + end).rpartition("/")[0] for part in parts]
-        rows = tuple(map(self._outputs, modules))
-        config, by = self.config, self.family.joined_by.get(parts[0])
+        rows = tuple(map(self._count_outputs, modules))
+        config, unit = self.config, self.family.joined_by.get(parts[0])
         counts = {"head": config.heads, "key_head": config.delta_key_heads}
-        heads = (counts | {"number": rows[0], None: None})[by]
+        heads = (counts | {"number": rows[0], None: None})[unit]
         return stored._replace(joined=joined, rows=rows, heads=heads)
 
-    def _outputs(self, module: str) -> int:
+    def _count_outputs(self, module: str) -> int:
         config, (part, name) = self.config, module.rpartition("/")[::2]
         if part.endswith("/experts"):
             return config.expert_ff or 0
@@ -150,7 +150,7 @@ class Naming:
             name = "query"
         return sizes.get(name, config.ff)
 
-    def _order(self, module: str) -> tuple[int, ...] | None:
+    def _output_order(self, module: str) -> tuple[int, ...] | None:
         """Outputs of a tensor in the decoder's order; None: they are the same."""
         pairs, config = self.family.pairs, self.config
         part, name = module.rpartition("/")[::2]
@@ -171,7 +171,7 @@ class Naming:
             head = [rest + i for i in head] + list(range(rest))
         else:
             head += range(width, config.head_dim)
-        outputs = self._outputs(name.removesuffix("_norm"))
+        outputs = self._count_outputs(name.removesuffix("_norm"))
         count = outputs // config.head_dim
         if name.endswith("_norm") and config.qk_norm_axis == "head":
             count = 1
@@ -192,12 +192,12 @@ def prefixes_of(
 
 def refuse_others(
     tensors: Tensors,
-    wanted: Mapping[str, Any],
+    paths: Iterable[str],
     images: tuple[str, ...],
     naming: Naming,
 ) -> None:
-    """Raise for a tensor that is neither of the model nor of its part for images."""
-    known = {name for path in wanted for name in naming(path).names}
+    """Raise for a tensor that neither a weight of `paths` nor the image part has."""
+    known = {name for path in paths for name in naming(path).names}
     family, tied = naming.family, naming.config.tied
     if tied:  # the head may be stored too, as a copy of the embedding
         known.update(naming("head/kernel").names)
@@ -295,37 +295,38 @@ def reader(
     numbers = np.arange(len(stored.names)).reshape(stored.leading)
     mixed = stored.joined or stored.order is not None
 
-    def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
+    def read_tensor(name: str, index: tuple[slice, ...]) -> np.ndarray:
         if mixed:
-            part = _unmixed(tensors, stored, name, path, shape)[index]
+            part = _read_mixed(tensors, stored, name, path, shape)[index]
         elif stored.transposed:
-            part = tensors.read(name, _swapped(shape), _swapped(index))
+            part = tensors.read(name, _swap_last(shape), _swap_last(index))
             part = part.swapaxes(-1, -2)
         else:
             part = tensors.read(name, shape, index)
         return part.astype(like.dtype)
 
     def read(index: Any) -> np.ndarray:
-        wanted = numbers[index[:axes]]
-        parts = [one(stored.names[i], index[axes:]) for i in wanted.reshape(-1)]
-        return np.stack(parts).reshape(*wanted.shape, *parts[0].shape)
+        chosen = numbers[index[:axes]]
+        names = [stored.names[i] for i in chosen.reshape(-1)]
+        parts = [read_tensor(name, index[axes:]) for name in names]
+        return np.stack(parts).reshape(*chosen.shape, *parts[0].shape)
 
     return read
 
 
-def _swapped(sizes: tuple) -> tuple:
+def _swap_last(sizes: tuple) -> tuple:
     """Sizes of an array whose last two axes are swapped."""
     return *sizes[:-2], sizes[-1], sizes[-2]
 
 
-def _unmixed(
+def _read_mixed(
     tensors: Tensors, stored: Stored, name: str, path: str, shape: tuple[int, ...]
 ) -> np.ndarray:
     """One layer of a weight with outputs beside others', or in another order."""
     outputs = sum(stored.rows) if stored.joined else shape[-1]
     whole_shape = (*shape[:-1], outputs)
     if stored.transposed:
-        whole_shape = _swapped(whole_shape)
+        whole_shape = _swap_last(whole_shape)
     tensor = tensors.read(name, whole_shape, (slice(None),) * len(shape))
     array = tensor.swapaxes(-1, -2) if stored.transposed else tensor
     if stored.joined:
@@ -333,19 +334,19 @@ def _unmixed(
     return array if stored.order is None else array[..., np.array(stored.order)]
 
 
-def apart(array: np.ndarray, stored: Stored, place: int) -> np.ndarray:
+def apart(array: np.ndarray, stored: Stored, index: int) -> np.ndarray:
     """The outputs of one of the joined weights, from those of all on the last axis."""
     if stored.heads is None:
-        return _part(array, stored.rows, place)
+        return _slice_part(array, stored.rows, index)
     by_head = array.reshape(*array.shape[:-1], stored.heads, -1)
     widths = [outputs // stored.heads for outputs in stored.rows]
-    return _part(by_head, widths, place).reshape(*array.shape[:-1], -1)
+    return _slice_part(by_head, widths, index).reshape(*array.shape[:-1], -1)
 
 
-def _part(array: np.ndarray, widths: Sequence[int], place: int) -> np.ndarray:
-    """One of the parts of these widths in which the last axis is divided."""
-    first = sum(widths[:place])
-    return array[..., first : first + widths[place]]
+def _slice_part(array: np.ndarray, widths: Sequence[int], index: int) -> np.ndarray:
+    """Part `index` of the last axis, which is divided into parts of `widths`."""
+    first = sum(widths[:index])
+    return array[..., first : first + widths[index]]
 
 
 def tensors_of(
@@ -360,9 +361,9 @@ def tensors_of(
         if stored.leading:
             of_layer = np.reshape(stored.names, (stored.leading[0], -1))
         for layer, tensors in enumerate(of_layer):
-            at = layer if stored.leading else None
+            index = layer if stored.leading else None
             parts = [
-                _in_order(whole(weights[part], at), naming(part).order)
+                _in_order(whole(weights[part], index), naming(part).order)
                 for part in stored.joined or (path,)
             ]
             array = together(parts, stored.heads) if stored.joined else parts[0]

@@ -36,21 +36,21 @@ class Tensors:
     Args:
         directory: with `model.safetensors` or `model.safetensors.index.json`. Where it
             has both, and the index does not name the file, only the file is read.
-        one: name of the file, if there is no index.
+        single: name of the file, if there is no index.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
 
-    def __init__(self, directory: Path, one: str = _ONE):
+    def __init__(self, directory: Path, single: str = _ONE):
         self.directory = directory
         self._open: dict[Path, Any] = {}
-        whole_file, index = directory / one, directory / _INDEX
-        has_index = one == _ONE and index.exists()
+        whole_file, index = directory / single, directory / _INDEX
+        has_index = single == _ONE and index.exists()
         if has_index and not _is_stale(index, whole_file):
             self._files = _read_index(index)
         elif whole_file.exists():
-            self._files = dict.fromkeys(self._handle(whole_file).keys(), whole_file)
+            self._files = dict.fromkeys(self._open_file(whole_file).keys(), whole_file)
         else:
             message = f"{whole_file}: missing, as is {_INDEX}"
             if pickled := sorted(path.name for path in directory.glob("*.bin")):
@@ -70,7 +70,7 @@ class Tensors:
         """The first axis of a tensor; None where there is none."""
         if name not in self._files:
             return None
-        shape = self._handle(self._files[name]).get_slice(name).get_shape()
+        shape = self._open_file(self._files[name]).get_slice(name).get_shape()
         return shape[0] if shape else None
 
     def read(
@@ -88,7 +88,7 @@ class Tensors:
             )
         path = self._files[name]
         try:
-            tensor = self._handle(path).get_slice(name)
+            tensor = self._open_file(path).get_slice(name)
         except SafetensorError as error:
             reason = messages.cut(str(error))
             raise CheckpointError(f"{path}: tensor {name}: {reason}") from error
@@ -104,12 +104,14 @@ class Tensors:
             )
         return tensor[index]
 
-    def _handle(self, path: Path) -> Any:
+    def _open_file(self, path: Path) -> Any:
         if path not in self._open:
             try:
                 self._open[path] = safe_open(path, framework="np")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: {_damage(path, error)}") from error
+                raise CheckpointError(
+                    f"{path}: {_describe_damage(path, error)}"
+                ) from error
         return self._open[path]
 
 
@@ -145,11 +147,11 @@ def _read_index(path: Path) -> dict[str, Path]:
                 f"file, got {messages.short(file)}"
             )
         if file not in files:
-            files[file] = _beside(path, tensor, file)
+            files[file] = _shard_path(path, tensor, file)
     return {tensor: files[file] for tensor, file in weight_map.items()}
 
 
-def _beside(index: Path, tensor: str, file: str) -> Path:
+def _shard_path(index: Path, tensor: str, file: str) -> Path:
     """The path of a file that an index names, in the index's directory."""
     named = Path(file)
     if named.is_absolute() or named.drive or ".." in named.parts:
@@ -167,8 +169,8 @@ def _beside(index: Path, tensor: str, file: str) -> Path:
     return path
 
 
-def _damage(path: Path, error: Exception) -> str:
-    """What is wrong with a file that does not open: the first tensor that it lacks."""
+def _describe_damage(path: Path, error: Exception) -> str:
+    """The fault of a file that does not open: the first tensor that it lacks."""
     reason = messages.cut(str(error))
     try:
         size = path.stat().st_size
@@ -179,7 +181,7 @@ def _damage(path: Path, error: Exception) -> str:
             header = file.read(min(length, _MAX_HEADER))
     except OSError as unreadable:
         return f"cannot be read: {unreadable.strerror}"
-    ends = _ends(header)
+    ends = _end_offsets(header)
     if ends is None:
         return f"damaged: its header cannot be read ({reason})"
     lost = [name for name in sorted(ends, key=ends.__getitem__)
@@ -192,7 +194,7 @@ def _damage(path: Path, error: Exception) -> str:
     return f"damaged: {reason}"
 
 
-def _ends(header: bytes) -> dict[str, int] | None:
+def _end_offsets(header: bytes) -> dict[str, int] | None:
     """The end offset of each tensor; None for an invalid header."""
     try:
         entries = json_files.parse(header.decode("utf-8"))
@@ -212,7 +214,7 @@ def whole(weight: jax.Array, layer: int | None) -> np.ndarray:
         weight.is_fully_addressable or weight.is_fully_replicated
     ):
         mesh = weight.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-        weight = _gather(NamedSharding(mesh, PartitionSpec()))(weight, layer)
+        weight = _gather_program(NamedSharding(mesh, PartitionSpec()))(weight, layer)
         return np.asarray(weight)
     if layer is None:
         return np.asarray(weight)
@@ -222,7 +224,7 @@ def whole(weight: jax.Array, layer: int | None) -> np.ndarray:
 
 
 @functools.cache
-def _gather(sharding: NamedSharding) -> Callable[..., jax.Array]:
+def _gather_program(sharding: NamedSharding) -> Callable[..., jax.Array]:
     def gather(weight: jax.Array, layer: int | None) -> jax.Array:
         return weight if layer is None else weight[layer]
 
@@ -234,7 +236,7 @@ def write_tensors(
     tensors: Iterable[tuple[str, np.ndarray]],
     *,
     max_shard_bytes: int = 5 * 10**9,
-    one: str = _ONE,
+    single: str = _ONE,
 ) -> None:
     """Write tensors to one file, or to shards and their index.
 
@@ -255,7 +257,7 @@ def write_tensors(
         size += array.nbytes
     shards.append(_write_shard(directory, len(shards), held))
     if len(shards) == 1:
-        os.replace(shards[0][0], directory / one)
+        os.replace(shards[0][0], directory / single)
         return
     weight_map, total = {}, 0
     for number, (path, names, nbytes) in enumerate(shards, start=1):

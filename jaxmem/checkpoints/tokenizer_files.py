@@ -114,12 +114,12 @@ def _check_growth(path: Path, text: str) -> None:
 def _how_to_convert(directory: Path) -> str:
     """The line that makes tokenizer.json of another form of tokenizer."""
     forms = "tekken.json", "tokenizer.model", "vocab.json", "spiece.model"
-    found = next((name for name in forms if (directory / name).exists()), None)
-    if found is None:
+    form = next((name for name in forms if (directory / name).exists()), None)
+    if form is None:
         return "only this form of tokenizer is read"
     convert = f"AutoTokenizer.from_pretrained('{directory}').save_pretrained"
     return (
-        f'{found} becomes this form, which alone is read, by: python -c "from '
+        f'{form} becomes this form, which alone is read, by: python -c "from '
         f"transformers import AutoTokenizer; {convert}('{directory}')\""
     )
 

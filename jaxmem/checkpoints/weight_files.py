@@ -89,15 +89,15 @@ def load(
     )
     if adapter is not None:
         model = with_adapter(model, config.family, adapter)
-    shapes = _abstract(model, head, policy)
+    shapes = _abstract_decoder(model, head, policy)
     weights = _read_weights(config, model, shapes, sharding)
     if adapter is not None:
         whole = {SAVED[name] for name in model.lora_saved}
-        wanted = {
+        expected = {
             k: v for k, v in by_path(shapes).items() if lora.is_adapter(k) or k in whole
         }
         base = traverse_util.flatten_dict(weights, sep="/")
-        read = read_adapter(adapter, names.Naming(config.family, model), wanted, base)
+        read = read_adapter(adapter, names.Naming(config.family, model), expected, base)
         added = traverse_util.unflatten_dict(read, sep="/")
         weights = join_weights(weights, added)
     return nnx.merge(nnx.split(shapes)[0], weights)
@@ -127,7 +127,7 @@ def read_weights(
             the decoder; the message names it and its file.
     """
     config = read_config(directory)
-    return _read_weights(config, model, _abstract(model), sharding, like)
+    return _read_weights(config, model, _abstract_decoder(model), sharding, like)
 
 
 def _read_weights(
@@ -146,20 +146,20 @@ def _read_weights(
     of_images = images.images if images else ()
     names.refuse_others(tensors, every, of_images, naming)
     names.say_what_is_left_out(tensors, of_images, naming)
-    wanted: Any = every
+    leaves: Any = every
     if like is not None:
-        wanted = traverse_util.flatten_dict(dict(like), sep="/")
+        leaves = traverse_util.flatten_dict(dict(like), sep="/")
     arrays = {}
-    for path, leaf in wanted.items():
+    for path, leaf in leaves.items():
         if path not in every:  # an adapter's weight
             continue
         read = names.reader(tensors, naming(path), path, leaf)
-        place = sharding(path, leaf.shape) if callable(sharding) else sharding
-        place = place or (leaf.sharding if like is not None else None)
-        if place is None:
+        placement = sharding(path, leaf.shape) if callable(sharding) else sharding
+        placement = placement or (leaf.sharding if like is not None else None)
+        if placement is None:
             arrays[path] = jnp.asarray(read((slice(None),) * len(leaf.shape)))
         else:
-            arrays[path] = jax.make_array_from_callback(leaf.shape, place, read)
+            arrays[path] = jax.make_array_from_callback(leaf.shape, placement, read)
     return traverse_util.unflatten_dict(arrays, sep="/")
 
 
@@ -201,7 +201,9 @@ def save(
     # Merging an adapter of a tied head unties it.
     untied = config.model.tied and not decoder.config.tied
     changed = {"tied": True} if untied else {}
-    ours = dataclasses.replace(decoder.config, **(_choices(config.model) | changed))
+    ours = dataclasses.replace(
+        decoder.config, **(_config_choices(config.model) | changed)
+    )
     if ours != config.model:
         differing = [
             f"{f.name}={getattr(ours, f.name)!r}, not {getattr(config.model, f.name)!r}"
@@ -215,7 +217,7 @@ def save(
     dtype = dtype or decoder.config.param_dtype
     raw = dict(config.raw) | ({"tie_word_embeddings": False} if untied else {})
     with new_directory(target, overwrite) as unfinished:
-        tensors = _tensors(decoder, config.family, dtype)
+        tensors = _decoder_tensors(decoder, config.family, dtype)
         write_tensors(unfinished, tensors, max_shard_bytes=max_shard_bytes)
         if unfinished is not None:
             _write_rest(unfinished, source, raw, dtype)
@@ -250,7 +252,7 @@ def save_new(
     family = next(f for f in FAMILIES if f.model_type == config["model_type"])
     dtype = dtype or decoder.config.param_dtype
     with new_directory(target, overwrite) as unfinished:
-        tensors = _tensors(decoder, family, dtype)
+        tensors = _decoder_tensors(decoder, family, dtype)
         write_tensors(unfinished, tensors, max_shard_bytes=max_shard_bytes)
         if unfinished is not None:
             write_text_files(unfinished, config, text, dtype)
@@ -278,11 +280,11 @@ def as_known(decoder: Decoder, max_positions: int) -> tuple[Decoder, dict[str, A
     if model.tied:
         flat["head/kernel"] = table.T
     flat["embed/embedding"] = table * jnp.asarray(model.hidden**0.5, table.dtype)
-    definition = nnx.split(_abstract(plain, policy=decoder.policy))[0]
+    definition = nnx.split(_abstract_decoder(plain, policy=decoder.policy))[0]
     return nnx.merge(definition, traverse_util.unflatten_dict(flat, sep="/")), described
 
 
-def _tensors(decoder: Decoder, family: Family, dtype: str):
+def _decoder_tensors(decoder: Decoder, family: Family, dtype: str):
     naming = names.Naming(family, decoder.config)
     return names.tensors_of(by_path(decoder), naming, dtype)
 
@@ -308,7 +310,7 @@ def merge(decoder: Decoder) -> Decoder:
         lora_saved=(),
         tied=config.tied and not config.lora_head,
     )
-    definition = nnx.split(_abstract(plain, policy=decoder.policy))[0]
+    definition = nnx.split(_abstract_decoder(plain, policy=decoder.policy))[0]
     return nnx.merge(definition, lora.merged(weights, config, config.tied))
 
 
@@ -324,7 +326,7 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
     read = config.model
     if model.lora_saved and read.tied:
         raise ValueError(f"model.lora_saved {UNTIED}")
-    choices, default = _choices(model), ModelConfig()
+    choices, default = _config_choices(model), ModelConfig()
     if model.pad_row is None:
         choices["pad_row"] = read.pad_row
     if model.router_aux_loss_coef is None:
@@ -345,12 +347,12 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(read, **choices)
 
 
-def _choices(model: ModelConfig) -> dict[str, Any]:
+def _config_choices(model: ModelConfig) -> dict[str, Any]:
     """The fields that the user chooses, independent of the checkpoint."""
     return {name: getattr(model, name) for name in FREE}
 
 
-def _abstract(
+def _abstract_decoder(
     model: ModelConfig, head: HeadConfig | None = None, policy: Any = "full"
 ) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(model, head, policy, rngs=nnx.Rngs(0)))

@@ -1,4 +1,4 @@
-"""Which layers attend to a window: listed, or a pattern that the family knows."""
+"""Layers that attend to a window: listed, or by a pattern that the family knows."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ EVERY_LAYER, ALTERNATING = ("local",), ("local", "global")
 
 
 def up_to_every_sixth(reader: Reader) -> tuple[str, ...]:
-    """All but each last of `sliding_window_pattern` layers."""
+    """Windows in all but each last of `sliding_window_pattern` layers."""
     within = RANGES["layers"]
     period = reader.take("_sliding_window_pattern", int, 6, within=within)
     period = reader.take("sliding_window_pattern", int, period, within=within)
@@ -31,25 +31,27 @@ def up_to_every_sixth(reader: Reader) -> tuple[str, ...]:
 
 
 def by_period(default: int) -> Callable[[Reader], tuple[str, ...]]:
-    """All but each last of `sliding_window_pattern` layers, a number or letters."""
+    """Windows by `sliding_window_pattern`: letters, or a number as above."""
 
     def pattern(reader: Reader) -> tuple[str, ...]:
         key = "sliding_window_pattern"
-        given = reader.take(key, (int, str, type(None)), default)
-        if not isinstance(given, str):
+        period_or_letters = reader.take(key, (int, str, type(None)), default)
+        if not isinstance(period_or_letters, str):
             period = reader.take(key, int, default, within=RANGES["layers"])
             return ("local",) * (period - 1) + ("global",)
-        if not given or set(given) - {"L", "G"}:
+        if not period_or_letters or set(period_or_letters) - {"L", "G"}:
             raise reader.error(
-                f"sliding_window_pattern must be of L and G, got {given!r}"
+                f"sliding_window_pattern must be of L and G, got {period_or_letters!r}"
             )
-        return tuple("local" if letter == "L" else "global" for letter in given)
+        return tuple(
+            "local" if letter == "L" else "global" for letter in period_or_letters
+        )
 
     return pattern
 
 
 def after_the_first(reader: Reader) -> tuple[str, ...]:
-    """Those after `max_window_layers`, if `use_sliding_window` says so."""
+    """Windows in layers after `max_window_layers`, if `use_sliding_window` is true."""
     layers = reader.raw["num_hidden_layers"]
     if not reader.take("use_sliding_window", bool, False):
         return ("global",)
@@ -59,12 +61,12 @@ def after_the_first(reader: Reader) -> tuple[str, ...]:
 
 
 def switched(reader: Reader) -> tuple[str, ...]:
-    """All layers, if `use_sliding_window` says so."""
+    """Windows in all layers, if `use_sliding_window` is true."""
     return ("local" if reader.take("use_sliding_window", bool, False) else "global",)
 
 
 def alternating_up_to(reader: Reader) -> tuple[str, ...]:
-    """Every other layer before `max_window_layers`, if `use_sliding_window` says so."""
+    """Windows in each other layer of `max_window_layers`, if `use_sliding_window`."""
     kinds = after_the_first(reader)
     if "local" not in kinds:
         return ("global",)
@@ -158,24 +160,24 @@ class Chunks(ConfigPart):
         key, within = "attention_chunk_size", RANGES["window"]
         chunk = reader.take(key, (int, type(None)), self.default, within=within)
         rotated = "global" if chunk is None else "chunked"
-        wanted = {"global": rotated, "unrotated": "unrotated"}
-        found = tuple(wanted[kind] for kind in kinds)
+        names = {"global": rotated, "unrotated": "unrotated"}
+        pattern = tuple(names[kind] for kind in kinds)
         listed = reader.take("layer_types", (list, type(None)), None)
         if listed is not None:
             known = {"full_attention": False, "chunked_attention": True}
-            given = [reader.choose("layer_types", kind, known) for kind in listed]
-            if len(given) != len(kinds) or any(
+            chunked = [reader.choose("layer_types", kind, known) for kind in listed]
+            if len(chunked) != len(kinds) or any(
                 is_chunked and (kind == "unrotated" or chunk is None)
-                for is_chunked, kind in zip(given, kinds, strict=True)
+                for is_chunked, kind in zip(chunked, kinds, strict=True)
             ):
                 raise reader.error(
                     "layer_types must have one entry a layer, and 'chunked_attention' "
                     f"only where no_rope_layers has 1, with {key}; got "
                     f"{messages.short(listed)}"
                 )
-            both = zip(given, kinds, strict=True)
-            found = tuple("chunked" if chunked else kind for chunked, kind in both)
-        return {"pattern": found, "window": chunk if "chunked" in found else None}
+            both = zip(chunked, kinds, strict=True)
+            pattern = tuple("chunked" if is_chunked else k for is_chunked, k in both)
+        return {"pattern": pattern, "window": chunk if "chunked" in pattern else None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         kinds = model.by_layer("pattern")
@@ -188,7 +190,7 @@ class Chunks(ConfigPart):
 
 
 class Growth(ConfigPart):
-    """How queries of unrotated layers grow, where `attn_temperature_tuning` says so."""
+    """Growth of queries of unrotated layers, if `attn_temperature_tuning` is true."""
 
     keys = (
         Key("attn_scale", "unrotated_growth", float, 0.1),

@@ -30,7 +30,7 @@ class HeadDim(ConfigPart):
 
 
 class ScaledRope(ConfigPart):
-    """Rotary parameters, which say what scores are scaled by.
+    """Rotary parameters, which also set the scale of scores.
 
     m² / sqrt(head_dim),   m = 0.1 mscale_all_dim ln(factor) + 1,   1 unscaled
     """
@@ -38,9 +38,9 @@ class ScaledRope(ConfigPart):
     def read(self, reader: Reader) -> dict[str, Any]:
         fields = RopePart().read(reader)
         key = "rope_parameters" if reader.raw.get("rope_parameters") else "rope_scaling"
-        given = Reader(reader.path, reader.raw.get(key) or {})
+        rope_reader = Reader(reader.path, reader.raw.get(key) or {})
         optional = float, type(None)
-        weight = given.take("mscale_all_dim", optional, None, within=reals(0))
+        weight = rope_reader.take("mscale_all_dim", optional, None, within=reals(0))
         if fields["rope_scaling"] is None or not weight:
             return fields
         head_dim = HeadDim().read(reader)["head_dim"]
@@ -56,7 +56,7 @@ class ScaledRope(ConfigPart):
         return raw
 
 
-def _parts(*more: ConfigPart) -> tuple[ConfigPart, ...]:
+def _make_parts(*more: ConfigPart) -> tuple[ConfigPart, ...]:
     return standard.parts(
         Key("kv_lora_rank", "latent", default=512),
         Key("q_lora_rank", "query_latent", int | None, 1536),
@@ -93,7 +93,7 @@ _IGNORED = (
 DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
-    parts=_parts(
+    parts=_make_parts(
         *mixtures.sizes("n_routed_experts", older="num_experts"),
         mixtures.LimitedGroups(),
         Key("routed_scaling_factor", "router_scale", float, 1.0),
@@ -116,7 +116,7 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
-    parts=_parts(
+    parts=_make_parts(
         *mixtures.sizes("n_routed_experts", older="num_local_experts"),
         *mixtures.GROUPS,
         mixtures.Shared("n_shared_experts", 1),

@@ -1,4 +1,4 @@
-"""What a family of models is: data.
+"""A family of models, as data.
 
 A family says which switches of `ModelConfig` its models share, which keys of
 `config.json` set the others, and how the decoder's weights are named in a checkpoint.
@@ -27,7 +27,7 @@ class ConfigPart(Protocol):
 
 
 def read(parts: Iterable[ConfigPart], reader: Reader) -> dict[str, Any]:
-    """The fields that parts set; of two that set one, the last."""
+    """The fields that parts set; if two set one field, the later part does."""
     return {k: v for part in parts for k, v in part.read(reader).items()}
 
 
@@ -37,7 +37,7 @@ def write(parts: Iterable[ConfigPart], model: ModelConfig) -> dict[str, Any]:
 
 
 def listed_layers(reader: Reader, known: Mapping[str, Any]) -> tuple | None:
-    """What `layer_types` lists of each layer; None where it is left out."""
+    """The kind of each layer, as `layer_types` lists it; None if it is left out."""
     listed = reader.take("layer_types", (list, type(None)), None)
     if listed is None:
         return None
@@ -49,7 +49,7 @@ def listed_layers(reader: Reader, known: Mapping[str, Any]) -> tuple | None:
     return kinds
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     """The value itself."""
     return value
 
@@ -61,23 +61,24 @@ class Key(ConfigPart):
     key: str
     field: str
     kind: type | types.UnionType = int  # None where it may be null, as the field then
-    # that of transformers where the key is left out, or a function from the object
+    # value in transformers if the key is left out, or a function of the raw config
     default: Any = MISSING
-    values: Mapping[str, Any] | None = None  # what it may be, and the field for each
-    null_is_default: bool = False  # whether null means the default
+    values: Mapping[str, Any] | None = None  # allowed values, and the field's for each
+    null_is_default: bool = False  # True: null means the default
     older: str | None = None  # its name in older files, read where it is absent or null
-    read_value: Callable[[Any], Any] = _same  # from the value to the field's
-    write_value: Callable[[Any], Any] = _same  # the inverse
+    read_value: Callable[[Any], Any] = _identity  # from the value to the field's
+    write_value: Callable[[Any], Any] = _identity  # the inverse
     also: tuple[str, ...] = ()  # other fields that it sets to the same
-    may_be_zero: bool = False  # whether 0 is a value, which `read_value` changes
+    may_be_zero: bool = False  # True: 0 is a value, which `read_value` changes
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        value = self._given(reader)
+        value = self._take_value(reader)
         if self.values is not None:
             value = reader.choose(self.key, value, self.values)
         return dict.fromkeys((self.field, *self.also), self.read_value(value))
 
-    def _given(self, reader: Reader) -> Any:
+    def _take_value(self, reader: Reader) -> Any:
+        """The value of the key or of its older name, or the default."""
         kinds = getattr(self.kind, "__args__", (self.kind,))
         if self.null_is_default:
             kinds = (*kinds, type(None))
@@ -91,11 +92,11 @@ class Key(ConfigPart):
         empty = (MISSING,) if type(None) in kinds else (MISSING, None)
         is_there = any(reader.raw.get(key, MISSING) not in empty for key in keys)
         absent = MISSING if default is MISSING and not is_there else None
-        given = [reader.take(key, kinds, absent, within=within) for key in keys]
-        found = [v for v, k in zip(given, keys, strict=True) if k in reader.raw]
+        taken = [reader.take(key, kinds, absent, within=within) for key in keys]
+        present = [v for v, k in zip(taken, keys, strict=True) if k in reader.raw]
         if self.null_is_default or type(None) not in kinds:
-            found = [value for value in found if value is not None]
-        return found[0] if found else default
+            present = [value for value in present if value is not None]
+        return present[0] if present else default
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         value = self.write_value(getattr(model, self.field))

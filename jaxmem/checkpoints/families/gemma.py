@@ -28,8 +28,8 @@ GEMMA = Family(
 )
 
 
-def _parts(caps: tuple[float | None, float | None], windows: Windows, **changes):
-    """Those of Gemma 2 and later; the bounds are of scores and of logits."""
+def _make_parts(caps: tuple[float | None, float | None], windows: Windows, **changes):
+    """Parts of Gemma 2 and later; `caps` bound attention scores and final logits."""
     attention, final = caps
     return standard.parts(
         Key(
@@ -53,7 +53,7 @@ def _parts(caps: tuple[float | None, float | None], windows: Windows, **changes)
 GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
-    parts=_parts((50.0, 30.0), Windows(ALTERNATING, 4096)),
+    parts=_make_parts((50.0, 30.0), Windows(ALTERNATING, 4096)),
     names=NAMES | standard.POST_NORMS,
     switches=_BOTH_NORMS,
 )
@@ -71,7 +71,7 @@ _PERIOD_KEYS = "sliding_window_pattern", "_sliding_window_pattern"
 GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    parts=_parts(
+    parts=_make_parts(
         (None, None),
         Windows(up_to_every_sixth, 4096, ignored=_PERIOD_KEYS),
         rope=TwoRopes(),

@@ -25,7 +25,7 @@ _ROPES = {
 
 
 class GlobalLayers(ConfigPart):
-    """What is said of global layers, in two forms, and their rotation.
+    """Sizes of global layers, which have two forms, and rotary parameters.
 
     Either `global_head_dim` and `num_global_key_value_heads`, or `per_layer_config`,
     which has both for each global layer.
@@ -33,7 +33,7 @@ class GlobalLayers(ConfigPart):
 
     def read(self, reader: Reader) -> dict[str, Any]:
         shares = reader.take("attention_k_eq_v", bool, False)
-        given = reader.take("per_layer_config", (dict, type(None)), None)
+        by_layer = reader.take("per_layer_config", (dict, type(None)), None)
         sizes = (
             Key("global_head_dim", "global_head_dim", int | None, 512),
             Key("num_global_key_value_heads", "global_kv_heads", int | None, None),
@@ -41,21 +41,21 @@ class GlobalLayers(ConfigPart):
         fields = read(sizes, reader)
         if not shares:
             fields["global_kv_heads"] = None
-        if given is not None:
-            fields = self._of_each(reader, given)
-        return {"keys_are_values": shares, **fields, **self._ropes(reader)}
+        if by_layer is not None:
+            fields = self._read_layers(reader, by_layer)
+        return {"keys_are_values": shares, **fields, **self._read_ropes(reader)}
 
-    def _of_each(self, reader: Reader, given: dict[str, Any]) -> dict[str, Any]:
+    def _read_layers(self, reader: Reader, by_layer: dict[str, Any]) -> dict[str, Any]:
         """The sizes that all global layers have, and no others."""
         kinds = reader.take("layer_types", list)
-        wanted = {str(i) for i, kind in enumerate(kinds) if kind == _GLOBAL}
-        found = [repr(sorted(given[i].items())) for i in given]
-        if given and set(given) != wanted or len(set(found)) > 1:
+        global_layers = {str(i) for i, kind in enumerate(kinds) if kind == _GLOBAL}
+        texts = [repr(sorted(by_layer[i].items())) for i in by_layer]
+        if by_layer and set(by_layer) != global_layers or len(set(texts)) > 1:
             raise reader.error(
                 "per_layer_config must say the same of every full_attention layer, and "
-                f"nothing of others, got {messages.short(given)}"
+                f"nothing of others, got {messages.short(by_layer)}"
             )
-        inner = Reader(reader.path, dict(next(iter(given.values()), {})))
+        inner = Reader(reader.path, dict(next(iter(by_layer.values()), {})))
         sizes = (
             Key("head_dim", "global_head_dim", default=reader.raw["head_dim"]),
             Key("num_key_value_heads", "global_kv_heads", int | None, None),
@@ -64,16 +64,16 @@ class GlobalLayers(ConfigPart):
         inner.finish({})
         return fields
 
-    def _ropes(self, reader: Reader) -> dict[str, Any]:
-        given = reader.take("rope_parameters", (dict, type(None)), None) or _ROPES
-        if set(given) != set(_ROPES):
+    def _read_ropes(self, reader: Reader) -> dict[str, Any]:
+        ropes = reader.take("rope_parameters", (dict, type(None)), None) or _ROPES
+        if set(ropes) != set(_ROPES):
             raise reader.error(
                 f"rope_parameters must be of {_GLOBAL} and {_LOCAL}, got "
-                f"{', '.join(map(messages.name, given))}"
+                f"{', '.join(map(messages.name, ropes))}"
             )
         fields = {"rope_proportion": 1.0}
         for kind, field in ((_GLOBAL, "rope_theta"), (_LOCAL, "local_rope_theta")):
-            inner = Reader(reader.path, dict(given[kind]))
+            inner = Reader(reader.path, dict(ropes[kind]))
             known = {"default": False, "proportional": True}
             known = known if kind == _GLOBAL else {"default": False}
             named = inner.take("rope_type", str, "default")

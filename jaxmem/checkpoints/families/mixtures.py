@@ -1,4 +1,4 @@
-"""What families with mixtures of experts share: keys, names, which layers have one."""
+"""Keys and names that families with experts share, and layers that have experts."""
 
 import dataclasses
 from typing import Any
@@ -40,10 +40,10 @@ def sizes(
 def names(block: str, matrices: tuple[str, str, str]) -> dict[str, str]:
     """Names of a router and of the matrices (gate, up, down) of each expert."""
     start = "model.layers.{}." + block
-    found = {"blocks/feed_forward/router": start + "gate"}
+    by_path = {"blocks/feed_forward/router": start + "gate"}
     for part, name in zip(("gate", "up", "down"), matrices, strict=True):
-        found[f"blocks/feed_forward/experts/{part}"] = start + "experts.{}." + name
-    return found
+        by_path[f"blocks/feed_forward/experts/{part}"] = start + "experts.{}." + name
+    return by_path
 
 
 def shared(name: str, block: str = "model.layers.{}.mlp.") -> dict[str, str]:

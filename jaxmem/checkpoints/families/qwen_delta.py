@@ -21,7 +21,7 @@ _KINDS = {"linear_attention": "delta", "full_attention": "attention"}
 
 
 class Mixers(ConfigPart):
-    """Which layers attend, those listed or each last of so many; and others' sizes."""
+    """Mixers of layers: listed, or attention in each last of an interval; and sizes."""
 
     sizes = (
         Key("linear_num_value_heads", "delta_heads", default=32),
@@ -49,7 +49,7 @@ class Mixers(ConfigPart):
         return {"layer_types": listed} | write(self.sizes, model)
 
 
-def _parts(*more: ConfigPart) -> tuple[ConfigPart, ...]:
+def _make_parts(*more: ConfigPart) -> tuple[ConfigPart, ...]:
     rope = RopePart(fraction=0.25, ignored=("mrope_interleaved", "mrope_section"))
     return standard.parts(
         standard.ATTENTION_BIAS,
@@ -64,8 +64,8 @@ _START, _ATTENTION = "blocks/attention/", "model.layers.{}.self_attn."
 _LINEAR = "model.layers.{}.linear_attn."
 
 
-def _names(**modules: str) -> dict[str, str]:
-    """Names where the delta rule's projections, as "query", are joined as given."""
+def _make_names(**modules: str) -> dict[str, str]:
+    """Names where the delta rule's projections, such as "query", are in `modules`."""
     return {
         **NAMES,
         _START + "gate": _ATTENTION + "q_proj",
@@ -87,12 +87,12 @@ _EXPERTS = (
 QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
-    parts=_parts(
+    parts=_make_parts(
         *_EXPERTS,
         Key("norm_topk_prob", "router_renormalised", bool, True),
         mixtures.EveryFew(),
     ),
-    names=_names(
+    names=_make_names(
         query="in_proj_qkvz", key="in_proj_qkvz", value="in_proj_qkvz",
         gate="in_proj_qkvz", rate="in_proj_ba", decay="in_proj_ba",
     )
@@ -107,7 +107,7 @@ QWEN3_NEXT = Family(
     further=("mtp.",),
 )  # fmt: skip
 
-_NAMES = _names(
+_NAMES = _make_names(
     query="in_proj_qkv", key="in_proj_qkv", value="in_proj_qkv",
     gate="in_proj_z", rate="in_proj_b", decay="in_proj_a",
 )  # fmt: skip
@@ -121,7 +121,7 @@ _IGNORED = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
-    parts=_parts(),
+    parts=_make_parts(),
     names=_NAMES,
     switches=_SWITCHES,
     only=_ONLY,
@@ -133,7 +133,7 @@ QWEN3_5 = Family(
 QWEN3_5_MOE = Family(
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
-    parts=(*standard.without(_parts(), "ff"), *_EXPERTS),
+    parts=(*standard.without(_make_parts(), "ff"), *_EXPERTS),
     names=_NAMES | mixtures.NAMES | mixtures.SHARED_WITH_GATE,
     fused=mixtures.joined_experts("model.layers.{}.mlp.experts."),
     switches=_SWITCHES

@@ -54,7 +54,7 @@ class RopePart(ConfigPart):
 
     def read(self, reader: Reader) -> dict[str, Any]:
         optional = (dict, type(None))
-        given = reader.take("rope_parameters", optional, None)
+        newer = reader.take("rope_parameters", optional, None)
         within = RANGES["rope_theta"]
         base = reader.take(self.theta_key, float, self.theta, within=within)
         scaling = reader.take("rope_scaling", optional, None)
@@ -63,10 +63,10 @@ class RopePart(ConfigPart):
             within = RANGES["rope_fraction"]
             part = reader.take(self.fraction_key, float, self.fraction, within=within)
             old = {"partial_rotary_factor": part} | old
-        if given is None:
+        if newer is None:
             return self.fields(reader, old)
         reader.read.add("rope_theta")  # of the older form, which others write beside
-        new = {"rope_theta": base} | given
+        new = {"rope_theta": base} | newer
         if self.fraction is not None:
             new = {"partial_rotary_factor": old["partial_rotary_factor"]} | new
         fields = self.fields(reader, new)
@@ -75,7 +75,7 @@ class RopePart(ConfigPart):
         if self.fraction is not None and self.fraction_key not in reader.raw:
             old["partial_rotary_factor"] = new["partial_rotary_factor"]
         if not scaling:  # the old form says no more than the base
-            old = given | old
+            old = newer | old
         if self.fields(reader, old) != fields:
             raise reader.error(
                 "rope_parameters is not what rope_theta and rope_scaling say; delete "
@@ -83,17 +83,17 @@ class RopePart(ConfigPart):
             )
         return fields
 
-    def fields(self, reader: Reader, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that one object of parameters says."""
-        given = dict(given)
-        kind = given.pop("type", "default")
-        kind = given.pop("rope_type", kind)
-        stretch = given.pop(self.stretch, None) if self.stretch else None
+    def fields(self, reader: Reader, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that one object of rotary parameters sets."""
+        parameters = dict(parameters)
+        kind = parameters.pop("type", "default")
+        kind = parameters.pop("rope_type", kind)
+        stretch = parameters.pop(self.stretch, None) if self.stretch else None
         if stretch is not None and kind == "dynamic":
-            return self._stretched(reader, given, stretch)
+            return self._stretch_base(reader, parameters, stretch)
         keys = [Key("rope_theta", "rope_theta", float, self.theta)]
         keys += reader.choose("rope type", kind, _KINDS)
-        inner = Reader(reader.path, given)
+        inner = Reader(reader.path, parameters)
         if self.growth is not None:
             keys.append(Key(self.growth, "query_growth", float | None, None))
             inner.read.add("max_position_embeddings")
@@ -106,20 +106,20 @@ class RopePart(ConfigPart):
             key, within = "max_position_embeddings", RANGES["rope_limit"]
             fields["rope_limit"] = reader.take(key, int, within=within)
         if fields["rope_scaling"] == "listed":
-            fields |= _listed(reader, inner)
+            fields |= _listed_factors(reader, inner)
         if kind == "yarn":
-            fields |= _yarn(inner, fields["rope_factor"])
+            fields |= _yarn_magnitude(inner, fields["rope_factor"])
         inner.read.update(self.ignored)
         inner.finish({k: v for k, v in ONLY.items() if k not in inner.read})
         return fields
 
-    def _stretched(
-        self, reader: Reader, given: dict[str, Any], stretch: Any
+    def _stretch_base(
+        self, reader: Reader, parameters: dict[str, Any], stretch: Any
     ) -> dict[str, Any]:
-        """Those of a base that a fixed factor stretches, whatever the length is."""
+        """Fields of a base that a fixed factor stretches, whatever the length is."""
         for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-            given.pop(key, None)
-        fields = self.fields(reader, given)
+            parameters.pop(key, None)
+        fields = self.fields(reader, parameters)
         name = str(self.stretch)
         factor = Reader(reader.path, {name: stretch}).take(
             name, float, within=_POSITIVE
@@ -133,7 +133,7 @@ class RopePart(ConfigPart):
         # The older form, which every version of transformers reads.
         scaling: Any = None
         if model.rope_scaling == "listed":
-            scaling = _listed_again(model)
+            scaling = _write_listed(model)
         elif model.rope_scaling is not None:
             kind = model.rope_scaling
             scaling = {"rope_type": kind} | write(_KINDS[kind], model)
@@ -159,20 +159,20 @@ class TwoRopes(ConfigPart):
     local_key: str | None = "rope_local_base_freq"  # of the older form, if it has one
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        given = reader.take("rope_parameters", (dict, type(None)), None)
+        ropes = reader.take("rope_parameters", (dict, type(None)), None)
         keys = () if self.local_key is None else (self.local_key,)
-        if given is None or "full_attention" not in given:
+        if ropes is None or "full_attention" not in ropes:
             local, within = self.local_theta, RANGES["local_rope_theta"]
             for key in keys:
                 local = reader.take(key, float, local, within=within)
             return RopePart(self.theta).read(reader) | {"local_rope_theta": local}
         reader.read.update(("rope_theta", "rope_scaling", "rope_local_base_freq"))
-        if set(given) != set(_LAYERS):
+        if set(ropes) != set(_LAYERS):
             raise reader.error(
                 f"rope_parameters must be of {', '.join(_LAYERS)}, got "
-                f"{', '.join(map(messages.name, given))}"
+                f"{', '.join(map(messages.name, ropes))}"
             )
-        kinds = Reader(reader.path, given)
+        kinds = Reader(reader.path, ropes)
         part = kinds.take("sliding_attention", dict)
         local = RopePart(self.local_theta).fields(reader, part)
         if local["rope_scaling"] is not None:
@@ -197,26 +197,30 @@ class TwoRopes(ConfigPart):
         return {"rope_parameters": dict(zip(_LAYERS, both, strict=True))}
 
 
-def _yarn(inner: Reader, factor: float) -> dict[str, Any]:
-    """What scales cosines and sines: given, or by the logarithm of the factor."""
+def _yarn_magnitude(inner: Reader, factor: float) -> dict[str, Any]:
+    """The factor of cosines and sines: `attention_factor`, or by ln(factor)."""
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-    given = inner.take("attention_factor", _WITH_NULL, None, within=_POSITIVE)
+    attention_factor = inner.take(
+        "attention_factor", _WITH_NULL, None, within=_POSITIVE
+    )
     both = [
         inner.take(key, _WITH_NULL, None, within=_ANY)
         for key in ("mscale", "mscale_all_dim")
     ]
-    if given is None:
+    if attention_factor is None:
         above, below = both
         ratio = above and below
-        given = magnitude(above) / magnitude(below) if ratio else magnitude(1.0)
+        attention_factor = (
+            magnitude(above) / magnitude(below) if ratio else magnitude(1.0)
+        )
     truncate = inner.take("truncate", bool, True)
-    return {"rope_magnitude": given, "rope_truncate": truncate}
+    return {"rope_magnitude": attention_factor, "rope_truncate": truncate}
 
 
-def _listed(reader: Reader, inner: Reader) -> dict[str, Any]:
+def _listed_factors(reader: Reader, inner: Reader) -> dict[str, Any]:
     """The factors of documents up to the limit, and of longer ones."""
     key, within = "original_max_position_embeddings", RANGES["rope_limit"]
     limit = inner.take(key, int, reader.take(key, int, 0, within=within), within=within)
@@ -227,14 +231,16 @@ def _listed(reader: Reader, inner: Reader) -> dict[str, Any]:
         if not all(type(x) in (int, float) and x > 0 for x in listed):
             raise reader.error(f"{key} must be a list of numbers above 0")
         factors.append(tuple(map(float, listed)))
-    given = inner.take("attention_factor", _WITH_NULL, None, within=_POSITIVE)
+    attention_factor = inner.take(
+        "attention_factor", _WITH_NULL, None, within=_POSITIVE
+    )
     times = reader.take("max_position_embeddings", int) / limit
     times = inner.take("factor", _WITH_NULL, times, within=_POSITIVE) or times
-    if given is None:
+    if attention_factor is None:
         growth = math.log(max(times, 1)) / math.log(limit)
-        given = math.sqrt(1 + growth)
+        attention_factor = math.sqrt(1 + growth)
     short, long = (
-        inner.take(key, _WITH_NULL, None, within=_POSITIVE) or given
+        inner.take(key, _WITH_NULL, None, within=_POSITIVE) or attention_factor
         for key in ("short_mscale", "long_mscale")
     )
     return {
@@ -246,7 +252,7 @@ def _listed(reader: Reader, inner: Reader) -> dict[str, Any]:
     }
 
 
-def _listed_again(model: ModelConfig) -> dict[str, Any]:
+def _write_listed(model: ModelConfig) -> dict[str, Any]:
     magnitudes = {}
     if model.rope_long_magnitude is not None:
         magnitudes = {
@@ -276,7 +282,7 @@ def in_both(raw: Mapping[str, Any]) -> dict[str, Any]:
     if any((kind or {}).get("rope_type") == "proportional" for kind in kinds):
         return dict(raw)  # older readers do not know it
     if raw.get(_NEW):
-        older = _older(raw[_NEW])  # behind the keys that are there, in their order
+        older = _older_form(raw[_NEW])  # behind the keys that are there, in their order
         return dict(raw) | {k: v for k, v in older.items() if k not in raw}
     if raw.get("rope_theta") is None:
         return dict(raw)
@@ -288,7 +294,7 @@ def in_both(raw: Mapping[str, Any]) -> dict[str, Any]:
     return dict(raw) | {_NEW: new}
 
 
-def _older(new: Mapping[str, Any]) -> dict[str, Any]:
+def _older_form(new: Mapping[str, Any]) -> dict[str, Any]:
     local = {}
     if _GLOBAL in new:
         local = {"rope_local_base_freq": new[_LOCAL].get("rope_theta", 10_000.0)}

@@ -1,4 +1,4 @@
-"""What most families share: keys as Llama has them."""
+"""Keys that most families share, as Llama has them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -56,10 +56,10 @@ def but(names: Mapping[str, str], *modules: str) -> dict[str, str]:
 def head_dim(default: int | None = None) -> Key:
     """The width of a head; None: heads share the width of the residual stream."""
 
-    def of(raw: Any) -> int:
+    def derive(raw: Any) -> int:
         return default or raw["hidden_size"] // raw["num_attention_heads"]
 
-    return Key("head_dim", "head_dim", default=of, null_is_default=True)
+    return Key("head_dim", "head_dim", default=derive, null_is_default=True)
 
 
 def qkv_bias(default: bool) -> Key:
@@ -68,7 +68,7 @@ def qkv_bias(default: bool) -> Key:
 
 
 def all_biases(default: bool, null_is_default: bool = False) -> Key:
-    """Those of attention's output as well."""
+    """Biases of queries, keys, values and attention's output."""
     return Key(
         "attention_bias", "qkv_bias", bool, default, null_is_default=null_is_default,
         also=("output_bias",),
@@ -76,7 +76,7 @@ def all_biases(default: bool, null_is_default: bool = False) -> Key:
 
 
 def parallel(kind: str, default: bool) -> Key:
-    """Whether both sublayers read a layer's input, and by which norms."""
+    """The norms, `kind`, of sublayers that both read a layer's input, if they do."""
     return Key(
         "use_parallel_residual", "parallel", bool, default,
         read_value=lambda is_parallel: kind if is_parallel else None,
