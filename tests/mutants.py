@@ -4,7 +4,7 @@
 
 Mutants are drawn from the functions of the modules below, the same ones for a seed,
 and each is tested in a copy of the tree by the tests that mirror its module: by those
-that `pytest` runs, and if all of them pass, by those marked slow. A mutant that slow
+that `.ci/run` runs, and if all of them pass, by those marked slow. A mutant that slow
 tests alone kill says that one of them should not be slow; of one that survives, a test
 is missing, or the mutant computes the same.
 """

@@ -24,6 +24,7 @@ needs_pallas = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full
 def test_it_prints_times_and_memory_of_every_path(capsys):
     assert main(["bench", "--shape", "64,32,512", "--repetitions=1"]) == 0
     header, columns, *rows, unit = capsys.readouterr().out.splitlines()

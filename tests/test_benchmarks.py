@@ -188,7 +188,7 @@ def test_wrong_results_are_not_timed():
 # ------------------------------------------------------------------ the scripts
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_run_head_materialised(capsys):
     arguments = ["--worker=time", *TINY, "--path=materialised"]
     ((row,), _) = rows_of(capsys, run_head.main, arguments)
@@ -196,6 +196,7 @@ def test_run_head_materialised(capsys):
     assert float(row["logprob_error"]) < 2e-5 and float(row["dw_error"]) < 1e-5
 
 
+@pytest.mark.full
 def test_run_head_call_with_options(capsys):
     path = "logprobs where=half chunk=16"
     ((row,), _) = rows_of(

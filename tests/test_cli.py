@@ -334,6 +334,7 @@ def test_output_that_nobody_reads_ends_quietly(tmp_path):
     assert done.stderr == "status 141\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [["train", "é.gin"], slow(["train", "--keys", "é"])])
 def test_terminal_of_ascii_gets_escapes(words, tmp_path):
     done = subprocess.run(
@@ -382,11 +383,13 @@ def shell(command, cwd):
     return ended.returncode, ended.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", slow(">&- <&-")])
 def test_command_works_without_stdout(closed, tmp_path):
     assert shell(f"train --keys eval {closed}", tmp_path) == (0, "")
 
 
+@pytest.mark.full
 def test_full_disk_behind_stdout_is_named(tmp_path):
     status, said = shell("train --keys eval > /dev/full", tmp_path)
     assert (status, said) == (2, "jaxmem: error: stdout: No space left on device\n")

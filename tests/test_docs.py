@@ -20,6 +20,7 @@ import pytest
 import jaxmem
 from benchmarks import results
 from jaxmem.commands import cli
+from tests.helpers.cases import full
 from tests.helpers.layers import FORWARDS
 from tests.helpers.markdown import blocks, commands
 
@@ -134,7 +135,15 @@ def run_python(text, name):
     return namespace
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+# The functions that they call have quick tests of their own.
+TRAINING_PAGES = ("own_model", "heads", "sampled", "start", "meshes", "rl_losses")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [full(x) if x.stem in TRAINING_PAGES else x for x in DOCUMENTS],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
 def test_python_blocks_run(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_python(document.read_text("utf-8"), str(document))

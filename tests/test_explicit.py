@@ -265,6 +265,7 @@ def test_one_argument_alone_is_sharded(verb, name):
     check_types(verb, SHARDINGS[name])
 
 
+@pytest.mark.full
 @pytest.mark.every_function
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
@@ -352,6 +353,7 @@ def test_outside_of_jit():
     assert jax.typeof(got).sharding.spec == P("data", None)
 
 
+@pytest.mark.full
 def test_gradients_left_to_be_summed():
     """What is `reduced` has a gradient of which each device keeps a part."""
     x = placed((EXPLICIT, EXPLICIT), TOKENS)
@@ -403,6 +405,7 @@ def test_loss_functions_may_close_over_arrays(kind):
     np.testing.assert_allclose(traced, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss_fn", [slow(relu), branch])
 def test_loss_closure_that_would_need_types(loss_fn):
     x = placed((EXPLICIT, EXPLICIT), TOKENS)
@@ -504,7 +507,7 @@ def of_sequences(x):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_losses_of_sequences():
     x = placed((EXPLICIT, EXPLICIT), SHARDINGS["all"])
     with jax.set_mesh(x["h"].sharding.mesh):

@@ -95,6 +95,7 @@ def test_sharded_tree_keeps_its_sharding():
     assert offload.fetch(parked).sharding == rows.with_memory_kind("device")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "slice_bytes, dtype",
     [
@@ -148,6 +149,7 @@ def test_last_slice_may_be_shorter():
         assert lengths(shapes["w"]) == expected
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])
 def test_slices_of_several_lengths_change_no_bit(dtype):
@@ -245,6 +247,7 @@ def test_state_of_other_arrays_is_not_consumed():
 ROWS_SPLIT, ROWS_WHOLE = P("x", "y"), P(None, "y")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "there, here",
     [

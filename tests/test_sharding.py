@@ -121,13 +121,14 @@ def test_parallel_on_every_mesh(name):
 MIXED = (AxisType.Explicit, AxisType.Auto) * 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [AxisType.Explicit, MIXED, MIXED[::-1]], ids=str)
 def test_parallel_on_explicit_axes(kind):
     verb = parallel(jaxmem.token_stats, "sequences", kind)
     check(with_gradients(verb, *problem()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [{"vocab": None}, slow({"tokens": None})], ids=str)
 def test_tokens_or_vocabulary_may_be_whole(changes):
     check(with_gradients(parallel(jaxmem.token_stats, "2x4", **changes), *problem()))
@@ -165,6 +166,7 @@ def test_token_loss_counts_the_tokens_of_all_devices(name, normalizer):
     assert_same(run(parallel(jaxmem.token_loss, name)), want)
 
 
+@pytest.mark.full
 def test_entropy_logits_and_an_option_given_beforehand():
     h, W, y, _ = (np.nan_to_num(x) for x in problem())
     logits, y = h @ W.T, y % 36
@@ -241,6 +243,7 @@ def of_given_columns():
 QUICK = ("topk", "W in parts of D"), ("sample_ids", "1x8")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, how",
     [
@@ -286,6 +289,7 @@ def test_eager_calls_without_jit():
     assert_same(made, jaxmem.logprobs(h, W, y))
 
 
+@pytest.mark.full
 def test_sharded_operands_stay_so_and_may_be_donated():
     h, W, y, _ = problem()
     h, y = (np.repeat(x, 4, 1)[:2] for x in (h, y))  # [2, 28]
@@ -471,6 +475,7 @@ def test_partial_with_positional_data_is_refused():
         jaxmem.sharding.parallel(partial, MESH, vocab="tensor")
 
 
+@pytest.mark.full
 def test_verbs_that_need_all_of_W_on_explicit_axes():
     h, W, _, bias = (np.nan_to_num(x) for x in problem())
     run = calls_with_all_of_W()["jsd"]
@@ -503,6 +508,7 @@ def test_results_of_several_a_token_stay_split():
     assert made.sharding.spec == P("data", None)
 
 
+@pytest.mark.full
 def test_collectives_of_W_gathered():
     """As with a part of it: scattered first and summed then."""
     h, W = np.nan_to_num(problem()[0]), np.pad(problem()[1], [(0, 3), (0, 0)])
@@ -595,6 +601,7 @@ def test_errors_of_verb_with_W_gathered(verb, changes):
     assert str(got.value) == str(want.value)
 
 
+@pytest.mark.full
 def test_unseen_bad_ragged_support_is_nan_in_its_token():
     """Too many ids, and one that does not exist; ids of another token are not moved."""
     verb = jaxmem.sharding.parallel(jaxmem.support_logprobs, MESH, tokens="data")

@@ -56,6 +56,7 @@ generate.Generater  # mistake
 """
 
 
+@pytest.mark.full
 def test_pyright_reports_exactly_the_mistakes(tmp_path):
     if importlib.util.find_spec("pyright") is None:
         pytest.skip("pyright is not installed; it comes with the extra `dev`")

@@ -126,6 +126,7 @@ with locks.exclusive(__import__("pathlib").Path(sys.argv[1]), "it", print):
 """
 
 
+@pytest.mark.full
 def test_forked_child_does_not_keep_the_lock(path):
     parent = subprocess.Popen(
         [sys.executable, "-c", FORKING, str(path)], stdout=subprocess.PIPE

@@ -131,6 +131,7 @@ def running(arguments, out_dir, steps, program=("-m", "jaxmem")):
     return pair
 
 
+@pytest.mark.full
 def test_two_processes_stop_resume_and_equal_one(arguments, tmp_path):
     out_dir = tmp_path / "two"
     pair = running(arguments, out_dir, 3, ("-c", TWICE))

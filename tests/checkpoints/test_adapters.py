@@ -57,6 +57,7 @@ def whole():
     )
 
 
+@pytest.mark.full
 def test_scaled_adapter_with_whole_matrices(whole, tmp_path):
     expected = np.load(WHOLE / "expected.npz")
     tokens, logits = jnp.asarray(expected["tokens"]), expected["logits"]
@@ -134,6 +135,7 @@ def test_saving_gives_the_same_adapter_back(decoder, tmp_path):
         checkpoints.save_adapter(tmp_path / "out", decoder)
 
 
+@pytest.mark.full
 def test_new_adapter_changes_no_logits_of_tied_head(tmp_path):
     llama = QWEN3.parent / "llama_linear"
     expected = np.load(llama / "expected.npz")

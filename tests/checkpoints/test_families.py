@@ -78,6 +78,7 @@ def of_rows(definition, weights, tokens, differentiated):
     return logits, gradients
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "differentiated"),
     [
@@ -146,6 +147,7 @@ def test_router_loss_equals_transformers(name, loaded):
     compare_gradients(gradients, stored, "balance_gradients", config)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [n if n in CACHED else slow(n) for n in RECORDED])
 def test_greedy_tokens_are_those_of_transformers(name, loaded):
     stored, (decoder, _) = record(name), loaded(name)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 QUICK = "deepseek_v3", "qwen3_5", "gemma4_reuse"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in RECORDED])
 def test_logits_on_mesh_equal_transformers(name, tmp_path):
     stored = record(name)

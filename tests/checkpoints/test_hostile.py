@@ -99,6 +99,7 @@ names = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.full
 @nasty.profile(225)
 @hypothesis.given(
     data=nasty.files(nasty.objects([INDEX], ["c"], names.map(lambda name: {"t": name})))

@@ -32,6 +32,7 @@ def logits(decoder, tokens):
     return decoder.logits(decoder(tokens, None, places))
 
 
+@pytest.mark.full
 def test_export_merges_adapter_into_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(texts.TINY)  # the adapter names its base as "qwen3"
     out = str(tmp_path / "merged")
@@ -72,6 +73,7 @@ def test_adapter_of_changed_base_is_refused(tmp_path, monkeypatch, capsys):
         place.load()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [slow(True), False])
 def test_merged_logits_are_those_with_adapters(tied, tmp_path):
     config = dataclasses.replace(

@@ -310,6 +310,7 @@ NESTED = (
 )
 
 
+@pytest.mark.full
 def test_loop_without_end_is_an_error(tmp_path):
     template = ChatTemplate(NESTED, {}, "t")
     with pytest.raises(ValueError, match="its loops take more than 1,000,000 turns"):

@@ -40,7 +40,7 @@ def test_odd_weights_are_shares_to_a_thousandth():
     assert abs(share - np.pi / (np.pi + np.e)) < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("least", [0.00101, np.pi / 1000, 1 / 30])
 def test_small_weights_are_shares_to_five_per_cent(least):
     order = mixing.Mixed([0, 1], (1 - least, least), seed=0)
@@ -115,6 +115,7 @@ def letters(batches, tokenizer, count):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("streaming", [False, True])
 def test_documents(streaming, write, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxmem.data.block_files.BLOCK_BYTES", 64)

@@ -13,6 +13,7 @@ GOOD = [{"text": "a b"}, {"prompt": "é", "response": "\u2028", "id": 7}]
 lines = nasty.objects(GOOD, ["text", "meta"], st.sampled_from(["b", "", "😀"]))
 
 
+@pytest.mark.full
 @nasty.profile(250)
 @hypothesis.given(
     content=st.lists(nasty.files(lines) | st.just(b""), min_size=1, max_size=3)

@@ -56,6 +56,7 @@ def test_missing_compiler_comes_with_its_command(monkeypatch):
             raise AssertionError("entered")
 
 
+@pytest.mark.full
 def test_programs_of_absent_devices_not_cached(fake, tmp_path):
     """Their compiler writes entries that it cannot read."""
     before = jax.config.jax_compilation_cache_dir

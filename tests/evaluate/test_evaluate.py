@@ -79,6 +79,7 @@ def answers(model):
     return make_expected.asked_of(HarnessModel(model, "tiny", 256, batch_size=2))
 
 
+@pytest.mark.full
 def test_continuations_score_as_in_transformers(answers):
     for (logprob, greedy), (wanted, is_greedy) in zip(
         answers["pairs"], EXPECTED["pairs"], strict=True

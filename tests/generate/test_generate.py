@@ -146,7 +146,7 @@ def test_unreached_stop_strings_are_reported():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_stop_string_may_be_a_special_token(directory):
     model = generate.load(directory, dtype="float32")._replace(eos_ids=())
     config = GenerateConfig(
@@ -204,6 +204,7 @@ def written(generator, out="out.jsonl"):
     return [json.loads(line) for line in lines], pathlib.Path("log.txt").read_text()
 
 
+@pytest.mark.full
 def test_generate_file_resumes_after_a_kill(sampled, prompts, monkeypatch):
     whole, log = written(sampled, "whole.jsonl")
     assert [{k: row[k] for k in ("prompt", "id")} for row in whole] == prompts
@@ -274,6 +275,7 @@ def test_text_file_of_prompts_is_refused(sampled, prompts):
 # -------------------------------------------------------------------- chat
 
 
+@pytest.mark.full
 def test_chat_keeps_its_history(greedy, monkeypatch, capsys):
     lines = iter(["hi", "", "u", "a" * 60, "/reset", "hi", "/exit", "never"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))

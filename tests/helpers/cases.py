@@ -8,6 +8,11 @@ import numpy as np
 import pytest
 
 
+def full(*values):
+    """A case that `.ci/run` runs on every change, and `pytest` alone leaves out."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 def slow(*values):
     """A case that repeats what faster ones cover: in `pytest -m ''` alone."""
     return pytest.param(*values, marks=pytest.mark.slow)

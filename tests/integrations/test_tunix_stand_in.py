@@ -285,7 +285,7 @@ def test_logps_and_entropies(
     assert_alike(value, TunixModel(tied))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gradient_only_where_asked_for(fake_tunix):
     def total(state, graphdef):
         with tunix.applied():

@@ -65,6 +65,7 @@ def results(model, tokens, worth, packed, layout=None):
     return packed.unpack(hidden), total
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "policy"),
     [

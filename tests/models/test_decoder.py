@@ -235,7 +235,7 @@ def test_tied_weights_get_sum_of_both_gradients():
     assert float(jnp.max(jnp.abs(apart["head"]["kernel"]))) > 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_bfloat16_keeps_float32_weights_and_gradients():
     model = decoder(dtype="bfloat16")
     batch = rows_of(random_document(12, 6), length=12)
@@ -412,6 +412,7 @@ def test_decoder_without_vocab_size_is_refused():
         decoder(vocab_size=None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [True, False])
 def test_pad_row_look_ups_have_no_gradient(tied):
     """As torch's nn.Embedding(padding_idx); a tied head still trains the row."""

@@ -175,6 +175,7 @@ def test_weights_cast_beforehand_are_equal(norm_offset):
 # ------------------------------------------------------------------ logits
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("tied", "softcap"), [slow(True, None), (False, 0.3)])
 def test_logits_are_those_inside_the_head(tied, softcap):
     model = decoder(tied=tied, softcap=softcap, dtype="bfloat16")
@@ -192,7 +193,7 @@ def test_logits_are_those_inside_the_head(tied, softcap):
 # ------------------------------------------------------------------ memory
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_cache_exists_once_and_is_never_copied(optimized):
     config = dataclasses.replace(
         SMALL, layers=3, hidden=16, ff=16, heads=8, kv_heads=1, head_dim=16

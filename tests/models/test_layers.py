@@ -173,6 +173,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, dtype", PAIRS)
 def test_block_as_exact_as_ordinary_form(name, dtype):
     """Of the result and of each gradient: the error against float64."""
@@ -253,7 +254,7 @@ def test_adapters_keep_nothing_more_of_a_block(adapted):
     assert shaped(config).bytes_per_token == kept_by(config)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, policy",
     [

@@ -95,7 +95,7 @@ def products(run, *arrays):
     return sum(n * cost.operations(e) for e, n in cost.equations(jaxpr, turns))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("groups", [8, 64])
 def test_expert_work_and_memory_of_routed_rows(groups):

@@ -89,6 +89,7 @@ def assert_same_steps(result, wanted):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "remat", "then"),
     [((1, 2, 2, 2), LAST_WHOLE, FULL), slow((1, 4, 1, 2), FULL, LAST_WHOLE)],
@@ -198,7 +199,7 @@ def attention(query, key, value, mask, by_head=None):
     return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "kv_heads"),
     [

@@ -25,6 +25,7 @@ from tests.helpers.sampling import (
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("slots", "changes", "settings"),
     [
@@ -69,7 +70,7 @@ def test_rows_without_tokens_take_no_step(slots):
     np.testing.assert_allclose(made.logprobs[live], whole.logprobs[live], atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_refill_takes_no_idle_step(monkeypatch):
     calls, decode = [], Decoder.decode
 

@@ -165,6 +165,7 @@ def test_logprobs_are_those_of_the_whole_policy(changes, temperature):
     assert made.logprobs[made.mask].std() > 0.03
 
 
+@pytest.mark.full
 @POLICIES
 def test_truncated_logprobs_within_support(changes, temperature):
     model = decoder(**changes)
@@ -201,7 +202,7 @@ def chi_square_bound(degrees):
 
 
 # test_generate compares frequencies of tokens from truncated distributions.
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [
@@ -354,7 +355,7 @@ def test_unrolled_layers_draw_same_tokens():
     np.testing.assert_allclose(one.logprobs, by_loop.logprobs, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [dict(qkv_bias=True, qk_norm=True), {}])
 def test_joined_projections_draw_the_same_tokens(changes):
     definition, weights = nnx.split(decoder(**changes))

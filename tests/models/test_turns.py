@@ -31,6 +31,7 @@ ROWS, WIDTH = PROMPTS.shape
 ROOM = WIDTH + TURNS * NEW + (TURNS - 1) * REPLY - 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "settings"),
     [

@@ -130,6 +130,7 @@ DISTILL = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [slow("text"), "on_policy"])
 def test_phases_of_a_student_are_its_programs(fake, numbered, tmp_path, mode):
     """The teacher is on the device in every phase; its states are on the host."""
@@ -262,6 +263,7 @@ def test_plan_of_job_that_does_not_fit(fake, capsys, monkeypatch):
     assert status == 1 and "does not fit" in said.out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("job", [SFT, slow(DPO)], ids=["sft", "dpo"])
 def test_fit_prints_overrides_that_load(job, fake, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "_POLICIES", ("none", "full"))  # each is traced

@@ -175,7 +175,7 @@ def test_fit_offloads_to_make_room():
     assert products(policy) == products(remat.Policy(save=["q", "gate", "up"]))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fit_keeps_last_blocks_whole():
     """What the last one keeps is gone before there are gradients: here it takes less
     memory than to make it again, and fewer products.
@@ -191,6 +191,7 @@ def test_fit_keeps_last_blocks_whole():
         chosen(limit, NO_HOST)
 
 
+@pytest.mark.full
 def test_fit_combines_offload_and_last_blocks():
     limit = needs(remat.Policy(offload=["block_in"], last=1))
     policy, _ = chosen(limit, FAST, last=[1], names=["block_in"])
@@ -220,7 +221,7 @@ def test_memory_is_that_of_each_device():
     assert remat.fit(step, most, **options) == remat.Policy(save=["q", "gate", "up"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fit_exposed_copies_are_last_resort():
     seconds = products(None) / 3 / FAST.products
     hidden = 1.2 * INPUTS / seconds  # a link that carries the inputs, and no more
@@ -234,6 +235,7 @@ def test_fit_exposed_copies_are_last_resort():
     assert keeps == remat.Policy()
 
 
+@pytest.mark.full
 def test_fit_table_gives_reasons(monkeypatch):
     _, said = chosen(needs(remat.Policy(save=["q"])), NO_HOST)
     head, *rows = said.splitlines()

@@ -527,7 +527,7 @@ def test_score_command(model, directory, capsys):
 # ---------------------------------------------------------------- teachers
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_teacher_columns_are_largest_logits(model, directory):
     pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -68,6 +68,7 @@ def exported(path, *options):
     return "out"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("streaming", [slow(False), True])
 def test_whole_model_ends_its_turns(streaming):
     train(f"data.streaming={streaming}")
@@ -86,6 +87,7 @@ def test_adapter_ends_its_turns():
     assert ends(exported("run", "--merge")) == [EOS, TURN]
 
 
+@pytest.mark.full
 def test_texts_teach_no_end_of_a_turn():
     pathlib.Path("chat.jsonl").write_text(json.dumps({"text": "abc"}) + "\n")
     train()

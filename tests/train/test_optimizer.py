@@ -71,6 +71,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor"])
 def test_named_optimizer_equals_optax(name):
     decay = DECAY if name in ("adamw", "lion") else 0.0
@@ -82,6 +83,7 @@ def test_named_optimizer_equals_optax(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), made, wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["sgd", "adafactor"])
 def test_weight_decay_scales_with_learning_rate(name):
     made = []
@@ -99,6 +101,7 @@ def test_weight_decay_scales_with_learning_rate(name):
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_muon_updates_matrices_and_adamw_the_rest():
     config = OptimizerConfig(RATE, name="muon", weight_decay=DECAY, clip_norm=None)
     made = steps_of(make_optimizer(config, optax.constant_schedule(RATE)), weights(0))

@@ -73,6 +73,7 @@ def losses(directory="run"):
     return [x.loss for x in read_history(pathlib.Path(directory, "metrics.jsonl"))]
 
 
+@pytest.mark.full
 def test_bfloat16_checkpoint_trains_as_float32():
     said = train()
     wide = train({"run.out_dir": "wide", "model.param_dtype": "float32"})
@@ -118,6 +119,7 @@ def test_jobs_train_masters_and_freeze_as_told(gin):
             assert kinds(program.teacher.state_shapes.params) == {"bfloat16"}
 
 
+@pytest.mark.full
 def test_16_bit_trained_weights_resume_in_float32(monkeypatch):
     with monkeypatch.context() as before:
         before.setattr(
@@ -134,6 +136,7 @@ def test_16_bit_trained_weights_resume_in_float32(monkeypatch):
     assert "were saved in" not in said
 
 
+@pytest.mark.full
 def test_16_bit_module_is_trained_in_float32(capsys):
     own = {"model.factory": OWN, "model.hidden": 16}
     said = train(own)

@@ -212,6 +212,7 @@ def test_browser_shows_the_page_without_errors(run, tmp_path):
 WRONG = (None, "x", "\ud800", [], {}, [1], {"a": 1}, True, 1e308, 10**400, math.nan)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [slow("metrics.jsonl"), "summary.json", "samples.jsonl"]
 )

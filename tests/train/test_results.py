@@ -74,6 +74,7 @@ def mean_loss(decoder):
 # -------------------------------------------------------------------- runs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("whole", [False, slow(True)])
 def test_adapters_train_with_the_base_frozen(whole, directory):
     model = texts.checkpoint("qwen3", directory)

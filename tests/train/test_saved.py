@@ -59,6 +59,7 @@ def loaded(path):
         return place, place.load(), checkpoints.load_vocabulary(place.directory)
 
 
+@pytest.mark.full
 def test_run_from_random_weights_leaves_a_model(run):
     names = {path.name for path in (run / "model").iterdir()}
     assert names == {
@@ -71,6 +72,7 @@ def test_run_from_random_weights_leaves_a_model(run):
     assert checkpoints.read_config(run / "model").max_positions == 16
 
 
+@pytest.mark.full
 def test_unfinished_run_is_read_from_checkpoint(run, tmp_path):
     going_on = pathlib.Path(shutil.copytree(run, tmp_path / "run"))
     shutil.rmtree(going_on / "model")
@@ -93,6 +95,7 @@ def test_unfinished_run_is_read_from_checkpoint(run, tmp_path):
     assert loaded(going_on)[0].decoder is not None
 
 
+@pytest.mark.full
 def test_damaged_checkpoint_is_named(run, tmp_path):
     damaged = pathlib.Path(shutil.copytree(run, tmp_path / "run"))
     shutil.rmtree(damaged / "model")

@@ -213,7 +213,7 @@ def test_columns_that_do_not_divide_are_padded(shards, tokens):
     assert_same_bits(got, run(jaxmem.logprobs, W, bias))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_in_a_shard_map_without_types(layout):
     """jax sums hidden's gradient there, in no order of ours; all else is the same."""
@@ -245,7 +245,7 @@ def test_in_a_shard_map_without_types(layout):
     np.testing.assert_allclose(got[1], want[1], rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_groups_hold_less_than_all_logits():
     """Logits and float32 sums of W's gradient are a group's."""
     h, W = jnp.zeros((256, 64)), jnp.zeros((8192, 64))

@@ -93,6 +93,7 @@ def test_sum_after_the_loop_changes_no_bit(beside, interpreted, monkeypatch):
     assert launches == ([n, n - 1] if beside else [n])
 
 
+@pytest.mark.full
 @needs_pallas
 @pytest.mark.parametrize("name, splits", [
     ("several blocks, every option", 3), slow("several blocks", 3),
@@ -222,6 +223,7 @@ def kernels_of(jaxpr):
                 yield from kernels_of(inner) if hasattr(inner, "eqns") else ()
 
 
+@pytest.mark.full
 @needs_pallas
 def test_vocab_groups_same_kernels_on_any_mesh(lowered_anywhere):
     """The same code, for the same shapes; fewer launches on more devices."""
@@ -295,6 +297,7 @@ def test_calls_that_it_refuses_anywhere(lowered_anywhere):
         jaxmem.logprobs_from_logits(h, np.zeros(4, int), implementation="hopper")
 
 
+@pytest.mark.full
 @needs_pallas
 def test_choose_by_measured_limits(lowered_anywhere, monkeypatch):
     """No kernel runs, nor is any traced."""

@@ -52,6 +52,7 @@ def test_token_loss_with_every_option(interpreted, of_blocks):
     assert of_blocks == {(1, 256)}
 
 
+@pytest.mark.full
 def test_recompute_blocks_shared_by_all_rows(lowered_anywhere, of_blocks):
     """Few rows: W's gradient is written once anyway, and no row is rounded twice."""
     h, W, y = Case(40, 64, 300, std=2.0).make()
@@ -69,6 +70,7 @@ def test_recompute_blocks_shared_by_all_rows(lowered_anywhere, of_blocks):
     assert not of_blocks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n, d, v, options", [
     slow(131_072, 4096, 128_256, {"layout": "vd"}),
     slow(20_000, 1000, 5001, {"layout": "vd", "bias": True, "vocab_size": 5000}),
@@ -96,6 +98,7 @@ def test_all_kernels_lower_for_cuda(n, d, v, options, lowered_anywhere, of_block
     assert of_blocks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "verb, check_vma",
     [

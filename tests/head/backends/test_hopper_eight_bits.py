@@ -112,6 +112,7 @@ def test_statistics_are_those_of_8_bits(interpreted):
     assert not at_label.any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["vd", slow("dv")])
 def test_lowers_for_an_h200(layout, lowered_anywhere):
     n, d, v = 512, 320, 50257

@@ -88,6 +88,7 @@ def test_sampled_exact_with_enough_slots(all_options, interpreted):
             )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout, kernels", [("vd", 8), slow("dv", 8)])
 def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
     """Every kernel of both passes; two launches forward."""
@@ -130,6 +131,7 @@ def test_gradient_takes_measured_launch_of_head(kernel, monkeypatch):
     assert traced() == unmeasured
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb, layout", [("token_loss", "dv"), ("logprobs", "vd")])
 def test_typed_over_a_mesh(verb, layout, lowered_anywhere):
     """Results of kernels vary over the axes that their operands vary over, which is

@@ -70,6 +70,7 @@ def test_unused_output_costs_nothing():
         assert got.count(operation) == want.count(operation), operation
 
 
+@pytest.mark.full
 def test_entropy_is_not_computed_for_logprobs():
     def sums(verb):
         text = compiled(lambda *a: verb(*a, CHUNK), *shapes(N, D, V)).as_text()
@@ -78,6 +79,7 @@ def test_entropy_is_not_computed_for_logprobs():
     assert sums(jaxmem.logprobs) < sums(jaxmem.token_stats)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n_active", [0, 1, 64, 65, 256])
 def test_loop_stops_after_active_rows(n_active):
     """The loop counts its own trips, and the rows that it was handed."""
@@ -152,6 +154,7 @@ def test_memory_does_not_grow_with_the_tokens():
     assert temp(64 * 1024) - temp(1024) <= more_tokens * (64 + 8 * 32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [slow(F32), BF16], ids=["f32", "bf16"])
 def test_memory_from_logits(dtype):
     if OLD_XLA and dtype == BF16:
@@ -199,12 +202,14 @@ def dw_error(chunk, n=512, d=32, v=256):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
+@pytest.mark.full
 def test_dw_error_flat_in_number_of_chunks():
     """Accumulating in bfloat16 would grow it sevenfold from 1 to 256 chunks."""
     errors = {n_chunks: dw_error(512 // n_chunks) for n_chunks in (1, 256)}
     assert max(errors.values()) < 1.1 * errors[1] < 1.1 * 2**-8
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not CPU, reason="GPU GEMMs are chosen by the number of rows")
 @pytest.mark.parametrize(
     "dtype, size", [("float32", (48, 517)), slow("bfloat16", (32, 300))], ids=str

@@ -136,7 +136,7 @@ def exact_dz(p, y, name):
     }[name]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", FLOATS)
 def test_sampled_mean_is_the_derivative(name):
     _, dz, grads, dh, p = draws(name)
@@ -158,6 +158,7 @@ def test_sampled_mean_is_the_derivative(name):
     np.testing.assert_allclose(grads.W, got.T @ one_row()[0], rtol=1e-4, atol=2e-3)
 
 
+@pytest.mark.full
 def test_sampled_large_entries_exact_and_few():
     entries, dz, _, _, p = draws("logprob")
     y, got = one_row()[2][0], dense(dz, V)
@@ -183,7 +184,7 @@ def test_noise_is_below_that_of_a_label():
         small < 1 / rate]))  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sampled_bits_depend_on_key():
     h, W, y = Case(40, 16, 300).make()
     g = cotangents(40)
@@ -212,6 +213,7 @@ def test_sampled_token_independent_of_chunk_and_masks(optimized):
     np.testing.assert_array_equal(grads.hidden[on], masked_grads.hidden[on])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["peaked", "logits to 1e4", "label -100 everywhere",
                                   "NaN in masked rows", slow("V=1")])  # fmt: skip
 def test_sampled_entries_exact_or_empty(name):
@@ -255,6 +257,7 @@ def test_sampled_invalid_label_is_nan_where_used(name):
     np.testing.assert_array_equal(bad, (y >= 300) & (name == "logprob"))
 
 
+@pytest.mark.full
 def test_frozen_head_has_no_gradient():
     h, W, y = Case(40, 16, 300).make()
     g = cotangents(40)
@@ -264,6 +267,7 @@ def test_frozen_head_has_no_gradient():
     np.testing.assert_array_equal(got.hidden, want.hidden)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "columns", [slow([0] * 5000), [3] * 700 + [5, 6] + [99] * 2000]
 )

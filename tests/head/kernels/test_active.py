@@ -15,7 +15,7 @@ MASKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("size", [N, 512])
 def test_active_rows_come_first_in_their_order(mask, size):

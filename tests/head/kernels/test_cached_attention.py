@@ -103,6 +103,7 @@ def test_against_float64(name, softcap, interpreted):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=2.0**-6)
 
 
+@pytest.mark.full
 def test_cached_attention_reads_visible_blocks_only(interpreted):
     shape = 4, 1, 4, 5 * cached_attention.BLOCK - 8, 64, 1
     query, token, cached, _ = problem(shape)

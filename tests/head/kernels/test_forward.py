@@ -30,7 +30,7 @@ def statistics(n_groups, n_rows=40):
     return Stats(*(np.where(masked, x, y) for x, y in zip(nothing, stats, strict=True)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("n_groups", [1, 2, 7, 8, 9, 63, 64, 65, 513])
 def test_merging_loses_no_group(n_groups):
     from jaxmem.head.kernels import forward, logits

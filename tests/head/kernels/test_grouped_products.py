@@ -99,6 +99,7 @@ def check(dtype):
         np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", [jnp.float32, slow(jnp.bfloat16)])
 def test_products(dtype):
@@ -121,6 +122,7 @@ def test_lowered_for_a_gpu(dtype):
     assert "mosaic_gpu" in text
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("lowered_anywhere")
 def test_lowered_on_a_mesh(monkeypatch):
     """Each device multiplies by its part of the experts' width."""

@@ -73,6 +73,7 @@ def test_against_float64(dtype, norms, rows_interpreted):
 TWO_KINDS = dict(pattern=("local", "global"), window=3, local_rope_theta=9.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [

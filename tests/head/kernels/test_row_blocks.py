@@ -97,7 +97,7 @@ def run_both(call, *operands):
     return by_kernels, plain
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("k, v", [(3, 600), (130, 600), (20, 2051)])
 def test_topk_with_them(k, v, rows_interpreted):
     h, W = largest.make(v)

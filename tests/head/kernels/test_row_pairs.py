@@ -77,12 +77,14 @@ def by_kernels(rows_interpreted, monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl")])
 @pytest.mark.parametrize("std", [slow(0.0), 15.0], ids=["flat", "peaked"])
 def test_as_good_as_materialised(verb, std, by_kernels):
     divergence.check(verb, divergence.same_depth(std, max(std, 0.5)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl")])
 def test_divergence_where_sums_cancel(verb, by_kernels):
     divergence.check_nearly_equal_heads(verb, 1e-3)
@@ -95,7 +97,7 @@ def excluding(blocks, value=-np.inf):
     return np.where(np.arange(4 * WIDTH) < blocks * WIDTH, value, 0).astype(np.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("verb", ["forward_kl", "reverse_kl"])
 def test_blocks_that_a_head_excludes(verb, by_kernels):
     operands = make(v=4 * WIDTH)
@@ -162,6 +164,7 @@ def check_far_apart(divergence, columns):
     np.testing.assert_allclose(made, want, rtol=0, atol=bound)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "divergence", [slow(KINDS[0]), KINDS[1], slow(KINDS[2])],
     ids=lambda d: type(d).__name__,

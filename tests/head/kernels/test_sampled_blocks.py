@@ -27,7 +27,7 @@ def by_kernels(rows_interpreted, monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("peak", [0.0, 8.0])
 def test_select_keeps_columns_by_probability(peak, rows_interpreted):
     """Over starts in equal steps, so that counts are exact up to one."""

@@ -29,6 +29,7 @@ def problem(n, d, v, slots, seed=0):
     return dz, dense[:, :v], jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout, d", [slow("vd", 16), ("dv", 40)])
 def test_both_gradients(layout, d, monkeypatch):
     from jaxmem.head.kernels import sampled_products
@@ -53,7 +54,7 @@ def test_both_gradients(layout, d, monkeypatch):
     np.testing.assert_allclose(bias, dense.sum(0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("many", [False, True])
 def test_long_column_counts_pairs_once(many, monkeypatch):
     """Of any length, wherever it begins among the pieces; so do its neighbours."""

@@ -82,7 +82,7 @@ def units_of(sampling, kept, scale, labels, n, v, width=WIDTH):
     return p, np.asarray(column_sampling.units(sampling, jnp.asarray(p)), np.int64)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "std, dtype",
     [
@@ -133,6 +133,7 @@ def by_definition(sampling, bounds, p, units, starts):
     return columns, found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "slots, v, std, dtype",
     [

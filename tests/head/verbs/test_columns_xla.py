@@ -39,7 +39,7 @@ def test_products_where_W_is_frozen(verb):
     assert count_gemms(made.as_text()) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("verb, dtype", [
     (topk, "float32"), (topk_kl, "bfloat16"), (sample_ids, "bfloat16"),
     (topk, "bfloat16"), (topk_kl, "float32"), (sample_ids, "float32"),

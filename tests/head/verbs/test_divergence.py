@@ -55,7 +55,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("verb, dtype, layout, name", [
     ("jsd 0.1", "float16", "dv", "all"), ("reverse_kl", "bfloat16", "vd", "all"),
     ("forward_kl", "float32", "dv", "all"),
@@ -108,7 +108,7 @@ def test_jsd_of_any_weight_keeps_its_digits(beta, std):
         np.testing.assert_allclose(got, need, atol=atol)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_jsd_where_a_ratio_overflows():
     h, W, h_ref, W_ref = make()
     far = np.zeros(V, np.float32)
@@ -137,7 +137,7 @@ def everything(**changes):
 RULED = np.where(np.isin(np.arange(V), [3, 5]), -np.inf, 0).astype(np.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "verb,p_alone,q_alone",
     [
@@ -202,7 +202,7 @@ def test_masked_tokens_give_exactly_nothing(verb):
     assert not value.any() and not any(x.any() for x in gradients)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("padded", ["reference", "policy"])
 def test_paddings_of_the_vocabulary_may_differ(padded):
     h, W, h_ref, W_ref = make()

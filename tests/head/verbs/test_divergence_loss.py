@@ -118,7 +118,7 @@ def test_divergence_loss_with_every_option(dtype):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [2.5, 1.0])
 @pytest.mark.parametrize(
     "of_stats",
@@ -135,7 +135,7 @@ def test_statistics_at_a_temperature_of_their_own(of_stats, temperature):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_divergence_loss_equal_without_gradient():
     h, W, *reference = make()
     loss, metrics, _ = ours([h, W, *reference], {}, "jsd 0.1")
@@ -179,7 +179,7 @@ def test_masked_rows_may_hold_anything():
     np.testing.assert_allclose(half, value / 2, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_infinite_divergence_left_out_of_loss():
     h, W, h_ref, W_ref = make()
     bias = np.zeros(V, np.float32)
@@ -196,7 +196,7 @@ def test_infinite_divergence_left_out_of_loss():
     assert np.isfinite(dh).all() and np.isinf(value)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("of_stats", [None, 0.5])
 def test_four_products(of_stats):
     """Both heads' logits and two gradients; a loss of `divergence` takes six."""

@@ -56,7 +56,7 @@ def test_sample_ids_inverts_distribution_function(v, std):
     assert v == 1 or std == 15.0 or len(np.unique(ids)) > min(v, 100) / 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["dv", "vd"])
 def test_sample_ids_with_every_option(layout):
     h, W = make(3.0)
@@ -144,7 +144,7 @@ def test_sample_ids_of_nan_row_alone():
     np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 50, KEY, CHUNK), want)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_other_types(dtype):
     with jax.enable_x64(dtype == "float64"):
@@ -154,7 +154,7 @@ def test_other_types(dtype):
         assert_inverse(ids, uniform(20), softmax(np.asarray(h), np.asarray(W)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_any_leading_shape_vmap_and_gradients():
     h, W = make()
     h = h[:32]

@@ -96,7 +96,7 @@ def exact(verb):
     return oracle.head(h, W, y, cotangents, vocab_size=VOCABULARY)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("verb, layout", [
     ("token_loss", "dv"), ("token_loss", "vd"), ("token_stats", "vd"),
     ("token_stats", "dv"), ("logprobs", "vd"),

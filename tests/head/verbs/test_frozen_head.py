@@ -86,7 +86,7 @@ def test_values_and_gradients(name, verb):
     check(CASES[name].make(), verb)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_frozen_head_with_every_option(dtype):
     options = {k: v for each in OPTIONS.values() for k, v in each.items()}
@@ -152,7 +152,7 @@ def test_as_if_stopped(problem, fn, wrap):
     assert dW.shape == (V, D) and not dW.any() and not dbias.any()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
 def test_frozen_head_does_not_freeze_next_call(problem, order):
     """Eagerly, where one cached trace could serve the wrong call."""
@@ -226,7 +226,7 @@ def test_gradient_is_zero_without_cotangent(problem):
 # Transformations
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_under_checkpoint_and_its_policies(problem):
     """A policy that saves the kept gradient by its name saves its GEMMs too."""
     policy = jax.checkpoint_policies.save_only_these_names("jaxmem_dhidden")

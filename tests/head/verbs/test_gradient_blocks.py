@@ -117,7 +117,7 @@ def largest_logit(h, W):
     return np.abs(h @ np.asarray(W, np.float64).T).max()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name, layout", [
     ("a third masked", "vd"), ("peaked", "dv"), ("a third masked", "dv"),
     ("peaked", "vd"), ("V=2049", "vd"), ("V=2049", "dv"),
@@ -287,7 +287,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("verb", ["token_stats", "token_loss"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_memory_is_what_the_page_says(verb, size, on_one_device):

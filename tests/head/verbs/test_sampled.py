@@ -252,7 +252,7 @@ def test_memory_as_documented(verb, n):
     assert temp > 4 * chunk * v
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "vocab, layout, n", [("v", "dv", 5), (None, "dv", 5), (None, "vd", 4)]
 )

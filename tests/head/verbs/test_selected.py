@@ -137,7 +137,7 @@ def test_support_of_label_alone_is_certain():
     assert not got.any() and not any(x.any() for x in gradients)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("verb", VERBS)
 def test_masked_tokens_give_exactly_nothing(verb):
     h, W, y, ids = make()
@@ -213,7 +213,7 @@ def test_label_outside_support_is_nan():
     np.testing.assert_array_equal(np.isnan(dh).any(1), np.arange(N) == 7)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("verb", ["selected", "support"])
 def test_float64_stays_float64(verb):
     with jax.enable_x64(True):
@@ -241,7 +241,7 @@ def test_mixed_types_sum_in_type_of_weights(verb):
     np.testing.assert_allclose(dW, need[1], atol=0.02 * np.abs(need[1]).max())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_any_leading_shape():
     operands = [x[:24] if len(x) == N else x for x in make()]
     h, W, y, ids = operands
@@ -272,7 +272,7 @@ def test_selected_of_no_tokens_or_ids():
     assert jaxmem.selected_logprobs(h, W, jnp.zeros((N, 0), jnp.int32)).shape == (N, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("verb", ["support", "selected"])
 def test_under_checkpoint_and_vmap(verb):
     h, W, y, ids = (jnp.asarray(x[:32] if len(x) == N else x) for x in make())
@@ -357,7 +357,7 @@ def test_errors(verb, changes, kind, message):
     assert str(error.value) == message
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "int64", "uint64"])
 def test_any_integer_type(dtype):
     ids, y = IDS % 100, Y % 100

@@ -93,7 +93,7 @@ def test_selected_on_every_mesh(name):
     check(with_gradients(sharded(selected, name)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_selected_unchecked_vma_and_columns_last():
     call = functools.partial(selected, layout="dv")
     check(with_gradients(sharded(call, "2x4", check_vma=False)))

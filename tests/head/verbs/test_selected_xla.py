@@ -35,7 +35,7 @@ def test_gemms_of_selected_ids_where_W_is_frozen():
     assert count_gemms(compiled(frozen, *shapes(256, 24, 640, 8)).as_text()) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_support_makes_nothing_of_vocabulary_width():
     """No logits, and of W only what its gradient is."""
     loss = total("support", 64)
@@ -132,7 +132,7 @@ def test_ragged_support_memory_as_documented(chunk, gradients):
     assert temp < 4 * n * max_ids * d / 8
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ragged_supports_cost_what_their_ids_do():
     """Of 64 tokens with 1 to 64 ids: the loops' trips times their entries."""
     n, max_ids = 64, 256

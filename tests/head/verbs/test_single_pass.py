@@ -198,7 +198,7 @@ def test_eager_jit_and_ungraded_agree(problem):
     chex.assert_trees_all_close(total(*operands), eager[0], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("loss_fn", [nll, ppo])
 def test_metrics_are_float32_per_token(problem, loss_fn):
     loss, metrics = total(*problem, *arguments(problem), loss_fn=loss_fn)
@@ -224,7 +224,7 @@ def test_metrics_have_no_gradient(problem):
     assert not none.any() and some.any()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_any_leading_shape_and_trailing_axes(problem):
     weights = np.random.default_rng(0).random((N, 3), np.float32)
 
@@ -248,7 +248,7 @@ def test_any_leading_shape_and_trailing_axes(problem):
     assert dweights[problem.y >= 0].all() and not dweights[problem.y < 0].any()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_arguments_of_any_type(problem):
     keep = problem.y % 2 == 0
 
@@ -291,7 +291,7 @@ def test_masked_token_is_never_read(problem):
         assert not x[~live].any() and x[live].any()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("live", [CHUNK + 1, 1])
 def test_rows_past_last_active_are_ignored(problem, live):
     """They hold numbers of an active row, so that loss_fn sees no others."""
@@ -356,7 +356,7 @@ def test_invalid_label_is_nan(problem):
     np.testing.assert_array_equal(np.isnan(metrics["ratio"]), np.arange(N) == 7)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_normalizer_is_a_known_number(problem):
     operands = *problem, *arguments(problem)
     n_active = (problem.y >= 0).sum()
@@ -404,7 +404,7 @@ def test_loss_independent_of_chunk(problem):
 # Transformations and closures
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_under_checkpoint(problem):
     operands = *problem, *arguments(problem)
     remat = jax.jit(jax.value_and_grad(jax.checkpoint(total), **GRADIENTS))

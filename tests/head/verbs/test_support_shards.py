@@ -98,7 +98,7 @@ def test_support_on_every_mesh(call, name):
     check(with_gradients(sharded(call, name)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("call", [dense, ragged])
 def test_support_with_unchecked_vma(call):
     check(with_gradients(sharded(call, "2x4", check_vma=False)))

@@ -115,7 +115,7 @@ def check(logits, temperature, by):
         assert_as_good(made[name], near, want[name], STATS_EPSILON, name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
 def test_verbs_as_good_as_materialised_logits(logits, temperature):
     check(logits, temperature, "constant")

@@ -135,7 +135,7 @@ def test_ids_that_are_absent(way, tail):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("tail", [True, False])
 def test_repeated_id_counts_at_first_occurrence(tail):
     h, W, ids, ln_q = make()
@@ -150,7 +150,7 @@ def test_repeated_id_counts_at_first_occurrence(tail):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("way, tail", ONE_PAIR)
 def test_all_columns_equal_divergence_of_heads(way, tail):
     (h, W, _, _), (teacher, _, _, _) = make(3.0), make(seed=4)
@@ -168,7 +168,7 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum(1, keepdims=True))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["forward_kl", "reverse_kl", "jsd"])
 def test_all_columns_of_teacher_in_16_bits(way):
     """Its probabilities add up to less than 1, or more, and there is no rest."""
@@ -214,7 +214,7 @@ def with_bias(bias, where=None):
     return {"bias": bias, "where": np.ones(N, bool) if where is None else where}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rest_of_any_size_keeps_its_digits():
     """1 - Σ p has none left where the student's rest is 1e-12."""
     h, W, ids, ln_q = make()

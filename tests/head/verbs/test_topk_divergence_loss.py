@@ -281,7 +281,7 @@ def test_shards_of_the_vocabulary_and_of_tokens(vocab, drawn):
     assert_is(both(h, W), wanted("forward_kl", True, operands, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_axes_with_explicit_types():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     given = [x[:32] if len(x) == N else x for x in make(3.0)]
@@ -337,7 +337,7 @@ def test_three_products():
     assert gemms(jax.grad(drawn, (0, 1))) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("of_stats", [None, 0.5])
 def test_memory_and_products_as_documented(of_stats):
     n, d, v, k, chunk = 2048, 64, 8192, 16, 128

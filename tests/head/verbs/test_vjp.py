@@ -60,7 +60,7 @@ def test_scan_inside_the_loss(problem):
     assert_same(got, reference(*problem))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_vmap_over_sequences(problem):
     h, W, y = problem
 

@@ -66,6 +66,7 @@ def compilations():
     jax.monitoring.clear_event_listeners()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gin", JOBS)
 def test_steps_compile_no_operation_alone(gin, compilations, monkeypatch):
     small = SMALL[2:] if gin == "distill_stdlib.gin" else SMALL

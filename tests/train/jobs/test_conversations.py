@@ -312,6 +312,7 @@ MESH = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("keeps", "overrides"), [(False, ()), slow(True, MESH)])
 def test_cache_kept_over_turns_changes_nothing(keeps, overrides, monkeypatch):
     job, kept = rolled_out("sampling.top_k=5")

@@ -262,7 +262,7 @@ def test_ratio_to_sampler_equals_old_pass(loss):
         assert got.mismatch_max < 1e-5 and got.dropped is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ratio_is_to_the_sampler_s_own_numbers(monkeypatch):
     """One that gives its tokens too little: their ratios are above the clip."""
     job = long_job(long_job(), correction="ratio")
@@ -293,6 +293,7 @@ def long_job(like=None, **grpo):
     return job_with(program, like._compiled if like else program.compile())
 
 
+@pytest.mark.full
 def test_groups_that_tell_nothing_change_nothing(monkeypatch):
     job = long_job()
     job.open()
@@ -356,7 +357,7 @@ def test_step_of_masked_completions_measures_nothing(monkeypatch):
 MASKED = dict(correction="sequence_mask")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sequences_outside_the_band_change_nothing():
     """A band without 1 drops all of them."""
     band = dict(correction_low=1.5, correction_high=2.0)

@@ -248,7 +248,7 @@ def test_gradients_are_sampled_by_seed_and_step(two_steps, monkeypatch):
     assert steps("cut") == steps("run")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_student_reads_text_as_its_teacher_does(two_steps):
     shutil.copytree(two_steps, "run")
     student, teacher = (checkpoints.load_vocabulary(d) for d in ("run/model", "llama"))
@@ -389,7 +389,7 @@ def test_student_learns_from_a_file_and_resumes(options, streamed, monkeypatch):
         assert steps("cut") == steps("run")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
 def test_all_columns_equal_dense_float64_divergence(name):
     config = DistillConfig(divergence=name, beta=0.2, temperature=1.6)

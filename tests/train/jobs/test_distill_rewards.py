@@ -147,7 +147,7 @@ def test_unrewarded_completions_have_no_advantage():
         source._compared(4, np.full(12, np.nan, "f4"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("temperatures", "verbs"),
     [
@@ -222,6 +222,7 @@ OF_A_FILE = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_program")
 def test_rewards_are_learned_and_resume_bitwise(monkeypatch):
     pathlib.Path("own.py").write_text(OWN)

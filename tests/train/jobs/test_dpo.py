@@ -153,7 +153,7 @@ def test_pairs_longer_than_row_refused_or_counted():
     assert len(reads.pairs[0]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ipo_of_means_uses_logprobs_per_token():
     """Answers of different lengths: their sums, over the numbers of their tokens."""
     pairs = jobs.job_of(configuration.load("dpo.gin")[0]).reads.pairs[0][:4]

@@ -197,6 +197,7 @@ def test_three_gemms_of_the_vocabulary_a_chunk():
     assert vocabulary_gemms(text, 640) == 3
 
 
+@pytest.mark.full
 def test_after_the_first_step_nothing_compiles(finished):
     program = grpo.PolicyProgram(finished[0])  # that of the finished run
     job = job_with(program, program.compile())
@@ -347,7 +348,7 @@ def test_8b_job_trains_only_attention_in_float32():
     assert jax.tree.structure(sums.gradients) == jax.tree.structure(params)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_frozen_trunk_has_no_gradient():
     config, _ = load(REAL, TINY)
     program = PolicyProgram(config)

@@ -68,6 +68,7 @@ def steps_of(run):
     return steps
 
 
+@pytest.mark.full
 def test_random_rewards_are_shared_by_processes():
     two("task.reward=own.py:chance")
     rewards = one_process_told("rewards.jsonl")

@@ -92,7 +92,7 @@ def test_it_trains_resumes_and_reports(monkeypatch):
 
 
 # Others kill it within a process, which compiles less.
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_trains_and_resumes_it_after_sigkill():
     command = [sys.executable, "-m", "jaxmem", "train", "own.gin", "run.steps=4"]
     script = pathlib.Path("own_job.py").read_text()
@@ -112,6 +112,7 @@ def test_the_command_trains_and_resumes_it_after_sigkill():
     assert [step["step"] for step in runs.steps("run")] == [1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_a_run_that_has_not_ended_is_read_with_trust_alone(monkeypatch, capsys):
     job = job_named("own_job.py:Ema")
     kill_before(3, job, monkeypatch, lambda: train("run.out_dir=cut"))
@@ -133,6 +134,7 @@ def test_a_run_that_has_not_ended_is_read_with_trust_alone(monkeypatch, capsys):
     assert "resuming cut after step 2" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_it_trains_an_own_model_on_a_mesh():
     # Some of this model's weights have partition specs, and the others have none.
     sizes = "data.batch_size=4", "run.steps=3", "model.hidden=16", "model.heads=2"
@@ -144,7 +146,7 @@ def test_it_trains_an_own_model_on_a_mesh():
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_teacher_is_the_average_of_the_weights():
     job = jobs.job_of(configuration.load("own.gin")[0])
     job.build()

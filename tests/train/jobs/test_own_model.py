@@ -57,7 +57,7 @@ def numbers(result):
     return runs.reproducible(result.history)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("job", ["sft", "dpo", "distill", "grpo"])
 def test_jobs_train_own_model_and_resume_bitwise(job, monkeypatch):
     # Rows of pairs hold one document each, so that it may see padding there.
@@ -81,6 +81,7 @@ def test_jobs_train_own_model_and_resume_bitwise(job, monkeypatch):
     assert numbers(again) == numbers(result)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("own_tokenizer", [True, slow(False)])
 def test_run_starts_from_weights_of_another(own_tokenizer):
     tokenizer = () if own_tokenizer else ("model.checkpoint=llama",)
@@ -175,13 +176,14 @@ def test_options_of_decoder_are_refused_by_name(job, override, message):
         train(job, override)
 
 
+@pytest.mark.full
 def test_another_factory_does_not_resume_the_run():
     train("sft", "run.steps=2")
     with pytest.raises(ValueError, match="model.factory was .*Model.*, is .*Recurrent"):
         train("sft", factory=f"{MODULE}:Recurrent")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_weights_are_named_and_frozen_by_path():
     result, _ = train("sft", "optimizer.trainable=blocks/0/up")
     assert result.history[-1].loss < result.history[0].loss

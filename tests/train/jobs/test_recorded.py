@@ -86,6 +86,7 @@ def write(made, noise=0.0):
     runs.write("rollouts.jsonl", rows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "overrides", [["grpo.minibatches=1"], slow(["sampling.top_k=5"])], ids=str
 )

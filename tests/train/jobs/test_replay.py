@@ -132,6 +132,7 @@ def dense_loss(z, made, normalizer, entropy_coefficient):
     return jnp.sum(jnp.where(live, made.weights * loss, 0)) / normalizer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("entropy", "logits"),
     [
@@ -175,7 +176,7 @@ def job_of(**sampling):
     return job_with(program, program.compile())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("sampling", [dict(top_p=0.8, support=14), CUT], ids=str)
 def test_first_ratios_are_one_within_support(sampling):
     """Of the trainer's probabilities to the sampler's, in every pass."""
@@ -241,6 +242,7 @@ def test_limit_that_cuts_supports_is_told():
     assert rollout_metrics.of_supports(None, config, V) == {}
 
 
+@pytest.mark.full
 def test_run_says_once_that_its_limit_cuts(capsys):
     job = job_of(**CUT)
     state = job.initial_state()

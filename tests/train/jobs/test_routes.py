@@ -78,7 +78,7 @@ def test_sampler_records_what_its_routers_choose():
     assert np.abs(others - free)[segments > 0].max() > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gradients_reach_given_experts():
     """By finite differences, where the router itself would choose other experts."""
     decoder = nnx.merge(*drawn(lambda: Decoder(SIZES, rngs=nnx.Rngs(0))))
@@ -115,6 +115,7 @@ def test_sampler_reads_routers_as_they_are_stored():
     assert made.blocks.feed_forward.up.kernel[...].dtype == jnp.bfloat16
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "sections"),
     [

@@ -112,6 +112,7 @@ def test_loss_independent_of_head_loop_and_names(sections, config, finished):
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
 
 
+@pytest.mark.full
 def test_utilisation_where_the_peak_is_known(config, monkeypatch):
     """6 N and attention, over the peak of all devices; here of 1 TFLOP/s."""
     monkeypatch.setattr(sft, "peak_of", lambda kind, dtype: 1e12)
@@ -135,6 +136,7 @@ def test_more_blocks_whole_than_there_are(config):
         sft.SftProgram(changed(config, remat=dict(last=1)), 320)
 
 
+@pytest.mark.full
 def test_policy_is_chosen_by_the_memory_limit(config, finished, monkeypatch):
     """One that takes less time, as it keeps what the limit allows."""
     _, wanted, _ = finished
@@ -437,7 +439,7 @@ def held_out_loss(config, **sections):
     return sft.SftProgram(other, 320).evaluate(params, {}, rows)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sections",
     [dict(data=dict(batch_size=7)), dict(head=dict(logits="materialised"))],
@@ -501,7 +503,7 @@ def test_run_in_8_bits_needs_bfloat16(config):
         train(changed(config, model=dict(hidden=32), head=head))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_micro_batches_have_own_draws():
     definition, params = drawn(lambda: Decoder(model_of(), rngs=nnx.Rngs(0)))
     head = HeadConfig(gradient=("sample", 2))
