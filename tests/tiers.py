@@ -50,7 +50,9 @@ def main() -> int:
     collected = _Collected()
     with contextlib.redirect_stdout(io.StringIO()) as report:
         status = pytest.main(["--collect-only", "-m", "", "-n", "0"], [collected])
-    print("\n".join(lines(collected.items, marker)) if status == 0 else report.getvalue())
+    print(
+        "\n".join(lines(collected.items, marker)) if status == 0 else report.getvalue()
+    )
     return int(status)
 
 

@@ -48,7 +48,7 @@ def test_load_finds_files_and_modules():
     assert user_code.load("mine", "x.y", shipped) is len
 
 
-def test_load_executes_a_file_again_once_it_has_changed(monkeypatch):
+def test_load_executes_changed_file_again(monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     write("own.py", "made = []\ndef f():\n    return 1\n")
     first = user_code.load("own.py:f", "x.y")
@@ -112,7 +112,7 @@ def test_load_says_the_kind_that_the_key_can_use():
         user_code.load("own.py:f", "run.job", None, *is_class)
 
 
-def test_a_file_that_fails_is_executed_again():
+def test_file_that_fails_is_executed_again():
     write("own.py", "import pathlib\npathlib.Path('ready').read_text()\nf = len\n")
     with pytest.raises(UserCodeError, match=r"\(line 2\): FileNotFoundError"):
         user_code.load("own.py:f", "x.y")
@@ -120,7 +120,7 @@ def test_a_file_that_fails_is_executed_again():
     assert user_code.load("own.py:f", "x.y") is len
 
 
-def test_the_current_directory_shadows_no_installed_module(monkeypatch):
+def test_load_current_directory_shadows_no_module(monkeypatch):
     here = {"", os.getcwd()}
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in here])
     for name in ("chunk_of_mine", "colorsys", "rich"):
@@ -175,7 +175,7 @@ def test_hooked_names_all_hooks_that_a_class_lacks():
         Half()
 
 
-def test_described_has_the_line_of_the_file_that_defines_the_code():
+def test_described_names_line_of_definition():
     write("helper.py", "def fail():\n    raise KeyError('width')\n")
     lines = "from helper import fail", "", "def f():", "    fail()", "", "class K:"
     lines += "    def __call__(self):", "", "        fail()"

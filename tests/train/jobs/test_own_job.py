@@ -147,7 +147,7 @@ def test_it_trains_an_own_model_on_a_mesh():
 
 
 @pytest.mark.full
-def test_the_teacher_is_the_average_of_the_weights():
+def test_teacher_is_the_average_of_the_weights():
     job = jobs.job_of(configuration.load("own.gin")[0])
     job.build()
     job.open()
@@ -172,7 +172,7 @@ def test_it_is_planned(fake, numbered, capsys):
     assert teacher["resident"]["teacher"] == step["resident"]["trained weights"] > 0
 
 
-def test_its_data_and_keys_are_shown(capsys):
+def test_own_job_data_and_keys_are_shown(capsys):
     assert cli.main(["data", "own.gin", "--show", "1"]) == 0
     said = capsys.readouterr().out
     assert "data.jsonl:1: " in said and "40 documents, " in said
@@ -258,7 +258,7 @@ def test_a_file_that_has_changed_since_the_configuration_is_named():
     assert config.ema.rate == 0.2 and jobs.job_of(config)
 
 
-def test_names_are_taken_once_and_sections_are_the_jobs_own():
+def test_job_names_unique_and_sections_own():
     kind = job_named("own_job.py:Ema")
     try:
 
