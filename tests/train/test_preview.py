@@ -70,6 +70,24 @@ def test_preview_shows_first_block_of_stream(capsys, monkeypatch):
     assert "data.columns names 'txet', which no record has" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["data", "train"])
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([{"text": "ab"}], "is one document, and a document is not divided"),
+        (
+            [{"input_ids": [1, 9 + i], "labels": [-100, -100]} for i in range(3)],
+            "data.held_out=0.5 keeps no token that the loss counts",
+        ),
+    ],
+)
+def test_held_out_text_is_checked_by_data_and_train(command, records, message, capsys):
+    write("t.jsonl", *records)
+    words = "data.source=t.jsonl", "data.held_out=0.5"
+    assert cli.main([command, "a.gin", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_conversations_are_rendered(capsys):
     pytest.importorskip("jinja2")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]

@@ -22,12 +22,14 @@ from jaxmem.data import (
     vocabulary,
 )
 from jaxmem.data.block_files import FileBlocks
-from jaxmem.data.documents import DataConfig
+from jaxmem.data.documents import Batch, DataConfig, DataError
 from jaxmem.data.record_reader import RecordReader
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train.jobs import passes
 from jaxmem.train.jobs.passes import SourceSize
 from jaxmem.train.settings import RunConfig
+
+NOTHING_COUNTED = "no token that the loss counts: each is of a prompt, or has weight 0"
 
 
 class TokenRecord(NamedTuple):
@@ -142,15 +144,22 @@ class Documents(Reading):
         """Micro-batches without end, of which this process needs some rows."""
         return streams.batches(self.config, self.tokenizer, rows, self.reader)
 
-    def held_out(self) -> Callable[[], documents.BatchIterator] | None:
+    def held_out(self) -> Callable[[], Any] | None:
         """Returns what is never trained on, from its start; None without any.
 
-        It is read now, for what may be wrong.
+        Raises:
+            DataError: nothing is left for it, or the loss counts no token of it.
         """
-        if not self.config.held_out:
+        fraction = self.config.held_out
+        if not fraction:
             return None
         first = self._once("evaluation")
         start = first.get_state()
+        if not any(map(loss_counts, first)):
+            raise DataError(
+                f"data.held_out={fraction} keeps {NOTHING_COUNTED}; add documents, or "
+                "set data.held_out=0"
+            )
 
         def again() -> documents.BatchIterator:
             first.set_state(start)
@@ -197,6 +206,7 @@ class Documents(Reading):
 
     def records(self, count: int) -> Iterator[TokenRecord | str]:
         read, length = self._read(), self.config.sequence_length
+        self.held_out()  # for its errors, which training would raise
         encoded = list(documents.encode_documents(read, self.tokenizer))
         for document, (tokens, labels) in zip(read[:count], encoded, strict=False):
             yield TokenRecord(document.name, tokens, labels)
@@ -281,6 +291,16 @@ class TeacherRows(Documents):
         """None: the file has tokens."""
         return None
 
+    def held_out(self) -> Callable[[], Any] | None:
+        """See `Documents`; rows with the teacher's columns."""
+        if not self.config.held_out:
+            return None
+        evaluation = functools.partial(
+            teacher_streams.examples, self.file, self.config, "evaluation", 1
+        )
+        evaluation()  # for its errors
+        return evaluation
+
     @functools.cached_property
     def file(self) -> teacher_files.TeacherFile:
         """What was read; of a stream, its first part."""
@@ -299,6 +319,7 @@ class TeacherRows(Documents):
 
     def records(self, count: int) -> Iterator[TokenRecord | str]:
         file = self.file
+        self.held_out()  # as in `Documents.records`
         for i, (ids, prompt) in enumerate(file.documents[:count]):
             labels = np.append(ids[1:], documents.NO_LABEL)
             labels[: max(prompt - 1, 0)] = documents.NO_LABEL
@@ -311,6 +332,11 @@ class TeacherRows(Documents):
             f"{file.ids.shape[1]} {kind} ids are known for {len(file.ids):,} tokens, "
             f"at temperature {file.temperature:g}"
         )
+
+
+def loss_counts(batch: Batch) -> bool:
+    """True if the loss counts a token of the rows that this process has read."""
+    return bool(np.any((batch.labels >= 0) & (batch.segment_ids > 0)))
 
 
 def statistics(what: str, encoded: list[tuple[np.ndarray, np.ndarray]]) -> str:

@@ -23,14 +23,13 @@ from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import Config
 from jaxmem.train.jobs.job import Job
+from jaxmem.train.jobs.reading import NOTHING_COUNTED, loss_counts
 from jaxmem.train.jobs.whole_step import StepProgram, sum_gradients
 from jaxmem.train.metrics import HeadCost, StepMetrics
 from jaxmem.train.mfu import flops_per_token, peak_of
 from jaxmem.train.output.progress import ProgressReport
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_weights
-
-_NOTHING = "no token that the loss counts: each is of a prompt, or has weight 0"
 
 
 def make_gradients(
@@ -153,11 +152,6 @@ class SftProgram(StepProgram):
         return self.trace_of_head(loss, self._rows)
 
 
-def _counts(batch: Batch) -> bool:
-    """Whether the loss counts a token of the rows that this process has read."""
-    return bool(np.any((batch.labels >= 0) & (batch.segment_ids > 0)))
-
-
 class Sft(Job, name="sft"):
     """Supervised training on documents in packed rows."""
 
@@ -190,14 +184,8 @@ class Sft(Job, name="sft"):
 
     def open(self) -> None:
         super().open()
-        data = self.config.data
         self._counted = False  # whether a batch had a token that the loss counts
         self._held_out = self.reads.held_out()
-        if self._held_out is not None and not any(map(_counts, self._held_out())):
-            raise DataError(
-                f"data.held_out={data.held_out} keeps {_NOTHING}; add documents, or "
-                "set data.held_out=0"
-            )
         self._held_out_loss: float | None = None  # of the last evaluation
 
     def compile(self, progress: ProgressReport) -> None:
@@ -209,7 +197,7 @@ class Sft(Job, name="sft"):
         start = time.perf_counter()
         config, program = self.config, self.program
         taken = streams.stacked(self.batches, config.run.accumulate)
-        self._counted = self._counted or _counts(taken) or self._counts_later()
+        self._counted = self._counted or loss_counts(taken) or self._counts_later()
         taken = program.layout.place(taken)
         drawn_by, size = program.step_numbers(config.head, number), taken.tokens.size
         state, numbers = self._compiled(state, self.frozen, taken, *drawn_by)
@@ -222,8 +210,10 @@ class Sft(Job, name="sft"):
         """
         given = self.config.data, self.reads.tokenizer
         every = documents.batches(*given, epochs=1, reader=self.reads.reader)
-        if not any(map(_counts, every)):
-            raise DataError(f"data.source={self.config.data.source!r} has {_NOTHING}")
+        if not any(map(loss_counts, every)):
+            raise DataError(
+                f"data.source={self.config.data.source!r} has {NOTHING_COUNTED}"
+            )
         return True
 
     def _read(self, number: int, numbers: dict, size: int, start: float) -> StepMetrics:

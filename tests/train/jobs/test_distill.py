@@ -449,7 +449,7 @@ def test_file_of_columns_has_epochs_and_preview(capsys):
     streamed = [*overrides, "data.streaming=True"]
     config, _ = configuration.load("distill.gin", streamed)
     assert with_steps(jobs.job_of(config)).config.run.steps == made
-    assert cli.main(["data", "distill.gin", *OFFLINE, "data.streaming=True"]) == 0
+    assert cli.main(["data", "distill.gin", *streamed]) == 0
     assert "90 documents of the first row group, of" in capsys.readouterr().out
 
 

@@ -131,7 +131,7 @@ class Distill(Job, name="distill"):
             if config.distill.reward_weight is not None:
                 self._task.check()
         elif config.distill.mode == "offline":
-            self.batches = File(reads.file, config)
+            self.batches = File(reads, config)
         else:
             self.batches = TextRows(self.program, reads)
 

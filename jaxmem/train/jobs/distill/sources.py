@@ -1,6 +1,5 @@
 """What a student learns from: rows of a text or a file, or its own completions."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from jaxmem.train.jobs import rollout_metrics
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill.program import DistillProgram
 from jaxmem.train.jobs.distill_objective import of_file
-from jaxmem.train.jobs.reading import Documents
+from jaxmem.train.jobs.reading import Documents, TeacherRows
 from jaxmem.train.jobs.rollout.nested_rows import take
 from jaxmem.train.jobs.rollout.packed import Completions
 from jaxmem.train.jobs.rollout.prompts import PromptIds, Task
@@ -88,15 +87,13 @@ class TextRows(Source):
 class File(Source):
     """The rows of a file that `jaxmem score` wrote, with the teacher's columns."""
 
-    def __init__(self, file: teacher_files.TeacherFile, config: DistillJobConfig):
+    def __init__(self, reads: TeacherRows, config: DistillJobConfig):
+        file = reads.file
         self._file, self._config, self._distill = file, config.data, config.distill
         self._rows = config.model.vocab_size if config.data.streaming else None
         self._batches = teacher_streams.examples(file, config.data)
-        self._count, self._evaluation = config.run.accumulate, None
-        if config.data.held_out:
-            given = file, config.data, "evaluation", 1
-            self._evaluation = functools.partial(teacher_streams.examples, *given)
-            self._evaluation()  # for what may be wrong
+        self._count = config.run.accumulate
+        self._evaluation = reads.held_out()
 
     def _example(self, batch: teacher_files.TeacherBatch) -> DistillBatch:
         """With the ids of a stream checked, of which the first part was before."""
