@@ -44,7 +44,7 @@ class ChatTemplate:
     Attributes:
         where: its name in errors.
         end: a pattern of the special token that ends a turn, after its content.
-        marks: whether the template says itself what is trained on.
+        marks: True if the template marks by `{% generation %}` what is trained on.
 
     Raises:
         DataError: jinja2 is not installed, the template is not valid, or it reads none
@@ -75,13 +75,13 @@ class ChatTemplate:
             raise DataError(f"{where}: {_reason(error)}") from error
         now = today or datetime.datetime.now()
         self._template.globals["strftime_now"] = now.strftime
-        self._check(self._options)
+        self._check_options(self._options)
 
     def of(self, tools: Sequence[Any] | None) -> "ChatTemplate":
         """The template that renders conversations with these tools."""
         return self._with_tools() if tools and self._with_tools is not None else self
 
-    def _check(self, options: Mapping[str, Any]) -> None:
+    def _check_options(self, options: Mapping[str, Any]) -> None:
         """Raise for variables that the template does not read."""
         for name in options:
             if name not in self._variables:
@@ -104,7 +104,7 @@ class ChatTemplate:
 
         Args:
             turns: messages with `role` and `content`.
-            add_generation_prompt: whether to append the header of an assistant's turn.
+            add_generation_prompt: True to append the header of an assistant's turn.
             tools: schemas of the functions that may be called.
             options: variables of the template, before its own ones.
 
@@ -123,7 +123,7 @@ class ChatTemplate:
                 tools=tools,
                 options=options,
             )
-        self._check(options or {})
+        self._check_options(options or {})
         try:
             return self._template.render(
                 messages=list(turns),
@@ -167,17 +167,17 @@ def read_template(
         if isinstance(token, str):
             tokens[name] = token
     if path:
-        texts = {"default": _written(Path(path).expanduser())}
+        texts = {"default": _read_text(Path(path).expanduser())}
     else:
-        texts = _named(directory, config.get("chat_template"))
+        texts = _read_named(directory, config.get("chat_template"))
 
-    def made(name: str, with_tools: Templates | None = None) -> ChatTemplate:
+    def template(name: str, with_tools: Templates | None = None) -> ChatTemplate:
         text, where = texts[name]
         return ChatTemplate(text, tokens, where, special, options, today, with_tools)
 
     if "default" in texts:
-        with_tools = functools.cache(functools.partial(made, "tool_use"))
-        return made("default", with_tools if "tool_use" in texts else None)
+        with_tools = functools.cache(functools.partial(template, "tool_use"))
+        return template("default", with_tools if "tool_use" in texts else None)
     lacks = f"{directory} has no chat template, neither in chat_template.jinja nor in "
     lacks += "tokenizer_config.json"
     if texts:
@@ -186,8 +186,8 @@ def read_template(
     raise DataError(f"{lacks}; add one, or give a job its path by data.chat_template")
 
 
-def _written(path: Path) -> tuple[str, str]:
-    """The text of a template in a file, and its name in errors."""
+def _read_text(path: Path) -> tuple[str, str]:
+    """The text of a template in a file, and the template's name in errors."""
     try:
         return json_files.read_text(path), str(path)
     except (OSError, json_files.JsonError) as error:
@@ -195,22 +195,25 @@ def _written(path: Path) -> tuple[str, str]:
         raise DataError(f"{path}: cannot be read: {reason}") from error
 
 
-def _named(directory: Path, described: Any) -> dict[str, tuple[str, str]]:
-    """Texts of a checkpoint's templates by name, with their names in errors."""
+def _read_named(directory: Path, described: Any) -> dict[str, tuple[str, str]]:
+    """(text, name in errors) of a checkpoint's templates, by name.
+
+    `described` is `chat_template` of tokenizer_config.json.
+    """
     own = directory / "chat_template.jinja"
     more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
     if own.exists() or more:  # before those of tokenizer_config.json
         paths = {path.stem: path for path in more}
         paths |= {"default": own} if own.exists() else {}
-        return {name: _written(path) for name, path in paths.items()}
+        return {name: _read_text(path) for name, path in paths.items()}
     where = f"{directory / 'tokenizer_config.json'}: chat_template"
     if isinstance(described, str):
         return {"default": (described, where)}
     listed = described if isinstance(described, list) else []
-    given = {x.get("name"): x.get("template") for x in listed if isinstance(x, dict)}
+    texts = {x.get("name"): x.get("template") for x in listed if isinstance(x, dict)}
     return {
         name: (text, f"{where} {name!r}")
-        for name, text in given.items()
+        for name, text in texts.items()
         if isinstance(name, str) and isinstance(text, str)
     }
 

@@ -5,17 +5,17 @@ from typing import Any, NamedTuple
 
 from jaxmem.base import json_files, messages
 from jaxmem.data.chat import Message
+from jaxmem.data.message_variants import JsonArguments
 from jaxmem.data.records import DataError
-from jaxmem.data.variants import JsonArguments
 
-# What ShareGPT calls the roles.
+# ShareGPT's names of the roles.
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
     "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
     "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
-_FLAGS = ("weight", "train", "loss")  # whether the loss counts an assistant's turn
+_FLAGS = ("weight", "train", "loss")  # 0: the loss does not count the turn
 # Spellings of one key; the first is the one that most templates read.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Keys without which a message is its role and its content.
@@ -23,13 +23,13 @@ _MORE = frozenset((*_FLAGS, *_REASONING, "function_call", "tool_calls"))
 
 
 class Talk(NamedTuple):
-    """Messages, and which of them the loss may count."""
+    """Messages, with the assistant turns that the loss must not count."""
 
     turns: list[Message]
-    muted: frozenset[int]  # numbers of the assistant turns that it may not
+    muted: frozenset[int]  # indices of these turns
 
     def after(self, before: list[Message]) -> "Talk":
-        """The messages with others before them."""
+        """The messages with those of `before` in front of them."""
         muted = frozenset(len(before) + i for i in self.muted)
         return Talk([*before, *self.turns], muted)
 
@@ -37,61 +37,61 @@ class Talk(NamedTuple):
 def talk_of(where: str, key: str, value: Any, ignored: Collection[str] = ()) -> Talk:
     """The messages of a field, without the keys that are ignored.
 
-    They are a list of objects with "role" and "content", or, as ShareGPT has them, with
-    "from" and "value"; or one of these.
+    The field holds one object, or a list of objects, with "role" and "content", or, as
+    ShareGPT has them, with "from" and "value".
 
     Raises:
         DataError: a message has another form, or asks for what is not implemented.
     """
     listed = [value] if isinstance(value, dict) else value
     if not isinstance(listed, list) or not listed:
-        place = f'{where}: "{key}"'
-        raise DataError(messages.must_be(place, "a list of messages", value))
+        field = f'{where}: "{key}"'
+        raise DataError(messages.must_be(field, "a list of messages", value))
     turns, muted = [], set()
-    for i, given in enumerate(listed):
-        place = f'{where}: "{key}"[{i}]'
-        turn, counts = _turn(place, given, ignored)
+    for i, raw in enumerate(listed):
+        turn, counts = _read_turn(f'{where}: "{key}"[{i}]', raw, ignored)
         turns.append(turn)
         if not counts:
             muted.add(i)
     return Talk(turns, frozenset(muted))
 
 
-def _turn(place: str, given: Any, ignored: Collection[str]) -> tuple[Message, bool]:
-    items = given.items() if isinstance(given, dict) else ()
+def _read_turn(where: str, raw: Any, ignored: Collection[str]) -> tuple[Message, bool]:
+    """A message in the one form, and True if the loss may count it."""
+    items = raw.items() if isinstance(raw, dict) else ()
     turn = {k: v for k, v in items if v is not None and k not in ignored}
     if "role" not in turn and "from" in turn:
-        turn = _of_sharegpt(place, turn)
+        turn = _from_sharegpt(where, turn)
     if not isinstance(turn.get("role"), str):
-        wanted = 'an object with "role" and "content"'
-        raise DataError(messages.must_be(place, wanted, given))
+        expected = 'an object with "role" and "content"'
+        raise DataError(messages.must_be(where, expected, raw))
     if _MORE.isdisjoint(turn) and isinstance(turn.get("content"), str):
         return turn, True
-    counts = _counts(place, turn)
-    _name_reasoning(place, turn)
+    counts = _pop_flags(where, turn)
+    _name_reasoning(where, turn)
     if "function_call" in turn:  # as OpenAI had it before there were several
         turn["tool_calls"] = [{"function": turn.pop("function_call")}]
     if "tool_calls" in turn:
         calls = turn["tool_calls"]
         if not isinstance(calls, list):
-            raise DataError(messages.must_be(f"{place}.tool_calls", "a list", calls))
+            raise DataError(messages.must_be(f"{where}.tool_calls", "a list", calls))
         turn["tool_calls"] = [
-            _call(f"{place}.tool_calls[{i}]", call) for i, call in enumerate(calls)
+            _read_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)
         ]
         turn.setdefault("content", None)
     if "content" not in turn and _REASONING[0] not in turn:
-        raise DataError(f'{place} has no "content", and no "tool_calls"')
+        raise DataError(f'{where} has no "content", and no "tool_calls"')
     if "content" in turn:
-        turn["content"] = _content(place, turn["content"])
+        turn["content"] = _read_content(where, turn["content"])
     return turn, counts
 
 
-def _name_reasoning(place: str, turn: Message) -> None:
+def _name_reasoning(where: str, turn: Message) -> None:
     """Give reasoning its first spelling; variants try the others."""
     named = [key for key in _REASONING if key in turn]
     if len(named) > 1 and any(turn[key] != turn[named[0]] for key in named):
         raise DataError(
-            f"{place} has {' and '.join(named)}, which are names of one thing; keep one"
+            f"{where} has {' and '.join(named)}, which are names of one thing; keep one"
         )
     if named:
         turn[_REASONING[0]] = turn.pop(named[0])
@@ -99,84 +99,86 @@ def _name_reasoning(place: str, turn: Message) -> None:
         turn.pop(key, None)
 
 
-def _of_sharegpt(place: str, turn: Message) -> Message:
+def _from_sharegpt(where: str, turn: Message) -> Message:
     named = turn.pop("from")
     role = _ROLES.get(named) if isinstance(named, str) else None
     if role is None:
-        wanted = f"one of {', '.join(_ROLES)}"
-        raise DataError(messages.must_be(f"{place}.from", wanted, named))
-    made: Message = {"role": role, **turn}
-    value = made.pop("value", None)
+        expected = f"one of {', '.join(_ROLES)}"
+        raise DataError(messages.must_be(f"{where}.from", expected, named))
+    message: Message = {"role": role, **turn}
+    value = message.pop("value", None)
     if named != "function_call":
-        return made if value is None else made | {"content": value}
-    calls = _parsed(f"{place}.value", value)
+        return message if value is None else message | {"content": value}
+    calls = _parse_json(f"{where}.value", value)
     listed = calls if isinstance(calls, list) else [calls]
-    return made | {"tool_calls": [{"type": "function", "function": c} for c in listed]}
+    return message | {
+        "tool_calls": [{"type": "function", "function": c} for c in listed]
+    }
 
 
-def _counts(place: str, turn: Message) -> bool:
-    """Take out what says whether the loss counts a turn, and return it."""
+def _pop_flags(where: str, turn: Message) -> bool:
+    """Remove the flags of a turn; return True if the loss may count the turn."""
     counts = True
     for flag in _FLAGS:
         if flag not in turn:
             continue
         value = turn.pop(flag)
         if value not in (0, 1):
-            wanted = "0 or 1: other weights of messages are not implemented"
-            raise DataError(messages.must_be(f"{place}.{flag}", wanted, value))
+            expected = "0 or 1: other weights of messages are not implemented"
+            raise DataError(messages.must_be(f"{where}.{flag}", expected, value))
         if value and turn["role"] != "assistant":
             raise DataError(
-                f"{place}.{flag} must be 0, or left out: the loss counts assistant "
+                f"{where}.{flag} must be 0, or left out: the loss counts assistant "
                 f"turns alone, and this one is of {messages.short(turn['role'])}"
             )
         counts = counts and bool(value)
     return counts
 
 
-def _content(place: str, content: Any) -> Any:
+def _read_content(where: str, content: Any) -> Any:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        wanted = "a text or a list of parts"
-        raise DataError(messages.must_be(f"{place}.content", wanted, content))
-    return [_part(f"{place}.content[{i}]", part) for i, part in enumerate(content)]
+        expected = "a text or a list of parts"
+        raise DataError(messages.must_be(f"{where}.content", expected, content))
+    return [_read_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
 
 
-def _part(place: str, part: Any) -> Any:
+def _read_part(where: str, part: Any) -> Any:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(part.get("text"), str):
         got = kind if isinstance(kind, str) else part
-        wanted = 'a part with the type "text" and a "text"'
-        raise DataError(messages.must_be(place, wanted, got))
+        expected = 'a part with the type "text" and a "text"'
+        raise DataError(messages.must_be(where, expected, got))
     kept = {k: v for k, v in part.items() if v is not None}
     if others := sorted(kept.keys() - {"type", "text"}):
-        raise DataError(f"{place} has the keys {messages.listing(others)}, which are "
+        raise DataError(f"{where} has the keys {messages.listing(others)}, which are "
                         "not read; remove them")  # fmt: skip
     return kept
 
 
-def _call(place: str, call: Any) -> dict[str, Any]:
-    """A call whose arguments, if any, are an object."""
+def _read_call(where: str, call: Any) -> dict[str, Any]:
+    """The call, with its arguments as an object; {} if it has none."""
     if not isinstance(call, dict):
-        raise DataError(messages.must_be(place, "an object", call))
-    made = {k: v for k, v in call.items() if v is not None}
-    if "function" in made:
-        return made | {"function": _call(f"{place}.function", made["function"])}
-    if not isinstance(made.get("name"), str):
+        raise DataError(messages.must_be(where, "an object", call))
+    kept = {k: v for k, v in call.items() if v is not None}
+    if "function" in kept:
+        return kept | {"function": _read_call(f"{where}.function", kept["function"])}
+    if not isinstance(kept.get("name"), str):
         raise DataError(
-            f'{place} must have the "name" of a function, got {messages.short(call)}'
+            f'{where} must have the "name" of a function, got {messages.short(call)}'
         )
-    return made | {"arguments": _arguments(place, made.get("arguments", {}))}
+    return kept | {"arguments": _read_arguments(where, kept.get("arguments", {}))}
 
 
-def _arguments(place: str, given: Any) -> dict[str, Any]:
-    source = "{}" if given == "" else given
-    value = _parsed(f"{place}.arguments", source)
+def _read_arguments(where: str, raw: Any) -> dict[str, Any]:
+    source = "{}" if raw == "" else raw
+    value = _parse_json(f"{where}.arguments", source)
     if not isinstance(value, Mapping):
-        wanted = "an object, or one as JSON"
-        raise DataError(messages.must_be(f"{place}.arguments", wanted, given))
+        expected = "an object, or one as JSON"
+        raise DataError(messages.must_be(f"{where}.arguments", expected, raw))
     if not isinstance(source, str):
         return dict(value)
     decoded = JsonArguments(value)
@@ -186,7 +188,7 @@ def _arguments(place: str, given: Any) -> dict[str, Any]:
 
 def tools_of(where: str, value: Any) -> list[Any] | None:
     """The schemas of a record's tools: a list, or one as JSON."""
-    listed = _parsed(f"{where}: tools", value or [])
+    listed = _parse_json(f"{where}: tools", value or [])
     if listed is None:
         return None
     if not isinstance(listed, list) or not all(isinstance(t, dict) for t in listed):
@@ -194,11 +196,11 @@ def tools_of(where: str, value: Any) -> list[Any] | None:
     return listed or None
 
 
-def _parsed(place: str, text: Any) -> Any:
-    """A value, or what a text holds as JSON."""
+def _parse_json(where: str, text: Any) -> Any:
+    """The value of a text of JSON; another value as it is."""
     if not isinstance(text, str):
         return text
     try:
         return json_files.parse(text)
     except json_files.JsonError as error:
-        raise DataError(f"{place}: {error}") from error
+        raise DataError(f"{where}: {error}") from error

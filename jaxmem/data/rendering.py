@@ -1,14 +1,13 @@
-"""Conversations to text: each field is found in it, or its missing text is said.
+"""Conversations to text, checked to hold the text of every field.
 
 messages -> the template's own forms -> text, and the spans that an assistant wrote
 
-A conversation is rendered twice: as it is, and with markers in the place of what is
-said. The second rendering depends on the conversation's shape alone and is kept: where
-values in the place of its markers give the first one, nothing was lost, and the spans
-follow from it. Otherwise each field is looked for by a marker of its own.
+A conversation is rendered twice: as it is, and with markers in place of its texts. The
+second rendering depends on the conversation's shape alone and is kept: if values in
+place of its markers give the first one, nothing was lost, and the spans follow from it.
+Otherwise each field is looked for by a marker of its own.
 """
 
-import bisect
 import contextlib
 import functools
 import itertools
@@ -19,11 +18,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxmem.base import messages
-from jaxmem.data import marks, variants
+from jaxmem.data import markers
 from jaxmem.data.chat import END, START, ChatTemplate, Message, Templates
-from jaxmem.data.marks import FILLER, Field
+from jaxmem.data.markers import FILLER, Field
+from jaxmem.data.message_variants import Variant, applied, mangled, variants
 from jaxmem.data.records import DataError
-from jaxmem.data.variants import Variant
 
 Span = tuple[int, int]  # first character, and the one after the last
 _MOST_NOTES = 30  # lines
@@ -32,10 +31,10 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=str
 
 
 class Conversation(NamedTuple):
-    """Messages, and what a template is given with them."""
+    """Messages, and the tools and variables for their template."""
 
     turns: Sequence[Message]
-    counted: frozenset[int] = frozenset()  # numbers of the turns that the loss counts
+    counted: frozenset[int] = frozenset()  # indices of the turns that the loss counts
     tools: Sequence[Any] | None = None
     options: Mapping[str, Any] | None = None  # variables of the template
 
@@ -48,7 +47,7 @@ class Rendered(NamedTuple):
 
 
 class Notes(Counter[str]):
-    """What is said once about many records, with its count and the first of them."""
+    """Notes about records, each printed once with a count and the first record."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +59,7 @@ class Notes(Counter[str]):
         self[note] += count
 
     def lines(self) -> list[str]:
-        """One line a note, of the first ones, and the number of the others."""
+        """One line for each of the first notes, and one that counts the others."""
         shown = itertools.islice(self.items(), _MOST_NOTES)
         lines = [
             f"{note}: {count:,} (first {self._first[note]})" for note, count in shown
@@ -70,16 +69,46 @@ class Notes(Counter[str]):
         return lines
 
 
+class _Missing(NamedTuple):
+    """Fields that have no marker in the rendering of a shape, by number."""
+
+    elsewhere: tuple[int, ...] = ()  # written only if their turn is the last one
+    unsure: tuple[int, ...] = ()  # written only beside certain values
+    refused: str | None = None  # the error, if the template writes a field nowhere
+
+
 class _Shape(NamedTuple):
-    """What the rendering of a shape with markers has shown."""
+    """The rendering of a shape with markers, and the facts that follow from it."""
 
     variant: Variant  # forms of the messages that the template takes
-    text: str  # with markers
-    spans: dict[int, Span]  # of assistant turns, by number of the message
-    ordered: bool  # whether each assistant turn has a span
-    elsewhere: tuple[int, ...]  # numbers of fields that only a last turn has written
-    unsure: tuple[int, ...]  # of fields that are written beside certain values
-    refused: str | None  # why records of this shape are refused
+    text: str = ""  # with markers
+    spans: Mapping[int, Span] = {}  # of assistant turns, by index of the message
+    ordered: bool = True  # True if each assistant turn has a span
+    missing: _Missing = _Missing()
+
+
+class _Shaped(NamedTuple):
+    """A conversation in the form that its template takes, and its shape."""
+
+    shape: _Shape
+    talk: Conversation
+    fields: Sequence[Field]  # by number of their markers
+
+
+class _Trial(NamedTuple):
+    """The rendering with markers of one form of a conversation."""
+
+    variant: Variant
+    talk: Conversation  # in this form
+    marked: Conversation  # with markers
+    text: str
+    mangled: str | None  # see `message_variants.mangled`
+    missing: int  # fields whose marker the text lacks
+
+    @property
+    def faults(self) -> tuple[bool, int]:
+        """The order of preference among trials: smaller is better."""
+        return self.mangled is not None, self.missing
 
 
 class Lost(NamedTuple):
@@ -90,10 +119,10 @@ class Lost(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """A rendering, and what it lacks."""
+    """A rendering, and the texts that it lacks."""
 
     text: str
-    moved: marks.Filled | None  # how it follows from the text of the shape, if it does
+    filled: markers.Filled | None  # the shape's text with values, if it is this text
     lost: tuple[Lost, ...] = ()
 
 
@@ -102,9 +131,9 @@ class Renderer:
 
     Args:
         template: returns the template, at its first use; None: there is none.
-        notes: what is said once about many records.
+        notes: collects notes about records.
         ignored: keys of messages that are left out.
-        stripped: what a counted turn becomes of which the template leaves out text: an
+        stripped: treatment of a counted turn of which the template leaves out text: an
             error ("raise"), a turn that does not count ("mask"), or one of which the
             rest counts ("count").
     """
@@ -132,7 +161,7 @@ class Renderer:
 
     @property
     def has_rendered(self) -> bool:
-        """Whether there was a conversation."""
+        """True if a conversation was rendered."""
         return bool(self._shapes)
 
     def counted(self, talk: Conversation, where: str) -> Rendered:
@@ -146,50 +175,48 @@ class Renderer:
             DataError: the template raises, or leaves out a field, or text of a turn
                 that counts.
         """
-        with _placed(where):
-            shape, given, fields = self._shape(talk, False)
-            made = self._text(shape, given, fields, False, where)
-            counted = talk.counted - self._masked(made.lost, talk.counted, where)
-            talk = talk._replace(counted=counted)
-            spans = self._counted(talk, shape, given, made.moved)
-            return Rendered(made.text, tuple(spans))
+        with _errors_name(where):
+            shaped = self._to_shape(talk, False)
+            rendering = self._render_checked(shaped, False, where)
+            masked = self._turns_to_mask(rendering.lost, talk.counted, where)
+            counted = talk.counted - masked
+            spans = self._counted_spans(shaped, counted, rendering.filled)
+            return Rendered(rendering.text, tuple(spans))
 
-    def _masked(
+    def _turns_to_mask(
         self, lost: Sequence[Lost], counted: frozenset[int], where: str
     ) -> frozenset[int]:
-        """Counted turns that shall not count, because text of them is missing."""
+        """Counted turns that must not count, because text of them is missing."""
         masked = set()
         for field, text in lost:
             if field.turn not in counted:
                 said = "that the loss does not count"
             elif self._stripped == "raise":
-                raise DataError(_lacks(field, text))
+                raise DataError(_stripped_message(field, text))
             else:
                 said = f"that the loss would count (data.stripped={self._stripped!r})"
                 masked.add(field.turn)
             note = f"the chat template leaves out text of {field.name!r} {said}, "
             note += "in characters"
-            self.notes.add(note, where, marks.size(text))
+            self.notes.add(note, where, markers.size(text))
         return frozenset(masked) if self._stripped == "mask" else frozenset()
 
-    def _counted(
-        self,
-        talk: Conversation,
-        shape: _Shape,
-        given: Conversation,
-        move: marks.Filled | None,
+    def _counted_spans(
+        self, shaped: _Shaped, counted: frozenset[int], filled: markers.Filled | None
     ) -> Iterable[Span]:
-        if shape.ordered and move is not None:
+        """Spans of the counted turns in the text without marks."""
+        shape, talk = shaped.shape, shaped.talk
+        if shape.ordered and filled is not None:
             return [
-                (_moved(move, a), _moved(move, b))
-                for i, (a, b) in sorted(shape.spans.items())
-                if i in talk.counted
+                (filled.position(start), filled.position(stop))
+                for i, (start, stop) in sorted(shape.spans.items())
+                if i in counted
             ]
-        text = self._render(given, False)
+        text = self._render(talk, False)
         if shape.ordered:
-            exact = self._spans(given, text)
-            return [exact[i] for i in sorted(talk.counted) if i in exact]
-        if len(talk.counted) < sum(t["role"] == "assistant" for t in talk.turns):
+            exact = self._assistant_spans(talk, text)
+            return [exact[i] for i in sorted(counted) if i in exact]
+        if len(counted) < sum(t["role"] == "assistant" for t in talk.turns):
             raise DataError(
                 "the chat template marks another number of assistant turns than "
                 "there are, and the loss is not to count all of them"
@@ -198,11 +225,11 @@ class Renderer:
 
     def prompt(self, talk: Conversation, where: str) -> str:
         """Render a conversation up to the answer."""
-        with _placed(where):
-            shape, given, fields = self._shape(talk, True)
-            made = self._text(shape, given, fields, True, where)
-            self._masked(made.lost, frozenset(), where)
-            return made.text
+        with _errors_name(where):
+            shaped = self._to_shape(talk, True)
+            rendering = self._render_checked(shaped, True, where)
+            self._turns_to_mask(rendering.lost, frozenset(), where)  # notes alone
+            return rendering.text
 
     def end_of_turn(self) -> str | None:
         """The special token that ends an assistant's turn, if one does."""
@@ -212,7 +239,7 @@ class Renderer:
         ]
         for talk in (turns, turns[1:]):
             try:
-                text = _unmarked(self._render(Conversation(talk), False))
+                text = _remove_marks(self._render(Conversation(talk), False))
             except DataError:  # a template that wants other messages
                 continue
             if FILLER in text:
@@ -229,163 +256,172 @@ class Renderer:
             add_generation_prompt=asks,
         )
 
-    def _text(
-        self,
-        shape: _Shape,
-        talk: Conversation,
-        fields: Sequence[Field],
-        asks: bool,
-        where: str,
-    ) -> _Text:
-        """The text, how it follows from that of the shape, and what is missing."""
-        text = _unmarked(self._render(talk, asks))
-        lost = [Lost(fields[i], fields[i].text) for i in shape.elsewhere]
-        move = marks.fitting(shape.text, fields, text)
-        others = () if move else marks.not_in_order(shape.text, fields, text)
-        for number in (*shape.unsure, *others):
+    def _render_checked(self, shaped: _Shaped, asks: bool, where: str) -> _Text:
+        """Render a conversation, and find the texts of fields that are missing.
+
+        Raises:
+            DataError: the template leaves out a field, whatever its value.
+        """
+        shape, talk, fields = shaped.shape, shaped.talk, shaped.fields
+        text = _remove_marks(self._render(talk, asks))
+        lost = [Lost(fields[i], fields[i].text) for i in shape.missing.elsewhere]
+        filled = markers.fitting(shape.text, fields, text)
+        others = () if filled else markers.not_in_order(shape.text, fields, text)
+        for number in (*shape.missing.unsure, *others):
             field = fields[number]
-            place = self._place(talk, number, asks, text)
-            if place is None and field.text.strip() in text:
+            written = self._written_part(talk, number, asks, text)
+            if written is None and field.text.strip() in text:
                 continue
-            if place is not None:
-                if missing := marks.missing(field.text, place):
+            if written is not None:
+                if missing := markers.missing(field.text, written):
                     lost.append(Lost(field, missing))
-                elif field.text.strip() not in place:  # not word for word
+                elif field.text.strip() not in written:  # not word for word
                     self.notes.add(_RESHAPED.format(field.name), where)
             elif self._writes_elsewhere(talk, number, field):
                 lost.append(Lost(field, field.text))
             else:
-                raise DataError(_dropped(field, self.template.of(talk.tools)))
-        return _Text(text, move, tuple(lost))
+                template = self.template.of(talk.tools)
+                raise DataError(_dropped_message(field, template))
+        return _Text(text, filled, tuple(lost))
 
-    def _place(
+    def _written_part(
         self, talk: Conversation, number: int, asks: bool, text: str
     ) -> str | None:
-        """The part of a text that a field's value decides; None if it is not found."""
-        one = marks.marked(talk.turns, talk.tools, only=number)
-        given = talk._replace(turns=one.turns, tools=one.tools)
+        """The part of a text that depends on a field's value; None without any."""
+        marked = _mark_one(talk, number)
         try:
-            other = _unmarked(self._render(given, asks))
+            other = _remove_marks(self._render(marked, asks))
         except DataError:  # a template that wants a certain value
             return None
-        if number not in marks.found(other):
+        if number not in markers.numbers_in(other):
             return None
-        marker = marks.marker(number)
+        marker = markers.marker(number)
         first, last = other.index(marker), other.rindex(marker) + len(marker)
         start = len(os.path.commonprefix([other[:first], text]))
         after = os.path.commonprefix([other[last:][::-1], text[start:][::-1]])
         return text[start : len(text) - len(after)]
 
-    def _writes(self, talk: Conversation, number: int, asks: bool) -> bool:
-        """Whether a marker in the place of a value is found."""
-        one = marks.marked(talk.turns, talk.tools, only=number)
-        given = talk._replace(turns=one.turns, tools=one.tools)
+    def _writes_marker(self, talk: Conversation, number: int, asks: bool) -> bool:
+        """True if the template writes a marker in place of a field's value."""
+        marked = _mark_one(talk, number)
         try:
-            return number in marks.found(self._render(given, asks))
+            return number in markers.numbers_in(self._render(marked, asks))
         except DataError:  # a template that wants a certain value
             return False
 
     def _writes_elsewhere(self, talk: Conversation, number: int, field: Field) -> bool:
-        """Whether the field is written where its message is the last one."""
+        """True if the field is written when its message is the last one."""
         turns = talk.turns
         stops = [field.turn + 1] if field.turn >= 0 else range(1, len(turns) + 1)
         parts = (talk._replace(turns=turns[:stop]) for stop in stops)
-        return any(self._writes(part, number, False) for part in parts)
+        return any(self._writes_marker(part, number, False) for part in parts)
 
     # ------------------------------------------------------------------- shapes
 
-    def _shape(
-        self, talk: Conversation, asks: bool
-    ) -> tuple[_Shape, Conversation, Sequence[Field]]:
-        """The shape; the conversation as the template takes it; its values."""
-        one = marks.marked(talk.turns, talk.tools)
-        if any(END in x.text or START in x.text for x in one.fields):
+    def _to_shape(self, talk: Conversation, asks: bool) -> _Shaped:
+        """The conversation in the form that the template takes, with its shape.
+
+        Raises:
+            DataError: the template does not take conversations of this shape.
+        """
+        marked = markers.marked(talk.turns, talk.tools)
+        if any(END in x.text or START in x.text for x in marked.fields):
             raise DataError(
                 "a message has U+FDD0 or U+FDD1, which Unicode keeps from being "
                 "characters of a text; remove them"
             )
-        key = _ENCODE([asks, one.turns, one.tools, talk.options])
+        key = _ENCODE([asks, marked.turns, marked.tools, talk.options])
         shape = self._shapes.get(key)
         if shape is None:
-            shape = self._found(talk, asks)
+            shape = self._find_shape(talk, asks)
             if len(self._shapes) < _MOST_SHAPES:
                 self._shapes[key] = shape
-        if shape.refused:
-            raise DataError(shape.refused)
+        if shape.missing.refused:
+            raise DataError(shape.missing.refused)
         if not shape.variant:
-            return shape, talk, one.fields
-        given = talk._replace(turns=variants.applied(shape.variant, talk.turns))
-        return shape, given, marks.marked(given.turns, talk.tools).fields
+            return _Shaped(shape, talk, marked.fields)
+        talk = talk._replace(turns=applied(shape.variant, talk.turns))
+        fields = markers.marked(talk.turns, talk.tools).fields
+        return _Shaped(shape, talk, fields)
 
-    def _found(self, talk: Conversation, asks: bool) -> _Shape:
-        """The form that the template takes best."""
-        best: tuple[Any, ...] | None = None
+    def _find_shape(self, talk: Conversation, asks: bool) -> _Shape:
+        """The shape of a conversation in the form that loses the fewest fields."""
+        best: _Trial | None = None
         failed = None
-        for variant in variants.variants(talk.turns):
-            given = talk._replace(turns=variants.applied(variant, talk.turns))
-            made = marks.marked(given.turns, talk.tools)
-            marked = talk._replace(tools=made.tools, turns=made.turns)
+        for variant in variants(talk.turns):
+            changed = talk._replace(turns=applied(variant, talk.turns))
+            replaced = markers.marked(changed.turns, talk.tools)
+            marked = talk._replace(turns=replaced.turns, tools=replaced.tools)
             try:
                 text = self._render(marked, asks)
             except DataError as error:
                 failed = failed or str(error)
                 continue
-            how = variants.mangled(text, variant)
-            missing = set(range(len(made.fields))) - marks.found(text)
-            faults = (how is not None, len(missing))
-            if best is None or faults < best[0]:
-                best = faults, how, variant, text, given, marked
-            if faults == (False, 0):
+            numbers = set(range(len(replaced.fields)))
+            trial = _Trial(
+                variant,
+                changed,
+                marked,
+                text,
+                mangled=mangled(text, variant),
+                missing=len(numbers - markers.numbers_in(text)),
+            )
+            if best is None or trial.faults < best.faults:
+                best = trial
+            if trial.faults == (False, 0):
                 break
         if best is None:
-            return _Shape((), "", {}, True, (), (), failed)
-        _, how, variant, text, given, marked = best
-        if how is not None:
-            problem = f"the chat template writes the messages {how}"
-            return _Shape(variant, "", {}, True, (), (), problem)
-        elsewhere, unsure, refused = self._missing(text, given, asks)
-        spans = {} if asks or refused else self._spans(marked, text)
+            return _Shape((), missing=_Missing(refused=failed))
+        if best.mangled is not None:
+            problem = f"the chat template writes the messages {best.mangled}"
+            return _Shape(best.variant, missing=_Missing(refused=problem))
+        missing = self._find_missing(best, asks)
+        has_spans = not asks and not missing.refused
+        spans = self._assistant_spans(best.marked, best.text) if has_spans else {}
         assistants = sum(turn["role"] == "assistant" for turn in talk.turns)
         ordered = not self.template.of(talk.tools).marks or len(spans) == assistants
-        return _Shape(
-            variant, _unmarked(text), spans, ordered, elsewhere, unsure, refused
-        )
+        text = _remove_marks(best.text)
+        return _Shape(best.variant, text, spans, ordered, missing)
 
-    def _missing(
-        self, text: str, given: Conversation, asks: bool
-    ) -> tuple[tuple[int, ...], tuple[int, ...], str | None]:
-        """Fields without a marker in a text: `elsewhere`, `unsure`, and an error."""
-        turns, elsewhere, unsure = given.turns, [], []
-        fields = marks.marked(turns, given.tools).fields
-        for number in sorted(set(range(len(fields))) - marks.found(text)):
+    def _find_missing(self, trial: _Trial, asks: bool) -> _Missing:
+        """The fields that have no marker in a trial's text, by the reason for it."""
+        talk, elsewhere, unsure = trial.talk, [], []
+        turns = talk.turns
+        fields = markers.marked(turns, talk.tools).fields
+        written = markers.numbers_in(trial.text)
+        for number in sorted(set(range(len(fields))) - written):
             field = fields[number]
             # The name of the function that has answered stands in its call as well.
             is_link = field.name == "name" and turns[field.turn]["role"] == "tool"
             if is_link:
                 continue
-            if self._writes(given, number, asks):
+            if self._writes_marker(talk, number, asks):
                 unsure.append(number)
-            elif self._writes_elsewhere(given, number, field):
+            elif self._writes_elsewhere(talk, number, field):
                 elsewhere.append(number)
             else:
-                return (), (), _dropped(field, self.template.of(given.tools))
-        return tuple(elsewhere), tuple(unsure), None
+                template = self.template.of(talk.tools)
+                return _Missing(refused=_dropped_message(field, template))
+        return _Missing(tuple(elsewhere), tuple(unsure))
 
     # -------------------------------------------------------------------- spans
 
-    def _spans(self, talk: Conversation, text: str) -> dict[int, Span]:
-        """Spans of the assistant turns in a text with marks of generation."""
+    def _assistant_spans(self, talk: Conversation, text: str) -> dict[int, Span]:
+        """Spans of the assistant turns, by index, in a text with generation marks.
+
+        If the template marks another number of turns, the indices are negative.
+        """
         assistants = [i for i, t in enumerate(talk.turns) if t["role"] == "assistant"]
         if self.template.of(talk.tools).marks:
             spans = _marked_spans(text)
             if len(spans) != len(assistants):
                 return dict(enumerate(spans, start=-len(spans)))
             return dict(zip(assistants, spans, strict=True))
-        found = {i: self._span(talk, i, text) for i in assistants}
-        return {i: span for i, span in found.items() if span is not None}
+        spans = {i: self._turn_span(talk, i, text) for i in assistants}
+        return {i: span for i, span in spans.items() if span is not None}
 
-    def _span(self, talk: Conversation, i: int, text: str) -> Span | None:
-        """The span of the text that changes if the turn does."""
+    def _turn_span(self, talk: Conversation, i: int, text: str) -> Span | None:
+        """The span of the text that changes with turn `i`; None without any."""
         before, after = talk.turns[:i], talk.turns[i + 1 :]
         content: Any = FILLER
         if isinstance(talk.turns[i].get("content"), list):
@@ -399,12 +435,12 @@ class Renderer:
             return None
         start = len(os.path.commonprefix([text, changed]))
         stop = len(text) - len(os.path.commonprefix([text[::-1], changed[::-1]]))
-        start = self._after_prompt(talk._replace(turns=before), text, start)
+        start = self._prompt_end(talk._replace(turns=before), text, start)
         end = self.template.end.match(text, stop)
         return (start, end.end() if end else stop)
 
-    def _after_prompt(self, before: Conversation, text: str, start: int) -> int:
-        """The end of the generation prompt, if it is before the content."""
+    def _prompt_end(self, before: Conversation, text: str, start: int) -> int:
+        """The end of the generation prompt after `before`; `start` if it has none."""
         try:
             prompt = self._render(before, True)
             asks = prompt != self._render(before, False)
@@ -420,8 +456,8 @@ _RESHAPED = "the chat template writes {!r} otherwise than it is given"
 
 
 @contextlib.contextmanager
-def _placed(where: str) -> Iterator[None]:
-    """Name the record in a DataError that does not."""
+def _errors_name(where: str) -> Iterator[None]:
+    """A context in which a DataError begins with the record's name."""
     try:
         yield
     except DataError as error:
@@ -431,44 +467,46 @@ def _placed(where: str) -> Iterator[None]:
         raise DataError(f"{where}: {said}") from error
 
 
-def _name(field: Field) -> str:
+def _mark_one(talk: Conversation, number: int) -> Conversation:
+    """The conversation with a marker in place of one value."""
+    marked = markers.marked(talk.turns, talk.tools, only=number)
+    return talk._replace(turns=marked.turns, tools=marked.tools)
+
+
+def _field_name(field: Field) -> str:
     return f"messages[{field.turn}].{field.name}" if field.turn >= 0 else "tools"
 
 
-def _dropped(field: Field, template: ChatTemplate) -> str:
+def _dropped_message(field: Field, template: ChatTemplate) -> str:
     return (
-        f"the chat template leaves out {_name(field)}; remove it, name it in "
+        f"the chat template leaves out {_field_name(field)}; remove it, name it in "
         f"data.ignored, or set data.chat_template (now {template.where})"
     )
 
 
-def _lacks(field: Field, text: str) -> str:
+def _stripped_message(field: Field, text: str) -> str:
     what = "all" if text == field.text else messages.short(text.strip())
     return (
-        f"the chat template leaves out {what} of {_name(field)} ({marks.size(text):,} "
+        f"the chat template leaves out {what} of {_field_name(field)} "
+        f"({markers.size(text):,} "
         'characters), which the loss counts; give the message "weight": 0, set '
         'data.stripped="mask" (such turns do not count) or "count" (the rest counts), '
         "or data.chat_template"
     )
 
 
-def _unmarked(text: str) -> str:
+def _remove_marks(text: str) -> str:
     return text.replace(START, "").replace(END, "")
-
-
-def _moved(move: marks.Filled, place: int) -> int:
-    """Where a place of the text with markers is in the filled one."""
-    before = bisect.bisect_right(move.stops, place)
-    return place + (move.moved[before - 1] if before else 0)
 
 
 def _marked_spans(marked: str) -> list[Span]:
     """Spans between marks, as positions in the text without marks."""
-    spans, start, removed = [], 0, 0
-    for place, character in enumerate(marked):
+    spans: list[Span] = []
+    start = removed = 0
+    for index, character in enumerate(marked):
         if character == START:
-            start = place - removed
+            start = index - removed
         elif character == END:
-            spans.append((start, place - removed))
+            spans.append((start, index - removed))
         removed += character in (START, END)
     return spans

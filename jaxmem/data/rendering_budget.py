@@ -19,38 +19,40 @@ class RenderingBoundError(ValueError):
 
 
 class RenderingBudget(threading.local):
-    """What the rendering in this thread has taken, and when its time ends."""
+    """The resources that this thread's rendering has used, and its deadline."""
 
-    turns, made, ends = 0, 0, math.inf
+    turns = 0  # of loops
+    characters = 0  # of the texts that it has made
+    deadline = math.inf  # of `time.monotonic`
 
     def start(self) -> None:
         """Begin a rendering."""
-        self.turns, self.made = 0, 0
-        self.ends = time.monotonic() + _MOST_SECONDS
+        self.turns, self.characters = 0, 0
+        self.deadline = time.monotonic() + _MOST_SECONDS
 
-    def check(self, size: int = 0) -> None:
-        """Raise for characters beyond the bound, or where the time is over."""
-        if self.made + size > _MOST_CHARACTERS:
+    def check(self, added: int = 0) -> None:
+        """Raise if `added` characters exceed the bound, or the deadline has passed."""
+        if self.characters + added > _MOST_CHARACTERS:
             raise RenderingBoundError(
                 f"it makes texts of more than {_MOST_CHARACTERS:,} characters"
             )
-        if time.monotonic() > self.ends:
+        if time.monotonic() > self.deadline:
             raise RenderingBoundError(f"it takes more than {_MOST_SECONDS} seconds")
 
     def spend(self, size: int) -> None:
-        """Count characters that were made."""
+        """Count characters of a new text."""
         self.check(size)
-        self.made += size
+        self.characters += size
 
     def check_bits(self, bits: int) -> None:
-        """Raise for a number beyond the bound."""
+        """Raise for a number of more bits than the bound."""
         if bits > _MOST_BITS:
             raise RenderingBoundError(
                 f"it makes a number of more than {_MOST_BITS:,} bits"
             )
 
     def check_texts(self, *values: Any) -> None:
-        """Raise if these values are too long as text, which nested lists can be."""
+        """Raise if values are too long as text: a nested list can be, though small."""
         held = [value for value in values if type(value) not in _PLAIN]
         if held:
             self.check(sum(map(text_size, held)))
@@ -71,7 +73,7 @@ class RenderingBudget(threading.local):
 
 
 def size(value: Any) -> int:
-    """Characters that a value counts as, without what its entries hold."""
+    """Characters that a value counts as, without the contents of its entries."""
     if isinstance(value, str):
         return len(value)
     is_held = isinstance(value, (list, tuple, dict, set))
@@ -79,10 +81,10 @@ def size(value: Any) -> int:
 
 
 def text_size(value: Any, sizes: dict[int, tuple[Any, int]] | None = None) -> int:
-    """Characters of a value's `str` or `repr`, at least.
+    """A lower bound on the characters of a value's `str` or `repr`.
 
-    A list that stands in another one many times is walked once: `sizes` has the sizes
-    by identity, with the values, which keeps the identities unique.
+    A list that occurs many times in another is walked once: `sizes` maps identities to
+    values and sizes. It holds the values so that no identity is used again.
     """
     if isinstance(value, str):
         return len(value) + 2

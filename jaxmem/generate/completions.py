@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from jaxmem.data.records import DataError, RawRecord
+from jaxmem.generate.completion_text import CompletionText
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
-from jaxmem.generate.text import CompletionText
 from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models import sampling
 from jaxmem.models.own_model import recomputation

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import Vocabulary
-from jaxmem.data import ends
 from jaxmem.data.chat import ChatTemplate, read_template
+from jaxmem.data.completion_ends import end_ids
 from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, RawRecord
 from jaxmem.data.vocabulary import has_start
@@ -78,7 +78,7 @@ def load(
         return Model(
             source.load(dtype),
             vocabulary,
-            ends.end_ids(source.directory, template),
+            end_ids(source.directory, template),
             described.max_positions,
             reader,
             files_of(source),

@@ -8,8 +8,8 @@ import numpy as np
 import tokenizers
 
 from jaxmem.base import processes
-from jaxmem.data import ends, mixing, rewards, tasks, vocabulary
-from jaxmem.data.ends import Ends
+from jaxmem.data import completion_ends, mixing, rewards, tasks, vocabulary
+from jaxmem.data.completion_ends import Ends
 from jaxmem.data.environments import Environments
 from jaxmem.data.prompts import PromptRecord, Reader, fingerprint, load_prompts
 from jaxmem.data.record_reader import RecordReader
@@ -341,7 +341,7 @@ def ends_of(task: TaskConfig, checkpoint: str | None) -> Ends:
     """The ends of a task's completions, and the size of its vocabulary."""
     if not task.is_arithmetic:
         assert checkpoint is not None, "the job's config says so"
-        return ends.of_checkpoint(checkpoint, task.stop, task.chat_template)
+        return completion_ends.of_checkpoint(checkpoint, task.stop, task.chat_template)
     spelled = vocabulary.spelling(checkpoint)
     eos, pad = (int(spelled.ids[i]) for i in (tasks.EOS_ID, tasks.PAD_ID))
     return Ends(spelled.size, (eos,), pad)

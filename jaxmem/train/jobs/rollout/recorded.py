@@ -17,7 +17,7 @@ import tokenizers
 
 from jaxmem.base import messages
 from jaxmem.data import rewards
-from jaxmem.data.ends import Ends
+from jaxmem.data.completion_ends import Ends
 from jaxmem.data.prompts import PromptRecord
 from jaxmem.data.record_reader import decides_loss
 from jaxmem.data.records import DataError, RawRecord, find_files, read_records

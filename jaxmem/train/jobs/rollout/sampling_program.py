@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmem.data.ends import Ends
+from jaxmem.data.completion_ends import Ends
 from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models import own_model, route_records
 from jaxmem.models.kv_cache import Cache

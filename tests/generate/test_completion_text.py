@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxmem.generate.text import CompletionText
+from jaxmem.generate.completion_text import CompletionText
 
 
 @pytest.fixture(scope="module")

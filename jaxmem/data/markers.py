@@ -1,9 +1,10 @@
-"""Markers in the place of what a conversation says, to find it in a rendered text.
+"""Markers that replace a conversation's texts, to find these in a rendered text.
 
-Every text of a message becomes a marker; what is left is the conversation's shape,
-which many conversations share. Markers are private-use characters, which no text has.
+Every text of a message becomes a marker; the rest is the conversation's shape, which
+many conversations share. Markers are private-use characters, which no text has.
 """
 
+import bisect
 import json
 import os
 import re
@@ -26,7 +27,7 @@ _KEPT = LINKS | NOTES | {"role"}
 class Field(NamedTuple):
     """A value that a marker stands for."""
 
-    turn: int  # number of its message; -1 of tools
+    turn: int  # index of its message; -1 for tools
     name: str  # of the field, such as "content" or "tool_calls"
     value: Any  # a string, number, boolean or None
 
@@ -47,11 +48,11 @@ class Marked(NamedTuple):
 def marked(
     turns: Sequence[Message], tools: Sequence[Any] | None, only: int | None = None
 ) -> Marked:
-    """Put markers in the place of values; with `only`, of the one of that number."""
-    putting = _Putting(only)
-    made = [putting.message(i, turn) for i, turn in enumerate(turns)]
-    schemas = None if tools is None else [putting.tool(tool) for tool in tools]
-    return Marked(made, schemas, putting.fields)
+    """Replace values by markers; with `only`, the value of that number alone."""
+    writer = _MarkerWriter(only)
+    marked_turns = [writer.message(i, turn) for i, turn in enumerate(turns)]
+    schemas = None if tools is None else [writer.tool(tool) for tool in tools]
+    return Marked(marked_turns, schemas, writer.fields)
 
 
 def marker(number: int) -> str:
@@ -59,8 +60,8 @@ def marker(number: int) -> str:
     return f"\ue000{number}\ue001"
 
 
-class _Putting:
-    """Counts the values of a conversation while it replaces them."""
+class _MarkerWriter:
+    """Numbers the values of a conversation while it replaces them by markers."""
 
     def __init__(self, only: int | None):
         self._only, self.fields = only, []
@@ -72,18 +73,18 @@ class _Putting:
         return marker(number) if self._only in (None, number) else value
 
     def message(self, i: int, turn: Message) -> Message:
-        made = {}
+        marked_turn = {}
         for key, value in turn.items():
             if key in NOTES and self._only is None:
                 continue
-            if type(value) is str and key not in _KEPT:  # most of all, and in no time
-                made[key] = self._put(i, key, value) if value else value
+            if type(value) is str and key not in _KEPT:  # the usual case, made fast
+                marked_turn[key] = self._put(i, key, value) if value else value
             else:
-                made[key] = self._value(i, key, key, value)
-        return made
+                marked_turn[key] = self._value(i, key, key, value)
+        return marked_turn
 
     def _value(self, i: int, name: str, key: str, value: Any) -> Any:
-        """The value of a key of a message, of a part or of a call."""
+        """The value of a key of a message, of a part or of a call, with markers."""
         if key in LINKS:
             return self._link(key, value)
         if key in ("role", *NOTES) or value is None or value in ("", [], {}):
@@ -97,7 +98,7 @@ class _Putting:
         return self._put(i, name, value)
 
     def _link(self, key: str, value: Any) -> Any:
-        """A word of the same length, the same for the same id."""
+        """A number as long as an id in its place, one for each id."""
         alone = self._only is not None
         if key in ("type", "index") or not isinstance(value, str) or alone:
             return value
@@ -105,7 +106,7 @@ class _Putting:
         return self._links.setdefault(value, f"{number:0{len(value)}d}"[: len(value)])
 
     def _argument(self, i: int, name: str, value: Any) -> Any:
-        """Names and values of arguments; what they hold in turn likewise."""
+        """The arguments with markers for names and values, at every depth."""
         if isinstance(value, Mapping):
             return {
                 self._put(i, name, k): self._argument(i, name, v)
@@ -116,29 +117,34 @@ class _Putting:
         return self._put(i, name, value) if value != "" else value
 
     def tool(self, schema: Any) -> Any:
-        """A schema whose function has another name and description."""
+        """A schema with markers for its function's name and description."""
         if not isinstance(schema, Mapping):
             return schema
-        made = dict(schema)
+        marked_schema = dict(schema)
         if isinstance(schema.get("function"), Mapping):
-            return made | {"function": self.tool(schema["function"])}
+            return marked_schema | {"function": self.tool(schema["function"])}
         for key in ("name", "description"):
             if schema.get(key):
-                made[key] = self._put(-1, "tools", schema[key])
-        return made
+                marked_schema[key] = self._put(-1, "tools", schema[key])
+        return marked_schema
 
 
-def found(text: str) -> set[int]:
-    """Numbers of the markers in a text."""
+def numbers_in(text: str) -> set[int]:
+    """The numbers of the markers in a text."""
     return {int(m[1] or m[2]) for m in _MARKER.finditer(text)}
 
 
 class Filled(NamedTuple):
-    """A text with values in the place of markers, and how places in it moved."""
+    """A text with values in place of markers, and the shifts of its characters."""
 
     text: str
     stops: list[int]  # ends of the markers in the text with markers
-    moved: list[int]  # by how much what follows has moved
+    shifts: list[int]  # of the characters after each marker
+
+    def position(self, marked: int) -> int:
+        """The position here of a character, from that in the text with markers."""
+        before = bisect.bisect_right(self.stops, marked)
+        return marked + (self.shifts[before - 1] if before else 0)
 
 
 def filled(text: str, fields: Sequence[Field], strip: bool, quoted: bool) -> Filled:
@@ -147,60 +153,64 @@ def filled(text: str, fields: Sequence[Field], strip: bool, quoted: bool) -> Fil
     With `strip`, spaces around values are left out; with `quoted`, a marker in double
     quotes is a value as JSON.
     """
-    pieces, stops, moved, last, shift = [], [], [], 0, 0
+    pieces, stops, shifts = [], [], []
+    last = shift = 0
     for match in _MARKER.finditer(text):
         start, stop = match.span()
         field = fields[int(match[1] or match[2])]
         value = field.text.strip() if strip else field.text
         if match[1] and quoted:
-            given = value if isinstance(field.value, str) else field.value
-            value = json.dumps(given, ensure_ascii=False)
+            literal = value if isinstance(field.value, str) else field.value
+            value = json.dumps(literal, ensure_ascii=False)
         elif match[1]:
             start, stop = start + 1, stop - 1
         pieces += [text[last:start], value]
         shift += len(value) - (stop - start)
         last = stop
         stops.append(stop)
-        moved.append(shift)
-    return Filled("".join([*pieces, text[last:]]), stops, moved)
+        shifts.append(shift)
+    return Filled("".join([*pieces, text[last:]]), stops, shifts)
 
 
-def fitting(text: str, fields: Sequence[Field], made: str) -> Filled | None:
-    """The way by which markers become a rendering; None if no way of `filled` fits."""
+def fitting(text: str, fields: Sequence[Field], rendered: str) -> Filled | None:
+    """The options of `filled` that give a rendering, as its result; None if none do."""
     for quoted in (True, False):
         for strip in (False, True):
             attempt = filled(text, fields, strip, quoted)
-            if attempt.text == made:
+            if attempt.text == rendered:
                 return attempt
     return None
 
 
-def not_in_order(text: str, fields: Sequence[Field], made: str) -> list[int]:
-    """Numbers of the fields whose values are not at one place of a rendering.
+def not_in_order(text: str, fields: Sequence[Field], rendered: str) -> list[int]:
+    """Numbers of the fields whose values have no single position in a rendering.
 
     Args:
-        text: rendered with markers, whose order the values have.
+        text: rendered with markers; the values have their order.
         fields: by number of their markers.
-        made: rendered with values, which are looked for from its start and its end.
+        rendered: with values; each is looked for from its start and from its end, and
+            both searches must agree.
     """
     numbers = [int(m[1] or m[2]) for m in _MARKER.finditer(text)]
     values = [fields[number].text.strip() for number in numbers]
-    first, last, place = [], [], 0
+    first, last = [], []
+    offset = 0
     for value in values:
-        first.append(made.find(value, place))
-        place = first[-1] + len(value) if first[-1] >= 0 else place
-    place = len(made)
+        first.append(rendered.find(value, offset))
+        offset = first[-1] + len(value) if first[-1] >= 0 else offset
+    offset = len(rendered)
     for value in reversed(values):
-        last.append(made.rfind(value, 0, place))
-        place = last[-1] if last[-1] >= 0 else place
-    found_at = zip(numbers, first, reversed(last), strict=True)
-    return sorted({number for number, a, b in found_at if a < 0 or a != b})
+        last.append(rendered.rfind(value, 0, offset))
+        offset = last[-1] if last[-1] >= 0 else offset
+    offsets = zip(numbers, first, reversed(last), strict=True)
+    return sorted({number for number, a, b in offsets if a < 0 or a != b})
 
 
 def missing(value: str, written: str) -> str:
-    """The part of a value whose characters are not in what a template wrote of it.
+    """The part of a value that is absent from `written`, the template's form of it.
 
-    Spaces and the case of letters do not count, and others may come between.
+    Spaces and the case of letters do not count, and `written` may have other characters
+    between those of the value.
     """
     letters = [(i, c) for i, c in enumerate(value) if not c.isspace()]
     rest = iter("".join(written.split()).casefold())

@@ -1,4 +1,4 @@
-"""Which tokens end a completion: the same in every job and in `jaxmem generate`."""
+"""Tokens that end a completion, for every job and for `jaxmem generate`."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Ends(NamedTuple):
 
     size: int  # entries that the model needs
     eos_ids: tuple[int, ...]  # each ends a completion
-    pad_id: int  # fills the row after it
+    pad_id: int  # fills a row after its end
 
 
 def of_checkpoint(
@@ -23,10 +23,13 @@ def of_checkpoint(
 ) -> Ends:
     """The ends of a checkpoint's vocabulary.
 
-    `stop` is the only token that ends a completion; None: all that `end_ids` has.
+    Args:
+        checkpoint: its directory.
+        stop: the only token that ends a completion; None: all of `end_ids`.
+        chat_template: path of a template in place of the checkpoint's own.
 
     Raises:
-        CheckpointError: there is no such token.
+        CheckpointError: the vocabulary has no token `stop`.
     """
     tokenizer = vocabulary.of_checkpoint(checkpoint)
     (eos,) = vocabulary.edges(tokenizer)[1]

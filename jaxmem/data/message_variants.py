@@ -31,7 +31,7 @@ _TWICE = re.compile('\\\\"\ue000\\d+\ue001\\\\"')
 
 
 def variants(turns: Sequence[Message]) -> Iterator[Variant]:
-    """The forms that the messages can have, as they are given first."""
+    """Yield the forms that the messages can have, unchanged ones first."""
     axes: list[tuple[Callable[[Message], Message] | None, ...]] = []
     parts = any(isinstance(turn.get("content"), list) for turn in turns)
     axes.append((None, joined if parts else parted))
@@ -46,11 +46,11 @@ def variants(turns: Sequence[Message]) -> Iterator[Variant]:
 
 
 def applied(variant: Variant, turns: Sequence[Message]) -> list[Message]:
-    """The messages in that form."""
-    made = list(turns)
+    """The messages in the form of a variant."""
+    changed = list(turns)
     for change in variant:
-        made = [change(turn) for turn in made]
-    return made
+        changed = [change(turn) for turn in changed]
+    return changed
 
 
 def joined(turn: Message) -> Message:
@@ -96,7 +96,7 @@ def emptied(turn: Message) -> Message:
 
 
 def mangled(text: str, variant: Variant) -> str | None:
-    """What a template has made of a form that it does not take; None if it takes it."""
+    """A phrase for the way in which a template mangles a form; None if it takes it."""
     if _PYTHONS.search(text):
         return "as Python prints it"
     if as_json in variant and _TWICE.search(text):
