@@ -16,6 +16,7 @@ TOKENIZER_FILES = (
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "generation_config.json",
 )  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # folder of those that have names
 _CONFIGS = "config.json", "adapter_config.json"
 _TENSORS = re.compile(
     r"(adapter_)?model\.safetensors(\.index\.json)?|model-\d{5,}-of-\d{5,}\.safetensors"
@@ -79,7 +80,16 @@ def foreign_in(target: Path) -> Path | None:
         return target
     known = {*TOKENIZER_FILES, *_CONFIGS}
     for path in sorted(target.iterdir()):
+        if path.name == TEMPLATES and path.is_dir():
+            if others := {*path.iterdir()} - {*named_templates(target)}:
+                return min(others)
+            continue
         named = path.name in known or _TENSORS.fullmatch(path.name)
         if not named or path.is_dir():
             return path
     return None
+
+
+def named_templates(directory: Path) -> list[Path]:
+    """Files of a checkpoint's chat templates that have names, sorted."""
+    return sorted((directory / TEMPLATES).glob("*.jinja"))

@@ -19,8 +19,10 @@ from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.config_reader import CheckpointError, write_object
 from jaxmem.checkpoints.describing import FREE, Text, describe, write_text_files
 from jaxmem.checkpoints.directories import (
+    TEMPLATES,
     TOKENIZER_FILES,
     check_target,
+    named_templates,
     new_directory,
 )
 from jaxmem.checkpoints.families import FAMILIES, ropes
@@ -220,10 +222,8 @@ def save(
         tensors = _decoder_tensors(decoder, config.family, dtype)
         write_tensors(unfinished, tensors, max_shard_bytes=max_shard_bytes)
         if unfinished is not None:
-            _write_rest(unfinished, source, raw, dtype)
-            if chat_template is not None:
-                template = Path(os.path.expanduser(chat_template))
-                shutil.copyfile(template, unfinished / "chat_template.jinja")
+            _write_config(unfinished, raw, dtype)
+            copy_text_files(source, unfinished, chat_template, TOKENIZER_FILES)
 
 
 def save_new(
@@ -358,24 +358,31 @@ def _abstract_decoder(
     return nnx.eval_shape(lambda: Decoder(model, head, policy, rngs=nnx.Rngs(0)))
 
 
-def _write_rest(
-    directory: Path, source: Path, raw: Mapping[str, Any], dtype: str
-) -> None:
+def _write_config(directory: Path, raw: Mapping[str, Any], dtype: str) -> None:
     kept = {key: value for key, value in raw.items() if key != "torch_dtype"}
     config = ropes.in_both(kept) | {"dtype": dtype}
     write_object(directory / "config.json", config)
     kinds = "bos_token_id", "eos_token_id", "pad_token_id"
     ids = {kind: raw[kind] for kind in kinds if raw.get(kind) is not None}
-    # Replaced by the source's own, if any.
+    # The other checkpoint's file replaces it, if there is one.
     write_object(directory / "generation_config.json", ids)
-    copy_text_files(source, directory, TOKENIZER_FILES)
 
 
 def copy_text_files(
-    source: Path, directory: Path,
+    source: Path, directory: Path, chat_template: str | Path | None = None,
     names: Sequence[str] = ("config.json", *TOKENIZER_FILES),
 ) -> None:  # fmt: skip
-    """Copy all that says how a checkpoint's model reads text: config and tokenizer."""
+    """Copy all that says how a checkpoint's model reads text: config and tokenizer.
+
+    The path of a chat template replaces all templates of the source.
+    """
     for name in names:
         if (source / name).exists():
             shutil.copyfile(source / name, directory / name)
+    if chat_template is not None:
+        template = Path(os.path.expanduser(chat_template))
+        shutil.copyfile(template, directory / "chat_template.jinja")
+        return
+    for template in named_templates(source):
+        (directory / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(template, directory / TEMPLATES / template.name)

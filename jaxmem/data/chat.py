@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.base import imports, json_files, messages
+from jaxmem.checkpoints.directories import named_templates
 from jaxmem.data.records import DataError
 from jaxmem.data.rendering_budget import RenderingBoundError
 
@@ -201,7 +202,7 @@ def _read_named(directory: Path, described: Any) -> dict[str, tuple[str, str]]:
     `described` is `chat_template` of tokenizer_config.json.
     """
     own = directory / "chat_template.jinja"
-    more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    more = named_templates(directory)
     if own.exists() or more:  # before those of tokenizer_config.json
         paths = {path.stem: path for path in more}
         paths |= {"default": own} if own.exists() else {}

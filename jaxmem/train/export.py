@@ -72,7 +72,7 @@ def _of_own(
         model_factory.save_weights(unfinished, model, dtype)
         text = unfinished / model_factory.TEXT
         text.mkdir()
-        results.copy_text(place.directory, text, place.chat_template)
+        checkpoints.copy_text_files(place.directory, text, place.chat_template)
         results.add_end(text, place.end_of_turn)
     return (
         f"saved in {target}: model.safetensors has the weights by their paths in the "

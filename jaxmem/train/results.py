@@ -1,7 +1,6 @@
 """Files that a run has from its start, and the export of its result."""
 
 import datetime
-import shutil
 from pathlib import Path
 
 from rich.console import Console
@@ -116,16 +115,9 @@ def write_text(target: Path, model: OwnModel, job: Job, directory: Path) -> None
         text = job.text(directory)
         checkpoints.write_text_files(target, described, text, "float32")
         return
-    copy_text(Path(source).expanduser(), target, reads.chat_template)
+    source = Path(source).expanduser()
+    checkpoints.copy_text_files(source, target, reads.chat_template)
     add_end(target, reads.end_of_turn())
-
-
-def copy_text(source: Path, target: Path, template: str | None) -> None:
-    """Copy how a checkpoint reads text; a template that is named replaces its own."""
-    checkpoints.copy_text_files(source, target)
-    if template is not None:
-        path = Path(template).expanduser()
-        shutil.copyfile(path, target / "chat_template.jinja")
 
 
 def known(model: LanguageModel) -> Decoder:

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
-from jaxmem.checkpoints import CheckpointError
+from jaxmem.checkpoints import CheckpointError, directories
 from jaxmem.checkpoints.families import ropes
 from jaxmem.checkpoints.tensors import Tensors, whole
 from jaxmem.models.training_head import HeadConfig
@@ -211,6 +211,25 @@ def test_save_copies_tokenizer_files_but_no_pickles(tmp_path):
         "model.safetensors",
         "tokenizer.json",
     }
+
+
+def test_save_copies_named_templates_unless_one_is_given(tmp_path):
+    source, decoder = copied("llama", tmp_path), loaded("llama")
+    (source / directories.TEMPLATES).mkdir()
+    (source / directories.TEMPLATES / "tool_use.jinja").write_text("tools")
+    out = tmp_path / "out"
+    for _ in range(2):  # what was copied is replaced
+        checkpoints.save(out, decoder, like=source, overwrite=True)
+        (template,) = directories.named_templates(out)
+        assert template.name == "tool_use.jinja" and template.read_text() == "tools"
+    (own := tmp_path / "own.jinja").write_text("own")
+    checkpoints.save(out, decoder, like=source, overwrite=True, chat_template=own)
+    assert (out / "chat_template.jinja").read_text() == "own"
+    assert not directories.named_templates(out)
+    (mine := out / directories.TEMPLATES / "mine.txt").parent.mkdir()
+    mine.touch()
+    with pytest.raises(CheckpointError, match="mine.txt is no file of a checkpoint"):
+        checkpoints.save(out, decoder, like=source, overwrite=True)
 
 
 def test_save_replaces_directory_only_if_asked(tmp_path):
