@@ -1,4 +1,4 @@
-"""Documents to tokens, and for each token the next one where the loss counts it."""
+"""Documents to tokens and labels: the next token, or -1 where the loss counts none."""
 
 import contextlib
 import functools
@@ -18,14 +18,14 @@ NO_LABEL = -1
 def encode_documents(
     documents: Sequence[Document], tokenizer: tokenizers.Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield `<bos> prompt text <eos>` and, for each token, the next one or -1.
+    """Yield the tokens `<bos> prompt text <eos>` and the labels of each document.
 
-    A text that a chat template rendered is taken as it is, without `<bos>` and `<eos>`,
-    and one that has them is given no others.
+    A text that a chat template rendered gets no `<bos>` and `<eos>`, nor does one that
+    has them already.
     """
     start, end = edges(tokenizer)
     encode = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=False)
-    # Apart, so that no token straddles the end of the prompt.
+    # Encode both separately, so that no token spans the end of the prompt.
     with _failures(documents):
         prompts = encode([d.prompt for d in documents])
         texts = encode([d.text for d in documents])
@@ -65,7 +65,11 @@ def _failures(documents: Sequence[Document]) -> Iterator[None]:
 def encode_ids(
     document: Document, tokenizer: tokenizers.Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a record that has them, checked."""
+    """The tokens and labels of a record of tokens.
+
+    Raises:
+        DataError: an id is outside the tokenizer's vocabulary.
+    """
     tokens, labels = (np.array(x, np.int64) for x in (document.ids, document.labels))
     size = tokenizer.get_vocab_size()
     if tokens.min() < 0 or tokens.max() >= size:
@@ -83,10 +87,10 @@ def encode_rendered(
     """Tokens of a rendered conversation; labels where they overlap a counted span."""
     with _failures([document]):
         encoded = tokenizer.encode(document.text, add_special_tokens=False)
-    places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
-    counted = np.zeros(len(places), bool)
+    offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+    counted = np.zeros(len(offsets), bool)
     for first, last in document.counted or ():
-        counted |= (places[:, 1] > first) & (places[:, 0] < last)
+        counted |= (offsets[:, 1] > first) & (offsets[:, 0] < last)
     tokens = np.array(encoded.ids, np.int32)
     labels = np.where(counted, tokens, np.int32(NO_LABEL))
     return tokens, np.append(labels[1:], np.int32(NO_LABEL))

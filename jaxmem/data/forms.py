@@ -1,7 +1,7 @@
-"""What a record is, by its columns: one object a form.
+"""Forms of records, such as texts, conversations or pairs; columns tell the form.
 
-A form has the columns that it needs, those that it takes besides, and what it makes of
-them: a document of supervised training, two answers to one prompt, or a prompt.
+A form has the columns that it needs, those that it takes besides, and methods that turn
+them into a document of supervised training, two answers to one prompt, or a prompt.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -42,11 +42,11 @@ class Document(NamedTuple):
 
 
 class PromptText(NamedTuple):
-    """What a model is to answer: a text, or a conversation and its text."""
+    """A prompt for a model, and its text."""
 
     prompt: str | list[Message]
     text: str
-    rendered: bool  # whether the text has all special tokens, being a template's
+    rendered: bool  # True if a template wrote the text, with all special tokens
 
 
 class RecordColumns(dict[str, Any]):
@@ -65,12 +65,12 @@ class RecordColumns(dict[str, Any]):
     def string(self, name: str) -> str:
         """A column that must be a string."""
         if not isinstance(self[name], str):
-            place = f'{self.where}: "{self.names[name]}"'
-            raise DataError(messages.must_be(place, "a string", self[name]))
+            field = f'{self.where}: "{self.names[name]}"'
+            raise DataError(messages.must_be(field, "a string", self[name]))
         return self[name]
 
     def talk(self, name: str, role: str | None = None) -> Talk:
-        """A column's messages; with a role it may be a text, which is one of that."""
+        """A column's messages; with a role, a text is one message of that role."""
         if role is not None and isinstance(self[name], str):
             return Talk([{"role": role, "content": self[name]}], frozenset())
         ignored = self._renderer.ignored
@@ -78,11 +78,11 @@ class RecordColumns(dict[str, Any]):
 
     @property
     def is_rendered(self) -> bool:
-        """Whether a chat template writes it: it has a system, tools or variables."""
+        """True if it needs a chat template, for its system, tools or variables."""
         return "system" in self or bool(self._tools()) or bool(self.get("options"))
 
     def before(self) -> list[Message]:
-        """The message of the system, if the record has one of its own."""
+        """The system message of a column, as a list; [] without such a column."""
         if "system" not in self:
             return []
         return [{"role": "system", "content": self.string("system")}]
@@ -97,18 +97,18 @@ class RecordColumns(dict[str, Any]):
             )
         return talk.after(before)
 
-    def answer(self, name: str, asked: list[Message]) -> Talk:
-        """An answer's messages; the prompt's come first, unless it repeats them."""
+    def answer(self, name: str, prompt: list[Message]) -> Talk:
+        """The prompt's and an answer's messages; an answer may repeat the prompt."""
         talk = self.talk(name, "assistant")
-        if asked and _end_of_prompt(talk.turns, asked) is None:
+        if prompt and _end_of_prompt(talk.turns, prompt) is None:
             role = talk.turns[0]["role"]
-            if role == "system" or role == asked[-1]["role"] == "user":
+            if role == "system" or role == prompt[-1]["role"] == "user":
                 raise DataError(
                     f'{self.where}: "{self.names[name]}" begins with the role {role!r}'
                     f' and not with "{self.names["prompt"]}"; give the answer alone, '
                     "or the same prompt"
                 )
-            talk = talk.after(asked)
+            talk = talk.after(prompt)
         return self.after_system(talk)
 
     def document(self, talk: Talk, first: int) -> Document:
@@ -119,8 +119,7 @@ class RecordColumns(dict[str, Any]):
         if not any(i >= first for i in assistants):
             got = messages.listing(sorted({str(t["role"]) for t in turns[first:]}))
             raise DataError(f"{where}: no message has the role 'assistant'; got {got}")
-        given = self._conversation(turns, counted)
-        text, spans = self._renderer.counted(given, where)
+        text, spans = self._renderer.counted(self._conversation(turns, counted), where)
         if counted and not any(start < stop for start, stop in spans):
             raise DataError(f"{where}: the chat template writes no assistant turn")
         return Document(where, text, counted=spans)
@@ -133,35 +132,35 @@ class RecordColumns(dict[str, Any]):
     def _conversation(
         self, turns: Sequence[Message], counted: Collection[int] = ()
     ) -> Conversation:
-        """Messages, and what the record has for the template besides."""
+        """The messages with the record's tools and variables for the template."""
         options = self.get("options")
         if options is not None and not isinstance(options, dict):
-            place = f"{self.where}: chat_template_kwargs"
-            raise DataError(messages.must_be(place, "an object", options))
+            field = f"{self.where}: chat_template_kwargs"
+            raise DataError(messages.must_be(field, "an object", options))
         return Conversation(turns, frozenset(counted), self._tools(), options)
 
     def _tools(self) -> list[Any] | None:
         return tools_of(self.where, self["tools"]) if "tools" in self else None
 
     def note(self, note: str) -> None:
-        """Report something once for all records, with its count."""
+        """Add a note about this record."""
         self._renderer.notes.add(note, self.where)
 
 
 class Form:
-    """A kind of record; it has one or two of the three methods."""
+    """A form of records; a subclass has one or two of the last three methods."""
 
     name: str  # as in "read as ..."
-    needs: Mapping[str, tuple[str, ...]]  # names of columns, with their spellings
-    takes: Mapping[str, tuple[str, ...]] = {}  # those that may be missing
+    needs: Mapping[str, tuple[str, ...]]  # spellings of required columns, by name
+    takes: Mapping[str, tuple[str, ...]] = {}  # of columns that may be missing
 
     def names(self, keys: Collection[str]) -> dict[str, str] | None:
-        """The columns of this form among those of a record; None if it is another."""
+        """A record's columns by their names in this form; None if one is missing."""
         chosen = {}
         for name, spellings in {**self.needs, **self.takes}.items():
-            found = next((spelling for spelling in spellings if spelling in keys), None)
-            if found is not None:
-                chosen[name] = found
+            spelling = next((s for s in spellings if s in keys), None)
+            if spelling is not None:
+                chosen[name] = spelling
             elif name in self.needs:
                 return None
         return chosen
@@ -171,7 +170,7 @@ class Form:
         raise NotImplementedError
 
     def prompt(self, columns: RecordColumns) -> PromptText:
-        """What a record asks."""
+        """The prompt of a record."""
         raise NotImplementedError
 
     def answers(self, columns: RecordColumns) -> list[Document]:
@@ -202,9 +201,9 @@ class Answered(Form):
         if not listed and not columns.is_rendered:
             answer = columns.string("answer")
             return Document(columns.where, answer, columns.string("prompt"))
-        asked = columns.talk("prompt", "user").turns
-        talk = columns.answer("answer", asked)
-        return columns.document(talk, _end_of_prompt(talk.turns, asked) or 0)
+        prompt = columns.talk("prompt", "user").turns
+        talk = columns.answer("answer", prompt)
+        return columns.document(talk, _end_of_prompt(talk.turns, prompt) or 0)
 
 
 class Messages(Form):
@@ -237,14 +236,14 @@ class Messages(Form):
         return columns.asked(turns)
 
 
-def _end_of_prompt(turns: list[Message], asked: list[Message]) -> int | None:
-    """The index after the prompt's messages; None if it does not begin with them.
+def _end_of_prompt(turns: list[Message], prompt: list[Message]) -> int | None:
+    """The index after a prompt's messages; None if `turns` does not begin with them.
 
     A system message may come before them.
     """
     starts = (0, 1) if turns[0]["role"] == "system" else (0,)
-    ends = ((i, i + len(asked)) for i in starts)
-    return next((stop for i, stop in ends if turns[i:stop] == asked), None)
+    ends = ((i, i + len(prompt)) for i in starts)
+    return next((stop for i, stop in ends if turns[i:stop] == prompt), None)
 
 
 class ShareGpt(Messages):
@@ -269,15 +268,15 @@ class Alpaca(Form):
             for pair in history
         )
         if not pairs:
-            wanted = "a list of pairs of a question and its answer, two texts"
-            place = f'{columns.where}: "history"'
-            raise DataError(messages.must_be(place, wanted, history))
+            expected = "a list of pairs of a question and its answer, two texts"
+            field = f'{columns.where}: "history"'
+            raise DataError(messages.must_be(field, expected, history))
         for question, answer in history:
             turns.append({"role": "user", "content": question})
             turns.append({"role": "assistant", "content": answer})
-        given = columns.string("input") if "input" in columns else ""
-        asked = columns.string("instruction") + ("\n" + given if given else "")
-        return [*turns, {"role": "user", "content": asked}]
+        context = columns.string("input") if "input" in columns else ""
+        question = columns.string("instruction") + ("\n" + context if context else "")
+        return [*turns, {"role": "user", "content": question}]
 
     def document(self, columns: RecordColumns) -> Document:
         answer = {"role": "assistant", "content": columns.string("answer")}
@@ -319,19 +318,19 @@ class Preference(Form):
         if columns["chosen"] == columns["rejected"]:
             raise DataError(f"{columns.where}: chosen and rejected are equal")
         both = [columns["chosen"], columns["rejected"]]
-        asked = columns.get("prompt", "")
-        texts = all(isinstance(x, str) for x in [*both, asked])
-        if texts and asked and all(x.startswith(asked) for x in both):
-            both = [answer[len(asked) :] for answer in both]
+        prompt = columns.get("prompt", "")
+        texts = all(isinstance(x, str) for x in [*both, prompt])
+        if texts and prompt and all(x.startswith(prompt) for x in both):
+            both = [answer[len(prompt) :] for answer in both]
             columns.update(chosen=both[0], rejected=both[1])
             columns.note("both answers begin with the prompt, which is not repeated")
         if not texts or columns.is_rendered:
             return self._conversations(columns)
-        return [Document(columns.where, answer, asked) for answer in both]
+        return [Document(columns.where, answer, prompt) for answer in both]
 
     def _conversations(self, columns: RecordColumns) -> list[Document]:
-        asked = columns.talk("prompt", "user").turns if "prompt" in columns else []
-        talks = [columns.answer(name, asked) for name in ("chosen", "rejected")]
+        prompt = columns.talk("prompt", "user").turns if "prompt" in columns else []
+        talks = [columns.answer(name, prompt) for name in ("chosen", "rejected")]
         ours, theirs = (talk.turns for talk in talks)
         differ = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False))
                   if a != b)  # fmt: skip

@@ -1,6 +1,6 @@
-"""The one reader of records: which form each is of, and what was seen of all.
+"""The reader of records, which finds each one's form by its columns.
 
-columns -> form -> document, pair of answers or prompt; and lines that say so
+columns -> form -> document, pair of answers or prompt; and lines that report the forms
 """
 
 import contextlib
@@ -37,8 +37,8 @@ _REFUSED = frozenset(
     "audios text messages conversations completion response output chosen rejected "
     "input_ids chat_template_kwargs".split()
 )
-# Of other frameworks: what the loss counts, and by how much; and where the documents of
-# a packed row begin.
+# Columns of other frameworks: masks and weights of the loss, and the layout of packed
+# rows.
 _COUNTS = re.compile("masks?$|weight", re.IGNORECASE)
 _PACKED = frozenset(
     "position_ids segment_ids seq_idx sequence_ids document_ids doc_ids seq_lens "
@@ -59,7 +59,7 @@ PROMPTS = (
 
 
 def decides_loss(column: str) -> bool:
-    """True for a column's name that says what the loss counts, or what is packed."""
+    """True if a column's name is of a mask or weight, or of a packed row's layout."""
     return _COUNTS.search(column) is not None or column.lower() in _PACKED
 
 
@@ -67,20 +67,20 @@ _MOST_UNUSED = 10  # columns of a record that are named
 
 
 class _Choice(NamedTuple):
-    """What a set of columns is."""
+    """The form that a set of columns selects, and the columns that it leaves unused."""
 
     form: Form
-    names: dict[str, str]  # of the form's columns, in the record
-    refused: str | None  # a column that must not be left out
-    notes: tuple[str, ...]  # of columns that are not used, each said once
+    names: dict[str, str]  # the record's columns, by their names in the form
+    refused: str | None  # an unused column that must not be ignored in silence
+    notes: tuple[str, ...]  # on the other unused columns
 
 
 class RecordReader:
-    """How records are read, and what was read as what.
+    """Reads records of any form, and counts the forms that it has read.
 
     Args:
         template: returns the template that renders conversations; None: there is none.
-        columns: names of a form, such as "prompt", to those of the records.
+        columns: names of the records' columns, by those of a form, such as "prompt".
         ignored: columns, and keys of messages, that are left out.
         absent: special tokens that the model has no embedding of.
         stripped: as in `Renderer`.
@@ -111,7 +111,7 @@ class RecordReader:
         today: datetime.datetime | None = None,
         stripped: str = "raise",
     ) -> "RecordReader":
-        """How a job reads records."""
+        """The reader of a job's records, with its checkpoint's chat template."""
         template, absent = None, ()
         if checkpoint is not None:
             special = special_tokens(tokenizer)
@@ -143,11 +143,11 @@ class RecordReader:
         """The document of a record of supervised training.
 
         Raises:
-            DataError: it is of no form, or cannot be rendered.
+            DataError: the record has no known form, or cannot be rendered.
         """
         form, columns = self._read(record, DOCUMENTS, exact=True)
         document = form.document(columns)
-        self._check(record.where, document.text, document.prompt)
+        self._check_tokens(record.where, document.text, document.prompt)
         return document
 
     def answers(self, record: RawRecord) -> list[Document]:
@@ -155,17 +155,17 @@ class RecordReader:
         form, columns = self._read(record, PAIRS, exact=True)
         documents = form.answers(columns)
         for document in documents:
-            self._check(record.where, document.text, document.prompt)
+            self._check_tokens(record.where, document.text, document.prompt)
         return documents
 
     def prompt(self, record: RawRecord) -> tuple[PromptText, dict[str, Any]]:
-        """What a record asks, and its other columns."""
+        """The prompt of a record, and its other columns."""
         form, columns = self._read(record, PROMPTS, exact=False)
-        asked = form.prompt(columns)
-        self._check(record.where, asked.text)
+        prompt = form.prompt(columns)
+        self._check_tokens(record.where, prompt.text)
         used = set(columns.names.values())
-        given = self._renamed(record.fields)
-        return asked, {k: v for k, v in given.items() if k not in used}
+        renamed = self._renamed(record.fields)
+        return prompt, {k: v for k, v in renamed.items() if k not in used}
 
     def _read(
         self, record: RawRecord, known: Sequence[Form], exact: bool
@@ -175,7 +175,7 @@ class RecordReader:
         key = known, exact, frozenset(present)
         choice = self._choices.get(key)
         if choice is None:
-            choice = self._choices[key] = self._chosen(record, present, known, exact)
+            choice = self._choices[key] = self._choose(record, present, known, exact)
         if choice.refused is not None:
             way = "name it in data.ignored, or say what it is in data.columns"
             if not exact:
@@ -207,7 +207,7 @@ class RecordReader:
             if key not in self._ignored and (key in self._columns or key not in new)
         }
 
-    def _chosen(
+    def _choose(
         self,
         record: RawRecord,
         present: Collection[str],
@@ -229,7 +229,8 @@ class RecordReader:
             return _Choice(form, names, next(refused, None), notes)
         raise DataError(f"{record.where}: {_expected(known, present, self._columns)}")
 
-    def _check(self, where: str, *texts: str) -> None:
+    def _check_tokens(self, where: str, *texts: str) -> None:
+        """Raise for a text with a special token that the model has no embedding of."""
         for token in self._absent:
             if any(token in text for text in texts):
                 raise DataError(
@@ -248,7 +249,7 @@ class RecordReader:
         return self.renderer.end_of_turn() if self.renderer.has_rendered else None
 
     def lines(self) -> list[str]:
-        """What was read as what, and what was not used; nothing of plain texts."""
+        """Lines that count the records of each form, and notes about records."""
         read = [f"read as {kind}, {n:,} records" for kind, n in self._kinds.items()]
         return [*read, *self.notes.lines()]
 
@@ -290,15 +291,15 @@ _HINTS = {
 def _expected(
     known: Sequence[Form], present: Collection[str], columns: Mapping[str, str]
 ) -> str:
-    """Which columns a record of some form has."""
-    wanted = " or ".join(
+    """The message that a record has no known form, with the columns of those forms."""
+    columns_of_forms = " or ".join(
         " and ".join(f'"{spellings[0]}"' for spellings in form.needs.values())
         for form in known
     )
     hint = next((h for key, h in _HINTS.items() if key in present), None)
     named = "" if columns else "; name them in data.columns"
     return (
-        f"expected {wanted}; got the keys "
+        f"expected {columns_of_forms}; got the keys "
         f"{messages.listing(sorted(present)) or '(none)'}{named}"
         f"{'; ' + hint if hint else ''}"
     )

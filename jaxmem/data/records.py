@@ -1,4 +1,4 @@
-"""Records of JSON and Parquet files, each with its place for error messages."""
+"""Records of JSON and Parquet files, each with its position for error messages."""
 
 import contextlib
 import glob
@@ -16,7 +16,7 @@ from jaxmem.data import remote
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 Source = str | tuple[str, ...]
-_SPACES = 2**16  # at most, before the first character of a file that is looked at
+_SPACES = 2**16  # bytes within which a file must have a character other than space
 _MOST_BYTES = 4 * 2**30  # of a file that is read whole, unpacked
 # A record's own arrays hold messages or schemas of tools, which have one of these keys.
 _OF_PARTS = frozenset(("role", "from", "function", "parameters"))
@@ -66,7 +66,7 @@ def _expand(pattern: str, argument: str) -> list[Path]:
             paths = remote.copies(pattern)
         except remote.RemoteError as error:
             raise DataError(f"{argument}: {error}") from error
-        return [made for path in paths for made in _expand(str(path), argument)]
+        return [file for path in paths for file in _expand(str(path), argument)]
     path = Path(os.path.expanduser(pattern))
     if kind_of(path) not in SUFFIXES:
         raise DataError(
@@ -83,7 +83,7 @@ def _expand(pattern: str, argument: str) -> list[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix of a file that says what it holds, without ".gz"."""
+    """The suffix that tells a file's format, without ".gz"."""
     zipped = path.suffix == ".gz" and path.stem[-8:] != ".parquet"
     return Path(path.stem).suffix if zipped else path.suffix
 
@@ -126,8 +126,8 @@ def read_text(path: Path, argument: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        place = f"not UTF-8 text (byte {error.start})"
-        raise DataError(f"{argument}: {shown} is {place}") from error
+        reason = f"not UTF-8 text (byte {error.start})"
+        raise DataError(f"{argument}: {shown} is {reason}") from error
 
 
 @contextlib.contextmanager
@@ -153,7 +153,7 @@ def held(path: Path, argument: str, streams: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(path: Path, argument: str) -> Iterator[gzip.GzipFile | BufferedReader]:
-    """A file's bytes, unpacked; what goes wrong while it is read is a DataError."""
+    """A context with a file's bytes, unpacked; errors of reading are DataErrors."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise DataError(f"{argument}: {messages.name(str(path))} is not a file")
@@ -184,7 +184,7 @@ def _numbered_lines(path: Path, argument: str) -> Iterator[tuple[int, str]]:
 
 
 def unreadable(path: Path, argument: str, error: Exception) -> DataError:
-    """What is said of a file that cannot be read."""
+    """The error for a file that cannot be read."""
     shown = messages.name(str(path))
     return DataError(f"{argument}: cannot read {shown}: {messages.reason(error)}")
 
@@ -258,7 +258,7 @@ def _parquet(path: Path, argument: str, row_group: int | None) -> Iterator[RawRe
 
 @contextlib.contextmanager
 def opened_parquet(path: Path, argument: str) -> Iterator[Any]:
-    """A Parquet file; what goes wrong while it is read is a DataError."""
+    """A context with a Parquet file; errors of reading it are DataErrors."""
     if not path.is_file():
         raise unreadable(path, argument, FileNotFoundError("No such file"))
     try:
@@ -278,7 +278,7 @@ def opened_parquet(path: Path, argument: str) -> Iterator[Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove nulls: a column has the keys of all rows, or null if one is absent."""
+    """Remove keys whose value is null: Parquet gives each row the keys of all rows."""
     if isinstance(value, dict):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
     return [without_nulls(v) for v in value] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
-"""Data that are elsewhere, as copies on this machine: gs://, s3://, hf:// and others.
+"""Local copies of remote data: gs://, s3://, hf:// and others.
 
-A copy is kept under its address and version, so that what is read stays the same for a
-run that is resumed, and every reader of local files reads it.
+A copy is kept under its address and version, so that a resumed run reads the same data,
+and every reader of local files reads it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _INSTALL = f"run: {imports.how_to_install('remote')}"
 
 
 class RemoteError(ValueError):
-    """Data elsewhere that cannot be copied; the message says why."""
+    """Remote data cannot be copied; the message says why."""
 
 
 def copies(address: str) -> list[Path]:
@@ -37,13 +37,13 @@ def copies(address: str) -> list[Path]:
         RemoteError: a library is missing, or the data cannot be read.
     """
     with _errors(address):
-        found = _HUB.fullmatch(address)
-        return [_data_set(address, found)] if found else _files(address)
+        match = _HUB.fullmatch(address)
+        return [_copy_data_set(address, match)] if match else _copy_files(address)
 
 
 @contextlib.contextmanager
 def _errors(address: str) -> Iterator[None]:
-    """Whatever a library raises, in one line."""
+    """A context in which every error is a RemoteError of one line."""
     try:
         yield
     except ImportError as error:
@@ -58,7 +58,7 @@ def _errors(address: str) -> Iterator[None]:
         raise RemoteError(f"cannot read {messages.name(address)}: {said}") from error
 
 
-def _files(address: str) -> list[Path]:
+def _copy_files(address: str) -> list[Path]:
     import fsspec
 
     system, path = fsspec.core.url_to_fs(address)
@@ -68,36 +68,37 @@ def _files(address: str) -> list[Path]:
     copies = []
     for name in names:
         described = {k: v for k, v in system.info(name).items() if k in _VERSION}
-        place = _place(address, str(name), str(described), Path(name).name)
-        if not place.exists():
-            with files.unfinished(place) as unfinished:
+        target = _copy_path(address, str(name), str(described), Path(name).name)
+        if not target.exists():
+            with files.unfinished(target) as unfinished:
                 system.get_file(name, str(unfinished))
-        copies.append(place)
+        copies.append(target)
     return copies
 
 
-# What says that a file has changed, in one file system or another.
+# Facts that differ when a file has changed, in one file system or another.
 _VERSION = ("size", "etag", "ETag", "mtime", "md5Hash", "created", "blob_id", "oid")
 
 
-def _data_set(address: str, found: re.Match) -> Path:
+def _copy_data_set(address: str, match: re.Match) -> Path:
     import datasets
 
     part: Any = datasets.load_dataset(
-        found["name"],
-        found["config"],
-        split=found["split"] or "train",
-        revision=found["revision"],
+        match["name"],
+        match["config"],
+        split=match["split"] or "train",
+        revision=match["revision"],
     )
-    name = f"{found['name'].replace('/', '-')}.parquet"
-    place = _place(address, found["name"], str(part._fingerprint), name)
-    if not place.exists():
-        with files.unfinished(place) as unfinished:
+    name = f"{match['name'].replace('/', '-')}.parquet"
+    target = _copy_path(address, match["name"], str(part._fingerprint), name)
+    if not target.exists():
+        with files.unfinished(target) as unfinished:
             part.to_parquet(str(unfinished))
-    return place
+    return target
 
 
-def _place(address: str, name: str, version: str, last: str) -> Path:
+def _copy_path(address: str, name: str, version: str, last: str) -> Path:
+    """The path of a copy; `last` is its file name."""
     scheme = address.partition("://")[0]
     content = "\n".join((scheme, name, version))
     key = hashlib.sha256(content.encode()).hexdigest()[:24]

@@ -151,12 +151,12 @@ def _exceeds(pid: int, job: dict[str, Any]) -> bool:
 
 
 def _descendants(pid: int) -> list[int]:
-    found, parents = [], [pid]
+    pids, parents = [], [pid]
     while parents:
         children = [child for parent in parents for child in _children(parent)]
-        found += children
+        pids += children
         parents = children
-    return found
+    return pids
 
 
 def _children(pid: int) -> list[int]:
@@ -211,7 +211,7 @@ def _text(path: str) -> str:
 
 
 def _run(job: dict[str, Any], report: int, prepare: int) -> None:
-    """Confine this process, and run the job in it; never returns."""
+    """Confine this process and run the job in it; never return."""
     try:
         in_force = _prepared(job)
     except Exception as error:  # of the system, not of the program
@@ -226,7 +226,7 @@ def _run(job: dict[str, Any], report: int, prepare: int) -> None:
 
 
 def _prepared(job: dict[str, Any]) -> dict[str, Any]:
-    """Detach this process from the supervisor and confine it; what is in force."""
+    """Detach and confine this process; return the protections in force."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -286,7 +286,7 @@ def _unshare_all() -> None:
 
 
 def _confine(namespaces: bool) -> dict[str, Any]:
-    """Give up what this process can do to others; what is in force."""
+    """Give up power over other processes; return the protections in force."""
     _prctl(_DUMPABLE, 1)
     _prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     _prctl(_NO_NEW_PRIVILEGES, 1)

@@ -31,9 +31,9 @@ _RANGES = {
     "max_reply_tokens": integers(1, limit=2**20),
     "workers": integers(1, limit=2**12),
 }
-# Fields that say how reward functions are called.
+# Fields about reward functions.
 _OF_FUNCTIONS = "reward", "reward_weights", "reward_errors", "unrewarded"
-# Fields that decide no value of a step, but whether and when there is one.
+# Fields that change no value of a step: they affect its time, or end the run.
 _WITHOUT_VALUES = "reward_errors", "unrewarded", "workers"
 _IDS = {word: i for i, word in enumerate(VOCABULARY)}
 
@@ -104,17 +104,17 @@ class TaskConfig:
         weights = self.reward_weights
         if weights is not None:
             numbers = all(type(w) in (int, float) and math.isfinite(w) for w in weights)
-            good = numbers and len(weights) == len(self.rewards)
-            wanted = f"{len(self.rewards)} finite numbers, one a reward"
-            check_field(self, "reward_weights", good, wanted)
+            is_valid = numbers and len(weights) == len(self.rewards)
+            expected = f"{len(self.rewards)} finite numbers, one a reward"
+            check_field(self, "reward_weights", is_valid, expected)
         check_field(self, "reward", bool(self.rewards), "at least one function")
         once = len(set(self.rewards)) == len(self.rewards)
         check_field(self, "reward", once, "functions of which none is named twice")
         self._check_left_out()
         self._check_environment()
         if self.recorded:
-            wanted = "False for task.source='arithmetic', which is sampled"
-            check_field(self, "recorded", not self.is_arithmetic, wanted)
+            expected = "False for task.source='arithmetic', which is sampled"
+            check_field(self, "recorded", not self.is_arithmetic, expected)
             unread = "environment", "held_out", "weights", *_OF_FUNCTIONS
             self._check_unset(unread, "where rollouts are recorded")
 
@@ -135,13 +135,13 @@ class TaskConfig:
 
     def _check_environment(self) -> None:
         kinds = ("raise", "end", "mask")
-        good = self.environment_errors in kinds
-        check_field(self, "environment_errors", good, f"one of {kinds}")
+        is_valid = self.environment_errors in kinds
+        check_field(self, "environment_errors", is_valid, f"one of {kinds}")
         if self.environment is None:
             unread = "max_turns", "max_reply_tokens", "environment_errors", "workers"
             return self._check_unset(unread, "without an environment")
-        wanted = "None for task.source='arithmetic', which has no records"
-        check_field(self, "environment", not self.is_arithmetic, wanted)
+        expected = "None for task.source='arithmetic', which has no records"
+        check_field(self, "environment", not self.is_arithmetic, expected)
         self._check_unset(_OF_FUNCTIONS, "with an environment")
 
     @property
@@ -165,7 +165,7 @@ class TaskConfig:
 
     @property
     def is_arithmetic(self) -> bool:
-        """Whether problems are generated."""
+        """True if problems are generated."""
         return self.source == "arithmetic"
 
     @property
@@ -241,7 +241,7 @@ def _padded(rows: tuple[list[int], ...], width: int) -> tuple[np.ndarray, np.nda
 
 
 def text(ids: Iterable[int]) -> str:
-    """Ids as text, without padding; "?" for ids that are not in the vocabulary."""
+    """The text of ids, without padding; "?" for ids outside the vocabulary."""
     known = dict(enumerate(VOCABULARY))
     return "".join(known.get(int(i), "?") for i in ids if i != PAD_ID)
 
@@ -262,7 +262,7 @@ def score(
         prefix_i = correct tokens before the first wrong one / tokens of the answer
 
     Args:
-        config: which reward.
+        config: `reward`, "exact" or "prefix".
         sums: the problem of each completion.
         tokens: completions [N, R], including <eos>.
         lengths: tokens of each completion, [N]; the rest of a row is ignored.
@@ -280,8 +280,8 @@ def score(
     width = sums.answers.shape[1]
     shared = tokens[:, :width]
     shared = np.pad(shared, ((0, 0), (0, width - shared.shape[1])))
-    place = np.arange(width)
-    inside = place < np.minimum(lengths, sums.answer_lengths)[:, None]
+    columns = np.arange(width)
+    inside = columns < np.minimum(lengths, sums.answer_lengths)[:, None]
     right = (shared == sums.answers) & inside
     leading = np.cumprod(right, axis=1).sum(axis=1)
     whole = (leading == sums.answer_lengths) & (lengths == sums.answer_lengths)

@@ -8,8 +8,8 @@ from jaxmem.data.records import DataError
 
 # Columns of 0 or 1 a token; the loss counts a token that none of them leaves out.
 _MASKS = "completion_mask", "assistant_masks", "assistant_mask"
-# Where the documents of a packed row begin, as other frameworks write it, and what each
-# column is for n tokens of one document.
+# Columns that lay out packed rows in other frameworks; a function is True for values
+# that describe n tokens of one document.
 _PACKED: Mapping[str, Callable[[int, list[int]], bool]] = {
     "position_ids": lambda n, values: values == [*range(n)],
     "segment_ids": lambda n, values: len({*values}) == 1 and len(values) == n,
@@ -38,8 +38,8 @@ class TokensForm(Form):
             if name in columns:
                 values = self._integers(columns, name, count)
                 if not {0, 1}.issuperset(values):
-                    place = f'{columns.where}: "{columns.names[name]}"'
-                    raise DataError(messages.must_be(place, "0 or 1 a token", values))
+                    field = f'{columns.where}: "{columns.names[name]}"'
+                    raise DataError(messages.must_be(field, "0 or 1 a token", values))
                 if name == "attention" and 0 in values:
                     raise DataError(
                         f"{columns.where}: attention_mask must be 1 everywhere: "
@@ -56,9 +56,11 @@ class TokensForm(Form):
                         f"or -100 where the loss counts nothing, got {label}"
                     )
             live = [a and b != -100 for a, b in zip(live, labels, strict=True)]
-        own = [id_ if counts else -1 for id_, counts in zip(ids, live, strict=True)]
+        counted_ids = [
+            id_ if counts else -1 for id_, counts in zip(ids, live, strict=True)
+        ]
         return Document(
-            columns.where, "", counted=(), ids=tuple(ids), labels=(*own[1:], -1)
+            columns.where, "", counted=(), ids=tuple(ids), labels=(*counted_ids[1:], -1)
         )
 
     def _check_packing(self, columns: RecordColumns, count: int) -> None:
@@ -75,11 +77,11 @@ class TokensForm(Form):
         self, columns: RecordColumns, name: str, count: int | None = None
     ) -> list[int]:
         values = columns[name]
-        good = isinstance(values, list) and all(
+        is_valid = isinstance(values, list) and all(
             type(x) is int and abs(x) < 2**31 for x in values
         )
-        if not good or not values or (count is not None and len(values) != count):
-            wanted = "integers" if count is None else f"{count} integers, one a token"
-            place = f'{columns.where}: "{columns.names[name]}"'
-            raise DataError(messages.must_be(place, f"a list of {wanted}", values))
+        if not is_valid or not values or (count is not None and len(values) != count):
+            expected = "integers" if count is None else f"{count} integers, one a token"
+            field = f'{columns.where}: "{columns.names[name]}"'
+            raise DataError(messages.must_be(field, f"a list of {expected}", values))
         return values

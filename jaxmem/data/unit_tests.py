@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmem.base.fields import check_numbers
 from jaxmem.base.ranges import integers, reals
@@ -35,9 +35,9 @@ supervisor.main()
 _DIRECTORY = str(Path(__file__).parent)
 _GRACE_SECONDS = 30.0  # in which a supervisor, which has its own clock, must end
 _HIDES_ENVIRONMENTS, _BLOCKS_SIGNALS = 2, 6  # versions of Landlock
-_PER_NAMESPACE = 5, 14  # from this Linux on RLIMIT_NPROC counts by namespace
-_SPARE_PROCESSES = 1000  # that a user may start beside, where it does not
-# What the program of a completion may see of the environment: no tokens, no proxies.
+_PER_NAMESPACE = 5, 14  # the first Linux whose RLIMIT_NPROC counts by namespace
+_SPARE_PROCESSES = 1000  # that the user may start beside a program, on an older one
+# The environment of a completion's program: no tokens, no proxies.
 _ENVIRONMENT = {
     "PATH": os.defpath,
     "OPENBLAS_NUM_THREADS": "1",
@@ -90,7 +90,7 @@ class Protections:
 
 @functools.cache
 def protections() -> Protections:
-    """Try which protections this system allows.
+    """The protections that this system allows, found by trying them once.
 
     Raises:
         OSError: programs cannot be run at all.
@@ -163,8 +163,8 @@ class UnitTests:
         """See `jaxmem.data.rewards`."""
         columns = [None] * len(completions) if tests is None else tests
         jobs = [
-            None if given is None else (program_of(completion), _sources(given))
-            for completion, given in zip(completions, columns, strict=True)
+            None if entry is None else (program_of(completion), _sources(entry))
+            for completion, entry in zip(completions, columns, strict=True)
         ]
         limits = self._limits() if any(jobs) else {}
 
@@ -209,9 +209,9 @@ class UnitTests:
         return reports.get(said, 0) / len(tests)
 
 
-def _sources(given: Any) -> list[str]:
+def _sources(entry: Any) -> list[str]:
     """The tests of an entry of the column."""
-    tests = [given] if isinstance(given, str) else list(given)
+    tests = [entry] if isinstance(entry, str) else list(entry)
     if not tests or not all(isinstance(test, str) and test.strip() for test in tests):
         raise ValueError(
             "tests must be Python source, or a list of sources, none of them blank; "
@@ -221,7 +221,7 @@ def _sources(given: Any) -> list[str]:
 
 
 def _supervised(job: dict[str, Any]) -> bytes:
-    """Run a job of `supervisor` in a new directory; the report of its program.
+    """Run a job of `supervisor` in a new directory; return its program's report.
 
     Raises:
         OSError: the supervisor fails.
@@ -240,10 +240,10 @@ def _supervised(job: dict[str, Any]) -> bytes:
                 pass_fds=(kept,),
             )
             with process:
-                given = marshal.dumps(job)
+                marshalled = marshal.dumps(job)
                 try:
                     limit = job["seconds"] + _GRACE_SECONDS
-                    said, errors = process.communicate(given, limit)
+                    said, errors = process.communicate(marshalled, limit)
                 except BaseException:
                     process.kill()
                     raise
@@ -269,7 +269,7 @@ def _threads_of_user() -> int:
     for path in Path("/proc").glob("[0-9]*/status"):
         try:
             fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if int(fields["Uid"].split()[0]) == user:
             count += int(fields.get("Threads", 0))
@@ -294,6 +294,20 @@ def program_of(completion: Any) -> str:
     return text
 
 
+class _Fence(NamedTuple):
+    """An opening fence of Markdown."""
+
+    indent: str
+    mark: str  # three or more backquotes or tildes
+    language: str
+    start: int  # position of the body
+
+    def body(self, text: str, stop: int) -> str:
+        """The body up to a position, without the fence's indent."""
+        spaces = rf"^[ \t]{{0,{len(self.indent)}}}"
+        return re.sub(spaces, "", text[self.start : stop], flags=re.MULTILINE)
+
+
 def _fences(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language and the body of each fence.
 
@@ -301,29 +315,24 @@ def _fences(text: str) -> Iterator[tuple[str, str]]:
     of text, a closing one may end a line of the body or be followed by text, and a
     fence that names a language also closes the one before it.
     """
-    opened: tuple[str, str, str, int] | None = None  # indent, mark, language, start
+    opened: _Fence | None = None
     for match in _FENCE.finditer(text):
         indent, mark, rest = match.groups()
-        found = _LANGUAGE.match(rest)
-        word = found[1].lower() if found else ""
+        language = _LANGUAGE.match(rest)
+        word = language[1].lower() if language else ""
         alone = rest.strip().lower() == word
         if opened is not None:
-            outer, opening, language, start = opened
-            ends_line, most = alone and not word, len(outer) + 3
+            ends_line, most = alone and not word, len(opened.indent) + 3
             closes = ends_line if indent is None else len(indent) <= most
-            if not (closes and mark.startswith(opening)):
+            if not (closes and mark.startswith(opened.mark)):
                 continue
-            yield language, _unindented(text[start : match.start()], outer)
+            yield opened.language, opened.body(text, match.start())
             opened = None
             if not (alone and word):
                 continue
         in_line = alone and word in ("", *_PYTHON)
         opens = in_line if indent is None else "`" not in rest
         if opens:
-            opened = indent or "", mark, word, match.end() + 1
+            opened = _Fence(indent or "", mark, word, match.end() + 1)
     if opened is not None:
-        yield opened[2], _unindented(text[opened[3] :], opened[0])
-
-
-def _unindented(body: str, indent: str) -> str:
-    return re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", body, flags=re.MULTILINE)
+        yield opened.language, opened.body(text, len(text))

@@ -1,8 +1,8 @@
-"""Reward functions that are shipped: rewards that a completion can be checked for.
+"""Shipped reward functions, which check a completion against a column of the data.
 
-Each has the signature of `jaxmem.data.rewards`. What a completion is compared with is a
-column of the data: `answer`, `pattern`, `schema` or `tests`. Where that is null, or the
-data have no such column, the reward is None: records of several kinds share a run.
+Each has the signature of `jaxmem.data.rewards`. The column is `answer`, `pattern`,
+`schema` or `tests`. If it is null, or the data have no such column, the reward is None:
+records of several kinds share a run.
 """
 
 import json
@@ -36,8 +36,8 @@ def _compared(
 def exact(prompts, completions, answer=None, **_) -> list[float | None]:
     """1 if the completion equals the column `answer`, ignoring outer white space."""
 
-    def compare(completion: Any, wanted: Any) -> float:
-        return float(text_of(completion).strip() == str(wanted).strip())
+    def compare(completion: Any, expected: Any) -> float:
+        return float(text_of(completion).strip() == str(expected).strip())
 
     return _compared(compare, completions, answer)
 
@@ -45,8 +45,8 @@ def exact(prompts, completions, answer=None, **_) -> list[float | None]:
 def prefix(prompts, completions, answer=None, **_) -> list[float | None]:
     """Fraction of the column `answer` that the completion starts with."""
 
-    def compare(completion: Any, wanted: Any) -> float:
-        return _shared(text_of(completion).strip(), str(wanted).strip())
+    def compare(completion: Any, expected: Any) -> float:
+        return _shared(text_of(completion).strip(), str(expected).strip())
 
     return _compared(compare, completions, answer)
 
@@ -63,8 +63,8 @@ def _shared(text: str, answer: str) -> float:
 def regex(prompts, completions, pattern=None, **_) -> list[float | None]:
     """1 if the column `pattern`, a regular expression, matches in the completion."""
 
-    def compare(completion: Any, wanted: str) -> float:
-        return float(re.search(wanted, text_of(completion), re.DOTALL) is not None)
+    def compare(completion: Any, expected: str) -> float:
+        return float(re.search(expected, text_of(completion), re.DOTALL) is not None)
 
     return _compared(compare, completions, pattern)
 
@@ -76,8 +76,8 @@ def number(prompts, completions, answer=None, **_) -> list[float | None]:
         ValueError: an answer has no number.
     """
 
-    def compare(completion: Any, wanted: Any) -> float:
-        return _equal(_last(text_of(completion)), _last(str(wanted)), wanted)
+    def compare(completion: Any, expected: Any) -> float:
+        return _equal(_last(text_of(completion)), _last(str(expected)), expected)
 
     return _compared(compare, completions, answer)
 
@@ -95,18 +95,18 @@ def gsm8k(prompts, completions, answer=None, **_) -> list[float | None]:
     arXiv:2110.14168.
     """
 
-    def compare(completion: Any, wanted: Any) -> float:
-        read = _marked if "####" in str(wanted) else _last
-        return _equal(_marked(text_of(completion)), read(str(wanted)), wanted)
+    def compare(completion: Any, expected: Any) -> float:
+        read = _marked if "####" in str(expected) else _last
+        return _equal(_marked(text_of(completion)), read(str(expected)), expected)
 
     return _compared(compare, completions, answer)
 
 
 def _marked(text: str) -> float | None:
     """The number after the last "####" that has something after it."""
-    said = [after for after in text.split("####")[1:] if after.strip()]
-    found = _MARKED.match(said[-1]) if said else None
-    return float(found[1].replace(",", "")) if found else None
+    texts = [after for after in text.split("####")[1:] if after.strip()]
+    match = _MARKED.match(texts[-1]) if texts else None
+    return float(match[1].replace(",", "")) if match else None
 
 
 def _last(text: str) -> float | None:
@@ -114,12 +114,12 @@ def _last(text: str) -> float | None:
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
-def _equal(said: float | None, wanted: float | None, answer: Any) -> float:
-    """1 if a number is that of an answer; one without a number is an error."""
-    if wanted is None:
+def _equal(value: float | None, expected: float | None, answer: Any) -> float:
+    """1 if two numbers are equal; a ValueError if the answer has none."""
+    if expected is None:
         kind = "a number, or text with one"
         raise ValueError(messages.must_be("the column answer", kind, answer))
-    return float(said is not None and math.isclose(said, wanted, rel_tol=1e-9))
+    return float(value is not None and math.isclose(value, expected, rel_tol=1e-9))
 
 
 def json_schema(prompts, completions, schema=None, **_) -> list[float | None]:
@@ -158,14 +158,14 @@ def json_schema(prompts, completions, schema=None, **_) -> list[float | None]:
     return _compared(compare, completions, schema)
 
 
-def _schema(given: Any) -> dict[str, Any] | bool:
+def _schema(entry: Any) -> dict[str, Any] | bool:
     try:
-        schema = json.loads(given) if isinstance(given, str) else given
+        schema = json.loads(entry) if isinstance(entry, str) else entry
     except ValueError:
         schema = None
     if not isinstance(schema, (dict, bool)):
-        wanted = "an object or JSON of one"
-        raise ValueError(messages.must_be("the column schema", wanted, given))
+        expected = "an object or JSON of one"
+        raise ValueError(messages.must_be("the column schema", expected, entry))
     return schema
 
 
