@@ -93,7 +93,7 @@ def _vocabulary_key(config: DataConfig, documents: Iterable[Document]) -> str:
 
 
 def _train_vocabulary(
-    config: DataConfig, documents: Iterable[Document]
+    config: DataConfig, documents: Sequence[Document]
 ) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -108,6 +108,15 @@ def _train_vocabulary(
     tokenizer.train_from_iterator(texts, trainer)
     size = tokenizer.get_vocab_size()
     if size < config.vocab_size:
+        for document in documents:
+            if document.ids:
+                raise DataError(
+                    f"{document.name}: input_ids has {document.ids[0]}, and without a "
+                    "checkpoint ids are those of a vocabulary that is trained on text: "
+                    f"that of {config.source!r} has only enough for {size} of "
+                    f"data.vocab_size={config.vocab_size} entries; set "
+                    "model.checkpoint to the one whose tokenizer wrote the ids"
+                )
         raise DataError(
             f"data.vocab_size={config.vocab_size}: the text of {config.source!r} has "
             f"only enough for {size} entries; set data.vocab_size={size} or name more "

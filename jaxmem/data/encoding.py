@@ -75,8 +75,9 @@ def encode_ids(
     if tokens.min() < 0 or tokens.max() >= size:
         wrong = tokens[(tokens < 0) | (tokens >= size)][0]
         raise DataError(
-            f"{document.name}: input_ids has {wrong}, and the tokenizer has {size} "
-            "entries"
+            f"{document.name}: input_ids has {wrong}, and the vocabulary has {size} "
+            "entries; it is that of the checkpoint, or without one of data.vocab_size: "
+            "name the checkpoint whose tokenizer wrote the ids"
         )
     return tokens.astype(np.int32), labels.astype(np.int32)
 

@@ -340,6 +340,27 @@ def test_too_little_text_says_how_many_entries_it_has(fresh):
     assert data.load_tokenizer(enough).get_vocab_size() == size
 
 
+def test_ids_without_checkpoint_name_record_and_key(fresh, tmp_path):
+    (path := tmp_path / "ids.jsonl").write_text('{"input_ids": [7, 900]}\n')
+    config = dataclasses.replace(fresh, source=str(path), vocab_size=300)
+    with pytest.raises(data.DataError) as caught:
+        data.load_tokenizer(config)
+    assert str(caught.value) == (
+        f"{path}:1: input_ids has 7, and without a checkpoint ids are those of a "
+        f"vocabulary that is trained on text: that of {str(path)!r} has only enough "
+        "for 259 of data.vocab_size=300 entries; set model.checkpoint to the one whose "
+        "tokenizer wrote the ids"
+    )
+    small = dataclasses.replace(config, vocab_size=259)
+    with pytest.raises(data.DataError) as caught:
+        data.batches(small, data.load_tokenizer(small))
+    assert str(caught.value) == (
+        f"{path}:1: input_ids has 900, and the vocabulary has 259 entries; it is that "
+        "of the checkpoint, or without one of data.vocab_size: name the checkpoint "
+        "whose tokenizer wrote the ids"
+    )
+
+
 # ---------------------------------------------------------------- documents
 
 

@@ -514,7 +514,7 @@ def test_tokens_and_their_labels(tokenizer):
     ):
         with pytest.raises(DataError, match=message):
             document(wrong)
-    with pytest.raises(DataError, match="input_ids has 99999, and the tokenizer has"):
+    with pytest.raises(DataError, match="input_ids has 99999, and the vocabulary"):
         list(encoding.encode_documents([document({"input_ids": [99999]})], tokenizer))
 
 
