@@ -43,8 +43,10 @@ def measure(shape: Shape, dtype: str, chunk: Any, repetitions: int = 3) -> list[
 
     A time is None if memory ran out. More repetitions make the medians more precise.
     """
-    operands = _operands(shape, jnp.dtype(dtype))
-    compiled = {name: _compile(path, operands) for name, path in _paths(chunk).items()}
+    operands = _draw_operands(shape, jnp.dtype(dtype))
+    compiled = {
+        name: _compile_path(path, operands) for name, path in _loss_paths(chunk).items()
+    }
     runs = {
         (name, kind): functools.partial(program, *operands)
         for name, (programs, _) in compiled.items()
@@ -57,8 +59,8 @@ def measure(shape: Shape, dtype: str, chunk: Any, repetitions: int = 3) -> list[
         Row(
             name,
             backend,
-            _times(taken[name, "forward"]),
-            _times(taken[name, "both"]),
+            _read_timing(taken[name, "forward"]),
+            _read_timing(taken[name, "both"]),
             _temporary_bytes(programs["forward"]),
             _temporary_bytes(programs["both"]),
         )
@@ -113,24 +115,24 @@ def tune(
     for results, entry in tuning.tune(shape, names, stopwatch(), repetitions):
         for result in sorted(results, key=lambda r: r.over_gemm or 9e9):
             cost = result.why or f"{result.over_gemm:.4f} GEMM {result.ms} ms"
-            yield f"{result.kernel:11} {_brief(result.tiles)}: {cost}"
+            yield f"{result.kernel:11} {_describe_tiles(result.tiles)}: {cost}"
         entry |= {"tokens": shape[0], "jax": jax.__version__,
                   "date": datetime.date.today().isoformat()}  # fmt: skip
-        _write(out, entry)
+        _write_entry(out, entry)
         chosen = entry["tiles"] or "no tiles better than the default"
         yield f"{entry['kernel']}: {chosen} written to {out}"
 
 
-def _write(path: Path, entry: dict) -> None:
+def _write_entry(path: Path, entry: dict) -> None:
     """Add the entry to the file, in place of an older one of its kernel and head."""
     entries = json.loads(path.read_text("utf-8")) if path.exists() else []
-    named = ["kernel", *(field.name for field in dataclasses.fields(tuned.TunedKey))]
-    kept = [old for old in entries if any(old[k] != entry[k] for k in named)]
-    lines = ",\n".join(json.dumps(one) for one in [*kept, entry])
+    keys = ["kernel", *(field.name for field in dataclasses.fields(tuned.TunedKey))]
+    kept = [old for old in entries if any(old[k] != entry[k] for k in keys)]
+    lines = ",\n".join(json.dumps(each) for each in [*kept, entry])
     path.write_text(f"[\n{lines}\n]\n", "utf-8")
 
 
-def _brief(tiles) -> str:
+def _describe_tiles(tiles) -> str:
     return " ".join(f"{k}={v}" for k, v in dataclasses.asdict(tiles).items())
 
 
@@ -143,7 +145,7 @@ def stopwatch() -> timing.Stopwatch:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that the device or the host ran out of memory."""
+    """True if an error means that the device or the host ran out of memory."""
     if isinstance(error, MemoryError):  # numpy raises a subclass
         return True
     message = str(error)  # XLA for CPUs has no status code for it
@@ -151,7 +153,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return is_xla and ("RESOURCE_EXHAUSTED" in message or "Out of memory" in message)
 
 
-def _operands(shape: Shape, dtype):
+def _draw_operands(shape: Shape, dtype):
     n, d, v = shape
     keys = jax.random.split(jax.random.key(0), 3)
     h = jax.random.normal(keys[0], (n, d), dtype)
@@ -159,7 +161,7 @@ def _operands(shape: Shape, dtype):
     return h, W, jax.random.randint(keys[2], (n,), 0, v)
 
 
-def _paths(chunk) -> dict[str, Callable]:
+def _loss_paths(chunk) -> dict[str, Callable]:
     """The sum of log-probability and entropy, computed in several ways."""
 
     def token_loss(h, W, y):
@@ -185,7 +187,7 @@ def _paths(chunk) -> dict[str, Callable]:
     return {path.__name__: path for path in paths}
 
 
-def _compile(path, operands) -> tuple[dict[str, jax.stages.Compiled], str]:
+def _compile_path(path, operands) -> tuple[dict[str, jax.stages.Compiled], str]:
     """(programs by name, the backend that jaxmem chose)."""
     with jaxmem.report() as report:
         both = jax.jit(jax.value_and_grad(path, (0, 1))).lower(*operands).compile()
@@ -194,7 +196,7 @@ def _compile(path, operands) -> tuple[dict[str, jax.stages.Compiled], str]:
     return {"forward": forward, "both": both}, backend
 
 
-def _times(taken: timing.Timing | None) -> tuple[float, float] | None:
+def _read_timing(taken: timing.Timing | None) -> tuple[float, float] | None:
     return None if taken is None else (taken.ms, taken.over_unit)
 
 

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         status = _run(arguments)
-        error = _flushed()
+        error = _flush_stdout()
         return status if error is None else _fail(f"stdout: {error.strerror}")
     except KeyboardInterrupt:
         print("\njaxmem: interrupted", file=sys.stderr)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(str(error))
     except OSError as error:
-        return _fail(_described(error))
+        return _fail(_describe_error(error))
     except Exception as error:
         from jaxmem.commands.bench import is_out_of_memory
 
@@ -95,7 +95,7 @@ def _open_closed_streams() -> None:
         setattr(sys, name, open(descriptor, "w", closefd=False))
 
 
-def _flushed() -> OSError | None:
+def _flush_stdout() -> OSError | None:
     """Write what was printed; the error, after which nothing is, where that fails.
 
     Raises:
@@ -111,7 +111,7 @@ def _flushed() -> OSError | None:
     return None
 
 
-def _described(error: OSError) -> str:
+def _describe_error(error: OSError) -> str:
     """The message of an error, with the name of stdout if writing to that failed."""
     if error.errno is None or error.filename is not None:
         return str(error)
@@ -142,7 +142,7 @@ def _run(arguments: argparse.Namespace) -> int:
     command, keys = options.pop("command"), options.pop("ignore_keys", None)
     if keys is None:
         return command(arguments)
-    with _needs("--ignore-keys", "train"):
+    with _require_extra("--ignore-keys", "train"):
         from jaxmem import checkpoints
     with checkpoints.ignoring_keys(keys.split(",")):
         return command(arguments)
@@ -256,7 +256,7 @@ def _add_data(commands) -> None:
 
 def _data(arguments: argparse.Namespace) -> int:
     path = _find_config(arguments.file)
-    with _needs("reading data", "train"):
+    with _require_extra("reading data", "train"):
         from rich.console import Console
 
         from jaxmem.train import configuration, jobs, preview
@@ -266,7 +266,7 @@ def _data(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    with _needs("generating", "train"):
+    with _require_extra("generating", "train"):
         from jaxmem.generate import GenerateConfig, command
     options = vars(arguments)
     request = command.GenerateRequest(
@@ -278,7 +278,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    with _needs("exporting", "train"):
+    with _require_extra("exporting", "train"):
         from jaxmem.train import export, saved
     code = saved.Code(arguments.factory, arguments.trust_code)
     options = {"merge": arguments.merge, "dtype": arguments.dtype, "code": code}
@@ -287,16 +287,16 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _score(arguments: argparse.Namespace) -> int:
-    with _needs("scoring", "score"):
+    with _require_extra("scoring", "score"):
         from jaxmem.score import ScoreConfig, score
     config = ScoreConfig(**vars(arguments))
-    with _needs(f"writing {config.out}", "score"):
+    with _require_extra(f"writing {config.out}", "score"):
         score(config)
     return 0
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    with _needs("evaluating", "eval"):
+    with _require_extra("evaluating", "eval"):
         from jaxmem.evaluate import command
     command.run(command.EvaluateRequest(**vars(arguments)))
     return 0
@@ -337,7 +337,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     path = Path(arguments.file)
     if not path.is_dir():
         path = _find_config(arguments.file)
-    with _needs("planning", "train"):
+    with _require_extra("planning", "train"):
         from jaxmem.planning import command
     return command.run(
         command.PlanRequest(
@@ -418,7 +418,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     path = None if arguments.file is None else _find_config(arguments.file)
-    with _needs("training", "train"):
+    with _require_extra("training", "train"):
         from jaxmem.base import processes
         from jaxmem.train import configuration, jobs, keys
     if arguments.keys is not None:
@@ -427,25 +427,25 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     assert path is not None
     config, operative_text = configuration.load(path, arguments.overrides)
-    given = arguments.coordinator, arguments.processes, arguments.process_id
-    if arguments.cluster or any(value is not None for value in given):
-        processes.start(*given, heartbeat=arguments.heartbeat)
+    cluster = arguments.coordinator, arguments.processes, arguments.process_id
+    if arguments.cluster or any(value is not None for value in cluster):
+        processes.start(*cluster, heartbeat=arguments.heartbeat)
     try:
         with processes.together():
             if processes.is_first():
                 about = "what differs from the defaults; operative.gin will have all"
-                _log(f"# {' '.join([str(path), *arguments.overrides])}")
-                _log(f"# {about} of it\n{keys.differing(config)}")
+                _print_log(f"# {' '.join([str(path), *arguments.overrides])}")
+                _print_log(f"# {about} of it\n{keys.differing(config)}")
             jobs.train(config, operative_text)
     finally:  # also where a signal has ended the run
         with contextlib.suppress(BrokenPipeError):
-            if (error := _flushed()) is not None:
+            if (error := _flush_stdout()) is not None:
                 why = f"the log on stdout is not complete: {error.strerror}"
                 print(f"jaxmem: {why}", file=sys.stderr)
     return 0
 
 
-def _log(text: str) -> None:
+def _print_log(text: str) -> None:
     """Print lines of a run's log; a full disk behind stdout does not end the run."""
     try:
         print(text, flush=True)
@@ -456,7 +456,7 @@ def _log(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _needs(what: str, extra: str) -> Iterator[None]:
+def _require_extra(what: str, extra: str) -> Iterator[None]:
     """Name the extra to install, where a module that is not ours is missing."""
     try:
         yield

@@ -75,21 +75,21 @@ def run(*, as_json: bool = False) -> int:
 def check() -> Checkup:
     """Examine this machine; it lists the devices, but runs nothing on them."""
     versions = {"python": platform.python_version(), "jaxmem": __version__}
-    versions |= {name: _version(name) for name in ("jax", "jaxlib", "numpy")}
-    plugins = {name: v for name in _PLUGINS if (v := _version(name))}
-    installed = {name: _version(name) for name in _EXTRAS}
+    versions |= {name: _installed_version(name) for name in ("jax", "jaxlib", "numpy")}
+    plugins = {name: v for name in _PLUGINS if (v := _installed_version(name))}
+    installed = {name: _installed_version(name) for name in _EXTRAS}
     versions |= {name: v for name, v in installed.items() if v}
     return Checkup(
         versions,
         plugins,
         driver(),
-        tuple(map(_describe, jax.local_devices())),
-        _head(),
+        tuple(map(_describe_device, jax.local_devices())),
+        _head_backend(),
         {
             name: devices.compiler_missing(device)
             for name, device in devices.known().items()
         },
-        _caches(),
+        _cache_sizes(),
         {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         {name: _EXTRAS[name] for name, v in installed.items() if not v},
         tuple(problems(versions, plugins, driver(), jax.default_backend())),
@@ -124,7 +124,8 @@ def _of_versions(versions, plugins) -> Iterator[str]:
     beyond = {
         name: ceiling
         for name, ceiling in _CEILINGS.items()
-        if name in versions and _release(versions[name]) >= _release(ceiling)
+        if name in versions
+        and _parse_release(versions[name]) >= _parse_release(ceiling)
     }
     if beyond:
         names = ", ".join(f"{name} {versions[name]}" for name in beyond)
@@ -143,7 +144,7 @@ def _of_versions(versions, plugins) -> Iterator[str]:
         yield f"{' and '.join(both)} are both installed: pip uninstall one of them"
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _parse_release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
@@ -183,14 +184,14 @@ def _of_devices(versions, plugins, driver, backend) -> Iterator[str]:
         )
 
 
-def _version(name: str) -> str:
+def _installed_version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-def _describe(device) -> str:
+def _describe_device(device) -> str:
     stats = device.memory_stats() or {}
     line = f"{device.id}: {device.device_kind} ({device.platform})"
     if "bytes_limit" in stats:
@@ -199,7 +200,7 @@ def _describe(device) -> str:
     return line
 
 
-def _head() -> str:
+def _head_backend() -> str:
     n, d, v = _HEAD
     hidden, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, d), (v, d)))
     labels: Any = jax.ShapeDtypeStruct((n,), jnp.int32)
@@ -210,18 +211,18 @@ def _head() -> str:
     return f"{call.implementation}: {call.why}"
 
 
-def _caches() -> dict[str, str]:
+def _cache_sizes() -> dict[str, str]:
     compiled = jax.config.jax_compilation_cache_dir
     kept = caches.candidates()
     return {
-        "compiled programs": _sized(compiled)
+        "compiled programs": _describe_size(compiled)
         if compiled
         else "none, set JAX_COMPILATION_CACHE_DIR to keep them",
-        "vocabularies": _sized(str(kept[0])) if kept else "no home directory",
+        "vocabularies": _describe_size(str(kept[0])) if kept else "no home directory",
     }
 
 
-def _sized(folder: str) -> str:
+def _describe_size(folder: str) -> str:
     sizes = [p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()]
     return f"{folder}, {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
 
@@ -229,8 +230,8 @@ def _sized(folder: str) -> str:
 def text(checkup: Checkup) -> str:
     """The findings as text of about one screen."""
     lines = [
-        _joined(checkup.versions),
-        f"plugins      {_joined(checkup.plugins) or 'none'}",
+        _join_lines(checkup.versions),
+        f"plugins      {_join_lines(checkup.plugins) or 'none'}",
         f"driver       {checkup.driver or 'none of NVIDIA'}",
         *(f"device       {line}" for line in checkup.devices),
         f"head         {checkup.head}",
@@ -239,7 +240,7 @@ def text(checkup: Checkup) -> str:
     ]
     ready = [name for name, lacking in checkup.compilers.items() if not lacking]
     lines.append(f"plans for    {', '.join(ready) or 'no device'}")
-    lines += [f"  else       {line}" for line in _lacking(checkup.compilers)]
+    lines += [f"  else       {line}" for line in _missing_packages(checkup.compilers)]
     for extra in dict.fromkeys(checkup.missing.values()):
         names = [name for name, other in checkup.missing.items() if other == extra]
         how = imports.how_to_install(extra)
@@ -248,7 +249,7 @@ def text(checkup: Checkup) -> str:
     return "\n".join([*lines, *(() if checkup.problems else ("nothing is wrong",))])
 
 
-def _lacking(compilers) -> list[str]:
+def _missing_packages(compilers) -> list[str]:
     """One line per platform: what its first device's compiler lacks."""
     by_platform: dict[str, str] = {}
     for name, lacking in compilers.items():
@@ -257,5 +258,5 @@ def _lacking(compilers) -> list[str]:
     return list(by_platform.values())
 
 
-def _joined(versions) -> str:
+def _join_lines(versions) -> str:
     return " ".join(f"{name} {version}" for name, version in versions.items())

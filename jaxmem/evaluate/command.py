@@ -18,7 +18,7 @@ from jaxmem.train.state import ownership
 
 
 class EvaluateRequest(NamedTuple):
-    """What is evaluated, and how."""
+    """Options of `jaxmem eval`: a model, tasks and limits."""
 
     model: str  # directory of a run, a checkpoint or an adapter
     tasks: str  # names, separated by commas
@@ -54,9 +54,9 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
             "with --out"
         )
     out = Path(request.out).expanduser() if request.out else directory / "eval.json"
-    _check(request, out)
+    _check_request(request, out)
     manager = TaskManager(include_path=request.include)
-    names = _known(request.tasks, manager)
+    names = _known_tasks(request.tasks, manager)
     model = generate.load(
         directory,
         adapter=request.adapter,
@@ -65,7 +65,7 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
         trust_code=request.trust_code,
     )
     evaluate: Any = lm_eval.simple_evaluate  # its decorator loses its type
-    found = evaluate(
+    results = evaluate(
         HarnessModel(model, str(directory), request.max_tokens, request.batch_size),
         tasks=names,
         num_fewshot=request.shots,
@@ -74,19 +74,19 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
         task_manager=manager,
         log_samples=False,
     )
-    print(make_table(found))
+    print(make_table(results))
     kept = {
-        name: found[name] for name in ("results", "n-shot", "n-samples", "versions")
+        name: results[name] for name in ("results", "n-shot", "n-samples", "versions")
     }
     options = request._asdict() | {"lm_eval": lm_eval.__version__}
     files.write_whole(out, json.dumps({**kept, "options": options}, indent=1) + "\n")
     print(f"saved in {out}")
     if is_run and request.out is None:
         report.write(directory)
-    return found["results"]
+    return results["results"]
 
 
-def _check(request: EvaluateRequest, out: Path) -> None:
+def _check_request(request: EvaluateRequest, out: Path) -> None:
     """Refuse, before anything is evaluated, what would fail or be left out after."""
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no directory {out.parent}")
@@ -110,7 +110,7 @@ def _has_results(path: Path) -> bool:
     return False
 
 
-def _known(tasks: str, manager: TaskManager) -> list[str]:
+def _known_tasks(tasks: str, manager: TaskManager) -> list[str]:
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown or not names:

@@ -88,11 +88,11 @@ class HarnessModel(LM):
     ) -> str:
         """See `lm_eval.api.model.LM`."""
         where = "the conversation"
-        given = Conversation(talk_of(where, "messages", chat_history).turns)
+        conversation = Conversation(talk_of(where, "messages", chat_history).turns)
         renderer = self._model.reader.renderer
         if add_generation_prompt:
-            return renderer.prompt(given, where)
-        return renderer.counted(given, where).text
+            return renderer.prompt(conversation, where)
+        return renderer.counted(conversation, where).text
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Score continuations: ln p, and whether greedy decoding would write them.
@@ -104,7 +104,7 @@ class HarnessModel(LM):
             ValueError: a continuation has no token, none of its own in any encoding, or
                 more than what the model reads at once.
         """
-        windows = [self._pair(*request.args) for request in requests]
+        windows = [self._encode_pair(*request.args) for request in requests]
         if apart := sum(not window.is_joint for window in windows):
             warnings.warn(
                 f"{self._name}: {apart:,} of {len(windows):,} continuations were "
@@ -112,20 +112,20 @@ class HarnessModel(LM):
                 "would be of both",
                 stacklevel=2,
             )
-        return self._scores(windows)
+        return self._score_sorted(windows)
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Score whole texts: ln p(text), in windows that score each token once."""
         windows: list[HarnessWindow] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
-            ids = self._text(request.args[0])
+            ids = self._encode_text(request.args[0])
             pairs = utils.get_rolling_token_windows(ids, self._prefix, self._length, 1)
             for before, after in map(utils.make_disjoint_window, pairs):
                 windows.append(HarnessWindow([*before, *after], len(after)))
                 owners.append(owner)
         sums = np.zeros(len(requests))
-        np.add.at(sums, owners, [logprob for logprob, _ in self._scores(windows)])
+        np.add.at(sums, owners, [logprob for logprob, _ in self._score_sorted(windows)])
         return sums.tolist()
 
     def generate_until(self, requests: list[Any]) -> list[str]:
@@ -133,10 +133,14 @@ class HarnessModel(LM):
         texts = [""] * len(requests)
         by_options: dict[GenerateConfig, list[int]] = {}
         for index, request in enumerate(requests):
-            by_options.setdefault(self._options(request.args[1]), []).append(index)
+            by_options.setdefault(self._generate_config(request.args[1]), []).append(
+                index
+            )
         for options, indices in by_options.items():
             generator = Generator(self._model, options)
-            prompts = [self._prompt(requests[i].args[0], i, options) for i in indices]
+            prompts = [
+                self._encode_prompt(requests[i].args[0], i, options) for i in indices
+            ]
             for start in range(0, len(prompts), self._batch_size):
                 done = generator.complete(prompts[start : start + self._batch_size])
                 for index, completion in zip(indices[start:], done, strict=False):
@@ -145,40 +149,45 @@ class HarnessModel(LM):
 
     # ----------------------------------------------------------------- ids
 
-    def _pair(self, context: str, continuation: str) -> HarnessWindow:
-        """Both encoded as one text, cut between them.
+    def _encode_pair(self, context: str, continuation: str) -> HarnessWindow:
+        """Encode both texts as one, cut between them.
 
-        Where a token would be of both, they are encoded apart: all continuations of a
+        If a token were of both texts, they are encoded apart: all continuations of a
         context then follow the same ids.
         """
         texts = context, continuation
         spaces = len(context) - len(context.rstrip())
         if spaces and continuation:  # a tokenizer joins a space with what follows it
             context, continuation = context[:-spaces], context[-spaces:] + continuation
-        after = self._text(continuation)
+        after = self._encode_text(continuation)
         if not after:
-            raise ValueError(f"{_shown(*texts)}: the continuation has no token")
+            raise ValueError(f"{_describe_pair(*texts)}: the continuation has no token")
         if not context:
-            return self._cut(HarnessWindow([self._prefix, *after], len(after)))
-        before, whole = self._encoded(context), self._encoded(context + continuation)
+            return self._cut_to_length(
+                HarnessWindow([self._prefix, *after], len(after))
+            )
+        before, whole = (
+            self._encode_with_start(context),
+            self._encode_with_start(context + continuation),
+        )
         scored = len(whole) - len(before)
         if scored < 1 or whole[: len(before)] != before:
-            scored = self._scored(context, continuation)
+            scored = self._count_scored(context, continuation)
         if scored:
-            return self._cut(HarnessWindow(whole, scored))
+            return self._cut_to_length(HarnessWindow(whole, scored))
         ids, tokenizer = [*before, *after], self._model.vocabulary.tokenizer
         apart, joint = (tokenizer.decode(x, skip_special_tokens=False)
                         for x in (ids, whole))  # fmt: skip
         if apart != joint:
             raise ValueError(
-                f"{_shown(*texts)}: a token of the joint text is of both, and encoded "
-                f"apart they are another text, which ends in "
+                f"{_describe_pair(*texts)}: a token of the joint text is of both, and "
+                f"encoded apart they are another text, which ends in "
                 f"{messages.short(apart[-40:])}; let the continuation begin with a "
                 "space, or leave the task out"
             )
-        return self._cut(HarnessWindow(ids, len(after), is_joint=False))
+        return self._cut_to_length(HarnessWindow(ids, len(after), is_joint=False))
 
-    def _scored(self, context: str, continuation: str) -> int:
+    def _count_scored(self, context: str, continuation: str) -> int:
         """The number of tokens of the continuation; 0 if one token is of both texts.
 
         A context may be split into other tokens where a text follows it.
@@ -189,8 +198,8 @@ class HarnessModel(LM):
             return 0
         return sum(start >= border for start, _ in encoded.offsets)
 
-    def _cut(self, window: HarnessWindow) -> HarnessWindow:
-        """The end that the model can read."""
+    def _cut_to_length(self, window: HarnessWindow) -> HarnessWindow:
+        """The window's last tokens, as many as the model reads at once."""
         if window.scored > self._length:
             raise ValueError(
                 f"a continuation of {window.scored:,} tokens is longer than the "
@@ -199,24 +208,24 @@ class HarnessModel(LM):
             )
         return window._replace(ids=window.ids[-(self._length + 1) :])
 
-    def _text(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         return self._model.vocabulary.encode([text])[0]
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encode_with_start(self, text: str) -> list[int]:
         """Ids with the start of sequence, once where a template has written it."""
-        start, ids = list(self._model.vocabulary.start), self._text(text)
+        start, ids = list(self._model.vocabulary.start), self._encode_text(text)
         return ids if ids[: len(start)] == start else [*start, *ids]
 
-    def _options(self, given: dict[str, Any]) -> GenerateConfig:
-        given = dict(given)
-        until = given.pop("until", None) or []
-        limit = given.pop("max_gen_toks", None) or _NEW_TOKENS
-        sampled = given.pop("do_sample", False)
-        temperature = float(given.pop("temperature", 1.0)) if sampled else 0.0
-        kept = {name: given.pop(name, None) for name in ("top_k", "top_p", "min_p")}
-        given.pop("temperature", None)  # of greedy decoding
-        if given:
-            name, value = next(iter(given.items()))
+    def _generate_config(self, keywords: dict[str, Any]) -> GenerateConfig:
+        keywords = dict(keywords)
+        until = keywords.pop("until", None) or []
+        limit = keywords.pop("max_gen_toks", None) or _NEW_TOKENS
+        sampled = keywords.pop("do_sample", False)
+        temperature = float(keywords.pop("temperature", 1.0)) if sampled else 0.0
+        kept = {name: keywords.pop(name, None) for name in ("top_k", "top_p", "min_p")}
+        keywords.pop("temperature", None)  # of greedy decoding
+        if keywords:
+            name, value = next(iter(keywords.items()))
             raise ValueError(
                 f"the task asks for generation with {name}={value!r}, which jaxmem "
                 "does not have; leave it out of generation_kwargs"
@@ -229,9 +238,11 @@ class HarnessModel(LM):
             **(kept if sampled else {}),
         )
 
-    def _prompt(self, text: str, number: int, options: GenerateConfig) -> EncodedPrompt:
+    def _encode_prompt(
+        self, text: str, number: int, options: GenerateConfig
+    ) -> EncodedPrompt:
         assert options.max_new_tokens is not None
-        ids = self._encoded(text) or [self._prefix]
+        ids = self._encode_with_start(text) or [self._prefix]
         room = self._model.max_positions - options.max_new_tokens
         return EncodedPrompt(
             f"request {number}", ids[-room:], number, options.max_new_tokens
@@ -239,32 +250,36 @@ class HarnessModel(LM):
 
     # -------------------------------------------------------------- scores
 
-    def _scores(self, windows: Sequence[HarnessWindow]) -> list[tuple[float, bool]]:
-        """Sum of log-probabilities of each window, and whether each is the largest."""
+    def _score_sorted(
+        self, windows: Sequence[HarnessWindow]
+    ) -> list[tuple[float, bool]]:
+        """Sum of each window's log-probabilities; True if greedy decoding writes it."""
         order = sorted(range(len(windows)), key=lambda i: len(windows[i].ids))
         results: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
         for start in range(0, len(order), _WINDOWS_AT_ONCE):
             some = order[start : start + _WINDOWS_AT_ONCE]
-            scores = self._of([windows[i] for i in some])
+            scores = self._score_windows([windows[i] for i in some])
             for i, score in zip(some, scores, strict=True):
                 logprob = float(score["logprobs"].sum(dtype=np.float64))
                 greedy = score["greedy"][-windows[i].scored :]
                 results[i] = logprob, bool(greedy.all())
         return results
 
-    def _of(self, windows: Sequence[HarnessWindow]) -> list[dict[str, np.ndarray]]:
+    def _score_windows(
+        self, windows: Sequence[HarnessWindow]
+    ) -> list[dict[str, np.ndarray]]:
         inputs = [np.array(window.ids[:-1], np.int32) for window in windows]
         labels = [np.array(window.ids[1:], np.int32) for window in windows]
         for window, row in zip(windows, labels, strict=True):
             row[: len(row) - window.scored] = NO_LABEL
 
-        def run(_number: int, *given: Any) -> dict[str, jax.Array]:
-            return _token_scores(self._model.decoder, *given)
+        def run(_number: int, *arrays: Any) -> dict[str, jax.Array]:
+            return _token_scores(self._model.decoder, *arrays)
 
         return by_micro_batch(run, inputs, labels, self._max_tokens, self._length)
 
 
-def _shown(context: str, continuation: str) -> str:
+def _describe_pair(context: str, continuation: str) -> str:
     """Both texts, for an error."""
     end = context if len(context) <= 60 else f"...{context[-60:]}"
     return f"context {messages.short(end)}, continuation {messages.short(continuation)}"
@@ -278,7 +293,7 @@ def _token_scores(
     segment_ids: jax.Array,
     positions: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Log-probabilities of labels, and whether each is the most probable, [B, T]."""
+    """Log-probabilities of labels, and True where a label is the likeliest; [B, T]."""
     hidden = decoder(tokens, segment_ids, positions)
     stats = decoder.head.token_stats(hidden, labels)
     return {"logprobs": stats.logprob, "greedy": stats.is_argmax}

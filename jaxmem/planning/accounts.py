@@ -60,8 +60,8 @@ class Account:
 
 def compile_for(traced: jax.stages.Traced) -> jax.stages.Compiled:
     """Compile a program with options that suit an absent device."""
-    around = devices.planned()
-    options = _OPTIONS[around.device.platform] if around else {}
+    target = devices.planned()
+    options = _OPTIONS[target.device.platform] if target else {}
     return traced.lower().compile(compiler_options=dict(options))
 
 
@@ -71,7 +71,7 @@ def of(phase: Phase) -> Account:
     try:
         compiled = compile_for(phase.traced)
     except jax.errors.JaxRuntimeError as error:
-        return _refused(phase, error, time.perf_counter() - start)
+        return _refused_account(phase, error, time.perf_counter() - start)
     return of_compiled(compiled, time.perf_counter() - start)
 
 
@@ -108,14 +108,14 @@ def workspace(text: str) -> int:
     return max(sizes)
 
 
-def _refused(phase, error, seconds):
+def _refused_account(phase, error, seconds):
     """The account of a program too large for the device; reraise other errors."""
     match = _TOO_LARGE.search(str(error))
     if match is None:
         raise error
     number, unit = match["a"] or match["b"], match["au"] or match["bu"]
-    wanted = int(float(number) * _UNITS[unit])
-    given = sum(map(device_bytes, phase.arguments.values()))
+    temporary = int(float(number) * _UNITS[unit])
+    arguments = sum(map(device_bytes, phase.arguments.values()))
     return Account(
-        given, 0, wanted, seconds=seconds, refused=str(error).splitlines()[0]
+        arguments, 0, temporary, seconds=seconds, refused=str(error).splitlines()[0]
     )

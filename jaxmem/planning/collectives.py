@@ -29,7 +29,7 @@ class Collective(NamedTuple):
     payload: int  # bytes of the reduced or of the gathered array, on one device
     parts: int  # devices in one group
     times: int  # executions per run; 0 if a loop's length depends on data
-    backward: bool  # whether it belongs to a backward pass
+    backward: bool  # True: it belongs to a backward pass
 
     @property
     def moved(self) -> float:
@@ -43,12 +43,12 @@ class Collective(NamedTuple):
 def of(compiled: jax.stages.Compiled) -> list[Collective]:
     """Collectives of a program between several devices, in program order."""
     lines = _by_computation(compiled.as_text() or "")
-    times = _times(lines)
+    times = _count_executions(lines)
     return [
         collective
         for name, body in lines.items()
         for line in body
-        for collective in _read(line, times.get(name, 0))
+        for collective in _parse_line(line, times.get(name, 0))
         if collective.parts > 1
     ]
 
@@ -64,7 +64,7 @@ def _by_computation(text: str) -> dict[str, list[str]]:
     return lines_of
 
 
-def _times(lines: dict[str, list[str]]) -> dict[str, int]:
+def _count_executions(lines: dict[str, list[str]]) -> dict[str, int]:
     """Executions of each computation."""
     times_of: dict[str, int] = {}
 
@@ -82,7 +82,7 @@ def _times(lines: dict[str, list[str]]) -> dict[str, int]:
     return times_of
 
 
-def _read(line: str, times: int) -> Iterator[Collective]:
+def _parse_line(line: str, times: int) -> Iterator[Collective]:
     match = _COLLECTIVE.search(line)
     if not match:
         return
@@ -92,19 +92,19 @@ def _read(line: str, times: int) -> Iterator[Collective]:
         arrays = arrays[-operands.count("%") :]
     # XLA for CPUs reduces 16-bit types as 32-bit ones; other devices do not.
     half = 2 if "_promoted" in line else 1
-    payload = sum(_bytes(*array) for array in arrays) // half
-    parts = _parts(line)
+    payload = sum(_count_bytes(*array) for array in arrays) // half
+    parts = _group_size(line)
     if kind == "reduce-scatter":
         payload *= parts
     types = " ".join(f"{dtype}[{shape}]" for dtype, shape in arrays)
     yield Collective(kind, types, payload, parts, times, "transpose(" in line)
 
 
-def _bytes(dtype: str, shape: str) -> int:
+def _count_bytes(dtype: str, shape: str) -> int:
     return BYTES[dtype] * math.prod(int(n) for n in shape.split(",") if n)
 
 
-def _parts(line: str) -> int:
+def _group_size(line: str) -> int:
     """The number of devices in a group, from each syntax that XLA prints."""
     if "collective-permute" in line:
         return 2
@@ -123,8 +123,8 @@ _DONE = re.compile(rf" (?:{_SENT}|async|fusion)-done\(%?([\w.-]+)")
 _PRODUCT = re.compile("gemm|cublas|dot|cudnn|fmha|mosaic_gpu")
 
 
-def _sends(line: str, computations: dict[str, list[str]]) -> bool:
-    """Whether an instruction, or the computation that it calls, is a collective."""
+def _is_collective(line: str, computations: dict[str, list[str]]) -> bool:
+    """True if an instruction, or the computation that it calls, is a collective."""
     called = re.search(r"calls=%([\w.-]+)", line)
     lines = computations[called[1]] if called else [line]
     return any(map(_COLLECTIVE.search, lines))
@@ -142,7 +142,7 @@ def hidden(text: str) -> tuple[int, int]:
         started: dict[str, int] = {}
         products = 0
         for line in lines:
-            if (match := _START.search(line)) and _sends(line, computations):
+            if (match := _START.search(line)) and _is_collective(line, computations):
                 started[match[1]] = products
             elif (match := _DONE.search(line)) and match[1] in started:
                 beside += products > started[match[1]]

@@ -45,7 +45,7 @@ def run(request: PlanRequest) -> int:
         raise ValueError(f"--picture {request.picture}: exists; name another file")
     device = devices.find(request.device)
     job = load(request.path, request.overrides)
-    count = _count(job, request.count)
+    count = _count_devices(job, request.count)
     missing = devices.compiler_missing(device)
     if missing:
         if count > 1:  # the mesh needs as many devices, of any kind
@@ -55,7 +55,7 @@ def run(request: PlanRequest) -> int:
     with devices.target(device.name, count, hosts=request.hosts):
         plan = plan_of(job, device.name)
         options = search.options(job, plan) if request.fit else []
-    _show(request, plan, options)
+    _show_plan(request, plan, options)
     return _FITS if plan.fits else _DOES_NOT
 
 
@@ -71,18 +71,18 @@ def load(path: Path, overrides: Sequence[str]) -> Job | Scoring:
             raise ValueError(
                 f"override {override!r}: scoring has {', '.join(sorted(fields))}"
             )
-        options[key] = _value(value)
+        options[key] = _parse_value(value)
     return Scoring(ScoreConfig(str(path), "planned.jsonl", **options))
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
 
 
-def _count(job: Job | Scoring, asked: int | None) -> int:
+def _count_devices(job: Job | Scoring, asked: int | None) -> int:
     """The number of devices in the mesh, which must equal a requested number."""
     mesh = job.mesh
     sizes = () if mesh is None else mesh.sizes
@@ -104,8 +104,10 @@ def _count(job: Job | Scoring, asked: int | None) -> int:
 def plan_of(job: Job | Scoring, device: str) -> Plan:
     """The plan of a job, inside of `jaxmem.devices.target`."""
     try:
-        made = job.plan()
-        return plans.of_phases(made.phases, made.restored, made.on_host, made.notes)
+        programs = job.plan()
+        return plans.of_phases(
+            programs.phases, programs.restored, programs.on_host, programs.notes
+        )
     except (NotImplementedError, RuntimeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         if "cuDNN" in first:
@@ -127,7 +129,7 @@ def _show_estimate(
         print("Without it, --fit and --picture have nothing to show.", file=sys.stderr)
 
 
-def _show(request: PlanRequest, plan: Plan, options) -> None:
+def _show_plan(request: PlanRequest, plan: Plan, options) -> None:
     if request.as_json:
         fields = plan.as_json() | {"options": [o.as_json() for o in options]}
         print(json.dumps(fields, indent=1))

@@ -13,10 +13,10 @@ def save(path: Path, plan: Plan, options: Sequence[Option] = ()) -> None:
     """Draw a plan and its options, each option by its largest program."""
     from matplotlib.figure import Figure
 
-    bars = {phase.name: _stack(phase) for phase in plan.phases}
+    bars = {phase.name: _stack_sizes(phase) for phase in plan.phases}
     for option in options:
         largest = max(option.plan.phases, key=lambda phase: phase.total)
-        bars["\n".join(option.overrides)] = _stack(largest)
+        bars["\n".join(option.overrides)] = _stack_sizes(largest)
     parts = list(dict.fromkeys(name for stack in bars.values() for name in stack))
     figure = Figure(figsize=(2 + 1.6 * len(bars), 5), layout="constrained")
     panel = figure.subplots()
@@ -37,7 +37,7 @@ def save(path: Path, plan: Plan, options: Sequence[Option] = ()) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _stack(phase: PlannedPhase) -> dict[str, int]:
+def _stack_sizes(phase: PlannedPhase) -> dict[str, int]:
     """Bytes from bottom to top: known temporaries first, then the remaining ones."""
     by_name = dict(phase.resident)
     known = 0

@@ -75,13 +75,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether all programs fit, if necessary with more than jax's default."""
+        """True if all programs fit, if necessary with more than jax's default."""
         most = self.memory * (MOST_FRACTION if self._is_gpu else 1)
         return self.peak <= most and not any(p.account.refused for p in self.phases)
 
     @property
     def verdict(self) -> str:
-        """Whether the job fits, in one sentence."""
+        """A sentence that says if the job fits."""
         takes = f"{table.gib(self.peak)} of {table.gib(self.memory)} GiB"
         if not self.fits:
             return f"does not fit: {takes} a device"
@@ -154,21 +154,20 @@ def plan(
 
     Reference: Williams et al., "Roofline", 2009, doi:10.1145/1498765.1498785.
     """
-    with _target(device, count, hosts):
+    with _enter_target(device, count, hosts):
         traced = step
         if not isinstance(traced, jax.stages.Traced):
             jitted = step if hasattr(step, "trace") else jax.jit(step)
             traced = jitted.trace(*args)  # pyright: ignore
-        given = dict(zip(_names(step, len(args)), args, strict=True))
-        phase = Phase("step", lambda: traced, given)
+        arguments = dict(zip(_argument_names(step, len(args)), args, strict=True))
+        phase = Phase("step", lambda: traced, arguments)
         return of_phases([phase])
 
 
-def _target(device, count, hosts):
-    around = devices.planned()
+def _enter_target(device, count, hosts):
     if device is not None:
         return devices.target(device, count, hosts=hosts)
-    if around is None:
+    if devices.planned() is None:
         raise ValueError(
             "device must be given, as in device='h200', outside of "
             f"jaxmem.devices.target; known are {', '.join(devices.known())}"
@@ -176,15 +175,15 @@ def _target(device, count, hosts):
     return contextlib.nullcontext()
 
 
-def _names(step, count) -> list[str]:
+def _argument_names(step, count) -> list[str]:
     """Names of a function's arguments, or numbers where it has no names."""
     try:
         parameters = list(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     plain = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
-    given = plain[:count]
-    return given + [f"argument {i}" for i in range(len(given), count)]
+    known = plain[:count]
+    return known + [f"argument {i}" for i in range(len(known), count)]
 
 
 def of_phases(
@@ -194,38 +193,38 @@ def of_phases(
     notes: Sequence[str] = (),
 ) -> Plan:
     """Compile phases for the devices of the enclosing target; count their memory."""
-    around = devices.planned()
-    assert around is not None, "inside devices.target"
-    planned = tuple(_planned(phase, around) for phase in phases)
+    target = devices.planned()
+    assert target is not None, "inside devices.target"
+    planned = tuple(_plan_phase(phase, target) for phase in phases)
     return Plan(
-        around.device.name, len(around.devices), around.hosts, around.device.memory,
+        target.device.name, len(target.devices), target.hosts, target.device.memory,
         planned, restored, on_host, tuple(notes),
     )  # fmt: skip
 
 
-def _planned(phase: Phase, around: Any) -> PlannedPhase:
+def _plan_phase(phase: Phase, target: Any) -> PlannedPhase:
     account = accounts.of(phase)
-    given = {name: device_bytes(tree) for name, tree in phase.arguments.items()}
-    rest = account.arguments - sum(given.values())
+    resident = {name: device_bytes(tree) for name, tree in phase.arguments.items()}
+    rest = account.arguments - sum(resident.values())
     if rest > 0:
-        given["inputs"] = rest
+        resident["inputs"] = rest
     if account.results > account.donated:
-        given["results"] = account.results - account.donated
+        resident["results"] = account.results - account.donated
     held = {name: device_bytes(tree) for name, tree in phase.held.items()}
     total = account.program + sum(held.values())
     return PlannedPhase(
         phase.name,
-        given | held,
-        _parts(phase, account),
+        resident | held,
+        _known_temporaries(phase, account),
         account,
-        total + accounts.RUNTIME[around.device.platform],
-        roofline.of(phase, account, around.hosts),
+        total + accounts.RUNTIME[target.device.platform],
+        roofline.of(phase, account, target.hosts),
         phase.tokens,
         phase.runs,
     )
 
 
-def _parts(phase: Phase, account: Account) -> dict[str, int]:
+def _known_temporaries(phase: Phase, account: Account) -> dict[str, int]:
     """Known temporaries: those of shapes, the head's, the largest collective's."""
     sizes = dict(phase.parts)
     if phase.head is not None and not account.refused:

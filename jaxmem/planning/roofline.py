@@ -64,10 +64,10 @@ class Estimate:
 
 def of(phase: Phase, account: Account, hosts: int = 1) -> Estimate:
     """Estimate a phase on the devices of the enclosing `jaxmem.devices.target`."""
-    around = devices.planned()
-    assert around is not None, "inside devices.target"
-    device, count = around.device, len(around.devices)
-    products = _products(phase, device, count)
+    target = devices.planned()
+    assert target is not None, "inside devices.target"
+    device, count = target.device, len(target.devices)
+    products = _sum_products(phase, device, count)
     moved = float(account.arguments + account.results)
     seconds = max(sum(p.seconds for p in products), moved / device.bandwidth)
     sent = sum(c.moved * max(c.times, 1) for c in account.collectives)
@@ -80,16 +80,16 @@ def of(phase: Phase, account: Account, hosts: int = 1) -> Estimate:
     )  # fmt: skip
 
 
-def _products(phase, device, count) -> Sequence[MatmulShapes]:
+def _sum_products(phase, device, count) -> Sequence[MatmulShapes]:
     sums_of: dict[str, list] = collections.defaultdict(lambda: [0, 0.0, 0.0])
 
     def turns(loop):
-        return _chunks(loop) or phase.turns
+        return _count_chunks(loop) or phase.turns
 
     for equation, times in cost.equations(phase.traced.jaxpr.jaxpr, turns):
-        work, moved = _work(equation)
+        work, moved = _count_work(equation)
         if work:
-            entry = sums_of[_name(equation)]
+            entry = sums_of[_label(equation)]
             entry[0] += times
             entry[1] += times * work / count
             entry[2] += times * moved / count
@@ -103,7 +103,7 @@ def _products(phase, device, count) -> Sequence[MatmulShapes]:
     return sorted(products, key=lambda product: -product.seconds)
 
 
-def _chunks(loop) -> int:
+def _count_chunks(loop) -> int:
     """Iterations of a loop over chunks if all rows are active; 0 for other loops.
 
     Such a loop slices its chunk out of an array with the indices of all rows.
@@ -117,10 +117,10 @@ def _chunks(loop) -> int:
     return 0
 
 
-def _work(equation) -> tuple[float, float]:
+def _count_work(equation) -> tuple[float, float]:
     """Operations and bytes of an equation that runs once; (0, 0) if it has none."""
     if equation.primitive.name == "mpmd_map":  # a Pallas kernel
-        return _of_kernel(equation)
+        return _kernel_work(equation)
     work = cost.operations(equation)
     if not work:
         return 0.0, 0.0
@@ -128,7 +128,7 @@ def _work(equation) -> tuple[float, float]:
     return work, float(sum(map(cost.nbytes, arrays)))
 
 
-def _of_kernel(equation):
+def _kernel_work(equation):
     """Operations and bytes of a kernel, from the shapes of its matrices.
 
     A kernel of the head computes statistics or derivatives from hidden and W, or the
@@ -136,7 +136,7 @@ def _of_kernel(equation):
     among its operands or results, and is counted as if all tiles of rows were full.
     """
     avals = [x.aval for x in equation.invars]
-    if groups := _groups(equation):
+    if groups := _group_matrices(equation):
         rows, each = avals[1].shape[0], sum(a.size // a.shape[0] for a in groups)
         every = (*avals, *(x.aval for x in equation.outvars))
         return 2.0 * rows * each, float(sum(map(cost.nbytes, every)))
@@ -156,7 +156,7 @@ def _of_kernel(equation):
     return 2.0 * first.size * columns, moved
 
 
-def _groups(equation):
+def _group_matrices(equation):
     """Matrices of all groups of a kernel; none of a kernel of the head."""
     return [
         x.aval for x in (*equation.invars, *equation.outvars)
@@ -164,19 +164,22 @@ def _groups(equation):
     ]  # fmt: skip
 
 
-def _name(equation):
-    name, given = equation.primitive.name, [x.aval for x in equation.invars]
+def _label(equation):
+    name, operands = equation.primitive.name, [x.aval for x in equation.invars]
     if name == "mpmd_map":
         name = "head kernel"
-        if _groups(equation):
-            name, given = "experts kernel", given[1:]  # the first says where rows are
+        if _group_matrices(equation):
+            name, operands = (
+                "experts kernel",
+                operands[1:],
+            )  # the first has offsets of rows
     elif name == "dot_general":
         name = ""
-    given = " x ".join(map(_text, given[:2]))
-    return f"{name} {given}".strip()
+    operands = " x ".join(map(_describe_array, operands[:2]))
+    return f"{name} {operands}".strip()
 
 
-def _text(aval: Any) -> str:
+def _describe_array(aval: Any) -> str:
     short = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
     dtype = short.get(str(aval.dtype), str(aval.dtype))
     return f"{dtype}[{','.join(map(str, aval.shape))}]"

@@ -16,7 +16,7 @@ from jaxmem.train.phases import Phase, Programs
 
 
 class Scoring:
-    """What `jaxmem plan` needs to know of a scoring run."""
+    """A scoring run, as `jaxmem plan` reads it: a mesh and programs."""
 
     mesh = None  # one device
 

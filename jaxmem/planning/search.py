@@ -70,32 +70,32 @@ def options(job: Job | Scoring, base: Plan) -> list[Option]:
     Raises:
         ValueError: the job is of scoring.
     """
-    batches = {factor: _batch(job, factor) for factor in _FACTORS}
-    known = list(_policies(job))
+    batches = {factor: _scale_batch(job, factor) for factor in _FACTORS}
+    known = list(_measure_policies(job))
     candidates = [
         option
         for policy in known
-        for option in _variants(job, policy, known, base, batches)
+        for option in _list_options(job, policy, known, base, batches)
         if option.expected <= _SLACK * base.memory
     ]
     candidates.sort(key=lambda option: (option.seconds, option.expected))
-    return list(itertools.islice(_fitting(job, candidates[:_COMPILED]), _BEST))
+    return list(itertools.islice(_compile_fitting(job, candidates[:_COMPILED]), _BEST))
 
 
-def _fitting(job: Any, candidates: Sequence[Option]) -> Iterator[Option]:
+def _compile_fitting(job: Any, candidates: Sequence[Option]) -> Iterator[Option]:
     for option in candidates:
-        option.plan = plans.of_phases([_backward(job, option.values)])
+        option.plan = plans.of_phases([_backward_phase(job, option.values)])
         if option.plan.fits:
             yield option
 
 
-def _backward(job: Any, values: dict[str, Any]) -> Phase:
+def _backward_phase(job: Any, values: dict[str, Any]) -> Phase:
     """The phase with the gradients, of the job with other values."""
     values = {"remat.last": 0, "remat.memory_limit": None, **values}
     return job_of(job.config.replaced(values)).plan().backward
 
 
-def _policies(job) -> Iterator[_Policy]:
+def _measure_policies(job) -> Iterator[_Policy]:
     layers = job.config.model.layers
     chosen: list[dict[str, Any]] = [{"remat.policy": name} for name in _POLICIES]
     for part in (12, 6, 3):
@@ -103,7 +103,7 @@ def _policies(job) -> Iterator[_Policy]:
             chosen.append({"remat.policy": "full", "remat.last": last})
     count = devices.count()
     for values in chosen:
-        phase = _backward(job, values)
+        phase = _backward_phase(job, values)
         kept = phase.parts.get("activations kept")
         jaxpr = phase.traced.jaxpr.jaxpr
         if kept is None:  # count all named values, of all blocks or of the last ones
@@ -111,7 +111,7 @@ def _policies(job) -> Iterator[_Policy]:
         yield _Policy(values, phase, kept, cost.bytes_to_host(jaxpr) // count)
 
 
-def _variants(job, policy, known, base, batches) -> Iterator[Option]:
+def _list_options(job, policy, known, base, batches) -> Iterator[Option]:
     full = next(p for p in known if p.values == {"remat.policy": "full"})
     can_offload = bool(device_bytes(full.phase.held.get("moments", ()))) or bool(
         device_bytes(full.phase.arguments.get("moments", ()))
@@ -126,13 +126,15 @@ def _variants(job, policy, known, base, batches) -> Iterator[Option]:
             values["head.chunk"] = chunk
         if offload and not job.config.optimizer.offload:
             values["optimizer.offload"] = True
+        own = _own_policy(job.config, known)
         yield Option(
-            values, _seconds(policy, full, factor, offload),
-            _expected(policy, _own(job.config, known), factor, offload, base),
-        )  # fmt: skip
+            values,
+            _estimate_seconds(policy, full, factor, offload),
+            _expected_bytes(policy, own, factor, offload, base),
+        )
 
 
-def _batch(job, factor: float) -> dict[str, Any] | None:
+def _scale_batch(job, factor: float) -> dict[str, Any] | None:
     """Values that scale the tokens of micro-batches; None if that cannot be."""
     scaled = job.scaled(factor)
     if factor == 1:
@@ -144,14 +146,14 @@ def _batch(job, factor: float) -> dict[str, Any] | None:
     return values if divides else None
 
 
-def _seconds(policy, full, factor, offload) -> float:
+def _estimate_seconds(policy, full, factor, offload) -> float:
     """Estimated seconds of all micro-batches of a step, and of its update."""
-    around = devices.planned()
-    assert around is not None
-    rates = remat.planned_rates(around.device)
-    peak = around.device.products
-    products = _bound(policy.phase) * peak / rates.products
-    forward = _bound(full.phase) * peak / rates.products / 4
+    target = devices.planned()
+    assert target is not None
+    rates = remat.planned_rates(target.device)
+    peak = target.device.products
+    products = _roofline_seconds(policy.phase) * peak / rates.products
+    forward = _roofline_seconds(full.phase) * peak / rates.products / 4
     exposed = 0.0
     if policy.sent:
         exposed += max(0.0, policy.sent / rates.to_host - forward)
@@ -161,24 +163,24 @@ def _seconds(policy, full, factor, offload) -> float:
         full.phase.arguments.get("gradients", ())
     )
     micro_batches = full.phase.runs / factor
-    adding = 3 * sums / around.device.bandwidth
-    update = 4 * (params + sums) / around.device.bandwidth
+    adding = 3 * sums / target.device.bandwidth
+    update = 4 * (params + sums) / target.device.bandwidth
     if offload:
-        update += 4 * sums / around.device.host  # two moments, to the device and back
+        update += 4 * sums / target.device.host  # two moments, to the device and back
     return full.phase.runs * (products + exposed) + micro_batches * adding + update
 
 
-def _bound(phase) -> float:
+def _roofline_seconds(phase) -> float:
     return roofline.of(phase, accounts.Account(0, 0, 0)).seconds
 
 
-def _own(config, known: Sequence[_Policy]) -> _Policy:
-    """The config's own policy; "full" if it is none of the presets here."""
+def _own_policy(config, known: Sequence[_Policy]) -> _Policy:
+    """The config's own policy; "full" if it is none of the presets in `known`."""
     named = {p.values["remat.policy"]: p for p in reversed(known)}
     return named.get(config.remat.policy, named["full"])
 
 
-def _expected(policy, before: _Policy, factor, offload, base: Plan) -> int:
+def _expected_bytes(policy, before: _Policy, factor, offload, base: Plan) -> int:
     """Expected bytes, extrapolated from the unchanged config and its policy."""
     own = next(p for p in base.phases if p.name in BACKWARD)
     sums = own.parts.get("gradients", 0)

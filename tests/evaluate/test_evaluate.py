@@ -111,7 +111,10 @@ def test_rendered_conversation_starts_once(model):
     harness = HarnessModel(model, "tiny")
     text = harness.apply_chat_template([{"role": "user", "content": "noon"}])
     assert text == "u,noon.a,"
-    plain, started = harness._encoded(text), harness._encoded(f"<s>{text}")
+    plain, started = (
+        harness._encode_with_start(text),
+        harness._encode_with_start(f"<s>{text}"),
+    )
     assert plain == started and plain.count(1) == 1
 
 

@@ -91,7 +91,7 @@ def test_tiles_hold_each_row_once_by_group():
 def products(run, *arrays):
     """Operations of a program, each loop over tiles run as often as tiles can be."""
     jaxpr = jax.make_jaxpr(run)(*arrays).jaxpr
-    turns = roofline._chunks
+    turns = roofline._count_chunks
     return sum(n * cost.operations(e) for e, n in cost.equations(jaxpr, turns))
 
 

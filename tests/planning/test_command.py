@@ -294,7 +294,8 @@ def test_keeping_more_is_expected_to_take_less_time(fake, monkeypatch):
     config, _ = configuration.load(cli._find_config(SFT[0]), SFT[1:])
     with devices.target("h200"):
         policies = {
-            p.values["remat.policy"]: p for p in search._policies(job_of(config))
+            p.values["remat.policy"]: p
+            for p in search._measure_policies(job_of(config))
         }
         none, full = (
             roofline.of(policies[name].phase, Account(0, 0, 0))
