@@ -1,4 +1,4 @@
-"""What a distillation loss reads of logits and one-hot labels, without either's array.
+"""Logits and one-hot labels for a distillation loss, without an array of either.
 
 A trainer's own functions call the model and build the labels. In them,
 `DeferredLogits` and `OneHot` replace arrays [..., V]: both can be indexed along tokens,
@@ -41,7 +41,7 @@ class DeferredLogits:
         return (*self.hidden.shape[:-1], self.head.n_columns)
 
     def __getitem__(self, index: Any) -> "DeferredLogits":
-        index = _of_tokens(index, self.hidden.ndim)
+        index = _token_index(index, self.hidden.ndim)
         return dataclasses.replace(self, hidden=self.hidden[index])
 
     def astype(self, dtype: DTypeLike) -> "DeferredLogits":
@@ -93,7 +93,7 @@ class OneHot:
         return self.weights.dtype
 
     def __getitem__(self, index: Any) -> "OneHot":
-        index = _of_tokens(index, self.ids.ndim + 1)
+        index = _token_index(index, self.ids.ndim + 1)
         return OneHot(self.ids[index], self.weights[index], self.n)
 
     def __mul__(self, other: ArrayLike) -> "OneHot":
@@ -120,15 +120,16 @@ class OneHot:
         return np.array(self.array(), dtype)
 
 
-def _of_tokens(index: Any, ndim: int) -> tuple:
-    """An index of `ndim` axes, without that of the last one, which must stay whole."""
+def _token_index(index: Any, ndim: int) -> tuple:
+    """`index` for all `ndim` axes but the last, which it must not select along."""
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is Ellipsis or isinstance(i, (int, slice)) for i in index):
         raise TypeError(f"[..., V] is indexed by {[type(i).__name__ for i in index]}")
-    at = [i for i, part in enumerate(index) if part is Ellipsis]
-    if at:
+    ellipses = [i for i, part in enumerate(index) if part is Ellipsis]
+    if ellipses:
         whole = (slice(None),) * (ndim - len(index) + 1)
-        index = (*index[: at[0]], *whole, *index[at[0] + 1 :])
+        first = ellipses[0]
+        index = (*index[:first], *whole, *index[first + 1 :])
     if len(index) == ndim and index[-1] != slice(None):
         raise TypeError("[..., V] is indexed along the vocabulary")
     return index[: ndim - 1]

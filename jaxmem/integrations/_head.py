@@ -95,21 +95,21 @@ def check_product(name: str, head: Callable[[jax.Array], Any], x: jax.Array) -> 
     except Exception as error:  # the package's own call raises a genuine one again
         reason = f"{name} cannot be traced alone ({type(error).__name__})"
         raise NotServed(reason) from error
-    names = collections.Counter(_primitives(jaxpr))
+    names = collections.Counter(_primitive_names(jaxpr))
     others = sorted(set(names) - _KEEPING - {"add"})
     if others or names["dot_general"] != 1 or names["add"] > 1:
         more = ", ".join(others) or f"{names['dot_general']} products"
         raise NotServed(f"{name} does more than multiply by its weights ({more})")
 
 
-def _primitives(jaxpr: Any) -> Iterator[str]:
+def _primitive_names(jaxpr: Any) -> Iterator[str]:
     """Names of a jaxpr's primitives, without the calls that only contain others."""
     for equation in jaxpr.eqns:
         inner = [x.jaxpr for x in equation.params.values() if hasattr(x, "jaxpr")]
         if not inner:
             yield equation.primitive.name
         for each in inner:
-            yield from _primitives(each)
+            yield from _primitive_names(each)
 
 
 def as_index(ids: jax.Array, head: ModelHead) -> jax.Array:

@@ -114,7 +114,7 @@ def _perplexity(call: ReplacedCall, loss: jax.Array) -> jax.Array:
     return jnp.exp(jnp.minimum(loss, cap))
 
 
-@_method("compute_loss", given=_as_array)
+@_method("compute_loss", convert=_as_array)
 def _TRAIN(call: ReplacedCall, self, student_output, teacher_output, labels, step=None):
     ids = getattr(teacher_output, "top_k_indices", None)
     student, teacher = student_output.logits, teacher_output.logits
@@ -137,14 +137,14 @@ def _TRAIN(call: ReplacedCall, self, student_output, teacher_output, labels, ste
     metrics |= {f"distill/{name}": (total, count) for name, total in sums.items()}
     for model, loss in (("student", "hard_loss"), ("teacher", "teacher_loss")):
         perplexity = _perplexity(call, sums[loss] / jnp.maximum(count, 1))
-        one = metrics[f"distill/{model}_perplexity"][1]
-        metrics[f"distill/{model}_perplexity"] = perplexity, one
+        weight = metrics[f"distill/{model}_perplexity"][1]
+        metrics[f"distill/{model}_perplexity"] = perplexity, weight
     loss = rest + total / jnp.maximum(count, 1)
     metrics["distill/total_loss"] = loss, metrics["distill/total_loss"][1]
     return loss, metrics
 
 
-@_method("compute_eval_loss", given=_as_array)
+@_method("compute_eval_loss", convert=_as_array)
 def _EVAL(call: ReplacedCall, self, student_output, labels):
     student = student_output.logits
     _check_served(student, labels)

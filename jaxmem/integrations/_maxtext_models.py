@@ -16,7 +16,7 @@ from jaxmem.integrations._head import (
     check_product,
     plain_array,
 )
-from jaxmem.integrations._holding import holding
+from jaxmem.integrations._substitutes import holding
 
 
 def head_of(model: Any) -> ModelHead:

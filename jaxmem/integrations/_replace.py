@@ -37,7 +37,7 @@ class Tally:
     """
 
     def __init__(self, where: str, say: Callable[[str, str], None]):
-        self._where, self._say = where, say
+        self._where, self._print_once = where, say
         self._served, self._refused = 0, collections.Counter[str]()
         self._lock = threading.Lock()
 
@@ -50,7 +50,7 @@ class Tally:
         """Count a call that is left to the original, and say why."""
         with self._lock:
             self._refused[reason] += 1
-        self._say(self._where, reason)
+        self._print_once(self._where, reason)
 
     def status(self) -> "FunctionStatus":
         """The counts so far."""
@@ -97,11 +97,11 @@ class IntegrationStatus:
 def or_original(
     original: Callable,
     tally: Tally,
-    given: Callable[[Any], Any] = lambda argument: argument,
+    convert: Callable[[Any], Any] = lambda argument: argument,
 ) -> Callable[[Callable], Callable]:
     """Decorate a replacement: where it raises `NotServed`, the original is called.
 
-    `tally` counts both, and `given` makes an argument of the original from one of the
+    `tally` counts both, and `convert` makes an argument of the original from one of the
     replacement.
     """
 
@@ -115,8 +115,8 @@ def or_original(
             else:
                 tally.serve()
                 return result
-            named = {name: given(value) for name, value in kwargs.items()}
-            return original(*map(given, args), **named)
+            named = {name: convert(value) for name, value in kwargs.items()}
+            return original(*map(convert, args), **named)
 
         vars(call)["jaxmem_original"] = original
         return call
@@ -133,13 +133,13 @@ class Replacement:
     make: Callable[[Any, Options, Tally], Any]
     # names that the original must have, in order; None if it is not a function
     parameters: tuple[str, ...] | None
-    # whether it is left alone, and the reason printed, where its module needs a package
-    # that is not installed
+    # True: it is left alone, and the reason printed, if its module needs a package that
+    # is not installed
     optional: bool = False
 
 
 class ReplacedCall(NamedTuple):
-    """What the replacement of a function has to know beside its arguments."""
+    """The original and the options that a replacement gets beside its arguments."""
 
     original: Callable
     options: Options
@@ -150,20 +150,20 @@ class ReplacedCall(NamedTuple):
 
 def replacing(
     where: str,
-    given: Callable[[Any], Any] = lambda argument: argument,
+    convert: Callable[[Any], Any] = lambda argument: argument,
     optional: bool = False,
     parameters: tuple[str, ...] | None = None,
 ) -> Callable[[Callable], Replacement]:
     """Make a function of a `ReplacedCall` and the original's arguments a `Replacement`.
 
-    The original must have the same parameters, or those that are given; `given` is that
-    of `or_original`, and the others are those of `Replacement`.
+    The original must have the same parameters, or `parameters`; `convert` is that of
+    `or_original`, and the others are those of `Replacement`.
     """
 
     def decorate(function: Callable) -> Replacement:
         def make(original: Callable, options: Options, tally: Tally):
             call = ReplacedCall(original, options, tally, weakref.WeakKeyDictionary())
-            decorate = or_original(original, tally, given)
+            decorate = or_original(original, tally, convert)
             return decorate(functools.partial(function, call))
 
         names = parameters or tuple(inspect.signature(function).parameters)[1:]
@@ -219,22 +219,22 @@ class Integration:
         if self._undo:
             raise RuntimeError(f"{self._name} has been applied; undo() it first")
         options = Options(chunk, implementation)
-        version, replacements = self._known()
+        version, replacements = self._known_release()
         self._version, self._is_strict = version, strict
         self._tallies, self._left_out = [], {}
         replacements = [r for r in replacements if self._is_importable(r)]
-        originals = [(r, *self._find(r, version)) for r in replacements]
+        originals = [(r, *self._find_original(r, version)) for r in replacements]
         # Warn before replacing anything, because a warning may be raised as an error.
         for replacement, *_, original in originals:
             self._warn_of_others("apply()", replacement.where, original)
         for replacement, owner, name, original in originals:
-            tally = Tally(replacement.where, self._refuse)
+            tally = Tally(replacement.where, self._refuse_call)
             function = replacement.make(original, options, tally)
             self._tallies.append(tally)
             # Also what `from module import function` copied within the package.
-            for place in ((owner, name), *self._holders(original, within=True)):
-                self._undo.append((*place, original, function))
-                setattr(*place, function)
+            for holder in ((owner, name), *self._find_holders(original, within=True)):
+                self._undo.append((*holder, original, function))
+                setattr(*holder, function)
             self._functions.append((replacement.where, function))
             print(f"jaxmem: {self._name} {version}: {replacement.where} is replaced")
         if self not in _APPLIED:
@@ -255,8 +255,8 @@ class Integration:
         for owner, name, original, function in reversed(self._undo):
             if vars(owner).get(name) is function:
                 setattr(owner, name, original)
-            for place in self._holders(function, within=True):
-                setattr(*place, original)
+            for holder in self._find_holders(function, within=True):
+                setattr(*holder, original)
         replaced, self._functions = self._functions, []
         self._undo, self._messages = [], set()
         for where, function in replaced:
@@ -285,19 +285,19 @@ class Integration:
             self._name, self._version, applied, functions, dict(self._left_out)
         )
 
-    def _refuse(self, where: str, reason: str) -> None:
+    def _refuse_call(self, where: str, reason: str) -> None:
         if not self._undo:
             return  # a function that outlives `undo` is expected to do no more
         if self._is_strict:
             raise IntegrationError(f"{self._name}: {where} is not served: {reason}")
-        self._say(reason)
+        self._print_once(reason)
 
-    def _say(self, reason: str) -> None:
+    def _print_once(self, reason: str) -> None:
         if reason not in self._messages:
             self._messages.add(reason)
             print(f"jaxmem: {self._name}: not patched: {reason}")
 
-    def _known(self) -> tuple[str, tuple[Replacement, ...]]:
+    def _known_release(self) -> tuple[str, tuple[Replacement, ...]]:
         for distribution, by_version in self._by_distribution.items():
             try:
                 version = importlib.metadata.version(distribution)
@@ -324,11 +324,13 @@ class Integration:
             if (error.name or "").partition(".")[0] in self._packages:
                 return True  # `_find` raises
             self._left_out[replacement.where] = str(error)
-            self._say(f"{replacement.where} ({error})")
+            self._print_once(f"{replacement.where} ({error})")
             return False
         return True
 
-    def _find(self, replacement: Replacement, version: str) -> tuple[Any, str, Any]:
+    def _find_original(
+        self, replacement: Replacement, version: str
+    ) -> tuple[Any, str, Any]:
         """The object that holds an attribute, the attribute's name, and its value."""
         module, _, path = replacement.where.partition(":")
         try:
@@ -354,7 +356,7 @@ class Integration:
     def _warn_of_others(self, call: str, where: str, value: Any) -> None:
         names = [
             f"{module.__name__}.{name}"
-            for module, name in self._holders(value, within=False)
+            for module, name in self._find_holders(value, within=False)
         ]
         if names:
             warnings.warn(
@@ -364,8 +366,8 @@ class Integration:
                 stacklevel=3,
             )
 
-    def _holders(self, value: Any, within: bool) -> list[tuple[Any, str]]:
-        """Modules in or outside the package that hold an object, and its names there.
+    def _find_holders(self, value: Any, within: bool) -> list[tuple[Any, str]]:
+        """Modules and names of attributes that hold `value`, in or outside the package.
 
         The list is empty for a module object, which every user of the package holds.
         """

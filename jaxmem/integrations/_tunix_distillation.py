@@ -24,8 +24,8 @@ from jaxmem.integrations._distillation import (
     forward_kl_of_largest,
 )
 from jaxmem.integrations._head import NotServed, Options
-from jaxmem.integrations._holding import holding
 from jaxmem.integrations._replace import ReplacedCall, replacing
+from jaxmem.integrations._substitutes import holding
 from jaxmem.integrations._tunix_models import head_of, without_logits
 
 _STRATEGY = "tunix.distillation.strategies.base_strategy:BaseStrategy"
@@ -48,19 +48,19 @@ def _as_array(argument: Any) -> Any:
     return argument.array() if isinstance(argument, DeferredLogits) else argument
 
 
-@replacing(f"{_STRATEGY}.get_train_loss", given=_as_array)
+@replacing(f"{_STRATEGY}.get_train_loss", convert=_as_array)
 def _TRAIN(call: ReplacedCall, self, student_model, teacher_output, inputs):
     if not isinstance(teacher_output, DeferredLogits):
         _check_served(self)
         raise NotServed("the teacher's output is no hidden states")
-    student, labels = _student(self, student_model, inputs)
+    student, labels = _student_outputs(self, student_model, inputs)
     return _loss(self, student, teacher_output.constant(), labels, call.options)
 
 
 @replacing(f"{_STRATEGY}.get_eval_loss")
 def _EVAL(call: ReplacedCall, self, student_model, inputs):
     _check_served(self)
-    student, labels = _student(self, student_model, inputs)
+    student, labels = _student_outputs(self, student_model, inputs)
     return jnp.mean(cross_entropy(student.constant(), labels, call.options)), {}
 
 
@@ -122,7 +122,7 @@ def _states_of_teacher(strategy: Any, model: Any, inputs: dict) -> DeferredLogit
     except NotServed:
         raise
     except Exception as error:  # a genuine one is raised again by the original
-        raise _refusal("teacher_forward_fn", "logits", error) from error
+        raise _refuse_use("teacher_forward_fn", "logits", error) from error
     head = head_of(model)
     if hidden is None:
         raise NotServed("teacher_forward_fn does not return its model's logits")
@@ -133,8 +133,10 @@ def _states_of_teacher(strategy: Any, model: Any, inputs: dict) -> DeferredLogit
     return DeferredLogits(jax.lax.stop_gradient(hidden), head)
 
 
-def _student(strategy: Any, model: Any, inputs: dict) -> tuple[DeferredLogits, OneHot]:
-    """What the student's and the labels' functions return; `NotServed` of arrays."""
+def _student_outputs(
+    strategy: Any, model: Any, inputs: dict
+) -> tuple[DeferredLogits, OneHot]:
+    """Deferred logits and labels of the strategy's functions, or raise `NotServed`."""
     head_of(model)
     try:
         with without_logits(model):
@@ -142,14 +144,14 @@ def _student(strategy: Any, model: Any, inputs: dict) -> tuple[DeferredLogits, O
     except NotServed:
         raise
     except Exception as error:
-        raise _refusal("student_forward_fn", "logits", error) from error
+        raise _refuse_use("student_forward_fn", "logits", error) from error
     if not isinstance(logits, DeferredLogits):
         raise NotServed("student_forward_fn does not return its model's logits")
     try:
         with _without_one_hot():
             labels = inspect.unwrap(strategy._labels_fn)(**inputs)
     except Exception as error:
-        raise _refusal("labels_fn", "jax.nn.one_hot(...)", error) from error
+        raise _refuse_use("labels_fn", "jax.nn.one_hot(...)", error) from error
     if not isinstance(labels, OneHot):
         raise NotServed(
             "labels_fn does not return jax.nn.one_hot(...), or that times a mask"
@@ -159,7 +161,7 @@ def _student(strategy: Any, model: Any, inputs: dict) -> tuple[DeferredLogits, O
     return logits, labels
 
 
-def _refusal(function: str, what: str, error: Exception) -> NotServed:
+def _refuse_use(function: str, what: str, error: Exception) -> NotServed:
     message = (str(error).splitlines() or [""])[0]
     return NotServed(
         f"{function} does more with {what} than to select tokens and mask them "

@@ -17,27 +17,27 @@ from jaxmem.integrations._head import (
     check_product,
     plain_array,
 )
-from jaxmem.integrations._holding import holding
+from jaxmem.integrations._substitutes import holding
 
 
 def head_of(model: Any) -> ModelHead:
     """The head of a model; raises `NotServed` for one that is not supported.
 
     A model of another package is supported if it has two methods: `jaxmem_head()`,
-    which returns a `ModelHead` or why there is none, and `jaxmem_hidden_states(*args,
-    **kwargs)`, which takes the model's arguments and returns the hidden states [B, T,
-    D] of its head.
+    which returns a `ModelHead` or the reason why there is none, and
+    `jaxmem_hidden_states(*args, **kwargs)`, which takes the model's arguments and
+    returns the hidden states [B, T, D] of its head.
     """
     if hasattr(model, "jaxmem_head"):
-        given = model.jaxmem_head()
-        if isinstance(given, str):
-            raise NotServed(given)
-        return given
+        head = model.jaxmem_head()
+        if isinstance(head, str):
+            raise NotServed(head)
+        return head
     kind = type(model).__name__
     names = [each.__module__ for each in type(model).__mro__]
     if not any(name.startswith("tunix.models.") for name in names):
         raise NotServed(f"{kind} is none of Tunix's own models")
-    owner, _ = _projection(model)
+    owner, _ = _logits_module(model)
     check_parameters(f"the head of {kind}", owner)
     untied = owner is not model.embedder
     if untied and owner.einsum_str != "BTD,DV->BTV":
@@ -66,7 +66,7 @@ def takes_segment_ids(model: Any) -> bool:
     return any(p.name == "segment_ids" or p.kind == p.VAR_KEYWORD for p in parameters)
 
 
-def _projection(model: Any) -> tuple[Any, str]:
+def _logits_module(model: Any) -> tuple[Any, str]:
     """The module that computes logits, and the name of its method."""
     if hasattr(model, "lm_head"):
         return model.lm_head, "__call__"
@@ -108,7 +108,7 @@ def _states_and_more(model: Any, args: tuple, kwargs: dict) -> tuple:
     if hasattr(model, "jaxmem_hidden_states"):
         return model.jaxmem_hidden_states(*args, **kwargs), None
     name = f"the head of {type(model).__name__}"
-    with _stopped_at(*_projection(model), name) as states:
+    with _stopped_at(*_logits_module(model), name) as states:
         _, *more = model(*args, **kwargs)
     (hidden,) = states
     return hidden, *more

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxmem.integrations._head import ModelHead, NotServed, Options, scores
-from jaxmem.integrations._holding import holding
 from jaxmem.integrations._maxtext_distillation import DISTILLATION
 from jaxmem.integrations._maxtext_models import (
     final_states,
@@ -38,6 +37,7 @@ from jaxmem.integrations._replace import (
     Tally,
     replacing,
 )
+from jaxmem.integrations._substitutes import holding
 
 
 def _loss(

@@ -61,8 +61,8 @@ class Entropies:
 def _per_token_logps(option: str, of_entropies: Callable[[jax.Array], Any] | None):
     """Make the replacement of `compute_per_token_logps`.
 
-    The argument named `option` requests its second result, which `of_entropies` makes
-    of entropies; None if it is logits.
+    The argument named `option` requests a second result, which `of_entropies` computes
+    from entropies; None if that result is logits.
     """
 
     def make(original: Callable, options: Options, tally: Tally):
@@ -76,8 +76,8 @@ def _per_token_logps(option: str, of_entropies: Callable[[jax.Array], Any] | Non
                 "entropy",
             ),
         )  # fmt: skip
-        def run(graphdef, state, stop_gradient, **given):
-            model, call = nnx.merge(graphdef, state), types.SimpleNamespace(**given)
+        def run(graphdef, state, stop_gradient, **arguments):
+            model, call = nnx.merge(graphdef, state), types.SimpleNamespace(**arguments)
             pair = _scores_of_ids(common, model, options, call)
             return jax.lax.stop_gradient(pair) if stop_gradient else pair
 
@@ -85,14 +85,16 @@ def _per_token_logps(option: str, of_entropies: Callable[[jax.Array], Any] | Non
         def compute_per_token_logps(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            given = bound.arguments
-            head_of(nnx.merge(given["graphdef"], given["state"]))  # for `NotServed`
-            if not given.pop(option):
-                return run(**given, entropy=False)[0]
+            arguments = bound.arguments
+            head_of(
+                nnx.merge(arguments["graphdef"], arguments["state"])
+            )  # for `NotServed`
+            if not arguments.pop(option):
+                return run(**arguments, entropy=False)[0]
             if of_entropies is None:
                 asked = f"compute_per_token_logps({option}=True)"
                 raise NotServed(f"{asked} is asked for logits")
-            logps, entropy = run(**given, entropy=True)
+            logps, entropy = run(**arguments, entropy=True)
             return logps, of_entropies(entropy)
 
         return compute_per_token_logps

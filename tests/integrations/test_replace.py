@@ -9,13 +9,13 @@ import pytest
 
 from jaxmem.integrations import _replace
 from jaxmem.integrations._head import NotServed
-from jaxmem.integrations._holding import holding
 from jaxmem.integrations._replace import (
     Integration,
     IntegrationError,
     Replacement,
     or_original,
 )
+from jaxmem.integrations._substitutes import holding
 
 PARAMETERS = ("x", "y")
 
