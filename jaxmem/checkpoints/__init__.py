@@ -14,7 +14,7 @@ from jaxmem.checkpoints.architectures import (
     read_config as read_config,
 )
 from jaxmem.checkpoints.config_reader import ignoring_keys as ignoring_keys
-from jaxmem.checkpoints.describing import (
+from jaxmem.checkpoints.config_writer import (
     Text as Text,
     describe as describe,
     write_text_files as write_text_files,

@@ -118,7 +118,9 @@ def _warn_of_confusion(target: Path, decoder: Decoder, family: Family) -> None:
     if not of_each or family.model_type == "qwen2_moe":
         return
     sites = adapter_tensors.sites(by_path(decoder), naming)
-    labels = _labels([site for site in sites if not site.parameter], naming).values()
+    labels = _site_labels(
+        [site for site in sites if not site.parameter], naming
+    ).values()
     confused = "gate_proj", "up_proj", "down_proj"
     others = [label for label in dict.fromkeys(labels) if label.endswith(confused)]
     if others:
@@ -213,7 +215,7 @@ def _read_targets(
     modules = _module_names(reader, "target_modules")
     excluded = _module_names(reader, "exclude_modules")
     parameters = reader.strings("target_parameters")
-    labels = _labels([site for some in possible.values() for site in some], naming)
+    labels = _site_labels([site for some in possible.values() for site in some], naming)
     every = ", ".join(dict.fromkeys(labels.values()))
     named = {"target_modules": modules, "target_parameters": parameters}
     for key, ends in named.items():
@@ -223,8 +225,8 @@ def _read_targets(
 
     def is_chosen(site: Site, name: str) -> bool:
         if site.parameter:
-            return _matches(parameters, name)
-        return _matches(modules, name) and not _matches(excluded, name)
+            return _is_matched(parameters, name)
+        return _is_matched(modules, name) and not _is_matched(excluded, name)
 
     chosen = []
     for target, sites in possible.items():
@@ -302,7 +304,9 @@ def _ends_as(pattern: str, name: str) -> bool:
         return False
 
 
-def _labels(sites: Iterable[Site], naming: names.Naming) -> dict[tuple[str, ...], str]:
+def _site_labels(
+    sites: Iterable[Site], naming: names.Naming
+) -> dict[tuple[str, ...], str]:
     """The end of PEFT's names of each site that no other matrix of a family has."""
 
     def tail(name: str) -> str:
@@ -330,7 +334,7 @@ def _module_names(reader: Reader, key: str) -> str | list[str]:
     return value
 
 
-def _matches(modules: str | list[str], key: str) -> bool:
+def _is_matched(modules: str | list[str], key: str) -> bool:
     if modules == "all-linear":  # of PEFT: but for the head
         return key != "lm_head"
     if isinstance(modules, str):
@@ -471,7 +475,7 @@ def _adapter_tensors(
 def _peft_config(decoder: Decoder, family: Family, base: str) -> dict[str, Any]:
     config, naming = decoder.config, names.Naming(family, decoder.config)
     sites = adapter_tensors.sites(by_path(decoder), naming)
-    labels = _labels(sites, naming)
+    labels = _site_labels(sites, naming)
     times = {labels[s.parts]: len(s.parts) for s in sites if len(s.parts) > 1}
     saved = [
         module

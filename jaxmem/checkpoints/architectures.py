@@ -86,7 +86,7 @@ def parse_config(path: Path, raw: Mapping[str, Any]) -> CheckpointConfig:
     if images is not None:
         raw = _text_part(path, raw, images)
     reader = Reader(path, raw, IGNORED)
-    family = _family(reader)
+    family = _find_family(reader)
     fields: dict[str, Any] = {
         **family.read(reader),
         "pad_row": _pad_row(family, reader),
@@ -138,7 +138,7 @@ def _text_part(
     return config | {"architectures": [alone], "tie_word_embeddings": tied}
 
 
-def _family(reader: Reader) -> Family:
+def _find_family(reader: Reader) -> Family:
     """The family that a config names."""
     known = [family.architecture for family in FAMILIES]
     known += [images.architecture for images in WITH_IMAGES]
@@ -147,7 +147,7 @@ def _family(reader: Reader) -> Family:
         if name not in known:
             raise reader.error(
                 f"architecture {messages.short(name)} is not implemented"
-                f"{_others(name, known)}"
+                f"{_say_known(name, known)}"
             )
     kind = reader.take("model_type", str)
     for family in FAMILIES:
@@ -157,12 +157,12 @@ def _family(reader: Reader) -> Family:
             return family
     types = [each.model_type for each in (*FAMILIES, *WITH_IMAGES)]
     raise reader.error(
-        f"model_type {messages.short(kind)} is not implemented{_others(kind, types)}"
+        f"model_type {messages.short(kind)} is not implemented{_say_known(kind, types)}"
     )
 
 
-def _others(name: str, known: Sequence[str]) -> str:
-    """The end of an error: known names like it, and where all of them are listed."""
+def _say_known(name: str, known: Sequence[str]) -> str:
+    """The end of an error: known names like `name`, and the page that lists all."""
     close = difflib.get_close_matches(name[:100], known, n=5)
     similar = f"; the most similar ones that are: {', '.join(close)}" if close else ""
     return f"{similar}; docs/families.md lists all {len(known)}"

@@ -64,7 +64,7 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     text, absent = _without_absent(text, config.model.vocab_size or 0)
     tokenizer, start = _read_tokenizer(path, text)
     _check_ids(path, tokenizer, config)
-    eos = _eos(config, tokenizer)
+    eos = _find_eos(config, tokenizer)
     # Some templates also add eos; the caller adds it where it belongs.
     start = start[:-1] if start[-1:] == (eos,) else start
     return Vocabulary(tokenizer, start, eos, absent)
@@ -157,7 +157,7 @@ def _check_ids(
         )
 
 
-def _eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int | None:
+def _find_eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int | None:
     """The id that the tokenizer's config names, else the first one of the model's."""
     path = config.path.parent / "tokenizer_config.json"
     if path.exists():
@@ -178,7 +178,10 @@ def _first_eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int
     listed = config.raw.get("eos_token_id")
     if listed is None:
         return None
-    ids, within = _listed(config.raw), integers(0, (config.model.vocab_size or 0) - 1)
+    ids, within = (
+        _list_eos_ids(config.raw),
+        integers(0, (config.model.vocab_size or 0) - 1),
+    )
     possible = ids and not any(map(within.problem, ids))
     if not possible or tokenizer.id_to_token(ids[0]) is None:
         raise CheckpointError(
@@ -200,11 +203,13 @@ def end_ids(directory: str | Path) -> tuple[int, ...]:
     ids = set() if vocabulary.eos is None else {vocabulary.eos}
     within = integers(0, (config.model.vocab_size or 0) - 1)
     for raw in raws:
-        ids.update(i for i in _listed(raw) if i is not None and not within.problem(i))
+        ids.update(
+            i for i in _list_eos_ids(raw) if i is not None and not within.problem(i)
+        )
     return tuple(sorted(ids))
 
 
-def _listed(raw: Mapping[str, Any]) -> list[Any]:
+def _list_eos_ids(raw: Mapping[str, Any]) -> list[Any]:
     """`eos_token_id`, an id or null, as the list that it may be."""
     listed = raw.get("eos_token_id")
     return listed if isinstance(listed, list) else [listed]
@@ -220,7 +225,7 @@ def add_end(directory: Path, token: str, like: Path | None = None) -> None:
     id_ = vocabulary.tokenizer.token_to_id(token)
     path, source = directory / name, (like or directory) / name
     described = read_object(source) if source.exists() else {}
-    ids = [*(i for i in _listed(described) if i is not None), id_]
+    ids = [*(i for i in _list_eos_ids(described) if i is not None), id_]
     if ids[:-1] == [] and vocabulary.eos is not None:
         ids = [vocabulary.eos, id_]
     ids = list(dict.fromkeys(ids))

@@ -17,7 +17,7 @@ from jaxmem.checkpoints import names
 from jaxmem.checkpoints.adapters import read_adapter, with_adapter
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.config_reader import CheckpointError, write_object
-from jaxmem.checkpoints.describing import FREE, Text, describe, write_text_files
+from jaxmem.checkpoints.config_writer import FREE, Text, describe, write_text_files
 from jaxmem.checkpoints.directories import (
     TEMPLATES,
     TOKENIZER_FILES,

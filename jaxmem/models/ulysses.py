@@ -43,13 +43,13 @@ def attend(
     if around is None or around.shape[AXIS] == 1:
         return attention(query, key, value, sight, by_head)
     parts, tensor = around.shape[AXIS], around.shape["tensor"]
-    _check("tokens of a row", query.shape[1], parts, f"mesh.sequence={parts}")
+    _check_divides("tokens of a row", query.shape[1], parts, f"mesh.sequence={parts}")
     sizes = f"mesh.sequence={parts} x mesh.tensor={tensor}"
-    _check("model.heads", query.shape[2], parts * tensor, sizes)
-    _check("model.kv_heads", key.shape[2], tensor, f"mesh.tensor={tensor}")
+    _check_divides("model.heads", query.shape[2], parts * tensor, sizes)
+    _check_divides("model.kv_heads", key.shape[2], tensor, f"mesh.tensor={tensor}")
     kv_heads = key.shape[2] // tensor
     copies = parts // math.gcd(parts, kv_heads)
-    _check("model.heads", query.shape[2] // tensor, kv_heads * copies, sizes)
+    _check_divides("model.heads", query.shape[2] // tensor, kv_heads * copies, sizes)
 
     move = functools.partial(lax.all_to_all, tiled=True)
 
@@ -74,6 +74,6 @@ def attend(
     )(query, key, value, sight, by_head)  # fmt: skip
 
 
-def _check(what, size, parts, sizes):
+def _check_divides(what, size, parts, sizes):
     if size % parts:
         raise ValueError(f"{sizes} must divide {what}, got {size}")

@@ -24,7 +24,9 @@ def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
         ValueError: no weight has a matching name.
     """
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
-    trained = {k: _master(w) for k, w in flat.items() if re.search(trainable or "", k)}
+    trained = {
+        k: _master_weight(w) for k, w in flat.items() if re.search(trainable or "", k)
+    }
     if not trained:
         raise ValueError(
             f"optimizer.trainable={trainable!r} is in no weight's name: "
@@ -37,7 +39,7 @@ def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
     )
 
 
-def _master(weight: jax.Array) -> jax.Array:
+def _master_weight(weight: jax.Array) -> jax.Array:
     return weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
 
 
@@ -56,8 +58,9 @@ _WIDE = {
 def cast_weights(weights: Any, dtype: str) -> Any:
     """Weights in a decoder's compute type.
 
-    Layers compute in that type anyway, so results do not change. What they read as it
-    is stored is not cast: scales of norms, routers, and the decay of a delta rule.
+    Layers compute in that type anyway, so results do not change. Weights that layers
+    read as stored are not cast: scales of norms, routers, and the decay of a delta
+    rule.
     """
 
     def cast(path, w):

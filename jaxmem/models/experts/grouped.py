@@ -57,7 +57,7 @@ def _apply_vjp(by_kernels, function, weights, x, choice, scale):
     return _apply_sums(by_kernels, function, weights, x, choice, scale)[0]
 
 
-def _backend(by_kernels: bool):
+def _backend_module(by_kernels: bool):
     """The module with `tile_rows`, `sums` and `gradients`."""
     if not by_kernels:
         return grouped_loop
@@ -67,7 +67,7 @@ def _backend(by_kernels: bool):
 
 
 def _apply_sums(by_kernels, function, weights, x, choice, scale):
-    module, groups = _backend(by_kernels), len(jax.tree.leaves(weights)[0])
+    module, groups = _backend_module(by_kernels), len(jax.tree.leaves(weights)[0])
     tiles = grouped_rows.tiles(choice, groups, module.tile_rows(choice.size, groups))
     arguments = Arguments(weights, x, scale, tiles)
     return module.sums(function, arguments), arguments
@@ -93,7 +93,9 @@ def _apply_backward(by_kernels, function, residuals, slope):
         return function(rows, weights, x, scale)
 
     some = [leaves[i] for i in trained]
-    dsome, dx, dscale = _backend(by_kernels).gradients(run, some, arguments, slope)
+    dsome, dx, dscale = _backend_module(by_kernels).gradients(
+        run, some, arguments, slope
+    )
     every: list[jax.Array | None] = [None] * len(leaves)
     for i, gradient in zip(trained, dsome, strict=True):
         every[i] = gradient.astype(leaves[i].dtype)

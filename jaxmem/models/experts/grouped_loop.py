@@ -69,12 +69,12 @@ def gradients(
         def run(some, x, scale):
             return function(Alike(), some, tile.weights, x, scale).astype(jnp.float32)
 
-        own = [_take(w, tile.group) for w in some]
+        own = [_take_index(w, tile.group) for w in some]
         _, pull = jax.vjp(run, own, tile.x, tile.scale)
         dsome, dx, dscale = pull(rows_at(slope, tile.x_rows))
 
         def add(total, part):
-            after = _take(total, tile.group) + part.astype(total.dtype)
+            after = _take_index(total, tile.group) + part.astype(total.dtype)
             return lax.dynamic_update_index_in_dim(total, after, tile.group, 0)
 
         return _Gradients(
@@ -115,13 +115,13 @@ def _take_tile(arguments: Arguments, t) -> _Tile:
     tiles, scale = arguments.tiles, arguments.scale
     size = len(tiles.rows) // len(tiles.groups)
     rows = lax.dynamic_slice(tiles.rows, (t * size,), (size,))
-    group, x_rows = _take(tiles.groups, t), rows // scale.shape[1]
-    own = jax.tree.map(lambda w: _take(w, group), arguments.weights)
+    group, x_rows = _take_index(tiles.groups, t), rows // scale.shape[1]
+    own = jax.tree.map(lambda w: _take_index(w, group), arguments.weights)
     scale = rows_at(scale.reshape(-1), rows)
     return _Tile(group, own, rows, x_rows, rows_at(arguments.x, x_rows), scale)
 
 
-def _take(array, i):
+def _take_index(array, i):
     return lax.dynamic_index_in_dim(array, i, keepdims=False)
 
 

@@ -236,7 +236,7 @@ class _GroupedKernel:
             ),
             collective_axes="wg",
         )
-        def _scope(out_smem, full, free, **smem):
+        def _run_scope(out_smem, full, free, **smem):
             wg, barriers = lax.axis_index("wg"), (full, free)
             each = functools.partial(self._run_units, steps, scalars)
 
@@ -287,12 +287,12 @@ class _GroupedKernel:
         has_rows = unit.n_rows > lax.axis_index("wg") * self.launch.tiles.rows
 
         @pl.when(has_rows)
-        def _rows():
+        def _multiply_rows():
             own = functools.partial(store, unit)
             self._multiply_unit(unit, step, barriers, smem, own)
 
         @pl.when(~has_rows)
-        def _no_rows():
+        def _pass_over_rows():
             self._pass_over(unit, step, barriers)
 
     def _scratch_types(self, dtype) -> dict:
@@ -315,7 +315,7 @@ class _GroupedKernel:
         stages = self.launch.tiles.stages
 
         @pl.loop(0, unit.n_steps)
-        def _stage(i):
+        def _run_stage(i):
             slot = lax.rem(first + i, stages)
 
             @pl.when(first + i >= stages)
@@ -332,7 +332,7 @@ class _GroupedKernel:
         full, free = barriers
 
         @pl.loop(0, unit.n_steps)
-        def _stage(i):
+        def _run_stage(i):
             slot = lax.rem(first + i, self.launch.tiles.stages)
             plgpu.barrier_wait(full.at[slot])
             plgpu.barrier_arrive(free.at[slot])
@@ -367,7 +367,7 @@ class _GroupedKernel:
         acc = plgpu.WGMMAAccumulatorRef((t.rows, t.columns // n), jnp.float32)
 
         @functools.partial(pl.run_scoped, **{f"acc{j}": acc for j in range(n)})
-        def _accumulated(**accs):
+        def _run_products(**accs):
             done = lax.fori_loop(0, unit.n_steps, stage, tuple(accs.values()))
             sums = [acc[...] for acc in done]
 
