@@ -1,1 +1,1 @@
-"""What runs a call: XLA's loops anywhere, Pallas kernels on Hopper; and the choice."""
+"""Backends of the head: XLA's loops anywhere, Pallas kernels on Hopper; the choice."""

@@ -33,7 +33,7 @@ MIN_TOKENS_PADDED = 1024
 
 
 def refuses_machine() -> str | None:
-    """Why this process cannot run the backend; None if it can."""
+    """The reason why this process cannot run the backend; None if it can."""
     if jax.__version_info__ < (0, 11):
         return f"it needs jax 0.11 or newer, this is {jax.__version__}"
     if devices.backend() != "gpu":
@@ -45,7 +45,7 @@ def refuses_machine() -> str | None:
 
 
 def refuses_call(spec: Spec, source: Factors | CallerLogits) -> str | None:
-    """Why this backend cannot run the call on any machine; None if it can."""
+    """The reason why no machine can run the call on this backend; None if one can."""
     if isinstance(source, CallerLogits):
         return "it makes logits from hidden states and W, the caller has logits already"
     if spec.compute_dtype not in (jnp.bfloat16, jnp.float16):
@@ -54,7 +54,7 @@ def refuses_call(spec: Spec, source: Factors | CallerLogits) -> str | None:
 
 
 def unproven(spec: Spec, source: Factors | CallerLogits) -> str | None:
-    """Why a supported call was not measured to be faster than on "xla"; or None."""
+    """The reason why a call is not known to be faster than on "xla"; None if it is."""
     if isinstance(source, CallerLogits):
         return "never with logits that the caller has"
     if spec.compute_dtype == jnp.float16:
@@ -92,6 +92,13 @@ class Pass(NamedTuple):
     single_block: bool  # one launch has all rows: no sums over launches
 
 
+class OutputsAndCotangents(NamedTuple):
+    """Saved outputs of some rows, and the cotangents of the differentiated ones."""
+
+    outputs: row_stats.Outputs
+    cotangents: row_stats.Cotangents
+
+
 def forward(spec: Spec, source: Factors, rows: TokenRows, names) -> dict:
     """The named fields of `Outputs` for every row; 0 where inactive."""
     return backend_operands.outputs(spec, rows, statistics(spec, source, rows), names)
@@ -116,15 +123,15 @@ def backward(
     # W has no gradient, or if the sums are the gradient itself.
     row_blocks_only = spec.frozen_head or source.W.dtype == jnp.float32
     size, single_block = block_sizes.backward_rows(
-        n_rows, tokens_here(spec), columns, depth, row_blocks_only, n_clusters(),
+        n_rows, shard_chunk(spec), columns, depth, row_blocks_only, n_clusters(),
         spec.gradient_blocks,
     )  # fmt: skip
-    this = Pass(
-        spec, launch_env(spec, padded, size, "derivative"), padded, single_block
-    )
-    sums = _add_recomputed(this, rows, saved, cotangents, _sums(this, source))
+    env = launch_env(spec, padded, size, "derivative")
+    loop = Pass(spec, env, padded, single_block)
+    values = OutputsAndCotangents(saved, cotangents)
+    sums = _add_recomputed(loop, rows, values, _zero_sums(loop, source))
     like = backend_operands.trained(spec, source)
-    return _cotangent(spec, like, sums, this.single_block)
+    return _cotangent(spec, like, sums, single_block)
 
 
 def one_pass(
@@ -137,18 +144,19 @@ def one_pass(
     n_rows = rows.labels.shape[0]
     size = loss_rows(spec, source)
     env, single_block = launch_env(spec, padded, size, "exps"), n_rows <= size
-    this = Pass(spec, env, padded, single_block)
+    loop = Pass(spec, env, padded, single_block)
 
     def body(block, carry):
         all_values, sums = carry
         stats, kept = statistics_and_exps(env, *inputs(spec, padded, rows, block))
         stats = vocab_shards.vary(stats, spec.part_varying)
         outputs = backend_operands.merged(spec, rows, block.ids, stats)
-        values, g = of_chunk(block.ids, outputs)
-        sums = _add_kept(this, rows, block, kept, (outputs, g), sums)
-        return active.put(all_values, block, values), sums
+        losses, g = of_chunk(block.ids, outputs)
+        values = OutputsAndCotangents(outputs, g)
+        sums = _add_kept(loop, rows, block, kept, values, sums)
+        return active.put(all_values, block, losses), sums
 
-    carry = vocab_shards.vary(initial, spec.varying), _sums(this, source)
+    carry = vocab_shards.vary(initial, spec.varying), _zero_sums(loop, source)
     all_values, sums = active.for_each_block(rows.active, env.n_rows, body, carry)
     like = backend_operands.trained(spec, source)
     if not single_block:
@@ -186,77 +194,79 @@ def inputs(spec: Spec, padded: Factors, rows: TokenRows, block) -> tuple:
     """Operands of the forward kernel, in its order."""
     temperature = _inverse_temperature(rows, block.ids)
     labels = backend_operands.part_labels(spec, rows, block.ids)
-    hidden = _hidden(padded, block.ids)
+    hidden = _padded_hidden(padded, block.ids)
     return hidden, padded.W, labels, block.n_active[None], padded.bias, temperature
 
 
-def _add_kept(this, rows, block, kept, outputs_and_cotangents, sums):
+def _add_kept(loop, rows, block, kept, values, sums):
     """`sums` with the contribution of the rows whose exponentials are stored.
 
-    Outputs and their cotangents are the block's; the exponentials are overwritten.
+    `values` are those of the block's rows; the exponentials are overwritten.
     """
     from jaxmem.head.kernels import products
     from jaxmem.head.kernels.kept import derivative
 
-    (spec, env, padded, _), (outputs, g) = this, outputs_and_cotangents
+    labels = backend_operands.part_labels(loop.spec, rows, block.ids)
     dz = derivative(
-        env, kept, block.n_active, backend_operands.part_labels(spec, rows, block.ids),
-        outputs, row_stats.coefficients(outputs, g),
+        loop.env, kept, block.n_active, labels, values.outputs,
+        row_stats.coefficients(values.outputs, values.cotangents),
         _inverse_temperature(rows, block.ids),
     )  # fmt: skip
-    h = _hidden(padded, block.ids)
+    h = _padded_hidden(loop.padded, block.ids)
     part = products.ProductRows(h, lambda part, width: dz, block.n_active)
-    return _gradients(this, env.n_tiles, [part], block, sums)
+    return _add_gradients(loop, loop.env.n_tiles, [part], block, sums)
 
 
-def _add_recomputed(this, rows, saved, cotangents, sums):
+def _add_recomputed(loop, rows, values, sums):
     """`sums` with the contribution of the active rows, from recomputed logits."""
-    spec, env, _, single_block = this
+    env = loop.env
 
     def body(block, sums):
-        n_tiles, size, values = _block_tiles(spec, env), env.n_rows, (saved, cotangents)
+        n_tiles, size = _block_tiles(loop.spec, env), env.n_rows
         parts = [
             recomputed(
-                this, rows, values, block.ids[i : i + size],
+                loop, rows, values, block.ids[i : i + size],
                 jnp.clip(block.n_active - i, 0, size),
             )
             for i in range(0, len(block.ids), size)
         ]  # fmt: skip
-        return _gradients(this, n_tiles, parts, block, sums)
+        return _add_gradients(loop, n_tiles, parts, block, sums)
 
     n_rows, at_once = len(rows.labels), env.n_rows
-    if single_block:
+    if loop.single_block:
         at_once = -(-n_rows // env.n_rows) * env.n_rows
     return active.for_each_block(rows.active, at_once, body, sums)
 
 
-def recomputed(this: Pass, rows: TokenRows, outputs_and_cotangents, row_ids, n_active):
-    """The `products.Part` of some rows, whose logits are recomputed."""
+def recomputed(
+    loop: Pass, rows: TokenRows, values: OutputsAndCotangents, row_ids, n_active
+):
+    """The `products.ProductRows` of some rows, whose logits are recomputed."""
     from jaxmem.head.kernels import dlogits, products
 
-    (spec, env, padded, _), (saved, cotangents) = this, outputs_and_cotangents
-    of_rows = jax.tree.map(lambda x: backend_operands.take(x, row_ids), saved)
+    saved, padded = values.outputs, loop.padded
+    outputs = jax.tree.map(lambda x: backend_operands.take(x, row_ids), saved)
     row_max = backend_operands.take(saved.max, row_ids, fill_value=dlogits.NO_ROW)
-    of_rows = of_rows._replace(max=row_max)
-    g = jax.tree.map(lambda x: backend_operands.take(x, row_ids), cotangents)
-    h = _hidden(padded, row_ids)
-    labels = backend_operands.part_labels(spec, rows, row_ids)
+    outputs = outputs._replace(max=row_max)
+    g = jax.tree.map(lambda x: backend_operands.take(x, row_ids), values.cotangents)
+    h = _padded_hidden(padded, row_ids)
+    labels = backend_operands.part_labels(loop.spec, rows, row_ids)
     inverse = _inverse_temperature(rows, row_ids)
     inputs = dlogits.LogitsInputs(h, padded.W, labels, padded.bias, inverse)
-    coefficients = row_stats.coefficients(of_rows, g)
-    operands = dlogits.operands(env, inputs, of_rows, coefficients)
-    derivative = functools.partial(dlogits.derivative, env, operands)
+    coefficients = row_stats.coefficients(outputs, g)
+    operands = dlogits.operands(loop.env, inputs, outputs, coefficients)
+    derivative = functools.partial(dlogits.derivative, loop.env, operands)
     return products.ProductRows(h, derivative, n_active)
 
 
-def _sums(this, source):
+def _zero_sums(loop, source):
     """Accumulators; W's gradient is only overwritten if one block has all rows."""
-    spec, env, padded, single_block = this
+    spec, env, W_shape = loop.spec, loop.env, loop.padded.W.shape
     dtype = spec.stats_dtype if spec.partial_hidden else spec.compute_dtype
-    if single_block:
-        W = lax.empty(padded.W.shape, source.W.dtype)
+    if loop.single_block:
+        W = lax.empty(W_shape, source.W.dtype)
     else:
-        W = jnp.zeros(tuple(map(padding.whole, padded.W.shape)), jnp.float32)
+        W = jnp.zeros(tuple(map(padding.whole, W_shape)), jnp.float32)
     sums = Factors(jnp.zeros(source.hidden.shape, dtype), W, None)
     if source.bias is not None:  # whole blocks of the vocabulary
         n_tiles = _block_tiles(spec, env)
@@ -278,13 +288,16 @@ def _cotangent(spec, source, sums, single_block):
     return backend_operands.rounded(spec, varied, source)
 
 
-def _gradients(this, n_tiles, parts, block, sums):
+def _add_gradients(loop, n_tiles, parts, block, sums):
     """`sums` with the contribution of a block's rows."""
     from jaxmem.head.kernels import products
 
-    spec, env, padded, single_block = this
-    tiles = tiles_of("to_hidden", spec, padded), tiles_of("to_W", spec, padded)
-
+    spec, env, padded, single_block = (
+        loop.spec,
+        loop.env,
+        loop.padded,
+        loop.single_block,
+    )
     into = functools.partial(
         products.into_hidden, env, n_tiles, n_clusters(), sums.hidden.dtype
     )
@@ -294,34 +307,37 @@ def _gradients(this, n_tiles, parts, block, sums):
         single_block and alone and bool(several) and products.has_room(env, n_tiles)
     )
     hidden = tuple(into(part.hidden) for part in parts)
-    here = products.gradients(
-        products.VocabBlocks(env, n_tiles, single_block, tiles), padded.W, parts,
-        sums._replace(hidden=hidden), overlap_all_reduce,
+    blocks = products.VocabBlocks(
+        env, n_tiles, single_block, tiles_of("to_hidden", spec, padded),
+        tiles_of("to_W", spec, padded),
     )  # fmt: skip
+    added = products.gradients(
+        blocks, padded.W, parts, sums._replace(hidden=hidden), overlap_all_reduce
+    )
     depth = sums.hidden.shape[1]
     dhs = [
-        products.of_parts(x, len(part.hidden))[:, :depth].astype(sums.hidden.dtype)
-        for x, part in zip(here.hidden, parts, strict=True)
+        products.sum_parts(x, len(part.hidden))[:, :depth].astype(sums.hidden.dtype)
+        for x, part in zip(added.hidden, parts, strict=True)
     ]
     dh = dhs[0] if alone else jnp.concatenate(dhs)
     if not single_block:
-        return here._replace(hidden=backend_operands.put(sums.hidden, block.ids, dh))
+        return added._replace(hidden=backend_operands.put(sums.hidden, block.ids, dh))
     dh = vocab_shards.vary(dh, spec.part_varying)
-    dh, dW = vocab_shards.sum_hidden(spec.shards, dh, here.W, overlap_all_reduce)
+    dh, dW = vocab_shards.sum_hidden(spec.shards, dh, added.W, overlap_all_reduce)
     # The block has all rows: gather them in the original order.
-    return here._replace(hidden=backend_operands.take(dh, block.place), W=dW)
+    return added._replace(hidden=backend_operands.take(dh, block.position), W=dW)
 
 
 def _block_tiles(spec, env):
     """Number of vocabulary tiles whose derivatives, in 16 bits, are alive at once."""
     return block_sizes.backward_tiles(
-        env.n_tiles, env.n_rows, tokens_here(spec), spec.columns, env.depth,
+        env.n_tiles, env.n_rows, shard_chunk(spec), spec.columns, env.depth,
         n_clusters(),
     )  # fmt: skip
 
 
-def tokens_here(spec: Spec) -> int:
-    """Tokens whose logits over the columns here are as many as a chunk's over all.
+def shard_chunk(spec: Spec) -> int:
+    """Tokens with as many logits over this shard's columns as a chunk has over all.
 
     Blocks sized for the shard alone, k times smaller on k devices, would leave clusters
     idle.
@@ -349,7 +365,7 @@ def tiles_of(kernel, spec: Any, padded: Factors) -> Any:
 
 
 def key_of(spec: Any, columns: int, depth: int) -> tuned.TunedKey:
-    """The key of the head of a call in the table of tiles."""
+    """The key of a call's head in the table of tiles."""
     return tuned.TunedKey(devices.current()[0].device_kind, depth, columns, spec.layout)
 
 
@@ -363,7 +379,7 @@ def n_clusters():
     return n_blocks() // tuned.DEFAULTS["to_hidden"].cluster
 
 
-def _hidden(padded, row_ids):
+def _padded_hidden(padded, row_ids):
     return padding.columns(backend_operands.take(padded.hidden, row_ids))
 
 

@@ -1,8 +1,8 @@
 """The kernels' gradients for one block of the vocabulary after another.
 
-See `xla_blocks`, whose order of loops and sums it has. A block has as many tiles as one
-launch: hidden's gradient of some rows is one product, and added to what other blocks
-gave.
+The order of loops and sums is that of `xla_blocks`. A block has as many tiles as one
+launch: a product gives hidden's gradient of some rows, which is added to that from the
+blocks before.
 """
 
 import jax.numpy as jnp
@@ -23,13 +23,14 @@ def backward(
 
     padded = padding.head(spec, source.cast(spec))
     columns, depth = padding.columns_and_depth(spec, padded)
-    tokens, clusters = hopper.tokens_here(spec), hopper.n_clusters()
+    tokens, clusters = hopper.shard_chunk(spec), hopper.n_clusters()
     sizes, n_blocks = (len(rows.labels), tokens, columns, depth), spec.gradient_blocks
     if block_sizes.backward_rows(*sizes, False, clusters, n_blocks)[1]:
         return hopper.backward(spec, source, rows, saved, cotangents)
     n_rows, n_tiles = block_sizes.vocabulary_block(*sizes, n_blocks, clusters)
     env = hopper.launch_env(spec, padded, n_rows, "derivative")
-    this = hopper.Pass(spec, env, padded, single_block=False)
+    loop = hopper.Pass(spec, env, padded, single_block=False)
+    values = hopper.OutputsAndCotangents(saved, cotangents)
     width = n_tiles * env.tiles.columns
     n_blocks = -(-env.n_tiles // n_tiles)
 
@@ -38,7 +39,7 @@ def backward(
         if last:  # XLA might fill its sums while others are alive
             zero, so_far = lax.optimization_barrier((zero, so_far))
         sums = total._replace(W=jnp.full(shape, zero))
-        sums = _add(this, (b, n_tiles), rows, (saved, cotangents), sums)
+        sums = _add_block(loop, n_tiles, b * n_tiles, rows, values, sums)
         # Without padding along D.
         dW = lax.slice_in_dim(sums.W, 0, source.hidden.shape[1], axis=depth_axis)
         dW = products.put_block(env.layout, dW, so_far, b * width, last)
@@ -46,7 +47,7 @@ def backward(
 
     shape = (width, env.depth) if spec.layout == "vd" else (env.depth, width)
     depth_axis = 1 if spec.layout == "vd" else 0
-    total = _zeros(spec, source, n_blocks * width)
+    total = _zero_gradients(spec, source, n_blocks * width)
     total = lax.fori_loop(0, n_blocks - 1, block, total)
     total = block(n_blocks - 1, total, last=True)
     total = vocab_shards.vary(total, spec.part_varying)
@@ -54,7 +55,7 @@ def backward(
     return backend_operands.rounded(spec, total, source)
 
 
-def _zeros(spec, source, columns):
+def _zero_gradients(spec, source, columns):
     """Gradients before the first block; W's is undefined, to be overwritten."""
     dtype = spec.stats_dtype if spec.partial_hidden else spec.compute_dtype
     hidden = jnp.zeros(source.hidden.shape, dtype)
@@ -63,24 +64,24 @@ def _zeros(spec, source, columns):
     return Factors(hidden, lax.empty(source.W.shape, source.W.dtype), bias)
 
 
-def _add(this, block, rows, outputs_and_cotangents, sums):
-    """`sums`, W's of one block of the vocabulary, with the contribution of all rows."""
+def _add_block(loop, n_tiles, first_tile, rows, values, sums):
+    """`sums`, with the contribution of all rows from one block of the vocabulary.
+
+    W's sums are those of the block, which has n_tiles from first_tile on.
+    """
     from jaxmem.head.kernels import products
 
-    (spec, env, padded, _), (b, n_tiles) = this, block
     names = "to_hidden", "to_W"
-    to_hidden, to_W = (hopper.tiles_of(name, spec, padded) for name in names)
-    of_block = products.VocabBlocks(env, n_tiles, False, (to_hidden, to_W))
+    to_hidden, to_W = (hopper.tiles_of(x, loop.spec, loop.padded) for x in names)
+    blocks = products.VocabBlocks(loop.env, n_tiles, False, to_hidden, to_W)
 
-    def of_rows(at, sums):
-        part = hopper.recomputed(
-            this, rows, outputs_and_cotangents, at.ids, at.n_active
-        )
+    def add_rows(block, sums):
+        part = hopper.recomputed(loop, rows, values, block.ids, block.n_active)
         into = sums._replace(hidden=lax.empty(part.hidden.shape, jnp.float32))
-        added = products.add_block(of_block, padded.W, part, b * n_tiles, into)
+        added = products.add_block(blocks, loop.padded.W, part, first_tile, into)
         dh = added.hidden[:, : sums.hidden.shape[1]]
-        dh += backend_operands.take(sums.hidden, at.ids)
+        dh += backend_operands.take(sums.hidden, block.ids)
         dh = dh.astype(sums.hidden.dtype)
-        return added._replace(hidden=backend_operands.put(sums.hidden, at.ids, dh))
+        return added._replace(hidden=backend_operands.put(sums.hidden, block.ids, dh))
 
-    return active.for_each_block(rows.active, env.n_rows, of_rows, sums)
+    return active.for_each_block(rows.active, loop.env.n_rows, add_rows, sums)

@@ -36,15 +36,15 @@ def forward(
         hidden = backend_operands.take(head.hidden, block.ids)
         labels = backend_operands.take(rows.labels, block.ids)
         exists = labels < spec.vocab_size
-        of_label = sampled_logits.at_entries(
+        label_logit = sampled_logits.at_entries(
             labels[:, None], head.W, hidden, spec.layout
         )
-        here = exists & (labels >= 0)
-        label_logit = jnp.where(here, of_label[:, 0], -jnp.inf)
+        has_label = exists & (labels >= 0)
+        label_logit = jnp.where(has_label, label_logit[:, 0], -jnp.inf)
         low = int8_factors.padded(eight_bits.rounded(hidden, shared.channels))
         others, kept = others_and_exps(env, low, W, labels, block.n_active[None])
         normaliser = eight_bits.normaliser(others, label_logit)
-        facts = sampled_select.OfRows(
+        facts = sampled_select.RowFacts(
             labels, others.label_logit, others.max, normaliser
         )
         selected = sampled_select.entries(
@@ -52,8 +52,8 @@ def forward(
             backend_operands.take(starts, block.ids), block.n_active,
         )  # fmt: skip
         z = sampled_logits.at_entries(selected.columns, head.W, hidden, spec.layout)
-        found = eight_bits.corrected(sampling, others, selected, z, label_logit, exists)
-        return eight_bits.put(results, block.ids, found)
+        new = eight_bits.corrected(sampling, others, selected, z, label_logit, exists)
+        return eight_bits.put(results, block.ids, new)
 
     results = eight_bits.nothing(spec, sampling, rows, names)
     return active.for_each_block(rows.active, env.n_rows, body, results)

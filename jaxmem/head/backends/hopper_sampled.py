@@ -24,7 +24,7 @@ def sampling_of(spec: Spec) -> Sampling:
 
 
 def launch_rows(spec: Spec, hidden: jax.Array) -> int:
-    """How many rows of hidden [N, D] one launch stores exponentials of."""
+    """Rows of hidden [N, D] whose exponentials one launch stores."""
     # Parts of a vocabulary take as many bytes in launches of more rows.
     chunk = spec.chunk * (spec.shards.count if spec.shards else 1)
     n_rows, depth = hidden.shape
@@ -55,7 +55,7 @@ def forward(
         outputs = row_stats.finish(whole, jnp.ones(stats.max.shape, bool))
         outputs = vocab_shards.vary(outputs, spec.varying)
         normaliser = row_stats.Normaliser(outputs.max, outputs.log_sum)
-        facts = sampled_select.OfRows(
+        facts = sampled_select.RowFacts(
             operands[2], stats.label_logit, stats.max, normaliser
         )
         entries = sampled_select.entries(

@@ -21,7 +21,7 @@ OfChunk = Callable[[jax.Array, Outputs], tuple[Any, Cotangents]]
 class Loops(Protocol):
     """Loops over chunks of active rows: a module with these functions.
 
-    A source is a `Factors`, or `CallerLogits` given by the caller.
+    A source is `Factors`, or `CallerLogits` where the caller has the logits.
     """
 
     def forward(
@@ -59,18 +59,18 @@ class Loops(Protocol):
 
 
 class Limits(Protocol):
-    """What a backend cannot run, or had better leave to the next one."""
+    """The calls that a backend cannot run, or had better leave to the next one."""
 
     def refuses_call(self, spec: Spec, source: Any) -> str | None:
-        """Why it cannot run the call on any machine; None if it can."""
+        """The reason why no machine can run the call; None if one can."""
         ...
 
     def refuses_machine(self) -> str | None:
-        """Why it cannot run in this process; None if it can."""
+        """The reason why this process cannot run it; None if it can."""
         ...
 
     def unproven(self, spec: Spec, source: Any) -> str | None:
-        """Why a call that it can run is not known to be faster than on the next one."""
+        """The reason why the next backend may be faster for a call; None otherwise."""
         ...
 
 
@@ -120,18 +120,18 @@ class EightBitSampler(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What runs a call; `choose.BACKENDS` lists them.
+    """An implementation of the head's loops; `choose.BACKENDS` lists them all.
 
     Attributes:
         name: its name for `implementation=`.
         advantage: why it is preferred to those after it in `choose.BACKENDS`.
-        stores_logits: whether a chunk's float32 logits are in memory, or reduced in
-            registers.
-        loops: those that every call needs.
-        limits: of what it runs; None: it runs every call on every machine.
-        blocks: those for `gradient=Recompute(blocks)`; None: it has none.
-        sampler: those for `gradient=Sample(k)`.
-        eight_bits: those for its forward="int8", beside the sampler.
+        stores_logits: True if a chunk's float32 logits are in memory, False if they are
+            reduced in registers.
+        loops: the loops that every call needs.
+        limits: the calls that it refuses; None if it runs every call on every machine.
+        blocks: the loops for `gradient=Recompute(blocks)`; None if it has none.
+        sampler: the loops for `gradient=Sample(k)`.
+        eight_bits: the loops for its forward="int8", beside the sampler.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Backend:
     eight_bits: EightBitSampler | None = None
 
     def refuses(self, spec: Spec, source: Any) -> str | None:
-        """Why it cannot run the call here; None if it can."""
+        """The reason why it cannot run the call in this process; None if it can."""
         if spec.gradient_blocks > 1 and self.blocks is None:
             return "it has no loops for several blocks of Recompute"
         if spec.gradient_samples:
@@ -157,5 +157,5 @@ class Backend:
         return self.limits.refuses_call(spec, source) or self.limits.refuses_machine()
 
     def unproven(self, spec: Spec, source: Any) -> str | None:
-        """Why the next backend is preferred for a call that it can run; or None."""
+        """The reason to prefer the next backend for a call; None if there is none."""
         return None if self.limits is None else self.limits.unproven(spec, source)

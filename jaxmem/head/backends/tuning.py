@@ -52,6 +52,14 @@ _CHUNK = 1024  # tokens, on which the block of the vocabulary depends
 _SLOTS, _FILLED = 128, 40
 
 
+class HeadShape(NamedTuple):
+    """Sizes of a head's call."""
+
+    tokens: int
+    depth: int
+    columns: int
+
+
 class Measured(NamedTuple):
     """One candidate: its time relative to the whole GEMM's, or why it has none."""
 
@@ -69,7 +77,7 @@ def tune(
 
     The shape is (N, D, V), D and V multiples of 64, for W [V, D] in bfloat16.
     """
-    n, depth, columns = shape
+    n, depth, columns = shape = HeadShape(*shape)
     keys = jax.random.split(jax.random.key(0), 3)
     h = jax.random.normal(keys[0], (n, depth), jnp.bfloat16)
     W = (jax.random.normal(keys[1], (columns, depth)) * depth**-0.5).astype(h.dtype)
@@ -126,7 +134,7 @@ def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
 
 
 def _wrong(compiled, operands, want) -> str:
-    """Why a candidate is not timed; an empty string if it is."""
+    """The reason why a candidate is not timed; an empty string if it is."""
     if isinstance(compiled, Exception):
         return str(compiled)[:200]
     return "" if _same(compiled(*operands), want) else "wrong result"
@@ -155,18 +163,18 @@ def _candidates(best, field) -> tuple[list[Any], dict[Any, str]]:
 def _compile(program, candidates, operands) -> dict[Any, Any]:
     """Compiled programs, or the exception that the compiler raised; in parallel."""
 
-    def one(tiles):
+    def compile_one(tiles):
         try:
             return jax.jit(program(tiles)).lower(*operands).compile()
         except Exception as error:  # an invalid kernel is a result, too
             return error
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return dict(zip(candidates, pool.map(one, candidates), strict=True))
+        return dict(zip(candidates, pool.map(compile_one, candidates), strict=True))
 
 
 def _same(results, want) -> bool:
-    """Whether results agree to 8 bits of the largest; orders of sums differ."""
+    """True if results agree to 8 bits of the largest; orders of sums differ."""
 
     def close(a, b):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -271,10 +279,10 @@ def _entries(n, columns) -> column_sampling.SparseDerivative:
 
 
 def _derivative(env, width, n, h, W, y):
-    zero, one = jnp.zeros(n), jnp.ones(n)
+    zeros, ones = jnp.zeros(n), jnp.ones(n)
     log_sum = jnp.full(n, jnp.log(W.shape[0] * 1.0))
-    rows = row_stats.Outputs(-log_sum, one, log_sum, zero, zero > 0, zero, log_sum)
-    c = row_stats.Coefficients(one, one, one, None)
+    rows = row_stats.Outputs(-log_sum, ones, log_sum, zeros, zeros > 0, zeros, log_sum)
+    c = row_stats.Coefficients(ones, ones, ones, None)
 
     def derivative(tiles):
         def run(h, W, y):

@@ -35,9 +35,9 @@ def outputs(
     groups = _statistics(backend, spec, source, rows)
 
     def chunk(row_ids, results):
-        here = Stats(*(take(x.T, row_ids).T for x in groups))
+        stats = Stats(*(take(x.T, row_ids).T for x in groups))
         exists = take(rows.labels, row_ids) < spec.vocab_size
-        new = row_stats.finish(row_stats.merge_tree(here), exists)._asdict()
+        new = row_stats.finish(row_stats.merge_tree(stats), exists)._asdict()
         return put_all(results, row_ids, {k: new[k] for k in results})
 
     # In the body of a loop, XLA fuses the tree alike whatever comes before: a multiply
@@ -56,10 +56,10 @@ def backward(
 ) -> Factors:
     """Cotangent of the source, in its dtypes; see `Loops.backward`."""
 
-    def run(here, head):
-        return backend.loops.backward(here, head, rows, saved, cotangents)
+    def run(group, head):
+        return backend.loops.backward(group, head, rows, saved, cotangents)
 
-    parts = _in_sequence(spec, source, run)
+    parts = _run_groups(spec, source, run)
     dhidden = vocab_shards.sum_tree(part.hidden for part in parts)
     if spec.shards and spec.shards.same_hidden:
         dhidden = vocab_shards.sum_rows_in_order(spec.shards.same_hidden, dhidden)
@@ -74,8 +74,8 @@ def backward(
 
 def _statistics(backend, spec, source, rows) -> Stats:
     """The statistics of every group, [G, N]; undefined where inactive."""
-    parts = _in_sequence(
-        spec, source, lambda here, head: backend.loops.statistics(here, head, rows)
+    parts = _run_groups(
+        spec, source, lambda group, head: backend.loops.statistics(group, head, rows)
     )
     # XLA removes none of the sums, so that a verb which needs few has the same bits.
     parts = lax.optimization_barrier(parts)
@@ -86,14 +86,14 @@ def _statistics(backend, spec, source, rows) -> Stats:
     return Stats(*jnp.moveaxis(whole.reshape(-1, *whole.shape[2:]), 1, 0))
 
 
-def _in_sequence(spec, source, run) -> list[Any]:
-    """`run(spec, head)` for each of this shard's groups, in order."""
+def _run_groups(spec, source, run) -> list[Any]:
+    """Results of `run(spec, head)` for each of this shard's groups, in order."""
     count = (spec.vocab_groups or 1) // (spec.shards.count if spec.shards else 1)
     width, axis, results = spec.columns // count, _vocabulary_axis(spec), []
     # Hidden's cotangent is summed over the shards after it is summed over the groups.
     shards = spec.shards and dataclasses.replace(spec.shards, same_hidden=())
     for first in range(0, spec.columns, width):
-        here = dataclasses.replace(
+        group = dataclasses.replace(
             spec, columns=width, first=first, shard_columns=spec.columns, shards=shards,
             vocab_groups=None,
         )  # fmt: skip
@@ -102,7 +102,7 @@ def _in_sequence(spec, source, run) -> list[Any]:
             start, results[-1] = lax.optimization_barrier((start, results[-1]))
         W = lax.dynamic_slice_in_dim(source.W, start, width, axis)
         bias = None if source.bias is None else source.bias[first : first + width]
-        results.append(run(here, Factors(source.hidden, W, bias)))
+        results.append(run(group, Factors(source.hidden, W, bias)))
     return results
 
 

@@ -86,7 +86,7 @@ def backward(
 
 
 def _by_logits(spec, source, rows, saved, cotangents):
-    """The cotangent of given logits."""
+    """The cotangent of the caller's logits."""
 
     def chunk(row_ids, total):
         dz = derivative(spec, source, rows, row_ids, saved, cotangents)
@@ -108,8 +108,8 @@ def one_pass(
         z = logits(spec, head, rows, row_ids)
         labels = part_labels(spec, rows, row_ids)
         outputs = merged(spec, rows, row_ids, row_stats.of_tile(z, labels)[0])
-        here, g = of_chunk(row_ids, outputs)
-        values = put_all(values, row_ids, here)
+        new, g = of_chunk(row_ids, outputs)
+        values = put_all(values, row_ids, new)
         # Rows past the last active one, as in `backward`.
         log_sum = jnp.where(row_ids < n_rows, outputs.log_sum, jnp.inf)
         outputs = outputs._replace(log_sum=log_sum)
@@ -131,7 +131,7 @@ def loss_rows(spec: Spec, source: Factors | CallerLogits) -> int:
 def derivative(spec, source, rows, row_ids, saved, cotangents, start=0):
     """Derivative by the rows' logits before softcap and temperature, [C, V].
 
-    start is the first column if the source has a block of the vocabulary only.
+    `start` is the first column of a source that has a block of the vocabulary only.
     """
     z = logits(spec, source, rows, row_ids, start)
     outputs = row_stats.Outputs(*[take(x, row_ids) for x in saved])
@@ -146,7 +146,7 @@ def derivative(spec, source, rows, row_ids, saved, cotangents, start=0):
 def logits(spec, source, rows, row_ids, start=0):
     """Scaled logits [C, V] of the rows; -inf in the padding of the vocabulary.
 
-    start is the first column if the source has a block of the vocabulary only.
+    `start` is the first column of a source that has a block of the vocabulary only.
     """
     if isinstance(source, CallerLogits):
         z = take(source.logits, row_ids).astype(spec.stats_dtype)

@@ -2,8 +2,8 @@
 
 The outer loop is over blocks of W's columns, the inner one over chunks of tokens. Sums
 of W's gradient exist for one block at a time, and are then rounded into the gradient.
-hidden's gradient is added up over the blocks in hidden's dtype: sums of all tokens in
-float32 would take more than those that are saved where tokens are many.
+Hidden's gradient is added up over the blocks in hidden's dtype: with many tokens, sums
+in float32 would take more memory than the blocks save.
 """
 
 from typing import Any
@@ -34,6 +34,21 @@ def backward(
     width = block_columns(spec)
     n_whole, rest = divmod(spec.columns, width)
     axis = 0 if spec.layout == "vd" else 1
+    size = _rows_at_once(spec, rows.labels.shape[0])
+
+    def add_rows(part, start, sums):
+        """`sums`, with the contribution of all active rows and the part's columns."""
+
+        def chunk(row_ids, sums):
+            dz = xla.derivative(spec, part, rows, row_ids, saved, cotangents, start)
+            dh, dW, dbias = xla.products(spec, part, row_ids, dz)
+            dh += take(sums.hidden, row_ids).astype(dh.dtype)
+            dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
+            return Factors(
+                dhidden, sums.W + dW, None if sums.bias is None else sums.bias + dbias
+            )
+
+        return for_active_chunks(size, rows.active, chunk, sums)
 
     def block(start, width, total):
         W = lax.dynamic_slice_in_dim(head.W, start, width, axis)
@@ -43,7 +58,7 @@ def backward(
         part = Factors(head.hidden, W, bias)
         nothing: Any = xla.zero_sums(spec, part)
         sums = nothing._replace(hidden=total.hidden)
-        sums = _add(spec, (part, start), rows, (saved, cotangents), sums)
+        sums = add_rows(part, start, sums)
         dW = sums.W.astype(source.W.dtype)
         dW = lax.dynamic_update_slice_in_dim(total.W, dW, start, axis)
         dbias = None
@@ -66,22 +81,10 @@ def block_columns(spec: Spec) -> int:
     return min(whole, spec.columns)
 
 
-def _add(spec, part_and_start, rows, outputs_and_cotangents, sums):
-    """`sums`, with the contribution of all active rows and the columns of the part."""
-    (part, start), (saved, cotangents) = part_and_start, outputs_and_cotangents
-    n_rows = rows.labels.shape[0]
-    # As many logits at once as of a chunk and the whole vocabulary, as long as the rows
-    # are no more than the columns: their sums would take more than those of W.
+def _rows_at_once(spec: Spec, n_rows: int) -> int:
+    """Rows of a chunk, with as many logits of a block as a chunk has of all columns.
+
+    They are no more than the columns of a block: their sums would take more than W's.
+    """
     size = min(spec.chunk * spec.gradient_blocks, max(spec.chunk, block_columns(spec)))
-    size = checks.check_chunk(size, n_rows, spec.columns)
-
-    def chunk(row_ids, sums):
-        dz = xla.derivative(spec, part, rows, row_ids, saved, cotangents, start)
-        dh, dW, dbias = xla.products(spec, part, row_ids, dz)
-        dh += take(sums.hidden, row_ids).astype(dh.dtype)
-        dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
-        return Factors(
-            dhidden, sums.W + dW, None if sums.bias is None else sums.bias + dbias
-        )
-
-    return for_active_chunks(size, rows.active, chunk, sums)
+    return checks.check_chunk(size, n_rows, spec.columns)

@@ -41,8 +41,8 @@ def forward(
             sampling, exps, scale, backend_operands.take(starts, row_ids)
         )
         z = eight_bits.logits_at(spec, head, hidden, selected.columns)
-        found = eight_bits.corrected(sampling, others, selected, z, label_logit, exists)
-        return eight_bits.put(results, row_ids, found)
+        new = eight_bits.corrected(sampling, others, selected, z, label_logit, exists)
+        return eight_bits.put(results, row_ids, new)
 
     results = eight_bits.nothing(spec, sampling, rows, names)
     return backend_operands.for_active_chunks(spec.chunk, rows.active, chunk, results)

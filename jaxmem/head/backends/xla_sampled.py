@@ -58,14 +58,14 @@ def forward(
         z = xla.logits(spec, head, rows, row_ids)
         labels = backend_operands.part_labels(spec, rows, row_ids)
         stats, exps = row_stats.of_tile(z, labels)
-        here = backend_operands.merged(spec, rows, row_ids, stats)
-        scale = column_sampling.scale(stats.max, here)
+        new = backend_operands.merged(spec, rows, row_ids, stats)
+        scale = column_sampling.scale(stats.max, new)
         selected = column_sampling.select(
             sampling, exps, scale, backend_operands.take(starts, row_ids)
         )
-        here = here._asdict()
+        new = new._asdict()
         outputs = {
-            k: backend_operands.put(outputs[k], row_ids, here[k]) for k in outputs
+            k: backend_operands.put(outputs[k], row_ids, new[k]) for k in outputs
         }
         return outputs, backend_operands.put_all(entries, row_ids, selected)
 
@@ -76,7 +76,7 @@ def forward(
 
 
 def starts_of(spec: Spec, sampling: Sampling, rows: TokenRows) -> jax.Array:
-    """Offset of each row's multiples of one, int32 [N]; it differs between shards."""
+    """Offset of each row's multiples of a unit, int32 [N]; it differs by shard."""
     assert rows.draws is not None, "no key was given"
     shard = lax.axis_index(spec.shards.axes) if spec.shards else 0
     return column_sampling.starts(sampling, rows.draws, shard)
@@ -102,11 +102,11 @@ def gradient(
 
     The derivative is 0 in inactive rows. The result has the source's dtypes.
     """
-    head, of_head = source.cast(spec), (None, None)
+    head, head_gradients = source.cast(spec), (None, None)
     dhidden = _to_hidden(spec, head, rows, dz)
     if not spec.frozen_head:
-        of_head = over_tokens(spec, dz, head.hidden, source, _to_weights)
-    return backend_operands.cotangent(spec, Factors(dhidden, *of_head), source)
+        head_gradients = over_tokens(spec, dz, head.hidden, source, _to_weights)
+    return backend_operands.cotangent(spec, Factors(dhidden, *head_gradients), source)
 
 
 def derivative(
@@ -138,9 +138,9 @@ def _to_hidden(spec, head, rows, dz) -> jax.Array:
     def part(i, dhidden):
         first = jnp.minimum(i * width, depth - width)
         W = lax.dynamic_slice_in_dim(head.W, first, width, axis=0).T
-        here = lax.dynamic_slice_in_dim(dhidden, first, width, axis=1)
-        here = _add_rows(spec, W, rows.active, dz, here)
-        return lax.dynamic_update_slice_in_dim(dhidden, here, first, axis=1)
+        dh = lax.dynamic_slice_in_dim(dhidden, first, width, axis=1)
+        dh = _add_rows(spec, W, rows.active, dz, dh)
+        return lax.dynamic_update_slice_in_dim(dhidden, dh, first, axis=1)
 
     return lax.fori_loop(0, -(-depth // width), part, dhidden)
 
@@ -155,8 +155,8 @@ def _add_rows(spec, W, active, dz, dhidden):
         n_slots = jnp.max(jnp.where(columns < spec.columns, slots, 0))
 
         def slot(k, sums):
-            here = W.at[columns[:, k]].get(mode="clip").astype(spec.stats_dtype)
-            return sums + values[:, k, None] * here
+            W_rows = W.at[columns[:, k]].get(mode="clip").astype(spec.stats_dtype)
+            return sums + values[:, k, None] * W_rows
 
         sums = jnp.zeros((len(row_ids), W.shape[1]), spec.stats_dtype)
         sums = vocab_shards.vary(sums, spec.part_varying)
@@ -182,8 +182,8 @@ def over_tokens(
     dz, hidden = jax.tree.map(gather, (dz, hidden))
     width = -(-spec.columns // lax.axis_size(spec.token_axes))
     columns = dz.columns - lax.axis_index(spec.token_axes) * width
-    here = (columns >= 0) & (columns < width) & (dz.columns < spec.columns)
-    pairs = sort_by_column(dz._replace(columns=jnp.where(here, columns, width)))
+    in_part = (columns >= 0) & (columns < width) & (dz.columns < spec.columns)
+    pairs = sort_by_column(dz._replace(columns=jnp.where(in_part, columns, width)))
     axis = 0 if spec.layout == "vd" else 1
     shape = (width, hidden.shape[1])[:: -1 if axis else 1]
     W = jax.ShapeDtypeStruct(shape, source.W.dtype)
@@ -229,22 +229,22 @@ def _column_sums(spec, hidden, pairs, first, width):
     start, end = ends.astype(jnp.int32)
     depth = hidden.shape[1]
 
-    def add(n_pairs, add_here, sums):
+    def add(n_pairs, add_pairs, sums):
         def step(i, sums):
-            at = start + i * n_pairs + jnp.arange(n_pairs, dtype=jnp.int32)
-            column = backend_operands.take(pairs.columns, at) - first
-            column = jnp.where(at < end, column, width)
-            values = jnp.where(at < end, backend_operands.take(pairs.values, at), 0)
-            h = hidden.at[backend_operands.take(pairs.tokens, at)].get(mode="clip")
-            return add_here(spec, column, values, h, sums)
+            ids = start + i * n_pairs + jnp.arange(n_pairs, dtype=jnp.int32)
+            column = backend_operands.take(pairs.columns, ids) - first
+            column = jnp.where(ids < end, column, width)
+            values = jnp.where(ids < end, backend_operands.take(pairs.values, ids), 0)
+            h = hidden.at[backend_operands.take(pairs.tokens, ids)].get(mode="clip")
+            return add_pairs(spec, column, values, h, sums)
 
         return lax.fori_loop(0, (end - start + n_pairs - 1) // n_pairs, step, sums)
 
     def on_cpu(sums):
-        return add(max(_ROW_NUMBERS // depth, 1), _scatter, sums)
+        return add(max(_ROW_NUMBERS // depth, 1), _scatter_pairs, sums)
 
     def elsewhere(sums):
-        return add(_PAIRS, _multiply, sums)
+        return add(_PAIRS, _multiply_pairs, sums)
 
     sums = (
         jnp.zeros((width, depth), spec.stats_dtype),
@@ -254,8 +254,8 @@ def _column_sums(spec, hidden, pairs, first, width):
     return lax.platform_dependent(sums, cpu=on_cpu, default=elsewhere)
 
 
-def _scatter(spec, column, values, h, sums):
-    """Scatter-add, which a CPU does pair by pair."""
+def _scatter_pairs(spec, column, values, h, sums):
+    """Sums with pairs added by scatter-add, which a CPU does pair by pair."""
     dW, dbias = sums
     terms = values[:, None] * h.astype(spec.stats_dtype)
     return (
@@ -264,18 +264,19 @@ def _scatter(spec, column, values, h, sums):
     )
 
 
-def _multiply(spec, column, values, h, sums):
-    """A product with a matrix of one value per pair, deterministic unlike scatter-add.
+def _multiply_pairs(spec, column, values, h, sums):
+    """Sums with pairs added by a product, deterministic unlike scatter-add.
 
-    Its values are rounded to hidden's dtype, as the exact derivative's are.
+    The left factor has one value per pair, rounded to hidden's dtype as the exact
+    derivative is.
     """
     dW, dbias = sums
     columns = jnp.arange(dW.shape[0], dtype=jnp.int32)
     values = jnp.where(columns[:, None] == column[None], values, 0)
-    here = lax.dot_general(
+    added = lax.dot_general(
         values.astype(spec.compute_dtype),
         h,
         (((1,), (0,)), ((), ())),
         preferred_element_type=spec.stats_dtype,
     )
-    return dW + here, dbias + jnp.sum(values, axis=1)
+    return dW + added, dbias + jnp.sum(values, axis=1)

@@ -1,4 +1,4 @@
-"""Gathers active rows into blocks for kernel launches, and scatters results back."""
+"""Active rows, gathered into blocks for kernel launches; results, scattered back."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ class RowBlock(NamedTuple):
 
     ids: jax.Array  # int32 [size]; past the end where there is no active row
     n_active: jax.Array  # int32
-    place: jax.Array  # int32 [N], index of each row in ids; size where absent
+    position: jax.Array  # int32 [N], index of each row in ids; size where absent
 
 
 def for_each_block(
@@ -30,34 +30,35 @@ def for_each_block(
     def step(i, carry):
         start = i * size
         ids = lax.dynamic_slice(every.ids, (start,), (size,))
-        place = every.place - start
-        place = jnp.where((place >= 0) & (place < size), place, size)
+        position = every.position - start
+        inside = (position >= 0) & (position < size)
+        position = jnp.where(inside, position, size)
         n_active = jnp.clip(every.n_active - start, 0, size)
-        return body(RowBlock(ids, n_active, place), carry)
+        return body(RowBlock(ids, n_active, position), carry)
 
     return lax.fori_loop(0, n_blocks, step, carry)
 
 
 def in_one_block(active, size: int) -> RowBlock:
     """One block with all active rows of N, of which there are at most size."""
-    place = jnp.cumsum(active, dtype=jnp.int32) - 1
-    n_active = jnp.max(place, initial=-1) + 1
-    place = jnp.where(active, place, size)
+    position = jnp.cumsum(active, dtype=jnp.int32) - 1
+    n_active = jnp.max(position, initial=-1) + 1
+    position = jnp.where(active, position, size)
     ids = jnp.full(size, active.shape[0], jnp.int32)
-    ids = backend_operands.put(ids, place, jnp.arange(active.shape[0], dtype=jnp.int32))
-    return RowBlock(ids, n_active, place)
+    row_ids = jnp.arange(active.shape[0], dtype=jnp.int32)
+    ids = backend_operands.put(ids, position, row_ids)
+    return RowBlock(ids, n_active, position)
 
 
 def put(tree, block: RowBlock, values) -> Any:
     """Arrays [N] of a tree, updated with values [size] of the block's active rows.
 
-    A gather by each row: one pass on a GPU, where a scatter takes several.
+    Each row gathers its value: one pass on a GPU, where a scatter takes several.
     """
-    there = block.place < block.ids.shape[0]
+    in_block = block.position < block.ids.shape[0]
 
     def gathered(x, new):
-        return jnp.where(
-            there, backend_operands.take(new, block.place).astype(x.dtype), x
-        )
+        values = backend_operands.take(new, block.position)
+        return jnp.where(in_block, values.astype(x.dtype), x)
 
     return jax.tree.map(gathered, tree, values)

@@ -53,7 +53,7 @@ def backward_rows(
     n_rows: int, chunk: int, columns: int, depth: int, apart: bool, clusters: int,
     n_blocks: int = 1,
 ) -> tuple[int, bool]:  # fmt: skip
-    """Rows per launch, and whether all rows share each block of the vocabulary.
+    """(rows per launch, True if all rows share each block of the vocabulary).
 
     Blocks of R rows and K columns move 8 D (N V / K + N V / R) bytes of float32 sums,
     which is least for R = K. If each block of columns is computed for all rows, in
@@ -81,7 +81,7 @@ def backward_rows(
     n_tiles, depth_tiles = -(-columns // TILE), -(-depth // TILE)
 
     def cost(launches, rows):
-        """(time, bytes) of all."""
+        """(time, bytes) of all launches."""
         tiles = backward_tiles(n_tiles, rows, chunk, columns, depth, clusters)
         taken = _time(n_tiles, tiles, rows, depth, clusters)
         taken += SUMS * n_tiles * depth_tiles if launches > 1 else 0

@@ -1,7 +1,8 @@
 """Backward kernel: recomputes logits, and stores their derivative in the inputs' dtype.
 
-Three coefficients and a label per row (`stats.coefficients`) serve every output. The
-arithmetic is that of `stats.dlogits`, with per-row factors folded beforehand (`fold`).
+Three coefficients and a label per row (`row_stats.coefficients`) serve every output.
+The arithmetic is that of `row_stats.dlogits`, with per-row factors folded beforehand
+(`fold`).
 """
 
 import functools
@@ -47,15 +48,15 @@ def operands(
 
     The statistics' `max` is NO_ROW for an absent row.
     """
-    hidden, W, labels, bias, inverse_temperature = inputs
-    of_rows = fold(rows, c, inverse_temperature, env.softcap)
+    row_numbers = fold(rows, c, inputs.inverse_temperature, env.softcap)
     arrays: dict[str, Any] = dict(
-        h=hidden, w=W, labels=labels, rows=jnp.stack(tuple(of_rows.values())),
-        marked=logits.tiles_with_labels_or_mask(env, labels),
+        h=inputs.hidden, w=inputs.W, labels=inputs.labels,
+        rows=jnp.stack(tuple(row_numbers.values())),
+        marked=logits.tiles_with_labels_or_mask(env, inputs.labels),
     )  # fmt: skip
-    if bias is not None:
-        arrays["bias"] = logits.whole_tiles(env, bias)
-    return DlogitsOperands(arrays, tuple(of_rows))
+    if inputs.bias is not None:
+        arrays["bias"] = logits.whole_tiles(env, inputs.bias)
+    return DlogitsOperands(arrays, tuple(row_numbers))
 
 
 def derivative(env: Env, operands: DlogitsOperands, part, width: int) -> jax.Array:
@@ -67,11 +68,11 @@ def derivative(env: Env, operands: DlogitsOperands, part, width: int) -> jax.Arr
     arrays = operands.arrays | {"part": part}
     arrays |= logits.weights(env, arrays["w"])
     names = (*arrays, "out"), operands.row_names
-    return _launch(env, names, width, tuple(arrays.values()))
+    return _launch_kernel(env, names, width, tuple(arrays.values()))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # lowered once, see `products`
-def _launch(env, names, width, arrays):
+def _launch_kernel(env, names, width, arrays):
     return plgpu.kernel(
         functools.partial(_kernel, env, *names),
         out_type=jax.ShapeDtypeStruct((env.n_rows, width), env.dtype),
@@ -87,8 +88,8 @@ def fold(rows: Outputs, c: Coefficients, inverse_temperature, softcap) -> dict:
 
         dz_j = e_j (slope + beta x_j + gamma e_j)
 
-    and at_label if j is the label, where 1 - p must not be a difference. An absent one
-    is zero.
+    and at_label if j is the label, where 1 - p must not be a difference. A coefficient
+    that is None counts as zero.
     """
     label, alpha, beta, gamma = (0.0 if x is None else x for x in c)
     inverse = 1 if inverse_temperature is None else inverse_temperature
@@ -130,11 +131,11 @@ def _kernel(env, names, row_names, *refs):
         loaded=plgpu.Barrier(num_barriers=N_COMPUTE),
         collective_axes="wg",
     )
-    def _scope(buffers, **mine):
+    def _scope(buffers, **smem):
         n_active, first_tile, n_tiles = (gmem["part"][i] for i in range(3))
         extent = env.extent(n_active, n_tiles, first_tile)
-        scope = _Scope(env, extent, row_names, gmem, mine, Ring(**buffers))
-        unit = functools.partial(_unit, scope)
+        scope = _Scope(env, extent, row_names, gmem, smem, Ring(**buffers))
+        unit = functools.partial(_process_unit, scope)
         W = gmem["w"], gmem.get("w_last")
         ring.run(env.product, extent, Ring(**buffers), gmem["h"], W, unit)
 
@@ -145,16 +146,25 @@ class _Scope(NamedTuple):
     env: Env
     extent: Any
     row_names: tuple[str, ...]
-    gmem: dict[str, Any]
-    smem: dict[str, Any]
-    buffers: Ring
+    gmem: dict[str, Any]  # operands and results, by name
+    smem: dict[str, Any]  # the buffers of both warpgroups, by name
+    ring: Ring
 
 
-def _unit(scope, tile, n_tiles, step):
-    """Derivatives of this warpgroup's rows over one group of tiles."""
-    env, extent, row_names, gmem, smem, buffers = scope
+class _StoreTarget(NamedTuple):
+    """The part of the result that a tile's derivatives are stored to."""
+
+    gmem: Any
+    smem: Any  # buffers of the parts of a tile
+    rows: Any
+    first_column: Any
+
+
+def _process_unit(scope, tile, n_tiles, step):
+    """Stores the derivatives of this warpgroup's rows over one group of tiles."""
+    env, gmem = scope.env, scope.gmem
     t, wg = env.tiles, lax.axis_index("wg")
-    smem = {k: ref.at[wg] for k, ref in smem.items()}
+    smem = {k: ref.at[wg] for k, ref in scope.smem.items()}
     start = tile(0).first_row + wg * t.rows
     rows = pl.ds(start, t.rows)
     fetch = functools.partial(logits.fetch, smem["loaded"])
@@ -162,55 +172,58 @@ def _unit(scope, tile, n_tiles, step):
     fetch(gmem["rows"].at[:, rows], smem["rows_smem"])
 
     def of_tile(i, step):
-        at, bias = tile(i).column, None
-        is_marked = gmem["marked"][lax.div(start, t.rows), at] > 0
+        column_tile, bias = tile(i).column, None
+        is_marked = gmem["marked"][lax.div(start, t.rows), column_tile] > 0
         if "bias" in gmem:
-            columns = pl.ds(at * t.columns, t.columns)
+            columns = pl.ds(column_tile * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
-        column = (at - extent.first_tile) * t.columns
-        to = gmem["out"], smem["out_smem"], rows, column
-        first = at * t.columns
+        first_in_result = (column_tile - scope.extent.first_tile) * t.columns
+        target = _StoreTarget(gmem["out"], smem["out_smem"], rows, first_in_result)
+        first = column_tile * t.columns
 
         def mend(i, part):
-            mark = functools.partial(_mark, env, part, first + i * t.stored)
-            at_label = smem["rows_smem"].at[row_names.index("at_label")]
+            mark = functools.partial(_mark_part, env, part, first + i * t.stored)
+            at_label = smem["rows_smem"].at[scope.row_names.index("at_label")]
             pl.when(is_marked)(lambda: mark(smem["labels_smem"], at_label))
 
         def read_row():
-            """Read again for each part: the accumulator needs the registers."""
-            return {k: smem["rows_smem"][j] for j, k in enumerate(row_names)}
+            """Reads them again for each part: the accumulator needs the registers."""
+            return {k: smem["rows_smem"][j] for j, k in enumerate(scope.row_names)}
 
         def store(z):
             inverse = read_row().get("inverse_temperature")
             along = None if inverse is None else logits.along(inverse, z.shape)
             z = logits.parts(logits.scale(env, z, bias, along), t.stored)
-            _store(env, to, z, logits.to_base_2(env, bias), read_row, mend)
+            _store_tile(env, target, z, logits.to_base_2(env, bias), read_row, mend)
 
-        ring.multiply(env.product, extent, buffers, step, store)
-        return step + extent.n_steps
+        ring.multiply(env.product, scope.extent, scope.ring, step, store)
+        return step + scope.extent.n_steps
 
     return lax.fori_loop(0, n_tiles, of_tile, step)
 
 
-def _store(env, target, z, to_base_2, read_row, mend):
-    """Stores one part after another, so that few derivatives are in registers.
-
-    The target is (array in GMEM, buffers in SMEM, its rows, its first column).
-    """
-    (out_gmem, smem, rows, column), width = target, env.tiles.stored
+def _store_tile(env, target, z, to_base_2, read_row, mend):
+    """Stores one part after another, so that few derivatives are in registers."""
+    width = env.tiles.stored
     for i, part in enumerate(z):
-        to = out_gmem.at[rows, pl.ds(column + i * width, width)]
-        derivative = functools.partial(_derivative, env, part, to_base_2, read_row)
-        ring.store_part(i, to, derivative, smem, mend=functools.partial(mend, i))
+        columns = pl.ds(target.first_column + i * width, width)
+        derivative = functools.partial(
+            _differentiate_part, env, part, to_base_2, read_row
+        )
+        ring.store_part(
+            i, target.gmem.at[target.rows, columns], derivative, target.smem,
+            mend=functools.partial(mend, i),
+        )  # fmt: skip
 
 
-def _derivative(env, z, to_base_2, read_row):
+def _differentiate_part(env, z, to_base_2, read_row):
+    """Derivatives of a part of a tile, without labels and masks."""
     row = {k: logits.along(x, z.shape) for k, x in read_row().items()}
     x = z * to_base_2 - row["max"]
     return of_exponentials(env, jnp.exp2(x), x, z, row).astype(env.dtype)
 
 
-def _mark(env, smem, first, labels, at_label):
+def _mark_part(env, smem, first, labels, at_label):
     """Overwrites derivatives in SMEM, whose registers the other parts need."""
     dz = plgpu.load(smem, layout=plgpu.Layout.WGMMA)
     smem[...] = marked(env, dz, first, labels[...], at_label[...])
@@ -236,7 +249,7 @@ def of_exponentials(env: Env, e, x, z, row: dict) -> jax.Array:
 
 def marked(env: Env, dz, first, labels, at_label) -> jax.Array:
     """Derivatives [C, columns] from column `first` on, with labels and masks."""
-    at = logits.column(dz.shape, first)
+    column = logits.column(dz.shape, first)
     at_label = logits.along(at_label.astype(dz.dtype), dz.shape)
-    dz = jnp.where(at == logits.along(labels, dz.shape), at_label, dz)
-    return jnp.where(at < env.vocab_size, dz, jnp.zeros((), dz.dtype))
+    dz = jnp.where(column == logits.along(labels, dz.shape), at_label, dz)
+    return jnp.where(column < env.vocab_size, dz, jnp.zeros((), dz.dtype))

@@ -46,18 +46,18 @@ class Kept(NamedTuple):
 def statistics(env: Env, *operands, **options) -> Stats:
     """Stats [n_rows] of the first `n_active` rows; the others are undefined.
 
-    The operands and options are those of `_operands`.
+    The operands and options are those of `_name_operands`.
     """
-    (partial,) = _launch(env, _operands(env, *operands, **options))
-    return _merge_groups(_stats_of(partial))
+    (partial,) = _launch_kernel(env, _name_operands(env, *operands, **options))
+    return _merge_groups(partial)
 
 
 def statistics_and_exps(
     env: Env, *operands, tile_sums: bool = False
 ) -> tuple[Stats, Kept]:
     """`statistics`, bitwise equal, and the exponentials that they are sums of."""
-    partial, *kept = _launch(env, _operands(env, *operands), tile_sums)
-    return _merge_groups(_stats_of(partial)), Kept(*kept)
+    partial, *kept = _launch_kernel(env, _name_operands(env, *operands), tile_sums)
+    return _merge_groups(partial), Kept(*kept)
 
 
 def others_and_exps(
@@ -69,19 +69,20 @@ def others_and_exps(
     sums of, rounded to 16 bits.
     """
     operands = int8_factors.operands(env, hidden, W)
-    operands |= _facts(env, labels, n_active)
-    partial, *kept = _launch(env, operands, tile_sums=True)
-    stats = _merge_groups(_stats_of(partial))
+    operands |= _name_labels(env, labels, n_active)
+    partial, *kept = _launch_kernel(env, operands, tile_sums=True)
+    stats = _merge_groups(partial)
     nothing = jnp.full_like(stats.label_logit, -jnp.inf)
     return stats._replace(label_logit=nothing), Kept(*kept)
 
 
-def _facts(env, labels, n_active):
+def _name_labels(env, labels, n_active):
+    """Operands that describe labels and the active rows, by name."""
     marked = logits.tiles_with_labels_or_mask(env, labels)
     return {"labels": labels, "n_active": n_active, "marked": marked}
 
 
-def _operands(
+def _name_operands(
     env, hidden, W, labels, n_active, bias=None, inverse_temperature=None
 ) -> dict[str, Any]:
     """The kernel's operands by name.
@@ -89,7 +90,7 @@ def _operands(
     Labels are int32 [n_rows], n_active int32 [1]; bias float32 [V], -inf allowed.
     """
     operands: dict[str, Any] = dict(h=hidden, **logits.weights(env, W))
-    operands |= _facts(env, labels, n_active)
+    operands |= _name_labels(env, labels, n_active)
     if bias is not None:
         operands["bias"] = logits.whole_tiles(env, bias)
     if inverse_temperature is not None:
@@ -97,7 +98,7 @@ def _operands(
     return operands
 
 
-def _launch(env, operands, tile_sums=False):
+def _launch_kernel(env, operands, tile_sums=False):
     """`Stats` of every group, [n_groups, N_STATS, n_rows], and `Kept` if stored."""
     n_groups = -(-_n_tiles(env) // env.tiles.group)
     shape = (n_groups, N_STATS, env.n_rows)
@@ -105,8 +106,8 @@ def _launch(env, operands, tile_sums=False):
     if env.tiles.stored:
         shape = env.n_rows, padding.whole(env.columns)
         results["exps"] = jax.ShapeDtypeStruct(shape, env.exps_dtype)
-        of_tiles = jax.ShapeDtypeStruct((_n_tiles(env), env.n_rows), jnp.float32)
-        results |= dict.fromkeys(("max", "sums") if tile_sums else ("max",), of_tiles)
+        per_tile = jax.ShapeDtypeStruct((_n_tiles(env), env.n_rows), jnp.float32)
+        results |= dict.fromkeys(("max", "sums") if tile_sums else ("max",), per_tile)
     return plgpu.kernel(
         functools.partial(_kernel, env, (*operands, *results)),
         out_type=tuple(results.values()),
@@ -115,17 +116,17 @@ def _launch(env, operands, tile_sums=False):
     )(*operands.values())
 
 
-def _stats_of(partial):
-    return Stats(*(partial[:, i] for i in range(N_STATS)))
-
-
 def _n_tiles(env):
     """Tiles that cover the vocabulary; padding beyond the last is not read."""
     return -(-env.vocab_size // env.tiles.columns)
 
 
-def _merge_groups(stats):
-    """A few groups per pass: the same tree for any number of rows."""
+def _merge_groups(partial):
+    """`Stats` [n_rows] of the groups' statistics [n_groups, N_STATS, n_rows].
+
+    A pass merges a few groups; the tree of passes is the same for any number of rows.
+    """
+    stats = Stats(*(partial[:, i] for i in range(N_STATS)))
     while (n := len(stats.max)) > 1:
         size = -(-n // _AT_ONCE)
         rest = size * _AT_ONCE - n, stats.max.shape[1]
@@ -168,18 +169,29 @@ def _kernel(env, names, *refs):
         collective_axes="wg",
         **scratch,
     )
-    def _scope(buffers, **mine):
+    def _scope(buffers, **smem):
         extent = env.extent(gmem["n_active"][0], _n_tiles(env))
-        unit = functools.partial(_unit, (env, extent, gmem, mine, Ring(**buffers)))
+        scope = _UnitScope(env, extent, gmem, smem, Ring(**buffers))
+        unit = functools.partial(_process_unit, scope)
         W = gmem["w"], gmem.get("w_last")
         ring.run(env.product, extent, Ring(**buffers), gmem["h"], W, unit)
 
 
-def _unit(scope, tile, n_tiles, step):
-    """Statistics of this warpgroup's rows over one group of tiles."""
-    env, extent, gmem, smem, buffers = scope
+class _UnitScope(NamedTuple):
+    """Context of a block of the kernel, for any of its units."""
+
+    env: Env
+    extent: Any
+    gmem: dict[str, Any]  # operands and results, by name
+    smem: dict[str, Any]  # the buffers of both warpgroups, by name
+    ring: Ring
+
+
+def _process_unit(scope, tile, n_tiles, step):
+    """Writes the statistics of this warpgroup's rows over one group of tiles."""
+    env, gmem = scope.env, scope.gmem
     t, wg = env.tiles, lax.axis_index("wg")
-    smem = {k: ref.at[wg] for k, ref in smem.items()}
+    smem = {k: ref.at[wg] for k, ref in scope.smem.items()}
     start = tile(0).first_row + wg * t.rows
     rows = pl.ds(start, t.rows)
     fetch = functools.partial(logits.fetch, smem["loaded"])
@@ -189,66 +201,63 @@ def _unit(scope, tile, n_tiles, step):
 
     def of_tile(i, carry):
         step, so_far = carry[0], Stats(*carry[1:])
-        at, bias = tile(i).column, None
-        marked = gmem["marked"][lax.div(start, t.rows), at]
+        column_tile, bias = tile(i).column, None
+        marked = gmem["marked"][lax.div(start, t.rows), column_tile]
         if "bias" in gmem:
-            columns = pl.ds(at * t.columns, t.columns)
+            columns = pl.ds(column_tile * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
         if env.in_8_bits:
-            int8_factors.load_columns(env, at, gmem, smem)
-        keep = functools.partial(_keep, env, (at, rows), gmem, smem)
-        keep = keep if t.stored else None
+            int8_factors.load_columns(env, column_tile, gmem, smem)
+
+        def keep(i, exps):
+            """Stores the i-th part of the tile's exponentials."""
+            columns = pl.ds(column_tile * t.columns + i * t.stored, t.stored)
+            ring.store_part(
+                i, gmem["exps"].at[rows, columns],
+                lambda: exps.astype(env.exps_dtype), smem["exps_smem"],
+            )  # fmt: skip
 
         def fold(z):
             if h_scale is not None:
                 z = int8_factors.scaled(env, z, h_scale, smem)
             z = logits.scale(env, z, bias, inverse_temperature)
             to_base_2 = logits.to_base_2(env, bias)
-            stats = _of_tile(env, z, to_base_2, at, labels, marked, keep)
+            stats = _reduce_tile(
+                env, z, to_base_2, column_tile, labels, marked,
+                keep if t.stored else None,
+            )  # fmt: skip
             if t.stored:
-                _keep_numbers(at, rows, gmem, smem, stats)
+                _keep_numbers(column_tile, rows, gmem, smem, stats)
             return tuple(row_stats.merge(so_far, stats))
 
-        stats = ring.multiply(env.product, extent, buffers, step, fold)
-        return step + extent.n_steps, *stats
+        stats = ring.multiply(env.product, scope.extent, scope.ring, step, fold)
+        return step + scope.extent.n_steps, *stats
 
-    step, *stats = lax.fori_loop(0, n_tiles, of_tile, (step, *_nothing(t)))
-    _write(stats, smem["out_smem"])
+    step, *stats = lax.fori_loop(0, n_tiles, of_tile, (step, *_empty_stats(t)))
+    # The previous unit's store may still read the same buffer.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for i, x in enumerate(stats):
+        smem["out_smem"][i] = x
+    plgpu.commit_smem()
     # A group is named by its first tile.
     plgpu.copy_smem_to_gmem(smem["out_smem"], gmem["out"].at[tile(0).column, :, rows])
     return step
 
 
-def _nothing(t):
-    nothing = jnp.full((t.rows,), MASK_VALUE, jnp.float32)
+def _empty_stats(t):
+    """`Stats` of the rows of a tile before the first column."""
+    lowest = jnp.full((t.rows,), MASK_VALUE, jnp.float32)
     zero = jnp.zeros((t.rows,), jnp.float32)
-    return Stats(nothing, zero, zero, zero, nothing)
-
-
-def _write(stats, smem):
-    # The previous unit's store may still read the same buffer.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for i, x in enumerate(stats):
-        smem[i] = x
-    plgpu.commit_smem()
+    return Stats(lowest, zero, zero, zero, lowest)
 
 
 def _inverse_temperature(env, gmem, smem, rows):
     """Inverse temperatures of the rows of a tile; None for 1."""
     if "inverse_temperature" not in gmem:
         return None
-    of_rows = gmem["inverse_temperature"].at[rows]
-    of_rows = logits.fetch(smem["loaded"], of_rows, smem["temperature_smem"])
-    return logits.along(of_rows, (env.tiles.rows, env.tiles.columns))
-
-
-def _keep(env, place, gmem, smem, i, exps):
-    """Stores the i-th part of the exponentials of a tile of some rows."""
-    tile, rows = place
-    width = env.tiles.stored
-    columns = pl.ds(tile * env.tiles.columns + i * width, width)
-    to = gmem["exps"].at[rows, columns]
-    ring.store_part(i, to, lambda: exps.astype(env.exps_dtype), smem["exps_smem"])
+    inverse = gmem["inverse_temperature"].at[rows]
+    inverse = logits.fetch(smem["loaded"], inverse, smem["temperature_smem"])
+    return logits.along(inverse, (env.tiles.rows, env.tiles.columns))
 
 
 def _keep_numbers(tile, rows, gmem, smem, stats):
@@ -267,8 +276,8 @@ def _keep_numbers(tile, rows, gmem, smem, stats):
         plgpu.copy_smem_to_gmem(smem[f"{name}_smem"], gmem[name].at[tile, rows])
 
 
-def _of_tile(env, z, to_base_2, tile, labels, marked, keep):
-    """`stats.of_tile`, in few registers and instructions.
+def _reduce_tile(env, z, to_base_2, tile, labels, marked, keep):
+    """`row_stats.of_tile`, in few registers and instructions.
 
     Few tiles have a label or a mask. Both leave the tile before anything else is
     computed, so that all tiles share the code that follows, and its registers.
@@ -280,11 +289,13 @@ def _of_tile(env, z, to_base_2, tile, labels, marked, keep):
     def without_labels_and_masks():
         label, others = jnp.full(narrow, MASK_VALUE, jnp.float32), []
         for i, part in enumerate(z):
-            at = logits.column(part.shape, first + i * part.shape[1])
-            part = jnp.where(at < env.vocab_size, part, MASK_VALUE)
-            is_label = at == logits.along(labels, part.shape)
+            column = logits.column(part.shape, first + i * part.shape[1])
+            part = jnp.where(column < env.vocab_size, part, MASK_VALUE)
+            is_label = column == logits.along(labels, part.shape)
             other = jnp.where(is_label, MASK_VALUE, part)
-            label = _fold(jnp.maximum, label, jnp.where(is_label, part, MASK_VALUE))
+            label = _reduce_columns(
+                jnp.maximum, label, jnp.where(is_label, part, MASK_VALUE)
+            )
             others.append(other)
         return label, *others
 
@@ -295,10 +306,10 @@ def _of_tile(env, z, to_base_2, tile, labels, marked, keep):
     label = jnp.max(label, axis=1)
     if env.in_8_bits:  # exact elsewhere
         label = jnp.full_like(label, MASK_VALUE)
-    return Stats(*_sums(z, label, to_base_2, keep, env.in_8_bits))
+    return Stats(*_sum_parts(z, label, to_base_2, keep, env.in_8_bits))
 
 
-def _sums(parts, label, to_base_2, keep=None, rounded=False):
+def _sum_parts(parts, label, to_base_2, keep=None, rounded=False):
     """`Stats` over columns in parts of one width, and a label that is in none of them.
 
     Calls keep(i, exponentials). If rounded, the sums are of these in bfloat16.
@@ -306,7 +317,7 @@ def _sums(parts, label, to_base_2, keep=None, rounded=False):
     narrow = (parts[0].shape[0], _WIDTH)
     largest = jnp.full(narrow, MASK_VALUE, jnp.float32)
     for z in parts:
-        largest = _fold(jnp.maximum, largest, z)
+        largest = _reduce_columns(jnp.maximum, largest, z)
     row_max = jnp.maximum(jnp.max(largest, axis=1), label) * to_base_2
     so_far = [jnp.zeros(narrow, jnp.float32)] * 3
     for i, z in enumerate(parts):
@@ -317,7 +328,8 @@ def _sums(parts, label, to_base_2, keep=None, rounded=False):
         if keep is not None:
             keep(i, exps)
         terms = exps, exps * shifted, exps * exps
-        so_far = [_fold(jnp.add, x, y) for x, y in zip(so_far, terms, strict=True)]
+        pairs = zip(so_far, terms, strict=True)
+        so_far = [_reduce_columns(jnp.add, x, y) for x, y in pairs]
     others, weighted, squares = (jnp.sum(x, axis=1) for x in so_far)
     label = label * to_base_2
     shifted = label - row_max
@@ -332,6 +344,6 @@ def _sums(parts, label, to_base_2, keep=None, rounded=False):
     return row_max, others, weighted * logits.LN_2, squares, label
 
 
-def _fold(op, narrow, part):
-    """Reduce the columns of a part by op, _WIDTH at a time."""
+def _reduce_columns(op, narrow, part):
+    """Reduces the columns of a part by op, _WIDTH at a time."""
     return functools.reduce(op, logits.parts(part, _WIDTH), narrow)

@@ -7,6 +7,7 @@ allows.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -34,19 +35,19 @@ def derivative(
     0 where masked, and in inactive rows of a tile with active ones; other rows are
     undefined. env is that of the launch that kept them.
     """
-    of_rows = dlogits.fold(rows, c, inverse_temperature, env.softcap)
+    row_numbers = dlogits.fold(rows, c, inverse_temperature, env.softcap)
     if env.softcap is not None:
-        of_rows["row_max"] = rows.max
+        row_numbers["row_max"] = rows.max
     # Without an active row, products still read one tile of rows.
     n_tiles = jnp.maximum(ceil_div(n_active, env.tiles.rows), 1) * env.n_tiles
     operands = dict(
         scalars=jnp.stack([n_active, n_tiles]), max=kept.max, labels=labels,
-        rows=jnp.stack(tuple(of_rows.values())),
+        rows=jnp.stack(tuple(row_numbers.values())),
         marked=_marked_tiles(env, labels, n_active),
     )  # fmt: skip
     names = *operands, "exps"
     kernel = pl.kernel(
-        functools.partial(_kernel, env, names, tuple(of_rows)),
+        functools.partial(_kernel, env, names, tuple(row_numbers)),
         mesh=plgpu.Mesh(grid=(_BLOCKS * env.n_blocks,), grid_names=("block",)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -83,7 +84,7 @@ def _kernel(env, names, row_names, *refs):
 
         def load(i):
             slot = lax.rem(i, _BUFFERS)
-            _fetch(env, gmem, smem, slot, i * n_blocks + block, full.at[slot])
+            _fetch_tile(env, gmem, smem, slot, i * n_blocks + block, full.at[slot])
 
         for i in range(_BUFFERS - 1):
             pl.when(i < n_mine)(functools.partial(load, i))
@@ -92,8 +93,8 @@ def _kernel(env, names, row_names, *refs):
         def _tile(i):
             slot = lax.rem(i, _BUFFERS)
             plgpu.barrier_wait(full.at[slot])
-            here = {k: ref.at[slot] for k, ref in smem.items()}
-            _work(env, row_names, gmem, here, i * n_blocks + block)
+            buffers = {k: ref.at[slot] for k, ref in smem.items()}
+            _process_tile(env, row_names, gmem, buffers, i * n_blocks + block)
             # The next tile overwrites the buffer of the previous one.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             pl.when(i + _BUFFERS - 1 < n_mine)(lambda: load(i + _BUFFERS - 1))
@@ -101,67 +102,86 @@ def _kernel(env, names, row_names, *refs):
         plgpu.wait_smem_to_gmem(0)
 
 
-def _place(env, gmem, at):
-    """(row tile, column tile, exponentials) of the at-th tile, ordered along V."""
-    t, row, column = env.tiles, lax.div(at, env.n_tiles), lax.rem(at, env.n_tiles)
+class _ExpsTile(NamedTuple):
+    """A tile of exponentials in memory."""
+
+    row: jax.Array  # index of the tile among those of rows
+    column: jax.Array  # index of the tile among those of columns
+    exps: Any
+
+
+def _tile_at(env, gmem, index):
+    """The `_ExpsTile` of an index; indices are ordered along V."""
+    t = env.tiles
+    row, column = lax.div(index, env.n_tiles), lax.rem(index, env.n_tiles)
     rows, columns = pl.ds(row * t.rows, t.rows), pl.ds(column * t.columns, t.columns)
-    return row, column, gmem["exps"].at[rows, columns]
+    return _ExpsTile(row, column, gmem["exps"].at[rows, columns])
 
 
-def _fetch(env, gmem, smem, slot, at, full):
+def _fetch_tile(env, gmem, smem, slot, index, full):
     """Starts loading a tile and its row data."""
-    row, column, exps = _place(env, gmem, at)
-    rows = pl.ds(row * env.tiles.rows, env.tiles.rows)
-    of_tile = lax.min(column, gmem["max"].shape[0] - 1)  # tiles of padding have none
-    plgpu.copy_gmem_to_smem(exps, smem["exps"].at[slot], full)
-    plgpu.copy_gmem_to_smem(gmem["max"].at[of_tile, rows], smem["max"].at[slot], full)
+    tile = _tile_at(env, gmem, index)
+    rows = pl.ds(tile.row * env.tiles.rows, env.tiles.rows)
+    with_max = lax.min(tile.column, gmem["max"].shape[0] - 1)  # padding has no maximum
+    plgpu.copy_gmem_to_smem(tile.exps, smem["exps"].at[slot], full)
+    plgpu.copy_gmem_to_smem(gmem["max"].at[with_max, rows], smem["max"].at[slot], full)
     plgpu.copy_gmem_to_smem(gmem["labels"].at[rows], smem["labels"].at[slot], full)
     plgpu.copy_gmem_to_smem(gmem["rows"].at[:, rows], smem["rows"].at[slot], full)
 
 
-def _work(env, row_names, gmem, smem, at):
+def _process_tile(env, row_names, gmem, smem, index):
     """Turns a tile of exponentials into derivatives and stores it."""
-    row, column, exps = _place(env, gmem, at)
-    of_rows = {k: smem["rows"][j] for j, k in enumerate(row_names)}
-    shift = (
-        smem["max"][...] * logits.LOG2_E - of_rows["max"]
-    )  # rescales from the tile's maximum to the row's
-    of_rows |= {"shift": shift, "scale": jnp.exp2(shift)}
-    is_marked = gmem["marked"][row, column] > 0
+    tile = _tile_at(env, gmem, index)
+    row = {k: smem["rows"][j] for j, k in enumerate(row_names)}
+    # Rescales from the tile's maximum to the row's.
+    shift = smem["max"][...] * logits.LOG2_E - row["max"]
+    row |= {"shift": shift, "scale": jnp.exp2(shift)}
+    is_marked = gmem["marked"][tile.row, tile.column] > 0
 
     @pl.when(is_marked)
     def _with_labels_or_masks():
         t, labels = env.tiles, {"label": smem["labels"][...]}
-        first = row * t.rows, column * t.columns, gmem["scalars"][0]
-        _turn(env, smem["exps"], of_rows | labels, first)
+        marks = _Marks(tile.row * t.rows, tile.column * t.columns, gmem["scalars"][0])
+        _differentiate_tile(env, smem["exps"], row | labels, marks)
 
     @pl.when(~is_marked)
     def _plain():
-        _turn(env, smem["exps"], of_rows)
+        _differentiate_tile(env, smem["exps"], row)
 
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem["exps"], exps)
+    plgpu.copy_smem_to_gmem(smem["exps"], tile.exps)
 
 
-def _turn(env, smem, row, at=None):
+class _Marks(NamedTuple):
+    """Facts of a tile that has labels or masks."""
+
+    first_row: jax.Array
+    first_column: jax.Array
+    n_active: jax.Array
+
+
+def _differentiate_tile(env, smem, row, marks=None):
     """Overwrites a tile's exponentials by derivatives, a swizzle of columns at a time.
 
-    `at` is (its first row, first column, n_active) where labels or masks may lie.
+    `row` has the numbers of the tile's rows by name; `marks` is None where neither
+    labels nor masks lie.
     """
     width = 64
     for i in range(env.tiles.columns // width):
         part = smem.at[:, pl.ds(i * width, width)]
         exps = plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        dz = _derivative(env, exps, row)
-        if at is not None:
-            first = at[1] + i * width
+        dz = _differentiate_part(env, exps, row)
+        if marks is not None:
+            first = marks.first_column + i * width
             dz = dlogits.marked(env, dz, first, row["label"], row["at_label"])
-            live = at[0] + lax.broadcasted_iota(jnp.int32, dz.shape, 0) < at[2]
+            row_ids = marks.first_row + lax.broadcasted_iota(jnp.int32, dz.shape, 0)
+            live = row_ids < marks.n_active
             dz = jnp.where(live, dz, 0.0)
         part[...] = dz.astype(env.dtype)
 
 
-def _derivative(env, exps, row):
+def _differentiate_part(env, exps, row):
+    """Derivatives of a part of a tile, without labels and masks."""
     row = {k: logits.along(x, exps.shape) for k, x in row.items()}
     e, z = exps * row["scale"], None
     x = jnp.log2(jnp.maximum(exps, _TINY)) + row["shift"]

@@ -52,7 +52,7 @@ class Env:
 
     @property
     def in_8_bits(self) -> bool:
-        """Whether the factors are int8 (`kernels.int8_factors`)."""
+        """True if the factors are int8 (`kernels.int8_factors`)."""
         return self.dtype == np.int8
 
     @property
@@ -78,16 +78,17 @@ def weights(env: Env, W) -> dict:
 
 
 def tiles_with_labels_or_mask(env: Env, labels):
-    """Whether a warpgroup's tile has a label or mask, [n_rows / rows, n_tiles].
+    """1 for each tile with a label or a mask, int32 [n_rows / tiles.rows, n_tiles].
 
-    Few tiles have; the others skip the comparison of column indices.
+    A tile is a warpgroup's rows. Few tiles have either; the others skip the comparison
+    of column indices.
     """
     t = env.tiles
     tile = jnp.where(labels < 0, env.n_tiles, labels // t.columns)
-    of_rows = jnp.arange(env.n_rows, dtype=jnp.int32) // t.rows
+    row_tile = jnp.arange(env.n_rows, dtype=jnp.int32) // t.rows
     masked = jnp.arange(env.n_tiles) >= env.vocab_size // t.columns
     tiles = jnp.broadcast_to(masked, (env.n_rows // t.rows, env.n_tiles))
-    return tiles.astype(jnp.int32).at[of_rows, tile].set(1, mode="drop")
+    return tiles.astype(jnp.int32).at[row_tile, tile].set(1, mode="drop")
 
 
 def parts(z, width):
@@ -114,7 +115,7 @@ def fetch(loaded, x_gmem, x_smem):
 
 
 def to_base_2(env: Env, bias) -> float:
-    """The factor from what `scale` returns to base-2 logits, which exp2 takes.
+    """The factor that turns the result of `scale` into base-2 logits, for exp2.
 
     Where neither bias nor softcap needs the logits themselves, `bias_correction` is
     folded into this factor and costs nothing.

@@ -8,9 +8,8 @@ from jaxmem.head.maths import backend_operands
 from jaxmem.head.maths.backend_operands import Factors
 
 SWIZZLE = 64  # 16-bit numbers
-_MIN_COLUMNS = (
-    128  # with a single swizzle, TMA would write out-of-bounds columns into it
-)
+# With a single swizzle, TMA would write out-of-bounds columns into it.
+_MIN_COLUMNS = 128
 
 
 def head(spec, head) -> Factors:
@@ -26,8 +25,8 @@ def head(spec, head) -> Factors:
     to_columns = max(whole(spec.columns), _MIN_COLUMNS)
     depth = head.W.shape[1 if spec.layout == "vd" else 0]
     sizes = (to_columns, whole(depth))
-    W = _to(head.W, sizes if spec.layout == "vd" else sizes[::-1])
-    bias = None if bias is None else _to(bias, (to_columns,))
+    W = _pad_to(head.W, sizes if spec.layout == "vd" else sizes[::-1])
+    bias = None if bias is None else _pad_to(bias, (to_columns,))
     return Factors(head.hidden, W, bias)
 
 
@@ -37,12 +36,12 @@ def columns_and_depth(spec, head: Factors) -> tuple[int, int]:
 
 
 def copies(W, layout) -> bool:
-    """Whether W is copied to be padded."""
+    """True if padding copies W."""
     return any(x % SWIZZLE for x in W.shape) and not splits(W, layout)
 
 
 def splits(W, layout) -> bool:
-    """Whether kernels read W, or an array shaped like it, in two parts."""
+    """True if kernels read W, or an array shaped like it, in two parts."""
     n_columns, depth = W.shape
     fits = not depth % SWIZZLE and n_columns >= TILE
     return layout == "vd" and fits and n_columns % SWIZZLE > 0
@@ -57,7 +56,7 @@ def split(W: jax.Array, layout, step: int) -> tuple[jax.Array, jax.Array | None]
     if not splits(W, layout):
         return W, None
     first = len(W) // step * step
-    return W[:first], _to(W[first:], (step, W.shape[1]))
+    return W[:first], _pad_to(W[first:], (step, W.shape[1]))
 
 
 def _bias(spec, bias):
@@ -76,11 +75,12 @@ def whole(n: int) -> int:
     return -(-n // SWIZZLE) * SWIZZLE
 
 
-def _to(x, sizes):
+def _pad_to(x, sizes):
+    """x, with zeros at the end of each axis up to its size."""
     after = [size - n for size, n in zip(sizes, x.shape, strict=True)]
     return jnp.pad(x, [(0, n) for n in after]) if any(after) else x
 
 
 def columns(x: jax.Array) -> jax.Array:
     """[N, D], padded to a multiple of the swizzle along D."""
-    return _to(x, (x.shape[0], whole(x.shape[1])))
+    return _pad_to(x, (x.shape[0], whole(x.shape[1])))

@@ -39,7 +39,7 @@ class ProductLaunch(NamedTuple):
     tiles: Tiles  # of the result
     layout: Layout  # of W
     n_blocks: int  # of the launch
-    add: bool  # whether to add to the block of `into`, or overwrite it
+    add: bool  # True to add to the block of `into`, False to overwrite it
     new: jax.ShapeDtypeStruct | None = None  # of a new array, if `into` is None
 
 
@@ -63,7 +63,8 @@ def to_hidden(launch: ProductLaunch, dz, W, n_rows, block, into) -> jax.Array:
         n_rows, -(-depth // tiles.columns), n_steps, 0, lax.div(first, tiles.depth)
     )
     W = padding.split(W, layout, tiles.depth)
-    return _launch(product, extent, dz, W, into, (0, 0), launch.add)
+    target = _ResultBlock(into, 0, 0, launch.add)
+    return _launch_kernel(product, extent, dz, W, target)
 
 
 @functools.partial(jax.jit, static_argnames="launch")
@@ -74,23 +75,35 @@ def to_W(launch: ProductLaunch, dz, hidden, n_rows, block, into) -> jax.Array:
     block is int32 (first column, columns), whole tiles. `into` is like W, float32 if
     `launch.add`; None for a new array like `launch.new`, undefined outside of [block].
     """
-    tiles, layout, n_blocks, add, new = launch
+    tiles = launch.tiles
     first, columns = block
     depth = hidden.shape[1]
     n_steps = jnp.maximum(ceil_div(n_rows, tiles.depth), 1)
-    if layout == "vd":
-        lhs, rhs, at = dz, hidden, (first, 0)
+    result = launch.new or into
+    if launch.layout == "vd":
+        lhs, rhs = dz, hidden
         n_rows, n_columns = columns, depth
+        target = _ResultBlock(result, first, 0, launch.add)
     else:
-        lhs, rhs, at = hidden, dz, (0, first)
+        lhs, rhs = hidden, dz
         n_rows, n_columns = depth, columns
-    product = RingProduct(tiles, dz.dtype, "km", "kn", n_blocks)
+        target = _ResultBlock(result, 0, first, launch.add)
+    product = RingProduct(tiles, dz.dtype, "km", "kn", launch.n_blocks)
     extent = Extent(n_rows, ceil_div(n_columns, tiles.columns), n_steps)
-    return _launch(product, extent, lhs, (rhs, None), new or into, at, add)
+    return _launch_kernel(product, extent, lhs, (rhs, None), target)
+
+
+class _ResultBlock(NamedTuple):
+    """The block of an array that a product overwrites, or is added to."""
+
+    array: Any  # or the shape and dtype of a new one
+    row: Any  # int32, the first one of the block
+    column: Any
+    add: bool
 
 
 class ProductRows(NamedTuple):
-    """Rows of one launch."""
+    """Rows of one launch, and their derivative by the logits."""
 
     hidden: jax.Array  # [R, D]
     derivative: Callable[..., jax.Array]  # (part, width) -> dz, as in `dlogits`
@@ -98,19 +111,52 @@ class ProductRows(NamedTuple):
 
 
 class VocabBlocks(NamedTuple):
-    """How the vocabulary is split into blocks, and the tiles of their products."""
+    """Blocks of the vocabulary, and the tiles of the products of each."""
 
     env: Env  # that of the derivative
     n_tiles: int  # of the vocabulary, per block
     single_block: bool  # all rows at once: sums.W is undefined, and only overwritten
-    tiles: tuple[Tiles, Tiles]  # of the product for hidden, and of that for W
+    to_hidden: Tiles  # of the product for hidden's gradient
+    to_W: Tiles  # of the product for W's gradient
+
+    def block_at(self, first_tile) -> "_VocabBlock":
+        """The block from a tile on; the last one has fewer tiles and columns."""
+        env, width = self.env, self.env.tiles.columns
+        n_tiles = jnp.int32(jnp.minimum(self.n_tiles, env.n_tiles - first_tile))
+        column = first_tile * width
+        columns = jnp.int32(column), jnp.minimum(n_tiles * width, env.columns - column)
+        return _VocabBlock(first_tile, n_tiles, column, columns)
+
+
+class _VocabBlock(NamedTuple):
+    """One block of the vocabulary."""
+
+    first_tile: Any
+    n_tiles: Any  # int32
+    first_column: Any
+    columns: tuple[Any, Any]  # int32 (first column, columns), as products take them
+
+
+class _GradientBlock(NamedTuple):
+    """The block of hidden's or W's gradient that a product overwrites, or is added to.
+
+    Attributes:
+        array: the gradient; of W also the shape and dtype of a new one, or None without
+            a gradient.
+        columns: int32 (first column of the vocabulary, columns).
+        add: True to add to the block, False to overwrite it.
+    """
+
+    array: Any
+    columns: tuple[Any, Any]
+    add: bool
 
 
 def into_hidden(env: Env, n_tiles: int, clusters: int, dtype, hidden) -> jax.Array:
-    """What `gradients` computes hidden's gradient of a launch into.
+    """The array that `gradients` computes hidden's gradient of a launch into.
 
-    Zeros if there are several blocks; an undefined array, perhaps for sums over parts
-    of the vocabulary, one below the other, if there is one block.
+    It is zeros if there are several blocks. If there is one, the array is undefined,
+    perhaps for sums over parts of the vocabulary, one below the other.
     """
     if n_tiles < env.n_tiles:
         return jnp.zeros(hidden.shape, jnp.float32)
@@ -120,7 +166,7 @@ def into_hidden(env: Env, n_tiles: int, clusters: int, dtype, hidden) -> jax.Arr
     return lax.empty((splits * len(hidden), hidden.shape[1]), jnp.float32)
 
 
-def of_parts(sums: jax.Array, n_rows: int) -> jax.Array:
+def sum_parts(sums: jax.Array, n_rows: int) -> jax.Array:
     """The sum over parts of the vocabulary, of rows from `into_hidden`."""
     if len(sums) == n_rows:
         return sums
@@ -143,103 +189,97 @@ def gradients(
     hidden's gradient is all-reduced afterwards while the last block of W's gradient is
     computed, which is then outside of the loop.
     """
-    env, n_tiles, single_block, _ = blocks
-    columns, several = env.tiles.columns, len(parts) > 1
+    env, n_tiles, several = blocks.env, blocks.n_tiles, len(parts) > 1
+    width = n_tiles * env.tiles.columns
     apart = sums.W is not None and (several or padding.splits(sums.W, env.layout))
 
-    def block(b, sums, last=False):
-        first = b * n_tiles
-        here = jnp.int32(jnp.minimum(n_tiles, env.n_tiles - first))
-        column = first * columns
-        at = jnp.int32(column), jnp.minimum(here * columns, env.columns - column)
-        into, at_W, dbias, dhs = sums.W, at, sums.bias, []
+    def add_one(b, sums, last=False):
+        block = blocks.block_at(b * n_tiles)
+        dW, columns_of_dW, dbias, dhs = sums.W, block.columns, sums.bias, []
         if apart:
-            into = _block(env, n_tiles, jnp.float32 if several else sums.W.dtype)
-            at_W = jnp.int32(0), at[1]
+            dtype = jnp.float32 if several else sums.W.dtype
+            shape = (width, env.depth) if env.layout == "vd" else (env.depth, width)
+            dW = jax.ShapeDtypeStruct(shape, dtype)
+            columns_of_dW = jnp.int32(0), block.columns[1]
         for i, (part, dh) in enumerate(zip(parts, sums.hidden, strict=True)):
             # Without an active row, one tile of zeros still overwrites dW.
-            n_here = jnp.maximum(part.n_rows, 1)
+            n_rows = jnp.maximum(part.n_rows, 1)
             if i:  # one part's derivatives at a time
-                n_here, into, dhs = lax.optimization_barrier((n_here, into, dhs))
-            which = jnp.stack([n_here, first, here])
-            dz = part.derivative(part=which, width=n_tiles * columns)
-            dh, into = _add_products(
-                blocks, (W, part.hidden, dz), n_here, (at, at_W), (dh, into),
-                (n_tiles < env.n_tiles, i > 0 or not single_block),
+                n_rows, dW, dhs = lax.optimization_barrier((n_rows, dW, dhs))
+            extent = jnp.stack([n_rows, block.first_tile, block.n_tiles])
+            dz = part.derivative(part=extent, width=width)
+            add_to_W = i > 0 or not blocks.single_block
+            dh, dW = _add_products(
+                blocks, W, part._replace(n_rows=n_rows), dz,
+                _GradientBlock(dh, block.columns, n_tiles < env.n_tiles),
+                _GradientBlock(dW, columns_of_dW, add_to_W),
                 last and overlap_all_reduce,
             )  # fmt: skip
             if dbias is not None:
-                dbias = _add_to_bias(dz, n_here, at, dbias)
+                dbias = _add_to_bias(dz, n_rows, block.columns, dbias)
             dhs.append(dh)
         if apart:
-            into = put_block(env.layout, into, sums.W, column, last)
-        return sums._replace(hidden=tuple(dhs), W=into, bias=dbias)
+            dW = put_block(env.layout, dW, sums.W, block.first_column, last)
+        return sums._replace(hidden=tuple(dhs), W=dW, bias=dbias)
 
-    n_parts = -(-env.n_tiles // n_tiles)
+    n_blocks = -(-env.n_tiles // n_tiles)
     if sums.W is None or not (overlap_all_reduce or apart):
-        return lax.fori_loop(0, n_parts, block, sums)
-    if n_parts > 1:
-        sums = lax.fori_loop(0, n_parts - 1, block, sums)
-    return block(n_parts - 1, sums, last=True)
+        return lax.fori_loop(0, n_blocks, add_one, sums)
+    if n_blocks > 1:
+        sums = lax.fori_loop(0, n_blocks - 1, add_one, sums)
+    return add_one(n_blocks - 1, sums, last=True)
 
 
 def add_block(
-    blocks: VocabBlocks, W, part: ProductRows, first, sums: Factors
+    blocks: VocabBlocks, W, part: ProductRows, first_tile, sums: Factors
 ) -> Factors:
-    """Gradients of some rows from one block of the vocabulary, from tile `first` on.
+    """Gradients of some rows from one block of the vocabulary, from `first_tile` on.
 
-    Sums of hidden are those of the part, undefined and overwritten; to W's of the block
-    and the bias's of all, in float32, is added.
+    Hidden's sums are those of the part, undefined and overwritten. The contribution is
+    added to the block's sums of W's gradient, and to the bias's over all columns, both
+    in float32.
     """
-    env, columns = blocks.env, blocks.env.tiles.columns
-    here = jnp.int32(jnp.minimum(blocks.n_tiles, env.n_tiles - first))
-    column = first * columns
-    at = jnp.int32(column), jnp.minimum(here * columns, env.columns - column)
+    block = blocks.block_at(first_tile)
     # Without an active row, one tile of zeros is added.
     n_rows = jnp.maximum(part.n_rows, 1)
-    which = jnp.stack([n_rows, jnp.int32(first), here])
-    dz = part.derivative(part=which, width=blocks.n_tiles * columns)
+    extent = jnp.stack([n_rows, jnp.int32(first_tile), block.n_tiles])
+    width = blocks.n_tiles * blocks.env.tiles.columns
+    dz = part.derivative(part=extent, width=width)
     dh, dW = _add_products(
-        blocks, (W, part.hidden, dz), n_rows, (at, (jnp.int32(0), at[1])),
-        (sums.hidden, sums.W), (False, True), False,
+        blocks, W, part._replace(n_rows=n_rows), dz,
+        _GradientBlock(sums.hidden, block.columns, False),
+        _GradientBlock(sums.W, (jnp.int32(0), block.columns[1]), True), False,
     )  # fmt: skip
     dbias = sums.bias
     if dbias is not None:
-        dbias = _add_to_bias(dz, n_rows, at, dbias)
+        dbias = _add_to_bias(dz, n_rows, block.columns, dbias)
     return Factors(dh, dW, dbias)
 
 
-def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):
-    """(hidden's gradient, W's), with the contribution of some rows and a block.
-
-    at, into and add are pairs for `to_hidden` and `to_W`. into of W is an array, the
-    shape and dtype of a new one, or None without a gradient.
-    """
-    (W, hidden, dz), env, tiles = operands, blocks.env, blocks.tiles
-    launch = ProductLaunch(tiles[0], env.layout, env.n_blocks, add[0])
-    dh = to_hidden(launch, dz, W, n_rows, at[0], into[0])
-    dW, n_blocks = into[1], env.n_blocks
+def _add_products(
+    blocks: VocabBlocks, W, part: ProductRows, dz, hidden_block: _GradientBlock,
+    W_block: _GradientBlock, overlap_all_reduce: bool,
+):  # fmt: skip
+    """(hidden's gradient, W's), with the contribution of some rows and a block."""
+    env = blocks.env
+    launch = ProductLaunch(blocks.to_hidden, env.layout, env.n_blocks, hidden_block.add)
+    dh = to_hidden(launch, dz, W, part.n_rows, hidden_block.columns, hidden_block.array)
+    dW, n_blocks = W_block.array, env.n_blocks
     if overlap_all_reduce:  # hidden's gradient first: its all-reduce overlaps W's
         dh, dz = lax.optimization_barrier((dh, dz))
         n_blocks = max(n_blocks - SUM_BLOCKS, 1)
     if dW is not None:
         new = dW if isinstance(dW, jax.ShapeDtypeStruct) else None
-        launch = ProductLaunch(tiles[1], env.layout, n_blocks, add[1], new)
-        dW = to_W(launch, dz, hidden, n_rows, at[1], None if new else dW)
+        launch = ProductLaunch(blocks.to_W, env.layout, n_blocks, W_block.add, new)
+        into = None if new else dW
+        dW = to_W(launch, dz, part.hidden, part.n_rows, W_block.columns, into)
     return dh, dW
 
 
-def _block(env, n_tiles, dtype):
-    """Shape and dtype of a block of W's gradient."""
-    width = n_tiles * env.tiles.columns
-    shape = (width, env.depth) if env.layout == "vd" else (env.depth, width)
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def put_block(layout: Layout, block, dW, first, last: bool) -> jax.Array:
-    """W's gradient with a block written into it; the last one may exceed it.
+    """W's gradient with a block written into it, from column `first` on.
 
-    first is the first column of the block.
+    The `last` block may exceed the gradient.
     """
     axis = 0 if layout == "vd" else 1
     if last:
@@ -248,7 +288,7 @@ def put_block(layout: Layout, block, dW, first, last: bool) -> jax.Array:
 
 
 def has_room(env: Env, n_tiles: int) -> bool:
-    """Whether an all-reduce that overlaps the last block of `n_tiles` saves time."""
+    """True if an all-reduce that overlaps the last block of `n_tiles` saves time."""
     return (env.n_tiles - 1) % n_tiles < MAX_SUM_TILES
 
 
@@ -264,23 +304,23 @@ def _add_to_bias(dz, n_rows, block, dbias):
     return lax.dynamic_update_slice(dbias, sums, (first,))
 
 
-def _launch(product, extent, lhs, rhs, into, at, add):
-    """The product, which overwrites `into` or is added to it, from position `at` on.
+def _launch_kernel(product, extent, lhs, rhs, target: _ResultBlock):
+    """The target's array, with the product in its block or added to it.
 
     A new array may become part of a larger one by `dynamic_update_slice`: XLA then lets
     the kernel write into the larger array.
     """
-    scalars = jnp.stack([jnp.int32(x) for x in (*extent, *at)])
+    scalars = jnp.stack([jnp.int32(x) for x in (*extent, target.row, target.column)])
     operands = [x for x in (scalars, lhs, *rhs) if x is not None]
-    body = functools.partial(_kernel, product, add)
-    if isinstance(into, jax.ShapeDtypeStruct):
-        return plgpu.kernel(body, out_type=into, **product.launch())(*operands)
+    body, array = functools.partial(_kernel, product, target.add), target.array
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return plgpu.kernel(body, out_type=array, **product.launch())(*operands)
     kernel = pl.kernel(body, mesh=plgpu.Mesh(**product.launch()))
 
-    def run(into):
-        kernel(*operands, into)  # pyright: ignore[reportCallIssue]
+    def run(array_ref):
+        kernel(*operands, array_ref)  # pyright: ignore[reportCallIssue]
 
-    return ring.in_place(run, into)
+    return ring.in_place(run, array)
 
 
 def _kernel(product, add, *refs):
@@ -304,29 +344,30 @@ def _kernel(product, add, *refs):
         row0, column0 = pl.multiple_of(row0, t.rows), pl.multiple_of(column0, t.columns)
 
         def unit(tile, n_tiles, step):
-            mine = lax.axis_index("wg")
+            wg = lax.axis_index("wg")
 
             def of_tile(i, step):
-                at = tile(i)
-                first = row0 + at.first_row + mine * t.rows
+                position = tile(i)
+                first = row0 + position.first_row + wg * t.rows
                 if product.splits > 1:
-                    first = first + at.split * (out_gmem.shape[0] // product.splits)
+                    n_rows = out_gmem.shape[0] // product.splits
+                    first = first + position.split * n_rows
                 rows = pl.ds(first, t.rows)
-                place = rows, column0 + at.column * t.columns
-                store = functools.partial(
-                    _store, t.stored, out_gmem, place, out_smem.at[mine], add
-                )
+                column = column0 + position.column * t.columns
+
+                def store(sums):
+                    """Stores the tile by parts, rounded to the result's dtype."""
+                    columns = parts(sums, t.stored)
+                    targets = [
+                        out_gmem.at[rows, pl.ds(column + j * t.stored, t.stored)]
+                        for j in range(len(columns))
+                    ]
+                    values = [lambda x=x: x.astype(out_gmem.dtype) for x in columns]
+                    ring.store(targets, values, out_smem.at[wg], add)
+
                 ring.multiply(product, extent, Ring(**buffers), step, store)
                 return step + extent.n_steps
 
             return lax.fori_loop(0, n_tiles, of_tile, step)
 
         ring.run(product, extent, Ring(**buffers), lhs_gmem, rhs_gmem, unit)
-
-
-def _store(width, gmem, place, smem, add, sums):
-    """Store a tile of the product at its rows and first column, by parts of `width`."""
-    rows, column = place
-    columns = parts(sums, width)
-    to = [gmem.at[rows, pl.ds(column + j * width, width)] for j in range(len(columns))]
-    ring.store(to, [lambda x=x: x.astype(gmem.dtype) for x in columns], smem, add)

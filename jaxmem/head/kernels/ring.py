@@ -89,7 +89,7 @@ class Ring(NamedTuple):
 
     @classmethod
     def scratch(cls, product: RingProduct) -> dict:
-        """What to allocate, by field."""
+        """The buffers and barriers to allocate, by field."""
         t = product.tiles
         rows, columns, k = t.block_rows, t.columns, t.depth
         lhs = (rows, k) if product.lhs == "mk" else (k, rows)
@@ -124,15 +124,15 @@ def swizzle(dtype, width: int = 64):
 
 
 def in_place(run, x):
-    """Return x after run(ref of x), a kernel that writes to it in place.
+    """Return x after `run(ref of x)`, a kernel that writes to it in place.
 
-    Where x is a slice of a larger array, or becomes one, as with the outputs that a
-    scan stacks, XLA (jaxlib 0.11.2) passes the kernel the larger array and forgets that
-    the kernel writes into its operand: the result is uninitialised memory. An
-    optimization barrier prevents that, and one follows here. Where x may be a slice,
-    callers put another one before, but not in a loop that carries x: where XLA unrolls
-    that loop, as `xla_gpu_enable_while_loop_double_buffering` asks, the barrier would
-    become its own control predecessor, and compilation fails.
+    If x is a slice of a larger array, or becomes one, as the outputs that a scan stacks
+    do, XLA (jaxlib 0.11.2) passes the larger array to the kernel and forgets that the
+    kernel writes into its operand: the result is uninitialised memory. An optimization
+    barrier prevents that; this function puts one after the kernel. If x may be a slice,
+    the caller puts another one before it, but not in a loop that carries x: if XLA
+    unrolls that loop, as `xla_gpu_enable_while_loop_double_buffering` asks, the barrier
+    becomes its own control predecessor, and compilation fails.
     """
     return lax.optimization_barrier(pl.run_state(run)(x))
 
@@ -173,12 +173,12 @@ def for_each_unit(product: RingProduct, extent: Extent, unit, carry):
     n_mine = ceil_div(n_row_tiles * n_groups - cluster, product.n_clusters)
 
     def body(i, carry):
-        at = i * product.n_clusters + cluster
-        panel = lax.div(at, t.panel * n_groups)
-        at = at - panel * (t.panel * n_groups)
+        unit_id = i * product.n_clusters + cluster
+        panel = lax.div(unit_id, t.panel * n_groups)
+        in_panel = unit_id - panel * (t.panel * n_groups)
         width = lax.min(n_row_tiles - panel * t.panel, t.panel)
-        row_tile = panel * t.panel + lax.rem(at, width)
-        group, split = lax.div(at, width), 0
+        row_tile = panel * t.panel + lax.rem(in_panel, width)
+        group, split = lax.div(in_panel, width), 0
         if product.splits > 1:
             split = lax.div(row_tile, n_of_split)
             row_tile = lax.rem(row_tile, n_of_split)
@@ -193,9 +193,9 @@ def for_each_unit(product: RingProduct, extent: Extent, unit, carry):
     return lax.fori_loop(0, n_mine, body, carry)
 
 
-def ceil_div(n, by):
-    """⌈n / by⌉ of non-negative int32."""
-    return lax.div(jnp.int32(n + by - 1), jnp.int32(by))
+def ceil_div(n, divisor):
+    """⌈n / divisor⌉ of non-negative int32."""
+    return lax.div(jnp.int32(n + divisor - 1), jnp.int32(divisor))
 
 
 def _load_tiles(product, extent, lhs_gmem, rhs_gmem, ring):
@@ -204,9 +204,10 @@ def _load_tiles(product, extent, lhs_gmem, rhs_gmem, ring):
 
     def unit(tile, n_tiles, step):
         def stage(i, step):
-            at, k = tile(lax.div(i, extent.n_steps)), lax.rem(i, extent.n_steps)
+            position = tile(lax.div(i, extent.n_steps))
+            k = lax.rem(i, extent.n_steps)
             if product.splits > 1:
-                k = at.split * extent.n_steps + k
+                k = position.split * extent.n_steps + k
             slot = lax.rem(step, t.stages)
 
             @pl.when(step >= t.stages)
@@ -214,8 +215,8 @@ def _load_tiles(product, extent, lhs_gmem, rhs_gmem, ring):
                 plgpu.barrier_wait(ring.free.at[slot])
 
             full = ring.full.at[slot]
-            rows = pl.ds(at.first_row, t.block_rows)
-            columns = pl.ds(at.column * t.columns, t.columns)
+            rows = pl.ds(position.first_row, t.block_rows)
+            columns = pl.ds(position.column * t.columns, t.columns)
             lhs_k = pl.ds(k * t.depth, t.depth)
             rhs_k = pl.ds((extent.first_step + k) * t.depth, t.depth)
             lhs = (rows, lhs_k) if product.lhs == "mk" else (lhs_k, rows)
@@ -259,16 +260,16 @@ def _load_rhs(product, gmem, columns, k, smem, full):
 def multiply(product: RingProduct, extent: Extent, ring: Ring, step, epilogue) -> Any:
     """epilogue(this warpgroup's rows of a tile), accumulated from stage `step` on."""
     t = product.tiles
-    mine = pl.ds(lax.axis_index("wg") * t.rows, t.rows)
+    rows = pl.ds(lax.axis_index("wg") * t.rows, t.rows)
 
     def stage(i, acc_ref):
         slot = lax.rem(step + i, t.stages)
         plgpu.barrier_wait(ring.full.at[slot])
         lhs, rhs = ring.lhs_smem, ring.rhs_smem.at[slot]
         lhs = (
-            lhs.at[slot, mine]
+            lhs.at[slot, rows]
             if product.lhs == "mk"
-            else lhs.at[slot, :, mine].transpose((1, 0))
+            else lhs.at[slot, :, rows].transpose((1, 0))
         )
         plgpu.wgmma(acc_ref, lhs, rhs.transpose((1, 0)) if product.rhs == "nk" else rhs)
         # One wgmma stays in flight: releasing its own stage here would wait for it.
@@ -301,7 +302,7 @@ def store(parts_gmem, parts, smem, add=False):
 
 
 def store_part(i, part_gmem, part, smem, add=False, mend=None):
-    """Stores the i-th part, computed once its buffer is free; mend may change it."""
+    """Stores the i-th part, computed once its buffer is free; `mend` may change it."""
     n_slots = smem.shape[0]
     plgpu.wait_smem_to_gmem(n_slots - 1, wait_read_only=True)
     smem[i % n_slots] = part()

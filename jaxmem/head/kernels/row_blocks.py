@@ -33,7 +33,7 @@ class BlockSums(NamedTuple):
 
 
 def supports(columns: int, dtype: Any, k: int = 1) -> bool:
-    """Whether the kernels take rows of this length and type, and select k of each."""
+    """True if the kernels take rows of this length and type, and select k of each."""
     fits = pl.cdiv(columns, WIDTH) <= _MOST_BLOCKS and k <= _MOST
     return row_sums.supports(columns, dtype) and fits
 
@@ -90,15 +90,18 @@ def top_k(z: jax.Array, largest: jax.Array, k: int) -> tuple[jax.Array, jax.Arra
     n_rows, columns = z.shape
     n = pl.cdiv(largest.shape[1], 128) * 128
     keys = jnp.pad(
-        _ordered(largest), ((0, 0), (0, n - largest.shape[1])), constant_values=_LOWEST
+        _to_ordered(largest),
+        ((0, 0), (0, n - largest.shape[1])),
+        constant_values=_LOWEST,
     )
     out = jax.ShapeDtypeStruct((n_rows, k), jnp.int32)
-    select = _select(columns, n, k)
-    keys, found = typed.launch(select, (out, out), {"row": n_rows}, PARAMS, (keys, z))
-    return _unordered(keys), found
+    select = _selection_kernel(columns, n, k)
+    keys, ids = typed.launch(select, (out, out), {"row": n_rows}, PARAMS, (keys, z))
+    return _from_ordered(keys), ids
 
 
-def _select(columns, n, k):
+def _selection_kernel(columns, n, k):
+    """The kernel of `top_k` for rows of n maxima, padded."""
     # Two columns of a block for each thread of a warp, and the same for all warps.
     of_block = plgpu.Layout.TILED(
         plgpu.Tiling(((WIDTH,), (32,), (1,))),
@@ -108,26 +111,28 @@ def _select(columns, n, k):
 
     def row_select(largest_ref, z_ref, keys_ref, columns_ref):
         row = lax.axis_index("row")
-        place = lax.broadcasted_iota(jnp.int32, (n,), 0)
+        block_ids = lax.broadcasted_iota(jnp.int32, (n,), 0)
         lane = lax.broadcasted_iota(jnp.int32, (WIDTH,), 0)
         lane = plgpu.layout_cast(lane, of_block)
 
         def next_one(i, carry):
-            largest, last_key, last = carry
+            largest, last_key, last_column = carry
             key = jnp.max(largest)
-            block = -jnp.max(jnp.where(largest == key, -place, -n))
+            block = -jnp.max(jnp.where(largest == key, -block_ids, -n))
             first = jnp.minimum(block * WIDTH, columns - WIDTH)
             z = z_ref.at[row, pl.ds(first, WIDTH)]
-            z = _ordered(plgpu.load(z, layout=of_block, optimized=False))
-            at = first + lane
+            z = _to_ordered(plgpu.load(z, layout=of_block, optimized=False))
+            columns_read = first + lane
             # Of equal logits, those in columns up to the last one are taken.
-            taken = jnp.where(key == last_key, last, -1)
-            equal = (z == key) & (at > taken) & (at >= block * WIDTH)
-            column = -jnp.max(jnp.where(equal, -at, -columns))
-            left = (z < key) & (at >= block * WIDTH) | equal & (at > column)
+            taken = jnp.where(key == last_key, last_column, -1)
+            equal = (z == key) & (columns_read > taken)
+            equal = equal & (columns_read >= block * WIDTH)
+            column = -jnp.max(jnp.where(equal, -columns_read, -columns))
+            left = (z < key) & (columns_read >= block * WIDTH)
+            left = left | equal & (columns_read > column)
             left = jnp.max(jnp.where(left, z, _LOWEST))
             keys_ref[row, i], columns_ref[row, i] = key, column
-            return jnp.where(place == block, left, largest), key, column
+            return jnp.where(block_ids == block, left, largest), key, column
 
         largest = plgpu.load(largest_ref.at[row], layout=of_row, optimized=False)
         lax.fori_loop(0, k, next_one, (largest, _LOWEST, jnp.int32(-1)))
@@ -135,12 +140,13 @@ def _select(columns, n, k):
     return row_select
 
 
-def _ordered(x):
+def _to_ordered(x):
     """int32 in the order of float32 x, in which -0 is 0 and NaN comes last."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(x != x, _NAN, jnp.where(bits < 0, bits ^ _NAN, bits))
 
 
-def _unordered(keys):
+def _from_ordered(keys):
+    """The float32 numbers of `_to_ordered`."""
     x = lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ _NAN, keys), jnp.float32)
     return jnp.where(keys == _NAN, jnp.nan, x)

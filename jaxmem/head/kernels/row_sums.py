@@ -20,7 +20,7 @@ SHARES = 16  # programs of a row; with fewer, some processors idle at the end
 
 
 def supports(columns: int, dtype: Any) -> bool:
-    """Whether the kernels take rows of logits of this length and type."""
+    """True if the kernels take rows of logits of this length and type."""
     return dtype == jnp.float32 and columns >= row_tiles.TILE
 
 
@@ -44,11 +44,11 @@ def sums(
         of_row = [ref[row] for ref in refs[n : len(operands)]]
 
         def add(i, totals):
-            at = row, pl.ds(i * row_tiles.TILE, row_tiles.TILE)
-            here = [
-                row_tiles.load(r.at[at], (row_tiles.TILE,), layout) for r in refs[:n]
+            tile = row, pl.ds(i * row_tiles.TILE, row_tiles.TILE)
+            loaded = [
+                row_tiles.load(r.at[tile], (row_tiles.TILE,), layout) for r in refs[:n]
             ]
-            new = terms(*here, *of_row)
+            new = terms(*loaded, *of_row)
             return tuple(a + b for a, b in zip(totals, new, strict=True))
 
         outputs = refs[len(operands) :]

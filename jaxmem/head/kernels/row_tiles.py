@@ -36,9 +36,11 @@ def reduce_blocks(
     tiles: Sequence[jax.Array],
     width: int,
 ) -> list[jax.Array]:
-    """What a function of tiles [blocks, columns] gives, float32 [C, ⌈V / width⌉] each.
+    """The results of a function of blocks of columns, float32 [C, ⌈V / width⌉] each.
 
-    The width of blocks, but of the last, is a power of two from 16 to 512, V ≥ TILE.
+    The function takes float32 tiles [blocks, columns] and returns arrays [blocks]. The
+    width of a block is a power of two from 16 to 512; the last one may be narrower. V
+    is at least TILE.
     """
     operands = typed.alike(*tiles)
     n_rows, columns = operands[0].shape
@@ -49,8 +51,8 @@ def reduce_blocks(
         row = lax.axis_index("row")
         first = jnp.minimum(lax.axis_index("tile") * size, n_blocks - size)
         columns = pl.ds(first * width, TILE)
-        here = [load(r.at[row, columns], (size, width), layout) for r in refs[:n]]
-        for ref, x in zip(refs[n:], function(*here), strict=True):
+        loaded = [load(r.at[row, columns], (size, width), layout) for r in refs[:n]]
+        for ref, x in zip(refs[n:], function(*loaded), strict=True):
             store(ref.at[row, pl.ds(first, size)], x)
 
     rest = [x[:, n_blocks * width :] for x in operands]
@@ -59,17 +61,17 @@ def reduce_blocks(
     n_results = len(jax.eval_shape(function, *[block] * n))
     out = jax.ShapeDtypeStruct((n_rows, n_blocks), jnp.float32)
     grid = {"tile": pl.cdiv(n_blocks, size), "row": n_rows}
-    found = typed.launch(of_tile, (out,) * n_results, grid, PARAMS, operands)
+    results = typed.launch(of_tile, (out,) * n_results, grid, PARAMS, operands)
     if n_blocks * width == columns:
-        return list(found)
-    pairs = zip(found, function(*rest), strict=True)
-    made = [jnp.concatenate([x, last[:, None]], axis=1) for x, last in pairs]
-    # Fused with what reads it, its sums would round as each reader's fusion does.
-    return lax.optimization_barrier(made)
+        return list(results)
+    pairs = zip(results, function(*rest), strict=True)
+    whole = [jnp.concatenate([x, last[:, None]], axis=1) for x, last in pairs]
+    # If the sums were fused with their readers, each reader would round them its way.
+    return lax.optimization_barrier(whole)
 
 
 def store(ref: Any, x: Any) -> None:
-    """Also where a warp writes less than the 32 bytes that memory takes at once."""
+    """Stores x, even if a warp has less than the 32 bytes that memory takes at once."""
     if hasattr(plgpu, "store"):  # jax 0.12, which refuses that below
         plgpu.store(ref, x, optimized=False)
     else:

@@ -1,4 +1,4 @@
-"""A kernel that finds sampled entries among numbers in memory, by blocks of columns.
+"""A kernel that selects sampled entries from numbers in memory, by blocks of columns.
 
 Systematic sampling uses upper bounds of the units (`maths.column_sampling`) of each
 block: only blocks whose bound contains a multiple of u are read. In these, a column is
@@ -37,14 +37,14 @@ class Density(NamedTuple):
     """Probabilities of columns, from what is in memory.
 
     Attributes:
-        of: of tiles [width], of numbers of their block [] and of their row [], all
+        function: from tiles [width], numbers of their block [] and of their row [], all
             float32, to probabilities [width].
         tiles: its first arguments, [C, V]; the tiles have no columns from V on.
         blocks: the next ones, [C, n].
         rows: the last ones, [C].
     """
 
-    of: Callable[..., jax.Array]
+    function: Callable[..., jax.Array]
     tiles: tuple[jax.Array, ...]
     blocks: tuple[jax.Array, ...] = ()
     rows: tuple[jax.Array, ...] = ()
@@ -113,14 +113,14 @@ def running_sums(x: jax.Array) -> jax.Array:
 
 
 class _Select:
-    """What a program does for one row."""
+    """The work of a program: it selects entries of one row."""
 
     def __init__(self, sampling: Sampling, density: Density, width: int, n_blocks: int):
         self.sampling, self.density, self.width = sampling, density, width
         self.n_blocks = n_blocks
         self.length = density.tiles[0].shape[1]
-        self.last = self.length - width  # where the last block of a row is read
-        self.each = min(width // _LANES, 4)
+        self.last = self.length - width  # first column that a row's last block reads
+        self.each = min(width // _LANES, 4)  # columns of a thread, a group
         self.groups = width // self.each
         tiling = ((4, self.groups, self.each), (_LANES, self.each))
         several = self.groups > _LANES
@@ -134,9 +134,9 @@ class _Select:
         sizes = [len(x) for x in self.density[1:]]
 
         def sampled_pick(starts_ref, *refs):
-            *refs, columns_ref, p_ref, block, p_smem = refs
+            *refs, columns_ref, p_ref, block_smem, p_smem = refs
             row, first = lax.axis_index("row"), lax.axis_index("group") * _SLOTS
-            here, start = pl.ds(first, _SLOTS), starts_ref[row]
+            slots, start = pl.ds(first, _SLOTS), starts_ref[row]
             n_live = (refs[0][row, n_sums - 1] + start) >> self.sampling.bits
             slot = lax.broadcasted_iota(jnp.int32, (_SLOTS,), 0) + first
 
@@ -147,40 +147,40 @@ class _Select:
                 tiles, blocks, rows = ([next(others) for _ in range(n)] for n in sizes)
                 rows = [ref[...] for ref in rows]
                 rest = (slot + 1) * self.sampling.one - start
-                at, passed = self._block_of(rest, sums_ref, n_sums)
-                block[...] = at
+                block, passed = self._find_block(rest, sums_ref, n_sums)
+                block_smem[...] = block
                 plgpu.commit_smem()
-                self._keep(block, tiles, blocks, rows, p_smem)
+                self._store_density(block_smem, tiles, blocks, rows, p_smem)
                 plgpu.commit_smem()
-                columns, p = self._columns(rest - passed, at, p_smem)
+                columns, p = self._find_column(rest - passed, block, p_smem)
                 columns = jnp.where(slot < n_live, columns, self.sampling.columns)
-                store(columns_ref.at[row, here], columns)
-                store(p_ref.at[row, here], jnp.where(slot < n_live, p, 0.0))
+                store(columns_ref.at[row, slots], columns)
+                store(p_ref.at[row, slots], jnp.where(slot < n_live, p, 0.0))
 
             @pl.when(first >= n_live)
             def _none():
                 none = jnp.where(slot < 0, 0, self.sampling.columns)
-                store(columns_ref.at[row, here], none)
-                store(p_ref.at[row, here], jnp.where(slot < 0, 1.0, 0.0))
+                store(columns_ref.at[row, slots], none)
+                store(p_ref.at[row, slots], jnp.where(slot < 0, 1.0, 0.0))
 
         return sampled_pick
 
-    def _block_of(self, rest, sums_ref, n_sums):
+    def _find_block(self, rest, sums_ref, n_sums):
         """The block whose running sum first reaches each of `rest`; the sum before."""
         of_sum, of_sums = _layouts(_SUMS // _LANES)
         before = passed = jnp.zeros((_SLOTS, _SUMS), jnp.int32)
-        wanted = beside(rest, (_SLOTS, _SUMS))
+        rest = beside(rest, (_SLOTS, _SUMS))
         for first in range(0, n_sums, _SUMS):
-            here = sums_ref.at[pl.ds(first, _SUMS)]
-            here = plgpu.load(here, layout=of_sum, optimized=False)
-            here = lax.broadcast_in_dim(here, (_SLOTS, _SUMS), (1,))
-            here = plgpu.layout_cast(here, of_sums)
-            before += jnp.where(here < wanted, 1, 0)
-            passed = jnp.maximum(passed, jnp.where(here < wanted, here, 0))
+            sums = sums_ref.at[pl.ds(first, _SUMS)]
+            sums = plgpu.load(sums, layout=of_sum, optimized=False)
+            sums = lax.broadcast_in_dim(sums, (_SLOTS, _SUMS), (1,))
+            sums = plgpu.layout_cast(sums, of_sums)
+            before += jnp.where(sums < rest, 1, 0)
+            passed = jnp.maximum(passed, jnp.where(sums < rest, sums, 0))
         block = jnp.minimum(jnp.sum(before, axis=1), self.n_blocks - 1)
         return block, jnp.max(passed, axis=1)
 
-    def _keep(self, block, tile_refs, block_refs, rows, p_smem):
+    def _store_density(self, block_smem, tile_refs, block_refs, rows, p_smem):
         """Stores the probabilities of all slots' blocks, 0 where there is no column.
 
         All threads share one block after another, so that each number is loaded once.
@@ -191,29 +191,29 @@ class _Select:
             layout = _layouts(at_once)[0]
         else:
             layout = plgpu.Layout.WG_STRIDED(shape, at_once)
-        place = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
+        offset = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
         loaded = []
-        for here in [block[i] for i in range(_SLOTS)]:
-            begin = here * self.width
-            at = jnp.minimum(begin, self.last)
+        for block in [block_smem[i] for i in range(_SLOTS)]:
+            begin = block * self.width
+            first = jnp.minimum(begin, self.last)
             tiles = [
                 plgpu.load(
-                    ref.at[pl.ds(at, self.width)], layout=layout, optimized=False
+                    ref.at[pl.ds(first, self.width)], layout=layout, optimized=False
                 )
                 for ref in tile_refs
             ]
-            numbers = [ref[here] for ref in block_refs]
-            loaded.append((place + at, begin, tiles, numbers))
+            numbers = [ref[block] for ref in block_refs]
+            loaded.append((offset + first, begin, tiles, numbers))
         for i, (column, begin, tiles, numbers) in enumerate(loaded):
             tiles = [x.astype(jnp.float32) for x in tiles]
-            p = self.density.of(*tiles, *numbers, *rows)
+            p = self.density.function(*tiles, *numbers, *rows)
             inside = (column >= begin) & (column < self.sampling.columns)
             p_smem[pl.ds(i * self.width, self.width)] = jnp.where(inside, p, 0.0)
 
-    def _columns(self, rest, block, p_smem):
+    def _find_column(self, rest, block, p_smem):
         """(columns whose units reach `rest`, their densities) of each slot.
 
-        First among sums of a few neighbours in a thread, then among the few.
+        The search is among sums of a few neighbours in a thread, then among these few.
         """
         shape = _SLOTS, self.groups, self.each
         p = row_tiles.load(p_smem, shape, self.of_slots)
@@ -228,36 +228,40 @@ class _Select:
             lambda n: of_groups(groups < beside(n, groups.shape), sums),
             self.groups, rest,
         )  # fmt: skip
-        own = groups == beside(group, groups.shape)
-        place = plgpu.layout_cast(
+        is_group = groups == beside(group, groups.shape)
+        offsets = plgpu.layout_cast(
             lax.broadcasted_iota(jnp.int32, shape, 2), self.of_slots
         )
 
-        def of_own(chosen, x):
-            return of_groups(own, jnp.sum(jnp.where(chosen, x, 0), axis=2))
+        def of_group(chosen, x):
+            return of_groups(is_group, jnp.sum(jnp.where(chosen, x, 0), axis=2))
 
-        at, _ = _search(
-            lambda n: of_own(place < beside(n, shape), units), self.each, rest - passed
-        )
+        offset, _ = _search(
+            lambda n: of_group(offsets < beside(n, shape), units),
+            self.each, rest - passed,
+        )  # fmt: skip
         bits = lax.bitcast_convert_type(p, jnp.int32)
         p = lax.bitcast_convert_type(
-            of_own(place == beside(at, shape), bits), jnp.float32
+            of_group(offsets == beside(offset, shape), bits), jnp.float32
         )
         # A bound that is not tight may contain a multiple that no column reaches.
         hit = jnp.sum(sums, axis=1) >= rest
         first = jnp.minimum(block * self.width, self.last)
-        column = first + group * self.each + at
+        column = first + group * self.each + offset
         return jnp.where(hit, column, self.sampling.columns), jnp.where(hit, p, 0.0)
 
 
 def _search(total, size, rest):
-    """How many in a row do not reach `rest`, at most size - 1; their sum."""
-    at = passed = jnp.zeros(_SLOTS, jnp.int32)
+    """Number of leading items whose sum is below `rest`, at most size - 1; their sum.
+
+    total(n) is the sum of the first n items; the size is a power of two.
+    """
+    count = passed = jnp.zeros(_SLOTS, jnp.int32)
     while size := size // 2:
-        before = total(at + size)
-        at = jnp.where(before < rest, at + size, at)
+        before = total(count + size)
+        count = jnp.where(before < rest, count + size, count)
         passed = jnp.where(before < rest, before, passed)
-    return at, passed
+    return count, passed
 
 
 def _layouts(at_once):

@@ -41,10 +41,10 @@ def at_entries(
 
     def part(i, z):
         first = jnp.minimum(i * width, depth - width)
-        here = lax.dynamic_slice_in_dim(W, first, width, axis=0).T
+        W_part = lax.dynamic_slice_in_dim(W, first, width, axis=0).T
         h = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
         new = first + jnp.arange(width) >= i * width  # the last part overlaps
-        return z + _products(count, columns, here, jnp.where(new, h, 0))
+        return z + _products(count, columns, W_part, jnp.where(new, h, 0))
 
     zeros = typed.alike(jnp.zeros(columns.shape, jnp.float32), hidden, W)[0]
     return lax.fori_loop(0, pl.cdiv(depth, width), part, zeros)
@@ -64,8 +64,8 @@ def _products(count, columns, W, hidden):
 
         @pl.when(first < count_ref[row])
         def _some():
-            at = [columns_ref[row, first + k] for k in range(_SLOTS)]
-            for k, z in enumerate(_dots(pieces, at, W_ref, h_ref, row)):
+            ids = [columns_ref[row, first + k] for k in range(_SLOTS)]
+            for k, z in enumerate(_dots(pieces, ids, W_ref, h_ref, row)):
                 z_ref[row, first + k] = z
 
     out = jax.ShapeDtypeStruct(columns.shape, jnp.float32)
@@ -79,13 +79,13 @@ def _pieces(depth) -> list[tuple[int, int, int]]:
     The parts of one size come one after the other. A last one that is less than a
     column for each thread begins earlier.
     """
-    pieces, at = [], 0
+    pieces, covered = [], 0
     sizes = [n * _THREADS for n in (8, 4, 2, 1) if n <= _AT_ONCE and depth % n == 0]
-    while at < depth:
-        size = next((n for n in sizes if n <= depth - at), _THREADS)
-        first = min(at, depth - size)
-        pieces.append((first, size, at - first))
-        at = first + size
+    while covered < depth:
+        size = next((n for n in sizes if n <= depth - covered), _THREADS)
+        first = min(covered, depth - size)
+        pieces.append((first, size, covered - first))
+        covered = first + size
     return pieces
 
 
@@ -101,8 +101,8 @@ def _dots(pieces, columns, W_ref: Any, h_ref: Any, row):
             return totals
         layout = plgpu.Layout.WG_STRIDED((size,), size // _THREADS)
 
-        def load(ref, at, first=first, size=size, layout=layout):
-            x = ref.at[at, pl.ds(first, size)]
+        def load(ref, row, first=first, size=size, layout=layout):
+            x = ref.at[row, pl.ds(first, size)]
             return plgpu.load(x, layout=layout, optimized=False).astype(jnp.float32)
 
         h = load(h_ref, row)

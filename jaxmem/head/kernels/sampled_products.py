@@ -37,7 +37,7 @@ _PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
 class Segments(NamedTuple):
-    """The pairs of each sum."""
+    """The ranges of pairs that are summed, and the pairs."""
 
     first: jax.Array  # int32 [n]
     end: jax.Array  # int32 [n]
@@ -69,11 +69,11 @@ def to_hidden(
         return sum_rows(launch, segments, W, dtype)
 
     def part(first, width):
-        here = lax.dynamic_slice_in_dim(W, first, width, axis=0).T
-        return sum_rows(launch, segments, here, dtype)
+        W_part = lax.dynamic_slice_in_dim(W, first, width, axis=0).T
+        return sum_rows(launch, segments, W_part, dtype)
 
     zeros = typed.alike(jnp.zeros((n_rows, W.shape[0]), dtype), dz.values, W)[0]
-    return _by_depth(part, zeros, axis=1)
+    return _fill_by_depth(part, zeros, axis=1)
 
 
 class ColumnLaunches(NamedTuple):
@@ -93,11 +93,11 @@ def to_weights(
         return sum_columns(launches, pairs, n_columns, hidden, like.dtype)
 
     def part(first, width):
-        here = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
-        return sum_columns(launches, pairs, n_columns, here, like.dtype).T
+        hidden_part = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
+        return sum_columns(launches, pairs, n_columns, hidden_part, like.dtype).T
 
     zeros = typed.alike(jnp.zeros(like.shape, like.dtype), pairs.values, hidden)[0]
-    return _by_depth(part, zeros, axis=0)
+    return _fill_by_depth(part, zeros, axis=0)
 
 
 def to_bias(pairs: SortedEntries, n_rows: int, columns: int) -> jax.Array:
@@ -116,22 +116,22 @@ def sum_rows(
 
     Without `zeros`, sums of empty segments are undefined.
     """
-    whole = _whole(x)
+    whole = _at_least_threads(x)
     part, n_segments = _Part(whole, launch.at_once), len(segments.first)
 
     def sampled_sum_rows(first_ref, end_ref, rows_ref, values_ref, x_ref, out_ref):
-        at = lax.axis_index("sum")
-        first, end = first_ref[at], end_ref[at]
+        segment = lax.axis_index("sum")
+        first, end = first_ref[segment], end_ref[segment]
 
         @pl.when(zeros | (end > first))
         def _some():
-            sums = _Add(launch, part, rows_ref, values_ref, x_ref)(first, end)
-            part.store(out_ref, at, sums)
+            reader = _RowSums(launch, part, rows_ref, values_ref, x_ref)
+            part.store(out_ref, segment, reader.total(first, end))
 
     out = jax.ShapeDtypeStruct((n_segments, part.depth), dtype)
     grid, operands = {"part": part.count, "sum": n_segments}, (*segments, whole)
-    found = typed.launch(sampled_sum_rows, out, grid, _PARAMS, operands)
-    return found[:, : x.shape[1]]
+    sums = typed.launch(sampled_sum_rows, out, grid, _PARAMS, operands)
+    return sums[:, : x.shape[1]]
 
 
 def sum_columns(
@@ -141,7 +141,7 @@ def sum_columns(
 
     Pairs past the last column are ignored.
     """
-    whole, launch = _whole(x), launches.columns
+    whole, launch = _at_least_threads(x), launches.columns
     n_programs, part = pl.cdiv(n_columns, launch.sums), _Part(whole, launch.at_once)
     begin = jnp.arange(n_programs + 1, dtype=jnp.int32) * launch.sums
     ends = jnp.searchsorted(
@@ -156,22 +156,22 @@ def sum_columns(
         ends = ends_ref[program], ends_ref[program + 1]
         stream = _Stream(launch, part, ends, bits_ref[0], *refs)
 
-        def store(at, sums):
-            part.store(out_ref, at, sums)
+        def store(column, sums):
+            part.store(out_ref, column, sums)
             return part.zeros()
 
-        def move(at, to, sums):
+        def advance(column, next_column, sums):
             """Stores sums of columns that are complete, and zeros of empty ones."""
-            return lax.fori_loop(at, to, store, sums)
+            return lax.fori_loop(column, next_column, store, sums)
 
         first = program * launch.sums
-        at, sums = stream.add(first, move)
-        move(at, jnp.minimum(first + launch.sums, n_columns), sums)
+        last, sums = stream.add(first, advance)
+        advance(last, jnp.minimum(first + launch.sums, n_columns), sums)
 
     out = jax.ShapeDtypeStruct((n_columns, part.depth), dtype)
     grid = {"part": part.count, "sum": n_programs}
-    found = typed.launch(sampled_sum_columns, out, grid, _PARAMS, operands)
-    return found[:, : x.shape[1]]
+    sums = typed.launch(sampled_sum_columns, out, grid, _PARAMS, operands)
+    return sums[:, : x.shape[1]]
 
 
 def sum_pieces(
@@ -197,17 +197,17 @@ def sum_pieces(
     return Pieces(whole.astype(jnp.int32), sums, bits[None])
 
 
-def _whole(x):
-    """x, or where a program's part has more columns, with zeros to fill it."""
+def _at_least_threads(x):
+    """x, padded with zeros to at least one column for each thread of a program."""
     return jnp.pad(x, ((0, 0), (0, max(_THREADS - x.shape[1], 0))))
 
 
 class _Part:
     """The part of the depth that a program computes.
 
-    Of narrow rows it is all, in pieces of falling sizes. Else parts have so many
-    columns for each thread, or fewer where that costs less. The last part or piece is
-    moved to where it ends with the depth: some columns may be computed twice.
+    Of narrow rows it is the whole depth, in pieces of falling sizes. Otherwise a part
+    has `at_once` columns for each thread, or fewer if that costs less. The last part or
+    piece begins early enough to end with the depth: some columns may be computed twice.
     """
 
     def __init__(self, x: jax.Array, at_once: int):
@@ -220,35 +220,37 @@ class _Part:
         def cost(columns):
             return pl.cdiv(depth, columns) * columns * _COSTS[columns // _THREADS]
 
-        self.pieces, at = [], 0
+        self.pieces, covered = [], 0
         self.size = depth if depth < at_once * _THREADS else min(fits, key=cost)
         self.count = pl.cdiv(depth, self.size)
-        while at < self.size:
-            size = max((n for n in fits if n <= self.size - at), default=_THREADS)
-            self.pieces.append((min(at, self.size - size), size))
-            at += size
+        while covered < self.size:
+            size = max((n for n in fits if n <= self.size - covered), default=_THREADS)
+            self.pieces.append((min(covered, self.size - size), size))
+            covered += size
 
-    def _at(self, row):
-        """Where a row's pieces are, and their layouts."""
+    def _pieces_of(self, row):
+        """Yields the index of each piece of a row, and the piece's layout."""
         part = jnp.minimum(lax.axis_index("part") * self.size, self.depth - self.size)
         for first, size in self.pieces:
             layout = plgpu.Layout.WG_STRIDED((size,), size // _THREADS)
             yield (row, pl.ds(part + first, size)), layout
 
     def zeros(self):
+        """Zeros in place of a row's pieces, float32."""
         return tuple(
-            plgpu.layout_cast(jnp.zeros(at.size, jnp.float32), layout)
-            for (_, at), layout in self._at(0)
+            plgpu.layout_cast(jnp.zeros(columns.size, jnp.float32), layout)
+            for (_, columns), layout in self._pieces_of(0)
         )
 
     def load(self, ref, row):
+        """The pieces of a row."""
         return tuple(
-            plgpu.load(ref.at[at], layout=layout, optimized=False)
-            for at, layout in self._at(row)
+            plgpu.load(ref.at[index], layout=layout, optimized=False)
+            for index, layout in self._pieces_of(row)
         )
 
     def load_live(self, ref, row, live):
-        """A row in float32, 0 where it is not live."""
+        """The pieces of a row in float32; 0 if it is not live."""
         return tuple(
             jnp.where(lax.broadcast(live, x.shape), x, jnp.zeros_like(x)).astype(
                 jnp.float32
@@ -257,17 +259,18 @@ class _Part:
         )
 
     def store(self, ref, row, sums):
-        for (at, _), x in zip(self._at(row), sums, strict=True):
-            ref[at] = x.astype(ref.dtype)
+        """Stores sums of the pieces of a row."""
+        for (index, _), x in zip(self._pieces_of(row), sums, strict=True):
+            ref[index] = x.astype(ref.dtype)
 
 
-def _add(sums, row, value=1.0):
+def _add_row(sums, row, value=1.0):
     return tuple(a + value * x for a, x in zip(sums, row, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Add:
-    """Adds weighted rows."""
+class _RowSums:
+    """Sums of weighted rows."""
 
     launch: SampledLaunch
     part: _Part
@@ -275,8 +278,8 @@ class _Add:
     values_ref: Any
     x_ref: Any
 
-    def __call__(self, first, end):
-        """The sum of the pairs from first to end."""
+    def total(self, first, end):
+        """The sum of the pairs from `first` up to `end`, exclusive."""
 
         def step(i, carry):
             sums, pairs = carry
@@ -286,7 +289,7 @@ class _Add:
             ]
             following = self._pairs(first + (i + 1) * self.launch.unroll, end)
             for value, row in loaded:
-                sums = _add(sums, row, value)
+                sums = _add_row(sums, row, value)
             return sums, following
 
         n_steps = lax.div(end - first + self.launch.unroll - 1, self.launch.unroll)
@@ -294,18 +297,18 @@ class _Add:
         return lax.fori_loop(0, n_steps, step, carry)[0]
 
     def _pairs(self, first, end):
-        """(row, value, whether it counts) of the next pairs; none in empty slots."""
+        """(row, value, is_live) of the next pairs; empty slots are not live."""
         last, pairs = self.rows_ref.shape[0] - 1, []
-        for at in [first + j for j in range(self.launch.unroll)]:
-            here = jnp.minimum(at, last)
-            row, value = self.rows_ref[here], self.values_ref[here]
-            pairs.append((row, value, (at < end) & (row < self.x_ref.shape[0])))
+        for pair in [first + j for j in range(self.launch.unroll)]:
+            index = jnp.minimum(pair, last)
+            row, value = self.rows_ref[index], self.values_ref[index]
+            pairs.append((row, value, (pair < end) & (row < self.x_ref.shape[0])))
         return pairs
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stream:
-    """Adds the pairs of neighbouring columns, which follow each other."""
+    """Sums of neighbouring columns, whose pairs follow each other."""
 
     launch: SampledLaunch
     part: _Part
@@ -318,59 +321,62 @@ class _Stream:
     whole_ref: Any
     pieces_ref: Any
 
-    def add(self, first, move):
-        """(last column with a pair, or first; its sum).
+    def add(self, first, advance):
+        """(last column with a pair, or `first`; its sum).
 
         Args:
-            first: column.
-            move: (at, to, sums of column at) to sums of column `to`.
+            first: the first column of the program.
+            advance: (column, next column, sums of column) to sums of the next column.
         """
 
-        def add_piece(at, column, sums, pairs):
-            to = jnp.maximum(column, pairs[0][0])
-            piece = self.part.load(self.pieces_ref, at >> self.bits)
-            return at + (1 << self.bits), to, _add(move(column, to, sums), piece)
+        def add_piece(pair, column, sums, pairs):
+            next_column = jnp.maximum(column, pairs[0][0])
+            piece = self.part.load(self.pieces_ref, pair >> self.bits)
+            sums = _add_row(advance(column, next_column, sums), piece)
+            return pair + (1 << self.bits), next_column, sums
 
-        def add_pairs(at, column, sums, pairs):
+        def add_pairs(pair, column, sums, pairs):
             loaded = [
-                (to, value, self.part.load_live(self.x_ref, token, live))
-                for to, token, value, live in pairs
+                (next_column, value, self.part.load_live(self.x_ref, token, live))
+                for next_column, token, value, live in pairs
             ]
-            for to, value, row in loaded:
-                to = jnp.maximum(column, to)
-                sums = _add(move(column, to, sums), row, value)
-                column = to
-            return at + self.launch.unroll, column, sums
+            for next_column, value, row in loaded:
+                next_column = jnp.maximum(column, next_column)
+                sums = advance(column, next_column, sums)
+                sums = _add_row(sums, row, value)
+                column = next_column
+            return pair + self.launch.unroll, column, sums
 
         def step(carry):
             *state, (pairs, whole) = carry
-            at, column, sums = lax.cond(whole > 0, add_piece, add_pairs, *state, pairs)
-            return at, column, sums, self._pairs(at)
+            state = lax.cond(whole > 0, add_piece, add_pairs, *state, pairs)
+            return *state, self._pairs(state[0])
 
-        a, b = self.ends
-        at = lax.div(a, self.launch.unroll) * self.launch.unroll  # pieces are aligned
-        carry = at, first, self.part.zeros(), self._pairs(at)
-        return lax.while_loop(lambda carry: carry[0] < b, step, carry)[1:3]
+        begin, end = self.ends
+        # Pieces are aligned.
+        pair = lax.div(begin, self.launch.unroll) * self.launch.unroll
+        carry = pair, first, self.part.zeros(), self._pairs(pair)
+        return lax.while_loop(lambda carry: carry[0] < end, step, carry)[1:3]
 
     def _pairs(self, first):
-        """([(column, token, value, whether it counts)], whether a piece begins)."""
-        (a, b), last, pairs = self.ends, self.columns_ref.shape[0] - 1, []
-        for at in [first + j for j in range(self.launch.unroll)]:
-            here, live = jnp.minimum(at, last), (at >= a) & (at < b)
-            column = jnp.where(live, self.columns_ref[here], 0)
-            pairs.append((column, self.tokens_ref[here], self.values_ref[here], live))
-        here = jnp.minimum(first >> self.bits, self.whole_ref.shape[0] - 1)
-        return pairs, jnp.where(pairs[0][-1], self.whole_ref[here], 0)
+        """(next pairs (column, token, value, is_live), 1 if a piece begins)."""
+        (begin, end), last, pairs = self.ends, self.columns_ref.shape[0] - 1, []
+        for pair in [first + j for j in range(self.launch.unroll)]:
+            index, live = jnp.minimum(pair, last), (pair >= begin) & (pair < end)
+            column = jnp.where(live, self.columns_ref[index], 0)
+            token, value = self.tokens_ref[index], self.values_ref[index]
+            pairs.append((column, token, value, live))
+        piece = jnp.minimum(first >> self.bits, self.whole_ref.shape[0] - 1)
+        return pairs, jnp.where(pairs[0][-1], self.whole_ref[piece], 0)
 
 
-def _by_depth(part, array, axis):
+def _fill_by_depth(part, array, axis):
     """`array` with part(first, width) written along an axis, in steps of the depth."""
     depth = array.shape[axis]
     width = min(depth, _TRANSPOSED_DEPTH)
 
     def step(i, array):
         first = jnp.minimum(i * width, depth - width)
-        here = part(first, width)
-        return lax.dynamic_update_slice_in_dim(array, here, first, axis)
+        return lax.dynamic_update_slice_in_dim(array, part(first, width), first, axis)
 
     return lax.fori_loop(0, -(-depth // width), step, array)

@@ -1,4 +1,4 @@
-"""Finds each token's sampled entries among stored exponentials.
+"""Selection of each token's sampled entries from stored exponentials.
 
 The forward kernel stores e^(z - m) in 16 bits, m the largest logit of a tile, and each
 tile's m and sum. They give upper bounds of the units (`maths.column_sampling`) of a
@@ -25,8 +25,8 @@ _BELOW, _OF_MAX = 2.0**-16, 2.0**-22
 MARGIN = 2.0**-7  # of `Sampling`: relative excess of the bounds over the units
 
 
-class OfRows(NamedTuple):
-    """What entries depend on besides the exponentials; arrays of [n_rows]."""
+class RowFacts(NamedTuple):
+    """Facts of rows that select entries besides the exponentials; arrays [n_rows]."""
 
     labels: jax.Array  # int32
     label_logit: jax.Array
@@ -35,23 +35,22 @@ class OfRows(NamedTuple):
 
 
 def entries(
-    sampling: Sampling, width: int, kept: Kept, rows: OfRows, starts, n_active
+    sampling: Sampling, width: int, kept: Kept, rows: RowFacts, starts, n_active
 ) -> Entries:
     """Entries [n_rows, K] of the first n_active rows, whose exponentials are stored.
 
     Exponentials are 0 at the labels; columns from V on are ignored.
     """
     scale = column_sampling.scale(kept.max, rows.normaliser)
-    found = bounds(sampling, width, kept, rows, scale)
-    active = jnp.arange(found.shape[1]) < n_active
+    tile_bounds = bounds(sampling, width, kept, rows, scale)
+    active = jnp.arange(tile_bounds.shape[1]) < n_active
     exps = jnp.pad(kept.exps, ((0, 0), (0, max(width - kept.exps.shape[1], 0))))
     density = sampled_blocks.Density(lax.mul, (exps,), (scale.T,))
-    return sampled_blocks.select(
-        sampling, density, jnp.where(active, found, 0).T, width, starts
-    )
+    tile_bounds = jnp.where(active, tile_bounds, 0).T
+    return sampled_blocks.select(sampling, density, tile_bounds, width, starts)
 
 
-def bounds(sampling, width, kept: Kept, rows: OfRows, scale) -> jax.Array:
+def bounds(sampling, width, kept: Kept, rows: RowFacts, scale) -> jax.Array:
     """Upper bounds of the sum of units of a tile's columns, int32 [n_tiles, n_rows].
 
     The largest exponential of a tile is 1 and its column is kept at most once. Unless
@@ -64,10 +63,11 @@ def bounds(sampling, width, kept: Kept, rows: OfRows, scale) -> jax.Array:
     )
     below = _BELOW + jnp.abs(rows.max) * _OF_MAX
 
-    def of(sums):
+    def bound_of(sums):
         return sampling.rate * scale * (sums * (1 + _ROUNDED) + below)
 
-    uncapped, capped = of(kept.sums), 1 + of(jnp.maximum(kept.sums - 1, 0))
+    uncapped = bound_of(kept.sums)
+    capped = 1 + bound_of(jnp.maximum(kept.sums - 1, 0))
     bound = jnp.where(label_on_top, uncapped, jnp.minimum(uncapped, capped))
     units = jnp.ceil(bound * sampling.one).astype(jnp.int32) + width
     return jnp.where(scale > 0, units, 0)

@@ -26,7 +26,7 @@ def launch(
     body: Callable[..., None], out_type: Any, grid: Mapping[str, int], params: Any,
     operands: Sequence[jax.Array], scratch: Sequence[Any] = (),
 ) -> Any:  # fmt: skip
-    """`run` of a kernel with a program for each place in a grid of named axes."""
+    """`run` of a kernel with a program for each point of a grid of named axes."""
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
