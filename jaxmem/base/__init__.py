@@ -1,1 +1,1 @@
-"""What any program needs: messages, fields, files, locks, processes, stopping."""
+"""Parts of any program: messages, fields, files, locks, processes, stopping."""

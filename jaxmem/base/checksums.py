@@ -29,7 +29,7 @@ def write(directory: Path) -> None:
 
 
 def exist(directory: Path) -> bool:
-    """Whether a checkpoint has checksums; one of an older version has none."""
+    """True if a checkpoint has checksums; one of an older version has none."""
     return processes.by_first(lambda: (directory / NAME).exists())
 
 

@@ -63,7 +63,7 @@ def problem_of(value: Any) -> str | None:
 
 
 def accepts(annotation: Any, value: Any) -> bool:
-    """Whether a value has the type that a field declares."""
+    """True if a value has the type that a field declares."""
     origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return any(accepts(choice, value) for choice in choices)

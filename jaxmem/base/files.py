@@ -149,7 +149,7 @@ class Appender:
 
     @property
     def was_removed(self) -> bool:
-        """Whether its file has another name or none; the next flush makes it anew."""
+        """True if its file has another name or none; the next flush reopens it."""
         if self._descriptor is None:
             return False
         try:

@@ -36,7 +36,7 @@ def short(value: object) -> str:
 
 
 def must_be(place: str, wanted: str, got: object) -> str:
-    """What is said of a value that an argument, a key or a field cannot have."""
+    """The error text for a value that an argument, a key or a field cannot have."""
     return f"{place} must be {wanted}, got {short(got)}"
 
 

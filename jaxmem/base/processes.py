@@ -126,7 +126,7 @@ def _end() -> None:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes files and prints."""
+    """True if this process is the one that writes files and prints."""
     return jax.process_index() == 0
 
 
@@ -184,13 +184,13 @@ def agree(facts: Mapping[str, str]) -> None:
     if jax.process_count() == 1:
         return
     each = _gathered(dict(facts))
-    names = dict.fromkeys(name for of in each for name in of)
+    names = dict.fromkeys(name for facts in each for name in facts)
     different = []
     for name in names:
-        values = [of.get(name, "absent") for of in each]
+        values = [facts.get(name, "absent") for facts in each]
         if other := [i for i, value in enumerate(values) if value != values[0]]:
-            here = f"{values[0]} in process 0, {values[other[0]]} in process {other[0]}"
-            different.append(f"{name} is {here}")
+            both = f"{values[0]} in process 0, {values[other[0]]} in process {other[0]}"
+            different.append(f"{name} is {both}")
     if different:
         more = len(different) - _SHOWN
         named = "; ".join(different[:_SHOWN]) + (f"; {more} more" if more > 0 else "")

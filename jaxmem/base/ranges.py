@@ -27,12 +27,12 @@ class Range:
     # a bound on the magnitude that any sensible value respects; only an error about a
     # larger value mentions it
     limit: float = LARGEST
-    whole: bool = False  # whether only integers are in the range
-    open_low: bool = False  # whether `low` itself is outside of the range
-    open_high: bool = False  # whether `high` itself is outside of the range
+    whole: bool = False  # True if only integers are in the range
+    open_low: bool = False  # True if `low` itself is outside of the range
+    open_high: bool = False  # True if `high` itself is outside of the range
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with the value, as in "must be finite"; None if nothing is."""
+        """The fault of a value, as in "must be finite"; None if it is in range."""
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not (whole or isinstance(value, (float, np.floating)) and not self.whole):
             return f"must be {'an integer' if self.whole else 'a number'}"
@@ -45,7 +45,7 @@ class Range:
             number >= high if self.open_high else number > high
         )
         if too_low or too_high:
-            return f"must be {self._wanted}"
+            return f"must be {self._description}"
         if abs(number) > self.limit:
             size = "" if self.low is not None and self.low >= 0 else " in size"
             return f"must be at most {_plain(self.limit)}{size}"
@@ -54,7 +54,7 @@ class Range:
         return None
 
     @property
-    def _wanted(self) -> str:
+    def _description(self) -> str:
         low, high = _plain(self.low), _plain(self.high)
         if self.low is None:
             return f"{'below' if self.open_high else 'at most'} {high}"

@@ -29,7 +29,7 @@ class Timing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stopwatch:
-    """How to wait for a framework's results, and to recognise that memory ran out."""
+    """A framework's ways to wait for results and to recognise that memory ran out."""
 
     # returns when a result, and everything started before it, is finished
     wait: Callable[[Any], Any]

@@ -113,7 +113,7 @@ def has_mosaic() -> bool:
 
 
 def has_wgmma() -> bool:
-    """Whether that backend multiplies by Hopper's instructions on the current GPU."""
+    """True if that backend multiplies by Hopper's instructions on the current GPU."""
     return has_mosaic() and _major_capability("9.0") == 9
 
 

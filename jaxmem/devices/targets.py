@@ -44,7 +44,7 @@ def of(device: Device, count: int, hosts: int) -> list[Any]:
 
 
 def compiler_missing(device: Device) -> str:
-    """What to install to compile for a device; an empty string if nothing."""
+    """The package to install to compile for a device; an empty string for none."""
     version = jax.__version__
     if device.platform == "tpu":
         if importlib.util.find_spec("libtpu") is not None:

@@ -15,10 +15,10 @@ from jaxmem.head.verbs.api import (
     token_stats as token_stats,
     token_stats_from_logits as token_stats_from_logits,
 )
+from jaxmem.head.verbs.column_targets import Columns as Columns, Drawn as Drawn
 from jaxmem.head.verbs.divergence import divergence as divergence
 from jaxmem.head.verbs.divergence_loss import divergence_loss as divergence_loss
 from jaxmem.head.verbs.draws import sample_ids as sample_ids
-from jaxmem.head.verbs.given_columns import Columns as Columns, Drawn as Drawn
 from jaxmem.head.verbs.kinds import (
     JSD as JSD,
     ForwardKL as ForwardKL,

@@ -17,9 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmem.head.maths.head import Head
 from jaxmem.head.verbs import selected, topk
+from jaxmem.head.verbs.column_targets import Columns
 from jaxmem.head.verbs.divergence import divergence
 from jaxmem.head.verbs.divergence_loss import divergence_loss
-from jaxmem.head.verbs.given_columns import Columns
 from jaxmem.head.verbs.kinds import ForwardKL
 from jaxmem.head.verbs.teacher import Teacher
 from jaxmem.integrations._head import ModelHead, Options, scores

@@ -262,7 +262,7 @@ def icepop_weights(
 
 
 def in_band(ratio: jax.Array, low: Coefficient, high: Coefficient) -> jax.Array:
-    """Whether each ratio is in [low, high], which is checked; NaN is in none."""
+    """True for each ratio in [low, high], which is checked; False for NaN."""
     low = as_coefficient("low", low, 0, tokens=ratio.shape)
     high = as_coefficient("high", high, 0, infinite=True, tokens=ratio.shape)
     if isinstance(low, float) and isinstance(high, float) and low > high:

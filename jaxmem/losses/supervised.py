@@ -152,14 +152,14 @@ def mean_logit(
             "token_stats_from_logits"
         )
     source, head, tokens = arguments.read_head(hidden, head)
-    (h, kernel, bias), vocabulary = source, 0 if head.layout == "vd" else 1
+    h, bias, vocabulary = source.hidden, source.bias, 0 if head.layout == "vd" else 1
     columns = checks.check_vocab_size(head.vocab_size, source.columns(head.layout))
     dtype = np.promote_types(h.dtype, np.float32)
     divisor = arguments.read_temperature("temperature", temperature, tokens, dtype)
     if (where := checks.read_where(where, tokens)) is not None:
         where = jnp.broadcast_to(where, tokens).reshape(-1)
         h = jnp.where(where[:, None], h, 0)
-    kept = lax.slice_in_dim(kernel, 0, columns, axis=vocabulary).astype(h.dtype)
+    kept = lax.slice_in_dim(source.W, 0, columns, axis=vocabulary).astype(h.dtype)
     mean = jnp.mean(kept, axis=vocabulary, dtype=dtype)
     out = jnp.matmul(h.astype(dtype), mean, precision="highest")
     if bias is not None:

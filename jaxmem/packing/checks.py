@@ -34,20 +34,20 @@ def check_lengths(lengths, max_tokens, width, limit="max_tokens"):
 
 def check_row_lengths(row_lengths, max_tokens):
     """Return the widths of rows, ascending; raise for invalid widths."""
-    given = (max_tokens,) if row_lengths is None else row_lengths
-    widths = tuple(np.ravel(as_array("row_lengths", given)).tolist())
+    lengths = (max_tokens,) if row_lengths is None else row_lengths
+    widths = tuple(np.ravel(as_array("row_lengths", lengths)).tolist())
     good = widths and not any(map(integers(1, max_tokens).problem, widths))
     if not good or list(widths) != sorted(set(widths)):
-        wanted = f"increasing integers from 1 to max_tokens={max_tokens}"
-        raise ValueError(messages.must_be("row_lengths", wanted, widths))
+        expected = f"increasing integers from 1 to max_tokens={max_tokens}"
+        raise ValueError(messages.must_be("row_lengths", expected, widths))
     return widths
 
 
 def check_size(max_tokens, narrowest, ranks):
     """Raise if there would be more rows or slots than a machine can hold."""
     if ranks * max_tokens >= _SLOTS:
-        wanted = f"below 2**31 slots / max_tokens={max_tokens}"
-        raise ValueError(messages.must_be("ranks", wanted, ranks))
+        expected = f"below 2**31 slots / max_tokens={max_tokens}"
+        raise ValueError(messages.must_be("ranks", expected, ranks))
     rows = max_tokens // narrowest * ranks
     if rows > ROWS:
         raise ValueError(
@@ -83,11 +83,11 @@ def check_fill(fill, dtype):
 
 def check_alike(name, arrays, first_axes):
     """Require equal axes after the first ones, which are the tokens'."""
-    wanted = arrays[0].shape[first_axes:]
+    expected = arrays[0].shape[first_axes:]
     for array in arrays:
-        if array.shape[first_axes:] != wanted:
+        if array.shape[first_axes:] != expected:
             raise ValueError(
-                f"{name} must have the same axes after the tokens', got {wanted} and "
+                f"{name} must have the same axes after the tokens', got {expected} and "
                 f"{array.shape[first_axes:]}"
             )
 
@@ -97,20 +97,20 @@ def as_arrays(name, values):
     try:
         values = list(values)
     except TypeError as error:
-        wanted = "a sequence of arrays"
-        raise TypeError(messages.must_be(name, wanted, values)) from error
+        expected = "a sequence of arrays"
+        raise TypeError(messages.must_be(name, expected, values)) from error
     return [as_array(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
 def as_array(name, value):
     """Return an array of numbers, or raise an error that names the argument."""
-    wanted = "an array of numbers"
+    expected = "an array of numbers"
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(messages.must_be(name, wanted, value)) from error
+        raise TypeError(messages.must_be(name, expected, value)) from error
     if array.dtype.kind in "OSUMm" or array.dtype.names:  # objects, text, dates, ...
-        raise TypeError(messages.must_be(name, wanted, value))
+        raise TypeError(messages.must_be(name, expected, value))
     return array
 
 

@@ -98,9 +98,9 @@ class Packing:
         checks.check_fill(fill, flat.dtype)
         placed = []
         for batch in self.micro_batches:
-            here = batch.segment_ids > 0
-            out = np.full(here.shape + flat.shape[1:], fill, flat.dtype)
-            out[here] = flat[self._source(batch, here)]
+            mask = batch.segment_ids > 0
+            out = np.full(mask.shape + flat.shape[1:], fill, flat.dtype)
+            out[mask] = flat[self._source_index(batch, mask)]
             placed.append(out)
         return placed
 
@@ -132,14 +132,14 @@ class Packing:
         dtype = np.result_type(*arrays)
         flat = np.zeros((int(self.lengths.sum()), *arrays[0].shape[2:]), dtype)
         for batch, array in zip(self.micro_batches, arrays, strict=True):
-            here = batch.segment_ids > 0
-            flat[self._source(batch, here)] = array[here]
+            mask = batch.segment_ids > 0
+            flat[self._source_index(batch, mask)] = array[mask]
         return np.split(flat, np.cumsum(self.lengths)[:-1])
 
-    def _source(self, batch, here):
+    def _source_index(self, batch, mask):
         """Index of each token in the concatenation of all sequences."""
         start = np.cumsum(self.lengths) - self.lengths
-        return start[batch.sequence[here]] + batch.positions[here]
+        return start[batch.sequence[mask]] + batch.positions[mask]
 
 
 def pack(

@@ -110,7 +110,7 @@ class Candidate:
     why_not: str = ""
 
     def is_of(self, names: Sequence[str]) -> bool:
-        """Whether it saves and offloads only these names."""
+        """True if it saves and offloads only these names."""
         if self.policy is None or self.policy.dots:
             return False
         return {*self.policy.save, *self.policy.offload} <= {*names}

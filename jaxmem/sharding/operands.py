@@ -12,8 +12,8 @@ from jaxmem.head.maths import checks, column_sampling, gradients
 from jaxmem.head.maths.backend_operands import Ragged
 from jaxmem.head.maths.head import Head, as_head
 from jaxmem.head.verbs import arguments
-from jaxmem.head.verbs.given_ids import check_ids
 from jaxmem.head.verbs.support import read_supports
+from jaxmem.head.verbs.token_ids import check_ids
 from jaxmem.sharding.mesh_axes import MeshAxes
 
 
@@ -35,22 +35,24 @@ class Operand:
         return PartitionSpec(*(axes or None for axes in self.split))
 
 
-def _read_supports(given, where, tokens, of_tokens):
+def _read_supports(values, where, tokens, of_tokens):
     """The supports; ragged ones as (ids, starts and counts), of which ids are whole."""
-    found = read_supports(
-        given["labels"], given["support_ids"], given["offsets"], given["max_ids"],
+    supports = read_supports(
+        values["labels"], values["support_ids"], values["offsets"], values["max_ids"],
         where, tokens,
     )  # fmt: skip
-    if not isinstance(found, Ragged):
-        return {"support_ids": Operand(found, of_tokens, -1)}
-    starts, counts = (jnp.reshape(x, tokens[0]) for x in found[:2])
+    if not isinstance(supports, Ragged):
+        return {"support_ids": Operand(supports, of_tokens, -1)}
+    starts, counts = (
+        jnp.reshape(x, tokens[0]) for x in (supports.starts, supports.counts)
+    )
     of_each = Operand(starts, of_tokens), Operand(counts, of_tokens)
-    return {"support_ids": Operand(found.ids, ()), "offsets": of_each}
+    return {"support_ids": Operand(supports.ids, ()), "offsets": of_each}
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the operands of a target are placed on a mesh."""
+    """The mesh and the tokens by which a target's operands are placed."""
 
     plan: MeshAxes
     where: Any  # the checked mask
@@ -63,41 +65,41 @@ class Places:
         return Operand(array, self.split, fill)
 
     def number(self, name, value):
-        """Place a temperature that is an array; others are left as they are."""
+        """Place a temperature that is an array; return a number as it is."""
         if value is None:
             return None
-        found = _read_temperature(name, value, self.tokens, self.split)
-        return found.get(name, value)
+        operands = _read_temperature(name, value, self.tokens, self.split)
+        return operands.get(name, value)
 
     def head(self, hidden, head, owner):
-        """Place a head of hidden states; with the number of its columns."""
+        """(head of hidden states, placed; the number of its columns)."""
         return _read_head(self.plan, hidden, head, owner, None)
 
 
-def read(plan, given, split) -> dict[str, Any]:
+def read(plan, values, split) -> dict[str, Any]:
     """A tree of `Operand` and numbers by argument name, checked as global arrays.
 
-    Arguments by name that remain in `given` are static, and adapted. `split` has the
+    Arguments that remain in `values` are static, and adapted. `split` has the
     mesh axes that shard each axis of the tokens.
     """
-    name = "hidden" if "hidden" in given else "logits"
-    data = checks.as_array(name, given[name])
+    name = "hidden" if "hidden" in values else "logits"
+    data = checks.as_array(name, values[name])
     shape = data.shape[:-1]
     if name == "hidden":
-        groups = given.get("vocab_groups")
-        head, columns = _read_head(plan, data, given["W"], "", groups)
+        groups = values.get("vocab_groups")
+        head, columns = _read_head(plan, data, values["W"], "", groups)
         vocab_size = checks.check_vocab_size(head.vocab_size, columns)
         head = dataclasses.replace(head, vocab_size=vocab_size)
         operands = {name: Operand(data, split), "W": head}
     else:
         operands = {name: Operand(data, (*split, plan.vocab))}
-        vocab_size = checks.check_vocab_size(given["vocab_size"], data.shape[-1])
-        given["vocab_size"] = vocab_size
-    operands |= _read_rows(given, shape, split, vocab_size)
-    operands |= _read_key(given, shape, split, vocab_size)
-    if "target" in given:
-        where = checks.read_where(given["where"], shape)
-        target, places = given["target"], Places(plan, where, shape, vocab_size, split)
+        vocab_size = checks.check_vocab_size(values["vocab_size"], data.shape[-1])
+        values["vocab_size"] = vocab_size
+    operands |= _read_rows(values, shape, split, vocab_size)
+    operands |= _read_key(values, shape, split, vocab_size)
+    if "target" in values:
+        where = checks.read_where(values["where"], shape)
+        target, places = values["target"], Places(plan, where, shape, vocab_size, split)
         placed = target.of.placed(places)
         operands["target"] = dataclasses.replace(target, of=placed)
     return operands
@@ -139,11 +141,11 @@ def _read_head(plan, hidden, head, owner, vocab_groups) -> tuple[Head, int]:
     return dataclasses.replace(head, W=of_W, bias=bias, layout=layout), columns
 
 
-def _read_rows(given, shape, of_tokens, vocab_size):
+def _read_rows(values, shape, of_tokens, vocab_size):
     """The per-token operands, and numbers that may be traced."""
-    operands, where = {}, checks.read_where(given["where"], shape)
-    if "labels" in given:
-        labels = checks.as_visible_array("labels", given["labels"])
+    operands, where = {}, checks.read_where(values["where"], shape)
+    if "labels" in values:
+        labels = checks.as_visible_array("labels", values["labels"])
         checks.check_labels(labels, where, shape, vocab_size)
         labels = arguments.as_int32(labels, vocab_size)
         operands["labels"] = Operand(labels, of_tokens, -1)
@@ -151,31 +153,33 @@ def _read_rows(given, shape, of_tokens, vocab_size):
         where = jnp.broadcast_to(jnp.asarray(where), shape)
         operands["where"] = Operand(where, of_tokens, False)
     for name in ("temperature", "statistics_temperature"):
-        if given.get(name) is not None:
-            operands |= _read_temperature(name, given[name], shape, of_tokens)
-    if isinstance(given.get("normalizer"), jax.Array):
-        operands["normalizer"] = Operand(given["normalizer"], ())
-    if "support_ids" in given:
-        operands |= _read_supports(given, where, (shape, vocab_size), of_tokens)
-    if "ids" in given:
-        ids = check_ids("ids", given["ids"], where, shape, vocab_size)
+        if values.get(name) is not None:
+            operands |= _read_temperature(name, values[name], shape, of_tokens)
+    if isinstance(values.get("normalizer"), jax.Array):
+        operands["normalizer"] = Operand(values["normalizer"], ())
+    if "support_ids" in values:
+        operands |= _read_supports(values, where, (shape, vocab_size), of_tokens)
+    if "ids" in values:
+        ids = check_ids("ids", values["ids"], where, shape, vocab_size)
         operands["ids"] = Operand(ids, of_tokens, -1)
-    if "per_token" in given:
-        arrays = _per_token(given["per_token"], shape)
+    if "per_token" in values:
+        arrays = _per_token(values["per_token"], shape)
         operands["per_token"] = tuple(Operand(x, of_tokens) for x in arrays)
     return operands
 
 
-def _read_key(given, shape, of_tokens, vocab_size):
+def _read_key(values, shape, of_tokens, vocab_size):
     """Data of one key for each token, so that devices draw what one device would."""
-    if "gradient" in given:
-        gradients.facts(given["gradient"], vocab_size)
-        given["key"] = column_sampling.check_key(given["key"], given["gradient"], shape)
-    elif "key" in given:
-        given["key"] = column_sampling.check_keys(given["key"], shape)
-    if given.get("key") is None:
+    if "gradient" in values:
+        gradients.facts(values["gradient"], vocab_size)
+        values["key"] = column_sampling.check_key(
+            values["key"], values["gradient"], shape
+        )
+    elif "key" in values:
+        values["key"] = column_sampling.check_keys(values["key"], shape)
+    if values.get("key") is None:
         return {}
-    keys = column_sampling.token_keys(given["key"], shape)
+    keys = column_sampling.token_keys(values["key"], shape)
     return {"key": Operand(jax.random.key_data(keys), of_tokens)}
 
 
@@ -189,6 +193,7 @@ def _read_temperature(name, value, shape, of_tokens):
 
 
 def _per_token(values, shape):
+    """Yields the per-token arguments, checked."""
     for i, value in enumerate(values):
         x = checks.as_array(f"per_token[{i}]", value)
         checks.check_per_token(f"per_token[{i}]", x, shape)
@@ -212,12 +217,12 @@ def pad(plan, operand):
 def unpad(plan, results, shape):
     """The results without the padding of tokens."""
 
-    def one(x):
+    def unpad_array(x):
         if x.shape[: len(shape)] == shape:
             return x
         return _resharded(plan, x, ())[tuple(map(slice, shape))]  # uneven has no type
 
-    return jax.tree.map(one, results)
+    return jax.tree.map(unpad_array, results)
 
 
 def _resharded(plan, x, split):

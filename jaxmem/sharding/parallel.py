@@ -89,57 +89,62 @@ def parallel(
     def run(*args: _Args.args, **options: _Args.kwargs) -> _Result:
         call = signature.bind(*args, **options)
         call.apply_defaults()
-        given = call.arguments
-        if given.get("axis_name") is not None:
+        values = call.arguments
+        if values.get("axis_name") is not None:
             raise ValueError(
                 "axis_name must not be given to what jaxmem.sharding.parallel made, "
                 "which passes its own vocab"
             )
-        if "target" in given:
-            divergence_targets.check(given["target"])
+        if "target" in values:
+            divergence_targets.check(values["target"])
         return _run(verb, plan, call)
 
     return run
 
 
 def _run(verb, plan, call) -> Any:
-    given = call.arguments
-    name = "hidden" if "hidden" in given else "logits"
-    data = checks.as_array(name, given[name])
+    values = call.arguments
+    name = "hidden" if "hidden" in values else "logits"
+    data = checks.as_array(name, values[name])
     checks.check_hidden(data, name)
-    shape, whole, of_results = data.shape[:-1], _needs_all_of_W(given), plan
+    shape, whole, of_results = data.shape[:-1], _needs_all_of_W(values), plan
     if whole:
         plan, of_results = _with_wide_tokens(plan, shape)
     split = check_axes(of_results, name, shape)
-    operands = read(plan, given, split)
+    operands = read(plan, values, split)
     if whole and "where" not in operands:  # mask the tokens that padding adds
         operands["where"] = Operand(jnp.ones(shape, bool), split, False)
-    given |= {} if whole else {"axis_name": plan.vocab or None}
-    is_loss = "normalizer" in given
+    values |= {} if whole else {"axis_name": plan.vocab or None}
+    is_loss = "normalizer" in values
     leaves, tree = jax.tree.flatten(operands)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Operand)]
+    indices = [i for i, x in enumerate(leaves) if isinstance(x, Operand)]
 
     def on_device(arrays):
-        here = dict(zip(places, arrays, strict=True))
-        made = tree.unflatten([here.get(i, x) for i, x in enumerate(leaves)])
-        made = given | made | _keys(call, made) | _supports(made)
+        local = dict(zip(indices, arrays, strict=True))
+        passed = tree.unflatten([local.get(i, x) for i, x in enumerate(leaves)])
+        passed = values | passed | _token_keys(call, passed) | _local_supports(passed)
         if whole:
-            made |= _with_whole_heads(of_results, made)
-        elif "W" in made:
-            made["W"] = _gathered(plan, made["W"])
-        if is_loss and made["normalizer"] is None:
-            made["normalizer"] = _count(of_results, made["labels"], made["where"])
-        of_device = inspect.BoundArguments(call.signature, made)
-        results = verb(*of_device.args, **of_device.kwargs)
-        return (_summed(of_results, results[0]), results[1]) if is_loss else results
+            passed |= _with_whole_heads(of_results, passed)
+        elif "W" in passed:
+            passed["W"] = _gather_depth(plan, passed["W"])
+        if is_loss and passed["normalizer"] is None:
+            labels, where = passed["labels"], passed["where"]
+            passed["normalizer"] = _count(of_results, labels, where)
+        local_call = inspect.BoundArguments(call.signature, passed)
+        results = verb(*local_call.args, **local_call.kwargs)
+        return (
+            (_sum_over_tokens(of_results, results[0]), results[1])
+            if is_loss
+            else results
+        )
 
     of_tokens = Operand(None, of_results.tokens).spec
     results = jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=([leaves[i].spec for i in places],),
+        in_specs=([leaves[i].spec for i in indices],),
         out_specs=(PartitionSpec(), of_tokens) if is_loss else of_tokens,
-    )([pad(plan, leaves[i]) for i in places])
+    )([pad(plan, leaves[i]) for i in indices])
     if is_loss:
         return results[0], unpad(plan, results[1], shape)
     return unpad(plan, results, shape)
@@ -157,14 +162,14 @@ def _with_wide_tokens(plan, shape) -> tuple[MeshAxes, MeshAxes]:
     return plan, dataclasses.replace(plan, tokens=(first + plan.vocab, *rest))
 
 
-def _needs_all_of_W(given) -> bool:
-    """Whether a verb, or its target, does not take a part of the vocabulary."""
-    return "axis_name" not in given or not getattr(
-        getattr(given.get("target"), "of", None), "shards", True
+def _needs_all_of_W(values) -> bool:
+    """True if a verb, or its target, does not take a part of the vocabulary."""
+    return "axis_name" not in values or not getattr(
+        getattr(values.get("target"), "of", None), "shards", True
     )
 
 
-def _keys(call, arrays):
+def _token_keys(call, arrays):
     """The tokens' keys, from their data."""
     if "key" not in arrays:
         return {}
@@ -172,7 +177,7 @@ def _keys(call, arrays):
     return {"key": jax.random.wrap_key_data(arrays["key"], impl=impl)}
 
 
-def _supports(arrays):
+def _local_supports(arrays):
     """The ids and offsets of this device's tokens, if supports are ragged."""
     if "offsets" not in arrays:
         return {}
@@ -181,19 +186,18 @@ def _supports(arrays):
     return {"support_ids": ids, "offsets": offsets}
 
 
-def _with_whole_heads(plan, given) -> dict[str, Any]:
+def _with_whole_heads(plan, values) -> dict[str, Any]:
     """W and the target, with all columns of their heads."""
-    whole = functools.partial(_whole, plan)
-    made = {"W": whole(given["W"])}
-    if "target" in given:
-        target = given["target"]
-        of = target.of.heads_as(whole)
-        made["target"] = dataclasses.replace(target, of=of)
-    return made
+    whole = functools.partial(_gather_head, plan)
+    heads = {"W": whole(values["W"])}
+    if "target" in values:
+        target = values["target"]
+        heads["target"] = dataclasses.replace(target, of=target.of.heads_as(whole))
+    return heads
 
 
-def _whole(plan, head):
-    """The head with all of W and bias, typed as in `_gathered`."""
+def _gather_head(plan, head):
+    """The head with all of W and bias, typed as in `_gather_depth`."""
     W, bias = vocab_shards.vary((head.W, head.bias), frozenset(plan.token_axes))
     vocab, depth = (0, 1) if head.layout == "vd" else (1, 0)
     if plan.W_fsdp:
@@ -205,7 +209,7 @@ def _whole(plan, head):
     return dataclasses.replace(head, W=W, bias=bias)
 
 
-def _gathered(plan, head):
+def _gather_depth(plan, head):
     """The head with all of D, typed first: its gradients are reduce-scattered."""
     if not plan.W_fsdp:
         return head
@@ -218,10 +222,11 @@ def _gathered(plan, head):
 def _count(plan, labels, where):
     """The number of active tokens on all devices."""
     active = labels >= 0 if where is None else (labels >= 0) & where
-    return _summed(plan, jnp.sum(active, dtype=jnp.int32))
+    return _sum_over_tokens(plan, jnp.sum(active, dtype=jnp.int32))
 
 
-def _summed(plan, x):
+def _sum_over_tokens(plan, x):
+    """The sum of x over all devices with tokens."""
     return lax.psum(x, plan.token_axes) if plan.token_axes else x
 
 

@@ -332,8 +332,9 @@ class _Stream:
         def add_piece(pair, column, sums, pairs):
             next_column = jnp.maximum(column, pairs[0][0])
             piece = self.part.load(self.pieces_ref, pair >> self.bits)
+            next_pair = pair + (1 << self.bits)
             sums = _add_row(advance(column, next_column, sums), piece)
-            return pair + (1 << self.bits), next_column, sums
+            return next_pair, next_column, sums
 
         def add_pairs(pair, column, sums, pairs):
             loaded = [

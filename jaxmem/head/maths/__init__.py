@@ -1,1 +1,1 @@
-"""What every verb shares: the maths of a row, facts of a call, shards, checks."""
+"""Parts that all verbs share: the maths of a row, facts of a call, shards, checks."""

@@ -50,7 +50,7 @@ class CallerLogits(NamedTuple):
 
 
 class TokenRows(NamedTuple):
-    """What each token's row depends on besides its logits; arrays of [N]."""
+    """Operands of each token's row besides its logits; arrays [N]."""
 
     labels: jax.Array  # int32, ids in the whole vocabulary
     active: jax.Array  # bool

@@ -118,8 +118,8 @@ def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
             "jaxmem.Head(W, layout='vd') if its rows are tokens (an embedding table), "
             "or 'dv' if its columns are (a Dense or nnx.Linear kernel)"
         )
-    wanted = {"vd": f"[V, {depth}]", "dv": f"[{depth}, V]"}
-    expected = wanted[layout] if layout else " or ".join(wanted.values())
+    shapes = {"vd": f"[V, {depth}]", "dv": f"[{depth}, V]"}
+    expected = shapes[layout] if layout else " or ".join(shapes.values())
     raise ValueError(
         f"{name} must be {expected} to match {prefix}hidden's last axis D={depth}"
         f"{f' and {prefix}layout={layout!r}' if layout else ''}, got shape {W.shape}"
@@ -361,14 +361,14 @@ def _not_an_array(name, value):
 
 
 def is_visible(value) -> bool:
-    """Whether this process can read the values now: not traced, not on other hosts."""
+    """True if this process can read the values now: not traced, not on other hosts."""
     if isinstance(value, Tracer):
         return False
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
 def _is_no_array(value):
-    """Whether the value is text, an iterator, or nested too deeply for an array.
+    """True if the value is text, an iterator, or nested too deeply for an array.
 
     jax would read it as the name of a dtype, warn, or overflow the stack.
     """
@@ -396,7 +396,7 @@ def _is_real(value):
 
 
 def _fits_float32(value: np.ndarray):
-    """Whether numbers are neither 0 nor infinite in float32; false for NaN."""
+    """True for numbers that are neither 0 nor infinite in float32; False for NaN."""
     size = np.abs(value.astype(np.float64))
     return (size >= ranges.SMALLEST) & (size <= ranges.LARGEST)
 
@@ -406,7 +406,7 @@ def _is_integer(value) -> TypeGuard[int]:
 
 
 def _holds_jax(value):
-    """Whether the value contains jax arrays, which may be traced."""
+    """True if the value contains jax arrays, which may be traced."""
     leaves = jax.tree.leaves(value)
     return any(isinstance(x, jax.Array) or hasattr(x, "__jax_array__") for x in leaves)
 

@@ -122,13 +122,13 @@ def at_columns(tree: Any, columns: jax.Array) -> Any:
 
 
 def inverse(sampling: Sampling, p: jax.Array) -> jax.Array:
-    """1 / q, what entries with these probabilities weigh; 0 where p is 0."""
+    """1 / q, the weights of entries with these probabilities; 0 where p is 0."""
     q = units(sampling, p).astype(p.dtype) / sampling.one
     return jnp.where(p > 0, 1 / jnp.where(p > 0, q, 1), 0)
 
 
 def scale(part_max: jax.Array, rows: Outputs | Normaliser) -> jax.Array:
-    """What makes probabilities of e^(z - part_max), of some rows and columns."""
+    """Factors that turn e^(z - part_max) of rows into probabilities."""
     nothing = part_max == -jnp.inf  # and -inf - -inf would be NaN
     log_scale = jnp.where(nothing, 0, part_max - rows.max) - rows.log_sum
     return jnp.where(nothing, 0, jnp.exp(log_scale))
@@ -143,7 +143,7 @@ def none(sampling: Sampling, n_rows: int, dtype) -> Entries:
 def select(
     sampling: Sampling, exps: jax.Array, scale: jax.Array, starts: jax.Array
 ) -> Entries:
-    """Entries of rows whose whole vocabulary, or this shard's part of it, is here.
+    """Entries of rows over the whole vocabulary, or over this shard's part of it.
 
     exps [C, V], 0 at the label, times scale [C] are probabilities; starts are int32
     [C].
@@ -177,16 +177,16 @@ def derivative(
         weight = jnp.where(entries.p > 0, entries.p / jnp.where(q > 0, q, 1), 0)
     others = _slope(c, ln_p, entries.p, c.label)
     others = jnp.where(entries.p > 0, weight * others, 0)
-    here = (labels >= 0) & (labels < sampling.columns)
+    in_part = (labels >= 0) & (labels < sampling.columns)
     ln_p_label = jnp.maximum(rows.logprob, jnp.finfo(ln_p.dtype).min)[:, None]
     p_label = jnp.exp(ln_p_label)
     at_label = p_label * _slope(c, ln_p_label, p_label, None)
     if c.label is not None:  # 1 - p would round to 0
         at_label += (c.label * -jnp.expm1(rows.logprob))[:, None]
-    column = jnp.where(here, labels, sampling.columns)[:, None]
+    column = jnp.where(in_part, labels, sampling.columns)[:, None]
     return jnp.concatenate([ln_p_label, ln_p], axis=1), SparseDerivative(
         jnp.concatenate([column, entries.columns], axis=1),
-        jnp.concatenate([jnp.where(here[:, None], at_label, 0), others], axis=1),
+        jnp.concatenate([jnp.where(in_part[:, None], at_label, 0), others], axis=1),
     )
 
 
@@ -201,13 +201,13 @@ class SortedEntries(NamedTuple):
 def sort_by_column(dz: SparseDerivative) -> SortedEntries:
     """Pairs of all entries; tokens of one column stay in their order."""
     n_slots = dz.columns.shape[1]
-    at = jnp.arange(dz.columns.size, dtype=jnp.int32)
-    columns, at = lax.sort((dz.columns.reshape(-1), at), num_keys=1)
-    return SortedEntries(columns, at // n_slots, dz.values.reshape(-1)[at])
+    index = jnp.arange(dz.columns.size, dtype=jnp.int32)
+    columns, index = lax.sort((dz.columns.reshape(-1), index), num_keys=1)
+    return SortedEntries(columns, index // n_slots, dz.values.reshape(-1)[index])
 
 
 def _slope(c, ln_p, p, label):
-    """α - label + β ln p + γ p, of rows [N, slots]; what is absent is zero."""
+    """α - label + β ln p + γ p, of rows [N, slots]; an absent coefficient is zero."""
     slope = jnp.zeros_like(p)
     terms = (c.alpha, 1), (label, -1), (c.beta, ln_p), (c.gamma, p)
     for coefficient, factor in terms:

@@ -32,7 +32,7 @@ class Rounded(NamedTuple):
 
 
 class EightBits(NamedTuple):
-    """What a call's tokens share: W's copy, and which channels are not in it."""
+    """Operands that a call's tokens share: W's copy, and the channels outside of it."""
 
     W: Rounded  # [V, D]; its values and scale do not depend on hidden
     channels: jax.Array  # int32 [CHANNELS]
@@ -57,7 +57,7 @@ def check(spec: Spec, source: Any, rows: TokenRows) -> None:
         "temperature=1.0": rows.temperature is None,
         "the whole vocabulary, without axis_name": spec.shards is None,
     }
-    missing = [what for what, given in known.items() if not given]
+    missing = [name for name, is_met in known.items() if not is_met]
     if missing:
         raise NotImplementedError(
             f"gradient=Sample({spec.gradient_samples}, forward={spec.forward!r}) needs "
@@ -119,8 +119,8 @@ def logits_at(spec: Spec, head: Factors, hidden: jax.Array, columns: jax.Array):
     n_slots = jnp.max(jnp.where(columns < spec.columns, slots, 0))
 
     def slot(k, z):
-        here = W.at[columns[:, k]].get(mode="clip").astype(spec.stats_dtype)
-        return z.at[:, k].set(jnp.sum(here * hidden.astype(spec.stats_dtype), axis=1))
+        W_rows = W.at[columns[:, k]].get(mode="clip").astype(spec.stats_dtype)
+        return z.at[:, k].set(jnp.sum(W_rows * hidden.astype(spec.stats_dtype), axis=1))
 
     zeros = vocab_shards.vary(jnp.zeros(columns.shape, spec.stats_dtype), spec.varying)
     return lax.fori_loop(0, n_slots, slot, zeros)
@@ -133,7 +133,7 @@ def label_logits(spec: Spec, head: Factors, hidden: jax.Array, labels: jax.Array
 
 
 def normaliser(others: Stats, label_logit: jax.Array) -> Normaliser:
-    """That of ẑ and the label's z, by which entries are selected."""
+    """The normaliser of ẑ and the label's z, by which entries are selected."""
     stats = row_stats.merge(others, _of_label(label_logit))
     whole = row_stats.finish(stats, jnp.ones(label_logit.shape, jnp.bool_))
     return Normaliser(whole.max, whole.log_sum)
@@ -194,12 +194,12 @@ def nothing(
     return outputs, vocab_shards.vary(entries, spec.varying)
 
 
-def put(results: tuple[dict, Entries], row_ids, found: Corrected):
-    """`nothing`, or results of other rows, with those of some rows."""
+def put(results: tuple[dict, Entries], row_ids, new: Corrected):
+    """The results of all rows, as of `nothing`, with new ones of some rows."""
     outputs, entries = results
-    here = found.outputs._asdict() | {ERROR: found.error}
-    here = {k: here[k] for k in outputs}
-    return backend_operands.put_all((outputs, entries), row_ids, (here, found.entries))
+    values = new.outputs._asdict() | {ERROR: new.error}
+    values = {k: values[k] for k in outputs}
+    return backend_operands.put_all((outputs, entries), row_ids, (values, new.entries))
 
 
 def _of_label(label_logit):

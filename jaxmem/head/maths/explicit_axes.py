@@ -49,18 +49,18 @@ def with_automatic_axes(
 def _run_automatic(function, mesh, call, specs) -> Any:
     """Call the function with the mesh's explicit axes turned into automatic ones."""
     leaves, tree = jax.tree.flatten(call.arguments, is_leaf=_is_no_tree)
-    places = [i for i, x in enumerate(leaves) if mesh_of(x)]
+    indices = [i for i, x in enumerate(leaves) if mesh_of(x)]
 
     def run(*arrays):
-        given = dict(zip(places, arrays, strict=True))
-        given = tree.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
-        automatic = inspect.BoundArguments(call.signature, given)
+        by_index = dict(zip(indices, arrays, strict=True))
+        values = [by_index.get(i, x) for i, x in enumerate(leaves)]
+        automatic = inspect.BoundArguments(call.signature, tree.unflatten(values))
         return function(*automatic.args, **automatic.kwargs)
 
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return jax.sharding.auto_axes(
         run, axes=explicit_axes(mesh), out_sharding=shardings
-    )(*(_unmarked(jnp.asarray(leaves[i])) for i in places))
+    )(*(_unmarked(jnp.asarray(leaves[i])) for i in indices))
 
 
 def sharded_like(**sources: int) -> Callable[[Mapping[str, Any]], PartitionSpec]:

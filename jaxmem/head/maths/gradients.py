@@ -1,4 +1,4 @@
-"""How a verb computes its gradients: one small static object, `gradient=`."""
+"""Ways to compute gradients: one small static object, `gradient=` of a verb."""
 
 import dataclasses
 from typing import Any, Literal, get_args
@@ -74,8 +74,8 @@ class Sample:
         """Raise a ValueError for what is no positive integer, or no known forward."""
         check_numbers(self, {"k": integers(1, below=2**31)})
         known = get_args(Forward)
-        wanted = f"one of {', '.join(map(repr, known))}"
-        check_field(self, "forward", self.forward in known, wanted)
+        expected = f"one of {', '.join(map(repr, known))}"
+        check_field(self, "forward", self.forward in known, expected)
 
     def facts(self, vocab_size: int) -> dict[str, Any]:
         """The fields of `Spec` that it decides on; a ValueError for too large a k."""
@@ -113,22 +113,22 @@ def facts(gradient: Gradient | None, vocab_size: int) -> dict[str, Any]:
 
 def facts_of_whole_logits(gradient: Gradient | None, vocab_size: int) -> dict[str, Any]:
     """`facts`, for verbs that read a chunk's exact logits over the whole vocabulary."""
-    found = facts(gradient, vocab_size)
-    if found.get("gradient_blocks", 1) > 1:
+    fields = facts(gradient, vocab_size)
+    if fields.get("gradient_blocks", 1) > 1:
         raise NotImplementedError(
             f"gradient={gradient} must have one block: this verb reads whole rows of "
             "logits, and sums W's gradient at once"
         )
-    if found.get("forward", "exact") != "exact":
+    if fields.get("forward", "exact") != "exact":
         raise NotImplementedError(
             f"gradient={gradient} must have forward='exact': this verb needs more "
             "exact logits than those of labels and sampled entries"
         )
-    return found
+    return fields
 
 
 def from_literal(value: object) -> Gradient | None:
-    """What a gin file spells as None, or a name and a class's arguments.
+    """The gradient that a gin file spells as None, or as a name and arguments.
 
     These are ("recompute", blocks), ("sample", k) and ("sample", k, "int8").
     """

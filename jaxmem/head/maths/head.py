@@ -17,7 +17,7 @@ from jaxmem.head.maths.spec import Layout
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Head:
-    """What maps hidden states to logits; every verb takes one in the place of W.
+    """The map of hidden states to logits; every verb takes one in place of W.
 
         z = softcap·tanh((h Wᵀ + bias) / softcap)
 

@@ -22,7 +22,7 @@ from jaxmem import devices
 
 
 def is_possible() -> bool:
-    """Whether XLA may partition what is being traced.
+    """True if XLA may partition the program that is being traced.
 
     It may not inside `jax.shard_map`, where each device already has its own shard.
     """
@@ -39,23 +39,23 @@ def by_tokens(run: Callable, of_tokens: Callable[[Any], Any]) -> Callable:
     """
 
     def call(*args):
-        given = of_tokens(args)
+        flags = of_tokens(args)
         if jax.config.jax_remove_custom_partitioning_ptr_from_cache_key:
             return _split(
-                lambda _, *args: run(*args), (False, *given), of_tokens,
+                lambda _, *args: run(*args), (False, *flags), of_tokens,
                 (_fingerprint(run, args), *args),
             )  # fmt: skip
-        return _split(run, given, of_tokens, args)
+        return _split(run, flags, of_tokens, args)
 
     return call
 
 
-def _split(run, given, flags_of, args):
+def _split(run, args_flags, flags_of, args):
     """Call `run(*args)` so that XLA asks `_partition` how to partition it."""
     leaves, tree = jax.tree.flatten(args)
     results = jax.eval_shape(run, *args)
     shapes, out_tree = jax.tree.flatten(results)
-    of_tokens, flags = _flags(given, args), _flags(flags_of(results), results)
+    of_tokens, flags = _flags(args_flags, args), _flags(flags_of(results), results)
 
     def flat(*leaves):
         return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 
 class Stream(enum.IntEnum):
-    """What is drawn; the constants are four letters each.
+    """A purpose of random numbers; the constants are four letters each.
 
     Initial weights have the seed's own key, into which `nnx.Rngs` folds numbers far
     below every constant here; shuffles on the host have generators of the seed alone.

@@ -285,7 +285,7 @@ def _reduce_last(terms):
 
 
 def is_label(z, labels) -> jax.Array:
-    """Whether a column of logits z [C, V] is the label's."""
+    """True for the label's column of logits z [C, V]."""
     return lax.broadcasted_iota(jnp.int32, z.shape, 1) == labels[:, None]
 
 
@@ -306,7 +306,7 @@ def finite(row_max: jax.Array) -> jax.Array:
 
 
 def difference(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(a - b rounded, what the rounding lost); 0 was lost from an infinite one.
+    """(a - b rounded, the rounding error, which is 0 for an infinite difference).
 
     Knuth's two-sum: only sums and differences, which no compiler reorders.
     """
@@ -319,8 +319,8 @@ def difference(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 def power_of_two(x: jax.Array) -> jax.Array:
     """The largest power of two up to x > 0, by which products are exact; 1 for none."""
     mantissa, exponent = jnp.frexp(x)
-    found = jnp.isfinite(x) & (mantissa > 0)
-    return jnp.ldexp(jnp.ones_like(x), jnp.where(found, exponent - 1, 0))
+    exists = jnp.isfinite(x) & (mantissa > 0)
+    return jnp.ldexp(jnp.ones_like(x), jnp.where(exists, exponent - 1, 0))
 
 
 def _not_infinite(x):

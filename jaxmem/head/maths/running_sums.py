@@ -89,10 +89,10 @@ def window(x: jax.Array, leaf: jax.Array, width: int) -> tuple[jax.Array, jax.Ar
     x = jnp.pad(x, ((0, 0), (0, max(width - x.shape[1], 0))))
     first = jnp.minimum(leaf * width, x.shape[1] - width)
 
-    def one(row, first):
+    def read_leaf(row, first):
         return lax.dynamic_slice(row, (first,), (width,))
 
-    entries = jax.vmap(jax.vmap(one, (None, 0)))(x, first)
+    entries = jax.vmap(jax.vmap(read_leaf, (None, 0)))(x, first)
     return first[..., None] + jnp.arange(width, dtype=jnp.int32)[None, None], entries
 
 

@@ -57,7 +57,7 @@ class Spec:
     # Mesh axes along which W is replicated, and `xla_sampled.over_tokens` sums its
     # gradient; W is typed as varying along all others.
     token_axes: tuple[str, ...] = ()
-    token_parallel: bool = False  # whether jit may partition the call by tokens
+    token_parallel: bool = False  # True if jit may partition the call by tokens
     vocab_groups: int | None = None  # groups of columns, merged in a tree; None: none
     first: int = 0  # of a group: its first column within this device's shard
     shard_columns: int | None = None  # of a group: columns of the shard; None: no group
@@ -65,17 +65,17 @@ class Spec:
     @property
     def all_columns(self) -> int:
         """Columns of all shards, padding included."""
-        here = self.shard_columns or self.columns
-        return here * (self.shards.count if self.shards else 1)
+        in_shard = self.shard_columns or self.columns
+        return in_shard * (self.shards.count if self.shards else 1)
 
     @property
     def is_part(self) -> bool:
-        """Whether the columns are a shard or a group of the vocabulary."""
+        """True if the columns are a shard or a group of the vocabulary."""
         return bool(self.shards or self.shard_columns)
 
     @property
     def partial_hidden(self) -> bool:
-        """Whether hidden's cotangent is one term of a sum, which is rounded later."""
+        """True if hidden's cotangent is one term of a sum, which is rounded later."""
         return bool(self.shard_columns or (self.shards and self.shards.same_hidden))
 
     @property
@@ -85,7 +85,7 @@ class Spec:
 
     @property
     def keeps_gradient(self) -> bool:
-        """Whether the forward pass stores the derivative of the one output by hidden.
+        """True if the forward pass stores the derivative of the one output by hidden.
 
         The backward pass then only scales that residual by the output's cotangent, row
         by row. With W trained, the cotangent of W would need the logits again.

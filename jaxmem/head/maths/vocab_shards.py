@@ -86,11 +86,11 @@ def vary(tree, axes: frozenset[str]) -> Any:
     if not axes:
         return tree
 
-    def one(x):
+    def vary_array(x):
         missing = tuple(sorted(axes - varying(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(vary_array, tree)
 
 
 def sum_hidden(shards: Shards | None, dhidden, dW, overlap: bool) -> tuple[Any, Any]:
@@ -150,5 +150,5 @@ def types(axes: frozenset[str]) -> dict:
 
 
 def _is_checked(axis):
-    """Whether types carry varying axes: they do not under check_vma=False."""
+    """True if types carry varying axes: they do not under check_vma=False."""
     return axis in varying(lax.axis_index(axis))

@@ -33,27 +33,34 @@ class CheckedCall(NamedTuple):
 
     spec: Spec
     backend: Backend
-    source: Any  # Factors or Logits
-    rows: Any  # `TokenRows`; of a loss, the operands that its rule calls given
+    source: Any  # Factors or CallerLogits
+    rows: Any  # `TokenRows`; of a loss, the constants of its rule
+    shape: tuple[int, ...]  # of the caller's tokens
+
+
+class ColumnsCall(NamedTuple):
+    """A checked call that only "xla" runs; the source is still to be typed."""
+
+    spec: Spec
+    source: Factors
+    rows: TokenRows
     shape: tuple[int, ...]  # of the caller's tokens
 
 
 def columns_call(
     verb: str, hidden, W, options: CallOptions, labels=NO_LABELS
-) -> tuple[Spec, Factors, TokenRows, tuple[int, ...]]:
-    """A call that only "xla" runs: (spec, source, rows, tokens' shape).
-
-    The source is still to be typed, and the call to be recorded.
-    """
+) -> ColumnsCall:
+    """A call that only "xla" runs, which is still to be recorded."""
     check_only_xla(verb, options.implementation)
     source, head, shape = read_head(hidden, W)
     spec = spec_of(source, head, (), options)
     gradients.facts_of_whole_logits(options.gradient, spec.vocab_size)
-    return spec, source, read_rows(spec, shape, labels, options), shape
+    rows = read_rows(spec, shape, labels, options)
+    return ColumnsCall(spec, source, rows, shape)
 
 
 def read_logits(logits, head: Head) -> tuple[CallerLogits, Head, tuple[int, ...]]:
-    """Given logits [..., V] as `read_head` returns a head; head has no W."""
+    """The caller's logits [..., V], as `read_head` returns a head; `head` has no W."""
     logits = checks.as_array("logits", logits)
     checks.check_hidden(logits, "logits")
     shape = logits.shape[:-1]
@@ -79,19 +86,21 @@ def call(
     return CheckedCall(spec, backend, source, rows, shape)
 
 
-def _typed_samples(spec, given, rows):
-    """`typed`, but with W as given if all devices have fewer tokens than columns.
+def _typed_samples(spec, source, rows):
+    """`typed`, but W keeps its type if all devices have fewer tokens than columns.
 
-    Then its gradient takes less communication in parts of the vocabulary.
+    Its gradient then takes less communication in parts of the vocabulary.
     """
-    spec, source = typed(spec, given, rows)
-    axes = vocab_shards.varying(source) - vocab_shards.varying((given.W, given.bias))
+    untyped = source
+    spec, source = typed(spec, untyped, rows)
+    axes = vocab_shards.varying(source)
+    axes = axes - vocab_shards.varying((untyped.W, untyped.bias))
     mesh_axes = jax.sharding.get_abstract_mesh().axis_names
     axes = tuple(axis for axis in mesh_axes if axis in axes)
-    if not axes or given.hidden.shape[0] * jax.lax.axis_size(axes) >= spec.columns:
+    if not axes or untyped.hidden.shape[0] * jax.lax.axis_size(axes) >= spec.columns:
         return spec, source
     spec = dataclasses.replace(spec, token_axes=axes)
-    return spec, given._replace(hidden=source.hidden)
+    return spec, untyped._replace(hidden=source.hidden)
 
 
 def check_only_xla(verb: str, implementation: Implementation | None) -> None:
@@ -115,7 +124,7 @@ def sampler(
 
 
 def uses_kernels(implementation: Implementation | None) -> bool:
-    """Whether kernels may read the logits of a verb that only "xla" has."""
+    """True if kernels may read the logits of a verb that only "xla" has."""
     on_gpu = implementation is None and devices.backend() == "gpu"
     return on_gpu and devices.has_mosaic()
 
@@ -134,7 +143,7 @@ def record_only_xla(
 
 
 def spec_of(source: Any, head: Head, outputs, options: CallOptions) -> Spec:
-    """The static facts of a call, of which `facts` has those that are given."""
+    """The static facts of a call."""
     tokens, dtype = source[0].shape[0], np.dtype(source[0].dtype)
     columns = all_columns = vocab_size = source.columns(head.layout)
     facts: dict[str, Any] = {"token_parallel": partition.is_possible()}

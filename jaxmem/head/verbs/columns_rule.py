@@ -35,8 +35,8 @@ from jaxmem.head.maths.backend_operands import (
 )
 from jaxmem.head.maths.column_sampling import Entries
 from jaxmem.head.maths.spec import Spec
-from jaxmem.head.verbs.given_ids import existing_columns
 from jaxmem.head.verbs.rule import LoopRule
+from jaxmem.head.verbs.token_ids import existing_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,37 +49,37 @@ class SomeColumnsRule(LoopRule):
 
     sampler: SampleLoops | None
 
-    def loop(self, source, rows, given, starts) -> tuple[Any, dict]:
+    def loop(self, source, rows, constants, starts) -> tuple[Any, dict]:
         """`forward_loop`; with starts [N], the residuals have sampled entries."""
         raise NotImplementedError
 
-    def derivative(self, given, result, saved, g) -> "SoftmaxDerivative":
+    def derivative(self, constants, result, saved, g) -> "SoftmaxDerivative":
         """The derivative by the logits of some rows, for the result's cotangent g."""
         raise NotImplementedError
 
-    def forward_loop(self, source, rows, given):
-        return self.loop(source, rows, given, None)
+    def forward_loop(self, source, rows, constants):
+        return self.loop(source, rows, constants, None)
 
-    def saving_loop(self, source, rows, given):
+    def saving_loop(self, source, rows, constants):
         starts = None
         if self.sampler is not None:
             sampling = sampling_of(self.spec)
             starts = starts_of(self.spec, sampling, rows[0])
-        return self.loop(source, rows, given, starts)
+        return self.loop(source, rows, constants, starts)
 
-    def backward_loop(self, source, rows, given, result, saved, g):
-        operands = given, result, saved, g
+    def backward_loop(self, source, rows, constants, result, saved, g):
+        operands = constants, result, saved, g
         if self.sampler is not None:
             d = self.derivative(*operands)
             dz = at_entries(self.spec, rows[0], d, saved["entries"])
             return self.sampler.gradient(self.spec, source, rows[0], dz)
 
         def derivative(row_ids):
-            def here(x):
+            def take_rows(x):
                 is_id = jnp.issubdtype(x.dtype, jnp.integer)
                 return take(x, row_ids, fill_value=-1 if is_id else 0)
 
-            return self.derivative(*jax.tree.map(here, operands))
+            return self.derivative(*jax.tree.map(take_rows, operands))
 
         return pull(self.spec, source, rows[0], derivative)
 
@@ -88,26 +88,26 @@ class SomeColumnsRule(LoopRule):
 class ColumnsRule(SomeColumnsRule):
     """The rule of ln p of K distinct columns a token and of the rest, [N, K + 1].
 
-    Given are their ids [N, K]. A negative id is absent, with ln p of -inf; an id that
-    does not exist makes its token NaN. Cotangents are 0 where ln p is -inf and no id
-    or no rest is there.
+    The constants are their ids [N, K]. A negative id is absent, with ln p of -inf; an
+    id that does not exist makes its token NaN. Cotangents are 0 where ln p is -inf
+    because an id or the rest is absent.
     """
 
-    def loop(self, source, rows, given, starts):
+    def loop(self, source, rows, constants, starts):
         (rows,), spec = rows, self.spec
         head = source.cast(spec)
 
         def chunk(row_ids, results):
             z = logits(spec, head, rows, row_ids)
-            ids = take(given, row_ids, fill_value=-1)
+            ids = take(constants, row_ids, fill_value=-1)
             parts = split(spec, z, ids)
             saved = {"normaliser": parts.rest, "logsumexp": parts.logsumexp}
             if starts is not None:
-                here = take(starts, row_ids)
-                saved |= sampled(spec, parts.logits, parts.rest, ids, here)
+                row_starts = take(starts, row_ids)
+                saved |= sampled(spec, parts.logits, parts.rest, ids, row_starts)
             return put_all(results, row_ids, (parts.log_p, saved))
 
-        n_rows, n_ids = given.shape
+        n_rows, n_ids = constants.shape
         zero = jnp.zeros(n_rows, spec.stats_dtype)
         log_p = jnp.zeros((n_rows, n_ids + 1), spec.stats_dtype)
         saved = {"normaliser": row_stats.Normaliser(zero, zero), "logsumexp": zero}
@@ -115,9 +115,9 @@ class ColumnsRule(SomeColumnsRule):
         results = log_p, saved | nothing_sampled(spec, starts)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
-    def derivative(self, given, result, saved, g):
-        found = derivative_of_split(given, result, g, saved["normaliser"])
-        return found._replace(logits=result[:, :-1] + saved["logsumexp"][:, None])
+    def derivative(self, constants, result, saved, g):
+        dz = derivative_of_split(constants, result, g, saved["normaliser"])
+        return dz._replace(logits=result[:, :-1] + saved["logsumexp"][:, None])
 
 
 class Split(NamedTuple):
@@ -125,7 +125,7 @@ class Split(NamedTuple):
 
     log_p: jax.Array  # [C, K + 1], the rest's last
     rest: row_stats.Normaliser  # [C]
-    logits: jax.Array  # those given, in the same memory
+    logits: jax.Array  # [C, V], in the memory of those that were split
     largest: jax.Array  # [C], of them
     logsumexp: jax.Array  # [C], of them
 
@@ -137,7 +137,7 @@ class SoftmaxDerivative(NamedTuple):
     at_ids: jax.Array  # [C, K]
     factor: jax.Array  # [C]
     normaliser: row_stats.Normaliser  # [C], of the softmax
-    logits: jax.Array | None = None  # [C, K] of the ids, rounded, where none are there
+    logits: jax.Array | None = None  # [C, K] of the ids, rounded
 
 
 def sampled(spec: Spec, z, normaliser, ids, starts) -> dict[str, Entries]:
@@ -152,7 +152,7 @@ def sampled(spec: Spec, z, normaliser, ids, starts) -> dict[str, Entries]:
 def select(spec: Spec, density: jax.Array, ids, starts: jax.Array) -> Entries:
     """Entries of rows, sampled by a density [C, V] of columns; not those of ids."""
     if ids is not None:
-        density = density.at[places(spec, ids)].set(0, mode="drop")
+        density = density.at[indices_of(spec, ids)].set(0, mode="drop")
     ones = jnp.ones(len(density), density.dtype)
     return column_sampling.select(sampling_of(spec), density, ones, starts)
 
@@ -191,7 +191,7 @@ def unnormalised(log_p: jax.Array, rows: row_stats.Normaliser) -> jax.Array:
 
 
 def distinct_columns(spec: Spec, ids: jax.Array) -> jax.Array:
-    """Columns of ids here; past the end for all but the first of equal neighbours."""
+    """Columns of ids in this shard; past the end for repeats of the id before."""
     repeats = jnp.pad(ids[:, 1:] == ids[:, :-1], ((0, 0), (1, 0)))
     return existing_columns(spec, jnp.where(repeats, -1, ids))
 
@@ -244,7 +244,7 @@ def put_in_columns(
     """
     dtype = spec.compute_dtype if head.bias is None else spec.stats_dtype
     dz, at_ids = dz.astype(dtype), at_ids.astype(dtype)
-    return dz.at[places(spec, ids)].set(at_ids, mode="drop")
+    return dz.at[indices_of(spec, ids)].set(at_ids, mode="drop")
 
 
 def by_log_p(log_p: jax.Array, g: jax.Array, total=None) -> jax.Array:
@@ -286,7 +286,7 @@ def max_over_shards(spec: Spec, x: jax.Array) -> jax.Array:
     return lax.pmax(x, spec.shards.axes) if spec.shards else x
 
 
-def places(spec: Spec, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def indices_of(spec: Spec, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows and columns of ids in this shard's logits; out of bounds where not in it."""
     row = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     return row, existing_columns(spec, ids)
@@ -294,25 +294,25 @@ def places(spec: Spec, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def logits_at(spec: Spec, z: jax.Array, ids: jax.Array) -> jax.Array:
     """This shard's logits z [C, V] at ids [C, K]; -inf where they are not in it."""
-    return z.at[places(spec, ids)].get(mode="fill", fill_value=-jnp.inf)
+    return z.at[indices_of(spec, ids)].get(mode="fill", fill_value=-jnp.inf)
 
 
 def split(spec: Spec, z: jax.Array, ids: jax.Array) -> Split:
     """Log-probabilities of ids [C, K] and of the rest, from logits z [C, V]."""
     # Read these first, so that XLA can overwrite z, and afterwards put them back.
-    z, here = lax.optimization_barrier((z, logits_at(spec, z, ids)))
-    at_ids = max_over_shards(spec, here)
-    others = z.at[places(spec, ids)].set(-jnp.inf, mode="drop")
+    z, in_shard = lax.optimization_barrier((z, logits_at(spec, z, ids)))
+    at_ids = max_over_shards(spec, in_shard)
+    others = z.at[indices_of(spec, ids)].set(-jnp.inf, mode="drop")
     others, part = lax.optimization_barrier((others, row_stats.normaliser(others)))
     rest = over_shards(spec, part)
-    z = others.at[places(spec, ids)].set(here, mode="drop")
+    z = others.at[indices_of(spec, ids)].set(in_shard, mode="drop")
     largest = jnp.maximum(rest.max, jnp.max(at_ids, axis=1))
     at_ids = jnp.where(ids < spec.vocab_size, at_ids, jnp.nan)
     row_max = row_stats.finite(largest)[:, None]
     # The rest's two terms are not added up before their maximum is subtracted.
     log_rest = (rest.max[:, None] - row_max) + rest.log_sum[:, None]
     shifted = jnp.concatenate([at_ids - row_max, log_rest], axis=1)
-    of_parts = row_stats.normaliser(shifted)
-    log_p = row_stats.log_softmax(shifted, of_parts)
-    logsumexp = row_max[:, 0] + (of_parts.max + of_parts.log_sum)
+    normaliser = row_stats.normaliser(shifted)
+    log_p = row_stats.log_softmax(shifted, normaliser)
+    logsumexp = row_max[:, 0] + (normaliser.max + normaliser.log_sum)
     return Split(log_p, rest, z, largest, logsumexp)

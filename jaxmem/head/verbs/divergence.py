@@ -11,8 +11,9 @@ from jaxmem.head.verbs import arguments, divergence_targets
 from jaxmem.head.verbs.kinds import Kind
 
 
-def _sharding(given):
-    return merged(*divergence_targets.specs(given))
+def _sharding(values):
+    """Sharding of the result, by the arguments' values."""
+    return merged(*divergence_targets.specs(values))
 
 
 @with_automatic_axes(_sharding)

@@ -16,10 +16,10 @@ from jaxmem.head.verbs.kinds import Kind
 from jaxmem.head.verbs.single_pass import run
 
 
-def _shardings(given):
+def _shardings(values):
     """Shardings of the loss and of every metric."""
     return PartitionSpec(), merged(
-        spec_of(given["labels"]), *divergence_targets.specs(given)
+        spec_of(values["labels"]), *divergence_targets.specs(values)
     )
 
 
@@ -96,11 +96,11 @@ def divergence_loss(
     )  # fmt: skip
     checked = divergence_targets.check(target)
     student = divergence_targets.Student(hidden, W, labels, options)
-    rule_of, spec, source, given, shape = checked.of.loss(
-        checked.kind, student, statistics_temperature
-    )
+    loss = checked.of.loss(checked.kind, student, statistics_temperature)
     # Kernels have no loop for it, but may sum the entries that are sampled.
-    named = implementation if spec.gradient_samples else "xla"
-    backend, _ = choose.choose(named, spec, source)
-    call = arguments.CheckedCall(spec, backend, source, given, shape)
-    return run(rule_of, loss_fn, call, per_token, normalizer, of_divergence=True)
+    named = implementation if loss.spec.gradient_samples else "xla"
+    backend, _ = choose.choose(named, loss.spec, loss.source)
+    call = arguments.CheckedCall(
+        loss.spec, backend, loss.source, loss.constants, loss.shape
+    )
+    return run(loss.rule_of, loss_fn, call, per_token, normalizer, of_divergence=True)

@@ -34,16 +34,16 @@ from jaxmem.head.maths.column_sampling import SparseDerivative
 from jaxmem.head.maths.row_stats import TokenStats
 from jaxmem.head.maths.spec import Spec
 from jaxmem.head.verbs import arguments, columns_rule, kinds, selected, traced_loss
-from jaxmem.head.verbs.given_ids import existing_columns
 from jaxmem.head.verbs.kinds import Kind
 from jaxmem.head.verbs.rule import on_tokens
 from jaxmem.head.verbs.sampled_rule import sampler_of
+from jaxmem.head.verbs.token_ids import existing_columns
 from jaxmem.head.verbs.traced_loss import LossOperands, Values
 from jaxmem.head.verbs.vjp import LossRule
 
 
 class Compared(NamedTuple):
-    """A divergence of some rows, and what its derivative reads."""
+    """A divergence of some rows, and the arrays that its derivative reads."""
 
     logits: tuple[jax.Array, ...]  # the policy's first, [C, columns]
     value: jax.Array  # [C]
@@ -64,27 +64,27 @@ class ByLogits(NamedTuple):
 class DivergenceLossRule(LossRule):
     """`LossRule` with a divergence.
 
-    Given is `(rows, scale, *others)`; the statistics are those of the policy's logits
-    times the scale [N], or None. The operands' per-token arrays lack the divergence,
-    which the loops compute.
+    The constants have fields `rows` and `scale`, and those of a subclass. The
+    statistics are those of the policy's logits times the scale [N]; it may be None. The
+    operands' per-token arrays lack the divergence, which the loops compute.
     """
 
-    has_ids: ClassVar[bool] = False  # given[2], [N, K], are the ids of `by_logits`
+    has_ids: ClassVar[bool] = False  # `constants.ids`, [N, K], are those of `by_logits`
 
     def refuse(self, fixed):
         super().refuse(fixed)
-        scale = fixed[0][1]
+        scale = fixed[0].scale
         if scale is not None and scale.perturbed:  # the rows' temperature is not
             raise NotImplementedError(
                 "jaxmem: statistics_temperature is not differentiable here; wrap it in "
                 "jax.lax.stop_gradient"
             )
 
-    def heads(self, source, given) -> tuple:
-        """The policy, and a head it is compared with, in the dtypes of the products."""
+    def heads(self, source, constants) -> tuple:
+        """The policy, and maybe its reference, in the dtypes of the products."""
         return (source.cast(self.spec),)
 
-    def compare(self, heads, given, row_ids) -> Compared:
+    def compare(self, heads, constants, row_ids) -> Compared:
         """The divergence of some rows."""
         raise NotImplementedError
 
@@ -96,11 +96,11 @@ class DivergenceLossRule(LossRule):
         raise NotImplementedError
 
     def density(self, logits, saved) -> tuple[jax.Array, jax.Array | None]:
-        """By which columns [C, V] are sampled, but the ids [C, K] of `by_logits`."""
+        """(density [C, V] by which columns are sampled, exact ids [C, K] or None)."""
         raise NotImplementedError
 
     def entries(self, tile, starts) -> tuple[jax.Array, jax.Array]:
-        """The sampled columns of some rows, and what they weigh, [C, K]."""
+        """The sampled columns of some rows and their weights, [C, K] each."""
         density, ids = self.density(tile["compared"].logits, tile["compared"].saved)
         if tile["scale"] is not None:
             outputs = tile["outputs"]
@@ -108,26 +108,26 @@ class DivergenceLossRule(LossRule):
             normaliser = row_stats.Normaliser(outputs.max, outputs.log_sum)
             p = jnp.exp(row_stats.log_softmax(z, normaliser))
             density = (density + p[:, : density.shape[1]]) / 2
-        found = columns_rule.select(self.spec, density, ids, starts)
+        drawn = columns_rule.select(self.spec, density, ids, starts)
         sampling = sampling_of(self.spec)
-        return found.columns, column_sampling.inverse(sampling, found.p)
+        return drawn.columns, column_sampling.inverse(sampling, drawn.p)
 
     def forward(self, trained, fixed):
-        (source, per_token, count), (given, closed) = trained, fixed
-        stats, divergence = on_tokens(self.spec, self._outputs, source, given)
+        (source, per_token, count), (constants, closed) = trained, fixed
+        stats, divergence = on_tokens(self.spec, self._outputs, source, constants)
         operands = LossOperands((divergence, *per_token), closed)
-        return self.total(stats, given[0], operands, count)
+        return self.total(stats, constants.rows, operands, count)
 
-    def one_pass(self, spec, source, given, operands, count):
-        rows, this = given[0], dataclasses.replace(self, spec=spec)
-        heads, n_rows = this.heads(source, given), len(rows.labels)
+    def one_pass(self, spec, source, constants, operands, count):
+        rows, rule = constants.rows, dataclasses.replace(self, spec=spec)
+        heads, n_rows = rule.heads(source, constants), len(rows.labels)
         kind = _Sampled if spec.gradient_samples else _Exact
-        gradient = kind(this, heads[0], given)
+        gradient = kind(rule, heads[0], constants)
 
         def chunk(row_ids, carry):
             values, sums = carry
-            tile = this._tile(heads, given, row_ids)
-            new, g = this._differentiate(tile, row_ids, operands, count, n_rows)
+            tile = rule._read_rows(heads, constants, row_ids)
+            new, g = rule._differentiate(tile, row_ids, operands, count, n_rows)
             sums = gradient.add(tile, row_ids, g, sums)
             return put_all(values, row_ids, new), sums
 
@@ -137,15 +137,15 @@ class DivergenceLossRule(LossRule):
         zeros = zeros._replace(per_token=zeros.per_token[1:])
         carry = vocab_shards.vary(zeros, spec.varying), gradient.zeros()
         values, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
-        return values, gradient.of(source, sums)
+        return values, gradient.finish(source, sums)
 
-    def _outputs(self, spec, source, given) -> tuple[dict, jax.Array]:
+    def _outputs(self, spec, source, constants) -> tuple[dict, jax.Array]:
         """Statistics by name and the divergence, [N]; 0 where inactive."""
-        rows, this = given[0], dataclasses.replace(self, spec=spec)
-        heads = this.heads(source, given)
+        rows, rule = constants.rows, dataclasses.replace(self, spec=spec)
+        heads = rule.heads(source, constants)
 
         def chunk(row_ids, results):
-            tile = this._tile(heads, given, row_ids)
+            tile = rule._read_rows(heads, constants, row_ids)
             new = {k: getattr(tile["outputs"], k) for k in TokenStats._fields}
             return put_all(results, row_ids, (new, tile["compared"].value))
 
@@ -155,16 +155,16 @@ class DivergenceLossRule(LossRule):
         results = vocab_shards.vary(results, spec.varying)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
-    def _tile(self, heads, given, row_ids) -> dict[str, Any]:
-        """What the loss and its derivative read of some rows."""
-        rows, scale, *_ = given
-        compared = self.compare(heads, given, row_ids)
+    def _read_rows(self, heads, constants, row_ids) -> dict[str, Any]:
+        """The tile of some rows: arrays that the loss and its derivative read."""
+        rows, scale = constants.rows, constants.scale
+        compared = self.compare(heads, constants, row_ids)
         labels, largest = part_labels(self.spec, rows, row_ids), compared.largest
         if scale is not None:  # rows past the last one have none
             scale = jnp.where(row_ids < len(scale), take(scale, row_ids), 1)
             largest = None if largest is None else largest * scale
-        of_stats = _scaled(compared.logits[0], scale)
-        stats, _ = row_stats.of_tile(of_stats, labels, largest)
+        z = _scaled(compared.logits[0], scale)
+        stats, _ = row_stats.of_tile(z, labels, largest)
         outputs = merged(self.spec, rows, row_ids, stats)
         masses, compared = compared.masses, compared._replace(masses=None)
         # The derivative computes probabilities again instead of storing [C, V] of them.
@@ -196,13 +196,13 @@ class DivergenceLossRule(LossRule):
     def derivative(self, tile, rows, row_ids, g) -> Callable[..., jax.Array]:
         """The derivative by logits before softcap and temperature, as a function.
 
-        It takes scaled logits [C, K], whether each is the label's, and the divergence's
-        derivative by them, for cotangents g of the statistics.
+        It takes scaled logits [C, K], booleans that mark the label's, and the
+        divergence's derivative by them, for cotangents g of the statistics.
         """
         outputs, spec = tile["outputs"], self.spec
         # Rows past the last active one: ln S = inf makes every p zero.
-        here = row_ids < rows.labels.shape[0]
-        outputs = outputs._replace(log_sum=jnp.where(here, outputs.log_sum, jnp.inf))
+        exists = row_ids < rows.labels.shape[0]
+        outputs = outputs._replace(log_sum=jnp.where(exists, outputs.log_sum, jnp.inf))
         c, scale = row_stats.coefficients(outputs, g), tile["scale"]
 
         def add(z, is_label, of_divergence):
@@ -227,12 +227,12 @@ class _Exact(NamedTuple):
 
     rule: DivergenceLossRule
     head: Factors  # in the dtypes of the products
-    given: tuple  # of the rule
+    constants: Any  # of the rule
 
     @property
     def rows(self) -> TokenRows:
-        """Those of the tokens."""
-        return self.given[0]
+        """Labels, masks and temperatures of the tokens."""
+        return self.constants.rows
 
     def zeros(self) -> Any:
         """The initial value of the sums."""
@@ -243,16 +243,16 @@ class _Exact(NamedTuple):
         compared, spec = tile["compared"], self.rule.spec
         z, labels, (g, g_divergence) = compared.logits[0], tile["labels"], cotangents
         total = self.rule.derivative(tile, self.rows, row_ids, g)
-        found = self.rule.by_logits(compared.logits, compared.saved, g_divergence)
-        dz = total(z, row_stats.is_label(z, labels), found.everywhere)
-        if found.ids is not None:
-            is_label = existing_columns(spec, found.ids) == labels[:, None]
-            z_ids = columns_rule.logits_at(spec, z, found.ids)
-            at_ids = total(z_ids, is_label, found.at_ids)
-            dz = columns_rule.put_in_columns(spec, self.head, dz, found.ids, at_ids)
+        parts = self.rule.by_logits(compared.logits, compared.saved, g_divergence)
+        dz = total(z, row_stats.is_label(z, labels), parts.everywhere)
+        if parts.ids is not None:
+            is_label = existing_columns(spec, parts.ids) == labels[:, None]
+            z_ids = columns_rule.logits_at(spec, z, parts.ids)
+            at_ids = total(z_ids, is_label, parts.at_ids)
+            dz = columns_rule.put_in_columns(spec, self.head, dz, parts.ids, at_ids)
         return xla.accumulate(spec, self.head, row_ids, dz, sums)
 
-    def of(self, source, sums) -> Factors:
+    def finish(self, source, sums) -> Factors:
         """The cotangent, from the sums."""
         spec = self.rule.spec
         return sum_over_shards(spec, trained_part(spec, sums))
@@ -267,7 +267,7 @@ class _Sampled(_Exact):
     def zeros(self):
         spec, n_ids = self.rule.spec, 0
         if self.rule.has_ids:
-            n_ids = self.given[2].shape[1]
+            n_ids = self.constants.ids.shape[1]
         shape = len(self.rows.labels), 1 + n_ids + (spec.gradient_samples or 0)
         columns = jnp.full(shape, spec.columns, jnp.int32)
         none = SparseDerivative(columns, jnp.zeros(shape, spec.stats_dtype))
@@ -276,30 +276,31 @@ class _Sampled(_Exact):
     def add(self, tile, row_ids, cotangents, sums):
         compared, spec = tile["compared"], self.rule.spec
         labels, (g, g_divergence) = tile["labels"][:, None], cotangents
-        here = self.rows._replace(draws=take(self.rows.draws, row_ids))
-        starts = starts_of(spec, sampling_of(spec), here)
+        rows = self.rows._replace(draws=take(self.rows.draws, row_ids))
+        starts = starts_of(spec, sampling_of(spec), rows)
         drawn, weights = self.rule.entries(tile, starts)
-        at = jnp.concatenate([labels, drawn], axis=1)
-        logits = column_sampling.at_columns(compared.logits, at)
+        columns = jnp.concatenate([labels, drawn], axis=1)
+        logits = column_sampling.at_columns(compared.logits, columns)
         total = self.rule.derivative(tile, self.rows, row_ids, g)
-        found = self.rule.by_logits(logits, compared.saved, g_divergence)
-        dz = total(logits[0], at == labels, found.everywhere)
+        parts = self.rule.by_logits(logits, compared.saved, g_divergence)
+        dz = total(logits[0], columns == labels, parts.everywhere)
         weights = jnp.where(drawn == labels, 0, weights)
         weights = jnp.concatenate([jnp.ones_like(dz[:, :1]), weights], axis=1)
-        if found.ids is not None:
-            ids = columns_rule.distinct_columns(spec, found.ids)
-            given = jnp.any(ids == labels, axis=1)
-            weights = weights.at[:, 0].set(jnp.where(given, 0.0, 1.0))
-            z = columns_rule.logits_at(spec, compared.logits[0], found.ids)
-            at_ids = total(z, ids == labels, found.at_ids)
-            at = jnp.concatenate([at, ids], axis=1)
+        if parts.ids is not None:
+            ids = columns_rule.distinct_columns(spec, parts.ids)
+            label_is_id = jnp.any(ids == labels, axis=1)
+            weights = weights.at[:, 0].set(jnp.where(label_is_id, 0.0, 1.0))
+            z = columns_rule.logits_at(spec, compared.logits[0], parts.ids)
+            at_ids = total(z, ids == labels, parts.at_ids)
+            columns = jnp.concatenate([columns, ids], axis=1)
             dz = jnp.concatenate([dz, at_ids], axis=1)
             weights = jnp.pad(weights, ((0, 0), (0, ids.shape[1])), constant_values=1)
-        used = (at >= 0) & (at < spec.columns) & (weights > 0)
-        at, dz = jnp.where(used, at, spec.columns), jnp.where(used, weights * dz, 0)
-        return put_all(sums, row_ids, SparseDerivative(at, dz))
+        used = (columns >= 0) & (columns < spec.columns) & (weights > 0)
+        columns = jnp.where(used, columns, spec.columns)
+        new = SparseDerivative(columns, jnp.where(used, weights * dz, 0))
+        return put_all(sums, row_ids, new)
 
-    def of(self, source, sums):
+    def finish(self, source, sums):
         sampler = sampler_of(self.rule.backend)
         return sampler.gradient(self.rule.spec, source, self.rows, sums)
 
@@ -312,7 +313,7 @@ def _scaled(z, scale):
 def statistics_scale(
     spec: Spec, shape: tuple[int, ...], rows: TokenRows, temperature: ArrayLike | None
 ) -> jax.Array | None:
-    """What scales the policy's divided logits for the statistics, [N]; None for 1."""
+    """Factor of the policy's divided logits for the statistics, [N]; None for 1."""
     if temperature is None:
         return None
     divisor = arguments.read_temperature(
@@ -323,27 +324,33 @@ def statistics_scale(
     return (1 if rows.temperature is None else rows.temperature) / divisor
 
 
+class ColumnsConstants(NamedTuple):
+    """Constants of `ColumnsLossRule`."""
+
+    rows: TokenRows
+    scale: jax.Array | None  # [N]
+    ids: jax.Array  # int32 [N, K], distinct or negative
+    log_q: jax.Array  # [N, K], the teacher's
+
+
 @dataclasses.dataclass(frozen=True)
 class ColumnsLossRule(DivergenceLossRule):
-    """`DivergenceLossRule` of given columns.
-
-    Given is `(rows, scale, distinct ids [N, K], the teacher's ln q [N, K])`.
-    """
+    """`DivergenceLossRule` of the columns that are known of a teacher."""
 
     how: tuple[Kind, bool]  # of `column_divergences.compare`
     has_ids: ClassVar[bool] = True
 
-    def compare(self, heads, given, row_ids):
-        rows, _, ids, log_q = given
-        z = columns_rule.logits(self.spec, heads[0], rows, row_ids)
-        ids = take(ids, row_ids, fill_value=-1)
-        log_q = take(log_q, row_ids, fill_value=-jnp.inf)
-        log_p, rest, z, largest, _ = columns_rule.split(self.spec, z, ids)
-        value, slopes = kinds.compare(self.how, log_p, log_q)
+    def compare(self, heads, constants, row_ids):
+        z = columns_rule.logits(self.spec, heads[0], constants.rows, row_ids)
+        ids = take(constants.ids, row_ids, fill_value=-1)
+        log_q = take(constants.log_q, row_ids, fill_value=-jnp.inf)
+        parts = columns_rule.split(self.spec, z, ids)
+        value, slopes = kinds.compare(self.how, parts.log_p, log_q)
         has_ids = jnp.any(ids >= 0, axis=1)
         slopes = jnp.where(has_ids[:, None], slopes, 0)
-        saved = {"ids": ids, "log_p": log_p, "slopes": slopes, "rest": rest}
-        return Compared((z,), jnp.where(has_ids, value, 0), saved, largest)
+        saved = {"ids": ids, "log_p": parts.log_p, "slopes": slopes, "rest": parts.rest}
+        value = jnp.where(has_ids, value, 0)
+        return Compared((parts.logits,), value, saved, parts.largest)
 
     def density(self, logits, saved):
         return jnp.exp(row_stats.log_softmax(logits[0], saved["rest"])), saved["ids"]
@@ -357,19 +364,24 @@ class ColumnsLossRule(DivergenceLossRule):
         return _by_logits(logits[0], derivative)
 
 
+class DrawnConstants(NamedTuple):
+    """Constants of `DrawnLossRule`."""
+
+    rows: TokenRows
+    scale: jax.Array | None  # [N]
+    ids: jax.Array  # int32 [N, K]; negative ones are absent, others may repeat
+
+
 @dataclasses.dataclass(frozen=True)
 class DrawnLossRule(DivergenceLossRule):
-    """`DivergenceLossRule` of the cross-entropy with ids drawn from the teacher.
-
-    Given is `(rows, scale, ids [N, K])`; negative ids are absent, others may repeat.
-    """
+    """`DivergenceLossRule` of the cross-entropy with ids drawn from the teacher."""
 
     has_ids: ClassVar[bool] = True
 
-    def compare(self, heads, given, row_ids):
-        spec, (rows, _, ids) = self.spec, given
-        z = columns_rule.logits(spec, heads[0], rows, row_ids)
-        ids = take(ids, row_ids, fill_value=-1)
+    def compare(self, heads, constants, row_ids):
+        spec = self.spec
+        z = columns_rule.logits(spec, heads[0], constants.rows, row_ids)
+        ids = take(constants.ids, row_ids, fill_value=-1)
         z, at_ids = jax.lax.optimization_barrier(
             (z, columns_rule.logits_at(spec, z, ids))
         )

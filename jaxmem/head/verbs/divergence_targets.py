@@ -1,4 +1,4 @@
-"""What a divergence is of: how much of the other distribution is known."""
+"""Targets of divergences, and the student that is compared with them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,21 +16,30 @@ from jaxmem.head.verbs.kinds import Kind
 
 
 class Student(NamedTuple):
-    """What a verb of divergences is given of the student."""
+    """Arguments of a divergence that describe the student."""
 
     hidden: Any
     W: Any
-    labels: Any  # `arguments.NO_LABELS` where none are given
+    labels: Any  # `arguments.NO_LABELS` for a verb without labels
     options: CallOptions
+
+
+class LossCall(NamedTuple):
+    """A checked call of a loss of divergences."""
+
+    rule_of: Callable  # (spec, backend, traced loss) to the loss's rule
+    spec: Spec
+    source: Factors
+    constants: Any  # of the rule; the first is the tokens' `TokenRows`
+    shape: tuple[int, ...]  # of the caller's tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
-    """The target of a divergence; a subclass says what is known of it.
+    """The target of a divergence; a subclass has the arrays that are known of it.
 
-    `shards` says whether the vocabulary may be sharded; if not, `heads_as` replaces
-    heads by those of all columns. `leading` names an array whose first axes are the
-    tokens'.
+    `shards` is True if the vocabulary may be sharded; if not, `heads_as` replaces heads
+    by those of all columns. `leading` names an array whose first axes are the tokens'.
     """
 
     shards: ClassVar[bool] = True
@@ -42,8 +51,8 @@ class Target:
 
     def loss(
         self, kind: Kind, student: Student, statistics_temperature: ArrayLike | None
-    ) -> tuple[Callable, Spec, Factors, tuple, tuple[int, ...]]:
-        """What makes a loss's rule, and its spec, head, `given` and tokens' shape."""
+    ) -> LossCall:
+        """The checked call of a loss of the divergence."""
         raise NotImplementedError
 
     def placed(self, places: Any) -> "Target":
@@ -55,15 +64,15 @@ class Target:
         return self
 
 
-def specs(given: Mapping[str, Any]) -> list[tuple]:
-    """Shardings of the tokens, by arguments of a verb; the one that decides first.
+def specs(arguments: Mapping[str, Any]) -> list[tuple]:
+    """Shardings of the tokens, by a verb's arguments; the one that decides is first.
 
-    Given ids come before hidden, and a teacher's hidden states after it.
+    A target's ids come before hidden, and a teacher's hidden states after it.
     """
-    of = getattr(given["target"], "of", None)
-    leading = getattr(of, getattr(of, "leading", ""), None)
-    found = [spec_of(given["hidden"], 1), spec_of(leading, 1)]
-    return found[::-1] if getattr(of, "shards", False) else found
+    target = getattr(arguments["target"], "of", None)
+    leading = getattr(target, getattr(target, "leading", ""), None)
+    shardings = [spec_of(arguments["hidden"], 1), spec_of(leading, 1)]
+    return shardings[::-1] if getattr(target, "shards", False) else shardings
 
 
 def check(target: Any) -> Kind:

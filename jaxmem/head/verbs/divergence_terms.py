@@ -58,7 +58,7 @@ XLA = Arithmetic(_exp, lambda a, b, c: a * b + c, jnp.minimum, product)
 
 
 class ColumnBlocks(NamedTuple):
-    """What is known of blocks of columns, in arrays of one shape."""
+    """Sums over blocks of columns, in arrays of one shape."""
 
     p: Any  # mass
     q: Any

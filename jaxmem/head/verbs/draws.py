@@ -121,20 +121,20 @@ def sample_ids(
 
 @dataclasses.dataclass(frozen=True)
 class _Draws(LoopRule):
-    """The rule of `sample_ids`; given are uniform uint32 [N, n]."""
+    """The rule of `sample_ids`; the constants are uniform uint32 [N, n]."""
 
     kernels: bool  # those of `kernels.row_blocks` read the logits, if they can
 
-    def forward_loop(self, source, rows, given):
+    def forward_loop(self, source, rows, constants):
         (rows,), spec = rows, self.spec
         head = source.cast(spec)
 
         def chunk(row_ids, ids):
             z = columns_rule.logits(spec, head, rows, row_ids)
-            drawn = self._draw(z, take(given, row_ids))
+            drawn = self._draw(z, take(constants, row_ids))
             return put(ids, row_ids, drawn)
 
-        ids = jnp.full(given.shape, -1, jnp.int32)
+        ids = jnp.full(constants.shape, -1, jnp.int32)
         ids = vocab_shards.vary(ids, spec.varying)
         return for_active_chunks(spec.chunk, rows.active, chunk, ids), {}
 
@@ -178,14 +178,15 @@ def _draw_in_blocks(spec, z, bits):
         return jnp.take_along_axis(x, block, axis=1, mode="promise_in_bounds")
 
     width = row_blocks.WIDTH
-    at, entries = running_sums.window(z, block, width)
-    inside = (at >= block[..., None] * width) & (at < z.shape[1])
+    columns, entries = running_sums.window(z, block, width)
+    inside = (columns >= block[..., None] * width) & (columns < z.shape[1])
     relative = jnp.exp(entries - of_block(blocks.largest)[..., None])
     relative = relative / (of_block(blocks.others)[..., None] + 1)
     in_block = jnp.where(inside, _units(relative), 0)
-    place = _fraction(rest - 1, of_block(units))
+    fraction = _fraction(rest - 1, of_block(units))
     total = jnp.sum(in_block, axis=-1, dtype=jnp.int32)
-    (column,) = running_sums.reach(in_block, (at,), _scaled(place, total) + 1)
+    target = _scaled(fraction, total) + 1
+    (column,) = running_sums.reach(in_block, (columns,), target)
     return _ids_of_columns(spec, exists & (targets > 0), column)
 
 
@@ -202,12 +203,12 @@ def _targets(spec, total, bits):
     return _scaled(bits, total) + 1 - before
 
 
-def _ids_of_columns(spec, here, column):
+def _ids_of_columns(spec, in_shard, column):
     """Ids in the whole vocabulary, of columns that are in this shard; -1 if in none."""
     if not spec.shards:
-        return jnp.where(here, column, -1)
-    found = jnp.where(here, column + first_column(spec) + 1, 0)
-    return lax.psum(found, spec.shards.axes) - 1
+        return jnp.where(in_shard, column, -1)
+    ids = jnp.where(in_shard, column + first_column(spec) + 1, 0)
+    return lax.psum(ids, spec.shards.axes) - 1
 
 
 def _of_shards(shards, total):

@@ -25,12 +25,12 @@ class Kind:
     """
 
     of: Any = None
-    in_blocks: ClassVar[bool] = True  # whether it follows from sums over blocks
-    of_draws: ClassVar[bool] = False  # whether ids drawn from q estimate it
+    in_blocks: ClassVar[bool] = True  # True if it follows from sums over blocks
+    of_draws: ClassVar[bool] = False  # True if ids drawn from q estimate it
 
     @property
     def kind(self) -> Self:
-        """What is static: all but the target."""
+        """This divergence without its target, which is an array; static under jit."""
         return dataclasses.replace(self, of=None)
 
     def terms(self, p, q, log_ratio, ops=XLA) -> tuple:
@@ -50,7 +50,7 @@ class Kind:
         raise NotImplementedError
 
     def of_blocks(self, b: ColumnBlocks) -> tuple:
-        """(what blocks contribute to the divergence, and to the sum of the slopes)."""
+        """(contributions of blocks to the divergence, and to the sum of the slopes)."""
         raise NotImplementedError
 
 
@@ -233,10 +233,9 @@ def compare(
 ) -> tuple[jax.Array, jax.Array]:
     """The divergence per row, and its derivative by ln p [N, K + 1], the rest's last.
 
-    `how` says which divergence, and whether the rest is one more outcome; ln q is
-    [N, K].
+    `how` is (divergence, True if the rest is one more outcome); ln q is [N, K].
     """
-    (divergence, tail), given = how, log_p
+    (divergence, tail), n_slopes = how, log_p.shape[1]
     if tail:
         log_q = jnp.concatenate([log_q, _log_rest(log_q, log_p)], axis=1)
     else:
@@ -246,7 +245,7 @@ def compare(
     terms = divergence.terms(p, q, log_ratio)
     slopes = divergence.slopes(p, q, log_ratio)
     slopes = slopes - p * jnp.sum(slopes, axis=1, keepdims=True)
-    slopes = jnp.pad(slopes, ((0, 0), (0, given.shape[1] - slopes.shape[1])))
+    slopes = jnp.pad(slopes, ((0, 0), (0, n_slopes - slopes.shape[1])))
     parts = [jnp.sum(x, axis=1) for x in terms]
     return sum(parts[1:], parts[0]), slopes
 

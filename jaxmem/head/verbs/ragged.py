@@ -7,7 +7,7 @@ from jax import lax
 from jaxmem.head.maths import checks
 from jaxmem.head.maths.backend_operands import Ragged
 from jaxmem.head.verbs import arguments
-from jaxmem.head.verbs.given_ids import check_below
+from jaxmem.head.verbs.token_ids import check_below
 
 
 def read_ragged(
@@ -84,9 +84,9 @@ def of_these_tokens(ragged: Ragged) -> tuple[jnp.ndarray, jnp.ndarray]:
     owner = jnp.searchsorted(ends, entry, side="right")
     fill = {"mode": "fill", "fill_value": -1}
     starts = jnp.ravel(ragged.starts) - offsets[:-1]
-    place = jnp.where(entry < ends[-1], starts.at[owner].get(**fill) + entry, -1)
-    place = jnp.where(place < 0, len(entry), place)  # a negative index would wrap
-    return ragged.ids.at[place].get(**fill), offsets
+    index = jnp.where(entry < ends[-1], starts.at[owner].get(**fill) + entry, -1)
+    index = jnp.where(index < 0, len(entry), index)  # a negative index would wrap
+    return ragged.ids.at[index].get(**fill), offsets
 
 
 def _check_offsets(offsets, capacity):

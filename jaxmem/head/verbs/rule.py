@@ -27,7 +27,7 @@ from jaxmem.head.verbs.traced_loss import LossOperands
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Static facts of a call, and how it is differentiated.
+    """Static facts of a call, with its result and derivative.
 
     `trained` are the operands with a derivative; the first is the head or the logits.
     `fixed` are constants; the first are the tokens' `TokenRows`.
@@ -104,7 +104,7 @@ _PERTURBED, _VALUE = map(operator.attrgetter, ("perturbed", "value"))
 
 
 def empty() -> jax.Array:
-    """Stands for a residual that one way of differentiation has and another has not.
+    """An array in place of a residual that another way of differentiation has.
 
     One traced call may be differentiated in several ways, and jax takes the residuals
     of all of them to be one tree, with the same operands in it.
@@ -116,20 +116,20 @@ def empty() -> jax.Array:
 class LoopRule(Rule):
     """A rule of two loops over chunks of this device's active tokens.
 
-    trained is `(source,)`; fixed is `(rows, given)`, where rows is a tuple of
-    `TokenRows` and given are other constants: heads, `Ragged` lists of ids, or arrays
-    whose first axis is tokens.
+    trained is `(source,)`; fixed is `(rows, constants)`, where rows is a tuple of
+    `TokenRows`, and the constants are heads, `Ragged` lists of ids, or arrays whose
+    first axis is tokens.
     """
 
-    def forward_loop(self, source: Factors, rows, given) -> tuple[Any, dict]:
+    def forward_loop(self, source: Factors, rows, constants) -> tuple[Any, dict]:
         """The result, and per-row residuals of the backward loop by name."""
         raise NotImplementedError
 
-    def saving_loop(self, source: Factors, rows, given) -> tuple[Any, dict]:
+    def saving_loop(self, source: Factors, rows, constants) -> tuple[Any, dict]:
         """`forward_loop`, where a derivative is requested."""
-        return self.forward_loop(source, rows, given)
+        return self.forward_loop(source, rows, constants)
 
-    def backward_loop(self, source: Factors, rows, given, result, saved, g) -> Any:
+    def backward_loop(self, source: Factors, rows, constants, result, saved, g) -> Any:
         """Cotangent of the source, for the result's cotangent g."""
         raise NotImplementedError
 
@@ -168,7 +168,8 @@ def on_tokens(spec: Spec, loop: Callable, *operands: Any) -> Any:
     """
     run = functools.partial(loop, spec)
     if spec.token_parallel:
-        run = partition.by_tokens(functools.partial(_fitted, loop, spec), of_tokens)
+        fitted = functools.partial(_run_fitted, loop, spec)
+        run = partition.by_tokens(fitted, of_tokens)
     guarded = jax.custom_jvp(sequential_vmap(run))
     guarded.defjvp(_refuse_second_order)
     return guarded(*operands)
@@ -196,8 +197,8 @@ _OF_TOKENS: dict[type, Any] = {
 }
 
 
-def _fitted(loop, spec, *operands):
-    """The loop, with a chunk no larger than the number of tokens here."""
+def _run_fitted(loop, spec, *operands):
+    """The loop's result, with a chunk of at most this device's number of tokens."""
     n_tokens = jax.tree.leaves(operands)[0].shape[0]
     chunk = checks.check_chunk(spec.chunk, n_tokens, spec.columns)
     return loop(dataclasses.replace(spec, chunk=chunk), *operands)

@@ -18,7 +18,12 @@ from jaxmem.head.maths.column_sampling import Entries
 from jaxmem.head.maths.row_stats import TokenStats
 from jaxmem.head.verbs.rule import on_tokens
 from jaxmem.head.verbs.traced_loss import LossOperands
-from jaxmem.head.verbs.vjp import BackendRule, LossRule, StatisticsRule
+from jaxmem.head.verbs.vjp import (
+    BackendRule,
+    LossRule,
+    StatisticsResiduals,
+    StatisticsRule,
+)
 
 # Residuals per row besides the entries and the outputs.
 _SAVED = ("logprob", "max", "log_sum")
@@ -35,7 +40,7 @@ class _SampledRule(BackendRule):
 
     @property
     def in_8_bits(self) -> bool:
-        """Whether outputs depend on the samples, and have an error."""
+        """True if outputs depend on the samples, and have an error."""
         return self.spec.forward == "int8"
 
     @property
@@ -44,7 +49,7 @@ class _SampledRule(BackendRule):
         return (eight_bits.ERROR,) if self.in_8_bits else ()
 
     def outputs(self, source, rows, names) -> dict:
-        """See `BackendRule.outputs`; the same whether or not it is differentiated."""
+        """See `BackendRule.outputs`; a derivative changes no bit of them."""
         if not self.in_8_bits:
             return super().outputs(source, rows, names)
         return self.sampled(source, rows, names)[0]
@@ -57,7 +62,7 @@ class _SampledRule(BackendRule):
     def shared(
         self, source: Factors, rows: TokenRows
     ) -> tuple[eight_bits.EightBits, ...]:
-        """What the forward pass computes once for all tokens."""
+        """Operands that the forward pass computes once for all tokens."""
         return (eight_bits.of_call(self.spec, source, rows),) if self.in_8_bits else ()
 
     def pass_of(self, spec, source, rows, shared, names) -> tuple[dict, Entries]:
@@ -74,7 +79,7 @@ class SampledStatisticsRule(_SampledRule, StatisticsRule):
         return super().outputs(self._typed(source), rows, names)
 
     def _typed(self, source):
-        """With W typed as varying along all axes, also where it is replicated."""
+        """The source; W is typed as varying along all axes, even if replicated."""
         W_bias = vocab_shards.vary(source[1:], self.spec.part_varying)
         return type(source)(source.hidden, *W_bias)
 
@@ -84,7 +89,7 @@ class SampledStatisticsRule(_SampledRule, StatisticsRule):
         results, entries = self.sampled(self._typed(source), rows, names)
         results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
         entries = jax.tree.map(lambda x: checkpoint_name(x, "jaxmem_entries"), entries)
-        residuals = source, rows, results, entries
+        residuals = StatisticsResiduals(source, rows, results, entries)
         return {k: results[k] for k in spec.outputs}, residuals
 
     def _gradient(self):
@@ -107,26 +112,26 @@ class SampledLossRule(_SampledRule, LossRule):
         stats = self.outputs(source, rows, (*TokenStats._fields, *self.errors))
         error = {k: stats.pop(k) for k in self.errors}
         total, metrics = self.total(stats, rows, LossOperands(per_token, closed), count)
-        return total, _with(metrics, error)
+        return total, _add_error(metrics, error)
 
     def forward_and_save(self, trained, fixed):
         (rows,), closed = fixed
-        given = rows, *self.shared(trained[0], rows)
-        return super().forward_and_save(trained, (given, closed))
+        constants = rows, *self.shared(trained[0], rows)
+        return super().forward_and_save(trained, (constants, closed))
 
-    def one_pass(self, spec, source, given, operands, count):
-        (rows, *shared), sampler = given, sampler_of(self.backend)
+    def one_pass(self, spec, source, constants, operands, count):
+        (rows, *shared), sampler = constants, sampler_of(self.backend)
         names = (*TokenStats._fields, "max", "log_sum", *self.errors)
         outputs, entries = self.pass_of(spec, source, rows, shared, names)
         error = {k: outputs.pop(k) for k in self.errors}
         values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
-        values = values._replace(metrics=_with(values.metrics, error))
+        values = values._replace(metrics=_add_error(values.metrics, error))
         outputs = row_stats.Outputs(**outputs)
         dsource = sampler.backward(spec, source, rows, outputs, cotangents, entries)
         return values, dsource
 
 
-def _with(metrics, error):
+def _add_error(metrics, error):
     """Metrics of loss_fn, and the error of each token."""
     if both := metrics.keys() & error.keys():
         raise ValueError(

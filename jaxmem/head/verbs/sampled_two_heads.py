@@ -34,18 +34,18 @@ class SampledTwoHeadsRule(TwoHeadsRule):
     def frozen(self):
         return LoopRule.frozen(self)
 
-    def saving_loop(self, source, rows, given):
-        """See `LoopRule.saving_loop`; the entries are selected here."""
+    def saving_loop(self, source, rows, constants):
+        """See `LoopRule.saving_loop`; it selects the entries."""
         spec, n_rows = self.spec, source.hidden.shape[0]
-        policy, reference = self.cast(source, given)
+        policy, reference = self.cast(source, constants)
         sampling = sampling_of(spec)
         starts = starts_of(spec, sampling, rows[0])
 
         def chunk(row_ids, results):
             logits = self.logits(policy, reference, rows, row_ids)
             value, saved, masses = self.values(*logits[1:])
-            here = take(starts, row_ids)
-            columns, weights = entries(self, logits, saved, masses, here)
+            row_starts = take(starts, row_ids)
+            columns, weights = entries(self, logits, saved, masses, row_starts)
             logits = column_sampling.at_columns(logits, columns)
             dz = self.derivative(logits, saved, jnp.ones_like(value))
             dz = jnp.where(weights > 0, weights * dz, 0)
@@ -60,7 +60,7 @@ class SampledTwoHeadsRule(TwoHeadsRule):
         value, dz = for_active_chunks(spec.chunk, active, chunk, results)
         return value, {"entries": dz}
 
-    def backward_loop(self, source, rows, given, result, saved, g):
+    def backward_loop(self, source, rows, constants, result, saved, g):
         dz, g = saved["entries"], jnp.where(rows[0].active, g, 0)[:, None]
         # Rows whose infinite divergence is not used.
         values = jnp.where(g == 0, 0, g * dz.values)
@@ -72,24 +72,24 @@ class SampledTwoHeadsRule(TwoHeadsRule):
 def entries(
     heads: TwoHeadsRule, logits, saved, masses: Masses | None, starts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The sampled columns of rows of both heads' logits, and what they weigh, [C, K].
+    """The sampled columns of rows of both heads' logits, and their weights, [C, K].
 
     The masses of `TwoHeadsRule.values` are None where no kernels run.
     """
-    (_, z, y), spec = logits, heads.spec
+    (z, y), spec = logits[1:], heads.spec
     policy, reference = saved["normalisers"]
     if masses is None:
         density = density_of(heads.divergence, z, y, *beside((*policy, *reference)))
-        found, sampling = select(spec, density, None, starts), sampling_of(spec)
-        return found.columns, column_sampling.inverse(sampling, found.p)
+        drawn, sampling = select(spec, density, None, starts), sampling_of(spec)
+        return drawn.columns, column_sampling.inverse(sampling, drawn.p)
     from jaxmem.head.kernels import sampled_blocks  # Pallas takes a while to import
 
     sampling = Sampling(spec.gradient_samples or 0, spec.columns, sampled_blocks.MARGIN)
     bounds = sampled_blocks.bounds(sampling, *masses)
-    of = functools.partial(density_of, heads.divergence)
-    density = sampled_blocks.Density(of, (z, y), rows=(*policy, *reference))
-    found = sampled_blocks.select(sampling, density, bounds, masses.width, starts)
-    return found.columns, column_sampling.inverse(sampling, found.p)
+    function = functools.partial(density_of, heads.divergence)
+    density = sampled_blocks.Density(function, (z, y), rows=(*policy, *reference))
+    drawn = sampled_blocks.select(sampling, density, bounds, masses.width, starts)
+    return drawn.columns, column_sampling.inverse(sampling, drawn.p)
 
 
 def density_of(kind: Kind, z, y, p_max, p_log_sum, q_max, q_log_sum):

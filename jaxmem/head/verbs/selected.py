@@ -19,7 +19,7 @@ from jaxmem.head.maths.head import Matrix
 from jaxmem.head.maths.spec import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.head.verbs import arguments, columns_rule, rule
 from jaxmem.head.verbs.columns_rule import SomeColumnsRule
-from jaxmem.head.verbs.given_ids import flat_ids, ids_call
+from jaxmem.head.verbs.token_ids import flat_ids, ids_call
 
 
 @with_automatic_axes(sharded_like(ids=1, hidden=1))
@@ -81,42 +81,43 @@ def selected_logprobs(
     return logprobs_of(call, ids, implementation)
 
 
-def logprobs_of(call: tuple, ids: jax.Array, implementation: Implementation | None):
-    """Log-probabilities of ids, both [..., K], of a call of `given_ids.ids_call`."""
-    spec, source, rows, shape = call
+def logprobs_of(
+    call: arguments.ColumnsCall, ids: jax.Array, implementation: Implementation | None
+):
+    """Log-probabilities of ids, both [..., K], of a call of `token_ids.ids_call`."""
     if 0 in ids.shape:
-        return jnp.zeros(ids.shape, spec.stats_dtype)
-    flat = flat_ids(ids, shape)
+        return jnp.zeros(ids.shape, call.spec.stats_dtype)
+    flat = flat_ids(ids, call.shape)
+    rows = call.rows
     rows = rows._replace(active=rows.active & jnp.any(flat >= 0, axis=-1))
-    spec, source = arguments.typed(spec, source, (rows, flat))
-    of_call = SelectedRule(spec, arguments.sampler(implementation, spec, source))
-    return jnp.reshape(rule.run(of_call, (source,), ((rows,), flat)), ids.shape)
+    spec, source = arguments.typed(call.spec, call.source, (rows, flat))
+    sampler = arguments.sampler(implementation, spec, source)
+    results = rule.run(SelectedRule(spec, sampler), (source,), ((rows,), flat))
+    return jnp.reshape(results, ids.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class SelectedRule(SomeColumnsRule):
-    """The rule of `selected_logprobs`; given are the ids [N, K]."""
+    """The rule of `selected_logprobs`; the constants are the ids [N, K]."""
 
-    def loop(self, source, rows, given, starts):
+    def loop(self, source, rows, constants, starts):
         (rows,), spec = rows, self.spec
         head = source.cast(spec)
 
         def chunk(row_ids, parts):
             z = columns_rule.logits(spec, head, rows, row_ids)
-            ids = take(given, row_ids, fill_value=-1)
+            ids = take(constants, row_ids, fill_value=-1)
             part, more = row_stats.normaliser(z), {}
             if starts is not None:
-                whole, here = (
-                    columns_rule.over_shards(spec, part),
-                    take(starts, row_ids),
-                )
-                more = columns_rule.sampled(spec, z, whole, ids, here)
+                whole = columns_rule.over_shards(spec, part)
+                row_starts = take(starts, row_ids)
+                more = columns_rule.sampled(spec, z, whole, ids, row_starts)
             values = columns_rule.logits_at(spec, z, ids), part, more
             return put_all(parts, row_ids, values)
 
-        zero = jnp.zeros(given.shape[0], spec.stats_dtype)
+        zero = jnp.zeros(constants.shape[0], spec.stats_dtype)
         parts = (
-            jnp.zeros(given.shape, spec.stats_dtype),
+            jnp.zeros(constants.shape, spec.stats_dtype),
             row_stats.Normaliser(zero, zero),
             columns_rule.nothing_sampled(spec, starts),
         )
@@ -124,13 +125,13 @@ class SelectedRule(SomeColumnsRule):
         z, part, more = for_active_chunks(spec.chunk, rows.active, chunk, parts)
         normaliser = columns_rule.over_shards(spec, part)
         log_p = row_stats.log_softmax(columns_rule.max_over_shards(spec, z), normaliser)
-        log_p = jnp.where(given < spec.vocab_size, log_p, jnp.nan)
-        log_p = jnp.where(rows.active[:, None] & (given >= 0), log_p, 0)
+        log_p = jnp.where(constants < spec.vocab_size, log_p, jnp.nan)
+        log_p = jnp.where(rows.active[:, None] & (constants >= 0), log_p, 0)
         results = vocab_shards.vary((log_p, {"normaliser": normaliser}), spec.varying)
         return results[0], results[1] | more
 
-    def derivative(self, given, result, saved, g):
-        return derivative_of_selected(given, result, g, saved["normaliser"])
+    def derivative(self, constants, result, saved, g):
+        return derivative_of_selected(constants, result, g, saved["normaliser"])
 
 
 def derivative_of_selected(
@@ -144,16 +145,16 @@ def derivative_of_selected(
     g = jnp.where(jnp.isnan(log_p) & (g != 0), jnp.nan, g)
     g = jnp.where(ids < 0, 0, g)
     total = jnp.sum(g, axis=-1)
-    ids, log_p, at_ids = _at_ids(ids, log_p, g, total[:, None])
+    ids, log_p, at_ids = _sum_repeats(ids, log_p, g, total[:, None])
     z = columns_rule.unnormalised(log_p, normaliser)
     return columns_rule.SoftmaxDerivative(ids, at_ids, -total, normaliser, z)
 
 
-def _at_ids(ids, log_p, g, total):
+def _sum_repeats(ids, log_p, g, total):
     """Sorted ids, ln p and the derivative there, Σ_l g_l ([ids_l = ids_k] - p_k)."""
     ids, g, log_p = lax.sort((ids, g, log_p), dimension=1, num_keys=1)
     starts = ids[:, 1:] != ids[:, :-1]
     run = jnp.pad(jnp.cumsum(starts, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-    of_run = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], run
-    here = jnp.zeros_like(g).at[of_run].add(g)[of_run]  # summed over equal ids
-    return ids, log_p, columns_rule.by_log_p(log_p, here, total)
+    index = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], run
+    g_of_run = jnp.zeros_like(g).at[index].add(g)[index]  # summed over equal ids
+    return ids, log_p, columns_rule.by_log_p(log_p, g_of_run, total)

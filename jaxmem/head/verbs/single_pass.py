@@ -128,17 +128,17 @@ def run(
     That of a divergence computes the first of loss_fn's per-token arguments itself, for
     a chunk at a time.
     """
-    spec, backend, source, given, shape = call
+    spec, source, constants, shape = call.spec, call.source, call.rows, call.shape
     flat = _flat_per_token(per_token, shape)
-    count = _read_normalizer(normalizer, given[0], spec)
-    spec, source = arguments.typed(spec, source, (given, flat, count))
+    count = _read_normalizer(normalizer, constants[0], spec)
+    spec, source = arguments.typed(spec, source, (constants, flat, count))
     flat, count = vocab_shards.vary((flat, count), spec.varying)
     traced, n_rows = flat, spec.chunk
     if of_divergence:
         first = jnp.zeros(math.prod(shape), spec.stats_dtype)
         traced = vocab_shards.vary(first, spec.varying), *flat
     else:
-        n_rows = backend.loops.loss_rows(spec, source)
+        n_rows = call.backend.loops.loss_rows(spec, source)
     loss, operands = traced_loss.trace(loss_fn, spec, n_rows, traced)
     if 0 in shape:
         nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)
@@ -146,8 +146,8 @@ def run(
         if spec.forward != "exact":
             metrics = metrics | {eight_bits.ERROR: jnp.zeros_like(total, shape=(0,))}
     else:
-        trained, fixed = (source, flat, count), (given, operands.closed)
-        total, metrics = rule.run(rule_of(spec, backend, loss), trained, fixed)
+        trained, fixed = (source, flat, count), (constants, operands.closed)
+        total, metrics = rule.run(rule_of(spec, call.backend, loss), trained, fixed)
     metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
     return total, metrics
 

@@ -17,9 +17,9 @@ from jaxmem.head.maths.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.head.maths.head import Matrix
 from jaxmem.head.maths.spec import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.head.verbs import arguments, rule
-from jaxmem.head.verbs.given_ids import check_ids, flat_ids
 from jaxmem.head.verbs.ragged import entries_of, read_ragged
 from jaxmem.head.verbs.support_rule import RaggedSupportRule, SupportRule, chunk_entries
+from jaxmem.head.verbs.token_ids import check_ids, flat_ids
 
 
 @with_automatic_axes(sharded_like(labels=0, hidden=1))
@@ -98,26 +98,26 @@ def support_logprobs(
     )  # fmt: skip
     spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options, labels)
     tokens, where = (shape, spec.vocab_size), checks.read_where(where, shape)
-    given = read_supports(labels, support_ids, offsets, max_ids, where, tokens)
-    if isinstance(given, Ragged):
-        widest = min(int(max_ids or 0), len(given.ids))
+    supports = read_supports(labels, support_ids, offsets, max_ids, where, tokens)
+    if isinstance(supports, Ragged):
+        widest = min(int(max_ids or 0), len(supports.ids))
     else:
-        given, widest = flat_ids(given, shape), given.shape[-1]
+        supports, widest = flat_ids(supports, shape), supports.shape[-1]
     n_rows, depth = source.hidden.shape
     chunk = checks.check_chunk(chunk, n_rows, max(widest, 1) * depth)
     spec = dataclasses.replace(spec, chunk=chunk)
     shapes = source.shapes(shape) | {"support_ids": jnp.shape(support_ids)}
     entries = spec.chunk * widest
-    if isinstance(given, Ragged):
-        entries = chunk_entries(spec.chunk, widest, given.ids.shape[0])
+    if isinstance(supports, Ragged):
+        entries = chunk_entries(spec.chunk, widest, supports.ids.shape[0])
     arguments.record_only_xla(verb, spec, shapes, implementation, 4 * entries)
     if 0 in shape:
         return jnp.zeros(shape, spec.stats_dtype)
-    spec, source = arguments.typed(spec, source, (rows, given))
-    of_call = SupportRule(spec)
-    if isinstance(given, Ragged):
-        of_call = RaggedSupportRule(spec, widest)
-    results = rule.run(of_call, (source,), ((rows,), given))
+    spec, source = arguments.typed(spec, source, (rows, supports))
+    support_rule = SupportRule(spec)
+    if isinstance(supports, Ragged):
+        support_rule = RaggedSupportRule(spec, widest)
+    results = rule.run(support_rule, (source,), ((rows,), supports))
     return jnp.reshape(results, shape)
 
 
@@ -131,16 +131,16 @@ def read_supports(
     labels = checks.as_visible_array("labels", labels)
     support_ids = checks.as_visible_array("support_ids", support_ids)
     if offsets is not None:
-        found = read_ragged(support_ids, offsets, max_ids, where, tokens)
+        supports = read_ragged(support_ids, offsets, max_ids, where, tokens)
     elif max_ids is None:
-        found = check_ids("support_ids", support_ids, where, *tokens)
+        supports = check_ids("support_ids", support_ids, where, *tokens)
     else:
         raise ValueError(
             f"max_ids must be None without offsets, got {checks.brief(max_ids)}; a "
             "dense support has as many ids as its last axis"
         )
     _check_support(labels, support_ids, offsets, where, tokens[0])
-    return found
+    return supports
 
 
 def _check_support(labels, support_ids, offsets, where, shape: tuple[int, ...]) -> None:
@@ -156,9 +156,9 @@ def _check_support(labels, support_ids, offsets, where, shape: tuple[int, ...]) 
         missing &= np.all(support_ids != labels[..., None], axis=-1)
     else:
         owners, entries = entries_of(support_ids, offsets)
-        found = np.zeros(labels.size, bool)
-        found[owners[entries == np.ravel(labels)[owners]]] = True
-        missing &= ~found.reshape(shape)
+        present = np.zeros(labels.size, bool)
+        present[owners[entries == np.ravel(labels)[owners]]] = True
+        missing &= ~present.reshape(shape)
     if missing.any():
         first = tuple(int(i) for i in np.argwhere(missing)[0])
         raise ValueError(

@@ -18,8 +18,8 @@ from jaxmem.head.maths.backend_operands import (
     put_all,
     take,
 )
-from jaxmem.head.verbs.given_ids import existing_columns
 from jaxmem.head.verbs.rule import LoopRule
+from jaxmem.head.verbs.token_ids import existing_columns
 
 _NARROWEST = 4  # ids; the least width of a ragged support
 # A chunk of ragged supports is one part in `_PARTS` of all entries or smaller, because
@@ -30,13 +30,13 @@ _NO_ID = jnp.iinfo(jnp.int32).max  # stands for a support that is not valid
 
 @dataclasses.dataclass(frozen=True)
 class SupportRule(LoopRule):
-    """The rule of `support_logprobs`; given are the supports [N, K]."""
+    """The rule of `support_logprobs`; the constants are the supports [N, K]."""
 
-    def forward_loop(self, source, rows, given):
+    def forward_loop(self, source, rows, supports):
         (rows,), source = rows, self._widen(source)
 
         def chunk(width, row_ids, results):
-            labels, ids, columns = self._support(rows, given, row_ids, width)
+            labels, ids, columns = self._support(rows, supports, row_ids, width)
             z, _ = self._logits(source, rows, row_ids, columns)
             position, is_valid = _position(labels, ids)
             is_valid &= jnp.all(ids < self.spec.vocab_size, axis=-1)
@@ -45,7 +45,7 @@ class SupportRule(LoopRule):
 
         valid = vocab_shards.vary(jnp.zeros_like(rows.active), self.spec.varying)
         results = no_statistics(self.spec, rows), valid
-        stats, valid = self._for_chunks(rows, given, chunk, results)
+        stats, valid = self._for_chunks(rows, supports, chunk, results)
         if self.spec.shards:
             stats = row_stats.merge_over(stats, self.spec.shards.axes)
         outputs = row_stats.finish(stats, valid)
@@ -53,12 +53,12 @@ class SupportRule(LoopRule):
         saved = logprob, {"max": outputs.max, "log_sum": outputs.log_sum}
         return vocab_shards.vary(saved, self.spec.varying)
 
-    def backward_loop(self, source, rows, given, result, saved, g):
+    def backward_loop(self, source, rows, supports, result, saved, g):
         (rows,), original, source = rows, source, self._widen(source)
         saved = saved | {"logprob": result}
 
         def chunk(width, row_ids, sums):
-            labels, ids, columns = self._support(rows, given, row_ids, width)
+            labels, ids, columns = self._support(rows, supports, row_ids, width)
             z, rows_of_W = self._logits(source, rows, row_ids, columns)
             outputs = row_stats.Outputs(
                 *(take(saved.get(k), row_ids) for k in row_stats.Outputs._fields)
@@ -72,12 +72,12 @@ class SupportRule(LoopRule):
             return self._accumulate(sums, source, row_ids, columns, rows_of_W, dz)
 
         sums = xla.zero_sums(self.spec, source)
-        sums = self._for_chunks(rows, given, chunk, sums)
+        sums = self._for_chunks(rows, supports, chunk, sums)
         return cotangent(self.spec, sums, original)
 
-    def _for_chunks(self, rows, given, body, carry):
+    def _for_chunks(self, rows, supports, body, carry):
         """Run `body(width, row_ids, carry) -> carry` over chunks of active tokens."""
-        for width, tokens, active in self._widths(rows, given):
+        for width, tokens, active in self._widths(rows, supports):
 
             def chunk(row_ids, carry, width=width):
                 return body(width, row_ids, carry)
@@ -85,23 +85,23 @@ class SupportRule(LoopRule):
             carry = for_active_chunks(tokens, active, chunk, carry)
         return carry
 
-    def _widths(self, rows, given) -> Iterator[tuple[int, int, jax.Array]]:
-        """Each width's ids, tokens per chunk, and which active tokens have it."""
-        yield given.shape[1], self.spec.chunk, rows.active
+    def _widths(self, rows, supports) -> Iterator[tuple[int, int, jax.Array]]:
+        """Yields (width, tokens per chunk, mask of the active tokens of the width)."""
+        yield supports.shape[1], self.spec.chunk, rows.active
 
-    def _ids(self, given, row_ids, width):
+    def _ids(self, supports, row_ids, width):
         """The supports of the rows, [C, width]; negative where absent."""
-        return take(given, row_ids, fill_value=-1)
+        return take(supports, row_ids, fill_value=-1)
 
     def _widen(self, source):
         """The bias in the dtype of `cast`; W is not cast, as few columns are used."""
         bias, dtype = source.bias, self.spec.stats_dtype
         return source._replace(bias=None if bias is None else bias.astype(dtype))
 
-    def _support(self, rows, given, row_ids, width):
+    def _support(self, rows, supports, row_ids, width):
         """Labels [C], ids and columns [C, K] of the rows; repeated ids are absent."""
         labels = take(rows.labels, row_ids, fill_value=-1)
-        ids = jnp.sort(self._ids(given, row_ids, width), axis=-1)
+        ids = jnp.sort(self._ids(supports, row_ids, width), axis=-1)
         ids = jnp.where(ids == jnp.roll(ids, 1, axis=-1).at[:, 0].set(-1), -1, ids)
         return labels, ids, existing_columns(self.spec, ids)
 
@@ -147,26 +147,26 @@ class RaggedSupportRule(SupportRule):
 
     max_ids: int = 1  # the most ids of a support
 
-    def _widths(self, rows, given) -> Iterator[tuple[int, int, jax.Array]]:
+    def _widths(self, rows, supports) -> Iterator[tuple[int, int, jax.Array]]:
         """See `SupportRule._widths`; an invalid support has the least width."""
-        n_rows, capacity = rows.labels.shape[0], given.ids.shape[0]
+        n_rows, capacity = rows.labels.shape[0], supports.ids.shape[0]
         entries = chunk_entries(self.spec.chunk, self.max_ids, capacity)
         narrower = -1
         for width in _doubled(self.max_ids):
-            here = rows.active & (given.counts <= width)
+            active = rows.active & (supports.counts <= width)
             tokens = min(n_rows, entries // width)
             if narrower > 0:  # each of them has more ids than that
-                here &= given.counts > narrower
+                active &= supports.counts > narrower
                 tokens = min(tokens, capacity // (narrower + 1))
             narrower = width
             if tokens > 0:
-                yield width, tokens, here
+                yield width, tokens, active
 
-    def _ids(self, given, row_ids, width):
+    def _ids(self, supports, row_ids, width):
         k = jnp.arange(width, dtype=jnp.int32)[None]
-        counts = take(given.counts, row_ids)[:, None]
-        place = take(given.starts, row_ids)[:, None] + k
-        ids = given.ids.at[jnp.where(k < counts, place, given.ids.shape[0])]
+        counts = take(supports.counts, row_ids)[:, None]
+        index = take(supports.starts, row_ids)[:, None] + k
+        ids = supports.ids.at[jnp.where(k < counts, index, supports.ids.shape[0])]
         ids = ids.get(mode="fill", fill_value=-1)
         return jnp.where(counts < 0, _NO_ID, ids)
 
@@ -188,7 +188,7 @@ def _doubled(largest: int) -> list[int]:
 
 
 def _position(labels, ids) -> tuple[Any, Any]:
-    """The position of each label in its support, and whether it is present."""
+    """(index of each label in its support, or -1; True where it is present)."""
     matches = (ids == labels[:, None]) & (ids >= 0)
     present = jnp.any(matches, axis=-1)
     position = jnp.where(present, jnp.argmax(matches, axis=-1), -1)

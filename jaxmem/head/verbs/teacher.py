@@ -2,20 +2,21 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem.head.maths import checks, gradients
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.head import Head
 from jaxmem.head.maths.spec import Spec
 from jaxmem.head.verbs import arguments, rule
 from jaxmem.head.verbs.divergence_loss_rule import statistics_scale
-from jaxmem.head.verbs.divergence_targets import Target
+from jaxmem.head.verbs.divergence_targets import LossCall, Target
 from jaxmem.head.verbs.sampled_two_heads import SampledTwoHeadsRule
 from jaxmem.head.verbs.two_heads import TwoHeadsRule
-from jaxmem.head.verbs.two_heads_loss import TwoHeadsLossRule
+from jaxmem.head.verbs.two_heads_loss import TwoHeadsConstants, TwoHeadsLossRule
 
 _OWNER = "Teacher."  # of the arguments' names in errors
 
@@ -54,28 +55,36 @@ class Teacher(Target):
     leading: ClassVar[str] = "hidden"
 
     def divergence(self, kind, student):
-        call = _read("divergence", self, student)
-        spec, other_spec, policy, other, rows, other_rows, shape = call
-        if 0 in shape:
-            return jnp.zeros(shape, spec.stats_dtype)
-        spec, policy = arguments.typed(spec, policy, (rows, other_rows, other))
+        call = _read_heads("divergence", self, student)
+        reference, reference_rows = call.reference, call.reference_rows
+        if 0 in call.shape:
+            return jnp.zeros(call.shape, call.spec.stats_dtype)
+        spec, policy = arguments.typed(
+            call.spec, call.policy, (call.rows, reference_rows, reference)
+        )
         implementation = student.options.implementation
         kernels = arguments.uses_kernels(implementation)
-        two_heads = TwoHeadsRule(spec, kind, other_spec, kernels)
+        facts = spec, kind, call.reference_spec, kernels
+        two_heads = TwoHeadsRule(*facts)
         if sampler := arguments.sampler(implementation, spec, policy):
-            two_heads = SampledTwoHeadsRule(spec, kind, other_spec, kernels, sampler)
-        results = rule.run(two_heads, (policy,), ((rows, other_rows), other))
-        return jnp.reshape(results, shape)
+            two_heads = SampledTwoHeadsRule(*facts, sampler)
+        rows = call.rows, reference_rows
+        results = rule.run(two_heads, (policy,), (rows, reference))
+        return jnp.reshape(results, call.shape)
 
     def loss(self, kind, student, statistics_temperature):
-        call = _read("divergence_loss", self, student)
-        spec, other_spec, policy, other, rows, other_rows, shape = call
+        call = _read_heads("divergence_loss", self, student)
         rule_of = functools.partial(
-            TwoHeadsLossRule, divergence=kind, reference_spec=other_spec,
+            TwoHeadsLossRule, divergence=kind, reference_spec=call.reference_spec,
             kernels=arguments.uses_kernels(student.options.implementation),
         )  # fmt: skip
-        scale = statistics_scale(spec, shape, rows, statistics_temperature)
-        return rule_of, spec, policy, (rows, scale, other_rows, other), shape
+        scale = statistics_scale(
+            call.spec, call.shape, call.rows, statistics_temperature
+        )
+        constants = TwoHeadsConstants(
+            call.rows, scale, call.reference_rows, call.reference
+        )
+        return LossCall(rule_of, call.spec, call.policy, constants, call.shape)
 
     def placed(self, places):
         hidden = checks.as_array(f"{_OWNER}hidden", self.hidden)
@@ -92,21 +101,34 @@ class Teacher(Target):
         return dataclasses.replace(self, head=whole(self.head))
 
 
-def _read(verb, teacher, student) -> tuple:
-    """Specs, heads and rows of student and teacher, checked, and the tokens' shape."""
-    hidden, W, labels, options = student
+class _TwoHeadsCall(NamedTuple):
+    """A checked call: the student is the policy, the teacher the reference."""
+
+    spec: Spec
+    reference_spec: Spec
+    policy: Factors
+    reference: Factors
+    rows: TokenRows
+    reference_rows: TokenRows
+    shape: tuple[int, ...]  # of the caller's tokens
+
+
+def _read_heads(verb, teacher, student) -> _TwoHeadsCall:
+    """The call's arguments, checked, with all tokens in one axis; it is recorded."""
+    options = student.options
     if options.axis_name is not None:
         raise NotImplementedError(
             f"axis_name={options.axis_name!r} cannot shard a divergence of two heads, "
             "which needs all of W; use jaxmem.sharding.parallel, which gathers it"
         )
     arguments.check_only_xla(verb, options.implementation)
-    policy, head, shape = arguments.read_head(hidden, W)
-    of_teacher = arguments.read_head(teacher.hidden, teacher.head, _OWNER)
-    other, other_head, other_shape = of_teacher
+    policy, head, shape = arguments.read_head(student.hidden, student.W)
+    other, other_head, other_shape = arguments.read_head(
+        teacher.hidden, teacher.head, _OWNER
+    )
     _check_tokens(other_shape, shape)
     spec, other_spec = _specs((policy, head), (other, other_head), options)
-    rows = arguments.read_rows(spec, shape, labels, options)
+    rows = arguments.read_rows(spec, shape, student.labels, options)
     other_rows = rows
     if teacher.temperature is not None:
         temperature = arguments.read_temperature(
@@ -118,7 +140,7 @@ def _read(verb, teacher, student) -> tuple:
     shapes |= {f"{_OWNER}{name}": size for name, size in of_other}
     live_bytes = 4 * spec.chunk * (spec.columns + other_spec.columns)
     arguments.record_only_xla(verb, spec, shapes, options.implementation, live_bytes)
-    return spec, other_spec, policy, other, rows, other_rows, shape
+    return _TwoHeadsCall(spec, other_spec, policy, other, rows, other_rows, shape)
 
 
 def _specs(policy, other, options) -> tuple[Spec, Spec]:

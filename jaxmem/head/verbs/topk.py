@@ -106,12 +106,12 @@ def topk(
 
 @dataclasses.dataclass(frozen=True)
 class _Largest(SomeColumnsRule):
-    """The rule of `topk`; nothing is given."""
+    """The rule of `topk`; it has no constants."""
 
     k: int
     kernels: bool  # those of `kernels.row_blocks` read the logits, if they can
 
-    def loop(self, source, rows, given, starts):
+    def loop(self, source, rows, constants, starts):
         (rows,), spec = rows, self.spec
         head = source.cast(spec)
 
@@ -123,8 +123,8 @@ class _Largest(SomeColumnsRule):
             log_p = row_stats.log_softmax(entries, normaliser)
             saved = {"normaliser": normaliser}
             if starts is not None:
-                here = take(starts, row_ids)
-                saved |= columns_rule.sampled(spec, z, normaliser, ids, here)
+                row_starts = take(starts, row_ids)
+                saved |= columns_rule.sampled(spec, z, normaliser, ids, row_starts)
             return put_all(results, row_ids, (TopK(log_p, ids), saved))
 
         n_rows = rows.labels.shape[0]
@@ -144,8 +144,8 @@ class _Largest(SomeColumnsRule):
 
             if row_blocks.supports(z.shape[1], z.dtype, k):
                 blocks = row_blocks.parts(z)
-                found = row_blocks.top_k(z, blocks.largest, k)
-                return *found, row_blocks.normaliser(blocks)
+                entries, ids = row_blocks.top_k(z, blocks.largest, k)
+                return entries, ids, row_blocks.normaliser(blocks)
         return *top_k(z, k), row_stats.normaliser(z)
 
     def _of_shards(self, entries, ids):
@@ -155,20 +155,20 @@ class _Largest(SomeColumnsRule):
             return entries, ids
         # Each shard fills in its own, in the order of the shards and so of the ids. A
         # sum's type states that it is the same on all shards; a gather's does not.
-        here = jnp.arange(shards.count) == lax.axis_index(shards.axes)
+        is_own = jnp.arange(shards.count) == lax.axis_index(shards.axes)
         own = entries, ids + first_column(self.spec)
-        own = jax.tree.map(lambda x: jnp.where(here[:, None], x[:, None], 0), own)
+        own = jax.tree.map(lambda x: jnp.where(is_own[:, None], x[:, None], 0), own)
         entries, ids = jax.tree.map(
             lambda x: jnp.reshape(x, (x.shape[0], -1)), lax.psum(own, shards.axes)
         )
-        entries, at = lax.top_k(entries, k)
-        return entries, jnp.take_along_axis(ids, at, axis=1)
+        entries, index = lax.top_k(entries, k)
+        return entries, jnp.take_along_axis(ids, index, axis=1)
 
     def backward(self, residuals, cotangents):
         """See `Rule.backward`; ids have no cotangent."""
         return super().backward(residuals, cotangents.logprobs)
 
-    def derivative(self, given, result, saved, g):
+    def derivative(self, constants, result, saved, g):
         (log_p, ids), normaliser = result, saved["normaliser"]
         z = columns_rule.unnormalised(log_p, normaliser)
         at_ids = columns_rule.by_log_p(log_p, g)
@@ -200,10 +200,12 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     candidates = jnp.take_along_axis(
         x, columns, axis=1, mode="fill", fill_value=-jnp.inf
     )
-    largest, at = lax.top_k(_one_zero(candidates), k)
-    return largest, jnp.take_along_axis(columns, at, axis=1, mode="promise_in_bounds")
+    largest, index = lax.top_k(_one_zero(candidates), k)
+    return largest, jnp.take_along_axis(
+        columns, index, axis=1, mode="promise_in_bounds"
+    )
 
 
 def _one_zero(x):
-    """Without -0, which a sort would put after 0."""
+    """X with 0 for -0, which a sort would put after 0."""
     return jnp.where(x == 0, 0, x)

@@ -320,14 +320,14 @@ def _complete(row_ids, stats, operands, n_rows):
 
 
 def _dependence(loss, spec, operands):
-    """Fields of TokenStats that the derivative needs; whether it needs each closed."""
+    """(fields of TokenStats, flags of closed arrays) that the derivative needs."""
     stats, closed = _stats_like(spec, loss.n_rows), operands.closed
     rows = _examples(spec, loss.n_rows, operands.per_token)
 
     def pull(cotangent, stats, closed, rows):
         def run(fields, floats):
-            given = TokenStats(*_joined(fields, stats))
-            return loss(given, LossOperands(rows, _joined(floats, closed)))[0]
+            all_stats = TokenStats(*_joined(fields, stats))
+            return loss(all_stats, LossOperands(rows, _joined(floats, closed)))[0]
 
         return jax.vjp(run, _floats(stats), _floats(closed))[1](cotangent)
 
@@ -347,7 +347,7 @@ def _dependence(loss, spec, operands):
 
 
 def _key(loss_fn, jaxpr):
-    """What identifies a loss; a new object if jit's cache cannot hold or hash it."""
+    """The identity of a loss; a new object if jit's cache cannot hold or hash it."""
     inner = list(jaxprs.inner_consts(jaxpr.jaxpr))
     if any(isinstance(x, Tracer) for x in (*jaxpr.consts, *inner)):
         return object()

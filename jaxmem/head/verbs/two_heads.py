@@ -37,7 +37,7 @@ class Masses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TwoHeadsRule(LoopRule):
-    """The rule of every divergence; given is the reference."""
+    """The rule of every divergence; the constants are the reference."""
 
     divergence: Kind
     reference_spec: Spec
@@ -47,8 +47,9 @@ class TwoHeadsRule(LoopRule):
         rule = super().frozen()
         if self.spec.recomputes:
             return rule
-        of = self.divergence, self.reference_spec, self.kernels
-        return FrozenTwoHeadsRule(rule.spec, *of)
+        return FrozenTwoHeadsRule(
+            rule.spec, self.divergence, self.reference_spec, self.kernels
+        )
 
     def forward_and_save(self, trained, fixed):
         result, (*operands, saved) = super().forward_and_save(trained, fixed)
@@ -61,9 +62,9 @@ class TwoHeadsRule(LoopRule):
         saved = {k: v for k, v in saved.items() if jax.tree.leaves(v)[0].size}
         return super().backward((*operands, saved), cotangents)
 
-    def forward_loop(self, source, rows, given):
+    def forward_loop(self, source, rows, constants):
         n_rows, dtype = source.hidden.shape[0], self.spec.stats_dtype
-        policy, reference = self.cast(source, given)
+        policy, reference = self.cast(source, constants)
 
         def chunk(row_ids, results):
             _, z, y = self.logits(policy, reference, rows, row_ids)
@@ -93,35 +94,35 @@ class TwoHeadsRule(LoopRule):
             value, slope, normalisers, masses = self._by_pairs(self.divergence, z, y)
         return value, {"mean_slope": slope, "normalisers": normalisers}, masses
 
-    def _by_pairs(self, of: Kind, z, y):
-        """Both heads' logits are read once."""
+    def _by_pairs(self, divergence: Kind, z, y):
+        """`values` from one read of both heads' logits."""
         from jaxmem.head.kernels import row_blocks, row_pairs  # Pallas takes a while
 
-        terms = functools.partial(of.block_terms, ops=_of_kernels())
-        found = row_pairs.parts(terms, z, y)
-        heads = found.z, found.y
+        terms = functools.partial(divergence.block_terms, ops=_kernel_arithmetic())
+        pairs = row_pairs.parts(terms, z, y)
+        heads = pairs.z, pairs.y
         normalisers = policy, reference = tuple(map(row_blocks.normaliser, heads))
-        p_scale, q_scale = map(_scale, heads, normalisers)
-        p, q = p_scale * (found.z.others + 1), q_scale * (found.y.others + 1)
-        tops = found.z.largest, found.y.largest
+        p_scale, q_scale = map(_scale_of, heads, normalisers)
+        p, q = p_scale * (pairs.z.others + 1), q_scale * (pairs.y.others + 1)
+        tops = pairs.z.largest, pairs.y.largest
         log_ratio = _log_ratio(*tops, *beside(normalisers))
-        value, slope = of.of_blocks(
-            ColumnBlocks(p, q, p_scale, q_scale, found.sums, log_ratio)
+        value, slope = divergence.of_blocks(
+            ColumnBlocks(p, q, p_scale, q_scale, pairs.sums, log_ratio)
         )
-        others = of.density(p_scale * found.z.others, q_scale * found.y.others)
-        masses = Masses(row_pairs.WIDTH, of.density(p, q), others, tops=2)
+        others = divergence.density(p_scale * pairs.z.others, q_scale * pairs.y.others)
+        masses = Masses(row_pairs.WIDTH, divergence.density(p, q), others, tops=2)
         return jnp.sum(value, axis=1), jnp.sum(slope, axis=1), normalisers, masses
 
     def _by_sums(self, z, y):
-        """They are read for the normalisers, and once more for the sums."""
+        """`values` from two reads of the logits, for normalisers and for sums."""
         from jaxmem.head.kernels import row_blocks, row_sums
 
         heads = row_blocks.parts(z), row_blocks.parts(y)
         normalisers = tuple(map(row_blocks.normaliser, heads))
         rows = *normalisers[0], *normalisers[1]
-        terms = functools.partial(self._terms, ops=_of_kernels())
+        terms = functools.partial(self._terms, ops=_kernel_arithmetic())
         *parts, slope = row_sums.sums(terms, (z, y), rows)
-        p_scale, others = _scale(heads[0], normalisers[0]), heads[0].others
+        p_scale, others = _scale_of(heads[0], normalisers[0]), heads[0].others
         masses = Masses(
             row_blocks.WIDTH, p_scale * (others + 1), p_scale * others, tops=1
         )
@@ -129,27 +130,28 @@ class TwoHeadsRule(LoopRule):
 
     def _terms(self, z, y, *rows, ops=XLA):
         """The divergence's terms and its slopes, like z; rows are both normalisers."""
-        p_max, p_log_sum, q_max, q_log_sum = rows
-        policy = row_stats.Normaliser(p_max, p_log_sum)
-        args = compare(z, y, policy, row_stats.Normaliser(q_max, q_log_sum), ops)
-        of = self.divergence
-        return *of.terms(*args, ops), of.slopes(*args, ops)
+        policy, reference = rows[:2], rows[2:]
+        args = compare(
+            z, y, row_stats.Normaliser(*policy), row_stats.Normaliser(*reference), ops
+        )
+        divergence = self.divergence
+        return *divergence.terms(*args, ops), divergence.slopes(*args, ops)
 
     def by_kernels(self, z) -> bool:
-        """Whether kernels read the logits."""
+        """True if kernels read the logits."""
         if not self.kernels:
             return False
         from jaxmem.head.kernels import row_sums
 
         return row_sums.supports(z.shape[1], z.dtype)
 
-    def backward_loop(self, source, rows, given, result, saved, g):
-        policy, reference = self.cast(source, given)
+    def backward_loop(self, source, rows, constants, result, saved, g):
+        policy, reference = self.cast(source, constants)
 
         def chunk(row_ids, sums):
             logits = self.logits(policy, reference, rows, row_ids)
-            of_row, g_row = jax.tree.map(lambda x: take(x, row_ids), (saved, g))
-            dz = self.derivative(logits, of_row, g_row)
+            rows_saved, rows_g = jax.tree.map(lambda x: take(x, row_ids), (saved, g))
+            dz = self.derivative(logits, rows_saved, rows_g)
             dz = xla.unscale(self.spec, rows[0], row_ids, logits[0], dz)
             return xla.accumulate(self.spec, policy, row_ids, dz, sums)
 
@@ -162,13 +164,13 @@ class TwoHeadsRule(LoopRule):
 
         The logits are of `logits`, all of their columns or some.
         """
-        whole, z, y = logits
+        n_columns, z, y = logits[0].shape[1], *logits[1:]
         mean_slope, g = saved["mean_slope"][:, None], g[:, None]
         p, q, log_ratio = compare(z, y, *beside(saved["normalisers"]))
         dz = g * (self.divergence.slopes(p, q, log_ratio) - p * mean_slope)
         # Rows past the last active one, or whose infinite divergence is not used.
         dz = jnp.where(g == 0, 0, dz)
-        return jnp.pad(dz, ((0, 0), (0, whole.shape[1] - dz.shape[1])))
+        return jnp.pad(dz, ((0, 0), (0, n_columns - dz.shape[1])))
 
     def cast(self, policy, reference):
         """Both heads in the dtypes that their products take."""
@@ -192,8 +194,8 @@ class FrozenTwoHeadsRule(TwoHeadsRule):
     the cotangents.
     """
 
-    def saving_loop(self, source, rows, given):
-        spec, (policy, reference) = self.spec, self.cast(source, given)
+    def saving_loop(self, source, rows, constants):
+        spec, (policy, reference) = self.spec, self.cast(source, constants)
 
         def chunk(row_ids, results):
             values, sums = results
@@ -214,11 +216,12 @@ class FrozenTwoHeadsRule(TwoHeadsRule):
         return value, {"dhidden": sums.hidden}
 
     def backward(self, residuals, cotangents):
-        _, rows, *_, saved = residuals
+        rows, saved = residuals[1], residuals[-1]
         return (scaled(saved["dhidden"], rows[0].active, cotangents),)
 
 
-def _of_kernels() -> Arithmetic:
+def _kernel_arithmetic() -> Arithmetic:
+    """The operations that kernels compute divergences with."""
     from jaxmem.head.kernels import arithmetic
 
     return Arithmetic(arithmetic.exp, arithmetic.fma, arithmetic.at_most, operator.mul)
@@ -262,6 +265,6 @@ def beside(rows):
     return jax.tree.map(lambda x: x[:, None], rows)
 
 
-def _scale(head, normaliser: row_stats.Normaliser):
-    """What makes probabilities of blocks' e^(z - m), [C, n]."""
+def _scale_of(head, normaliser: row_stats.Normaliser):
+    """Factors that turn blocks' e^(z - m) into probabilities, [C, n]."""
     return column_sampling.scale(head.largest, beside(normaliser))

@@ -5,7 +5,11 @@ policy's logits is slopes - p m.
 """
 
 import dataclasses
+from typing import NamedTuple
 
+import jax
+
+from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.spec import Spec
 from jaxmem.head.verbs.divergence_loss_rule import (
     ByLogits,
@@ -17,24 +21,29 @@ from jaxmem.head.verbs.sampled_two_heads import density_of, entries
 from jaxmem.head.verbs.two_heads import TwoHeadsRule, beside
 
 
+class TwoHeadsConstants(NamedTuple):
+    """Constants of `TwoHeadsLossRule`."""
+
+    rows: TokenRows
+    scale: jax.Array | None  # [N]
+    reference_rows: TokenRows
+    reference: Factors
+
+
 @dataclasses.dataclass(frozen=True)
 class TwoHeadsLossRule(DivergenceLossRule):
-    """`DivergenceLossRule` with a reference.
-
-    Given is `(rows, scale, reference rows, reference)`.
-    """
+    """`DivergenceLossRule` with a reference."""
 
     divergence: Kind
     reference_spec: Spec
     kernels: bool
 
-    def heads(self, source, given):
-        return self._two_heads.cast(source, given[3])
+    def heads(self, source, constants):
+        return self._two_heads.cast(source, constants.reference)
 
-    def compare(self, heads, given, row_ids):
-        (rows, _, reference_rows, _), (policy, reference) = given, heads
-        of_heads = rows, reference_rows
-        logits = self._two_heads.logits(policy, reference, of_heads, row_ids)
+    def compare(self, heads, constants, row_ids):
+        rows, (policy, reference) = (constants.rows, constants.reference_rows), heads
+        logits = self._two_heads.logits(policy, reference, rows, row_ids)
         value, saved, masses = self._two_heads.values(*logits[1:])
         # Columns that only the policy has are padding and have no largest logit.
         return Compared(logits, value, saved, saved["normalisers"][0].max, masses)
@@ -45,15 +54,16 @@ class TwoHeadsLossRule(DivergenceLossRule):
     def entries(self, tile, starts):
         if tile["scale"] is not None:
             return super().entries(tile, starts)
-        logits, _, saved, *_ = tile["compared"]
+        logits, saved = tile["compared"].logits, tile["compared"].saved
         return entries(self._two_heads, logits, saved, tile["masses"], starts)
 
     def density(self, logits, saved):
         policy, reference = beside(saved["normalisers"])
-        of = density_of(self.divergence, *logits[1:], *policy, *reference)
-        return of, None
+        density = density_of(self.divergence, *logits[1:], *policy, *reference)
+        return density, None
 
     @property
     def _two_heads(self) -> TwoHeadsRule:
-        rest = self.divergence, self.reference_spec, self.kernels
-        return TwoHeadsRule(self.spec, *rest)
+        return TwoHeadsRule(
+            self.spec, self.divergence, self.reference_spec, self.kernels
+        )

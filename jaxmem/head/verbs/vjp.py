@@ -9,7 +9,7 @@ vocabulary is sharded, partial statistics are merged before either.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,15 +80,16 @@ class StatisticsRule(BackendRule):
             results, dhidden = on_tokens(spec, self._with_gradient, source, rows)
             dhidden = checkpoint_name(dhidden, "jaxmem_dhidden")
             nothing = dict.fromkeys((*spec.outputs, *_SAVED), empty())
-            return results, (source, rows, nothing, dhidden)
+            return results, StatisticsResiduals(source, rows, nothing, dhidden)
         names = tuple(dict.fromkeys((*spec.outputs, *_SAVED)))
         results = self.outputs(source, rows, names)
         results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
-        return {k: results[k] for k in spec.outputs}, (source, rows, results, empty())
+        residuals = StatisticsResiduals(source, rows, results, empty())
+        return {k: results[k] for k in spec.outputs}, residuals
 
     def backward(self, residuals, cotangents):
         cotangents = sum_over_shards(self.spec, cotangents)
-        source, rows, results, kept = residuals
+        source, rows, kept = residuals.source, residuals.rows, residuals.kept
         if self.spec.keeps_gradient:
             (g,) = cotangents.values()
             return (scaled(kept, rows.active, g),)
@@ -96,7 +97,7 @@ class StatisticsRule(BackendRule):
         asked = {k: g for k, g in cotangents.items() if type(g) is not SymbolicZero}
         if not asked:
             return (jax.tree.map(jnp.zeros_like, source),)
-        operands = source, rows, Outputs(**results), Cotangents(**asked)
+        operands = source, rows, Outputs(**residuals.results), Cotangents(**asked)
         if self.spec.gradient_samples:
             operands = *operands, kept
         return (on_tokens(self.spec, self._gradient(), *operands),)
@@ -116,13 +117,33 @@ class StatisticsRule(BackendRule):
         return results, dsource.hidden
 
 
+class LossResiduals(NamedTuple):
+    """Residuals of `LossRule`, from which its backward pass scales the cotangents."""
+
+    dsource: Any  # cotangent of the source for a loss of 1
+    types: Any  # empty arrays of the source's dtypes
+    dper_token: Any
+    total: jax.Array  # the loss
+    count: jax.Array
+    late: jax.Array | None  # divisor that is still to be applied; None for 1
+
+
+class StatisticsResiduals(NamedTuple):
+    """Residuals of `StatisticsRule`."""
+
+    source: Any
+    rows: TokenRows
+    results: dict[str, jax.Array]  # saved outputs by name
+    kept: Any  # hidden's gradient or sampled entries; or an empty array
+
+
 @dataclasses.dataclass(frozen=True)
 class LossRule(BackendRule):
     """The rule of a loss that is known in the forward pass.
 
-    trained is `(source, per_token, count)`, fixed is `(given, closed)`, where given
-    begins with the tokens' `TokenRows`. The result is the sum of the active rows'
-    losses divided by count, and metrics [N] by name, which are constants.
+    trained is `(source, per_token, count)`, fixed is `(constants, closed)`, where the
+    first of the constants is the tokens' `TokenRows`. The result is the sum of the
+    active rows' losses divided by count, and metrics [N] by name, which are constants.
     """
 
     loss: TracedLoss
@@ -133,10 +154,13 @@ class LossRule(BackendRule):
         return self.total(stats, rows, LossOperands(per_token, closed), count)
 
     def forward_and_save(self, trained, fixed):
-        (source, per_token, count), (given, closed) = trained, fixed
-        operands, early = LossOperands(per_token, closed), self._early(count, given)
+        (source, per_token, count), (constants, closed) = trained, fixed
+        operands, early = (
+            LossOperands(per_token, closed),
+            self._early_divisor(count, constants),
+        )
         values, dsource = on_tokens(
-            self.spec, self._narrowed_pass, source, given, operands, early
+            self.spec, self._narrowed_pass, source, constants, operands, early
         )
         # Empty arrays of the cotangents' dtypes: they are still in the sums' dtypes.
         types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), source)
@@ -145,12 +169,13 @@ class LossRule(BackendRule):
             dsource = nothing._replace(hidden=dsource.hidden)
         total = self._over(jnp.sum(values.loss), count)
         late = None if self.divides_early else count / early
-        residuals = dsource, types, values.per_token, total, count, late
+        residuals = LossResiduals(dsource, types, values.per_token, total, count, late)
         return (total, values.metrics), residuals
 
     def backward(self, residuals, cotangents):
-        dsource, types, dper_token, total, count, late = residuals
-        dsource, types = (trained_part(self.spec, x) for x in (dsource, types))
+        sources = residuals.dsource, residuals.types
+        dsource, types = (trained_part(self.spec, x) for x in sources)
+        dper_token, count = residuals.dper_token, residuals.count
         g, _ = cotangents
         if isinstance(g, SymbolicZero):
             zero = jax.tree.map(
@@ -158,11 +183,12 @@ class LossRule(BackendRule):
             )
             return zero, *jax.tree.map(jnp.zeros_like, (dper_token, count))
         g_head = sum_over_shards(self.spec, g)
-        g_head = g_head if late is None else self._over(g_head, late)
-        dsource = jax.tree.map(functools.partial(_scale, g_head), dsource, types)
-        of_rows = functools.partial(_scale, self._over(g, count))
-        dper_token = jax.tree.map(of_rows, dper_token, dper_token)
-        return dsource, dper_token, self._over(-g * total, count)
+        if residuals.late is not None:
+            g_head = self._over(g_head, residuals.late)
+        dsource = jax.tree.map(functools.partial(_scale_to, g_head), dsource, types)
+        scale = functools.partial(_scale_to, self._over(g, count))
+        dper_token = jax.tree.map(scale, dper_token, dper_token)
+        return dsource, dper_token, self._over(-g * residuals.total, count)
 
     def refuse(self, fixed):
         """See `Rule.refuse`; also raises for a gradient of what loss_fn closes over."""
@@ -178,22 +204,22 @@ class LossRule(BackendRule):
 
     @property
     def divides_early(self) -> bool:
-        """Whether cotangents are divided by the count before the logits' derivative.
+        """True if cotangents are divided by the count before the logits' derivative.
 
-        Then the gradients need no further scaling. float16 would lose small
+        The gradients then need no further scaling. float16 would lose small
         derivatives.
         """
         return self.spec.compute_dtype != jnp.float16
 
-    def _early(self, count, given):
-        """What cotangents are divided by before the logits' derivative.
+    def _early_divisor(self, count, constants):
+        """The divisor of cotangents before the logits' derivative.
 
-        The count, but in float16 a power of two near the mean weight of a token, as far
-        as the count tells it: with large weights, derivatives would overflow.
+        It is the count, but in float16 a power of two near the mean weight of a token,
+        as far as the count tells it: with large weights, derivatives would overflow.
         """
         if self.divides_early:
             return count
-        n_active = jnp.maximum(jnp.sum(given[0].active, dtype=jnp.int32), 1)
+        n_active = jnp.maximum(jnp.sum(constants[0].active, dtype=jnp.int32), 1)
         mean = jnp.maximum(count / n_active, 1)
         return row_stats.power_of_two(mean)
 
@@ -215,23 +241,23 @@ class LossRule(BackendRule):
 
         def chunk(row_ids, values):
             fields = (take(stats[k], row_ids) for k in TokenStats._fields)
-            here = traced_loss.evaluate(
+            new = traced_loss.evaluate(
                 loss, row_ids, TokenStats(*fields), operands, n_rows
             )
-            return put_all(values, row_ids, here)
+            return put_all(values, row_ids, new)
 
         zeros = traced_loss.nothing(loss, spec, operands, n_rows, pull=False)
         zeros = vocab_shards.vary(zeros, spec.varying)
         return for_all_chunks(loss.n_rows, rows.active, chunk, zeros)
 
     def one_pass(
-        self, spec: Spec, source, given, operands: LossOperands, count
+        self, spec: Spec, source, constants, operands: LossOperands, count
     ) -> tuple[Values, Any]:
         """Values of every row, and the cotangent of the source, for a loss of 1.
 
-        The count is what the losses' cotangents are divided by, `_early`.
+        The losses' cotangents are divided by the count, that of `_early_divisor`.
         """
-        (rows,), n_rows = given, given[0].labels.shape[0]
+        (rows,), n_rows = constants, constants[0].labels.shape[0]
         if spec.gradient_blocks > 1 or spec.vocab_groups:
             return self._two_passes(spec, source, rows, operands, count)
 
@@ -255,9 +281,9 @@ class LossRule(BackendRule):
         saved = Outputs(**outputs)
         return values, self._gradient()(spec, source, rows, saved, cotangents)
 
-    def _narrowed_pass(self, spec, source, given, operands, count):
+    def _narrowed_pass(self, spec, source, constants, operands, count):
         """`one_pass`, whose cotangents may be summed over devices."""
-        values, dsource = self.one_pass(spec, source, given, operands, count)
+        values, dsource = self.one_pass(spec, source, constants, operands, count)
         if self.spec.token_parallel and self.divides_early:
             # Halves the bytes of the all-reduce.
             kept = trained_part(self.spec, source)
@@ -270,8 +296,8 @@ class LossRule(BackendRule):
 
         def chunk(row_ids, results):
             stats = TokenStats(*(take(outputs[k], row_ids) for k in TokenStats._fields))
-            here = traced_loss.differentiate(loss, row_ids, stats, operands, n_rows)
-            return put_all(results, row_ids, here)
+            new = traced_loss.differentiate(loss, row_ids, stats, operands, n_rows)
+            return put_all(results, row_ids, new)
 
         zeros = dict.fromkeys(loss.fields, jnp.zeros(n_rows, spec.stats_dtype))
         nothing = (
@@ -283,6 +309,7 @@ class LossRule(BackendRule):
         return values, jax.tree.map(lambda x: self._over(x, count), g)
 
 
-def _scale(by, x, like):
-    wide = np.promote_types(by.dtype, x.dtype)
-    return (by.astype(wide) * x.astype(wide)).astype(like.dtype)
+def _scale_to(scale, x, like):
+    """The product in the wider dtype of both, rounded to the dtype of `like`."""
+    wide = np.promote_types(scale.dtype, x.dtype)
+    return (scale.astype(wide) * x.astype(wide)).astype(like.dtype)

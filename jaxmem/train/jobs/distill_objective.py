@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from jaxmem.base.fields import check_field, check_numbers
 from jaxmem.base.ranges import integers, reals
-from jaxmem.head.verbs.given_columns import Columns, Drawn
+from jaxmem.head.verbs.column_targets import Columns, Drawn
 from jaxmem.head.verbs.kinds import JSD, ForwardKL, ReverseKL
 from jaxmem.head.verbs.teacher import Teacher
 from jaxmem.heads.nnx import LMHead

@@ -286,8 +286,8 @@ def test_both_ways_to_add_a_column_up(columns, monkeypatch):
     np.add.at(want, columns[:n], values[:, None] * h[tokens])
     spec = Spec(100, 100, 64, FLOATS, np.dtype("float32"), "vd")
     head = Factors(jnp.asarray(h), jnp.zeros((100, 8)), jnp.zeros(100))
-    for way in (xla_sampled._scatter, xla_sampled._multiply):
-        monkeypatch.setattr(xla_sampled, "_scatter", way)
+    for way in (xla_sampled._scatter_pairs, xla_sampled._multiply_pairs):
+        monkeypatch.setattr(xla_sampled, "_scatter_pairs", way)
         monkeypatch.setattr(xla_sampled, "_BLOCK_NUMBERS", 8 * 30)  # 4 blocks
         got, bias = xla_sampled._to_weights(spec, pairs, head.hidden, head)
         np.testing.assert_allclose(got, want, atol=2e-4)

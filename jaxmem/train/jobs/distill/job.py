@@ -19,7 +19,7 @@ import tokenizers
 from jaxmem import checkpoints
 from jaxmem.data import teacher_files, vocabulary
 from jaxmem.data.documents import Batch
-from jaxmem.head.verbs.given_columns import Columns, Drawn
+from jaxmem.head.verbs.column_targets import Columns, Drawn
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.remat import offload
 from jaxmem.train import metrics

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxmem.data.documents import Batch
 from jaxmem.head.maths.random_streams import Stream
-from jaxmem.head.verbs.given_columns import Columns, Drawn
+from jaxmem.head.verbs.column_targets import Columns, Drawn
 from jaxmem.models import balance
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill import teachers

@@ -11,7 +11,7 @@ from jaxmem import losses
 from jaxmem.data import teacher_files, teacher_streams
 from jaxmem.data.documents import Batch
 from jaxmem.data.rewards import RewardError, TrainerState
-from jaxmem.head.verbs.given_columns import Columns, Drawn
+from jaxmem.head.verbs.column_targets import Columns, Drawn
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs import rollout_metrics
 from jaxmem.train.jobs.config import DistillJobConfig

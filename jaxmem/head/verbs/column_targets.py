@@ -1,4 +1,4 @@
-"""A teacher of whom some columns of each token are known, or drawn ids."""
+"""Targets from a part of a teacher's distribution: known columns, or drawn ids."""
 
 import dataclasses
 import functools
@@ -15,13 +15,15 @@ from jaxmem.head.maths.spec import Spec
 from jaxmem.head.verbs import arguments, kinds, rule
 from jaxmem.head.verbs.columns_rule import ColumnsRule
 from jaxmem.head.verbs.divergence_loss_rule import (
+    ColumnsConstants,
     ColumnsLossRule,
+    DrawnConstants,
     DrawnLossRule,
     statistics_scale,
 )
-from jaxmem.head.verbs.divergence_targets import Target
-from jaxmem.head.verbs.given_ids import check_ids, flat_ids, ids_call
+from jaxmem.head.verbs.divergence_targets import LossCall, Target
 from jaxmem.head.verbs.selected import logprobs_of
+from jaxmem.head.verbs.token_ids import check_ids, flat_ids, ids_call
 
 _LARGEST_LOGPROB = 0.1  # what 16 bits may make of ln 1
 
@@ -54,7 +56,7 @@ class Columns(Target):
             log-probabilities. A token without ids has a divergence of 0.
         logprobs: the teacher's, constant log-probabilities of the ids [..., K] in the
             whole vocabulary, at the temperature that the student is compared at.
-        tail: whether the rest of the vocabulary counts as one more outcome.
+        tail: True if the rest of the vocabulary counts as one more outcome.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.ones((1, 1)), jnp.log(jnp.array([[0.4], [0.3], [0.2], [0.1]]))
@@ -73,14 +75,14 @@ class Columns(Target):
 
     def divergence(self, kind, student):
         call, ids, where = ids_call("divergence", self.ids, *student)
-        spec, source, rows, shape = call
+        spec, rows, shape = call.spec, call.rows, call.shape
         how = kind, checks.check_flag("Columns.tail", self.tail)
         logprobs = _check_logprobs(self.logprobs, ids, where, shape)
         if 0 in ids.shape:
             return jnp.zeros(shape, spec.stats_dtype)
-        ids, log_q = _columns(spec, ids, logprobs)
+        ids, log_q = _distinct_columns(spec, ids, logprobs)
         rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
-        spec, source = arguments.typed(spec, source, (rows, ids, log_q))
+        spec, source = arguments.typed(spec, call.source, (rows, ids, log_q))
         sampler = arguments.sampler(student.options.implementation, spec, source)
         log_p = rule.run(ColumnsRule(spec, sampler), (source,), ((rows,), ids))
         values = kinds.values(how, log_p, log_q)
@@ -88,15 +90,16 @@ class Columns(Target):
 
     def loss(self, kind, student, statistics_temperature):
         call, ids, where = ids_call("divergence_loss", self.ids, *student)
-        spec, source, rows, shape = call
+        spec, shape = call.spec, call.shape
         how = kind, checks.check_flag("Columns.tail", self.tail)
         logprobs = _check_logprobs(self.logprobs, ids, where, shape)
         if not ids.shape[-1]:
-            ids, logprobs = _absent(shape), jnp.zeros((*shape, 1))
-        scale = statistics_scale(spec, shape, rows, statistics_temperature)
-        given = rows, scale, *_columns(spec, ids, logprobs)
+            ids, logprobs = _absent_ids(shape), jnp.zeros((*shape, 1))
+        scale = statistics_scale(spec, shape, call.rows, statistics_temperature)
+        ids, log_q = _distinct_columns(spec, ids, logprobs)
+        constants = ColumnsConstants(call.rows, scale, ids, log_q)
         rule_of = functools.partial(ColumnsLossRule, how=how)
-        return rule_of, spec, source, given, shape
+        return LossCall(rule_of, spec, call.source, constants, shape)
 
     def placed(self, places):
         tokens = places.tokens
@@ -143,18 +146,18 @@ class Drawn(Target):
     def loss(self, kind, student, statistics_temperature):
         _check_drawn(kind)
         call, ids, _ = ids_call("divergence_loss", self.ids, *student)
-        spec, source, rows, shape = call
-        ids = ids if ids.shape[-1] else _absent(shape)
-        scale = statistics_scale(spec, shape, rows, statistics_temperature)
-        given = rows, scale, flat_ids(ids, shape)
-        return DrawnLossRule, spec, source, given, shape
+        spec, shape = call.spec, call.shape
+        ids = ids if ids.shape[-1] else _absent_ids(shape)
+        scale = statistics_scale(spec, shape, call.rows, statistics_temperature)
+        constants = DrawnConstants(call.rows, scale, flat_ids(ids, shape))
+        return LossCall(DrawnLossRule, spec, call.source, constants, shape)
 
     def placed(self, places):
         ids = check_ids("ids", self.ids, places.where, places.tokens, places.vocab_size)
         return Drawn(places.of_tokens(ids, -1))
 
 
-def _absent(shape):
+def _absent_ids(shape):
     """One id of each token, which is absent."""
     return jnp.full((*shape, 1), -1, jnp.int32)
 
@@ -167,19 +170,19 @@ def _check_drawn(kind):
         )
 
 
-def _columns(
+def _distinct_columns(
     spec: Spec, ids: jax.Array, logprobs: ArrayLike
 ) -> tuple[jax.Array, jax.Array]:
     """Ids [N, K], and the teacher's log-probabilities, -inf where absent.
 
-    Ids that came before are replaced by -1.
+    Repeats of an id are replaced by -1.
     """
     ids = jnp.reshape(ids, (-1, ids.shape[-1]))
-    at = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
-    in_order, at = lax.sort((ids, at), dimension=1, num_keys=1)
+    slot = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+    in_order, slot = lax.sort((ids, slot), dimension=1, num_keys=1)
     repeats = jnp.pad(in_order[:, 1:] == in_order[:, :-1], ((0, 0), (1, 0)))
     in_order = jnp.where(repeats, -1, in_order)
-    ids = lax.sort((at, in_order), dimension=1, num_keys=1)[1]
+    ids = lax.sort((slot, in_order), dimension=1, num_keys=1)[1]
     log_q = lax.stop_gradient(jnp.asarray(logprobs)).astype(spec.stats_dtype)
     return ids, jnp.where(ids < 0, -jnp.inf, jnp.reshape(log_q, ids.shape))
 
@@ -187,21 +190,21 @@ def _columns(
 def _check_logprobs(logprobs, ids, where, shape: tuple[int, ...]):
     """The teacher's log-probabilities, one for each id."""
     name = "Columns.logprobs"
-    given = checks.as_visible_array(name, logprobs)
-    checks.check_float(name, given)
-    if given.shape != ids.shape:
+    logprobs = checks.as_visible_array(name, logprobs)
+    checks.check_float(name, logprobs)
+    if logprobs.shape != ids.shape:
         raise ValueError(
             f"{name} must have one entry for each of ids, shape {ids.shape}, got "
-            f"{given.shape}"
+            f"{logprobs.shape}"
         )
-    if not all(map(checks.is_visible, (given, ids, where))):
-        return given
+    if not all(map(checks.is_visible, (logprobs, ids, where))):
+        return logprobs
     counted = checks.counted_tokens(where, shape)
-    visible = np.asarray(given).astype(np.float64)
+    visible = np.asarray(logprobs).astype(np.float64)
     wrong = counted[..., None] & (np.asarray(ids) >= 0) & ~(visible <= _LARGEST_LOGPROB)
     if wrong.any():
         raise ValueError(
             f"{name} must be log-probabilities, which are not positive, got "
             f"{visible[wrong][0]}"
         )
-    return given
+    return logprobs

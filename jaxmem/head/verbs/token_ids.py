@@ -1,4 +1,4 @@
-"""What the verbs of given token ids share: the checks of the ids."""
+"""Token ids that a caller passes for each token: checks and columns."""
 
 import math
 from typing import Any
@@ -8,21 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.head.maths import checks
-from jaxmem.head.maths.backend_operands import Factors, TokenRows, first_column
-from jaxmem.head.maths.spec import CallOptions, Spec
+from jaxmem.head.maths.backend_operands import first_column
+from jaxmem.head.maths.spec import CallOptions
 from jaxmem.head.verbs import arguments
 
 
 def ids_call(
     verb: str, ids, hidden, W, labels, options: CallOptions
-) -> tuple[tuple[Spec, Factors, TokenRows, tuple[int, ...]], jax.Array, Any]:
-    """(`arguments.columns_call`, checked ids, checked mask), which is recorded."""
+) -> tuple[arguments.ColumnsCall, jax.Array, Any]:
+    """(`arguments.columns_call`, checked ids, checked mask); the call is recorded."""
     call = arguments.columns_call(verb, hidden, W, options, labels)
-    spec, source, _, shape = call
-    where = checks.read_where(options.where, shape)
-    ids = check_ids("ids", ids, where, shape, spec.vocab_size)
-    shapes = source.shapes(shape) | {"ids": ids.shape}
-    arguments.record_only_xla(verb, spec, shapes, options.implementation)
+    where = checks.read_where(options.where, call.shape)
+    ids = check_ids("ids", ids, where, call.shape, call.spec.vocab_size)
+    shapes = call.source.shapes(call.shape) | {"ids": ids.shape}
+    arguments.record_only_xla(verb, call.spec, shapes, options.implementation)
     return call, ids, where
 
 
@@ -56,7 +55,7 @@ def flat_ids(ids, shape):
 
 
 def existing_columns(spec, ids):
-    """Columns of the ids here; past the end if absent or beyond the vocabulary."""
+    """Columns of the ids in this shard; past the end for ids that are not in it."""
     exists = (ids >= 0) & (ids < spec.vocab_size)
     columns = ids - first_column(spec)
     return jnp.where(exists & (columns >= 0), columns, spec.columns)
