@@ -53,7 +53,7 @@ class UnsampledProgram(PolicyProgram):
         return SimpleNamespace(lower=lambda: lowered)  # pyright: ignore
 
 
-def random_rollout(config, number, attempt, place, params) -> Sampled:
+def random_rollout(config, number, attempt, position, params) -> Sampled:
     """Completions of random tokens and of full length, in the place of sampled ones."""
     rng, grpo = np.random.default_rng(number), config.grpo
     n, (prompt, completion) = grpo.samples, lengths_of(config)
@@ -97,7 +97,7 @@ def measure(case, config, overrides, rollouts) -> Iterator[dict]:
     """A row per pass, and two of all: medians over the rollouts but the first."""
     job = Grpo(config)
     job.program = UnsampledProgram(config)
-    job._sampled = functools.partial(random_rollout, config)
+    job._sample_rewarded = functools.partial(random_rollout, config)
     job.open()
     job.compile(ProgressReport(Console(quiet=True), 1, 0, 1))
     state, seconds = job.program.initial_state(), []

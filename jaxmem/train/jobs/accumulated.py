@@ -23,7 +23,7 @@ from jaxmem.train.program import (
 
 
 class AccumulatedSums(NamedTuple):
-    """What the micro-batches of one update add up to."""
+    """Sums over the micro-batches of one update."""
 
     loss: jax.Array
     metrics: dict[str, jax.Array]  # over tokens
@@ -40,9 +40,10 @@ class AccumulatedProgram(DecoderProgram):
         """Names of the metrics that are summed over tokens."""
 
     def micro_batch_numbers(self, head: HeadConfig, *numbers: int) -> tuple:
-        """Numbers of a step, a minibatch and a micro-batch, if a head draws by them.
+        """The numbers that seed a sampling head, as one array; () for other heads.
 
-        Their shape, if none are given.
+        They are of a step, a minibatch and a micro-batch; without `numbers`, the result
+        is their shape.
         """
         if head.sample is None:
             return ()
@@ -51,25 +52,34 @@ class AccumulatedProgram(DecoderProgram):
         return (self.layout.whole(jax.ShapeDtypeStruct((3,), jnp.uint32)),)
 
     def sums(self) -> AccumulatedSums:
-        """Shapes of `AccumulatedSums`, with their places."""
-        sums = self.layout.whole(jax.eval_shape(self._zeros))
+        """Shapes and shardings of `AccumulatedSums`."""
+        sums = self.layout.whole(jax.eval_shape(self._make_zeros))
         return sums._replace(gradients=gradient_shapes(self.state_shapes.params))
 
     def trace_sums(
-        self, loss: Callable, given: tuple, head: HeadConfig, kept: Sequence[str] = ()
+        self,
+        loss: Callable,
+        arguments: tuple,
+        head: HeadConfig,
+        kept: Sequence[str] = (),
     ) -> jax.stages.Traced:
-        """Trace what adds a micro-batch to the sums given, which are consumed.
+        """Trace the addition of a micro-batch to the sums, which are consumed.
 
-        The loss is a function of both weights, of what is given and of the numbers of a
-        head that draws: what is differentiated, and its value, metrics of tokens
-        [B, T], and what routers did. Metrics that are kept are returned besides.
+        Args:
+            loss: maps trained weights, frozen weights, `arguments` and the numbers of a
+                sampling head to a scalar, which is differentiated, and (its value,
+                metrics of tokens [B, T], routing).
+            arguments: shapes of the micro-batch and of what else the loss reads.
+            head: its options.
+            kept: names of the metrics that are returned for each token as well.
         """
 
         def run(
-            params: Any, frozen: Any, sums: AccumulatedSums, *given: Any
+            params: Any, frozen: Any, sums: AccumulatedSums, *arguments: Any
         ) -> tuple[AccumulatedSums, Any]:
             gradients = jax.value_and_grad(loss, has_aux=True)
-            (_, (value, metrics, routed)), slopes = gradients(params, frozen, *given)
+            (_, results), slopes = gradients(params, frozen, *arguments)
+            value, metrics, routed = results
             of_tokens = tuple(metrics.pop(name, None) for name in kept)
             metrics = {name: jnp.sum(x) for name, x in metrics.items()}
             terms = AccumulatedSums(value, metrics, as_stored(slopes), routed)
@@ -82,13 +92,13 @@ class AccumulatedProgram(DecoderProgram):
         weights = self.state_shapes.params, self.frozen_shapes
         with self.layout.context():
             numbers = self.micro_batch_numbers(head)
-            return jitted.trace(*weights, sums, *given, *numbers)
+            return jitted.trace(*weights, sums, *arguments, *numbers)
 
     def compile_zeros(self) -> jax.stages.Compiled:
-        """Compile what sums start from."""
-        return self.layout.jit(self._zeros, self.sums()).lower().compile()
+        """Compile a program without arguments that returns sums of 0."""
+        return self.layout.jit(self._make_zeros, self.sums()).lower().compile()
 
-    def _zeros(self) -> AccumulatedSums:
+    def _make_zeros(self) -> AccumulatedSums:
         gradients = jax.tree.map(
             lambda p: jnp.zeros(p.shape, jnp.float32), self.state_shapes.params
         )
@@ -115,17 +125,17 @@ class AccumulatedProgram(DecoderProgram):
             return donating.trace(self.state_shapes, self.sums().gradients)
 
     def update_phase(self, held: Mapping[str, Any], runs: int) -> Phase:
-        """The optimizer's step, so many times in a step of the job, for a plan."""
-        given = {
+        """The phase of the optimizer's update, for a plan; `runs` a step."""
+        arguments = {
             "trained weights": self.state_shapes.params,
             "moments": self.state_shapes.optimizer,
             "gradients": gradient_shapes(self.state_shapes.params),
         }
-        beside = {name: x for name, x in held.items() if name not in given}
+        beside = {name: x for name, x in held.items() if name not in arguments}
         return Phase(
             "update",
             self.trace_update,
-            given,
+            arguments,
             {"frozen weights": self.frozen_shapes} | beside,
             runs=runs,
         )

@@ -27,10 +27,10 @@ ADVANTAGES: dict[str, Callable[..., jax.Array]] = {
 
 
 def load(name: str) -> Compare:
-    """The function of a name, from rewards [prompts, samples] to advantages.
+    """The function that a name stands for, from rewards to advantages.
 
-    Rewards are float32, and NaN for completions to leave out, whose advantages are 0
-    whatever a function of the user's returns for them.
+    Both are float32 [prompts, samples]. Rewards are NaN for completions to leave out,
+    whose advantages are 0 whatever a user's function returns for them.
 
     Raises:
         UserCodeError: it cannot be loaded. The function raises it, too, where the
@@ -47,45 +47,45 @@ def load(name: str) -> Compare:
             return np.zeros_like(rewards)
         # One process calls the function, which may be random, and all get its numbers.
         values = processes.by_first(
-            lambda: _of_user(name, function, rewards).tolist(), user_code.UserCodeError
+            lambda: _call_own(name, function, rewards).tolist(), user_code.UserCodeError
         )
         return np.array(values, np.float32)
 
     return compare
 
 
-def _of_user(name: str, function: Callable, rewards: np.ndarray) -> np.ndarray:
-    """Advantages that a user's function gives, checked."""
-    place = f"grpo.advantage={messages.short(name)}"
+def _call_own(name: str, function: Callable, rewards: np.ndarray) -> np.ndarray:
+    """Advantages that a user's function returns, checked."""
+    setting = f"grpo.advantage={messages.short(name)}"
     try:
         with guests.received():
             returned = function(rewards.copy())
     except BaseException as error:
         guests.raise_if_of_the_user(error)
         said = user_code.described(error, function)
-        raise user_code.UserCodeError(f"{place} raised{said}") from error
-    values = _numbers(returned)
+        raise user_code.UserCodeError(f"{setting} raised{said}") from error
+    values = _as_floats(returned)
     if values is None or values.shape != rewards.shape:
         got = messages.short(returned)
         if values is not None and values.ndim:
             got = f"shape {values.shape}"
         raise user_code.UserCodeError(
-            f"{place} must return an advantage for each of the rewards, numbers of "
+            f"{setting} must return an advantage for each of the rewards, numbers of "
             f"shape {rewards.shape}, got {got}"
         )
     values = np.where(np.isnan(rewards), 0, values)
     if (unfit := ~np.isfinite(values)).any():
         prompt, sample = np.argwhere(unfit)[0]
         raise user_code.UserCodeError(
-            f"{place} must return finite numbers of float32, got "
+            f"{setting} must return finite numbers of float32, got "
             f"{values[prompt, sample]} for sample {sample} of prompt {prompt} of the "
             f"step, whose rewards are {messages.short(rewards[prompt].tolist())}"
         )
     return values
 
 
-def _numbers(returned: Any) -> np.ndarray | None:
-    """The float32 array of what a function returned; None if it is no array."""
+def _as_floats(returned: Any) -> np.ndarray | None:
+    """A function's result as a float32 array; None if it cannot be one."""
     try:
         return np.asarray(returned).astype(np.float32)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What a student learns from its teacher: the loss of its tokens.
+"""The loss of a student's tokens: divergence from its teacher, and other terms.
 
     loss = Σ_t (D(student_t, teacher_t) + loss_weight · CE_t + reward_weight · P_t)
            / tokens
@@ -38,7 +38,7 @@ _RANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig:
-    """What a student learns from its teacher."""
+    """The data of a student, its teacher, and the terms of its loss."""
 
     # text: the data's tokens; on_policy: completions that the student samples; offline:
     # data.source is a .parquet file that `jaxmem score` wrote of a teacher
@@ -83,14 +83,14 @@ class DistillConfig:
 
 
 class Targets(NamedTuple):
-    """What the tokens of a micro-batch are to predict, and what that is worth."""
+    """Labels of the tokens of a micro-batch, and advantages where there are rewards."""
 
     labels: ArrayLike  # [B, T] the next tokens; negative where none is learned
     advantages: Any = None  # [B, T] of each token's completion; None without rewards
 
 
 def of_file(config: DistillConfig, ids: Any, logprobs: Any) -> Columns | Drawn:
-    """What a file has of a teacher: ids [B, T, K], drawn ones without logprobs."""
+    """A file's columns of a teacher: ids [B, T, K], drawn ones without logprobs."""
     return Drawn(ids) if logprobs is None else Columns(ids, logprobs, config.tail)
 
 
@@ -118,7 +118,7 @@ def distill_loss(
     def loss_fn(stats, divergence, *advantages):
         loss = divergence - config.loss_weight * stats.logprob
         if advantages:
-            loss += reward_weight * _policy(stats, *advantages)[0]
+            loss += reward_weight * _policy_gradient(stats, *advantages)[0]
         return loss, {"divergence": divergence} | _metrics_of(stats)
 
     kinds = {"forward_kl": ForwardKL(teacher), "reverse_kl": ReverseKL(teacher)}
@@ -132,7 +132,7 @@ def distill_loss(
     if learned and not joint:
         key = None if call.key is None else jax.random.fold_in(call.key, 1)
         policy, _ = head.token_loss(
-            _policy, hidden, labels, *learned, temperature=call.temperature,
+            _policy_gradient, hidden, labels, *learned, temperature=call.temperature,
             normalizer=normalizer, gradient=call.sample, key=key,
         )  # fmt: skip
         loss += reward_weight * policy
@@ -143,7 +143,7 @@ def _metrics_of(stats):
     return {"ce": -stats.logprob, "entropy": stats.entropy}
 
 
-def _policy(stats, advantages):
+def _policy_gradient(stats, advantages):
     """-A p / p_old, where p_old is p: an update follows its samples at once."""
     ratio = jnp.exp(stats.logprob - jax.lax.stop_gradient(stats.logprob))
     return -advantages * ratio, _metrics_of(stats)

@@ -14,7 +14,7 @@ _ROWS = 24  # of arrays that a loss is traced with; no size is like it by itself
 
 
 def named(function: Callable, known: Collection[str]) -> tuple[str, ...]:
-    """The known arguments that a function takes by name; not those of a partial.
+    """The known arguments that a function takes by name, and no partial has bound.
 
     Raises:
         ValueError: it needs an argument that is not known, or one without a name.
@@ -55,14 +55,15 @@ def check_section(section: str, config: Any) -> None:
 
 
 def check(
-    place: str, code: Any, loss: Callable[..., Any], count: int, unit: str, whole: str
+    setting: str, code: Any, loss: Callable[..., Any], count: int, unit: str, whole: str
 ) -> None:
     """Raise unless a loss gives each token, or pair, a number by its values alone.
 
     The loss is traced, and nothing is computed.
 
     Args:
-        place: the key and the name of the loss, for errors.
+        setting: the key and the name of the loss, such as grpo.loss='my.py:f', for
+            errors.
         code: the object that the name stands for, whose line is blamed.
         loss: the function, of arrays of any one length.
         count: the number of arrays.
@@ -80,20 +81,22 @@ def check(
 
     try:
         with guests.received():
-            jaxpr, made = traced(_ROWS)
+            jaxpr, result = traced(_ROWS)
     except BaseException as error:
         guests.raise_if_of_the_user(error)
         said = user_code.described(error, code)
-        raise user_code.UserCodeError(f"{place} raised{said}") from error
-    shape, dtype = getattr(made, "shape", None), getattr(made, "dtype", None)
+        raise user_code.UserCodeError(f"{setting} raised{said}") from error
+    shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", None)
     is_number = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     if shape != (_ROWS,) or not is_number:
-        got = type(made).__name__ if shape is None else f"{dtype} of shape {shape}"
+        got = type(result).__name__ if shape is None else f"{dtype} of shape {shape}"
         raise user_code.UserCodeError(
-            f"{place} must return a loss per {unit}, floats of shape ({_ROWS},) for "
+            f"{setting} must return a loss per {unit}, floats of shape ({_ROWS},) for "
             f"arguments of that shape, got {got}"
         )
-    words = token_independence.LossWords(place, unit, whole, "loss", "pass it by name")
+    words = token_independence.LossWords(
+        setting, unit, whole, "loss", "pass it by name"
+    )
     try:
         token_independence.check(lambda n: traced(n)[0], jaxpr, _ROWS, words)
     except ValueError as error:

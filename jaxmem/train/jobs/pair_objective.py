@@ -1,4 +1,4 @@
-"""What a model learns from pairs of answers: DPO and its kin, or a loss of one's own.
+"""Losses of pairs of answers: DPO and its kin, or a loss of one's own.
 
 `dpo.loss` names a row of `PAIR_LOSSES`, or a loss of one's own by "file.py:name": a
 `PairLoss`, or its function alone.
@@ -57,10 +57,10 @@ class PairLoss:
     averages: bool = False
 
     def __post_init__(self):
-        """Refuse what cannot be, by name."""
+        """Refuse impossible values, by name."""
         if not callable(self.function):
-            place, got = "PairLoss.function", self.function
-            raise ValueError(messages.must_be(place, "a function", got))
+            setting, got = "PairLoss.function", self.function
+            raise ValueError(messages.must_be(setting, "a function", got))
         try:
             loss_arguments.named(self.function, (*_ARRAYS, *_NUMBERS))
         except ValueError as error:
@@ -84,7 +84,7 @@ class PairLoss:
         return None if own is inspect.Parameter.empty else own
 
     def of_pairs(self, values: dict[str, Any]) -> jax.Array:
-        """Losses of pairs, of arrays and numbers by name."""
+        """Losses of pairs, from arrays and numbers by name."""
         return self.function(**{name: values[name] for name in self.arguments})
 
 
@@ -99,7 +99,7 @@ PAIR_LOSSES = {
 
 @dataclasses.dataclass(frozen=True)
 class DpoConfig:
-    """How a model learns from pairs of answers."""
+    """The loss of pairs of answers and its numbers."""
 
     # DPO's own (sigmoid); IPO's squared distance, of sums over an answer's tokens as in
     # the paper, or of their means as in TRL (ipo_mean); without a reference, of means,
@@ -126,11 +126,11 @@ class DpoConfig:
         for name in _NUMBERS:
             value = getattr(self, name)
             unset = value is None or name in loss.arguments
-            wanted = f"None for loss={self.loss!r}, which has no {name}"
-            check_field(self, name, unset, wanted)
+            expected = f"None for loss={self.loss!r}, which has no {name}"
+            check_field(self, name, unset, expected)
             if name in loss.arguments and loss.number(name, value) is None:
-                wanted = f"a number for loss={self.loss!r}, which has no default for it"
-                check_field(self, name, False, wanted)
+                expected = f"a number for loss={self.loss!r}, which has no default"
+                check_field(self, name, False, f"{expected} for it")
 
     @functools.cached_property
     def pair_loss(self) -> PairLoss:
@@ -153,14 +153,14 @@ def load(name: str) -> PairLoss:
     """
     if name in PAIR_LOSSES:
         return PAIR_LOSSES[name]
-    place = f"dpo.loss={messages.short(name)}"
+    setting = f"dpo.loss={messages.short(name)}"
     loaded = user_code.load(
         name, "dpo.loss", PAIR_LOSSES, "a PairLoss or a function", _is_loss
     )
     try:
         loss = loaded if isinstance(loaded, PairLoss) else PairLoss(loaded)
     except ValueError as error:
-        raise user_code.UserCodeError(f"{place}: {error}") from error
+        raise user_code.UserCodeError(f"{setting}: {error}") from error
     arrays = [name for name in loss.arguments if name in _ARRAYS]
     numbers: dict[str, Any] = dict.fromkeys(_NUMBERS, 1.0)
 
@@ -168,7 +168,7 @@ def load(name: str) -> PairLoss:
         return loss.of_pairs(numbers | dict(zip(arrays, values, strict=True)))
 
     code = loss.function
-    loss_arguments.check(place, code, of_pairs, len(arrays), "pair", "micro-batch")
+    loss_arguments.check(setting, code, of_pairs, len(arrays), "pair", "micro-batch")
     return loss
 
 

@@ -81,14 +81,14 @@ class PolicyLoss:
     advantage: str = "grpo"
 
     def __post_init__(self):
-        """Refuse what cannot be, by name."""
+        """Refuse impossible values, by name."""
         for name, known in (("average", _AVERAGES), ("advantage", tuple(ADVANTAGES))):
             if (value := getattr(self, name)) not in known:
-                wanted = f"one of {known}"
-                raise ValueError(messages.must_be(f"PolicyLoss.{name}", wanted, value))
+                key, expected = f"PolicyLoss.{name}", f"one of {known}"
+                raise ValueError(messages.must_be(key, expected, value))
         if not callable(self.surrogate):
-            place, got = "PolicyLoss.surrogate", self.surrogate
-            raise ValueError(messages.must_be(place, "a function", got))
+            setting, got = "PolicyLoss.surrogate", self.surrogate
+            raise ValueError(messages.must_be(setting, "a function", got))
         known = (*ARRAYS, *_CLIPS * self.clips, *self._dual_clip)
         try:
             taken = loss_arguments.named(self.surrogate, known)
@@ -134,9 +134,9 @@ class PolicyLoss:
         return "entropy" in self.arrays
 
     def bounds(self, low: float | None, high: float | None) -> tuple[float, float]:
-        """Distances from 1 below and above at which ratios are clipped.
+        """Distances below and above 1 at which ratios are clipped.
 
-        Those of the surrogate's defaults where an argument is None.
+        An argument that is None stands for the surrogate's default.
         """
         own = functools.partial(default_of, self.surrogate)
         return (
@@ -147,7 +147,7 @@ class PolicyLoss:
     def of_tokens(
         self, values: Mapping[str, jax.Array], clips: tuple[float, float] | None
     ) -> jax.Array:
-        """Losses of tokens, of arrays by name and the clips of `bounds`."""
+        """Losses of tokens, from arrays by name and the clips of `bounds`."""
         options: dict[str, Any] = {name: values[name] for name in self.arrays}
         if clips is not None:
             options |= dict(zip(_CLIPS, clips, strict=True))
@@ -159,7 +159,7 @@ class PolicyLoss:
         advantages: jax.Array,
         clips: tuple[float, float] | None,
     ) -> jax.Array:
-        """1 where the clip changes what a token does: in PPO, it does nothing more."""
+        """1 where the clip changes a token's gradient; in PPO, it is 0 there."""
         if clips is None:
             return jnp.zeros_like(log_ratio)
         low, high = clips
@@ -201,21 +201,21 @@ def load(name: str) -> PolicyLoss:
     """
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    place = f"grpo.loss={messages.short(name)}"
+    setting = f"grpo.loss={messages.short(name)}"
     loaded = user_code.load(
         name, "grpo.loss", POLICY_LOSSES, "a PolicyLoss or a function", _is_loss
     )
     try:
         loss = loaded if isinstance(loaded, PolicyLoss) else PolicyLoss(loaded)
     except ValueError as error:
-        raise user_code.UserCodeError(f"{place}: {error}") from error
+        raise user_code.UserCodeError(f"{setting}: {error}") from error
     clips = loss.bounds(None, None) if loss.clips else None
 
     def of_tokens(*values: jax.Array) -> jax.Array:
         return loss.of_tokens(dict(zip(loss.arrays, values, strict=True)), clips)
 
     code, count = loss.surrogate, len(loss.arrays)
-    loss_arguments.check(place, code, of_tokens, count, "token", "chunk")
+    loss_arguments.check(setting, code, of_tokens, count, "token", "chunk")
     return loss
 
 
@@ -226,7 +226,7 @@ def _is_loss(loaded: Any) -> bool:
 class Correction(NamedTuple):
     """Weights of tokens that another engine sampled, and the names of their bounds.
 
-    Without weights, the ratio in the loss is that to the sampler.
+    Without weights, the loss's own ratio is to the sampler's probability.
     """
 
     weights: Callable[..., jax.Array] | None
@@ -235,7 +235,10 @@ class Correction(NamedTuple):
     of_sequences: bool = False
 
     def bounds(self, low: float | None, high: float | None) -> tuple[float, float]:
-        """Bounds as given or its own; 0 and infinity where it has none."""
+        """The bounds `low` and `high`; the defaults of `weights` where they are None.
+
+        A bound that the correction does not have is 0 or infinite.
+        """
         own = functools.partial(default_of, self.weights)
         lowest = 0.0 if self.low is None else own(self.low)
         highest = math.inf if self.high is None else own(self.high)

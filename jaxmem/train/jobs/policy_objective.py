@@ -1,13 +1,12 @@
-"""What a policy learns from: the loss of its tokens, packed, and how it is averaged.
+"""The loss of a policy's tokens in packed rows, and its average.
 
     loss = Σ_t w_t (surrogate_t + kl_coefficient · k3_t - entropy_coefficient · H_t) / n
 
-Weights w and normaliser n, which are those of a whole minibatch and known before it is
-read, are all that tells one average from another; advantages come from
-`jaxmem.train.jobs.advantages`.
+Weights w and normaliser n belong to a whole minibatch, are known before it is read, and
+determine the average; advantages come from `jaxmem.train.jobs.advantages`.
 
-Where the sampler truncates, every log-probability in the surrogate and in k3 is that
-within the support which the token was drawn from, so that ratios compare the
+Where the sampler truncates, the log-probabilities in the surrogate and in k3 are those
+within the support that the token was drawn from, so that ratios compare the
 distributions that were sampled from. H is the entropy over the whole vocabulary.
 """
 
@@ -49,7 +48,7 @@ _RANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class GrpoConfig:
-    """What a rollout is, and how the policy learns from it."""
+    """Size of a rollout, loss and advantages, and the updates that follow."""
 
     prompts: int = 32  # problems in a rollout
     group_size: int = 16  # samples of each problem; at least 2
@@ -123,26 +122,27 @@ class GrpoConfig:
         if self.clip_low is not None:
             # CISPO's weights have no lower bound from 1 on, as verl's example has it.
             most = loss.clip_low_max
-            wanted = "0 or more" if math.isinf(most) else f"in [0, {most:g}]"
+            expected = "0 or more" if math.isinf(most) else f"in [0, {most:g}]"
             good = 0 <= self.clip_low <= most
-            check_field(self, "clip_low", good, f"{wanted}, or None")
+            check_field(self, "clip_low", good, f"{expected}, or None")
         if self.clip_high is not None:
             check_field(self, "clip_high", self.clip_high >= 0, "0 or more, or None")
         self._check_cut()
 
     def _check_correction(self) -> None:
-        wanted = f"one of {tuple(policy_losses.CORRECTIONS)}, or None"
+        expected = f"one of {tuple(policy_losses.CORRECTIONS)}, or None"
         known = (*policy_losses.CORRECTIONS, None)
-        check_field(self, "correction", self.correction in known, wanted)
+        check_field(self, "correction", self.correction in known, expected)
         for side in ("low", "high"):
             name, bound = f"correction_{side}", getattr(self._correction, side)
-            wanted = f"None for correction={self.correction!r}, which has no such bound"
+            chosen = f"correction={self.correction!r}"
+            expected = f"None for {chosen}, which has no such bound"
             unset = getattr(self, name) is None
-            check_field(self, name, bound is not None or unset, wanted)
+            check_field(self, name, bound is not None or unset, expected)
         low, high = self._bounds
         check_field(self, "correction_low", low >= 0, "0 or more, or None")
-        wanted = f"at least correction_low={low:g}, or None"
-        check_field(self, "correction_high", high >= low, wanted)
+        expected = f"at least correction_low={low:g}, or None"
+        check_field(self, "correction_high", high >= low, expected)
 
     def _check_cut(self) -> None:
         if self.prefix_cut is None:
@@ -152,8 +152,8 @@ class GrpoConfig:
             ("correction", self.drops_sequences, "it reads whole sequences"),
             ("epochs", self.epochs > 1, "all would learn from one cut"),
         ):
-            wanted = f"another one with prefix_cut={self.prefix_cut}: {why}"
-            check_field(self, name, not unfit, wanted)
+            expected = f"another one with prefix_cut={self.prefix_cut}: {why}"
+            check_field(self, name, not unfit, expected)
 
     @functools.cached_property
     def policy_loss(self) -> PolicyLoss:
@@ -167,7 +167,7 @@ class GrpoConfig:
 
     @property
     def _correction(self) -> policy_losses.Correction:
-        """What corrects; without weights where nothing does."""
+        """The row that `correction` names; "ratio", which has no weights, for None."""
         return policy_losses.CORRECTIONS[self.correction or "ratio"]
 
     @property
@@ -191,26 +191,26 @@ class GrpoConfig:
 
     @property
     def drops_sequences(self) -> bool:
-        """Whether the correction is known before a sequence's gradient is."""
+        """True if the correction drops whole sequences, before their gradients."""
         return self._correction.of_sequences
 
     @property
     def corrects_tokens(self) -> bool:
-        """Whether a correction is part of the loss."""
+        """True if the correction has a weight for each token in the loss."""
         return self._correction.weights is not None and not self.drops_sequences
 
     @property
     def starts_from_sampler(self) -> bool:
-        """Whether the loss's old log-probabilities are those of the sampler."""
+        """True if the loss's old log-probabilities are the sampler's."""
         return self.correction == "ratio"
 
     @property
     def reads_own_old(self) -> bool:
-        """Whether the first update's own forward pass measures what the old one would.
+        """True if the first update's forward pass replaces the old pass of its samples.
 
-        Not where a correction drops sequences, for which all of their log-probabilities
-        come before any gradient; nor where tokens that the first epoch leaves out come
-        in a later one.
+        False where a correction drops sequences, which needs all log-probabilities
+        before any gradient; and where a later epoch learns from tokens that the first
+        one leaves out.
         """
         return not self.drops_sequences and (
             self.token_fraction == 1 or self.epochs == 1 or self.starts_from_sampler
@@ -218,16 +218,16 @@ class GrpoConfig:
 
     @property
     def has_old_pass(self) -> bool:
-        """Whether a forward pass measures log-probabilities before the first update."""
+        """True if a forward pass measures log-probabilities before the first update."""
         if self.starts_from_sampler:
             return False
         return self.minibatches > 1 or not self.reads_own_old
 
     @property
     def forward_passes(self) -> float:
-        """How many times a rollout is read without a gradient, but for the reference.
+        """Number of forward-only passes over a rollout, without the reference's.
 
-        A loss of sequence ratios reads each minibatch once more, but for the first one
+        A loss of sequence ratios reads each minibatch once more, except the first one
         where the ratio to its old log-probabilities is 1.
         """
         first = 0.0 if self.starts_from_sampler else 1 / self.minibatches
@@ -241,20 +241,20 @@ class GrpoConfig:
 
     @property
     def clips(self) -> tuple[float, float] | None:
-        """How far below and above 1 a ratio counts; None: at any distance."""
+        """Distances below and above 1 at which ratios are clipped; None: never."""
         loss = self.policy_loss
         return loss.bounds(self.clip_low, self.clip_high) if loss.clips else None
 
 
 def check_widths(config: object, widths: tuple[int, ...]) -> None:
-    """Raise unless the field `row_lengths` has widths of packed rows."""
+    """Raise unless `widths`, the field `row_lengths`, can be widths of packed rows."""
     good = bool(widths) and all(type(w) is int and w >= 1 for w in widths)
     increasing = good and list(widths) == sorted(set(widths))
     check_field(config, "row_lengths", increasing, "increasing positive integers")
 
 
 class PolicyBatch(NamedTuple):
-    """Completions in packed rows: arrays [B, T], whatever a masked token holds."""
+    """Completions in packed rows: arrays [B, T], arbitrary where masked."""
 
     batch: Batch  # labels are the sampled tokens; -1 in prompts and padding
     # before the rollout's first update; SAME_WEIGHTS where no update was taken yet
@@ -271,41 +271,41 @@ class PolicyBatch(NamedTuple):
     routes: np.ndarray | jax.Array | None = None  # [B, T, ...] that are replayed
 
     def of_tokens(self) -> dict[str, np.ndarray | jax.Array]:
-        """What the objective reads of each token, by name."""
+        """The arrays [B, T] that the objective reads, by name."""
         rest = dict.fromkeys(("batch", "supports", "share", "routes"))
         floats = (self._asdict() | rest).items()
         return {name: x for name, x in floats if x is not None}
 
 
 def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:
-    """The function that `jaxmem.token_loss` makes a loss of, of arrays by name."""
+    """The function of statistics and of the arrays `names` for `jaxmem.token_loss`."""
     loss, clips = config.policy_loss, config.clips
 
     def objective(stats, *values):
-        given = dict(zip(names, values, strict=True))
+        arrays = dict(zip(names, values, strict=True))
         lp, entropy = stats.logprob, stats.entropy
-        old, advantages = given["old_logprob"], given["advantages"]
+        old, advantages = arrays["old_logprob"], arrays["advantages"]
         old = jnp.where(old == SAME_WEIGHTS, jax.lax.stop_gradient(lp), old)
-        if "rollout_logprob" in given:
-            advantages *= correction(config, old, given["rollout_logprob"])
-        log_ratio = given["sequence_log_ratio"] if loss.of_sequences else lp - old
-        arrays = {"logprob": lp, "old_logprob": old, "advantages": advantages}
-        total = loss.of_tokens(given | arrays | {"entropy": entropy}, clips)
+        if "rollout_logprob" in arrays:
+            advantages *= correction(config, old, arrays["rollout_logprob"])
+        log_ratio = arrays["sequence_log_ratio"] if loss.of_sequences else lp - old
+        computed = {"logprob": lp, "old_logprob": old, "advantages": advantages}
+        total = loss.of_tokens(arrays | computed | {"entropy": entropy}, clips)
         metrics = {
             "logprob": lp,
             "entropy": entropy,
             "sum_pi_squared": stats.sum_pi_squared,
             "clip_fraction": loss.clipped(log_ratio, advantages, clips),
         }
-        if "ref_logprob" in given:
-            kl = losses.kl_k3(lp, given["ref_logprob"])
+        if "ref_logprob" in arrays:
+            kl = losses.kl_k3(lp, arrays["ref_logprob"])
             if config.kl_coefficient:
                 total += config.kl_coefficient * kl
             metrics["kl"] = kl
         if config.entropy_coefficient:
             coefficient = config.entropy_coefficient
             total += losses.entropy_bonus(entropy, coefficient=coefficient)
-        return given["weights"] * total, metrics
+        return arrays["weights"] * total, metrics
 
     return objective
 
@@ -313,10 +313,10 @@ def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:
 def correction(
     config: GrpoConfig, old: Any, rollout: Any, where: Any = None
 ) -> jax.Array:
-    """Weights of tokens by `grpo.correction`, which the loss is multiplied with.
+    """Weights of tokens by `grpo.correction`, factors of the loss.
 
     `old` are the trainer's log-probabilities under the weights that sampled, `rollout`
-    the sampler's; of a correction of sequences, `where` [N, R] says which count.
+    the sampler's; `where` [N, R] masks the tokens of a correction of sequences.
     """
     chosen, (low, high) = config._correction, config._bounds
     assert chosen.weights is not None
@@ -330,7 +330,7 @@ def correction(
 
 @dataclasses.dataclass(frozen=True)
 class PolicyHeadOptions:
-    """How `policy_loss` calls the head."""
+    """Options of `policy_loss` for its calls of the head."""
 
     temperature: float  # of the sampler
     logits: Literal["fused", "materialised"]  # without logits, or by autodiff
@@ -353,8 +353,8 @@ def policy_loss(
     with a reference, `kl` and, with supports, `whole`, the log-probability over the
     vocabulary; 0 where masked.
     """
-    labels, given = jnp.asarray(micro_batch.batch.labels), micro_batch.of_tokens()
-    objective, per_token = token_objective(config, tuple(given)), [*given.values()]
+    labels, arrays = jnp.asarray(micro_batch.batch.labels), micro_batch.of_tokens()
+    objective, per_token = token_objective(config, tuple(arrays)), [*arrays.values()]
     if call.logits == "fused" and micro_batch.supports is None:
         return head.token_loss(
             objective,
@@ -366,7 +366,7 @@ def policy_loss(
             gradient=call.sample,
             key=call.key,
         )
-    stats, whole = _stats(head, hidden, labels, call), {}
+    stats, whole = _head_stats(head, hidden, labels, call), {}
     if micro_batch.supports is not None:
         whole = {"whole": stats.logprob}
         if not config.differentiates_entropy:  # metrics only: no backward pass
@@ -399,7 +399,9 @@ def within_supports(
     )
 
 
-def _stats(head: LMHead, hidden, labels, call: PolicyHeadOptions) -> jaxmem.TokenStats:
+def _head_stats(
+    head: LMHead, hidden, labels, call: PolicyHeadOptions
+) -> jaxmem.TokenStats:
     if call.logits == "fused":
         return head.token_stats(hidden, labels, temperature=call.temperature)
     return jaxmem.token_stats_from_logits(
@@ -408,7 +410,7 @@ def _stats(head: LMHead, hidden, labels, call: PolicyHeadOptions) -> jaxmem.Toke
 
 
 class Average(NamedTuple):
-    """How the tokens of one minibatch are summed up."""
+    """Weights and normaliser of the tokens of one minibatch."""
 
     weights: np.ndarray  # float32, of each sequence's tokens
     normalizer: np.float32
@@ -417,7 +419,7 @@ class Average(NamedTuple):
 def average(
     config: GrpoConfig, lengths: Sequence[int] | np.ndarray, max_new_tokens: int
 ) -> Average:
-    """Weights and normaliser of a minibatch of sequences of so many sampled tokens.
+    """The average over a minibatch of sequences of `lengths` sampled tokens.
 
     >>> average(GrpoConfig(loss="grpo"), [1, 4], 8)
     Average(weights=array([1.  , 0.25], dtype=float32), normalizer=np.float32(2.0))

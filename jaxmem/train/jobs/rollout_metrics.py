@@ -17,18 +17,17 @@ from jaxmem.train.jobs.rollout.samples import Sampled
 
 
 class Rollout(NamedTuple):
-    """Completions and what they are worth; numpy arrays of N samples."""
+    """Completions, their rewards and advantages; numpy arrays of N samples."""
 
     prompts: PromptIds
     completions: Completions
     samples: Samples  # without support_ids
-    supports: (
-        RolloutSupports | None
-    )  # what the tokens were drawn from; None: the vocabulary
+    # ids that the tokens were drawn from; None: the vocabulary
+    supports: RolloutSupports | None
     graded: Graded
     advantages: np.ndarray  # [N]; or [N, R] of tokens, where turns are compared
     truncated: np.ndarray  # [N] bool, completions without an end
-    # fields of `PolicyMetrics` about all that was sampled, of which these N are kept
+    # fields of `PolicyMetrics` about all sampled completions, of which N are kept
     sampled: dict[str, Any]
 
     @property
@@ -56,22 +55,22 @@ _mismatch = jax.jit(jaxmem.mismatch_report)
 
 
 def agreement(old: Logprobs, samples: Samples) -> dict[str, float | None]:
-    """How far the trainer's probabilities are from the sampler's.
+    """Differences between the trainer's probabilities and the sampler's.
 
-    Of tokens that the trainer has measured; None without any.
+    They are of tokens that the trainer has measured, and None without any.
     """
     mask = np.asarray(samples.mask) & old.known
     samples = samples._replace(mask=mask)
     report = jax.device_get(_mismatch(old.drawn_from, samples.logprobs, mask))
     unreplayed = None
     if old.whole is not None:
-        unreplayed = _inside(old.whole, samples)
+        unreplayed = _share_inside(old.whole, samples)
     return {
         **{
             name: float(getattr(report, of_report)) if mask.any() else None
             for name, of_report in _REPORTED.items()
         },
-        "ratios_inside_1_1": _inside(old.drawn_from, samples),
+        "ratios_inside_1_1": _share_inside(old.drawn_from, samples),
         "unreplayed_inside_1_1": unreplayed,
     }
 
@@ -85,7 +84,7 @@ _REPORTED = {
 }  # fmt: skip
 
 
-def _inside(logprobs: np.ndarray, samples: Samples) -> float | None:
+def _share_inside(logprobs: np.ndarray, samples: Samples) -> float | None:
     """Share of sampled tokens whose ratio to the sampler is in [0.9, 1.1]."""
     mask = np.asarray(samples.mask)
     if not mask.any():
@@ -119,19 +118,19 @@ def of_supports(
 
 
 class Update(NamedTuple):
-    """What an update of the policy measured."""
+    """Measurements of one update of the policy."""
 
     loss: Any  # scalar
     grad_norm: Any  # scalar, before clipping
     metrics: Mapping[str, Any]  # summed over its tokens
-    tokens: int  # that were learned from
+    tokens: int  # tokens that were learned from
     routed: Any = None  # `balance.Routed`, of a model with experts
 
 
 def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
     """Means over a step's updates and their tokens, as fields of `PolicyMetrics`.
 
-    Those over tokens are None where no update has learned from any.
+    Means over tokens are None where no update has learned from any.
     """
     tokens = sum(update.tokens for update in updates)
     per_token = {
@@ -158,24 +157,24 @@ def of_sampled(
 
     `kept` are the completions that `grpo.resample` has chosen; None without it.
     """
-    whole = _means(parts, group_size)
+    whole = _mean_metrics(parts, group_size)
     turns = busy = None
     if parts[0].completions.own is not None:
         turns = float(np.concatenate([part.turns for part in parts]).mean())
     if slots := sum(part.decoded.slots for part in parts):
         busy = sum(part.decoded.tokens for part in parts) / slots
-    of_kept = None
+    kept_means = None
     if kept is not None:
-        means = _means([kept], group_size)
-        of_kept = {name: means[name] for name in _OF_KEPT}
-    more = {"resampled": len(parts) - 1, "turns": turns, "busy": busy}
-    return {**whole, **more, "kept": of_kept}
+        means = _mean_metrics([kept], group_size)
+        kept_means = {name: means[name] for name in _OF_KEPT}
+    counts = {"resampled": len(parts) - 1, "turns": turns, "busy": busy}
+    return {**whole, **counts, "kept": kept_means}
 
 
 _OF_KEPT = "reward", "accuracy", "degenerate", "truncated", "response_length"
 
 
-def _means(parts: Sequence[Sampled], group_size: int) -> dict[str, Any]:
+def _mean_metrics(parts: Sequence[Sampled], group_size: int) -> dict[str, Any]:
     counts = np.concatenate([part.completions.counts for part in parts])
     truncated = np.concatenate([part.truncated for part in parts])
     return {
@@ -206,13 +205,13 @@ def of_grades(graded: Graded, group_size: int) -> dict[str, Any]:
 
 
 def mean_of(values: np.ndarray) -> float | None:
-    """The mean without NaN; None where nothing else is left."""
+    """The mean of the values that are not NaN; None without any."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else None
 
 
 def of_held_out(graded: Sequence[Graded]) -> dict[str, Any]:
-    """Means of held-out prompts that have a reward, as fields of the same."""
+    """Means over held-out completions with a reward, as fields of the metrics."""
     whole = join(graded)
     return {
         "held_out_reward": mean_of(whole.rewards),

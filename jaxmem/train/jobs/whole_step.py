@@ -21,14 +21,14 @@ from jaxmem.train.program import (
 
 
 def step_of(gradients: Callable, optimizer: optax.GradientTransformation) -> Callable:
-    """The function of a step, from that of its gradients.
+    """The function of a step: gradients, and the optimizer's update.
 
-    (state, frozen weights, ...) -> (next state, numbers with `grad_norm`), where
-    gradients is (trained weights, frozen weights, ...) -> (gradients, numbers).
+    It maps (state, frozen weights, ...) to (next state, numbers with `grad_norm`), and
+    `gradients` (trained weights, frozen weights, ...) to (gradients, numbers).
     """
 
-    def step(state: TrainState, frozen: dict, *given: Any):
-        slopes, numbers = gradients(state.params, frozen, *given)
+    def step(state: TrainState, frozen: dict, *batch: Any):
+        slopes, numbers = gradients(state.params, frozen, *batch)
         state, norm = update(optimizer, state, slopes)
         return state, numbers | {"grad_norm": norm}
 
@@ -61,9 +61,9 @@ class StreamedStep:
         self._gradients, self._finish = gradients, finish
         self.memory_analysis = gradients.memory_analysis
 
-    def __call__(self, state: TrainState, frozen: dict, *given: Any):
-        """Call as a compiled step."""
-        slopes, numbers = self._gradients(state.params, frozen, *given)
+    def __call__(self, state: TrainState, frozen: dict, *batch: Any):
+        """Take a step, with the arguments and results of a compiled step."""
+        slopes, numbers = self._gradients(state.params, frozen, *batch)
         state, norm = self._finish(state, slopes)
         return state, numbers | {"grad_norm": norm}
 
@@ -88,24 +88,25 @@ class StepProgram(DecoderProgram):
     def trace_step(self, head: HeadConfig | None = None) -> jax.stages.Traced:
         """Trace the train step; its gradients alone where the moments are streamed."""
         chosen: HeadConfig = head or self.config.head
-        number = self.number()
-        run, given, donated = self.gradients(chosen), self.state_shapes.params, ()
-        results: Any = gradient_shapes(given), number
+        run, donated = self.gradients(chosen), ()
+        state: Any = self.state_shapes.params
+        results: Any = gradient_shapes(state), self.number()
         if self.streamed is None:
-            run, given, donated = step_of(run, self.optimizer), self.state_shapes, 0
-            results = given, number
+            run, donated = step_of(run, self.optimizer), 0
+            state = self.state_shapes
+            results = state, self.number()
         options, batches = self.compiler_options, self.micro_batches()
         jitted = self.layout.jit(
             run, results, donate_argnums=donated, compiler_options=options
         )
         with self.layout.context():
             numbers = self.step_numbers(chosen)
-            return jitted.trace(given, self.frozen_shapes, batches, *numbers)
+            return jitted.trace(state, self.frozen_shapes, batches, *numbers)
 
     def compile_step(
         self, head: HeadConfig | None = None
     ) -> jax.stages.Compiled | StreamedStep:
-        """Compile the train step from shapes alone; the state given is consumed."""
+        """Compile the train step from shapes alone; it consumes the state."""
         compiled = self.compile_verified(self.trace_step(head))
         if self.streamed is None:
             return compiled

@@ -268,14 +268,14 @@ def test_ratio_is_to_the_sampler_s_own_numbers(monkeypatch):
     job = long_job(long_job(), correction="ratio")
     job.open()
     _, told = job.step(1, job.initial_state())
-    sampled = job._sampled
+    sampled = job._sample_rewarded
 
     def shifted(*given):
         made = sampled(*given)
         samples = made.samples._replace(logprobs=made.samples.logprobs - 1)
         return made._replace(samples=samples)
 
-    monkeypatch.setattr(job, "_sampled", shifted)
+    monkeypatch.setattr(job, "_sample_rewarded", shifted)
     job.open()
     _, clipped = job.step(1, job.initial_state())
     assert 2 * told.clip_fraction < 0.1 < clipped.clip_fraction
@@ -339,13 +339,13 @@ def test_truncated_completions_only_normalise():
 def test_step_of_masked_completions_measures_nothing(monkeypatch):
     job = long_job(long_job(), mask_truncated=True)
     job.open()
-    sampled = job._sampled
+    sampled = job._sample_rewarded
 
     def truncated(*given):
         made = sampled(*given)
         return made._replace(truncated=np.ones_like(made.truncated))
 
-    monkeypatch.setattr(job, "_sampled", truncated)
+    monkeypatch.setattr(job, "_sample_rewarded", truncated)
     _, metrics = job.step(1, job.initial_state())
     assert (metrics.truncated, metrics.loss, metrics.grad_norm) == (1, 0, 0)
     assert "entropy" not in metrics.line
@@ -450,7 +450,10 @@ def test_rollout_without_resampling_is_unchanged():
     job, other = long_job(), long_job(long_job(), resample=2)
     for one in (job, other):
         one.open()
-    a, b = (one._sampled(1, 0, 0, one.initial_state().params) for one in (job, other))
+    a, b = (
+        one._sample_rewarded(1, 0, 0, one.initial_state().params)
+        for one in (job, other)
+    )
     np.testing.assert_array_equal(a.samples.tokens, b.samples.tokens)
-    c = other._sampled(1, 1, 0, other.initial_state().params)
+    c = other._sample_rewarded(1, 1, 0, other.initial_state().params)
     assert (a.samples.tokens != c.samples.tokens).any()

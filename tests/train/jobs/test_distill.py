@@ -597,7 +597,7 @@ def test_teacher_ids_late_in_stream_are_named():
     source._file = teacher_files.TeacherFile([], np.zeros((0, 2)), None, 1.0, "")
     example = teacher_files.TeacherBatch(None, np.array([[[3, -1], [40, 2]]]), None)
     with pytest.raises(DataError, match="1 of the teacher's ids are beyond the stude"):
-        source._example(example)
+        source._make_example(example)
 
 
 def test_resumed_run_keeps_teacher_and_backend(two_steps, monkeypatch):

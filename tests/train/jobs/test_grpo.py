@@ -344,7 +344,7 @@ def test_8b_job_trains_only_attention_in_float32():
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     assert {leaf.dtype for leaf in jax.tree.leaves(frozen)} == {jnp.dtype("bfloat16")}
     assert set(frozen) == {"blocks", "embed", "head", "norm"} and program.head_is_frozen
-    sums = jax.eval_shape(program._zeros)
+    sums = jax.eval_shape(program._make_zeros)
     assert jax.tree.structure(sums.gradients) == jax.tree.structure(params)
 
 

@@ -184,8 +184,8 @@ def test_first_ratios_are_one_within_support(sampling):
     state, compiled = job.initial_state(), job._compiled
     made = job._roll_out(1, state.params)
     live, drawn = np.asarray(made.samples.mask), np.asarray(made.samples.logprobs)
-    old = job._logprobs(compiled.logprobs, state.params, made)
-    reference = job._logprobs(compiled.reference, state.params, made)
+    old = job._measure_logprobs(compiled.logprobs, state.params, made)
+    reference = job._measure_logprobs(compiled.reference, state.params, made)
     assert old.whole is not None and reference.whole is None
     for found in (old.drawn_from, reference.drawn_from):
         np.testing.assert_allclose(found[live], drawn[live], atol=2e-6)
@@ -321,7 +321,7 @@ def test_expected_gradient_of_some_tokens_equals_all(sampling):
     config = changed(job.config, grpo=dict(token_fraction=0.5))
     state = job.initial_state()
     made = job._roll_out(1, state.params)
-    old = job._logprobs(job._compiled.logprobs, state.params, made).drawn_from
+    old = job._measure_logprobs(job._compiled.logprobs, state.params, made).drawn_from
     learned = Minibatch(
         made.completions, made.advantages, old, old - 0.3, made.supports
     )

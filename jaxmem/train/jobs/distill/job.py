@@ -80,7 +80,7 @@ class Distill(Job, name="distill"):
 
     def fixed(self) -> dict[str, Any]:
         config, fixed = self.config, super().fixed()
-        if config.is_on_policy:  # as runs from before rewards had a time limit
+        if config.is_on_policy:  # as in runs that are older than the time limit
             fixed["task"] = dataclasses.replace(config.task, timeout=None).fixed()
         distill = config.distill
         return fixed | {"distill": {"mode": distill.mode, "teacher": distill.teacher}}
@@ -115,10 +115,10 @@ class Distill(Job, name="distill"):
                 "distill.mode='offline' has no plan: what it takes depends on the "
                 "columns of data.source; plan run.job='sft' for a model of these sizes"
             )
-        made, program = super().plan(), self.program
+        programs, program = super().plan(), self.program
         states = device_bytes(program.teacher.states(program.shapes[-1]))
-        waiting = math.ceil(made.backward.runs) * states
-        return dataclasses.replace(made, on_host=made.on_host + waiting)
+        waiting = math.ceil(programs.backward.runs) * states
+        return dataclasses.replace(programs, on_host=programs.on_host + waiting)
 
     def phases(self) -> list[Phase]:
         return self.program.phases()
@@ -140,10 +140,12 @@ class Distill(Job, name="distill"):
         if self.config.is_on_policy:
             self.batches = StudentSamples(program, self.frozen, self._task)
         self._compiled = program.compile()
-        self._taught: Any = None  # weights of the teacher; None: a file is read
+        self._teacher_weights: Any = (
+            None  # weights of the teacher; None: a file is read
+        )
         if self._compiled.states:
-            self._taught = program.teacher.initial_params()
-            self._head = program.teacher.head_weights(self._taught)
+            self._teacher_weights = program.teacher.initial_params()
+            self._head = program.teacher.head_weights(self._teacher_weights)
 
     def samples(self) -> list[dict[str, Any]]:
         return self.batches.samples()
@@ -151,19 +153,21 @@ class Distill(Job, name="distill"):
     def step(self, number: int, state: TrainState) -> tuple[TrainState, DistillMetrics]:
         start = time.perf_counter()
         taken = self.batches.take(number, state.params)
-        examples = [self._place(example) for example in taken.examples]
+        examples = [self._place_batch(example) for example in taken.examples]
         ready = time.perf_counter()
-        parked = [self._park(example) for example in examples]
+        parked = [self._park_target(example) for example in examples]
         taught = time.perf_counter()
-        counts = jax.device_get([self._count(example.batch) for example in examples])
+        counts = jax.device_get(
+            [self._count_tokens(example.batch) for example in examples]
+        )
         counted = jax.tree.map(lambda *x: np.sum(x, dtype=np.float32), *counts)
         sums = self._compiled.zeros()
-        for i, (batch, _, advantages) in enumerate(examples):
-            target, parked[i] = self._fetch(parked[i]), None
+        for i, example in enumerate(examples):
+            target, parked[i] = self._fetch_target(parked[i]), None
             drawn_by = self.program.micro_batch_numbers(self.config.head, number, 0, i)
-            sums, _ = self._compiled.gradients[batch.tokens.shape](
-                state.params, self.frozen, sums, batch, target, counted, advantages,
-                *drawn_by,
+            sums, _ = self._compiled.gradients[example.batch.tokens.shape](
+                state.params, self.frozen, sums, example.batch, target, counted,
+                example.advantages, *drawn_by,
             )  # fmt: skip
         sums, slopes = sums._replace(gradients=None), sums.gradients
         state, norm = self._compiled.update(state, slopes)
@@ -188,35 +192,35 @@ class Distill(Job, name="distill"):
             **taken.observed,
         )
 
-    def _place(self, example: DistillBatch) -> DistillBatch:
-        given = example.batch, example.advantages
-        batch, advantages = self.program.layout.place(given)
+    def _place_batch(self, example: DistillBatch) -> DistillBatch:
+        arrays = example.batch, example.advantages
+        batch, advantages = self.program.layout.place(arrays)
         return example._replace(batch=batch, advantages=advantages)
 
-    def _park(self, example: DistillBatch) -> Any:
-        """What a placed micro-batch learns from, in the host's memory."""
-        if self._taught is None:
+    def _park_target(self, example: DistillBatch) -> Any:
+        """The target of a placed micro-batch, in the host's memory."""
+        if self._teacher_weights is None:
             return example.columns
         batch = example.batch
         run = self._compiled.states[batch.tokens.shape]
-        return offload.park(run(self._taught, batch))
+        return offload.park(run(self._teacher_weights, batch))
 
-    def _fetch(self, parked: Any) -> TeacherStates | Columns | Drawn:
-        """What the student's programs read, back on the device."""
-        if self._taught is None:
+    def _fetch_target(self, parked: Any) -> TeacherStates | Columns | Drawn:
+        """The target that the student's programs read, back on the device."""
+        if self._teacher_weights is None:
             layout = self.program.layout
             return layout.place(parked, layout.of_hidden(parked))
         return TeacherStates(offload.fetch(parked), self._head)
 
-    def _count(self, batch: Batch) -> Counted:
-        """Tokens of a placed micro-batch, of all processes."""
+    def _count_tokens(self, batch: Batch) -> Counted:
+        """Counts of tokens of a placed micro-batch, over all processes."""
         return self._compiled.count[batch.tokens.shape](batch)
 
     def evaluate(self, state: TrainState, taken: DistillMetrics) -> Evaluated | None:
         held_out = self.batches.held_out(state.params)
         if held_out is None:
             return None
-        means = self._means(state.params, held_out.examples)
+        means = self._mean_metrics(state.params, held_out.examples)
         distill = self.config.distill
         cost = means["divergence"] + distill.loss_weight * means["ce"]
         if distill.reward_weight:
@@ -232,16 +236,18 @@ class Distill(Job, name="distill"):
             cost,
         )
 
-    def _means(self, params: Any, examples: Iterable[DistillBatch]) -> dict[str, float]:
+    def _mean_metrics(
+        self, params: Any, examples: Iterable[DistillBatch]
+    ) -> dict[str, float]:
         """Means over the tokens of micro-batches, forward only."""
         observed = []
-        for example in map(self._place, examples):
-            target = self._fetch(self._park(example))
+        for example in map(self._place_batch, examples):
+            target = self._fetch_target(self._park_target(example))
             batch = example.batch
             sums = self._compiled.sums[batch.tokens.shape](
                 params, self.frozen, batch, target
             )
-            observed.append(sums | {"tokens": self._count(batch).learned})
+            observed.append(sums | {"tokens": self._count_tokens(batch).learned})
         sums = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *observed)
         return {name: sums[name] / max(sums["tokens"], 1) for name in METRICS}
 

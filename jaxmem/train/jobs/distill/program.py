@@ -52,17 +52,17 @@ class DistillPrograms(NamedTuple):
 
 
 class TeacherStates(NamedTuple):
-    """A teacher of a micro-batch, as it computes its tokens."""
+    """A teacher's hidden states of a micro-batch, and its head."""
 
     hidden: Any  # [B, T, D'], final hidden states
     head: Any  # `TeacherProgram.head_weights`
 
 
 class FileColumns(NamedTuple):
-    """What a file has of a teacher."""
+    """Shape of a teacher's columns in a file."""
 
     count: int  # columns a token
-    logprobs: bool  # whether they have log-probabilities
+    logprobs: bool  # True if the columns have log-probabilities
 
 
 class TeacherProgram(ModelProgram):
@@ -71,17 +71,17 @@ class TeacherProgram(ModelProgram):
     def __init__(self, config: DistillJobConfig):
         model = teachers.model_of(config)
         assert model.vocab_size is not None, "of a checkpoint"
-        given = dataclasses.replace(
+        untrained = dataclasses.replace(
             config, model=model, optimizer=OptimizerConfig(), remat=RematConfig()
         )
-        super().__init__(given, model.vocab_size, lambda _: 0.0)
+        super().__init__(untrained, model.vocab_size, lambda _: 0.0)
         self.vocab_size = model.vocab_size
-        head = nnx.split(self.abstract.head)
-        self._head, shapes = head[0], nnx.to_pure_dict(head[1])
-        self.head_shapes = self.layout.of_weights({"head": shapes})["head"]
+        self._head, weights = nnx.split(self.abstract.head)
+        shapes = {"head": nnx.to_pure_dict(weights)}
+        self.head_shapes = self.layout.of_weights(shapes)["head"]
 
     def _split(self, weights: dict) -> tuple[dict, dict]:
-        return weights, {}  # as they are: no update could be lost
+        return weights, {}  # in their own type, as no update can be lost to rounding
 
     def trace_states(self, shape: Shape) -> jax.stages.Traced:
         """Trace the hidden states of a micro-batch."""
@@ -100,7 +100,7 @@ class TeacherProgram(ModelProgram):
         return self.layout.of_hidden(self.hidden(*shape))
 
     def head_weights(self, params: Any) -> dict:
-        """What the divergence reads of the teacher's weights."""
+        """The teacher's weights that the divergence reads."""
         return nnx.to_pure_dict(nnx.split(self.model(params, {}).head)[1])
 
     def without_head(self, params: Any) -> dict:
@@ -116,8 +116,8 @@ class TeacherProgram(ModelProgram):
 class Counted(NamedTuple):
     """Tokens of a micro-batch, or of a step."""
 
-    learned: Any  # f32 scalar, those that count in the loss
-    read: Any  # f32 scalar, those that are no padding
+    learned: Any  # f32 scalar, tokens that count in the loss
+    read: Any  # f32 scalar, tokens that are no padding
 
 
 class DistillProgram(SamplingProgram):
@@ -181,17 +181,21 @@ class DistillProgram(SamplingProgram):
         return held + ([] if self.streamed else [self.state_shapes.optimizer])
 
     def trace_gradients(self, shape: Shape) -> jax.stages.Traced:
-        """Trace what adds a micro-batch to a step's sums; these are consumed."""
-        given = self.tokens(*shape), self.target(shape), self.counted()
-        given += (self.advantages(shape),)
-        return self.trace_sums(self._loss, given, self.config.head)
+        """Trace the addition of a micro-batch to a step's sums, which are consumed."""
+        arguments = (
+            self.tokens(*shape),
+            self.target(shape),
+            self.counted(),
+            self.advantages(shape),
+        )
+        return self.trace_sums(self._batch_loss, arguments, self.config.head)
 
     def counted(self) -> Counted:
-        """Shapes of `Counted`, with their places."""
+        """Shapes and shardings of `Counted`."""
         return Counted(self.number(), self.number())
 
     def advantages(self, shape: Shape) -> Any:
-        """Shape of advantages; None where no rewards are learned from."""
+        """Shape of advantages; None unless rewards are learned from."""
         if not self.config.distill.reward_weight:
             return None
         return self.layout.of_tokens(jax.ShapeDtypeStruct(shape, jnp.float32))
@@ -203,41 +207,41 @@ class DistillProgram(SamplingProgram):
         return self._teacher
 
     def target(self, shape: Shape) -> TeacherStates | Columns | Drawn:
-        """Shapes of what a micro-batch learns from."""
-        if self._columns is not None:
-            count, logprobs = self._columns
-            ids: Any = jax.ShapeDtypeStruct((*shape, count), jnp.int32)
+        """Shapes of a micro-batch's target: a teacher's states, or a file's columns."""
+        if (columns := self._columns) is not None:
+            ids: Any = jax.ShapeDtypeStruct((*shape, columns.count), jnp.int32)
             floats = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
-            columns = of_file(self.config.distill, ids, floats if logprobs else None)
-            return self.layout.of_hidden(columns)
+            logprobs = floats if columns.logprobs else None
+            return self.layout.of_hidden(of_file(self.config.distill, ids, logprobs))
         return TeacherStates(self.teacher.states(shape), self.teacher.head_shapes)
 
     def trace_loss(self) -> None:
         def loss(head, hidden, labels, target, normalizer, advantages):
             targets = Targets(labels, advantages)
             drawn_by = self.micro_batch_numbers(self.config.head, 0, 0, 0)
-            return self._of_hidden(head, hidden, targets, target, normalizer, *drawn_by)
+            return self._loss_of_hidden(
+                head, hidden, targets, target, normalizer, *drawn_by
+            )
 
         for shape in self.shapes:
-            given = self.target(shape), self.number(), self.advantages(shape)
-            self.trace_of_head(loss, shape, *given)
+            arguments = self.target(shape), self.number(), self.advantages(shape)
+            self.trace_of_head(loss, shape, *arguments)
 
-    def _loss(
+    def _batch_loss(
         self, params, frozen, batch: Batch, target, counted, advantages=None, *numbers
     ):
-        """What is differentiated, and the loss, sums over tokens, and of routers."""
+        """The scalar to differentiate; and the loss, metrics of tokens, and routing."""
         model = self.model(params, frozen)
-        given = batch.tokens, batch.segment_ids, batch.positions
-        hidden, routed = model.routed(*given)
-        targets, own = Targets(batch.labels, advantages), _count(batch)
-        value, observed = self._of_hidden(
+        hidden, routed = model.routed(batch.tokens, batch.segment_ids, batch.positions)
+        targets, own = Targets(batch.labels, advantages), _count_tokens(batch)
+        value, observed = self._loss_of_hidden(
             model.head, hidden, targets, target, counted.learned, *numbers
         )
         share = own.read / jnp.maximum(counted.read, 1)
         cost = balance.with_loss(value, routed, self.model_config, share)
         return cost, (value, observed, routed)
 
-    def _of_hidden(
+    def _loss_of_hidden(
         self, head, hidden, targets: Targets, target, normalizer, numbers=None
     ):
         call = PolicyHeadOptions(self.config.sampling.temperature, "fused")
@@ -245,20 +249,21 @@ class DistillProgram(SamplingProgram):
             key = Stream.GRADIENTS.key(self.config.run.seed, *numbers)
             call = dataclasses.replace(call, sample=self.config.head.sample, key=key)
         if self._teacher is not None:
-            theirs = self.teacher.head(target.head)
+            teacher_head = self.teacher.head(target.head)
             # One of two vocabularies may be padded further.
             size = min(self.model_config.vocab_size or 0, self.teacher.vocab_size)
-            head.vocab_size = theirs.vocab_size = size
-            target = theirs.teacher(target.hidden)
+            head.vocab_size = teacher_head.vocab_size = size
+            target = teacher_head.teacher(target.hidden)
         return distill_loss(
             self.config.distill, head, hidden, targets, target, normalizer, call
         )
 
     def _trace_sums(self, shape: Shape) -> jax.stages.Traced:
         def run(params, frozen, batch: Batch, target):
-            one = jnp.ones(())
-            seen = self._loss(params, frozen, batch, target, Counted(one, one))
-            _, observed, _ = seen[1]
+            unit = jnp.ones(())  # metrics do not depend on the counts
+            counted = Counted(unit, unit)
+            _, results = self._batch_loss(params, frozen, batch, target, counted)
+            _, observed, _ = results
             return {name: jnp.sum(x) for name, x in observed.items()}
 
         weights = self.state_shapes.params, self.frozen_shapes
@@ -270,7 +275,7 @@ class DistillProgram(SamplingProgram):
 
     def _trace_count(self, shape: Shape) -> jax.stages.Traced:
         with self.layout.context():
-            count = self.layout.jit(_count, self.counted())
+            count = self.layout.jit(_count_tokens, self.counted())
             return count.trace(self.tokens(*shape))
 
     def phases(self) -> list[Phase]:
@@ -279,13 +284,13 @@ class DistillProgram(SamplingProgram):
         tokens, runs = shape[0] * shape[1], float(config.run.accumulate)
         if config.is_on_policy:
             runs = config.distill.samples * config.longest / tokens
-        taught, weights = teacher.state_shapes.params, weights_of(self)
+        teacher_weights, weights = teacher.state_shapes.params, weights_of(self)
         held, sums = moments_beside(self), gradient_shapes(self.state_shapes.params)
-        made = [
+        phases = [
             Phase(
                 "teacher",
                 functools.partial(teacher.trace_states, shape),
-                {"teacher": taught},
+                {"teacher": teacher_weights},
                 weights | held,
                 tokens=tokens,
                 runs=runs,
@@ -294,19 +299,20 @@ class DistillProgram(SamplingProgram):
                 "gradients",
                 self.trace_backward,
                 weights | {"gradients": sums, "teacher's head": teacher.head_shapes},
-                held | {"teacher's other weights": teacher.without_head(taught)},
+                held
+                | {"teacher's other weights": teacher.without_head(teacher_weights)},
                 activations(self, tokens),
                 tokens,
                 runs=runs,
             ),
         ]
         if config.is_on_policy:
-            made[:0] = self.rollout_phases(held | {"teacher": taught})
+            phases[:0] = self.rollout_phases(held | {"teacher": teacher_weights})
         if self.streamed is None:
-            made.append(self.update_phase({"teacher": taught}, 1))
-        return made
+            phases.append(self.update_phase({"teacher": teacher_weights}, 1))
+        return phases
 
 
-def _count(batch: Batch) -> Counted:
+def _count_tokens(batch: Batch) -> Counted:
     read = balance.counted(batch.tokens, batch.segment_ids)
     return Counted(*(jnp.sum(x, dtype=jnp.float32) for x in (batch.labels >= 0, read)))

@@ -1,4 +1,4 @@
-"""What a student learns from: rows of a text or a file, or its own completions."""
+"""Sources of a student's micro-batches: a text, a file, or its own completions."""
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from jaxmem.train.jobs.rollout.turns import SamplePrograms, Turns
 
 
 class DistillBatch(NamedTuple):
-    """A micro-batch, and what a file has of the teacher."""
+    """A micro-batch, with the teacher's columns of a file where one is read."""
 
     batch: Batch
     columns: Columns | Drawn | None = None
@@ -42,23 +42,25 @@ class Taken(NamedTuple):
 
 
 class Source:
-    """Where micro-batches come from: `_batches`, or held-out ones, `_evaluation`."""
+    """Micro-batches to train on, and held-out ones."""
 
-    _batches: Any
+    _batches: Any  # iterator without end, with a position
     _count: int  # micro-batches of a step
     _evaluation: Callable[[], Iterable[Any]] | None  # None if nothing is held out
 
     def take(self, number: int, params: Any) -> Taken:
         """The micro-batches of the step of that number, for these weights."""
-        return Taken([self._example(next(self._batches)) for _ in range(self._count)])
+        return Taken(
+            [self._make_example(next(self._batches)) for _ in range(self._count)]
+        )
 
     def held_out(self, params: Any) -> Taken | None:
         """Micro-batches that are never trained on; None if nothing is held out."""
         if self._evaluation is None:
             return None
-        return Taken(map(self._example, self._evaluation()))
+        return Taken(map(self._make_example, self._evaluation()))
 
-    def _example(self, batch: Any) -> DistillBatch:
+    def _make_example(self, batch: Any) -> DistillBatch:
         return DistillBatch(batch)
 
     def samples(self) -> list[dict[str, Any]]:
@@ -95,13 +97,22 @@ class File(Source):
         self._count = config.run.accumulate
         self._evaluation = reads.held_out()
 
-    def _example(self, batch: teacher_files.TeacherBatch) -> DistillBatch:
-        """With the ids of a stream checked, of which the first part was before."""
+    def _make_example(self, batch: teacher_files.TeacherBatch) -> DistillBatch:
+        """A micro-batch; ids of a stream are checked now, all others at the start."""
         if self._rows is not None:
             part = self._file._replace(ids=batch.ids)
             teacher_files.check_ids(part, self._rows, self._config.source)
         rows, *columns = batch
         return DistillBatch(rows, of_file(self._distill, *columns))
+
+
+class _ShownRollout(NamedTuple):
+    """A rollout whose samples the report shows."""
+
+    prompts: PromptIds
+    completions: Completions
+    rewards: np.ndarray | None
+    logprobs: np.ndarray
 
 
 _advantages = jax.jit(
@@ -110,35 +121,35 @@ _advantages = jax.jit(
 
 
 class StudentSamples(Source):
-    """Completions of prompts, sampled from the student as it is at a step."""
+    """Completions of prompts, sampled from the student's weights of a step."""
 
     def __init__(self, program: DistillProgram, frozen: Any, task: Task):
         self._program, self._config, self._frozen = program, program.config, frozen
         self._task, self._next = task, 0
-        self._last: tuple | None = None  # rollout, whose samples the report shows
+        self._shown: _ShownRollout | None = None
         self._sample = SamplePrograms.of(program)
 
     def take(self, number: int, params: Any) -> Taken:
         distill, steps = self._config.distill, self._config.run.steps
         self._task.trainer_state = TrainerState(number - 1, steps)
-        asked = self._task.ask(self._next, distill.prompts)
-        asked = asked.repeated(distill.completions)
-        completions, samples, decoded = self._complete(params, asked, number)
+        prompts = self._task.ask(self._next, distill.prompts)
+        prompts = prompts.repeated(distill.completions)
+        completions, samples, decoded = self._complete_prompts(params, prompts, number)
         length = float(completions.lengths.mean())
         observed: dict[str, Any] = {"response_length": length, "busy": decoded.busy}
         rewards = advantages = None
         if distill.reward_weight is not None:
-            graded = self._task.grade(asked, completions)
+            graded = self._task.grade(prompts, completions)
             observed |= rollout_metrics.of_grades(graded, distill.completions)
             rewards = graded.rewards
             if distill.reward_weight:
-                advantages = self._compared(number, rewards)
+                advantages = self._compare_rewards(number, rewards)
         self._next += distill.prompts  # after the rewards, which may raise
         logprobs = np.asarray(samples.logprobs)
-        self._last = asked, completions, rewards, logprobs
+        self._shown = _ShownRollout(prompts, completions, rewards, logprobs)
         return Taken(self._batches(completions, advantages), observed)
 
-    def _compared(self, number: int, rewards: np.ndarray) -> np.ndarray:
+    def _compare_rewards(self, number: int, rewards: np.ndarray) -> np.ndarray:
         """Advantages [N]; 0 for completions without a reward, NaN."""
         where = ~np.isnan(rewards)
         if not where.any():
@@ -151,30 +162,32 @@ class StudentSamples(Source):
         return np.asarray(_advantages(*groups)).ravel()
 
     def samples(self) -> list[dict[str, Any]]:
-        return [] if self._last is None else table(self._task, *self._last)
+        return [] if self._shown is None else table(self._task, *self._shown)
 
     def held_out(self, params: Any) -> Taken | None:
         """See `Source`; the draws are the same each time."""
-        asked = self._task.held_out()
-        if asked is None:
+        prompts = self._task.held_out()
+        if prompts is None:
             return None
-        asked = asked.first(self._config.eval.prompts)
+        prompts = prompts.first(self._config.eval.prompts)
         examples, graded = [], []
-        for part, live in asked.parts(self._config.distill.samples):
-            completions, *_ = self._complete(params, part, 0)  # no step is number 0
+        for part, live in prompts.parts(self._config.distill.samples):
+            completions, *_ = self._complete_prompts(
+                params, part, 0
+            )  # no step is number 0
             kept = take(completions, np.arange(live))
             examples += self._batches(kept)
             if self._config.distill.reward_weight is not None:
                 graded.append(self._task.grade(part.first(live), kept))
         return Taken(examples, rollout_metrics.of_held_out(graded) if graded else {})
 
-    def _complete(
-        self, params: Any, asked: PromptIds, number: int
+    def _complete_prompts(
+        self, params: Any, prompts: PromptIds, number: int
     ) -> tuple[Completions, Samples, SlotUse]:
         weights = params, self._frozen
         sample = Turns(self._program, self._sample, weights, (number, 0))
-        samples = sample(*asked[:2], 0)
-        return Completions.of_samples(asked, samples), samples, sample.decoded
+        samples = sample(prompts.ids, prompts.lengths, 0)
+        return Completions.of_samples(prompts, samples), samples, sample.decoded
 
     def _batches(
         self, completions: Completions, advantages: np.ndarray | None = None

@@ -1,4 +1,4 @@
-"""The teacher of a student: its directory and sizes, and whether both read one text."""
+"""The teacher of a student: its directory and sizes, and checks of its vocabulary."""
 
 import dataclasses
 from pathlib import Path
@@ -48,7 +48,7 @@ def of_same_vocabulary(config: DistillJobConfig, student: ModelConfig) -> ModelC
     The vocabularies of two checkpoints may be padded to different sizes.
     """
     if config.distill.teacher is None:
-        return student  # of a file, which says what its vocabulary is
+        return student  # a file is read, which names its vocabulary
     size = model_of(config).vocab_size
     if student.checkpoint is not None:
         _check_tokens(config, student.checkpoint)
@@ -97,7 +97,10 @@ def reading(config: DistillJobConfig) -> ModelConfig:
 
 
 def text(config: DistillJobConfig, chosen: str | None) -> checkpoints.Text:
-    """How a student without a checkpoint reads text: as its teacher does."""
+    """The text files of a student without a checkpoint, which are its teacher's.
+
+    A template that is `chosen`, by its path, replaces the teacher's.
+    """
     path = directory(config)
     tokenizer, start, eos, _ = checkpoints.load_vocabulary(path)
     described = path / "tokenizer_config.json"
@@ -110,12 +113,12 @@ def text(config: DistillJobConfig, chosen: str | None) -> checkpoints.Text:
         tokenizer,
         tokenizer.id_to_token(start[0]) if start else None,
         None if eos is None else tokenizer.id_to_token(eos),
-        _content(named.get("pad_token")),
+        _token_text(named.get("pad_token")),
         template if isinstance(template, str) else None,
     )
 
 
-def _content(token: Any) -> str | None:
+def _token_text(token: Any) -> str | None:
     """The text of a token, which may be a serialised AddedToken."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None

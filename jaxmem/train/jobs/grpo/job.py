@@ -61,8 +61,9 @@ class Grpo(Job, name="grpo"):
     def fixed(self) -> dict[str, Any]:
         config, fixed = self.config, super().fixed()
         trainable = {"trainable": config.optimizer.trainable}
-        # The optimizer counts updates, of which a rollout has so many.
-        updates = {n: getattr(config.grpo, n) for n in ("minibatches", "epochs")}
+        # The optimizer counts updates, whose number in a rollout must stay the same.
+        names = "minibatches", "epochs"
+        updates = {name: getattr(config.grpo, name) for name in names}
         return fixed | {
             "optimizer": fixed_moments(config.optimizer) | trainable,
             "grpo": updates,
@@ -98,8 +99,9 @@ class Grpo(Job, name="grpo"):
         self.task = self.reads.task
         self.task.agree()
         self.task.check()
-        self._next, self._told = 0, False  # number of the next problem
-        self.last: Rollout | None = None  # what the report shows samples of
+        self._next = 0  # number of the next prompt
+        self._has_told_of_cuts = False
+        self.last: Rollout | None = None  # its samples are shown by the report
 
     def compile(self, progress: ProgressReport) -> None:
         self._compiled, self._say = self.program.compile(), progress.say
@@ -129,14 +131,16 @@ class Grpo(Job, name="grpo"):
         clock.lap("rollout")
         read, cut = cut_prefixes(self.config, number, rollout.completions)
         rest = rollout._replace(completions=read)
-        old = self._old(number, state.params, rest)
+        old = self._measure_old(number, state.params, rest)
         clock.lap("old")
         reference = None
         if self._reference is not None:
-            # It chooses its own experts: a policy that does not change has one output.
-            own = rest._replace(completions=read._replace(routes=None))
-            made = self._logprobs(compiled.reference, self._reference, own)
-            reference = made.drawn_from
+            # The reference chooses its own experts: its weights do not change, so that
+            # its output does not either.
+            unrouted = rest._replace(completions=read._replace(routes=None))
+            reference = self._measure_logprobs(
+                compiled.reference, self._reference, unrouted
+            ).drawn_from
         clock.lap("reference")
         sampled = np.asarray(rollout.samples.logprobs)
         learned = Minibatch(
@@ -146,28 +150,28 @@ class Grpo(Job, name="grpo"):
             reference,
             rollout.supports,
             rollout=sampled if grpo.corrects_tokens else None,
-            correction=self._weights(old, rollout) if grpo.drops_sequences else None,
+            correction=self._correction_weights(old, rollout)
+            if grpo.drops_sequences
+            else None,
             learned=rollout.learned if grpo.mask_truncated else None,
             cut=cut,
         )
-        state, updates = self._learn(number, state, learned, old)
+        state, updates = self._take_updates(number, state, learned, old)
         clock.lap("update")
         self.last = rollout
-        return state, self._metrics(number, rollout, old, updates, clock.seconds)
+        return state, self._make_metrics(number, rollout, old, updates, clock.seconds)
 
     def _roll_out(self, number: int, params: Any) -> Rollout:
-        """Sample until enough groups tell something, as `grpo.resample` allows."""
-        grpo, parts, place = self.config.grpo, [], self._next
+        """Sample until rewards differ in enough groups, as `grpo.resample` allows."""
+        grpo, parts, position = self.config.grpo, [], self._next
         self.task.trainer_state = TrainerState(number - 1, self.config.run.steps)
         for attempt in range(1 + grpo.resample):
-            parts.append(self._sampled(number, attempt, place, params))
-            place += grpo.prompts
-            told = sum(
-                int(part.rewards_differ(grpo.group_size).sum()) for part in parts
-            )
-            if told >= grpo.prompts:
+            parts.append(self._sample_rewarded(number, attempt, position, params))
+            position += grpo.prompts
+            differing = [part.rewards_differ(grpo.group_size) for part in parts]
+            if np.concatenate(differing).sum() >= grpo.prompts:
                 break
-        self._next = place  # after the rewards, which may raise
+        self._next = position  # after the rewards, which may raise
         sampled = select_groups(parts, grpo.prompts, grpo.group_size)
         observed = rollout_metrics.of_sampled(
             parts, sampled if grpo.resample else None, grpo.group_size
@@ -177,15 +181,20 @@ class Grpo(Job, name="grpo"):
         self._check_rewarded(number, len(rows))
         if len(rows) < grpo.samples:
             sampled, compared = take(sampled, rows), compared[rows]
-        asked, completions, samples, graded, truncated, *_ = sampled
-        supports = None
+        samples, supports = sampled.samples, None
         if samples.support_ids is not None:
             supports = RolloutSupports.of(np.asarray(samples.support_ids))
             samples = samples._replace(support_ids=None)
         return Rollout(
-            asked, completions, samples, supports, graded, compared, truncated,
-            observed,
-        )  # fmt: skip
+            prompts=sampled.prompts,
+            completions=sampled.completions,
+            samples=samples,
+            supports=supports,
+            graded=sampled.graded,
+            advantages=compared,
+            truncated=sampled.truncated,
+            sampled=observed,
+        )
 
     def _check_rewarded(self, number: int, count: int) -> None:
         """Raise unless each minibatch has a completion with a reward."""
@@ -198,55 +207,64 @@ class Grpo(Job, name="grpo"):
                 "grpo.resample to sample other prompts"
             )
 
-    def _sampled(self, number: int, attempt: int, place: int, params: Any) -> Sampled:
-        """The completions of the prompts from a place on, with their rewards."""
+    def _sample_rewarded(
+        self, number: int, attempt: int, position: int, params: Any
+    ) -> Sampled:
+        """The completions of the prompts from a position on, with their rewards."""
         grpo, programs = self.config.grpo, self._compiled.sample
         if isinstance(self.task, RecordedRollouts):
-            return self.task.sampled(place, grpo.prompts)
+            return self.task.sampled(position, grpo.prompts)
         assert programs is not None
-        asked = self.task.ask(place, grpo.prompts).repeated(grpo.group_size)
-        return self._answered(programs, params, asked, (number, attempt))
+        prompts = self.task.ask(position, grpo.prompts).repeated(grpo.group_size)
+        return self._complete_prompts(programs, params, prompts, (number, attempt))
 
-    def _answered(
+    def _complete_prompts(
         self,
         programs: SamplePrograms,
         params: Any,
-        asked: PromptIds,
+        prompts: PromptIds,
         draw: tuple[int, int],
     ) -> Sampled:
         """Completions of prompts, or conversations, with their rewards."""
         sample = Turns(self.program, programs, (params, self.frozen), draw)
         if isinstance(self.task, Conversations):
-            played, graded = self.task.play(asked, sample)
-            samples, truncated, turns, by_turn = played
-            own = np.asarray(samples.mask)
-            completions = Completions.of_samples(asked, samples, own)
-            if not self.config.grpo.turn_rewards:
-                by_turn = None
-        else:
-            samples, by_turn = sample(*asked[:2], 0), None
-            completions = Completions.of_samples(asked, samples)
-            ids, lengths = completions.sampled, completions.lengths
-            ends = np.take_along_axis(ids, lengths[:, None] - 1, axis=1)[:, 0]
-            truncated = ~np.isin(ends, self.program.ends.eos_ids)
-            graded, turns = self.task.grade(asked, completions), np.ones_like(lengths)
-        samples = samples._replace(routes=None)
+            played, graded = self.task.play(prompts, sample)
+            mask = np.asarray(played.samples.mask)
+            return Sampled(
+                prompts=prompts,
+                completions=Completions.of_samples(prompts, played.samples, mask),
+                samples=played.samples._replace(routes=None),
+                graded=graded,
+                truncated=played.truncated,
+                turns=played.turns,
+                decoded=sample.decoded,
+                by_turn=played.by_turn if self.config.grpo.turn_rewards else None,
+            )
+        samples = sample(prompts.ids, prompts.lengths, 0)
+        completions = Completions.of_samples(prompts, samples)
+        lengths = completions.lengths
+        last = np.take_along_axis(completions.sampled, lengths[:, None] - 1, axis=1)
         return Sampled(
-            asked, completions, samples, graded, truncated, turns, sample.decoded,
-            by_turn,
-        )  # fmt: skip
+            prompts=prompts,
+            completions=completions,
+            samples=samples._replace(routes=None),
+            graded=self.task.grade(prompts, completions),
+            truncated=~np.isin(last[:, 0], self.program.ends.eos_ids),
+            turns=np.ones_like(lengths),
+            decoded=sample.decoded,
+        )
 
     def evaluate(self, state: TrainState, taken: PolicyMetrics) -> Evaluated | None:
         """Complete the held-out prompts at temperature 0."""
-        asked, rows = self.task.held_out(), self.config.grpo.samples
-        if asked is None:
+        prompts, rows = self.task.held_out(), self.config.grpo.samples
+        if prompts is None:
             return None
-        asked = asked.first(self.config.eval.prompts)
+        prompts = prompts.first(self.config.eval.prompts)
         self.task.trainer_state = TrainerState(taken.step, self.config.run.steps)
         graded = []
-        for part, live in asked.parts(rows):  # of the shape that is compiled
+        for part, live in prompts.parts(rows):  # of the shape that is compiled
             weights, draw = (state.params, self.frozen), (taken.step, 0)
-            sample = Turns(self.program, self._greedy, weights, draw)
+            sample = Turns(self.program, self._greedy_samplers, weights, draw)
             graded.append(self._held_out_grades(part, sample, live))
         values = rollout_metrics.of_held_out(graded)
         reward = values["held_out_reward"]
@@ -254,19 +272,20 @@ class Grpo(Job, name="grpo"):
             taken._replace(**values), math.nan if reward is None else -reward
         )
 
-    def _held_out_grades(self, asked: PromptIds, sample: Turns, live: int) -> Graded:
-        """The rewards of the first prompts, of which the others are repetitions."""
+    def _held_out_grades(self, prompts: PromptIds, sample: Turns, live: int) -> Graded:
+        """The rewards of the first `live` prompts, which the others repeat."""
         if isinstance(self.task, Conversations):
-            return self.task.play(asked, sample, live)[1]
-        completions = Completions.of_samples(asked, sample(*asked[:2], 0))
-        return self.task.grade(asked.first(live), take(completions, np.arange(live)))
+            return self.task.play(prompts, sample, live)[1]
+        samples = sample(prompts.ids, prompts.lengths, 0)
+        completions = take(Completions.of_samples(prompts, samples), np.arange(live))
+        return self.task.grade(prompts.first(live), completions)
 
     @functools.cached_property
-    def _greedy(self) -> SamplePrograms:
+    def _greedy_samplers(self) -> SamplePrograms:
         return SamplePrograms.of(self.program, greedy=True)
 
-    def _old(self, number: int, params: Any, rollout: Rollout) -> Logprobs:
-        """What no update measures by itself, before the first of them."""
+    def _measure_old(self, number: int, params: Any, rollout: Rollout) -> Logprobs:
+        """Old log-probabilities of samples that the first update does not measure."""
         grpo, shape = self.config.grpo, rollout.completions.sampled.shape
         old = Logprobs.unknown(shape, rollout.supports is not None)
         if not grpo.has_old_pass:
@@ -275,10 +294,10 @@ class Grpo(Job, name="grpo"):
         if grpo.reads_own_old:
             rows = np.setdiff1d(rows, next(self._minibatches(number, len(rows))))
         rest = take(rollout, rows)
-        old.put(rows, self._logprobs(self._compiled.logprobs, params, rest))
+        old.put(rows, self._measure_logprobs(self._compiled.logprobs, params, rest))
         return old
 
-    def _logprobs(
+    def _measure_logprobs(
         self,
         programs: Mapping[Any, Any],
         params: Any,
@@ -293,19 +312,19 @@ class Grpo(Job, name="grpo"):
         outputs, routes = [], completions.routed(packed)
         replays = completions.routes is not None
         for batch in completions.batches(packed):
-            shape, given = batch.tokens.shape, (batch, next(supports), next(routes))
+            shape, arrays = batch.tokens.shape, (batch, next(supports), next(routes))
             structs = self.program.forward(shape, replays)
-            placed = self.program.layout.place(given, structs)
-            outputs.append(programs[shape](params, self.frozen, *placed))
+            arrays = self.program.layout.place(arrays, structs)
+            outputs.append(programs[shape](params, self.frozen, *arrays))
         return completions.measured(packed, jax.device_get(outputs))
 
-    def _learn(
+    def _take_updates(
         self, number: int, state: TrainState, rollout: Minibatch, old: Logprobs
     ) -> tuple[TrainState, list[Update]]:
         """Take every update of the step.
 
-        The first one measures its own tokens, which completes `old`; the rollout has
-        its array, or the sampler's.
+        The first one measures the tokens that `old` lacks, and writes them into it.
+        `rollout.old` is the same array, or else the sampler's.
         """
         updates, grpo = [], self.config.grpo
         minibatches = self._minibatches(number, len(rollout.advantages))
@@ -314,27 +333,34 @@ class Grpo(Job, name="grpo"):
             if grpo.has_sequence_ratio:
                 part = self._with_ratios(state.params, part, minibatch)
             kept = part.kept(self.config, number, minibatch)
-            sums, measured = self._gradients(number, minibatch, state, part, kept)
+            sums, measured = self._sum_gradients(number, minibatch, state, part, kept)
             if minibatch == 0 and grpo.reads_own_old:
                 labelled = part.completions.keeping(kept)
                 packed = part.packing(self.config)
                 old.put(chosen, labelled.measured(packed, jax.device_get(measured)))
             state, norm = self._compiled.update(state, sums.gradients)
             tokens = part.completions.counts if kept is None else kept
-            measured = sums.loss, norm, sums.metrics, int(tokens.sum()), sums.routed
-            updates.append(Update(*measured))
+            updates.append(
+                Update(
+                    loss=sums.loss,
+                    grad_norm=norm,
+                    metrics=sums.metrics,
+                    tokens=int(tokens.sum()),
+                    routed=sums.routed,
+                )
+            )
         return state, jax.device_get(updates)
 
     def _with_ratios(self, params: Any, part: Minibatch, minibatch: int) -> Minibatch:
-        """With the sequences' log-ratios; 0 between equal weights."""
+        """The part with log-ratios of its sequences, which are 0 for equal weights."""
         ratios = np.zeros(len(part.advantages), np.float32)
         if minibatch or self.config.grpo.starts_from_sampler:
-            now = self._logprobs(self._compiled.logprobs, params, part)
+            now = self._measure_logprobs(self._compiled.logprobs, params, part)
             delta = np.where(now.known, now.drawn_from - part.old, 0)
             ratios = delta.sum(1) / np.maximum(now.known.sum(1), 1)
         return part._replace(log_ratio=ratios.astype(np.float32))
 
-    def _gradients(
+    def _sum_gradients(
         self,
         number: int,
         minibatch: int,
@@ -342,7 +368,7 @@ class Grpo(Job, name="grpo"):
         part: Minibatch,
         kept: np.ndarray | None,
     ) -> tuple[AccumulatedSums, list[Any]]:
-        """Sums over the micro-batches, and log-probabilities of each."""
+        """Sums over the micro-batches, and a pair of log-probabilities of each."""
         program, sums, measured = self.program, self._compiled.zeros(), []
         for i, (rows, normalizer) in enumerate(part.micro_batches(self.config, kept)):
             shape = rows.batch.tokens.shape
@@ -356,20 +382,21 @@ class Grpo(Job, name="grpo"):
             measured.append(logprobs)
         return sums, measured
 
-    def _weights(self, old: Logprobs, rollout: Rollout) -> np.ndarray:
+    def _correction_weights(self, old: Logprobs, rollout: Rollout) -> np.ndarray:
+        """Weights [N, R] of `grpo.correction` for the tokens of a rollout."""
         samples = rollout.samples
         return np.asarray(
             self._correction(old.drawn_from, samples.logprobs, samples.mask)
         )
 
     def _minibatches(self, number: int, count: int) -> Iterator[np.ndarray]:
-        """Indices of so many samples; each sample once an epoch."""
+        """Yield the indices of each minibatch of `count` samples, epoch after epoch."""
         grpo = self.config.grpo
         for epoch in range(grpo.epochs):
             rng = Stream.MINIBATCHES.generator(self.config.run.seed, number, epoch)
             yield from np.array_split(rng.permutation(count), grpo.minibatches)
 
-    def _metrics(
+    def _make_metrics(
         self,
         number: int,
         rollout: Rollout,
@@ -381,7 +408,7 @@ class Grpo(Job, name="grpo"):
         observed = rollout_metrics.of_rollout(rollout)
         weights = None
         if config.grpo.corrects_tokens or config.grpo.drops_sequences:
-            weights = self._weights(old, rollout)
+            weights = self._correction_weights(old, rollout)
         fields: dict[str, Any] = {
             **observed,
             **rollout_metrics.agreement(old, rollout.samples),
@@ -392,10 +419,10 @@ class Grpo(Job, name="grpo"):
         }
         routed = [u.routed for u in updates if u.routed is not None]
         if routed:
-            all_of_them = jax.tree.map(lambda *x: sum(x), *routed)
-            fields["routers"] = self.program.routers(all_of_them)
+            total = jax.tree.map(lambda *x: sum(x), *routed)
+            fields["routers"] = self.program.routers(total)
             if config.grpo.replay_routing:
-                fields["rerouted"] = balance.rerouted(all_of_them)
+                fields["rerouted"] = balance.rerouted(total)
         self._tell_of_cuts(number, fields.get("support_full"))
         return PolicyMetrics(
             step=number,
@@ -409,9 +436,9 @@ class Grpo(Job, name="grpo"):
 
     def _tell_of_cuts(self, number: int, share: float | None) -> None:
         """Say once that supports reach the limit, where the sampler cuts them."""
-        if not share or self._told:
+        if not share or self._has_told_of_cuts:
             return
-        self._told = True
+        self._has_told_of_cuts = True
         limit = self.config.sampling.support
         self._say(
             f"step {number}: {share:.1%} of the tokens have supports of "

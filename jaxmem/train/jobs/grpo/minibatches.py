@@ -1,4 +1,4 @@
-"""What one update learns from: samples of a rollout, in packed micro-batches."""
+"""Minibatches of a rollout's samples, an update each, in packed micro-batches."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from jaxmem.train.jobs.rollout.packed import Completions, RolloutSupports
 
 
 class Cut(NamedTuple):
-    """What was cut off N completions."""
+    """The cut of N completions to random prefixes."""
 
     counts: np.ndarray  # [N] tokens that the model sampled, before the cut
     inverse: np.ndarray  # float32 [N, R] 1 / probability with which a token is kept
@@ -27,9 +27,8 @@ class Minibatch(NamedTuple):
     advantages: np.ndarray  # [N], or [N, R] of tokens
     old: np.ndarray  # before the rollout's first update, or SAME_WEIGHTS
     reference: np.ndarray | None  # under the initial weights
-    supports: (
-        RolloutSupports | None
-    )  # what the tokens were drawn from; None: the vocabulary
+    # ids that the tokens were drawn from; None: the vocabulary
+    supports: RolloutSupports | None
     rollout: np.ndarray | None = None  # of the sampler, for a correction by tokens
     correction: np.ndarray | None = None  # [N, R] weights of one by sequences
     log_ratio: np.ndarray | None = None  # [N] of sequences, for a loss that has one
@@ -46,13 +45,13 @@ class Minibatch(NamedTuple):
         return np.logical_and.reduce(kept) if kept else None
 
     def packing(self, config: GrpoJobConfig) -> Packing:
-        """How `micro_batches` lays the samples out."""
+        """The packing of the samples in `micro_batches`."""
         return packing_of(config, self.completions, config.grpo.max_tokens_train)
 
     def micro_batches(
         self, config: GrpoJobConfig, kept: np.ndarray | None = None
     ) -> Iterator[tuple[PolicyBatch, np.float32]]:
-        """Micro-batches of the kept tokens [N, R], each with the normaliser of all."""
+        """Yield micro-batches of the kept tokens [N, R], each with the normaliser."""
         part = self.completions
         slots = config.sampling.max_new_tokens * config.task.turns
         counts = part.counts if self.cut is None else self.cut.counts
@@ -80,14 +79,21 @@ class Minibatch(NamedTuple):
             advantages = next(of_tokens, None)
             if advantages is None:
                 advantages = self.advantages[sequence]
-            if (dropping := next(correction)) is not None:
-                advantages = advantages * dropping
-            of_kept = weights[sequence]
-            if (probable := next(inverse)) is not None:
-                of_kept = of_kept * probable
-            known = next(old), advantages, of_kept, next(reference)
-            rows = PolicyBatch(batch, *known, next(supports), next(rollout))
-            rows = rows._replace(routes=next(routes))
+            if (factors := next(correction)) is not None:
+                advantages = advantages * factors
+            token_weights = weights[sequence]
+            if (inverse_probability := next(inverse)) is not None:
+                token_weights = token_weights * inverse_probability
+            rows = PolicyBatch(
+                batch,
+                old_logprob=next(old),
+                advantages=advantages,
+                weights=token_weights,
+                ref_logprob=next(reference),
+                supports=next(supports),
+                rollout_logprob=next(rollout),
+                routes=next(routes),
+            )
             if config.model.router_aux_loss_coef:
                 rows = rows._replace(share=packed.share(i))
             if self.log_ratio is not None:
@@ -98,12 +104,12 @@ class Minibatch(NamedTuple):
 def kept_tokens(
     config: GrpoJobConfig, step: int, minibatch: int, lengths: np.ndarray
 ) -> np.ndarray | None:
-    """Which sampled tokens [N, R] an update learns from; None for all of them.
+    """Mask [N, R] of the sampled tokens that an update learns from; None: all.
 
         kept ~ Bernoulli(grpo.token_fraction), each token by itself
 
-    It depends on the seed of the run and the arguments alone (Horvitz and Thompson,
-    1952).
+    The draw depends on the seed of the run and the arguments alone (Horvitz and
+    Thompson, 1952).
     """
     fraction, slots = config.grpo.token_fraction, config.completion_length
     if fraction == 1:
@@ -116,7 +122,7 @@ def kept_tokens(
 def cut_prefixes(
     config: GrpoJobConfig, step: int, completions: Completions
 ) -> tuple[Completions, Cut | None]:
-    """Completions that are cut at random places; themselves and None if none is.
+    """Completions cut to random prefixes, and the cut; None without grpo.prefix_cut.
 
         c ~ uniform on {m, ..., n},  m = max(1, ceil(grpo.prefix_cut · n))
         P(token t is kept) = P(c >= t) = (n - max(t, m) + 1) / (n - m + 1)
@@ -131,17 +137,16 @@ def cut_prefixes(
     least = np.maximum(np.ceil(share * n).astype(int), 1)
     rng = Stream.PREFIXES.generator(config.run.seed, step)
     kept = rng.integers(least, n, endpoint=True)
-    places = np.arange(1, completions.sampled.shape[1] + 1)
-    after = np.maximum(n[:, None] - np.maximum(places, least[:, None]) + 1, 1)
-    inverse = ((n - least + 1)[:, None] / after).astype(np.float32)
-    whole = completions.counts
-    return completions.cut(kept.astype(n.dtype)), Cut(whole, inverse)
+    token = np.arange(1, completions.sampled.shape[1] + 1)  # t
+    longer = np.maximum(n[:, None] - np.maximum(token, least[:, None]) + 1, 1)
+    inverse = ((n - least + 1)[:, None] / longer).astype(np.float32)
+    return completions.cut(kept.astype(n.dtype)), Cut(completions.counts, inverse)
 
 
 def packing_of(
     config: GrpoJobConfig, completions: Completions, max_tokens: int
 ) -> Packing:
-    """How completions are laid out in micro-batches of so many tokens."""
+    """The packing of completions in micro-batches of at most `max_tokens` slots."""
     if config.branches is not None:
         return completions.pack_shared(max_tokens, config.row_lengths, config.branches)
     quadratic = 1 / (6 * config.model.hidden)

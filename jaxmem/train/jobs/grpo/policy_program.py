@@ -44,7 +44,7 @@ class PolicyPrograms(NamedTuple):
     # (params, frozen, Batch, support) -> log-probabilities under the distributions that
     # were sampled from, and those over the vocabulary; {} where updates measure them
     logprobs: dict[Shape, jax.stages.Compiled]
-    # likewise, without the second result; {} without a reference
+    # the same without the second result; {} without a reference
     reference: dict[Shape, jax.stages.Compiled]
     zeros: jax.stages.Compiled  # () -> Sums
     # (params, frozen, Sums, PolicyBatch, normalizer[, numbers]) -> Sums, and both
@@ -55,7 +55,7 @@ class PolicyPrograms(NamedTuple):
 
 
 class PolicyProgram(SamplingProgram):
-    """A run's functions and shapes."""
+    """A policy's functions and shapes."""
 
     config: GrpoJobConfig
 
@@ -136,28 +136,30 @@ class PolicyProgram(SamplingProgram):
     def trace_logprobs(self, shape: Shape, of_policy: bool = True) -> jax.stages.Traced:
         """Trace log-probabilities of tokens: in their supports, and in the vocabulary.
 
-        The second is None where it is the same, and for the reference, which has no
-        routes.
+        The second result is None for the reference, which needs none and replays no
+        routes, and where the sampler does not truncate, so that both are equal.
         """
         call = self._head_call(self.config.head)
 
         def run(params, frozen, batch, supports, replayed):
             model = self.model(params, frozen)
-            hidden = self._hidden(model, batch, replayed)
-            given = model.head, hidden, batch.labels
+            hidden = self._hidden_states(model, batch, replayed)
+            operands = model.head, hidden, batch.labels
             if supports is None:
-                return self._over_vocabulary(*given), None
-            drawn_from = within_supports(*given, supports, call)
-            return drawn_from, self._over_vocabulary(*given) if of_policy else None
+                return self._over_vocabulary(*operands), None
+            drawn_from = within_supports(*operands, supports, call)
+            return drawn_from, self._over_vocabulary(*operands) if of_policy else None
 
         weights = self.state_shapes.params, self.frozen_shapes
         with self.layout.context():
-            jitted = self.layout.jit(run, self.layout.whole(_ints(())))
+            jitted = self.layout.jit(run, self.layout.whole(_int_shape(())))
             return jitted.trace(*weights, *self.forward(shape, of_policy))
 
-    def _hidden(self, model: LanguageModel, batch: Batch, replayed: Any) -> jax.Array:
-        given = batch.tokens, batch.segment_ids, batch.positions
-        return model(*given, self.config.branches, replayed)
+    def _hidden_states(
+        self, model: LanguageModel, batch: Batch, replayed: Any
+    ) -> jax.Array:
+        operands = batch.tokens, batch.segment_ids, batch.positions
+        return model(*operands, self.config.branches, replayed)
 
     def _over_vocabulary(self, head, hidden, labels) -> jax.Array:
         temperature = self.config.sampling.temperature
@@ -168,52 +170,53 @@ class PolicyProgram(SamplingProgram):
         )
 
     def forward(self, shape: Shape, of_policy: bool = True) -> tuple[Batch, Any, Any]:
-        """Shapes of what a forward pass reads: a micro-batch, its supports and routes.
+        """Shapes of a forward pass's inputs: a micro-batch, its supports and routes.
 
-        The reference has no routes.
+        The reference replays no routes.
         """
-        replayed = self._routes(shape) if of_policy else None
-        return self.tokens(*shape), self._supports(shape), replayed
+        replayed = self._route_shapes(shape) if of_policy else None
+        return self.tokens(*shape), self._support_shapes(shape), replayed
 
-    def _routes(self, shape: Shape) -> Any:
+    def _route_shapes(self, shape: Shape) -> Any:
         """Shapes of the routes that are replayed; None: routers choose."""
         if not self.config.grpo.replay_routing:
             return None
         return self.layout.of_hidden(route_records.struct(self.model_config, shape))
 
-    def _supports(self, shape: Shape) -> Any:
+    def _support_shapes(self, shape: Shape) -> Any:
         """Shapes of the ids that tokens were drawn from; None: no truncation."""
         size = self.config.sampling.support_size
         if size is None:
             return None
         tokens = math.prod(shape)
-        ids: Any = _ints((tokens * size,))
-        offsets: Any = _ints((tokens + 1,))
+        ids: Any = _int_shape((tokens * size,))
+        offsets: Any = _int_shape((tokens + 1,))
         return self.layout.whole(Supports(ids, offsets))
 
     def compile_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
-        """Compile what a micro-batch takes; the sums given are consumed."""
+        """Compile the gradients of a micro-batch; see `trace_gradients`."""
         return self.compile_verified(self.trace_gradients(shape, head))
 
     def trace_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
-        """Trace what adds a micro-batch to the sums, with log-probabilities of tokens.
+        """Trace the addition of a micro-batch to the sums, which are consumed.
 
-        If the head samples, the last argument tells one micro-batch of the run from all
-        others: the numbers [3] of its step, its minibatch and its own.
+        Log-probabilities of its tokens are a second result. If the head samples, the
+        last argument identifies the micro-batch in the run by three numbers: of the
+        step, of the minibatch, and its own.
         """
 
         def loss(params, frozen, rows: PolicyBatch, normalizer, *numbers):
             model, batch = self.model(params, frozen), rows.batch
-            given = batch.tokens, batch.segment_ids, batch.positions
-            hidden, routed = model.routed(*given, self.config.branches, rows.routes)
-            value, metrics = self._loss(
+            operands = batch.tokens, batch.segment_ids, batch.positions
+            hidden, routed = model.routed(*operands, self.config.branches, rows.routes)
+            value, metrics = self._loss_of_hidden(
                 head, model.head, hidden, rows, normalizer, *numbers
             )
             cost = balance.with_loss(value, routed, self.model_config, rows.share)
             return cost, (value, metrics, routed)
 
-        given = self.micro_batch(shape), self.number()
-        return self.trace_sums(loss, given, head, kept=("logprob", "whole"))
+        arguments = self.micro_batch(shape), self.number()
+        return self.trace_sums(loss, arguments, head, kept=("logprob", "whole"))
 
     def trace_backward(self) -> jax.stages.Traced:
         """See `DecoderProgram`: the gradients of the largest micro-batch."""
@@ -231,7 +234,9 @@ class PolicyProgram(SamplingProgram):
             sampling.temperature, head.logits, sampling.support_size
         )
 
-    def _loss(self, head: HeadConfig, module, hidden, rows, normalizer, numbers=None):
+    def _loss_of_hidden(
+        self, head: HeadConfig, module, hidden, rows, normalizer, numbers=None
+    ):
         call = self._head_call(head)
         if numbers is not None:
             key = Stream.GRADIENTS.key(self.config.run.seed, *numbers)
@@ -243,14 +248,16 @@ class PolicyProgram(SamplingProgram):
 
         def loss(module, hidden, _, micro_batch, normalizer):
             drawn_by = self.micro_batch_numbers(head, 0, 0, 0)
-            return self._loss(head, module, hidden, micro_batch, normalizer, *drawn_by)
+            return self._loss_of_hidden(
+                head, module, hidden, micro_batch, normalizer, *drawn_by
+            )
 
-        given = self.micro_batch(shape), jax.ShapeDtypeStruct((), jnp.float32)
-        wanted = 1 if self.head_is_frozen else (0, 1)
-        return self.trace_of_head(loss, shape, *given, wanted=wanted)
+        arguments = self.micro_batch(shape), jax.ShapeDtypeStruct((), jnp.float32)
+        differentiated = 1 if self.head_is_frozen else (0, 1)
+        return self.trace_of_head(loss, shape, *arguments, wanted=differentiated)
 
     def micro_batch(self, shape: Shape) -> PolicyBatch:
-        """Shapes of what an update reads."""
+        """Shapes of a micro-batch that has a backward pass."""
         floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
         grpo = self.config.grpo
         reference = floats if grpo.has_reference else None
@@ -262,9 +269,11 @@ class PolicyProgram(SamplingProgram):
         rows = self.layout.of_tokens(shapes)
         if self.model_config.router_aux_loss_coef:
             rows = rows._replace(share=self.number())
-        of_tokens = dict(supports=self._supports(shape), routes=self._routes(shape))
+        of_tokens = dict(
+            supports=self._support_shapes(shape), routes=self._route_shapes(shape)
+        )
         return rows._replace(**of_tokens)
 
 
-def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def _int_shape(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,4 +1,4 @@
-"""What a policy's run costs by phase, planned or taken, and what it prints."""
+"""Phases of a policy's step, planned or measured, and lines that a run prints."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
     backward = program.shapes(grpo.max_tokens_train)[-1]
     parts = grpo.minibatches  # each reads the prompts of its completions
     passes = grpo.forward_passes + grpo.has_reference
-    made = [
+    planned = [
         *program.rollout_phases(held),
         Phase(
             "log-probs",
@@ -46,11 +46,11 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
         ),
     ]
     if config.task.recorded:
-        made = [phase for phase in made if phase.name != "rollout"]
-    made = [phase for phase in made if phase.runs]
+        planned = [phase for phase in planned if phase.name != "rollout"]
+    planned = [phase for phase in planned if phase.runs]
     if program.streamed is None:
-        made.append(program.update_phase(held, grpo.minibatches * grpo.epochs))
-    return made
+        planned.append(program.update_phase(held, grpo.minibatches * grpo.epochs))
+    return planned
 
 
 def head_costs(program: PolicyProgram, compiled: PolicyPrograms) -> dict[str, HeadCost]:
@@ -65,7 +65,7 @@ def head_costs(program: PolicyProgram, compiled: PolicyPrograms) -> dict[str, He
 def timed_phases(
     history: Sequence[PolicyMetrics], compiled: PolicyPrograms
 ) -> list[metrics.PhaseCost]:
-    """What each phase took: median seconds, and the largest of its programs."""
+    """Median seconds of each phase, and the memory of its largest program."""
     programs = {
         "rollout": [x for x in compiled.sample or () if x is not None],
         "old": [*compiled.logprobs.values()],
@@ -76,18 +76,18 @@ def timed_phases(
         metrics.PhaseCost(
             name,
             statistics.median(getattr(step, f"{name}_seconds") for step in history),
-            max(map(metrics.memory_of, made), key=lambda memory: memory.peak),
+            max(map(metrics.memory_of, group), key=lambda memory: memory.peak),
         )
-        for name, made in programs.items()
-        if made
+        for name, group in programs.items()
+        if group
     ]
 
 
 def examples(task: Task, rollout: Rollout, count: int = 3) -> Iterator[str]:
-    """Some completions of the last rollout, as they read."""
+    """Lines with the text of `count` completions, evenly spaced over a rollout."""
     count = min(count, len(rollout.advantages))
-    each = len(rollout.advantages) // count
-    for i in range(0, count * each, each):
+    stride = len(rollout.advantages) // count
+    for i in range(0, count * stride, stride):
         prompt, answer = task.shown(rollout.prompts, rollout.completions, i)
         verdict = "right" if rollout.graded.right[i] else "wrong"
         yield f"{prompt} {answer[:60]}  ({verdict})"
