@@ -1,4 +1,4 @@
-"""What the processes of a run must have in common: settings, versions, files."""
+"""Settings, versions and files that the processes of a run must have in common."""
 
 import dataclasses
 import hashlib
@@ -16,43 +16,43 @@ _SMALL = 2**24  # bytes of a file in a directory whose content is compared
 
 def facts(config: JobConfig) -> dict[str, str]:
     """Settings, versions and digests of files, equal in all processes of a run."""
-    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    found |= {"jaxmem": __version__, "python": platform.python_version()}
+    shared = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    shared |= {"jaxmem": __version__, "python": platform.python_version()}
     for section in config.sections():
         part = getattr(config, section)
         for field in dataclasses.fields(part):
             key, value = f"{section}.{field.name}", getattr(part, field.name)
             if key in _OF_EACH:
                 continue
-            found[key] = repr(value)
+            shared[key] = repr(value)
             for named in value if isinstance(value, tuple) else (value,):
-                if isinstance(named, str) and (content := _content(named)):
-                    found[f"the content of {key}={named!r}"] = content
-    return found
+                if isinstance(named, str) and (content := _digest_of_path(named)):
+                    shared[f"the content of {key}={named!r}"] = content
+    return shared
 
 
-def _content(named: str) -> str | None:
-    """A digest of the file, or of the files of the directory, that is named so."""
+def _digest_of_path(named: str) -> str | None:
+    """A digest of the file or checkpoint that a text names; None for other texts."""
     for text in (named, named.rpartition(":")[0]):  # as in rewards.py:score
         path = Path(text).expanduser()
         if text and path.is_file():
-            return _digest(path)
+            return _digest_file(path)
         if text and (path / "config.json").is_file():  # of a checkpoint
-            return _of_directory(path)
+            return _digest_directory(path)
     return None
 
 
-def _of_directory(path: Path) -> str:
+def _digest_directory(path: Path) -> str:
     """A digest of names, sizes and small files: weights are too many to read."""
     whole = hashlib.sha256()
     for file in sorted(path.iterdir()):
         if file.is_file():
             size = file.stat().st_size
             whole.update(f"{file.name} {size} ".encode())
-            whole.update(_digest(file).encode() if size <= _SMALL else b"")
+            whole.update(_digest_file(file).encode() if size <= _SMALL else b"")
     return whole.hexdigest()[:16]
 
 
-def _digest(path: Path) -> str:
+def _digest_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]

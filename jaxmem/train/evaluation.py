@@ -17,7 +17,7 @@ _BEST = "best"  # key in the saved settings
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """When held-out data is evaluated during training."""
+    """Schedule of evaluations on held-out data, and the best one's checkpoint."""
 
     # steps between evaluations, the last step is evaluated too; None: none but at the
     # end of a supervised run
@@ -29,12 +29,12 @@ class EvalConfig:
         check_numbers(self, _RANGES)
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Whether a step, of `steps` in all, is evaluated."""
+        """True if a step, of `steps` in all, is evaluated."""
         return is_due(self.every, step, steps)
 
 
 def is_due(every: int | None, step: int, steps: int) -> bool:
-    """Whether what is done every so many steps, and after the last, follows a step."""
+    """True if `step` is a multiple of `every`, or the last; False for None."""
     return every is not None and (step % every == 0 or step == steps)
 
 
@@ -53,8 +53,9 @@ def keep_best(
 ) -> str:
     """Save the step if its cost is lower than that of the checkpoint in a directory.
 
-    A cost that is not finite is never the best, but a message; one that was saved by
-    mistake is replaced. `save` gets the checkpoints, and settings to add to the run's.
+    A cost that is not finite is never the best: the result is a message, else "". A
+    saved cost that is not finite is replaced. `save` gets the checkpoints, and settings
+    to add to the run's.
     """
     if not math.isfinite(cost):
         return f"step {step}: an evaluation of {cost} is not kept as the best"
@@ -63,8 +64,8 @@ def keep_best(
         if saved is not None:
             before: Any = checkpoints.saved_config(saved).get(_BEST, {})
             # A step that is repeated after a kill has the same cost.
-            known = before.get("cost", math.nan)
-            if math.isfinite(known) and (saved == step or cost >= known):
+            best = before.get("cost", math.nan)
+            if math.isfinite(best) and (saved == step or cost >= best):
                 return ""
         save(checkpoints, {_BEST: {"cost": cost, "step": step}})
     return ""

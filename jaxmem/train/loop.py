@@ -26,7 +26,7 @@ from jaxmem.train.state import ownership, resuming
 from jaxmem.train.state.checkpoint import Checkpoints, RunCheckpointError
 from jaxmem.train.state.damaged import set_aside_damaged
 
-_BACKEND = "implementation"
+_BACKEND = "implementation"  # field of the saved section `head`
 
 
 class _HeldResources(NamedTuple):
@@ -40,8 +40,10 @@ class _HeldResources(NamedTuple):
 class Run:
     """A run in its directory: its finished steps, and a method that takes the others.
 
-    `done` is the step that was restored, `saved` the newest one with a checkpoint, both
-    0 without one, and `taken` the last step.
+    Attributes:
+        done: the step that was restored; 0 in a new run.
+        saved: the newest step with a checkpoint; 0 without one.
+        taken: the last step.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class Run:
         evaluation: EvalConfig | None = None,
     ):
         self._config, self._settings = config, settings
-        self._stop, self._lock, self._directory = held
+        self._stop, self._lock = held.stop, held.lock
+        self._directory = held.directory
         self._evaluation = evaluation or EvalConfig()
-        self._has_said_nothing_is_held_out = False
+        self._has_noted_no_evaluation = False
         self._texts: Mapping[str, str] = {}
         self._console, self._checkpoints = console, checkpoints
         self.out_dir = Path(config.out_dir).expanduser().absolute()
@@ -79,9 +82,9 @@ class Run:
             say(console, "; ".join([message, *changes]))
 
     def use_backend(self, backend: str, named: str | None) -> None:
-        """Record what computes the head's loss; a resumed run must go on with it.
+        """Record the backend of the head's loss, which a resumed run must keep.
 
-        Another one than before is an error unless the config names it.
+        A change of the backend is an error unless the config names the new one.
         """
         saved, where = self._saved_backend, f"run.out_dir={self._config.out_dir!r}"
         if saved not in (None, backend) and self.done < self._config.steps:
@@ -100,34 +103,34 @@ class Run:
     def take_steps(self, job: Job, texts: Mapping[str, str]) -> TrainState:
         """Take the remaining steps, and record each; after a signal, raise it.
 
-        The texts are files for the run's directory, by name, written after the saved
-        state has been checked to belong to this run; empty ones are not.
+        `texts` are files for the run's directory, by name. They are written, unless
+        they are empty, once the saved state is known to belong to this run.
         """
         state = job.initial_state() if not self.done else self._restored_state(job)
         for line in job.warnings(state):
             say(self._console, line)
         self._texts, run = texts, self._config
         self._write_texts()
-        with self._stop.deferred(), self._writing(), self.progress:
+        with self._stop.deferred(), self._open_metrics(), self.progress:
             if self.taken < run.steps:
                 self.progress.waiting("compiling")
             unread, number = None, self.taken
             while not (stopped := self._must_stop()) and number < run.steps:
                 before, number = unread, number + 1
                 try:
-                    state, unread = self._dispatch(job, number, state)
+                    state, unread = self._start_step(job, number, state)
                 finally:  # while the device takes the step
                     if before is not None:
-                        self._record(self._finite(before))
+                        self._record_step(self._read_finite(before))
                 if self._reads_now(unread, number):
-                    taken, unread = self._finite(unread), None
-                    self._record(self._evaluated(job, state, taken))
-                if self._is_due(number):
-                    self._save(job, state)
+                    taken, unread = self._read_finite(unread), None
+                    self._record_step(self._evaluate_step(job, state, taken))
+                if self._saves_after(number):
+                    self._save_checkpoint(job, state)
             if unread is not None:
-                self._record(self._finite(unread))
+                self._record_step(self._read_finite(unread))
             if stopped and run.checkpoint_every and self.saved < self.taken:
-                self._save(job, state)
+                self._save_checkpoint(job, state)
         if stopped:
             self._stop.raise_if_requested()
         return state
@@ -138,44 +141,44 @@ class Run:
             if text and processes.is_first():
                 files.write_whole(self.out_dir / name, text)
 
-    def _finite(self, read: Any) -> metrics.AnyMetrics:
-        """The metrics that `Job.step` returned, or that its function waits for."""
+    def _read_finite(self, read: Any) -> metrics.AnyMetrics:
+        """The metrics of a step, which must be finite; waits for them if need be."""
         taken: Any = read() if callable(read) else read
         resuming.check_finite(taken, self._checkpoints, self.saved)
         return taken
 
-    def _dispatch(
+    def _start_step(
         self, job: Job, number: int, state: TrainState
     ) -> tuple[TrainState, Any]:
-        """Start a step; a call of what is returned waits for its metrics."""
+        """Start a step; return the next state, and metrics or a function of them."""
         try:
             return job.step(number, state)
         except RewardError:
-            # A rollout leaves the state as the last step made it.
+            # A rollout does not change the state.
             if self._config.checkpoint_every and self.saved < self.taken:
-                self._save(job, state)
+                self._save_checkpoint(job, state)
             raise
 
     def _reads_now(self, unread: Any, number: int) -> bool:
-        """Whether a step's metrics are needed before the next step starts."""
+        """True if a step's metrics are needed before the next step starts."""
         evaluates = self._evaluation.is_due(number, self._config.steps)
-        return evaluates or self._is_due(number) or not callable(unread)
+        return evaluates or self._saves_after(number) or not callable(unread)
 
-    def _record(self, taken: metrics.AnyMetrics) -> None:
+    def _record_step(self, taken: metrics.AnyMetrics) -> None:
         self.taken = taken.step
         if self._metrics is not None:
             self._metrics.write(taken)
         self.progress.update(taken)
 
-    def _evaluated(
+    def _evaluate_step(
         self, job: Job, state: TrainState, taken: metrics.AnyMetrics
     ) -> metrics.AnyMetrics:
         number = taken.step
         is_due = self._evaluation.is_due(number, self._config.steps)
         evaluated = job.evaluate(state, taken) if is_due else None
         if evaluated is None:
-            if is_due and not self._has_said_nothing_is_held_out:
-                self._has_said_nothing_is_held_out = True
+            if is_due and not self._has_noted_no_evaluation:
+                self._has_noted_no_evaluation = True
                 every = self._evaluation.every
                 say(self._console, f"eval.every={every} evaluates nothing: nothing is "
                     "held out; see data.held_out and task.held_out")  # fmt: skip
@@ -203,42 +206,42 @@ class Run:
         return state
 
     def _must_stop(self) -> bool:
-        """Whether any process has received a signal; all processes agree."""
+        """True, in all processes, if any process has received a signal."""
         # A signal that arrives while the processes agree is left for the next step.
         agreed = processes.largest(self._stop.signal)
         if agreed:
             self._stop.signal = agreed
         return bool(agreed)
 
-    def _is_due(self, number: int) -> bool:
+    def _saves_after(self, number: int) -> bool:
         run = self._config
         return is_due(run.checkpoint_every, number, run.steps)
 
-    def _save(self, job: Job, state: TrainState) -> None:
-        self._renew()
+    def _save_checkpoint(self, job: Job, state: TrainState) -> None:
+        self._renew_directory()
         # Before the checkpoint, so that the metrics of a restored step are on disk.
         if self._metrics is not None:
             self._metrics.flush()
-        saved = self.taken, state, job.get_state(), self._saved_settings
+        arguments = self.taken, state, job.get_state(), self._saved_settings
         with resuming.advising(self.saved):
             try:
-                self._checkpoints.save(*saved)
+                self._checkpoints.save(*arguments)
             except RunCheckpointError:
-                if not self._renew():
+                if not self._renew_directory():
                     raise
-                self._checkpoints.save(*saved)  # it was removed at that moment
+                self._checkpoints.save(*arguments)  # it was removed at that moment
         self.saved = self.taken
         if self._metrics is not None:
-            self._report(job)
+            self._write_report(job)
 
-    def _renew(self) -> bool:
-        """Make the run's directory anew if it was removed; return whether it was."""
-        if said := processes.by_first(self._lock.renew):
-            say(self._console, said)
+    def _renew_directory(self) -> bool:
+        """Make the run's directory anew if it was removed; True if so."""
+        if message := processes.by_first(self._lock.renew):
+            say(self._console, message)
             self._write_texts()
-        return bool(said)
+        return bool(message)
 
-    def _report(self, job: Job) -> None:
+    def _write_report(self, job: Job) -> None:
         """Write the report; a full disk does not end the run."""
         lines = [json.dumps(sample) + "\n" for sample in job.samples()]
         try:
@@ -254,20 +257,22 @@ class Run:
         return {**self._settings.fixed, resuming.CHANGEABLE: self._settings.changeable}
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """With a metrics writer in the first process."""
+    def _open_metrics(self) -> Iterator[None]:
+        """Within it, the first process has a metrics writer."""
         if not processes.is_first():
             yield
             return
         log = functools.partial(say, self._console)
         every = self._config.log_every
         with (
-            self._wandb(log) as board,
+            self._open_wandb(log) as board,
             MetricsWriter(self.out_dir, self.done, log, every, board) as self._metrics,
         ):
             yield
 
-    def _wandb(self, log: Callable[[str], None]) -> contextlib.AbstractContextManager:
+    def _open_wandb(
+        self, log: Callable[[str], None]
+    ) -> contextlib.AbstractContextManager:
         project, settings = self._config.wandb, self._settings
         if project is None:
             return contextlib.nullcontext()
@@ -283,7 +288,7 @@ class Run:
         return read_history(self.metrics_path, kind, unwritten)
 
     def best_state(self, job: Job) -> TrainState | None:
-        """The state of the best evaluation, as `out_dir/best` keeps it, if any."""
+        """The state of the best evaluation, from `out_dir/best`; None without one."""
         directory = self.out_dir / "best"
         if not self._evaluation.keep_best or not directory.exists():
             return None
@@ -292,7 +297,7 @@ class Run:
             return None if step is None else job.restored_state(checkpoints, step)[0]
 
     def position(self) -> str:
-        """Return which step was the last, and how to resume after it."""
+        """The last step and how to resume after it, in words."""
         if not self.taken:
             return "before the first step"
         where = f"after step {self.taken} of {self._config.steps}"

@@ -15,7 +15,7 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class RematConfig:
-    """Which values of the forward pass are kept for the backward pass, and where."""
+    """Values of the forward pass that are kept for the backward pass."""
 
     # a preset of jaxmem.remat; or "fit": the fastest policy that memory_limit allows
     policy: str = "full"
@@ -30,8 +30,8 @@ class RematConfig:
     def __post_init__(self):
         """Raise for unknown policies, and for a limit that has no effect."""
         known = (*remat.PRESETS, "fit")
-        wanted = f"one of {', '.join(map(repr, known))}"
-        check_field(self, "policy", self.policy in known, wanted)
+        expected = f"one of {', '.join(map(repr, known))}"
+        check_field(self, "policy", self.policy in known, expected)
         check_field(self, "last", self.last >= 0, "0 or more")
         remat.Policy(save=self.save)  # raises for unknown names
         for name in ("last", "save"):

@@ -35,7 +35,7 @@ class StepMetrics(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What the progress report says of the step."""
+        """The step's line in the progress report."""
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
         if self.held_out_loss is not None:
             mfu += f"  held out {self.held_out_loss:.4f}"
@@ -115,8 +115,8 @@ class PolicyMetrics(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What the progress report says of the step."""
-        held_out = _held_out(self.held_out_reward, 3)
+        """The step's line in the progress report."""
+        held_out = _held_out_text(self.held_out_reward, 3)
         entropy = "" if self.entropy is None else f"entropy {self.entropy:.3f}  "
         return (
             f"reward {self.reward:.3f}  {entropy}"
@@ -150,8 +150,8 @@ class PreferenceMetrics(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What the progress report says of the step."""
-        held_out = _held_out(self.held_out_loss, 4)
+        """The step's line in the progress report."""
+        held_out = _held_out_text(self.held_out_loss, 4)
         return (
             f"loss {self.loss:.4f}  margin {self.margin:.3f}  accuracy "
             f"{self.accuracy:.2f}  {self.tokens_per_second:,.0f} tokens/s{held_out}"
@@ -201,8 +201,8 @@ class DistillMetrics(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What the progress report says of the step."""
-        reward, held_out = "", _held_out(self.held_out_divergence, 4)
+        """The step's line in the progress report."""
+        reward, held_out = "", _held_out_text(self.held_out_divergence, 4)
         if self.reward is not None:
             reward = f"reward {self.reward:.3f}  "
         return (
@@ -211,7 +211,7 @@ class DistillMetrics(NamedTuple):
         )
 
 
-def _held_out(value: float | None, digits: int) -> str:
+def _held_out_text(value: float | None, digits: int) -> str:
     return "" if value is None else f"  held out {value:.{digits}f}"
 
 
@@ -225,22 +225,22 @@ class AnyMetrics(Protocol):
 
     @property
     def loss(self) -> float:
-        """What is minimised."""
+        """The value that is minimised."""
         ...
 
     @property
     def grad_norm(self) -> float:
-        """Global, before clipping."""
+        """Global norm of the gradient, before clipping."""
         ...
 
     @property
     def tokens_per_second(self) -> float:
-        """Rate of the step."""
+        """Tokens that the step processed per second."""
         ...
 
     @property
     def line(self) -> str:
-        """What the progress report says of the step."""
+        """The step's line in the progress report."""
         ...
 
     def _asdict(self) -> dict[str, Any]: ...
@@ -252,7 +252,7 @@ def tokens_per_second(history: Sequence[AnyMetrics]) -> float:
 
 
 class Memory(NamedTuple):
-    """What the compiler reserves for a program, in bytes."""
+    """Bytes that the compiler reserves for a program."""
 
     temporary: int  # one arena, held while the program runs
     peak: int  # the arena, arguments and results; a donated argument counts once
@@ -286,7 +286,7 @@ class HeadCost(NamedTuple):
 def head_costs(
     trained: HeadConfig, step: Any, compile_step: Callable, trace_head: Callable
 ) -> dict[str, HeadCost]:
-    """Costs by `head.logits`; the step that trained is not compiled again."""
+    """Memory by `head.logits`; the step that trained is not compiled again."""
     heads = {logits: trained.using(logits) for logits in ("fused", "materialised")}
     return {
         logits: HeadCost(
@@ -298,7 +298,7 @@ def head_costs(
 
 
 def cost_table(costs: Mapping[str, HeadCost]) -> Table:
-    """A table that compares them, in MiB."""
+    """A table that compares the memory of heads, in MiB."""
     table = Table(title="Memory by head (MiB, from the compiler)")
     table.add_column()
     for name in costs:
@@ -327,9 +327,9 @@ def phase_table(phases: Sequence[PhaseCost]) -> Table:
     table.add_column()
     for column in ("seconds, median", "temporary, GiB", "peak, GiB"):
         table.add_column(column, justify="right")
-    for name, seconds, memory in phases:
-        sizes = (f"{size / _GIB:,.3f}" for size in memory)
-        table.add_row(name, f"{seconds:,.4f}", *sizes)
+    for phase in phases:
+        sizes = (f"{size / _GIB:,.3f}" for size in phase.memory)
+        table.add_row(phase.name, f"{phase.seconds:,.4f}", *sizes)
     peak = peak_gib()
     if peak is not None:
         table.add_row("the device's own peak", "", "", f"{peak:,.3f}")

@@ -1,4 +1,4 @@
-"""Models of `model.factory`: loads a user's function, and refuses what it cannot have.
+"""Models of `model.factory`: loads a user's function, and checks its settings.
 
 make(config, rngs) -> an nnx.Module with the methods of `jaxmem.models.own_model.Own`
 """
@@ -23,8 +23,8 @@ from jaxmem.models.training_head import HeadConfig
 from jaxmem.models.weights import split_module
 from jaxmem.train.settings import JobConfig
 
-TEXT = "text"  # of a run's directory: how its model reads text
-_BODY = "body/"  # how names of weights start in `OwnModel`, but not in its module
+TEXT = "text"  # in a run's directory: the model's tokenizer and chat template
+_BODY = "body/"  # prefix of the names of weights in `OwnModel`, not in its module
 
 
 def maker(
@@ -56,28 +56,28 @@ def maker(
 
 
 def check_rows(program: Any, packed: bool) -> None:
-    """Raise if a model of one's own mixes up the tokens of a row; a small pass."""
+    """Raise if a user's model mixes up the tokens of a row, by a small forward pass."""
     name, layout = program.config.model.factory, program.layout
     if name is None:
         return
     with layout.context():
         probe = Probe.of(program.model_config.vocab_size)
-        tokens, positions, segment_ids = probe
-        places = program.state_shapes.params, program.frozen_shapes
-        weights = layout.jit(lambda: random_weights(places), places)()
+        shapes = program.state_shapes.params, program.frozen_shapes
+        weights = layout.jit(lambda: random_weights(shapes), shapes)()
 
         def run(params: Any, frozen: dict) -> jax.Array:
             model = program.model(params, frozen)
-            return model(tokens, segment_ids, positions).astype(jnp.float32)
+            hidden = model(probe.tokens, probe.segment_ids, probe.positions)
+            return hidden.astype(jnp.float32)
 
-        whole = layout.whole(program.hidden(*tokens.shape))
-        hidden = np.asarray(layout.jit(run, whole)(*weights))
+        replicated = layout.whole(program.hidden(*probe.tokens.shape))
+        hidden = np.asarray(layout.jit(run, replicated)(*weights))
     if (problem := probe.problem(hidden, packed)) is not None:
         raise OwnError(f"model.factory={name!r}: hidden_states {problem}")
 
 
 def with_text(model: ModelConfig) -> ModelConfig:
-    """The config, with the text files of a run in the place of the run's directory."""
+    """The config, with the directory of a run replaced by its text files."""
     if model.checkpoint is None:
         return model
     text = Path(model.checkpoint).expanduser() / TEXT
@@ -89,22 +89,22 @@ def with_text(model: ModelConfig) -> ModelConfig:
 def checkpoints_of(model: ModelConfig) -> Path | None:
     """The checkpoints of the run that a model starts from; None without one."""
     text = Path(model.checkpoint or "").expanduser()
-    found = text.parent / "checkpoints"
-    return found if text.name == TEXT and found.is_dir() else None
+    directory = text.parent / "checkpoints"
+    return directory if text.name == TEXT and directory.is_dir() else None
 
 
 def export_of(model: ModelConfig) -> Path | None:
     """The directory of `jaxmem export` that a model starts from; None without one."""
     text = Path(model.checkpoint or "").expanduser()
-    found = any(text.parent.glob("model.safetensors*")) and text.name == TEXT
-    return text.parent if found else None
+    has_weights = any(text.parent.glob("model.safetensors*"))
+    return text.parent if has_weights and text.name == TEXT else None
 
 
 def save_weights(target: Path, model: OwnModel, dtype: str | None) -> None:
     """Write all weights in safetensors files, by their paths in the user's module."""
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
-        for path, weight in _by_path(split_module(model)[1]).items():
+        for path, weight in _flatten_by_path(split_module(model)[1]).items():
             array = whole(weight, None)
             kind = array.dtype if dtype is None else jnp.dtype(dtype)
             yield path.removeprefix(_BODY), array.astype(kind)
@@ -113,9 +113,9 @@ def save_weights(target: Path, model: OwnModel, dtype: str | None) -> None:
 
 
 def read_weights(directory: Path, like: dict) -> dict:
-    """Weights that `save_weights` has written, which are all those of the model."""
-    tensors, wanted = Tensors(directory), _by_path(like)
-    known = {path.removeprefix(_BODY): path for path in wanted}
+    """The weights that `save_weights` has written, in the structure of `like`."""
+    tensors, shapes = Tensors(directory), _flatten_by_path(like)
+    known = {path.removeprefix(_BODY): path for path in shapes}
     read = {}
     for name in tensors:
         if name not in known:
@@ -124,20 +124,20 @@ def read_weights(directory: Path, like: dict) -> dict:
                 "model that model.factory makes"
             )
     for name, path in known.items():
-        shape, dtype = wanted[path].shape, wanted[path].dtype
+        shape, dtype = shapes[path].shape, shapes[path].dtype
         index = (slice(None),) * len(shape)
         read[path] = jnp.asarray(tensors.read(name, shape, index), dtype)
     return traverse_util.unflatten_dict(read, sep="/")
 
 
-def _by_path(weights: dict) -> dict[str, Any]:
+def _flatten_by_path(weights: dict) -> dict[str, Any]:
     return dict(traverse_util.flatten_dict(weights, sep="/"))
 
 
 def check(config: JobConfig) -> None:
-    """Refuse settings of the decoder's that no other model follows."""
+    """Raise for settings that only jaxmem's decoder follows."""
     remat, model = config.remat, config.model
-    wanted = {
+    is_left = {
         "remat.policy": remat.policy in ("full", "none"),
         "remat.save": not remat.save,
         "remat.last": not remat.last,
@@ -145,8 +145,8 @@ def check(config: JobConfig) -> None:
         "model.lora_rank": not model.lora_rank,
         "optimizer.name": config.optimizer.name != "muon",
     }
-    for key, is_left in wanted.items():
-        if not is_left:
+    for key, left in is_left.items():
+        if not left:
             section, _, field = key.partition(".")
             raise OwnError(
                 f"{key}={getattr(getattr(config, section), field)!r} is for the "

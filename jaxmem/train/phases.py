@@ -26,11 +26,11 @@ class Phase:
         trace: traces the program with shapes, inside of `jaxmem.devices.target`.
         arguments: shapes of its arguments by name, such as "moments"; other arguments
             count as "inputs".
-        held: shapes of what else is on the device while it runs.
+        held: shapes of other arrays on the device while it runs, by name.
         parts: known parts of its temporaries by name, in bytes per device.
         tokens: tokens that one run reads or generates, on all devices.
         runs: runs in one step of the job.
-        micro_batches: that one run goes through, one after the other.
+        micro_batches: number that one run goes through, one after the other.
         turns: maximum iterations of a loop whose length is not static.
         head: traces the head alone; None if the program has none.
     """
@@ -75,8 +75,8 @@ class Programs:
     @property
     def backward(self) -> Phase:
         """The phase that computes the gradients of a micro-batch; else the last one."""
-        found = (phase for phase in self.phases if phase.name in BACKWARD)
-        return next(found, self.phases[-1])
+        backward = (phase for phase in self.phases if phase.name in BACKWARD)
+        return next(backward, self.phases[-1])
 
 
 def of_program(program: DecoderProgram, phases: Iterable[Phase]) -> Programs:
@@ -96,14 +96,14 @@ def of_step(
     head: Callable[[], jax.stages.Traced] | None = None,
 ) -> Phase:
     """The phase of a whole step, or of its gradients if the moments are streamed."""
-    given = weights_of(program)
+    arguments = weights_of(program)
     if program.streamed is None:
-        given |= {"moments": program.state_shapes.optimizer}
+        arguments |= {"moments": program.state_shapes.optimizer}
     sums = device_bytes(gradient_shapes(program.state_shapes.params))
     return Phase(
         "gradients" if program.streamed else "train step",
         trace,
-        given,
+        arguments,
         held=streamed_slices(program),
         parts={"gradients": sums} | activations(program, tokens),
         tokens=tokens * micro_batches,
@@ -121,7 +121,7 @@ def weights_of(program: DecoderProgram) -> dict[str, Any]:
 
 
 def moments_beside(program: DecoderProgram) -> dict[str, Any]:
-    """What the optimizer has on the device while another program runs."""
+    """Shapes of the moments on the device while another program runs, by name."""
     if program.streamed is not None:
         return streamed_slices(program)
     return {"moments": program.state_shapes.optimizer}
@@ -138,11 +138,11 @@ def streamed_slices(program: DecoderProgram) -> dict[str, Any]:
 
 
 def _on_device(tree: Any) -> Any:
-    def one(x: Any) -> jax.ShapeDtypeStruct:
-        place = x.sharding.with_memory_kind("device")
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    def move(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = x.sharding.with_memory_kind("device")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(move, tree)
 
 
 def activations(program: DecoderProgram, tokens: int) -> dict[str, int]:
@@ -170,7 +170,7 @@ def activations(program: DecoderProgram, tokens: int) -> dict[str, int]:
 
 
 def _mean_ff(model: ModelConfig) -> float:
-    """Mean width of what layers name "up": of those with experts, the shared one's."""
+    """Mean width of the layers' "up"; of layers with experts, the shared expert's."""
     kinds = (model.feed_forwards * model.layers)[: model.layers]
     widths = [model.shared_ff or 0 if k == "experts" else model.ff for k in kinds]
     return sum(widths) / model.layers

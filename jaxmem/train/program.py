@@ -78,7 +78,7 @@ class ModelProgram:
         if schedule is None:
             schedule = learning_rate_schedule(config.optimizer, config.run.steps)
         self.model_config = with_vocabulary(config.model, vocab_size)
-        self._own = model_factory.maker(self.model_config, config.head)
+        self._make_own = model_factory.maker(self.model_config, config.head)
         config.remat.check_layers(self.model_config.layers)
         self.config = config
         self.schedule, self.optimizer = schedule, self.make_optimizer(schedule)
@@ -86,12 +86,12 @@ class ModelProgram:
         if config.optimizer.offload:
             self.streamed = Streamed(update_rule(config.optimizer, schedule))
         self.layout = Layout(config.mesh)
-        self._use(None if self._own else config.remat.start)
+        self._use_policy(None if self._make_own else config.remat.start)
         self.model_config = self.abstract.config
         with self.layout.context():
             weights = split_module(self.abstract)[1]
-            params, frozen = jax.eval_shape(self._split, weights)
-            moments = jax.eval_shape(self._moments, params)
+            params, frozen = jax.eval_shape(self._split_trained, weights)
+            moments = jax.eval_shape(self._init_moments, params)
         moments = self.layout.of_moments(moments, params)
         self.state_shapes = TrainState(self.layout.of_weights(params), moments)
         self.frozen_shapes = self.layout.of_weights(frozen)
@@ -105,11 +105,11 @@ class ModelProgram:
         return 1
 
     def make_optimizer(self, schedule: optax.Schedule) -> optax.GradientTransformation:
-        """What updates the weights, where the moments are on the device."""
+        """The optimizer whose moments are on the device."""
         return make_optimizer(self.config.optimizer, schedule)
 
     def tokens(self, *shape: int) -> Batch:
-        """Shapes of micro-batches with places: [..., B, T], or of `config.data`."""
+        """Shapes and shardings of micro-batches: [..., B, T], or of `config.data`."""
         if not shape:
             data = self.config.data
             shape = data.batch_size, data.sequence_length
@@ -117,7 +117,7 @@ class ModelProgram:
         return self.layout.of_tokens(Batch(ids, ids, ids, ids))
 
     def hidden(self, *shape: int) -> Any:
-        """Shapes of the hidden states of tokens [B, T], without their places."""
+        """Shapes of the hidden states of tokens [B, T], without shardings."""
         model = self.model_config
         return jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype)
 
@@ -126,16 +126,19 @@ class ModelProgram:
         return self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
 
     def step_numbers(self, head: HeadConfig, number: int | None = None) -> tuple:
-        """What follows on a step's batch: its number, or its shape, if it draws."""
+        """The last argument of a step, its number, if the head samples; else ().
+
+        Without a number it is the argument's shape.
+        """
         shape = self.layout.whole(jax.ShapeDtypeStruct((), jnp.uint32))
-        drawn_by = (shape if number is None else np.uint32(number),)
-        return () if head.sample is None else drawn_by
+        numbers = (shape if number is None else np.uint32(number),)
+        return () if head.sample is None else numbers
 
     def new_model(self) -> LanguageModel:
         """The model with initial weights from the seed."""
         rngs = nnx.Rngs(jax.random.key(self.config.run.seed))
-        if self._own is not None:
-            return self._own(rngs)
+        if self._make_own is not None:
+            return self._make_own(rngs)
         return Decoder(
             self.model_config,
             self.config.head,
@@ -144,7 +147,7 @@ class ModelProgram:
             rngs=rngs,
         )
 
-    def _use(self, policy: remat.Policy | None) -> None:
+    def _use_policy(self, policy: remat.Policy | None) -> None:
         self.policy = policy
         with self.layout.context():
             self.abstract = nnx.eval_shape(self.new_model)
@@ -160,20 +163,27 @@ class ModelProgram:
         offloads = self.policy is not None and self.policy.offload
         return options if offloads else self.layout.compiler_options() | options
 
-    def trace(self, run: Callable, *given: Any) -> jax.stages.Traced:
+    def trace(self, run: Callable, *shapes: Any) -> jax.stages.Traced:
         """Trace a function for arguments of these shapes, on the run's mesh.
 
         A result with the structure, shapes and types of an argument gets its shardings,
         so that a step's new state can be the next call's argument.
         """
         with self.layout.context():
-            results = self.layout.carried(jax.eval_shape(run, *given), given)
-            return jax.jit(run, out_shardings=results).trace(*given)
+            results = self.layout.carried(jax.eval_shape(run, *shapes), shapes)
+            return jax.jit(run, out_shardings=results).trace(*shapes)
 
     def trace_of_head(
-        self, loss: Callable, shape: tuple[int, int], *given: Any, wanted: Any = (0, 1)
+        self,
+        loss: Callable,
+        shape: tuple[int, int],
+        *arguments: Any,
+        argnums: Any = (0, 1),
     ) -> jax.stages.Traced:
-        """Trace loss(head, hidden, labels, ...) and its gradients, and nothing else."""
+        """Trace loss(head, hidden, labels, ...) and its gradients, and nothing else.
+
+        `argnums` are those of `jax.grad`; `arguments` are shapes.
+        """
         model = self.model(self.state_shapes.params, self.frozen_shapes)
         definition, weights = nnx.split(model.head)
 
@@ -184,9 +194,9 @@ class ModelProgram:
         shapes = self.layout.of_head(
             nnx.to_pure_dict(weights), self.hidden(*shape), labels
         )
-        gradients = jax.jit(jax.value_and_grad(run, wanted, has_aux=True))
+        gradients = jax.jit(jax.value_and_grad(run, argnums, has_aux=True))
         with self.layout.context():
-            return gradients.trace(*shapes, *given)
+            return gradients.trace(*shapes, *arguments)
 
     def compile_verified(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
         """Compile, and raise if XLA has dropped the policy's offloading."""
@@ -197,16 +207,16 @@ class ModelProgram:
         return compiled
 
     def _new_weights(self) -> tuple[dict, dict]:
-        return self._split(split_module(self.new_model())[1])
+        return self._split_trained(split_module(self.new_model())[1])
 
-    def _split(self, weights: dict) -> tuple[dict, dict]:
+    def _split_trained(self, weights: dict) -> tuple[dict, dict]:
         return split_weights(weights, self.config.optimizer.trainable)
 
     def _new_state(self) -> TrainState:
         params, _ = self._new_weights()
-        return TrainState(params, self._moments(params))
+        return TrainState(params, self._init_moments(params))
 
-    def _moments(self, params: optax.Params) -> optax.OptState:
+    def _init_moments(self, params: optax.Params) -> optax.OptState:
         # In float32 even if the parameters are not.
         return self.optimizer.init(optax.tree.cast(params, jnp.float32))
 
@@ -215,12 +225,12 @@ class ModelProgram:
         if self.streamed is not None:
             params = self.initial_params()
             return TrainState(params, self.streamed.init(params))
-        if self._own is not None or self.model_config.checkpoint is not None:
+        if self._make_own is not None or self.model_config.checkpoint is not None:
             params = self.initial_params()
             with self.layout.context():
-                begin = self.layout.jit(self._moments, self.state_shapes.optimizer)
+                begin = self.layout.jit(self._init_moments, self.state_shapes.optimizer)
                 return TrainState(params, begin(params))
-        return self._drawn(self._new_state, self.state_shapes)
+        return self._run_sharded(self._new_state, self.state_shapes)
 
     def restored_state(
         self, checkpoints: Checkpoints, step: int
@@ -237,69 +247,71 @@ class ModelProgram:
 
     def initial_params(self) -> optax.Params:
         """The initial trained weights; the same in every process."""
-        return self._weights(0, self.state_shapes.params)
+        return self._initial_weights(0, self.state_shapes.params)
 
     def frozen(self) -> dict:
         """The frozen weights; the same in every process."""
-        return self._weights(1, self.frozen_shapes) if self.frozen_shapes else {}
+        return (
+            self._initial_weights(1, self.frozen_shapes) if self.frozen_shapes else {}
+        )
 
-    def _weights(self, part: int, places: Any) -> Any:
+    def _initial_weights(self, part: int, shapes: Any) -> Any:
         """Weights of the checkpoint, if there is one; else initialised by the seed."""
-        if self._own is not None:
-            return self._made(part, places)
+        if self._make_own is not None:
+            return self._factory_weights(part, shapes)
         checkpoint = self.model_config.checkpoint
         if checkpoint is None:
-            return self._drawn(lambda: self._new_weights()[part], places)
-        read = read_weights(checkpoint, self.model_config, like=places)
-        new = adapters_of(places)  # the checkpoint has none
+            return self._run_sharded(lambda: self._new_weights()[part], shapes)
+        read = read_weights(checkpoint, self.model_config, like=shapes)
+        new = adapters_of(shapes)  # the checkpoint has none
         if not new:
             return read
-        drawn = self._drawn(lambda: adapters_of(self._new_weights()[part]), new)
+        drawn = self._run_sharded(lambda: adapters_of(self._new_weights()[part]), new)
         return join_weights(read, drawn)
 
-    def _made(self, part: int, places: Any) -> Any:
+    def _factory_weights(self, part: int, shapes: Any) -> Any:
         """Weights of a factory, which is called eagerly because it may read files."""
         if self.layout.mesh is None:
-            # Copies: steps consume them, and the factory may have kept some.
-            return jax.tree.map(jnp.array, self._first_weights()[part])
+            # Copies: steps consume them, and the factory may still hold the arrays.
+            return jax.tree.map(jnp.array, self._unsharded_weights()[part])
         with jax.default_device(jax.devices("cpu")[0]):  # not all of them on one
-            weights = self._first_weights()[part]
-        return self.layout.place(weights, places)
+            weights = self._unsharded_weights()[part]
+        return self.layout.place(weights, shapes)
 
-    def _first_weights(self) -> tuple[dict, dict]:
-        """What a factory makes; those of a run or export that the model starts from."""
+    def _unsharded_weights(self) -> tuple[dict, dict]:
+        """Weights of a factory, or of the run or export that the model starts from."""
         exported = model_factory.export_of(self.config.model)
         like = join_weights(
-            *jax.eval_shape(self._split, split_module(self.abstract)[1])
+            *jax.eval_shape(self._split_trained, split_module(self.abstract)[1])
         )
         if exported is not None:
-            return self._split(model_factory.read_weights(exported, like))
+            return self._split_trained(model_factory.read_weights(exported, like))
         run = model_factory.checkpoints_of(self.config.model)
         step = None if run is None else newest(run)
         if run is None or step is None:
             return self._new_weights()
-        return self._split(read_params(run, step, like))
+        return self._split_trained(read_params(run, step, like))
 
     def lines(self) -> Iterator[str]:
-        """What a run or a plan says of the model before it starts."""
+        """Lines about the model that a run or a plan prints before it starts."""
         params, frozen = self.state_shapes.params, self.frozen_shapes
         yield precision.described(params, frozen, str(self.model_config.dtype))
-        if self._own is not None and self.config.remat.policy != "none":
+        if self._make_own is not None and self.config.remat.policy != "none":
             yield (
                 f"remat.policy={self.config.remat.policy!r} has no effect: the model "
                 "of model.factory says itself what it keeps for the backward pass"
             )
 
-    def _drawn(self, draw: Callable, places: Any) -> Any:
+    def _run_sharded(self, draw: Callable, shapes: Any) -> Any:
         with self.layout.context():
-            return self.layout.jit(draw, places)()
+            return self.layout.jit(draw, shapes)()
 
     def model(self, params: optax.Params, frozen: dict) -> LanguageModel:
         """The model with these weights."""
         return merge_module(self.definition, join_weights(params, frozen))
 
     def routers(self, routed: balance.Routed | None) -> dict[str, float] | None:
-        """What metrics say of a step's routers; None for a model without experts."""
+        """Metrics of a step's routers; None for a model without experts."""
         if routed is None:
             return None
         k = self.model_config.experts_per_token
@@ -307,7 +319,7 @@ class ModelProgram:
 
     @property
     def head_is_frozen(self) -> bool:
-        """Whether the vocabulary matrix is not trained."""
+        """True if the vocabulary matrix is not trained."""
         frozen = traverse_util.flatten_dict(self.frozen_shapes, sep="/")
         return self.abstract.head_path in frozen
 
@@ -323,23 +335,23 @@ class DecoderProgram(ModelProgram, Hooked):
             return
 
         def step(policy: remat.Policy | None) -> Any:
-            self._use(policy)
+            self._use_policy(policy)
             return self.trace_backward()
 
         layers, held = self.model_config.layers, self.held_with_backward()
         show = functools.partial(say, console)
-        self._use(self.config.remat.fit(step, layers, held, show))
+        self._use_policy(self.config.remat.fit(step, layers, held, show))
 
     @abc.abstractmethod
     def trace_backward(self) -> jax.stages.Traced:
-        """Trace what takes the most memory: a step, or a micro-batch's gradients."""
+        """Trace the program of most memory: a step, or a micro-batch's gradients."""
 
     def held_with_backward(self) -> list[Any]:
         """Shapes of other arrays on the devices, besides that program's arguments."""
         return []
 
     def trace_loss(self) -> None:
-        """Trace what computes the loss of hidden states, for `backend`."""
+        """Trace the calls of the head that compute the loss, for `backend`."""
         self.trace_backward()
 
     @functools.cached_property

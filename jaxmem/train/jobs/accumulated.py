@@ -78,8 +78,9 @@ class AccumulatedProgram(DecoderProgram):
             params: Any, frozen: Any, sums: AccumulatedSums, *arguments: Any
         ) -> tuple[AccumulatedSums, Any]:
             gradients = jax.value_and_grad(loss, has_aux=True)
-            (_, results), slopes = gradients(params, frozen, *arguments)
-            value, metrics, routed = results
+            (_, (value, metrics, routed)), slopes = gradients(
+                params, frozen, *arguments
+            )
             of_tokens = tuple(metrics.pop(name, None) for name in kept)
             metrics = {name: jnp.sum(x) for name, x in metrics.items()}
             terms = AccumulatedSums(value, metrics, as_stored(slopes), routed)

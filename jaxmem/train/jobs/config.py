@@ -68,7 +68,7 @@ class DistillJobConfig(JobConfig):
         if not self.is_on_policy:
             unread = {"task": TaskConfig(), "sampling": SamplingConfig()}
         for section, default in unread.items():
-            name = _differing(getattr(self, section), default)
+            name = _first_differing(getattr(self, section), default)
             if name is not None:
                 raise ValueError(
                     f"{section}.{name} is not read for distill.mode="
@@ -132,22 +132,22 @@ class DistillJobConfig(JobConfig):
         _check_answers(task, sampling)
         if not distill.reward_weight:
             return
-        given = f"distill.reward_weight={distill.reward_weight}"
+        setting = f"distill.reward_weight={distill.reward_weight}"
         if distill.completions < 2:
             raise ValueError(
                 f"distill.completions={distill.completions} must be at least 2 for "
-                f"{given}: advantages compare the completions of a prompt"
+                f"{setting}: advantages compare the completions of a prompt"
             )
         if sampling.truncates:
             raise ValueError(
-                f"{given} needs sampling.top_k, top_p and min_p to be None: its policy "
-                "gradient is that of tokens drawn from the whole vocabulary; "
+                f"{setting} needs sampling.top_k, top_p and min_p to be None: its "
+                "policy gradient is that of tokens drawn from the whole vocabulary; "
                 "run.job='grpo' replays truncated draws"
             )
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether the student samples what it learns from."""
+        """True if the student learns from its own samples."""
         return self.distill.mode == "on_policy"
 
     @property
@@ -158,10 +158,10 @@ class DistillJobConfig(JobConfig):
     @property
     def row_lengths(self) -> tuple[int, ...]:
         """Widths of packed rows of completions."""
-        return self.distill.row_lengths or (_rounded(self.longest),)
+        return self.distill.row_lengths or (_round_up(self.longest),)
 
 
-def _differing(section: Any, default: Any) -> str | None:
+def _first_differing(section: Any, default: Any) -> str | None:
     """The first field of a section that differs from its default."""
     fields = (field.name for field in dataclasses.fields(section))
     return next((n for n in fields if getattr(section, n) != getattr(default, n)), None)
@@ -243,10 +243,10 @@ class GrpoJobConfig(JobConfig):
                 "grpo.turn_rewards=True needs a task.environment, which has turns"
             )
         if self.task.recorded:
-            given = "for task.recorded=True"
-            self.check_stays("sampling.slots", None, f"{given}: nothing is sampled")
+            reason = "for task.recorded=True"
+            self.check_stays("sampling.slots", None, f"{reason}: nothing is sampled")
             why = "rollouts of a file do not say which experts their tokens went to"
-            self.check_stays("grpo.replay_routing", False, f"{given}: {why}")
+            self.check_stays("grpo.replay_routing", False, f"{reason}: {why}")
         _check_answers(self.task, self.sampling)
         why = "in this job: grpo.max_tokens_train says how much a micro-batch holds"
         self.check_stays("run.accumulate", 1, why)
@@ -292,7 +292,7 @@ class GrpoJobConfig(JobConfig):
         if not self.grpo.share_prompts:
             return None
         return Branches(
-            _rounded(self.task.prompt_length - 1), _rounded(self.completion_length)
+            _round_up(self.task.prompt_length - 1), _round_up(self.completion_length)
         )
 
     @property
@@ -302,7 +302,7 @@ class GrpoJobConfig(JobConfig):
         if grpo.row_lengths:
             return grpo.row_lengths
         if layout is None:
-            return (_rounded(self.longest),)
+            return (_round_up(self.longest),)
         room = min(grpo.max_tokens_train, grpo.max_tokens_forward) - layout.prompt
         most = max(min(grpo.group_size, room // layout.width), 1)
         sizes = sorted({max(most // 4, 1), most})
@@ -340,6 +340,6 @@ class GrpoJobConfig(JobConfig):
             )
 
 
-def _rounded(tokens: int) -> int:
-    """To a multiple of 16."""
+def _round_up(tokens: int) -> int:
+    """The next multiple of 16."""
     return -(-tokens // 16) * 16

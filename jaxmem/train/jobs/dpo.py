@@ -38,7 +38,7 @@ from jaxmem.train.settings import Settings
 
 
 class DpoProgram(StepProgram):
-    """A run's functions and shapes."""
+    """Functions and shapes of a run on pairs of answers."""
 
     config: DpoJobConfig
 
@@ -47,7 +47,7 @@ class DpoProgram(StepProgram):
         super().__init__(config, vocab_size)
 
     def batch(self, *leading: int) -> PairBatch:
-        """Shapes of micro-batches, with their places."""
+        """Shapes and shardings of micro-batches."""
         config = self.config.data
         shape = *leading, 2 * config.batch_size, config.sequence_length
         ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -55,20 +55,25 @@ class DpoProgram(StepProgram):
         return self.layout.of_tokens(PairBatch(ids, ids, ids, ids, floats))
 
     def logprobs(self, params: Any, frozen: Any, batch: PairBatch) -> jax.Array:
-        """Return ln p of both answers of each pair [B, 2], sums or means of tokens."""
-        return self._read(params, frozen, batch)[0]
+        """Ln p of both answers of each pair [B, 2], sums or means over their tokens."""
+        return self._answer_logprobs(params, frozen, batch)[0]
 
-    def _read(self, params: Any, frozen: Any, batch: PairBatch, key: Any = None):
-        """Ln p of answers, and what routers did; gradients sampled, if key is given."""
+    def _answer_logprobs(
+        self, params: Any, frozen: Any, batch: PairBatch, key: Any = None
+    ):
+        """Ln p of answers [B, 2], and routing; with `key`, gradients are sampled."""
         model = self.model(params, frozen)
-        given = batch.tokens, batch.segment_ids, batch.positions
-        hidden, routed = model.routed(*given)
+        hidden, routed = model.routed(batch.tokens, batch.segment_ids, batch.positions)
         if self.config.head.logits == "fused":
             gradient = None if key is None else self.config.head.sample
-            each = model.head.logprobs(hidden, batch.labels, gradient=gradient, key=key)
+            per_token = model.head.logprobs(
+                hidden, batch.labels, gradient=gradient, key=key
+            )
         else:
-            each = jaxmem.logprobs_from_logits(model.head(hidden), batch.labels, None)
-        sums = each.sum(-1)
+            per_token = jaxmem.logprobs_from_logits(
+                model.head(hidden), batch.labels, None
+            )
+        sums = per_token.sum(-1)
         if self.config.dpo.pair_loss.averages:
             sums /= jnp.maximum(jnp.sum(batch.labels >= 0, -1), 1)
         return sums.reshape(-1, 2), routed
@@ -84,18 +89,19 @@ class DpoProgram(StepProgram):
     def trace_loss(self) -> None:
         self.trace_logprobs()
 
-    def _gradients(
+    def _step_gradients(
         self, params: Any, frozen: Any, batches: PairBatch, number: Any = None
     ):
         """Gradients of a step, and its numbers, one micro-batch alive at a time."""
         count = self.config.run.accumulate * self.config.data.batch_size
         all_read = jnp.maximum(jnp.sum(batches.segment_ids > 0), 1)
 
-        def loss(params: Any, given: tuple[PairBatch, jax.Array]):
-            (batch, index), key = given, None
+        def loss(params: Any, micro_batch: tuple[PairBatch, jax.Array]):
+            batch, index = micro_batch
+            key = None
             if number is not None:
                 key = Stream.GRADIENTS.key(self.config.run.seed, number, index)
-            logprobs, routed = self._read(params, frozen, batch, key)
+            logprobs, routed = self._answer_logprobs(params, frozen, batch, key)
             reference = batch.reference.sum(-1).reshape(-1, 2)
             losses, statistics = pair_losses(self.config.dpo, logprobs, reference)
             sums = {name: jnp.sum(x) / count for name, x in statistics.items()}
@@ -110,7 +116,7 @@ class DpoProgram(StepProgram):
         return slopes, numbers if routed is None else numbers | {"routed": routed}
 
     def gradients(self, head: HeadConfig) -> Callable:
-        return self._gradients
+        return self._step_gradients
 
     def micro_batches(self) -> PairBatch:
         return self.batch(self.config.run.accumulate)
@@ -132,24 +138,24 @@ class Dpo(Job, name="dpo"):
         return DpoProgram(self.config, vocab_size)
 
     def plan(self) -> Programs:
-        made = super().plan()
+        programs = super().plan()
         if not self._has_reference:
-            return made
+            return programs
         note = "the reference is scored once, before the first step"
-        return dataclasses.replace(made, notes=(*made.notes, note))
+        return dataclasses.replace(programs, notes=(*programs.notes, note))
 
     @property
     def _has_reference(self) -> bool:
         return self.config.dpo.pair_loss.has_reference
 
     def settings(self) -> Settings:
-        """See `Job`: numbers that are not set are recorded as those of the loss."""
-        made, numbers = super().settings(), self.config.dpo.numbers
-        section = made.changeable["dpo"] | numbers
-        return made._replace(changeable={**made.changeable, "dpo": section})
+        """See `Job`; numbers that are not set are recorded as the loss's defaults."""
+        settings = super().settings()
+        section = settings.changeable["dpo"] | self.config.dpo.numbers
+        return settings._replace(changeable={**settings.changeable, "dpo": section})
 
     def phases(self) -> list[Phase]:
-        """See `Job`; what is held out is scored by the reference's program."""
+        """See `Job`; one program scores the reference and held-out pairs."""
         program, config = self.program, self.config
         tokens = 2 * config.data.batch_size * config.data.sequence_length
         evaluates, moments = bool(config.data.held_out and config.eval.every), {}
@@ -174,7 +180,7 @@ class Dpo(Job, name="dpo"):
         self._pairs, self._held_out = self.reads.pairs
 
     def compile(self, progress: ProgressReport) -> None:
-        """See `Job`; the reference is scored, too, where the loss reads it."""
+        """See `Job`; also scores the reference, where the loss reads it."""
         program, pairs, held_out = self.program, self._pairs, self._held_out
         reference = np.zeros((len(pairs) + len(held_out), 2), np.float32)
         if self._has_reference or held_out:
@@ -186,11 +192,11 @@ class Dpo(Job, name="dpo"):
         self.batches = PairBatches(pairs, reference[: len(pairs)], self.config.data)
         self._compiled = program.compile_step()
 
-    def _score(self, params: Any, pairs: Sequence[Pair]) -> np.ndarray:
-        """Return ln p [N, 2] of pairs under some weights."""
+    def _score_pairs(self, params: Any, pairs: Sequence[Pair]) -> np.ndarray:
+        """Ln p [N, 2] of pairs under the weights `params`."""
         config, logprobs = self.config.data, []
         for start in range(0, len(pairs), config.batch_size):
-            # The last micro-batch repeats some, to be of the shape that is compiled.
+            # The last micro-batch repeats pairs, to have the shape that is compiled.
             stop = start + config.batch_size
             chosen = [pairs[i % len(pairs)] for i in range(start, stop)]
             nothing = np.zeros((len(chosen), 2), np.float32)
@@ -199,21 +205,22 @@ class Dpo(Job, name="dpo"):
         return np.concatenate(logprobs)[: len(pairs)]
 
     def _score_reference(self, pairs: Sequence[Pair]) -> np.ndarray:
-        """Return ln p [N, 2] under the initial weights: read, or computed and saved."""
+        """Ln p [N, 2] under the initial weights: read, or computed and saved."""
         config = self.config
         path = Path(config.run.out_dir).expanduser() / "reference.npz"
         path.parent.mkdir(parents=True, exist_ok=True)
         model = dataclasses.asdict(config.model)
-        way = ["means"] if config.dpo.pair_loss.averages else []
-        of = json.dumps([fingerprint(pairs), model, config.run.seed, *way])
+        means = ["means"] if config.dpo.pair_loss.averages else []
+        # It identifies the pairs and weights that the file is of.
+        identity = json.dumps([fingerprint(pairs), model, config.run.seed, *means])
         if jax.process_count() == 1 and path.exists():
             with np.load(path) as saved:
-                if str(saved["of"]) == of:
+                if str(saved["of"]) == identity:
                     return saved["logprobs"]
-        logprobs = self._score(self.program.initial_params(), pairs)
+        logprobs = self._score_pairs(self.program.initial_params(), pairs)
         if processes.is_first():
             content = io.BytesIO()
-            np.savez(content, of=of, logprobs=logprobs)
+            np.savez(content, of=identity, logprobs=logprobs)
             files.write_whole(path, content.getvalue())
         return logprobs
 
@@ -226,9 +233,11 @@ class Dpo(Job, name="dpo"):
         batches = self.program.layout.place(batches)
         drawn_by = self.program.step_numbers(config.head, number)
         state, numbers = self._compiled(state, self.frozen, batches, *drawn_by)
-        return state, lambda: self._read(number, numbers, start)
+        return state, lambda: self._read_metrics(number, numbers, start)
 
-    def _read(self, number: int, numbers: dict, start: float) -> PreferenceMetrics:
+    def _read_metrics(
+        self, number: int, numbers: dict, start: float
+    ) -> PreferenceMetrics:
         numbers = jax.device_get(numbers)
         routers = self.program.routers(numbers.pop("routed", None))
         numbers = {name: float(x) for name, x in numbers.items()}
@@ -249,14 +258,14 @@ class Dpo(Job, name="dpo"):
     def evaluate(self, state: TrainState, taken: PreferenceMetrics) -> Evaluated | None:
         if not self._held_out:
             return None
-        logprobs = self._score(state.params, self._held_out)
+        logprobs = self._score_pairs(state.params, self._held_out)
         means = jax.device_get(self._held_out_means(logprobs, self._reference))
         values = {f"held_out_{name}": float(mean) for name, mean in means.items()}
         return Evaluated(taken._replace(**values), values["held_out_loss"])
 
     @functools.cached_property
     def _held_out_means(self) -> Callable:
-        """Means over pairs, by their log-probabilities and the reference's."""
+        """The compiled function of log-probabilities to means of loss and metrics."""
 
         @jax.jit
         def means(logprobs: jax.Array, reference: jax.Array):

@@ -19,7 +19,7 @@ class SourceSize(NamedTuple):
 
 
 def sizes(config: Any, counts: Sequence[tuple[int, int]]) -> list[SourceSize]:
-    """Sources of a section that has weights, of their rows and items."""
+    """Sizes of the sources of a section with weights, from (rows, items) of each."""
     sources = zip(config.source, counts, config.weights, strict=True)
     return [
         SourceSize(messages.name(name), *count, weight)
@@ -28,7 +28,7 @@ def sizes(config: Any, counts: Sequence[tuple[int, int]]) -> list[SourceSize]:
 
 
 def of_items(config: Any, sources: Sequence[int]) -> list[SourceSize] | None:
-    """Sources of which each item is a row; None where the section has no weights."""
+    """Sizes of sources with an item a row; None where the section has no weights."""
     if config.weights is None:
         return None
     items = mixing.of_sources(sources, len(config.weights))
@@ -36,42 +36,43 @@ def of_items(config: Any, sources: Sequence[int]) -> list[SourceSize] | None:
 
 
 def of_all(run: RunConfig, epoch: Callable[[], float]) -> str:
-    """The line for records of which each comes once an epoch.
+    """The line for records that come once an epoch each.
 
     Args:
         run: how long the run is.
         epoch: returns the micro-batches of an epoch; called where `run.steps` counts.
     """
     if run.epochs is not None:
-        return f"run.epochs={run.epochs:g}: each record is seen {_often(run.epochs)}"
+        seen = _times_seen(run.epochs)
+        return f"run.epochs={run.epochs:g}: each record is seen {seen}"
     times = run.steps * run.accumulate / epoch()
     return (
-        f"run.steps={run.steps:,} is {_number(times)} epochs: each record is seen "
-        f"{_often(times)}"
+        f"run.steps={run.steps:,} is {_format_number(times)} epochs: each record is "
+        f"seen {_times_seen(times)}"
     )
 
 
 def of_sources(run: RunConfig, epoch: float, sources: Sequence[SourceSize]) -> str:
-    """The line for sources by weights, of which each has epochs of its own."""
+    """The line for sources mixed by weights, which have epochs of their own."""
     batches = run.steps * run.accumulate
     said = f"run.steps={run.steps:,}"
     if run.epochs is not None:
         batches, said = run.epochs * epoch, f"run.epochs={run.epochs:g}"
     taken = batches * sum(source.rows for source in sources) / epoch  # rows
     parts = [source.weight * source.rows / source.items for source in sources]
-    each = [
-        f"of {source.name} {_number(taken * part / sum(parts) / source.rows)} times"
-        for source, part in zip(sources, parts, strict=True)
-    ]
+    each = []
+    for source, part in zip(sources, parts, strict=True):
+        times = _format_number(taken * part / sum(parts) / source.rows)
+        each.append(f"of {source.name} {times} times")
     return f"{said}: records are seen by their source, {', '.join(each)}"
 
 
-def _number(times: float) -> str:
-    """Three digits or more, without an exponent where there are many."""
+def _format_number(times: float) -> str:
+    """A number with three digits or more, and without an exponent."""
     return f"{times:.3g}" if times < 999 else f"{times:,.1f}".removesuffix(".0")
 
 
-def _often(times: float) -> str:
+def _times_seen(times: float) -> str:
     least, most = math.floor(times), math.ceil(times)
     if most == 1:
         return "once" if least == 1 else "at most once"

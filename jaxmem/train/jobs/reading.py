@@ -1,4 +1,4 @@
-"""What a job reads: how many records, as which tokens, and what the loss counts."""
+"""Data of a job: its records as tokens, its epochs, and the labels of the loss."""
 
 import abc
 import dataclasses
@@ -38,17 +38,17 @@ class TokenRecord(NamedTuple):
     name: str  # where it is, such as data.jsonl:3
     tokens: np.ndarray  # [N]
     labels: np.ndarray | None = None  # [N] next tokens, negative where none is learned
-    about: str = ""  # what else there is to say
+    about: str = ""  # a further note
 
 
 class Reading(abc.ABC):
-    """What a job reads.
+    """The data of a job, opened at the first use.
 
     Attributes:
         longest: tokens of the longest sequence that is trained on.
         chat_template: path of a template that replaces the checkpoint's, or None.
-        tokenizer: that reads the records, which the run keeps; None: it is the
-            checkpoint's, or the task's own words.
+        tokenizer: of the records, kept in the run's directory; None: it is the
+            checkpoint's, or the task has words of its own.
         today: when the run started, for templates that write the date; None: now.
     """
 
@@ -63,9 +63,9 @@ class Reading(abc.ABC):
 
     @abc.abstractmethod
     def epochs(self, count: int) -> list[float]:
-        """Micro-batches, or rollouts, of each of the first epochs.
+        """Numbers of micro-batches, or rollouts, of each of the first `count` epochs.
 
-        They are no integers where a micro-batch may have records of two epochs.
+        They are fractions where a micro-batch may have records of two epochs.
         """
 
     def sources(self) -> list[SourceSize] | None:
@@ -80,14 +80,14 @@ class Reading(abc.ABC):
 
     @abc.abstractmethod
     def records(self, count: int) -> Iterator[TokenRecord | str]:
-        """The first records, and lines about all of them."""
+        """Yield the first `count` records, and lines about all of them."""
 
     @abc.abstractmethod
     def text(self, ids: np.ndarray) -> str:
-        """Tokens as text, special ones too."""
+        """The text of tokens, special ones included."""
 
     def lines(self) -> list[str]:
-        """What records were read as, and what of them was not used."""
+        """Lines on the form in which records were read, and on unused columns."""
         return []
 
     def end_of_turn(self) -> str | None:
@@ -95,7 +95,7 @@ class Reading(abc.ABC):
         return None
 
     def template_text(self) -> str | None:
-        """The text of that template."""
+        """The text of `chat_template`; None without one."""
         if self.chat_template is None:
             return None
         return Path(self.chat_template).expanduser().read_text("utf-8")
@@ -117,43 +117,43 @@ class Documents(Reading):
 
     @functools.cached_property
     def reader(self) -> RecordReader:
-        """How records are read."""
+        """The reader of the records."""
         return RecordReader.of(
             self.config, self._checkpoint, self.tokenizer, self.today,
             self.config.stripped,
         )  # fmt: skip
 
     def lines(self) -> list[str]:
-        """See `Reading`; of a stream, first blocks are read for it."""
+        """See `Reading`; for a stream, the first block of each source is read."""
         where = ""
         if self.config.streaming:
-            self._read()
+            self._load_documents()
             where = "first block of each source: "
         lines = [where + line for line in self.reader.lines()]
         return [*lines, *mixing.shares(self.config, "data")]
 
     def end_of_turn(self) -> str | None:
-        """See `Reading`; of a stream, first blocks are read for it."""
+        """See `Reading`; for a stream, the first block of each source is read."""
         if "reader" not in vars(self):  # no record was read
             return None
         if self.config.streaming:
-            self._read()
+            self._load_documents()
         return self.reader.end_of_turn()
 
     def batches(self, rows: Sequence[int]) -> Any:
-        """Micro-batches without end, of which this process needs some rows."""
+        """Micro-batches without end; this process reads only `rows` of each."""
         return streams.batches(self.config, self.tokenizer, rows, self.reader)
 
     def held_out(self) -> Callable[[], Any] | None:
-        """Returns what is never trained on, from its start; None without any.
+        """A function that returns the held-out batches from their start, or None.
 
         Raises:
-            DataError: nothing is left for it, or the loss counts no token of it.
+            DataError: no record is held out, or the loss counts no token of them.
         """
         fraction = self.config.held_out
         if not fraction:
             return None
-        first = self._once("evaluation")
+        first = self._one_epoch("evaluation")
         start = first.get_state()
         if not any(map(loss_counts, first)):
             raise DataError(
@@ -167,7 +167,7 @@ class Documents(Reading):
 
         return again
 
-    def _once(self, split: Any = "train") -> documents.BatchIterator:
+    def _one_epoch(self, split: Any = "train") -> documents.BatchIterator:
         return documents.batches(
             self.config, self.tokenizer, split=split, epochs=1, reader=self.reader
         )
@@ -180,11 +180,11 @@ class Documents(Reading):
         if config.weights is None or config.streaming:
             return None
         config = dataclasses.replace(config, streams=1)
-        made = documents.batches(config, self.tokenizer, reader=self.reader)
-        return passes.sizes(config, made.rows.sizes())
+        batches = documents.batches(config, self.tokenizer, reader=self.reader)
+        return passes.sizes(config, batches.rows.sizes())
 
     def seen(self, run: RunConfig) -> str | None:
-        """See `Reading`; a stream is not read for it."""
+        """See `Reading`; a stream would have to be read whole, and is not."""
         mixed = self.config.weights is not None
         if not self.config.streaming or (run.epochs is not None and not mixed):
             return super().seen(run)
@@ -205,7 +205,7 @@ class Documents(Reading):
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def records(self, count: int) -> Iterator[TokenRecord | str]:
-        read, length = self._read(), self.config.sequence_length
+        read, length = self._load_documents(), self.config.sequence_length
         self.held_out()  # for its errors, which training would raise
         encoded = list(documents.encode_documents(read, self.tokenizer))
         for document, (tokens, labels) in zip(read[:count], encoded, strict=False):
@@ -220,9 +220,9 @@ class Documents(Reading):
         if streaming:
             yield from self.lines()
             return
-        tokens = sum(int((batch.segment_ids > 0).sum()) for batch in self._once())
+        tokens = sum(int((batch.segment_ids > 0).sum()) for batch in self._one_epoch())
         batches, size = self.epochs(1)[0], self.config.batch_size
-        rows = round(batches * size)  # with those that streams are filled up with
+        rows = round(batches * size)  # with rows that fill streams up
         yield (
             f"an epoch packs {tokens:,} tokens into {rows:,} rows of {length}, "
             f"{1 - tokens / (rows * length):.1%} padding: {math.ceil(batches):,} "
@@ -230,7 +230,7 @@ class Documents(Reading):
         )
         yield from self.lines()
 
-    def _read(self) -> list[documents.Document]:
+    def _load_documents(self) -> list[documents.Document]:
         """All documents; of a stream, those of the first block of each source."""
         source = self.config.source
         if not self.config.streaming:
@@ -254,7 +254,7 @@ class AnswerPairs(Documents):
 
     @functools.cached_property
     def pairs(self) -> tuple[list[pairs.Pair], list[pairs.Pair]]:
-        """Those to train on, and those held out."""
+        """(training pairs, held-out pairs)."""
         return pairs.load_pairs(
             self.config, self.tokenizer, self.reader, self._drop_long
         )
@@ -288,7 +288,7 @@ class TeacherRows(Documents):
         return mixing.shares(self.config, "data")
 
     def end_of_turn(self) -> str | None:
-        """None: the file has tokens."""
+        """See `Reading`; None, because the file has tokens and no text."""
         return None
 
     def held_out(self) -> Callable[[], Any] | None:
@@ -298,12 +298,12 @@ class TeacherRows(Documents):
         evaluation = functools.partial(
             teacher_streams.examples, self.file, self.config, "evaluation", 1
         )
-        evaluation()  # for its errors
+        evaluation()  # raises now if it cannot be read
         return evaluation
 
     @functools.cached_property
     def file(self) -> teacher_files.TeacherFile:
-        """What was read; of a stream, its first part."""
+        """The teacher's file; of a stream, its first part."""
         return teacher_streams.opened(self.config)
 
     def sources(self) -> list[SourceSize] | None:
@@ -326,9 +326,9 @@ class TeacherRows(Documents):
             yield TokenRecord(f"document {i}", ids, labels)
         kind = "drawn" if file.logprobs is None else "most likely"
         streaming = self.config.streaming
-        which = "documents of the first row group" if streaming else "documents"
+        noun = "documents of the first row group" if streaming else "documents"
         yield (
-            f"{len(file.documents):,} {which}, of which a teacher's "
+            f"{len(file.documents):,} {noun}, of which a teacher's "
             f"{file.ids.shape[1]} {kind} ids are known for {len(file.ids):,} tokens, "
             f"at temperature {file.temperature:g}"
         )

@@ -4,7 +4,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,45 +32,52 @@ from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_weights
 
 
+class _MicroBatch(NamedTuple):
+    """A micro-batch of a step; stacked [K, ...], all of them."""
+
+    batch: Batch
+    index: Any  # uint32 scalar, its number within the step
+    read: Any  # scalar, its tokens that are no padding
+
+
 def make_gradients(
     definition: nnx.GraphDef[Any], head: HeadConfig, seed: int = 0
 ) -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
-    """Build the function that gives a step's gradients.
+    """Build the function of a step's gradients.
 
     It maps trained weights, frozen weights and micro-batches [K, B, T] to the gradients
-    and the step's `loss` (0 where no token counts, and without that of routers),
-    `tokens`, what the head tells of its tokens (means) and, for a model with experts,
-    `routed` (`balance.Routed`). With `Sample` in head.gradient there is a fourth
-    argument, the step's number.
+    and numbers of the step: `loss` (0 where no token counts; without the routers'
+    loss), `tokens`, means of the head's metrics and, for a model with experts, `routed`
+    (`balance.Routed`). With `Sample` in head.gradient there is a fourth argument, the
+    step's number.
     """
 
     def gradients(params: Any, frozen: dict, micro_batches: Batch, number: Any = None):
         read = balance.counted(micro_batches.tokens, micro_batches.segment_ids)
         all_read = jnp.maximum(jnp.sum(read), 1)
 
-        def loss(params: Any, given: Any):
-            batch, index, own_read = given
-            key = None
+        def loss(params: Any, micro_batch: _MicroBatch):
+            batch, key = micro_batch.batch, None
             if number is not None:
-                key = Stream.GRADIENTS.key(seed, number, index)
+                key = Stream.GRADIENTS.key(seed, number, micro_batch.index)
             model = merge_module(definition, join_weights(params, frozen))
-            given = batch.tokens, batch.segment_ids, batch.positions
-            hidden, routed = model.routed(*given)
+            operands = batch.tokens, batch.segment_ids, batch.positions
+            hidden, routed = model.routed(*operands)
             value, metrics = head_loss(
                 model.head, hidden, batch.labels, tokens, head.logits,
                 head.sample, key,
             )  # fmt: skip
-            share = own_read / all_read
+            share = micro_batch.read / all_read
             cost = balance.with_loss(value, routed, model.config, share)
             return cost, (value, routed, metrics)
 
         tokens = jnp.sum(micro_batches.labels >= 0)
         indices = jnp.arange(len(micro_batches.labels), dtype=jnp.uint32)
-        given = micro_batches, indices, jnp.sum(read, axis=(1, 2))
-        (total, routed, sums), slopes = sum_gradients(loss, params, given)
-        seen = {} if routed is None else {"routed": routed}
-        seen |= {name: x / jnp.maximum(tokens, 1) for name, x in sums.items()}
-        return slopes, {"loss": total, "tokens": tokens, **seen}
+        stacked = _MicroBatch(micro_batches, indices, jnp.sum(read, axis=(1, 2)))
+        (total, routed, sums), slopes = sum_gradients(loss, params, stacked)
+        numbers = {} if routed is None else {"routed": routed}
+        numbers |= {name: x / jnp.maximum(tokens, 1) for name, x in sums.items()}
+        return slopes, {"loss": total, "tokens": tokens, **numbers}
 
     return gradients
 
@@ -81,7 +88,7 @@ class SftProgram(StepProgram):
     Args:
       config: of the run.
       vocab_size: entries of the tokenizer.
-      packed: whether rows hold several documents; if not, segment_ids must be None.
+      packed: True if rows hold several documents; else segment_ids must be None.
     """
 
     config: Config
@@ -121,7 +128,7 @@ class SftProgram(StepProgram):
             sums = self._loss_sums
             results = [sums(params, frozen, self.layout.place(x)) for x in batches]
         total, tokens = np.array(results, np.float64).sum(axis=0)
-        return float(total / tokens)  # `Sft.open` has seen one
+        return float(total / tokens)  # `Sft.open` has checked that tokens > 0
 
     @functools.cached_property
     def _loss_sums(self) -> Callable:
@@ -131,8 +138,8 @@ class SftProgram(StepProgram):
         def sums(params: optax.Params, frozen: dict, batch: Batch):
             model = self.model(params, frozen)
             hidden = model(batch.tokens, batch.segment_ids, batch.positions)
-            way, one = self.config.head.logits, jnp.ones(())
-            total, _ = head_loss(model.head, hidden, batch.labels, one, way)
+            logits, unit = self.config.head.logits, jnp.ones(())
+            total, _ = head_loss(model.head, hidden, batch.labels, unit, logits)
             return total, jnp.sum(batch.labels >= 0)
 
         return sums
@@ -146,8 +153,9 @@ class SftProgram(StepProgram):
         def loss(module: Any, hidden: jax.Array, labels: jax.Array):
             tokens = jnp.sum(labels >= 0)
             key = Stream.GRADIENTS.key(0) if head.sample else None
-            given = module, hidden, labels, tokens, head.logits, head.sample, key
-            return head_loss(*given)
+            return head_loss(
+                module, hidden, labels, tokens, head.logits, head.sample, key
+            )
 
         return self.trace_of_head(loss, self._rows)
 
@@ -161,7 +169,7 @@ class Sft(Job, name="sft"):
         return SftProgram(self.config, vocab_size, self.packed)
 
     def fixed(self) -> dict[str, Any]:
-        """See `Job`; as runs from before there were other jobs and templates."""
+        """See `Job`; as in runs that are older than other jobs and templates."""
         config, fixed = self.config, super().fixed()
         if self.name == Sft.name:  # no subclass
             del fixed["run"]
@@ -184,7 +192,7 @@ class Sft(Job, name="sft"):
 
     def open(self) -> None:
         super().open()
-        self._counted = False  # whether a batch had a token that the loss counts
+        self._counted = False  # True once the loss has counted a token of a batch
         self._held_out = self.reads.held_out()
         self._held_out_loss: float | None = None  # of the last evaluation
 
@@ -197,26 +205,34 @@ class Sft(Job, name="sft"):
         start = time.perf_counter()
         config, program = self.config, self.program
         taken = streams.stacked(self.batches, config.run.accumulate)
-        self._counted = self._counted or loss_counts(taken) or self._counts_later()
+        self._counted = (
+            self._counted or loss_counts(taken) or self._later_batch_counts()
+        )
         taken = program.layout.place(taken)
         drawn_by, size = program.step_numbers(config.head, number), taken.tokens.size
         state, numbers = self._compiled(state, self.frozen, taken, *drawn_by)
-        return state, lambda: self._read(number, numbers, size, start)
+        return state, lambda: self._read_metrics(number, numbers, size, start)
 
-    def _counts_later(self) -> bool:
-        """Whether the loss counts a token of any batch; a DataError if not.
+    def _later_batch_counts(self) -> bool:
+        """True if the loss counts a token of any batch.
 
         The first batch may have none because it holds parts of long prompts.
+
+        Raises:
+            DataError: the loss counts no token of the data.
         """
-        given = self.config.data, self.reads.tokenizer
-        every = documents.batches(*given, epochs=1, reader=self.reads.reader)
-        if not any(map(loss_counts, every)):
+        epoch = documents.batches(
+            self.config.data, self.reads.tokenizer, epochs=1, reader=self.reads.reader
+        )
+        if not any(map(loss_counts, epoch)):
             raise DataError(
                 f"data.source={self.config.data.source!r} has {NOTHING_COUNTED}"
             )
         return True
 
-    def _read(self, number: int, numbers: dict, size: int, start: float) -> StepMetrics:
+    def _read_metrics(
+        self, number: int, numbers: dict, size: int, start: float
+    ) -> StepMetrics:
         loss, norm, tokens = (numbers[k] for k in ("loss", "grad_norm", "tokens"))
         taken = self.step_metrics(number, loss, norm, tokens, start)
         routers = self.program.routers(numbers.get("routed"))
@@ -244,8 +260,9 @@ class Sft(Job, name="sft"):
 
     def costs(self) -> dict[str, HeadCost]:
         program, trained = self.program, self._compiled
-        given = self.config.head, trained, program.compile_step, program.trace_head
-        return metrics.head_costs(*given)
+        return metrics.head_costs(
+            self.config.head, trained, program.compile_step, program.trace_head
+        )
 
     def summary(self, history: Sequence[StepMetrics]) -> Mapping[str, Any]:
         held_out = {"held_out_loss": history[-1].held_out_loss}

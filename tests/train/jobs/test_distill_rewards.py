@@ -137,14 +137,14 @@ def test_unrewarded_completions_have_no_advantage():
     source._config = configuration.load("distill.gin", given)[0]
     rewards = np.random.default_rng(0).random((3, 4)).astype("f4")
     rewards[0], rewards[1, 2] = np.nan, np.nan
-    made = source._compared(1, rewards.ravel()).reshape(3, 4)
+    made = source._compare_rewards(1, rewards.ravel()).reshape(3, 4)
     assert not made[0].any() and made[1, 2] == 0
     rest = made[1, [0, 1, 3]], losses.grpo_advantages(rewards[1, [0, 1, 3]])
     np.testing.assert_allclose(*rest, rtol=1e-5)
     np.testing.assert_allclose(made[2], losses.grpo_advantages(rewards[2]), rtol=1e-5)
     message = "step 4: none of 12 completions has a reward; mend task.reward, or set"
     with pytest.raises(RewardError, match=message):
-        source._compared(4, np.full(12, np.nan, "f4"))
+        source._compare_rewards(4, np.full(12, np.nan, "f4"))
 
 
 @pytest.mark.full

@@ -80,7 +80,7 @@ class TeacherProgram(ModelProgram):
         shapes = {"head": nnx.to_pure_dict(weights)}
         self.head_shapes = self.layout.of_weights(shapes)["head"]
 
-    def _split(self, weights: dict) -> tuple[dict, dict]:
+    def _split_trained(self, weights: dict) -> tuple[dict, dict]:
         return weights, {}  # in their own type, as no update can be lost to rounding
 
     def trace_states(self, shape: Shape) -> jax.stages.Traced:
@@ -262,8 +262,9 @@ class DistillProgram(SamplingProgram):
         def run(params, frozen, batch: Batch, target):
             unit = jnp.ones(())  # metrics do not depend on the counts
             counted = Counted(unit, unit)
-            _, results = self._batch_loss(params, frozen, batch, target, counted)
-            _, observed, _ = results
+            _, (_, observed, _) = self._batch_loss(
+                params, frozen, batch, target, counted
+            )
             return {name: jnp.sum(x) for name, x in observed.items()}
 
         weights = self.state_shapes.params, self.frozen_shapes

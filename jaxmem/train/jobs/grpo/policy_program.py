@@ -254,7 +254,7 @@ class PolicyProgram(SamplingProgram):
 
         arguments = self.micro_batch(shape), jax.ShapeDtypeStruct((), jnp.float32)
         differentiated = 1 if self.head_is_frozen else (0, 1)
-        return self.trace_of_head(loss, shape, *arguments, wanted=differentiated)
+        return self.trace_of_head(loss, shape, *arguments, argnums=differentiated)
 
     def micro_batch(self, shape: Shape) -> PolicyBatch:
         """Shapes of a micro-batch that has a backward pass."""
