@@ -10,11 +10,11 @@ from jaxmem.base import messages
 from jaxmem.base.ranges import Range, integers, reals
 
 
-def check_field(config: object, name: str, good: bool, wanted: str) -> None:
-    """Raise a ValueError unless a field is good; it says what is wanted, in words."""
+def check_field(config: object, name: str, good: bool, expected: str) -> None:
+    """Raise a ValueError unless a field is good; `expected` describes good values."""
     if not good:
-        place = f"{type(config).__name__}.{name}"
-        raise ValueError(messages.must_be(place, wanted, getattr(config, name)))
+        field = f"{type(config).__name__}.{name}"
+        raise ValueError(messages.must_be(field, expected, getattr(config, name)))
 
 
 def check_numbers(config: Any, ranges: Mapping[str, Range]) -> None:

@@ -35,9 +35,9 @@ def short(value: object) -> str:
     return cut(text, _LONGEST)
 
 
-def must_be(place: str, wanted: str, got: object) -> str:
+def must_be(name: str, expected: str, got: object) -> str:
     """The error text for a value that an argument, a key or a field cannot have."""
-    return f"{place} must be {wanted}, got {short(got)}"
+    return f"{name} must be {expected}, got {short(got)}"
 
 
 def reason(error: BaseException) -> str:

@@ -39,6 +39,6 @@ def _integer(text: str) -> int | None:
     return number if 1 <= number < 2**31 else None
 
 
-def _wrong(wanted: str, text: str) -> argparse.ArgumentTypeError:
-    message = f"invalid value {messages.short(text)}: must be {wanted}"
+def _wrong(expected: str, text: str) -> argparse.ArgumentTypeError:
+    message = f"invalid value {messages.short(text)}: must be {expected}"
     return argparse.ArgumentTypeError(message)

@@ -60,9 +60,9 @@ def as_coefficient(
     kinds = (int, float, np.integer, np.floating)
     number = isinstance(value, kinds) and not isinstance(value, bool)
     if not (number and low <= value <= high):
-        wanted = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
+        expected = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
         raise ValueError(
-            f"{name} must be a number, {wanted}, got {messages.short(value)}"
+            f"{name} must be a number, {expected}, got {messages.short(value)}"
         )
     if value > ranges.LARGEST and not (infinite and value == math.inf):
         raise ValueError(

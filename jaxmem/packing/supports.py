@@ -96,8 +96,8 @@ def csr_to_support(
     else:
         ranges.check("max_ids", max_ids, checks.COUNTS)
     if max_ids * len(counts) > _MOST:
-        wanted = f"at most {_MOST // len(counts)} for {len(counts)} tokens"
-        raise ValueError(messages.must_be("max_ids", wanted, max_ids))
+        expected = f"at most {_MOST // len(counts)} for {len(counts)} tokens"
+        raise ValueError(messages.must_be("max_ids", expected, max_ids))
     if most > max_ids:
         raise ValueError(
             f"max_ids must be at least the ids of every token, got {max_ids}, and "
