@@ -46,7 +46,7 @@ def check_choices(config: Any) -> None:
 
 
 def problem_of(value: Any) -> str | None:
-    """What is wrong with a value that no option may have; None for any other value.
+    """The fault of a value that no option may have; None for any other value.
 
     Such values are numbers outside of float32 or int64, and text that UTF-8 cannot
     encode or that holds a NUL.

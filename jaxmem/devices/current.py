@@ -104,7 +104,7 @@ def backend() -> str:
 
 
 def has_mosaic() -> bool:
-    """Whether Pallas's Mosaic GPU backend has kernels for the current GPU.
+    """True if Pallas's Mosaic GPU backend has kernels for the current GPU.
 
     It has them for NVIDIA GPUs of compute capability 9.0 (Hopper) and later, from jax
     0.11 on.
