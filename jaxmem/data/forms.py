@@ -81,6 +81,10 @@ class RecordColumns(dict[str, Any]):
         """True if it needs a chat template, for its system, tools or variables."""
         return "system" in self or bool(self._tools()) or bool(self.get("options"))
 
+    def ignoring(self) -> str:
+        """See `Renderer`."""
+        return self._renderer.ignoring()
+
     def before(self) -> list[Message]:
         """The system message of a column, as a list; [] without such a column."""
         if "system" not in self:
@@ -93,7 +97,7 @@ class RecordColumns(dict[str, Any]):
         if before and talk.turns[0]["role"] == "system":
             raise DataError(
                 f'{self.where}: "{self.names["system"]}" and a message both have the '
-                "role 'system'; remove one, or name the column in data.ignored"
+                f"role 'system'; remove one{self._renderer.ignoring('the column')}"
             )
         return talk.after(before)
 
@@ -219,8 +223,7 @@ class Messages(Form):
             if _end_of_prompt(talk.turns, columns.talk("prompt", "user").turns) is None:
                 raise DataError(
                     f"{columns.where}: the messages do not begin with "
-                    f'"{columns.names["prompt"]}"; remove it, or name it in '
-                    "data.ignored"
+                    f'"{columns.names["prompt"]}"; remove it{columns.ignoring()}'
                 )
         return talk
 

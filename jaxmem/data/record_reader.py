@@ -84,6 +84,7 @@ class RecordReader:
         ignored: columns, and keys of messages, that are left out.
         absent: special tokens that the model has no embedding of.
         stripped: as in `Renderer`.
+        section: as in `Renderer`.
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class RecordReader:
         ignored: Collection[str] = (),
         absent: Sequence[str] = (),
         stripped: str = "raise",
+        section: str | None = "data",
     ):
         self._ignored, self._absent = frozenset(ignored), tuple(absent)
         self._columns = {theirs: ours for ours, theirs in (columns or {}).items()}
         self._choices: dict[Any, _Choice] = {}
         self.notes, self._kinds = Notes(), Counter[str]()
-        self.renderer = Renderer(template, self.notes, self._ignored, stripped)
+        self._section = section
+        self.renderer = Renderer(template, self.notes, self._ignored, stripped, section)
         self._seen: set[str] = set()  # columns of records
         _check_names(self._columns.values())
 
@@ -110,6 +113,7 @@ class RecordReader:
         tokenizer: tokenizers.Tokenizer,
         today: datetime.datetime | None = None,
         stripped: str = "raise",
+        section: str = "data",
     ) -> "RecordReader":
         """The reader of a job's records, with its checkpoint's chat template."""
         template, absent = None, ()
@@ -121,7 +125,7 @@ class RecordReader:
             )  # fmt: skip
             template = functools.cache(template)
             absent = checkpoints.load_vocabulary(checkpoint).absent
-        return cls(template, config.columns, config.ignored, absent, stripped)
+        return cls(template, config.columns, config.ignored, absent, stripped, section)
 
     @contextlib.contextmanager
     def whole_pass(self) -> Iterator[None]:
@@ -177,12 +181,14 @@ class RecordReader:
         if choice is None:
             choice = self._choices[key] = self._choose(record, present, known, exact)
         if choice.refused is not None:
-            way = "name it in data.ignored, or say what it is in data.columns"
-            if not exact:
-                way = "name it in task.ignored, or rename it for a reward function"
+            ways = {
+                "data": ", or say what it is in data.columns",
+                "task": ", or rename it for a reward function",
+            }
+            way = self.renderer.ignoring(joint=", ") + ways.get(self._section or "", "")
             raise DataError(
                 f"{record.where}: read as {choice.form.name}, which do not use "
-                f'"{messages.name(choice.refused)}"; remove it, {way}'
+                f'"{messages.name(choice.refused)}"; remove it{way}'
             )
         self._kinds[choice.form.name] += 1
         # data.columns gives the name of this column to another one.

@@ -136,6 +136,8 @@ class Renderer:
         stripped: treatment of a counted turn of which the template leaves out text: an
             error ("raise"), a turn that does not count ("mask"), or one of which the
             rest counts ("count").
+        section: section of the keys that messages name; None: a command reads, which
+            has no such keys.
     """
 
     def __init__(
@@ -144,8 +146,10 @@ class Renderer:
         notes: Notes | None = None,
         ignored: Collection[str] = (),
         stripped: str = "raise",
+        section: str | None = "data",
     ):
         self._read, self.ignored, self._stripped = template, ignored, stripped
+        self._section = section
         self.notes = Notes() if notes is None else notes
         self._shapes: dict[str, _Shape] = {}
 
@@ -158,6 +162,12 @@ class Renderer:
                 "model.checkpoint"
             )
         return self._read()
+
+    def ignoring(self, what: str = "it", joint: str = ", or ") -> str:
+        """Words on the key that leaves a column or field out; empty without one."""
+        if self._section is None:
+            return ""
+        return f"{joint}name {what} in {self._section}.ignored"
 
     @property
     def has_rendered(self) -> bool:
@@ -192,9 +202,10 @@ class Renderer:
             if field.turn not in counted:
                 said = "that the loss does not count"
             elif self._stripped == "raise":
-                raise DataError(_stripped_message(field, text))
+                raise DataError(self._stripped_message(field, text))
             else:
-                said = f"that the loss would count (data.stripped={self._stripped!r})"
+                option = self._stripped_option
+                said = f"that the loss would count ({option}={self._stripped!r})"
                 masked.add(field.turn)
             note = f"the chat template leaves out text of {field.name!r} {said}, "
             note += "in characters"
@@ -281,7 +292,7 @@ class Renderer:
                 lost.append(Lost(field, field.text))
             else:
                 template = self.template.of(talk.tools)
-                raise DataError(_dropped_message(field, template))
+                raise DataError(self._dropped_message(field, template))
         return _Text(text, filled, tuple(lost))
 
     def _written_part(
@@ -401,8 +412,29 @@ class Renderer:
                 elsewhere.append(number)
             else:
                 template = self.template.of(talk.tools)
-                return _Missing(refused=_dropped_message(field, template))
+                return _Missing(refused=self._dropped_message(field, template))
         return _Missing(tuple(elsewhere), tuple(unsure))
+
+    def _dropped_message(self, field: Field, template: ChatTemplate) -> str:
+        way = f"set {self._section}.chat_template" if self._section else "change that"
+        return (
+            f"the chat template leaves out {_field_name(field)}; remove it"
+            f"{self.ignoring(joint=', ')}, or {way} (now {template.where})"
+        )
+
+    def _stripped_message(self, field: Field, text: str) -> str:
+        what = "all" if text == field.text else messages.short(text.strip())
+        last = f", or {self._section}.chat_template" if self._section else ""
+        return (
+            f"the chat template leaves out {what} of {_field_name(field)} "
+            f"({markers.size(text):,} characters), which the loss counts; give the "
+            f'message "weight": 0, set {self._stripped_option}="mask" (such turns do '
+            f'not count) or "count" (the rest counts){last}'
+        )
+
+    @property
+    def _stripped_option(self) -> str:
+        return f"{self._section}.stripped" if self._section else "--stripped"
 
     # -------------------------------------------------------------------- spans
 
@@ -475,24 +507,6 @@ def _mark_one(talk: Conversation, number: int) -> Conversation:
 
 def _field_name(field: Field) -> str:
     return f"messages[{field.turn}].{field.name}" if field.turn >= 0 else "tools"
-
-
-def _dropped_message(field: Field, template: ChatTemplate) -> str:
-    return (
-        f"the chat template leaves out {_field_name(field)}; remove it, name it in "
-        f"data.ignored, or set data.chat_template (now {template.where})"
-    )
-
-
-def _stripped_message(field: Field, text: str) -> str:
-    what = "all" if text == field.text else messages.short(text.strip())
-    return (
-        f"the chat template leaves out {what} of {_field_name(field)} "
-        f"({markers.size(text):,} "
-        'characters), which the loss counts; give the message "weight": 0, set '
-        'data.stripped="mask" (such turns do not count) or "count" (the rest counts), '
-        "or data.chat_template"
-    )
 
 
 def _remove_marks(text: str) -> str:

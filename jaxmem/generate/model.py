@@ -106,5 +106,6 @@ def _read_template(
         def missing() -> ChatTemplate:
             raise DataError(reason)
 
-        return None, RecordReader(missing, absent=vocabulary.absent)
-    return template, RecordReader(lambda: template, absent=vocabulary.absent)
+        return None, RecordReader(missing, absent=vocabulary.absent, section=None)
+    reader = RecordReader(lambda: template, absent=vocabulary.absent, section=None)
+    return template, reader

@@ -191,7 +191,9 @@ def _read_documents(
         read_template, source.directory, source.chat_template, special,
         config.chat_template_kwargs,
     )  # fmt: skip
-    reader = RecordReader(template, absent=vocabulary.absent, stripped=config.stripped)
+    reader = RecordReader(
+        template, absent=vocabulary.absent, stripped=config.stripped, section=None
+    )
     documents = load_documents(config.data, "DATA", reader)
     for line in reader.lines():
         _log(console, line)

@@ -391,7 +391,7 @@ def test_columns_of_weights_and_roles_are_not_left_out(record, column):
 def test_columns_of_prompts_that_say_what_is_learned(column):
     record = {"prompt": "hi", column: [1], "test_weights_of_gold": 3}
     with pytest.raises(DataError, match=f'"{column}"; remove it, name it in task.igno'):
-        reader().prompt(RawRecord("a:1", record))
+        reader(section="task").prompt(RawRecord("a:1", record))
     _, others = reader(ignored=(column,)).prompt(RawRecord("a:1", record))
     assert others == {"test_weights_of_gold": 3}  # for reward functions
 

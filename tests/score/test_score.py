@@ -484,7 +484,14 @@ def test_score_turns_as_the_loss_counts_them(model, directory):
         )
 
 
-def test_turns_of_which_a_template_leaves_out_text(model, directory):
+def test_refused_column_names_no_key_of_a_job(model, directory, capsys):
+    pathlib.Path("data.jsonl").write_text('{"text": "the", "chosen": "a"}\n')
+    assert cli.main(["score", str(model), "data.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith('do not use "chosen"; remove it\n'), said
+
+
+def test_turns_of_which_a_template_leaves_out_text(model, directory, capsys):
     pytest.importorskip("jinja2")
     shutil.copytree(model, "strips")
     template = (
@@ -498,6 +505,9 @@ def test_turns_of_which_a_template_leaves_out_text(model, directory):
     arguments = ["score", "strips", "data.jsonl", "--max-tokens", "32"]
     with pytest.raises(ValueError, match="leaves out 'a on' of messages.1..content"):
         score.score(ScoreConfig("strips", "data.jsonl", "all.jsonl", 32))
+    assert cli.main([*arguments, "--out", "all.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert '--stripped="mask" (such' in said and "data.stripped" not in said
     assert cli.main([*arguments, "--stripped", "mask", "--out", "made.jsonl"]) == 0
     lines = pathlib.Path("made.jsonl").read_text().splitlines()
     assert len(lines) == 1  # of the last turn

@@ -279,7 +279,9 @@ class TaskPrompts(Reading):
             size, sampling = self._group_size, self._sampling
             known_ends = ends_of(task, checkpoint)
             return RecordedRollouts(task, sampling, tokenizer, size, known_ends)
-        reader = RecordReader.of(task, checkpoint, tokenizer, self.today)
+        reader = RecordReader.of(
+            task, checkpoint, tokenizer, self.today, section="task"
+        )
         self._reader = reader
         if task.environment is None:
             return OwnPrompts(task, self._sampling, tokenizer, reader)
