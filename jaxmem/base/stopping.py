@@ -35,6 +35,7 @@ class Stop:
     def __init__(self):
         self.signal, self._since = 0, 0.0
         self._deferred, self._is_lost = False, False
+        self._is_resent = False  # True until the watch has read the signal again
         self._replaced: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -113,7 +114,7 @@ class Stop:
             ignored.exc_value, (KeyboardInterrupt, SystemExit)
         ):
             return self._hook(ignored)
-        self._is_lost = True
+        self._is_lost = self._is_resent = True
         threading.Timer(0.01, signal.raise_signal, [self.signal]).start()
 
     def _watch_signals(self, reader: int) -> None:
@@ -122,6 +123,9 @@ class Stop:
             since = None  # the first signal
             while number := ord(numbers.read(1)):
                 if number not in self._replaced:
+                    continue
+                if self._is_resent:  # however late it comes
+                    self._is_resent = False
                     continue
                 name, now = signal.Signals(number).name, time.monotonic()
                 if since is None:

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from jaxmem.base import stopping
 from jaxmem.base.stopping import Stop
 
 NOTICE = (
@@ -119,8 +120,12 @@ def test_second_signal_ends_blocked_python():
         assert process.wait(timeout=60) == 128 + signal.SIGINT
 
 
-def test_signal_in_garbage_collection_is_raised_later(capsys):
+@pytest.mark.parametrize("one", [1.0, 0.0], ids=["soon", "after a second"])
+def test_signal_in_garbage_collection_is_raised_later(one, monkeypatch, capsys):
     """Python ignores what a callback of the collector raises, as jax's does."""
+    ends = []
+    monkeypatch.setattr(stopping, "_ONE", one)
+    monkeypatch.setattr(stopping.os, "_exit", ends.append)
 
     def interrupt(phase, info):
         if phase == "start":
@@ -133,6 +138,7 @@ def test_signal_in_garbage_collection_is_raised_later(capsys):
         for _ in range(1000):
             time.sleep(0.01)
         pytest.fail("the signal was lost")
+    assert not ends  # the signal that is sent again is no second one
     assert "Traceback" not in capsys.readouterr().err
 
 
