@@ -30,7 +30,7 @@ from jaxmem.train.settings import JobConfig
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message says where and why."""
+    """A configuration that cannot be used; the message names line and reason."""
 
 
 Jobs = Mapping[str, type[Job]]  # by the value of run.job
@@ -47,16 +47,18 @@ def sections(jobs: Jobs = JOBS) -> dict[str, type]:
     }
 
 
-def _configurable(section: str, dataclass: type) -> Any:
+def _gin_configurable(section: str, dataclass: type) -> Any:
     if _CONFIGURABLES.get(section, (None,))[0] is not dataclass:
         with gin_config.interactive_mode():  # where a name may be bound again
-            made = gin.external_configurable(dataclass, name=section, module="jaxmem")
-        _CONFIGURABLES[section] = dataclass, made
+            configurable = gin.external_configurable(
+                dataclass, name=section, module="jaxmem"
+            )
+        _CONFIGURABLES[section] = dataclass, configurable
     return _CONFIGURABLES[section][1]
 
 
 class _Binding(NamedTuple):
-    """One `key = value`, and a description of its place for errors."""
+    """One `key = value`, and its location (such as file:line) for errors."""
 
     key: str
     value: Any
@@ -87,20 +89,20 @@ def load(
             value, malformed or repeated override; or a job of the user's that cannot be
             used.
     """
-    bindings = _bindings(path, overrides)
-    jobs = _jobs(bindings)
+    bindings = _read_bindings(path, overrides)
+    jobs = _known_jobs(bindings)
     for binding in bindings:
         _check_known(binding, jobs)
-    effective = _effective(bindings, sections(jobs))
-    places = {key: binding.where for key, binding in effective.items()}
+    effective = _effective_bindings(bindings, sections(jobs))
+    locations = {key: binding.where for key, binding in effective.items()}
     # Clear gin's global state before and after.
     gin.clear_config()
     try:
         for section, dataclass in sections(jobs).items():
-            _configurable(section, dataclass)
+            _gin_configurable(section, dataclass)
         for key, binding in effective.items():
             gin.bind_parameter(_gin_key(key), binding.value)
-        return _build_job(jobs, places), gin.operative_config_str()
+        return _build_job(jobs, locations), gin.operative_config_str()
     finally:
         gin.clear_config()
 
@@ -120,21 +122,23 @@ def describe_keys(
     Raises:
         ConfigError: there is no section of that name, or the job cannot be used.
     """
-    jobs = JOBS if path is None else _jobs(_bindings(path, overrides))
+    jobs = JOBS if path is None else _known_jobs(_read_bindings(path, overrides))
     try:
         yield from keys.lines(sections(jobs), section)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _bindings(path: str | os.PathLike[str], overrides: Sequence[str]) -> list[_Binding]:
+def _read_bindings(
+    path: str | os.PathLike[str], overrides: Sequence[str]
+) -> list[_Binding]:
     """All bindings in their order; macros are checked, and keys are not."""
     bindings = [*_file_bindings(Path(path), ()), *_override_bindings(overrides)]
     _check_macros({binding.key: binding for binding in bindings})
     return bindings
 
 
-def _jobs(bindings: Iterable[_Binding]) -> Jobs:
+def _known_jobs(bindings: Iterable[_Binding]) -> Jobs:
     """The jobs whose sections a configuration may have: registered ones and its own."""
     last = {binding.key: binding for binding in bindings}
     if "run.job" not in last or last["run.job"].value is None:
@@ -144,19 +148,19 @@ def _jobs(bindings: Iterable[_Binding]) -> Jobs:
         (name,) = _macros_in(value)
         value = last[name].value
     if not isinstance(value, str):
-        raise ConfigError(f"{where}: {_wrong_type('run.job', str, value)}")
+        raise ConfigError(f"{where}: {_describe_wrong_type('run.job', str, value)}")
     try:
         return {**JOBS, value: job_named(value)}
     except UserCodeError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _wrong_type(key: str, annotation: Any, value: Any) -> str:
+def _describe_wrong_type(key: str, annotation: Any, value: Any) -> str:
     must_be = messages.must_be(key, describe(annotation), value)
     return f"{must_be} ({type(value).__name__})"
 
 
-def _effective(
+def _effective_bindings(
     bindings: Iterable[_Binding], dataclasses_of: Mapping[str, type]
 ) -> dict[str, _Binding]:
     """The last binding of each key, without those that a None removes."""
@@ -166,7 +170,7 @@ def _effective(
         if (
             binding.value is None
             and field
-            and not accepts(_types(dataclasses_of[section])[field], None)
+            and not accepts(_field_types(dataclasses_of[section])[field], None)
         ):
             effective.pop(binding.key, None)
         else:
@@ -174,7 +178,7 @@ def _effective(
     return effective
 
 
-def _types(dataclass: type) -> dict[str, Any]:
+def _field_types(dataclass: type) -> dict[str, Any]:
     return typing.get_type_hints(dataclass)
 
 
@@ -210,7 +214,7 @@ def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding
         raise ConfigError(f"{path} includes itself")
     including = (*including, path.resolve())
     first_line: dict[str, int] = {}
-    for statement in _statements(path):
+    for statement in _parse_statements(path):
         line = statement.location.line_num
         where = f"{path}:{line}"
         match statement:
@@ -229,7 +233,7 @@ def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding
                 raise ConfigError(f"{where}: a configuration file cannot import")
 
 
-def _statements(path: Path) -> Iterator[Any]:
+def _parse_statements(path: Path) -> Iterator[Any]:
     """Yield gin's statements; raise a ConfigError for what gin cannot parse."""
     parser = None
     try:
@@ -245,7 +249,9 @@ def _statements(path: Path) -> Iterator[Any]:
             message = "nested too deeply"
         raise ConfigError(f"{path}:{line}: {message}") from error
     except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno}: {_reason(error.msg)}") from error
+        raise ConfigError(
+            f"{path}:{error.lineno}: {_describe_syntax_error(error.msg)}"
+        ) from error
     except ConfigError:
         raise
     except (MemoryError, RecursionError) as error:
@@ -253,10 +259,12 @@ def _statements(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path}:{line}: nested too deeply") from error
     except ValueError as error:
         line = parser.current_token.start[0] if parser else 1
-        raise ConfigError(f"{path}:{line}: {_reason(str(error))}") from error
+        raise ConfigError(
+            f"{path}:{line}: {_describe_syntax_error(str(error))}"
+        ) from error
 
 
-def _reason(message: str) -> str:
+def _describe_syntax_error(message: str) -> str:
     word = re.search(r"Failed to parse token '(.*)'", message)
     if word:
         return f"{messages.name(word[1])} is not a value; a string needs quotes"
@@ -323,48 +331,50 @@ def _check_known(binding: _Binding, jobs: Jobs) -> None:
     section, _, field = key.rpartition(".")
     if binding.is_macro:
         return
-    if section not in known or field not in _fields(known[section]):
+    if section not in known or field not in _field_names(known[section]):
         shown = messages.short(key)
         raise ConfigError(
-            f"{binding.where}: unknown key {shown}; {_suggestion(key, jobs)}"
+            f"{binding.where}: unknown key {shown}; {_suggest_key(key, jobs)}"
         )
 
 
-def _suggestion(key: str, jobs: Jobs) -> str:
+def _suggest_key(key: str, jobs: Jobs) -> str:
     section, _, field = key.rpartition(".")
     known = sections(jobs)
-    beside = _beside(section, jobs)
-    elsewhere = [f"{name}.{field}" for name in beside if field in _fields(known[name])]
+    beside = _related_sections(section, jobs)
+    elsewhere = [
+        f"{name}.{field}" for name in beside if field in _field_names(known[name])
+    ]
     if elsewhere:  # the field exists in another section
         return f"did you mean {' or '.join(elsewhere)}?"
     nearest = difflib.get_close_matches(section, known, n=1)
     if not nearest:
         return f"the sections are {', '.join(known)}"
-    fields = _fields(known[nearest[0]])
+    fields = _field_names(known[nearest[0]])
     close = difflib.get_close_matches(field, fields, n=3)
     if not close:
         return f"{nearest[0]} has {', '.join(fields)}"
     return f"did you mean {' or '.join(f'{nearest[0]}.{name}' for name in close)}?"
 
 
-def _beside(section: str, jobs: Jobs) -> list[str]:
+def _related_sections(section: str, jobs: Jobs) -> list[str]:
     """Sections of the jobs that have this one; of all jobs if none has it."""
     of_jobs = [list(job.Config.sections()) for job in jobs.values()]
     sharing = [names for names in of_jobs if section in names] or of_jobs
     return [name for name in sections(jobs) if any(name in names for names in sharing)]
 
 
-def _fields(dataclass: Any) -> list[str]:
+def _field_names(dataclass: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(dataclass)]
 
 
-def _build_job(jobs: Jobs, places: dict[str, str]) -> JobConfig:
+def _build_job(jobs: Jobs, locations: dict[str, str]) -> JobConfig:
     """Build every section of the job; raise for keys of another job's sections."""
-    run = _build("run", sections(jobs)["run"], places)
+    run = _build_section("run", sections(jobs)["run"], locations)
     config = jobs[run.job].Config
     dataclasses_of = config.sections()
     names = list(dataclasses_of)
-    for key, where in places.items():
+    for key, where in locations.items():
         section = key.partition(".")[0]
         if "." in key and section not in names:
             owner = next(
@@ -375,49 +385,51 @@ def _build_job(jobs: Jobs, places: dict[str, str]) -> JobConfig:
                 f"{run.job!r}, whose sections are {', '.join(names)}"
             )
     parts = {
-        name: _build(name, dataclass, places)
+        name: _build_section(name, dataclass, locations)
         for name, dataclass in dataclasses_of.items()
         if name != "run"
     }
     try:
         return config(**parts, run=run)
     except ValueError as error:
-        raise ConfigError(_with_key(error, places)) from error
+        raise ConfigError(_locate_key(error, locations)) from error
 
 
-def _with_key(error: ValueError, places: dict[str, str]) -> str:
+def _locate_key(error: ValueError, locations: dict[str, str]) -> str:
     """Prefix the error by the line that set the first key in its message."""
     keys = re.findall(r"\w+\.\w+", str(error))
-    where = next((places[key] for key in keys if key in places), None)
+    where = next((locations[key] for key in keys if key in locations), None)
     return f"{where}: {error}" if where else str(error)
 
 
-def _build(section: str, dataclass: type, places: dict[str, str]) -> Any:
+def _build_section(section: str, dataclass: type, locations: dict[str, str]) -> Any:
     """Check the types of bound values, then let gin construct the dataclass."""
-    types_of = _types(dataclass)
+    types_of = _field_types(dataclass)
     for field, value in gin.get_bindings(section).items():
-        key, where = f"{section}.{field}", places[f"{section}.{field}"]
+        key, where = f"{section}.{field}", locations[f"{section}.{field}"]
         if not accepts(types_of[field], value):
-            wrong = _wrong_type(key, types_of[field], value)
+            wrong = _describe_wrong_type(key, types_of[field], value)
             raise ConfigError(f"{where}: {wrong}")
         problem = problem_of(value)
         if problem:
             got = messages.short(value)
             raise ConfigError(f"{where}: {key} {problem}, got {got}")
     try:
-        return _configurable(section, dataclass)()
+        return _gin_configurable(section, dataclass)()
     except ValueError as error:
-        raise ConfigError(_with_place(section, dataclass, error, places)) from error
+        raise ConfigError(
+            _locate_field(section, dataclass, error, locations)
+        ) from error
 
 
-def _with_place(
-    section: str, dataclass: type, error: ValueError, places: dict[str, str]
+def _locate_field(
+    section: str, dataclass: type, error: ValueError, locations: dict[str, str]
 ) -> str:
     """Prefix a dataclass's error by the line of the file that caused it."""
     message = str(error).split("\n")[0]  # gin appends further lines
     message = message.replace(f"{dataclass.__name__}.", f"{section}.")
-    for field in _fields(dataclass):
-        where = places.get(f"{section}.{field}")
+    for field in _field_names(dataclass):
+        where = locations.get(f"{section}.{field}")
         if where and re.search(rf"\b{field}\b", message):
             return f"{where}: {message}"
     return message

@@ -37,34 +37,34 @@ def export(
     target = Path(out).expanduser()
     if os.path.lexists(target):
         raise CheckpointError(f"{target}: exists; name another --out")
-    with saved.opened(path, code=code) as place:
-        decoder, base = place.load(dtype), place.directory
+    with saved.opened(path, code=code) as source:
+        decoder, base = source.load(dtype), source.directory
         rank = decoder.config.lora_rank
         if merge and not rank:
             raise CheckpointError(f"{path}: has no adapter to merge")
         if isinstance(decoder, OwnModel):
-            return _of_own(target, decoder, place, dtype)
+            return _save_own_model(target, decoder, source, dtype)
         if rank and not merge:
             if dtype is not None:
                 raise CheckpointError("--dtype is for a whole model, as with --merge")
             checkpoints.save_adapter(target, decoder, base=str(base))
-            results.add_end(target, place.end_of_turn, base)
+            results.add_end(target, source.end_of_turn, base)
             return f"saved in {target}: an adapter of {base}"
         checkpoints.save(
             target,
             checkpoints.merge(decoder) if rank else decoder,
             like=base,
             dtype=dtype,
-            chat_template=place.chat_template,
+            chat_template=source.chat_template,
         )
-        results.add_end(target, place.end_of_turn)
-        if place.adapter is not None and (place.adapter / _ENDS).exists():
-            shutil.copy(place.adapter / _ENDS, target)
+        results.add_end(target, source.end_of_turn)
+        if source.adapter is not None and (source.adapter / _ENDS).exists():
+            shutil.copy(source.adapter / _ENDS, target)
     return f"saved in {target}, for transformers to load"
 
 
-def _of_own(
-    target: Path, model: OwnModel, place: saved.Saved, dtype: str | None
+def _save_own_model(
+    target: Path, model: OwnModel, source: saved.Saved, dtype: str | None
 ) -> str:
     """Save the weights of `model.factory`'s module, and how it reads text."""
     with new_directory(target) as unfinished:
@@ -72,8 +72,8 @@ def _of_own(
         model_factory.save_weights(unfinished, model, dtype)
         text = unfinished / model_factory.TEXT
         text.mkdir()
-        checkpoints.copy_text_files(place.directory, text, place.chat_template)
-        results.add_end(text, place.end_of_turn)
+        checkpoints.copy_text_files(source.directory, text, source.chat_template)
+        results.add_end(text, source.end_of_turn)
     return (
         f"saved in {target}: model.safetensors has the weights by their paths in the "
         f"module of model.factory, {model_factory.TEXT} its tokenizer"

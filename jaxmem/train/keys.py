@@ -12,19 +12,19 @@ from jaxmem.base.fields import describe
 from jaxmem.train.settings import JobConfig
 
 
-def lines(sections: Mapping[str, type], wanted: str | None = None) -> Iterator[str]:
-    """Yield a line per key: name, type, default, and its comment in the source."""
-    if wanted is not None and wanted not in sections:
+def lines(sections: Mapping[str, type], selected: str | None = None) -> Iterator[str]:
+    """Yield a line per key, of one section or of all: name, default, type, comment."""
+    if selected is not None and selected not in sections:
         raise ValueError(
-            f"--keys: no section {wanted!r}; the sections are {', '.join(sections)}"
+            f"--keys: no section {selected!r}; the sections are {', '.join(sections)}"
         )
     for section, dataclass in sections.items():
-        if wanted in (None, section):
-            yield from _of_section(section, dataclass)
+        if selected in (None, section):
+            yield from _describe_section(section, dataclass)
 
 
-def _of_section(section: str, dataclass: Any) -> Iterator[str]:
-    comments, types = _comments(dataclass), get_type_hints(dataclass)
+def _describe_section(section: str, dataclass: Any) -> Iterator[str]:
+    comments, types = _read_comments(dataclass), get_type_hints(dataclass)
     yield f"# {section}: {(dataclass.__doc__ or '').splitlines()[0]}"
     for field in dataclasses.fields(dataclass):
         name = f"{section}.{field.name}"
@@ -33,7 +33,7 @@ def _of_section(section: str, dataclass: Any) -> Iterator[str]:
         yield f"{name} = {field.default!r}  # {about.rstrip('; ')}"
 
 
-def _comments(dataclass: type) -> dict[str, str]:
+def _read_comments(dataclass: type) -> dict[str, str]:
     """Comments above or behind each field, from the class's source."""
     source = inspect.getsource(dataclass)
     names = {field.name for field in dataclasses.fields(dataclass)}  # type: ignore

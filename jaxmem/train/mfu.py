@@ -33,8 +33,8 @@ def flops_per_token(
     config: ModelConfig, trained: Any, frozen: Any, length: int
 ) -> float:
     """FLOPs of a training step, per token, by this module's formula."""
-    with_gradients = _multiplied(config, trained)
-    everything = with_gradients + _multiplied(config, frozen)
+    with_gradients = _count_multiplied(config, trained)
+    everything = with_gradients + _count_multiplied(config, frozen)
     kinds = (config.pattern * config.layers)[: config.layers]
     window = length if config.window is None else min(length, config.window)
     attention = 0
@@ -47,7 +47,7 @@ def flops_per_token(
     return 4 * everything + 2 * with_gradients + attention
 
 
-def _multiplied(config, weights) -> float:
+def _count_multiplied(config, weights) -> float:
     """The number of weights in matrices that multiply a token."""
     ends = ("kernel", "lora_a", "lora_b") + ("embedding",) * config.tied
     total = 0.0

@@ -126,10 +126,10 @@ def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
     """Clipping by the global norm, if configured, followed by `update_rule`."""
-    return optax.chain(_clipping(config), update_rule(config, schedule))
+    return optax.chain(_make_clipping(config), update_rule(config, schedule))
 
 
-def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
+def _make_clipping(config: OptimizerConfig) -> optax.GradientTransformation:
     # The state has one structure in both cases, so a resumed run may change clip_norm.
     if config.clip_norm is None:
         return optax.identity()
@@ -138,7 +138,7 @@ def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def clip(config: OptimizerConfig, gradients: Any) -> tuple[Any, jax.Array]:
     """The clipped gradients, as in `make_optimizer`, and their norm before clipping."""
-    clipped, _ = _clipping(config).update(gradients, optax.EmptyState())
+    clipped, _ = _make_clipping(config).update(gradients, optax.EmptyState())
     return clipped, optax.tree.norm(gradients)
 
 
@@ -149,7 +149,7 @@ def update_rule(
     return _RULES[config.name](config, schedule)
 
 
-def _decays(params: Any) -> Any:
+def _decay_mask(params: Any) -> Any:
     # Select by name: stacking over layers gives a norm's scale two axes.
     without = "scale", "bias", "correction", "layer_scale", "router_scale"
     without += "expert_scale", "delta_shift", "delta_log_speed"
@@ -158,29 +158,33 @@ def _decays(params: Any) -> Any:
     )
 
 
-def _adamw(config: OptimizerConfig, schedule: optax.Schedule):
+def _make_adamw(config: OptimizerConfig, schedule: optax.Schedule):
     return optax.adamw(
         schedule,
         b1=config.b1,
         b2=config.b2,
         eps=config.eps,
         weight_decay=config.weight_decay,
-        mask=_decays,
+        mask=_decay_mask,
     )
 
 
-def _lion(config: OptimizerConfig, schedule: optax.Schedule):
+def _make_lion(config: OptimizerConfig, schedule: optax.Schedule):
     decay = config.weight_decay
-    return optax.lion(schedule, config.b1, config.b2, weight_decay=decay, mask=_decays)
-
-
-def _sgd(config: OptimizerConfig, schedule: optax.Schedule):
-    return optax.chain(
-        optax.trace(config.b1), _decayed(config), optax.scale_by_learning_rate(schedule)
+    return optax.lion(
+        schedule, config.b1, config.b2, weight_decay=decay, mask=_decay_mask
     )
 
 
-def _adafactor(config: OptimizerConfig, schedule: optax.Schedule):
+def _make_sgd(config: OptimizerConfig, schedule: optax.Schedule):
+    return optax.chain(
+        optax.trace(config.b1),
+        _add_decay(config),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def _make_adafactor(config: OptimizerConfig, schedule: optax.Schedule):
     rule = optax.adafactor(None)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -191,26 +195,26 @@ def _adafactor(config: OptimizerConfig, schedule: optax.Schedule):
     # optax's own weight decay would not follow the learning rate.
     return optax.chain(
         optax.GradientTransformation(rule.init, update), optax.scale(-1.0),
-        _decayed(config), optax.scale_by_learning_rate(schedule),
+        _add_decay(config), optax.scale_by_learning_rate(schedule),
     )  # fmt: skip
 
 
-def _decayed(config: OptimizerConfig) -> optax.GradientTransformation:
-    return optax.add_decayed_weights(config.weight_decay, _decays)
+def _add_decay(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.add_decayed_weights(config.weight_decay, _decay_mask)
 
 
-def _muon(config: OptimizerConfig, schedule: optax.Schedule):
+def _make_muon(config: OptimizerConfig, schedule: optax.Schedule):
     muon = optax.contrib.muon(
         schedule,
         beta=config.b1,
         weight_decay=config.weight_decay,
-        weight_decay_mask=_decays,
+        weight_decay_mask=_decay_mask,
         muon_weight_dimension_numbers=lambda params: jax.tree.map(_last_axes, params),
         # One learning rate serves both: root mean squares are those of AdamW
         # (https://arxiv.org/abs/2502.16982).
         consistent_rms=0.2,
     )
-    rules: dict[Any, Any] = {"muon": muon, "adamw": _adamw(config, schedule)}
+    rules: dict[Any, Any] = {"muon": muon, "adamw": _make_adamw(config, schedule)}
     return optax.partition(rules, _rule_of_weights)
 
 
@@ -230,11 +234,11 @@ def _rule_of_weights(params: Any) -> Any:
 
 _MATRICES = ("kernel", "lora_a", "lora_b")
 _RULES: dict[str, Callable] = {
-    "adamw": _adamw,
-    "muon": _muon,
-    "adafactor": _adafactor,
-    "lion": _lion,
-    "sgd": _sgd,
+    "adamw": _make_adamw,
+    "muon": _make_muon,
+    "adafactor": _make_adafactor,
+    "lion": _make_lion,
+    "sgd": _make_sgd,
 }
 _READ = {  # of b1, b2 and eps
     "adamw": ("b1", "b2", "eps"),

@@ -21,9 +21,9 @@ def types(weights: Any) -> str:
 
 def described(trained: Any, frozen: Any, compute_type: str) -> str:
     """A line about the weights of a run: how many there are, and in which types."""
-    line = f"{_count(trained):,} weights are trained in {types(trained)}"
+    line = f"{_count_weights(trained):,} weights are trained in {types(trained)}"
     if frozen:
-        line += f", {_count(frozen):,} are frozen in {types(frozen)}"
+        line += f", {_count_weights(frozen):,} are frozen in {types(frozen)}"
     return f"{line}; computed in {compute_type}"
 
 
@@ -33,7 +33,7 @@ def is_narrower(dtype: str, model: nnx.Module) -> bool:
     return any(jnp.dtype(dtype).itemsize < leaf.dtype.itemsize for leaf in weights)
 
 
-def _count(weights: Any) -> int:
+def _count_weights(weights: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
 
 
@@ -89,6 +89,6 @@ def widened(saved: Any, trained: Any) -> str | None:
     if not narrow:
         return None
     return (
-        f"{_count(narrow):,} trained weights were saved in {types(narrow)} and go on "
-        f"in {types(trained)}"
+        f"{_count_weights(narrow):,} trained weights were saved in {types(narrow)} "
+        f"and go on in {types(trained)}"
     )

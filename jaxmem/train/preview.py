@@ -29,10 +29,10 @@ def show(job: Job, count: int, console: Console) -> None:
             counted[1:] = item.labels[:-1] >= 0
             about = f"the loss counts {int(counted.sum()):,}"
         say(f"{item.name}: {len(item.tokens):,} tokens, {about}")
-        say(_colored(job, item.tokens[:_MOST], counted[:_MOST], console))
+        say(_color_tokens(job, item.tokens[:_MOST], counted[:_MOST], console))
 
 
-def _colored(
+def _color_tokens(
     job: Job, tokens: np.ndarray, counted: np.ndarray, console: Console
 ) -> Text:
     """Runs of tokens of one kind, decoded together: a character may take several."""

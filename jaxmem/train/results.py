@@ -13,7 +13,7 @@ from jaxmem.train import keys, model_factory, precision
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.output.progress import say
 
-_STARTED = "started.txt"  # when a run did
+_STARTED = "started.txt"  # the time of a run's start
 END_OF_TURN = "end_of_turn.txt"  # the token that ends the turns it learned from
 
 
@@ -32,7 +32,7 @@ def texts(job: Job, operative_text: str) -> dict[str, str]:
 
 
 def started(directory: str) -> datetime.datetime:
-    """When the run in a directory started, for templates that write the date."""
+    """The time at which a directory's run started; now, if none did."""
     path = Path(directory).expanduser() / _STARTED
     if path.exists():
         return datetime.datetime.fromisoformat(path.read_text("utf-8").strip())
@@ -79,7 +79,7 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
 def leave_best(
     directory: Path, decoder: LanguageModel, console: Console, job: Job
 ) -> None:
-    """`leave` in "best" of a run's directory, which has the best one's checkpoint."""
+    """Export the best evaluation's model to "best" of a run's directory, as `leave`."""
     tokenizer = directory / "tokenizer.json"
     if processes.is_first() and tokenizer.exists():
         files.write_whole(
@@ -89,7 +89,7 @@ def leave_best(
 
 
 def export(target: Path, decoder: LanguageModel, job: Job, directory: Path) -> None:
-    """Save a whole model of a run as a checkpoint, if some architecture is its own."""
+    """Save a run's whole model as a checkpoint, if an architecture computes it."""
     source, reads = decoder.config.checkpoint, job.reads
     decoder = known(decoder)
     if source is None:
@@ -105,7 +105,7 @@ def export(target: Path, decoder: LanguageModel, job: Job, directory: Path) -> N
 
 
 def write_text(target: Path, model: OwnModel, job: Job, directory: Path) -> None:
-    """Write how a model of one's own reads text, in the files of a checkpoint."""
+    """Write the text files of a user's model, as a checkpoint has them."""
     target.mkdir(parents=True, exist_ok=True)
     source, reads = job.config.model.checkpoint, job.reads
     if source is None:
@@ -121,7 +121,7 @@ def write_text(target: Path, model: OwnModel, job: Job, directory: Path) -> None
 
 
 def known(model: LanguageModel) -> Decoder:
-    """The model, which some checkpoint can be of; raise for one of `model.factory`."""
+    """The model as a `Decoder`; raise for a model of `model.factory`."""
     if isinstance(model, OwnModel):
         raise checkpoints.CheckpointError(
             f"the model of model.factory={model.config.factory!r} has no architecture "
@@ -132,6 +132,6 @@ def known(model: LanguageModel) -> Decoder:
 
 
 def add_end(target: Path, end: str | None, like: Path | None = None) -> None:
-    """Name the end of a conversation's turns, if there is one, in what was saved."""
+    """Name the token that ends turns, if there is one, in a saved directory."""
     if end is not None and processes.is_first():
         checkpoints.add_end(target, end, like)

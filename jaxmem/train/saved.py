@@ -27,10 +27,10 @@ _OPERATIVE = "operative.gin"
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """The code of a run's model that may be run: what the user names, and no other."""
+    """The user's permission to run the code of a run's model."""
 
     factory: str | None = None  # as in `model.factory`, in place of what the run names
-    trusted: bool = False  # True if the code that the run names may be run
+    trusted: bool = False  # True if any code that the run names may be run
 
     def checked(self, config: JobConfig, directory: Path) -> JobConfig:
         """The configuration of a run, whose factory may be run.
@@ -72,7 +72,7 @@ class Code:
             )
 
 
-OF_USER = Code()  # none of the directory's
+OF_USER = Code()  # permits none of the code that a directory names
 
 
 class Saved(NamedTuple):
@@ -82,8 +82,8 @@ class Saved(NamedTuple):
     adapter: Path | None = None  # of a LoRA adapter
     decoder: LanguageModel | None = None  # of a run that has not ended
     chat_template: str | None = None  # path of one that replaces the directory's
-    files: tuple[Path, ...] = ()  # that the decoder was read from
-    end_of_turn: str | None = None  # token that a run on conversations has taught
+    files: tuple[Path, ...] = ()  # files that the decoder was read from
+    end_of_turn: str | None = None  # token that ends turns, of conversations
 
     def load(self, dtype: str | None = None) -> LanguageModel:
         """The decoder, with its adapter."""
@@ -103,8 +103,8 @@ def opened(
 ) -> Iterator[Saved]:
     """Find the model in a directory.
 
-    Of a run it is what the run has left: `model` or `adapter`, or its newest checkpoint
-    where that is newer. Nothing in the directory is changed.
+    Of a run it is the result, `model` or `adapter`, or its newest checkpoint where that
+    is newer. Nothing in the directory is changed.
 
     Args:
         path: of a checkpoint, an adapter in PEFT's layout, or a run.
@@ -118,14 +118,14 @@ def opened(
     """
     directory = Path(os.path.expanduser(path))
     step = checkpoint.newest(directory / "checkpoints")
-    left = next(filter(Path.exists, _left(directory)), None)
+    left = next(filter(Path.exists, _result_files(directory)), None)
     if left is not None and not _is_newer(directory, step, left):
         code.check_unused(directory)
-        yield _of_files(left.parent, adapter)
+        yield _open_files(left.parent, adapter)
     elif step is None:
-        raise CheckpointError(_nothing_in(directory))
+        raise CheckpointError(_describe_missing_model(directory))
     else:
-        with _of_run(directory, step, dtype, code) as saved:
+        with _open_run(directory, step, dtype, code) as saved:
             if adapter is not None:
                 raise CheckpointError(
                     f"--adapter is for a checkpoint, and {directory} is a run"
@@ -133,8 +133,8 @@ def opened(
             yield saved
 
 
-def _left(directory: Path) -> Iterator[Path]:
-    """Files of which one says that there is a model, in order of precedence."""
+def _result_files(directory: Path) -> Iterator[Path]:
+    """Files that show that there is a model, in order of precedence."""
     yield directory / "config.json"
     yield directory / _ADAPTER
     yield directory / "model" / "config.json"
@@ -142,14 +142,14 @@ def _left(directory: Path) -> Iterator[Path]:
 
 
 def _is_newer(directory: Path, step: int | None, left: Path) -> bool:
-    """Whether a run went on after it had left a model."""
+    """True if a run went on after it had left a model."""
     if step is None or left.parent == directory:
         return False
     saved = directory / "checkpoints" / str(step)
     return saved.stat().st_mtime > left.stat().st_mtime
 
 
-def _nothing_in(directory: Path) -> str:
+def _describe_missing_model(directory: Path) -> str:
     if not directory.is_dir():
         if not checkpoints.is_hub_name(directory):
             return f"{directory}: no such checkpoint, adapter or run (run.out_dir)"
@@ -168,7 +168,7 @@ def _nothing_in(directory: Path) -> str:
     )
 
 
-def _of_files(directory: Path, adapter: str | Path | None) -> Saved:
+def _open_files(directory: Path, adapter: str | Path | None) -> Saved:
     if not (directory / _ADAPTER).exists():
         return Saved(directory, None if adapter is None else Path(adapter))
     if adapter is not None:
@@ -187,12 +187,12 @@ def _of_files(directory: Path, adapter: str | Path | None) -> Saved:
 
 
 @contextlib.contextmanager
-def _of_run(
+def _open_run(
     directory: Path, step: int, dtype: str | None, code: Code
 ) -> Iterator[Saved]:
     with user_code.checked(functools.partial(code.check, directory)):
-        job = _job_of(directory, dtype, code)
-        decoder = _decoder(directory, step, job)
+        job = _load_job(directory, dtype, code)
+        decoder = _read_decoder(directory, step, job)
     state = directory / "checkpoints" / str(step)
     files = tuple(sorted(p for p in state.rglob("*") if p.is_file()))
     template, source = job.reads.chat_template, job.config.model.checkpoint
@@ -211,7 +211,7 @@ def _of_run(
         yield Saved(Path(texts), None, decoder, template, files)
 
 
-def _job_of(directory: Path, dtype: str | None, code: Code) -> Job:
+def _load_job(directory: Path, dtype: str | None, code: Code) -> Job:
     """The job of a run, on one device."""
     config = code.checked(configuration.load(directory / _OPERATIVE)[0], directory)
     config = job_of(config).config
@@ -221,7 +221,7 @@ def _job_of(directory: Path, dtype: str | None, code: Code) -> Job:
     )
 
 
-def _decoder(directory: Path, step: int, job: Job) -> LanguageModel:
+def _read_decoder(directory: Path, step: int, job: Job) -> LanguageModel:
     size = job.saved_vocabulary(directory)
     program = ModelProgram(job.config, size, lambda _: 0.0)
     like = program.state_shapes.params

@@ -25,7 +25,7 @@ _RANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Which job to run, for how long, and what to save."""
+    """The job of a run, its length, and the files that it saves."""
 
     # "sft", supervised; "grpo", reinforcement learning; "dpo", pairs of answers;
     # "distill", a teacher's student; or a job of one's own, "file.py:Class" or
@@ -78,12 +78,12 @@ class JobConfig:
         for section in self.sections():
             yield from user_code.names_in(section, getattr(self, section))
 
-    def check_stays(self, key: str, wanted: Any, why: str) -> None:
+    def check_stays(self, key: str, expected: Any, why: str) -> None:
         """Raise a ValueError unless a setting has the value that others need."""
         section, _, field = key.partition(".")
         value = getattr(getattr(self, section), field)
-        if value != wanted:
-            raise ValueError(f"{key}={value!r} must stay {wanted!r} {why}")
+        if value != expected:
+            raise ValueError(f"{key}={value!r} must stay {expected!r} {why}")
 
     def replaced(self, values: Mapping[str, Any]) -> Any:
         """The config with other values, by key: {"run.steps": 10}."""

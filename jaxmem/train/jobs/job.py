@@ -48,7 +48,7 @@ class Job(Hooked):
         Config: its sections, a `JobConfig` whose fields are dataclasses.
         Metrics: the numbers of a step, a NamedTuple as `metrics.AnyMetrics`.
         changeable: sections that may differ when a run is resumed.
-        packed: whether a row may hold several documents.
+        packed: True if a row may hold several documents.
         chart: the field of `Metrics` that report.png shows, and its label.
         config: of the run, with the sizes of its checkpoint.
         program: functions and shapes, after `build`.
@@ -116,7 +116,7 @@ class Job(Hooked):
         return fixed | {"run": {"job": self.name, "seed": config.run.seed}}
 
     def settings(self) -> Settings:
-        """What checkpoints record, to be compared when the run is resumed."""
+        """The settings that checkpoints record, and resumption compares."""
         fixed, config = self.fixed(), self.config
         changeable = {
             name: dataclasses.asdict(getattr(config, name)) for name in self.changeable
@@ -132,12 +132,12 @@ class Job(Hooked):
         return Settings(fixed, changeable | {resuming.CODE: code})
 
     def reading(self) -> Reading:
-        """What the job reads; nothing is opened yet."""
+        """The data of the job; nothing is opened yet."""
         return Documents(self.config.data, self.config.model)
 
     @functools.cached_property
     def reads(self) -> Any:
-        """The `Reading`."""
+        """The `Reading` of this run, made once."""
         return self.reading()
 
     def records(self, count: int) -> Iterator[TokenRecord | str]:
@@ -152,10 +152,10 @@ class Job(Hooked):
         return self.reads.tokenizer
 
     def text(self, directory: Path) -> checkpoints.Text:
-        """How a model without a checkpoint reads text, for export."""
+        """The text files of a model without a checkpoint, for export."""
         names = vocabulary.BOS, vocabulary.EOS, vocabulary.PAD
         template = self.reads.template_text()
-        return checkpoints.Text(_saved_tokenizer(directory), *names, template)
+        return checkpoints.Text(_load_saved_tokenizer(directory), *names, template)
 
     def vocabulary(self) -> int:
         """Entries of the data's vocabulary, which may have to be trained."""
@@ -171,7 +171,7 @@ class Job(Hooked):
 
     def saved_vocabulary(self, directory: Path) -> int:
         """Entries of the vocabulary of a run's directory."""
-        return _saved_tokenizer(directory).get_vocab_size()
+        return _load_saved_tokenizer(directory).get_vocab_size()
 
     @abc.abstractmethod
     def make_program(self, vocab_size: int) -> DecoderProgram:
@@ -190,15 +190,15 @@ class Job(Hooked):
         """
         self.program = self.make_program(self.expected_vocabulary())
         self.program.choose_policy(Console(quiet=True))
-        made = of_program(self.program, self.phases())
-        return dataclasses.replace(made, notes=tuple(self.program.lines()))
+        programs = of_program(self.program, self.phases())
+        return dataclasses.replace(programs, notes=tuple(self.program.lines()))
 
     @abc.abstractmethod
     def phases(self) -> list[Phase]:
         """The programs of `program`, in the order in which a step runs them."""
 
     def scaled(self, factor: float) -> tuple[int, dict[str, Any]] | None:
-        """The rows of a micro-batch of so many times the tokens, for `plan --fit`.
+        """The rows of a micro-batch with `factor` times the tokens, for `plan --fit`.
 
         Returns:
             The rows, and keys and values that make them; None if that cannot be.
@@ -217,7 +217,7 @@ class Job(Hooked):
 
     @abc.abstractmethod
     def compile(self, progress: ProgressReport) -> None:
-        """Compile what `step` and `evaluate` call."""
+        """Compile the programs that `step` and `evaluate` call."""
 
     @functools.cached_property
     def frozen(self) -> dict:
@@ -263,7 +263,7 @@ class Job(Hooked):
     def step_metrics(
         self, number: int, loss: Any, norm: Any, tokens: Any, start: float
     ) -> metrics.StepMetrics:
-        """The numbers of a step that started then; waits for it to end."""
+        """The numbers of a step that started at `start`; waits for it to end."""
         loss, norm, tokens = float(loss), float(norm), int(tokens)
         seconds = self.seconds_since(start)
         return metrics.StepMetrics(
@@ -285,7 +285,7 @@ class Job(Hooked):
         return seconds
 
     def evaluate(self, state: Any, taken: Any) -> Evaluated | None:
-        """Score what is held out; None where nothing is."""
+        """Score the held-out data; None without any."""
         del state, taken
         return None
 
@@ -302,7 +302,7 @@ class Job(Hooked):
         return []
 
     def finish(self, state: Any) -> dict[str, Any]:
-        """What the last evaluation adds to the metrics of the last step."""
+        """Fields of the last evaluation, for the metrics of the last step."""
         del state
         return {}
 
@@ -311,7 +311,7 @@ class Job(Hooked):
         return {}
 
     def summary(self, history: Sequence[Any]) -> Mapping[str, Any]:
-        """What summary.json says of the run."""
+        """Fields of summary.json."""
         return {"first_loss": history[0].loss, "last_loss": history[-1].loss}
 
     def closing(self, history: Sequence[Any]) -> Iterator[Any]:
@@ -329,7 +329,7 @@ def job_named(name: str) -> type[Job]:
         UserCodeError: there is none, or it lacks what a job must have.
     """
     job = user_code.load(name, "run.job", JOBS, f"a subclass of {_JOB}", _is_job)
-    problem = user_code.missing_hooks(job) or _problem_of_config(job)
+    problem = user_code.missing_hooks(job) or _find_config_problem(job)
     if problem:
         raise UserCodeError(f"run.job: {name} {problem}")
     return job
@@ -342,12 +342,12 @@ def _is_job(loaded: Any) -> bool:
     return inspect.isclass(loaded) and issubclass(loaded, Job) and loaded is not Job
 
 
-def _problem_of_config(job: type[Job]) -> str | None:
-    """What is wrong with the class of a job's sections; None if it can be used."""
+def _find_config_problem(job: type[Job]) -> str | None:
+    """The fault of the class of a job's sections; None if it can be used."""
     config = getattr(job, "Config", None)
     if not (inspect.isclass(config) and issubclass(config, JobConfig)):
-        wanted = "a subclass of jaxmem.train.jobs.JobConfig"
-        return f"has the wrong sections: {messages.must_be('Config', wanted, config)}"
+        expected = "a subclass of jaxmem.train.jobs.JobConfig"
+        return f"has the wrong sections: {messages.must_be('Config', expected, config)}"
     try:
         sections = config.sections()
     except Exception as error:  # an annotation that Python cannot evaluate
@@ -361,8 +361,8 @@ def _problem_of_config(job: type[Job]) -> str | None:
                 "@dataclasses.dataclass(frozen=True, kw_only=True)"
             )
         if not (inspect.isclass(kind) and dataclasses.is_dataclass(kind)):
-            wanted = messages.must_be(section, "a dataclass", kind)
-            return f"has the wrong sections: {config.__name__}.{wanted}"
+            expected = messages.must_be(section, "a dataclass", kind)
+            return f"has the wrong sections: {config.__name__}.{expected}"
     return None
 
 
@@ -382,7 +382,7 @@ def job_of(config: JobConfig) -> Job:
     return job(config)
 
 
-def _saved_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+def _load_saved_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     path = directory / "tokenizer.json"
     if not path.exists():
         raise checkpoints.CheckpointError(f"{path}: missing")

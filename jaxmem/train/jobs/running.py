@@ -24,7 +24,7 @@ from jaxmem.train.state.ownership import RunDirectory
 
 
 class Result(NamedTuple):
-    """What `train` leaves; in processes other than the first, the directory alone."""
+    """The result of `train`; in processes other than the first, its directory alone."""
 
     out_dir: Path  # metrics, checkpoints, summary.json, report.html and report.png
     history: list[Any] = []  # `Job.Metrics` of every step, of earlier processes too
@@ -78,7 +78,7 @@ def train(
         job.program.choose_policy(console)
         job.compile(run.progress)
         state = run.take_steps(job, results.texts(job, operative_text))
-        _leave(run, job, state, console)
+        _leave_results(run, job, state, console)
         last = job.finish(state)
         costs = job.costs() if config.run.compare_heads else {}
         if not processes.is_first():
@@ -88,12 +88,12 @@ def train(
             say(console, f"{run.metrics_path} has no step: no summary, no report")
             return Result(run.out_dir, [], costs)
         with_last = [*history[:-1], history[-1]._replace(**last)]
-        summary = _report(job, run.out_dir, with_last, costs, console)
+        summary = _write_report(job, run.out_dir, with_last, costs, console)
         return Result(run.out_dir, history, costs, summary)
 
 
 def _check_directory(job: Job) -> None:
-    """Raise if the run would replace files of others, or such as it reads."""
+    """Raise if the run would replace files of others, or files that it reads."""
     config = job.config
     directory = RunDirectory.of(config.run, ownership.result_of(config))
     directory.check_inputs(config)
@@ -103,14 +103,14 @@ def _check_directory(job: Job) -> None:
 def with_steps(job: Job) -> Job:
     """The job with `run.steps` as `run.epochs` says; itself without it.
 
-    The data are read and tokenised once more for that, and packed once an epoch.
+    To count them, the data are read and tokenised once more, and packed once an epoch.
     """
     run = job.config.run
     if run.epochs is None:
         return job
     lengths = job.reads.epochs(math.ceil(run.epochs))
     lengths[-1] *= 1 - (len(lengths) - run.epochs)  # the last one may be a part
-    # Of a sum of n/B, in which rounding must not begin another step.
+    # The sum of n/B is rounded, so that its error begins no further step.
     steps = math.ceil(round(math.fsum(lengths), 6) / run.accumulate)
     run = dataclasses.replace(run, steps=max(steps, 1), epochs=None)
     counted = type(job)(dataclasses.replace(job.config, run=run))
@@ -118,7 +118,7 @@ def with_steps(job: Job) -> Job:
     return counted
 
 
-def _leave(run: "loop.Run", job: Job, state: Any, console: Console) -> None:
+def _leave_results(run: "loop.Run", job: Job, state: Any, console: Console) -> None:
     results.leave(
         run.out_dir, job.program.model(state.params, job.frozen), console, job
     )
@@ -127,7 +127,7 @@ def _leave(run: "loop.Run", job: Job, state: Any, console: Console) -> None:
         results.leave_best(run.out_dir, model, console, job)
 
 
-def _report(
+def _write_report(
     job: Job,
     out_dir: Path,
     history: Sequence[Any],
@@ -150,7 +150,7 @@ def _report(
 def summary_of(
     job: Job, history: Sequence[Any], costs: Mapping[str, HeadCost]
 ) -> dict[str, Any]:
-    """What summary.json says of a run; memory is in bytes, by `head.logits`."""
+    """The content of summary.json; memory is in bytes, by `head.logits`."""
     return {
         "steps": len(history),
         "gradient_samples": getattr(history[-1], "gradient_samples", None),
