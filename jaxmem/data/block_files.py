@@ -1,8 +1,7 @@
 """Files in blocks that are read one at a time, for data that do not fit in memory.
 
 A block is 1 MiB of a .jsonl file, with the lines that start in it, or a row group of a
-.parquet file. Neither is looked for: which block has which bytes follows from the sizes
-of the files.
+.parquet file. The sizes of the files alone tell which bytes belong to which block.
 """
 
 import bisect
@@ -58,11 +57,11 @@ class _Version(NamedTuple):
 
 
 class FileBlocks(Sequence[FileBlock]):
-    """The blocks of a source's files; what is held does not grow with the files.
+    """The blocks of a source's files, in memory that does not grow with the files.
 
     Raises:
-        DataError: another kind of file, one that cannot be read, or all are empty; or,
-            when a block is read, its file is not what it was.
+        DataError: a file has another format or cannot be read, or all are empty; or,
+            when a block is read, its file has changed.
     """
 
     def __init__(self, source: Source, argument: str):
@@ -105,7 +104,7 @@ class FileBlocks(Sequence[FileBlock]):
         return FileBlock(self._paths[file], int(index) - first)
 
     def source(self, index: int) -> int:
-        """The number of the source's entry that a block is of."""
+        """The number of the source's entry that has a block."""
         return self._sources[bisect.bisect_right(self._stops, index)]
 
     def records(self, index: int) -> Iterator[RawRecord]:
@@ -179,10 +178,10 @@ def _sample(path: Path) -> bytes:
     return digest.digest()
 
 
-def of_split(
+def blocks_of_split(
     blocks: FileBlocks, config: DataConfig, split: str, stream: int | None = None
 ) -> np.ndarray:
-    """The numbers of a split's blocks; of a stream, every `config.streams`-th one."""
+    """The numbers of a split's blocks; for a stream, every `config.streams`-th one."""
     numbers = blocks.split(config.held_out)[split == "evaluation"]
     if stream is not None:
         numbers = numbers[stream :: config.streams]
@@ -213,9 +212,17 @@ def packed_rows(
     epochs: int | None,
     columns: Sequence[str] = (),
 ) -> packed.Sources:
-    """Rows of the pieces of blocks, which `read` makes of a block's number.
+    """Packed rows of the pieces of blocks.
 
     Blocks come in another order each epoch, and pieces are shuffled in a window.
+
+    Args:
+        numbers: of the blocks.
+        blocks: all blocks of the source.
+        read: returns the pieces of a block, by its number.
+        config: layout of the rows, and seed.
+        epochs: passes over the blocks; None never ends.
+        columns: as in `packed.Epochs`.
     """
 
     def shuffled(items: np.ndarray) -> Callable[[int], grain.IterDataset]:
@@ -234,19 +241,19 @@ def packed_rows(
         return of_epoch
 
     sources = [blocks.source(number) for number in numbers.tolist()]
-    return packed.by_source(sources, shuffled, config, epochs, columns)
+    return packed.rows_by_source(sources, shuffled, config, epochs, columns)
 
 
 def _lines(path: Path, start: int) -> Iterator[RawRecord]:
-    """Records of the lines that start in the block from that byte on."""
+    """Records of the lines that start in the block at byte `start`."""
     with open(path, "rb") as file:
         if start:  # the line with the byte before belongs to the block before
             file.seek(start - 1)
             while (rest := file.readline(BLOCK_BYTES)) and rest[-1:] != b"\n":
                 if file.tell() >= start + BLOCK_BYTES:
                     return  # no line starts in the block
-        while (place := file.tell()) < start + BLOCK_BYTES:
-            where = f"{path}: line at byte {place:,}"
+        while (offset := file.tell()) < start + BLOCK_BYTES:
+            where = f"{path}: line at byte {offset:,}"
             line = file.readline(json_files.MAX_BYTES + 1)
             if len(line) > json_files.MAX_BYTES:
                 most = json_files.MAX_BYTES // 2**20
@@ -256,7 +263,7 @@ def _lines(path: Path, start: int) -> Iterator[RawRecord]:
             if not line.strip():
                 continue
             try:
-                text = line.decode("utf-8" if place else "utf-8-sig")
+                text = line.decode("utf-8" if offset else "utf-8-sig")
             except UnicodeDecodeError as error:
                 raise DataError(f"{where}: not UTF-8 ({error.reason})") from error
             yield RawRecord(where, parse_line(where, text))

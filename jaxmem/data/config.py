@@ -8,7 +8,7 @@ from jaxmem.base.ranges import integers, reals
 from jaxmem.data.mixing import check_weights
 from jaxmem.data.vocabulary import SMALLEST, SPECIAL_TOKENS
 
-_SLOTS = 2**31  # of a batch: int32 numbers them
+_SLOTS = 2**31  # of a batch, which int32 indices number
 _RANGES = {
     "vocab_size": integers(high=2**24),
     "sequence_length": integers(1, limit=2**24),  # T² entries of a mask fit 64 bits
@@ -22,7 +22,7 @@ _RANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What to read, how to cut it into tokens, and how to lay tokens out in rows."""
+    """Sources of supervised data, and the layout of their tokens in rows."""
 
     # "stdlib" (Python's own sources), or paths and globs of .txt, .jsonl or .parquet
     source: str | tuple[str, ...] = "stdlib"
@@ -77,7 +77,7 @@ class DataConfig:
     def fixed(self) -> dict[str, Any]:
         """The fields that a resumed run must share with the saved one."""
         fields = dataclasses.asdict(self)
-        del fields["cache_dir"]  # where vocabularies lie, not what they are
+        del fields["cache_dir"]  # it does not change the vocabulary
         if not self.streaming:  # as in runs from before there was a choice
             del fields["streaming"], fields["shuffle_window"]
         if self.stripped == "raise":

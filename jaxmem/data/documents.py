@@ -49,8 +49,8 @@ _VOCABULARY_BLOCKS = 64
 def load_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
     """Return the vocabulary of the training documents, trained at the first call.
 
-    Where `config.streaming`, it is that of 64 blocks of them. The cache is keyed by the
-    content that the vocabulary depends on, and written in one step: runs that start
+    With `config.streaming` it is trained on 64 of their blocks. The cache is keyed by
+    the content that the vocabulary depends on, and written in one step: runs that start
     together agree and never read half a file.
 
     Returns:
@@ -156,12 +156,12 @@ def batches(
     """Return packed batches, reshuffled each epoch; the same on every run.
 
     Args:
-      config: what to read and how to lay it out.
+      config: sources, and layout of the rows.
       tokenizer: the vocabulary, from `load_tokenizer`.
       split: `"train"`, or `"evaluation"` for the documents held out.
       epochs: passes over the documents; `None` never ends.
       stream: every `config.streams`-th document, and its part of the rows; None: all.
-      reader: how records are read.
+      reader: reads records; None: one without a chat template.
 
     Returns:
       A `BatchIterator`.  If it ends, its last batch is filled up with padding.
@@ -172,12 +172,12 @@ def batches(
     if split not in ("train", "evaluation"):
         raise ValueError(f'split must be "train" or "evaluation", got {split!r}')
     if config.streaming:
-        return _streamed(config, tokenizer, split, epochs, stream, reader)
+        return _streamed_batches(config, tokenizer, split, epochs, stream, reader)
     every = load_documents(config.source, reader=reader)
     training, evaluation = split_documents(every, config.held_out)
     documents = training if split == "train" else evaluation
     if not documents:
-        raise DataError(_nothing_left(config, split, every))
+        raise DataError(_empty_split_message(config, split, every))
     if stream is not None:
         if len(documents) < config.streams:
             raise DataError(
@@ -186,8 +186,11 @@ def batches(
             )
         documents = documents[stream :: config.streams]
         config = _of_one_stream(config)
-    found = list(_pieces(documents, tokenizer, config.sequence_length))
-    pieces, sources = [piece for _, piece in found], [source for source, _ in found]
+    numbered = list(_pieces(documents, tokenizer, config.sequence_length))
+    pieces, sources = (
+        [piece for _, piece in numbered],
+        [source for source, _ in numbered],
+    )
     return packed_batches(pieces, config, epochs, sources)
 
 
@@ -200,8 +203,8 @@ def packed_batches(
 ) -> BatchIterator:
     """Shuffle pieces of documents each epoch, and pack them into rows.
 
-    Endless epochs (None) heed `config.weights` of the pieces' sources. What the salt is
-    of belongs to the pieces, and is in the fingerprint.
+    Endless epochs (None) heed `config.weights` of the pieces' sources. The fingerprint
+    covers `salt`, which identifies further data of the pieces.
     """
 
     def shuffled(numbers: np.ndarray) -> Callable[[int], grain.IterDataset]:
@@ -213,7 +216,7 @@ def packed_batches(
 
         return of_epoch
 
-    rows = packed.by_source(sources, shuffled, config, epochs)
+    rows = packed.rows_by_source(sources, shuffled, config, epochs)
     fingerprint = packed.fingerprint(pieces, config, salt)
     return BatchIterator(rows, config.batch_size, fingerprint)
 
@@ -223,7 +226,7 @@ def _of_one_stream(config: DataConfig) -> DataConfig:
     return dataclasses.replace(config, batch_size=each, streams=1)
 
 
-def _streamed(
+def _streamed_batches(
     config: DataConfig,
     tokenizer: tokenizers.Tokenizer,
     split: str,
@@ -231,9 +234,9 @@ def _streamed(
     stream: int | None,
     reader: RecordReader | None,
 ) -> BatchIterator:
-    """`batches` that hold a block, a window of pieces and the rows being packed."""
+    """Batches of streamed files: memory holds a block, a window and the open rows."""
     blocks = FileBlocks(config.source, "data.source")
-    numbers = block_files.of_split(blocks, config, split, stream)
+    numbers = block_files.blocks_of_split(blocks, config, split, stream)
     if stream is not None:
         config = _of_one_stream(config)
     reads, length = reader or RecordReader(), config.sequence_length
@@ -262,8 +265,10 @@ def streamed_fingerprint(
     return fingerprint.hexdigest()[:24]
 
 
-def _nothing_left(config: DataConfig, split: str, documents: Sequence[Document]) -> str:
-    """Why a split is empty, and what would help."""
+def _empty_split_message(
+    config: DataConfig, split: str, documents: Sequence[Document]
+) -> str:
+    """The message that a split is empty, with its reason and remedy."""
     held_out, count = config.held_out, len(documents)
     distinct = len(set(map(digest, documents)))
     if distinct == 1:
@@ -281,14 +286,11 @@ def _nothing_left(config: DataConfig, split: str, documents: Sequence[Document])
 def _pieces(
     documents: Sequence[Document], tokenizer: tokenizers.Tokenizer, length: int
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield each document, whole if it fits in a row, else in rows and a rest.
-
-    Each piece is beside the number of its source.
-    """
+    """Yield (source, piece) of documents: one that exceeds a row is cut into pieces."""
     for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-        some = documents[start : start + _DOCUMENTS_AT_ONCE]
-        encoded = encode_documents(some, tokenizer)
-        for document, (tokens, labels) in zip(some, encoded, strict=True):
+        part = documents[start : start + _DOCUMENTS_AT_ONCE]
+        encoded = encode_documents(part, tokenizer)
+        for document, (tokens, labels) in zip(part, encoded, strict=True):
             for cut in range(0, len(tokens), length):
-                at = slice(cut, cut + length)
-                yield document.source, {"tokens": tokens[at], "labels": labels[at]}
+                span = slice(cut, cut + length)
+                yield document.source, {"tokens": tokens[span], "labels": labels[span]}

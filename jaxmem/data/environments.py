@@ -1,13 +1,13 @@
-"""Environments: what answers a model between the turns of a conversation.
+"""Environments, which answer a model between the turns of a conversation.
 
     reset(record) -> prompt;   step(said) -> (reply, reward, done);   close()
 
 An environment is a class; one object of it is made for every conversation, and closed
 at its end if it has `close`. The prompt is a string or a list of messages, and a reply
 is of the same kind. If the class has `tools`, schemas of functions, the chat template
-gets them. `said` is all that was said, the model's completion last: messages, or
-strings in turn. Objects are called in threads, and may be async; the values of
-Gymnasium's methods are read, too: `reset` may return (prompt, info), and `step`
+gets them. `said` is the conversation so far, the model's completion last: messages, or
+strings in turn. Objects are called in threads, and may be async. The values of
+Gymnasium's methods are accepted, too: `reset` may return (prompt, info), and `step`
 (reply, reward, terminated, truncated, info).
 """
 
@@ -41,11 +41,11 @@ class Turn(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Episode:
-    """An environment's object, and what was said."""
+    """A conversation with an environment's object."""
 
-    where: str  # place of its record in the data, for errors
-    environment: Any = None  # None: not made yet, or closed
-    prompt: Any = None  # that `reset` returned; None: it failed
+    where: str  # its record's name in errors
+    environment: Any = None  # None: not constructed yet, or closed
+    prompt: Any = None  # from `reset`; None: it failed
     said: list[Any] = dataclasses.field(default_factory=list)  # messages, or strings
     _is_closed: bool = False
     _lock: Any = dataclasses.field(default_factory=threading.Lock)
@@ -56,14 +56,14 @@ class Episode:
         return not isinstance(self.prompt, str)
 
     def release(self) -> Any:
-        """Take the object away, to be closed; None where there is none any more."""
+        """Remove and return the object, to be closed; None if it is closed already."""
         with self._lock:
             self._is_closed = True
             environment, self.environment = self.environment, None
         return environment
 
     def receive(self, environment: Any) -> bool:
-        """Get the object; False if the conversation ended before it was made."""
+        """Keep the object; return False if the conversation has ended already."""
         with self._lock:
             if not self._is_closed:
                 self.environment = environment
@@ -75,12 +75,12 @@ class Episode:
         self.said = [prompt] if isinstance(prompt, str) else list(prompt)
 
     def complete(self, text: str) -> None:
-        """Add what the model said."""
+        """Add the model's completion."""
         message = {"role": "assistant", "content": text}
         self.said.append(message if self.has_messages else text)
 
     def hear(self, reply: Any) -> None:
-        """Add what the environment said."""
+        """Add the environment's reply."""
         self.said += reply if self.has_messages else [reply]
 
 
@@ -170,77 +170,79 @@ class Environments:
     def _opened(
         self, records: Sequence[dict[str, Any]], where: Sequence[str]
     ) -> Iterator[list[tuple[Episode, RewardError | None]]]:
-        """Conversations, and the failures of their beginnings."""
-        conversations = [Episode(place) for place in where]
+        """A context with conversations, each with the failure of its beginning."""
+        conversations = [Episode(name) for name in where]
 
         def begin(conversation: Episode, record: dict[str, Any]) -> Any:
             environment = self._class()
             if not conversation.receive(environment):  # it took too long
                 return self._close(environment)
-            return self._awaited(environment.reset(dict(record)))
+            return self._await_value(environment.reset(dict(record)))
 
         try:
-            outcomes = self._together(
+            outcomes = self._call_together(
                 [
                     functools.partial(begin, *each)
                     for each in zip(conversations, records, strict=True)
                 ]
             )
             failures = [
-                self._begun(conversation, *outcome)
+                self._begin(conversation, *outcome)
                 for conversation, outcome in zip(conversations, outcomes, strict=True)
             ]
             yield list(zip(conversations, failures, strict=True))
         finally:
             self.close(conversations)
 
-    def _begun(
+    def _begin(
         self, conversation: Episode, returned: Any, error: BaseException | None
     ) -> RewardError | None:
-        """Start with what `reset` returned; the failure, if it is one."""
+        """Start a conversation with the value of `reset`; return a failure, if any."""
         is_pair = isinstance(returned, tuple) and len(returned) == 2
         if is_pair and isinstance(returned[1], dict):  # as Gymnasium has it
             returned = returned[0]
-        error = error or self._problem(returned)
+        error = error or self._find_problem(returned)
         if error is None:
             conversation.begin(returned)
             return None
-        failure = self._failure(conversation.where, "reset", error)
+        failure = self._to_failure(conversation.where, "reset", error)
         failure.__cause__ = error
         return failure
 
-    def _problem(self, prompt: Any) -> "_Nonsense | None":
-        """Why this is no prompt."""
+    def _find_problem(self, prompt: Any) -> "_Nonsense | None":
+        """The error of a value that is no prompt; None for a prompt."""
         is_text = isinstance(prompt, str)
-        if not (_is_said(prompt, is_text) and prompt):  # an array has no truth value
-            wanted = "neither a string nor a list of messages"
-            return _Nonsense(f"returned {messages.short(prompt)}, {wanted}")
+        if not (_is_reply(prompt, is_text) and prompt):  # an array has no truth value
+            expected = "neither a string nor a list of messages"
+            return _Nonsense(f"returned {messages.short(prompt)}, {expected}")
         if self.tools and is_text:
             return _Nonsense("returned a string; with tools it must be messages")
         return None
 
     def step(self, conversations: Sequence[Episode]) -> list[Turn]:
-        """Let the environments answer what the model said last.
+        """Let the environments answer the model's last completions.
 
         Raises:
             RewardError: an environment fails, and `on_error` is "raise".
         """
         begun = [c for c in conversations if c.prompt is not None]
         calls = [functools.partial(self._step, c) for c in begun]
-        answers = iter(self._together(calls))
+        answers = iter(self._call_together(calls))
         return [
-            _nothing(c, math.nan) if c.prompt is None else self._turn(c, *next(answers))
+            _last_turn(c, math.nan)
+            if c.prompt is None
+            else self._turn(c, *next(answers))
             for c in conversations
         ]
 
     def _turn(
         self, conversation: Episode, answer: Any, error: BaseException | None
     ) -> Turn:
-        turn = error or _turn(answer, conversation)
+        turn = error or _read_turn(answer, conversation)
         if isinstance(turn, Turn):
             return turn
-        failure = self._failure(conversation.where, "step", turn)
-        return _nothing(conversation, self.fail(failure, turn))
+        failure = self._to_failure(conversation.where, "step", turn)
+        return _last_turn(conversation, self.fail(failure, turn))
 
     def fail(
         self,
@@ -261,10 +263,10 @@ class Environments:
         if self._on_error == "raise":
             raise failure from cause
         masks = self._on_error == "mask"
-        self._count("left out after" if masks else "ended by", failure, cause)
+        self._count_failure("left out after" if masks else "ended by", failure, cause)
         return math.nan if masks else reward
 
-    def _count(
+    def _count_failure(
         self, outcome: str, failure: RewardError, cause: BaseException | None
     ) -> None:
         kind = outcome, type(failure if cause is None else cause)
@@ -278,27 +280,31 @@ class Environments:
     def close(self, conversations: Sequence[Episode]) -> None:
         """Close the environments that are open; a failure of that is a warning."""
         released = [(c, c.release()) for c in conversations]
-        opened = [(c, made) for c, made in released if made is not None]
-        calls = [functools.partial(self._close, made) for _, made in opened]
-        for (c, _), (_, error) in zip(opened, self._together(calls), strict=True):
+        opened = [
+            (c, environment) for c, environment in released if environment is not None
+        ]
+        calls = [
+            functools.partial(self._close, environment) for _, environment in opened
+        ]
+        for (c, _), (_, error) in zip(opened, self._call_together(calls), strict=True):
             if error is not None:
-                failure = self._failure(c.where, "close", error)
-                self._count("that may stay open by", failure, error)
+                failure = self._to_failure(c.where, "close", error)
+                self._count_failure("that may stay open by", failure, error)
 
     def _close(self, environment: Any) -> None:
         if callable(close := getattr(environment, "close", None)):
-            self._awaited(close())
+            self._await_value(close())
 
     def _step(self, conversation: Episode) -> Any:
-        return self._awaited(conversation.environment.step(list(conversation.said)))
+        return self._await_value(conversation.environment.step(list(conversation.said)))
 
-    def _awaited(self, returned: Any) -> Any:
+    def _await_value(self, returned: Any) -> Any:
         """The value that a method returned, or that of its coroutine."""
         if inspect.iscoroutine(returned):
             return event_loop.of_process().run(returned, self._timeout)
         return returned
 
-    def _together(
+    def _call_together(
         self, calls: Sequence[Callable[[], Any]]
     ) -> list[tuple[Any, BaseException | None]]:
         late = _Nonsense(f"took longer than task.timeout={self._timeout or 0:g} s")
@@ -307,31 +313,31 @@ class Environments:
             for value, error in guests.together(calls, self._timeout, self._workers)
         ]
 
-    def _failure(self, where: str, method: str, error: BaseException) -> RewardError:
-        place = f"environment {self.name} ({where}): {method}"
+    def _to_failure(self, where: str, method: str, error: BaseException) -> RewardError:
+        call = f"environment {self.name} ({where}): {method}"
         if isinstance(error, _Nonsense):
-            return RewardError(f"{place} {error}")
-        return RewardError(f"{place} raised{user_code.described(error, self._class)}")
+            return RewardError(f"{call} {error}")
+        return RewardError(f"{call} raised{user_code.described(error, self._class)}")
 
 
 class _Nonsense(ValueError):
-    """An answer that is none; the message goes on after the method's name."""
+    """A value of a wrong kind; its message continues after the method's name."""
 
 
-def _nothing(conversation: Episode, reward: float) -> Turn:
+def _last_turn(conversation: Episode, reward: float) -> Turn:
     """An answer without a reply, which ends the conversation."""
     return Turn([] if conversation.has_messages else "", reward, True)
 
 
-def _turn(answer: Any, conversation: Episode) -> Turn | _Nonsense:
-    """The values that `step` returned, if they can be used."""
+def _read_turn(answer: Any, conversation: Episode) -> Turn | _Nonsense:
+    """The turn that `step` returned, or the error of its value."""
     if not isinstance(answer, tuple) or len(answer) not in (3, 5):
         return _Nonsense(
             f"returned {messages.short(answer)}, not a tuple (reply, reward, done)"
         )
     reply, reward, *ends = answer[:4]  # the fifth one is Gymnasium's info
     kind = "messages" if conversation.has_messages else "a string"
-    if not _is_said(reply, not conversation.has_messages):
+    if not _is_reply(reply, not conversation.has_messages):
         return _Nonsense(
             f"replied {messages.short(reply)}, which must be {kind}, as the prompt is"
         )
@@ -352,8 +358,8 @@ def _turn(answer: Any, conversation: Episode) -> Turn | _Nonsense:
     return Turn(reply, value, done)
 
 
-def _is_said(value: Any, as_text: bool) -> bool:
-    """True if it is a string, or a list of messages with a role and content."""
+def _is_reply(value: Any, as_text: bool) -> bool:
+    """True if a value is a string, or a list of messages with a role and content."""
     if as_text:
         return isinstance(value, str)
     return isinstance(value, list) and all(

@@ -32,7 +32,7 @@ class Awaited:
         self._future, self._end = future, end
 
     def result(self) -> Any:
-        """Wait for the coroutine; its value.
+        """Wait for the coroutine, and return its value.
 
         Raises:
             Late: the timeout is over; the coroutine is cancelled.
@@ -95,7 +95,7 @@ class EventLoop:
         return self.start(coroutine, timeout).result()
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread."""
+        """Cancel the tasks that still run, and end the thread."""
         if not self.is_open:
             return
         self._closing = True
@@ -109,22 +109,22 @@ class EventLoop:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            self._loop.run_until_complete(_cancelled())
+            self._loop.run_until_complete(_cancel_tasks())
         self._loop.close()
 
 
 async def _outcome(
     coroutine: Coroutine[Any, Any, Any],
 ) -> tuple[Any, BaseException | None]:
-    """A value and None, or None and what was raised, which must not end the loop."""
+    """(value, None), or (None, error): an exception must not end the loop."""
     try:
         return await coroutine, None
     except BaseException as error:
         return None, error
 
 
-async def _cancelled() -> None:
-    """Cancel all tasks and wait for them, but not for ever."""
+async def _cancel_tasks() -> None:
+    """Cancel all tasks, and wait for them a few seconds at most."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

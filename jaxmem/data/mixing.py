@@ -1,6 +1,6 @@
 """The order in which items are learned from: all in turn, or sources by weights.
 
-What comes at a place is a function of the place alone, so that a run resumes there.
+The item at an index is a function of the index alone, so that a run resumes anywhere.
 """
 
 import functools
@@ -17,59 +17,71 @@ from jaxmem.data.records import DataError
 from jaxmem.head.maths.random_streams import Stream
 
 Weights = tuple[float, ...]  # one a source
-_CYCLE = 10_000  # most places after which each source has had its share
+_CYCLE = 10_000  # most items after which each source has had its share
 _LEAST = 1e-3  # share of a source, so that a cycle has it within five per cent
 
 
 class Shuffled(Sequence[int]):
-    """Numbers of items without end: all in each epoch, in an order of its own."""
+    """Numbers of items without end: all in each epoch, in an order of its own.
 
-    def __init__(self, count: int, seed: int, stream: Stream, of: tuple[int, ...] = ()):
-        self._count, self._seed, self._stream, self._of = count, seed, stream, of
+    Args:
+        count: number of items.
+        seed: of the orders.
+        stream: the random stream, which `keys` subdivide.
+        keys: such as the number of a source.
+    """
+
+    def __init__(
+        self, count: int, seed: int, stream: Stream, keys: tuple[int, ...] = ()
+    ):
+        self._count, self._seed = count, seed
+        self._stream, self._keys = stream, keys
         self._epochs: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return sys.maxsize
 
     def __getitem__(self, index: Any) -> Any:  # an integer; slices are of no use
-        epoch, place = divmod(int(index), self._count)
+        epoch, offset = divmod(int(index), self._count)
         if epoch not in self._epochs:
-            rng = self._stream.generator(self._seed, *self._of, epoch)
+            rng = self._stream.generator(self._seed, *self._keys, epoch)
             kept = {k: v for k, v in self._epochs.items() if k == epoch - 1}
             self._epochs = kept | {epoch: rng.permutation(self._count)}
-        return int(self._epochs[epoch][place])
+        return int(self._epochs[epoch][offset])
 
 
 class Mixed(Sequence[int]):
     """Numbers of items of sources in proportion to weights, without end.
 
-    Of each source every item comes once before any comes again.
+    Every item of a source comes once before any comes again.
 
     Raises:
         DataError: a source has no item.
     """
 
     def __init__(self, sources: Sequence[int], weights: Weights, seed: int):
-        self._own = of_sources(sources, len(weights))
+        self._own = items_by_source(sources, len(weights))
         self._orders = [
             Shuffled(len(own), seed, Stream.SOURCES, (i,))
             for i, own in enumerate(self._own)
         ]
-        self._pattern, self._ranks = _cycle(weights)
+        self._pattern, self._ranks = _plan_cycle(weights)
         self._counts = np.bincount(self._pattern)
 
     def __len__(self) -> int:
         return sys.maxsize
 
     def __getitem__(self, index: Any) -> Any:  # an integer; slices are of no use
-        cycle, place = divmod(int(index), len(self._pattern))
-        source = self._pattern[place]
-        number = cycle * int(self._counts[source]) + int(self._ranks[place])
+        cycle, offset = divmod(int(index), len(self._pattern))
+        source = self._pattern[offset]
+        number = cycle * int(self._counts[source]) + int(self._ranks[offset])
         return int(self._own[source][self._orders[source][number]])
 
 
-def of_sources(sources: Sequence[int], count: int) -> list[np.ndarray]:
-    """Numbers of the items of each source, of which `sources` names each item's.
+def items_by_source(sources: Sequence[int], count: int) -> list[np.ndarray]:
+    """The numbers of the items of each of `count` sources.
+
+    `sources` has the source of each item.
 
     Raises:
         DataError: a source has no item.
@@ -85,36 +97,33 @@ def of_sources(sources: Sequence[int], count: int) -> list[np.ndarray]:
 
 
 @functools.cache
-def _cycle(weights: Weights) -> tuple[np.ndarray, np.ndarray]:
-    """Sources of places in turn, evenly spread; and how often each came before."""
+def _plan_cycle(weights: Weights) -> tuple[np.ndarray, np.ndarray]:
+    """The sources of a cycle's items, evenly spread, and the items' ranks in these."""
     shares = np.array(weights) / math.fsum(weights)
     for length in range(1, _CYCLE + 1):
         if np.allclose(shares * length, counts := np.rint(shares * length)):
             break
     counts = counts.astype(int)
     pattern, ranks = np.zeros((2, int(counts.sum())), int)
-    placed = np.zeros(len(counts), int)
-    for place in range(len(pattern)):
-        source = int(np.argmax(counts * (place + 1) - placed * len(pattern)))
-        pattern[place], ranks[place] = source, placed[source]
-        placed[source] += 1
+    counted = np.zeros(len(counts), int)
+    for index in range(len(pattern)):
+        source = int(np.argmax(counts * (index + 1) - counted * len(pattern)))
+        pattern[index], ranks[index] = source, counted[source]
+        counted[source] += 1
     return pattern, ranks
 
 
 def order(
     sources: Sequence[int], weights: Weights | None, seed: int, stream: Stream
 ) -> Sequence[int]:
-    """Numbers of items without end.
-
-    With weights it is `Mixed`, else `Shuffled`.
-    """
+    """The order of items without end: `Mixed` by weights, or `Shuffled` without."""
     if weights is None:
         return Shuffled(len(sources), seed, stream)
     return Mixed(sources, weights, seed)
 
 
 def shares(config: Any, section: str) -> list[str]:
-    """What weights mean, in a line; nothing without."""
+    """A line with each source's share by its weight; no line without weights."""
     if config.weights is None:
         return []
     total = math.fsum(config.weights)
@@ -126,15 +135,17 @@ def shares(config: Any, section: str) -> list[str]:
 
 
 def check_weights(config: Any) -> None:
-    """Raise a ValueError unless a section's `weights` are right for its `source`."""
+    """Raise a ValueError unless a section's `weights` fit its `source`."""
     weights, source = config.weights, config.source
     if weights is None:
         return
     count = len(source) if isinstance(source, tuple) else 0
-    good = len(weights) == count > 1 and all(
+    is_valid = len(weights) == count > 1 and all(
         type(w) in (int, float) and 0 < w < math.inf for w in weights
     )
-    wanted = "one positive number for each entry of source, which is a tuple of several"
-    check_field(config, "weights", good, wanted)
+    expected = (
+        "one positive number for each entry of source, which is a tuple of several"
+    )
+    check_field(config, "weights", is_valid, expected)
     enough = min(weights) >= _LEAST * math.fsum(weights)
     check_field(config, "weights", enough, "at least a thousandth of their sum each")

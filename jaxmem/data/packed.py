@@ -137,7 +137,7 @@ class Sources(Iterator[Row]):
         self._shares = [weight / math.fsum(weights) for weight in weights]
         self._counts = [0] * len(sources)  # pieces taken of each source
 
-    def _due(self) -> list[int]:
+    def _sources_by_lag(self) -> list[int]:
         """Numbers of the sources, the one that is furthest behind its share first."""
         total = sum(self._counts) + 1
         behind = [
@@ -146,23 +146,23 @@ class Sources(Iterator[Row]):
         ]
         return sorted(range(len(behind)), key=lambda i: -behind[i])
 
-    def _counted(self, source: int, row: Row) -> Row:
+    def _count_pieces(self, source: int, row: Row) -> Row:
         self._counts[source] += int(row["tokens_segment_ids"].max())
         return row
 
     def __next__(self) -> Row:
-        source = self._due()[0]
-        return self._counted(source, next(self._sources[source]))
+        source = self._sources_by_lag()[0]
+        return self._count_pieces(source, next(self._sources[source]))
 
     def row(self) -> Row | None:
         """The next row of a source whose epoch has not ended; None without any."""
-        for source in self._due():
+        for source in self._sources_by_lag():
             if (row := self._sources[source].row()) is not None:
-                return self._counted(source, row)
+                return self._count_pieces(source, row)
         return None
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Rows and pieces of each source's epoch, whose rest is read for it."""
+        """(rows, pieces) in the rest of each source's epoch, which is read for it."""
         counts = []
         for source in self._sources:
             pieces = [
@@ -205,7 +205,7 @@ class BatchIterator(Iterator[Any]):
         rows: the packed rows.
         size: rows of a batch (B); a last batch of fewer is filled up with padding.
         fingerprint: identifies the data and the settings.
-        batch_of: what a batch is made of its stacked rows; a `Batch` by default.
+        batch_of: converts stacked rows to a batch; a `Batch` by default.
         files: digests of streamed files by name, parts of the fingerprint.
     """
 
@@ -227,22 +227,22 @@ class BatchIterator(Iterator[Any]):
             rows.append(row)
         if not rows:
             raise StopIteration
-        return self._stacked(rows)
+        return self._stack_rows(rows)
 
     def of_epoch(self) -> Any:
         """The next batch without a row of another epoch; None if no row is left."""
         rows: list[Row] = []
         while len(rows) < self._size and (row := self.rows.row()) is not None:
             rows.append(row)
-        return self._stacked(rows) if rows else None
+        return self._stack_rows(rows) if rows else None
 
-    def _stacked(self, rows: list[Row]) -> Any:
+    def _stack_rows(self, rows: list[Row]) -> Any:
         empty = {name: np.zeros_like(array) for name, array in rows[0].items()}
         rows = rows + [empty] * (self._size - len(rows))
         return self._batch_of({key: np.stack([x[key] for x in rows]) for key in empty})
 
     def rows_of_epochs(self) -> list[int]:
-        """The number of rows of each epoch; they are read for it."""
+        """The number of rows of each epoch; this reads them all."""
         counted = collections.Counter(self.rows.epochs()[0] for _ in self.rows)
         return [counted[epoch] for epoch in range(len(counted))]
 
@@ -251,7 +251,7 @@ class BatchIterator(Iterator[Any]):
         return {
             "format": _FORMAT,
             "fingerprint": self._fingerprint,
-            # A state stays small: of more files, none is named.
+            # A state stays small: it names no file if there are more.
             "files": [*self._files.values()] if len(self._files) <= _NAMED else [],
             "position": self.rows.get_state(),
         }
@@ -293,14 +293,14 @@ def fingerprint(pieces: Iterable[Row], config: DataConfig, salt: bytes = b"") ->
         config.sequence_length, config.batch_size, config.seed, ROWS_OPEN,
         *(config.weights or ()),
     ]  # fmt: skip
-    made = hashlib.sha256(json.dumps(layout).encode() + salt)
+    digest = hashlib.sha256(json.dumps(layout).encode() + salt)
     for piece in pieces:
-        made.update(piece["tokens"].tobytes())
-        made.update(piece["labels"].tobytes())
-    return made.hexdigest()[:24]
+        digest.update(piece["tokens"].tobytes())
+        digest.update(piece["labels"].tobytes())
+    return digest.hexdigest()[:24]
 
 
-def by_source(
+def rows_by_source(
     sources: Sequence[int],
     pieces: Callable[[np.ndarray], Callable[[int], grain.IterDataset]],
     config: DataConfig,
@@ -311,10 +311,10 @@ def by_source(
 
     Args:
         sources: number of each item's source.
-        pieces: makes of the numbers of a source's items the function that returns the
-            pieces of an epoch, as `Epochs` takes it.
-        config: of the rows. Endless epochs heed `config.weights`; otherwise all items
-            are of one source.
+        pieces: takes the numbers of a source's items, and returns the function `pieces`
+            of `Epochs`.
+        config: layout of the rows. Endless epochs heed `config.weights`; otherwise all
+            items count as one source.
         epochs: passes over the items; None never ends.
         columns: as in `Epochs`.
 
@@ -324,6 +324,6 @@ def by_source(
     weights, items = (1.0,), [np.arange(len(sources))]
     if config.weights is not None and epochs is None:
         weights = config.weights
-        items = mixing.of_sources(sources, len(weights))
+        items = mixing.items_by_source(sources, len(weights))
     rows = [Epochs(pieces(x), config, columns=columns, limit=epochs) for x in items]
     return Sources(rows, weights)

@@ -46,7 +46,7 @@ def load_pairs(
     reader: RecordReader | None = None,
     drop_long: bool = False,
 ) -> tuple[list[Pair], list[Pair]]:
-    """Read pairs: to train on, held out.
+    """Read pairs, and return (training pairs, held-out pairs).
 
     A record has `chosen` and `rejected`, with or without `prompt`: strings, or lists of
     messages. The common start of both lists is the prompt.
@@ -104,7 +104,7 @@ def fingerprint(pairs: Sequence[Pair]) -> str:
 def batch_of(
     pairs: Sequence[Pair], reference: np.ndarray, config: DataConfig
 ) -> PairBatch:
-    """B pairs as padded rows, with the reference's log-probabilities [B, 2] of them."""
+    """The batch of B pairs as padded rows, with their `reference` log-probs [B, 2]."""
     shape = 2 * len(pairs), config.sequence_length
     tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     labels, first = np.full(shape, NO_LABEL, np.int32), np.zeros(shape, np.float32)

@@ -30,20 +30,20 @@ class PromptRecord(NamedTuple):
     source: int = 0  # number of its entry in `task.source`
 
 
-# Of a checkpoint, for its prompts.
+# A checkpoint's tokenizer and the reader of its prompts.
 Reader = tuple[tokenizers.Tokenizer, RecordReader]
 
 
 def load_prompts(
     config: TaskConfig, read: Reader, environments: Environments | None = None
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
-    """Read the prompts of `task.source`: to train on, held out.
+    """Read the prompts of `task.source`, and return (training, held-out) ones.
 
-    With environments, their `reset` makes the prompts of records.
+    With environments, their `reset` returns the prompts of records.
 
     Raises:
-        DataError: a file cannot be read, a record asks nothing, or a prompt is longer
-            than `task.max_prompt_tokens`.
+        DataError: a file cannot be read, a record has no prompt, or one longer than
+            `task.max_prompt_tokens`.
     """
     paths = numbered_files(config.source, "task.source")
     records, counts = [], []
@@ -61,10 +61,10 @@ def load_prompts(
 
         # One process calls the environments, and all get the prompts.
         reset = functools.partial(environments.prompts, columns, where)
-        made = processes.by_first(reset, RewardError)
+        reset_prompts = processes.by_first(reset, RewardError)
         records = [
             record._replace(fields={"prompt": prompt} | tools)
-            for record, prompt in zip(records, made, strict=True)
+            for record, prompt in zip(records, reset_prompts, strict=True)
         ]
     with read[1].whole_pass():
         prompts = [
@@ -105,7 +105,7 @@ def _prompt(
 
 
 def _check_columns(prompts: Sequence[PromptRecord], counts: Sequence[int]) -> None:
-    """Raise unless all prompts of a file, which has so many, have its columns."""
+    """Raise unless the prompts of each file have equal columns; files have `counts`."""
     ends = itertools.accumulate(counts)
     for count, end in zip(counts, ends, strict=True):
         of_file = prompts[end - count : end]
@@ -124,7 +124,7 @@ def _check_columns(prompts: Sequence[PromptRecord], counts: Sequence[int]) -> No
 
 
 def _with_all_columns(prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
-    """Prompts whose columns that only other files have are None."""
+    """Prompts with the columns of all files, None where their own file has none."""
     absent = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return [prompt._replace(columns=absent | prompt.columns) for prompt in prompts]
 

@@ -106,7 +106,7 @@ class RecordReader:
         _check_names(self._columns.values())
 
     @classmethod
-    def of(
+    def for_job(
         cls,
         config: DataConfig | TaskConfig,
         checkpoint: str | None,

@@ -1,12 +1,12 @@
-"""Reward functions: a user's own, or those shipped, called on a batch of completions.
+"""Reward functions, a user's own or shipped ones, called on a batch of completions.
 
     score(prompts, completions, **columns) -> list[float | None]
 
-That is the signature of TRL's and Tunix's reward functions. A prompt is that of the
-data, a string or a list of messages; a completion is a string, or for messages a list
-of one assistant message. Columns are lists of the other fields of the data, and of
-`completion_ids` and `max_new_tokens`. A function that names the parameter
-`trainer_state` gets a `TrainerState`. A reward of None does not count.
+TRL's and Tunix's reward functions have this signature. A prompt is a string or a list
+of messages, as in the data; a completion is a string, or for messages a list of one
+assistant message. Columns are lists of the other fields of the data, and of
+`completion_ids` and `max_new_tokens`. A function with a parameter `trainer_state` gets
+a `TrainerState`. A reward of None does not count.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jaxmem.data.verifiers import SHIPPED
 
 Function = Callable[..., Any]
 _LARGEST = 1e18  # float32 holds the sum of the squares of so many
-# Names of what a function gets besides columns.
+# Names of the arguments that are no columns of the data.
 ARGUMENTS = (
     "prompts", "completions", "completion_ids", "max_new_tokens", "trainer_state",
 )  # fmt: skip
@@ -43,7 +43,7 @@ def checked(reward: Any) -> float:
 
     Raises:
         ValueError: it is no finite number, or float32 cannot hold its square in a sum;
-            the message begins with what was got.
+            the message begins with the reward.
     """
     try:
         number = float(reward)
@@ -70,14 +70,14 @@ class TrainerState:
 class RewardArguments(NamedTuple):
     """Arguments of reward functions, lists of N each."""
 
-    where: Sequence[str]  # places of the prompts in the data, for errors
+    where: Sequence[str]  # names of the prompts' records in errors
     prompts: Sequence[Any]
     completions: Sequence[Any]
     columns: Mapping[str, Sequence[Any]]
     trainer_state: TrainerState = TrainerState()
 
     def only(self, i: int) -> "RewardArguments":
-        """The i-th question alone."""
+        """The arguments for the i-th completion alone."""
         columns = {name: [values[i]] for name, values in self.columns.items()}
         return RewardArguments(
             [self.where[i]],
@@ -144,7 +144,7 @@ class Scorer:
         self._failures = Counter[tuple[str, type]]()  # by function and exception
         self._silent = 0  # last calls in a row that gave no reward
 
-    def __call__(self, questions: RewardArguments) -> Rewards:
+    def __call__(self, arguments: RewardArguments) -> Rewards:
         """Call all functions: async ones together, plain ones beside them in turn.
 
         Returns:
@@ -158,15 +158,15 @@ class Scorer:
                 in a row gave no reward at all.
         """
         graded = {
-            name: self._graded(name, outcome, questions)
-            for name, outcome in self._outcomes(questions).items()
+            name: self._grade(name, outcome, arguments)
+            for name, outcome in self._call_all(arguments).items()
         }
         parts = {name: graded[name].rewards for name in self._functions}
         failed = np.any([of_one.failed for of_one in graded.values()], axis=0)
         table = np.stack(list(parts.values()))
         total = np.nansum(table * np.c_[self._weights], axis=0)
         total[np.isnan(table).all(axis=0) | failed] = np.nan
-        self._check_total(total, failed, questions)
+        self._check_total(total, failed, arguments)
         return Rewards(total.astype(np.float32), parts, failed)
 
     def check(self, entries: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -183,13 +183,13 @@ class Scorer:
         records = [record for of_entry in entries.values() for record in of_entry]
         columns = {name for record in records for name in record}
         for name, function in self._functions.items():
-            for column in _required(function) - columns:
+            for column in _required_columns(function) - columns:
                 raise RewardError(
                     f"task.reward: {name} requires the argument {column!r}, which is "
                     "no column of task.source; rename one by task.columns, or give the "
                     "argument a default"
                 )
-        read = {name: _column_of(name) for name in self._functions}
+        read = {name: _column_read_by(name) for name in self._functions}
         for name, column in read.items():
             if column is not None and not _has_value(records, [column]):
                 raise RewardError(
@@ -199,10 +199,10 @@ class Scorer:
         for entry, of_entry in entries.items():
             known = [column for column in read.values() if column is not None]
             if len(known) == len(read) and not _has_value(of_entry, known):
-                wanted = ", ".join(dict.fromkeys(known))
+                columns_read = ", ".join(dict.fromkeys(known))
                 raise RewardError(
                     f"task.source: no record of {entry} has a value in a column that "
-                    f"task.reward reads ({wanted}); rename one by task.columns"
+                    f"task.reward reads ({columns_read}); rename one by task.columns"
                 )
 
     def lines(self) -> list[str]:
@@ -211,24 +211,24 @@ class Scorer:
         return [protections().sentence] if any(runs) else []
 
     @property
-    def _async(self) -> list[str]:
+    def _async_names(self) -> list[str]:
         """Names of functions that are awaited."""
         return [name for name, f in self._functions.items() if _is_async(f)]
 
     def _check_total(
-        self, total: np.ndarray, failed: np.ndarray, questions: RewardArguments
+        self, total: np.ndarray, failed: np.ndarray, arguments: RewardArguments
     ) -> None:
         names, silent = ", ".join(self._functions), np.isnan(total)
         if self._unrewarded == "raise" and (silent & ~failed).any():
-            place = _place(names, questions, int((silent & ~failed).argmax()))
+            where = _name_prompt(names, arguments, int((silent & ~failed).argmax()))
             raise RewardError(
-                f"{place} gave no reward (None); task.unrewarded='mask' leaves such "
+                f"{where} gave no reward (None); task.unrewarded='mask' leaves such "
                 "completions out"
             )
         self._silent = self._silent + 1 if silent.all() else 0
         if self._silent == _SILENT_CALLS:
             raise RewardError(
-                f"{_place(names, questions, 0)} no completion of the last "
+                f"{_name_prompt(names, arguments, 0)} no completion of the last "
                 f"{_SILENT_CALLS} calls has a reward; {int(failed.sum())} of "
                 f"{len(failed)} failed in this one, and for the others all functions "
                 "returned None"
@@ -237,130 +237,135 @@ class Scorer:
             try:
                 checked(float(total[i]))
             except ValueError as error:
-                said = f"{_place(names, questions, i)} gave, with task.reward_weights, "
-                raise RewardError(f"{said}{error}") from error
+                where = _name_prompt(names, arguments, i)
+                said = f"{where} gave, with task.reward_weights, {error}"
+                raise RewardError(said) from error
 
-    def _outcomes(self, questions: RewardArguments) -> dict[str, Outcome]:
-        """Outcomes of calls for all completions, by function."""
+    def _call_all(self, arguments: RewardArguments) -> dict[str, Outcome]:
+        """Call all functions for all completions; return outcomes by function."""
         started: dict[str, event_loop.Awaited] = {}
         outcomes: dict[str, Outcome] = {}
         try:
             with guests.received():
-                for name in self._async:
-                    started[name] = self._start(self._functions[name], questions)
+                for name in self._async_names:
+                    started[name] = self._start_coroutine(
+                        self._functions[name], arguments
+                    )
                 for name, function in self._functions.items():
                     if name not in started:
-                        (call,) = self._calls(function, [questions])
-                        outcomes[name] = _outcome(call)
+                        (call,) = self._prepare_calls(function, [arguments])
+                        outcomes[name] = _run_call(call)
                 for name, awaited in started.items():
-                    outcomes[name] = _outcome(awaited.result)
+                    outcomes[name] = _run_call(awaited.result)
         except guests.Misbehaved as error:
-            raise self._error(next(iter(started)), questions, 0, error) from error
+            raise self._to_error(next(iter(started)), arguments, 0, error) from error
         finally:
             for awaited in started.values():
                 awaited.cancel()
         return {name: outcomes[name] for name in self._functions}
 
-    def _start(
-        self, function: Function, questions: RewardArguments
+    def _start_coroutine(
+        self, function: Function, arguments: RewardArguments
     ) -> event_loop.Awaited:
         async def coroutine() -> Any:
-            return await _call(function, questions, None)
+            return await _call_function(function, arguments, None)
 
         return event_loop.of_process().start(coroutine(), self._timeout)
 
-    def _calls(
+    def _prepare_calls(
         self, function: Function, parts: Sequence[RewardArguments]
     ) -> list[Callable[[], Any]]:
-        """Calls of a function; an async one is started for all parts at once."""
+        """Calls of a function for each part; async ones are started at once."""
         if _is_async(function):
-            return [self._start(function, part).result for part in parts]
+            return [self._start_coroutine(function, part).result for part in parts]
         return [
-            functools.partial(_call, function, part, self._timeout) for part in parts
+            functools.partial(_call_function, function, part, self._timeout)
+            for part in parts
         ]
 
-    def _alone(self, name: str, questions: RewardArguments) -> Iterator[Outcome]:
+    def _call_each(self, name: str, arguments: RewardArguments) -> Iterator[Outcome]:
         """Yield the outcomes of a function for one completion at a time.
 
-        One that takes too long is the last.
+        It ends after a call that exceeds the timeout.
         """
-        parts = [questions.only(i) for i in range(len(questions.prompts))]
-        for call in self._calls(self._functions[name], parts):
-            outcome = _outcome(call)
+        parts = [arguments.only(i) for i in range(len(arguments.prompts))]
+        for call in self._prepare_calls(self._functions[name], parts):
+            outcome = _run_call(call)
             yield outcome
             if isinstance(outcome.error, guests.Late):
                 return
 
-    def _graded(
-        self, name: str, outcome: Outcome, questions: RewardArguments
+    def _grade(
+        self, name: str, outcome: Outcome, arguments: RewardArguments
     ) -> "_Graded":
-        """Rewards of one function; where it fails, as `on_error` says."""
-        count, error = len(questions.prompts), outcome.error
+        """Rewards of one function; a failure is raised or masked, by `on_error`."""
+        count, error = len(arguments.prompts), outcome.error
         if error is None:
-            rewards = _checked(name, outcome.value, questions)
+            rewards = _check_returned(name, outcome.value, arguments)
             return _Graded(rewards, np.zeros(count, bool))
         if self._on_error == "raise" or not _is_failure(error):
-            raise self._failure(name, questions, error) from error
+            raise self._find_failure(name, arguments, error) from error
         graded = _Graded(np.full(count, np.nan), np.ones(count, bool))
         if isinstance(error, guests.Late):
-            self._count(name, questions, 0, error, count)
+            self._count_failures(name, arguments, 0, error, count)
             return graded
         late = 0
-        for i, (value, again) in enumerate(self._alone(name, questions)):
+        for i, (value, again) in enumerate(self._call_each(name, arguments)):
             if again is None:
-                graded.rewards[i] = _checked(name, value, questions.only(i))[0]
+                graded.rewards[i] = _check_returned(name, value, arguments.only(i))[0]
                 graded.failed[i] = False
                 continue
             if not _is_failure(again):
-                raise self._error(name, questions, i, again) from again
+                raise self._to_error(name, arguments, i, again) from again
             if isinstance(again, guests.Late):
                 late = count - i
-            self._count(name, questions, i, again, late or 1)
+            self._count_failures(name, arguments, i, again, late or 1)
         return graded
 
-    def _count(
+    def _count_failures(
         self,
         name: str,
-        questions: RewardArguments,
+        arguments: RewardArguments,
         i: int,
         error: BaseException,
         completions: int,
     ) -> None:
-        """Count failures; about the first, the tenth, the hundredth, ... warn."""
+        """Count failures; warn at the first, the tenth, the hundredth, ... of them."""
         key = name, type(error)
         before = self._failures[key]
         self._failures[key] += completions
         if len(str(self._failures[key])) > len(str(before)) or not before:
+            failure = self._to_error(name, arguments, i, error)
             warnings.warn(
-                f"{self._error(name, questions, i, error)}; completions left out for "
-                f"such failures so far: {self._failures[key]}",
+                f"{failure}; completions left out for such failures so far: "
+                f"{self._failures[key]}",
                 stacklevel=1,
             )
 
-    def _failure(
-        self, name: str, questions: RewardArguments, error: BaseException
+    def _find_failure(
+        self, name: str, arguments: RewardArguments, error: BaseException
     ) -> RewardError:
-        """The error of a call, with the first prompt for which the function raises."""
-        place = 0
+        """The error of a call, with the first prompt for which it occurs again."""
+        index = 0
         if not isinstance(error, guests.Misbehaved | guests.Late):
-            for i, (_, again) in enumerate(self._alone(name, questions)):
+            for i, (_, again) in enumerate(self._call_each(name, arguments)):
                 if again is not None:
-                    place = 0 if isinstance(again, guests.Late) else i
+                    index = 0 if isinstance(again, guests.Late) else i
                     break
-        return self._error(name, questions, place, error)
+        return self._to_error(name, arguments, index, error)
 
-    def _error(
-        self, name: str, questions: RewardArguments, i: int, error: BaseException
+    def _to_error(
+        self, name: str, arguments: RewardArguments, i: int, error: BaseException
     ) -> RewardError:
-        place = _place(name, questions, i)
+        where = _name_prompt(name, arguments, i)
         if isinstance(error, guests.Late):
             seconds = self._timeout or 0
-            return RewardError(f"{place} took longer than task.timeout={seconds:g} s")
+            return RewardError(f"{where} took longer than task.timeout={seconds:g} s")
         if isinstance(error, guests.Misbehaved):  # or a function that ran beside it
-            names = ", ".join(dict.fromkeys([name, *self._async]))
-            return RewardError(f"{_place(names, questions, i)} {error}")
+            names = ", ".join(dict.fromkeys([name, *self._async_names]))
+            return RewardError(f"{_name_prompt(names, arguments, i)} {error}")
         said = user_code.described(error, self._functions[name])
-        return RewardError(f"{place} raised{said}")
+        return RewardError(f"{where} raised{said}")
 
 
 class _Graded(NamedTuple):
@@ -373,7 +378,7 @@ class _Graded(NamedTuple):
 # ------------------------------------------------------------- columns of the data
 
 
-def _required(function: Function) -> set[str]:
+def _required_columns(function: Function) -> set[str]:
     """Columns without which a function cannot be called."""
     try:
         parameters = inspect.signature(function, follow_wrapped=False).parameters
@@ -387,7 +392,7 @@ def _required(function: Function) -> set[str]:
     } - set(ARGUMENTS)
 
 
-def _column_of(name: str) -> str | None:
+def _column_read_by(name: str) -> str | None:
     """The column that a shipped function reads; None: it reads none, or is a user's."""
     if name not in SHIPPED:
         return None
@@ -403,13 +408,13 @@ def _has_value(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> 
 
 
 def _is_async(function: Function) -> bool:
-    """True if it is awaited: a function, or an object with such a `__call__`."""
+    """True for an async function, or an object whose `__call__` is one."""
     is_coroutine = inspect.iscoroutinefunction
     return is_coroutine(function) or is_coroutine(type(function).__call__)
 
 
-def _outcome(call: Callable[[], Any]) -> Outcome:
-    """The outcome of a call, after which the process is as it was before."""
+def _run_call(call: Callable[[], Any]) -> Outcome:
+    """Run a call, restore the state of the process, and return the outcome."""
     try:
         with guests.received():
             return Outcome(call(), None)
@@ -419,20 +424,22 @@ def _outcome(call: Callable[[], Any]) -> Outcome:
 
 
 def _is_failure(error: BaseException) -> bool:
-    """True if an error is of a call alone, and leaves the process as it was."""
+    """True if an error affects its call alone, and not the process."""
     return isinstance(error, Exception) and not isinstance(error, guests.Misbehaved)
 
 
-def _call(function: Function, questions: RewardArguments, timeout: float | None) -> Any:
-    """The value of a function, in a thread of its own if there is a timeout."""
+def _call_function(
+    function: Function, arguments: RewardArguments, timeout: float | None
+) -> Any:
+    """Call a function, in a thread of its own if there is a timeout."""
     call = functools.partial(
         function,
-        prompts=list(questions.prompts),
-        completions=list(questions.completions),
-        **{name: list(values) for name, values in questions.columns.items()},
+        prompts=list(arguments.prompts),
+        completions=list(arguments.completions),
+        **{name: list(values) for name, values in arguments.columns.items()},
     )
     if _names_trainer_state(function):
-        call = functools.partial(call, trainer_state=questions.trainer_state)
+        call = functools.partial(call, trainer_state=arguments.trainer_state)
     if timeout is None:
         return call()
     ((value, error),) = guests.together([call], timeout)
@@ -448,14 +455,14 @@ def _names_trainer_state(function: Function) -> bool:
         return False
 
 
-def _checked(name: str, returned: Any, questions: RewardArguments) -> np.ndarray:
-    """Rewards as an array, None as NaN."""
+def _check_returned(name: str, returned: Any, arguments: RewardArguments) -> np.ndarray:
+    """The rewards that a function returned, as an array with NaN for None."""
 
     def wrong(said: str, i: int = 0) -> RewardError:
-        return RewardError(f"{_place(name, questions, i)} returned {said}")
+        return RewardError(f"{_name_prompt(name, arguments, i)} returned {said}")
 
-    count = len(questions.prompts)
-    values = _listed(returned)
+    count = len(arguments.prompts)
+    values = _to_sequence(returned)
     if values is None:
         raise wrong(f"{messages.short(returned)}, not a list of {count} rewards")
     if len(values) != count:
@@ -471,7 +478,7 @@ def _checked(name: str, returned: Any, questions: RewardArguments) -> np.ndarray
     return out
 
 
-def _listed(returned: Any) -> Sequence[Any] | None:
+def _to_sequence(returned: Any) -> Sequence[Any] | None:
     """The elements of a sequence, or of an array of numpy, jax or torch."""
     if not isinstance(returned, Sequence) and hasattr(returned, "tolist"):
         try:
@@ -482,6 +489,6 @@ def _listed(returned: Any) -> Sequence[Any] | None:
     return returned if is_list else None
 
 
-def _place(name: str, questions: RewardArguments, i: int) -> str:
-    prompt = messages.short(questions.prompts[i])
-    return f"reward {name}, prompt {prompt} ({questions.where[i]}):"
+def _name_prompt(name: str, arguments: RewardArguments, i: int) -> str:
+    prompt = messages.short(arguments.prompts[i])
+    return f"reward {name}, prompt {prompt} ({arguments.where[i]}):"

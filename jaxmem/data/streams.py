@@ -28,7 +28,7 @@ _ROUND = 16
 
 
 class StreamIterator(Iterator[Batch]):
-    """Batches [B, T] in which only the rows of the given streams are filled."""
+    """Batches [B, T] in which only the rows of this process's streams are filled."""
 
     def __init__(self, streams: dict[int, BatchIterator], config: DataConfig):
         self._streams, self._config = streams, config
@@ -47,7 +47,7 @@ class StreamIterator(Iterator[Batch]):
         return self._batches[self._taken - 1]
 
     def _read(self) -> None:
-        """Read a round of this epoch; where it has ended in all streams, no batch."""
+        """Read a round of this epoch: no batch, if it has ended in all streams."""
         self._start, self._taken = self._positions(), 0
         parts = {
             i: list(itertools.islice(iter(stream.of_epoch, None), self._round))
@@ -106,7 +106,7 @@ def batches(
     rows: Sequence[int],
     reader: RecordReader | None = None,
 ) -> BatchIterator | StreamIterator:
-    """`documents.batches` for training, of which this process reads some rows alone.
+    """Training batches as of `documents.batches`, in which this process fills `rows`.
 
     Raises:
         DataError: as `documents.batches`; or a stream has rows for this process and
@@ -114,11 +114,13 @@ def batches(
     """
     if config.streams == 1 and len(rows) == config.batch_size:
         return documents.batches(config, tokenizer, reader=reader)
-    wanted = _wanted(config.batch_size, config.streams, rows)
-    if wanted is None:
+    numbers = _streams_of_rows(config.batch_size, config.streams, rows)
+    if numbers is None:
         size = config.batch_size
         enough = next(
-            n for n in range(1, size + 1) if not size % n and _wanted(size, n, rows)
+            n
+            for n in range(1, size + 1)
+            if not size % n and _streams_of_rows(size, n, rows)
         )
         raise DataError(
             f"data.streams={config.streams} must be {enough} or a multiple of it that "
@@ -126,16 +128,17 @@ def batches(
             "batch, and a stream has rows for it alone"
         )
     iterators = {
-        i: documents.batches(config, tokenizer, stream=i, reader=reader) for i in wanted
+        i: documents.batches(config, tokenizer, stream=i, reader=reader)
+        for i in numbers
     }
     return StreamIterator(iterators, config)
 
 
-def _wanted(size: int, streams: int, rows: Sequence[int]) -> list[int] | None:
-    """The streams of these rows of a batch; None if they have other rows, too."""
+def _streams_of_rows(size: int, streams: int, rows: Sequence[int]) -> list[int] | None:
+    """The streams of `rows` of a batch; None if a stream has other rows, too."""
     each = size // streams
-    wanted = sorted({row // each for row in rows})
-    return wanted if len(wanted) * each == len(rows) else None
+    numbers = sorted({row // each for row in rows})
+    return numbers if len(numbers) * each == len(rows) else None
 
 
 def lengths(
@@ -144,14 +147,14 @@ def lengths(
     reader: RecordReader | None,
     epochs: int,
 ) -> list[float]:
-    """The number of micro-batches of each epoch, which is read for it.
+    """The number of micro-batches of each epoch; this reads all epochs.
 
-    It is no integer where a batch may hold rows of two epochs. `data.weights` are not
-    heeded.
+    It is no integer if a batch may hold rows of two epochs. `data.weights` have no
+    effect.
     """
     if config.streams == 1:
-        made = documents.batches(config, tokenizer, epochs=epochs, reader=reader)
-        return [rows / config.batch_size for rows in made.rows_of_epochs()]
+        batches = documents.batches(config, tokenizer, epochs=epochs, reader=reader)
+        return [rows / config.batch_size for rows in batches.rows_of_epochs()]
     each = config.batch_size // config.streams
     rows = [
         documents.batches(

@@ -1,7 +1,7 @@
-"""What `jaxmem score --top-k` or `--sample-ids` wrote of a teacher, as packed batches.
+"""A teacher's columns, from `jaxmem score --top-k` or `--sample-ids`, as batches.
 
-A label's place is its number among all scored tokens of the files. Rows are packed with
-places for labels, so that a token's columns are found wherever it lies.
+A label's index is its number among all scored tokens of the files. Rows are packed with
+indices in place of labels, which then look up a token's label and columns.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from jaxmem.data.records import DataError, numbered_files, opened_parquet
 from jaxmem.data.texts import split
 
 _MAKE = "write it by: jaxmem score TEACHER data.jsonl --eos --top-k 64 --out X.parquet"
-_LONGEST = 2**31 - 1  # places are int32
+_LONGEST = 2**31 - 1  # indices are int32
 
 
 class TeacherFile(NamedTuple):
     """Documents, and a teacher's columns of their tokens."""
 
-    documents: list[tuple[np.ndarray, int]]  # ids, and how many of them are the prompt
+    documents: list[tuple[np.ndarray, int]]  # (ids, number of the prompt's ids)
     ids: np.ndarray  # int32 [N, K], of every scored token
     logprobs: np.ndarray | None  # float32 [N, K]; None for ids that were drawn
     temperature: float
@@ -72,14 +72,14 @@ def read(source: str | tuple[str, ...]) -> TeacherFile:
 
 def check_alike(first: TeacherFile, part: TeacherFile) -> None:
     """Raise a DataError where two parts are of different teachers or options."""
-    if _kind(part) != _kind(first):
+    if _options_of(part) != _options_of(first):
         raise DataError(
             "data.source: the files are of different teachers or options: "
-            f"{_kind(first)} and {_kind(part)}"
+            f"{_options_of(first)} and {_options_of(part)}"
         )
 
 
-def _kind(part: TeacherFile) -> dict[str, Any]:
+def _options_of(part: TeacherFile) -> dict[str, Any]:
     name = "sampled_ids" if part.logprobs is None else "top_ids"
     return {
         name: part.ids.shape[1],
@@ -89,7 +89,7 @@ def _kind(part: TeacherFile) -> dict[str, Any]:
 
 
 def read_part(path: Path, row_group: int | None = None) -> TeacherFile | None:
-    """Read a file, or one row group; None if there is no document in it.
+    """Read a file, or one row group; return None if it has no document.
 
     Raises:
         DataError: the file is not of `jaxmem score`.
@@ -99,9 +99,9 @@ def read_part(path: Path, row_group: int | None = None) -> TeacherFile | None:
     with opened_parquet(path, "data.source") as file:
         names = set(file.schema_arrow.names)
         kind = "top_ids" if "top_ids" in names else "sampled_ids"
-        wanted = ["prompt_ids", "token_ids", kind, "temperature", "vocabulary"]
-        wanted += ["top_logprobs"] if kind == "top_ids" else []
-        if missing := [name for name in wanted if name not in names]:
+        columns = ["prompt_ids", "token_ids", kind, "temperature", "vocabulary"]
+        columns += ["top_logprobs"] if kind == "top_ids" else []
+        if missing := [name for name in columns if name not in names]:
             raise DataError(
                 f"data.source: {path} has no column {missing[0]!r}; {_MAKE}"
             )
@@ -111,29 +111,29 @@ def read_part(path: Path, row_group: int | None = None) -> TeacherFile | None:
                 f"{messages.short(refused[0])}; {_MAKE}"
             )
         if row_group is None:
-            table, where = file.read(columns=wanted), str(path)
+            table, where = file.read(columns=columns), str(path)
         else:
-            table = file.read_row_group(row_group, columns=wanted)
+            table = file.read_row_group(row_group, columns=columns)
             where = f"{path}: row group {row_group + 1}"
-    return _parsed(where, kind, table) if table.num_rows else None
+    return _parse_table(where, kind, table) if table.num_rows else None
 
 
-def _parsed(where: str, kind: str, table: Any) -> TeacherFile:
-    prompts, texts = (_lists(table[name]) for name in ("prompt_ids", "token_ids"))
+def _parse_table(where: str, kind: str, table: Any) -> TeacherFile:
+    prompts, texts = (_split_lists(table[name]) for name in ("prompt_ids", "token_ids"))
     tokens = sum(map(len, texts))
     logprobs = None
     if kind == "top_ids":
-        logprobs = _matrix(where, "top_logprobs", table, tokens, np.float32)
+        logprobs = _read_matrix(where, "top_logprobs", table, tokens, np.float32)
     return TeacherFile(
         [(np.concatenate(x), len(x[0])) for x in zip(prompts, texts, strict=True)],
-        _matrix(where, kind, table, tokens, np.int32),
+        _read_matrix(where, kind, table, tokens, np.int32),
         logprobs,
-        _only(where, "temperature", table),
-        _only(where, "vocabulary", table),
+        _read_constant(where, "temperature", table),
+        _read_constant(where, "vocabulary", table),
     )
 
 
-def _lists(column: Any) -> list[np.ndarray]:
+def _split_lists(column: Any) -> list[np.ndarray]:
     """The rows of a column of lists of ids."""
     joined = column.combine_chunks()
     values = np.asarray(joined.flatten(), np.int32)
@@ -141,7 +141,9 @@ def _lists(column: Any) -> list[np.ndarray]:
     return np.split(values, np.cumsum(lengths)[:-1])
 
 
-def _matrix(where: str, name: str, table: Any, rows: int, dtype: Any) -> np.ndarray:
+def _read_matrix(
+    where: str, name: str, table: Any, rows: int, dtype: Any
+) -> np.ndarray:
     """A column of lists of equal lists, as [rows, K]."""
     lists = table[name].combine_chunks().flatten()
     values = np.asarray(lists.flatten(), dtype)
@@ -154,13 +156,21 @@ def _matrix(where: str, name: str, table: Any, rows: int, dtype: Any) -> np.ndar
     return values.reshape(rows, -1)
 
 
-def _only(where: str, name: str, table: Any) -> Any:
+def _read_constant(where: str, name: str, table: Any) -> Any:
     """The value of a column that is the same in every row."""
     values = table[name].unique().to_pylist()
     if len(values) != 1 or values[0] is None:
-        place = f"data.source: {where}: {name!r}"
-        raise DataError(messages.must_be(place, "one value", values[:2]))
+        column = f"data.source: {where}: {name!r}"
+        raise DataError(messages.must_be(column, "one value", values[:2]))
     return values[0]
+
+
+class _Scored(NamedTuple):
+    """A document with scored tokens."""
+
+    source: int  # number of its entry in `data.source`
+    tokens: np.ndarray  # inputs
+    indices: np.ndarray  # of the labels; -1 in the prompt
 
 
 class Examples(Iterator[TeacherBatch]):
@@ -174,15 +184,16 @@ class Examples(Iterator[TeacherBatch]):
         epochs: int | None = None,
     ):
         self._file, self._config = file, config
-        found = list(self._pieces(part == "evaluation"))
-        if not found:
+        numbered = list(self._pieces(part == "evaluation"))
+        if not numbered:
             raise DataError(
                 f"data.held_out={config.held_out} of the {len(file.documents)} "
                 f"documents leaves none for {part}; change it or add documents"
             )
         arrays = file.ids, file.logprobs
         salt = b"".join(_digest(x) for x in arrays if x is not None)
-        pieces, sources = [piece for _, piece in found], [of for of, _ in found]
+        pieces = [piece for _, piece in numbered]
+        sources = [source for source, _ in numbered]
         self._rows: BatchIterator = packed_batches(
             pieces, config, epochs, sources, salt
         )
@@ -193,33 +204,36 @@ class Examples(Iterator[TeacherBatch]):
 
     def _pieces(self, evaluation: bool) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         length = self._config.sequence_length
-        for source, tokens, places in self._split()[evaluation]:
-            for cut in range(0, len(tokens), length):
-                piece = slice(cut, cut + length)
-                yield source, {"tokens": tokens[piece], "labels": places[piece]}
+        for document in self._split_documents()[evaluation]:
+            for cut in range(0, len(document.tokens), length):
+                span = slice(cut, cut + length)
+                piece = {"tokens": document.tokens, "labels": document.indices}
+                yield document.source, {name: x[span] for name, x in piece.items()}
 
-    def _split(self) -> Sequence[list[tuple[int, np.ndarray, np.ndarray]]]:
-        """Source, inputs and places of labels: to train on, held out."""
-        items, place, sources = [], 0, self._file.sources
-        for (ids, prompt), source in zip(self._file.documents, sources, strict=True):
-            labels = np.full(len(ids) - 1, NO_LABEL, np.int32)
+    def _split_documents(self) -> Sequence[list[_Scored]]:
+        """(training, held-out) documents that have scored tokens."""
+        documents: list[_Scored] = []
+        first = 0  # index of the document's first label
+        entries = zip(self._file.documents, self._file.sources, strict=True)
+        for (ids, prompt), source in entries:
             scored = len(ids) - prompt
-            labels[prompt - 1 :] = np.arange(place, place + scored)
-            place += scored
+            indices = np.full(len(ids) - 1, NO_LABEL, np.int32)
+            indices[prompt - 1 :] = np.arange(first, first + scored)
+            first += scored
             if scored:
-                items.append((source, ids[:-1], labels))
-        keys = [hashlib.sha256(tokens.tobytes()).digest() for _, tokens, _ in items]
-        return split(items, keys, self._config.held_out)
+                documents.append(_Scored(source, ids[:-1], indices))
+        keys = [hashlib.sha256(x.tokens.tobytes()).digest() for x in documents]
+        return split(documents, keys, self._config.held_out)
 
     def __next__(self) -> TeacherBatch:
         batch = next(self._rows)
-        places = batch.labels
-        live = places >= 0
-        labels = np.where(live, self._labels[places], np.int32(NO_LABEL))
-        ids = np.where(live[..., None], self._file.ids[places], np.int32(NO_LABEL))
+        indices = batch.labels
+        live = indices >= 0
+        labels = np.where(live, self._labels[indices], np.int32(NO_LABEL))
+        ids = np.where(live[..., None], self._file.ids[indices], np.int32(NO_LABEL))
         logprobs = self._file.logprobs
         if logprobs is not None:
-            logprobs = np.where(live[..., None], logprobs[places], np.float32(0))
+            logprobs = np.where(live[..., None], logprobs[indices], np.float32(0))
         return TeacherBatch(batch._replace(labels=labels), ids, logprobs)
 
 
@@ -230,7 +244,7 @@ def _digest(array: np.ndarray) -> bytes:
 def check(
     file: TeacherFile, temperature: float, divergence: str, vocabulary: str
 ) -> None:
-    """Raise a DataError where a student with these cannot learn from the file."""
+    """Raise a DataError unless a student with these options can learn from a file."""
     if file.vocabulary != vocabulary:
         raise DataError(
             "data.source: the file is of a teacher with another tokenizer than the "
@@ -249,7 +263,7 @@ def check(
 
 
 def check_ids(file: TeacherFile, rows: int, source: object) -> None:
-    """Raise a DataError for a teacher's ids that the student has no row of.
+    """Raise a DataError if a teacher's ids exceed the student's `rows` of its head.
 
     Models of one family may pad one vocabulary to different sizes.
     """

@@ -30,7 +30,7 @@ _COLUMNS = ("ids", "logprobs")
 
 
 def opened(config: DataConfig) -> TeacherFile:
-    """The content of `data.source`; where it is streamed, its first row group.
+    """The content of `data.source`, or of its first row group if it is streamed.
 
     Raises:
         DataError: a file is not of `jaxmem score`, or holds no document.
@@ -50,7 +50,7 @@ def examples(
     part: Literal["train", "evaluation"] = "train",
     epochs: int | None = None,
 ) -> "Examples | StreamedExamples":
-    """Packed micro-batches with a teacher's columns; no `epochs` never end."""
+    """Packed micro-batches with a teacher's columns, endless if `epochs` is None."""
     kind = StreamedExamples if config.streaming else Examples
     return kind(file, config, part, epochs)
 
@@ -58,7 +58,7 @@ def examples(
 class StreamedExamples(Iterator[TeacherBatch]):
     """Packed micro-batches of row groups that are read one at a time; resumable.
 
-    What is held out is whole row groups. All others must be like the first one.
+    Whole row groups are held out. All must have the teacher and options of the first.
 
     **Memory**: 8·K bytes (of drawn ids 4·K) per token of two row groups, of
     `data.shuffle_window` pieces of documents, and of 512 rows: those that are being
@@ -73,9 +73,9 @@ class StreamedExamples(Iterator[TeacherBatch]):
         epochs: int | None = None,
     ):
         blocks = FileBlocks(config.source, "data.source")
-        numbers = block_files.of_split(blocks, config, part)
+        numbers = block_files.blocks_of_split(blocks, config, part)
         names = _COLUMNS[: 1 if file.logprobs is None else 2]
-        # Its options alone are compared.
+        # Later row groups are compared with its options alone: drop its documents.
         first = file._replace(documents=[], ids=file.ids[:0].copy())
 
         def read(number: int) -> Iterator[dict[str, np.ndarray]]:
@@ -85,10 +85,10 @@ class StreamedExamples(Iterator[TeacherBatch]):
                 check_alike(first, part)
                 yield from _pieces(part, config.sequence_length)
 
-        given = numbers, blocks, read, config, epochs, names
+        options = numbers, blocks, read, config, epochs, names
         files = blocks.fingerprints()
         self._rows = BatchIterator(
-            block_files.packed_rows(*given),
+            block_files.packed_rows(*options),
             config.batch_size,
             streamed_fingerprint(files, config, [part, "teacher"]),
             _to_example,
@@ -109,19 +109,24 @@ def _to_example(packed: dict[str, np.ndarray]) -> TeacherBatch:
 
 
 def _pieces(file: TeacherFile, length: int) -> Iterator[dict[str, np.ndarray]]:
-    place = 0
+    row = 0
     for ids, prompt in file.documents:
         scored = len(ids) - prompt
-        values = {"tokens": ids[:-1], "labels": _after(ids[prompt:], prompt, NO_LABEL)}
+        values = {
+            "tokens": ids[:-1],
+            "labels": _align_to_response(ids[prompt:], prompt, NO_LABEL),
+        }
         for name in _COLUMNS:
             if (columns := getattr(file, name)) is not None:
-                values[name] = _after(columns[place : place + scored], prompt, 0)
-        place += scored
+                values[name] = _align_to_response(
+                    columns[row : row + scored], prompt, 0
+                )
+        row += scored
         for cut in range(0, len(ids) - 1 if scored else 0, length):
             yield {name: x[cut : cut + length] for name, x in values.items()}
 
 
-def _after(values: np.ndarray, prompt: int, fill: int) -> np.ndarray:
-    """Values of a response, each where its token is predicted; a copy."""
+def _align_to_response(values: np.ndarray, prompt: int, fill: int) -> np.ndarray:
+    """Values of a response, each at the position that predicts its token; a copy."""
     before = np.full((prompt - 1, *values.shape[1:]), fill, values.dtype)
     return np.concatenate([before, values])

@@ -2,9 +2,9 @@
 
 Operations of a template pass four hooks: operators (`call_binop`), calls (`call`),
 filters (`call_filter`, to which the syntax tree is rewritten) and pieces of output
-(`concat`). A hook computes the largest result of an operation that can make more than
-it was given, and refuses it before it runs; afterwards it adds what was made to the sum
-of the rendering. Operations of which no bound is known are absent.
+(`concat`). If a result can be larger than its operands, a hook bounds its size, and
+refuses the operation before it runs; afterwards it adds the result's size to the sum of
+the rendering. Operations without a known bound are absent.
 """
 
 import json
@@ -65,22 +65,22 @@ def _check_printf(text: str, values: Sequence[Any]) -> None:
     """Raise if a text of `%` and its values is too long."""
     if len(values) == 1 and isinstance(values[0], Mapping):
         values = list(values[0].values())
-    places = text.count("%")
+    count = text.count("%")
     specified = "".join(_WIDTHS.findall(text))
     widths = sum(map(_number, re.findall(r"\d+", specified)))
     if "*" in specified:
-        widths += places * sum(abs(x) for x in values if isinstance(x, int))
+        widths += count * sum(abs(x) for x in values if isinstance(x, int))
     longest = max(map(text_size, values), default=0)
-    _BUDGET.check(len(text) + places * (longest + _SPECIFIED) + widths)
+    _BUDGET.check(len(text) + count * (longest + _SPECIFIED) + widths)
 
 
 def _number(digits: str) -> int:
-    """The number of these digits; a very large one for digits that `int` refuses."""
+    """The number of some digits; 10^20 for 20 or more, which `int` may refuse."""
     return int(digits) if len(digits) < 20 else 10**20
 
 
 def _check_named(name: str, value: Any, arguments: Sequence[Any]) -> None:
-    """Raise if a filter or a method of this name would make too much of its value."""
+    """Raise if the result of a filter or method, by its name, is too large."""
     if name not in _GROWING:
         return
     numbers = sum(abs(x) for x in arguments if isinstance(x, int))
@@ -105,21 +105,23 @@ def _check_replaced(text: str, old: str, new: str) -> None:
     _BUDGET.check(len(text) + text.count(old) * len(new))
 
 
-def _check_method(name: str, of: Any, values: Sequence[Any]) -> None:
-    """Raise if a method of Python's own types would make too much."""
-    if isinstance(of, str) and name == "replace" and len(values) > 1:
-        _check_replaced(of, *map(str, values[:2]))
-    elif isinstance(of, str) and name == "join" and isinstance(values[0], Collection):
-        _check_joined(of, values[0])
+def _check_method(name: str, owner: Any, values: Sequence[Any]) -> None:
+    """Raise if the result of a method of a built-in type is too large."""
+    if isinstance(owner, str) and name == "replace" and len(values) > 1:
+        _check_replaced(owner, *map(str, values[:2]))
+    elif (
+        isinstance(owner, str) and name == "join" and isinstance(values[0], Collection)
+    ):
+        _check_joined(owner, values[0])
     else:
-        _check_named(name, of, values)
+        _check_named(name, owner, values)
 
 
 # --------------------------------------------------------------------------- filters
 
 
 def _counted(items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop."""
+    """Yield the items of a loop, and count its turns."""
     for item in items:
         _BUDGET.turn()
         yield item
@@ -127,7 +129,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 @jinja2.pass_context
 def _applied(context, value, name, *arguments, **named):
-    """The result of the filter of this name."""
+    """The result of a filter, called by its name."""
     return context.environment.call_filter(name, value, arguments, named, context)
 
 
@@ -153,7 +155,7 @@ def _sum(environment, iterable, attribute=None, start=0):
 
 
 def _summed(items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a sum, which may be lists."""
+    """Yield the items of a sum, and check the size of the lists among them."""
     total = 0
     for item in items:
         total += size(item)
@@ -177,7 +179,7 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 
 def _concatenated(pieces: Iterable[str]) -> str:
-    """The text of these pieces, which are counted as they come."""
+    """Join pieces of a text, and count their characters as they come."""
     kept, size = [], 0
     for piece in pieces:
         kept.append(piece)
@@ -279,7 +281,7 @@ def _applied_to(node: nodes.Filter) -> nodes.Filter:
 
 
 class _Generation(ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`, around what is trained on."""
+    """`{% generation %} ... {% endgeneration %}`, around text that is trained on."""
 
     tags = {"generation"}
 
@@ -358,15 +360,15 @@ class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *arguments: Any, **named: Any) -> Any:
         _BUDGET.check()
-        of = getattr(__obj, "__self__", None)
+        owner = getattr(__obj, "__self__", None)
         if isinstance(__obj, BuiltinMethodType):
             values = [*arguments, *named.values()]
             _BUDGET.check_texts(*values)  # errors of methods quote them
-            _check_method(__obj.__name__, of, values)
+            _check_method(__obj.__name__, owner, values)
         result = super().call(__context, __obj, *arguments, **named)
         # Other texts are entries of a container, or were counted by `concat`.
-        is_new = not isinstance(result, str) or isinstance(of, str)
-        return _BUDGET.add(result) if is_new and result is not of else result
+        is_new = not isinstance(result, str) or isinstance(owner, str)
+        return _BUDGET.add(result) if is_new and result is not owner else result
 
     def call_filter(
         self,
@@ -388,13 +390,13 @@ class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _written(value: Any) -> Any:
-    """The value of an expression that is written."""
+    """The value of an expression in the output, once its size is checked."""
     _BUDGET.check_texts(value)
     return value
 
 
 def _of_text(test: Any) -> Any:
-    """A test that makes a text of its value."""
+    """A test that converts its value to text, once its size is checked."""
 
     def bounded(value: Any) -> bool:
         _BUDGET.check_texts(value)

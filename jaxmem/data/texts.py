@@ -39,7 +39,7 @@ def load_documents(
             by blank lines) and of `.jsonl`, `.json` and `.parquet` files (one document
             per record, of the forms of `jaxmem.data.forms`).
         argument: name of the source in errors.
-        reader: how records are read; None: without a chat template.
+        reader: reads records; None: one without a chat template.
 
     Raises:
         DataError: the source is unknown, a file is missing, or a line is malformed.
@@ -92,7 +92,7 @@ def split(items: Sequence[Any], keys: Sequence[bytes], held_out: float):
 def split_all(
     items: Sequence[Any], keys: Sequence[bytes], held_out: float, key: str, noun: str
 ):
-    """`split`, or a DataError where nothing is left for the evaluation."""
+    """Split items by `split`; raise a DataError if that leaves none for evaluation."""
     training, evaluation = split(items, keys, held_out)
     if held_out and not evaluation:
         raise DataError(

@@ -42,12 +42,12 @@ def special_tokens(tokenizer: tokenizers.Tokenizer) -> list[str]:
 
 
 def has_start(ids: Sequence[int], start: Sequence[int]) -> bool:
-    """Whether a text has the ids that start every text already."""
+    """True if `ids` begin with `start`, the ids that start every text."""
     return bool(start) and list(ids[: len(start)]) == list(start)
 
 
 def ends_turn(text: str, ids: Sequence[int], tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether a text ends with a special token already, and maybe spaces after it."""
+    """True if a text ends with a special token, with or without spaces after it."""
     special = {id_ for id_, token in tokenizer.get_added_tokens_decoder().items()
                if token.special}  # fmt: skip
     last = next((id_ for id_ in reversed(ids[-4:]) if id_ in special), None)
@@ -63,12 +63,14 @@ def of_checkpoint(directory: str) -> tokenizers.Tokenizer:
     Raises:
         CheckpointError: there is none, or no token ends a sequence.
     """
-    tokenizer, start, eos, _ = checkpoints.load_vocabulary(directory)
+    vocabulary = checkpoints.load_vocabulary(directory)
+    tokenizer, eos = vocabulary.tokenizer, vocabulary.eos
     if eos is None:
         raise checkpoints.CheckpointError(
             f"{directory}: neither tokenizer_config.json nor config.json names the "
             "token that ends a sequence, which training needs"
         )
+    start = vocabulary.start
     names = {id_: tokenizer.id_to_token(id_) for id_ in (*start, eos)}
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*(names[id_] for id_ in start), "$A", names[eos]],

@@ -47,7 +47,7 @@ def test_token_beyond_embedding_fails_when_used(tmp_path):
     with pytest.raises(CheckpointError, match="the text has the token '<image>', whic"):
         vocabulary.encode(["ab", "a<image>b"])
     config = DataConfig("data.jsonl")
-    reader = RecordReader.of(config, str(directory), vocabulary.tokenizer)
+    reader = RecordReader.for_job(config, str(directory), vocabulary.tokenizer)
     assert reader.document(RawRecord("data.jsonl:1", {"text": "ab"})).text == "ab"
     said = (
         "data.jsonl:2: the text has the token '<image>', which the model has no embed"

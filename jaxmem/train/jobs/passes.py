@@ -31,7 +31,7 @@ def of_items(config: Any, sources: Sequence[int]) -> list[SourceSize] | None:
     """Sizes of sources with an item a row; None where the section has no weights."""
     if config.weights is None:
         return None
-    items = mixing.of_sources(sources, len(config.weights))
+    items = mixing.items_by_source(sources, len(config.weights))
     return sizes(config, [(len(own), len(own)) for own in items])
 
 

@@ -118,7 +118,7 @@ class Documents(Reading):
     @functools.cached_property
     def reader(self) -> RecordReader:
         """The reader of the records."""
-        return RecordReader.of(
+        return RecordReader.for_job(
             self.config, self._checkpoint, self.tokenizer, self.today,
             self.config.stripped,
         )  # fmt: skip

@@ -279,7 +279,7 @@ class TaskPrompts(Reading):
             size, sampling = self._group_size, self._sampling
             known_ends = ends_of(task, checkpoint)
             return RecordedRollouts(task, sampling, tokenizer, size, known_ends)
-        reader = RecordReader.of(
+        reader = RecordReader.for_job(
             task, checkpoint, tokenizer, self.today, section="task"
         )
         self._reader = reader
