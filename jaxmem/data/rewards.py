@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxmem.base import guests, messages, user_code
 from jaxmem.data import event_loop
-from jaxmem.data.unit_tests import UnitTests, protections
+from jaxmem.data.unit_tests import UnitTests, protections, sources_of
 from jaxmem.data.verifiers import SHIPPED
 
 Function = Callable[..., Any]
@@ -196,6 +196,8 @@ class Scorer:
                     f"task.reward: {name} reads the column {column!r}, which has no "
                     "value in any record of task.source; rename one by task.columns"
                 )
+        if any(isinstance(f, UnitTests) for f in self._functions.values()):
+            _check_tests(entries)
         for entry, of_entry in entries.items():
             known = [column for column in read.values() if column is not None]
             if len(known) == len(read) and not _has_value(of_entry, known):
@@ -398,6 +400,21 @@ def _column_read_by(name: str) -> str | None:
         return None
     parameters = set(inspect.signature(SHIPPED[name]).parameters)
     return next(iter(parameters & {"answer", "pattern", "schema", "tests"}), None)
+
+
+def _check_tests(entries: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Raise for the first record whose tests cannot be run."""
+    for entry, records in entries.items():
+        for record in records:
+            if record.get("tests") is not None:
+                try:
+                    sources_of(record["tests"])
+                except ValueError as error:
+                    value = messages.short(record["tests"])
+                    raise RewardError(
+                        f"task.source: a record of {entry} has the tests {value}: "
+                        f"{error}"
+                    ) from error
 
 
 def _has_value(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,7 +163,7 @@ class UnitTests:
         """See `jaxmem.data.rewards`."""
         columns = [None] * len(completions) if tests is None else tests
         jobs = [
-            None if entry is None else (program_of(completion), _sources(entry))
+            None if entry is None else (program_of(completion), sources_of(entry))
             for completion, entry in zip(completions, columns, strict=True)
         ]
         limits = self._limits() if any(jobs) else {}
@@ -209,9 +209,14 @@ class UnitTests:
         return reports.get(said, 0) / len(tests)
 
 
-def _sources(entry: Any) -> list[str]:
-    """The tests of an entry of the column."""
-    tests = [entry] if isinstance(entry, str) else list(entry)
+def sources_of(entry: Any) -> list[str]:
+    """The tests of an entry of the column.
+
+    Raises:
+        ValueError: it is no source, no list of sources, or one of them is blank.
+    """
+    tests = [entry] if isinstance(entry, str) else entry
+    tests = list(tests) if isinstance(tests, Iterable) else []
     if not tests or not all(isinstance(test, str) and test.strip() for test in tests):
         raise ValueError(
             "tests must be Python source, or a list of sources, none of them blank; "

@@ -495,3 +495,15 @@ def test_lines_say_how_programs_are_confined():
     assert Scorer(["exact"]).lines() == []
     (line,) = Scorer(["exact", "unit_tests"]).lines()
     assert line.startswith("unit_tests: ")
+
+
+@pytest.mark.parametrize("tests", [5, [], ["assert 1", " "], ["assert 1", 5]])
+def test_check_names_tests_that_cannot_run(tests):
+    entries = {
+        "code.jsonl": [{"tests": ["assert 1"]}, {"tests": None}, {"tests": tests}]
+    }
+    with pytest.raises(RewardError) as caught:
+        Scorer(["unit_tests"]).check(entries)
+    assert str(caught.value).startswith(
+        f"task.source: a record of code.jsonl has the tests {tests!r}: tests must be"
+    )
