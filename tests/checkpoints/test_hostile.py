@@ -206,6 +206,7 @@ def tensor_files(draw):
     return struct.pack("<Q", length) + header + data
 
 
+@pytest.mark.full
 @nasty.profile(225)
 @hypothesis.given(data=tensor_files() | st.binary(max_size=40))
 def test_header_of_safetensors(folder, seen, data):

@@ -93,6 +93,7 @@ def test_nnx(tied):
     assert made == 2  # of the statistics, one max and one sum
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [slow(False), True])
 def test_linen(tied):
     names = ("vocab", "embed") if tied else ("embed", "vocab")

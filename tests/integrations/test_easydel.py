@@ -91,6 +91,7 @@ def easy_value(module, return_entropy=True):
     return value
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [dict(tied=True), slow(dict(tied=True, bias=True)), slow(dict()), dict(bias=True)],

@@ -342,6 +342,7 @@ def test_chunked_logps(tied, temperature, fake_tunix):
     assert alone.shape == (B, T)
 
 
+@pytest.mark.full
 def test_distillation(fake_tunix):
     places = jnp.broadcast_to(jnp.arange(T), (B, T))
     inputs = {"tokens": ids(), "positions": places, "mask": jnp.ones((B, T, T), bool)}

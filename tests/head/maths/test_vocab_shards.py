@@ -316,6 +316,7 @@ def verbs_without_axis_name():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, of_hidden",
     [

@@ -124,6 +124,7 @@ def test_mean_of_draws_exact_to_second_order(verb, layout):
     assert not np.any(np.asarray(total)[VOCABULARY:])
 
 
+@pytest.mark.full
 def test_reported_error_is_normaliser_deviation():
     copies = 256
     keys = jax.random.split(KEY, (copies, N)).reshape(-1)

@@ -26,6 +26,7 @@ def exported(chunk):
     return export.export(run)(*shapes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunk", [32, "auto"])
 def test_export_serves_any_number_of_tokens(chunk):
     rng, call = np.random.default_rng(1), exported(chunk).call

@@ -45,6 +45,7 @@ SOME = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "verb, options",
     [

@@ -253,6 +253,7 @@ def test_unused_divergence_is_harmless():
     assert np.isfinite(value) and np.isfinite(dh).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("vocab", ["model", slow(None)])
 def test_shards_of_the_vocabulary_and_of_tokens(vocab, drawn):

@@ -312,6 +312,7 @@ def test_groups_that_tell_nothing_change_nothing(monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
+@pytest.mark.full
 def test_truncated_completions_only_normalise():
     job = long_job(long_job(), mask_truncated=True)
     state = job.initial_state()

@@ -367,6 +367,7 @@ def scored(*options, out="teacher.parquet"):
 OFFLINE = "distill.mode=offline", "data.source=teacher.parquet"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "streamed"),
     [
@@ -600,6 +601,7 @@ def test_teacher_ids_late_in_stream_are_named():
         source._make_example(example)
 
 
+@pytest.mark.full
 def test_resumed_run_keeps_teacher_and_backend(two_steps, monkeypatch):
     shutil.copytree(two_steps, "run")
     longer, other = ["run.steps=3", "eval.every=None"], tokens_of("other")

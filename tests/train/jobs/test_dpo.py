@@ -94,6 +94,7 @@ def test_pair_losses_of_means_read_no_reference(loss):
     assert config.pair_loss.averages
 
 
+@pytest.mark.full
 def test_simpo_runs_no_reference(monkeypatch):
     def no_reference(self, pairs):
         raise AssertionError("a reference is scored")

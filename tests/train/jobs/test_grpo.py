@@ -267,6 +267,7 @@ def test_run_leaves_everything_it_promises(finished):
     assert operative == "run.steps = 4\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by_limit", [slow(True), False])
 def test_host_moments_and_limit_change_no_number(by_limit, finished, tmp_path):
     config, wanted, _ = finished

@@ -67,6 +67,7 @@ def test_it_is_one_short_file_and_no_other_job():
     assert kind not in JOBS.values()
 
 
+@pytest.mark.full
 def test_it_trains_resumes_and_reports(monkeypatch):
     result, said = train()
     losses = [step.loss for step in result.history]

@@ -91,6 +91,7 @@ def written(text):
 # ----------------------------------------------------------------------- a run
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_program")
 def test_own_loss_trains_and_kill_resumes_bitwise(monkeypatch):
     result, _ = train()

@@ -270,6 +270,7 @@ def finished(tmp_path_factory, programs_of_module):
     return config, *train(config, out_dir)
 
 
+@pytest.mark.full
 def test_metrics_before_and_after_the_replay(finished):
     _, result, _ = finished
     for step in result.history:
@@ -314,6 +315,7 @@ def test_kept_tokens_depend_on_seed_and_step():
     assert kept_tokens(SMALL, 1, 0, lengths) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sampling", [slow({}), CUT], ids=str)
 def test_expected_gradient_of_some_tokens_equals_all(sampling):
     """The mean over draws is as near as their spread says, and nearer than one draw."""
