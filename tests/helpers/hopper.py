@@ -79,3 +79,20 @@ def close(got, want):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a).astype(np.float32), np.asarray(b).astype(np.float32)
         np.testing.assert_allclose(a, b, atol=2**-7 * np.abs(b).max())
+
+
+def check_entropy_alone(h, W, y):
+    """A verb without labels has the gradients of the statistic of one with labels."""
+
+    def alone(h, W):
+        return jnp.sum(jaxmem.entropy(h, W, chunk=16, implementation="hopper"))
+
+    def of_stats(h, W):
+        stats = jaxmem.token_stats(h, W, y, chunk=16, implementation="hopper")
+        return jnp.sum(stats.entropy)
+
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+    for argnums in (0, (0, 1)):
+        result, expected = (jax.grad(f, argnums)(h, W) for f in (alone, of_stats))
+        assert np.any(np.asarray(jax.tree.leaves(result)[0], np.float32))
+        close(result, expected)

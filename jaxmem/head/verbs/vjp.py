@@ -34,8 +34,9 @@ from jaxmem.head.verbs import traced_loss
 from jaxmem.head.verbs.rule import Rule, empty, on_tokens, scaled, sum_over_shards
 from jaxmem.head.verbs.traced_loss import LossOperands, TracedLoss, Values
 
-# Residuals per row besides the outputs, from which logits are recomputed.
-_SAVED = ("max", "log_sum")
+# Residuals per row besides the outputs. From max and log_sum logits are recomputed; the
+# kernels compute the label's column apart, from logprob, of a verb without labels, too.
+_SAVED = ("logprob", "max", "log_sum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +277,8 @@ class LossRule(BackendRule):
 
         Without those of the whole vocabulary the loss's derivative is not known.
         """
-        outputs = self._forward()(spec, source, rows, (*TokenStats._fields, *_SAVED))
+        names = (*TokenStats._fields, "max", "log_sum")
+        outputs = self._forward()(spec, source, rows, names)
         values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
         saved = Outputs(**outputs)
         return values, self._gradient()(spec, source, rows, saved, cotangents)

@@ -20,6 +20,7 @@ from tests.helpers.hopper import (
     assert_none_writes_into_a_slice,
     by_loss,
     by_stats,
+    check_entropy_alone,
     in_parts,
     lowered,
     traced_in_parts,
@@ -50,6 +51,11 @@ def test_launches_of_all_rows_by_column_block(layout, interpreted, monkeypatch):
     problem = problem._replace(y=np.where(masked, -100, problem.y % 280))
     bias = jnp.linspace(-1, 1, 300, dtype=dtype)
     check(problem, "hopper", 16, dtype=dtype, layout=layout, bias=bias, **options)
+
+
+@needs_pallas
+def test_entropy_alone_has_gradients(interpreted):
+    check_entropy_alone(*Case(40, 16, 300, std=3.0).make())
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import jaxmem
 from tests.helpers.cases import CASES, Case
 from tests.helpers.described import described
-from tests.helpers.hopper import UNROLLED, close
+from tests.helpers.hopper import UNROLLED, check_entropy_alone, close
 from tests.helpers.one_pass import ONE_PASS, check_one_pass
 from tests.helpers.token_stats import FLOATS, OPTIONS, check, cotangents
 
@@ -59,6 +59,10 @@ REAL = {
 def test_real_shapes(name):
     case = REAL[name]
     check(case.make(), "hopper", case.chunk, dtype="bfloat16")
+
+
+def test_entropy_alone_has_gradients():
+    check_entropy_alone(*Case(300, 1000, 5001, std=3.0).make())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
