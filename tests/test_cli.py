@@ -80,6 +80,21 @@ def directory(tmp_path, monkeypatch):
 # --------------------------------------------------------- without the extra
 
 
+WARNS = """
+import warnings
+from jaxmem.commands import cli
+cli._run = lambda arguments: warnings.warn("2 of 8 calls failed") or 0
+cli.main(["doctor"])
+warnings.warn("elsewhere")
+"""
+
+
+def test_warnings_of_a_command_are_one_line(tmp_path):
+    first, second, *_ = python("-c", WARNS, cwd=tmp_path).stderr.splitlines()
+    assert first == "jaxmem: warning: 2 of 8 calls failed"
+    assert second.endswith("UserWarning: elsewhere")  # as Python writes it
+
+
 def test_version_and_help_need_the_core_only(directory):
     commands = [["--version"], ["train", "--help"], ["train", "tiny.gin"]]
     done = python("-c", WITHOUT_TRAIN_EXTRA, json.dumps(commands), cwd=directory)

@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     arguments = _parse(argv)
     try:
-        status = _run(arguments)
+        with _one_line_warnings():
+            status = _run(arguments)
         error = _flush_stdout()
         return status if error is None else _fail(f"stdout: {error.strerror}")
     except KeyboardInterrupt:
@@ -501,6 +503,21 @@ def _out_of_memory(error: Exception) -> str:
         f"out of device memory{reason}: lower the model's sizes, data.batch_size, "
         "data.sequence_length, head.chunk or --max-tokens"
     )
+
+
+@contextlib.contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    """Print warnings without the file and the source line that raised them."""
+    original = warnings.formatwarning
+
+    def format_warning(message, *location, **source) -> str:
+        return f"jaxmem: warning: {message}\n"
+
+    warnings.formatwarning = format_warning
+    try:
+        yield
+    finally:
+        warnings.formatwarning = original
 
 
 def _fail(message: str) -> int:
