@@ -24,8 +24,8 @@ def test_active_rows_come_first_in_their_order(mask, size):
     assert block.n_active == len(want)
     np.testing.assert_array_equal(block.ids[: len(want)], want)
     assert np.all(block.ids[len(want) :] >= N) and block.ids.shape == (size,)
-    np.testing.assert_array_equal(block.place[want], np.arange(len(want)))
-    assert np.all(block.place[~MASKS[mask]] == size)
+    np.testing.assert_array_equal(block.position[want], np.arange(len(want)))
+    assert np.all(block.position[~MASKS[mask]] == size)
 
 
 @pytest.mark.parametrize("mask", MASKS)

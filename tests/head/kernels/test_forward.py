@@ -40,7 +40,7 @@ def test_merging_loses_no_group(n_groups):
     with jax.enable_x64(True):
         groups = (Stats(*(x[i] for x in stats)) for i in range(n_groups))
         want = functools.reduce(row_stats.merge, groups)
-        got = forward._merge_groups(Stats(*map(jnp.float64, stats)))
+        got = forward._merge_groups(jnp.stack([*map(jnp.float64, stats)], 1))
     for name, a, b in zip(Stats._fields, got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, err_msg=name)
 
@@ -51,15 +51,15 @@ def test_merging_groups_is_batch_invariant():
     from jaxmem.head.kernels import forward
 
     (rows,) = jax.export.symbolic_shape("rows")
-    shapes = Stats(*[jax.ShapeDtypeStruct((65, rows), jnp.float32)] * 5)
+    shapes = jax.ShapeDtypeStruct((65, len(Stats._fields), rows), jnp.float32)
     # What depended on the number of rows could not be traced without it.
     jaxpr = jax.make_jaxpr(forward._merge_groups)(shapes)
     assert {out.shape for out in jaxpr.out_avals} == {(rows,)}
 
     stats = statistics(65)
     with jax.enable_x64(True):
-        beside_nan = Stats(*(jnp.asarray(np.insert(x, 8, np.nan, 1)) for x in stats))
-        want = forward._merge_groups(Stats(*map(jnp.asarray, stats)))
+        beside_nan = jnp.stack([jnp.insert(x, 8, np.nan, 1) for x in stats], 1)
+        want = forward._merge_groups(jnp.stack([*map(jnp.asarray, stats)], 1))
         got = forward._merge_groups(beside_nan)
     for a, b in zip(got, want, strict=True):
         assert np.isnan(a[8])

@@ -49,7 +49,7 @@ def facts_of(stats, rows, labels):
     from jaxmem.head.kernels import sampled_select
 
     normaliser = row_stats.Normaliser(rows.max, rows.log_sum)
-    return sampled_select.OfRows(
+    return sampled_select.RowFacts(
         jnp.asarray(labels), stats.label_logit, stats.max, normaliser
     )
 

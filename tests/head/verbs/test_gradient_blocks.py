@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import jaxmem
 from jaxmem import Recompute
-from jaxmem.head.backends import xla_blocks
+from jaxmem.head.backends import xla
 from tests.helpers import oracle
 from tests.helpers.cases import CASES, Case, slow
 from tests.helpers.described import described
@@ -26,17 +26,17 @@ N, D, V, BLOCKS, CHUNK = 300, 16, 387, 4, 32
 
 @pytest.fixture
 def of_blocks(monkeypatch):
-    """What is traced: (first column, or None in a loop; columns) of a block, once."""
-    seen, add = [], xla_blocks._add
+    """Traced blocks, once each: (first column, or None in a loop; columns)."""
+    seen, derivative = [], xla.derivative
 
-    def listen(spec, part_and_start, *args):
-        part, start = part_and_start
-        columns = part.W.shape[0 if spec.layout == "vd" else 1]
-        block = start if isinstance(start, int) else None, columns
-        seen.extend([] if block in seen else [block])
-        return add(spec, part_and_start, *args)
+    def listen(spec, part, rows, row_ids, saved, cotangents, *start):
+        if start:  # a block's; one of the whole vocabulary has none
+            columns = part.W.shape[0 if spec.layout == "vd" else 1]
+            block = start[0] if isinstance(start[0], int) else None, columns
+            seen.extend([] if block in seen else [block])
+        return derivative(spec, part, rows, row_ids, saved, cotangents, *start)
 
-    monkeypatch.setattr(xla_blocks, "_add", listen)
+    monkeypatch.setattr(xla, "derivative", listen)
     jax.clear_caches()
     return seen
 
