@@ -1,4 +1,4 @@
-"""What a sampler gains by refilled slots, and by a cache that is kept over turns.
+"""Gain of a sampler by refilled slots, and by a cache that is kept over turns.
 
 refill: rollouts of four times as many completions as slots are decoded by the sampler's
 own loop with a tiny model; lengths are given, not sampled, a hundredth of those meant.

@@ -51,8 +51,8 @@ def calculator(args):
     from benchmarks import rl_calculator
 
     rows, histories = [], {}
-    made = rl_calculator.calculator(args.seeds, args.text_steps, args.rollouts)
-    for row, rewards in made:
+    runs = rl_calculator.calculator(args.seeds, args.text_steps, args.rollouts)
+    for row, rewards in runs:
         print(row, flush=True)
         rows.append(row)
         histories[row["tool"], row["seed"]] = rewards

@@ -81,7 +81,9 @@ class TokensForm(Form):
             type(x) is int and abs(x) < 2**31 for x in values
         )
         if not is_valid or not values or (count is not None and len(values) != count):
-            expected = "integers" if count is None else f"{count} integers, one a token"
+            expected = (
+                "integers" if count is None else f"{count} integers, one per token"
+            )
             field = f'{columns.where}: "{columns.names[name]}"'
             raise DataError(messages.must_be(field, f"a list of {expected}", values))
         return values

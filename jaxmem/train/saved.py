@@ -103,8 +103,8 @@ def opened(
 ) -> Iterator[Saved]:
     """Find the model in a directory.
 
-    Of a run it is the result, `model` or `adapter`, or its newest checkpoint where that
-    is newer. Nothing in the directory is changed.
+    The model of a run is its result, `model` or `adapter`, or its newest checkpoint if
+    that is newer. The directory is not changed.
 
     Args:
         path: of a checkpoint, an adapter in PEFT's layout, or a run.

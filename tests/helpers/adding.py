@@ -50,7 +50,7 @@ class Adding:
 
 
 class Ran:
-    """What became of a run."""
+    """Outcome of a run."""
 
     def __init__(self, out_dir, console):
         self.out_dir, self._console = out_dir, console

@@ -101,7 +101,7 @@ def ours(operands, g, arrays, verb, layout="vd", options=(), frozen=False):
 
 @functools.partial(jax.jit, static_argnames=("verb", "options"))
 def materialised(operands, g, arrays, verb, options=()):
-    """What a trainer writes today: two times [N, V] in float32."""
+    """The divergence from two float32 arrays of logits [N, V]."""
     matmul = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
 
     def call(h, W, bias):

@@ -16,7 +16,7 @@ def lowered(traced):
 
 
 def assert_none_writes_into_a_slice(text, kept):
-    """What a kernel writes in place leaves by a barrier (`ring.in_place`).
+    """Assert that a result written in place leaves by a barrier (`ring.in_place`).
 
     Exponentials, which a scan may have stacked, come by one, too; what a loop carries,
     or a function is given, must not.

@@ -87,7 +87,7 @@ def problem(n=N, d=D, v=V):
 
 
 def operands_of(name, *sizes):
-    """Those of the problem: another head, its columns, or ids of which one repeats."""
+    """Operands with a target: another head, its columns, or ids (one repeats)."""
     h, W, *others = problem(*sizes)
     if "columns" in name:
         return h, W, *top(*others)

@@ -76,7 +76,7 @@ def ours(operands, g, arrays, verb, layout="vd", options=(), chunk=CHUNK):
 
 @functools.partial(jax.jit, static_argnames=("verb", "options"))
 def materialised(operands, g, arrays, verb, options=()):
-    """What a trainer writes today: [N, V] in float32, masked outside of the support."""
+    """Log-probabilities from float32 logits [N, V], masked outside of the support."""
     h, W, y, ids = operands
 
     def call(h, W, bias):

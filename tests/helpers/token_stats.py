@@ -13,7 +13,7 @@ FLOATS = ("logprob", "entropy", "logsumexp", "sum_pi_squared")
 
 
 def materialised(h, W, y, *, bias=None, softcap=None, temperature=1.0, vocab_size=None):
-    """What a trainer writes today: logits in float32, then the textbook."""
+    """Statistics from materialised float32 logits, by the formulas of textbooks."""
     z = jnp.matmul(h, W.T, preferred_element_type=jnp.float32)
     z = z if bias is None else z + bias[None, :].astype(jnp.float32)
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)

@@ -23,7 +23,7 @@ from jaxmem.head.verbs import jaxprs
 
 # A batch's size is no multiple of the number of tokens that the check takes.
 _BATCHES = (
-    " jax.lax.map over tokens with a batch_size cannot be told from this: leave "
+    " jax.lax.map over tokens with a batch_size looks the same to this check: leave "
     "batch_size out, or use jax.vmap;"
 )
 

@@ -1,15 +1,16 @@
 """Arguments that losses of one's own name: arrays and numbers, each by its name."""
 
 import inspect
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.base import guests, user_code
+from jaxmem.base import guests, messages, user_code
 from jaxmem.head.verbs import token_independence
 
+Row = TypeVar("Row")
 _ROWS = 24  # of arrays that a loss is traced with; no size is like it by itself
 
 
@@ -52,6 +53,32 @@ def check_section(section: str, config: Any) -> None:
     except ValueError as error:
         said = str(error).replace(f"{type(config).__name__}.", f"{section}.")
         raise ValueError(said) from error
+
+
+def load_row(key: str, name: str, known: Mapping[str, Row], kind: type) -> Row:
+    """A row that the user's code defines, or one that `kind` makes of its function.
+
+    Args:
+        key: the key that names it, such as grpo.loss, for errors.
+        name: "file.py:name" or "package.module:name".
+        known: the shipped rows by name, for errors.
+        kind: the class of rows.
+
+    Raises:
+        UserCodeError: it cannot be loaded, or its parameters are not those of a row.
+    """
+
+    def is_row(loaded: Any) -> bool:
+        return isinstance(loaded, kind) or callable(loaded)
+
+    expected = f"a {kind.__name__} or a function"
+    loaded = user_code.load(name, key, known, expected, is_row)
+    try:
+        return loaded if isinstance(loaded, kind) else kind(loaded)
+    except ValueError as error:
+        raise user_code.UserCodeError(
+            f"{key}={messages.short(name)}: {error}"
+        ) from error
 
 
 def check(

@@ -153,27 +153,16 @@ def load(name: str) -> PairLoss:
     """
     if name in PAIR_LOSSES:
         return PAIR_LOSSES[name]
-    setting = f"dpo.loss={messages.short(name)}"
-    loaded = user_code.load(
-        name, "dpo.loss", PAIR_LOSSES, "a PairLoss or a function", _is_loss
-    )
-    try:
-        loss = loaded if isinstance(loaded, PairLoss) else PairLoss(loaded)
-    except ValueError as error:
-        raise user_code.UserCodeError(f"{setting}: {error}") from error
+    loss = loss_arguments.load_row("dpo.loss", name, PAIR_LOSSES, PairLoss)
     arrays = [name for name in loss.arguments if name in _ARRAYS]
     numbers: dict[str, Any] = dict.fromkeys(_NUMBERS, 1.0)
 
     def of_pairs(*values: jax.Array) -> jax.Array:
         return loss.of_pairs(numbers | dict(zip(arrays, values, strict=True)))
 
-    code = loss.function
+    setting, code = f"dpo.loss={messages.short(name)}", loss.function
     loss_arguments.check(setting, code, of_pairs, len(arrays), "pair", "micro-batch")
     return loss
-
-
-def _is_loss(loaded: Any) -> bool:
-    return isinstance(loaded, PairLoss) or callable(loaded)
 
 
 def pair_losses(

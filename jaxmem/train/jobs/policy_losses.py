@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import losses
-from jaxmem.base import messages, user_code
+from jaxmem.base import messages
 from jaxmem.train.jobs import loss_arguments
 from jaxmem.train.jobs.advantages import ADVANTAGES
 from jaxmem.train.jobs.loss_arguments import default_of
@@ -201,26 +201,15 @@ def load(name: str) -> PolicyLoss:
     """
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    setting = f"grpo.loss={messages.short(name)}"
-    loaded = user_code.load(
-        name, "grpo.loss", POLICY_LOSSES, "a PolicyLoss or a function", _is_loss
-    )
-    try:
-        loss = loaded if isinstance(loaded, PolicyLoss) else PolicyLoss(loaded)
-    except ValueError as error:
-        raise user_code.UserCodeError(f"{setting}: {error}") from error
+    loss = loss_arguments.load_row("grpo.loss", name, POLICY_LOSSES, PolicyLoss)
     clips = loss.bounds(None, None) if loss.clips else None
 
     def of_tokens(*values: jax.Array) -> jax.Array:
         return loss.of_tokens(dict(zip(loss.arrays, values, strict=True)), clips)
 
-    code, count = loss.surrogate, len(loss.arrays)
-    loss_arguments.check(setting, code, of_tokens, count, "token", "chunk")
+    setting, count = f"grpo.loss={messages.short(name)}", len(loss.arrays)
+    loss_arguments.check(setting, loss.surrogate, of_tokens, count, "token", "chunk")
     return loss
-
-
-def _is_loss(loaded: Any) -> bool:
-    return isinstance(loaded, PolicyLoss) or callable(loaded)
 
 
 class Correction(NamedTuple):

@@ -172,7 +172,7 @@ def test_any_negative_label_is_padding(padding):
 
 
 def test_unseen_label_is_nan_in_logprob_only():
-    """Of logits; head/verbs/test_api has the other verbs."""
+    """Errors of verbs of logits; head/verbs/test_api has the other verbs."""
     labels = LABELS.at[1].set(V)
     verb = "token_stats_from_logits"
     got = jax.jit(lambda labels: call(verb, labels=labels))(labels)

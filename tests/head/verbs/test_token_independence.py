@@ -68,8 +68,8 @@ def traced(loss_fn):
     (lambda s, *_: jnp.cumsum(s.logprob), COMBINES + "cumsum"),
     (lambda s, *_: jnp.roll(s.logprob, 1), COMBINES + "slice"),
     (lambda s, x, i: s[0] + lax.map(lambda row: row @ row, x, batch_size=4),
-     COMBINES + "slice of .*; jax.lax.map over tokens with a batch_size cannot be told "
-     "from this: leave batch_size out, or use jax.vmap; compute"),
+     COMBINES + "slice of .*; jax.lax.map over tokens with a batch_size looks the "
+     "same to this check: leave batch_size out, or use jax.vmap; compute"),
     (lambda s, *_: s.logprob * jnp.tile(TABLE[:2], len(s[0])).reshape(2, -1)[0],
      POSITION + "tile"),
     (lambda s, *_: s.logprob[::-1], COMBINES + "rev"),

@@ -55,7 +55,7 @@ def ours(operands, g, arrays, way, tail, layout="vd", options=(), chunk=CHUNK):
 
 @functools.partial(jax.jit, static_argnames=("way", "tail", "options"))
 def materialised(operands, g, arrays, way, tail, options=()):
-    """What a trainer writes today: [N, V] in float32, and 1 - Σ p of the rest."""
+    """The divergence from float32 logits [N, V], and 1 - Σ p of the rest."""
     h, W, ids, ln_q = operands
 
     def call(h, W, bias):

@@ -127,8 +127,8 @@ class RecordedRollouts(FilePrompts):
             return
         if not isinstance(supports, list) or len(supports) != length:
             raise DataError(
-                f"{record.where}: supports must be {length} lists of ids, one a token "
-                "of completion_ids, because sampling truncates"
+                f"{record.where}: supports must be {length} lists of ids, one per "
+                "token of completion_ids, because sampling truncates"
             )
         for token, ids in zip(record.fields["completion_ids"], supports, strict=True):
             _check_ids(record, "supports", ids, self._vocab_size)
