@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import pytest
 
-TIERS = ("full", "slow")
+TIERS = ("slow", "full")  # a case that has both markers is slow
 
 
 class _Collected:
@@ -27,13 +27,19 @@ class _Collected:
         self.items = session.items
 
 
-def lines(items: Iterable[pytest.Item], marker: str) -> list[str]:
-    """One line for each file that has tests with the marker."""
+def tier_of(item: pytest.Item) -> str | None:
+    """The tier of a test: "slow", "full", or None for a quick one."""
+    markers = {marker.name for marker in item.iter_markers()}
+    return next((tier for tier in TIERS if tier in markers), None)
+
+
+def lines(items: Iterable[pytest.Item], tier: str) -> list[str]:
+    """One line for each file that has tests of the tier."""
     marked, cases = collections.Counter(), collections.Counter()
     for item in items:
         file, _, name = item.nodeid.partition("[")[0].partition("::")
         cases[file, name] += 1
-        marked[file, name] += item.get_closest_marker(marker) is not None
+        marked[file, name] += tier_of(item) == tier
     files = collections.defaultdict(list)
     for (file, name), count in marked.items():
         of = "" if count == cases[file, name] else f" ({count} of {cases[file, name]})"
@@ -43,16 +49,14 @@ def lines(items: Iterable[pytest.Item], marker: str) -> list[str]:
 
 
 def main() -> int:
-    marker = sys.argv[1] if sys.argv[1:] else ""
-    if marker not in TIERS:
+    tier = sys.argv[1] if sys.argv[1:] else ""
+    if tier not in TIERS:
         print(f"error: name a tier, one of {', '.join(TIERS)}", file=sys.stderr)
         return 2
     collected = _Collected()
     with contextlib.redirect_stdout(io.StringIO()) as report:
         status = pytest.main(["--collect-only", "-m", "", "-n", "0"], [collected])
-    print(
-        "\n".join(lines(collected.items, marker)) if status == 0 else report.getvalue()
-    )
+    print("\n".join(lines(collected.items, tier)) if status == 0 else report.getvalue())
     return int(status)
 
 

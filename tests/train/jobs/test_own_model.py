@@ -84,24 +84,26 @@ def test_jobs_train_own_model_and_resume_bitwise(job, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("own_tokenizer", [True, slow(False)])
 def test_run_starts_from_weights_of_another(own_tokenizer):
+    # A name of its own: programs are shared by config, and read the vocabulary there.
+    run = "own_run" if own_tokenizer else "llama_run"
     tokenizer = () if own_tokenizer else ("model.checkpoint=llama",)
-    train("sft", "run.steps=2", "model.layers=2", *tokenizer)
-    given = "model.checkpoint=run", "model.layers=2", f"model.factory={OWN}"
-    config, _ = configuration.load("grpo.gin", given)
+    train("sft", "run.steps=2", "model.layers=2", f"run.out_dir={run}", *tokenizer)
+    overrides = f"model.checkpoint={run}", "model.layers=2", f"model.factory={OWN}"
+    config, _ = configuration.load("grpo.gin", overrides)
     job = jobs.job_of(config)
     asked = job.reads.task.ask(0, 1)
-    ids, text = asked.ids[0, : asked.lengths[0]].tolist(), "run/tokenizer.json"
+    ids, text = asked.ids[0, : asked.lengths[0]].tolist(), f"{run}/tokenizer.json"
     if own_tokenizer:
         said = tokenizers.Tokenizer.from_file(text).decode(ids)
         assert said == asked.items[0].prompt and job.vocabulary() == 280
     program = job.make_program(job.vocabulary())
-    last = read_params(pathlib.Path("run/checkpoints"), 2, program.state_shapes.params)
+    last = read_params(pathlib.Path(run, "checkpoints"), 2, program.state_shapes.params)
     for ours, theirs in zip(
         jax.tree.leaves(program.initial_params()), jax.tree.leaves(last), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
     for change in ("model.layers=1", "model.layers=3", "model.hidden=8"):
-        config, _ = configuration.load("grpo.gin", (*given[::2], change))
+        config, _ = configuration.load("grpo.gin", (*overrides[::2], change))
         other = jobs.job_of(config).make_program(job.vocabulary())
         with pytest.raises(OSError, match="2 and the model differ in params/body/"):
             other.initial_params()
