@@ -332,25 +332,28 @@ def open_run(
     log = functools.partial(say, console)
     if config.wandb is not None and processes.is_first():
         wandb_writer.check(config.wandb)
-    with (
-        Stop() as stop,
-        locks.exclusive(out_dir / "lock", where, log) as lock,
-        directory.claimed(),
-        # Several processes must agree on the last step.
-        stop.deferred() if jax.process_count() > 1 else contextlib.nullcontext(),
-    ):
-        run = None
+    with Stop() as stop:
+        run, is_alone = None, jax.process_count() == 1
         try:
-            for name, needed in (("checkpoints", True), ("best", False)):
-                for line in set_aside_damaged(out_dir / name, needed):
-                    log(line)
-            with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
-                if config.checkpoint_every and checkpoints.latest() is None:
-                    checkpoints.check_storage()
-                held = _HeldResources(stop, lock, directory)
-                run = Run(config, settings, console, checkpoints, held, evaluation)
-                with run.progress:
-                    yield run
+            with (
+                locks.exclusive(out_dir / "lock", where, log) as lock,
+                directory.claimed(),
+                # Several processes must agree on the last step.
+                contextlib.nullcontext() if is_alone else stop.deferred(),
+            ):
+                for name, needed in (("checkpoints", True), ("best", False)):
+                    for line in set_aside_damaged(out_dir / name, needed):
+                        log(line)
+                with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
+                    if config.checkpoint_every and checkpoints.latest() is None:
+                        with stop.deferred():  # orbax runs event loops, which must end
+                            checkpoints.check_storage()
+                        if is_alone:
+                            stop.raise_if_requested()
+                    held = _HeldResources(stop, lock, directory)
+                    run = Run(config, settings, console, checkpoints, held, evaluation)
+                    with run.progress:
+                        yield run
         finally:
             if stop.signal:
                 last = run.position() if run is not None else "before the first step"

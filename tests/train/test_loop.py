@@ -130,15 +130,27 @@ def test_stop_without_checkpoints_says_nothing_saved(run):
     )
 
 
-@pytest.mark.parametrize("when", ["opening", "first state"])
+OPENING = {
+    "claiming": (loop.ownership.RunDirectory, "claimed"),
+    "setting aside": (loop, "set_aside_damaged"),
+    "storage": (loop.Checkpoints, "check_storage"),
+}
+
+
+@pytest.mark.parametrize("when", [*OPENING, "first state"])
 def test_signal_before_the_first_step_ends_the_run(when, run, monkeypatch):
-    job = Adding()
-    if when == "opening":
-        stop = functools.partial(signal.raise_signal, signal.SIGTERM)
-        monkeypatch.setattr(loop, "set_aside_damaged", lambda *_: stop())
+    job, ended = Adding(), []
+
+    def stop(*_):
+        signal.raise_signal(signal.SIGTERM)
+        ended.append(when)
+
+    if when in OPENING:
+        monkeypatch.setattr(*OPENING[when], stop)
     else:
-        job.initial_state = lambda: signal.raise_signal(signal.SIGTERM)
+        job.initial_state = stop
     ran = run(job=job)
+    assert ended == (["storage"] if when == "storage" else [])  # orbax is not cut short
     assert ran.error.code == 143
     assert ran.said == "stopped by SIGTERM before the first step\n"
     assert not ran.out_dir.exists()
