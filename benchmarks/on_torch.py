@@ -33,7 +33,7 @@ def provenance() -> dict[str, str]:
 
 
 def decoder_config(model, length, **more):
-    """transformers' Qwen3, Gemma 3 with a window, or Qwen3-MoE, of a `ModelConfig`."""
+    """transformers' Llama, Qwen3, Gemma 3 or Qwen3-MoE, of a `ModelConfig`."""
     import transformers
 
     sizes = dict(
@@ -51,6 +51,8 @@ def decoder_config(model, length, **more):
     )
     if model.window is not None:
         return transformers.Gemma3TextConfig(**sizes, sliding_window=model.window)
+    if model.experts is None and not model.qk_norm:
+        return transformers.LlamaConfig(**sizes)
     if model.experts is None:
         return transformers.Qwen3Config(**sizes)
     config = transformers.Qwen3MoeConfig(

@@ -50,7 +50,9 @@ class Variant:
     name: str
     side: str  # "jax" or "torch"
     words: tuple[str, ...]  # first a policy, or a mode; then section.field=, xla_…=
-    vocab_size: int
+    vocab_size: int | None = None  # None: that of the config
+    config: str | None = None  # None: that of the command line
+    lengths: str = "full"  # of documents (benchmarks.step_rows)
 
     def job(self, config: str, overrides: list[str], traced: list[str]) -> dict:
         """What a worker reads."""
@@ -59,11 +61,13 @@ class Variant:
         more = [word for word in rest if not word.startswith(("xla_", "loss="))]
         if self.side == "jax":
             more = [f"remat.policy={first}", *more]
-        vocabulary = f"model.vocab_size={self.vocab_size}"
+        if self.vocab_size is not None:
+            more = [f"model.vocab_size={self.vocab_size}", *more]
         return {
-            "config": config,
+            "config": self.config or config,
             "mode": first,
-            "overrides": [vocabulary, *more, *overrides],
+            "lengths": self.lengths,
+            "overrides": [*more, *overrides],
             "options": options,
             "loss": "logprobs" if "loss=logprobs" in rest else "",
             "trace": self.name in traced,
@@ -229,16 +233,19 @@ def chosen_variants(args: argparse.Namespace) -> list[Variant]:
     return found
 
 
-def save_shares(out: str, row: dict, shares: list[dict]) -> None:
-    """Rows of a trace's summary, into `*_trace.csv` beside the result."""
-    same = {key: row.get(key, "") for key in (*KEYS, "jax", "date")}
+def save_shares(out: str, row: dict, shares: list[dict], keys=KEYS) -> None:
+    """Rows of a trace's summary, into `*_trace.csv` beside the result.
+
+    `keys` are columns that tell the result's rows apart.
+    """
+    same = {key: row.get(key, "") for key in (*keys, "jax", "date")}
     rows = [{**same, **share} for share in shares]
     for line in rows:
         print({key: line[key] for key in ("class", "ms", "share", "kernels")})
     if rows:
         path = pathlib.Path(out)
         path = path.with_name(f"{path.stem}_trace.csv")
-        results.merge(path, rows, (*KEYS, "class"))
+        results.merge(path, rows, (*keys, "class"))
 
 
 if __name__ == "__main__":

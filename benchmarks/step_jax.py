@@ -8,10 +8,10 @@ import traceback
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from rich.console import Console
 
-from benchmarks import results, trace_summary, workers
-from benchmarks.run_long_step import batch_of, types_of
+from benchmarks import results, step_rows, trace_summary, workers
+from benchmarks.run_long_step import types_of
 from jaxmem.train import configuration
 from jaxmem.train.jobs import sft
 
@@ -20,14 +20,19 @@ TRACED = 3  # steps
 
 
 def prepare(job):
-    """The program of a job and its trace: nothing is on the device yet."""
+    """The program of a job and its trace: nothing is on the device yet.
+
+    There is no trace where the device's memory chooses the policy.
+    """
     config, _ = configuration.load(job["config"], job["overrides"])
     assert config.run.job == "sft"
     assert config.model.vocab_size is not None
     if job["loss"] == "logprobs":
         sft.head_loss = loss_of_logprobs
-    program = sft.SftProgram(config, config.model.vocab_size, packed=False)
-    return config, program, program.trace_backward()
+    packed = job["lengths"] != "full"
+    program = sft.SftProgram(config, config.model.vocab_size, packed=packed)
+    fits = config.remat.policy == "fit"
+    return config, program, None if fits else program.trace_backward()
 
 
 def loss_of_logprobs(head, hidden, labels, normalizer, *_):
@@ -40,15 +45,20 @@ def measure(job, config, program, traced):
     """Columns: memory by the compiler, and the allocator's peak; seconds, tokens/s."""
     options = {k: workers.value_of(v) for k, v in job["options"].items()}
     start = time.perf_counter()
+    if traced is None:
+        program.choose_policy(Console())
+        traced = program.trace_backward()
     step = traced.lower().compile(compiler_options=options or None)
     row = {"compile_s": round(time.perf_counter() - start, 1), **types_of(program)}
+    row["policy"] = described(program.policy)
     account = step.memory_analysis()
     row["temporary_gib"] = round(account.temp_size_in_bytes / GIB, 2)
     state, frozen = program.initial_state(), program.frozen()
-    batch = program.layout.place(batch_of(config, config.model.vocab_size))
-    jax.block_until_ready((state, frozen, batch))
+    batches = step_rows.batches(config, job["lengths"])
+    placed = [*map(program.layout.place, batches)]
+    jax.block_until_ready((state, frozen, placed))
     ends, losses, unread = [], [], None
-    for number in range(1, config.run.steps + 1):
+    for number, batch in enumerate(placed, start=1):
         drawn_by = program.step_numbers(config.head, number)
         state, numbers = step(state, frozen, batch, *drawn_by)
         unread, read = numbers["loss"], unread  # as jaxmem.train.loop reads them
@@ -58,11 +68,9 @@ def measure(job, config, program, traced):
     assert unread is not None
     losses.append(float(unread))
     ends.append(time.perf_counter())
-    rate = batch.tokens.size / float(np.median(np.diff(ends)[1:]))
-    mfu = program.mfu(rate)
+    row |= step_rows.columns(batches, ends)
+    mfu = program.mfu(row["tokens_per_second"])
     row |= {
-        "seconds": round(batch.tokens.size / rate, 4),
-        "tokens_per_second": round(rate),
         "loss_read": "one step late",
         "mfu": "" if mfu is None else round(mfu, 4),
         "first_loss": round(losses[0], 4),
@@ -71,9 +79,21 @@ def measure(job, config, program, traced):
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         row["device_peak_gib"] = round(stats["peak_bytes_in_use"] / GIB, 2)
-    given = frozen, batch, *program.step_numbers(config.head, config.run.steps + 1)
+    drawn_by = program.step_numbers(config.head, config.run.steps + 1)
+    given = frozen, placed[-1], *drawn_by
     shares = profile(step, state, given) if job["trace"] else []
     return row, shares
+
+
+def described(policy):
+    """A policy in a few words."""
+    if policy is None:
+        return "nothing recomputed"
+    facts = {"save": policy.save, "offload": policy.offload}
+    words = [f"{name} {' '.join(names)}" for name, names in facts.items() if names]
+    words += ["save products"] * policy.dots
+    words += [f"last {policy.last} blocks whole"] * bool(policy.last)
+    return ", ".join(words) or "all recomputed"
 
 
 def profile(step, state, given):
