@@ -41,6 +41,9 @@ COMMON = pathlib.Path(__file__).parent / "cards.gin"
 KEYS = ("model", "training", "lengths", "variant", "overrides", "device")
 SEVEN = "('query','key','value','output','gate','up','down')"
 FOUR = "('query','key','value','output')"
+ADAPTERS = (
+    "model.lora_rank=16", "model.lora_alpha=32.0", "optimizer.trainable='lora_'",
+)  # fmt: skip
 CLOCKS = "clocks.sm,clocks.max.sm,power.limit,driver_version"
 
 
@@ -49,12 +52,12 @@ class Model:
     """Dimensions: a file of configs/, and what differs from it."""
 
     config: str
-    words: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
     targets: str = SEVEN
 
 
-def _model(config, words="", targets=SEVEN):
-    return Model(f"configs/model_{config}.gin", tuple(words.split()), targets)
+def _model(config, lines="", targets=SEVEN):
+    return Model(f"configs/model_{config}.gin", tuple(lines.split()), targets)
 
 
 MODELS = {
@@ -97,23 +100,15 @@ class Case:
     def variant(self, folder: pathlib.Path) -> run_step.Variant:
         """What `run_step` measures; its config is written into the folder."""
         model = MODELS[self.model]
-        path = folder / f"{self.model}.gin"
-        files = ROOT / model.config, COMMON
-        path.write_text("".join(f'include "{file}"\n' for file in files), "utf-8")
-        first, *rest = self.words
-        words = (first, *model.words, *self._adapters(), *rest)
+        path = folder / f"{self.model} {self.training}.gin"
+        lines = [f'include "{file}"' for file in (ROOT / model.config, COMMON)]
+        lines += model.lines
+        if self.training == "lora":
+            lines += [*ADAPTERS, f"model.lora_targets={model.targets}"]
+        path.write_text("\n".join(lines) + "\n", "utf-8")
         return run_step.Variant(
-            self.name, self.side, words, None, str(path), self.lengths
+            self.name, self.side, self.words, None, str(path), self.lengths
         )
-
-    def _adapters(self):
-        if self.training == "whole":
-            return ()
-        targets = MODELS[self.model].targets
-        return (
-            "model.lora_rank=16", "model.lora_alpha=32.0",
-            f"model.lora_targets={targets}", "optimizer.trainable='lora_'",
-        )  # fmt: skip
 
     def columns(self) -> dict[str, str]:
         """What a row says about it."""

@@ -6,17 +6,22 @@
 
 The first runs both arithmetic configs and writes grpo_arithmetic_cpu.csv and a figure;
 the second runs one config, with overrides after its name, and writes what its phases
-took; the third reads that from what `jaxmem train` left in a folder.
+took, with their shares of a step, and the rewards, which are a part of the rollout; the
+third reads the phases from what `jaxmem train` left in a folder.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
+import statistics
 import tempfile
 import time
+from unittest import mock
 
 from benchmarks import results
 from jaxmem.train import configuration, jobs
+from jaxmem.train.jobs.rollout import prompt_tasks
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 ARITHMETIC = ("grpo_arithmetic.gin", "grpo_arithmetic_multitoken.gin")
@@ -58,10 +63,42 @@ def curve(name, overrides=(), every=10):
 
 
 def phases(name, overrides=()):
-    """A row a phase of a run of this config, made here and now."""
-    history, summary, _ = train(name, overrides)
+    """A row a phase of a run of this config, made here and now, and one of rewards."""
+    with timed_rewards() as rewards:
+        history, summary, _ = train(name, overrides)
     last = history[-1]._asdict()
-    return [row | results.provenance() for row in _of(name, overrides, summary, last)]
+    rows = _of(name, overrides, summary, last)
+    spent = {row["phase"]: row["seconds"] for row in rows}
+    spent["rewards"] = round(statistics.median(rewards), 6)
+    spent["step"] = round(statistics.median(step.seconds for step in history), 3)
+    same = {key: rows[0][key] for key in ("config", "overrides", "tokens")}
+    rows += [same | {"phase": phase} for phase in ("rewards", "step")]
+    for row in rows:
+        row["seconds"] = spent[row["phase"]]
+        row["share"] = round(row["seconds"] / spent["step"], 4)
+    whole = rows[-1]
+    whole["tokens_per_second"] = round(whole["tokens"] / whole["seconds"])
+    return [row | results.provenance() for row in rows]
+
+
+@contextlib.contextmanager
+def timed_rewards():
+    """A list of the seconds that each call of a task's `grade` takes in the context."""
+    seconds = []
+
+    def timed(grade):
+        def run(*arguments):
+            start = time.perf_counter()
+            graded = grade(*arguments)
+            seconds.append(time.perf_counter() - start)
+            return graded
+
+        return run
+
+    with contextlib.ExitStack() as patches:
+        for task in (prompt_tasks.ArithmeticTask, prompt_tasks.OwnPrompts):
+            patches.enter_context(mock.patch.object(task, "grade", timed(task.grade)))
+        yield seconds
 
 
 def phases_of(folder, name, overrides=()):

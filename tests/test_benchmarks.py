@@ -248,8 +248,15 @@ def test_run_grpo_by_phases(tmp_path):
     arguments = [*run_grpo.ARITHMETIC[1:], *TINY_POLICY, "grpo.kl_coefficient=0.1"]
     run_grpo.main([f"--phases={out}", *arguments])
     rows = results.read(out)
-    assert [row["phase"] for row in rows] == ["rollout", "old", "reference", "update"]
-    assert all(float(row["seconds"]) > 0 <= float(row["program_gib"]) for row in rows)
+    phases = ["rollout", "old", "reference", "update"]
+    assert [row["phase"] for row in rows] == [*phases, "rewards", "step"]
+    assert all(float(row["seconds"]) > 0 for row in rows)
+    assert all(float(row["program_gib"]) >= 0 for row in rows[:4])
+    seconds = {row["phase"]: float(row["seconds"]) for row in rows}
+    assert seconds["rewards"] < seconds["rollout"] < seconds["step"]
+    assert float(rows[-1]["share"]) == 1 and float(rows[0]["share"]) < 1
+    tokens = float(rows[-1]["tokens"]) / seconds["step"]
+    assert float(rows[-1]["tokens_per_second"]) == pytest.approx(tokens, rel=0.01)
 
 
 def test_run_grpo_reads_a_run_that_is_there(tmp_path):
