@@ -214,6 +214,10 @@ CASES = [
         "llama-3.1-8b", "whole", "full", f"full, adafactor, 4 rows: full {ADAFACTOR}"
     ),
     *_cases("gemma-3-4b", "whole", "full", "full, 4 rows: full"),
+    *_cases(
+        "qwen3-8b", "whole", "full",
+        "full, AdamW's moments on the host, 4 rows: full optimizer.offload=True",
+    ),
 ]  # fmt: skip
 
 

@@ -48,10 +48,11 @@ def measure(job, config, program, traced):
     if traced is None:
         program.choose_policy(Console())
         traced = program.trace_backward()
-    step = traced.lower().compile(compiler_options=options or None)
+    compiled = traced.lower().compile(compiler_options=options or None)
+    step = program.with_update(compiled)
     row = {"compile_s": round(time.perf_counter() - start, 1), **types_of(program)}
     row["policy"] = described(program.policy)
-    account = step.memory_analysis()
+    account = compiled.memory_analysis()
     row["temporary_gib"] = round(account.temp_size_in_bytes / GIB, 2)
     state, frozen = program.initial_state(), program.frozen()
     batches = step_rows.batches(config, job["lengths"])
@@ -81,8 +82,10 @@ def measure(job, config, program, traced):
         row["device_peak_gib"] = round(stats["peak_bytes_in_use"] / GIB, 2)
     drawn_by = program.step_numbers(config.head, config.run.steps + 1)
     given = frozen, placed[-1], *drawn_by
-    shares = profile(step, state, given) if job["trace"] else []
-    return row, shares
+    if not job["trace"]:
+        return row, []
+    operations = trace_summary.operations(compiled.as_text() or "")
+    return row, profile(step, state, given, operations)
 
 
 def described(policy):
@@ -96,9 +99,8 @@ def described(policy):
     return ", ".join(words) or "all recomputed"
 
 
-def profile(step, state, given):
+def profile(step, state, given, operations):
     """Rows of `trace_summary`; none where the profile has no GPU."""
-    operations = trace_summary.operations(step.as_text() or "")
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(TRACED):

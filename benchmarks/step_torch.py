@@ -167,7 +167,8 @@ def document_ends(segments):
 def optimizer_of(trained, name):
     """torch's optimizer of that name."""
     if name == "adafactor":
-        return torch.optim.Adafactor(trained, lr=1e-5, weight_decay=0.1)
+        # One weight after the other: updates of all at once would need their memory.
+        return torch.optim.Adafactor(trained, lr=1e-5, weight_decay=0.1, foreach=False)
     assert name == "adamw"
     on_gpu = DEVICE == "cuda"
     return torch.optim.AdamW(trained, lr=1e-5, fused=on_gpu, weight_decay=0.1)

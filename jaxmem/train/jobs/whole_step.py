@@ -107,7 +107,12 @@ class StepProgram(DecoderProgram):
         self, head: HeadConfig | None = None
     ) -> jax.stages.Compiled | StreamedStep:
         """Compile the train step from shapes alone; it consumes the state."""
-        compiled = self.compile_verified(self.trace_step(head))
+        return self.with_update(self.compile_verified(self.trace_step(head)))
+
+    def with_update(
+        self, compiled: jax.stages.Compiled
+    ) -> jax.stages.Compiled | StreamedStep:
+        """The whole step of what `trace_step` traced, once it is compiled."""
         if self.streamed is None:
             return compiled
         slopes = gradient_shapes(self.state_shapes.params)
