@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
+from jaxmem.checkpoints import quantization
 from jaxmem.checkpoints.config_reader import CheckpointError, Reader, read_object
 from jaxmem.checkpoints.families import FAMILIES, WITH_IMAGES
 from jaxmem.checkpoints.families.family import IGNORED, ONLY, Family, WithImages
@@ -31,6 +32,7 @@ class CheckpointConfig:
     dtype: str | None  # of the stored weights, if given
     family: Family  # how weights are named
     images: WithImages | None = None  # the multimodal model that it is the text part of
+    coding: str | None = None  # of matrices, "nf4" or "int8"; None: all are plain
 
     @property
     def text_part(self) -> bool:
@@ -40,8 +42,8 @@ class CheckpointConfig:
 
 # Keys that both parts of a multimodal model share.
 _SHARED = (
-    "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype",
-    "transformers_version",
+    "bos_token_id", "dtype", "eos_token_id", "pad_token_id", quantization.KEY,
+    "torch_dtype", "transformers_version",
 )  # fmt: skip
 _HUB_NAME = r"[\w-][\w.-]*/[\w.-]+"  # OWNER/MODEL
 _POSITIONS = integers(1, limit=2**31 - 1)  # tokens of a context: positions are int32
@@ -87,6 +89,7 @@ def parse_config(path: Path, raw: Mapping[str, Any]) -> CheckpointConfig:
         raw = _text_part(path, raw, images)
     reader = Reader(path, raw, IGNORED)
     family = _find_family(reader)
+    coding = quantization.read_coding(reader)
     fields: dict[str, Any] = {
         **family.read(reader),
         "pad_row": _pad_row(family, reader),
@@ -99,7 +102,7 @@ def parse_config(path: Path, raw: Mapping[str, Any]) -> CheckpointConfig:
     key = "dtype" if "dtype" in raw else "torch_dtype"  # the newer one has precedence
     dtype = reader.take(key, (str, type(None)), None)
     dtype = dtype and dtype.removeprefix("torch.")
-    return CheckpointConfig(path, raw, model, positions, dtype, family, images)
+    return CheckpointConfig(path, raw, model, positions, dtype, family, images, coding)
 
 
 def _pad_row(family: Family, reader: Reader) -> int | None:
@@ -121,6 +124,7 @@ def _text_part(
             f"model_type {images.model_type!r} is not that of {messages.name(named[0])}"
         )
     text = reader.take("text_config", dict)
+    quantization.read_coding(reader)
     tied = reader.take("tie_word_embeddings", bool, images.tied)
     reader.finish(ONLY)
     if text.get("tie_word_embeddings", tied) is not tied:

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from jaxmem.base import json_files, messages
 from jaxmem.checkpoints.config_reader import CheckpointError, Reader, read_object
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = ("F64", "F32", "BF16", "F16")
+_FLOATS = ("F64", "F32", "BF16", "F16")
 _MAX_HEADER = 100 * 10**6  # bytes; the format's own limit
 
 
@@ -61,6 +61,10 @@ class Tensors:
         """Iterate over the names."""
         return iter(self._files)
 
+    def has(self, name: str) -> bool:
+        """True if a file has a tensor of this name."""
+        return name in self._files
+
     def file_of(self, name: str) -> Path:
         """The file that has a tensor, or the last file if none has it."""
         last = next(reversed(self._files.values()), self.directory / _ONE)
@@ -73,6 +77,14 @@ class Tensors:
         shape = self._open_file(self._files[name]).get_slice(name).get_shape()
         return shape[0] if shape else None
 
+    def dtype(self, name: str) -> str:
+        """The type of a tensor, as safetensors names it, such as "BF16".
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        return self._slice(name).get_dtype()
+
     def read(
         self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]
     ) -> np.ndarray:
@@ -81,21 +93,21 @@ class Tensors:
         Raises:
             CheckpointError: there is no such tensor, or it has another shape or dtype.
         """
-        if name not in self._files:
-            raise CheckpointError(
-                f"{self.file_of(name)}: tensor {name} is missing ({len(self._files)} "
-                f"are there), as is its entry in any other file of {self.directory}"
-            )
-        path = self._files[name]
-        try:
-            tensor = self._open_file(path).get_slice(name)
-        except SafetensorError as error:
-            reason = messages.cut(str(error))
-            raise CheckpointError(f"{path}: tensor {name}: {reason}") from error
-        if tensor.get_dtype() not in _DTYPES:
+        return self.read_stored(name, shape, index, _FLOATS)
+
+    def read_stored(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        index: tuple[slice, ...],
+        dtypes: Sequence[str],
+    ) -> np.ndarray:
+        """Read part of a tensor as it is in its file, with one of the dtypes."""
+        tensor, path = self._slice(name), self.file_of(name)
+        if tensor.get_dtype() not in dtypes:
             raise CheckpointError(
                 f"{path}: tensor {name} is of type {tensor.get_dtype()}; only "
-                f"{', '.join(_DTYPES)} are read"
+                f"{', '.join(dtypes)} are read"
             )
         if tuple(tensor.get_shape()) != shape:
             raise CheckpointError(
@@ -103,6 +115,20 @@ class Tensors:
                 f"got {messages.short(tuple(tensor.get_shape()))}"
             )
         return tensor[index]
+
+    def _slice(self, name: str) -> Any:
+        """A tensor in its file, of which nothing is read yet."""
+        if name not in self._files:
+            raise CheckpointError(
+                f"{self.file_of(name)}: tensor {name} is missing ({len(self._files)} "
+                f"are there), as is its entry in any other file of {self.directory}"
+            )
+        path = self._files[name]
+        try:
+            return self._open_file(path).get_slice(name)
+        except SafetensorError as error:
+            reason = messages.cut(str(error))
+            raise CheckpointError(f"{path}: tensor {name}: {reason}") from error
 
     def _open_file(self, path: Path) -> Any:
         if path not in self._open:

@@ -13,9 +13,10 @@ from flax import nnx, traverse_util
 
 from jaxmem import remat
 from jaxmem.base import messages
-from jaxmem.checkpoints import names
+from jaxmem.checkpoints import names, quantization
 from jaxmem.checkpoints.adapters import read_adapter, with_adapter
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
+from jaxmem.checkpoints.bitsandbytes import CodedTensors
 from jaxmem.checkpoints.config_reader import CheckpointError, write_object
 from jaxmem.checkpoints.config_writer import FREE, Text, describe, write_text_files
 from jaxmem.checkpoints.directories import (
@@ -139,7 +140,8 @@ def _read_weights(
     sharding: Placement | None,
     like: Any = None,
 ) -> dict[str, Any]:
-    tensors = Tensors(config.path.parent)
+    directory, coding = config.path.parent, config.coding
+    tensors = CodedTensors(directory, coding) if coding else Tensors(directory)
     images = config.images
     prefixes = names.prefixes_of(tensors, config.family, images)
     naming = names.Naming(config.family, model, prefixes, tensors)
@@ -318,12 +320,19 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
     """The config with the sizes of its `checkpoint`, if any, which it may repeat.
 
     Raises:
-        ValueError: the config has a size that differs from the checkpoint's.
+        ValueError: the config has a size that differs from the checkpoint's, or trains
+            matrices that are coded there.
     """
     if model.checkpoint is None:
         return model
     config = read_config(model.checkpoint)
     read = config.model
+    if config.coding and not model.lora_rank:
+        raise ValueError(
+            f"model.checkpoint={model.checkpoint!r} has matrices coded in "
+            f"{config.coding}, and codes have no gradient; train adapters "
+            "(model.lora_rank=16), or name the model in 16 bits"
+        )
     if model.lora_saved and read.tied:
         raise ValueError(f"model.lora_saved {UNTIED}")
     choices, default = _config_choices(model), ModelConfig()
@@ -359,7 +368,8 @@ def _abstract_decoder(
 
 
 def _write_config(directory: Path, raw: Mapping[str, Any], dtype: str) -> None:
-    kept = {key: value for key, value in raw.items() if key != "torch_dtype"}
+    left_out = "torch_dtype", quantization.KEY  # saved weights are plain
+    kept = {key: value for key, value in raw.items() if key not in left_out}
     config = ropes.in_both(kept) | {"dtype": dtype}
     write_object(directory / "config.json", config)
     kinds = "bos_token_id", "eos_token_id", "pad_token_id"

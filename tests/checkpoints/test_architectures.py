@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -221,7 +222,8 @@ def test_both_forms_of_rotary_parameters_agree(config, changes, tmp_path):
         ),
         (QWEN3, dict(attention_bias=True), "attention_bias=True is not implemented"),
         (QWEN3, dict(mlp_bias=True), "mlp_bias=True is not implemented; only False"),
-        (QWEN3, dict(quantization_config={"bits": 4}), "quantization_config={'bits'"),
+        (QWEN3, dict(quantization_config={"bits": 4}), "={'bits': 4} names no quant_m"),
+        (QWEN3, dict(quantization_config=4), "quantization_config must be dict or"),
         (LLAMA3, dict(num_experts=8), "unknown keys 'num_experts': what they do to"),
         (LLAMA3, dict(hidden_size="4096"), "hidden_size must be int, got '4096'"),
         (LLAMA3, dict(hidden_size=None), "hidden_size must be int, got None"),
@@ -259,7 +261,7 @@ def test_both_forms_of_rotary_parameters_agree(config, changes, tmp_path):
             "'qwen3' is not that of Gemma3ForCausalLM",
         ),
         (GEMMA3_4B, dict(audio_config={}), "unknown keys 'audio_config'"),
-        (GEMMA3_4B, dict(quantization_config={"bits": 4}), "quantization_config={'bi"),
+        (GEMMA3_4B, dict(quantization_config={"bits": 4}), "={'bits': 4} names no qu"),
         (
             GEMMA3_4B,
             dict(text_config=GEMMA3_4B["text_config"] | {"altup": 1}),
@@ -297,6 +299,48 @@ def test_both_forms_of_rotary_parameters_agree(config, changes, tmp_path):
 def test_unimplemented_options_are_named(config, changes, message, tmp_path):
     with pytest.raises(CheckpointError, match="config.json: .*" + message):
         read(tmp_path, config, **changes)
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+@pytest.mark.parametrize(
+    "coding, message",
+    [
+        ({"quant_method": "gptq", "bits": 4}, "'gptq' (GPTQ) is not read; name the mo"),
+        ({"quant_method": "awq", "bits": 4}, "'awq' (AWQ) is not read"),
+        ({"quant_method": "mxfp4"}, "'mxfp4' (MXFP4) is not read"),
+        ({"quant_method": "fp8", "fmt": "e4m3"}, "'fp8' (FP8) is not read"),
+        ({"quant_method": "compressed-tensors"}, "'compressed-tensors' is not read"),
+        ({"quant_method": 4}, "={'quant_method': 4} names no quant_method; name the"),
+        (NF4, "matrices are coded in bitsandbytes' 'fp4', which is not read; name the"),
+        (
+            NF4 | {"bnb_4bit_quant_type": 4},
+            "coded in bitsandbytes' 4, which is not",
+        ),
+        ({"quant_method": "bitsandbytes"}, "loads neither 4 nor 8 bits"),
+    ],
+)
+def test_other_codings_are_refused_by_name(coding, message, tmp_path):
+    for config in (QWEN3, GEMMA3_4B):
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            read(tmp_path, config, quantization_config=coding)
+
+
+@pytest.mark.parametrize(
+    "coding, kind",
+    [
+        (None, None),
+        (NF4 | {"bnb_4bit_quant_type": "nf4"}, "nf4"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
+    ],
+)
+def test_read_config_names_the_coding(coding, kind, tmp_path):
+    for config in (QWEN3, GEMMA3_4B):
+        assert read(tmp_path, config, quantization_config=coding).coding == kind
+    text = GEMMA3_4B["text_config"] | {"quantization_config": coding}
+    assert read(tmp_path, GEMMA3_4B, text_config=text).coding == kind
 
 
 @pytest.mark.parametrize(

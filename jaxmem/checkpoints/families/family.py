@@ -239,7 +239,6 @@ ONLY = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "use_bidirectional_attention": (False, None),
-    "quantization_config": (None,),
     "use_mrope": (False, None),
     "partial_rotary_factor": (1.0, None),
     "rope_interleaved": (False, None),

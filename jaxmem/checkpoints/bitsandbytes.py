@@ -1,0 +1,255 @@
+"""Matrices that bitsandbytes coded, as they are in a checkpoint's files.
+
+Of a matrix X [outputs, inputs] with n weights, in blocks of 64 in row-major order, nf4
+has these tensors:
+
+    X                    codes of weights 2i (high four bits) and 2i + 1 in byte i
+    X.absmax             float32 [n / 64], or with double quantisation uint8 codes
+    X.quant_map          float32 [16], the value of each code
+    X.nested_absmax      float32, a scale for 256 codes of scales
+    X.nested_quant_map   float32 [256], the value of each code of a scale
+    X.quant_state.bitsandbytes__nf4   JSON: the shape, sizes of blocks, and an offset
+
+    scale_b = nested_quant_map[absmax_b] · nested_absmax_{b // 256} + nested_offset
+    X_i = quant_map[code_i] · scale_{i // 64}
+
+In 8 bits a module has signed codes `weight`, and `SCB`, the largest magnitude of each
+output's weights: X = codes · SCB / 127.
+
+References: `functional.QuantState` of bitsandbytes 0.50; Dettmers et al., "QLoRA",
+2023, arXiv:2305.14314.
+"""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmem.base import json_files, messages
+from jaxmem.checkpoints.config_reader import CheckpointError
+from jaxmem.checkpoints.tensors import Tensors
+
+BLOCK = 64  # weights that share a scale
+NESTED_BLOCK = 256  # scales that share a scale of scales
+_STATE = ".quant_state.bitsandbytes__"
+# Ends of names of tensors beside a matrix, in the place of the end of its own name.
+_ENDS = {
+    "nf4": (
+        "weight.absmax", "weight.quant_map", "weight.nested_absmax",
+        "weight.nested_quant_map", f"weight{_STATE}nf4", f"weight{_STATE}fp4",
+    ),
+    "int8": ("SCB", "weight_format"),
+}  # fmt: skip
+# Types that two codes in a byte may be stored in, and the bytes of each.
+_STORAGE = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+_ALL = slice(None)
+# Quantiles of a normal distribution, scaled to [-1, 1], with an exact 0.
+NF4_VALUES = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022833234, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
+# Values of the two codes in each byte, the high four bits first.
+_PAIRS = NF4_VALUES[np.stack([np.arange(256) >> 4, np.arange(256) & 15], axis=-1)]
+
+
+class CodedTensors(Tensors):
+    """The tensors of a directory whose matrices bitsandbytes may have coded.
+
+    Each coded matrix is one tensor here, which `read` decodes to float32.
+
+    Args:
+        directory: of the checkpoint.
+        kind: "nf4" or "int8", the coding of matrices that are coded.
+    """
+
+    def __init__(self, directory: Path, kind: str):
+        super().__init__(directory)
+        self.kind = kind
+        self._owners = {}  # matrices by the tensors beside them
+        for name in self._files:
+            for end in (end for end in _ENDS[kind] if name.endswith(end)):
+                matrix = name.removesuffix(end) + "weight"
+                if matrix in self._files:
+                    self._owners[name] = matrix
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._files if name not in self._owners)
+
+    @functools.cached_property
+    def coded(self) -> frozenset[str]:
+        """Names of the matrices that are coded; others are plain."""
+        return frozenset(self._owners.values())
+
+    def matrix(self, name: str, shape: tuple[int, ...]) -> "Nf4Matrix | Int8Matrix":
+        """A coded matrix, whose tensors are checked."""
+        kind = Int8Matrix if self.kind == "int8" else Nf4Matrix
+        return kind(self, name, shape)
+
+    def read(
+        self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]
+    ) -> np.ndarray:
+        """Read part of a tensor, decoded if it is coded; as `Tensors.read`."""
+        if name not in self.coded:
+            return super().read(name, shape, index)
+        rows, columns = index
+        return self.matrix(name, shape).decoded(rows)[:, columns]
+
+
+class Nested(NamedTuple):
+    """Constants of double quantisation: scale = values[code] · factor + offset."""
+
+    factors: np.ndarray  # float32, one for 256 codes of scales
+    values: np.ndarray  # float32 [256]
+    offset: np.float32
+
+
+class Nf4Matrix:
+    """A matrix [outputs, inputs] in nf4, which is read by rows, its outputs.
+
+    Raises:
+        CheckpointError: its tensors do not fit each other, or the matrix; the message
+            names the file and the tensor.
+    """
+
+    def __init__(self, tensors: Tensors, name: str, shape: tuple[int, ...]):
+        self.tensors, self.name, self.shape = tensors, name, shape
+        inputs = shape[1]
+        if inputs % BLOCK:
+            raise _error(
+                tensors, name,
+                f"has {inputs:,} inputs, no multiple of {BLOCK}; blocks that cross "
+                "rows are not read",
+            )  # fmt: skip
+        self.groups = inputs // BLOCK  # of a row
+        self.state = _read_state(tensors, name, shape)
+        self.is_nested = tensors.dtype(f"{name}.absmax") == "U8"
+        values = self._read_all(".quant_map", 16)
+        if not np.allclose(values, NF4_VALUES, rtol=0, atol=1e-6):
+            raise _error(tensors, f"{name}.quant_map", "has other values than nf4")
+
+    def codes(self, rows: slice = _ALL) -> np.ndarray:
+        """Codes uint8 [rows, inputs / 2] of some rows, two in a byte."""
+        size = _STORAGE.get(self.tensors.dtype(self.name), 1)
+        width = self.shape[1] // 2 // size
+        stored = self.tensors.read_stored(
+            self.name,
+            (self.shape[0] * width, 1),
+            (_times(rows, width), _ALL),
+            tuple(_STORAGE),
+        )
+        return np.ascontiguousarray(stored).view(np.uint8).reshape(-1, width * size)
+
+    def scales(self, rows: slice = _ALL) -> np.ndarray:
+        """Scales float32 [rows, inputs / 64] of some rows; uint8 codes if nested."""
+        count = self.shape[0] * self.groups
+        dtype = "U8" if self.is_nested else "F32"
+        index = (_times(rows, self.groups),)
+        stored = self.tensors.read_stored(
+            f"{self.name}.absmax", (count,), index, (dtype,)
+        )
+        return stored.reshape(-1, self.groups)
+
+    @functools.cached_property
+    def nested(self) -> Nested:
+        """Constants that decode nested scales."""
+        blocks = self.shape[0] * self.groups
+        offset = self.state.get("nested_offset")
+        if type(offset) not in (int, float):
+            raise _error(
+                self.tensors, f"{self.name}{_STATE}nf4",
+                f"nested_offset must be a number, got {messages.short(offset)}",
+            )  # fmt: skip
+        return Nested(
+            self._read_all(".nested_absmax", -(-blocks // NESTED_BLOCK)),
+            self._read_all(".nested_quant_map", 256),
+            np.float32(offset),
+        )
+
+    def plain_scales(self, rows: slice = _ALL) -> np.ndarray:
+        """Scales float32 [rows, inputs / 64] of some rows, decoded if nested."""
+        scales = self.scales(rows)
+        if not self.is_nested:
+            return scales
+        first = (rows.start or 0) * self.groups
+        number = (np.arange(scales.size) + first) // NESTED_BLOCK
+        factor = self.nested.factors[number].reshape(scales.shape)
+        return self.nested.values[scales] * factor + self.nested.offset
+
+    def decoded(self, rows: slice = _ALL) -> np.ndarray:
+        """Weights float32 [rows, inputs] of some rows."""
+        values = _PAIRS[self.codes(rows)].reshape(-1, self.groups, BLOCK)
+        scaled = values * self.plain_scales(rows)[..., None]
+        return scaled.reshape(-1, self.shape[1])
+
+    def _read_all(self, end: str, count: int) -> np.ndarray:
+        return self.tensors.read_stored(self.name + end, (count,), (_ALL,), ("F32",))
+
+
+class Int8Matrix:
+    """A matrix [outputs, inputs] in 8 bits, which is read by rows, its outputs.
+
+    Raises:
+        CheckpointError: its tensors do not fit the matrix; the message names the file
+            and the tensor.
+    """
+
+    def __init__(self, tensors: Tensors, name: str, shape: tuple[int, ...]):
+        self.tensors, self.name, self.shape = tensors, name, shape
+        self._module = name.removesuffix("weight")
+        layout = f"{self._module}weight_format"
+        if tensors.has(layout) and tensors.read_stored(layout, (), (), ("U8",)) != 0:
+            raise _error(tensors, layout, "is not 0: matrices are read by rows only")
+
+    def codes(self, rows: slice = _ALL) -> np.ndarray:
+        """Codes int8 [rows, inputs] of some rows."""
+        return self.tensors.read_stored(self.name, self.shape, (rows, _ALL), ("I8",))
+
+    def scales(self, rows: slice = _ALL) -> np.ndarray:
+        """Scales float32 [rows] of some rows."""
+        name, count = f"{self._module}SCB", (self.shape[0],)
+        return self.tensors.read_stored(name, count, (rows,), ("F32",)) / 127
+
+    def decoded(self, rows: slice = _ALL) -> np.ndarray:
+        """Weights float32 [rows, inputs] of some rows."""
+        return self.codes(rows) * self.scales(rows)[:, None]
+
+
+def _times(rows: slice, width: int) -> slice:
+    """The slice of flat elements of rows of a width."""
+    start = None if rows.start is None else rows.start * width
+    return slice(start, None if rows.stop is None else rows.stop * width)
+
+
+def _read_state(tensors: Tensors, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The sizes and types in JSON beside a matrix in nf4, checked."""
+    tensor = f"{name}{_STATE}nf4"
+    if tensors.has(f"{name}{_STATE}fp4"):
+        raise _error(tensors, name, "is coded in fp4, which is not read")
+    length = tensors.rows(tensor) or 0
+    content = tensors.read_stored(tensor, (length,), (_ALL,), ("U8",)).tobytes()
+    try:
+        state = json_files.parse(content.decode("utf-8"))
+    except (json_files.JsonError, UnicodeDecodeError) as error:
+        raise _error(tensors, tensor, messages.cut(str(error))) from error
+    if not isinstance(state, dict):
+        raise _error(tensors, tensor, f"is no object, but {messages.short(state)}")
+    expected = {"quant_type": "nf4", "blocksize": BLOCK, "shape": [*shape]}
+    if tensors.dtype(f"{name}.absmax") == "U8":
+        expected["nested_blocksize"] = NESTED_BLOCK
+    for key, value in expected.items():
+        if state.get(key) != value:
+            got = messages.short(state.get(key))
+            raise _error(tensors, tensor, f"{key} must be {value!r}, got {got}")
+    return state
+
+
+def _error(tensors: Tensors, name: str, problem: str) -> CheckpointError:
+    return CheckpointError(f"{tensors.file_of(name)}: tensor {name}: {problem}")

@@ -1,0 +1,223 @@
+"""Checkpoints that bitsandbytes coded: their numbers, parts, and what is wrong.
+
+make_bitsandbytes.py made bitsandbytes/, with logits of the decoded weights in float64.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxmem import checkpoints
+from jaxmem.checkpoints import CheckpointError
+from jaxmem.checkpoints.bitsandbytes import CodedTensors
+from jaxmem.models.config import ModelConfig
+from tests.helpers.cases import slow
+from tests.helpers.decoders import whole as hidden_states
+
+CODED = pathlib.Path(__file__).parent / "bitsandbytes"
+KINDS = {"llama_double": "nf4", "qwen3_nf4": "nf4", "qwen3_int8": "int8"}
+STRIDE = 37  # of weights that are recorded
+GATE = "model.layers.1.mlp.gate_proj.weight"
+STATE = ".quant_state.bitsandbytes__nf4"
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@functools.cache
+def expected(name):
+    return np.load(CODED / name / "expected.npz")
+
+
+@functools.cache
+def loaded(name, **options):
+    return checkpoints.load(CODED / name, **options)
+
+
+def logits_of(decoder, tokens):
+    return np.asarray(decoder.logits(hidden_states(decoder, jnp.asarray(tokens))))
+
+
+def kernel_of(decoder, name):
+    """A matrix [outputs, inputs] of a layer, by its name in the files."""
+    _, _, layer, module, part, _ = name.split(".")
+    block = {"self_attn": "attention", "mlp": "feed_forward"}[module]
+    known = {"q": "query", "k": "key", "v": "value", "o": "output"}
+    part = part.removesuffix("_proj")
+    matrix = getattr(getattr(decoder.blocks, block), known.get(part) or part)
+    return np.asarray(matrix.kernel[...][int(layer)].T, np.float32)
+
+
+def copied(name, tmp_path):
+    return pathlib.Path(shutil.copytree(CODED / name, tmp_path / name))
+
+
+def changed(directory, change):
+    """The directory, after a function has changed its tensors."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+# ------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_load_decodes_matrices_as_bitsandbytes(name):
+    """In bfloat16, which bitsandbytes rounds to: equal within one rounding."""
+    recorded = {k: v for k, v in expected(name).items() if k.endswith(".weight")}
+    assert len(recorded) == {"qwen3_nf4": 12, "qwen3_int8": 7}.get(name, 14)
+    for tensor, right in recorded.items():
+        weights = kernel_of(loaded(name, dtype="float32"), tensor).flatten()[::STRIDE]
+        np.testing.assert_allclose(weights, right, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama_double", slow("qwen3_nf4"), "qwen3_int8"])
+def test_load_logits_are_those_of_decoded_weights(name):
+    logits, tokens = expected(name)["logits"], expected(name)["tokens"]
+    made = logits_of(loaded(name, dtype="float32"), tokens)
+    np.testing.assert_allclose(made, logits, atol=1e-5 * np.abs(logits).max())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_coded_tensors_read_parts_as_the_whole(name):
+    tensors = CodedTensors(CODED / name, KINDS[name])
+    wide = 320 if name == "llama_double" else 64
+    for part, shape in (("gate", (wide, 64)), ("down", (64, wide))):
+        matrix = f"model.layers.0.mlp.{part}_proj.weight"
+        every = tensors.read(matrix, shape, (slice(None), slice(None)))
+        assert every.shape == shape and every.dtype == np.float32
+        for rows, columns in ((slice(0, 8), slice(None)), (slice(24, 64), slice(3, 9))):
+            part = tensors.read(matrix, shape, (rows, columns))
+            np.testing.assert_array_equal(part, every[rows, columns])
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "float32"])
+def test_codes_of_other_storage_types_are_the_same_bytes(storage, tmp_path):
+    def change(tensors):
+        for name in [name for name in tensors if name + STATE in tensors]:
+            codes = tensors[name].reshape(-1).view(jnp.dtype(storage))
+            tensors[name] = codes.reshape(-1, 1)
+
+    directory = changed(copied("qwen3_nf4", tmp_path), change)
+    made = checkpoints.load(directory, dtype="float32")
+    right = loaded("qwen3_nf4", dtype="float32")
+    np.testing.assert_array_equal(kernel_of(made, GATE), kernel_of(right, GATE))
+
+
+def test_matrix_may_be_plain_in_one_layer(tmp_path):
+    tensors = CodedTensors(CODED / "qwen3_nf4", "nf4")
+    plain = tensors.read(GATE, (64, 64), (slice(None), slice(None)))
+
+    def change(tensors):
+        for name in [name for name in tensors if name.startswith(GATE)]:
+            del tensors[name]
+        tensors[GATE] = plain.astype(jnp.bfloat16)
+
+    made = checkpoints.load(changed(copied("qwen3_nf4", tmp_path), change))
+    for layer in ("0", "1"):
+        name = GATE.replace(".1.", f".{layer}.")
+        right = kernel_of(loaded("qwen3_nf4", dtype="float32"), name)
+        np.testing.assert_array_equal(kernel_of(made, name), right)
+
+
+def test_saved_checkpoint_is_plain(tmp_path):
+    source = CODED / "qwen3_nf4"
+    checkpoints.save(tmp_path / "out", loaded("qwen3_nf4"), like=source)
+    assert checkpoints.read_config(tmp_path / "out").coding is None
+    made = checkpoints.load(tmp_path / "out", dtype="float32")
+    right = loaded("qwen3_nf4", dtype="float32")
+    np.testing.assert_array_equal(kernel_of(made, GATE), kernel_of(right, GATE))
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_with_checkpoint_refuses_to_train_coded_matrices():
+    model = ModelConfig(checkpoint=str(CODED / "qwen3_nf4"))
+    message = r"coded in nf4, and codes have no gradient; train adapters \(model.lora"
+    with pytest.raises(ValueError, match=message):
+        checkpoints.with_checkpoint(model)
+    adapted = dataclasses.replace(model, lora_rank=2)
+    assert checkpoints.with_checkpoint(adapted).layers == 2
+
+
+def edited(**changes):
+    """A change of the JSON beside a matrix; None removes a key."""
+
+    def change(tensors):
+        state = json.loads(tensors[GATE + STATE].tobytes()) | changes
+        state = {key: value for key, value in state.items() if value is not None}
+        content = json.dumps(state).encode()
+        tensors[GATE + STATE] = np.frombuffer(content, np.uint8)
+
+    return change
+
+
+def replaced(end, array):
+    return lambda tensors: tensors.update({GATE + end: np.asarray(array)})
+
+
+def removed(end):
+    return lambda tensors: tensors.pop(GATE + end)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (removed(".absmax"), ".absmax is missing"),
+        (removed(".quant_map"), ".quant_map is missing"),
+        (removed(STATE), ".quant_state.bitsandbytes__nf4 is missing"),
+        (removed(".nested_absmax"), ".nested_absmax is missing"),
+        (removed(".nested_quant_map"), ".nested_quant_map is missing"),
+        (removed(""), " is none of the model"),
+        (replaced("", np.zeros((64, 1), np.uint8)), r" must have shape \(10240, 1"),
+        (replaced("", np.zeros((10240, 1), np.int32)), " is of type I32; only U8"),
+        (
+            replaced(".absmax", np.zeros(319, np.uint8)),
+            r"absmax must have shape \(320,",
+        ),
+        (
+            replaced(".absmax", np.zeros(320, np.int32)),
+            "absmax is of type I32; only F3",
+        ),
+        (replaced(".nested_absmax", np.ones(1, "f")), r"must have shape \(2,\)"),
+        (replaced(".quant_map", np.arange(16, dtype="f")), "has other values than nf4"),
+        (replaced(STATE, np.zeros(4, np.uint8)), "bitsandbytes__nf4: not valid JSON"),
+        (replaced(STATE, np.frombuffer(b"[]", "u1")), "is no object, but \\[\\]"),
+        (replaced(STATE[:-3] + "fp4", np.zeros(4, "u1")), "is coded in fp4, which is"),
+        (edited(quant_type="fp4"), "quant_type must be 'nf4', got 'fp4'"),
+        (edited(blocksize=128), "blocksize must be 64, got 128"),
+        (edited(nested_blocksize=128), "nested_blocksize must be 256, got 128"),
+        (edited(shape=[64, 320]), r"shape must be \[320, 64\], got \[64, 320\]"),
+        (edited(nested_offset=None), "nested_offset must be a number, got None"),
+    ],
+)
+def test_damaged_matrix_is_refused_with_its_tensor(change, message, tmp_path):
+    directory = changed(copied("llama_double", tmp_path), change)
+    match = rf"model.safetensors: tensor {GATE}.*{message}"
+    with pytest.raises(CheckpointError, match=match):
+        checkpoints.load(directory)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"SCB": np.ones(63, "f")}, r"SCB must have shape \(64,\)"),
+        ({"SCB": np.ones(64, np.float16)}, "SCB is of type F16; only F32"),
+        ({"weight_format": np.uint8(2)}, "weight_format: is not 0: matrices are read"),
+        ({"weight": np.zeros((64, 64), "u1")}, "weight is of type U8; only I8"),
+    ],
+)
+def test_damaged_matrix_in_8_bits_is_refused_with_its_tensor(change, message, tmp_path):
+    start = "model.layers.0.mlp.gate_proj."
+    named = {start + end: np.asarray(array) for end, array in change.items()}
+    directory = changed(copied("qwen3_int8", tmp_path), lambda x: x.update(named))
+    with pytest.raises(CheckpointError, match=rf"tensor {start}{message}"):
+        checkpoints.load(directory)
