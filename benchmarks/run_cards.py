@@ -28,6 +28,7 @@ accelerate calls regional compilation, and cross-entropy compiled with its produ
 import argparse
 import dataclasses
 import inspect
+import os
 import pathlib
 import subprocess
 import tempfile
@@ -244,10 +245,12 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def clocks() -> dict[str, str]:
-    """Columns of the first GPU's clocks, power limit and driver; none without one."""
+    """Columns of the visible GPU's clocks, power limit and driver; none without one."""
     try:
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
         command = [
             "nvidia-smi",
+            f"--id={gpu}",
             f"--query-gpu={CLOCKS}",
             "--format=csv,noheader,nounits",
         ]
