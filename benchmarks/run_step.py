@@ -14,8 +14,8 @@ step is dispatched before the loss of the one before is read, and its time is fr
 that one's end to its own: `loss_read` says so, and where it is empty, each loss was
 read first. The config is `step.gin`; variants add to it. With `loss=logprobs`, the
 loss is a mean of `head.logprobs`, whose backward pass recomputes the logits, instead
-of `head.loss`, which is one pass. A trace's summary, by class of kernel, goes into a
-file of its own.
+of `head.loss`, which is one pass. A trace's summary, by class of kernel, and the
+kernels that take most go into a file of their own.
 """
 
 import argparse
@@ -241,11 +241,12 @@ def save_shares(out: str, row: dict, shares: list[dict], keys=KEYS) -> None:
     same = {key: row.get(key, "") for key in (*keys, "jax", "date")}
     rows = [{**same, **share} for share in shares]
     for line in rows:
-        print({key: line[key] for key in ("class", "ms", "share", "kernels")})
+        if not line.get("kernel"):
+            print({key: line[key] for key in ("class", "ms", "share", "kernels")})
     if rows:
         path = pathlib.Path(out)
         path = path.with_name(f"{path.stem}_trace.csv")
-        results.merge(path, rows, (*keys, "class"))
+        results.merge(path, rows, (*keys, "class", "kernel"))
 
 
 if __name__ == "__main__":

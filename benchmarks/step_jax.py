@@ -100,14 +100,15 @@ def described(policy):
 
 
 def profile(step, state, given, operations):
-    """Rows of `trace_summary`; none where the profile has no GPU."""
+    """Rows of `trace_summary`, classes and kernels; none where there is no GPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(TRACED):
                 state, numbers = step(state, *given)
             float(numbers["loss"])
         events = trace_summary.device_events(folder, operations)
-    return trace_summary.summary(events, TRACED)
+    classes = trace_summary.summary(events, TRACED)
+    return [*classes, *trace_summary.kernels(events, TRACED)]
 
 
 def main(text: str) -> None:
