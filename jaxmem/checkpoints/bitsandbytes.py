@@ -21,7 +21,7 @@ References: `functional.QuantState` of bitsandbytes 0.50; Dettmers et al., "QLoR
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +30,9 @@ import numpy as np
 from jaxmem.base import json_files, messages
 from jaxmem.checkpoints.config_reader import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors
+from jaxmem.models.coded_weights import BLOCKS, DYNAMIC, NESTED, NF4
 
-BLOCK = 64  # weights that share a scale
-NESTED_BLOCK = 256  # scales that share a scale of scales
+_BLOCK = BLOCKS["nf4"]  # weights that share a scale
 _STATE = ".quant_state.bitsandbytes__"
 # Ends of names of tensors beside a matrix, in the place of the end of its own name.
 _ENDS = {
@@ -45,19 +45,8 @@ _ENDS = {
 # Types that two codes in a byte may be stored in, and the bytes of each.
 _STORAGE = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _ALL = slice(None)
-# Quantiles of a normal distribution, scaled to [-1, 1], with an exact 0.
-NF4_VALUES = np.array(
-    [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022833234, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
-        0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-        0.7229568362236023, 1.0,
-    ],
-    np.float32,
-)  # fmt: skip
 # Values of the two codes in each byte, the high four bits first.
-_PAIRS = NF4_VALUES[np.stack([np.arange(256) >> 4, np.arange(256) & 15], axis=-1)]
+_PAIRS = NF4[np.stack([np.arange(256) >> 4, np.arange(256) & 15], axis=-1)]
 
 
 class CodedTensors(Tensors):
@@ -88,6 +77,18 @@ class CodedTensors(Tensors):
         """Names of the matrices that are coded; others are plain."""
         return frozenset(self._owners.values())
 
+    def refuse_transposed(self, names: Iterable[str]) -> None:
+        """Raise for coded matrices among those that files have as [inputs, outputs].
+
+        transformers transposes them before it codes them.
+        """
+        for name in filter(self.coded.__contains__, names):
+            raise _error(
+                self, name,
+                "is coded, which is not implemented where plain files have [inputs, "
+                "outputs]; name the model in 16 bits",
+            )  # fmt: skip
+
     def matrix(self, name: str, shape: tuple[int, ...]) -> "Nf4Matrix | Int8Matrix":
         """A coded matrix, whose tensors are checked."""
         kind = Int8Matrix if self.kind == "int8" else Nf4Matrix
@@ -103,11 +104,10 @@ class CodedTensors(Tensors):
         return self.matrix(name, shape).decoded(rows)[:, columns]
 
 
-class Nested(NamedTuple):
-    """Constants of double quantisation: scale = values[code] · factor + offset."""
+class NestedScales(NamedTuple):
+    """Constants of double quantisation: scale = DYNAMIC[code] · factor + offset."""
 
     factors: np.ndarray  # float32, one for 256 codes of scales
-    values: np.ndarray  # float32 [256]
     offset: np.float32
 
 
@@ -122,18 +122,16 @@ class Nf4Matrix:
     def __init__(self, tensors: Tensors, name: str, shape: tuple[int, ...]):
         self.tensors, self.name, self.shape = tensors, name, shape
         inputs = shape[1]
-        if inputs % BLOCK:
+        if inputs % _BLOCK:
             raise _error(
                 tensors, name,
-                f"has {inputs:,} inputs, no multiple of {BLOCK}; blocks that cross "
+                f"has {inputs:,} inputs, no multiple of {_BLOCK}; blocks that cross "
                 "rows are not read",
             )  # fmt: skip
-        self.groups = inputs // BLOCK  # of a row
+        self.groups = inputs // _BLOCK  # of a row
         self.state = _read_state(tensors, name, shape)
         self.is_nested = tensors.dtype(f"{name}.absmax") == "U8"
-        values = self._read_all(".quant_map", 16)
-        if not np.allclose(values, NF4_VALUES, rtol=0, atol=1e-6):
-            raise _error(tensors, f"{name}.quant_map", "has other values than nf4")
+        self._check_table(".quant_map", NF4)
 
     def codes(self, rows: slice = _ALL) -> np.ndarray:
         """Codes uint8 [rows, inputs / 2] of some rows, two in a byte."""
@@ -158,7 +156,7 @@ class Nf4Matrix:
         return stored.reshape(-1, self.groups)
 
     @functools.cached_property
-    def nested(self) -> Nested:
+    def nested(self) -> NestedScales:
         """Constants that decode nested scales."""
         blocks = self.shape[0] * self.groups
         offset = self.state.get("nested_offset")
@@ -167,11 +165,9 @@ class Nf4Matrix:
                 self.tensors, f"{self.name}{_STATE}nf4",
                 f"nested_offset must be a number, got {messages.short(offset)}",
             )  # fmt: skip
-        return Nested(
-            self._read_all(".nested_absmax", -(-blocks // NESTED_BLOCK)),
-            self._read_all(".nested_quant_map", 256),
-            np.float32(offset),
-        )
+        self._check_table(".nested_quant_map", DYNAMIC)
+        factors = self._read_all(".nested_absmax", -(-blocks // NESTED))
+        return NestedScales(factors, np.float32(offset))
 
     def plain_scales(self, rows: slice = _ALL) -> np.ndarray:
         """Scales float32 [rows, inputs / 64] of some rows, decoded if nested."""
@@ -179,15 +175,21 @@ class Nf4Matrix:
         if not self.is_nested:
             return scales
         first = (rows.start or 0) * self.groups
-        number = (np.arange(scales.size) + first) // NESTED_BLOCK
+        number = (np.arange(scales.size) + first) // NESTED
         factor = self.nested.factors[number].reshape(scales.shape)
-        return self.nested.values[scales] * factor + self.nested.offset
+        return DYNAMIC[scales] * factor + self.nested.offset
 
     def decoded(self, rows: slice = _ALL) -> np.ndarray:
         """Weights float32 [rows, inputs] of some rows."""
-        values = _PAIRS[self.codes(rows)].reshape(-1, self.groups, BLOCK)
+        values = _PAIRS[self.codes(rows)].reshape(-1, self.groups, _BLOCK)
         scaled = values * self.plain_scales(rows)[..., None]
         return scaled.reshape(-1, self.shape[1])
+
+    def _check_table(self, end: str, values: np.ndarray) -> None:
+        """Raise for another table of the values of codes."""
+        if not np.allclose(self._read_all(end, len(values)), values, 0, 1e-6):
+            name = "nf4" if values is NF4 else "the dynamic type"
+            raise _error(self.tensors, self.name + end, f"has other values than {name}")
 
     def _read_all(self, end: str, count: int) -> np.ndarray:
         return self.tensors.read_stored(self.name + end, (count,), (_ALL,), ("F32",))
@@ -241,9 +243,9 @@ def _read_state(tensors: Tensors, name: str, shape: tuple[int, ...]) -> dict[str
         raise _error(tensors, tensor, messages.cut(str(error))) from error
     if not isinstance(state, dict):
         raise _error(tensors, tensor, f"is no object, but {messages.short(state)}")
-    expected = {"quant_type": "nf4", "blocksize": BLOCK, "shape": [*shape]}
+    expected = {"quant_type": "nf4", "blocksize": _BLOCK, "shape": [*shape]}
     if tensors.dtype(f"{name}.absmax") == "U8":
-        expected["nested_blocksize"] = NESTED_BLOCK
+        expected["nested_blocksize"] = NESTED
     for key, value in expected.items():
         if state.get(key) != value:
             got = messages.short(state.get(key))

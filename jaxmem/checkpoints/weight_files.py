@@ -150,6 +150,12 @@ def _read_weights(
     of_images = images.images if images else ()
     names.refuse_others(tensors, every, of_images, naming)
     names.say_what_is_left_out(tensors, of_images, naming)
+    if isinstance(tensors, CodedTensors):
+        tensors.refuse_transposed(
+            name for path in every for stored in [naming(path)]
+            if path.endswith("/kernel") and not stored.transposed
+            for name in stored.names
+        )  # fmt: skip
     leaves: Any = every
     if like is not None:
         leaves = traverse_util.flatten_dict(dict(like), sep="/")

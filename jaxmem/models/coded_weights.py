@@ -47,11 +47,22 @@ NF4 = np.array(
 
 
 def _dynamic_values() -> np.ndarray:
-    """The 256 values of the dynamic type: 2^i fractions of each of 7 powers of 10."""
+    """The 256 values of the dynamic type: 2^i fractions of each of 7 powers of 10.
+
+    Their roundings are those of bitsandbytes, whose `torch.linspace` counts a rounded
+    step from the nearer end.
+    """
     positive = []
     for i in range(7):
-        edges = np.linspace(0.1, 1, 2**i + 1, dtype=np.float32)
-        positive.append(np.float32(10.0 ** (i - 6)) * (edges[:-1] + edges[1:]) / 2)
+        index, last = np.arange(2**i + 1), 2**i
+        step = float(np.float32((1 - 0.1) / last))
+        edges = np.where(
+            index <= last // 2,
+            float(np.float32(0.1)) + index * step,
+            1 - (last - index) * step,
+        ).astype(np.float32)
+        middles = (edges[:-1] + edges[1:]) / 2
+        positive.append(np.float32(10.0 ** (i - 6)) * middles)
     values = np.concatenate(positive)
     ends = np.array([0, 1], np.float32)
     return np.sort(np.concatenate([values, -values, ends]))

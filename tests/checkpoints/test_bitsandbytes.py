@@ -12,17 +12,21 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.bitsandbytes import CodedTensors
+from jaxmem.models.coded_weights import DYNAMIC, NF4
 from jaxmem.models.config import ModelConfig
+from tests.helpers import texts
 from tests.helpers.cases import slow
 from tests.helpers.decoders import whole as hidden_states
 
 CODED = pathlib.Path(__file__).parent / "bitsandbytes"
 KINDS = {"llama_double": "nf4", "qwen3_nf4": "nf4", "qwen3_int8": "int8"}
+CODED_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 STRIDE = 37  # of weights that are recorded
 GATE = "model.layers.1.mlp.gate_proj.weight"
 STATE = ".quant_state.bitsandbytes__nf4"
@@ -96,6 +100,14 @@ def test_coded_tensors_read_parts_as_the_whole(name):
         for rows, columns in ((slice(0, 8), slice(None)), (slice(24, 64), slice(3, 9))):
             part = tensors.read(matrix, shape, (rows, columns))
             np.testing.assert_array_equal(part, every[rows, columns])
+
+
+def test_tables_are_those_of_bitsandbytes():
+    path = CODED / "llama_double" / "model.safetensors"
+    with safe_open(path, framework="np") as file:
+        for end, table in (("quant_map", NF4), ("nested_quant_map", DYNAMIC)):
+            stored = file.get_tensor(f"{GATE}.{end}")
+            np.testing.assert_array_equal(stored, table)
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", "float32"])
@@ -189,6 +201,7 @@ def removed(end):
         ),
         (replaced(".nested_absmax", np.ones(1, "f")), r"must have shape \(2,\)"),
         (replaced(".quant_map", np.arange(16, dtype="f")), "has other values than nf4"),
+        (replaced(".nested_quant_map", np.ones(256, "f")), "values than the dynamic t"),
         (replaced(STATE, np.zeros(4, np.uint8)), "bitsandbytes__nf4: not valid JSON"),
         (replaced(STATE, np.frombuffer(b"[]", "u1")), "is no object, but \\[\\]"),
         (replaced(STATE[:-3] + "fp4", np.zeros(4, "u1")), "is coded in fp4, which is"),
@@ -204,6 +217,22 @@ def test_damaged_matrix_is_refused_with_its_tensor(change, message, tmp_path):
     match = rf"model.safetensors: tensor {GATE}.*{message}"
     with pytest.raises(CheckpointError, match=match):
         checkpoints.load(directory)
+
+
+def test_coded_matrices_of_a_transposed_family_are_refused(tmp_path):
+    directory = texts.checkpoint("gpt2", tmp_path)
+    raw = json.loads((directory / "config.json").read_text())
+    raw |= {"quantization_config": CODED_NF4}
+    (directory / "config.json").write_text(json.dumps(raw))
+
+    def change(tensors):
+        (name, *_) = (name for name in tensors if name.endswith("attn.c_proj.weight"))
+        tensors[f"{name}.absmax"] = np.ones(4, np.float32)
+
+    with pytest.raises(
+        CheckpointError, match="c_proj.weight: is coded, which is not i"
+    ):
+        checkpoints.load(changed(directory, change))
 
 
 @pytest.mark.parametrize(
