@@ -88,6 +88,7 @@ def check() -> Checkup:
         {
             name: devices.compiler_missing(device)
             for name, device in devices.known().items()
+            if device.described
         },
         _cache_sizes(),
         {name: os.environ[name] for name in _VARIABLES if name in os.environ},

@@ -44,8 +44,16 @@ def of(device: Device, count: int, hosts: int) -> list[Any]:
 
 
 def compiler_missing(device: Device) -> str:
-    """The package to install to compile for a device; an empty string for none."""
+    """The reason that nothing can be compiled for a device; an empty string if none.
+
+    Either packages are missing, which it names, or the device has no target config.
+    """
     version = jax.__version__
+    if not device.described:
+        return (
+            f"compiling for {device.name} needs a target config for XLA, and none is "
+            "published: it is planned by shapes alone"
+        )
     if device.platform == "tpu":
         if importlib.util.find_spec("libtpu") is not None:
             return ""

@@ -51,6 +51,52 @@ def test_published_configs_are_the_shipped_ones(config, name, tmp_path):
     assert (made.dtype, made.raw) == ("bfloat16", config)
 
 
+QWEN3_4B = QWEN3 | {
+    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "max_window_layers": 36,
+}  # fmt: skip
+QWEN3_MOE = QWEN3_4B | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "max_window_layers": 48, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False,
+    "router_aux_loss_coef": 0.001, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss",
+    "hidden_act": "silu", "attention_bias": True, "hidden_size": 2880,
+    "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+    "rope_theta": 150000, "vocab_size": 201088, "tie_word_embeddings": False,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096, "truncate": False,
+    },
+    "max_position_embeddings": 131072, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4,
+    "router_aux_loss_coef": 0.9, "output_router_logits": False, "swiglu_limit": 7.0,
+    "torch_dtype": "bfloat16", "eos_token_id": 200002, "pad_token_id": 199999,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (QWEN3_4B, "qwen3_4b"), (QWEN3_MOE, "qwen3_30b_a3b"), (GPT_OSS, "gpt_oss_20b"),
+        (LLAMA3 | {"rope_scaling": SCALED}, "llama3_1_8b"),
+    ],
+)  # fmt: skip
+def test_configs_for_recipes_have_published_dimensions(config, name, tmp_path):
+    made = read(tmp_path, config).model
+    own = shipped(tmp_path, name)
+    whole = {"pad_row": None, "pattern": own.pattern}  # listed by layer, or cycled
+    cycled = (own.pattern * own.layers)[: own.layers]
+    assert (made.pattern * made.layers)[: made.layers] == cycled
+    assert dataclasses.replace(made, **whole) == own
+
+
 def test_gemma_3_before_its_layers_were_listed(tmp_path):
     sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     made = read(tmp_path, GEMMA3 | sizes, vocab_size=262208).model

@@ -24,7 +24,7 @@ def fake(monkeypatch):
 
 def test_targets_have_the_memory_of_the_table():
     for name, device in devices.known().items():
-        if device.platform == "cuda":
+        if device.platform == "cuda" and device.described:
             (size,) = re.findall(r"device_memory_size: (\d+)", device.target)
             assert int(size) == device.memory, name
             assert "openxla/xla" in device.target, name
@@ -36,7 +36,36 @@ def test_peaks_are_of_one_direction_and_sane():
         assert device.bandwidth > device.link > device.network, name
 
 
-@pytest.mark.parametrize("name, hint", [("h20", "'h200'"), ("gpu", "one of a100-80g")])
+def test_targets_of_described_gpus_are_all_there():
+    """A file for each, and none besides."""
+    files = {path.stem for path in (devices.table._FOLDER / "targets").iterdir()}
+    described = [d for d in devices.known().values() if d.platform == "cuda"]
+    assert files == {device.name for device in described if device.described}
+
+
+@pytest.mark.parametrize(
+    "kind, name, gib",
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx4090", 24),
+        ("NVIDIA GeForce RTX 5090", "rtx5090", 32),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g", 40),
+        ("NVIDIA L40S", "l40s", 48),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada", 48),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx6000-blackwell", 96),
+    ],
+)
+def test_of_kind_finds_cards_by_jax_names(kind, name, gib):
+    found = devices.of_kind(kind)
+    assert found is not None and found.name == name
+    assert 0.9 * gib < found.memory / 2**30 < gib  # a driver keeps some of it
+
+
+def test_compiler_missing_names_cards_without_description():
+    said = devices.compiler_missing(devices.find("rtx4090"))
+    assert "rtx4090" in said and "by shapes alone" in said and "pip" not in said
+
+
+@pytest.mark.parametrize("name, hint", [("h20", "'h200'"), ("gpu", "one of rtx4090")])
 def test_unknown_device_is_named(name, hint):
     with pytest.raises(ValueError, match=f"{hint}|{hint}") as error:
         devices.find(name)
