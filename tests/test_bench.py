@@ -94,7 +94,7 @@ def test_tune_takes_fastest_right_tiles(monkeypatch, tmp_path):
         # Of panel 4 the result is wrong, and of two slots it cannot be made.
         return lambda t: lambda h: h * (2 if t.panel == 4 else 1), (h,)
 
-    monkeypatch.setattr(tuning, "_compile", compile_all)
+    monkeypatch.setattr(tuning, "_compile_all", compile_all)
     monkeypatch.setattr(tuning, "program_of", program)
     out = tmp_path / "tuned.json"
     older = {"kernel": "to_W", "device": "cpu", "depth": 64, "columns": 128,
@@ -107,7 +107,7 @@ def test_tune_takes_fastest_right_tiles(monkeypatch, tmp_path):
     assert kept == other and made["tiles"] == {"panel": 16}
     assert made["over_gemm"] < made["default_over_gemm"]
     assert made["jax"] == jax.__version__ and made["tokens"] == 256
-    assert tuned._read(0, made)[1].panel == 16
+    assert tuned._read_entry(0, made)[1].panel == 16
 
 
 @needs_pallas
@@ -140,7 +140,7 @@ def test_tuned_fields_of_sampled_kernels_fit_launch(kernel):
     fields = set(tuning._FIELDS[kernel])
     assert fields == (names if kernel == "sampled_to_W" else names - {"sums"})
     for field in fields:
-        candidates, refused = tuning._candidates(tuned.LAUNCHES[kernel], field)
+        candidates, refused = tuning._vary_field(tuned.LAUNCHES[kernel], field)
         assert len(candidates) == len(tuning.TRIED[field]) and not refused
 
 
@@ -178,7 +178,7 @@ def test_tiles_that_were_lucky_once_are_not_chosen(monkeypatch, tmp_path):
     def program(kernel, shape, h, W, y):
         return lambda tiles: lambda h: h, (h,)
 
-    monkeypatch.setattr(tuning, "_compile", compile_all)
+    monkeypatch.setattr(tuning, "_compile_all", compile_all)
     monkeypatch.setattr(tuning, "program_of", program)
     out = tmp_path / "tuned.json"
     printed = list(bench.tune((256, 64, 128), ["to_W"], 1, out))
@@ -207,11 +207,11 @@ def test_tune_writes_launches_of_sampled_kernels(monkeypatch, tmp_path):
     def program(kernel, shape, h, W, y):
         return lambda launch: lambda h: h, (h,)
 
-    monkeypatch.setattr(tuning, "_compile", compile_all)
+    monkeypatch.setattr(tuning, "_compile_all", compile_all)
     monkeypatch.setattr(tuning, "program_of", program)
     out = tmp_path / "tuned.json"
     *_, last = bench.tune((256, 64, 128), ["sampled_to_W"], 1, out)
     assert last.startswith("sampled_to_W: {'sums': 4} written to")
     (entry,) = json.loads(out.read_text())
-    (kernel, _), launch = tuned._read(0, entry)
+    (kernel, _), launch = tuned._read_entry(0, entry)
     assert kernel == "sampled_to_W" and (launch.sums, launch.unroll) == (4, 4)

@@ -65,7 +65,7 @@ def choose(
 ) -> tuple[Backend, str]:
     """The backend of a call, and why; a named one runs or raises: no fallback."""
     if implementation is not None:
-        return _named(implementation, spec, source), "named by the caller"
+        return _named_backend(implementation, spec, source), "named by the caller"
     refusals = {x.name: x.refuses(spec, source) for x in BACKENDS}
     able = [backend for backend in BACKENDS if not refusals[backend.name]]
     why = [f"{name!r} does not: {said}" for name, said in refusals.items() if said]
@@ -79,7 +79,7 @@ def choose(
     return able[-1], "; ".join([able[-1].advantage, *why])
 
 
-def _named(implementation, spec, source):
+def _named_backend(implementation, spec, source):
     check(implementation)
     named = next(x for x in BACKENDS if x.name == implementation)
     if refused := named.refuses(spec, source):

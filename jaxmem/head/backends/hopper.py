@@ -298,34 +298,39 @@ def _add_gradients(loop, n_tiles, parts, block, sums):
         loop.padded,
         loop.single_block,
     )
-    into = functools.partial(
+    make_sums = functools.partial(
         products.into_hidden, env, n_tiles, n_clusters(), sums.hidden.dtype
     )
-    several = spec.shards and spec.shards.same_hidden and spec.shards.count > 1
-    alone = len(parts) == 1
+    shares_hidden = spec.shards and spec.shards.same_hidden and spec.shards.count > 1
+    is_one_part = len(parts) == 1
     overlap_all_reduce = (
-        single_block and alone and bool(several) and products.has_room(env, n_tiles)
+        single_block
+        and is_one_part
+        and bool(shares_hidden)
+        and products.has_room(env, n_tiles)
     )
-    hidden = tuple(into(part.hidden) for part in parts)
+    hidden = tuple(make_sums(part.hidden) for part in parts)
     blocks = products.VocabBlocks(
         env, n_tiles, single_block, tiles_of("to_hidden", spec, padded),
         tiles_of("to_W", spec, padded),
     )  # fmt: skip
-    added = products.gradients(
+    gradients = products.gradients(
         blocks, padded.W, parts, sums._replace(hidden=hidden), overlap_all_reduce
     )
     depth = sums.hidden.shape[1]
     dhs = [
         products.sum_parts(x, len(part.hidden))[:, :depth].astype(sums.hidden.dtype)
-        for x, part in zip(added.hidden, parts, strict=True)
+        for x, part in zip(gradients.hidden, parts, strict=True)
     ]
-    dh = dhs[0] if alone else jnp.concatenate(dhs)
+    dh = dhs[0] if is_one_part else jnp.concatenate(dhs)
     if not single_block:
-        return added._replace(hidden=backend_operands.put(sums.hidden, block.ids, dh))
+        return gradients._replace(
+            hidden=backend_operands.put(sums.hidden, block.ids, dh)
+        )
     dh = vocab_shards.vary(dh, spec.part_varying)
-    dh, dW = vocab_shards.sum_hidden(spec.shards, dh, added.W, overlap_all_reduce)
+    dh, dW = vocab_shards.sum_hidden(spec.shards, dh, gradients.W, overlap_all_reduce)
     # The block has all rows: gather them in the original order.
-    return added._replace(hidden=backend_operands.take(dh, block.position), W=dW)
+    return gradients._replace(hidden=backend_operands.take(dh, block.position), W=dW)
 
 
 def _block_tiles(spec, env):

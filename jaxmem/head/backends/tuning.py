@@ -99,33 +99,35 @@ def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
     smallest of many noisy numbers is mostly luck.
     """
     default = tuned.default(kernel, head)
-    best, results, right = default, {}, {}
-    want = jax.block_until_ready(jax.jit(program(default))(*operands))
+    best, results, correct = default, {}, {}
+    expected = jax.block_until_ready(jax.jit(program(default))(*operands))
 
     def take_turns(candidates, repetitions):
-        runs = {tiles: right[tiles] for tiles in candidates if tiles in right}
-        _, taken = timing.take_turns(stopwatch, gemm, runs, repetitions)
-        for tiles, result in taken.items():
+        runs = {tiles: correct[tiles] for tiles in candidates if tiles in correct}
+        _, timings = timing.take_turns(stopwatch, gemm, runs, repetitions)
+        for tiles, result in timings.items():
             results[tiles] = Measured(
                 kernel, tiles, result and round(result.over_unit, 4),
                 result and round(result.ms, 3), "" if result else timing.OUT_OF_MEMORY,
             )  # fmt: skip
-        return taken
+        return timings
 
     for field in _FIELDS[kernel]:
-        candidates, refused = _candidates(best, field)
+        candidates, refused = _vary_field(best, field)
         for key, why in refused.items():
             results[key] = Measured(kernel, best, None, None, why)
-        new = [tiles for tiles in candidates if tiles not in right]
-        for tiles, compiled in _compile(program, new, operands).items():
-            why = _wrong(compiled, operands, want)
+        new = [tiles for tiles in candidates if tiles not in correct]
+        for tiles, compiled in _compile_all(program, new, operands).items():
+            why = _reason_to_skip(compiled, operands, expected)
             if why:
                 results[tiles] = Measured(kernel, tiles, None, None, why)
             else:
-                right[tiles] = functools.partial(compiled, *operands)
-        best = _better(best, take_turns(candidates, repetitions))
+                correct[tiles] = functools.partial(compiled, *operands)
+        best = _faster_beyond_noise(best, take_turns(candidates, repetitions))
     if best != default:
-        best = _better(default, take_turns([default, best], _AGAIN * repetitions))
+        best = _faster_beyond_noise(
+            default, take_turns([default, best], _AGAIN * repetitions)
+        )
     measured = {
         "over_gemm": results[best].over_gemm, "ms": results[best].ms,
         "default_over_gemm": results[default].over_gemm,
@@ -133,21 +135,21 @@ def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
     return list(results.values()), tuned.entry_of(kernel, head, best, measured)
 
 
-def _wrong(compiled, operands, want) -> str:
+def _reason_to_skip(compiled, operands, expected) -> str:
     """The reason why a candidate is not timed; an empty string if it is."""
     if isinstance(compiled, Exception):
         return str(compiled)[:200]
-    return "" if _same(compiled(*operands), want) else "wrong result"
+    return "" if _results_agree(compiled(*operands), expected) else "wrong result"
 
 
-def _better(best, taken):
+def _faster_beyond_noise(best, timings):
     """The fastest of one round, if it is faster by more than noise."""
-    cost = {tiles: result.over_unit for tiles, result in taken.items() if result}
+    cost = {tiles: result.over_unit for tiles, result in timings.items() if result}
     fastest = min(cost, key=lambda tiles: cost[tiles], default=best)
     return fastest if cost.get(fastest, 0) < _NOISE * cost.get(best, 9e9) else best
 
 
-def _candidates(best, field) -> tuple[list[Any], dict[Any, str]]:
+def _vary_field(best, field) -> tuple[list[Any], dict[Any, str]]:
     """Tiles or launches that differ in a field; invalid ones, with the reason."""
     candidates, refused = [best], {}
     for value in TRIED[field]:
@@ -160,7 +162,7 @@ def _candidates(best, field) -> tuple[list[Any], dict[Any, str]]:
     return candidates, refused
 
 
-def _compile(program, candidates, operands) -> dict[Any, Any]:
+def _compile_all(program, candidates, operands) -> dict[Any, Any]:
     """Compiled programs, or the exception that the compiler raised; in parallel."""
 
     def compile_one(tiles):
@@ -173,21 +175,21 @@ def _compile(program, candidates, operands) -> dict[Any, Any]:
         return dict(zip(candidates, pool.map(compile_one, candidates), strict=True))
 
 
-def _same(results, want) -> bool:
+def _results_agree(results, expected) -> bool:
     """True if results agree to 8 bits of the largest; orders of sums differ."""
 
     def close(a, b):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return jnp.all(jnp.abs(a - b) <= 2**-7 * jnp.max(jnp.abs(b)) + 1e-6)
 
-    flags = jax.jit(lambda *t: jax.tree.map(close, *t))(results, want)
+    flags = jax.jit(lambda *t: jax.tree.map(close, *t))(results, expected)
     return all(map(bool, jax.tree.leaves(flags)))
 
 
 def program_of(kernel, shape, h, W, y) -> tuple[Callable[[Any], Callable], tuple]:
     """(tiles -> a function of arrays, the arrays) of a kernel with its usual shapes."""
     if kernel in tuned.LAUNCHES:
-        return _sampled(kernel, h, W)
+        return _sampled_program(kernel, h, W)
     n, depth, columns = shape
 
     def env(tiles):
@@ -206,12 +208,12 @@ def program_of(kernel, shape, h, W, y) -> tuple[Callable[[Any], Callable], tuple
         n_tiles, n, _CHUNK, columns, depth, clusters
     )
     if kernel == "derivative":
-        return _derivative(env, width, n, h, W, y)
+        return _derivative_program(env, width, n, h, W, y)
     dz = jax.random.normal(jax.random.key(3), (n, width), h.dtype)
-    return _product(kernel, dz, h, W)
+    return _product_program(kernel, dz, h, W)
 
 
-def _product(kernel, dz, h, W):
+def _product_program(kernel, dz, h, W):
     """A product into arrays allocated by the call, so that no copy is timed with it."""
     width = dz.shape[1]
     rows, block = jnp.int32(len(dz)), (jnp.int32(0), jnp.int32(width))
@@ -231,11 +233,11 @@ def _product(kernel, dz, h, W):
     return (to_hidden, (dz, W)) if kernel == "to_hidden" else (to_W, (dz, h))
 
 
-def _sampled(kernel, h, W):
+def _sampled_program(kernel, h, W):
     """(launch -> a function of arrays, the arrays) of a sum of sampled rows."""
     from jaxmem.head.kernels import sampled_products
 
-    dz = _entries(len(h), len(W))
+    dz = _random_entries(len(h), len(W))
     if kernel == "sampled_to_hidden":
         return (
             lambda launch: (
@@ -265,7 +267,7 @@ def _sampled(kernel, h, W):
     return (to_W if kernel == "sampled_to_W" else to_pieces), (pairs, h)
 
 
-def _entries(n, columns) -> column_sampling.SparseDerivative:
+def _random_entries(n, columns) -> column_sampling.SparseDerivative:
     """Entries [n, slots] in columns of density 1 / j, the slots past a few empty."""
     shape = n, _SLOTS
     of_columns, of_values = jax.random.split(jax.random.key(4))
@@ -278,7 +280,7 @@ def _entries(n, columns) -> column_sampling.SparseDerivative:
     return column_sampling.SparseDerivative(drawn, values)
 
 
-def _derivative(env, width, n, h, W, y):
+def _derivative_program(env, width, n, h, W, y):
     zeros, ones = jnp.zeros(n), jnp.ones(n)
     log_sum = jnp.full(n, jnp.log(W.shape[0] * 1.0))
     rows = row_stats.Outputs(-log_sum, ones, log_sum, zeros, zeros > 0, zeros, log_sum)

@@ -32,7 +32,7 @@ def outputs(
     backend: Backend, spec: Spec, source: Factors, rows: TokenRows, names
 ) -> dict:
     """The named fields of `Outputs` for every row; 0 where inactive."""
-    groups = _statistics(backend, spec, source, rows)
+    groups = _group_statistics(backend, spec, source, rows)
 
     def chunk(row_ids, results):
         stats = Stats(*(take(x.T, row_ids).T for x in groups))
@@ -72,7 +72,7 @@ def backward(
     return Factors(dhidden, dW, jnp.concatenate([part.bias for part in parts]))
 
 
-def _statistics(backend, spec, source, rows) -> Stats:
+def _group_statistics(backend, spec, source, rows) -> Stats:
     """The statistics of every group, [G, N]; undefined where inactive."""
     parts = _run_groups(
         spec, source, lambda group, head: backend.loops.statistics(group, head, rows)

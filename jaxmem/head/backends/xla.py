@@ -73,7 +73,7 @@ def backward(
     """Cotangent of the source; sums over tokens in the statistics' dtype."""
     if isinstance(source, CallerLogits):
         return _by_logits(spec, source, rows, saved, cotangents)
-    head = _aligned(spec, source.cast(spec))
+    head = _align_columns(spec, source.cast(spec))
 
     def chunk(row_ids, sums):
         dz = derivative(spec, head, rows, row_ids, saved, cotangents)
@@ -100,7 +100,7 @@ def one_pass(
     spec: Spec, source: Factors, rows: TokenRows, of_chunk: OfChunk, initial
 ) -> tuple[Any, Factors]:
     """See `Loops.one_pass`; sums over tokens stay in the statistics' dtype."""
-    head = _aligned(spec, source.cast(spec))
+    head = _align_columns(spec, source.cast(spec))
     n_rows = rows.labels.shape[0]
 
     def chunk(row_ids, carry):
@@ -174,7 +174,7 @@ def scale(spec, rows, row_ids, z):
     if spec.softcap is not None:
         z = spec.softcap * jnp.tanh(z / spec.softcap)
     if rows.temperature is not None:
-        z = _divided(z, take(rows.temperature, row_ids, fill_value=1)[:, None])
+        z = _divide(z, take(rows.temperature, row_ids, fill_value=1)[:, None])
     return z
 
 
@@ -189,7 +189,7 @@ def unscale(spec, rows, row_ids, z, dz):
     return dz
 
 
-def _divided(z, temperature):
+def _divide(z, temperature):
     """The quotients, whose last operation is a sum.
 
     A compiler contracts a product and the difference that follows it into one operation
@@ -198,10 +198,12 @@ def _divided(z, temperature):
     logits times 0 are NaN, and one is a power of two, which does not round.
     """
     inverse = 1 / temperature
-    most = row_stats.power_of_two(inverse)
-    most = jnp.where(most * temperature < 1, most, most / 2)
-    rest = (1 - most * temperature) * inverse  # the difference has no rounding error
-    return z * most + z * rest
+    power = row_stats.power_of_two(inverse)
+    power = jnp.where(power * temperature < 1, power, power / 2)
+    remainder = (
+        1 - power * temperature
+    ) * inverse  # the difference has no rounding error
+    return z * power + z * remainder
 
 
 def zero_sums(spec, source):
@@ -241,7 +243,7 @@ def products(spec, source, row_ids, dz) -> Factors:
     return Factors(dh, dw, dbias)
 
 
-def _aligned(spec, source):
+def _align_columns(spec, source):
     """W and bias, padded to a multiple of `_ALIGNMENT` columns on a GPU.
 
     The rows of the logits' derivatives are then aligned for tensor cores. On an H200

@@ -32,7 +32,7 @@ def backward(
     """See `xla.backward`; rounds hidden's gradient once per block, if not sharded."""
     head = source.cast(spec)
     width = block_columns(spec)
-    n_whole, rest = divmod(spec.columns, width)
+    n_whole, last_width = divmod(spec.columns, width)
     axis = 0 if spec.layout == "vd" else 1
     size = _rows_at_once(spec, rows.labels.shape[0])
 
@@ -70,8 +70,8 @@ def backward(
     W = vocab_shards.vary(jnp.zeros_like(source.W), spec.part_varying)
     total = total._replace(W=W)
     total = lax.fori_loop(0, n_whole, lambda i, t: block(i * width, width, t), total)
-    if rest:
-        total = block(n_whole * width, rest, total)
+    if last_width:
+        total = block(n_whole * width, last_width, total)
     return cotangent(spec, total, source)
 
 

@@ -32,9 +32,9 @@ def forward(
         labels = backend_operands.take(rows.labels, row_ids)
         exists = labels < spec.vocab_size
         label_logit = eight_bits.label_logits(spec, head, hidden, labels)
-        z = _without_labels(spec, _product(shared, hidden), labels)
-        none = jnp.full_like(labels, -1)
-        others, exps = row_stats.of_tile(z, none)
+        z = _without_labels(spec, _logits_in_8_bits(shared, hidden), labels)
+        no_labels = jnp.full_like(labels, -1)
+        others, exps = row_stats.of_tile(z, no_labels)
         normaliser = eight_bits.normaliser(others, label_logit)
         scale = column_sampling.scale(others.max, normaliser)
         selected = column_sampling.select(
@@ -48,7 +48,7 @@ def forward(
     return backend_operands.for_active_chunks(spec.chunk, rows.active, chunk, results)
 
 
-def _product(shared, hidden):
+def _logits_in_8_bits(shared, hidden):
     """Logits ẑ of all columns."""
     W, of_hidden = shared.W, eight_bits.rounded(hidden, shared.channels)
 
@@ -65,5 +65,5 @@ def _product(shared, hidden):
 def _without_labels(spec, z, labels):
     """-inf in the columns of labels, and in the padding of the vocabulary."""
     column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-    other = (column != labels[:, None]) & (column < spec.vocab_size)
-    return jnp.where(other, z, -jnp.inf)
+    is_counted = (column != labels[:, None]) & (column < spec.vocab_size)
+    return jnp.where(is_counted, z, -jnp.inf)

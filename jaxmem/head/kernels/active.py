@@ -23,17 +23,17 @@ def for_each_block(
 ) -> Any:
     """Loop `carry = body(block of size rows, carry)` over all active rows."""
     n_blocks = -(-active.shape[0] // size)
-    every = in_one_block(active, n_blocks * size)
+    all_rows = in_one_block(active, n_blocks * size)
     if n_blocks == 1:  # without a loop, XLA is free to choose layouts
-        return body(every, carry)
+        return body(all_rows, carry)
 
     def step(i, carry):
         start = i * size
-        ids = lax.dynamic_slice(every.ids, (start,), (size,))
-        position = every.position - start
+        ids = lax.dynamic_slice(all_rows.ids, (start,), (size,))
+        position = all_rows.position - start
         inside = (position >= 0) & (position < size)
         position = jnp.where(inside, position, size)
-        n_active = jnp.clip(every.n_active - start, 0, size)
+        n_active = jnp.clip(all_rows.n_active - start, 0, size)
         return body(RowBlock(ids, n_active, position), carry)
 
     return lax.fori_loop(0, n_blocks, step, carry)

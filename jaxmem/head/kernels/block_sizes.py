@@ -73,7 +73,7 @@ def backward_rows(
     which allows one launch and 33 tiles, 4.08 and 1042 (head_h200.csv, another card);
     the last, in eight launches, takes the time of blocks of rows, and 1672 MiB.
     """
-    side = _side(chunk, columns)
+    side = _square_side(chunk, columns)
     if n_rows <= side:
         return whole(n_rows), True
     sizes = {n: whole(-(-n_rows // n)) for n in range(1, MAX_LAUNCHES + 1)}
@@ -83,21 +83,21 @@ def backward_rows(
     def cost(launches, rows):
         """(time, bytes) of all launches."""
         tiles = backward_tiles(n_tiles, rows, chunk, columns, depth, clusters)
-        taken = _time(n_tiles, tiles, rows, depth, clusters)
-        taken += SUMS * n_tiles * depth_tiles if launches > 1 else 0
-        of_hidden = n_rows if tiles < n_tiles else 0
-        of_W = tiles * TILE if launches > 1 else 0
-        held = 2 * rows * tiles * TILE + 4 * depth * (of_hidden + of_W)
-        return launches * taken, held
+        time = _backward_time(n_tiles, tiles, rows, depth, clusters)
+        time += SUMS * n_tiles * depth_tiles if launches > 1 else 0
+        hidden_rows = n_rows if tiles < n_tiles else 0
+        W_columns = tiles * TILE if launches > 1 else 0
+        size = 2 * rows * tiles * TILE + 4 * depth * (hidden_rows + W_columns)
+        return launches * time, size
 
     costs = {n: cost(n, rows) for n, rows in sizes.items()}
     limit = 2 * chunk * columns + 4 * columns * depth // n_blocks
-    costs = {n: (taken, held) for n, (taken, held) in costs.items() if held <= limit}
+    costs = {n: (time, size) for n, (time, size) in costs.items() if size <= limit}
     if apart or n_rows > columns or not costs:
         return max(side // MAX_CLUSTER_ROWS, 1) * MAX_CLUSTER_ROWS, False
-    enough = NEAR * min(taken for taken, _ in costs.values())
-    near = [n for n, (taken, _) in costs.items() if taken <= enough]
-    return sizes[min(near, key=lambda n: costs[n][1])], True
+    longest = NEAR * min(time for time, _ in costs.values())
+    choices = [n for n, (time, _) in costs.items() if time <= longest]
+    return sizes[min(choices, key=lambda n: costs[n][1])], True
 
 
 def vocabulary_block(
@@ -110,16 +110,16 @@ def vocabulary_block(
     """
     n_tiles, depth_tiles = -(-columns // TILE), -(-depth // TILE)
     tiles = -(-n_tiles // n_blocks)
-    most = min(chunk * columns // (tiles * TILE), _side(chunk, columns))
-    most = max(min(most, whole(n_rows)) // MAX_CLUSTER_ROWS, 1)
+    max_rows = min(chunk * columns // (tiles * TILE), _square_side(chunk, columns))
+    max_rows = max(min(max_rows, whole(n_rows)) // MAX_CLUSTER_ROWS, 1)
 
     def time_a_row(rows):
         sums = SUMS * tiles * depth_tiles
-        return (_time(tiles, tiles, rows, depth, clusters) + sums) / rows
+        return (_backward_time(tiles, tiles, rows, depth, clusters) + sums) / rows
 
-    sizes = range(MAX_CLUSTER_ROWS, (most + 1) * MAX_CLUSTER_ROWS, MAX_CLUSTER_ROWS)
-    enough = NEAR * min(map(time_a_row, sizes))
-    return next(rows for rows in sizes if time_a_row(rows) <= enough), tiles
+    sizes = range(MAX_CLUSTER_ROWS, (max_rows + 1) * MAX_CLUSTER_ROWS, MAX_CLUSTER_ROWS)
+    longest = NEAR * min(map(time_a_row, sizes))
+    return next(rows for rows in sizes if time_a_row(rows) <= longest), tiles
 
 
 def backward_tiles(
@@ -138,37 +138,39 @@ def backward_tiles(
         8192, 2048, 248320      33: 51.1, 197   66: 50.5, 329    99: 50.3, 461
         2048, 4096, 131072      33: 13.6,  65  132: 13.4, 164   231: 13.4, 263
 
-    If not even one such multiple fits, the number that takes the least time by `_time`.
+    If not even one such multiple fits, it is the number that takes the least time by
+    `_backward_time`.
     """
-    most = min(max(chunk * columns // (rows * TILE), 1), n_tiles)
-    if most == n_tiles:
+    max_tiles = min(max(chunk * columns // (rows * TILE), 1), n_tiles)
+    if max_tiles == n_tiles:
         return n_tiles
     row_tiles, depth_tiles = rows // MAX_CLUSTER_ROWS, -(-depth // TILE)
     # The fewest for which derivatives and W's gradient occupy all clusters.
     turn = clusters // math.gcd(clusters, row_tiles, depth_tiles)
-    if turn <= most:
+    if turn <= max_tiles:
         busy = -(-BUSY_DEPTH * clusters // (row_tiles * turn * depth))
-        return min(min(most // turn, busy) * turn, n_tiles)
+        return min(min(max_tiles // turn, busy) * turn, n_tiles)
     return min(
-        range(1, most + 1), key=lambda t: _time(n_tiles, t, rows, depth, clusters)
+        range(1, max_tiles + 1),
+        key=lambda t: _backward_time(n_tiles, t, rows, depth, clusters),
     )
 
 
-def _time(n_tiles, tiles, rows, depth, clusters):
+def _backward_time(n_tiles, tiles, rows, depth, clusters):
     """Time of a backward pass in blocks of tiles, in products of 256 x 256 x 256."""
     row_tiles, depth_tiles = rows // MAX_CLUSTER_ROWS, -(-depth // TILE)
 
     def turns(n):
         return -(-n // clusters)
 
-    def of_block(tiles):
+    def block_time(tiles):
         dz = turns(row_tiles * tiles) * depth_tiles
         dh = turns(row_tiles * depth_tiles) * tiles
         dW = turns(tiles * depth_tiles) * row_tiles
         return dz + dh + dW + SUMS * row_tiles * depth_tiles
 
-    n_whole, rest = divmod(n_tiles, tiles)
-    return n_whole * of_block(tiles) + (of_block(rest) if rest else 0)
+    n_whole, last_tiles = divmod(n_tiles, tiles)
+    return n_whole * block_time(tiles) + (block_time(last_tiles) if last_tiles else 0)
 
 
 def hidden_splits(n_rows: int, depth: int, clusters: int) -> int:
@@ -186,7 +188,7 @@ def hidden_splits(n_rows: int, depth: int, clusters: int) -> int:
     return next(n for n in sizes if turns(n) <= WORTH * min(map(turns, sizes)))
 
 
-def _side(chunk, columns):
+def _square_side(chunk, columns):
     """Rows, and columns, of a square of 2 C V bytes of derivatives."""
     return math.isqrt(chunk * columns)
 

@@ -91,7 +91,9 @@ def fold(rows: Outputs, c: Coefficients, inverse_temperature, softcap) -> dict:
     and at_label if j is the label, where 1 - p must not be a difference. A coefficient
     that is None counts as zero.
     """
-    label, alpha, beta, gamma = (0.0 if x is None else x for x in c)
+    label, alpha, beta, gamma = (
+        0.0 if x is None else x for x in (c.label, c.alpha, c.beta, c.gamma)
+    )
     inverse = 1 if inverse_temperature is None else inverse_temperature
     scale = inverse * jnp.exp(-rows.log_sum)  # of 1/S
     folded = dict(max=rows.max * logits.LOG2_E)
@@ -131,7 +133,7 @@ def _kernel(env, names, row_names, *refs):
         loaded=plgpu.Barrier(num_barriers=N_COMPUTE),
         collective_axes="wg",
     )
-    def _scope(buffers, **smem):
+    def _run_with_buffers(buffers, **smem):
         n_active, first_tile, n_tiles = (gmem["part"][i] for i in range(3))
         extent = env.extent(n_active, n_tiles, first_tile)
         scope = _Scope(env, extent, row_names, gmem, smem, Ring(**buffers))

@@ -129,11 +129,11 @@ def _merge_groups(partial):
     stats = Stats(*(partial[:, i] for i in range(N_STATS)))
     while (n := len(stats.max)) > 1:
         size = -(-n // _AT_ONCE)
-        rest = size * _AT_ONCE - n, stats.max.shape[1]
-        none = row_stats.empty(rest, stats.max.dtype)
-        whole = [jnp.concatenate(pair) for pair in zip(stats, none, strict=True)]
+        missing_shape = size * _AT_ONCE - n, stats.max.shape[1]
+        missing = row_stats.empty(missing_shape, stats.max.dtype)
+        padded = [jnp.concatenate(pair) for pair in zip(stats, missing, strict=True)]
         parts = (
-            Stats(*(x[i : i + size] for x in whole))
+            Stats(*(x[i : i + size] for x in padded))
             for i in range(0, size * _AT_ONCE, size)
         )
         stats = functools.reduce(row_stats.merge, parts)
@@ -169,7 +169,7 @@ def _kernel(env, names, *refs):
         collective_axes="wg",
         **scratch,
     )
-    def _scope(buffers, **smem):
+    def _run_with_buffers(buffers, **smem):
         extent = env.extent(gmem["n_active"][0], _n_tiles(env))
         scope = _UnitScope(env, extent, gmem, smem, Ring(**buffers))
         unit = functools.partial(_process_unit, scope)
@@ -299,10 +299,10 @@ def _reduce_tile(env, z, to_base_2, tile, labels, marked, keep):
             others.append(other)
         return label, *others
 
-    def plain():
+    def unchanged():
         return jnp.full(narrow, MASK_VALUE, jnp.float32), *z
 
-    label, *z = lax.cond(marked > 0, without_labels_and_masks, plain)
+    label, *z = lax.cond(marked > 0, without_labels_and_masks, unchanged)
     label = jnp.max(label, axis=1)
     if env.in_8_bits:  # exact elsewhere
         label = jnp.full_like(label, MASK_VALUE)
@@ -319,7 +319,7 @@ def _sum_parts(parts, label, to_base_2, keep=None, rounded=False):
     for z in parts:
         largest = _reduce_columns(jnp.maximum, largest, z)
     row_max = jnp.maximum(jnp.max(largest, axis=1), label) * to_base_2
-    so_far = [jnp.zeros(narrow, jnp.float32)] * 3
+    sums = [jnp.zeros(narrow, jnp.float32)] * 3
     for i, z in enumerate(parts):
         shifted = z * to_base_2 - logits.along(row_max, z.shape)
         exps = jnp.exp2(shifted)
@@ -328,14 +328,14 @@ def _sum_parts(parts, label, to_base_2, keep=None, rounded=False):
         if keep is not None:
             keep(i, exps)
         terms = exps, exps * shifted, exps * exps
-        pairs = zip(so_far, terms, strict=True)
-        so_far = [_reduce_columns(jnp.add, x, y) for x, y in pairs]
-    others, weighted, squares = (jnp.sum(x, axis=1) for x in so_far)
+        pairs = zip(sums, terms, strict=True)
+        sums = [_reduce_columns(jnp.add, x, y) for x, y in pairs]
+    others, weighted, squares = (jnp.sum(x, axis=1) for x in sums)
     label = label * to_base_2
     shifted = label - row_max
-    of_label = jnp.exp2(shifted)
-    weighted = weighted + of_label * shifted
-    squares = squares + of_label * of_label
+    label_exp = jnp.exp2(shifted)
+    weighted = weighted + label_exp * shifted
+    squares = squares + label_exp * label_exp
     # Rounded before the subtraction: a fused multiply-subtract would not round the
     # product, and of MASK_VALUE the difference would be 2^76 instead of 0.
     row_max, label = (

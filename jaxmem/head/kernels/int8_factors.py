@@ -80,11 +80,11 @@ def scaled(env: Env, sums: jax.Array, h_scale: jax.Array, smem) -> jax.Array:
         scale = lax.broadcast_in_dim(smem["w_scale_smem"][columns], part.shape, (1,))
         part = part.astype(jnp.float32) * scale * logits.along(h_scale, part.shape)
         wide = smem["w_wide_smem"].at[columns].transpose((1, 0))
-        z.append(part + _product(smem["h_wide_smem"], wide, part.shape))
+        z.append(part + _multiply(smem["h_wide_smem"], wide, part.shape))
     return jnp.concatenate(z, axis=1)
 
 
-def _product(lhs, rhs, shape):
+def _multiply(lhs, rhs, shape):
     """The product of a warpgroup's rows and some columns, in registers."""
 
     @functools.partial(

@@ -78,7 +78,7 @@ def _kernel(env, names, row_names, *refs):
         rows=plgpu.SMEM((_BUFFERS, len(row_names), t.rows), jnp.float32),
         full=plgpu.Barrier(num_arrivals=4, num_barriers=_BUFFERS),
     )
-    def _scope(full, **smem):
+    def _run_with_buffers(full, **smem):
         block, n_blocks = lax.axis_index("block"), _BLOCKS * env.n_blocks
         n_mine = ceil_div(lax.max(gmem["scalars"][1] - block, 0), n_blocks)
 
@@ -90,7 +90,7 @@ def _kernel(env, names, row_names, *refs):
             pl.when(i < n_mine)(functools.partial(load, i))
 
         @pl.loop(0, n_mine)
-        def _tile(i):
+        def _process_next_tile(i):
             slot = lax.rem(i, _BUFFERS)
             plgpu.barrier_wait(full.at[slot])
             buffers = {k: ref.at[slot] for k, ref in smem.items()}
@@ -145,7 +145,7 @@ def _process_tile(env, row_names, gmem, smem, index):
         _differentiate_tile(env, smem["exps"], row | labels, marks)
 
     @pl.when(~is_marked)
-    def _plain():
+    def _without_labels_or_masks():
         _differentiate_tile(env, smem["exps"], row)
 
     plgpu.commit_smem()

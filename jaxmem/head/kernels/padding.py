@@ -19,7 +19,7 @@ def head(spec, head) -> Factors:
     parts (`split`). On an H200 with V=50257, that takes 0.93 GEMMs forward and 3.72
     with gradients, or 0.97 and 3.77 with copies; "xla" takes 1.28 and 4.57.
     """
-    bias = _bias(spec, head.bias)
+    bias = _masked_bias(spec, head.bias)
     if splits(head.W, spec.layout):
         return Factors(head.hidden, head.W, bias)
     to_columns = max(whole(spec.columns), _MIN_COLUMNS)
@@ -59,7 +59,7 @@ def split(W: jax.Array, layout, step: int) -> tuple[jax.Array, jax.Array | None]
     return W[:first], _pad_to(W[first:], (step, W.shape[1]))
 
 
-def _bias(spec, bias):
+def _masked_bias(spec, bias):
     """The bias, with -inf where a part exceeds the vocabulary, if any part does."""
     if not spec.is_part or spec.vocab_size == spec.all_columns:
         return bias

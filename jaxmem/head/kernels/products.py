@@ -338,7 +338,7 @@ def _kernel(product, add, *refs):
         ),
         collective_axes="wg",
     )
-    def _scope(buffers, out_smem):
+    def _run_with_buffers(buffers, out_smem):
         *extent, row0, column0 = (scalars[i] for i in range(len(Extent._fields) + 2))
         extent = Extent(*extent)
         row0, column0 = pl.multiple_of(row0, t.rows), pl.multiple_of(column0, t.columns)

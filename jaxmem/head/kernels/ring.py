@@ -146,12 +146,12 @@ def run(product: RingProduct, extent: Extent, ring: Ring, lhs_gmem, rhs_gmem, un
     wg = lax.axis_index("wg")
 
     @pl.when(wg == N_COMPUTE)
-    def _memory():
+    def _run_memory_warpgroup():
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         _load_tiles(product, extent, lhs_gmem, rhs_gmem, ring)
 
     @pl.when(wg < N_COMPUTE)
-    def _compute():
+    def _run_compute_warpgroup():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         for_each_unit(product, extent, unit, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)

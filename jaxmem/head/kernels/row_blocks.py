@@ -20,8 +20,8 @@ from jaxmem.head.maths import running_sums
 from jaxmem.head.maths.row_stats import Normaliser
 
 WIDTH = 64  # columns of a block
-_MOST_BLOCKS = 16384  # whose maxima registers hold
-_MOST = 256  # entries to select, one after another
+_MAX_BLOCKS = 16384  # whose maxima registers hold
+_MAX_K = 256  # entries to select, one after another
 _LOWEST, _NAN = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
@@ -34,7 +34,7 @@ class BlockSums(NamedTuple):
 
 def supports(columns: int, dtype: Any, k: int = 1) -> bool:
     """True if the kernels take rows of this length and type, and select k of each."""
-    fits = pl.cdiv(columns, WIDTH) <= _MOST_BLOCKS and k <= _MOST
+    fits = pl.cdiv(columns, WIDTH) <= _MAX_BLOCKS and k <= _MAX_K
     return row_sums.supports(columns, dtype) and fits
 
 
@@ -103,39 +103,39 @@ def top_k(z: jax.Array, largest: jax.Array, k: int) -> tuple[jax.Array, jax.Arra
 def _selection_kernel(columns, n, k):
     """The kernel of `top_k` for rows of n maxima, padded."""
     # Two columns of a block for each thread of a warp, and the same for all warps.
-    of_block = plgpu.Layout.TILED(
+    block_layout = plgpu.Layout.TILED(
         plgpu.Tiling(((WIDTH,), (32,), (1,))),
         warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1,
     )  # fmt: skip
-    of_row = plgpu.Layout.WG_STRIDED((n,), 1)
+    row_layout = plgpu.Layout.WG_STRIDED((n,), 1)
 
     def row_select(largest_ref, z_ref, keys_ref, columns_ref):
         row = lax.axis_index("row")
         block_ids = lax.broadcasted_iota(jnp.int32, (n,), 0)
         lane = lax.broadcasted_iota(jnp.int32, (WIDTH,), 0)
-        lane = plgpu.layout_cast(lane, of_block)
+        lane = plgpu.layout_cast(lane, block_layout)
 
-        def next_one(i, carry):
+        def select_next(i, carry):
             largest, last_key, last_column = carry
             key = jnp.max(largest)
             block = -jnp.max(jnp.where(largest == key, -block_ids, -n))
             first = jnp.minimum(block * WIDTH, columns - WIDTH)
             z = z_ref.at[row, pl.ds(first, WIDTH)]
-            z = _to_ordered(plgpu.load(z, layout=of_block, optimized=False))
+            z = _to_ordered(plgpu.load(z, layout=block_layout, optimized=False))
             columns_read = first + lane
             # Of equal logits, those in columns up to the last one are taken.
-            taken = jnp.where(key == last_key, last_column, -1)
-            equal = (z == key) & (columns_read > taken)
+            last_taken = jnp.where(key == last_key, last_column, -1)
+            equal = (z == key) & (columns_read > last_taken)
             equal = equal & (columns_read >= block * WIDTH)
             column = -jnp.max(jnp.where(equal, -columns_read, -columns))
-            left = (z < key) & (columns_read >= block * WIDTH)
-            left = left | equal & (columns_read > column)
-            left = jnp.max(jnp.where(left, z, _LOWEST))
+            remaining = (z < key) & (columns_read >= block * WIDTH)
+            remaining = remaining | equal & (columns_read > column)
+            remaining = jnp.max(jnp.where(remaining, z, _LOWEST))
             keys_ref[row, i], columns_ref[row, i] = key, column
-            return jnp.where(block_ids == block, left, largest), key, column
+            return jnp.where(block_ids == block, remaining, largest), key, column
 
-        largest = plgpu.load(largest_ref.at[row], layout=of_row, optimized=False)
-        lax.fori_loop(0, k, next_one, (largest, _LOWEST, jnp.int32(-1)))
+        largest = plgpu.load(largest_ref.at[row], layout=row_layout, optimized=False)
+        lax.fori_loop(0, k, select_next, (largest, _LOWEST, jnp.int32(-1)))
 
     return row_select
 

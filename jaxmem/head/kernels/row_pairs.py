@@ -39,7 +39,7 @@ def parts(
     """
 
     def reduce(z, y):
-        (z_max, z_shift, w), (y_max, y_shift, v) = _exps(z), _exps(y)
+        (z_max, z_shift, w), (y_max, y_shift, v) = _block_exps(z), _block_exps(y)
         d = log_ratio(z, y, beside(z_shift, z.shape), beside(y_shift, y.shape))
         return z_max, y_max, *(jnp.sum(x, axis=1) for x in (w, v, *terms(w, v, d)))
 
@@ -51,7 +51,7 @@ def parts(
     return PairSums(z_parts, y_parts, sums)
 
 
-def _exps(z):
+def _block_exps(z):
     """(maxima m, m or 0 where it is -inf, e^(z - m)), by blocks."""
     largest = jnp.max(z, axis=1)
     # A block of -inf has exponentials of 0, not NaN.

@@ -41,14 +41,14 @@ def sums(
 
     def row_sums(*refs):
         row, first = lax.axis_index("row"), lax.axis_index("share") * share
-        of_row = [ref[row] for ref in refs[n : len(operands)]]
+        row_numbers = [ref[row] for ref in refs[n : len(operands)]]
 
         def add(i, totals):
             tile = row, pl.ds(i * row_tiles.TILE, row_tiles.TILE)
             loaded = [
                 row_tiles.load(r.at[tile], (row_tiles.TILE,), layout) for r in refs[:n]
             ]
-            new = terms(*loaded, *of_row)
+            new = terms(*loaded, *row_numbers)
             return tuple(a + b for a, b in zip(totals, new, strict=True))
 
         outputs = refs[len(operands) :]
@@ -58,12 +58,12 @@ def sums(
         for ref, total in zip(outputs, totals, strict=True):
             ref[row, lax.axis_index("share")] = jnp.sum(total)
 
-    rest = [x[:, n_whole * row_tiles.TILE :] for x in operands[:n]]
-    of_rest = terms(*rest, *(x[:, None] for x in operands[n:]))
+    tail = [x[:, n_whole * row_tiles.TILE :] for x in operands[:n]]
+    tail_terms = terms(*tail, *(x[:, None] for x in operands[n:]))
     out = jax.ShapeDtypeStruct((n_rows, SHARES), jnp.float32)
-    grid, outs = {"share": SHARES, "row": n_rows}, (out,) * len(of_rest)
+    grid, outs = {"share": SHARES, "row": n_rows}, (out,) * len(tail_terms)
     partial = typed.launch(row_sums, outs, grid, row_tiles.PARAMS, operands)
     return [
         jnp.sum(x, axis=1) + jnp.sum(last, axis=1)
-        for x, last in zip(partial, of_rest, strict=True)
+        for x, last in zip(partial, tail_terms, strict=True)
     ]

@@ -45,9 +45,9 @@ def reduce_blocks(
     operands = typed.alike(*tiles)
     n_rows, columns = operands[0].shape
     n_blocks, size, n = columns // width, TILE // width, len(operands)
-    layout = _blocks(size, width, at_once(columns))
+    layout = _block_layout(size, width, at_once(columns))
 
-    def of_tile(*refs):
+    def reduce_tile(*refs):
         row = lax.axis_index("row")
         first = jnp.minimum(lax.axis_index("tile") * size, n_blocks - size)
         columns = pl.ds(first * width, TILE)
@@ -55,19 +55,19 @@ def reduce_blocks(
         for ref, x in zip(refs[n:], function(*loaded), strict=True):
             store(ref.at[row, pl.ds(first, size)], x)
 
-    rest = [x[:, n_blocks * width :] for x in operands]
-    of_tile.__name__ = name
+    tail = [x[:, n_blocks * width :] for x in operands]
+    reduce_tile.__name__ = name
     block = jax.ShapeDtypeStruct((size, width), jnp.float32)
     n_results = len(jax.eval_shape(function, *[block] * n))
     out = jax.ShapeDtypeStruct((n_rows, n_blocks), jnp.float32)
     grid = {"tile": pl.cdiv(n_blocks, size), "row": n_rows}
-    results = typed.launch(of_tile, (out,) * n_results, grid, PARAMS, operands)
+    results = typed.launch(reduce_tile, (out,) * n_results, grid, PARAMS, operands)
     if n_blocks * width == columns:
         return list(results)
-    pairs = zip(results, function(*rest), strict=True)
-    whole = [jnp.concatenate([x, last[:, None]], axis=1) for x, last in pairs]
+    pairs = zip(results, function(*tail), strict=True)
+    joined = [jnp.concatenate([x, last[:, None]], axis=1) for x, last in pairs]
     # If the sums were fused with their readers, each reader would round them its way.
-    return lax.optimization_barrier(whole)
+    return lax.optimization_barrier(joined)
 
 
 def store(ref: Any, x: Any) -> None:
@@ -78,7 +78,7 @@ def store(ref: Any, x: Any) -> None:
         ref[...] = x
 
 
-def _blocks(size, width, at_once):
+def _block_layout(size, width, at_once):
     """A thread has 16 columns of one block, so that few threads exchange results."""
     lanes = 4 * 32 // size
     tiling = ((size, width), (size // 4, lanes * at_once), (at_once,))

@@ -83,7 +83,9 @@ def select(
         plgpu.SMEM((_SLOTS,), jnp.int32),
         plgpu.SMEM((_SLOTS * width,), jnp.float32),
     ]
-    body = _Select(sampling, density, width, bounds.shape[1]).kernel(sums.shape[1])
+    body = _SelectKernel(sampling, density, width, bounds.shape[1]).kernel(
+        sums.shape[1]
+    )
     grid = {"group": groups, "row": len(starts)}
     columns, p = typed.launch(body, outs, grid, _PARAMS, operands, scratch)
     return Entries(columns[:, : sampling.slots], p[:, : sampling.slots])
@@ -95,14 +97,14 @@ def running_sums(x: jax.Array) -> jax.Array:
     n_rows, n = x.shape
     layout = plgpu.Layout.WG_STRIDED((n,), 1)
 
-    def sampled_running_sums(x_ref, sums_ref, so_far):
+    def sampled_running_sums(x_ref, sums_ref, sums_smem):
         row = lax.axis_index("row")
         sums = plgpu.load(x_ref.at[row], layout=layout, optimized=False)
-        so_far[pl.ds(0, n)] = plgpu.layout_cast(jnp.zeros(n, jnp.int32), layout)
+        sums_smem[pl.ds(0, n)] = plgpu.layout_cast(jnp.zeros(n, jnp.int32), layout)
         distance = 1
         while distance < n:
-            so_far[pl.ds(n, n)] = sums
-            sums += plgpu.load(so_far.at[pl.ds(n - distance, n)], layout=layout)
+            sums_smem[pl.ds(n, n)] = sums
+            sums += plgpu.load(sums_smem.at[pl.ds(n - distance, n)], layout=layout)
             distance *= 2
         sums_ref[row] = sums
 
@@ -112,7 +114,7 @@ def running_sums(x: jax.Array) -> jax.Array:
     return typed.launch(sampled_running_sums, out, grid, PARAMS, (x,), scratch)
 
 
-class _Select:
+class _SelectKernel:
     """The work of a program: it selects entries of one row."""
 
     def __init__(self, sampling: Sampling, density: Density, width: int, n_blocks: int):
@@ -120,13 +122,13 @@ class _Select:
         self.n_blocks = n_blocks
         self.length = density.tiles[0].shape[1]
         self.last = self.length - width  # first column that a row's last block reads
-        self.each = min(width // _LANES, 4)  # columns of a thread, a group
-        self.groups = width // self.each
-        tiling = ((4, self.groups, self.each), (_LANES, self.each))
-        several = self.groups > _LANES
+        self.group_columns = min(width // _LANES, 4)  # of a thread, neighbours
+        self.groups = width // self.group_columns
+        tiling = ((4, self.groups, self.group_columns), (_LANES, self.group_columns))
+        exceeds_warp = self.groups > _LANES
         self.of_slots = plgpu.Layout.TILED(
-            plgpu.Tiling(tiling[: 1 + several]),
-            warp_dims=(-5 if several else -3,), lane_dims=(-2,), vector_dim=-1,
+            plgpu.Tiling(tiling[: 1 + exceeds_warp]),
+            warp_dims=(-5 if exceeds_warp else -3,), lane_dims=(-2,), vector_dim=-1,
         )  # fmt: skip
 
     def kernel(self, n_sums: int) -> Callable[..., None]:
@@ -141,42 +143,44 @@ class _Select:
             slot = lax.broadcasted_iota(jnp.int32, (_SLOTS,), 0) + first
 
             @pl.when(first < n_live)
-            def _some():
-                sums_ref, *others = (ref.at[row] for ref in refs)
-                others = iter(others)
-                tiles, blocks, rows = ([next(others) for _ in range(n)] for n in sizes)
+            def _select_entries():
+                sums_ref, *density_refs = (ref.at[row] for ref in refs)
+                density_refs = iter(density_refs)
+                tiles, blocks, rows = (
+                    [next(density_refs) for _ in range(n)] for n in sizes
+                )
                 rows = [ref[...] for ref in rows]
-                rest = (slot + 1) * self.sampling.one - start
-                block, passed = self._find_block(rest, sums_ref, n_sums)
+                targets = (slot + 1) * self.sampling.one - start
+                block, passed = self._find_block(targets, sums_ref, n_sums)
                 block_smem[...] = block
                 plgpu.commit_smem()
                 self._store_density(block_smem, tiles, blocks, rows, p_smem)
                 plgpu.commit_smem()
-                columns, p = self._find_column(rest - passed, block, p_smem)
+                columns, p = self._find_column(targets - passed, block, p_smem)
                 columns = jnp.where(slot < n_live, columns, self.sampling.columns)
                 store(columns_ref.at[row, slots], columns)
                 store(p_ref.at[row, slots], jnp.where(slot < n_live, p, 0.0))
 
             @pl.when(first >= n_live)
-            def _none():
+            def _leave_empty():
                 none = jnp.where(slot < 0, 0, self.sampling.columns)
                 store(columns_ref.at[row, slots], none)
                 store(p_ref.at[row, slots], jnp.where(slot < 0, 1.0, 0.0))
 
         return sampled_pick
 
-    def _find_block(self, rest, sums_ref, n_sums):
-        """The block whose running sum first reaches each of `rest`; the sum before."""
-        of_sum, of_sums = _layouts(_SUMS // _LANES)
+    def _find_block(self, targets, sums_ref, n_sums):
+        """(block whose running sum first reaches each target, the sum before it)."""
+        sum_layout, sums_layout = _slot_layouts(_SUMS // _LANES)
         before = passed = jnp.zeros((_SLOTS, _SUMS), jnp.int32)
-        rest = beside(rest, (_SLOTS, _SUMS))
+        targets = beside(targets, (_SLOTS, _SUMS))
         for first in range(0, n_sums, _SUMS):
             sums = sums_ref.at[pl.ds(first, _SUMS)]
-            sums = plgpu.load(sums, layout=of_sum, optimized=False)
+            sums = plgpu.load(sums, layout=sum_layout, optimized=False)
             sums = lax.broadcast_in_dim(sums, (_SLOTS, _SUMS), (1,))
-            sums = plgpu.layout_cast(sums, of_sums)
-            before += jnp.where(sums < rest, 1, 0)
-            passed = jnp.maximum(passed, jnp.where(sums < rest, sums, 0))
+            sums = plgpu.layout_cast(sums, sums_layout)
+            before += jnp.where(sums < targets, 1, 0)
+            passed = jnp.maximum(passed, jnp.where(sums < targets, sums, 0))
         block = jnp.minimum(jnp.sum(before, axis=1), self.n_blocks - 1)
         return block, jnp.max(passed, axis=1)
 
@@ -188,7 +192,7 @@ class _Select:
         shape, n_threads = (self.width,), min(self.width, 128)
         at_once = math.gcd(self.width // n_threads, self.length)
         if self.width < 128:  # columns for each thread: every warp has all
-            layout = _layouts(at_once)[0]
+            layout = _slot_layouts(at_once)[0]
         else:
             layout = plgpu.Layout.WG_STRIDED(shape, at_once)
         offset = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
@@ -210,69 +214,70 @@ class _Select:
             inside = (column >= begin) & (column < self.sampling.columns)
             p_smem[pl.ds(i * self.width, self.width)] = jnp.where(inside, p, 0.0)
 
-    def _find_column(self, rest, block, p_smem):
-        """(columns whose units reach `rest`, their densities) of each slot.
+    def _find_column(self, targets, block, p_smem):
+        """(columns whose units reach the targets, their densities) of each slot.
 
         The search is among sums of a few neighbours in a thread, then among these few.
         """
-        shape = _SLOTS, self.groups, self.each
+        shape = _SLOTS, self.groups, self.group_columns
         p = row_tiles.load(p_smem, shape, self.of_slots)
         units = column_sampling.units(self.sampling, p)
         sums = jnp.sum(units, axis=2)
         groups = lax.broadcasted_iota(jnp.int32, (_SLOTS, self.groups), 1)
 
-        def of_groups(chosen, x):
+        def sum_groups(chosen, x):
             return jnp.sum(jnp.where(chosen, x, 0), axis=1)
 
-        group, passed = _search(
-            lambda n: of_groups(groups < beside(n, groups.shape), sums),
-            self.groups, rest,
+        group, passed = _count_leading(
+            lambda n: sum_groups(groups < beside(n, groups.shape), sums),
+            self.groups, targets,
         )  # fmt: skip
         is_group = groups == beside(group, groups.shape)
         offsets = plgpu.layout_cast(
             lax.broadcasted_iota(jnp.int32, shape, 2), self.of_slots
         )
 
-        def of_group(chosen, x):
-            return of_groups(is_group, jnp.sum(jnp.where(chosen, x, 0), axis=2))
+        def sum_group(chosen, x):
+            return sum_groups(is_group, jnp.sum(jnp.where(chosen, x, 0), axis=2))
 
-        offset, _ = _search(
-            lambda n: of_group(offsets < beside(n, shape), units),
-            self.each, rest - passed,
+        offset, _ = _count_leading(
+            lambda n: sum_group(offsets < beside(n, shape), units),
+            self.group_columns, targets - passed,
         )  # fmt: skip
         bits = lax.bitcast_convert_type(p, jnp.int32)
         p = lax.bitcast_convert_type(
-            of_group(offsets == beside(offset, shape), bits), jnp.float32
+            sum_group(offsets == beside(offset, shape), bits), jnp.float32
         )
         # A bound that is not tight may contain a multiple that no column reaches.
-        hit = jnp.sum(sums, axis=1) >= rest
+        hit = jnp.sum(sums, axis=1) >= targets
         first = jnp.minimum(block * self.width, self.last)
-        column = first + group * self.each + offset
+        column = first + group * self.group_columns + offset
         return jnp.where(hit, column, self.sampling.columns), jnp.where(hit, p, 0.0)
 
 
-def _search(total, size, rest):
-    """Number of leading items whose sum is below `rest`, at most size - 1; their sum.
+def _count_leading(total, size, targets):
+    """(number of leading items whose sum is below each target, that sum).
 
-    total(n) is the sum of the first n items; the size is a power of two.
+    total(n) is the sum of the first n of `size` items, a power of two. The number is at
+    most size - 1.
     """
     count = passed = jnp.zeros(_SLOTS, jnp.int32)
     while size := size // 2:
         before = total(count + size)
-        count = jnp.where(before < rest, count + size, count)
-        passed = jnp.where(before < rest, before, passed)
+        count = jnp.where(before < targets, count + size, count)
+        passed = jnp.where(before < targets, before, passed)
     return count, passed
 
 
-def _layouts(at_once):
+def _slot_layouts(at_once):
     """Shapes of one slot's columns in every warp, and of slots that warps share."""
     tiled, width = plgpu.Layout.TILED, 32 * at_once
-    of_column = tiled(
+    slot_layout = tiled(
         plgpu.Tiling(((width,), (at_once,))),
         warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1,
     )  # fmt: skip
-    of_columns = tiled(
+    slots_layout = tiled(
         plgpu.Tiling(((4, width), (at_once,))),
         warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1,
     )  # fmt: skip
-    return of_column, of_columns
+    return slot_layout, slots_layout

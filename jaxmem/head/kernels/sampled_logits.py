@@ -6,7 +6,7 @@ A program computes some entries of a token. It is bound by bandwidth, as
 `sampled_products` are, whose gradient of hidden reads the same rows.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -35,7 +35,7 @@ def at_entries(
     count = jnp.max(jnp.where(columns < n_columns, slots, 0), axis=1)
     columns = jnp.clip(columns, 0, n_columns - 1)
     if layout == "vd":
-        return _products(count, columns, W, hidden)
+        return _entry_logits(count, columns, W, hidden)
     depth = len(W)
     width = min(depth, _TRANSPOSED_DEPTH)
 
@@ -44,28 +44,28 @@ def at_entries(
         W_part = lax.dynamic_slice_in_dim(W, first, width, axis=0).T
         h = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
         new = first + jnp.arange(width) >= i * width  # the last part overlaps
-        return z + _products(count, columns, W_part, jnp.where(new, h, 0))
+        return z + _entry_logits(count, columns, W_part, jnp.where(new, h, 0))
 
     zeros = typed.alike(jnp.zeros(columns.shape, jnp.float32), hidden, W)[0]
     return lax.fori_loop(0, pl.cdiv(depth, width), part, zeros)
 
 
-def _products(count, columns, W, hidden):
+def _entry_logits(count, columns, W, hidden):
     """Logits of the first `count` entries of each row, for W [V, D]."""
     W, hidden = (
         jnp.pad(x, ((0, 0), (0, max(_THREADS - x.shape[1], 0)))) for x in (W, hidden)
     )
     n_rows, n_slots = columns.shape
-    groups, pieces = pl.cdiv(n_slots, _SLOTS), _pieces(W.shape[1])
+    groups, parts = pl.cdiv(n_slots, _SLOTS), split_depth(W.shape[1])
     columns = jnp.pad(columns, ((0, 0), (0, groups * _SLOTS - n_slots)))
 
     def sampled_logits(count_ref, columns_ref, W_ref, h_ref, z_ref):
         row, first = lax.axis_index("row"), lax.axis_index("group") * _SLOTS
 
         @pl.when(first < count_ref[row])
-        def _some():
+        def _compute_logits():
             ids = [columns_ref[row, first + k] for k in range(_SLOTS)]
-            for k, z in enumerate(_dots(pieces, ids, W_ref, h_ref, row)):
+            for k, z in enumerate(_dot_products(parts, ids, W_ref, h_ref, row)):
                 z_ref[row, first + k] = z
 
     out = jax.ShapeDtypeStruct(columns.shape, jnp.float32)
@@ -73,28 +73,35 @@ def _products(count, columns, W, hidden):
     return typed.launch(sampled_logits, out, grid, _PARAMS, operands)[:, :n_slots]
 
 
-def _pieces(depth) -> list[tuple[int, int, int]]:
-    """(first column, columns, those to skip) of parts that cover the depth.
+class DepthPart(NamedTuple):
+    """Columns of the depth that all threads load at once."""
 
-    The parts of one size come one after the other. A last one that is less than a
-    column for each thread begins earlier.
+    first: int
+    size: int
+    skipped: int  # leading columns that the part before has covered
+
+
+def split_depth(depth: int) -> list[DepthPart]:
+    """Parts that cover the depth, those of one size one after the other.
+
+    A last part with less than a column for each thread begins earlier.
     """
-    pieces, covered = [], 0
+    parts, covered = [], 0
     sizes = [n * _THREADS for n in (8, 4, 2, 1) if n <= _AT_ONCE and depth % n == 0]
     while covered < depth:
         size = next((n for n in sizes if n <= depth - covered), _THREADS)
         first = min(covered, depth - size)
-        pieces.append((first, size, covered - first))
+        parts.append(DepthPart(first, size, covered - first))
         covered = first + size
-    return pieces
+    return parts
 
 
-def _dots(pieces, columns, W_ref: Any, h_ref: Any, row):
+def _dot_products(parts, columns, W_ref: Any, h_ref: Any, row):
     """Products of a row of hidden with some rows of W."""
     totals = [jnp.float32(0)] * len(columns)
-    sums, before = None, None
-    for first, size, skipped in [*pieces, (0, 0, 0)]:
-        if sums is not None and size != before:
+    sums, last_size = None, None
+    for first, size, skipped in [*parts, DepthPart(0, 0, 0)]:
+        if sums is not None and size != last_size:
             totals = [total + jnp.sum(x) for total, x in zip(totals, sums, strict=True)]
             sums = None
         if not size:
@@ -114,5 +121,5 @@ def _dots(pieces, columns, W_ref: Any, h_ref: Any, row):
         sums = (
             terms if sums is None else [a + b for a, b in zip(sums, terms, strict=True)]
         )
-        before = size
+        last_size = size
     return totals

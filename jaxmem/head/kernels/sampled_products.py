@@ -124,7 +124,7 @@ def sum_rows(
         first, end = first_ref[segment], end_ref[segment]
 
         @pl.when(zeros | (end > first))
-        def _some():
+        def _sum_segment():
             reader = _RowSums(launch, part, rows_ref, values_ref, x_ref)
             part.store(out_ref, segment, reader.total(first, end))
 
@@ -268,6 +268,23 @@ def _add_row(sums, row, value=1.0):
     return tuple(a + value * x for a, x in zip(sums, row, strict=True))
 
 
+class _RowPair(NamedTuple):
+    """A row of x, and the factor that it is added with."""
+
+    row: jax.Array
+    value: jax.Array
+    is_live: jax.Array  # False in an empty slot
+
+
+class _ColumnPair(NamedTuple):
+    """A token's entry in a column of W, and its value."""
+
+    column: jax.Array
+    token: jax.Array
+    value: jax.Array
+    is_live: jax.Array  # False for a pair of another program
+
+
 @dataclasses.dataclass(frozen=True)
 class _RowSums:
     """Sums of weighted rows."""
@@ -283,26 +300,24 @@ class _RowSums:
 
         def step(i, carry):
             sums, pairs = carry
-            loaded = [
-                (value, self.part.load_live(self.x_ref, row, live))
-                for row, value, live in pairs
-            ]
-            following = self._pairs(first + (i + 1) * self.launch.unroll, end)
-            for value, row in loaded:
-                sums = _add_row(sums, row, value)
-            return sums, following
+            rows = [self.part.load_live(self.x_ref, x.row, x.is_live) for x in pairs]
+            next_pairs = self._read_pairs(first + (i + 1) * self.launch.unroll, end)
+            for pair, row in zip(pairs, rows, strict=True):
+                sums = _add_row(sums, row, pair.value)
+            return sums, next_pairs
 
         n_steps = lax.div(end - first + self.launch.unroll - 1, self.launch.unroll)
-        carry = self.part.zeros(), self._pairs(first, end)
+        carry = self.part.zeros(), self._read_pairs(first, end)
         return lax.fori_loop(0, n_steps, step, carry)[0]
 
-    def _pairs(self, first, end):
-        """(row, value, is_live) of the next pairs; empty slots are not live."""
+    def _read_pairs(self, first, end):
+        """The pairs of one step, from the index `first` on."""
         last, pairs = self.rows_ref.shape[0] - 1, []
-        for pair in [first + j for j in range(self.launch.unroll)]:
-            index = jnp.minimum(pair, last)
+        for position in [first + j for j in range(self.launch.unroll)]:
+            index = jnp.minimum(position, last)
             row, value = self.rows_ref[index], self.values_ref[index]
-            pairs.append((row, value, (pair < end) & (row < self.x_ref.shape[0])))
+            is_live = (position < end) & (row < self.x_ref.shape[0])
+            pairs.append(_RowPair(row, value, is_live))
         return pairs
 
 
@@ -329,46 +344,44 @@ class _Stream:
             advance: (column, next column, sums of column) to sums of the next column.
         """
 
-        def add_piece(pair, column, sums, pairs):
-            next_column = jnp.maximum(column, pairs[0][0])
-            piece = self.part.load(self.pieces_ref, pair >> self.bits)
-            next_pair = pair + (1 << self.bits)
+        def add_piece(position, column, sums, pairs):
+            next_column = jnp.maximum(column, pairs[0].column)
+            piece = self.part.load(self.pieces_ref, position >> self.bits)
+            next_position = position + (1 << self.bits)
             sums = _add_row(advance(column, next_column, sums), piece)
-            return next_pair, next_column, sums
+            return next_position, next_column, sums
 
-        def add_pairs(pair, column, sums, pairs):
-            loaded = [
-                (next_column, value, self.part.load_live(self.x_ref, token, live))
-                for next_column, token, value, live in pairs
-            ]
-            for next_column, value, row in loaded:
-                next_column = jnp.maximum(column, next_column)
+        def add_pairs(position, column, sums, pairs):
+            rows = [self.part.load_live(self.x_ref, x.token, x.is_live) for x in pairs]
+            for pair, row in zip(pairs, rows, strict=True):
+                next_column = jnp.maximum(column, pair.column)
                 sums = advance(column, next_column, sums)
-                sums = _add_row(sums, row, value)
+                sums = _add_row(sums, row, pair.value)
                 column = next_column
-            return pair + self.launch.unroll, column, sums
+            return position + self.launch.unroll, column, sums
 
         def step(carry):
-            *state, (pairs, whole) = carry
-            state = lax.cond(whole > 0, add_piece, add_pairs, *state, pairs)
-            return *state, self._pairs(state[0])
+            *state, (pairs, is_whole) = carry
+            state = lax.cond(is_whole > 0, add_piece, add_pairs, *state, pairs)
+            return *state, self._read_pairs(state[0])
 
         begin, end = self.ends
         # Pieces are aligned.
-        pair = lax.div(begin, self.launch.unroll) * self.launch.unroll
-        carry = pair, first, self.part.zeros(), self._pairs(pair)
+        position = lax.div(begin, self.launch.unroll) * self.launch.unroll
+        carry = position, first, self.part.zeros(), self._read_pairs(position)
         return lax.while_loop(lambda carry: carry[0] < end, step, carry)[1:3]
 
-    def _pairs(self, first):
-        """(next pairs (column, token, value, is_live), 1 if a piece begins)."""
+    def _read_pairs(self, first):
+        """(pairs of one step from `first` on, 1 if a whole piece begins there)."""
         (begin, end), last, pairs = self.ends, self.columns_ref.shape[0] - 1, []
-        for pair in [first + j for j in range(self.launch.unroll)]:
-            index, live = jnp.minimum(pair, last), (pair >= begin) & (pair < end)
-            column = jnp.where(live, self.columns_ref[index], 0)
+        for position in [first + j for j in range(self.launch.unroll)]:
+            index = jnp.minimum(position, last)
+            is_live = (position >= begin) & (position < end)
+            column = jnp.where(is_live, self.columns_ref[index], 0)
             token, value = self.tokens_ref[index], self.values_ref[index]
-            pairs.append((column, token, value, live))
+            pairs.append(_ColumnPair(column, token, value, is_live))
         piece = jnp.minimum(first >> self.bits, self.whole_ref.shape[0] - 1)
-        return pairs, jnp.where(pairs[0][-1], self.whole_ref[piece], 0)
+        return pairs, jnp.where(pairs[0].is_live, self.whole_ref[piece], 0)
 
 
 def _fill_by_depth(part, array, axis):

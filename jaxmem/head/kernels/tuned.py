@@ -108,7 +108,7 @@ def table() -> Mapping[tuple[Kernel, TunedKey], Any]:
         .joinpath(FILE)
         .read_text("utf-8")
     )
-    return dict(_read(i, entry) for i, entry in enumerate(json.loads(text)))
+    return dict(_read_entry(i, entry) for i, entry in enumerate(json.loads(text)))
 
 
 def entry_of(
@@ -121,7 +121,7 @@ def entry_of(
     return {"kernel": kernel, **dataclasses.asdict(head), "tiles": chosen, **measured}
 
 
-def _read(i, entry: Mapping[str, Any]) -> tuple[tuple[Kernel, TunedKey], Any]:
+def _read_entry(i, entry: Mapping[str, Any]) -> tuple[tuple[Kernel, TunedKey], Any]:
     try:
         head = TunedKey(*(entry[field.name] for field in dataclasses.fields(TunedKey)))
         if entry["kernel"] not in get_args(Kernel):

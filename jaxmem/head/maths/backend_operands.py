@@ -75,9 +75,10 @@ def no_statistics(spec: Spec, rows: TokenRows) -> row_stats.Stats:
 def outputs(spec: Spec, rows: TokenRows, stats: row_stats.Stats, names) -> dict:
     """The named fields of `Outputs` for every row, 0 in inactive rows."""
     row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
-    every = merged(spec, rows, row_ids, stats)._asdict()
+    all_outputs = merged(spec, rows, row_ids, stats)._asdict()
     return {
-        k: jnp.where(rows.active, every[k], jnp.zeros_like(every[k])) for k in names
+        k: jnp.where(rows.active, all_outputs[k], jnp.zeros_like(all_outputs[k]))
+        for k in names
     }
 
 
@@ -166,13 +167,13 @@ def rounded(spec: Spec, totals, primals) -> Any:
 
     Hidden's stays in the dtype of the sums if it is one term of a sum over groups.
     """
-    cotangents = jax.tree.map(_rounded, totals, primals)
+    cotangents = jax.tree.map(_round_like, totals, primals)
     if spec.shard_columns:
         return cotangents._replace(hidden=totals.hidden)
     return cotangents
 
 
-def _rounded(total, primal):
+def _round_like(total, primal):
     return total[tuple(map(slice, primal.shape))].astype(primal.dtype)
 
 

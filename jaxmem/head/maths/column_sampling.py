@@ -150,7 +150,7 @@ def select(
     """
 
     def units_of(exps):
-        return units(sampling, exps * _beside(scale, exps))
+        return units(sampling, exps * _broadcast_rows(scale, exps))
 
     multiples = jnp.arange(1, sampling.slots + 1, dtype=jnp.int32) * sampling.one
     targets = multiples[None] - starts[:, None]
@@ -175,18 +175,18 @@ def derivative(
     if weight is None:
         q = units(sampling, entries.p).astype(ln_p.dtype) / sampling.one
         weight = jnp.where(entries.p > 0, entries.p / jnp.where(q > 0, q, 1), 0)
-    others = _slope(c, ln_p, entries.p, c.label)
-    others = jnp.where(entries.p > 0, weight * others, 0)
+    slopes = _slopes(c, ln_p, entries.p, c.label)
+    slopes = jnp.where(entries.p > 0, weight * slopes, 0)
     in_part = (labels >= 0) & (labels < sampling.columns)
     ln_p_label = jnp.maximum(rows.logprob, jnp.finfo(ln_p.dtype).min)[:, None]
     p_label = jnp.exp(ln_p_label)
-    at_label = p_label * _slope(c, ln_p_label, p_label, None)
+    at_label = p_label * _slopes(c, ln_p_label, p_label, None)
     if c.label is not None:  # 1 - p would round to 0
         at_label += (c.label * -jnp.expm1(rows.logprob))[:, None]
     column = jnp.where(in_part, labels, sampling.columns)[:, None]
     return jnp.concatenate([ln_p_label, ln_p], axis=1), SparseDerivative(
         jnp.concatenate([column, entries.columns], axis=1),
-        jnp.concatenate([jnp.where(in_part[:, None], at_label, 0), others], axis=1),
+        jnp.concatenate([jnp.where(in_part[:, None], at_label, 0), slopes], axis=1),
     )
 
 
@@ -206,7 +206,7 @@ def sort_by_column(dz: SparseDerivative) -> SortedEntries:
     return SortedEntries(columns, index // n_slots, dz.values.reshape(-1)[index])
 
 
-def _slope(c, ln_p, p, label):
+def _slopes(c, ln_p, p, label):
     """α - label + β ln p + γ p, of rows [N, slots]; an absent coefficient is zero."""
     slope = jnp.zeros_like(p)
     terms = (c.alpha, 1), (label, -1), (c.beta, ln_p), (c.gamma, p)
@@ -216,7 +216,7 @@ def _slope(c, ln_p, p, label):
     return slope
 
 
-def _beside(rows, x):
+def _broadcast_rows(rows, x):
     return rows.reshape(rows.shape + (1,) * (x.ndim - 1))
 
 

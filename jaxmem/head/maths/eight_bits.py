@@ -79,12 +79,12 @@ def of_call(spec: Spec, source: Factors, rows: TokenRows) -> EightBits:
     """
     head = source.cast(spec)
     W = head.W if spec.layout == "vd" else head.W.T
-    every = max(len(W) // _LOOKED_AT, 1)
-    of_W = _largest(_relative(W[::every]))
+    step = max(len(W) // _LOOKED_AT, 1)
+    W_channels = _largest_channels(_relative_sizes(W[::step]))
     x = jnp.where(rows.active[:, None], head.hidden, 0)
-    of_hidden = _largest(_relative(x).at[of_W].set(-1))
-    channels = jnp.concatenate([of_W, of_hidden])
-    copy = rounded(W, of_W)
+    hidden_channels = _largest_channels(_relative_sizes(x).at[W_channels].set(-1))
+    channels = jnp.concatenate([W_channels, hidden_channels])
+    copy = rounded(W, W_channels)
     return EightBits(copy._replace(wide=W[:, channels]), channels)
 
 
@@ -98,14 +98,14 @@ def rounded(x: jax.Array, channels: jax.Array) -> Rounded:
     return Rounded(jnp.round(x / scale[:, None]).astype(jnp.int8), scale, wide)
 
 
-def _relative(x):
+def _relative_sizes(x):
     """The largest size of each channel, in root mean squares of its row."""
     x = jnp.abs(x.astype(jnp.float32))
     squares = jnp.maximum(jnp.mean(x * x, axis=1, keepdims=True), 1e-30)
     return jnp.max(x * lax.rsqrt(squares), axis=0)
 
 
-def _largest(sizes):
+def _largest_channels(sizes):
     return lax.top_k(sizes, CHANNELS // 2)[1].astype(jnp.int32)
 
 

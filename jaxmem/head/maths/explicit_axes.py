@@ -60,7 +60,7 @@ def _run_automatic(function, mesh, call, specs) -> Any:
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return jax.sharding.auto_axes(
         run, axes=explicit_axes(mesh), out_sharding=shardings
-    )(*(_unmarked(jnp.asarray(leaves[i])) for i in indices))
+    )(*(_reshard_reduced(jnp.asarray(leaves[i])) for i in indices))
 
 
 def sharded_like(**sources: int) -> Callable[[Mapping[str, Any]], PartitionSpec]:
@@ -78,7 +78,7 @@ def spec_of(x: Any, after: int = 0) -> tuple:
     """The spec of x's axes except the last `after` ones; () if none is explicit."""
     if mesh_of(x) is None:
         return ()
-    spec, ndim = _type(x).spec.partitions, jnp.ndim(x)
+    spec, ndim = _sharding_of(x).spec.partitions, jnp.ndim(x)
     return (*spec, *(None,) * (ndim - len(spec)))[: max(ndim - after, 0)]
 
 
@@ -93,12 +93,12 @@ def merged(*specs: tuple) -> PartitionSpec:
     return PartitionSpec(*axes)
 
 
-def _unmarked(x):
+def _reshard_reduced(x):
     """Reshard x if its type is `reduced`, which requests unreduced cotangents.
 
     XLA's partitioner fails on unreduced values of what the verbs return.
     """
-    sharding = _type(x)
+    sharding = _sharding_of(x)
     if not sharding.spec.reduced:
         return x
     spec = PartitionSpec(*sharding.spec.partitions)
@@ -144,5 +144,5 @@ def _is_no_tree(x):
     return isinstance(x, list | Iterator)
 
 
-def _type(x) -> NamedSharding:
+def _sharding_of(x) -> NamedSharding:
     return jax.typeof(jnp.asarray(x)).sharding

@@ -41,28 +41,34 @@ def by_tokens(run: Callable, of_tokens: Callable[[Any], Any]) -> Callable:
     def call(*args):
         flags = of_tokens(args)
         if jax.config.jax_remove_custom_partitioning_ptr_from_cache_key:
-            return _split(
+            return _run_partitioned(
                 lambda _, *args: run(*args), (False, *flags), of_tokens,
                 (_fingerprint(run, args), *args),
             )  # fmt: skip
-        return _split(run, flags, of_tokens, args)
+        return _run_partitioned(run, flags, of_tokens, args)
 
     return call
 
 
-def _split(run, args_flags, flags_of, args):
+def _run_partitioned(run, args_flags, flags_of, args):
     """Call `run(*args)` so that XLA asks `_partition` how to partition it."""
     leaves, tree = jax.tree.flatten(args)
     results = jax.eval_shape(run, *args)
     shapes, out_tree = jax.tree.flatten(results)
-    of_tokens, flags = _flags(args_flags, args), _flags(flags_of(results), results)
+    of_tokens, flags = (
+        _broadcast_flags(args_flags, args),
+        _broadcast_flags(flags_of(results), results),
+    )
 
     def flat(*leaves):
         return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))
 
     shapes_and_flags = tuple(zip(shapes, flags, strict=True))
     mesh = jax.sharding.get_abstract_mesh()
-    operands, results = _rule(leaves, of_tokens, "a"), _rule(shapes, flags, "r")
+    operands, results = (
+        _sharding_rule(leaves, of_tokens, "a"),
+        _sharding_rule(shapes, flags, "r"),
+    )
     split = custom_partitioning(flat)
     split.def_partition(
         functools.partial(_partition, flat, mesh, of_tokens, shapes_and_flags),
@@ -91,7 +97,7 @@ def _partition(flat, traced_on, of_tokens, shapes_and_flags, mesh, arguments, _)
     """Answer XLA: (mesh, per-device function, shardings of results, of arguments)."""
     shapes, flags = zip(*shapes_and_flags, strict=True)
     tokens = [x for x, flag in zip(arguments, of_tokens, strict=True) if flag]
-    axes = _axes(mesh, tokens[0])
+    axes = _token_axes(mesh, tokens[0])
 
     def on_device(*leaves):
         # XLA asks while the caller's mesh is set, which may have explicit axes.
@@ -104,18 +110,18 @@ def _partition(flat, traced_on, of_tokens, shapes_and_flags, mesh, arguments, _)
             pairs = zip(results, shapes, strict=True)
             return tuple(x.astype(like.dtype) for x, like in pairs)
 
-    def placed(flags):
+    def shardings(flags):
         parts, whole = PartitionSpec(axes or None), PartitionSpec()
         return tuple(NamedSharding(mesh, parts if flag else whole) for flag in flags)
 
-    return mesh, on_device, placed(flags), placed(of_tokens)
+    return mesh, on_device, shardings(flags), shardings(of_tokens)
 
 
-def _flags(prefix, tree) -> list[bool]:
+def _broadcast_flags(prefix, tree) -> list[bool]:
     return jax.tree.leaves(jax.tree.broadcast(prefix, tree))
 
 
-def _axes(mesh, tokens) -> tuple[str, ...]:
+def _token_axes(mesh, tokens) -> tuple[str, ...]:
     """Mesh axes to shard tokens over: their own, then all others that divide them."""
     spec = tuple(getattr(tokens.sharding, "spec", ()))
     own = spec[0] if spec else None
@@ -127,7 +133,7 @@ def _axes(mesh, tokens) -> tuple[str, ...]:
     return chosen
 
 
-def _rule(arrays, of_tokens, letter) -> str:
+def _sharding_rule(arrays, of_tokens, letter) -> str:
     """The sharding rule: one factor for all token axes, one for each other axis."""
     return ", ".join(
         " ".join(

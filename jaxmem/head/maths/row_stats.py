@@ -122,8 +122,8 @@ def merge(a: Stats, b: Stats) -> Stats:
     return Stats(
         max=row_max,
         sum_others=scale_a * a.sum_others + scale_b * b.sum_others,
-        sum_shifted=scale_a * (a.sum_shifted + shift_a * _sum(a))
-        + scale_b * (b.sum_shifted + shift_b * _sum(b)),
+        sum_shifted=scale_a * (a.sum_shifted + shift_a * _sum_with_label(a))
+        + scale_b * (b.sum_shifted + shift_b * _sum_with_label(b)),
         sum_squares=scale_a**2 * a.sum_squares + scale_b**2 * b.sum_squares,
         label_logit=jnp.maximum(a.label_logit, b.label_logit),
     )
@@ -135,7 +135,7 @@ def merge_over(part: Stats, axes: tuple[str, ...]) -> Stats:
     scale, shift = _rescale(part, row_max)
     sums = (
         scale * part.sum_others,
-        scale * (part.sum_shifted + shift * _sum(part)),
+        scale * (part.sum_shifted + shift * _sum_with_label(part)),
         scale**2 * part.sum_squares,
     )
     sum_others, sum_shifted, sum_squares = lax.psum(jnp.stack(sums), axes)
@@ -162,7 +162,7 @@ def finish(stats: Stats, label_exists: jax.Array) -> Outputs:
     The logprob is NaN where `label_exists` is false.
     """
     label_shift = stats.label_logit - finite(stats.max)
-    total = _sum(stats)
+    total = _sum_with_label(stats)
     is_argmax = label_shift >= 0
     log_sum = jnp.where(is_argmax, jnp.log1p(stats.sum_others), jnp.log(total))
     # Without cancellation near the maximum.
@@ -289,7 +289,7 @@ def is_label(z, labels) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, z.shape, 1) == labels[:, None]
 
 
-def _sum(stats):
+def _sum_with_label(stats):
     """S = R + e^(z_y - m), which includes the label's term."""
     return stats.sum_others + jnp.exp(stats.label_logit - finite(stats.max))
 

@@ -77,8 +77,8 @@ def _group_sums(units):
     sums = jnp.sum(groups, axis=-1, dtype=jnp.int32)
     if whole == n_columns:
         return sums
-    rest = jnp.sum(units[:, whole:], axis=1, keepdims=True, dtype=jnp.int32)
-    return jnp.concatenate([sums, rest], axis=1)
+    last_sum = jnp.sum(units[:, whole:], axis=1, keepdims=True, dtype=jnp.int32)
+    return jnp.concatenate([sums, last_sum], axis=1)
 
 
 def window(x: jax.Array, leaf: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:

@@ -94,7 +94,7 @@ def logprobs(
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     operands = arguments.read_head(hidden, W)
-    return _run("logprobs", ("logprob",), operands, labels, options)["logprob"]
+    return _run_verb("logprobs", ("logprob",), operands, labels, options)["logprob"]
 
 
 @with_automatic_axes(sharded_like(labels=0, hidden=1))
@@ -140,7 +140,7 @@ def token_stats(
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     operands, fields = arguments.read_head(hidden, W), TokenStats._fields
-    return TokenStats(**_run("token_stats", fields, operands, labels, options))
+    return TokenStats(**_run_verb("token_stats", fields, operands, labels, options))
 
 
 @with_automatic_axes(sharded_like(hidden=1))
@@ -175,7 +175,7 @@ def entropy(
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     operands, labels = arguments.read_head(hidden, W), arguments.NO_LABELS
-    return _run("entropy", ("entropy",), operands, labels, options)["entropy"]
+    return _run_verb("entropy", ("entropy",), operands, labels, options)["entropy"]
 
 
 @with_automatic_axes(sharded_like(labels=0, logits=1))
@@ -209,7 +209,7 @@ def logprobs_from_logits(
     )  # fmt: skip
     described = Head(None, softcap=softcap, vocab_size=vocab_size)
     verb, operands = "logprobs_from_logits", arguments.read_logits(logits, described)
-    return _run(verb, ("logprob",), operands, labels, options)["logprob"]
+    return _run_verb(verb, ("logprob",), operands, labels, options)["logprob"]
 
 
 @with_automatic_axes(sharded_like(labels=0, logits=1))
@@ -240,16 +240,16 @@ def token_stats_from_logits(
     )  # fmt: skip
     described = Head(None, softcap=softcap, vocab_size=vocab_size)
     verb, operands = "token_stats_from_logits", arguments.read_logits(logits, described)
-    return TokenStats(**_run(verb, TokenStats._fields, operands, labels, options))
+    return TokenStats(**_run_verb(verb, TokenStats._fields, operands, labels, options))
 
 
-def _run(verb, outputs, operands, labels, options) -> dict:
+def _run_verb(verb, outputs, operands, labels, options) -> dict:
     """The call's outputs by name, in the shape of its tokens."""
     spec, backend, source, rows, shape = arguments.call(
         verb, outputs, operands, labels, options
     )
     if 0 in shape:
         return no_outputs(spec, outputs, shape)
-    made_by = SampledStatisticsRule if spec.gradient_samples else StatisticsRule
-    results = rule.run(made_by(spec, backend), (source,), (rows,))
+    rule_type = SampledStatisticsRule if spec.gradient_samples else StatisticsRule
+    results = rule.run(rule_type(spec, backend), (source,), (rows,))
     return {k: jnp.reshape(v, shape) for k, v in results.items()}

@@ -28,6 +28,14 @@ from jaxmem.head.maths.spec import CallOptions, Implementation, Spec
 NO_LABELS = object()  # stands for the labels of a verb that takes none
 
 
+class HeadOperands(NamedTuple):
+    """Operands of a head, or the caller's logits, with all tokens in one axis."""
+
+    source: Any  # Factors or CallerLogits
+    head: Head  # with its layout
+    shape: tuple[int, ...]  # of the caller's tokens
+
+
 class CheckedCall(NamedTuple):
     """A call whose arguments have passed all checks."""
 
@@ -59,21 +67,25 @@ def columns_call(
     return ColumnsCall(spec, source, rows, shape)
 
 
-def read_logits(logits, head: Head) -> tuple[CallerLogits, Head, tuple[int, ...]]:
-    """The caller's logits [..., V], as `read_head` returns a head; `head` has no W."""
+def read_logits(logits, head: Head) -> HeadOperands:
+    """The operands of a caller's logits [..., V]; `head` has no W."""
     logits = checks.as_array("logits", logits)
     checks.check_hidden(logits, "logits")
     shape = logits.shape[:-1]
     flat = jnp.reshape(logits, (math.prod(shape), logits.shape[-1]))
-    return CallerLogits(flat), head, shape
+    return HeadOperands(CallerLogits(flat), head, shape)
 
 
 def call(
-    verb: str, outputs: Sequence[str], operands: tuple, labels, options: CallOptions
+    verb: str,
+    outputs: Sequence[str],
+    operands: HeadOperands,
+    labels,
+    options: CallOptions,
 ) -> CheckedCall:
-    """A call whose operands are those of `read_head` or `read_logits`."""
-    source, head, shape = operands
-    spec = spec_of(source, head, outputs, options)
+    """The call of a verb, whose arguments are checked and recorded."""
+    source, shape = operands.source, operands.shape
+    spec = spec_of(source, operands.head, outputs, options)
     rows = read_rows(spec, shape, labels, options)
     if spec.forward != "exact":
         eight_bits.check(spec, source, rows)
@@ -179,8 +191,8 @@ def _groups_of(options, all_columns, shards):
     return groups
 
 
-def read_head(hidden, W, prefix: str = "") -> tuple[Factors, Head, tuple[int, ...]]:
-    """Operands with tokens in one axis, the head with its layout, the tokens' shape.
+def read_head(hidden, W, prefix: str = "") -> HeadOperands:
+    """The operands of hidden states and a head.
 
     Errors put the prefix before the arguments' names, as in Teacher.W.
     """
@@ -196,7 +208,8 @@ def read_head(hidden, W, prefix: str = "") -> tuple[Factors, Head, tuple[int, ..
         checks.check_bias(bias, columns, f"{prefix}bias")
     shape, depth = hidden.shape[:-1], hidden.shape[-1]
     flat = jnp.reshape(hidden, (math.prod(shape), depth))
-    return Factors(flat, W, bias), dataclasses.replace(head, layout=layout), shape
+    head = dataclasses.replace(head, layout=layout)
+    return HeadOperands(Factors(flat, W, bias), head, shape)
 
 
 def read_rows(

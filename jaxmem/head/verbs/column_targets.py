@@ -76,7 +76,8 @@ class Columns(Target):
     def divergence(self, kind, student):
         call, ids, where = ids_call("divergence", self.ids, *student)
         spec, rows, shape = call.spec, call.rows, call.shape
-        how = kind, checks.check_flag("Columns.tail", self.tail)
+        tail = checks.check_flag("Columns.tail", self.tail)
+        comparison = kinds.ColumnsComparison(kind, tail)
         logprobs = _check_logprobs(self.logprobs, ids, where, shape)
         if 0 in ids.shape:
             return jnp.zeros(shape, spec.stats_dtype)
@@ -85,20 +86,21 @@ class Columns(Target):
         spec, source = arguments.typed(spec, call.source, (rows, ids, log_q))
         sampler = arguments.sampler(student.options.implementation, spec, source)
         log_p = rule.run(ColumnsRule(spec, sampler), (source,), ((rows,), ids))
-        values = kinds.values(how, log_p, log_q)
+        values = kinds.values(comparison, log_p, log_q)
         return jnp.reshape(jnp.where(rows.active, values, 0), shape)
 
     def loss(self, kind, student, statistics_temperature):
         call, ids, where = ids_call("divergence_loss", self.ids, *student)
         spec, shape = call.spec, call.shape
-        how = kind, checks.check_flag("Columns.tail", self.tail)
+        tail = checks.check_flag("Columns.tail", self.tail)
+        comparison = kinds.ColumnsComparison(kind, tail)
         logprobs = _check_logprobs(self.logprobs, ids, where, shape)
         if not ids.shape[-1]:
             ids, logprobs = _absent_ids(shape), jnp.zeros((*shape, 1))
         scale = statistics_scale(spec, shape, call.rows, statistics_temperature)
         ids, log_q = _distinct_columns(spec, ids, logprobs)
         constants = ColumnsConstants(call.rows, scale, ids, log_q)
-        rule_of = functools.partial(ColumnsLossRule, how=how)
+        rule_of = functools.partial(ColumnsLossRule, comparison=comparison)
         return LossCall(rule_of, spec, call.source, constants, shape)
 
     def placed(self, places):

@@ -34,7 +34,6 @@ from jaxmem.head.maths.column_sampling import SparseDerivative
 from jaxmem.head.maths.row_stats import TokenStats
 from jaxmem.head.maths.spec import Spec
 from jaxmem.head.verbs import arguments, columns_rule, kinds, selected, traced_loss
-from jaxmem.head.verbs.kinds import Kind
 from jaxmem.head.verbs.rule import on_tokens
 from jaxmem.head.verbs.sampled_rule import sampler_of
 from jaxmem.head.verbs.token_ids import existing_columns
@@ -104,7 +103,7 @@ class DivergenceLossRule(LossRule):
         density, ids = self.density(tile["compared"].logits, tile["compared"].saved)
         if tile["scale"] is not None:
             outputs = tile["outputs"]
-            z = _scaled(tile["compared"].logits[0], tile["scale"])
+            z = _scale_rows(tile["compared"].logits[0], tile["scale"])
             normaliser = row_stats.Normaliser(outputs.max, outputs.log_sum)
             p = jnp.exp(row_stats.log_softmax(z, normaliser))
             density = (density + p[:, : density.shape[1]]) / 2
@@ -114,7 +113,9 @@ class DivergenceLossRule(LossRule):
 
     def forward(self, trained, fixed):
         (source, per_token, count), (constants, closed) = trained, fixed
-        stats, divergence = on_tokens(self.spec, self._outputs, source, constants)
+        stats, divergence = on_tokens(
+            self.spec, self._compute_outputs, source, constants
+        )
         operands = LossOperands((divergence, *per_token), closed)
         return self.total(stats, constants.rows, operands, count)
 
@@ -132,14 +133,14 @@ class DivergenceLossRule(LossRule):
             return put_all(values, row_ids, new), sums
 
         zeros = traced_loss.nothing(
-            self.loss, spec, self._complete(operands, n_rows), n_rows, pull=True
+            self.loss, spec, self._add_divergence(operands, n_rows), n_rows, pull=True
         )
         zeros = zeros._replace(per_token=zeros.per_token[1:])
         carry = vocab_shards.vary(zeros, spec.varying), gradient.zeros()
         values, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
         return values, gradient.finish(source, sums)
 
-    def _outputs(self, spec, source, constants) -> tuple[dict, jax.Array]:
+    def _compute_outputs(self, spec, source, constants) -> tuple[dict, jax.Array]:
         """Statistics by name and the divergence, [N]; 0 where inactive."""
         rows, rule = constants.rows, dataclasses.replace(self, spec=spec)
         heads = rule.heads(source, constants)
@@ -163,7 +164,7 @@ class DivergenceLossRule(LossRule):
         if scale is not None:  # rows past the last one have none
             scale = jnp.where(row_ids < len(scale), take(scale, row_ids), 1)
             largest = None if largest is None else largest * scale
-        z = _scaled(compared.logits[0], scale)
+        z = _scale_rows(compared.logits[0], scale)
         stats, _ = row_stats.of_tile(z, labels, largest)
         outputs = merged(self.spec, rows, row_ids, stats)
         masses, compared = compared.masses, compared._replace(masses=None)
@@ -183,7 +184,7 @@ class DivergenceLossRule(LossRule):
     ) -> tuple[Values, Any]:
         """The rows' values, and cotangents of their statistics and divergence."""
         outputs, compared = tile["outputs"], tile["compared"]
-        operands = self._complete(operands, n_rows, row_ids, compared.value)
+        operands = self._add_divergence(operands, n_rows, row_ids, compared.value)
         fields = (getattr(outputs, k) for k in TokenStats._fields)
         values, g = traced_loss.differentiate(
             self.loss, row_ids, TokenStats(*fields), operands, n_rows
@@ -206,13 +207,13 @@ class DivergenceLossRule(LossRule):
         c, scale = row_stats.coefficients(outputs, g), tile["scale"]
 
         def add(z, is_label, of_divergence):
-            dz = row_stats.dlogits_of(_scaled(z, scale), is_label, outputs, c)
-            dz = _scaled(dz, scale) + of_divergence
+            dz = row_stats.dlogits_of(_scale_rows(z, scale), is_label, outputs, c)
+            dz = _scale_rows(dz, scale) + of_divergence
             return xla.unscale(spec, rows, row_ids, z, dz)
 
         return add
 
-    def _complete(
+    def _add_divergence(
         self, operands, n_rows, row_ids=None, divergence=None
     ) -> LossOperands:
         """The operands, with the divergence of some rows as first per-token array."""
@@ -305,7 +306,7 @@ class _Sampled(_Exact):
         return sampler.gradient(self.rule.spec, source, self.rows, sums)
 
 
-def _scaled(z, scale):
+def _scale_rows(z, scale):
     """Rows z [C, V] times scale [C], if it is not None."""
     return z if scale is None else z * scale[:, None]
 
@@ -337,7 +338,7 @@ class ColumnsConstants(NamedTuple):
 class ColumnsLossRule(DivergenceLossRule):
     """`DivergenceLossRule` of the columns that are known of a teacher."""
 
-    how: tuple[Kind, bool]  # of `column_divergences.compare`
+    comparison: kinds.ColumnsComparison
     has_ids: ClassVar[bool] = True
 
     def compare(self, heads, constants, row_ids):
@@ -345,7 +346,7 @@ class ColumnsLossRule(DivergenceLossRule):
         ids = take(constants.ids, row_ids, fill_value=-1)
         log_q = take(constants.log_q, row_ids, fill_value=-jnp.inf)
         parts = columns_rule.split(self.spec, z, ids)
-        value, slopes = kinds.compare(self.how, parts.log_p, log_q)
+        value, slopes = kinds.compare(self.comparison, parts.log_p, log_q)
         has_ids = jnp.any(ids >= 0, axis=1)
         slopes = jnp.where(has_ids[:, None], slopes, 0)
         saved = {"ids": ids, "log_p": parts.log_p, "slopes": slopes, "rest": parts.rest}

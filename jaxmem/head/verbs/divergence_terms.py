@@ -89,8 +89,8 @@ def shifted_excess(a, b, excess, difference, t):
     series = exp_series(t, 3) * (t * t / 2)  # e^-t - 1 + t
     near = a * series + (t - series) * difference
     far = product(a, t) - a + b + difference
-    rest = jnp.where(jnp.abs(t) < SERIES_BELOW, near, far)
-    return jnp.maximum(excess + rest, 0)  # negative by rounding only
+    change = jnp.where(jnp.abs(t) < SERIES_BELOW, near, far)
+    return jnp.maximum(excess + change, 0)  # negative by rounding only
 
 
 def exp_series(x, first, ops=XLA):
@@ -99,7 +99,7 @@ def exp_series(x, first, ops=XLA):
     1 - e^-x is x times the series from 2, and e^-x - 1 + x is x²/2 times that from 3.
     XLA would store an expm1 that a product reads more than once.
     """
-    return _polynomial(_series_factors(first, x.dtype.itemsize), x, ops)
+    return _evaluate_polynomial(_series_factors(first, x.dtype.itemsize), x, ops)
 
 
 @functools.cache
@@ -112,13 +112,13 @@ def _series_factors(first: int, itemsize: int) -> tuple[float, ...]:
     if itemsize == 8:
         return tuple(taylor)
     domain = -SERIES_BELOW, SERIES_BELOW
-    return _interpolated(Polynomial(taylor), _SERIES_DEGREES[first], domain)
+    return _interpolate(Polynomial(taylor), _SERIES_DEGREES[first], domain)
 
 
-def _interpolated(function, degree, domain) -> tuple[float, ...]:
+def _interpolate(function, degree, domain) -> tuple[float, ...]:
     """Factors of a polynomial that is near to a function in a domain."""
-    found = Chebyshev.interpolate(function, degree, domain)
-    return tuple(map(float, found.convert(kind=Polynomial).coef))
+    interpolant = Chebyshev.interpolate(function, degree, domain)
+    return tuple(map(float, interpolant.convert(kind=Polynomial).coef))
 
 
 def half_terms(p, q, log_ratio, ops):
@@ -129,11 +129,13 @@ def half_terms(p, q, log_ratio, ops):
     function of s does not.
     """
     size, ratio = _size_and_ratio(log_ratio, ops)
-    both = 1 + ratio
-    far = ops.fma(-ratio, size / 2, both * _half_log_of_larger(size, ratio, ops))
+    one_plus_ratio = 1 + ratio
+    far = ops.fma(
+        -ratio, size / 2, one_plus_ratio * _half_log_of_larger(size, ratio, ops)
+    )
     square = size * size
-    near = both * (
-        square * _polynomial(_half_factors(size.dtype.itemsize), square, ops)
+    near = one_plus_ratio * (
+        square * _evaluate_polynomial(_half_factors(size.dtype.itemsize), square, ops)
     )
     return ops.product(jnp.maximum(p, q), jnp.where(size < SERIES_BELOW, near, far))
 
@@ -154,12 +156,14 @@ def _size_and_ratio(log_ratio, ops):
 
 def _half_log_of_larger(size, ratio, ops):
     """ln(l/m)/2 = -ln((1 + e^-s) / 2)/2 = s/4 - ln cosh(s/2)/2, for s ≥ 0."""
-    series = _polynomial(_log_cosh_factors(size.dtype.itemsize), size * size, ops)
+    series = _evaluate_polynomial(
+        _log_cosh_factors(size.dtype.itemsize), size * size, ops
+    )
     near = size * ops.fma(-size, series, 0.25)
     if size.dtype.itemsize == 8:
         far = -jnp.log((1 + ratio) / 2) / 2
     else:
-        far = _polynomial(_log_factors(), ratio, ops)
+        far = _evaluate_polynomial(_log_factors(), ratio, ops)
     return jnp.where(size < SERIES_BELOW, near, far)
 
 
@@ -170,7 +174,7 @@ def _half_factors(itemsize: int) -> tuple[float, ...]:
     Twice that is x K'(x) - K(x) of `mixing_series` for w = 1/2, which is even.
     """
     taylor = [term / 2 for term in _mixing_factors(0.5, _MIXING_TERMS[8])[::2]]
-    return _of_squares(taylor, itemsize, _HALF_DEGREES["term"])
+    return _interpolate_squares(taylor, itemsize, _HALF_DEGREES["term"])
 
 
 @functools.cache
@@ -178,23 +182,23 @@ def _log_cosh_factors(itemsize: int) -> tuple[float, ...]:
     """Factors of powers of s² in ln cosh(s/2) / 2s², for s < SERIES_BELOW."""
     terms = _mixing_factors(0.5, _MIXING_TERMS[8])[::2]
     taylor = [term / (4 * k + 2) for k, term in enumerate(terms)]
-    return _of_squares(taylor, itemsize, _HALF_DEGREES["near"])
+    return _interpolate_squares(taylor, itemsize, _HALF_DEGREES["near"])
 
 
-def _of_squares(taylor, itemsize, degree):
+def _interpolate_squares(taylor, itemsize, degree):
     if itemsize == 8:
         return tuple(taylor)
-    return _interpolated(Polynomial(taylor), degree, (0, SERIES_BELOW**2))
+    return _interpolate(Polynomial(taylor), degree, (0, SERIES_BELOW**2))
 
 
 @functools.cache
 def _log_factors() -> tuple[float, ...]:
     """Factors of rⁿ in -ln((1 + r) / 2)/2, for r = e^-s and s > SERIES_BELOW."""
     domain, degree = (0, math.exp(-SERIES_BELOW)), _HALF_DEGREES["far"]
-    return _interpolated(lambda r: -np.log((1 + r) / 2) / 2, degree, domain)
+    return _interpolate(lambda r: -np.log((1 + r) / 2) / 2, degree, domain)
 
 
-def _polynomial(factors, x, ops):
+def _evaluate_polynomial(factors, x, ops):
     """By Horner's rule."""
     total = factors[-1]
     for factor in factors[-2::-1]:
@@ -224,7 +228,7 @@ def to_mixture(weight, x, ops):
 
 def _log_by_artanh(t, ops):
     """Return ln((1 + t) / (1 - t)) = 2 t (1 + t²/3 + t⁴/5 + ...), for |t| ≤ 1/3."""
-    return t * _polynomial(_artanh_factors(t.dtype.itemsize), t * t, ops)
+    return t * _evaluate_polynomial(_artanh_factors(t.dtype.itemsize), t * t, ops)
 
 
 @functools.cache
@@ -233,7 +237,7 @@ def _artanh_factors(itemsize: int) -> tuple[float, ...]:
     taylor = [2 / (2 * k + 1) for k in range(_ARTANH_TERMS)]
     if itemsize == 8:
         return tuple(taylor)
-    return _interpolated(Polynomial(taylor), _ARTANH_DEGREE, (0, 1 / 9))
+    return _interpolate(Polynomial(taylor), _ARTANH_DEGREE, (0, 1 / 9))
 
 
 def mixing_series(weight, x, ops):
@@ -243,7 +247,7 @@ def mixing_series(weight, x, ops):
     K generates the cumulants of a Bernoulli variable.
     """
     factors = _mixing_factors(weight, _MIXING_TERMS[x.dtype.itemsize])
-    return _polynomial(factors, x, ops)
+    return _evaluate_polynomial(factors, x, ops)
 
 
 @functools.cache

@@ -154,7 +154,7 @@ def _draw(spec, z, bits):
     def units_of(z):
         row_max, log_sum = (x.reshape(-1, *(1,) * (z.ndim - 1)) for x in normaliser)
         row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
-        return _units(jnp.exp((z - row_max) - log_sum))
+        return _to_units(jnp.exp((z - row_max) - log_sum))
 
     tree = running_sums.tree(units_of(z))
     targets = _targets(spec, tree[0], bits)
@@ -169,7 +169,7 @@ def _draw_in_blocks(spec, z, bits):
     blocks = row_blocks.parts(z)
     normaliser = columns_rule.over_shards(spec, row_blocks.normaliser(blocks))
     p_largest = jnp.exp(row_stats.log_softmax(blocks.largest, normaliser))
-    units = _units(p_largest * (blocks.others + 1))
+    units = _to_units(p_largest * (blocks.others + 1))
     tree = running_sums.levels_above(units)
     targets = _targets(spec, tree[0], bits)
     exists, block, rest = running_sums.descend(tree, targets)
@@ -182,15 +182,15 @@ def _draw_in_blocks(spec, z, bits):
     inside = (columns >= block[..., None] * width) & (columns < z.shape[1])
     relative = jnp.exp(entries - of_block(blocks.largest)[..., None])
     relative = relative / (of_block(blocks.others)[..., None] + 1)
-    in_block = jnp.where(inside, _units(relative), 0)
+    in_block = jnp.where(inside, _to_units(relative), 0)
     fraction = _fraction(rest - 1, of_block(units))
     total = jnp.sum(in_block, axis=-1, dtype=jnp.int32)
-    target = _scaled(fraction, total) + 1
+    target = _scale_bits(fraction, total) + 1
     (column,) = running_sums.reach(in_block, (columns,), target)
     return _ids_of_columns(spec, exists & (targets > 0), column)
 
 
-def _units(p):
+def _to_units(p):
     """Probabilities in units of 2^-30; 0 for NaN."""
     return jnp.where(p > 0, jnp.round(p * 2**_BITS), 0).astype(jnp.int32)
 
@@ -199,8 +199,8 @@ def _targets(spec, total, bits):
     """Numbers that this shard's running sum is to reach, less than 1 if earlier did."""
     before = 0
     if spec.shards:
-        total, before = _of_shards(spec.shards, total)
-    return _scaled(bits, total) + 1 - before
+        total, before = _sum_shards(spec.shards, total)
+    return _scale_bits(bits, total) + 1 - before
 
 
 def _ids_of_columns(spec, in_shard, column):
@@ -211,16 +211,16 @@ def _ids_of_columns(spec, in_shard, column):
     return lax.psum(ids, spec.shards.axes) - 1
 
 
-def _of_shards(shards, total):
+def _sum_shards(shards, total):
     """The total of all shards, and that of the shards before this one, [C, 1]."""
-    every = jnp.arange(shards.count, dtype=jnp.int32)[None]
+    shard_ids = jnp.arange(shards.count, dtype=jnp.int32)[None]
     shard = lax.axis_index(shards.axes)
-    totals = lax.psum(jnp.where(every == shard, total, 0), shards.axes)
-    before = jnp.sum(jnp.where(every < shard, totals, 0), axis=1, keepdims=True)
+    totals = lax.psum(jnp.where(shard_ids == shard, total, 0), shards.axes)
+    before = jnp.sum(jnp.where(shard_ids < shard, totals, 0), axis=1, keepdims=True)
     return jnp.sum(totals, axis=1, keepdims=True), before
 
 
-def _scaled(bits, total):
+def _scale_bits(bits, total):
     """⌊bits · total / 2^32⌋ of uint32 and int32, as int32, by products of 16 bits."""
     total = total.astype(jnp.uint32)
     high, low, t_high, t_low = bits >> 16, bits & 0xFFFF, total >> 16, total & 0xFFFF
@@ -231,11 +231,11 @@ def _scaled(bits, total):
 
 def _fraction(a, b):
     """⌊2^32 · a / b⌋ of int32 0 ≤ a < b, as uint32, by long division."""
-    rest, b = a.astype(jnp.uint32), b.astype(jnp.uint32)
+    remainder, b = a.astype(jnp.uint32), b.astype(jnp.uint32)
     quotient = jnp.zeros_like(b)
     for _ in range(32):
-        rest = rest << 1
-        fits = rest >= b
-        rest = jnp.where(fits, rest - b, rest)
+        remainder = remainder << 1
+        fits = remainder >= b
+        remainder = jnp.where(fits, remainder - b, remainder)
         quotient = (quotient << 1) | fits.astype(jnp.uint32)
     return quotient

@@ -7,7 +7,7 @@ error of either logsumexp cancels to first order. The derivative needs only s_v 
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -222,25 +222,32 @@ class JSD(Kind):
         return q, p, 1 - self.beta, log_ratio
 
 
+class ColumnsComparison(NamedTuple):
+    """Static facts of a divergence over the columns that are known of a teacher."""
+
+    divergence: Kind
+    tail: bool  # True if all other columns together are one more outcome
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def values(how, log_p, log_q):
+def values(comparison, log_p, log_q):
     """The divergence per row from ln p [N, K + 1], the rest's last, and ln q [N, K]."""
-    return compare(how, log_p, log_q)[0]
+    return compare(comparison, log_p, log_q)[0]
 
 
 def compare(
-    how: tuple[Kind, bool], log_p: jax.Array, log_q: jax.Array
+    comparison: ColumnsComparison, log_p: jax.Array, log_q: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The divergence per row, and its derivative by ln p [N, K + 1], the rest's last.
 
-    `how` is (divergence, True if the rest is one more outcome); ln q is [N, K].
+    ln q is [N, K].
     """
-    (divergence, tail), n_slopes = how, log_p.shape[1]
-    if tail:
+    divergence, n_slopes = comparison.divergence, log_p.shape[1]
+    if comparison.tail:
         log_q = jnp.concatenate([log_q, _log_rest(log_q, log_p)], axis=1)
     else:
         log_p = log_p[:, :-1]
-    log_p, log_q = _normalised(log_p), _normalised(log_q)
+    log_p, log_q = _normalise(log_p), _normalise(log_q)
     p, q, log_ratio = jnp.exp(log_p), jnp.exp(log_q), log_p - log_q
     terms = divergence.terms(p, q, log_ratio)
     slopes = divergence.slopes(p, q, log_ratio)
@@ -250,16 +257,16 @@ def compare(
     return sum(parts[1:], parts[0]), slopes
 
 
-def _pull(how, slopes, g):
+def _pull_back(comparison, slopes, g):
     # A row whose value is not used, maybe because it is NaN, has no derivative.
     g = g[:, None]
     return jnp.where(g == 0, 0, g * slopes), jnp.zeros_like(slopes[:, :-1])
 
 
-values.defvjp(compare, _pull)
+values.defvjp(compare, _pull_back)
 
 
-def _normalised(log_p):
+def _normalise(log_p):
     return row_stats.log_softmax(log_p, row_stats.normaliser(log_p))
 
 

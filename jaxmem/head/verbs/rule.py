@@ -81,7 +81,7 @@ def jaxmem_call(rule, trained, fixed):
     return rule.forward(trained, fixed)
 
 
-def _save(rule, trained, fixed):
+def _save_residuals(rule, trained, fixed):
     if any(map(_PERTURBED, jax.tree.leaves(fixed))):
         rule.refuse(fixed)
     weights = list(map(_PERTURBED, jax.tree.leaves(trained[0][1:])))
@@ -93,12 +93,12 @@ def _save(rule, trained, fixed):
     return result, (jnp.zeros((int(frozen), 0)), residuals)
 
 
-def _pull(rule, residuals, cotangents):
+def _pull_back(rule, residuals, cotangents):
     rule = rule.frozen() if residuals[0].shape[0] else rule
     return rule.backward(residuals[1], cotangents), None
 
 
-jaxmem_call.defvjp(_save, _pull, symbolic_zeros=True)
+jaxmem_call.defvjp(_save_residuals, _pull_back, symbolic_zeros=True)
 _compiled = jax.jit(jaxmem_call, static_argnums=0)
 _PERTURBED, _VALUE = map(operator.attrgetter, ("perturbed", "value"))
 
@@ -134,10 +134,10 @@ class LoopRule(Rule):
         raise NotImplementedError
 
     def forward(self, trained, fixed):
-        return self._forward(trained, fixed, saving=False)[0]
+        return self._run_loop(trained, fixed, saving=False)[0]
 
     def forward_and_save(self, trained, fixed):
-        result, saved = self._forward(trained, fixed, saving=True)
+        result, saved = self._run_loop(trained, fixed, saving=True)
         saved = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in saved.items()}
         return result, (*trained, *fixed, result, saved)
 
@@ -151,7 +151,7 @@ class LoopRule(Rule):
 
         return (on_tokens(self.spec, loop, *residuals, cotangents),)
 
-    def _forward(self, trained, fixed, saving):
+    def _run_loop(self, trained, fixed, saving):
         def loop(spec, *operands):
             rule = dataclasses.replace(self, spec=spec)
             return (rule.saving_loop if saving else rule.forward_loop)(*operands)

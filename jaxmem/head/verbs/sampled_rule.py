@@ -76,9 +76,9 @@ class SampledStatisticsRule(_SampledRule, StatisticsRule):
     """`StatisticsRule` with a sampled derivative."""
 
     def outputs(self, source, rows, names):
-        return super().outputs(self._typed(source), rows, names)
+        return super().outputs(self._vary_weights(source), rows, names)
 
-    def _typed(self, source):
+    def _vary_weights(self, source):
         """The source; W is typed as varying along all axes, even if replicated."""
         W_bias = vocab_shards.vary(source[1:], self.spec.part_varying)
         return type(source)(source.hidden, *W_bias)
@@ -86,16 +86,16 @@ class SampledStatisticsRule(_SampledRule, StatisticsRule):
     def forward_and_save(self, trained, fixed):
         (source,), (rows,), spec = trained, fixed, self.spec
         names = tuple(dict.fromkeys((*spec.outputs, *_SAVED)))
-        results, entries = self.sampled(self._typed(source), rows, names)
+        results, entries = self.sampled(self._vary_weights(source), rows, names)
         results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
         entries = jax.tree.map(lambda x: checkpoint_name(x, "jaxmem_entries"), entries)
         residuals = StatisticsResiduals(source, rows, results, entries)
         return {k: results[k] for k in spec.outputs}, residuals
 
-    def _gradient(self):
+    def _backend_backward(self):
         backward = sampler_of(self.backend).backward
         return lambda spec, source, *others: backward(
-            spec, self._typed(source), *others
+            spec, self._vary_weights(source), *others
         )
 
 
@@ -133,9 +133,9 @@ class SampledLossRule(_SampledRule, LossRule):
 
 def _add_error(metrics, error):
     """Metrics of loss_fn, and the error of each token."""
-    if both := metrics.keys() & error.keys():
+    if repeated := metrics.keys() & error.keys():
         raise ValueError(
-            f"loss_fn's metric {min(both)!r} must have another name: token_loss has "
-            "one of that name where the forward pass is in 8 bits"
+            f"loss_fn's metric {min(repeated)!r} must have another name: token_loss "
+            "has one of that name where the forward pass is in 8 bits"
         )
     return metrics | error

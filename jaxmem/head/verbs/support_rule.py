@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +28,25 @@ _PARTS, _FEW = 16, 4096
 _NO_ID = jnp.iinfo(jnp.int32).max  # stands for a support that is not valid
 
 
+class WidthGroup(NamedTuple):
+    """Tokens whose supports are computed at one width."""
+
+    width: int  # ids of a support, with empty slots
+    chunk: int  # tokens at a time
+    active: jax.Array  # bool [N], True for the active tokens of the group
+
+
 @dataclasses.dataclass(frozen=True)
 class SupportRule(LoopRule):
     """The rule of `support_logprobs`; the constants are the supports [N, K]."""
 
     def forward_loop(self, source, rows, supports):
-        (rows,), source = rows, self._widen(source)
+        (rows,), source = rows, self._widen_bias(source)
 
         def chunk(width, row_ids, results):
-            labels, ids, columns = self._support(rows, supports, row_ids, width)
+            labels, ids, columns = self._read_support(rows, supports, row_ids, width)
             z, _ = self._logits(source, rows, row_ids, columns)
-            position, is_valid = _position(labels, ids)
+            position, is_valid = _label_positions(labels, ids)
             is_valid &= jnp.all(ids < self.spec.vocab_size, axis=-1)
             stats, _ = row_stats.of_tile(z, position)
             return put_all(results, row_ids, (stats, is_valid))
@@ -54,18 +62,18 @@ class SupportRule(LoopRule):
         return vocab_shards.vary(saved, self.spec.varying)
 
     def backward_loop(self, source, rows, supports, result, saved, g):
-        (rows,), original, source = rows, source, self._widen(source)
+        (rows,), original, source = rows, source, self._widen_bias(source)
         saved = saved | {"logprob": result}
 
         def chunk(width, row_ids, sums):
-            labels, ids, columns = self._support(rows, supports, row_ids, width)
+            labels, ids, columns = self._read_support(rows, supports, row_ids, width)
             z, rows_of_W = self._logits(source, rows, row_ids, columns)
             outputs = row_stats.Outputs(
                 *(take(saved.get(k), row_ids) for k in row_stats.Outputs._fields)
             )
             g_row = take(g, row_ids)
             asked = row_stats.Cotangents(g_row)
-            dz = row_stats.dlogits(z, _position(labels, ids)[0], outputs, asked)
+            dz = row_stats.dlogits(z, _label_positions(labels, ids)[0], outputs, asked)
             # A token whose support is invalid is NaN only where its result was used.
             dz = jnp.where(g_row[:, None] == 0, 0, dz)
             dz = xla.unscale(self.spec, rows, row_ids, z, dz)
@@ -77,31 +85,31 @@ class SupportRule(LoopRule):
 
     def _for_chunks(self, rows, supports, body, carry):
         """Run `body(width, row_ids, carry) -> carry` over chunks of active tokens."""
-        for width, tokens, active in self._widths(rows, supports):
+        for group in self._width_groups(rows, supports):
 
-            def chunk(row_ids, carry, width=width):
+            def chunk(row_ids, carry, width=group.width):
                 return body(width, row_ids, carry)
 
-            carry = for_active_chunks(tokens, active, chunk, carry)
+            carry = for_active_chunks(group.chunk, group.active, chunk, carry)
         return carry
 
-    def _widths(self, rows, supports) -> Iterator[tuple[int, int, jax.Array]]:
-        """Yields (width, tokens per chunk, mask of the active tokens of the width)."""
-        yield supports.shape[1], self.spec.chunk, rows.active
+    def _width_groups(self, rows, supports) -> Iterator[WidthGroup]:
+        """Yields the groups of all active tokens."""
+        yield WidthGroup(supports.shape[1], self.spec.chunk, rows.active)
 
-    def _ids(self, supports, row_ids, width):
+    def _read_ids(self, supports, row_ids, width):
         """The supports of the rows, [C, width]; negative where absent."""
         return take(supports, row_ids, fill_value=-1)
 
-    def _widen(self, source):
+    def _widen_bias(self, source):
         """The bias in the dtype of `cast`; W is not cast, as few columns are used."""
         bias, dtype = source.bias, self.spec.stats_dtype
         return source._replace(bias=None if bias is None else bias.astype(dtype))
 
-    def _support(self, rows, supports, row_ids, width):
+    def _read_support(self, rows, supports, row_ids, width):
         """Labels [C], ids and columns [C, K] of the rows; repeated ids are absent."""
         labels = take(rows.labels, row_ids, fill_value=-1)
-        ids = jnp.sort(self._ids(supports, row_ids, width), axis=-1)
+        ids = jnp.sort(self._read_ids(supports, row_ids, width), axis=-1)
         ids = jnp.where(ids == jnp.roll(ids, 1, axis=-1).at[:, 0].set(-1), -1, ids)
         return labels, ids, existing_columns(self.spec, ids)
 
@@ -147,12 +155,12 @@ class RaggedSupportRule(SupportRule):
 
     max_ids: int = 1  # the most ids of a support
 
-    def _widths(self, rows, supports) -> Iterator[tuple[int, int, jax.Array]]:
-        """See `SupportRule._widths`; an invalid support has the least width."""
+    def _width_groups(self, rows, supports) -> Iterator[WidthGroup]:
+        """See `SupportRule._width_groups`; an invalid support has the least width."""
         n_rows, capacity = rows.labels.shape[0], supports.ids.shape[0]
         entries = chunk_entries(self.spec.chunk, self.max_ids, capacity)
         narrower = -1
-        for width in _doubled(self.max_ids):
+        for width in _doubling_widths(self.max_ids):
             active = rows.active & (supports.counts <= width)
             tokens = min(n_rows, entries // width)
             if narrower > 0:  # each of them has more ids than that
@@ -160,9 +168,9 @@ class RaggedSupportRule(SupportRule):
                 tokens = min(tokens, capacity // (narrower + 1))
             narrower = width
             if tokens > 0:
-                yield width, tokens, active
+                yield WidthGroup(width, tokens, active)
 
-    def _ids(self, supports, row_ids, width):
+    def _read_ids(self, supports, row_ids, width):
         k = jnp.arange(width, dtype=jnp.int32)[None]
         counts = take(supports.counts, row_ids)[:, None]
         index = take(supports.starts, row_ids)[:, None] + k
@@ -179,7 +187,7 @@ def chunk_entries(chunk: int, max_ids: int, capacity: int) -> int:
     return max(max_ids, min(chunk * max_ids, max(_FEW, capacity // _PARTS)))
 
 
-def _doubled(largest: int) -> list[int]:
+def _doubling_widths(largest: int) -> list[int]:
     """Widths that double from `_NARROWEST`, up to the largest, which is the last."""
     widths = [min(_NARROWEST, largest)]
     while widths[-1] < largest:
@@ -187,7 +195,7 @@ def _doubled(largest: int) -> list[int]:
     return widths
 
 
-def _position(labels, ids) -> tuple[Any, Any]:
+def _label_positions(labels, ids) -> tuple[Any, Any]:
     """(index of each label in its support, or -1; True where it is present)."""
     matches = (ids == labels[:, None]) & (ids >= 0)
     present = jnp.any(matches, axis=-1)

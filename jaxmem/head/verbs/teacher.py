@@ -123,45 +123,53 @@ def _read_heads(verb, teacher, student) -> _TwoHeadsCall:
         )
     arguments.check_only_xla(verb, options.implementation)
     policy, head, shape = arguments.read_head(student.hidden, student.W)
-    other, other_head, other_shape = arguments.read_head(
+    reference, reference_head, reference_shape = arguments.read_head(
         teacher.hidden, teacher.head, _OWNER
     )
-    _check_tokens(other_shape, shape)
-    spec, other_spec = _specs((policy, head), (other, other_head), options)
+    _check_tokens(reference_shape, shape)
+    spec = _policy_spec(policy, head, reference.columns(reference_head.layout), options)
+    reference_spec = _reference_spec(spec, reference, reference_head)
     rows = arguments.read_rows(spec, shape, student.labels, options)
-    other_rows = rows
+    reference_rows = rows
     if teacher.temperature is not None:
         temperature = arguments.read_temperature(
-            f"{_OWNER}temperature", teacher.temperature, shape, other_spec.stats_dtype
+            f"{_OWNER}temperature",
+            teacher.temperature,
+            shape,
+            reference_spec.stats_dtype,
         )
-        other_rows = rows._replace(temperature=temperature)
+        reference_rows = rows._replace(temperature=temperature)
     shapes = policy.shapes(shape)
-    of_other = other.shapes(shape).items()
-    shapes |= {f"{_OWNER}{name}": size for name, size in of_other}
-    live_bytes = 4 * spec.chunk * (spec.columns + other_spec.columns)
+    reference_shapes = reference.shapes(shape).items()
+    shapes |= {f"{_OWNER}{name}": size for name, size in reference_shapes}
+    live_bytes = 4 * spec.chunk * (spec.columns + reference_spec.columns)
     arguments.record_only_xla(verb, spec, shapes, options.implementation, live_bytes)
-    return _TwoHeadsCall(spec, other_spec, policy, other, rows, other_rows, shape)
+    return _TwoHeadsCall(
+        spec, reference_spec, policy, reference, rows, reference_rows, shape
+    )
 
 
-def _specs(policy, other, options) -> tuple[Spec, Spec]:
-    """The static facts of both heads, with one chunk and one vocabulary."""
-    (policy, head), (other, other_head) = policy, other
+def _policy_spec(policy, head, reference_columns: int, options) -> Spec:
+    """The static facts of the policy's head, whose chunk has room for both heads."""
     spec = arguments.spec_of(policy, head, (), options)
     gradients.facts_of_whole_logits(options.gradient, spec.vocab_size)
-    other_columns = other.columns(other_head.layout)
-    _check_vocabulary(spec.vocab_size, other_head, other_columns)
-    both, n_tokens = spec.columns + other_columns, len(policy.hidden)
-    chunk = checks.check_chunk(options.chunk, n_tokens, both)
-    spec = dataclasses.replace(spec, chunk=chunk)
-    other_spec = dataclasses.replace(
+    columns, n_tokens = spec.columns + reference_columns, len(policy.hidden)
+    chunk = checks.check_chunk(options.chunk, n_tokens, columns)
+    return dataclasses.replace(spec, chunk=chunk)
+
+
+def _reference_spec(spec: Spec, reference: Factors, head: Head) -> Spec:
+    """The static facts of the reference's head, of the vocabulary of `spec`."""
+    columns = reference.columns(head.layout)
+    _check_vocabulary(spec.vocab_size, head, columns)
+    return dataclasses.replace(
         spec,
-        columns=other_columns,
+        columns=columns,
         gradient_samples=None,
-        compute_dtype=other.hidden.dtype,
-        layout=other_head.layout,
-        softcap=checks.check_softcap(other_head.softcap, f"{_OWNER}softcap"),
+        compute_dtype=reference.hidden.dtype,
+        layout=head.layout,
+        softcap=checks.check_softcap(head.softcap, f"{_OWNER}softcap"),
     )
-    return spec, other_spec
 
 
 def _check_tokens(of_teacher, shape) -> None:

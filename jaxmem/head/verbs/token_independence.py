@@ -88,15 +88,15 @@ def check(
         n_rows: the number of tokens in a chunk.
         words: of the error.
     """
-    prime = _prime_beside(set(_sizes(loss)))
+    prime = _prime_beside(set(_axis_sizes(loss)))
     try:
-        other = traced(prime)
+        for_prime = traced(prime)
     except Exception as error:
         raise _of_one_number(loss, n_rows, error, words) from error
-    walk = _Walk(prime, _changed_numbers(loss.jaxpr, other.jaxpr))
-    walk.uses(other, [Use.VALUE] * len(other.jaxpr.outvars))
-    if walk.found:
-        dependence, operation = min(walk.found)
+    walk = _Walk(prime, _changed_numbers(loss.jaxpr, for_prime.jaxpr))
+    walk.uses(for_prime, [Use.VALUE] * len(for_prime.jaxpr.outvars))
+    if walk.findings:
+        dependence, operation = min(walk.findings)
         batches = _BATCHES if operation.startswith("slice of") else ""
         unit = words.unit
         raise ValueError(
@@ -130,7 +130,7 @@ def _prime_beside(sizes: set[int]) -> int:
     return next(n for n in primes if all(size % n or not size for size in sizes))
 
 
-def _sizes(closed) -> Iterator[int]:
+def _axis_sizes(closed) -> Iterator[int]:
     """Sizes of the axes of a jaxpr's values, within its operations too."""
     jaxpr = closed.jaxpr
     results = (equation.outvars for equation in jaxprs.equations(jaxpr))
@@ -150,7 +150,7 @@ def _changed_numbers(jaxpr, other) -> frozenset[int]:
     return frozenset(
         id(b)
         for a, b in itertools.chain(*operands)
-        if _is_number(a) and _is_number(b) and _bytes(a) != _bytes(b)
+        if _is_number(a) and _is_number(b) and _value_bytes(a) != _value_bytes(b)
     )
 
 
@@ -158,7 +158,7 @@ def _is_number(operand) -> bool:
     return hasattr(operand, "val") and np.ndim(operand.val) == 0
 
 
-def _bytes(literal) -> bytes:
+def _value_bytes(literal) -> bytes:
     return np.asarray(literal.val).tobytes()  # equal for two NaN
 
 
@@ -169,38 +169,40 @@ class _Walk:
     Attributes:
         prime: the number of tokens.
         changed: ids of the literals that depend on it.
-        found: each dependence, and the operation that makes it.
+        findings: each dependence, and the operation that makes it.
     """
 
     prime: int
     changed: frozenset[int]
-    found: list[tuple[_Dependence, str]] = dataclasses.field(default_factory=list)
+    findings: list[tuple[_Dependence, str]] = dataclasses.field(default_factory=list)
 
     def uses(self, jaxpr: Any, of_results: Iterable[Use]) -> list[Use]:
-        """The use of each argument; adds to `found`."""
+        """The use of each argument; adds to `findings`."""
         consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
         known: dict[Any, Use] = {}
-        self._add(known, jaxpr.outvars, of_results)
+        self._add_uses(known, jaxpr.outvars, of_results)
         for equation in reversed(jaxpr.eqns):
             results = [known.get(x, Use.NONE) for x in equation.outvars]
             if any(results):
-                self._add(known, equation.invars, self._operands(equation, results))
+                self._add_uses(
+                    known, equation.invars, self._operand_uses(equation, results)
+                )
         for variable, value in zip(jaxpr.constvars, consts, strict=False):
             if known.get(variable) == Use.VALUE and self._has_positions(value):
                 array = "an array that it makes with the chunk's length"
-                self.found.append((_Dependence.POSITION, array))
+                self.findings.append((_Dependence.POSITION, array))
         return [known.get(x, Use.NONE) for x in jaxpr.invars]
 
-    def _add(self, known, variables, uses) -> None:
-        """Add uses of variables, and what is found of literals."""
+    def _add_uses(self, known, variables, uses) -> None:
+        """Add uses of variables; of literals, findings."""
         for variable, use in zip(variables, uses, strict=True):
             if not hasattr(variable, "val"):
                 known[variable] = max(use, known.get(variable, Use.NONE))
             elif use == Use.VALUE and id(variable) in self.changed:
                 number = f"a number that is {variable.val} for {self.prime} tokens"
-                self.found.append((_Dependence.NUMBER, number))
+                self.findings.append((_Dependence.NUMBER, number))
 
-    def _operands(self, equation, results: list[Use]) -> list[Use]:
+    def _operand_uses(self, equation, results: list[Use]) -> list[Use]:
         """The use of each operand of an operation that is not without use."""
         called, use = list(jaxprs.inner(equation)), max(results)
         name, n_operands = equation.primitive.name, len(equation.invars)
@@ -214,12 +216,12 @@ class _Walk:
             return [use] * n_operands
         if len(called) == 1 and _is_call(equation, called[0]):
             return self.uses(called[0], results)
-        if self._combines(equation):
-            self.found.append((_Dependence.TOKENS, self._described(equation)))
+        if self._combines_tokens(equation):
+            self.findings.append((_Dependence.TOKENS, self._describe(equation)))
         elif use == Use.VALUE and self._makes_tokens(equation):
-            self.found.append((_Dependence.POSITION, self._described(equation)))
+            self.findings.append((_Dependence.POSITION, self._describe(equation)))
         uses = [use] * n_operands
-        for operand, size in _indices(equation):
+        for operand, size in _index_operands(equation):
             if self._is_of_tokens(size):
                 uses[operand] = Use.INDEX
         return uses
@@ -231,15 +233,15 @@ class _Walk:
         (body,) = jaxprs.inner(equation)
         pairs = zip(equation.outvars, getattr(body, "jaxpr", body).outvars, strict=True)
         if any(whole.aval.shape == part.aval.shape for whole, part in pairs):
-            self.found.append((_Dependence.TOKENS, "a scan over them"))
+            self.findings.append((_Dependence.TOKENS, "a scan over them"))
 
-    def _combines(self, equation) -> bool:
+    def _combines_tokens(self, equation) -> bool:
         """True if an entry of a result depends on several tokens."""
         name, operands = equation.primitive.name, equation.invars
         if name in _ALONG:
             axes = np.atleast_1d(equation.params[_ALONG[name]])
             return any(self._is_of_tokens(operands[0].aval.shape[i]) for i in axes)
-        indices = _indices(equation)
+        indices = _index_operands(equation)
         if len(indices) == 1 and self._is_of_tokens(indices[0][1]):
             return True  # selects tokens, and nothing of each
         tokens = [self._n_axes(x) for x in operands]
@@ -247,7 +249,9 @@ class _Walk:
             return tokens[2] < tokens[0]
         if name == "dynamic_update_slice":
             return tokens[1] < tokens[0]
-        return name != "reshape" and max(tokens, default=0) > self._of_results(equation)
+        return name != "reshape" and max(tokens, default=0) > self._n_result_axes(
+            equation
+        )
 
     def _makes_tokens(self, equation) -> bool:
         """True if a result differs by token, and no operand does."""
@@ -261,7 +265,7 @@ class _Walk:
         if name in ("broadcast_in_dim", "empty"):
             return False
         tokens = max(map(self._n_axes, equation.invars), default=0)
-        return self._of_results(equation) > tokens
+        return self._n_result_axes(equation) > tokens
 
     def _has_positions(self, value) -> bool:
         """True for a constant whose entries differ by token."""
@@ -269,7 +273,7 @@ class _Walk:
             return False
         return isinstance(value, Tracer) or np.unique(np.asarray(value)).size > 1
 
-    def _of_results(self, equation) -> int:
+    def _n_result_axes(self, equation) -> int:
         return max(map(self._n_axes, equation.outvars), default=0)
 
     def _n_axes(self, value) -> int:
@@ -279,16 +283,16 @@ class _Walk:
     def _is_of_tokens(self, size: int) -> bool:
         return size > 0 and size % self.prime == 0
 
-    def _described(self, equation) -> str:
+    def _describe(self, equation) -> str:
         """The operation and the type of its first operand, with C for the chunk."""
         name = equation.primitive.name
         if not equation.invars:
             return name
         aval = equation.invars[0].aval
-        sizes = map(self._size, aval.shape)
+        sizes = map(self._describe_size, aval.shape)
         return f"{name} of {aval.dtype}[{', '.join(sizes)}]"
 
-    def _size(self, size: int) -> str:
+    def _describe_size(self, size: int) -> str:
         if not self._is_of_tokens(size):
             return str(size)
         return "C" if size == self.prime else f"{size // self.prime}C"
@@ -301,7 +305,7 @@ def _is_call(equation, jaxpr) -> bool:
     return counts == (len(equation.invars), len(equation.outvars))
 
 
-def _indices(equation) -> list[tuple[int, int]]:
+def _index_operands(equation) -> list[tuple[int, int]]:
     """Pairs (operand, size of an axis of the first operand that it is an index to)."""
     name, params = equation.primitive.name, equation.params
     first: Any = equation.invars[0].aval if equation.invars else None

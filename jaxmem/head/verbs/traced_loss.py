@@ -58,19 +58,19 @@ def call(loss_fn: Callable, stats, per_token, rows: int):
             "with one entry per token must be an argument of it"
         )
         raise
-    return _checked(result, rows)
+    return _check_result(result, rows)
 
 
 def _wrong_arguments(count: int, error: TypeError) -> TypeError:
-    others = {0: "", 1: " and 1 per-token argument"}
+    more = {0: "", 1: " and 1 per-token argument"}
     return TypeError(
         "loss_fn must take a TokenStats"
-        f"{others.get(count, f' and {count} per-token arguments')}, as many as were "
+        f"{more.get(count, f' and {count} per-token arguments')}, as many as were "
         f"given: {messages.cut(str(error))}"
     )
 
 
-def _checked(result: Any, rows: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _check_result(result: Any, rows: int) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(loss, metrics) from the result of loss_fn for a chunk of rows."""
     loss: Any = result
     metrics: Any = {}
@@ -80,17 +80,18 @@ def _checked(result: Any, rows: int) -> tuple[jax.Array, dict[str, jax.Array]]:
     if not _is_column(loss, rows, jnp.floating):
         raise TypeError(
             f"loss_fn must return a float array {expected}, or a pair of it and a dict "
-            f"of metrics, got {_kind(loss)}"
+            f"of metrics, got {_describe_value(loss)}"
         )
     if not isinstance(metrics, dict) or not all(isinstance(k, str) for k in metrics):
         raise TypeError(
-            f"loss_fn's metrics must be a dict of names to arrays, got {_kind(metrics)}"
+            "loss_fn's metrics must be a dict of names to arrays, got "
+            f"{_describe_value(metrics)}"
         )
     for name, metric in metrics.items():
         if not _is_column(metric, rows, jnp.floating, jnp.integer, jnp.bool_):
             raise TypeError(
                 f"loss_fn's metric {messages.short(name)} must be a real array "
-                f"{expected}, got {_kind(metric)}"
+                f"{expected}, got {_describe_value(metric)}"
             )
     return loss, metrics
 
@@ -101,7 +102,7 @@ def _is_column(value, rows, *kinds):
     return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
 
 
-def _kind(value):
+def _describe_value(value):
     """Describes a result of loss_fn, whose values are not known while tracing."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return f"{value.dtype} of shape {value.shape}"
@@ -138,9 +139,9 @@ class TracedLoss:
     fields: tuple[str, ...]
     closed: tuple[bool, ...]
 
-    def __init__(self, n_rows, jaxpr, tree, key):
+    def __init__(self, n_rows, jaxpr, tree, identity):
         self.n_rows = n_rows
-        self._jaxpr, self._tree, self._key = jaxpr, tree, key
+        self._jaxpr, self._tree, self._identity = jaxpr, tree, identity
 
     def __call__(
         self, stats: TokenStats, operands: LossOperands
@@ -150,10 +151,10 @@ class TracedLoss:
         return jax.tree.unflatten(self._tree, flat)
 
     def __eq__(self, other):
-        return isinstance(other, TracedLoss) and self._key == other._key
+        return isinstance(other, TracedLoss) and self._identity == other._identity
 
     def __hash__(self):
-        return hash(self._key)
+        return hash(self._identity)
 
 
 def trace(
@@ -166,7 +167,7 @@ def trace(
             result = call(loss_fn, stats, rows, n)
             return jax.tree.map(lambda x: x.astype(spec.stats_dtype), result)
 
-        stats, rows = _stats_like(spec, n), _examples(spec, n, per_token)
+        stats, rows = _stats_like(spec, n), _example_shapes(spec, n, per_token)
         return _jaxpr_of(checked, stats, *rows)
 
     jaxpr, shapes = traced(n_rows)
@@ -175,9 +176,9 @@ def trace(
         per_token, tuple(map(explicit_axes.automatic, jaxpr.consts))
     )
     loss = TracedLoss(
-        n_rows, jaxpr.jaxpr, jax.tree.structure(shapes), _key(loss_fn, jaxpr)
+        n_rows, jaxpr.jaxpr, jax.tree.structure(shapes), _identify(loss_fn, jaxpr)
     )
-    loss.fields, loss.closed = _dependence(loss, spec, operands)
+    loss.fields, loss.closed = _find_dependence(loss, spec, operands)
     return loss, operands
 
 
@@ -235,7 +236,7 @@ def evaluate(
 
     The operands are of all rows, the statistics of these.
     """
-    stats, operands, _ = _complete(row_ids, stats, operands, n_rows)
+    stats, operands, _ = _fill_rows(row_ids, stats, operands, n_rows)
     losses, metrics = loss(stats, operands)
     return Values(losses, metrics, (None,) * len(operands.per_token))
 
@@ -254,32 +255,32 @@ def differentiate(
     """
     size, pieces = row_ids.shape[0], -(-row_ids.shape[0] // loss.n_rows)
     if size == loss.n_rows:
-        return _differentiate(loss, row_ids, stats, operands, n_rows)
+        return _differentiate_rows(loss, row_ids, stats, operands, n_rows)
 
     def cut(x, fill):
         x = jnp.pad(x, (0, pieces * loss.n_rows - size), constant_values=fill)
         return x.reshape(pieces, loss.n_rows)
 
     results = lax.map(
-        lambda rows: _differentiate(loss, rows[0], rows[1], operands, n_rows),
+        lambda rows: _differentiate_rows(loss, rows[0], rows[1], operands, n_rows),
         (cut(row_ids, n_rows), jax.tree.map(lambda x: cut(x, 0), stats)),
     )
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:size], results)
 
 
-def _differentiate(loss, row_ids, stats, operands, n_rows):
-    stats, operands, live = _complete(row_ids, stats, operands, n_rows)
+def _differentiate_rows(loss, row_ids, stats, operands, n_rows):
+    stats, operands, live = _fill_rows(row_ids, stats, operands, n_rows)
     fields = {k: getattr(stats, k) for k in loss.fields}
 
     def run(fields, floats):
-        per_token = _joined(floats, operands.per_token)
+        per_token = _replace_floats(floats, operands.per_token)
         return loss(stats._replace(**fields), operands._replace(per_token=per_token))
 
-    floats = _floats(operands.per_token)
+    floats = _keep_floats(operands.per_token)
     losses, pull, metrics = jax.vjp(run, fields, floats, has_aux=True)
     # Selected, not multiplied: 0 · NaN would be NaN.
     of_fields, of_floats = jax.tree.map(
-        lambda x: jnp.where(_beside(live, x), x, jnp.zeros_like(x)),
+        lambda x: jnp.where(_broadcast_rows(live, x), x, jnp.zeros_like(x)),
         pull(jnp.ones_like(losses)),
     )
     return Values(losses, metrics, of_floats), Cotangents(**of_fields)
@@ -289,11 +290,11 @@ def nothing(
     loss: TracedLoss, spec: Spec, operands: LossOperands, n_rows: int, pull: bool
 ) -> Values:
     """Values of inactive rows; pull says whether to include cotangents."""
-    rows = _examples(spec, loss.n_rows, operands.per_token)
+    rows = _example_shapes(spec, loss.n_rows, operands.per_token)
     stats = _stats_like(spec, loss.n_rows)
     _, metrics = jax.eval_shape(loss, stats, operands._replace(per_token=rows))
     zeros = jnp.zeros(n_rows, spec.stats_dtype)
-    floats = _floats(operands.per_token)
+    floats = _keep_floats(operands.per_token)
     return Values(
         loss=zeros,
         metrics={k: zeros for k in metrics},
@@ -303,7 +304,7 @@ def nothing(
     )
 
 
-def _complete(row_ids, stats, operands, n_rows):
+def _fill_rows(row_ids, stats, operands, n_rows):
     """Operands of all rows, where the first row replaces missing ones.
 
     Then loss_fn gets only values that can occur; 0 might not be one. If the first row
@@ -319,17 +320,19 @@ def _complete(row_ids, stats, operands, n_rows):
     return stats, operands._replace(per_token=per_token), live
 
 
-def _dependence(loss, spec, operands):
+def _find_dependence(loss, spec, operands):
     """(fields of TokenStats, flags of closed arrays) that the derivative needs."""
     stats, closed = _stats_like(spec, loss.n_rows), operands.closed
-    rows = _examples(spec, loss.n_rows, operands.per_token)
+    rows = _example_shapes(spec, loss.n_rows, operands.per_token)
 
     def pull(cotangent, stats, closed, rows):
         def run(fields, floats):
-            all_stats = TokenStats(*_joined(fields, stats))
-            return loss(all_stats, LossOperands(rows, _joined(floats, closed)))[0]
+            all_stats = TokenStats(*_replace_floats(fields, stats))
+            return loss(all_stats, LossOperands(rows, _replace_floats(floats, closed)))[
+                0
+            ]
 
-        return jax.vjp(run, _floats(stats), _floats(closed))[1](cotangent)
+        return jax.vjp(run, _keep_floats(stats), _keep_floats(closed))[1](cotangent)
 
     cotangent = stats.logprob
     jaxpr, shapes = jax.make_jaxpr(pull, return_shape=True)(
@@ -346,7 +349,7 @@ def _dependence(loss, spec, operands):
     return tuple(k for k, flag in names if flag), tuple(map(bool, closed))
 
 
-def _key(loss_fn, jaxpr):
+def _identify(loss_fn, jaxpr):
     """The identity of a loss; a new object if jit's cache cannot hold or hash it."""
     inner = list(jaxprs.inner_consts(jaxpr.jaxpr))
     if any(isinstance(x, Tracer) for x in (*jaxpr.consts, *inner)):
@@ -359,31 +362,31 @@ def _key(loss_fn, jaxpr):
     return loss_fn, str(jaxpr), tuple(map(id, inner))
 
 
-def _floats(arrays) -> tuple:
+def _keep_floats(arrays) -> tuple:
     """The arrays with a derivative, and None in place of the others."""
     return tuple(x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in arrays)
 
 
-def _joined(floats, arrays) -> tuple:
+def _replace_floats(floats, arrays) -> tuple:
     """`arrays`, replaced by `floats` where these are not None."""
     pairs = zip(floats, arrays, strict=True)
     return tuple(array if x is None else x for x, array in pairs)
 
 
-def _beside(live, x):
+def _broadcast_rows(live, x):
     return live.reshape(live.shape + (1,) * (x.ndim - 1))
 
 
 def _stats_like(spec, n_rows) -> TokenStats:
-    x = _example(spec, n_rows, spec.stats_dtype)
-    return TokenStats(x, x, x, x, _example(spec, n_rows, jnp.bool_))
+    x = _example_shape(spec, n_rows, spec.stats_dtype)
+    return TokenStats(x, x, x, x, _example_shape(spec, n_rows, jnp.bool_))
 
 
-def _examples(spec, n_rows, per_token):
-    return tuple(_example(spec, n_rows, x.dtype, x.shape[1:]) for x in per_token)
+def _example_shapes(spec, n_rows, per_token):
+    return tuple(_example_shape(spec, n_rows, x.dtype, x.shape[1:]) for x in per_token)
 
 
-def _example(spec, n_rows, dtype, shape=()) -> Any:
+def _example_shape(spec, n_rows, dtype, shape=()) -> Any:
     """Shape and type of rows inside shard_map."""
     types = vocab_shards.types(spec.varying) if spec.varying else {}
     return jax.ShapeDtypeStruct((n_rows, *shape), dtype, **types)

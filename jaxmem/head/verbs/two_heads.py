@@ -85,7 +85,7 @@ class TwoHeadsRule(LoopRule):
             normalisers = row_stats.normaliser(z), row_stats.normaliser(y)
             rows = *normalisers[0], *normalisers[1]
             *parts, slope = row_stats.sum_rows_of(
-                lambda *tiles: self._terms(*tiles, *beside(rows)), z, y
+                lambda *tiles: self._terms_and_slopes(*tiles, *beside(rows)), z, y
             )
             value, masses = sum(parts[1:], parts[0]), None
         elif not self.divergence.in_blocks:
@@ -120,7 +120,7 @@ class TwoHeadsRule(LoopRule):
         heads = row_blocks.parts(z), row_blocks.parts(y)
         normalisers = tuple(map(row_blocks.normaliser, heads))
         rows = *normalisers[0], *normalisers[1]
-        terms = functools.partial(self._terms, ops=_kernel_arithmetic())
+        terms = functools.partial(self._terms_and_slopes, ops=_kernel_arithmetic())
         *parts, slope = row_sums.sums(terms, (z, y), rows)
         p_scale, others = _scale_of(heads[0], normalisers[0]), heads[0].others
         masses = Masses(
@@ -128,7 +128,7 @@ class TwoHeadsRule(LoopRule):
         )
         return sum(parts[1:], parts[0]), slope, normalisers, masses
 
-    def _terms(self, z, y, *rows, ops=XLA):
+    def _terms_and_slopes(self, z, y, *rows, ops=XLA):
         """The divergence's terms and its slopes, like z; rows are both normalisers."""
         policy, reference = rows[:2], rows[2:]
         args = compare(
@@ -183,8 +183,8 @@ class TwoHeadsRule(LoopRule):
         y = xla.logits(self.reference_spec, reference, rows[1], row_ids)
         # Materialised: scaled once, though they are read more than once.
         z, y = lax.optimization_barrier((z, y))
-        both = min(self.spec.columns, self.reference_spec.columns)
-        return z, z[:, :both], y[:, :both].astype(z.dtype)
+        n_common = min(self.spec.columns, self.reference_spec.columns)
+        return z, z[:, :n_common], y[:, :n_common].astype(z.dtype)
 
 
 class FrozenTwoHeadsRule(TwoHeadsRule):
@@ -247,8 +247,8 @@ def _log_ratio(z, y, policy: row_stats.Normaliser, reference: row_stats.Normalis
     """ln(p/q), which keeps its last digits where logits are large, too."""
     ratio, lost = row_stats.difference(z, y)
     largest, lost_of_largest = row_stats.difference(policy.max, reference.max)
-    rest = (policy.log_sum - reference.log_sum) + lost_of_largest
-    shift, lost_of_shift = row_stats.difference(largest, -rest)
+    log_sums = (policy.log_sum - reference.log_sum) + lost_of_largest
+    shift, lost_of_shift = row_stats.difference(largest, -log_sums)
     # Below the epsilon of ln p, it would be all of the largest term of two confident
     # heads, and blur the sum of the others.
     matters = jnp.abs(lost_of_shift) > jnp.finfo(shift.dtype).eps

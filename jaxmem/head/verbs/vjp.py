@@ -47,23 +47,23 @@ class BackendRule(Rule):
 
     def outputs(self, source, rows, names) -> dict:
         """The named fields of `Outputs`, [N], merged over the vocabulary's shards."""
-        forward = functools.partial(self._forward(), names=names)
+        forward = functools.partial(self._backend_forward(), names=names)
         return on_tokens(self.spec, forward, source, rows)
 
-    def _forward(self):
+    def _backend_forward(self):
         """`forward` of the backend, by groups or shards if the vocabulary has any."""
         if self.spec.vocab_groups:
             return functools.partial(vocab_groups.outputs, self.backend)
-        return self._merged if self.spec.shards else self.backend.loops.forward
+        return self._merge_outputs if self.spec.shards else self.backend.loops.forward
 
-    def _gradient(self):
+    def _backend_backward(self):
         """`backward` of the backend, by groups or blocks if the vocabulary has any."""
         if self.spec.vocab_groups:
             return functools.partial(vocab_groups.backward, self.backend)
         blocks, many = self.backend.blocks, self.spec.gradient_blocks > 1
         return (blocks if blocks and many else self.backend.loops).backward
 
-    def _merged(self, spec, source, rows, names):
+    def _merge_outputs(self, spec, source, rows, names):
         stats = self.backend.loops.statistics(spec, source, rows)
         return outputs(spec, rows, stats, names)
 
@@ -101,7 +101,7 @@ class StatisticsRule(BackendRule):
         operands = source, rows, Outputs(**residuals.results), Cotangents(**asked)
         if self.spec.gradient_samples:
             operands = *operands, kept
-        return (on_tokens(self.spec, self._gradient(), *operands),)
+        return (on_tokens(self.spec, self._backend_backward(), *operands),)
 
     def _with_gradient(self, spec, source, rows):
         """The one output, and its derivative with respect to hidden, [N, D]."""
@@ -168,7 +168,7 @@ class LossRule(BackendRule):
         if self.spec.frozen_head:
             nothing = jax.tree.map(lambda x: empty(), source)
             dsource = nothing._replace(hidden=dsource.hidden)
-        total = self._over(jnp.sum(values.loss), count)
+        total = self._divide(jnp.sum(values.loss), count)
         late = None if self.divides_early else count / early
         residuals = LossResiduals(dsource, types, values.per_token, total, count, late)
         return (total, values.metrics), residuals
@@ -185,11 +185,11 @@ class LossRule(BackendRule):
             return zero, *jax.tree.map(jnp.zeros_like, (dper_token, count))
         g_head = sum_over_shards(self.spec, g)
         if residuals.late is not None:
-            g_head = self._over(g_head, residuals.late)
+            g_head = self._divide(g_head, residuals.late)
         dsource = jax.tree.map(functools.partial(_scale_to, g_head), dsource, types)
-        scale = functools.partial(_scale_to, self._over(g, count))
+        scale = functools.partial(_scale_to, self._divide(g, count))
         dper_token = jax.tree.map(scale, dper_token, dper_token)
-        return dsource, dper_token, self._over(-g * residuals.total, count)
+        return dsource, dper_token, self._divide(-g * residuals.total, count)
 
     def refuse(self, fixed):
         """See `Rule.refuse`; also raises for a gradient of what loss_fn closes over."""
@@ -227,9 +227,9 @@ class LossRule(BackendRule):
     def total(self, stats: dict, rows: TokenRows, operands: LossOperands, count) -> Any:
         """(loss, metrics) from statistics [N] by name."""
         values = on_tokens(self.spec, self._values, stats, rows, operands)
-        return self._over(jnp.sum(values.loss), count), values.metrics
+        return self._divide(jnp.sum(values.loss), count), values.metrics
 
-    def _over(self, x, count):
+    def _divide(self, x, count):
         """The quotient; with groups, times an inverse: XLA divides by a constant so.
 
         The bits are then the same where the count is known only at run time.
@@ -278,10 +278,10 @@ class LossRule(BackendRule):
         Without those of the whole vocabulary the loss's derivative is not known.
         """
         names = (*TokenStats._fields, "max", "log_sum")
-        outputs = self._forward()(spec, source, rows, names)
+        outputs = self._backend_forward()(spec, source, rows, names)
         values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
         saved = Outputs(**outputs)
-        return values, self._gradient()(spec, source, rows, saved, cotangents)
+        return values, self._backend_backward()(spec, source, rows, saved, cotangents)
 
     def _narrowed_pass(self, spec, source, constants, operands, count):
         """`one_pass`, whose cotangents may be summed over devices."""
@@ -308,7 +308,7 @@ class LossRule(BackendRule):
         )
         nothing = vocab_shards.vary(nothing, spec.varying)
         values, g = for_all_chunks(loss.n_rows, rows.active, chunk, nothing)
-        return values, jax.tree.map(lambda x: self._over(x, count), g)
+        return values, jax.tree.map(lambda x: self._divide(x, count), g)
 
 
 def _scale_to(scale, x, like):

@@ -88,7 +88,7 @@ def test_statistics_are_those_of_8_bits(interpreted):
     low = int8_factors.padded(eight_bits.rounded(source.hidden, shared.channels))
     W = int8_factors.padded(shared.W)
     env = hopper_eight_bits._launch_env(spec, W.values, 256)
-    z = xla_eight_bits._product(shared, source.hidden)
+    z = xla_eight_bits._logits_in_8_bits(shared, source.hidden)
     z = xla_eight_bits._without_labels(spec, z, rows.labels)
     active = jnp.array([256], jnp.int32)
     stats, kept = jax.jit(others_and_exps, static_argnums=0)(

@@ -123,11 +123,11 @@ def test_gradient_takes_measured_launch_of_head(kernel, monkeypatch):
     unmeasured = traced()
     key = hopper.key_of(spec, v, d)
     entry = tuned.entry_of(kernel, key, SampledLaunch(1, 2, sums=4), {})
-    monkeypatch.setattr(tuned, "table", lambda: dict([tuned._read(0, entry)]))
+    monkeypatch.setattr(tuned, "table", lambda: dict([tuned._read_entry(0, entry)]))
     assert traced() != unmeasured
     other = dataclasses.replace(key, depth=2 * d)
     entry = tuned.entry_of(kernel, other, SampledLaunch(1, 2, sums=4), {})
-    monkeypatch.setattr(tuned, "table", lambda: dict([tuned._read(0, entry)]))
+    monkeypatch.setattr(tuned, "table", lambda: dict([tuned._read_entry(0, entry)]))
     assert traced() == unmeasured
 
 

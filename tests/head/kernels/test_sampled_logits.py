@@ -37,7 +37,7 @@ def test_parts_cover_the_depth_once(depth):
     from jaxmem.head.kernels import sampled_logits
 
     covered = np.zeros(depth, int)
-    for first, size, skipped in sampled_logits._pieces(depth):
+    for first, size, skipped in sampled_logits.split_depth(depth):
         covered[first + skipped : first + size] += 1
         assert first % (size // 128) == 0 and depth % (size // 128) == 0
     np.testing.assert_array_equal(covered, 1)

@@ -16,7 +16,7 @@ def table(monkeypatch):
     """Puts entries in the place of the shipped ones."""
 
     def put(entries):
-        read = dict(tuned._read(i, entry) for i, entry in enumerate(entries))
+        read = dict(tuned._read_entry(i, entry) for i, entry in enumerate(entries))
         monkeypatch.setattr(tuned, "table", lambda: read)
 
     return put
@@ -67,7 +67,7 @@ def test_launch_that_no_kernel_has_is_named(launch, message):
     default = tuned.LAUNCHES["sampled_to_W"]
     entry = tuned.entry_of("sampled_to_W", HEAD, default, {}) | {"tiles": launch}
     with pytest.raises(ValueError, match=f"tuned.json: entry 0.*{message}"):
-        tuned._read(0, entry)
+        tuned._read_entry(0, entry)
 
 
 @pytest.mark.parametrize("depth, columns", [(4096, 256), (640, 128), (576, 192)])
@@ -99,9 +99,9 @@ def test_statistics_and_exps_add_up_in_one_order(table):
 def test_unusable_entry_is_named(change, message):
     entry = tuned.entry_of("to_W", HEAD, tuned.DEFAULTS["to_W"], {})
     with pytest.raises(ValueError, match=f"tuned.json: entry 3.*{message}"):
-        tuned._read(3, entry | change)
+        tuned._read_entry(3, entry | change)
     with pytest.raises(ValueError, match="entry 0.*'layout'"):
-        tuned._read(0, {k: v for k, v in entry.items() if k != "layout"})
+        tuned._read_entry(0, {k: v for k, v in entry.items() if k != "layout"})
 
 
 @pytest.mark.parametrize("kernel", tuned.DEFAULTS)

@@ -184,7 +184,7 @@ def test_products_of_32_bits():
     total = rng.integers(0, 2**31, (1000, 1)).astype(np.int32)
     total[:6, 0] = 0, 1, 2**16 - 1, 2**16, 2**30, 2**31 - 1
     want = [[int(b) * int(total[i, 0]) >> 32 for b in x] for i, x in enumerate(bits)]
-    np.testing.assert_array_equal(draws._scaled(jnp.asarray(bits), total), want)
+    np.testing.assert_array_equal(draws._scale_bits(jnp.asarray(bits), total), want)
 
 
 H, W_ = make()
