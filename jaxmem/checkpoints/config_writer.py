@@ -22,7 +22,7 @@ from jaxmem.models.config import ModelConfig
 FREE = (
     "checkpoint", "factory", "dtype", "param_dtype", "attention", "lora_rank",
     "lora_alpha", "lora_targets", "lora_head", "lora_saved", "router_aux_loss_coef",
-    "pad_row",
+    "pad_row", "base", "base_targets",
 )  # fmt: skip
 
 

@@ -21,6 +21,8 @@ References: Dettmers et al., "QLoRA", 2023, arXiv:2305.14314; Dettmers et al., "
 Optimizers via Block-wise Quantization", 2021, arXiv:2110.02861.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +33,7 @@ import numpy as np
 BASES = ("nf4", "int8")
 ARRAYS = ("codes", "scales", "scale_scales", "scale_offset")
 BLOCKS = {"nf4": 64, "int8": 128}  # inputs that share a scale
+_LEAF = re.compile(rf"(^|/)kernel_({'|'.join(ARRAYS)})$")
 NESTED = 256  # scales that share a scale of theirs
 
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact 0.
@@ -69,6 +72,20 @@ def _dynamic_values() -> np.ndarray:
 
 
 DYNAMIC = _dynamic_values()
+
+
+def is_coded(path: str) -> bool:
+    """True if a weight's name is that of an array of a coded matrix."""
+    return _LEAF.search(path) is not None
+
+
+def count_weights(path: str, array: Any) -> int:
+    """The number of weights that an array of this name has: of scales none."""
+    size = math.prod(array.shape)
+    if not is_coded(path):
+        return size
+    in_bytes = 2 if array.dtype == jnp.uint8 else 1
+    return in_bytes * size if path.endswith("_codes") else 0
 
 
 def shapes(outputs: int, inputs: int, base: str) -> dict[str, jax.ShapeDtypeStruct]:
@@ -154,7 +171,8 @@ def decode(arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         shape = (*codes.shape[:-1], 2 * codes.shape[-1])
         # Both halves of a byte by one elementwise operation: a concatenation would be
         # a kernel of its own.
-        shifts = jnp.array([4, 0], jnp.uint8)
+        halves = (*codes.shape, 2)
+        shifts = 4 - 4 * jax.lax.broadcasted_iota(jnp.uint8, halves, codes.ndim)
         values = _values((codes[..., None] >> shifts) & jnp.uint8(15))
     blocks = values.reshape(*scales.shape, -1)
     return (blocks * scales[..., None]).astype(dtype).reshape(shape)
@@ -180,7 +198,12 @@ def decode_scales(arrays: Mapping[str, jax.Array]) -> jax.Array:
         return scales
     count = scales.shape[-2] * scales.shape[-1]
     nested = jnp.repeat(arrays["scale_scales"], NESTED, axis=-1)[..., :count]
-    wide = jnp.asarray(DYNAMIC)[scales] * nested.reshape(scales.shape)
+    wide = _dynamic(scales) * nested.reshape(scales.shape)
     wide = wide + arrays["scale_offset"][..., None, None]
     # Otherwise XLA would compute a scale once for each of the weights that share it.
     return jax.lax.optimization_barrier(wide)
+
+
+@jax.jit  # the table is then no constant of a rule, which jax.checkpoint cannot have
+def _dynamic(indices: jax.Array) -> jax.Array:
+    return jnp.asarray(DYNAMIC).at[indices].get(mode="promise_in_bounds")

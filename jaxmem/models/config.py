@@ -16,6 +16,13 @@ MIXERS = ("attention", "reuse", "latent", "delta")
 FEED_FORWARDS = ("dense", "experts", "dense_and_experts")
 DTYPES = ("float32", "bfloat16", "float16")
 TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+# Other matrices of blocks, which some mixers and inputs of layers have.
+FURTHER_MATRICES = (
+    "query_down", "query_up", "latent", "rotated", "delta_query", "delta_key",
+    "delta_value", "delta_gate", "delta_rate", "delta_decay", "delta_output",
+    "project", "inject_gate", "inject",
+)  # fmt: skip
+BASE_TARGETS = (*TARGETS, *FURTHER_MATRICES)
 SAVED = {"embed": "embed/embedding", "head": "head/kernel"}  # weights by name
 UNTIED = "is for a head with a matrix of its own (tied=False)"
 
@@ -216,6 +223,11 @@ class ModelConfig:
     lora_head: bool = False  # the head has an adapter too
     # "embed" and "head", if these are trained whole and saved with the adapters
     lora_saved: tuple[str, ...] = ()
+    # codes of frozen matrices, in 4 or 8 bits a weight, of which each layer is decoded
+    # where it is used; None: they have param_dtype
+    base: Literal["nf4", "int8"] | None = None
+    # matrices of blocks that are coded, by the names of lora_targets; None: all
+    base_targets: tuple[str, ...] | None = None
 
     def __post_init__(self):
         """Raise a ValueError that names a field whose size cannot be built."""
@@ -239,8 +251,11 @@ class ModelConfig:
 
     def _check_lora(self):
         rank, head, saved = self.lora_rank, self.lora_head, self.lora_saved
-        for name, known in (("lora_targets", TARGETS), ("lora_saved", tuple(SAVED))):
-            unknown = [x for x in getattr(self, name) if x not in known]
+        for name, known in (
+            ("lora_targets", TARGETS), ("lora_saved", tuple(SAVED)),
+            ("base_targets", BASE_TARGETS),
+        ):  # fmt: skip
+            unknown = [x for x in getattr(self, name) or () if x not in known]
             if unknown:
                 raise ValueError(
                     f"ModelConfig.{name} must be among {', '.join(known)}, got "
@@ -261,6 +276,8 @@ class ModelConfig:
         ):
             if problem:
                 raise ValueError(f"ModelConfig.{said}")
+        coded = self.base is not None or self.base_targets is None
+        check_field(self, "base_targets", coded, "left out without base")
         gate = self.lora_rank == 0 or self.gated or "gate" not in self.lora_targets
         check_field(self, "lora_targets", gate, "without 'gate' with gated=False")
 
@@ -399,6 +416,11 @@ class ModelConfig:
         """Each layer's entry of `pattern`, `mixers` or `feed_forwards`."""
         entries = getattr(self, cycle)
         return tuple(entries[i % len(entries)] for i in range(self.layers))
+
+    def base_of(self, name: str) -> str | None:
+        """The base in which a block's matrix of this name is coded; None: in none."""
+        targets = self.base_targets
+        return self.base if targets is None or name in targets else None
 
     @property
     def rope_width(self) -> int:

@@ -130,12 +130,14 @@ class Attention(Mixer):
         """Replace the three projections by `joined`, one product for all of them.
 
         Few rows are bound by reading the matrices, and those of keys and values alone
-        are too small to occupy a GPU. With adapters of these projections, and if they
-        are joined already, nothing changes. The projections may still be held
-        elsewhere, too.
+        are too small to occupy a GPU. With adapters of these projections, if they are
+        coded, and if they are joined already, nothing changes. The projections may
+        still be held elsewhere, too.
         """
-        lora_targets = self.config.lora_targets if self.config.lora_rank else ()
-        if hasattr(self, "joined") or {"query", "key", "value"} & {*lora_targets}:
+        config, names = self.config, ("query", "key", "value")
+        apart = {*config.lora_targets} if config.lora_rank else set()
+        apart |= {name for name in names if config.base_of(name) is not None}
+        if hasattr(self, "joined") or apart & {*names}:
             return
         parts = self._projections
         joined = self.query

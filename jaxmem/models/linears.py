@@ -1,11 +1,13 @@
 """Matrices of a decoder's blocks, with or without adapters."""
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmem.models import lora
+from jaxmem.models import coded_weights, lora
+from jaxmem.models.coded_linear import CodedLinear
 from jaxmem.models.config import ModelConfig
 
 
@@ -17,11 +19,22 @@ def linear(
     rngs: nnx.Rngs,
     gain: float = 1.0,
     use_bias: bool = False,
-) -> nnx.Linear:
-    """A matrix of a block, with an adapter if the config names it."""
-    kind = nnx.Linear
+) -> Any:
+    """A matrix of a block, coded and with an adapter if the config names it.
+
+    Raises:
+        ValueError: the base has blocks that do not divide the inputs.
+    """
+    kind: Any = nnx.Linear
+    adapted: Any = lora.LoraLinear
+    base = config.base_of(name)
+    if base is not None:
+        check_inputs(base, name, inputs)
+        code = {"base": base}
+        kind = functools.partial(CodedLinear, **code)
+        adapted = functools.partial(lora.LoraCodedLinear, **code)
     if config.lora_rank and name in config.lora_targets:
-        kind = functools.partial(lora.LoraLinear, config)
+        kind = functools.partial(adapted, config)
     return kind(
         inputs,
         outputs,
@@ -33,6 +46,16 @@ def linear(
         param_dtype=jnp.dtype(config.param_dtype),
         rngs=rngs,
     )
+
+
+def check_inputs(base: str, name: str, inputs: int) -> None:
+    """Raise a ValueError for a matrix whose inputs are not whole blocks of a base."""
+    block = coded_weights.BLOCKS[base]
+    if base == "nf4" and inputs % block:
+        raise ValueError(
+            f"model.base={base!r} has blocks of {block} inputs, which must divide the "
+            f"{inputs} inputs of {name!r}: name other matrices in model.base_targets"
+        )
 
 
 def residual_linear(

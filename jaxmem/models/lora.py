@@ -17,6 +17,7 @@ from flax import nnx, traverse_util
 
 from jaxmem.heads.nnx import LMHead
 from jaxmem.heads.verbs import Weights
+from jaxmem.models.coded_linear import CodedLinear
 from jaxmem.models.config import SAVED, ModelConfig
 
 
@@ -32,23 +33,36 @@ def matrices(options: ModelConfig, shape: tuple[int, ...], dtype, rngs: nnx.Rngs
     return nnx.Param(A.astype(dtype)), nnx.Param(B)
 
 
-class LoraLinear(nnx.Linear):
-    """`nnx.Linear`, with its arguments, and a low-rank adapter of its kernel."""
+class Adapted(nnx.Module):
+    """A matrix with a low-rank adapter, for a class before the matrix's own.
+
+    `options` precede the arguments of that class.
+    """
 
     def __init__(self, options: ModelConfig, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
-        shape = self.in_features, self.out_features
+        matrix: Any = self
+        shape = matrix.in_features, matrix.out_features
         self.lora_a, self.lora_b = matrices(
-            options, shape, self.param_dtype, keywords["rngs"]
+            options, shape, matrix.param_dtype, keywords["rngs"]
         )
         self.lora_scale = options.lora_alpha / options.lora_rank
 
     def __call__(self, inputs: jax.Array, **options: Any) -> jax.Array:
         """Map [..., in_features] to [..., out_features]."""
-        dtype = self.dtype or inputs.dtype
-        A, B = (x[...].astype(dtype) for x in (self.lora_a, self.lora_b))
-        low = (inputs.astype(dtype) @ A) * self.lora_scale
-        return super().__call__(inputs, **options) + low @ B
+        matrix: Any = super()
+        out = matrix.__call__(inputs, **options)
+        A, B = (x[...].astype(out.dtype) for x in (self.lora_a, self.lora_b))
+        low = (inputs.astype(out.dtype) @ A) * self.lora_scale
+        return out + low @ B
+
+
+class LoraLinear(Adapted, nnx.Linear):
+    """`nnx.Linear`, with its arguments, and a low-rank adapter of its kernel."""
+
+
+class LoraCodedLinear(Adapted, CodedLinear):
+    """`CodedLinear`, with its arguments, and a low-rank adapter of its matrix."""
 
 
 class LoraHead(LMHead):

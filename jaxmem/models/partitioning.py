@@ -29,6 +29,7 @@ from jaxmem import devices
 from jaxmem.base.fields import check_field
 from jaxmem.head.maths import vocab_shards
 from jaxmem.heads.verbs import HeadSharding
+from jaxmem.models import coded_weights
 
 AXES = ("data", "fsdp", "sequence", "tensor")
 ROWS = ("data", "fsdp")
@@ -339,7 +340,11 @@ def gathered(tree: Any) -> Any:
     def gather(path, leaf):
         stored = _weight_spec(_path_name(path), leaf.shape)
         used = PartitionSpec(*(None if axes == PARTS else axes for axes in stored))
-        return leaf if used == stored else _change_spec(stored, used, leaf)
+        if used == stored:
+            return leaf
+        if coded_weights.is_coded(_path_name(path)):  # it has no gradient
+            return _constrain(leaf, used)
+        return _change_spec(stored, used, leaf)
 
     return jax.tree_util.tree_map_with_path(gather, tree)
 
@@ -372,10 +377,26 @@ def _weight_spec(
 ) -> PartitionSpec:
     if specs is not None:
         return specs.get(name, PartitionSpec())
+    if coded_weights.is_coded(name):
+        return _coded_spec(name, shape)
     for pattern, axes in _WEIGHTS.items():
         if re.search(f"(^|/){pattern}$", name):
             # Blocks are stacked along leading axes.
             return PartitionSpec(*(None,) * (len(shape) - len(axes)), *axes)
+    return PartitionSpec()
+
+
+def _coded_spec(name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    """The spec of an array of a coded matrix, which is [outputs, inputs].
+
+    Codes and scales are sharded as the kernel would be; as scales are of whole blocks,
+    a shard's are, too. Scales of whole rows, and of scales, are on every device.
+    """
+    kernel, _, array = name.rpartition("_")
+    if array in ("codes", "scales") and not kernel.endswith("_scale"):
+        *leading, inputs, outputs = _weight_spec(kernel, shape) or (None, None)
+        is_row = array == "scales" and shape[-1] == 1
+        return PartitionSpec(*leading, outputs, None if is_row else inputs)
     return PartitionSpec()
 
 

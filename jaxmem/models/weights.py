@@ -1,12 +1,14 @@
 """Weights by name: of a module, trained and frozen ones, in a type."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
+
+from jaxmem.models import coded_weights
 
 
 def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
@@ -21,12 +23,12 @@ def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
             names; None trains all weights.
 
     Raises:
-        ValueError: no weight has a matching name.
+        ValueError: no weight has a matching name, or a coded matrix has one.
     """
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
-    trained = {
-        k: _master_weight(w) for k, w in flat.items() if re.search(trainable or "", k)
-    }
+    named = {k: w for k, w in flat.items() if re.search(trainable or "", k)}
+    _refuse_codes(named, trainable)
+    trained = {k: _master_weight(w) for k, w in named.items()}
     if not trained:
         raise ValueError(
             f"optimizer.trainable={trainable!r} is in no weight's name: "
@@ -37,6 +39,16 @@ def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
         traverse_util.unflatten_dict(trained, sep="/"),
         traverse_util.unflatten_dict(frozen, sep="/"),
     )
+
+
+def _refuse_codes(names: Iterable[str], trainable: str | None) -> None:
+    coded = sorted(name for name in names if coded_weights.is_coded(name))
+    if coded:
+        raise ValueError(
+            f"optimizer.trainable={trainable!r} names {coded[0]}, a matrix that "
+            "model.base coded and that no update can change: train adapters "
+            "(model.lora_rank), or leave the matrix out of model.base_targets"
+        )
 
 
 def _master_weight(weight: jax.Array) -> jax.Array:
@@ -59,12 +71,13 @@ def cast_weights(weights: Any, dtype: str) -> Any:
     """Weights in a decoder's compute type.
 
     Layers compute in that type anyway, so results do not change. Weights that layers
-    read as stored are not cast: scales of norms, routers, and the decay of a delta
-    rule.
+    read as stored are not cast: scales of norms, routers, the decay of a delta rule,
+    and the codes and scales of coded matrices.
     """
 
     def cast(path, w):
-        is_wide = any(getattr(key, "key", None) in _WIDE for key in path)
+        names = [str(getattr(key, "key", "")) for key in path]
+        is_wide = any(name in _WIDE or coded_weights.is_coded(name) for name in names)
         return w if is_wide else w.astype(dtype)
 
     return jax.tree.map_with_path(cast, weights)

@@ -224,6 +224,8 @@ def _by_number(params, count, group):
         def one(i):
             def take(leaf, part):
                 value = jax.lax.dynamic_index_in_dim(leaf, start + i, keepdims=False)
+                if not jnp.issubdtype(leaf.dtype, jnp.inexact):  # without a gradient
+                    return value
                 return _with_gradient_of(value, part[i])
 
             return jax.tree.map(take, stack, parts)

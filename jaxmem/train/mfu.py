@@ -12,12 +12,12 @@ count. Tokens are those of the batch, including padding.
 Reference: Chowdhery et al., "PaLM", 2022, arXiv:2204.02311, appendix B.
 """
 
-import math
 from typing import Any
 
 import jax
 
 from jaxmem import devices
+from jaxmem.models import coded_weights
 from jaxmem.models.config import ModelConfig
 
 
@@ -49,12 +49,13 @@ def flops_per_token(
 
 def _count_multiplied(config, weights) -> float:
     """The number of weights in matrices that multiply a token."""
-    ends = ("kernel", "lora_a", "lora_b") + ("embedding",) * config.tied
+    ends = ("kernel", "kernel_codes", "lora_a", "lora_b") + ("embedding",) * config.tied
     total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         keys = [getattr(entry, "key", "") for entry in path]
         chosen = 1.0
         if "experts" in keys:
             chosen = config.experts_per_token / config.experts
-        total += chosen * math.prod(leaf.shape) * (keys[-1] in ends)
+        count = coded_weights.count_weights(keys[-1], leaf)
+        total += chosen * count * (keys[-1] in ends)
     return total

@@ -143,6 +143,7 @@ def check(config: JobConfig) -> None:
         "remat.last": not remat.last,
         "remat.unroll": not remat.unroll,
         "model.lora_rank": not model.lora_rank,
+        "model.base": model.base is None,
         "optimizer.name": config.optimizer.name != "muon",
     }
     for key, left in is_left.items():

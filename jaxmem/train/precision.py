@@ -1,6 +1,5 @@
 """Bits of the trained weights: lines about their type and about updates it loses."""
 
-import math
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem.base import checksums
+from jaxmem.models import coded_weights
 from jaxmem.train.state import finite
 
 # In float32, half the spacing at a magnitude of 256, above which few weights are.
@@ -34,7 +34,8 @@ def is_narrower(dtype: str, model: nnx.Module) -> bool:
 
 
 def _count_weights(weights: Any) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
+    named = finite.by_name(weights).items()
+    return sum(coded_weights.count_weights(name, leaf) for name, leaf in named)
 
 
 def lost_updates(trained: Any, learning_rate: float) -> str | None:

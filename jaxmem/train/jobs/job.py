@@ -83,6 +83,12 @@ class Job(Hooked):
     def __init__(self, config: JobConfig):
         self.config, self._end = config, float("-inf")  # of the last step
         changes: dict[str, Any] = {"model": self.sizes()}
+        if config.model.base is not None and not config.model.lora_rank:
+            raise ValueError(
+                f"model.base={config.model.base!r} codes matrices, which no update can "
+                "change: train adapters beside them (model.lora_rank above 0), or "
+                "leave model.base out"
+            )
         if config.model.lora_rank and config.optimizer.trainable is None:
             changes["optimizer"] = dataclasses.replace(
                 config.optimizer, trainable=lora.trainable(config.model.lora_saved)

@@ -1,0 +1,210 @@
+"""Matrices as codes in a decoder, against the decoder of what they decode to."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx, traverse_util
+from jax.sharding import PartitionSpec as P
+
+from jaxmem import remat
+from jaxmem.models import coded_linear, coded_weights, partitioning, weights
+from jaxmem.models.decoder import Decoder, ModelConfig
+from tests.helpers import decoders
+
+CONFIG = ModelConfig(
+    layers=2, hidden=128, ff=192, heads=4, kv_heads=2, head_dim=32, vocab_size=40,
+    lora_rank=4, lora_targets=("query", "down"), base="nf4",
+)  # fmt: skip
+IDS = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 8)))
+
+
+def coded(config, **options):
+    """A decoder with codes of the matrices of `decoders.drawn`."""
+    plain = decoders.drawn(dataclasses.replace(config, base=None), **options)
+    flat = weights.by_path(plain)
+    arrays = {}
+    for path, array in flat.items():
+        base = config.base_of(path.split("/")[-2]) if "/" in path else None
+        if path.endswith("/kernel") and path.startswith("blocks") and base:
+            encoded = coded_weights.encode(array.swapaxes(-1, -2), base)
+            arrays |= {f"{path}_{name}": each for name, each in encoded.items()}
+        else:
+            arrays[path] = array
+    shapes = nnx.eval_shape(lambda: Decoder(config, **options, rngs=nnx.Rngs(0)))
+    nested = traverse_util.unflatten_dict(arrays, sep="/")
+    return nnx.merge(nnx.split(shapes)[0], nested)
+
+
+def decoded(decoder, **options):
+    """The dense decoder of a coded one."""
+    config = dataclasses.replace(decoder.config, base=None, base_targets=None)
+    shapes = nnx.eval_shape(lambda: Decoder(config, **options, rngs=nnx.Rngs(0)))
+    flat, arrays = weights.by_path(decoder), {}
+    for path in weights.by_path(shapes):
+        if path in flat:
+            arrays[path] = flat[path]
+            continue
+        parts = {
+            name: flat[f"{path}_{name}"]
+            for name in coded_weights.ARRAYS if f"{path}_{name}" in flat
+        }  # fmt: skip
+        W = coded_weights.decode(parts, config.dtype)
+        arrays[path] = W.swapaxes(-1, -2)
+    nested = traverse_util.unflatten_dict(arrays, sep="/")
+    return nnx.merge(nnx.split(shapes)[0], nested)
+
+
+LAST = remat.Policy(dots=True, last=1)
+
+
+@pytest.mark.parametrize(
+    "base, options",
+    [
+        ("nf4", {}),
+        pytest.param("int8", {}, marks=pytest.mark.full),
+        pytest.param("nf4", {"policy": None}, marks=pytest.mark.full),
+        pytest.param("nf4", {"policy": LAST}, marks=pytest.mark.full),
+        pytest.param("nf4", {"unroll": True}, marks=pytest.mark.full),
+    ],
+)
+def test_decoder_with_codes_is_the_dense_one(base, options):
+    model = coded(dataclasses.replace(CONFIG, base=base), **options)
+    dense = decoded(model, **options)
+
+    @jax.jit
+    def gradients(model):
+        definition, state = nnx.split(model)
+        trained, frozen = weights.split_weights(
+            nnx.to_pure_dict(state), "(^|/)lora_[ab]$|embed|scale$"
+        )
+
+        def loss(trained):
+            model = nnx.merge(definition, weights.join_weights(trained, frozen))
+            return jnp.sum(decoders.whole(model, IDS) ** 3)
+
+        return jax.value_and_grad(loss)(trained)
+
+    expected, own = gradients(dense), gradients(model)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-3),
+        expected, own,
+    )  # fmt: skip
+
+
+@pytest.mark.full
+def test_new_decoder_has_the_codes_of_the_dense_one():
+    def make(config):
+        return jax.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
+
+    new = weights.by_path(make(CONFIG))
+    dense = weights.by_path(make(dataclasses.replace(CONFIG, base=None)))
+    kernel = dense["blocks/feed_forward/up/kernel"].swapaxes(-1, -2)
+    for name, array in coded_weights.encode(kernel, "nf4").items():
+        other = new[f"blocks/feed_forward/up/kernel_{name}"]
+        np.testing.assert_allclose(other, array, atol=1e-6)
+    assert not any(p.startswith("blocks") and p.endswith("kernel") for p in new)
+
+
+def test_base_targets_are_the_matrices_with_codes():
+    config = dataclasses.replace(CONFIG, base_targets=("query", "up"))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    paths = [path for path in weights.by_path(model) if path.endswith("_codes")]
+    assert sorted(paths) == [
+        "blocks/attention/query/kernel_codes", "blocks/feed_forward/up/kernel_codes",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [None, remat.Policy(dots=True)])
+def test_block_keeps_no_decoded_matrix(policy):
+    arrays = coded_weights.shapes(192, 128, "nf4")
+    x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
+
+    def block(x, arrays):
+        return x + jnp.sin(coded_linear.product(x, arrays))[:, :128]
+
+    stored = remat.residuals(remat.block(block, policy), x, arrays)
+    sizes = {entry.shape for entry in stored}
+    assert (192, 128) not in sizes and (128, 192) not in sizes
+
+
+@pytest.mark.parametrize("policy", [None, "full"])
+def test_scan_keeps_no_decoded_matrix(policy):
+    config = dataclasses.replace(CONFIG, layers=6)
+    model = nnx.eval_shape(lambda: Decoder(config, policy=policy, rngs=nnx.Rngs(0)))
+    definition, state = nnx.split(model)
+    trained, frozen = jax.eval_shape(
+        lambda x: weights.split_weights(x, "lora_"), nnx.to_pure_dict(state)
+    )
+
+    def loss(trained, frozen):
+        model = nnx.merge(definition, weights.join_weights(trained, frozen))
+        return jnp.sum(decoders.whole(model, IDS))
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss))(trained, frozen))
+    widths = (128, 64, 192)
+    kinds = [f"{t}[6,{a},{b}]" for t in ("f32", "bf16") for a in widths for b in widths]
+    assert "u8[6,192,64]" in jaxpr and not any(kind in jaxpr for kind in kinds)
+
+
+def test_cast_weights_leaves_codes_and_scales():
+    arrays = {"up": {"kernel_codes": jnp.ones(2, jnp.uint8), "bias": jnp.ones(2)}}
+    arrays["up"]["kernel_scale_scales"] = jnp.ones(2)
+    cast = weights.cast_weights(arrays, "bfloat16")["up"]
+    types = {name: str(array.dtype) for name, array in cast.items()}
+    assert types == {
+        "kernel_codes": "uint8", "bias": "bfloat16", "kernel_scale_scales": "float32",
+    }  # fmt: skip
+
+
+def test_split_weights_refuses_codes():
+    flat = {"up": {"kernel_codes": jnp.ones(2, jnp.uint8)}, "norm": jnp.ones(2)}
+    for trainable in (None, "up/kernel"):
+        with pytest.raises(ValueError, match="up/kernel_codes, a matrix that model.ba"):
+            weights.split_weights(flat, trainable)
+
+
+def test_layout_shards_codes_as_their_kernel():
+    model = nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    flat = weights.by_path(model)
+    for path, leaf in flat.items():
+        if not path.endswith("kernel_codes"):
+            continue
+        spec = partitioning._weight_spec(path, leaf.shape)
+        kernel = partitioning._weight_spec(path.removesuffix("_codes"), leaf.shape)
+        assert spec == P(kernel[0], kernel[2], kernel[1]) and any(spec)
+        scales = f"{path.removesuffix('codes')}scales"
+        assert partitioning._weight_spec(scales, flat[scales].shape) == spec
+    row = partitioning._weight_spec("blocks/attention/query/kernel_scales", (2, 8, 1))
+    assert row == P(None, "tensor", None)
+    name = "blocks/attention/query/kernel_scale_scales"
+    assert partitioning._weight_spec(name, (2, 3)) == P()
+
+
+def test_config_refuses_a_matrix_without_whole_blocks():
+    config = dataclasses.replace(CONFIG, ff=160)
+    with pytest.raises(ValueError, match="divide the 160 inputs of 'down'"):
+        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def test_config_refuses_base_targets_without_base():
+    with pytest.raises(ValueError, match="base_targets .*left out without base"):
+        dataclasses.replace(CONFIG, base=None, base_targets=("query",))
+    with pytest.raises(ValueError, match="base_targets must be among query"):
+        dataclasses.replace(CONFIG, base_targets=("queries",))
+
+
+def test_weights_of_qwen3_8b_take_5_7_gib():
+    config = ModelConfig(
+        layers=36, hidden=4096, ff=12288, heads=32, kv_heads=8, head_dim=128,
+        vocab_size=151_936, tied=False, qk_norm=True, dtype="bfloat16",
+        param_dtype="bfloat16", base="nf4",
+    )  # fmt: skip
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    leaves = weights.by_path(model).items()
+    size = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)
+    assert size <= 5.7 * 2**30
+    count = sum(coded_weights.count_weights(*item) for item in leaves)
+    assert abs(count - 8.19e9) < 1e7
