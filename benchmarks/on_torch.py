@@ -36,6 +36,8 @@ def decoder_config(model, length, **more):
     """transformers' Llama, Qwen3, Gemma 3 or Qwen3-MoE, of a `ModelConfig`."""
     import transformers
 
+    if model.sinks:
+        raise ValueError("model.sinks=True: this benchmark has no peer for gpt-oss")
     sizes = dict(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden,
