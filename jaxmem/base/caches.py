@@ -26,7 +26,7 @@ def directory(configured: str | None = None) -> Path:
         OSError: it cannot be made or written.
     """
     if configured is None:
-        return _default()
+        return _default_directory()
     try:
         path = Path(configured).expanduser()
     except RuntimeError as error:  # there is no home directory
@@ -57,7 +57,7 @@ def candidates() -> list[Path]:
     return paths
 
 
-def _default() -> Path:
+def _default_directory() -> Path:
     reason = "there is no home directory"
     for path in candidates():
         try:
@@ -68,11 +68,11 @@ def _default() -> Path:
         if os.access(path, os.W_OK | os.X_OK):
             return path
         reason = f"{path} cannot be written"
-    return _temporary(reason)
+    return _temporary_directory(reason)
 
 
 @functools.cache
-def _temporary(reason: str) -> Path:
+def _temporary_directory(reason: str) -> Path:
     """A directory of this process among the temporary files, which is said once."""
     path = Path(tempfile.mkdtemp(prefix="jaxmem-"))
     print(

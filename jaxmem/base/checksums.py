@@ -20,7 +20,7 @@ _ITEMS = ("config", "data", "state")  # of every checkpoint
 
 def write(directory: Path) -> None:
     """Write the checksums of all files of a directory to its file SHA256SUMS."""
-    sums = _sums(directory)
+    sums = _hash_files(directory)
     for name, digest in sums.items():
         if digest.startswith(_UNREADABLE):
             raise OSError(f"{directory / name}: {digest}")
@@ -41,7 +41,7 @@ def find_fault(directory: Path) -> str | None:
     saved = processes.by_first(lambda: _read_sums(directory))
     if not isinstance(saved, dict):
         return saved
-    sums = _sums(directory)
+    sums = _hash_files(directory)
     faults = [f"{name} is missing" for name in saved.keys() - sums.keys()]
     for name, digest in sums.items():
         if name not in saved:
@@ -62,7 +62,7 @@ def _read_sums(directory: Path) -> str | dict[str, str] | None:
     if not (directory / NAME).exists():
         return None
     try:
-        return _parse((directory / NAME).read_text("utf-8"))
+        return _parse_sums((directory / NAME).read_text("utf-8"))
     except (OSError, ValueError):
         return f"{NAME} cannot be read"
 
@@ -76,7 +76,7 @@ def first(names: list[str]) -> str:
 _UNREADABLE = "cannot be read"
 
 
-def _parse(text: str) -> dict[str, str]:
+def _parse_sums(text: str) -> dict[str, str]:
     sums = {}
     if not text.endswith("\n"):
         raise ValueError("cut short")
@@ -88,22 +88,22 @@ def _parse(text: str) -> dict[str, str]:
     return sums
 
 
-def _sums(directory: Path) -> dict[str, str]:
+def _hash_files(directory: Path) -> dict[str, str]:
     """Map each file's name to its digest; each process reads a share of the files."""
-    names = processes.by_first(lambda: _names(directory))
+    names = processes.by_first(lambda: _list_files(directory))
     own = names[jax.process_index() :: jax.process_count()]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        digests = pool.map(lambda name: _digest(directory / name), own)
+        digests = pool.map(lambda name: _hash_file(directory / name), own)
         return processes.share(dict(zip(own, digests, strict=True)))
 
 
-def _names(directory: Path) -> list[str]:
+def _list_files(directory: Path) -> list[str]:
     paths = (path for path in directory.rglob("*") if not path.is_dir())
     names = (path.relative_to(directory).as_posix() for path in paths)
     return sorted(name for name in names if not name.startswith(NAME))
 
 
-def _digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would never end
             return f"{_UNREADABLE} (it is no file)"

@@ -19,8 +19,8 @@ class WriteError(OSError):
 
 def shown(path: Path) -> Path:
     """A path as a message has it: from the current directory, if it is below that."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    current = Path.cwd()
+    return path.relative_to(current) if path.is_relative_to(current) else path
 
 
 def describe_failure(path: Path, error: Exception) -> str:
@@ -31,9 +31,9 @@ def describe_failure(path: Path, error: Exception) -> str:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the file system of a path, which need not exist."""
-    for place in (path, *path.absolute().parents):
+    for ancestor in (path, *path.absolute().parents):
         with contextlib.suppress(OSError):
-            return shutil.disk_usage(place).free
+            return shutil.disk_usage(ancestor).free
     return 0
 
 
@@ -153,10 +153,10 @@ class Appender:
         if self._descriptor is None:
             return False
         try:
-            here = os.lstat(self.path)
+            status = os.lstat(self.path)
         except FileNotFoundError:
             return True
-        return not os.path.samestat(here, os.fstat(self._descriptor))
+        return not os.path.samestat(status, os.fstat(self._descriptor))
 
     def add(self, record: bytes) -> None:
         """Add a record to the pending ones."""
@@ -193,9 +193,9 @@ class Appender:
     def _write(self, record: bytes) -> None:
         assert self._descriptor is not None
         self._truncate()
-        self._torn, rest = True, memoryview(record)
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+        self._torn, unwritten = True, memoryview(record)
+        while unwritten:
+            unwritten = unwritten[os.write(self._descriptor, unwritten) :]
         self._size, self._torn = self._size + len(record), False
 
     def _truncate(self) -> None:

@@ -24,24 +24,24 @@ def received() -> Iterator[None]:
     Raises:
         Misbehaved: the working directory was changed, or the output closed.
     """
-    directory = _directory()
+    directory = _working_directory()
     try:
         yield
     finally:
-        faults = list(_repaired(directory))
+        faults = list(_repair(directory))
     if faults:
         raise Misbehaved("; ".join(faults))
 
 
-def _directory() -> str | None:
+def _working_directory() -> str | None:
     try:
         return os.getcwd()
     except OSError:  # it does not exist any more
         return None
 
 
-def _repaired(directory: str | None) -> Iterator[str]:
-    if directory is not None and _directory() != directory:
+def _repair(directory: str | None) -> Iterator[str]:
+    if directory is not None and _working_directory() != directory:
         os.chdir(directory)
         yield "changed the working directory; use absolute paths instead"
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
@@ -93,9 +93,11 @@ def together(
         if not deadlines:
             return outcomes
         first, deadline = next(iter(deadlines.items()))
-        rest = None if seconds is None else max(deadline - time.monotonic(), 0.0)
+        seconds_left = max(deadline - time.monotonic(), 0.0)
         try:
-            i, value, error = ended.get(timeout=rest)
+            i, value, error = ended.get(
+                timeout=None if seconds is None else seconds_left
+            )
         except queue.Empty:
             del deadlines[first]
             continue

@@ -35,8 +35,8 @@ def public_dir(package: str, *names: str) -> Callable[[], list[str]]:
 
     def dir_() -> list[str]:
         own = vars(importlib.import_module(package)).items()
-        others = [k for k, value in own if not isinstance(value, types.ModuleType)]
-        return sorted({*others, *names})
+        public = [k for k, value in own if not isinstance(value, types.ModuleType)]
+        return sorted({*public, *names})
 
     return dir_
 

@@ -38,9 +38,9 @@ def parse(text: str) -> Any:
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        place = f"column {error.colno}"
-        place = place if error.lineno == 1 else f"line {error.lineno}, {place}"
-        raise JsonError(f"not valid JSON: {error.msg} ({place})") from error
+        position = f"column {error.colno}"
+        position = position if error.lineno == 1 else f"line {error.lineno}, {position}"
+        raise JsonError(f"not valid JSON: {error.msg} ({position})") from error
     except RecursionError as error:
         raise JsonError(_TOO_DEEP) from error
     _check_values(value, _SURROGATE.search(text) is not None)
@@ -103,7 +103,7 @@ def _check_strings(level: list[Any]) -> None:
                 ) from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         seen: set[str] = set()
@@ -112,26 +112,26 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _integer(text: str) -> int:
+def _parse_integer(text: str) -> int:
     if len(text.lstrip("-")) > MAX_DIGITS:
         raise JsonError(f"an integer of {len(text.lstrip('-')):,} digits is too large")
     return int(text)
 
 
-def _float(text: str) -> float:
+def _parse_float(text: str) -> float:
     number = float(text)
     if math.isinf(number):
         raise JsonError(f"the number {messages.cut(text, 40)} is too large")
     return number
 
 
-def _constant(text: str) -> Any:
+def _refuse_constant(text: str) -> Any:
     raise JsonError(f"{text} is not JSON; write null, or leave the key out")
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_object,
-    parse_int=_integer,
-    parse_float=_float,
-    parse_constant=_constant,
+    object_pairs_hook=_build_object,
+    parse_int=_parse_integer,
+    parse_float=_parse_float,
+    parse_constant=_refuse_constant,
 )

@@ -73,8 +73,8 @@ class Lock:
         """Take the lock; returns a message, "" if there is none."""
         directory, resource = self._path.parent, self._resource
         try:
-            every = directory, *directory.parents
-            self._created += [path for path in every if not path.exists()]
+            directories = directory, *directory.parents
+            self._created += [path for path in directories if not path.exists()]
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             named = messages.cut(str(directory), _SHOWN)
@@ -90,9 +90,10 @@ class Lock:
                 f"second process with {resource}"
             )
         except BlockingIOError as error:
+            holder = _describe_holder(self._path)
             raise Busy(
-                f"{resource} is in use by another process ({_holder(self._path)}); "
-                "wait until it ends, end it, or name another"
+                f"{resource} is in use by another process ({holder}); wait until it "
+                "ends, end it, or name another"
             ) from error
         if not _is_lock(self._descriptor):
             self.forget()
@@ -153,7 +154,7 @@ def _open_locked(path: Path) -> int:
         with files.write_errors(path):
             descriptor = files.open_own(path, os.O_RDWR)
         try:
-            _lock(descriptor)
+            _lock_file(descriptor)
             # The last holder may have removed the file between open and flock.
             if _is_at(path, descriptor):
                 return descriptor
@@ -163,7 +164,7 @@ def _open_locked(path: Path) -> int:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> None:
+def _lock_file(descriptor: int) -> None:
     if fcntl is None:
         raise _Unsupported("this system has no fcntl")
     try:
@@ -198,7 +199,7 @@ def _write_holder(descriptor: int) -> None:
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
-def _holder(path: Path) -> str:
+def _describe_holder(path: Path) -> str:
     try:
         holder = json.loads(path.read_text("utf-8"))
         return f"host {holder['host']}, pid {holder['pid']}, since {holder['since']}"

@@ -43,8 +43,8 @@ class Meeting:
         connections = list(self._connections.values())
         _tell(self._connections, {"failed": self._index})
         deadline = time.monotonic() + _GRACE
-        while connections and (rest := deadline - time.monotonic()) > 0:
-            for connection in select.select(connections, [], [], rest)[0]:
+        while connections and (seconds_left := deadline - time.monotonic()) > 0:
+            for connection in select.select(connections, [], [], seconds_left)[0]:
                 with contextlib.suppress(OSError):
                     if connection.recv(4096):
                         continue
@@ -60,9 +60,9 @@ class Meeting:
                 if message is not None and "left" in message:
                     del open_[file]
                 elif not self._ended.is_set():
-                    self._end(index, message or {})
+                    self._end_process(index, message or {})
 
-    def _end(self, index: int, message: dict[str, Any]) -> None:
+    def _end_process(self, index: int, message: dict[str, Any]) -> None:
         """Tell the others and end, at once unless a process has time to say why."""
         gone = message.get("failed", message.get("gone", index))
         if index != 0:  # the first one tells the others
@@ -91,19 +91,19 @@ def meet(
     """
     host, _, port = coordinator.rpartition(":")
     address, deadline = (host.strip("[]"), int(port)), time.monotonic() + seconds
-    if index == 0 and (listener := _listener(int(port))) is not None:
+    if index == 0 and (listener := _open_listener(int(port))) is not None:
         with listener:
             return Meeting(0, count, _gather(listener, count, deadline))
     return Meeting(index, count, {0: _join(address, count, index, deadline)})
 
 
-def _listener(port: int) -> socket.socket | None:
+def _open_listener(port: int) -> socket.socket | None:
     """A socket that listens at all addresses, as jax does; None where another does."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+    dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack else socket.AF_INET
     try:
         return socket.create_server(
-            ("", port), family=family, backlog=4096, dualstack_ipv6=both
+            ("", port), family=family, backlog=4096, dualstack_ipv6=dual_stack
         )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -113,9 +113,9 @@ def _listener(port: int) -> socket.socket | None:
 
 def _gather(listener: socket.socket, count: int, deadline: float) -> Connections:
     """The connections of the others, once all have come."""
-    found: Connections = {}
+    connections: Connections = {}
     try:
-        while missing := sorted(set(range(1, count)) - set(found)):
+        while missing := sorted(set(range(1, count)) - set(connections)):
             listener.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
                 connection, _ = listener.accept()
@@ -132,23 +132,23 @@ def _gather(listener: socket.socket, count: int, deadline: float) -> Connections
                 connection.close()
                 continue
             index = greeting["index"]
-            taken = index == 0 or index in found
-            if taken or greeting["count"] != count:
-                found[-1] = connection
+            is_taken = index == 0 or index in connections
+            if is_taken or greeting["count"] != count:
+                connections[-1] = connection
                 raise ValueError(
                     f"two processes have --process-id={index}: give each its own"
-                    if taken
+                    if is_taken
                     else f"--processes is {count} in process 0 and "
                     f"{greeting['count']} in process {index}: it must be the same"
                 )
-            found[index] = connection
+            connections[index] = connection
     except ValueError as error:
-        _tell(found, {"refused": str(error)})
-        for connection in found.values():
+        _tell(connections, {"refused": str(error)})
+        for connection in connections.values():
             connection.close()
         raise
-    _tell(found, {"met": count})
-    return found
+    _tell(connections, {"met": count})
+    return connections
 
 
 def _tell(connections: Connections, message: dict[str, Any]) -> None:
@@ -175,10 +175,10 @@ def _join(address, count: int, index: int, deadline: float) -> socket.socket:
     answer = _receive(connection) or {}
     if "met" not in answer:
         connection.close()
-        other = "process 0 ended before all processes had come: see what it printed"
+        fault = "process 0 ended before all processes had come: see what it printed"
         if index == 0:
-            other = f"--coordinator: port {address[1]} is in use by something else"
-        raise ValueError(answer.get("refused") or other)
+            fault = f"--coordinator: port {address[1]} is in use by something else"
+        raise ValueError(answer.get("refused") or fault)
     connection.settimeout(None)
     return connection
 

@@ -7,30 +7,30 @@ from jaxmem.base import messages
 
 def shape(text: str) -> tuple[int, int, int]:
     """Three sizes, separated by commas."""
-    parts = [_integer(part) for part in text.split(",")]
+    parts = [_parse_positive(part) for part in text.split(",")]
     if len(parts) != 3 or None in parts:
-        raise _wrong("three positive integers, as in 4096,1024,50257", text)
+        raise _argument_error("three positive integers, as in 4096,1024,50257", text)
     n, d, v = (part for part in parts if part is not None)
     return n, d, v
 
 
 def count(text: str) -> int:
     """A positive integer."""
-    number = _integer(text)
+    number = _parse_positive(text)
     if number is None:
-        raise _wrong("a positive integer", text)
+        raise _argument_error("a positive integer", text)
     return number
 
 
 def chunk(text: str) -> int | str:
     """A positive number of tokens, or "auto"."""
-    tokens = _integer(text)
+    tokens = _parse_positive(text)
     if tokens is None and text != "auto":
-        raise _wrong("a positive number of tokens, or auto", text)
+        raise _argument_error("a positive number of tokens, or auto", text)
     return tokens or text
 
 
-def _integer(text: str) -> int | None:
+def _parse_positive(text: str) -> int | None:
     """A positive integer below 2**31; None for any other text."""
     try:
         number = int(text)
@@ -39,6 +39,6 @@ def _integer(text: str) -> int | None:
     return number if 1 <= number < 2**31 else None
 
 
-def _wrong(expected: str, text: str) -> argparse.ArgumentTypeError:
+def _argument_error(expected: str, text: str) -> argparse.ArgumentTypeError:
     message = f"invalid value {messages.short(text)}: must be {expected}"
     return argparse.ArgumentTypeError(message)

@@ -49,8 +49,8 @@ def start(
         ValueError: only some of the three are given, a value is impossible, or jax
             finds no cluster environment.
     """
-    given = coordinator, processes, process_id
-    missing = [flag for flag, x in zip(_FLAGS, given, strict=True) if x is None]
+    arguments = coordinator, processes, process_id
+    missing = [flag for flag, x in zip(_FLAGS, arguments, strict=True) if x is None]
     if 0 < len(missing) < 3:
         raise ValueError(
             f"{', '.join(missing)} must be given too: pass all three: coordinator "
@@ -59,7 +59,7 @@ def start(
     if heartbeat < 1:
         raise ValueError(f"--heartbeat must be at least 1 second, got {heartbeat}")
     if coordinator is not None and processes is not None and process_id is not None:
-        _check(coordinator, processes, process_id)
+        _check_flags(coordinator, processes, process_id)
         if processes > 1:
             _met.append(meeting.meet(coordinator, processes, process_id))
     try:
@@ -78,7 +78,7 @@ def start(
         ) from error
 
 
-def _check(coordinator: str, processes: int, process_id: int) -> None:
+def _check_flags(coordinator: str, processes: int, process_id: int) -> None:
     """Raise a ValueError that names the flag of an impossible value."""
     host, _, port = coordinator.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
@@ -110,7 +110,7 @@ def together() -> Iterator[None]:
         if not isinstance(error, (ValueError, OSError)):
             time.sleep(1)  # in which another's end, if it is the cause, ends this one
         _met[-1].fail()
-        atexit.register(_end)
+        atexit.register(_exit_without_barrier)
         raise
     finally:
         for met in _met:
@@ -118,7 +118,7 @@ def together() -> Iterator[None]:
         _met.clear()
 
 
-def _end() -> None:
+def _exit_without_barrier() -> None:
     """Exit with the status of a reported error, without jax's shutdown barrier."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -172,7 +172,7 @@ def largest(number: int) -> int:
     """Return the maximum over all processes, each of which must call this."""
     if jax.process_count() == 1:
         return number
-    return int(_of_all(np.array([number], np.int32)).max())
+    return int(_gather_arrays(np.array([number], np.int32)).max())
 
 
 def agree(facts: Mapping[str, str]) -> None:
@@ -183,14 +183,16 @@ def agree(facts: Mapping[str, str]) -> None:
     """
     if jax.process_count() == 1:
         return
-    each = _gathered(dict(facts))
-    names = dict.fromkeys(name for facts in each for name in facts)
+    mappings = _gather_mappings(dict(facts))
+    names = dict.fromkeys(name for facts in mappings for name in facts)
     different = []
     for name in names:
-        values = [facts.get(name, "absent") for facts in each]
-        if other := [i for i, value in enumerate(values) if value != values[0]]:
-            both = f"{values[0]} in process 0, {values[other[0]]} in process {other[0]}"
-            different.append(f"{name} is {both}")
+        values = [facts.get(name, "absent") for facts in mappings]
+        i = next((i for i, value in enumerate(values) if value != values[0]), None)
+        if i is not None:
+            different.append(
+                f"{name} is {values[0]} in process 0, {values[i]} in process {i}"
+            )
     if different:
         more = len(different) - _SHOWN
         named = "; ".join(different[:_SHOWN]) + (f"; {more} more" if more > 0 else "")
@@ -205,24 +207,24 @@ def share(mapping: dict[str, Any]) -> dict[str, Any]:
     if jax.process_count() == 1:
         return mapping
     merged: dict[str, Any] = {}
-    for part in _gathered(mapping):
+    for part in _gather_mappings(mapping):
         merged |= part
     return merged
 
 
-def _gathered(mapping: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather_mappings(mapping: dict[str, Any]) -> list[dict[str, Any]]:
     """The mappings of all processes, by their index."""
     text = np.frombuffer(json.dumps(mapping).encode(), np.uint8)
-    sizes = _of_all(np.array([len(text)], np.int32))[:, 0]
+    sizes = _gather_arrays(np.array([len(text)], np.int32))[:, 0]
     padded = np.zeros(max(sizes), np.uint8)
     padded[: len(text)] = text
-    rows = zip(sizes, _of_all(padded), strict=True)
+    rows = zip(sizes, _gather_arrays(padded), strict=True)
     return [json.loads(row[:size].tobytes()) for size, row in rows]
 
 
-def _of_all(own: np.ndarray) -> np.ndarray:
+def _gather_arrays(own: np.ndarray) -> np.ndarray:
     """All-gather an array that has one shape in all processes: [processes, ...]."""
-    parts, replicate = _gathering()
+    parts, replicate = _make_gather()
     if jax.default_backend() == "cpu":
         # XLA's CPU runtime runs this beside programs that are in flight, and mixes up
         # the messages of both: gloo has one connection for a pair of devices.
@@ -232,7 +234,7 @@ def _of_all(own: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _gathering() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
+def _make_gather() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
     """Return the sharding of one row per process, and a jitted all-gather of the rows.
 
     Cached, since `largest` is called once per step.

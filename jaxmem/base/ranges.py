@@ -45,17 +45,17 @@ class Range:
             number >= high if self.open_high else number > high
         )
         if too_low or too_high:
-            return f"must be {self._description}"
+            return f"must be {self._describe_bounds}"
         if abs(number) > self.limit:
             size = "" if self.low is not None and self.low >= 0 else " in size"
-            return f"must be at most {_plain(self.limit)}{size}"
+            return f"must be at most {_format_bound(self.limit)}{size}"
         if 0 < abs(number) < SMALLEST:
-            return f"must be 0 or at least {_plain(SMALLEST)} in size (float32)"
+            return f"must be 0 or at least {_format_bound(SMALLEST)} in size (float32)"
         return None
 
     @property
-    def _description(self) -> str:
-        low, high = _plain(self.low), _plain(self.high)
+    def _describe_bounds(self) -> str:
+        low, high = _format_bound(self.low), _format_bound(self.high)
         if self.low is None:
             return f"{'below' if self.open_high else 'at most'} {high}"
         if self.high is None:
@@ -66,7 +66,7 @@ class Range:
         return f"in {left}{low}, {high}{right}"
 
 
-def _plain(bound: float | None) -> str:
+def _format_bound(bound: float | None) -> str:
     if isinstance(bound, int):
         power = bound.bit_length() - 1
         return f"2**{power}" if power > 15 and bound == 2**power else f"{bound:,}"

@@ -85,10 +85,10 @@ def take_turns(
     for repetition in range(repetitions):
         first = repetition * len(fitting) // repetitions
         for name in fitting[first:] + fitting[:first]:
-            taken = stopwatch.seconds(paths[name], calls[name])
+            run_seconds = stopwatch.seconds(paths[name], calls[name])
             unit_seconds.append(stopwatch.seconds(unit, unit_calls))
-            seconds[name].append(taken)
-            ratios[name].append(taken / statistics.mean(unit_seconds[-2:]))
+            seconds[name].append(run_seconds)
+            ratios[name].append(run_seconds / statistics.mean(unit_seconds[-2:]))
     timings: dict[Any, Timing | None] = dict.fromkeys(paths)
     for name in fitting:
         middle = statistics.median(ratios[name])
@@ -102,7 +102,7 @@ def columns(
     shape: tuple[int, int, int],
     unit_ms: float,
     forward: Timing | None,
-    both: Timing | None,
+    forward_backward: Timing | None,
     active: float = 1.0,
     missing: str = OUT_OF_MEMORY,
 ) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def columns(
     }
     for name, timing, passes in (
         ("forward", forward, 1),
-        ("forward_backward", both, 3),
+        ("forward_backward", forward_backward, 3),
     ):
         row[f"{name}_ms"] = round(timing.ms, 3) if timing else missing
         row[f"{name}_over_gemm"] = round(timing.over_unit, 3) if timing else ""

@@ -44,12 +44,12 @@ def field(default: Any, known: Mapping[str, Any] | None = None) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def choices(each: dataclasses.Field) -> str:
+def choices(declared: dataclasses.Field) -> str:
     """The names that a field of `field` may have, in words; empty without `known`."""
-    known = each.metadata.get(_KNOWN)
+    known = declared.metadata.get(_KNOWN)
     if not known:
         return ""
-    return _names(known) + (", or None" if each.default is None else "")
+    return _describe_names(known) + (", or None" if declared.default is None else "")
 
 
 def check_names(config: Any) -> None:
@@ -57,14 +57,14 @@ def check_names(config: Any) -> None:
 
     Nothing is imported.
     """
-    for each in dataclasses.fields(config):
-        known, name = each.metadata.get(_KNOWN), getattr(config, each.name)
-        unset = name is None and each.default is None
+    for declared in dataclasses.fields(config):
+        known, name = declared.metadata.get(_KNOWN), getattr(config, declared.name)
+        unset = name is None and declared.default is None
         if not known or unset:
             continue
         if not (isinstance(name, str) and (name in known or names_code(name))):
-            place = f"{type(config).__name__}.{each.name}"
-            raise ValueError(messages.must_be(place, _names(known), name))
+            field_name = f"{type(config).__name__}.{declared.name}"
+            raise ValueError(messages.must_be(field_name, _describe_names(known), name))
 
 
 def load(
@@ -85,7 +85,7 @@ def load(
     if known and name in known:
         return known[name]
     if not names_code(name):
-        raise UserCodeError(messages.must_be(key, _names(known or {}), name))
+        raise UserCodeError(messages.must_be(key, _describe_names(known or {}), name))
     for check in _checks.get():
         check(key, name)
     source, _, attribute = name.rpartition(":")
@@ -109,10 +109,10 @@ def names_code(name: str) -> bool:
 def location(name: str) -> str:
     """The file or module that loading the name would run, for messages."""
     source = name.rpartition(":")[0]
-    return str(_path(source)) if _is_file(source) else f"the module {source}"
+    return str(_file_path(source)) if _is_file(source) else f"the module {source}"
 
 
-def _names(known: Mapping[str, Any]) -> str:
+def _describe_names(known: Mapping[str, Any]) -> str:
     shipped = f"one of {', '.join(map(repr, known))}, or " if known else ""
     return f'{shipped}"file.py:name" or "package.module:name"'
 
@@ -157,11 +157,11 @@ def missing_hooks(kind: type[Hooked]) -> str:
 
 def names_in(section: str, config: Any) -> Iterator[tuple[str, str]]:
     """Yield (key, name) of code that the fields of a section name."""
-    for each in dataclasses.fields(config):
-        value = getattr(config, each.name) if each.metadata.get(_MARK) else None
+    for declared in dataclasses.fields(config):
+        value = getattr(config, declared.name) if declared.metadata.get(_MARK) else None
         for name in value if isinstance(value, tuple) else (value,):
             if name is not None and names_code(name):
-                yield f"{section}.{each.name}", name
+                yield f"{section}.{declared.name}", name
 
 
 def digest(name: str, key: str) -> str:
@@ -172,7 +172,7 @@ def digest(name: str, key: str) -> str:
     """
     source = name.rpartition(":")[0]
     if _is_file(source):
-        return _sha256(_content(source, key))
+        return _sha256(_read_source(source, key))
     path = getattr(_module_of(source, key), "__file__", None)
     return "" if path is None else _sha256(Path(path).read_bytes())
 
@@ -201,7 +201,7 @@ def _is_file(source: str) -> bool:
     return source.endswith(".py")
 
 
-def _path(source: str) -> Path:
+def _file_path(source: str) -> Path:
     return Path(source).expanduser().absolute()
 
 
@@ -217,15 +217,15 @@ def _module_of(source: str, key: str) -> ModuleType:
         raise
     except BaseException as error:
         guests.raise_if_of_the_user(error)
-        line = _line_in(error, _path(source) if _is_file(source) else None)
+        line = _line_in(error, _file_path(source) if _is_file(source) else None)
         raise UserCodeError(
             f"{key}: cannot import {source}{line}: {type(error).__name__}: "
-            f"{_message(error)}"
+            f"{_error_text(error)}"
         ) from error
 
 
 def _file_module(source: str, key: str) -> ModuleType:
-    path, content = _path(source), _content(source, key)
+    path, content = _file_path(source), _read_source(source, key)
     # The name is the content's, so that classes of two versions are not mixed up.
     version = hashlib.sha256(f"{path}\n".encode() + content).hexdigest()[:16]
     name = f"jaxmem_user_{path.stem}_{version}"
@@ -244,9 +244,9 @@ def _file_module(source: str, key: str) -> ModuleType:
     return module
 
 
-def _content(source: str, key: str) -> bytes:
+def _read_source(source: str, key: str) -> bytes:
     try:
-        return _path(source).read_bytes()
+        return _file_path(source).read_bytes()
     except FileNotFoundError:
         raise UserCodeError(f"{key}: cannot import {source}: no such file") from None
     except OSError as error:
@@ -280,7 +280,7 @@ def described(error: BaseException, code: Any) -> str:
         code: the function, class or object, as it was loaded.
     """
     line = _line_in(error, _file_of(code))
-    return f"{line} {type(error).__name__}: {_message(error)}"
+    return f"{line} {type(error).__name__}: {_error_text(error)}"
 
 
 def _file_of(code: Any) -> Path | None:
@@ -303,7 +303,7 @@ def _line_in(error: BaseException, file: Path | None) -> str:
     return f" (line {lines[-1]})" if lines else ""
 
 
-def _message(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         return messages.cut(str(error)) or type(error).__name__
     except Exception:  # its own `__str__` raises

@@ -92,7 +92,7 @@ def block(
             return).
         RuntimeError: the policy offloads on a GPU with jaxlib 0.11.0 or 0.11.1.
     """
-    chosen = _chosen(policy)
+    chosen = _as_policy(policy)
     if chosen is not None and chosen.offload:
         _refuse_broken_jaxlib()
         if not scanned:
@@ -164,9 +164,9 @@ def scan_blocks(
     >>> remat.scan_blocks(lambda h, w: h * w, jnp.array([2.0, 3.0]), h, "full")
     Array([6., 6.], dtype=float32)
     """
-    chosen = _chosen(policy)
+    chosen = _as_policy(policy)
     last = 0 if chosen is None else chosen.last
-    length = _length(params)
+    length = _count_blocks(params)
     if not 0 <= last < length:
         raise ValueError(
             f"policy.last must be from 0 to below the {length} blocks, got {last}; to "
@@ -177,13 +177,13 @@ def scan_blocks(
         raise ValueError(f"group must divide the {count} blocks, got {group}")
     if chosen is not None:
         chosen = dataclasses.replace(chosen, last=0)
-    turns, read = params, lambda some: [some]
+    turns, read = params, lambda block_params: [block_params]
     if last or group > 1:
-        turns, read = _by_number(params, count, group)
+        turns, read = _index_blocks(params, count, group)
 
     def run(h, turn):
-        for some in read(turn):
-            h = fn(h, some)
+        for block_params in read(turn):
+            h = fn(h, block_params)
         return h
 
     body = block(run, chosen, scanned=not unroll)
@@ -194,7 +194,7 @@ def scan_blocks(
     return h
 
 
-def _length(params):
+def _count_blocks(params):
     lengths = {len(leaf) for leaf in jax.tree.leaves(params)}
     if len(lengths) != 1:
         raise ValueError(
@@ -204,7 +204,7 @@ def _length(params):
     return lengths.pop()
 
 
-def _by_number(params, count, group):
+def _index_blocks(params, count, group):
     """The scanned input for the first blocks, and a function that reads an iteration's.
 
     Scanning over slices of the stack would make XLA copy the slices before the loop. An
@@ -221,7 +221,7 @@ def _by_number(params, count, group):
     def read(turn):
         start, parts = turn
 
-        def one(i):
+        def read_block(i):
             def take(leaf, part):
                 value = jax.lax.dynamic_index_in_dim(leaf, start + i, keepdims=False)
                 if not jnp.issubdtype(leaf.dtype, jnp.inexact):  # without a gradient
@@ -230,7 +230,7 @@ def _by_number(params, count, group):
 
             return jax.tree.map(take, stack, parts)
 
-        return [one(i) for i in range(group)]
+        return [read_block(i) for i in range(group)]
 
     return (jnp.arange(0, count, group), slices), read
 
@@ -244,7 +244,7 @@ def _with_gradient_of(value, part):
 _with_gradient_of.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
 
 
-def _chosen(policy):
+def _as_policy(policy):
     return preset(policy) if isinstance(policy, str) else policy
 
 
@@ -269,7 +269,7 @@ def compiler_options(
         policy: as in `scan_blocks`.
         unroll: as in `scan_blocks`.
     """
-    chosen = _chosen(policy)
+    chosen = _as_policy(policy)
     options: dict[str, Any] = {}
     saves = chosen is None or chosen.dots or chosen.save
     if saves and not unroll:
@@ -313,11 +313,11 @@ def verify(
     if devices.backend() == "cpu":
         raise ValueError("compiled is for a CPU, where nothing can be offloaded")
     _refuse_broken_jaxlib()
-    there = account.host_temp_size_in_bytes * cost.devices(compiled)
-    if there < 0.95 * promised or not re.search(r"S\(5\)", text):
+    host_bytes = account.host_temp_size_in_bytes * cost.devices(compiled)
+    if host_bytes < 0.95 * promised or not re.search(r"S\(5\)", text):
         raise RuntimeError(
             f"the policy promises {promised:,} bytes on the host, the program has "
-            f"{there:,}: is every block in one jax.lax.scan (not unrolled, not "
+            f"{host_bytes:,}: is every block in one jax.lax.scan (not unrolled, not "
             "nested), and what is offloaded named inside it?"
         )
     slow = re.findall(r"%([\w.\-]+) = [^\n]*_xla_compute_type=\"host\"", text)
@@ -327,14 +327,14 @@ def verify(
             "to the device first, jax.device_put(x, jax.memory.Space.Device)"
         )
     if without is not None:
-        here, before = (
+        remaining, original = (
             run.memory_analysis().temp_size_in_bytes  # pyright: ignore[reportOptionalMemberAccess]
             for run in (compiled, without)
         )
-        if here >= before:
+        if remaining >= original:
             raise RuntimeError(
-                f"offloading leaves {here:,} bytes of temporaries on the device, no "
-                f"less than the {before:,} without it"
+                f"offloading leaves {remaining:,} bytes of temporaries on the device, "
+                f"no less than the {original:,} without it"
             )
 
 

@@ -20,8 +20,8 @@ _ATTENTION = {
 
 def devices(compiled: jax.stages.Compiled) -> int:
     """The number of devices that a program runs on."""
-    places = jax.tree.leaves(compiled.input_shardings)
-    return max((len(place.device_set) for place in places), default=1)
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    return max((len(sharding.device_set) for sharding in shardings), default=1)
 
 
 def equations(
@@ -34,13 +34,13 @@ def equations(
     for equation in jaxpr.eqns:
         yield equation, 1
         is_loop = equation.primitive.name == "while"
-        times = turns(equation) if is_loop else _times(equation)
-        for inner in _inner(equation):
-            for inside, n in equations(inner, turns):
-                yield inside, times * n
+        times = turns(equation) if is_loop else _count_executions(equation)
+        for inner in _inner_jaxprs(equation):
+            for inner_equation, n in equations(inner, turns):
+                yield inner_equation, times * n
 
 
-def _times(equation):
+def _count_executions(equation):
     """The number of executions of an equation's inner jaxprs."""
     name, params = equation.primitive.name, equation.params
     if name == "shard_map":  # the jaxpr runs on each device, on its shard
@@ -49,7 +49,7 @@ def _times(equation):
     return params["length"] if name == "scan" else 1
 
 
-def _inner(equation):
+def _inner_jaxprs(equation):
     """The jaxprs among an equation's parameters."""
     if equation.primitive.name == "pallas_call":
         return  # its jaxpr describes one block only
@@ -82,15 +82,15 @@ def bytes_on_host(jaxpr: Any) -> int:
 
     def held_by(equation):
         if equation.primitive.name == "device_put":
-            yield "", sum(nbytes(x) for x in _outputs(equation) if _is_there(x))
+            yield "", sum(nbytes(x) for x in _output_avals(equation) if _is_on_host(x))
 
-    return _held(jaxpr, held_by, _is_there)[""]
+    return _count_held(jaxpr, held_by, _is_on_host)[""]
 
 
 def bytes_to_host(jaxpr: Any) -> int:
     """Bytes that are sent to the host, counting repeated transfers."""
     return sum(
-        times * sum(nbytes(x) for x in _outputs(eqn) if _is_there(x))
+        times * sum(nbytes(x) for x in _output_avals(eqn) if _is_on_host(x))
         for eqn, times in equations(jaxpr)
         if eqn.primitive.name == "device_put"
     )
@@ -106,12 +106,12 @@ def bytes_by_name(jaxpr: Any) -> dict[str, int]:
         kind = equation.primitive.name
         if kind in ("name", CUDNN_FORWARD):
             label = equation.params["name"] if kind == "name" else "attn_lse"
-            yield label, sum(map(nbytes, _outputs(equation)))
+            yield label, sum(map(nbytes, _output_avals(equation)))
 
-    return dict(_held(jaxpr, held_by, lambda aval: True))
+    return dict(_count_held(jaxpr, held_by, lambda aval: True))
 
 
-def _held(jaxpr, held_by, counts) -> collections.Counter[str]:
+def _count_held(jaxpr, held_by, counts) -> collections.Counter[str]:
     """Bytes by key of what equations compute and, for loops, of what these stack.
 
     `held_by` maps an equation to (key, bytes) pairs, and `counts` says whether a result
@@ -120,19 +120,21 @@ def _held(jaxpr, held_by, counts) -> collections.Counter[str]:
     total: collections.Counter[str] = collections.Counter()
     for eqn in jaxpr.eqns:
         total.update(dict(held_by(eqn)))
-        for inner in _inner(eqn):
-            for key, once in _held(inner, held_by, counts).items():
-                held = once * _times(eqn)
+        for inner in _inner_jaxprs(eqn):
+            for key, once in _count_held(inner, held_by, counts).items():
+                held = once * _count_executions(eqn)
                 if eqn.primitive.name == "scan":
-                    room = sum(nbytes(x) for x in _stacks(eqn, inner) if counts(x))
+                    room = sum(
+                        nbytes(x) for x in _stacked_results(eqn, inner) if counts(x)
+                    )
                     held = max(once, min(held, room))
                 total[key] += held
     return total
 
 
-def _stacks(scan, body):
+def _stacked_results(scan, body):
     """Results that a scan stacks over its iterations; the others are carried."""
-    pairs = zip(_outputs(scan), (x.aval for x in body.outvars), strict=True)
+    pairs = zip(_output_avals(scan), (x.aval for x in body.outvars), strict=True)
     return [whole for whole, part in pairs if whole.shape != part.shape]
 
 
@@ -145,7 +147,7 @@ def operations(equation: Any) -> float:
     """Operations of one equation that runs once, as `products` counts them."""
     name = equation.primitive.name
     if name == "dot_general":
-        lhs, (out,) = equation.invars[0].aval, _outputs(equation)
+        lhs, (out,) = equation.invars[0].aval, _output_avals(equation)
         (contracted, _), _ = equation.params["dimension_numbers"]
         return 2 * out.size * math.prod(lhs.shape[axis] for axis in contracted)
     if name == "pallas_call":
@@ -159,7 +161,7 @@ def operations(equation: Any) -> float:
     return 0
 
 
-def _outputs(equation):
+def _output_avals(equation):
     return [x.aval for x in equation.outvars]
 
 
@@ -168,5 +170,5 @@ def nbytes(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize
 
 
-def _is_there(aval):
+def _is_on_host(aval):
     return aval.memory_space == _HOST

@@ -48,15 +48,15 @@ def measure_rates(dtype: Any = jnp.bfloat16, size: int | None = None) -> Rates:
     on_cpu = jax.default_backend() == "cpu"
     n = size or (512 if on_cpu else 8192)
     x = jnp.ones((n, n), dtype)
-    product = 2 * n**3 / _seconds(jax.jit(jnp.matmul), x, x)
+    product = 2 * n**3 / _fastest_seconds(jax.jit(jnp.matmul), x, x)
     if on_cpu:
         return Rates(product, 0.0, 0.0)
     host = x.sharding.with_memory_kind("pinned_host")
-    there = jax.device_put(x, host)
+    on_host = jax.device_put(x, host)
     return Rates(
         product,
-        x.nbytes / _seconds(jax.device_put, x, host),
-        x.nbytes / _seconds(jax.device_put, there, x.sharding),
+        x.nbytes / _fastest_seconds(jax.device_put, x, host),
+        x.nbytes / _fastest_seconds(jax.device_put, on_host, x.sharding),
     )
 
 
@@ -66,14 +66,14 @@ def planned_rates(device: devices.Device) -> Rates:
     return Rates(_SHARE * device.products, host, host)
 
 
-def _seconds(run, *args):
+def _fastest_seconds(run, *args):
     """The fastest of five runs, after one warm-up run."""
-    taken = []
+    seconds = []
     for _ in range(6):
         start = time.perf_counter()
         jax.block_until_ready(run(*args))
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:])
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
 
 
 def device_bytes(compiled: jax.stages.Compiled) -> int:
@@ -167,41 +167,41 @@ def fit(
     """
     _check_arguments(last, rates, trials)
     limit = device_limit() if memory_limit == "auto" else int(memory_limit)
-    around = devices.planned()
+    target = devices.planned()
     if rates is None:
-        rates = planned_rates(around.device) if around else measure_rates()
+        rates = planned_rates(target.device) if target else measure_rates()
     everything, nothing = step(None), step(Policy())
-    least = nothing.lower().compile()
-    count = cost.devices(least)
-    sizes = _sizes(everything.jaxpr, names)
+    smallest = nothing.lower().compile()
+    count = cost.devices(smallest)
+    sizes = _bytes_by_name(everything.jaxpr, names)
     if trials is None:
-        nothing_runs = around or devices.backend() == "cpu"
+        nothing_runs = target or devices.backend() == "cpu"
         trials = 0 if jax.process_count() > 1 or nothing_runs else 3
-    traces = _traces(step, everything, nothing, sizes, last, rates.to_host > 0)
-    candidates = _candidates(traces, sizes, count)
+    traces = _trace_policies(step, everything, nothing, sizes, last, rates.to_host > 0)
+    candidates = _make_candidates(traces, sizes, count)
     if names is not None:
-        candidates = [each for each in candidates if each.is_of(names)]
+        candidates = [x for x in candidates if x.is_of(names)]
     forward = cost.products(everything.jaxpr.jaxpr) / 3 / count / rates.products
-    given = least.memory_analysis().argument_size_in_bytes
-    for each in candidates:
-        _estimate(each, forward, rates)
-        gone = min(sizes.get("block_in", 0) // count, each.host)
-        most = device_bytes(least) + each.kept - gone
-        each.expected = max(most, given + each.whole)
+    argument_bytes = smallest.memory_analysis().argument_size_in_bytes
+    for candidate in candidates:
+        _estimate_seconds(candidate, forward, rates)
+        offloaded = min(sizes.get("block_in", 0) // count, candidate.host)
+        upper_bound = device_bytes(smallest) + candidate.kept - offloaded
+        candidate.expected = max(upper_bound, argument_bytes + candidate.whole)
     order = sorted(candidates, key=lambda c: (c.exposed > 0, c.seconds, c.host))
     if host_limit is None:
         host_limit = int(os.environ.get(_HOST_POOL, 64)) * _GIB
-    there = host_limit * jax.process_count() // count
-    for each in order:
-        each.why_not = _refuse(each, limit, there, rates)
-    chosen = _fastest(order, limit, trials)
+    host_bytes = host_limit * jax.process_count() // count
+    for candidate in order:
+        candidate.why_not = _reason_to_skip(candidate, limit, host_bytes, rates)
+    chosen = _find_fastest(order, limit, trials)
     if show is not None:
         show(table(order, chosen))
     if chosen is None:
         raise ValueError(
             f"no policy fits memory_limit={limit:,} bytes: even full "
-            f"rematerialisation takes {device_bytes(least):,}; make the batch smaller, "
-            "or shard the weights"
+            f"rematerialisation takes {device_bytes(smallest):,}; make the batch "
+            "smaller, or shard the weights"
         )
     return chosen.policy
 
@@ -216,40 +216,40 @@ def _check_arguments(last, rates, trials) -> None:
         raise ValueError(f"last must be numbers of blocks above 0, got {list(last)}")
 
 
-def _fastest(order, limit, trials) -> Candidate | None:
+def _find_fastest(order, limit, trials) -> Candidate | None:
     """The fastest candidate that fits; also records the results on each candidate."""
     fitting: list[Candidate] = []
-    for each in order:
-        enough = len(fitting) >= max(1, trials) or (fitting and each.exposed)
-        if each.why_not or enough:
-            each.why_not = each.why_not or "slower"
+    for candidate in order:
+        enough = len(fitting) >= max(1, trials) or (fitting and candidate.exposed)
+        if candidate.why_not or enough:
+            candidate.why_not = candidate.why_not or "slower"
             continue
-        compiled = each.traced.lower().compile()
-        each.device = device_bytes(compiled)
-        if each.device > limit:
-            each.why_not = f"over the limit of {limit / _GIB:.3f} GiB"
+        compiled = candidate.traced.lower().compile()
+        candidate.device = device_bytes(compiled)
+        if candidate.device > limit:
+            candidate.why_not = f"over the limit of {limit / _GIB:.3f} GiB"
         else:
-            each.compiled, each.why_not = compiled, "slower"
-            fitting.append(each)
-    for each in fitting if trials and len(fitting) > 1 else []:
-        each.measured = _step_seconds(each.compiled)
-    return min(fitting, key=lambda each: each.measured or each.seconds, default=None)
+            candidate.compiled, candidate.why_not = compiled, "slower"
+            fitting.append(candidate)
+    for candidate in fitting if trials and len(fitting) > 1 else []:
+        candidate.measured = _step_seconds(candidate.compiled)
+    return min(fitting, key=lambda x: x.measured or x.seconds, default=None)
 
 
 def _step_seconds(compiled: jax.stages.Compiled) -> float:
     """The faster of two steps, after one warm-up step."""
 
-    def zeros(info, place):
-        return jnp.zeros(info.shape, info.dtype, device=place)
+    def zeros(info, sharding):
+        return jnp.zeros(info.shape, info.dtype, device=sharding)
 
-    taken = []
+    seconds = []
     for _ in range(3):
-        given = jax.tree.map(zeros, compiled.args_info, compiled.input_shardings)
-        args, kwargs = jax.block_until_ready(given)
+        arguments = jax.tree.map(zeros, compiled.args_info, compiled.input_shardings)
+        args, kwargs = jax.block_until_ready(arguments)
         start = time.perf_counter()
         jax.block_until_ready(compiled(*args, **kwargs))
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:])
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
 
 
 def device_limit() -> int:
@@ -270,7 +270,7 @@ def device_limit() -> int:
     return stats["bytes_limit"]
 
 
-def _sizes(jaxpr, names):
+def _bytes_by_name(jaxpr, names):
     """Bytes of each name in all blocks."""
     sizes = cost.bytes_by_name(jaxpr.jaxpr)
     # The head's residuals do not belong to a block.
@@ -286,7 +286,7 @@ def _sizes(jaxpr, names):
     return {k: sizes[k] for k in chosen}
 
 
-def _traces(step, everything, nothing, sizes, last, has_host) -> dict[Any, Any]:
+def _trace_policies(step, everything, nothing, sizes, last, has_host) -> dict[Any, Any]:
     """The traced step of each policy that `fit` considers.
 
     They are: all residuals kept, the presets, prefixes of the names ordered by
@@ -300,15 +300,15 @@ def _traces(step, everything, nothing, sizes, last, has_host) -> dict[Any, Any]:
         return (work - cost.products(saved)) / sum(sizes[k] for k in labels)
 
     inputs = tuple(label for label in ("block_in",) if label in sizes)
-    gains = {labels: gain(labels) for labels in _together(sizes) if labels != inputs}
+    gains = {labels: gain(labels) for labels in _group_names(sizes) if labels != inputs}
     order = sorted((k for k in gains if gains[k] > 0), key=lambda k: -gains[k])
     policies = [p for p in PRESETS.values() if p is not None]
     for n in range(len(order) + 1):
-        there = tuple(label for labels in order[:n] for label in labels)
-        policies.append(of_names(save=there))
+        saved = tuple(label for labels in order[:n] for label in labels)
+        policies.append(of_names(save=saved))
         if has_host:
-            policies.append(of_names(save=there, offload=inputs))
-            policies.append(of_names(offload=(*inputs, *there)))
+            policies.append(of_names(save=saved, offload=inputs))
+            policies.append(of_names(offload=(*inputs, *saved)))
     for k in last:
         policies.append(of_names(last=k))
         if has_host:
@@ -320,24 +320,24 @@ def _traces(step, everything, nothing, sizes, last, has_host) -> dict[Any, Any]:
     return traces
 
 
-def _together(sizes):
+def _group_names(sizes):
     """Each name alone, but attention's results together: one alone saves little."""
-    both = tuple(label for label in ("attn_out", "attn_lse") if label in sizes)
+    attention = tuple(label for label in ("attn_out", "attn_lse") if label in sizes)
     return [
-        *((label,) for label in sizes if label not in both),
-        *([both] if both else []),
+        *((label,) for label in sizes if label not in attention),
+        *([attention] if attention else []),
     ]
 
 
-def _candidates(traces, sizes, count) -> list[Candidate]:
-    """Their costs on each of `count` devices, among which totals are divided evenly.
+def _make_candidates(traces, sizes, count) -> list[Candidate]:
+    """Each policy with its costs on each of `count` devices: even shares of totals.
 
     That underestimates values that are replicated; compilation gives the true number.
     """
     products = {p: cost.products(step.jaxpr.jaxpr) for p, step in traces.items()}
     most = products[Policy()]
     remade = most - products[None]  # of what nothing keeps
-    made = []
+    candidates = []
     for policy, step in traces.items():
         jaxpr, work = step.jaxpr.jaxpr, products[policy]
         names = sizes if policy is None else policy.save
@@ -346,29 +346,29 @@ def _candidates(traces, sizes, count) -> list[Candidate]:
         if policy is not None and policy.last and remade:
             whole = int(sum(sizes.values()) * (most - work) / remade)
         sent, host = cost.bytes_to_host(jaxpr), cost.bytes_on_host(jaxpr)
-        each = (size // count for size in (kept, whole, sent, host))
-        made.append(Candidate(policy, step, work / count, *each))
-    return made
+        bytes_by_field = (size // count for size in (kept, whole, sent, host))
+        candidates.append(Candidate(policy, step, work / count, *bytes_by_field))
+    return candidates
 
 
-def _estimate(each, forward, rates):
+def _estimate_seconds(candidate, forward, rates):
     """Set seconds, and those of them that are exposed copies."""
-    computed = each.products / rates.products
-    if each.sent and rates.to_host:
-        out = each.sent / rates.to_host - forward
-        back = each.sent / rates.from_host - (computed - forward)
-        each.exposed = max(0.0, out) + max(0.0, back)
-    each.seconds = computed + each.exposed
+    computed = candidate.products / rates.products
+    if candidate.sent and rates.to_host:
+        out = candidate.sent / rates.to_host - forward
+        back = candidate.sent / rates.from_host - (computed - forward)
+        candidate.exposed = max(0.0, out) + max(0.0, back)
+    candidate.seconds = computed + candidate.exposed
 
 
-def _refuse(each, limit, host_limit, rates) -> str:
+def _reason_to_skip(candidate, limit, host_limit, rates) -> str:
     """Why a candidate need not be compiled; an empty string if it must be."""
-    if each.host and not rates.to_host:
+    if candidate.host and not rates.to_host:
         return "no memory beside a CPU's"
-    if each.host > host_limit:
+    if candidate.host > host_limit:
         return f"over {host_limit / _GIB:.3f} GiB on the host"
-    if each.expected > _SLACK * limit:
-        return f"would take about {each.expected / _GIB:.3f} GiB"
+    if candidate.expected > _SLACK * limit:
+        return f"would take about {candidate.expected / _GIB:.3f} GiB"
     return ""
 
 
@@ -377,24 +377,28 @@ def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
     rows = [
         ("policy", "GiB device", "GiB host", "ms by formula", "measured", "why not")
     ]
-    for each in candidates:
-        device = "" if each.device is None else f"{each.device / _GIB:.3f}"
-        note = each.why_not
-        if each is chosen:
+    for candidate in candidates:
+        device = "" if candidate.device is None else f"{candidate.device / _GIB:.3f}"
+        note = candidate.why_not
+        if candidate is chosen:
             note = "chosen"
-            if each.exposed:
-                note += f"; nothing hides {each.exposed * 1e3:.0f} ms of its copies"
-        measured = "" if each.measured is None else f"{each.measured * 1e3:.1f}"
-        host, seconds = f"{each.host / _GIB:.3f}", f"{each.seconds * 1e3:.1f}"
-        rows.append((describe(each.policy), device, host, seconds, measured, note))
+            if candidate.exposed:
+                note += (
+                    f"; nothing hides {candidate.exposed * 1e3:.0f} ms of its copies"
+                )
+        measured = (
+            "" if candidate.measured is None else f"{candidate.measured * 1e3:.1f}"
+        )
+        host, seconds = f"{candidate.host / _GIB:.3f}", f"{candidate.seconds * 1e3:.1f}"
+        rows.append((describe(candidate.policy), device, host, seconds, measured, note))
     return messages.aligned(rows, left=(0, 5))
 
 
 def describe(policy: Policy | None) -> str:
     """A preset's name, or the saved and offloaded names and the last blocks."""
     if policy is not None and policy.last:
-        others = describe(dataclasses.replace(policy, last=0))
-        return f"{others}; last {policy.last} whole"
+        names = describe(dataclasses.replace(policy, last=0))
+        return f"{names}; last {policy.last} whole"
     for name, known in PRESETS.items():
         if policy == known:
             return name

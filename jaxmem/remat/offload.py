@@ -49,7 +49,7 @@ def park(tree: Any) -> Any:
     >>> offload.fetch(parked)["w"].sharding.memory_kind
     'device'
     """
-    return _moved(tree, "pinned_host", wait=True)
+    return _move(tree, "pinned_host", wait=True)
 
 
 def fetch(tree: Any) -> Any:
@@ -60,17 +60,17 @@ def fetch(tree: Any) -> Any:
     Raises:
         ValueError: a leaf is not a jax array.
     """
-    return _moved(tree, "device")
+    return _move(tree, "device")
 
 
-def _moved(tree, kind, *, wait=False):
+def _move(tree, kind, *, wait=False):
     leaves, structure = jax.tree.flatten(tree)
     for x in leaves:
         _check_array("tree", x)
-    given = {id(x): x for x in leaves if x.sharding.memory_kind != kind}
+    originals = {id(x): x for x in leaves if x.sharding.memory_kind != kind}
     copies = {
         i: jax.device_put(x, x.sharding.with_memory_kind(kind))
-        for i, x in given.items()
+        for i, x in originals.items()
     }
     if wait:
         jax.block_until_ready(copies)
@@ -78,7 +78,7 @@ def _moved(tree, kind, *, wait=False):
     # Deleting each one after its copy would lose arrays if a later allocation failed.
     # It would not lower the peak either, because the copies are all in the other
     # memory.
-    for x in given.values():
+    for x in originals.values():
         x.delete()
     return structure.unflatten([copies.get(id(x), x) for x in leaves])
 
@@ -136,10 +136,13 @@ class Streamed:
         """
 
         def of_leaf(path, leaf, shapes):
-            name = _name(path)
+            name = _leaf_name(path)
             homes = jax.tree.map(lambda x: x.sharding, shapes[0])
             draw = jax.jit(self._init_slice, static_argnums=(2, 3), out_shardings=homes)
-            return [draw(leaf, start, rows, name) for start, rows in self._cuts(leaf)]
+            return [
+                draw(leaf, start, rows, name)
+                for start, rows in self._slice_bounds(leaf)
+            ]
 
         return jax.tree_util.tree_map_with_path(of_leaf, params, self.shapes(params))
 
@@ -153,15 +156,15 @@ class Streamed:
         """
 
         def of_leaf(path, leaf, count=None):
-            name, home = _name(path), _home(leaf)
-            cuts = self._cuts(leaf, count)
+            name, home = _leaf_name(path), _home_sharding(leaf)
+            cuts = self._slice_bounds(leaf, count)
             if len(cuts) > 1 and _rows_are_split(leaf):
                 home = _with_rows_whole(home)  # a slice's rows may not be divisible
             leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
             def parked(x):
-                place = home if x.ndim == leaf.ndim else _replicated(home)
-                host = place.with_memory_kind("pinned_host")
+                sharding = home if x.ndim == leaf.ndim else _replicate(home)
+                host = sharding.with_memory_kind("pinned_host")
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host)
 
             @functools.cache  # all slices but the last have as many rows
@@ -171,8 +174,8 @@ class Streamed:
 
             return [of_slice(rows) for _, rows in cuts]
 
-        others = () if slices is None else (slices,)
-        return jax.tree_util.tree_map_with_path(of_leaf, params, *others)
+        counts = () if slices is None else (slices,)
+        return jax.tree_util.tree_map_with_path(of_leaf, params, *counts)
 
     def recut(self, params: Any, state: Any) -> Any:
         """Reslice a state for `update`, whatever slices it has; the state is consumed.
@@ -191,12 +194,12 @@ class Streamed:
         **Memory** on the device: twice the state of one leaf that is resliced.
         """
 
-        def of_leaf(leaf, parts, wanted):
-            cuts = self._cuts(leaf)
+        def of_leaf(leaf, parts, expected):
+            cuts = self._slice_bounds(leaf)
             if len(parts) == len(cuts):
                 return parts
-            homes = jax.tree.map(lambda x: x.sharding, wanted)
-            again = functools.partial(_cut_anew, cuts=cuts, ndim=leaf.ndim)
+            homes = jax.tree.map(lambda x: x.sharding, expected)
+            again = functools.partial(_reslice, cuts=cuts, ndim=leaf.ndim)
             resliced = jax.jit(again, out_shardings=homes)(fetch(parts))
             return jax.block_until_ready(resliced)  # keep only one leaf on the device
 
@@ -216,19 +219,21 @@ class Streamed:
         params = gradients = state = None  # free a leaf's memory once it is updated
         updated, under_way = [], collections.deque()
         for (path, leaf), slope, slices in zip(leaves, slopes, states, strict=True):
-            name, parked = _name(path), []
-            for (start, rows), part in zip(self._cuts(leaf), slices, strict=True):
+            name, parked = _leaf_name(path), []
+            for (start, rows), part in zip(
+                self._slice_bounds(leaf), slices, strict=True
+            ):
                 if len(under_way) == 2:  # at most one fetch and one copy back
                     jax.block_until_ready(under_way.popleft())
                 leaf, part = self._update(leaf, slope, fetch(part), start, rows, name)
-                parked.append(_moved(part, "pinned_host"))
+                parked.append(_move(part, "pinned_host"))
                 under_way.append(parked[-1])
             updated.append((leaf, parked))
         jax.block_until_ready(list(under_way))
         new_params, new_state = zip(*updated, strict=True)
         return structure.unflatten(new_params), structure.unflatten(new_state)
 
-    def _cuts(self, leaf, slices=None):
+    def _slice_bounds(self, leaf, slices=None):
         """(first row, number of rows) of each slice; only the last may be shorter.
 
         There are as few slices as `slice_bytes` allows, or `slices` of them.
@@ -247,10 +252,10 @@ class Streamed:
 
     def _init_slice(self, leaf, start, rows, name):
         wide = np.promote_types(leaf.dtype, np.float32)
-        return self._optimizer.init({name: _cut(leaf, start, rows).astype(wide)})
+        return self._optimizer.init({name: _slice_rows(leaf, start, rows).astype(wide)})
 
     def _update_slice(self, leaf, slope, state, start, rows, name):
-        param, gradient = (_cut(x, start, rows) for x in (leaf, slope))
+        param, gradient = (_slice_rows(x, start, rows) for x in (leaf, slope))
         updates, state = self._optimizer.update({name: gradient}, state, {name: param})
         param = (param + updates[name]).astype(leaf.dtype)
         if not leaf.ndim:
@@ -263,21 +268,21 @@ def _check_consumable(**trees):
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
         name = path[0].key
         _check_array(name, x)
-        place = name + jax.tree_util.keystr(path[1:])
-        first = seen.setdefault(id(x), place)
-        if first != place:
+        location = name + jax.tree_util.keystr(path[1:])
+        first = seen.setdefault(id(x), location)
+        if first != location:
             raise ValueError(
                 "params and state must have an array once, for it is consumed, got the "
-                f"same one at {first} and {place}: leave one of them out, or jnp.copy "
-                "it if both are to be trained apart"
+                f"same one at {first} and {location}: leave one of them out, or "
+                "jnp.copy it if both are to be trained apart"
             )
 
 
-def _home(leaf):
+def _home_sharding(leaf):
     return leaf.sharding or jax.sharding.SingleDeviceSharding(devices.current()[0])
 
 
-def _replicated(home):
+def _replicate(home):
     if isinstance(home, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())
     return home
@@ -295,12 +300,12 @@ def _rows_are_split(leaf):
     return home is not None and home.shard_shape(leaf.shape)[:1] < leaf.shape[:1]
 
 
-def _cut_anew(parts, cuts, ndim):
+def _reslice(parts, cuts, ndim):
     """Reslice the states of a leaf; values without a row axis are in every slice."""
 
     def of_slice(start, rows):
         return lambda first, *rest: (
-            _cut(jnp.concatenate([first, *rest]), start, rows)
+            _slice_rows(jnp.concatenate([first, *rest]), start, rows)
             if first.ndim == ndim
             else first
         )
@@ -308,9 +313,9 @@ def _cut_anew(parts, cuts, ndim):
     return [jax.tree.map(of_slice(*cut), *parts) for cut in cuts]
 
 
-def _cut(x, start, rows):
+def _slice_rows(x, start, rows):
     return jax.lax.dynamic_slice_in_dim(x, start, rows) if x.ndim else x
 
 
-def _name(path):
+def _leaf_name(path):
     return str(getattr(path[-1], "key", path[-1])) if path else ""

@@ -49,7 +49,7 @@ class Residuals:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(each.nbytes for each in self.entries)
+        return sum(entry.nbytes for entry in self.entries)
 
     @property
     def bytes_per_token(self) -> float:
@@ -57,12 +57,12 @@ class Residuals:
         return self.nbytes / self.tokens
 
     def __str__(self):
-        kinds = [f"{each.dtype}{list(each.shape)}" for each in self.entries]
-        left = max([5, *(len(each.name) for each in self.entries)])
+        kinds = [f"{entry.dtype}{list(entry.shape)}" for entry in self.entries]
+        left = max([5, *(len(entry.name) for entry in self.entries)])
         middle = max([0, *map(len, kinds)])
         lines = [
-            f"{each.name:{left}}  {kind:{middle}}  {each.nbytes / self.tokens:12,.1f}"
-            for each, kind in zip(self.entries, kinds, strict=True)
+            f"{entry.name:{left}}  {kind:{middle}}  {entry.nbytes / self.tokens:12,.1f}"
+            for entry, kind in zip(self.entries, kinds, strict=True)
         ]
         lines.append(f"{'total':{left}}  {'':{middle}}  {self.bytes_per_token:12,.1f}")
         return "\n".join(f"{line} bytes/token" for line in lines)
@@ -123,7 +123,7 @@ def residuals(block: Callable, h: Any, *rest: Any) -> Residuals:
         )
     kept = len(jax.tree.leaves(shapes[0]))
     by_variable = dict(_residuals_of(jaxpr.jaxpr, kept, len(leaves)))
-    order = sorted(by_variable.values(), key=lambda each: (-each.nbytes, each.name))
+    order = sorted(by_variable.values(), key=lambda entry: (-entry.nbytes, entry.name))
     return Residuals(tuple(order), math.prod(leaves[0].shape[:-1]))
 
 
@@ -134,10 +134,10 @@ def _kind_of(x):
 def _residuals_of(jaxpr, kept, n_inputs):
     """(variable, residual) of the first `kept` results; a variable may be repeated."""
     inputs = jaxpr.invars[:n_inputs]
-    others = {*jaxpr.invars[n_inputs:], *jaxpr.constvars}
+    arguments = {*jaxpr.invars[n_inputs:], *jaxpr.constvars}
     for var in jaxpr.outvars[:kept]:
         is_literal = hasattr(var, "val")
-        if is_literal or var in others or not var.aval.size:
+        if is_literal or var in arguments or not var.aval.size:
             continue
         label = "block_in" if var in inputs else _name_of(jaxpr, var)
         yield var, Residual(label, var.aval.shape, var.aval.dtype)
@@ -152,12 +152,12 @@ def _name_of(jaxpr, var):
             return equation.params["name"]
         if equation.primitive.name == "reduce_precision":  # jax wraps saved values
             return _name_of(jaxpr, equation.invars[0]) or "input"
-        place = equation.outvars.index(var)
+        index = equation.outvars.index(var)
         for value in equation.params.values():
             inner = getattr(value, "jaxpr", value)
             outs = getattr(inner, "outvars", ())
-            if len(outs) == len(equation.outvars) and not hasattr(outs[place], "val"):
-                name = _name_of(inner, outs[place])
+            if len(outs) == len(equation.outvars) and not hasattr(outs[index], "val"):
+                name = _name_of(inner, outs[index])
                 return name or equation.primitive.name
         return equation.primitive.name
     return ""

@@ -9,9 +9,9 @@ from jaxmem.base import caches
 
 @pytest.fixture(autouse=True)
 def no_temporary_directory_yet():
-    caches._temporary.cache_clear()
+    caches._temporary_directory.cache_clear()
     yield
-    caches._temporary.cache_clear()
+    caches._temporary_directory.cache_clear()
 
 
 def test_directory_follows_desktop_specification(tmp_path, monkeypatch):

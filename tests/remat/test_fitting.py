@@ -108,13 +108,13 @@ def test_products_of_saved_names_run_once():
 def test_attention_s_results_are_kept_together():
     """One of them alone saves less than both: the forward pass runs again."""
     sizes = dict.fromkeys(("block_in", "attn_out", "gate", "attn_lse"), 1)
-    assert fitting._together(sizes) == [
+    assert fitting._group_names(sizes) == [
         ("block_in",),
         ("gate",),
         ("attn_out", "attn_lse"),
     ]
-    assert fitting._together({"attn_lse": 1}) == [("attn_lse",)]
-    assert fitting._together({"gate": 1}) == [("gate",)]
+    assert fitting._group_names({"attn_lse": 1}) == [("attn_lse",)]
+    assert fitting._group_names({"gate": 1}) == [("gate",)]
 
 
 def test_bytes_by_name():
