@@ -62,7 +62,7 @@ def matrices(decoder: Decoder, of_experts: float) -> tuple[float, int]:
 
 
 def prefill_operations(decoder: Decoder, rows: int, width: int) -> float:
-    """Of its products: blocks, causal attention, the head at the last tokens."""
+    """Operations of the products: blocks, causal attention, the head at last tokens."""
     sizes = decoder.config
     blocks, head = matrices(decoder, sizes.experts_per_token)
     attention = 2 * sizes.layers * sizes.heads * sizes.head_dim * rows * width**2
@@ -70,7 +70,7 @@ def prefill_operations(decoder: Decoder, rows: int, width: int) -> float:
 
 
 def read_bytes(decoder: Decoder, rows: int, tokens: int) -> float:
-    """What a step must read: the matrices, keys and values of so many tokens a row.
+    """Bytes that a step must read: matrices, keys and values of `tokens` a row.
 
     Of experts, as many as independent, even choices of the rows are expected to have.
     """

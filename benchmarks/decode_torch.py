@@ -37,7 +37,7 @@ def random_model(sizes):
 
 
 def seconds(run) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     start = time.perf_counter()
     run()
     if DEVICE == "cuda":

@@ -53,7 +53,7 @@ def errors(made: dict, grads: tuple, want: dict, want_grads: tuple) -> dict[str,
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
-    """Whether an error of `errors` is NaN or beyond all rounding."""
+    """True if an error of `errors` is NaN or beyond all rounding."""
     said = [float(v) for k, v in row.items() if k.endswith("_error") and v]
     return not all(error < WRONG for error in said)
 

@@ -1,4 +1,4 @@
-"""Which experts tokens are routed to: a drawn, uneven choice, or a recorded one.
+"""Experts of each token: a drawn, uneven choice, or a recorded one.
 
     logit_ne = b_e + noise,   b_e ~ N(0, 0.5),   the 8 largest of 128
 

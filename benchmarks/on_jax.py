@@ -153,7 +153,7 @@ def measure(
 
 
 def _memory(program: Program) -> dict[str, Any]:
-    """What the compiler knows of a program."""
+    """The memory, compile time and backend of a program, as columns of a row."""
     compiled = {"forward": program.forward, "forward_backward": program.both}
     temps = {f"{k}_temp_mib": memory_bytes(run)[2] for k, run in compiled.items()}
     return {

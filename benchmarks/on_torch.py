@@ -87,7 +87,7 @@ def cotangents(n_tokens):
 
 
 def forward(call: Call, h, W, y):
-    """What it gives where no gradient is asked for."""
+    """The result of a call where no gradient is asked for."""
     with torch.no_grad():
         return call(h.detach(), W.detach(), y)
 

@@ -36,7 +36,7 @@ def eager() -> Call:
 
 
 def eager_stats() -> Call:
-    """The same, and the entropy."""
+    """Log-probabilities as in `eager`, and the entropy."""
 
     def call(h, W, y):
         ln_p = torch.log_softmax((h @ W.T).float(), 1)

@@ -40,7 +40,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 class Variant(NamedTuple):
-    """What is measured; the cache has one slot a token of prompt and completion."""
+    """A case to measure; the cache has one slot a token of prompt and completion."""
 
     name: str
     sampling: str  # of SAMPLING
@@ -48,7 +48,7 @@ class Variant(NamedTuple):
     new: int  # tokens that there is room for; those after the first 128 are not drawn
 
     def columns(self, rows: int) -> dict[str, Any]:
-        """What tells its row apart."""
+        """The columns that tell its row apart."""
         slots = self.prompt + self.new
         return {"sampling": self.sampling, "rows": rows, "prompt": self.prompt,
                 "slots": slots}  # fmt: skip
@@ -62,7 +62,7 @@ VARIANTS = [
 
 
 def jobs(args: argparse.Namespace) -> dict[str, dict]:
-    """What the workers read, by module."""
+    """Jobs for the workers, by module."""
     variants = [
         each for each in VARIANTS
         if not args.only or any(part in each.name for part in args.only)

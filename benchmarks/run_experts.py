@@ -92,7 +92,7 @@ def layer(weights, x, choice, scale, slope):
 
 
 def by_loop(run):
-    """The same where kernels are refused."""
+    """`run`, with all kernels refused."""
     from jaxmem.models.experts import grouped
 
     def refused(*arguments):

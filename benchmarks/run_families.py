@@ -1,4 +1,4 @@
-"""What every family does here: one recorded configuration of each, on any machine.
+"""Every family here: one recorded configuration of each, on any machine.
 
     python -m benchmarks.run_families [FAMILY...]
 
@@ -170,7 +170,7 @@ def adapted(decoder: Decoder, like: pathlib.Path, out: pathlib.Path, tokens) -> 
 
 
 def row(family: str) -> dict[str, Any]:
-    """What a family does."""
+    """The record of a family."""
     name, record = recorded(family)
     tokens = jnp.asarray(record["tokens"], jnp.int32)
     with tempfile.TemporaryDirectory() as place:

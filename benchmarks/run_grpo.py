@@ -29,7 +29,7 @@ FIELDS = ("reward", "accuracy", "entropy", "sum_pi_squared", "kl", "mismatch_max
 
 
 def train(name, overrides=()):
-    """What a config leaves, its summary and its steps' CPU seconds, from one run."""
+    """A run's history, its summary, and its seconds (wall clock, CPU)."""
     with tempfile.TemporaryDirectory() as folder:
         loaded = configuration.load(
             CONFIGS / name, [f"run.out_dir={folder}", *overrides]

@@ -42,7 +42,7 @@ def materialised(h, W, y):
 
 
 def materialised_stats(h, W, y):
-    """The same, and the entropy."""
+    """`materialised`, and the entropy."""
     logits = jnp.matmul(h, W.T, preferred_element_type=jnp.float32)
     ln_p = jax.nn.log_softmax(logits)
     logprob = jnp.take_along_axis(ln_p, y[:, None], axis=1)[:, 0]

@@ -1,4 +1,4 @@
-"""What else computes a head's loss, on the same shapes, checked before it is timed.
+"""Other implementations of a head's loss, on the same shapes, checked before timing.
 
     python -m benchmarks.run_peers --shape 8192,4096,151936 --out peers_h200.csv
 

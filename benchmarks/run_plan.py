@@ -1,4 +1,4 @@
-"""What `jaxmem plan` says of H200s beside what they have recorded: bytes and seconds.
+"""Plans of H200s beside recorded runs: bytes and seconds.
 
     python -m benchmarks.run_plan --source mesh --source grpo
 
@@ -93,7 +93,7 @@ def of_steps(source) -> Iterator[dict]:
 
 
 def columns_of(phase) -> dict:
-    """What the compiler was given to do."""
+    """The compiler's seconds, as a column."""
     return {"compile_s": round(phase.account.seconds, 1)}
 
 

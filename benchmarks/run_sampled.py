@@ -183,7 +183,7 @@ def noise(made, exact) -> dict[str, Any]:
 
 
 def attempt(name: str, run: Callable, *operands) -> Any:
-    """What run returns, or None after its traceback."""
+    """The result of run, or None after its traceback."""
     start = time.perf_counter()
     try:
         return jax.block_until_ready(run(*operands))

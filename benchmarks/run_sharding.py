@@ -77,7 +77,7 @@ class Case:
 
     @property
     def shardings(self):
-        """Of h, W, y."""
+        """Shardings of h, W and y."""
         specs = P("data"), P("tensor"), P("data")
         return tuple(NamedSharding(self.mesh, spec) for spec in specs)
 
@@ -97,7 +97,7 @@ class Case:
 
     @property
     def sampled(self):
-        """Whether gradients are sampled: of data like a policy's, and with noise."""
+        """True if gradients are sampled: of data like a policy's, and with noise."""
         return "samples=" in self.path
 
     def operands(self, dtype):
@@ -276,12 +276,12 @@ def slowest(case, taken):
 
 
 def efficiency(case, name, taken):
-    """Of one device's time, by ms: the unit has the clocks of all devices at once."""
+    """Share of one device's time, by ms: the unit's clocks are those of all devices."""
     return share(case, taken.get((case.alone, name)), taken.get((case, name)))
 
 
 def of_copies(case, name, taken):
-    """The same, of the time of one device while as many are as busy."""
+    """Share of the time of one device while as many are as busy."""
     at = ("copies", case.path, case.devices, name)
     alone = taken.get(at if case.devices > 1 else (case, name))
     return share(case, alone, taken.get((case, name)))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 
 class Kind(NamedTuple):
-    """How sharp tokens are, and how popular columns."""
+    """Sharpness of tokens, and popularity of columns."""
 
     sharpness: tuple[float, ...]
     share: tuple[float, ...]

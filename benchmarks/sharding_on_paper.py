@@ -1,4 +1,4 @@
-"""What a head on a mesh would send: compiled for devices that are not there.
+"""Bytes that a head on a mesh would send: compiled for devices that are not there.
 
 A training step of `token_stats`: forward, and the gradients of hidden and W. Devices
 that split the vocabulary share 8192 tokens, all others have as many of their own. Bytes

@@ -46,7 +46,7 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What is kept, where, and how it is compiled; `read` makes one from its text."""
+    """A policy, and how its stack is compiled; `read` makes one from its text."""
 
     policy: remat.Policy | None
     group: int = 1
@@ -57,7 +57,7 @@ class Variant:
 
     @property
     def is_large(self) -> bool:
-        """Whether nothing else may be on the device while it runs."""
+        """True if nothing else may be on the device while it runs."""
         return self.rows > 1 or (self.policy is None and not self.last)
 
 
@@ -93,7 +93,7 @@ def read(text: str) -> Variant:
 
 
 def text_of(policy: remat.Policy | None) -> str:
-    """What `read` makes a variant of this policy from."""
+    """The text from which `read` makes a variant of this policy."""
     last = [] if policy is None or not policy.last else [f"last={policy.last}"]
     if policy is not None:
         policy = dataclasses.replace(policy, last=0)
@@ -138,7 +138,7 @@ def _draw(key, shape):
 
 
 def hidden(sizes: Sizes, times: int = 1):
-    """What the first block gets, [rows, length, width]."""
+    """Input of the first block, [rows, length, width]."""
     shape = sizes.rows * times, sizes.length, sizes.width
     return jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
 

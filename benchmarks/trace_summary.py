@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by a profile of jax's: shares of a few classes."""
+"""Shares of a step's time by class of kernel, from a profile of jax's."""
 
 import pathlib
 import re

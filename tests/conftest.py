@@ -38,7 +38,7 @@ def pytest_configure_node(node):
 
 
 def pytest_sessionfinish():
-    """What is alive needs no look by the collections with which pytest ends."""
+    """Free what is dead, and spare the collections with which pytest ends the rest."""
     gc.collect()
     gc.freeze()
 

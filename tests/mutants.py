@@ -169,7 +169,7 @@ def _changes(node):
 
 
 def row_of(mutant: Mutant, trees: queue.SimpleQueue) -> tuple:
-    """What is written of a mutant, which is tested in a tree that no other uses."""
+    """The record of a mutant, which is tested in a tree that no other uses."""
     tree, start = trees.get(), time.monotonic()
     try:
         verdict = verdict_of(mutant, tree)
@@ -181,7 +181,7 @@ def row_of(mutant: Mutant, trees: queue.SimpleQueue) -> tuple:
 
 
 def verdict_of(mutant: Mutant, tree: pathlib.Path) -> str:
-    """Which tests fail, if any, in a copy of the tree with the mutant in it."""
+    """The result of the tests in a copy of the tree with the mutant in it."""
     path = tree / mutant.module
     original = path.read_text("utf-8")
     path.write_text(mutant.source, "utf-8")

@@ -46,7 +46,7 @@ TINY = ["--shape=64,16,300", "--dtype=float32", "--repetitions=2"]
 
 
 def rows_of(capsys, main, arguments):
-    """What a worker sends, and what else it prints."""
+    """The rows that a worker sends, and its other output."""
     main(arguments)
     lines = capsys.readouterr().out.splitlines()
     sent = [line for line in lines if line.startswith(workers.MARK)]

@@ -45,13 +45,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def on_an_h200():
-    """What is traced and compiled is for one."""
+    """Trace and compile programs for an H200."""
     with devices.target("h200"):
         yield
 
 
 def compiled(run, shapes, options=None):
-    """Of arrays (shape, dtype)."""
+    """A program, compiled for arrays of (shape, dtype)."""
     structs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     return jax.jit(run, compiler_options=options).lower(*structs).compile()
 
@@ -69,7 +69,7 @@ def of_micro_batches(h, W, y, one_pass=False):
 
 
 def of_all(h, W, y, **options):
-    """Of their sum: what is kept of each is stacked."""
+    """Value and gradients of the sum over stacked arrays, by `lax.map`."""
 
     def total(h, W):
         def one(hy):

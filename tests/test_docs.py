@@ -1,4 +1,4 @@
-"""What the documentation says is executed, parsed, or looked up where it came from."""
+"""Documentation: snippets are executed, commands parsed, and numbers looked up."""
 
 import ast
 import doctest
@@ -282,7 +282,7 @@ def _same(cell, value):
 
 
 def _rounds_to(value, shown):
-    """Whether a CSV's value is what is shown, to the decimals shown."""
+    """True if a CSV's value is the shown number, to the decimals shown."""
     shown = shown.replace(",", "")
     mantissa, _, exponent = shown.partition("e")
     decimals = len(mantissa.partition(".")[2])
@@ -365,7 +365,7 @@ def _without_blocks(text):
 
 
 def anchors(text):
-    """Of the headings, as GitHub and MyST make them."""
+    """The anchors of headings, as GitHub and MyST make them."""
     headings = re.findall(r"^#+ (.+)$", _without_blocks(text), re.MULTILINE)
     return {
         re.sub(r"[^\w -]", "", h.lower()).strip().replace(" ", "-") for h in headings

@@ -172,7 +172,7 @@ def placed(kinds, shardings):
 
 
 def with_gradients(verb, place=lambda made: made):
-    """What verb returns, placed, and gradients of the float arrays."""
+    """A function to the verb's result, placed, and gradients of the float arrays."""
 
     def of_floats(floats, x):
         made = place(verb(x | floats))
@@ -188,7 +188,7 @@ def with_gradients(verb, place=lambda made: made):
 
 
 def collectives(compiled):
-    """How many collectives a program has, and how many bytes they make."""
+    """(number of collectives of a program, their bytes)."""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     found = re.findall(rf"= (.+?) (?:{kinds})(?:-start)?\(", compiled.as_text())
     shapes = re.findall(r"(pred|s32|f32)\[([\d,]*)\]", " ".join(found))
@@ -232,7 +232,7 @@ def check(verb, shardings, kinds=(EXPLICIT, EXPLICIT), in_context=True):
 
 
 def check_types(verb, shardings, kinds=(EXPLICIT, EXPLICIT)):
-    """That the derivative can be traced; returns the types of what verb returns."""
+    """The types of the verb's result; asserts that the derivative can be traced."""
     x = placed(kinds, shardings)
     seen = []
     with jax.set_mesh(x["h"].sharding.mesh):
@@ -355,7 +355,7 @@ def test_outside_of_jit():
 
 @pytest.mark.full
 def test_gradients_left_to_be_summed():
-    """What is `reduced` has a gradient of which each device keeps a part."""
+    """A `reduced` operand has a gradient of which each device keeps a part."""
     x = placed((EXPLICIT, EXPLICIT), TOKENS)
 
     def gradient(h, W, y):

@@ -153,7 +153,7 @@ def test_last_slice_may_be_shorter():
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])
 def test_slices_of_several_lengths_change_no_bit(dtype):
-    """Of numbers that no step rounds: code for an array's end may round apart."""
+    """No step rounds these numbers: code for an array's end may round apart."""
 
     def run(rows):
         rng = np.random.default_rng(0)

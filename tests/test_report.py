@@ -1,4 +1,4 @@
-"""What `jaxmem.report` lists, and what it says where it lists nothing."""
+"""Contents of `jaxmem.report`, and its reasons where it lists nothing."""
 
 import threading
 

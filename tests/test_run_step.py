@@ -158,7 +158,7 @@ def test_operations_of_a_program():
 
 
 def test_shares_count_overlap_once_and_idle_time():
-    """Of two steps: a product of 6 ms and a copy beside it; 2 of 10 ms are idle."""
+    """Two steps have a product of 6 ms and a copy beside it; 2 of 10 ms are idle."""
     events = [
         (kernel, STEP, start + offset, duration)
         for offset in (0, 10e6)

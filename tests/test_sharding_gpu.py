@@ -135,7 +135,7 @@ def test_groups_of_the_vocabulary_have_the_same_bits(devices, implementation):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_sampled_token_gradients_equal_one_device(devices):
-    """The same draws; W's gradient is summed in parts of the vocabulary."""
+    """The draws are the same; W's gradient is summed in parts of the vocabulary."""
     mesh = mesh_of(devices, "data")
     if reason := hopper.refuses_machine():
         pytest.skip(reason)

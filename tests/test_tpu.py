@@ -1,4 +1,4 @@
-"""What XLA makes of jaxmem for TPUs, by compilation: nothing here has run on one.
+"""Programs that XLA compiles for TPUs; nothing here has run on one.
 
 Needs libtpu (1.3 GB), but no TPU: `pip install jax[tpu]`. Compiled for v5e and v6e.
 """
@@ -86,7 +86,7 @@ def compiled(kind, fn, *args, count=1):
 
 
 def copies(program):
-    """Of a chunk's logits into another layout."""
+    """Copies of a chunk's logits into another layout."""
     return re.findall(rf"= f32\[{C},{V}\]\S* copy\(", program.as_text())
 
 

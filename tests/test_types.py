@@ -1,4 +1,4 @@
-"""What a type checker reports of a user's script, and what an editor completes."""
+"""Reports of a type checker on a user's script, and completions of an editor."""
 
 import ast
 import importlib.util

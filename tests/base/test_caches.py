@@ -1,4 +1,4 @@
-"""Where vocabularies and copies are kept, on machines of every kind."""
+"""Directories of vocabularies and copies, on machines of every kind."""
 
 import os
 

@@ -40,7 +40,7 @@ def small(tmp_path_factory):
 
 
 def together(each, devices, **variables):
-    """What processes say, one of these commands each; all of them must succeed."""
+    """Outputs of processes, one for each command; all of them must succeed."""
     started = [
         subprocess.Popen(
             [sys.executable, "-m", *command], cwd=ROOT, text=True,
@@ -63,7 +63,7 @@ def is_free(port):
 
 
 def slurm(tasks):
-    """What srun says to each of its tasks on one host, at a port that is free."""
+    """Variables that srun sets for its tasks on one host, at a port that is free."""
     lowest = 2**16 - 2**12  # jax adds the job's number
     port = next(p for p in range(lowest, 2**16) if is_free(p))
     return {

@@ -1,4 +1,4 @@
-"""Which numbers an option takes, and how the others are refused."""
+"""Numbers that an option takes, and errors about all others."""
 
 from fractions import Fraction
 

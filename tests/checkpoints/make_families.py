@@ -72,7 +72,7 @@ def in_files(model, of):
 
 @contextlib.contextmanager
 def in_float64():
-    """What models compute in float32, whatever their type, is in float64, too."""
+    """Replace float32 by float64 where models compute in it whatever their type."""
     float32, torch.float32 = torch.float32, torch.float64
     try:
         yield

@@ -51,7 +51,7 @@ def test_numbers_are_pefts(decoder):
 
 @pytest.fixture(scope="module")
 def whole():
-    """Of rslora, "all-linear", and modules_to_save."""
+    """A model with an adapter of rslora, "all-linear" and modules_to_save."""
     return checkpoints.load(
         QWEN3, dtype="float32", param_dtype="float32", adapter=WHOLE
     )

@@ -114,7 +114,7 @@ def plain(record):
 
 
 def strings(value):
-    """What a valid message says: contents, and texts of parts."""
+    """The texts of a valid message: its content, or that of its parts."""
     if isinstance(value, str):
         return [value]
     return [part["text"] if isinstance(part, dict) else part for part in value or []]
@@ -145,7 +145,7 @@ def check_document(document, record, tokenizer):
 
 
 def read(reader, kind, record, tokenizer):
-    """Whether a record was read; raises where the result or the error is not right."""
+    """True if a record was read; raises where the result or the error is not right."""
     try:
         made = getattr(reader, kind)(RawRecord(WHERE, record))
         if kind == "document":

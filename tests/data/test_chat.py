@@ -133,7 +133,7 @@ def rendered(name):
 
 
 def counted_of(name, first=0):
-    """What the loss counts from message `first` on."""
+    """The text that the loss counts from message `first` on."""
     turns = frozenset(i for i in (1, 3) if i >= first)
     return Renderer(lambda: template(name)).counted(Conversation(TALK, turns), "")
 

@@ -1,4 +1,4 @@
-"""What a record is, by its columns; nothing that it says is lost in silence."""
+"""Forms of records by their columns; no column's content is lost in silence."""
 
 import gzip
 import json

@@ -67,7 +67,7 @@ def rendered(template, case, name):
 
 
 def check(template, recorded, case, name):
-    """What became of a case: "equal" or "refused"; raises where it is neither."""
+    """The result of a case, "equal" or "refused"; raises for any other."""
     texts = [text for text in recorded.values() if isinstance(text, str)]
     whole = [text for text in texts if is_whole(text, case)]
     try:

@@ -55,7 +55,7 @@ def test_decode_gives_question_marks_for_foreign_ids():
 
 
 def scores(reward, answer, completion, right="12<eos>"):
-    """Of one completion, padded to any width, whose answer is known."""
+    """The rewards of one completion, padded to any width, whose answer is known."""
 
     def row(word):
         ids = tasks._ids([*word.removesuffix("<eos>")])

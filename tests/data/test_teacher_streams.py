@@ -74,7 +74,7 @@ def batches(config, part="train", epochs=1):
 
 
 def tokens_of(examples):
-    """How often each input, label and its columns occur; what is masked has none."""
+    """Counts of each input with its label and columns; masked tokens have none."""
     seen = collections.Counter()
     for batch, ids, logprobs in examples:
         columns = [ids] if logprobs is None else [ids, logprobs]

@@ -193,7 +193,7 @@ def tasks(tmp_path_factory, model):
 
 
 def test_tasks_of_local_files_are_evaluated(directory, tasks, tmp_path, capsys):
-    """Of a run, into its directory and its report."""
+    """The results are those of a run, in its directory and its report."""
     run = tmp_path / "run"
     shutil.copytree(directory, run / "model")
     (run / "settings.gin").write_text("")

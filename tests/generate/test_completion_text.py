@@ -19,7 +19,7 @@ def of_bytes():
 
 @pytest.fixture(scope="module")
 def of_words():
-    """Of Llama's kind: the first space of what is decoded is dropped."""
+    """A tokenizer like Llama's, whose decoder drops the first space."""
     words = ["▁a", "▁b", "c", "▁cd", "d", "▁"]
     vocabulary = {word: i for i, word in enumerate(words)}
     made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="c"))
@@ -28,7 +28,7 @@ def of_words():
 
 
 def shown(text, ids, size=1):
-    """What a terminal shows, piece by piece."""
+    """Texts that a terminal shows, piece by piece."""
     pieces, seen = [], 0
     for start in range(0, len(ids), size):
         text.add(ids[start : start + size])

@@ -211,7 +211,7 @@ def test_all_masked_is_zero_with_zero_gradients(normalizer, z_loss):
 
 
 def operands(name):
-    """What a method is called with beside hidden, and its options."""
+    """Arguments of a method beside hidden, and its options."""
     options = {"where": KEEP, "temperature": 0.7}
     labels = np.abs(LABELS) % (V - 5)
     support = np.stack([labels, labels + 1], -1)

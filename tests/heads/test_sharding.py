@@ -35,7 +35,7 @@ def problem():
 
 
 def results(head, names=None):
-    """Those of a verb of each kind, and gradients by hidden; the head is ready."""
+    """Results of a verb of each kind, and gradients by hidden; the head is ready."""
     hidden, labels, ids = problem()
     ids[:, 0] = np.maximum(labels, 0)
 
@@ -176,7 +176,7 @@ def the_verbs_of(head):
 
 @pytest.mark.parametrize("verb", the_verbs_of(None))
 def test_groups_reach_the_verbs(verb):
-    """Which refuse them, because 16 do not divide 40 columns."""
+    """The verbs refuse the groups, because 16 do not divide 40 columns."""
     rngs = nnx.Rngs(0)
     of_nnx = LMHead(D, V, rngs=rngs, vocab_groups=16)
     of_linen = linen.LMHead(V, vocab_groups=16)

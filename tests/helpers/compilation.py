@@ -22,7 +22,7 @@ _ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
 
 
 def shared_folder() -> Path:
-    """What is compiled depends on jax, and for a CPU on the instructions it has."""
+    """The folder of compiled programs, by jax's version and a CPU's instructions."""
     given = os.environ.get(SETTING)
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"jax-{jax.__version__}-{platform.machine()}-{_instructions()}"

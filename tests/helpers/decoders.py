@@ -40,7 +40,7 @@ def whole(model, tokens):
 
 @functools.partial(jax.jit, static_argnames="width")
 def stepwise(model, tokens, lengths, width):
-    """The same [B, 1 + S, D] of each prompt's last token and the S that follow it.
+    """Hidden states [B, 1 + S, D] of each prompt's last token and the S that follow it.
 
     Prompts are up to `width` wide; the tokens that follow are read one by one.
     """

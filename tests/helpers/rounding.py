@@ -1,4 +1,4 @@
-"""What float32 statistics may differ by between two orders of their sums."""
+"""Bounds of the difference of float32 statistics between two orders of their sums."""
 
 import numpy as np
 

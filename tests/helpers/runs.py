@@ -29,7 +29,7 @@ def changed(config, **sections):
 
 
 def run(config, text=""):
-    """What a run returns, and what it says."""
+    """A run's result, and the text that it prints."""
     stream = io.StringIO()
     return jobs.train(config, text, Console(file=stream, width=160)), stream.getvalue()
 
@@ -70,7 +70,7 @@ def reproducible(history):
 
 
 def steps(path="run", kind=StepMetrics):
-    """What is reproducible of each step."""
+    """The reproducible metrics of each step."""
     return reproducible(read_history(pathlib.Path(path) / "metrics.jsonl", kind))
 
 

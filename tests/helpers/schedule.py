@@ -1,4 +1,4 @@
-"""What runs while something is on its way to the host or back, by a compiled program.
+"""Operations that run during a copy to the host or back, by a compiled program.
 
 XLA prints a program in the order in which it starts what is in it; a copy that does not
 hold up the rest is a pair, `…-start` and `…-done`. What lies between, overlaps.
@@ -23,7 +23,7 @@ class Copy(NamedTuple):
 
 
 def host_copies(text: str) -> list[Copy]:
-    """Of a scheduled program, `compiled.as_text()`."""
+    """The host copies of a scheduled program, `compiled.as_text()`."""
     made = []
     for part in re.split(r"\n(?=%|ENTRY)", text):
         name = part.split(" ")[0].lstrip("%")

@@ -38,7 +38,7 @@ def one_program(monkeypatch):
 
 @pytest.fixture(scope="module")
 def programs_of_module():
-    """The same among all tests of a module, none of which changes what is compiled."""
+    """Share programs among all tests of a module, none of which changes a program."""
     with pytest.MonkeyPatch.context() as patched:
         _share(patched)
         yield

@@ -1,4 +1,4 @@
-"""What stands in for packages that do not install beside every jax of jaxmem's.
+"""Replacements of packages that do not install beside every jax of jaxmem's.
 
 A stand-in has the name, arguments and results of the one function that an integration
 replaces, and the modules that it reads; it computes with logits, as the original does
@@ -57,7 +57,7 @@ def install(monkeypatch, version, **modules):
 
 
 def agree(value, model, *args, gradients=None):
-    """Of both ways to the same numbers, values and gradients by weights and states."""
+    """Assert equal values, and equal gradients by weights and states, of both ways."""
     definition, weights = nnx.split(model)
 
     def total(weights, hidden):

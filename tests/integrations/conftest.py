@@ -1,4 +1,4 @@
-"""What the tests of integrations share."""
+"""Fixtures that the tests of integrations share."""
 
 import sys
 import types

@@ -90,7 +90,7 @@ def models(**changes):
 
 
 def step_of(strategy, student, teacher, offline=False):
-    """What MaxText's train step does: loss, metrics, gradient; and the eval loss."""
+    """Results of MaxText's train step: loss, metrics, gradient; and the eval loss."""
     ids, targets, segments = data()
     definition, weights = nnx.split(student)
     rng = np.random.default_rng(3)

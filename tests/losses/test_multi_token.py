@@ -17,7 +17,7 @@ WEIGHTS = np.array([1.0, 0.3, 0.1], np.float32)
 
 
 def shifted(labels, segment_ids):
-    """Of each position by itself."""
+    """Labels h positions ahead, found for each position by itself."""
     want = np.full((H, *labels.shape), -1)
     for h in range(H):
         for index in np.ndindex(labels.shape):

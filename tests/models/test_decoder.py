@@ -99,7 +99,7 @@ def test_rope_scores_depend_on_the_distance_only():
 
 
 def dense_attention(attention, x, segment_ids, positions):
-    """The same in float64 numpy, one query, one head at a time."""
+    """Attention in float64 numpy, one query and head at a time."""
     config = attention.config
     kernel = {
         name: np.asarray(getattr(attention, name).kernel[...], np.float64)

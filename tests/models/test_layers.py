@@ -176,7 +176,7 @@ PAIRS = [
 @pytest.mark.full
 @pytest.mark.parametrize("name, dtype", PAIRS)
 def test_block_as_exact_as_ordinary_form(name, dtype):
-    """Of the result and of each gradient: the error against float64."""
+    """The result and each gradient have no larger error than the ordinary form's."""
     config = config_of(name, dtype=dtype)
     given, want = problem(config), exact_of(name)
     usual = with_gradients(ordinary, config, dtype, *given)

@@ -97,7 +97,7 @@ def assert_same_steps(result, wanted):
 def test_checkpoint_restores_onto_another_mesh(
     sizes, remat, then, text_file, tmp_path, alone
 ):
-    """The same steps on 8 devices, then on one; what is saved knows no policy."""
+    """Steps on 8 devices and on one are the same; a checkpoint knows no policy."""
     run = dict(steps=3, checkpoint_every=1)
     train(config_of(text_file, tmp_path, sizes, remat, **run))
     run["steps"] = 4

@@ -196,7 +196,7 @@ def test_truncated_logprobs_within_support(changes, temperature):
 
 
 def chi_square_bound(degrees):
-    """What a right sampler exceeds once in 100,000 (Wilson and Hilferty, 1931)."""
+    """A χ² that a right sampler exceeds once in 100,000 (Wilson and Hilferty, 1931)."""
     spread = 2 / (9 * degrees)
     return degrees * (1 - spread + 4.265 * spread**0.5) ** 3
 
@@ -373,7 +373,7 @@ def test_joined_projections_draw_the_same_tokens(changes):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """What is traced is for one."""
+    """Trace programs as for a GPU."""
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
 
 

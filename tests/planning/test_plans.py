@@ -1,4 +1,4 @@
-"""What a plan counts, says and refuses."""
+"""Counts, messages and refusals of plans."""
 
 import dataclasses
 import functools

@@ -177,8 +177,9 @@ def test_fit_offloads_to_make_room():
 
 @pytest.mark.full
 def test_fit_keeps_last_blocks_whole():
-    """What the last one keeps is gone before there are gradients: here it takes less
-    memory than to make it again, and fewer products.
+    """The last block's residuals are freed before there are gradients.
+
+    Here that takes less memory than to recompute the block, and fewer products.
     """
     last = remat.Policy(last=1)
     limit = needs(last)

@@ -119,7 +119,7 @@ def test_last_blocks_may_keep_everything(name, last, group, h, want):
 
 
 def placements(fn, *args):
-    """How often a program for CUDA sends something to each kind of memory."""
+    """Counts of transfers to each kind of memory in a program for CUDA."""
     text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     return tuple(
         text.count(f'_xla_buffer_placement = "{kind}"')
@@ -160,7 +160,7 @@ def test_host_bytes_of_names_in_all_blocks(h):
 
 
 def saved_bytes(name, **options):
-    """Of what a scan over blocks keeps, by the compiler."""
+    """Bytes that a scan over blocks keeps, by the compiler."""
     w, h = weights(16), jnp.zeros((256, WIDTH))
     return (
         gradient(name, **options).lower(w, h).compile().memory_analysis()

@@ -47,7 +47,7 @@ def programs():
 
 @pytest.fixture(scope="module")
 def norms(programs):
-    """Of every layer's gradients, by kind of weight."""
+    """Norms of every layer's gradients, by kind of weight."""
 
     def run(name):
         last = stack.read(VARIANTS[name]).last

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass: names, shapes, types, bytes per token."""
+"""Residuals of a block: names, shapes, types, bytes per token."""
 
 import jax
 import jax.numpy as jnp

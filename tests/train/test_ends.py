@@ -1,4 +1,4 @@
-"""What a run on conversations leaves: the end of a turn, wherever a model is saved."""
+"""The end of a turn, wherever a run on conversations saves a model."""
 
 import datetime
 import functools

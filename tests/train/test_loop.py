@@ -410,7 +410,7 @@ def test_first_step_that_is_poisoned_starts_anew(run):
 
 
 def poison(run, monkeypatch, **fields):
-    """What a version without the check has saved."""
+    """Save a state that is not finite, as a version without the check did."""
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.finite, "not_finite", lambda _: [])
         patched.setattr(checkpoint, "FINITE", "other")
@@ -590,7 +590,7 @@ def test_finished_run_refuses_what_has_no_effect(run):
 
 
 class Dispatching(Adding):
-    """The same steps, whose numbers are read when they are asked for."""
+    """`Adding`, whose numbers are read when they are asked for."""
 
     def __init__(self, *before, broken=None, value="loss"):
         super().__init__(*before)

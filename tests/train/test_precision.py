@@ -50,7 +50,7 @@ def given(changes):
 
 
 def train(changes=None):
-    """What a run says; its files are in its directory."""
+    """The output of a run; its files are in its directory."""
     gin, overrides = given(changes or {})
     return runs.train(gin, *overrides)[1]
 

@@ -1,4 +1,4 @@
-"""What a run shows of its steps, on a terminal and elsewhere."""
+"""A run's output for its steps, on a terminal and elsewhere."""
 
 import io
 

@@ -63,7 +63,7 @@ def weights_of(decoder):
 
 @jax.jit
 def mean_loss(decoder):
-    """Of the text, every token after the first of each document, and its end."""
+    """The mean loss of the text, from each document's second token to its end."""
     ids = [[1, *(texts.LETTERS.index(c) + 3 for c in text), 2] for text in TEXT]
     rows = jnp.asarray(ids)
     places = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)

@@ -101,7 +101,7 @@ def test_run_that_could_send_nothing_does_not_start(
 
 
 def records(content):
-    """Of a file of wandb: LevelDB's log format, whose blocks are of 32 KiB."""
+    """Records of wandb's file: LevelDB's log format, whose blocks are of 32 KiB."""
     place, whole = 7, b""  # after wandb's own header
     while place + 7 <= len(content):
         _, length, kind = struct.unpack_from("<IHB", content, place)

@@ -208,7 +208,7 @@ def test_vocab_groups_partly_filled_by_shards(verb, interpreted):
     slow(frozen, True),
 ])  # fmt: skip
 def test_parts_of_the_vocabulary_are_typed(verb, check_vma, lowered_anywhere):
-    """Which axes a value varies over is checked while a call is traced."""
+    """Tracing the call checks the mesh axes over which each value varies."""
     options = {"vocab_size": 5000, "axis_name": "tensor", "implementation": "hopper"}
     assert traced_in_parts(functools.partial(verb, **options), check_vma)
 
@@ -232,7 +232,7 @@ def kernels_of(jaxpr):
 @pytest.mark.full
 @needs_pallas
 def test_vocab_groups_same_kernels_on_any_mesh(lowered_anywhere):
-    """The same code, for the same shapes; fewer launches on more devices."""
+    """All meshes run one code for one shape; more devices launch it fewer times."""
     options = {"axis_name": "tensor", "implementation": "hopper", "vocab_groups": 2}
     total = functools.partial(by_stats, vocab_size=5000, **options)
     launches = []

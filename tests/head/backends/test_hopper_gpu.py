@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """What the allocator hands out next holds NaN, not last run's right answer."""
+    """Fill free memory with NaN, so that no buffer holds a right answer of before."""
     if jax.default_backend() == "gpu":
         jax.block_until_ready(jnp.full(2**27, jnp.nan))
 

@@ -1,4 +1,4 @@
-"""What the "xla" backend compiles to: GEMMs, loops, bytes; and how errors grow."""
+"""Compiled programs of the "xla" backend: GEMMs, loops, bytes; growth of errors."""
 
 import functools
 import itertools

@@ -128,7 +128,7 @@ def draws(name):
 
 
 def exact_dz(p, y, name):
-    """Of one row, in float64, for a cotangent of -1.5."""
+    """dz of one row in float64, for a cotangent of -1.5."""
     onehot, entropy = np.arange(V) == y, -np.sum(p * np.log(p))
     return -1.5 * {
         "logprob": onehot - p, "entropy": -p * (np.log(p) + entropy), "logsumexp": p,

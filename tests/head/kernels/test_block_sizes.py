@@ -25,7 +25,7 @@ def slack(columns, depth):
 
 
 class Backward(NamedTuple):
-    """How a backward pass is cut on 66 clusters."""
+    """The cut of a backward pass on 66 clusters into launches and blocks."""
 
     rows: int  # a launch
     once: bool  # launches of all rows follow a block of the vocabulary

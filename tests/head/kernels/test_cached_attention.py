@@ -60,7 +60,7 @@ def place(layer, seen):
 
 
 def exact(query, token, cached, layer, seen, scale, softcap):
-    """The same in float64, a row and head at a time."""
+    """Attention in float64, one row and head at a time."""
     query, *token = (np.asarray(x, np.float64) for x in (query, *token))
     cached = [np.asarray(x[layer], np.float64) for x in cached]
     out = np.empty(query.shape)

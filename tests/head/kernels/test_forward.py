@@ -16,7 +16,7 @@ MASK_VALUE = -(2.0**100)  # a masked logit
 
 
 def statistics(n_groups, n_rows=40):
-    """Of a few logits a group; the label is in one of them, one group is masked."""
+    """`Stats` of a few logits a group; one has the label, and one is masked."""
     z = 5 * np.random.default_rng(0).standard_normal((n_groups, n_rows, 16))
     row_max = z.max(-1)
     shifted = z - row_max[..., None]

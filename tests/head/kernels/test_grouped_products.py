@@ -70,7 +70,7 @@ def launches(x, ys, weights, where, dtype):
 
 
 def exact(x, ys, weights, of_rows):
-    """The same in float64; 0 in rows of no group."""
+    """Products and gradients in float64; 0 in rows of no group."""
     x, *ys, a, b = (np.asarray(v, np.float64) for v in (x, *ys, *weights))
 
     def by_rows(rows, matrices):

@@ -37,7 +37,7 @@ def stats_and_gradients(h, W, y, implementation, **options):
     ids=lambda x: "+".join(x) or "plain",
 )
 def test_sums_of_half_their_size_are_doubled(options, interpreted, monkeypatch):
-    """Of logits, before bias, softcap and temperature; a factor that 16 bits hold."""
+    """The factor applies before bias, softcap and temperature; 16 bits hold it."""
     from jaxmem.head.kernels import logits
 
     monkeypatch.setattr(logits, "TRUNCATION_BIAS", 1 / D)

@@ -32,7 +32,7 @@ def problem(dtype, norms, width=64, rows=3):
 
 
 def exact(joined, tables, norms):
-    """The same in float64, of complex numbers."""
+    """The rotation in float64, of complex numbers."""
     x = np.asarray(joined, np.float64)
     cos, sin = (np.asarray(t, np.float64)[:, None] for t in tables)
     parts = np.split(x, [HEADS, HEADS + KV_HEADS], axis=1)

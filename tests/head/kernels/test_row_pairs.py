@@ -123,7 +123,7 @@ def test_blocks_that_a_head_excludes(verb, by_kernels):
 
 @pytest.mark.slow
 def test_divergence_is_never_negative(rows_interpreted):
-    """Where sums of both signs cancel within the rounding of one block."""
+    """Here sums of both signs cancel within the rounding of one block."""
     rng = np.random.default_rng(0)
     z = rng.standard_normal((64, 520)).astype(np.float32) * 5
     y = (z + 1e-5 * rng.standard_normal(z.shape)).astype(np.float32)

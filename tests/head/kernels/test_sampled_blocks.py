@@ -76,7 +76,7 @@ def test_values_and_entries_with_certainty(verb, by_kernels):
 
 @pytest.mark.parametrize("verb", [slow("reverse_kl"), "jsd"])
 def test_types_over_a_mesh(verb, monkeypatch):
-    """That of every result says over which axes it varies."""
+    """The type of every result names the axes over which it varies."""
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
     mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
     h, W, *reference = sampled_divergence.problem(6, 16, 4096)

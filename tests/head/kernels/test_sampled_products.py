@@ -57,7 +57,7 @@ def test_both_gradients(layout, d, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("many", [False, True])
 def test_long_column_counts_pairs_once(many, monkeypatch):
-    """Of any length, wherever it begins among the pieces; so do its neighbours."""
+    """Columns have any length, and begin anywhere among the pieces."""
     from jaxmem.head.kernels import sampled_products
 
     monkeypatch.setattr(sampled_products, "_PIECE", 8)

@@ -81,7 +81,7 @@ def test_product_tiles_cover_few_extra_columns(depth, columns):
 
 
 def test_statistics_and_exps_add_up_in_one_order(table):
-    """What is kept for the derivative must not change a bit of the result."""
+    """Storing exponentials for the derivative must not change a bit of the result."""
     grouped = dataclasses.replace(tuned.DEFAULTS["statistics"], group=2)
     table([tuned.entry_of("statistics", HEAD, grouped, {})])
     assert tuned.tiles_for("exps", HEAD).group == 2

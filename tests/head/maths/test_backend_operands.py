@@ -1,4 +1,4 @@
-"""Where the columns of a shard or a group of a vocabulary begin."""
+"""First columns of a vocabulary's shards and groups."""
 
 import dataclasses
 

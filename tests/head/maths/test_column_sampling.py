@@ -1,4 +1,4 @@
-"""Which entries of a derivative are sampled: against integers, and their bounds."""
+"""Sampled entries of a derivative, against integers, and their bounds."""
 
 import jax
 import jax.numpy as jnp

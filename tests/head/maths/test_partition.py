@@ -87,7 +87,7 @@ def sample_ids(h, W, y, a):
 
 
 def ragged(h, W, y, a):
-    """Of tokens by turns one id and two."""
+    """A sum over tokens that have one id and two by turns."""
     ids = jnp.stack([y, (y + 7) % V], -1).reshape(-1)
     offsets = jnp.arange(y.size + 1) * 2
     ids = jnp.where(jnp.arange(ids.size) % 4 == 3, -1, ids)
@@ -147,7 +147,7 @@ def exact_kl(h, W, y, a):
 
 
 def exact_sum(name, trained=1):
-    """Of a statistic times a."""
+    """A function that returns Σ statistic · a, and its gradients."""
 
     def run(h, W, y, a):
         outputs, (dh, dW, _) = exact(h, W, y, {name: a})
@@ -304,7 +304,7 @@ def test_partition_unchanged_by_mesh_in_context(quick_compilation):
 
 
 def text_of(softcap, arrays):
-    """What jax's compilation cache sees of a program, without addresses."""
+    """The program's text as jax's compilation cache reads it, without addresses."""
 
     def total(h, W, y, a):
         return (

@@ -36,7 +36,7 @@ def tiles(draw, count):
 
 
 def assert_close(a, b, rtol=3e-5):
-    """The same maxima and labels bit for bit; sums relative to their own size."""
+    """Assert equal bits of maxima and labels; sums may differ by their rounding."""
     np.testing.assert_array_equal(a.max, b.max)
     np.testing.assert_array_equal(a.label_logit, b.label_logit)
     for name in SUMS:
@@ -59,7 +59,7 @@ def test_merge_is_associative(drawn):
 
 @hypothesis.given(tiles(8))
 def test_merge_tree_equals_merges_of_pairs(drawn):
-    """The same merges of pairs, of neighbours first."""
+    """The tree merges pairs of neighbours first."""
     parts, _, _ = drawn
     stacked = row_stats.Stats(*(jnp.stack(x) for x in zip(*parts, strict=True)))
     while len(parts) > 1:

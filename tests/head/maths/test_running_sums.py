@@ -1,4 +1,4 @@
-"""Where running sums of integers reach a number, against numpy's."""
+"""Columns at which running sums of integers reach a number, against numpy's."""
 
 import jax
 import jax.numpy as jnp

@@ -97,7 +97,7 @@ def alone_and_exact():
     "name", [x if x == "vocabulary over two axes" else slow(x) for x in MESHES]
 )
 def test_token_stats_on_every_mesh(name):
-    """Where masked rows are exactly nothing."""
+    """Masked rows are exactly 0, and so are their gradients."""
     made, gradients = with_gradients(sharded(stats, name), *problem())
     check((made, gradients), *alone_and_exact())
     masked = problem()[2] < 0
@@ -237,7 +237,7 @@ def test_from_logits():
 
 
 def test_hidden_gathered_from_its_parts():
-    """Of the type of parts that may differ, whose cotangents all_gather sums itself."""
+    """Gathered parts have a type that may differ; all_gather sums their cotangents."""
     h, W, y = problem()
 
     def run(h, W, y, axis_name):
@@ -328,7 +328,7 @@ def verbs_without_axis_name():
     ids=str,
 )  # fmt: skip
 def test_verbs_that_need_all_of_W(name, of_hidden):
-    """Of tokens that differ, or of the same ones beside what differs; gradients."""
+    """Values and gradients of tokens that differ by device, or are the same on all."""
     verb, rng = verbs_without_axis_name()[name], np.random.default_rng(2)
     n = N if of_hidden else N // 4
     h, other = (rng.standard_normal((m, d), np.float32) for m, d in ((n, D), (N, 6)))

@@ -1,4 +1,4 @@
-"""What top k, divergences over columns and draws cost on "xla": GEMMs and bytes."""
+"""Cost of top k, divergences over columns and draws on "xla": GEMMs and bytes."""
 
 import jax
 import jax.numpy as jnp

@@ -82,7 +82,7 @@ def materialised(h, W, y, weight, normalizer):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def value_and_gradients(kind, frozen, h, W, y, weight, normalizer):
-    """Of a call, or of materialised logits."""
+    """Value and gradients of a call, or of materialised logits."""
 
     def total(h, W):
         if kind is None:

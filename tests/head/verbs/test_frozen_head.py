@@ -112,7 +112,7 @@ def loss(h, W, y, bias=None, **options):
 
 
 def stopped(fn):
-    """The same, of weights that are constants."""
+    """The function, with weights that are constants."""
 
     def run(h, W, y, bias=None):
         return fn(h, *lax.stop_gradient((W, y)), lax.stop_gradient(bias))
@@ -178,7 +178,7 @@ def test_traced_function_has_several_derivatives(problem, fn, wrap):
 
 @pytest.mark.parametrize("fn", [total, loss, of_stats])
 def test_residuals_hold_no_more_weights(problem, fn):
-    """Of W nothing but itself is kept, nor more than one row of D a token."""
+    """Residuals hold nothing of W but itself, and at most one row of D a token."""
 
     def pulled(h, W, y):
         return jax.vjp(lambda h: fn(h, W, y), h)[1]

@@ -87,7 +87,7 @@ def assert_same(got, want, of_W=2.0**-8):
 
 
 def exact_gradients(run, operands, y, where=True, layout=None, **options):
-    """Those of `gradients`, in float64."""
+    """The result of `gradients` in float64."""
     h, W, *bias = operands
     count, g = (where & (y >= 0)).sum(), cotangents(len(y))
     if run is of_loss:

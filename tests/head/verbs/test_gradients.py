@@ -1,4 +1,4 @@
-"""Which function takes which `gradient=`: the table of docs/heads.md."""
+"""Values of `gradient=` that each function takes: the table of docs/heads.md."""
 
 import functools
 import re

@@ -151,7 +151,7 @@ def test_topk_gradient_of_logprobs_not_of_ids():
 
 @pytest.mark.slow  # it calls verbs that are tested one by one
 def test_topk_ids_as_columns_of_divergence():
-    """Of a student, for reverse KL over its own best columns; masked tokens as well."""
+    """A student's reverse KL over its own best columns; masked tokens have 0."""
     (h, W), (teacher, _) = make(300), make(300, seed=3)
     where = np.arange(N) < 30
     ids = jaxmem.topk(h, W, 5, CHUNK, where=where).ids

@@ -101,7 +101,7 @@ def test_selected_unchecked_vma_and_columns_last():
 
 @pytest.mark.slow
 def test_shards_of_nothing_but_padding():
-    """Of eight parts of five columns, two hold the vocabulary."""
+    """The vocabulary is in two of eight parts, of five columns each."""
     call = functools.partial(selected, v=9)
     check(with_gradients(sharded(call, "1x8"), 9), 9)
 

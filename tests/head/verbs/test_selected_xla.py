@@ -1,4 +1,4 @@
-"""What log-probabilities of given ids cost on "xla": GEMMs, bytes, columns."""
+"""Cost of log-probabilities of given ids on "xla": GEMMs, bytes, columns."""
 
 from types import SimpleNamespace
 
@@ -134,7 +134,7 @@ def test_ragged_support_memory_as_documented(chunk, gradients):
 
 @pytest.mark.full
 def test_ragged_supports_cost_what_their_ids_do():
-    """Of 64 tokens with 1 to 64 ids: the loops' trips times their entries."""
+    """64 tokens have 1 to 64 ids; the cost is the loops' trips times their entries."""
     n, max_ids = 64, 256
     offsets = jnp.cumsum(jnp.arange(n + 1))
     spec = SimpleNamespace(chunk=16)
@@ -142,11 +142,11 @@ def test_ragged_supports_cost_what_their_ids_do():
     given = Ragged(offsets[:-1], jnp.diff(offsets), jnp.zeros(offsets[-1], jnp.int32))
     rule = RaggedSupportRule(spec, max_ids)
     covered, computed = jnp.zeros(n, int), 0
-    for width, tokens, here in rule._widths(rows, given):
+    for width, tokens, active in rule._width_groups(rows, given):
         assert tokens * width <= 4096
-        assert (given.counts[here] <= width).all()
-        covered += here
-        computed += width * int(here.sum())
+        assert (given.counts[active] <= width).all()
+        covered += active
+        computed += width * int(active.sum())
     assert (covered == 1).all()
     assert computed <= 2 * int(offsets[-1])
     assert int(offsets[-1]) < n * max_ids / 7

@@ -214,7 +214,7 @@ def test_metrics_have_no_gradient(problem):
         return total(h, *problem[1:], *arguments(problem))[1]["ratio"].sum()
 
     def by_metric(h):
-        """What is constant may be closed over."""
+        """A total whose loss_fn closes over a constant, which is allowed."""
         mean = metric(h) / N
         return total(h, *problem[1:], loss_fn=lambda s: -s.logprob * mean)[0]
 

@@ -1,4 +1,4 @@
-"""What token_loss compiles to: GEMMs, buffers, bytes."""
+"""Programs that token_loss compiles to: GEMMs, buffers, bytes."""
 
 import re
 

@@ -49,7 +49,7 @@ def logits(request):
 
 
 def statistics(xp, z, y):
-    """What each verb returns, of logits over the temperature, [N] or [N, K]."""
+    """The results of each verb for logits over the temperature, [N] or [N, K]."""
 
     def log_softmax(z):
         z = z - z.max(-1, keepdims=True)

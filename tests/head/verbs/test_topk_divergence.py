@@ -125,7 +125,7 @@ def test_topk_divergence_with_every_option(way, tail, dtype, layout):
 
 @pytest.mark.parametrize("way, tail", PAIRS)
 def test_ids_that_are_absent(way, tail):
-    """What the teacher says of them is not read."""
+    """The teacher's log-probabilities of absent ids are not read."""
     h, W, ids, ln_q = make()
     ids[:, 1], ids[5:9, 3:], ids[:, 4] = -1, -100, -1
     ln_q[:, 1], ln_q[:, 4] = np.nan, 7.0

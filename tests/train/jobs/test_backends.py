@@ -1,4 +1,4 @@
-"""What computes the head's loss, where it is named and cannot."""
+"""Backends of the head's loss, and errors where a named one cannot run."""
 
 import io
 import json

@@ -414,7 +414,7 @@ def test_all_columns_equal_dense_float64_divergence(name):
 
 
 def count(*columns):
-    """How often each token's numbers occur."""
+    """Counts of each token's numbers."""
     rows = zip(*columns, strict=True)
     return collections.Counter(tuple(np.hstack(row).tolist()) for row in rows)
 

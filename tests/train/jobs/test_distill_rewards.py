@@ -89,7 +89,7 @@ def softmax(z):
 
 @pytest.mark.parametrize("temperature", [slow(1.0), 0.7])
 def test_policy_gradient_equals_dense_float64(temperature):
-    """What the rewards add to the gradient; statistics stay those at temperature 1."""
+    """Rewards add to the gradient; statistics stay those at temperature 1."""
     rng = np.random.default_rng(0)
     student, teacher = (LMHead(d, 20, use_bias=False, rngs=nnx.Rngs(d)) for d in (8, 6))
     hidden, states = (rng.normal(size=(2, 5, d)).astype("f4") for d in (8, 6))

@@ -32,7 +32,7 @@ def directory(tmp_path, monkeypatch):
 
 
 def two(*overrides, status=0):
-    """What each of two processes says."""
+    """The output of each of two processes."""
     command = [sys.executable, "program.py", "train", "grpo.gin", *overrides]
     command += [f"--coordinator=127.0.0.1:{free_port()}", "--processes=2"]
     pair = [
@@ -55,7 +55,7 @@ def lines(name):
 
 
 def one_process_told(name):
-    """What the functions told, which were called in one process."""
+    """Values that functions have noted, which were called in one process."""
     told = lines(name)
     assert len({process for process, _ in told}) == 1
     return [value for _, value in told]

@@ -179,7 +179,7 @@ def job_of(**sampling):
 @pytest.mark.full
 @pytest.mark.parametrize("sampling", [dict(top_p=0.8, support=14), CUT], ids=str)
 def test_first_ratios_are_one_within_support(sampling):
-    """Of the trainer's probabilities to the sampler's, in every pass."""
+    """Ratios of the trainer's probabilities to the sampler's are 1 in every pass."""
     job = job_of(**sampling)
     state, compiled = job.initial_state(), job._compiled
     made = job._roll_out(1, state.params)

@@ -47,7 +47,7 @@ def packed(samples, prompts, lengths):
 
 @pytest.mark.slow
 def test_sampler_records_what_its_routers_choose():
-    """What a forward pass over all tokens chooses; other experts are other results."""
+    """A forward pass over all tokens chooses the same; others change results."""
     decoder = nnx.merge(*drawn(lambda: Decoder(SIZES, rngs=nnx.Rngs(0))))
     config = sampling.SamplingConfig(max_new_tokens=6)
     prompts = np.random.default_rng(1).integers(0, 31, (4, 5), np.int32)

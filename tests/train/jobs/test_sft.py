@@ -430,7 +430,7 @@ def with_held_out(config, tmp_path):
 
 
 def held_out_loss(config, **sections):
-    """Of the initial weights."""
+    """The held-out loss of the initial weights."""
     tokenizer = load_tokenizer(config.data)
     assert tokenizer.get_vocab_size() == 320
     params = sft.SftProgram(config, 320).initial_state().params
