@@ -26,10 +26,11 @@ from jaxmem.checkpoints.directories import (
     named_templates,
     new_directory,
 )
+from jaxmem.checkpoints.encoding import EncodedKernels
 from jaxmem.checkpoints.families import FAMILIES, ropes
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.tensors import Tensors, write_tensors
-from jaxmem.models import lora
+from jaxmem.models import coded_weights, lora
 from jaxmem.models.config import DTYPES, SAVED, UNTIED, ModelConfig
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.training_head import HeadConfig
@@ -66,7 +67,8 @@ def load(
         head: options of the head.
         policy: rematerialisation policy, as in `Decoder`.
         adapter: directory of a LoRA adapter in PEFT's layout, to be added.
-        options: other fields of `ModelConfig` that do not affect results: `attention`.
+        options: other fields of `ModelConfig` that the checkpoint does not decide:
+            `attention`, and `base` with `base_targets`, which code matrices.
 
     Raises:
         CheckpointError: a file is missing, damaged, or asks for something that is not
@@ -148,22 +150,26 @@ def _read_weights(
     every = by_path(shapes)
     every = {path: leaf for path, leaf in every.items() if not lora.is_adapter(path)}
     of_images = images.images if images else ()
-    names.refuse_others(tensors, every, of_images, naming)
+    plain = dict.fromkeys(map(coded_weights.kernel_path, every))
+    names.refuse_others(tensors, plain, of_images, naming)
     names.say_what_is_left_out(tensors, of_images, naming)
     if isinstance(tensors, CodedTensors):
         tensors.refuse_transposed(
-            name for path in every for stored in [naming(path)]
+            name for path in plain for stored in [naming(path)]
             if path.endswith("/kernel") and not stored.transposed
             for name in stored.names
         )  # fmt: skip
     leaves: Any = every
     if like is not None:
         leaves = traverse_util.flatten_dict(dict(like), sep="/")
-    arrays = {}
+    arrays, encoded = {}, EncodedKernels(tensors, naming, every, model.param_dtype)
     for path, leaf in leaves.items():
         if path not in every:  # an adapter's weight
             continue
-        read = names.reader(tensors, naming(path), path, leaf)
+        if coded_weights.is_coded(path):
+            read = encoded.reader(path)
+        else:
+            read = names.reader(tensors, naming(path), path, leaf)
         placement = sharding(path, leaf.shape) if callable(sharding) else sharding
         placement = placement or (leaf.sharding if like is not None else None)
         if placement is None:

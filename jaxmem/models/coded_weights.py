@@ -79,13 +79,33 @@ def is_coded(path: str) -> bool:
     return _LEAF.search(path) is not None
 
 
+def split_path(path: str) -> tuple[str, str]:
+    """The path of a coded kernel, and the name in `ARRAYS` of its array at a path."""
+    start, kernel, name = path.rpartition("kernel_")
+    return start + kernel.removesuffix("_"), name
+
+
+def kernel_path(path: str) -> str:
+    """The path of a weight, or of the kernel that an array of codes or scales is of."""
+    return split_path(path)[0] if is_coded(path) else path
+
+
+def base_of(codes: Any) -> str:
+    """The base of codes."""
+    return "int8" if codes.dtype == jnp.int8 else "nf4"
+
+
+def matrix_shape(codes: Any) -> tuple[int, ...]:
+    """The shape [..., outputs, inputs] of the matrix that codes are of."""
+    *rows, width = codes.shape
+    return (*rows, 2 * width if codes.dtype == jnp.uint8 else width)
+
+
 def count_weights(path: str, array: Any) -> int:
     """The number of weights that an array of this name has: of scales none."""
-    size = math.prod(array.shape)
     if not is_coded(path):
-        return size
-    in_bytes = 2 if array.dtype == jnp.uint8 else 1
-    return in_bytes * size if path.endswith("_codes") else 0
+        return math.prod(array.shape)
+    return math.prod(matrix_shape(array)) if path.endswith("_codes") else 0
 
 
 def shapes(outputs: int, inputs: int, base: str) -> dict[str, jax.ShapeDtypeStruct]:

@@ -117,6 +117,8 @@ class Job(Hooked):
         config = self.config
         model = dataclasses.asdict(config.model)
         del model["pad_row"]  # the checkpoint's; runs from before it go on
+        if config.model.base is None:  # as in runs from before it
+            del model["base"], model["base_targets"]
         fixed = self.reads.fixed() | {"model": model}
         fixed |= fixed_weights(config.optimizer, config.run.seed)
         return fixed | {"run": {"job": self.name, "seed": config.run.seed}}

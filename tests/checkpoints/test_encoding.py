@@ -1,0 +1,45 @@
+"""Matrices that are encoded as a checkpoint is read."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmem import checkpoints
+from jaxmem.models import coded_weights
+from jaxmem.models.weights import by_path
+
+TINY = "tests/checkpoints/tiny/qwen3"
+LARGER = "tests/checkpoints/bitsandbytes/qwen3_nf4"
+
+
+@pytest.mark.parametrize("directory, base", [(TINY, "int8"), (LARGER, "nf4")])
+def test_load_encodes_each_matrix(directory, base):
+    plain = by_path(checkpoints.load(directory, dtype="float32"))
+    coded = by_path(checkpoints.load(directory, dtype="float32", base=base))
+    kernels = [p for p in plain if p.startswith("blocks/") and p.endswith("/kernel")]
+    assert kernels and not coded.keys() & {*kernels}
+    for path in kernels:
+        expected = coded_weights.encode(plain[path].swapaxes(-1, -2), base)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(coded[f"{path}_{name}"], array)
+    others = plain.keys() - {*kernels}
+    for path in others:
+        np.testing.assert_array_equal(coded[path], plain[path])
+
+
+def test_load_places_codes():
+    device = jax.devices("cpu")[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    coded = by_path(checkpoints.load(TINY, base="int8", sharding=sharding))
+    own = by_path(checkpoints.load(TINY, base="int8"))
+    for path, array in own.items():
+        np.testing.assert_array_equal(coded[path], array)
+
+
+def test_load_encodes_base_targets_alone():
+    options = {"base": "int8", "base_targets": ("down",)}
+    coded = by_path(checkpoints.load(TINY, **options))
+    names = [path for path in coded if coded_weights.is_coded(path)]
+    assert {coded_weights.kernel_path(name) for name in names} == {
+        "blocks/feed_forward/down/kernel"
+    }
