@@ -26,8 +26,8 @@ class DataConfig:
 
     # "stdlib" (Python's own sources), or paths and globs of .txt, .jsonl or .parquet
     source: str | tuple[str, ...] = "stdlib"
-    # one an entry of `source`: shares of what is trained on, each source in orders of
-    # its own, again and again; None: an epoch has everything once
+    # share of each entry of `source` in the training data; each entry is read again and
+    # again, every time in another order; None: an epoch has everything once
     weights: tuple[float, ...] | None = None
     vocab_size: int = 8192  # entries of the byte-level BPE vocabulary, with specials
     sequence_length: int = 256  # tokens in a row (T)
@@ -45,8 +45,8 @@ class DataConfig:
     # names of columns, as in {"prompt": "my_question"}
     columns: dict[str, str] | None = None
     ignored: tuple[str, ...] = ()  # columns, and keys of messages, that are left out
-    # what a turn becomes of which the template leaves out text that the loss counts: an
-    # error (raise), a turn that does not count (mask), or the rest counts (count)
+    # handling of a turn whose template leaves out text that the loss counts: an error
+    # (raise), the turn does not count (mask), or the rest of it counts (count)
     stripped: Literal["raise", "mask", "count"] = "raise"
     # read .jsonl and .parquet files block by block, for data that do not fit in memory
     streaming: bool = False

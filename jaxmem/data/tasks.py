@@ -44,37 +44,42 @@ class TaskConfig:
 
     # "arithmetic" (sums of two numbers), or paths and globs of .jsonl or .parquet
     source: str | tuple[str, ...] = "arithmetic"
-    # of sums, exact: 1 for the answer, else 0; prefix: share of it that is right from
-    # the start. Of a file: exact, prefix, regex, number, gsm8k, json_schema,
+    # for sums: exact (1 for the answer, else 0) or prefix (share of it that is right
+    # from the start). For a file: exact, prefix, regex, number, gsm8k, json_schema,
     # unit_tests, length, overlong, "file.py:function" or "package.module:function", or
     # a tuple of several
     reward: str | tuple[str, ...] = user_code.field("exact")
-    reward_weights: tuple[float, ...] | None = None  # one a reward; None: 1 each
-    timeout: float | None = None  # most seconds of a reward's or environment's call
-    # what a reward function that raises or takes too long ends: the run (raise); or
-    # nothing, and its completions are left out of their groups and the loss (mask)
+    # factor of each reward; None: 1 each
+    reward_weights: tuple[float, ...] | None = None
+    # maximum seconds of one call of a reward or an environment; None: no limit
+    timeout: float | None = None
+    # a reward function that raises or takes too long ends the run (raise), or its
+    # completions are left out of their groups and the loss (mask)
     reward_errors: Literal["raise", "mask"] = "raise"
-    # likewise of a completion for which every reward function returns None
+    # a completion for which every reward function returns None is left out of its group
+    # and the loss (mask), or ends the run (raise)
     unrewarded: Literal["mask", "raise"] = "mask"
-    # whether records are completions of another engine, with prompt_ids,
-    # completion_ids, logprobs, a reward and, if it truncates, supports
+    # records are completions of another engine, with prompt_ids, completion_ids,
+    # logprobs, a reward and, if it truncates, supports
     recorded: bool = False
-    # what answers between turns: "calculator", or "file.py:Class" or
+    # environment that answers between turns: "calculator", or "file.py:Class" or
     # "package.module:Class" with reset and step, whose rewards count instead of
     # `reward`; None: one completion of each prompt
     environment: str | None = user_code.field(None)
-    max_turns: int = 4  # most completions of a conversation with an environment
-    max_reply_tokens: int = 64  # most that an environment's reply may have
-    # what a failure of an environment ends: the run (raise), or its conversation, with
-    # the rewards that it has (end), or left out of its group and the loss (mask)
+    max_turns: int = 4  # maximum completions of a conversation with an environment
+    max_reply_tokens: int = 64  # maximum tokens of an environment's reply
+    # a failure of an environment ends the run (raise), or ends its conversation, with
+    # the rewards that it has (end), or leaves it out of its group and the loss (mask)
     environment_errors: Literal["raise", "end", "mask"] = "raise"
-    # most calls of environments at a time; and, while the data are read, environments
+    # maximum calls of environments at a time; while the data are read, maximum
+    # environments at a time
     workers: int = 64
-    # one an entry of `source`: shares of the prompts, each source again and again in
-    # orders of its own; None: an epoch has every prompt once
+    # share of each entry of `source` in the prompts; each entry is read again and
+    # again, every time in another order; None: an epoch has every prompt once
     weights: tuple[float, ...] | None = None
     held_out: float = 0.0  # fraction of a file's prompts kept from training, in [0, 1)
-    max_prompt_tokens: int = 512  # of a file's prompts; longer ones are refused
+    # maximum tokens of a file's prompt; a longer one is refused
+    max_prompt_tokens: int = 512
     stop: str | None = None  # token that ends a completion; None: the tokenizer's eos
     # path of a Jinja template for messages; None: the checkpoint's own
     chat_template: str | None = None
@@ -83,10 +88,12 @@ class TaskConfig:
     # names of columns, as in {"prompt": "my_question"}
     columns: dict[str, str] | None = None
     ignored: tuple[str, ...] = ()  # columns, and keys of messages, that are left out
-    digits: int = 1  # most digits of each number of a sum
-    # last_digit: of the sum, one token and nothing after it; sum: its digits and <eos>
+    digits: int = 1  # maximum digits of each number of a sum
+    # last_digit: the sum's last digit, one token and nothing after it; sum: all digits
+    # and <eos>
     answer: Literal["last_digit", "sum"] = "last_digit"
-    seed: int = 0  # which sums; order of a file's prompts, another one each epoch
+    # selects the sums, and the order of a file's prompts, another one each epoch
+    seed: int = 0
 
     def __post_init__(self):
         check_numbers(self, _RANGES)

@@ -22,7 +22,7 @@ class EvalConfig:
     # steps between evaluations, the last step is evaluated too; None: none but at the
     # end of a supervised run
     every: int | None = None
-    prompts: int = 64  # of the job "grpo": most held-out prompts to complete
+    prompts: int = 64  # maximum held-out prompts to complete, of the job "grpo"
     keep_best: bool = True  # keep the best evaluation's checkpoint, in out_dir/best
 
     def __post_init__(self):

@@ -55,7 +55,7 @@ class PolicyMetrics(NamedTuple):
     reward: float  # mean over the samples
     accuracy: float  # share of samples whose (first) reward is 1 or more
     degenerate: float  # share of groups whose rewards are all equal
-    loss: float  # what is minimised, mean over the updates
+    loss: float  # the minimised loss, mean over the updates
     kl: float | None  # to the initial weights, k3; None without them
     entropy: float | None  # of the policy, nats
     sum_pi_squared: float | None  # of the policy, the collision probability
@@ -77,7 +77,7 @@ class PolicyMetrics(NamedTuple):
     # mean by function, where there are several; None: it gave none
     rewards: dict[str, float | None] | None = None
     held_out_reward: float | None = None  # at temperature 0; None where not evaluated
-    held_out_accuracy: float | None = None  # likewise
+    held_out_accuracy: float | None = None  # as `held_out_reward`
     # The quantiles of mismatch_mean's differences.
     mismatch_p50: float | None = None
     mismatch_p95: float | None = None
@@ -102,10 +102,11 @@ class PolicyMetrics(NamedTuple):
     kept: dict[str, float | None] | None = None
     # samples without a reward, from which nothing is learned
     unrewarded: int | None = None
-    held_out_unrewarded: int | None = None  # likewise, of held-out prompts
+    held_out_unrewarded: int | None = None  # held-out prompts without a reward
     turns: float | None = None  # completions of a conversation, mean; None without any
     busy: float | None = None  # share of slots with a completion, of all steps' slots
-    support_mean: float | None = None  # ids in a token's support; None likewise
+    # mean ids in a token's support; None where the sampler does not truncate
+    support_mean: float | None = None
     # share of tokens whose support has as many ids as sampling.support allows; None
     # where that limit cannot cut any
     support_full: float | None = None
@@ -165,7 +166,7 @@ class DistillMetrics(NamedTuple):
     """
 
     step: int  # steps done, this one included
-    # what is minimised: divergence + distill.loss_weight * ce, and with rewards the
+    # the minimised sum: divergence + distill.loss_weight * ce, and with rewards the
     # policy's loss, whose value says little, times distill.reward_weight
     loss: float
     divergence: float  # of the student from its teacher, at distill.temperature

@@ -32,9 +32,9 @@ class OptimizerConfig:
     """An optimizer of optax with a schedule that starts with a linear warmup."""
 
     learning_rate: float = 3e-3  # the peak, reached after the warmup
-    # steps of linear rise, fewer than run.steps; None: warmup_fraction says it
+    # steps of linear rise, fewer than run.steps; None: warmup_fraction of run.steps
     warmup_steps: int | None = None
-    final_fraction: float = 0.1  # of the peak, reached after the last step
+    final_fraction: float = 0.1  # fraction of the peak after the last step
     # decay of the mean of the gradients; momentum of "sgd" and "muon"
     b1: float = 0.9
     b2: float = 0.95  # decay of the mean of the squared gradients; second of "lion"
@@ -51,8 +51,8 @@ class OptimizerConfig:
     # after the warmup, a decay to final_fraction by a cosine or linearly, or none; wsd:
     # none but over the last decay_fraction of the steps, linearly
     schedule: Literal["cosine", "constant", "linear", "wsd"] = "cosine"
-    warmup_fraction: float = 0.1  # of run.steps, where warmup_steps is None
-    decay_fraction: float = 0.2  # of run.steps, of the schedule "wsd"
+    warmup_fraction: float = 0.1  # fraction of run.steps, where warmup_steps is None
+    decay_fraction: float = 0.2  # fraction of run.steps, of the schedule "wsd"
     # "muon" orthogonalises the updates of the blocks' matrices, and leaves the other
     # weights to AdamW; "adafactor" keeps the squares of a matrix by row and by column
     name: Literal["adamw", "muon", "adafactor", "lion", "sgd"] = "adamw"

@@ -42,7 +42,7 @@ class RunConfig:
     keep: int = 2  # newest checkpoints to keep
     log_every: int = 10  # steps between plain progress lines (not on a terminal)
     compare_heads: bool = True  # at the end, compile both heads and show their memory
-    # passes over the data, which decide steps; None: steps says it
+    # passes over the data, which decide the number of steps; None: run.steps does
     epochs: float | None = None
     # project of Weights & Biases that gets the metrics too; WANDB_MODE=offline keeps
     # them in out_dir/wandb, for `wandb sync`

@@ -47,12 +47,12 @@ class DistillConfig:
     # ended with model/; offline it is read for its tokenizer only, and None will do for
     # a student with model.checkpoint
     teacher: str | None = None
-    # of the teacher's weights and activations; None: as they are stored
+    # dtype of the teacher's weights and activations; None: as they are stored
     teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     # forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: of both
     # from their mixture
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    beta: float = 0.5  # of jsd: weight of the teacher in the mixture, in (0, 1)
+    beta: float = 0.5  # weight of the teacher in the mixture of jsd, in (0, 1)
     temperature: float = 1.0  # divides the logits of both models in the divergence
     loss_weight: float = 0.0  # weight of the data's cross-entropy
     # on_policy: weight of the policy gradient of task.reward; 0: rewards are recorded,

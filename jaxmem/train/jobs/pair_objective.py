@@ -106,8 +106,8 @@ class DpoConfig:
     # SimPO's margin (simpo), or the supervised loss with ORPO's ratio of odds (orpo);
     # or a loss of your own
     loss: str = user_code.field("sigmoid", PAIR_LOSSES)
-    # how strongly the reference holds; IPO's τ, SimPO's scale of rewards, ORPO's
-    # weight; None: the loss's own, 0.1, or 2 of simpo
+    # strength of the reference; IPO's τ, SimPO's scale of rewards, ORPO's weight; None:
+    # the loss's own, 0.1, or 2 of simpo
     beta: float | None = None
     gamma: float | None = None  # SimPO's margin; None: the loss's own, 0.5
     label_smoothing: float = 0.0  # probability that a pair is the wrong way round

@@ -56,26 +56,32 @@ class GrpoConfig:
     # lengths nor deviations; dapo, cispo, ppo_clip (its dual clip is 3): over tokens;
     # or a loss of your own
     loss: str = user_code.field("grpo", POLICY_LOSSES)
-    # what rewards become: less their group's mean, over its deviation (grpo) or not
-    # (dr_grpo), or over that of the rollout (batch_std); less the others' mean (rloo);
-    # of the rollout as one group (reinforce_plus_plus); or a function of your own;
-    # None: the loss's own, dr_grpo of the loss dr_grpo and grpo of others
+    # function from rewards to advantages: less their group's mean, over its deviation
+    # (grpo) or not (dr_grpo), or over that of the rollout (batch_std); less the others'
+    # mean (rloo); of the rollout as one group (reinforce_plus_plus); or a function of
+    # your own; None: the loss's own, dr_grpo of the loss dr_grpo and grpo of others
     advantage: str | None = user_code.field(None, ADVANTAGES)
-    clip_low: float | None = None  # how far below 1 a ratio counts; None: its own
-    clip_high: float | None = None  # how far above
-    # what corrects for a sampler whose probabilities are not the trainer's: weights
-    # that are truncated (tis), dropped above a cap (mis) or outside a band (icepop), or
+    # a ratio counts down to 1 - this; None: the loss's own
+    clip_low: float | None = None
+    # a ratio counts up to 1 + this; None: the loss's own
+    clip_high: float | None = None
+    # correction for a sampler whose probabilities are not the trainer's: weights that
+    # are truncated (tis), dropped above a cap (mis) or outside a band (icepop), or
     # dropped for sequences whose mean ratio is outside a band (sequence_mask); or the
-    # loss's own ratio, which is then that to the sampler and needs no old pass (ratio)
+    # loss's own ratio, which is then that to the sampler and needs no old pass (ratio);
+    # None: no correction
     correction: Literal["tis", "mis", "icepop", "sequence_mask", "ratio"] | None = None
-    correction_low: float | None = None  # lower bound of the band; None: its own
-    correction_high: float | None = None  # upper bound, or the cap; likewise
-    # a turn's advantage compares the rewards from it on; False: all, for all turns
+    # lower bound of the band; None: the correction's own
+    correction_low: float | None = None
+    # upper bound of the band, or the cap; None: the correction's own
+    correction_high: float | None = None
+    # a turn's advantage compares the rewards from that turn on; False: all rewards, for
+    # every turn
     turn_rewards: bool = False
     mask_truncated: bool = False  # learn nothing from completions without an end
     # old and update passes take the experts that the sampler's routers chose
     replay_routing: bool = False
-    # most further rollouts of a step for other prompts in the place of those whose
+    # maximum further rollouts of a step, for other prompts in the place of those whose
     # rewards are all equal, which tell nothing; 0: they stay
     resample: int = 0
     kl_coefficient: float = 0.0  # weight of the KL to the initial weights; 0: no copy
@@ -83,15 +89,15 @@ class GrpoConfig:
     minibatches: int = 1  # minibatches per rollout, an update each
     epochs: int = 1  # times that a rollout is gone through
     max_tokens_train: int = 2048  # slots of a micro-batch that has a backward pass
-    max_tokens_forward: int = 8192  # slots of one that has none
+    max_tokens_forward: int = 8192  # slots of a micro-batch without a backward pass
     # widths of packed rows, increasing, each a shape to compile; None: the longest
     # sequence that there can be, rounded up to 16; with share_prompts, a prompt and as
     # many blocks as a group has completions, and a quarter of these
     row_lengths: tuple[int, ...] | None = None
     # all passes read a group's prompt once, in rows of it and of several completions
     share_prompts: bool = False
-    # completions are cut at random, no sooner than after this share of their tokens,
-    # which are weighted by 1 / probability of being kept; None: they are whole
+    # completions are cut at random, after this share of their tokens at the earliest;
+    # tokens are weighted by 1 / probability of being kept; None: no cuts
     prefix_cut: float | None = None
     # probability with which a sampled token is learned from; its loss is divided by it,
     # so that the expected gradient is the same, and the head computes only these tokens
