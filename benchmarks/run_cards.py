@@ -127,6 +127,7 @@ CASES = [
         "qwen3-8b", "lora", "chat",
         "none, 4 rows: none",
         "torch varlen, 4 rows: torch compiled_float32_varlen",
+        f"none, no loop, 4 rows: none {UNROLLED}",
     ),
     *_cases(
         "qwen3-8b", "lora", "full",
@@ -138,8 +139,13 @@ CASES = [
     ),
     *_cases(
         "qwen3-8b", "whole", "full",
+        f"none, adafactor, 2 rows: none {ADAFACTOR} data.batch_size=2",
+        f"none, adafactor, 3 rows: none {ADAFACTOR} data.batch_size=3",
         f"full, adafactor, 4 rows: full {ADAFACTOR}",
         "torch compiled, bf16 AdamW, 2 rows: torch compiled data.batch_size=2",
+        "torch compiled, bf16 AdamW, 4 rows: torch compiled",
+        f"torch compiled, adafactor, 2 rows: torch compiled_float32 {ADAFACTOR} "
+        "data.batch_size=2",
         f"torch checkpointed, adafactor, 4 rows: torch checkpoint_compiled_float32 "
         f"{ADAFACTOR}",
     ),
@@ -147,6 +153,8 @@ CASES = [
         "qwen3-0.6b", "lora", "full",
         "none, 8 rows: none data.batch_size=8",
         "torch compiled, 8 rows: torch compiled_float32 data.batch_size=8",
+        f"none, no loop, 8 rows: none {UNROLLED} data.batch_size=8",
+        f"none, no loop, sampled, 8 rows: none {UNROLLED} {SAMPLED} data.batch_size=8",
         f"none, sampled, 8 rows: none {SAMPLED} data.batch_size=8",
     ),
     *_cases(
