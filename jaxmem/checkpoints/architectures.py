@@ -14,7 +14,8 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
-from jaxmem.checkpoints import quantization
+from jaxmem.checkpoints import coded_files, names, quantization
+from jaxmem.checkpoints.bitsandbytes import CodedTensors
 from jaxmem.checkpoints.config_reader import CheckpointError, Reader, read_object
 from jaxmem.checkpoints.families import FAMILIES, WITH_IMAGES
 from jaxmem.checkpoints.families.family import IGNORED, ONLY, Family, WithImages
@@ -77,7 +78,21 @@ def read_config(directory: str | Path) -> CheckpointConfig:
             f"{directory}: a run, not a checkpoint; name the model that it has saved, "
             f"{path.parent / 'model'}"
         )
-    return parse_config(path, read_object(path))
+    config = parse_config(path, read_object(path))
+    return config if config.coding is None else _with_base(config)
+
+
+def _with_base(config: CheckpointConfig) -> CheckpointConfig:
+    """The config, with the base that the tensors of its directory are coded in."""
+    assert config.coding is not None
+    model = dataclasses.replace(config.model, base=config.coding)
+    if any(config.path.parent.glob("model.safetensors*")):
+        tensors = CodedTensors(config.path.parent, config.coding)
+        prefixes = names.prefixes_of(tensors, config.family, config.images)
+        naming = names.Naming(config.family, config.model, prefixes, tensors)
+        fields = coded_files.base_fields(tensors, naming)
+        model = dataclasses.replace(model, **fields)
+    return dataclasses.replace(config, model=model)
 
 
 def parse_config(path: Path, raw: Mapping[str, Any]) -> CheckpointConfig:

@@ -104,11 +104,16 @@ class CodedTensors(Tensors):
         return self.matrix(name, shape).decoded(rows)[:, columns]
 
 
-class NestedScales(NamedTuple):
-    """Constants of double quantisation: scale = DYNAMIC[code] · factor + offset."""
+def is_nested(tensors: Tensors, name: str) -> bool:
+    """True if the scales of a matrix in nf4 are codes: double quantisation."""
+    return tensors.dtype(f"{name}.absmax") == "U8"
 
-    factors: np.ndarray  # float32, one for 256 codes of scales
-    offset: np.float32
+
+class NestedScales(NamedTuple):
+    """Arrays of double quantisation, named as in `coded_weights`."""
+
+    scale_scales: np.ndarray  # float32, one for 256 codes of scales
+    scale_offset: np.ndarray  # float32 []
 
 
 class Nf4Matrix:
@@ -130,7 +135,7 @@ class Nf4Matrix:
             )  # fmt: skip
         self.groups = inputs // _BLOCK  # of a row
         self.state = _read_state(tensors, name, shape)
-        self.is_nested = tensors.dtype(f"{name}.absmax") == "U8"
+        self.is_nested = is_nested(tensors, name)
         self._check_table(".quant_map", NF4)
 
     def codes(self, rows: slice = _ALL) -> np.ndarray:
@@ -167,7 +172,7 @@ class Nf4Matrix:
             )  # fmt: skip
         self._check_table(".nested_quant_map", DYNAMIC)
         factors = self._read_all(".nested_absmax", -(-blocks // NESTED))
-        return NestedScales(factors, np.float32(offset))
+        return NestedScales(factors, np.asarray(offset, np.float32))
 
     def plain_scales(self, rows: slice = _ALL) -> np.ndarray:
         """Scales float32 [rows, inputs / 64] of some rows, decoded if nested."""
@@ -176,8 +181,13 @@ class Nf4Matrix:
             return scales
         first = (rows.start or 0) * self.groups
         number = (np.arange(scales.size) + first) // NESTED
-        factor = self.nested.factors[number].reshape(scales.shape)
-        return DYNAMIC[scales] * factor + self.nested.offset
+        factor = self.nested.scale_scales[number].reshape(scales.shape)
+        return DYNAMIC[scales] * factor + self.nested.scale_offset
+
+    def block_scales(self, rows: slice, blocks: int, dtype: Any) -> np.ndarray:
+        """Scales [rows, blocks] of some rows in a type: uint8 for nested ones."""
+        assert blocks == self.groups
+        return self.scales(rows) if dtype == np.uint8 else self.plain_scales(rows)
 
     def decoded(self, rows: slice = _ALL) -> np.ndarray:
         """Weights float32 [rows, inputs] of some rows."""
@@ -219,6 +229,10 @@ class Int8Matrix:
         name, count = f"{self._module}SCB", (self.shape[0],)
         return self.tensors.read_stored(name, count, (rows,), ("F32",)) / 127
 
+    def block_scales(self, rows: slice, blocks: int, dtype: Any) -> np.ndarray:
+        """Scales [rows, blocks] of some rows in a type; all of a row are equal."""
+        return np.repeat(self.scales(rows)[:, None], blocks, axis=1).astype(dtype)
+
     def decoded(self, rows: slice = _ALL) -> np.ndarray:
         """Weights float32 [rows, inputs] of some rows."""
         return self.codes(rows) * self.scales(rows)[:, None]
@@ -244,7 +258,7 @@ def _read_state(tensors: Tensors, name: str, shape: tuple[int, ...]) -> dict[str
     if not isinstance(state, dict):
         raise _error(tensors, tensor, f"is no object, but {messages.short(state)}")
     expected = {"quant_type": "nf4", "blocksize": _BLOCK, "shape": [*shape]}
-    if tensors.dtype(f"{name}.absmax") == "U8":
+    if is_nested(tensors, name):
         expected["nested_blocksize"] = NESTED
     for key, value in expected.items():
         if state.get(key) != value:

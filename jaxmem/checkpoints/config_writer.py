@@ -16,13 +16,13 @@ from tokenizers import processors
 from jaxmem.checkpoints.architectures import parse_config
 from jaxmem.checkpoints.config_reader import CheckpointError, write_object
 from jaxmem.checkpoints.families import FAMILIES, ropes
-from jaxmem.models.config import ModelConfig
+from jaxmem.models.config import BASE_FIELDS, ModelConfig
 
 # Fields that do not describe the function that the weights compute.
 FREE = (
     "checkpoint", "factory", "dtype", "param_dtype", "attention", "lora_rank",
     "lora_alpha", "lora_targets", "lora_head", "lora_saved", "router_aux_loss_coef",
-    "pad_row", "base", "base_targets",
+    "pad_row", *BASE_FIELDS,
 )  # fmt: skip
 
 

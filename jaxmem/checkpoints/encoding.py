@@ -16,7 +16,7 @@ from jaxmem.checkpoints import names
 from jaxmem.checkpoints.tensors import Tensors
 from jaxmem.models import coded_weights
 
-_encode = jax.jit(coded_weights.encode, static_argnames="base")
+_encode = jax.jit(coded_weights.encode, static_argnames=("base", "double"))
 
 
 class EncodedKernels:
@@ -48,15 +48,17 @@ class EncodedKernels:
         codes = self._shapes[f"{path}_codes"]
         *leading, outputs, inputs = coded_weights.matrix_shape(codes)
         base = coded_weights.base_of(codes)
+        double = base != "nf4" or f"{path}_scale_scales" in self._shapes
+        encode = functools.partial(_encode, base=base, double=double)
         like = jax.ShapeDtypeStruct((*leading, inputs, outputs), jnp.dtype(self._dtype))
         read = names.reader(self._tensors, self._naming(path), path, like)
         if not leading:
-            return jax.device_get(_encode(read(_whole(2)).swapaxes(-1, -2), base=base))
+            return jax.device_get(encode(read(_whole(2)).swapaxes(-1, -2)))
         layers = []
         for layer in range(leading[0]):
             index = slice(layer, layer + 1), *_whole(len(like.shape) - 1)
             matrix = jnp.asarray(read(index)[0].swapaxes(-1, -2))
-            layers.append(jax.device_get(_encode(matrix, base=base)))
+            layers.append(jax.device_get(encode(matrix)))
         return {name: np.stack([each[name] for each in layers]) for name in layers[0]}
 
 

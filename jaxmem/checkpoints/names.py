@@ -343,6 +343,16 @@ def apart(array: np.ndarray, stored: Stored, index: int) -> np.ndarray:
     return _slice_part(by_head, widths, index).reshape(*array.shape[:-1], -1)
 
 
+def own_outputs(stored: Stored, path: str, outputs: int) -> np.ndarray | None:
+    """Rows of a tensor in the order of a weight's outputs; None: all as they are."""
+    if not stored.joined and stored.order is None:
+        return None
+    rows = np.arange(sum(stored.rows) if stored.joined else outputs)
+    if stored.joined:
+        rows = apart(rows, stored, stored.joined.index(path))
+    return rows if stored.order is None else rows[np.array(stored.order)]
+
+
 def _slice_part(array: np.ndarray, widths: Sequence[int], index: int) -> np.ndarray:
     """Part `index` of the last axis, which is divided into parts of `widths`."""
     first = sum(widths[:index])

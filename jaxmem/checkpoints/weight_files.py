@@ -17,6 +17,7 @@ from jaxmem.checkpoints import names, quantization
 from jaxmem.checkpoints.adapters import read_adapter, with_adapter
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.bitsandbytes import CodedTensors
+from jaxmem.checkpoints.coded_files import StoredCodes
 from jaxmem.checkpoints.config_reader import CheckpointError, write_object
 from jaxmem.checkpoints.config_writer import FREE, Text, describe, write_text_files
 from jaxmem.checkpoints.directories import (
@@ -31,7 +32,7 @@ from jaxmem.checkpoints.families import FAMILIES, ropes
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.tensors import Tensors, write_tensors
 from jaxmem.models import coded_weights, lora
-from jaxmem.models.config import DTYPES, SAVED, UNTIED, ModelConfig
+from jaxmem.models.config import BASE_FIELDS, DTYPES, SAVED, UNTIED, ModelConfig
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.models.weights import by_path, join_weights
@@ -68,7 +69,8 @@ def load(
         policy: rematerialisation policy, as in `Decoder`.
         adapter: directory of a LoRA adapter in PEFT's layout, to be added.
         options: other fields of `ModelConfig` that the checkpoint does not decide:
-            `attention`, and `base` with `base_targets`, which code matrices.
+            `attention`, and `base` with `base_targets`, which code matrices. Where
+            the checkpoint's are coded, they stay so; `base=None` decodes them.
 
     Raises:
         CheckpointError: a file is missing, damaged, or asks for something that is not
@@ -86,6 +88,12 @@ def load(
             f"{config.path}: dtype {messages.short(stored)} is none of "
             f"{', '.join(DTYPES)}; choose dtype= and param_dtype="
         )
+    if options.get("base", "") is None:  # decode what is coded
+        options = {
+            "base_targets": None,
+            "base_plain": (),
+            "base_double": True,
+        } | options
     model = dataclasses.replace(
         config.model,
         dtype=dtype or stored,
@@ -144,6 +152,11 @@ def _read_weights(
 ) -> dict[str, Any]:
     directory, coding = config.path.parent, config.coding
     tensors = CodedTensors(directory, coding) if coding else Tensors(directory)
+    if coding and model.base not in (None, coding):
+        raise CheckpointError(
+            f"{config.path}: matrices are coded in {coding}, and model.base="
+            f"{model.base!r} is another; leave it out"
+        )
     images = config.images
     prefixes = names.prefixes_of(tensors, config.family, images)
     naming = names.Naming(config.family, model, prefixes, tensors)
@@ -162,7 +175,11 @@ def _read_weights(
     leaves: Any = every
     if like is not None:
         leaves = traverse_util.flatten_dict(dict(like), sep="/")
-    arrays, encoded = {}, EncodedKernels(tensors, naming, every, model.param_dtype)
+    arrays: dict[str, Any] = {}
+    if isinstance(tensors, CodedTensors):
+        encoded = StoredCodes(tensors, naming, every)
+    else:
+        encoded = EncodedKernels(tensors, naming, every, model.param_dtype)
     for path, leaf in leaves.items():
         if path not in every:  # an adapter's weight
             continue
@@ -348,6 +365,8 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
     if model.lora_saved and read.tied:
         raise ValueError(f"model.lora_saved {UNTIED}")
     choices, default = _config_choices(model), ModelConfig()
+    if config.coding:  # the files say what is coded
+        choices = {k: v for k, v in choices.items() if k not in BASE_FIELDS}
     if model.pad_row is None:
         choices["pad_row"] = read.pad_row
     if model.router_aux_loss_coef is None:

@@ -35,9 +35,10 @@ def _product_backward(arrays, dy):
 product.defvjp(lambda x, arrays: (product(x, arrays), arrays), _product_backward)
 
 
-def draw_codes(
-    key: jax.Array, shape: tuple[int, ...], init: Any, dtype: Any, base: str
-) -> dict[str, jax.Array]:
+def draw(
+    key: jax.Array, shape: tuple[int, ...], init: Any, dtype: Any, base: str,
+    double: bool,
+) -> dict[str, jax.Array]:  # fmt: skip
     """The codes of an initial kernel [..., inputs, outputs], as a dense one is drawn.
 
     Under `jax.vmap` kernels are drawn one after the other, so that one is alive.
@@ -45,7 +46,8 @@ def draw_codes(
 
     @jax.custom_batching.sequential_vmap
     def drawn(key: jax.Array) -> dict[str, jax.Array]:
-        return coded_weights.encode(init(key, shape, dtype).swapaxes(-1, -2), base)
+        matrix = init(key, shape, dtype).swapaxes(-1, -2)
+        return coded_weights.encode(matrix, base, double)
 
     return drawn(key)
 
@@ -59,7 +61,7 @@ class CodedArrays(nnx.Module):
             setattr(self, f"kernel_{name}", nnx.Param(array))
 
     @property
-    def codes(self) -> dict[str, jax.Array]:
+    def arrays(self) -> dict[str, jax.Array]:
         """The arrays, named as in `coded_weights`."""
         names = coded_weights.ARRAYS
         there = [name for name in names if hasattr(self, f"kernel_{name}")]
@@ -75,6 +77,7 @@ class CodedLinear(CodedArrays):
         out_features: int,
         *,
         base: str,
+        double: bool,
         use_bias: bool,
         kernel_init: Any,
         rngs: nnx.Rngs,
@@ -83,7 +86,7 @@ class CodedLinear(CodedArrays):
         self.in_features, self.out_features = in_features, out_features
         self.dtype, self.param_dtype = types["dtype"], types["param_dtype"]
         shape = in_features, out_features
-        drawn = draw_codes(rngs.params(), shape, kernel_init, self.param_dtype, base)
+        drawn = draw(rngs.params(), shape, kernel_init, self.param_dtype, base, double)
         self.set_arrays(drawn)
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
@@ -92,9 +95,9 @@ class CodedLinear(CodedArrays):
     @property
     def kernel(self) -> jax.Array:
         """The decoded matrix [in_features, out_features] in the compute type."""
-        return coded_weights.decode(self.codes, self.dtype).T
+        return coded_weights.decode(self.arrays, self.dtype).T
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Map [..., in_features] to [..., out_features]."""
-        out = product(inputs.astype(self.dtype), self.codes)
+        out = product(inputs.astype(self.dtype), self.arrays)
         return out if self.bias is None else out + self.bias[...].astype(out.dtype)

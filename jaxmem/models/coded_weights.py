@@ -118,12 +118,12 @@ def shapes(outputs: int, inputs: int, base: str) -> dict[str, jax.ShapeDtypeStru
     return jax.eval_shape(lambda x: encode(x, base), matrix)
 
 
-def encode(matrix: jax.Array, base: str) -> dict[str, jax.Array]:
+def encode(matrix: jax.Array, base: str, double: bool = True) -> dict[str, jax.Array]:
     """The arrays of a matrix [..., outputs, inputs] in a base of `BASES`.
 
     A scale is the largest magnitude of a block, for int8 divided by 127; each weight
     has the nearest code. int8 has a scale for a whole row whose inputs are no multiple
-    of 128.
+    of 128. Scales of nf4 are indices of DYNAMIC if `double`, and else float32.
 
     Raises:
         ValueError: nf4, and the inputs are no multiple of 64.
@@ -145,7 +145,8 @@ def encode(matrix: jax.Array, base: str) -> dict[str, jax.Array]:
         return {"codes": codes.reshape(matrix.shape), "scales": largest / 127}
     codes = _nearest(wide * inverse).reshape(*matrix.shape[:-1], -1, 2)
     packed = codes[..., 0] << 4 | codes[..., 1]
-    return {"codes": packed} | _encode_scales(largest)
+    scales = _encode_scales(largest) if double else {"scales": largest}
+    return {"codes": packed} | scales
 
 
 def _nearest(x: jax.Array) -> jax.Array:

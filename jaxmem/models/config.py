@@ -22,6 +22,7 @@ FURTHER_MATRICES = (
     "delta_value", "delta_gate", "delta_rate", "delta_decay", "delta_output",
     "project", "inject_gate", "inject",
 )  # fmt: skip
+BASE_FIELDS = "base", "base_targets", "base_plain", "base_double"
 BASE_TARGETS = (*TARGETS, *FURTHER_MATRICES)
 SAVED = {"embed": "embed/embedding", "head": "head/kernel"}  # weights by name
 UNTIED = "is for a head with a matrix of its own (tied=False)"
@@ -228,6 +229,10 @@ class ModelConfig:
     base: Literal["nf4", "int8"] | None = None
     # matrices of blocks that are coded, by the names of lora_targets; None: all
     base_targets: tuple[str, ...] | None = None
+    # matrices that are plain in some layers all the same, as "LAYER.MATRIX"
+    base_plain: tuple[str, ...] = ()
+    # nf4's scales are codes of 8 bits themselves (double quantisation); False: float32
+    base_double: bool = True
 
     def __post_init__(self):
         """Raise a ValueError that names a field whose size cannot be built."""
@@ -276,10 +281,26 @@ class ModelConfig:
         ):
             if problem:
                 raise ValueError(f"ModelConfig.{said}")
-        coded = self.base is not None or self.base_targets is None
-        check_field(self, "base_targets", coded, "left out without base")
+        self._check_base()
         gate = self.lora_rank == 0 or self.gated or "gate" not in self.lora_targets
         check_field(self, "lora_targets", gate, "without 'gate' with gated=False")
+
+    def _check_base(self):
+        is_coded, nf4 = self.base is not None, self.base == "nf4"
+        without = "left out without base"
+        check_field(
+            self, "base_targets", is_coded or self.base_targets is None, without
+        )
+        check_field(self, "base_plain", is_coded or not self.base_plain, without)
+        check_field(
+            self, "base_double", nf4 or self.base_double, "True without base='nf4'"
+        )
+        layers = {*map(str, range(self.layers))}
+        for entry in self.base_plain:
+            layer, _, name = entry.partition(".")
+            if layer not in layers or name not in BASE_TARGETS:
+                expected = f"of LAYER.MATRIX, as '0.{TARGETS[-1]}'"
+                check_field(self, "base_plain", False, expected)
 
     def _check_rope(self):
         pairs, is_listed = self.rope_width // 2, self.rope_scaling == "listed"
@@ -418,9 +439,17 @@ class ModelConfig:
         return tuple(entries[i % len(entries)] for i in range(self.layers))
 
     def base_of(self, name: str) -> str | None:
-        """The base in which a block's matrix of this name is coded; None: in none."""
+        """The base in which a block's matrix of this name is coded; None: in none.
+
+        Of all layers but those that `base_plain` names.
+        """
         targets = self.base_targets
         return self.base if targets is None or name in targets else None
+
+    def plain_matrices(self, layer: int) -> frozenset[str]:
+        """Names of the matrices that `base_plain` has of a layer."""
+        split = (entry.partition(".") for entry in self.base_plain)
+        return frozenset(name for number, _, name in split if number == str(layer))
 
     @property
     def rope_width(self) -> int:

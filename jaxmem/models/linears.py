@@ -30,7 +30,7 @@ def linear(
     base = config.base_of(name)
     if base is not None:
         check_inputs(base, name, inputs)
-        code = {"base": base}
+        code = {"base": base, "double": config.base_double}
         kind = functools.partial(CodedLinear, **code)
         adapted = functools.partial(lora.LoraCodedLinear, **code)
     if config.lora_rank and name in config.lora_targets:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxmem.models.config import ModelConfig
+from jaxmem.models.config import BASE_TARGETS, ModelConfig
 
 
 class Stack(NamedTuple):
@@ -77,6 +77,10 @@ def _layer_config(config: ModelConfig, parts: "_LayerParts") -> ModelConfig:
         without |= {"delta_heads": None}
     ff = config.reuse_ff if mixer == "reuse" else None
     without |= {"reuse_ff": None, "ff": ff or config.ff}
+    if config.base_plain:
+        targets = BASE_TARGETS if config.base_targets is None else config.base_targets
+        coded = tuple(name for name in targets if name not in parts.plain)
+        without |= {"base_targets": coded, "base_plain": ()}
     return dataclasses.replace(
         config, mixers=(mixer,), feed_forwards=(feed_forward,), **without
     )
@@ -89,6 +93,7 @@ class _LayerParts(NamedTuple):
     feed_forward: str
     is_wide: bool  # True: heads have the width of global layers
     kind: str | None  # of the layer, where some reuse keys of their kind
+    plain: frozenset[str]  # matrices that are not coded, others of these layers are
 
 
 def _layer_parts(config: ModelConfig, layer: int) -> _LayerParts:
@@ -96,7 +101,8 @@ def _layer_parts(config: ModelConfig, layer: int) -> _LayerParts:
     mixer, feed_forward, kind = (cycle[layer % len(cycle)] for cycle in cycles)
     is_wide = kind == "global" and config.global_head_dim is not None
     reuses = "reuse" in config.mixers
-    return _LayerParts(mixer, feed_forward, is_wide, kind if reuses else None)
+    plain = config.plain_matrices(layer)
+    return _LayerParts(mixer, feed_forward, is_wide, kind if reuses else None, plain)
 
 
 def _find_repetition(parts: Sequence[_LayerParts]) -> tuple[int, int]:

@@ -9,17 +9,21 @@ import json
 import pathlib
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.bitsandbytes import CodedTensors
+from jaxmem.models import coded_weights, structure
 from jaxmem.models.coded_weights import DYNAMIC, NF4
 from jaxmem.models.config import ModelConfig
+from jaxmem.models.weights import by_path
 from tests.helpers import texts
 from tests.helpers.cases import slow
 from tests.helpers.decoders import whole as hidden_states
@@ -47,14 +51,22 @@ def logits_of(decoder, tokens):
     return np.asarray(decoder.logits(hidden_states(decoder, jnp.asarray(tokens))))
 
 
-def kernel_of(decoder, name):
-    """A matrix [outputs, inputs] of a layer, by its name in the files."""
+def matrix_of(decoder, name):
+    """A matrix [outputs, inputs] of a layer, decoded, by its name in the files."""
     _, _, layer, module, part, _ = name.split(".")
     block = {"self_attn": "attention", "mlp": "feed_forward"}[module]
     known = {"q": "query", "k": "key", "v": "value", "o": "output"}
     part = part.removesuffix("_proj")
-    matrix = getattr(getattr(decoder.blocks, block), known.get(part) or part)
-    return np.asarray(matrix.kernel[...][int(layer)].T, np.float32)
+    stacks = structure.stacks(decoder.config).values()
+    (stack,) = (stack for stack in stacks if int(layer) in stack.layers)
+    start = f"{stack.name}/{block}/{known.get(part) or part}/kernel"
+    weights, index = by_path(decoder), stack.layers.index(int(layer))
+    if start in weights:
+        return np.asarray(weights[start][index].T, np.float32)
+    names = coded_weights.ARRAYS
+    paths = {name: f"{start}_{name}" for name in names if f"{start}_{name}" in weights}
+    arrays = {name: weights[path][index] for name, path in paths.items()}
+    return np.asarray(coded_weights.decode(arrays, jnp.float32))
 
 
 def copied(name, tmp_path):
@@ -72,21 +84,62 @@ def changed(directory, change):
 # ------------------------------------------------------------------ numbers
 
 
+@pytest.mark.parametrize("options", [{}, {"base": None}])
 @pytest.mark.parametrize("name", KINDS)
-def test_load_decodes_matrices_as_bitsandbytes(name):
-    """In bfloat16, which bitsandbytes rounds to: equal within one rounding."""
+def test_load_has_the_matrices_of_bitsandbytes(name, options):
+    """Equal within the one rounding to bfloat16, which is theirs."""
+    decoder = loaded(name, **options)
     recorded = {k: v for k, v in expected(name).items() if k.endswith(".weight")}
     assert len(recorded) == {"qwen3_nf4": 12, "qwen3_int8": 7}.get(name, 14)
     for tensor, right in recorded.items():
-        weights = kernel_of(loaded(name, dtype="float32"), tensor).flatten()[::STRIDE]
+        weights = matrix_of(decoder, tensor).flatten()[::STRIDE]
         np.testing.assert_allclose(weights, right, rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("name", ["llama_double", slow("qwen3_nf4"), "qwen3_int8"])
 def test_load_logits_are_those_of_decoded_weights(name):
     logits, tokens = expected(name)["logits"], expected(name)["tokens"]
-    made = logits_of(loaded(name, dtype="float32"), tokens)
-    np.testing.assert_allclose(made, logits, atol=1e-5 * np.abs(logits).max())
+    plain = loaded(name, dtype="float32", base=None)
+    made, scale = logits_of(plain, tokens), np.abs(logits).max()
+    np.testing.assert_allclose(made, logits, atol=1e-5 * scale)
+    # In codes, which float32 products do not round to bfloat16.
+    exact = loaded(name, dtype="float32", param_dtype="float32", base=None)
+    coded = logits_of(loaded(name, dtype="float32"), tokens)
+    np.testing.assert_allclose(coded, logits_of(exact, tokens), atol=1e-5 * scale)
+    np.testing.assert_allclose(coded, logits, atol=2**-6 * scale)
+
+
+def test_load_keeps_what_is_coded():
+    decoder = loaded("qwen3_nf4")
+    config, weights = decoder.config, by_path(decoder)
+    targets = "query", "value", "output", "gate", "up", "down"
+    assert (config.base, config.base_targets) == ("nf4", targets)
+    assert not config.base_double and not config.base_plain
+    kinds = {path: str(weights[path].dtype) for path in weights if "attention/" in path}
+    assert kinds["blocks/attention/key/kernel"] == "bfloat16"
+    assert kinds["blocks/attention/value/kernel_codes"] == "uint8"
+    assert kinds["blocks/attention/value/kernel_scales"] == "float32"
+    double = by_path(loaded("llama_double"))
+    assert double["blocks/feed_forward/up/kernel_scales"].dtype == "uint8"
+    assert double["blocks/feed_forward/up/kernel_scale_scales"].shape == (2, 2)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_load_places_parts_of_codes(name):
+    devices = np.array(jax.devices()[:2])
+    mesh = jax.sharding.Mesh(devices, ("x",), axis_types=(AxisType.Auto,))
+
+    def place(path, shape):
+        axes: list[str | None] = [None] * len(shape)
+        if path.endswith(("_codes", "_scales")) and "scale_" not in path:
+            by_inputs = "down" in path and shape[-1] % 2 == 0
+            axes[2 if by_inputs else 1] = "x"
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    parts = by_path(loaded(name, sharding=place))
+    for path, whole in by_path(loaded(name)).items():
+        np.testing.assert_array_equal(parts[path], whole)
+        assert not path.endswith("_codes") or not parts[path].is_fully_replicated
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -118,9 +171,8 @@ def test_codes_of_other_storage_types_are_the_same_bytes(storage, tmp_path):
             tensors[name] = codes.reshape(-1, 1)
 
     directory = changed(copied("qwen3_nf4", tmp_path), change)
-    made = checkpoints.load(directory, dtype="float32")
-    right = loaded("qwen3_nf4", dtype="float32")
-    np.testing.assert_array_equal(kernel_of(made, GATE), kernel_of(right, GATE))
+    made, right = checkpoints.load(directory), loaded("qwen3_nf4")
+    np.testing.assert_array_equal(matrix_of(made, GATE), matrix_of(right, GATE))
 
 
 def test_matrix_may_be_plain_in_one_layer(tmp_path):
@@ -133,19 +185,27 @@ def test_matrix_may_be_plain_in_one_layer(tmp_path):
         tensors[GATE] = plain.astype(jnp.bfloat16)
 
     made = checkpoints.load(changed(copied("qwen3_nf4", tmp_path), change))
+    assert made.config.base_plain == ("1.gate",)
+    weights = by_path(made)
+    assert "blocks/feed_forward/gate/kernel_codes" in weights
+    assert "blocks_1/feed_forward/gate/kernel" in weights
     for layer in ("0", "1"):
         name = GATE.replace(".1.", f".{layer}.")
-        right = kernel_of(loaded("qwen3_nf4", dtype="float32"), name)
-        np.testing.assert_array_equal(kernel_of(made, name), right)
+        right = matrix_of(loaded("qwen3_nf4"), name)
+        np.testing.assert_allclose(matrix_of(made, name), right, rtol=2**-8)
+    tokens = expected("qwen3_nf4")["tokens"]
+    logits = logits_of(loaded("qwen3_nf4"), tokens)
+    scale = np.abs(logits).max()
+    np.testing.assert_allclose(logits_of(made, tokens), logits, atol=2**-5 * scale)
 
 
 def test_saved_checkpoint_is_plain(tmp_path):
     source = CODED / "qwen3_nf4"
-    checkpoints.save(tmp_path / "out", loaded("qwen3_nf4"), like=source)
+    right = loaded("qwen3_nf4", base=None)
+    checkpoints.save(tmp_path / "out", right, like=source)
     assert checkpoints.read_config(tmp_path / "out").coding is None
-    made = checkpoints.load(tmp_path / "out", dtype="float32")
-    right = loaded("qwen3_nf4", dtype="float32")
-    np.testing.assert_array_equal(kernel_of(made, GATE), kernel_of(right, GATE))
+    made = checkpoints.load(tmp_path / "out")
+    np.testing.assert_array_equal(matrix_of(made, GATE), matrix_of(right, GATE))
 
 
 # ------------------------------------------------------------------ refusals
@@ -157,7 +217,15 @@ def test_with_checkpoint_refuses_to_train_coded_matrices():
     with pytest.raises(ValueError, match=message):
         checkpoints.with_checkpoint(model)
     adapted = dataclasses.replace(model, lora_rank=2)
-    assert checkpoints.with_checkpoint(adapted).layers == 2
+    found = checkpoints.with_checkpoint(adapted)
+    assert (found.layers, found.base, found.base_double) == (2, "nf4", False)
+    for field, value in (("base", "int8"), ("base_targets", ("query",))):
+        others = {"base": "nf4", field: value}
+        wrong = dataclasses.replace(adapted, **others)
+        with pytest.raises(ValueError, match=f"model.{field}=.* is not what the chec"):
+            checkpoints.with_checkpoint(wrong)
+    with pytest.raises(CheckpointError, match="in nf4, and model.base='int8' is anoth"):
+        checkpoints.load(CODED / "llama_double", base="int8")
 
 
 def edited(**changes):

@@ -9,17 +9,27 @@ from jaxmem.models import coded_weights
 from jaxmem.models.weights import by_path
 
 TINY = "tests/checkpoints/tiny/qwen3"
-LARGER = "tests/checkpoints/bitsandbytes/qwen3_nf4"
+LARGER = "tests/checkpoints/bitsandbytes/qwen3_nf4"  # of whole blocks, once decoded
 
 
-@pytest.mark.parametrize("directory, base", [(TINY, "int8"), (LARGER, "nf4")])
-def test_load_encodes_each_matrix(directory, base):
+@pytest.mark.parametrize(
+    "base, options", [("int8", {}), ("nf4", {}), ("nf4", {"base_double": False})]
+)
+def test_load_encodes_each_matrix(base, options, tmp_path):
+    directory = TINY
+    if base == "nf4":
+        directory = str(tmp_path / "plain")
+        decoded = checkpoints.load(LARGER, base=None)
+        checkpoints.save(directory, decoded, like=LARGER)
     plain = by_path(checkpoints.load(directory, dtype="float32"))
-    coded = by_path(checkpoints.load(directory, dtype="float32", base=base))
+    options |= {"base": base}
+    coded = by_path(checkpoints.load(directory, dtype="float32", **options))
     kernels = [p for p in plain if p.startswith("blocks/") and p.endswith("/kernel")]
     assert kernels and not coded.keys() & {*kernels}
     for path in kernels:
-        expected = coded_weights.encode(plain[path].swapaxes(-1, -2), base)
+        double = options.get("base_double", True)
+        expected = coded_weights.encode(plain[path].swapaxes(-1, -2), base, double)
+        assert len(expected) == sum(name.startswith(path) for name in coded)
         for name, array in expected.items():
             np.testing.assert_array_equal(coded[f"{path}_{name}"], array)
     others = plain.keys() - {*kernels}

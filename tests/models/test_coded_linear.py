@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmem import remat
 from jaxmem.models import coded_linear, coded_weights, partitioning, weights
-from jaxmem.models.config import BASE_TARGETS
 from jaxmem.models.decoder import Decoder, ModelConfig
 from tests.helpers import decoders
 
@@ -28,10 +27,9 @@ def coded(config, **options):
     flat = weights.by_path(plain)
     arrays = {}
     for path, array in flat.items():
-        module, _, kind = path.rpartition("/")
-        name = module.rpartition("/")[2]
-        if kind == "kernel" and name in BASE_TARGETS and config.base_of(name):
-            encoded = coded_weights.encode(array.swapaxes(-1, -2), config.base)
+        base = config.base_of(path.split("/")[-2]) if "/" in path else None
+        if path.endswith("/kernel") and path.startswith("blocks") and base:
+            encoded = coded_weights.encode(array.swapaxes(-1, -2), base)
             arrays |= {f"{path}_{name}": each for name, each in encoded.items()}
         else:
             arrays[path] = array
@@ -59,32 +57,21 @@ def decoded(decoder, **options):
     return nnx.merge(nnx.split(shapes)[0], nested)
 
 
-EXPERTS = dataclasses.replace(
-    CONFIG, feed_forwards=("experts",), experts=4, experts_per_token=2, expert_ff=64,
-    shared_ff=64, expert_bias=True,
-)  # fmt: skip
-LATENT = dataclasses.replace(
-    CONFIG, mixers=("latent",), latent=64, query_latent=64, rotated_width=16,
-    lora_targets=("output", "up"),
-)  # fmt: skip
-FULL = pytest.mark.full
 LAST = remat.Policy(dots=True, last=1)
 
 
 @pytest.mark.parametrize(
-    "config, options",
+    "base, options",
     [
-        (CONFIG, {}),
-        pytest.param(dataclasses.replace(CONFIG, base="int8"), {}, marks=FULL),
-        pytest.param(CONFIG, {"policy": None}, marks=FULL),
-        pytest.param(CONFIG, {"policy": LAST}, marks=FULL),
-        pytest.param(CONFIG, {"unroll": True}, marks=FULL),
-        pytest.param(EXPERTS, {}, marks=FULL),
-        pytest.param(LATENT, {}, marks=FULL),
+        ("nf4", {}),
+        pytest.param("int8", {}, marks=pytest.mark.full),
+        pytest.param("nf4", {"policy": None}, marks=pytest.mark.full),
+        pytest.param("nf4", {"policy": LAST}, marks=pytest.mark.full),
+        pytest.param("nf4", {"unroll": True}, marks=pytest.mark.full),
     ],
 )
-def test_decoder_with_codes_is_the_dense_one(config, options):
-    model = coded(config, **options)
+def test_decoder_with_codes_is_the_dense_one(base, options):
+    model = coded(dataclasses.replace(CONFIG, base=base), **options)
     dense = decoded(model, **options)
 
     @jax.jit
@@ -108,7 +95,7 @@ def test_decoder_with_codes_is_the_dense_one(config, options):
     jax.tree.map(compare, expected, own)
 
 
-@FULL
+@pytest.mark.full
 def test_new_decoder_has_the_codes_of_the_dense_one():
     def make(config):
         return jax.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
@@ -129,6 +116,29 @@ def test_base_targets_are_the_matrices_with_codes():
     assert sorted(paths) == [
         "blocks/attention/query/kernel_codes", "blocks/feed_forward/up/kernel_codes",
     ]  # fmt: skip
+
+
+def test_base_plain_matrices_have_no_codes_in_their_layers():
+    config = dataclasses.replace(CONFIG, layers=4, base_plain=("1.down", "1.query"))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    flat = weights.by_path(model)
+    coded = {path.rpartition("/")[0] for path in flat if path.endswith("_codes")}
+    for stack, layers in (("blocks", 1), ("blocks_1", 1), ("blocks_2", 2)):
+        for module in ("attention/query", "attention/key", "feed_forward/down"):
+            path = f"{stack}/{module}"
+            plain = stack == "blocks_1" and not module.endswith("key")
+            assert (path in coded) is not plain
+            assert (f"{path}/kernel" in flat) is plain
+            assert len(flat[f"{path}/kernel" + "_codes" * (not plain)]) == layers
+
+
+def test_base_double_false_has_scales_in_float32():
+    config = dataclasses.replace(CONFIG, base_double=False)
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    flat = weights.by_path(model)
+    scales = flat["blocks/feed_forward/down/kernel_scales"]
+    assert (scales.shape, scales.dtype) == ((2, 128, 3), jnp.float32)
+    assert not any("scale_scales" in path or "scale_offset" in path for path in flat)
 
 
 @pytest.mark.parametrize("policy", [None, remat.Policy(dots=True)])
@@ -208,6 +218,13 @@ def test_config_refuses_base_targets_without_base():
         dataclasses.replace(CONFIG, base=None, base_targets=("query",))
     with pytest.raises(ValueError, match="base_targets must be among query"):
         dataclasses.replace(CONFIG, base_targets=("queries",))
+    with pytest.raises(ValueError, match="base_plain .*left out without base"):
+        dataclasses.replace(CONFIG, base=None, base_plain=("0.down",))
+    for entry in ("2.down", "down", "0.downs"):
+        with pytest.raises(ValueError, match="base_plain must be of LAYER.MATRIX, as "):
+            dataclasses.replace(CONFIG, base_plain=(entry,))
+    with pytest.raises(ValueError, match="base_double must be True without base='nf4'"):
+        dataclasses.replace(CONFIG, base="int8", base_double=False)
 
 
 def test_weights_of_qwen3_8b_take_5_7_gib():

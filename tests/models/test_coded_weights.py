@@ -125,6 +125,15 @@ def test_shapes_are_4_bits_and_an_eighth():
     assert abs(8 * size / (4096 * 12288) - 4.127) < 1e-3
 
 
+def test_encode_without_double_quantisation_has_the_largest_magnitudes():
+    x = matrix(8, 128)
+    arrays = coded_weights.encode(jnp.asarray(x), "nf4", double=False)
+    assert arrays.keys() == {"codes", "scales"}
+    np.testing.assert_array_equal(
+        arrays["scales"], np.abs(x.reshape(8, 2, 64)).max(axis=-1)
+    )
+
+
 def test_encode_refuses_part_of_a_block():
     with pytest.raises(ValueError, match="64 inputs, which must divide the 96 inputs"):
         coded_weights.encode(jnp.zeros((2, 96)), "nf4")
