@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import remat
+from jaxmem.models.kernels import packed_attention
 from jaxmem.models.positions import Sight
 
 
@@ -44,8 +45,11 @@ def attend_by_cudnn(
 
     Its output and logsumexp share the checkpoint name "attn_lse". In rows of one
     document, `sight.window` is either `window`, whose kernel skips what is outside of
-    it, or the whole row; with several documents, cuDNN gets a bias instead.
+    it, or the whole row. With several documents, the kernel computes the scores within
+    `sight.packed`; without these, cuDNN gets a bias and computes all scores of a row.
     """
+    if sight.packed is not None:
+        return _attend_packed(query, key, value, sight, scale)
 
     def kernel(query, key, value, sight, window=None):
         mask, queries, keys = sight.mask, query.shape[1], key.shape[1]
@@ -64,6 +68,53 @@ def attend_by_cudnn(
         is_near = jnp.asarray(sight.window) == window
         return jax.lax.cond(is_near, near, kernel, query, key, value, Sight())
     return kernel(query, key, value, sight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend_packed(query, key, value, sight, scale):
+    return _attend_packed_forward(query, key, value, sight, scale)[0]
+
+
+def _attend_packed_forward(query, key, value, sight, scale):
+    batch = sight.packed
+
+    def packed(query, key, value):
+        return packed_attention.attend_forward(query, key, value, batch, scale)
+
+    def biased(query, key, value):
+        tokens = query.shape[0] * query.shape[1]
+        lse = jnp.zeros((query.shape[2], tokens), jnp.float32)  # not read
+        return _attend_biased(query, key, value, sight, scale), lse
+
+    out, lse = jax.lax.cond(batch.fit, packed, biased, query, key, value)
+    out, lse = remat.name(out, "attn_lse"), remat.name(lse, "attn_lse")
+    return out, (query, key, value, sight, out, lse)
+
+
+def _attend_packed_backward(scale, residuals, dout):
+    query, key, value, sight, out, lse = residuals
+    batch = sight.packed
+
+    def packed(query, key, value):
+        return packed_attention.attend_backward(
+            query, key, value, batch, scale, (out, lse), dout
+        )
+
+    def biased(query, key, value):
+        attend = functools.partial(_attend_biased, sight=sight, scale=scale)
+        return jax.vjp(attend, query, key, value)[1](dout)
+
+    return *jax.lax.cond(batch.fit, packed, biased, query, key, value), None
+
+
+_attend_packed.defvjp(_attend_packed_forward, _attend_packed_backward)
+
+
+def _attend_biased(query, key, value, sight, scale):
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=sight.mask, scale=scale, is_causal=True,
+        implementation="cudnn",
+    )  # fmt: skip
 
 
 class _AttentionResiduals(NamedTuple):

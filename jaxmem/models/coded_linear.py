@@ -35,7 +35,7 @@ def _product_backward(arrays, dy):
 product.defvjp(lambda x, arrays: (product(x, arrays), arrays), _product_backward)
 
 
-def draw(
+def draw_codes(
     key: jax.Array, shape: tuple[int, ...], init: Any, dtype: Any, base: str,
     double: bool,
 ) -> dict[str, jax.Array]:  # fmt: skip
@@ -61,7 +61,7 @@ class CodedArrays(nnx.Module):
             setattr(self, f"kernel_{name}", nnx.Param(array))
 
     @property
-    def arrays(self) -> dict[str, jax.Array]:
+    def codes(self) -> dict[str, jax.Array]:
         """The arrays, named as in `coded_weights`."""
         names = coded_weights.ARRAYS
         there = [name for name in names if hasattr(self, f"kernel_{name}")]
@@ -86,7 +86,8 @@ class CodedLinear(CodedArrays):
         self.in_features, self.out_features = in_features, out_features
         self.dtype, self.param_dtype = types["dtype"], types["param_dtype"]
         shape = in_features, out_features
-        drawn = draw(rngs.params(), shape, kernel_init, self.param_dtype, base, double)
+        key, dtype = rngs.params(), self.param_dtype
+        drawn = draw_codes(key, shape, kernel_init, dtype, base, double)
         self.set_arrays(drawn)
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
@@ -95,9 +96,9 @@ class CodedLinear(CodedArrays):
     @property
     def kernel(self) -> jax.Array:
         """The decoded matrix [in_features, out_features] in the compute type."""
-        return coded_weights.decode(self.arrays, self.dtype).T
+        return coded_weights.decode(self.codes, self.dtype).T
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Map [..., in_features] to [..., out_features]."""
-        out = product(inputs.astype(self.dtype), self.arrays)
+        out = product(inputs.astype(self.dtype), self.codes)
         return out if self.bias is None else out + self.bias[...].astype(out.dtype)

@@ -12,8 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxmem import remat
-from jaxmem.models import interfaces, lora, partitioning
+from jaxmem.models import coded_weights, interfaces, linears, lora, partitioning
 from jaxmem.models.balance import Choice
+from jaxmem.models.coded_linear import CodedArrays, draw_codes
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.experts import grouped, grouped_rows, routing
 from jaxmem.models.feed_forward import DenseFeedForward, gated
@@ -105,6 +106,7 @@ class Experts(nnx.Module):
         arrays = {name: getattr(self, name).arrays for name in ("gate", "up", "down")}
 
         def on_device(arrays, x, chosen, weights):
+            arrays = {name: _decoded(each, config) for name, each in arrays.items()}
             x = x.astype(config.dtype)
             flat = [a.reshape(-1, a.shape[-1]) for a in (x, chosen, weights)]
             return grouped.apply(run, arrays, *flat).reshape(x.shape)
@@ -141,15 +143,30 @@ def _matrix_specs(
         axes: list[str | None] = [None] * array.ndim
         if key in split:
             axes[axis] = _TENSOR
+        elif coded_weights.is_coded(key) and array.shape[-axis] > 1:
+            axes[-axis] = _TENSOR  # of [experts, outputs, inputs]
         return PartitionSpec(*axes)
 
     return {key: spec(key, array) for key, array in arrays.items()}
 
 
-class Matrices(nnx.Module):
+def _decoded(
+    arrays: Mapping[str, jax.Array], config: ModelConfig
+) -> dict[str, jax.Array]:
+    """The arrays of a matrix of all experts, with a kernel in the place of codes."""
+    others = {k: v for k, v in arrays.items() if not coded_weights.is_coded(k)}
+    if "kernel" in others:
+        return others
+    codes = {name: arrays[f"kernel_{name}"] for name in ("codes", "scales")}
+    kernel = coded_weights.decode(codes, config.dtype).swapaxes(-1, -2)
+    return others | {"kernel": kernel}
+
+
+class Matrices(CodedArrays):
     """One matrix of every expert [experts, inputs, outputs], with or without adapters.
 
-    `lora_targets` may have its name; `gain` is the factor of its results' variance.
+    `lora_targets` and `base_targets` may have its name; `gain` is the factor of its
+    results' variance.
     """
 
     def __init__(
@@ -168,8 +185,14 @@ class Matrices(nnx.Module):
             gain, "fan_in", "truncated_normal", batch_axis=(0,)
         )
         shape = count, inputs, outputs
-        self.kernel = nnx.Param(draw(rngs.params(), shape, dtype))
-        self.names = ("kernel",)
+        base, self.names = config.base_of(name), ("kernel",)
+        if base is None:
+            self.kernel = nnx.Param(draw(rngs.params(), shape, dtype))
+        else:
+            linears.check_inputs(base, name, inputs)
+            self.names = ()
+            key, double = rngs.params(), config.base_double
+            self.set_arrays(draw_codes(key, shape, draw, dtype, base, double))
         if config.expert_bias:
             self.bias = nnx.Param(jnp.zeros((count, outputs), dtype))
             self.names += ("bias",)
@@ -179,8 +202,14 @@ class Matrices(nnx.Module):
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
-        """The arrays of all matrices, by name."""
-        return {name: getattr(self, name)[...] for name in self.names}
+        """The arrays of all matrices, by name; scales of coded ones are in float32."""
+        arrays = {name: getattr(self, name)[...] for name in self.names}
+        if "kernel" in arrays:
+            return arrays
+        # A shard's scales could not be decoded: 256 that share one may cross shards.
+        codes = self.codes
+        scales = coded_weights.decode_scales(codes)
+        return arrays | {"kernel_codes": codes["codes"], "kernel_scales": scales}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.head.backends import hopper
+from jaxmem.models import partitioning
 from jaxmem.models.config import KINDS, ModelConfig
+from jaxmem.models.kernels import packed_attention
 
 Ids = jax.Array | np.ndarray  # integers, on the device or on the host
 
@@ -254,6 +257,7 @@ class Sight(NamedTuple):
     branches: Branches | None = None  # of rows with a prompt that blocks share
     # [B, T or 1, S - T] which of the first keys each query sees
     prefix: jax.Array | None = None
+    packed: packed_attention.DocumentRuns | None = None  # of cuDNN's ragged kernel
 
     @property
     def mask(self) -> jax.Array | None:
@@ -306,7 +310,10 @@ def documents(
     Without `segment_ids` [B, T] a row is one document.
     """
     if config.window is None:
-        return lambda kind: Sight(segment_ids, branches=branches)
+        packed = None
+        if segment_ids is not None and branches is None and _takes_packed_rows(config):
+            packed = packed_attention.documents(jnp.asarray(segment_ids))
+        return lambda kind: Sight(segment_ids, branches=branches, packed=packed)
     chunked = "chunked" in config.pattern
     if segment_ids is None and (chunked or config.attention != "cudnn"):
         segment_ids = jnp.zeros_like(positions)
@@ -319,6 +326,13 @@ def documents(
 
     widths = by_kind(config, width)
     return lambda kind: Sight(segment_ids, widths(kind))
+
+
+def _takes_packed_rows(config: ModelConfig) -> bool:
+    """True if cuDNN's ragged kernel attends: on a Hopper GPU, and not on a mesh."""
+    if config.attention != "cudnn" or partitioning.current() is not None:
+        return False
+    return hopper.refuses_machine() is None
 
 
 def document_lengths(

@@ -156,7 +156,10 @@ class Streamed:
         """
 
         def of_leaf(path, leaf, count=None):
-            name, home = _leaf_name(path), _home_sharding(leaf)
+            name = _leaf_name(path)
+            home = leaf.sharding or jax.sharding.SingleDeviceSharding(
+                devices.current()[0]
+            )
             cuts = self._slice_bounds(leaf, count)
             if len(cuts) > 1 and _rows_are_split(leaf):
                 home = _with_rows_whole(home)  # a slice's rows may not be divisible
@@ -276,10 +279,6 @@ def _check_consumable(**trees):
                 f"same one at {first} and {location}: leave one of them out, or "
                 "jnp.copy it if both are to be trained apart"
             )
-
-
-def _home_sharding(leaf):
-    return leaf.sharding or jax.sharding.SingleDeviceSharding(devices.current()[0])
 
 
 def _replicate(home):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmem import remat
 from jaxmem.models import coded_linear, coded_weights, partitioning, weights
+from jaxmem.models.config import BASE_TARGETS
 from jaxmem.models.decoder import Decoder, ModelConfig
 from tests.helpers import decoders
 
@@ -27,9 +28,10 @@ def coded(config, **options):
     flat = weights.by_path(plain)
     arrays = {}
     for path, array in flat.items():
-        base = config.base_of(path.split("/")[-2]) if "/" in path else None
-        if path.endswith("/kernel") and path.startswith("blocks") and base:
-            encoded = coded_weights.encode(array.swapaxes(-1, -2), base)
+        module, _, kind = path.rpartition("/")
+        name = module.rpartition("/")[2]
+        if kind == "kernel" and name in BASE_TARGETS and config.base_of(name):
+            encoded = coded_weights.encode(array.swapaxes(-1, -2), config.base)
             arrays |= {f"{path}_{name}": each for name, each in encoded.items()}
         else:
             arrays[path] = array
@@ -57,21 +59,32 @@ def decoded(decoder, **options):
     return nnx.merge(nnx.split(shapes)[0], nested)
 
 
+EXPERTS = dataclasses.replace(
+    CONFIG, feed_forwards=("experts",), experts=4, experts_per_token=2, expert_ff=64,
+    shared_ff=64, expert_bias=True,
+)  # fmt: skip
+LATENT = dataclasses.replace(
+    CONFIG, mixers=("latent",), latent=64, query_latent=64, rotated_width=16,
+    lora_targets=("output", "up"),
+)  # fmt: skip
+FULL = pytest.mark.full
 LAST = remat.Policy(dots=True, last=1)
 
 
 @pytest.mark.parametrize(
-    "base, options",
+    "config, options",
     [
-        ("nf4", {}),
-        pytest.param("int8", {}, marks=pytest.mark.full),
-        pytest.param("nf4", {"policy": None}, marks=pytest.mark.full),
-        pytest.param("nf4", {"policy": LAST}, marks=pytest.mark.full),
-        pytest.param("nf4", {"unroll": True}, marks=pytest.mark.full),
+        (CONFIG, {}),
+        pytest.param(dataclasses.replace(CONFIG, base="int8"), {}, marks=FULL),
+        pytest.param(CONFIG, {"policy": None}, marks=FULL),
+        pytest.param(CONFIG, {"policy": LAST}, marks=FULL),
+        pytest.param(CONFIG, {"unroll": True}, marks=FULL),
+        pytest.param(EXPERTS, {}, marks=FULL),
+        pytest.param(LATENT, {}, marks=FULL),
     ],
 )
-def test_decoder_with_codes_is_the_dense_one(base, options):
-    model = coded(dataclasses.replace(CONFIG, base=base), **options)
+def test_decoder_with_codes_is_the_dense_one(config, options):
+    model = coded(config, **options)
     dense = decoded(model, **options)
 
     @jax.jit
@@ -95,7 +108,7 @@ def test_decoder_with_codes_is_the_dense_one(base, options):
     jax.tree.map(compare, expected, own)
 
 
-@pytest.mark.full
+@FULL
 def test_new_decoder_has_the_codes_of_the_dense_one():
     def make(config):
         return jax.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()

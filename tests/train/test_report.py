@@ -263,7 +263,7 @@ def test_steps_are_read_once_and_few_are_kept(tmp_path, monkeypatch):
     path, parsed = tmp_path / "metrics.jsonl", []
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
-    monkeypatch.setattr(report, "_MOST_STEPS", 8)
+    monkeypatch.setattr(report, "_MAX_STEPS", 8)
     steps = report.Steps(path)
     steps.read()
     assert steps.kept == []

@@ -88,8 +88,8 @@ def fold(rows: Outputs, c: Coefficients, inverse_temperature, softcap) -> dict:
 
         dz_j = e_j (slope + beta x_j + gamma e_j)
 
-    and at_label if j is the label, where 1 - p must not be a difference. A coefficient
-    that is None counts as zero.
+    and at_label if j is the label, computed without the difference 1 - p, which would
+    cancel. A coefficient that is None counts as zero.
     """
     label, alpha, beta, gamma = (
         0.0 if x is None else x for x in (c.label, c.alpha, c.beta, c.gamma)

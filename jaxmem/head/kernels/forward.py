@@ -292,11 +292,10 @@ def _reduce_tile(env, z, to_base_2, tile, labels, marked, keep):
             column = logits.column(part.shape, first + i * part.shape[1])
             part = jnp.where(column < env.vocab_size, part, MASK_VALUE)
             is_label = column == logits.along(labels, part.shape)
-            other = jnp.where(is_label, MASK_VALUE, part)
             label = _reduce_columns(
                 jnp.maximum, label, jnp.where(is_label, part, MASK_VALUE)
             )
-            others.append(other)
+            others.append(jnp.where(is_label, MASK_VALUE, part))
         return label, *others
 
     def unchanged():
@@ -330,18 +329,18 @@ def _sum_parts(parts, label, to_base_2, keep=None, rounded=False):
         terms = exps, exps * shifted, exps * exps
         pairs = zip(sums, terms, strict=True)
         sums = [_reduce_columns(jnp.add, x, y) for x, y in pairs]
-    others, weighted, squares = (jnp.sum(x, axis=1) for x in sums)
+    sum_others, sum_shifted, sum_squares = (jnp.sum(x, axis=1) for x in sums)
     label = label * to_base_2
     shifted = label - row_max
     label_exp = jnp.exp2(shifted)
-    weighted = weighted + label_exp * shifted
-    squares = squares + label_exp * label_exp
+    sum_shifted = sum_shifted + label_exp * shifted
+    sum_squares = sum_squares + label_exp * label_exp
     # Rounded before the subtraction: a fused multiply-subtract would not round the
     # product, and of MASK_VALUE the difference would be 2^76 instead of 0.
     row_max, label = (
         jnp.maximum(x * logits.LN_2, MASK_VALUE) for x in (row_max, label)
     )
-    return row_max, others, weighted * logits.LN_2, squares, label
+    return row_max, sum_others, sum_shifted * logits.LN_2, sum_squares, label
 
 
 def _reduce_columns(op, narrow, part):

@@ -72,8 +72,9 @@ class SupportRule(LoopRule):
                 *(take(saved.get(k), row_ids) for k in row_stats.Outputs._fields)
             )
             g_row = take(g, row_ids)
-            asked = row_stats.Cotangents(g_row)
-            dz = row_stats.dlogits(z, _label_positions(labels, ids)[0], outputs, asked)
+            cotangents = row_stats.Cotangents(g_row)
+            position, _ = _label_positions(labels, ids)
+            dz = row_stats.dlogits(z, position, outputs, cotangents)
             # A token whose support is invalid is NaN only where its result was used.
             dz = jnp.where(g_row[:, None] == 0, 0, dz)
             dz = xla.unscale(self.spec, rows, row_ids, z, dz)
@@ -182,7 +183,8 @@ class RaggedSupportRule(SupportRule):
 def chunk_entries(chunk: int, max_ids: int, capacity: int) -> int:
     """The most entries of ragged supports whose columns are alive at once.
 
-    They are those of a chunk of the widest supports, as far as all tokens have more.
+    A chunk of the widest supports has as many, but no more than `_FEW` or one part in
+    `_PARTS` of the capacity, whichever is more.
     """
     return max(max_ids, min(chunk * max_ids, max(_FEW, capacity // _PARTS)))
 

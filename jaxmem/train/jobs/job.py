@@ -32,7 +32,7 @@ from jaxmem.train.settings import JobConfig, Settings
 from jaxmem.train.state import resuming
 from jaxmem.train.state.checkpoint import Checkpoints
 
-JOBS: dict[str, type["Job"]] = {}  # those with a name, by it
+JOBS: dict[str, type["Job"]] = {}  # registered jobs by name
 
 
 class Job(Hooked):
@@ -45,15 +45,15 @@ class Job(Hooked):
     `jaxmem data` `records`.
 
     Attributes:
-        name: as settings record it; by default that of the class.
-        Config: its sections, a `JobConfig` whose fields are dataclasses.
-        Metrics: the numbers of a step, a NamedTuple as `metrics.AnyMetrics`.
+        name: the job's name in settings; by default that of the class.
+        Config: the job's sections, a `JobConfig` whose fields are dataclasses.
+        Metrics: the numbers of a step, a NamedTuple like `metrics.AnyMetrics`.
         changeable: sections that may differ when a run is resumed.
         packed: True if a row may hold several documents.
         chart: the field of `Metrics` that report.png shows, and its label.
-        config: of the run, with the sizes of its checkpoint.
-        program: functions and shapes, after `build`.
-        batches: where the data come from, after `open`.
+        config: configuration of the run, with the sizes of its checkpoint.
+        program: functions and shapes; set by `build`.
+        batches: source of the data; set by `open`.
     """
 
     page = "docs/own_job.md"
@@ -67,13 +67,13 @@ class Job(Hooked):
     program: Any
     batches: Any
 
-    def __init_subclass__(cls, name: str | None = None, **others: Any):
-        """Register the job, if it has a name; a class that is defined again replaces.
+    def __init_subclass__(cls, name: str | None = None, **options: Any):
+        """Register a job with a name; defining its class again replaces it.
 
         Raises:
             ValueError: another class has the name.
         """
-        super().__init_subclass__(**others)
+        super().__init_subclass__(**options)
         cls.name = name or cls.__qualname__
         if name is None:
             return
@@ -82,7 +82,8 @@ class Job(Hooked):
         JOBS[name] = cls
 
     def __init__(self, config: JobConfig):
-        self.config, self._end = config, float("-inf")  # of the last step
+        self.config = config
+        self._end = float("-inf")  # time at which the last step ended
         changes: dict[str, Any] = {"model": self.sizes()}
         if config.model.base is not None and not config.model.lora_rank:
             raise ValueError(
@@ -117,8 +118,8 @@ class Job(Hooked):
         """Settings, by section, that a resumed run must share with the saved one."""
         config = self.config
         model = dataclasses.asdict(config.model)
-        del model["pad_row"]  # the checkpoint's; runs from before it go on
-        if config.model.base is None:  # as in runs from before it
+        del model["pad_row"]  # the checkpoint's; older runs have none and go on
+        if config.model.base is None:  # as in older runs, which lack these keys
             model = {k: v for k, v in model.items() if k not in BASE_FIELDS}
         fixed = self.reads.fixed() | {"model": model}
         fixed |= fixed_weights(config.optimizer, config.run.seed)
@@ -245,10 +246,10 @@ class Job(Hooked):
 
     @functools.cached_property
     def learning_rates(self) -> np.ndarray:
-        """Learning rates of the run's steps; those of their first updates.
+        """The learning rate of each step's first update, [run.steps].
 
-        One program computes them all before the first step: on the host's side of a
-        step, each operation of a schedule would be compiled, and wait for the device.
+        One program computes them all before the first step: within a step, each
+        operation of a schedule would be compiled, and would wait for the device.
         """
         counts = np.arange(self.config.run.steps, dtype=np.int32)
         rates = jax.jit(jax.vmap(self.program.schedule))
@@ -266,7 +267,7 @@ class Job(Hooked):
 
         Returns:
             The next state; and the step's `Metrics`, or a function that waits for
-            them, which is called after the next step has started.
+            and returns them, which is called after the next step has started.
         """
 
     def step_metrics(
@@ -288,7 +289,7 @@ class Job(Hooked):
         )
 
     def seconds_since(self, start: float) -> float:
-        """Seconds until now, without those of the step before, which may overlap."""
+        """Seconds from `start`, or from the last step's end if later, to now."""
         end = time.perf_counter()
         seconds, self._end = end - max(start, self._end), end
         return seconds

@@ -127,9 +127,9 @@ class GrpoConfig:
                 check_field(self, name, unset, f"None for loss={self.loss!r}")
         if self.clip_low is not None:
             # CISPO's weights have no lower bound from 1 on, as verl's example has it.
-            most = loss.clip_low_max
-            expected = "0 or more" if math.isinf(most) else f"in [0, {most:g}]"
-            good = 0 <= self.clip_low <= most
+            highest = loss.clip_low_max
+            expected = "0 or more" if math.isinf(highest) else f"in [0, {highest:g}]"
+            good = 0 <= self.clip_low <= highest
             check_field(self, "clip_low", good, f"{expected}, or None")
         if self.clip_high is not None:
             check_field(self, "clip_high", self.clip_high >= 0, "0 or more, or None")
@@ -254,8 +254,8 @@ class GrpoConfig:
 
 def check_widths(config: object, widths: tuple[int, ...]) -> None:
     """Raise unless `widths`, the field `row_lengths`, can be widths of packed rows."""
-    good = bool(widths) and all(type(w) is int and w >= 1 for w in widths)
-    increasing = good and list(widths) == sorted(set(widths))
+    positive = bool(widths) and all(type(w) is int and w >= 1 for w in widths)
+    increasing = positive and list(widths) == sorted(set(widths))
     check_field(config, "row_lengths", increasing, "increasing positive integers")
 
 
@@ -263,14 +263,17 @@ class PolicyBatch(NamedTuple):
     """Completions in packed rows: arrays [B, T], arbitrary where masked."""
 
     batch: Batch  # labels are the sampled tokens; -1 in prompts and padding
-    # before the rollout's first update; SAME_WEIGHTS where no update was taken yet
+    # under the weights before the rollout's first update; SAME_WEIGHTS where these are
+    # still the weights
     old_logprob: np.ndarray | jax.Array
-    advantages: np.ndarray | jax.Array  # of its sequence
-    weights: np.ndarray | jax.Array  # of a token in the sum
+    advantages: np.ndarray | jax.Array
+    weights: np.ndarray | jax.Array  # of each token in the sum of the loss
     ref_logprob: np.ndarray | jax.Array | None  # under the initial weights
     # ids that each token was drawn from, in row-major order; None: the vocabulary
     supports: Supports | None = None
-    rollout_logprob: np.ndarray | jax.Array | None = None  # of the sampler, to correct
+    rollout_logprob: np.ndarray | jax.Array | None = (
+        None  # of the sampler, for `correction`
+    )
     # `losses.sequence_log_ratio` before this update, where the loss has one
     sequence_log_ratio: np.ndarray | jax.Array | None = None
     share: Any = None  # scalar, of the minibatch's tokens; None: no loss of routers
@@ -278,9 +281,9 @@ class PolicyBatch(NamedTuple):
 
     def of_tokens(self) -> dict[str, np.ndarray | jax.Array]:
         """The arrays [B, T] that the objective reads, by name."""
-        rest = dict.fromkeys(("batch", "supports", "share", "routes"))
-        floats = (self._asdict() | rest).items()
-        return {name: x for name, x in floats if x is not None}
+        others = "batch", "supports", "share", "routes"
+        fields = self._asdict().items()
+        return {k: x for k, x in fields if x is not None and k not in others}
 
 
 def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:

@@ -23,8 +23,8 @@ from jaxmem.train.output.charts import Line
 from jaxmem.train.output.progress import say
 
 _MIB = 2**20
-_MOST_STEPS = 4000  # that were not evaluated, and are kept for charts
-_LARGEST = 1e300  # differences of larger numbers may overflow
+_MAX_STEPS = 4000  # without an evaluation that are kept for charts
+_MAX_NUMBER = 1e300  # differences of larger numbers may overflow
 _HEADS = {"fused": "without logits", "materialised": "with logits"}
 # Settings that name the subject of a run, unless they are None.
 _SUBJECT = re.compile(
@@ -33,7 +33,7 @@ _SUBJECT = re.compile(
 # As `MetricsWriter` writes them.
 _SECONDS = re.compile(rb'"seconds": (\d+(?:\.\d*)?(?:e[+-]?\d+)?)')
 _HELD_OUT = re.compile(rb'"held_out_\w+": (?!null)')
-_MOST_SURPRISE = 6.0  # nats; a token of this or more has the strongest colour
+_MAX_SURPRISE = 6.0  # nats; a token of this or more has the strongest colour
 
 
 class _Panel(NamedTuple):
@@ -179,7 +179,7 @@ def write(out_dir: Path) -> list[str]:
 
 
 def finish(out_dir: Path, console: Console) -> None:
-    """Write the page at a run's end, and print what the run has left."""
+    """Write the page at a run's end, and print the names of the run's files."""
     for line in write(out_dir):
         say(console, line)
     shown = files.shown(out_dir)
@@ -190,9 +190,9 @@ class Steps:
     """The steps of a metrics.jsonl that grows.
 
     Attributes:
-        kept: steps in order, with the first and the last: all of a short run; else the
-            evaluated steps, and one of every so many others.
-        seconds: time of all steps, also of those that are not kept.
+        kept: the steps of a short run, in order; of a long run the evaluated steps, the
+            first, the last, and every n-th of the others.
+        seconds: time of all steps, kept or not.
     """
 
     def __init__(self, path: Path):
@@ -210,9 +210,9 @@ class Steps:
 
     @property
     def kept(self) -> list[dict[str, Any]]:
-        """See the class."""
-        every = self._others | self._evaluated | _parse_step(*self._last)
-        return [every[number] for number in sorted(every)]
+        """The kept steps; see the class."""
+        steps = self._others | self._evaluated | _parse_step(*self._last)
+        return [steps[number] for number in sorted(steps)]
 
     def read(self) -> None:
         """Read the new lines; all lines, if the file was replaced or has shrunk."""
@@ -222,9 +222,9 @@ class Steps:
             self._forget_steps()
             return
         with file:
-            about = os.fstat(file.fileno())
-            identity = about.st_dev, about.st_ino
-            if identity != self._identity or about.st_size < self._end:
+            status = os.fstat(file.fileno())
+            identity = status.st_dev, status.st_ino
+            if identity != self._identity or status.st_size < self._end:
                 self._forget_steps()
             self._identity = identity
             file.seek(self._end)
@@ -245,7 +245,7 @@ class Steps:
             (self._evaluated if is_evaluated else self._others).update(
                 _parse_step(number, line)
             )
-        if len(self._others) > _MOST_STEPS:
+        if len(self._others) > _MAX_STEPS:
             self._every *= 2
             kept = ((n, x) for n, x in self._others.items() if n % self._every == 0)
             self._others = dict(kept)
@@ -287,9 +287,9 @@ def _read_text(path: Path) -> str:
 
 
 def _page_parts(
-    out_dir: Path, read: Steps, evaluated: Mapping[str, Mapping[str, Any]]
+    out_dir: Path, history: Steps, evaluated: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
-    steps, summary = read.kept, _parse_object(_read_text(out_dir / "summary.json"))
+    steps, summary = history.kept, _parse_object(_read_text(out_dir / "summary.json"))
     title = escape(out_dir.resolve().name)
     yield (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -301,15 +301,15 @@ def _page_parts(
     yield f"<p>step {steps[-1]['step']:,}{escape(device)}, jaxmem {__version__}</p>"
     if subject := ", ".join(_SUBJECT.findall(_read_text(out_dir / "operative.gin"))):
         yield f"<p>{escape(subject)}</p>"
-    results = "".join(
-        [*_result_cards(steps, read.seconds), *_last_value_cards(_RATES, steps)]
+    tiles = "".join(
+        [*_result_cards(steps, history.seconds), *_last_value_cards(_RATES, steps)]
     )
-    yield f'<section class="tiles">{results}</section>'
+    yield f'<section class="tiles">{tiles}</section>'
     yield from _benchmark_table(evaluated)
     if last := "".join(_last_value_cards(_PANELS, steps)):
         yield f'<h2>Last values</h2><section class="tiles">{last}</section>'
-    drawn = "".join(_chart_cards(steps))
-    yield f'<h2>By step</h2><section class="charts">{drawn}</section>'
+    cards = "".join(_chart_cards(steps))
+    yield f'<h2>By step</h2><section class="charts">{cards}</section>'
     yield from _memory_bars(summary.get("memory"))
     if samples := [*filter(_is_sample, _read_objects(out_dir / "samples.jsonl"))]:
         yield from _sample_table(samples)
@@ -332,7 +332,7 @@ def _finite_points(
 
 def _finite_number(value: Any) -> float | None:
     """A number that a chart can show; None for anything else."""
-    good = isinstance(value, (int, float)) and abs(value) <= _LARGEST  # and no NaN
+    good = isinstance(value, (int, float)) and abs(value) <= _MAX_NUMBER  # and no NaN
     return float(value) if good else None
 
 
@@ -363,15 +363,15 @@ def _result_cards(steps: Sequence[Mapping[str, Any]], total: float) -> Iterator[
         yield next(_last_value_cards(_PANELS, steps), "")
     seconds = [value for _, value in _finite_points(steps, "seconds")]
     if seconds:
-        each = f"{charts.number(statistics.median(seconds))} s a step (median)"
-        yield _html_card("Time of all steps", _format_duration(total), each)
+        note = f"{charts.number(statistics.median(seconds))} s a step (median)"
+        yield _html_card("Time of all steps", _format_duration(total), note)
 
 
 def _format_duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60:,} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes} min {seconds_left} s" if minutes else f"{seconds_left} s"
 
 
 def _last_value_cards(
@@ -400,9 +400,9 @@ def _chart_cards(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             if (points := _finite_points(steps, field))
         ]
         if lines:
-            drawn = charts.chart(panel.title, lines)
+            chart = charts.chart(panel.title, lines)
             title = escape(panel.title) + charts.legend(lines)
-            yield f'<div class="card"><h3>{title}</h3>{drawn}</div>'
+            yield f'<div class="card"><h3>{title}</h3>{chart}</div>'
 
 
 def _field_value(step: Mapping[str, Any], field: str) -> Any:
@@ -466,19 +466,19 @@ def _memory_bars(memory: Any) -> Iterator[str]:
 def _sample_table(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rewarded = any(sample["reward"] is not None for sample in samples)
     heading = '<th class="right">Reward</th>' if rewarded else ""
-    replied = any(None in sample["logprobs"] for sample in samples)
-    said = (
+    has_replies = any(None in sample["logprobs"] for sample in samples)
+    about_replies = (
         "; what an environment said is " + _token_span("slanted", None)
-        if replied
+        if has_replies
         else ""
     )
     scale = (
         _token_span("certain", 0.0),
-        _token_span(f"{_MOST_SURPRISE:g} nats and more", -_MOST_SURPRISE),
+        _token_span(f"{_MAX_SURPRISE:g} nats and more", -_MAX_SURPRISE),
     )
     yield (
         "<h2>Samples of the last rollout</h2><p>Tokens are coloured by how improbable "
-        f"they were: {scale[0]} to {scale[1]}{said}.</p>"
+        f"they were: {scale[0]} to {scale[1]}{about_replies}.</p>"
         '<div class="card wide"><table class="samples"><thead><tr><th>Prompt</th>'
         f"<th>Completion</th>{heading}</tr></thead><tbody>"
     )
@@ -501,7 +501,7 @@ def _token_span(text: str, logprob: float | None) -> str:
     shown = escape(text.replace("\n", "↵\n") if not text.strip("\n") else text)
     if logprob is None:
         return f'<span class="said">{shown}</span>'
-    share = min(max(0.0, -logprob) / _MOST_SURPRISE, 1.0)
+    share = min(max(0.0, -logprob) / _MAX_SURPRISE, 1.0)
     return (
         f'<span style="background:rgba(226,105,30,{0.85 * share:.2f})" '
         f'title="ln p = {logprob:.3f}">{shown}</span>'

@@ -1,8 +1,8 @@
 """Completions as packed micro-batches, with inputs and labels, and values back.
 
 A sequence is a prompt and its completion without the last token, which predicts
-nothing. Values of sampled tokens are [N, R], as samplers give them; in a sequence they
-stand where the token is predicted.
+nothing. Values of sampled tokens are [N, R], as samplers return them; in a sequence
+they are at the index where the token is predicted.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from jaxmem.packing.shared_prefixes import PrefixGroups, pack_branches
 
 
 class Completions(NamedTuple):
-    """Prompts and what was sampled after them; N sequences."""
+    """N sequences: prompts and the tokens that were sampled after them."""
 
-    tokens: list[np.ndarray]  # of each sequence, the ids that the model reads
-    first: np.ndarray  # [N] index in a sequence at which the first one is predicted
+    tokens: list[np.ndarray]  # ids of each sequence that the model reads
+    first: np.ndarray  # [N] index at which the first sampled token is predicted
     sampled: np.ndarray  # [N, R] ids
     lengths: np.ndarray  # [N] tokens sampled
     # [N, R] True where the model sampled the token, not an environment; None: all
     own: np.ndarray | None = None
-    # of each sequence, the routes of its tokens [T, ...] that are replayed, as in
+    # routes of each sequence's tokens, [T, ...], that are replayed, as in
     # `models.route_records`; None: routers choose
     routes: list[np.ndarray] | None = None
 
@@ -53,8 +53,8 @@ class Completions(NamedTuple):
         tokens = [np.concatenate([p[:n], s[: m - 1]]) for p, n, s, m in rows]
         replayed = None
         if routes is not None:
-            each = zip(np.asarray(routes), tokens, strict=True)
-            replayed = [row[: len(read)] for row, read in each]
+            pairs = zip(np.asarray(routes), tokens, strict=True)
+            replayed = [row[: len(ids)] for row, ids in pairs]
         return cls(tokens, prompt_lengths - 1, sampled, lengths, own, replayed)
 
     @classmethod
@@ -77,7 +77,7 @@ class Completions(NamedTuple):
 
     @property
     def labels(self) -> np.ndarray:
-        """Ids [N, R] to be predicted; NO_LABEL for what an environment said."""
+        """Ids [N, R] to be predicted; NO_LABEL for tokens of an environment."""
         if self.own is None:
             return self.sampled
         return np.where(self.own, self.sampled, NO_LABEL)
@@ -112,7 +112,7 @@ class Completions(NamedTuple):
         return Logprobs(in_supports, over_vocabulary, known)
 
     def keeping(self, kept: np.ndarray | None) -> "Completions":
-        """These completions with labels of the tokens `kept` alone; None: of all."""
+        """These completions, with labels of the tokens `kept` only; None: of all."""
         if kept is None:
             return self
         labels = np.where(kept, self.sampled, NO_LABEL)
@@ -140,7 +140,7 @@ class Completions(NamedTuple):
     ) -> Packing:
         """Lay the sequences out with each prompt once a row; see `pack_branches`.
 
-        Prompts are shared but for their last token, which predicts what is sampled.
+        A prompt's last token is not shared, because it predicts a sampled token.
         """
         known: dict[bytes, int] = {}
         starts = zip(self.tokens, self.first, strict=True)
@@ -198,7 +198,7 @@ class RolloutSupports:
 
     csr: packing.Supports  # of all tokens of a rollout
     numbers: np.ndarray  # [N, R] row of `csr` of each sampled token
-    limit: int  # most ids that a token can have
+    limit: int  # maximum ids of a token
 
     @classmethod
     def of(cls, padded: np.ndarray) -> "RolloutSupports":

@@ -54,8 +54,9 @@ class RecordedRollouts(FilePrompts):
         self.size = self._check_groups()
 
     def _check_groups(self) -> int:
-        groups, rest = divmod(len(self._records), self._group_size)
-        if rest or not groups:
+        """The number of groups; raises unless each has one prompt."""
+        groups, ungrouped = divmod(len(self._records), self._group_size)
+        if ungrouped or not groups:
             raise DataError(
                 f"task.source: {len(self._records)} rollouts are no multiple of "
                 f"grpo.group_size={self._group_size}"
@@ -72,11 +73,14 @@ class RecordedRollouts(FilePrompts):
         return groups
 
     def _check_record(self, record: RawRecord) -> None:
-        fields, most = record.fields, self._sampling.max_new_tokens
+        fields, max_tokens = record.fields, self._sampling.max_new_tokens
         for key in _KEYS:
             if key not in fields:
                 raise DataError(f'{record.where}: no "{key}"')
-        limits = {"prompt_ids": self._config.max_prompt_tokens, "completion_ids": most}
+        limits = {
+            "prompt_ids": self._config.max_prompt_tokens,
+            "completion_ids": max_tokens,
+        }
         named = {"prompt_ids": "task.max_prompt_tokens",
                  "completion_ids": "sampling.max_new_tokens"}  # fmt: skip
         for key, limit in limits.items():
@@ -139,7 +143,7 @@ class RecordedRollouts(FilePrompts):
                 )
 
     def sampled(self, start: int, count: int) -> Sampled:
-        """Groups `start` to `start + count - 1` of the file, which repeats for ever."""
+        """Groups `start` to `start + count - 1` of the file, which repeats."""
         size = self._group_size
         records = [
             self._records[i % len(self._records)]

@@ -43,7 +43,7 @@ class ByTurn(NamedTuple):
     """Rewards of N conversations by turn."""
 
     rewards: np.ndarray  # float32 [N, T]; 0 after the last turn
-    of_token: np.ndarray  # [N, R] number of the turn that a sampled token is of
+    of_token: np.ndarray  # [N, R] index of each sampled token's turn
 
     @property
     def returns(self) -> np.ndarray:
@@ -83,7 +83,7 @@ class Sampled(NamedTuple):
 
         `compare` gets rewards [prompts, group_size]. They are NaN for completions
         without a reward, whose advantages are 0. The reward of a turn is the sum of
-        the rewards from it on, NaN in conversations that ended before it.
+        the rewards from that turn on, NaN in conversations that ended before it.
         """
         shape = -1, group_size
         rewarded = self.graded.rewarded

@@ -1,4 +1,4 @@
-"""Completions of conversations, turn by turn, with programs that are compiled."""
+"""Completions of conversations, turn by turn, by compiled programs."""
 
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ class SamplePrograms(NamedTuple):
 
     # (params, frozen, prompts, lengths, number)
     first: jax.stages.Compiled
-    # (params, frozen, cache, tokens, lengths, number) goes on from a cache, which it
-    # consumes; None: every turn reads the whole conversation
+    # (params, frozen, cache, tokens, lengths, number); it continues from the cache and
+    # consumes it. None: every turn reads the whole conversation
     further: jax.stages.Compiled | None
 
     @classmethod
@@ -49,10 +49,11 @@ class Turns:
         """Use of the sampler's slots in all turns so far."""
         return SlotUse(self._token_count, self._slot_count)
 
-    def __call__(self, said: np.ndarray, lengths: np.ndarray, turn: int) -> Samples:
+    def __call__(self, tokens: np.ndarray, lengths: np.ndarray, turn: int) -> Samples:
         """Complete the conversations [N, W] of lengths [N] by one turn.
 
-        With a kept cache, a turn after the first reads only tokens that it lacks.
+        With a kept cache, a turn after the first reads only tokens that the cache
+        lacks.
         """
         program, shapes, total_lengths = self._program, self._program.prompts, lengths
         run, cache = self._compiled.first, ()
@@ -60,25 +61,25 @@ class Turns:
             run, cache = self._compiled.further, (self._cache,)
             shapes = program.replies
             width = shapes[0].shape[1]
-            said, lengths = self._tokens_after_cache(said, lengths, width)
-        prompts = said[:, : shapes[0].shape[1]], lengths
+            tokens, lengths = self._tokens_after_cache(tokens, lengths, width)
+        prompts = tokens[:, : shapes[0].shape[1]], lengths
         prompts = program.sampling_layout.place(prompts, shapes)
         number = np.int32(draw_number(*self._draw, turn))
         samples, self._cache = run(*self._weights, *cache, *prompts, number)
         samples = jax.device_get(samples)
-        decoded = np.maximum(samples.lengths - 1, 0)  # the last token is not read
-        self._cache_lengths = total_lengths + decoded
+        read_counts = np.maximum(samples.lengths - 1, 0)  # the last token is not read
+        self._cache_lengths = total_lengths + read_counts
         self._slot_count += samples.steps * program.slots
-        self._token_count += int(decoded.sum())
+        self._token_count += int(read_counts.sum())
         return samples
 
     def _tokens_after_cache(
-        self, said: np.ndarray, lengths: np.ndarray, width: int
+        self, tokens: np.ndarray, lengths: np.ndarray, width: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [N, width] that the cache lacks, and their counts [N]."""
         counts = np.where(lengths > 0, lengths - self._cache_lengths, 0).astype(
             np.int32
         )
         columns = self._cache_lengths[:, None] + np.arange(width)
-        columns = np.minimum(columns, said.shape[1] - 1)
-        return np.take_along_axis(said, columns, axis=1), counts
+        columns = np.minimum(columns, tokens.shape[1] - 1)
+        return np.take_along_axis(tokens, columns, axis=1), counts
