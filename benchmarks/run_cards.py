@@ -114,6 +114,7 @@ def _cases(model, training, lengths, *lines) -> Iterator[Case]:
 
 SAMPLED, UNROLLED = run_step.SAMPLED, run_step.UNROLLED
 ADAFACTOR = "optimizer.name=adafactor"
+SHORT = "data.batch_size=1 data.sequence_length=2048"
 CASES = [
     *_cases(
         "qwen3-8b", "lora", "full",
@@ -133,6 +134,7 @@ CASES = [
         "qwen3-8b", "lora", "full",
         "none, 2 rows: none data.batch_size=2",
         "none, 6 rows: none data.batch_size=6",
+        "full, 4 rows: full",
         "torch checkpointed, 8 rows: torch checkpoint_compiled_float32 "
         "data.batch_size=8",
         "torch compiled, 2 rows: torch compiled_float32 data.batch_size=2",
@@ -140,7 +142,8 @@ CASES = [
     *_cases(
         "qwen3-8b", "whole", "full",
         f"none, adafactor, 2 rows: none {ADAFACTOR} data.batch_size=2",
-        f"none, adafactor, 3 rows: none {ADAFACTOR} data.batch_size=3",
+        f"none, no loop, adafactor, 4 rows: none {UNROLLED} {ADAFACTOR}",
+        f"save_attention, adafactor, 4 rows: save_attention {ADAFACTOR}",
         f"full, adafactor, 4 rows: full {ADAFACTOR}",
         "torch compiled, bf16 AdamW, 2 rows: torch compiled data.batch_size=2",
         "torch compiled, bf16 AdamW, 4 rows: torch compiled",
@@ -209,6 +212,13 @@ CASES = [
     *_cases(
         "qwen3-8b", "whole", "full",
         "full, AdamW's moments on the host, 4 rows: full optimizer.offload=True",
+    ),
+    *_cases(
+        "qwen3-8b", "lora", "full",
+        "nf4, none, 4 rows: none model.base=nf4",
+        "int8, none, 4 rows: none model.base=int8",
+        "nf4, full, 4 rows: full model.base=nf4",
+        f"nf4, full, 1 row of 2048: full model.base=nf4 {SHORT}",
     ),
 ]  # fmt: skip
 

@@ -43,7 +43,8 @@ def test_cases_have_models_of_both_trainings_and_a_peer():
 def test_cases_are_configs_with_their_adapters(number, tmp_path):
     case = run_cards.CASES[number - 1]
     config = config_of(case, tmp_path)
-    assert config.data.sequence_length == 4096
+    short = "data.sequence_length=2048" in case.words
+    assert config.data.sequence_length == (2048 if short else 4096)
     rank, trainable = config.model.lora_rank, config.optimizer.trainable
     expected = (16, "lora_") if case.training == "lora" else (0, None)
     assert (rank, trainable) == expected
