@@ -116,15 +116,15 @@ class Run:
                 self.progress.waiting("compiling")
             unread, number = None, self.taken
             while not (stopped := self._must_stop()) and number < run.steps:
-                before, number = unread, number + 1
+                previous, number = unread, number + 1
                 try:
                     state, unread = self._start_step(job, number, state)
                 finally:  # while the device takes the step
-                    if before is not None:
-                        self._record_step(self._read_finite(before))
+                    if previous is not None:
+                        self._record_step(self._read_finite(previous))
                 if self._reads_now(unread, number):
-                    taken, unread = self._read_finite(unread), None
-                    self._record_step(self._evaluate_step(job, state, taken))
+                    step_metrics, unread = self._read_finite(unread), None
+                    self._record_step(self._evaluate_step(job, state, step_metrics))
                 if self._saves_after(number):
                     self._save_checkpoint(job, state)
             if unread is not None:
@@ -143,9 +143,9 @@ class Run:
 
     def _read_finite(self, read: Any) -> metrics.AnyMetrics:
         """The metrics of a step, which must be finite; waits for them if need be."""
-        taken: Any = read() if callable(read) else read
-        resuming.check_finite(taken, self._checkpoints, self.saved)
-        return taken
+        step_metrics: Any = read() if callable(read) else read
+        resuming.check_finite(step_metrics, self._checkpoints, self.saved)
+        return step_metrics
 
     def _start_step(
         self, job: Job, number: int, state: TrainState
@@ -164,25 +164,25 @@ class Run:
         evaluates = self._evaluation.is_due(number, self._config.steps)
         return evaluates or self._saves_after(number) or not callable(unread)
 
-    def _record_step(self, taken: metrics.AnyMetrics) -> None:
-        self.taken = taken.step
+    def _record_step(self, step_metrics: metrics.AnyMetrics) -> None:
+        self.taken = step_metrics.step
         if self._metrics is not None:
-            self._metrics.write(taken)
-        self.progress.update(taken)
+            self._metrics.write(step_metrics)
+        self.progress.update(step_metrics)
 
     def _evaluate_step(
-        self, job: Job, state: TrainState, taken: metrics.AnyMetrics
+        self, job: Job, state: TrainState, step_metrics: metrics.AnyMetrics
     ) -> metrics.AnyMetrics:
-        number = taken.step
+        number = step_metrics.step
         is_due = self._evaluation.is_due(number, self._config.steps)
-        evaluated = job.evaluate(state, taken) if is_due else None
+        evaluated = job.evaluate(state, step_metrics) if is_due else None
         if evaluated is None:
             if is_due and not self._has_noted_no_evaluation:
                 self._has_noted_no_evaluation = True
                 every = self._evaluation.every
                 say(self._console, f"eval.every={every} evaluates nothing: nothing is "
                     "held out; see data.held_out and task.held_out")  # fmt: skip
-            return taken
+            return step_metrics
         if self._evaluation.keep_best:
 
             def save(where: Checkpoints, more: Mapping) -> None:

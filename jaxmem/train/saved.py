@@ -29,7 +29,7 @@ _OPERATIVE = "operative.gin"
 class Code:
     """The user's permission to run the code of a run's model."""
 
-    factory: str | None = None  # as in `model.factory`, in place of what the run names
+    factory: str | None = None  # a `model.factory` that replaces the run's
     trusted: bool = False  # True if any code that the run names may be run
 
     def checked(self, config: JobConfig, directory: Path) -> JobConfig:
@@ -39,13 +39,13 @@ class Code:
             CheckpointError: only the run names its factory, or it has none for the one
                 that the user names.
         """
-        named = config.model.factory
-        if named is None:
+        factory = config.model.factory
+        if factory is None:
             self.check_unused(directory)
         elif self.factory is not None:
             return config.replaced({"model.factory": self.factory})
         else:
-            self.check(directory, "model.factory", named)
+            self.check(directory, "model.factory", factory)
         return config
 
     def check(self, directory: Path, key: str, name: str) -> None:
@@ -78,9 +78,10 @@ OF_USER = Code()  # permits none of the code that a directory names
 class Saved(NamedTuple):
     """A model in a directory; valid while `opened` is."""
 
-    directory: Path  # config.json and the tokenizer; the weights, but for a decoder
-    adapter: Path | None = None  # of a LoRA adapter
-    decoder: LanguageModel | None = None  # of a run that has not ended
+    # has config.json and the tokenizer and, unless there is a decoder, the weights
+    directory: Path
+    adapter: Path | None = None  # directory of a LoRA adapter
+    decoder: LanguageModel | None = None  # model of a run that has not ended
     chat_template: str | None = None  # path of one that replaces the directory's
     files: tuple[Path, ...] = ()  # files that the decoder was read from
     end_of_turn: str | None = None  # token that ends turns, of conversations
@@ -107,10 +108,10 @@ def opened(
     that is newer. The directory is not changed.
 
     Args:
-        path: of a checkpoint, an adapter in PEFT's layout, or a run.
+        path: directory of a checkpoint, an adapter in PEFT's layout, or a run.
         adapter: directory of an adapter to add, for the directory of a checkpoint.
         dtype: compute dtype of a decoder that is read from a run's checkpoint.
-        code: of the model of a run, which may be run.
+        code: permission to run the code of a run's model.
 
     Raises:
         CheckpointError: there is no model in the directory, or only code that the user
@@ -118,10 +119,10 @@ def opened(
     """
     directory = Path(os.path.expanduser(path))
     step = checkpoint.newest(directory / "checkpoints")
-    left = next(filter(Path.exists, _result_files(directory)), None)
-    if left is not None and not _is_newer(directory, step, left):
+    result = next(filter(Path.exists, _result_files(directory)), None)
+    if result is not None and not _is_newer(directory, step, result):
         code.check_unused(directory)
-        yield _open_files(left.parent, adapter)
+        yield _open_files(result.parent, adapter)
     elif step is None:
         raise CheckpointError(_describe_missing_model(directory))
     else:
@@ -141,12 +142,12 @@ def _result_files(directory: Path) -> Iterator[Path]:
     yield directory / "adapter" / _ADAPTER
 
 
-def _is_newer(directory: Path, step: int | None, left: Path) -> bool:
+def _is_newer(directory: Path, step: int | None, result: Path) -> bool:
     """True if a run went on after it had left a model."""
-    if step is None or left.parent == directory:
+    if step is None or result.parent == directory:
         return False
     saved = directory / "checkpoints" / str(step)
-    return saved.stat().st_mtime > left.stat().st_mtime
+    return saved.stat().st_mtime > result.stat().st_mtime
 
 
 def _describe_missing_model(directory: Path) -> str:

@@ -346,8 +346,9 @@ class Poisoned(Adding):
             state = state._replace(params={"w": state.params["w"] * np.nan})
         return state, taken
 
-    def evaluate(self, state, taken):
-        return Evaluated(taken, self._evaluated.get(taken.step, 1.0 / taken.step))
+    def evaluate(self, state, step_metrics):
+        number = step_metrics.step
+        return Evaluated(step_metrics, self._evaluated.get(number, 1.0 / number))
 
 
 def test_poisoned_step_is_not_saved(run):
@@ -596,7 +597,7 @@ class Dispatching(Adding):
         super().__init__(*before)
         self._broken, self._value, self.log = broken, value, []
 
-    def evaluate(self, state, taken):
+    def evaluate(self, state, step_metrics):
         return None
 
     def step(self, number, state):

@@ -228,8 +228,8 @@ class Dpo(Job, name="dpo"):
         self, number: int, state: TrainState
     ) -> tuple[TrainState, Callable[[], PreferenceMetrics]]:
         start, config = time.perf_counter(), self.config
-        taken = [next(self.batches) for _ in range(config.run.accumulate)]
-        batches = PairBatch(*(np.stack(x) for x in zip(*taken, strict=True)))
+        micro_batches = [next(self.batches) for _ in range(config.run.accumulate)]
+        batches = PairBatch(*(np.stack(x) for x in zip(*micro_batches, strict=True)))
         batches = self.program.layout.place(batches)
         drawn_by = self.program.step_numbers(config.head, number)
         state, numbers = self._compiled(state, self.frozen, batches, *drawn_by)
@@ -255,13 +255,15 @@ class Dpo(Job, name="dpo"):
             **numbers,
         )
 
-    def evaluate(self, state: TrainState, taken: PreferenceMetrics) -> Evaluated | None:
+    def evaluate(
+        self, state: TrainState, step_metrics: PreferenceMetrics
+    ) -> Evaluated | None:
         if not self._held_out:
             return None
         logprobs = self._score_pairs(state.params, self._held_out)
         means = jax.device_get(self._held_out_means(logprobs, self._reference))
         values = {f"held_out_{name}": float(mean) for name, mean in means.items()}
-        return Evaluated(taken._replace(**values), values["held_out_loss"])
+        return Evaluated(step_metrics._replace(**values), values["held_out_loss"])
 
     @functools.cached_property
     def _held_out_means(self) -> Callable:

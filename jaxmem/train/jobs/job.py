@@ -294,9 +294,9 @@ class Job(Hooked):
         seconds, self._end = end - max(start, self._end), end
         return seconds
 
-    def evaluate(self, state: Any, taken: Any) -> Evaluated | None:
+    def evaluate(self, state: Any, step_metrics: Any) -> Evaluated | None:
         """Score the held-out data; None without any."""
-        del state, taken
+        del state, step_metrics
         return None
 
     def get_state(self) -> dict[str, Any]:

@@ -25,18 +25,18 @@ def named(function: Callable, known: Collection[str]) -> tuple[str, ...]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"its parameters cannot be read: {error}") from error
     bound = getattr(function, "keywords", {})  # of a functools.partial
-    taken = []
+    arguments = []
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         by_name = parameter.kind != parameter.POSITIONAL_ONLY
         if name in known and name not in bound and by_name:
-            taken.append(name)
+            arguments.append(name)
         elif parameter.default is parameter.empty:
             raise ValueError(
                 f"it takes {name!r}, which is none of {', '.join(known)}, by name"
             )
-    return tuple(taken)
+    return tuple(arguments)
 
 
 def default_of(function: Any, name: str) -> Any:
@@ -103,8 +103,8 @@ def check(
     """
 
     def traced(rows: int) -> Any:
-        of_each = jax.ShapeDtypeStruct((rows,), jnp.float32)
-        return jax.make_jaxpr(loss, return_shape=True)(*[of_each] * count)
+        array = jax.ShapeDtypeStruct((rows,), jnp.float32)
+        return jax.make_jaxpr(loss, return_shape=True)(*[array] * count)
 
     try:
         with guests.received():

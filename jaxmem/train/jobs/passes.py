@@ -55,16 +55,16 @@ def of_all(run: RunConfig, epoch: Callable[[], float]) -> str:
 def of_sources(run: RunConfig, epoch: float, sources: Sequence[SourceSize]) -> str:
     """The line for sources mixed by weights, which have epochs of their own."""
     batches = run.steps * run.accumulate
-    said = f"run.steps={run.steps:,}"
+    length = f"run.steps={run.steps:,}"
     if run.epochs is not None:
-        batches, said = run.epochs * epoch, f"run.epochs={run.epochs:g}"
-    taken = batches * sum(source.rows for source in sources) / epoch  # rows
+        batches, length = run.epochs * epoch, f"run.epochs={run.epochs:g}"
+    rows = batches * sum(source.rows for source in sources) / epoch
     parts = [source.weight * source.rows / source.items for source in sources]
-    each = []
+    counts = []
     for source, part in zip(sources, parts, strict=True):
-        times = _format_number(taken * part / sum(parts) / source.rows)
-        each.append(f"of {source.name} {times} times")
-    return f"{said}: records are seen by their source, {', '.join(each)}"
+        times = _format_number(rows * part / sum(parts) / source.rows)
+        counts.append(f"of {source.name} {times} times")
+    return f"{length}: records are seen by their source, {', '.join(counts)}"
 
 
 def _format_number(times: float) -> str:

@@ -91,17 +91,17 @@ class PolicyLoss:
             raise ValueError(messages.must_be(setting, "a function", got))
         known = (*ARRAYS, *_CLIPS * self.clips, *self._dual_clip)
         try:
-            taken = loss_arguments.named(self.surrogate, known)
+            arguments = loss_arguments.named(self.surrogate, known)
         except ValueError as error:
             raise ValueError(f"PolicyLoss.surrogate cannot be used: {error}") from error
         for name in _CLIPS * self.clips:
-            own = default_of(self.surrogate, name) if name in taken else None
+            own = default_of(self.surrogate, name) if name in arguments else None
             if not isinstance(own, int | float):
                 raise ValueError(
                     f"PolicyLoss.clips=True needs a surrogate with a parameter {name}, "
                     "whose default is a number"
                 )
-        if self.dual_clip is not None and "dual_clip" not in taken:
+        if self.dual_clip is not None and "dual_clip" not in arguments:
             raise ValueError(
                 f"PolicyLoss.dual_clip={self.dual_clip} needs a surrogate with a "
                 "parameter dual_clip"
@@ -115,8 +115,8 @@ class PolicyLoss:
     def arrays(self) -> tuple[str, ...]:
         """Names of the arrays that the surrogate gets."""
         known = *ARRAYS, *_CLIPS, "dual_clip"
-        taken = loss_arguments.named(self.surrogate, known)
-        return tuple(name for name in ARRAYS if name in taken)
+        arguments = loss_arguments.named(self.surrogate, known)
+        return tuple(name for name in ARRAYS if name in arguments)
 
     @property
     def of_sequences(self) -> bool:

@@ -146,8 +146,8 @@ def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
 
 def of_rollout(rollout: Rollout) -> dict[str, Any]:
     """Rewards and lengths, as fields of `PolicyMetrics`."""
-    read = rollout.prompts.lengths.sum() + rollout.completions.lengths.sum()
-    return {**rollout.sampled, "tokens": int(read)}
+    tokens = rollout.prompts.lengths.sum() + rollout.completions.lengths.sum()
+    return {**rollout.sampled, "tokens": int(tokens)}
 
 
 def of_sampled(
@@ -157,7 +157,7 @@ def of_sampled(
 
     `kept` are the completions that `grpo.resample` has chosen; None without it.
     """
-    whole = _mean_metrics(parts, group_size)
+    means = _mean_metrics(parts, group_size)
     turns = busy = None
     if parts[0].completions.own is not None:
         turns = float(np.concatenate([part.turns for part in parts]).mean())
@@ -168,7 +168,7 @@ def of_sampled(
         means = _mean_metrics([kept], group_size)
         kept_means = {name: means[name] for name in _OF_KEPT}
     counts = {"resampled": len(parts) - 1, "turns": turns, "busy": busy}
-    return {**whole, **counts, "kept": kept_means}
+    return {**means, **counts, "kept": kept_means}
 
 
 _OF_KEPT = "reward", "accuracy", "degenerate", "truncated", "response_length"

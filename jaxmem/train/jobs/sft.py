@@ -33,11 +33,11 @@ from jaxmem.train.program import TrainState, fixed_weights
 
 
 class _MicroBatch(NamedTuple):
-    """A micro-batch of a step; stacked [K, ...], all of them."""
+    """A micro-batch of a step, or all of them, stacked [K, ...]."""
 
     batch: Batch
     index: Any  # uint32 scalar, its number within the step
-    read: Any  # scalar, its tokens that are no padding
+    read: Any  # scalar, number of its tokens that are not padding
 
 
 def make_gradients(
@@ -86,9 +86,9 @@ class SftProgram(StepProgram):
     """A supervised run's functions and shapes.
 
     Args:
-      config: of the run.
-      vocab_size: entries of the tokenizer.
-      packed: True if rows hold several documents; else segment_ids must be None.
+        config: configuration of the run.
+        vocab_size: entries of the tokenizer.
+        packed: True if rows hold several documents; else segment_ids must be None.
     """
 
     config: Config
@@ -169,7 +169,7 @@ class Sft(Job, name="sft"):
         return SftProgram(self.config, vocab_size, self.packed)
 
     def fixed(self) -> dict[str, Any]:
-        """See `Job`; as in runs that are older than other jobs and templates."""
+        """See `Job`; without the job and the template, which older runs lack."""
         config, fixed = self.config, super().fixed()
         if self.name == Sft.name:  # no subclass
             del fixed["run"]
@@ -204,13 +204,14 @@ class Sft(Job, name="sft"):
     ) -> tuple[TrainState, Callable[[], StepMetrics]]:
         start = time.perf_counter()
         config, program = self.config, self.program
-        taken = streams.stacked(self.batches, config.run.accumulate)
+        micro_batches = streams.stacked(self.batches, config.run.accumulate)
         self._counted = (
-            self._counted or loss_counts(taken) or self._later_batch_counts()
+            self._counted or loss_counts(micro_batches) or self._later_batch_counts()
         )
-        taken = program.layout.place(taken)
-        drawn_by, size = program.step_numbers(config.head, number), taken.tokens.size
-        state, numbers = self._compiled(state, self.frozen, taken, *drawn_by)
+        micro_batches = program.layout.place(micro_batches)
+        size = micro_batches.tokens.size
+        drawn_by = program.step_numbers(config.head, number)
+        state, numbers = self._compiled(state, self.frozen, micro_batches, *drawn_by)
         return state, lambda: self._read_metrics(number, numbers, size, start)
 
     def _later_batch_counts(self) -> bool:
@@ -234,21 +235,23 @@ class Sft(Job, name="sft"):
         self, number: int, numbers: dict, size: int, start: float
     ) -> StepMetrics:
         loss, norm, tokens = (numbers[k] for k in ("loss", "grad_norm", "tokens"))
-        taken = self.step_metrics(number, loss, norm, tokens, start)
+        step_metrics = self.step_metrics(number, loss, norm, tokens, start)
         routers = self.program.routers(numbers.get("routed"))
-        mfu = self.program.mfu(size / taken.seconds)
+        mfu = self.program.mfu(size / step_metrics.seconds)
         error = numbers.get(eight_bits.ERROR)
         error = None if error is None else float(error)
-        return taken._replace(mfu=mfu, routers=routers, forward_error=error)
+        return step_metrics._replace(mfu=mfu, routers=routers, forward_error=error)
 
-    def evaluate(self, state: TrainState, taken: StepMetrics) -> Evaluated | None:
+    def evaluate(
+        self, state: TrainState, step_metrics: StepMetrics
+    ) -> Evaluated | None:
         if self._held_out is None:
             return None
         loss = self.program.evaluate(state.params, self.frozen, self._held_out())
         self._held_out_loss = loss
         perplexity = math.exp(min(loss, 700.0))
         values = {"held_out_loss": loss, "held_out_perplexity": perplexity}
-        return Evaluated(taken._replace(**values), loss)
+        return Evaluated(step_metrics._replace(**values), loss)
 
     def finish(self, state: TrainState) -> dict[str, Any]:
         """See `Job`; the last step is evaluated if none was."""

@@ -69,18 +69,19 @@ class StreamedStep:
 
 
 class StepProgram(DecoderProgram):
-    """A `DecoderProgram` that says what a step's gradients are."""
+    """A `DecoderProgram` with the gradients of a step."""
 
     @abc.abstractmethod
     def gradients(self, head: HeadConfig) -> Callable:
-        """The function that `step_of` takes; its last argument is the step's number.
+        """The function that `step_of` takes.
 
-        That is given where the head draws (`DecoderProgram.step_numbers`).
+        Where the head draws (`DecoderProgram.step_numbers`), its last argument is the
+        step's number.
         """
 
     @abc.abstractmethod
     def micro_batches(self) -> Any:
-        """Shapes of a step's micro-batches, with their places."""
+        """Shapes of a step's micro-batches, with their shardings."""
 
     def trace_backward(self) -> jax.stages.Traced:
         return self.trace_step()
@@ -112,7 +113,7 @@ class StepProgram(DecoderProgram):
     def with_update(
         self, compiled: jax.stages.Compiled
     ) -> jax.stages.Compiled | StreamedStep:
-        """The whole step of what `trace_step` traced, once it is compiled."""
+        """The whole step, from the compiled program of `trace_step`."""
         if self.streamed is None:
             return compiled
         slopes = gradient_shapes(self.state_shapes.params)

@@ -88,8 +88,9 @@ class WandbWriter:
             import wandb  # pyright: ignore
 
             with _open_run(wandb, self._options) as run:
-                while (taken := self._steps.get()) is not None:
-                    run.log(taken[1], step=taken[0])
+                while (entry := self._steps.get()) is not None:
+                    step, numbers = entry
+                    run.log(numbers, step=step)
         except BaseException as error:  # whatever it is, training goes on
             self._warn_once(f"{type(error).__name__}: {error}")
 

@@ -17,7 +17,7 @@ CODE = "code"  # key in the changeable settings: digests of the user's code by n
 
 @contextlib.contextmanager
 def advising(saved: int) -> Iterator[None]:
-    """Add what the same command does next to errors of steps and of checkpoints."""
+    """Add advice on resuming to errors of steps and of checkpoints."""
     then = f"resumes the run after step {saved}" if saved else "starts anew"
     try:
         yield
@@ -31,19 +31,22 @@ def advising(saved: int) -> Iterator[None]:
         ) from error
 
 
-def check_finite(taken: AnyMetrics, checkpoints: Checkpoints, saved: int) -> None:
+def check_finite(
+    step_metrics: AnyMetrics, checkpoints: Checkpoints, saved: int
+) -> None:
     """Raise if a step's loss or gradient is not finite, with advice on resuming.
 
     Numbers of the first step after a checkpoint come from the weights that were saved,
     so that no learning rate would help: the checkpoint is renamed. If they are finite,
     older checkpoints are no longer needed.
     """
-    first = taken.step == saved + 1
-    for name, value in (("loss", taken.loss), ("gradient's norm", taken.grad_norm)):
+    first = step_metrics.step == saved + 1
+    values = {"loss": step_metrics.loss, "gradient's norm": step_metrics.grad_norm}
+    for name, value in values.items():
         if math.isfinite(value):
             continue
-        problem = f"the {name} of step {taken.step} is {value}"
-        if taken.step == 1:
+        problem = f"the {name} of step {step_metrics.step} is {value}"
+        if step_metrics.step == 1:
             raise FloatingPointError(
                 f"{problem}, from the initial weights and the first batch"
             )
@@ -67,8 +70,8 @@ def changes(
     """A message for each allowed difference from the saved settings; others raise."""
     fixed, changeable = settings
     saved = dict(saved)
-    before, now = dict(saved.pop(CHANGEABLE, {})), dict(changeable)
-    code = user_code.changes(before.pop(CODE, {}), now.pop(CODE, {}))
+    old, new = dict(saved.pop(CHANGEABLE, {})), dict(changeable)
+    code = user_code.changes(old.pop(CODE, {}), new.pop(CODE, {}))
     where = f"run.out_dir={str(out_dir)!r}"
     check_same_config(saved, fixed, out_dir)
     if done > steps:
@@ -76,7 +79,7 @@ def changes(
             f"run.steps={steps} is below the {done} steps that {where} has "
             "done; raise it, or name another run.out_dir"
         )
-    changed = differences(before, now, common=True)
+    changed = differences(old, new, common=True)
     ignored = [change for change in changed if not change.startswith("run.steps ")]
     if ignored and done == steps:
         raise ValueError(

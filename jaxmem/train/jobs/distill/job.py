@@ -152,8 +152,8 @@ class Distill(Job, name="distill"):
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, DistillMetrics]:
         start = time.perf_counter()
-        taken = self.batches.take(number, state.params)
-        examples = [self._place_batch(example) for example in taken.examples]
+        data = self.batches.take(number, state.params)
+        examples = [self._place_batch(example) for example in data.examples]
         ready = time.perf_counter()
         parked = [self._park_target(example) for example in examples]
         taught = time.perf_counter()
@@ -189,7 +189,7 @@ class Distill(Job, name="distill"):
             backend=self.program.backend,
             routers=self.program.routers(sums.routed),
             **{name: float(observed[name]) / seen for name in METRICS},
-            **taken.observed,
+            **data.observed,
         )
 
     def _place_batch(self, example: DistillBatch) -> DistillBatch:
@@ -216,7 +216,9 @@ class Distill(Job, name="distill"):
         """Counts of tokens of a placed micro-batch, over all processes."""
         return self._compiled.count[batch.tokens.shape](batch)
 
-    def evaluate(self, state: TrainState, taken: DistillMetrics) -> Evaluated | None:
+    def evaluate(
+        self, state: TrainState, step_metrics: DistillMetrics
+    ) -> Evaluated | None:
         held_out = self.batches.held_out(state.params)
         if held_out is None:
             return None
@@ -227,7 +229,7 @@ class Distill(Job, name="distill"):
             reward = held_out.observed["held_out_reward"]
             cost -= distill.reward_weight * (math.nan if reward is None else reward)
         return Evaluated(
-            taken._replace(
+            step_metrics._replace(
                 held_out_loss=None if math.isnan(cost) else cost,
                 held_out_divergence=means["divergence"],
                 held_out_ce=means["ce"],

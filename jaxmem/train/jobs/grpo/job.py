@@ -254,22 +254,24 @@ class Grpo(Job, name="grpo"):
             decoded=sample.decoded,
         )
 
-    def evaluate(self, state: TrainState, taken: PolicyMetrics) -> Evaluated | None:
+    def evaluate(
+        self, state: TrainState, step_metrics: PolicyMetrics
+    ) -> Evaluated | None:
         """Complete the held-out prompts at temperature 0."""
         prompts, rows = self.task.held_out(), self.config.grpo.samples
         if prompts is None:
             return None
         prompts = prompts.first(self.config.eval.prompts)
-        self.task.trainer_state = TrainerState(taken.step, self.config.run.steps)
+        self.task.trainer_state = TrainerState(step_metrics.step, self.config.run.steps)
         graded = []
         for part, live in prompts.parts(rows):  # of the shape that is compiled
-            weights, draw = (state.params, self.frozen), (taken.step, 0)
+            weights, draw = (state.params, self.frozen), (step_metrics.step, 0)
             sample = Turns(self.program, self._greedy_samplers, weights, draw)
             graded.append(self._held_out_grades(part, sample, live))
         values = rollout_metrics.of_held_out(graded)
         reward = values["held_out_reward"]
         return Evaluated(
-            taken._replace(**values), math.nan if reward is None else -reward
+            step_metrics._replace(**values), math.nan if reward is None else -reward
         )
 
     def _held_out_grades(self, prompts: PromptIds, sample: Turns, live: int) -> Graded:

@@ -17,12 +17,12 @@ def take(values: _Rows, rows: np.ndarray) -> _Rows:
     (array([3, 1]), ['c', 'a'], 0.5)
     """
 
-    def taken(x: Any) -> Any:
+    def take_rows(x: Any) -> Any:
         if _is_list(x):
             return [x[i] for i in rows]
         return x if np.isscalar(x) else x[rows]
 
-    return jax.tree.map(taken, values, is_leaf=_is_list)
+    return jax.tree.map(take_rows, values, is_leaf=_is_list)
 
 
 def join(parts: Sequence[_Rows]) -> _Rows:
@@ -32,12 +32,14 @@ def join(parts: Sequence[_Rows]) -> _Rows:
     (array([1, 2]), ['a', 'b'], 1.5)
     """
 
-    def joined(*each: Any) -> Any:
-        if _is_list(each[0]):
-            return list(itertools.chain(*each))
-        return float(np.mean(each)) if np.isscalar(each[0]) else np.concatenate(each)
+    def join_leaves(*leaves: Any) -> Any:
+        if _is_list(leaves[0]):
+            return list(itertools.chain(*leaves))
+        if np.isscalar(leaves[0]):
+            return float(np.mean(leaves))
+        return np.concatenate(leaves)
 
-    return jax.tree.map(joined, *parts, is_leaf=_is_list)
+    return jax.tree.map(join_leaves, *parts, is_leaf=_is_list)
 
 
 def padded(rows: Sequence[Any], width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ class PromptIds(NamedTuple):
 
     ids: np.ndarray  # int32 [N, P], right-padded
     lengths: np.ndarray  # int32 [N]
-    items: Any  # the task's own record of each, for scores
+    items: Any  # the task's record of each prompt, for rewards
 
     def repeated(self, count: int) -> "PromptIds":
         """These prompts, each `count` times in a row."""
@@ -34,7 +34,7 @@ class PromptIds(NamedTuple):
     def parts(self, rows: int) -> Iterator[tuple["PromptIds", int]]:
         """Parts of exactly `rows` prompts, the last one filled up by repetition.
 
-        Each comes with the number of its prompts that are no repetition.
+        Each part comes with the number of its prompts that are not repetitions.
         """
         for start in range(0, len(self.lengths), rows):
             chosen = np.arange(start, min(start + rows, len(self.lengths)))
@@ -58,12 +58,12 @@ class Task(abc.ABC):
     """Prompts of a run, with the rewards of their completions."""
 
     size: int | None = None  # prompts to train on; None if they have no end
-    sources: Sequence[int] = ()  # number of each prompt's entry in `task.source`
+    sources: Sequence[int] = ()  # index of each prompt's entry in `task.source`
     trainer_state = TrainerState()  # of the run, for reward functions
 
     @abc.abstractmethod
     def ask(self, start: int, count: int) -> PromptIds:
-        """Prompts of the numbers from `start` to `start + count - 1`."""
+        """Prompts `start` to `start + count - 1`."""
 
     def held_out(self) -> PromptIds | None:
         """Prompts that are never trained on; None without any."""
@@ -85,8 +85,8 @@ class Task(abc.ABC):
         self, prompts: PromptIds, completions: Completions, i: int
     ) -> tuple[str, str]:
         """The last characters of prompt `i` and of its completion, on a line each."""
-        said = completions.sampled[i, : completions.lengths[i]]
-        texts = self.question(prompts, i), self.text(said)
+        ids = completions.sampled[i, : completions.lengths[i]]
+        texts = self.question(prompts, i), self.text(ids)
         prompt, answer = (" ".join(text.split())[-60:] for text in texts)
         return prompt, answer
 
@@ -108,8 +108,8 @@ class Task(abc.ABC):
 
     def agree(self) -> None:
         """Raise a ValueError in every process if the prompts differ between them."""
-        if prints := self.fingerprint():
-            processes.agree({"the content of task.source": prints})
+        if digest := self.fingerprint():
+            processes.agree({"the content of task.source": digest})
 
     @abc.abstractmethod
     def statistics(self) -> str:
@@ -117,8 +117,8 @@ class Task(abc.ABC):
 
     def state(self, position: int) -> dict[str, Any]:
         """The next prompt's number and the prompts' digest, as JSON-able values."""
-        prints = self.fingerprint()
-        return {"next_problem": position} | ({"fingerprint": prints} if prints else {})
+        digest = self.fingerprint()
+        return {"next_problem": position} | ({"fingerprint": digest} if digest else {})
 
     def position(self, state: Mapping[str, Any]) -> int:
         """The number of the next prompt, of a state that belongs to these prompts.

@@ -29,7 +29,7 @@ from jaxmem.train.phases import Phase, weights_of
 
 
 class SamplingProgram(AccumulatedProgram):
-    """An `AccumulatedProgram` that samples; `sample_from` comes first.
+    """An `AccumulatedProgram` that samples; call `sample_from` first.
 
     Attributes:
         ends: the ids that end completions.
@@ -47,7 +47,7 @@ class SamplingProgram(AccumulatedProgram):
 
         Args:
             rows: completions of a rollout.
-            named: the settings whose product `rows` is, for errors.
+            named: names of the settings whose product is `rows`, for errors.
             ends: the ids that end completions.
             records: True records the experts that tokens are routed to.
         """
@@ -81,8 +81,8 @@ class SamplingProgram(AccumulatedProgram):
         """The setting that rules out a cache kept from turn to turn; None without one.
 
         Refilled slots write at one position, which wraps around and would overwrite a
-        row that waits for its reply. Which axes of the cache are rows only the model
-        knows, where it is a user's.
+        row that waits for its reply. Only a user's model knows which axes of its cache
+        are rows.
         """
         config, own = self.config, self.model_config.factory is not None
         settings = {
@@ -140,9 +140,7 @@ class SamplingProgram(AccumulatedProgram):
         """Shapes and shardings of the cache that is kept from turn to turn."""
 
         def start(params, frozen, prompts, lengths):
-            key = self._rollout_key(
-                jnp.zeros((), jnp.uint32)
-            )  # only shapes are asked for
+            key = self._rollout_key(jnp.zeros((), jnp.uint32))  # any: only shapes count
             keys = row_keys(key, jnp.arange(len(lengths)))
             model = self.model(params, frozen)
             return sampler.start(model, prompts, lengths, keys).cache
@@ -174,7 +172,7 @@ class SamplingProgram(AccumulatedProgram):
     def prompts(self) -> tuple[Any, Any]:
         """Shapes of the sampler's prompts: ids [N, P] and lengths [N]."""
         width = self.config.task.prompt_length
-        if not self.keeps_cache:  # all before the last completion
+        if not self.keeps_cache:  # room for all turns before the last completion
             width = self._max_read_tokens + 1 - self.config.sampling.max_new_tokens
         return self._row_shapes(width)
 
@@ -198,8 +196,8 @@ class SamplingProgram(AccumulatedProgram):
     def rollout_phases(self, held: Mapping[str, Any]) -> list[Phase]:
         """The phases of a rollout, for a plan: one, or two where a cache is kept."""
         config = self.config
-        rows, most = self.prompts[0].shape[0], config.sampling.max_new_tokens
-        steps = most - 1
+        rows, max_tokens = self.prompts[0].shape[0], config.sampling.max_new_tokens
+        steps = max_tokens - 1
         if config.sampling.slots is not None:  # from one refilled slot to the next
             steps = -(-steps // self.slots)
         runs, kept = config.task.turns, {}
@@ -207,7 +205,7 @@ class SamplingProgram(AccumulatedProgram):
             kept["keys and values"] = self._cache_bytes()
         if self.records:
             kept["routes"] = self._routes_bytes()
-        weights, tokens = weights_of(self), rows * most
+        weights, tokens = weights_of(self), rows * max_tokens
         first = Phase(
             "rollout", self.trace_sample, weights, held, {}, tokens, turns=steps
         )
@@ -258,6 +256,6 @@ class SamplingProgram(AccumulatedProgram):
 def _decode_turn(
     sampler: Sampler, model: Any, state: SamplerState
 ) -> tuple[Samples, Cache]:
-    """Decode until all completions of a turn end; they, and the cache after them."""
+    """Decode until all completions of a turn end: (completions, cache after them)."""
     state = sampler.advance(model, state, sampler.config.max_new_tokens)
     return samples_of(state), state.cache
