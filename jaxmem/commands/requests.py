@@ -31,6 +31,7 @@ def add_eval(
         "--batch-size": {"type": count, "help": "completions at once; 8"},
         "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
         "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
+        "--base": BASE,
         "--out": {"metavar": "FILE.json", "help": "eval.json in the run by default"},
         **CODE,
     }.items():
@@ -62,6 +63,7 @@ def add_generate(commands: Any, command: Callable) -> None:
         "--out": {"metavar": "FILE.jsonl", "help": "of --in, the completions"},
         "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
         "--dtype": {"choices": DTYPES, "help": "the checkpoint's by default"},
+        "--base": BASE,
         "--chat-template-kwargs": TEMPLATE_KWARGS,
         **CODE,
     }.items():
@@ -115,6 +117,12 @@ TEMPLATE_KWARGS: dict[str, Any] = {
 }
 
 
+BASE: dict[str, Any] = {
+    "choices": ("nf4", "int8"),
+    "help": "code the matrices of blocks in 4 or 8 bits as they are read",
+}
+
+
 CODE: dict[str, dict[str, Any]] = {
     "--factory": {
         "metavar": "FILE.py:NAME",
@@ -151,6 +159,7 @@ def add_score(
         "--max-tokens": {"type": int, "help": "slots of a micro-batch; 4096"},
         "--stride": {"type": int, "help": "score longer documents in windows"},
         "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
+        "--base": BASE,
         "--chunk": {"type": chunk, "help": "tokens with logits at once, or auto"},
         "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
         "--top-k": {"type": int, "help": "record a teacher's most likely ids, too"},

@@ -33,6 +33,7 @@ class EvaluateRequest(NamedTuple):
     out: str | None = None
     factory: str | None = None  # of a run of model.factory
     trust_code: bool = False  # True if the code that the run names may be run
+    base: str | None = None  # codes of matrices; None: they are as stored
 
 
 def run(request: EvaluateRequest) -> dict[str, Any]:
@@ -63,6 +64,7 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
         dtype=request.dtype,
         factory=request.factory,
         trust_code=request.trust_code,
+        base=request.base,
     )
     evaluate: Any = lm_eval.simple_evaluate  # its decorator loses its type
     results = evaluate(

@@ -149,7 +149,8 @@ def _fingerprint(
 ) -> str:
     """Hash everything that the completions depend on."""
     options = json.dumps(dataclasses.asdict(generator.config))
-    options += generator.model.decoder.config.dtype
+    model = generator.model.decoder.config
+    options += model.dtype + (model.base or "")
     digest = hashlib.sha256(options.encode())
     update_with_files(digest, generator.model.files)
     for record, prompt in zip(records, prompts, strict=True):

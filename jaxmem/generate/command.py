@@ -24,6 +24,7 @@ class GenerateRequest(NamedTuple):
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
     factory: str | None = None  # of a run of model.factory
     trust_code: bool = False  # True if the code that the run names may be run
+    base: str | None = None  # codes of matrices; None: they are as stored
 
 
 def run(request: GenerateRequest, config: GenerateConfig) -> None:
@@ -36,6 +37,7 @@ def run(request: GenerateRequest, config: GenerateConfig) -> None:
         chat_template_kwargs=request.chat_template_kwargs,
         factory=request.factory,
         trust_code=request.trust_code,
+        base=request.base,
     )
     generator = Generator(model, config)
     if generator.cost is not None:

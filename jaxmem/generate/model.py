@@ -54,6 +54,7 @@ def load(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     factory: str | None = None,
     trust_code: bool = False,
+    base: str | None = None,
 ) -> Model:
     """Load the model in a directory.
 
@@ -66,6 +67,8 @@ def load(
         factory: of a run of `model.factory`, the code to run in place of what the run
             names.
         trust_code: True if the code that the run names may be run.
+        base: "nf4" or "int8": matrices of blocks are coded as they are read; None: they
+            are as stored.
 
     Raises:
         CheckpointError: there is no model, or it cannot be read.
@@ -76,7 +79,7 @@ def load(
         described = checkpoints.read_config(source.directory)
         template, reader = _read_template(source, vocabulary, chat_template_kwargs)
         return Model(
-            source.load(dtype),
+            source.load(dtype, base),
             vocabulary,
             end_ids(source.directory, template),
             described.max_positions,

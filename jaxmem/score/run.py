@@ -73,6 +73,8 @@ class ScoreConfig:
     stripped: Literal["raise", "mask", "count"] = "raise"
     factory: str | None = None  # of a run of model.factory: the code of its model
     trust_code: bool = False  # True if the code that the run names may be run
+    # matrices of blocks are coded as they are read; None: they are as stored
+    base: Literal["nf4", "int8"] | None = None
 
     def __post_init__(self):
         ranges.check("--max-tokens", self.max_tokens, ranges.integers(1))
@@ -249,7 +251,7 @@ class _Work(NamedTuple):
 def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> int:
     """Score the remaining groups, and return the number of tokens read."""
     config, documents, length = work.config, work.documents, work.length
-    decoder = work.source.load(config.dtype)
+    decoder = work.source.load(config.dtype, config.base)
     decoder.head.chunk = config.chunk
     with (
         stop.deferred(),
@@ -363,6 +365,8 @@ def _fingerprint(
 ) -> str:
     """Hash everything that the scores and their order depend on."""
     options: list[Any] = [config.max_tokens, config.stride, config.dtype, config.chunk]
+    if config.base is not None:
+        options.append(config.base)
     if config.columns:
         options.append(dataclasses.asdict(config.columns))
     digest = hashlib.sha256(json.dumps(options).encode())

@@ -86,13 +86,25 @@ class Saved(NamedTuple):
     files: tuple[Path, ...] = ()  # files that the decoder was read from
     end_of_turn: str | None = None  # token that ends turns, of conversations
 
-    def load(self, dtype: str | None = None) -> LanguageModel:
-        """The decoder, with its adapter."""
+    def load(self, dtype: str | None = None, base: str | None = None) -> LanguageModel:
+        """The decoder, with its adapter; `base` codes matrices that are in 16 bits.
+
+        Raises:
+            CheckpointError: the decoder is that of a run, which has its own base.
+        """
         if self.decoder is not None:
+            own = self.decoder.config.base
+            if base not in (None, own):
+                raise CheckpointError(
+                    f"--base={base} is for a checkpoint or an adapter; the run that "
+                    f"this model is of has model.base={own!r}: leave it out"
+                )
             return self.decoder
+        options = {} if base is None else {"base": base}
         return checkpoints.load(
-            self.directory, dtype=dtype, param_dtype=dtype, adapter=self.adapter
-        )
+            self.directory, dtype=dtype, param_dtype=dtype, adapter=self.adapter,
+            **options,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -522,6 +522,18 @@ def test_broken_weight_is_not_a_score(model, directory):
         scored("broken")
 
 
+def test_score_with_codes_is_near(model, directory):
+    write(documents(4))
+    _, plain = scored(model)
+    _, coded = scored(model, base="int8", out="coded.jsonl")
+    first, second = (
+        np.concatenate([record["logprobs"] for record in records])
+        for records in (plain, coded)
+    )
+    assert (first != second).any()
+    np.testing.assert_allclose(first, second, rtol=0.03)
+
+
 def test_score_command(model, directory, capsys):
     write(documents(4))
     arguments = ["score", str(model), "data.jsonl", "--max-tokens", "32", "--eos"]

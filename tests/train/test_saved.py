@@ -126,3 +126,13 @@ def test_adapter_names_its_base(tmp_path):
     described.write_text('{"base_model_name_or_path": "nowhere"}')
     with pytest.raises(CheckpointError, match="'nowhere' is not the directory of a"):
         loaded(tmp_path)
+
+
+def test_load_codes_what_is_in_16_bits(run):
+    with saved.opened(run / "model") as place:
+        decoder = place.load(base="int8")
+    assert decoder.config.base == "int8"
+    running = saved.Saved(run, decoder=decoder)
+    assert running.load(base="int8") is decoder
+    with pytest.raises(CheckpointError, match="--base=nf4 is for a checkpoint or an"):
+        running.load(base="nf4")

@@ -49,6 +49,8 @@ class DistillConfig:
     teacher: str | None = None
     # dtype of the teacher's weights and activations; None: as they are stored
     teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    # codes of its matrices, as model.base; None: they are as its checkpoint has them
+    teacher_base: Literal["nf4", "int8"] | None = None
     # forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: of both
     # from their mixture
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"

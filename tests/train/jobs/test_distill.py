@@ -135,6 +135,20 @@ def flat(weights):
     return traverse_util.flatten_dict(weights, sep="/")
 
 
+def test_teacher_base_codes_the_teacher_alone():
+    named = "distill.teacher_dtype=float32", "distill.teacher_base=int8"
+    job = jobs.job_of(configuration.load("distill.gin", named)[0])
+    program = DistillProgram(job.config, 40)
+    taught = program.teacher.initial_params()
+    up = taught["blocks"]["feed_forward"]["up"]
+    assert up["kernel_codes"].dtype == np.int8 and "kernel" not in up
+    batch = Batch(*(np.ones((1, 8), np.int32),) * 4)
+    states = program.teacher.trace_states((1, 8)).lower().compile()(taught, batch)
+    assert np.isfinite(states).all()
+    assert job.fixed()["distill"]["teacher_base"] == "int8"
+    assert program.model_config.base is None
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

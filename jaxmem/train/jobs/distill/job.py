@@ -83,7 +83,10 @@ class Distill(Job, name="distill"):
         if config.is_on_policy:  # as in runs that are older than the time limit
             fixed["task"] = dataclasses.replace(config.task, timeout=None).fixed()
         distill = config.distill
-        return fixed | {"distill": {"mode": distill.mode, "teacher": distill.teacher}}
+        own = {"mode": distill.mode, "teacher": distill.teacher}
+        if distill.teacher_base is not None:  # older runs lack it
+            own["teacher_base"] = distill.teacher_base
+        return fixed | {"distill": own}
 
     def text(self, directory: Path) -> checkpoints.Text:
         """See `Job`: as its teacher does."""

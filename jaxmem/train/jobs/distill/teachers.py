@@ -33,11 +33,13 @@ def model_of(config: DistillJobConfig) -> ModelConfig:
     path = directory(config)
     described = checkpoints.read_config(path)
     dtype = config.distill.teacher_dtype or described.dtype or "float32"
+    base = config.distill.teacher_base or described.model.base
     return dataclasses.replace(
         described.model,
         checkpoint=str(path),
         dtype=dtype,
         param_dtype=dtype,
+        base=base,
         attention=config.model.attention,
     )
 
