@@ -257,7 +257,7 @@ class Sight(NamedTuple):
     branches: Branches | None = None  # of rows with a prompt that blocks share
     # [B, T or 1, S - T] which of the first keys each query sees
     prefix: jax.Array | None = None
-    packed: packed_attention.DocumentRuns | None = None  # of cuDNN's ragged kernel
+    packed: packed_attention.PackedRows | None = None  # of cuDNN's ragged kernel
 
     @property
     def mask(self) -> jax.Array | None:

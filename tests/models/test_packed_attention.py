@@ -11,50 +11,67 @@ from jaxmem.models import attention
 from jaxmem.models.kernels import packed_attention
 from jaxmem.models.positions import Sight
 
-IDS = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 3, 3, 3, 3], [0, 0, 4, 4, 0, 0]])
+IDS = np.zeros((3, 64), np.int32)
+IDS[0, :40], IDS[0, 40:43], IDS[0, 43:60] = 1, 2, 3  # of 64: whole, 1 / 16, whole
+IDS[1, :16], IDS[1, 16:32], IDS[1, 32:64] = 4, 5, 6  # two of 64 / 4 at most, whole
+IDS[2, 5:6], IDS[2, 6:10], IDS[2, 20:25] = 7, 8, 9  # two of 64 / 16, one of 64 / 4
 
 
-def test_documents_are_runs_of_the_batch():
-    batch = packed_attention.documents(jnp.asarray(IDS), limit=3)
-    starts = [0, 3, 5, 6, 7, 8, 12, 14, 16]
-    np.testing.assert_array_equal(batch.starts, [*starts, 18])
-    np.testing.assert_array_equal(batch.lengths, np.diff([*starts, 18]))
-    index = [[0, 0, 0, 1, 1, 2], [3, 4, 5, 5, 5, 5], [6, 6, 7, 7, 8, 8]]
-    np.testing.assert_array_equal(batch.index, index)
+def test_documents_are_grouped_by_length():
+    batch = packed_attention.documents(jnp.asarray(IDS))
+    expected = [
+        (64, [0, 43, 96], [40, 17, 32]),
+        (16, [64, 80, 148], [16, 16, 5]),
+        (4, [40, 133, 134], [3, 1, 4]),
+    ]
     assert batch.fit
-
-
-def test_documents_after_the_last_are_empty():
-    batch = packed_attention.documents(jnp.asarray(IDS), limit=5)
-    np.testing.assert_array_equal(batch.starts[9:], 18)
-    np.testing.assert_array_equal(batch.lengths[9:], 0)
+    members = np.zeros(IDS.shape, int)
+    for group, (longest, starts, lengths) in zip(batch.groups, expected, strict=True):
+        assert group.longest == longest
+        count = 3 * 4 * 64 // longest
+        padding = [0] * (count - 3)
+        np.testing.assert_array_equal(group.lengths, [*lengths, *padding])
+        np.testing.assert_array_equal(group.starts, [*starts, *(192 for _ in padding)])
+        for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            one = np.asarray(group.index).reshape(-1)[start : start + length]
+            np.testing.assert_array_equal(one, index)
+        members += np.asarray(group.member)
+    np.testing.assert_array_equal(members, IDS > 0)
 
 
 @pytest.mark.parametrize(
-    ("ids", "limit", "fits"),
+    ("ids", "fits"),
     [
-        pytest.param(IDS, 3, True, id="as many as there may be"),
-        pytest.param(IDS, 2, False, id="more"),
-        pytest.param([[1, 2, 1, 3]], 4, False, id="a document in two parts"),
-        pytest.param([[1, 0, 1, 1]], 4, False, id="padding inside of a document"),
-        pytest.param([[5, 0, 0, 9]], 4, True, id="padding between documents"),
-        pytest.param([[2, 2, 1, 1]], 4, False, id="falling"),
+        pytest.param([[1] * 16 + [2] * 16], True, id="two"),
+        pytest.param([[*range(1, 33)]], True, id="a document a token"),
+        pytest.param([[*range(1, 6), 0]], False, id="5 of a length without groups"),
+        pytest.param([[1, 2, 1, 3]], False, id="a document in two parts"),
+        pytest.param([[1, 0, 1, 1]], False, id="padding inside of a document"),
+        pytest.param([[5, 0, 0, 9]], True, id="padding between documents"),
+        pytest.param([[2, 2, 1, 1]], False, id="falling"),
+        pytest.param([[0, 0, 0, 0]], True, id="padding alone"),
     ],
 )
-def test_documents_fit_if_few_and_rising(ids, limit, fits):
-    batch = packed_attention.documents(jnp.asarray(ids), limit)
-    assert bool(batch.fit) == fits
+def test_documents_fit_if_few_and_rising(ids, fits):
+    assert bool(packed_attention.documents(jnp.asarray(ids)).fit) == fits
+
+
+def test_more_than_64_short_documents_of_a_row_do_not_fit():
+    ids = np.repeat(np.arange(1, 65), 2)
+    assert packed_attention.documents(jnp.asarray(ids[None])).fit
+    ids = np.arange(1, 129)
+    assert not packed_attention.documents(jnp.asarray(ids[None])).fit
 
 
 def test_logsumexps_of_tokens_and_documents_are_the_same():
-    batch = packed_attention.documents(jnp.asarray(IDS), limit=4)
-    by_token = jnp.arange(2.0 * 18).reshape(2, 18)
-    by_document = packed_attention.by_document(by_token, batch, 6)
-    assert by_document.shape == (12, 2, 6)
-    np.testing.assert_array_equal(by_document[1, :, :2], by_token[:, 3:5])
-    np.testing.assert_array_equal(
-        packed_attention.by_token(by_document, batch), by_token
-    )
+    by_token = jnp.arange(2.0 * 192).reshape(2, 192)
+    total = jnp.zeros_like(by_token)
+    for group in packed_attention.documents(jnp.asarray(IDS)).groups:
+        by_document = packed_attention.by_document(by_token, group)
+        assert by_document.shape == (group.starts.size, 2, group.longest)
+        again = packed_attention.by_token(by_document, group)
+        total += jnp.where(group.member.reshape(-1), again, 0)
+    np.testing.assert_array_equal(total, jnp.where(IDS.reshape(-1) > 0, by_token, 0))
 
 
 def test_call_has_lengths_and_offsets_of_documents():
@@ -62,7 +79,7 @@ def test_call_has_lengths_and_offsets_of_documents():
     query, key = (jnp.zeros((3, 64, heads, 64), jnp.bfloat16) for heads in (4, 2))
 
     def step(query, key, ids, dout):
-        batch = packed_attention.documents(ids, limit=8)
+        batch = packed_attention.documents(ids)
         forward = packed_attention.attend_forward(query, key, key, batch, 0.5)
         return packed_attention.attend_backward(
             query, key, key, batch, 0.5, forward, dout
@@ -70,17 +87,20 @@ def test_call_has_lengths_and_offsets_of_documents():
 
     traced = jax.jit(step).trace(query, key, jnp.zeros((3, 64), jnp.int32), query)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    for target, results in (
-        ("Softmax", "tensor<3x4x64x64xbf16>, tensor<24x4x64xf32>, tensor<0xui8>"),
-        ("SoftmaxBackward", "tensor<3x4x64x64xbf16>, tensor<3x2x64x64xbf16>"),
-    ):
-        line = next(
-            each for each in text.splitlines() if f"@__cudnn$fmha{target}(" in each
-        )
-        assert "tensor<3x8xi32>, tensor<3x8xi32>, tensor<3x9xi32>" in line
-        assert results in line
+    calls = [line for line in text.splitlines() if "@__cudnn$fmhaSoftmax" in line]
+    results = [
+        f"tensor<{n}x4x{t}x64xbf16>, tensor<{4 * n}x4x{t}xf32>, tensor<0xui8>"
+        for n, t in ((3, 64), (12, 16), (48, 4))
+    ] + [
+        f"tensor<{n}x4x{t}x64xbf16>, tensor<{n}x2x{t}x64xbf16>, tensor<{n}x2x{t}x64x"
+        for n, t in ((3, 64), (12, 16), (48, 4))
+    ]
+    assert len(calls) == len(results) == 6
+    for line, shapes, n in zip(calls, results, (3, 12, 48) * 2, strict=True):
+        assert shapes in line
+        assert f"tensor<{n}x4xi32>, tensor<{n}x4xi32>, tensor<{n}x5xi32>" in line
         fields = line.replace("\\22", "'")
-        assert "'max_seg_per_batch': 8" in fields
+        assert "'max_seg_per_batch': 4" in fields
         assert "'mask_type': 'PADDING_CAUSAL'" in fields
 
 
@@ -100,18 +120,16 @@ def rows_of(rng, shape, longest):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize(
-    ("longest", "limit"), [(700, 16), (40, 64), (40, 8)], ids=["long", "short", "many"]
-)
-def test_packed_attention_equals_xla(width, longest, limit):
-    """Results and gradients in bfloat16; "many" do not fit, and take the bias."""
+@pytest.mark.parametrize("longest", [1024, 200, 60, 9])
+def test_packed_attention_equals_xla(width, longest):
+    """Results and gradients in bfloat16; the shortest do not fit, and take the bias."""
     rng = np.random.default_rng(longest + width)
     shapes = (3, 1024, 8, width), (3, 1024, 2, width), (3, 1024, 2, width)
     operands = [jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes]
     dout = jnp.asarray(rng.normal(size=shapes[0]), jnp.bfloat16)
     ids = jnp.asarray(rows_of(rng, (3, 1024), longest))
-    batch = packed_attention.documents(ids, limit)
-    assert bool(batch.fit) == (limit != 8)
+    batch = packed_attention.documents(ids)
+    assert bool(batch.fit) == (longest > 9)
     sights = {
         attention.attend_by_cudnn: Sight(ids, packed=batch),
         attention.attend: Sight(ids),

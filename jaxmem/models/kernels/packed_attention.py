@@ -5,73 +5,138 @@ documents. `jax.nn.dot_product_attention` has no argument for them: with a mask 
 hands cuDNN a bias [B, 1, T, T], with which all scores of a row are computed. So the
 call that XLA turns into cuDNN's graph is made here, with XLA's fields of it.
 
+A call's workspace and time grow with the number of its documents times its longest
+length. So documents are grouped by length, and each group is a call of its own: fewer
+than 4 documents of a row are longer than T / 4, fewer than 16 longer than T / 16.
+
 Sources: `CudnnfMHABackendConfig` in XLA's xla/service/gpu/backend_configs.proto, and
 "ragged offsets" in cuDNN's frontend, docs/operations/Attention.md.
 """
 
+import functools
 import json
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-# On average of a batch: more cost idle programs of the kernel, and memory for
-# logsumexps, of which cuDNN has T for each document and head.
-DOCUMENTS_OF_A_ROW = 16
+_PARTS = 1, 4, 16  # of T tokens, that the documents of a group fit into
+_SLOTS = 4  # documents for each such part
 
 
-class DocumentRuns(NamedTuple):
-    """Documents of a batch [B, T] in their order, for at most M of them.
+class DocumentGroup(NamedTuple):
+    """At most M documents of a batch [B, T], of at most 4 · B · T / M tokens each."""
 
-    Padding is a document, too, so that each token is in one.
-    """
-
-    starts: jax.Array  # [M + 1] index of a first token in the batch, then B · T
-    index: jax.Array  # [B, T] the document of each token
-    fit: jax.Array  # [] False if there are more than M, or one is in several parts
+    starts: jax.Array  # [M] index of a first token among B · T, then B · T
+    lengths: jax.Array  # [M] tokens, then 0
+    index: jax.Array  # [B, T] the document of each token that is in one
+    member: jax.Array  # [B, T] True if a token is in one
 
     @property
-    def lengths(self) -> jax.Array:
-        """Tokens of each document, [M]; 0 after the last one."""
-        return self.starts[1:] - self.starts[:-1]
+    def longest(self) -> int:
+        """Tokens that its longest document may have."""
+        return _SLOTS * self.index.size // self.starts.size
 
 
-def documents(segment_ids: jax.Array, limit: int = DOCUMENTS_OF_A_ROW) -> DocumentRuns:
-    """The documents of rows [B, T], at most `limit` a row on average.
+class PackedRows(NamedTuple):
+    """The documents of a batch, without padding, in groups of falling lengths."""
 
-    A document is a run of equal ids. They fit if ids other than 0, which is padding,
-    rise along a row: then two runs with one id are never one document.
+    groups: tuple[DocumentGroup, ...]
+    fit: jax.Array  # [] False if short ones are too many, or one is in several parts
+
+
+def documents(segment_ids: jax.Array) -> PackedRows:
+    """The documents of rows [B, T], which are runs of equal ids; 0 is padding.
+
+    They fit if ids rise along a row, so that no two runs are one document, and if
+    those of the last group, of T / 16 tokens at most, are no more than 64 a row.
     """
     rows, length = segment_ids.shape
-    previous = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    before = jnp.pad(jax.lax.cummax(segment_ids, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    previous = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
     begins = segment_ids != previous
-    before = jnp.pad(
-        jax.lax.cummax(segment_ids, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=0
+    begins = begins.at[:, 0].set(True).reshape(-1)
+    token, size = jnp.arange(rows * length), rows * length
+    first = jax.lax.cummax(jnp.where(begins, token, 0))
+    ends = jnp.append(begins[1:], True)
+    last = jax.lax.cummin(jnp.where(ends, token, size), reverse=True)
+    lengths, is_token = last - first + 1, segment_ids.reshape(-1) != 0
+    fit = jnp.all(
+        (segment_ids == previous) | (segment_ids == 0) | (segment_ids > before)
     )
-    rises = ~begins | (segment_ids == 0) | (segment_ids > before)
-    size, flat = rows * limit, begins.reshape(-1)
-    starts = jnp.nonzero(flat, size=size + 1, fill_value=rows * length)[0]
-    index = (jnp.cumsum(flat) - 1).reshape(rows, length)
-    fit = jnp.all(rises) & (jnp.sum(flat) <= size)
-    return DocumentRuns(starts.astype(jnp.int32), index.astype(jnp.int32), fit)
+    parts = [n for n in _PARTS if length % n == 0]
+    groups = []
+    for n in parts:
+        member = is_token & (lengths * n <= length)
+        if n != parts[-1]:
+            member &= lengths * n * 4 > length
+        found, limit = begins & member, rows * n * _SLOTS
+        starts = jnp.nonzero(found, size=limit, fill_value=size)[0]
+        sizes = jnp.where(starts < size, lengths[jnp.minimum(starts, size - 1)], 0)
+        index = jnp.maximum(jnp.cumsum(found) - 1, 0)
+        groups.append(
+            DocumentGroup(
+                starts.astype(jnp.int32),
+                sizes.astype(jnp.int32),
+                index.reshape(rows, length).astype(jnp.int32),
+                member.reshape(rows, length),
+            )
+        )
+        fit &= jnp.sum(found) <= limit
+    return PackedRows(tuple(groups), fit)
 
 
 def attend_forward(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    batch: DocumentRuns,
-    scale: float,
+    query: jax.Array, key: jax.Array, value: jax.Array, batch: PackedRows, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """The result [B, T, heads, head_dim] and the logsumexps [heads, B · T] in float32.
 
-    Queries are [B, T, heads, head_dim]; keys and values have kv_heads. Results are
-    undefined unless the documents fit.
+    Queries are [B, T, heads, head_dim]; keys and values have kv_heads. Both results are
+    0 for padding, and undefined unless the documents fit.
     """
-    rows, length, heads, _ = query.shape
+    heads = query.shape[2]
+    out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
+    lse = jnp.zeros((heads, query.shape[0] * query.shape[1]), jnp.float32)
+    for group in batch.groups:
+        call = functools.partial(_group_forward, group=group, scale=scale)
+        part, part_lse = _unless_empty(group, call, (out, lse), query, key, value)
+        out = jnp.where(group.member[..., None, None], part, out)
+        lse = jnp.where(group.member.reshape(-1), part_lse, lse)
+    return out, lse
+
+
+def attend_backward(
+    query: jax.Array, key: jax.Array, value: jax.Array, batch: PackedRows, scale: float,
+    forward: tuple[jax.Array, jax.Array], dout: jax.Array,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Gradients of queries, keys and values; `forward` is that of `attend_forward`."""
+    gradients = tuple(jnp.zeros_like(x) for x in (query, key, value))
+    for group in batch.groups:
+        call = functools.partial(_group_backward, group=group, scale=scale)
+        parts = _unless_empty(group, call, gradients, query, key, value, forward, dout)
+        member = group.member[..., None, None]
+        gradients = tuple(
+            jnp.where(member, part, gradient)
+            for part, gradient in zip(parts, gradients, strict=True)
+        )
+    return gradients
+
+
+def _unless_empty(group, call, results, *operands):
+    """The call's results; zeros of the shapes of `results` if the group is empty."""
+
+    def zeros(*_):
+        return jax.tree.map(jnp.zeros_like, results)
+
+    return jax.lax.cond(group.lengths[0] > 0, call, zeros, *operands)
+
+
+def _group_forward(query, key, value, *, group, scale):
+    operands = [_in_parts(x, group) for x in (query, key, value)]
+    parts, length, heads, _ = operands[0].shape
     shapes = (
-        jax.ShapeDtypeStruct((rows, heads, length, value.shape[3]), query.dtype),
-        jax.ShapeDtypeStruct((batch.starts.size - 1, heads, length), jnp.float32),
+        jax.ShapeDtypeStruct((parts, heads, length, value.shape[3]), query.dtype),
+        jax.ShapeDtypeStruct((group.starts.size, heads, length), jnp.float32),
         _WORKSPACE,
     )
     call = jax.ffi.ffi_call(
@@ -79,60 +144,71 @@ def attend_forward(
         shapes,
         output_layouts=(_STORED, None, None),
         custom_call_api_version=2,
-        legacy_backend_config=_config(query, key, batch, scale, _FORWARD),
+        legacy_backend_config=_config(operands[0], scale, _FORWARD),
     )
-    out, lse, _ = call(query, key, value, *_ragged_operands(batch, query, key))
-    return jnp.transpose(out, (0, 2, 1, 3)), by_token(lse, batch)
+    out, lse, _ = call(*operands, *_ragged_operands(group, query, key))
+    out = jnp.transpose(out, (0, 2, 1, 3)).reshape(*query.shape[:3], value.shape[3])
+    return out, by_token(lse, group)
 
 
-def attend_backward(
-    query: jax.Array, key: jax.Array, value: jax.Array, batch: DocumentRuns, scale: float,
-    forward: tuple[jax.Array, jax.Array], dout: jax.Array,
-) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Gradients of queries, keys and values; `forward` is that of `attend_forward`."""
-    out, lse = forward
+def _group_backward(query, key, value, forward, dout, *, group, scale):
+    operands = [_in_parts(x, group) for x in (query, key, value)]
     shapes = [
         jax.ShapeDtypeStruct((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), x.dtype)
-        for x in (query, key, value)
+        for x in operands
     ]
     call = jax.ffi.ffi_call(
         "__cudnn$fmhaSoftmaxBackward",
         [*shapes, _WORKSPACE],
         output_layouts=(_STORED, _STORED, _STORED, None),
         custom_call_api_version=2,
-        legacy_backend_config=_config(query, key, batch, scale, _BACKWARD),
+        legacy_backend_config=_config(operands[0], scale, _BACKWARD),
     )
-    lse = by_document(lse, batch, query.shape[1])
-    ragged = _ragged_operands(batch, query, key)
-    *gradients, _ = call(query, key, value, lse, dout, out, *ragged)
-    return tuple(jnp.transpose(x, (0, 2, 1, 3)) for x in gradients)
+    lse, dout, out = (
+        by_document(lse, group),
+        _in_parts(dout, group),
+        _in_parts(out, group),
+    )
+    ragged = _ragged_operands(group, query, key)
+    *gradients, _ = call(*operands, lse, dout, out, *ragged)
+    return tuple(
+        jnp.transpose(x, (0, 2, 1, 3)).reshape(operand.shape)
+        for x, operand in zip(gradients, (query, key, value), strict=True)
+    )
 
 
-def by_token(lse: jax.Array, batch: DocumentRuns) -> jax.Array:
-    """Logsumexps [heads, B · T] from cuDNN's [M, heads, T], of T in each document.
+def _in_parts(x: jax.Array, group: DocumentGroup) -> jax.Array:
+    """[B, T, ...] as [parts, T / n, ...], whose length cuDNN takes for the longest."""
+    return x.reshape(-1, group.longest, *x.shape[2:])
 
-    These are M times as many: so the forward pass keeps the former.
+
+def by_token(lse: jax.Array, group: DocumentGroup) -> jax.Array:
+    """Logsumexps [heads, B · T] from cuDNN's [M, heads, longest].
+
+    These are four times as many: so the forward pass keeps the former.
     """
-    index = batch.index.reshape(-1)
-    offset = jnp.arange(index.size) - batch.starts[index]
+    index = group.index.reshape(-1)
+    offset = jnp.arange(index.size) - group.starts[index]
     heads, length = lse.shape[1:]
+    offset = jnp.clip(offset, 0, length - 1)  # of tokens that are in no document
     flat = jnp.transpose(lse, (1, 0, 2)).reshape(heads, -1)
     return flat[:, index * length + offset]
 
 
-def by_document(lse: jax.Array, batch: DocumentRuns, length: int) -> jax.Array:
-    """Logsumexps [M, heads, T] from `by_token`; any after a document's last token."""
-    token = batch.starts[:-1, None] + jnp.arange(length)
+def by_document(lse: jax.Array, group: DocumentGroup) -> jax.Array:
+    """Logsumexps [M, heads, longest] from `by_token`; any after a last token."""
+    token = group.starts[:, None] + jnp.arange(group.longest)
     token = jnp.minimum(token, lse.shape[1] - 1)
     return jnp.transpose(lse[:, token], (1, 0, 2))
 
 
-def _ragged_operands(batch, query, key):
+def _ragged_operands(group, query, key):
     """Lengths of documents, and their offsets in elements, as cuDNN reads them."""
-    rows, count = query.shape[0], batch.starts.size - 1
-    lengths = batch.lengths.reshape(rows, -1)
-    offsets = jnp.pad(batch.starts, (0, rows - 1), mode="edge")
-    offsets = offsets.reshape(rows, count // rows + 1)
+    parts = group.starts.size // _SLOTS
+    lengths = group.lengths.reshape(parts, _SLOTS)
+    tokens = group.index.size
+    offsets = jnp.pad(group.starts, (0, parts), constant_values=tokens)
+    offsets = offsets.reshape(parts, _SLOTS + 1)
     # A token's heads are that many elements of [B, T, heads, head_dim].
     sizes = (x.shape[2] * x.shape[3] for x in (query, key))
     return lengths, lengths, *(offsets * size for size in sizes)
@@ -155,7 +231,7 @@ _BACKWARD = {
 }
 
 
-def _config(query, key, batch, scale, products) -> str:
+def _config(query, scale, products) -> str:
     """Fields of XLA's `GpuBackendConfig` as JSON."""
     rows, length, heads, _ = query.shape
     attention = {
@@ -169,7 +245,7 @@ def _config(query, key, batch, scale, products) -> str:
         "fmha_scale": scale,
         "intermediate_tensor_shape": {  # of the probabilities
             "element_type": {"bfloat16": "BF16", "float16": "F16"}[query.dtype.name],
-            "dimensions": [str(n) for n in (rows, heads, length, key.shape[1])],
+            "dimensions": [str(n) for n in (rows, heads, length, length)],
             "layout": {"minor_to_major": ["3", "2", "1", "0"]},
             "is_dynamic_dimension": [False] * 4,
         },
@@ -178,7 +254,7 @@ def _config(query, key, batch, scale, products) -> str:
         "dropout_rate": 0.0,
         "seed": 42,
         "sliding_window_length": 0,
-        "max_seg_per_batch": (batch.starts.size - 1) // rows,
+        "max_seg_per_batch": _SLOTS,
         "is_paged_attention": False,
     }
     for name, ((left, right), (left_batch, right_batch)) in products.items():
