@@ -164,13 +164,9 @@ def _group_backward(query, key, value, forward, dout, *, group, scale):
         custom_call_api_version=2,
         legacy_backend_config=_config(operands[0], scale, _BACKWARD),
     )
-    lse, dout, out = (
-        by_document(lse, group),
-        _in_parts(dout, group),
-        _in_parts(out, group),
-    )
+    out, lse = _in_parts(forward[0], group), by_document(forward[1], group)
     ragged = _ragged_operands(group, query, key)
-    *gradients, _ = call(*operands, lse, dout, out, *ragged)
+    *gradients, _ = call(*operands, lse, _in_parts(dout, group), out, *ragged)
     return tuple(
         jnp.transpose(x, (0, 2, 1, 3)).reshape(operand.shape)
         for x, operand in zip(gradients, (query, key, value), strict=True)
