@@ -81,7 +81,7 @@ class Case:
     words: tuple[str, ...]  # as a `run_step.Variant` has them
 
     def variant(self, folder: pathlib.Path) -> run_step.Variant:
-        """What `run_step` measures; its config is written into the folder."""
+        """The variant for `run_step`; its config is written into the folder."""
         model = MODELS[self.model]
         path = folder / f"{self.model} {self.training}.gin"
         dimensions = ROOT / "configs" / f"model_{model.config}.gin"
@@ -95,7 +95,7 @@ class Case:
         )
 
     def columns(self) -> dict[str, str]:
-        """What a row says about it."""
+        """The columns that identify its row."""
         names = "model", "training", "lengths"
         same = {name: getattr(self, name) for name in names}
         words = " ".join(self.words)

@@ -45,7 +45,7 @@ GATE = "save_attention remat.save=('gate',)"
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What is measured: a policy of ours and words, or one of torch's modes."""
+    """A case to measure: a policy of ours and words, or one of torch's modes."""
 
     name: str
     side: str  # "jax" or "torch"
@@ -55,7 +55,7 @@ class Variant:
     lengths: str = "full"  # of documents (benchmarks.step_rows)
 
     def job(self, config: str, overrides: list[str], traced: list[str]) -> dict:
-        """What a worker reads."""
+        """The job that a worker reads."""
         first, *rest = self.words
         options = dict(w.split("=", 1) for w in rest if w.startswith("xla_"))
         more = [word for word in rest if not word.startswith(("xla_", "loss="))]
@@ -216,7 +216,7 @@ def main(arguments=None):
 
 
 def chosen_variants(args: argparse.Namespace) -> list[Variant]:
-    """Those of --variant, or of the list those that --only, --side, --vocab leave."""
+    """The variants of --variant, or those that --only, --side and --vocab leave."""
     if args.variant:
         size = args.vocab or SMALL
         named = (text.partition(":") for text in args.variant)

@@ -95,48 +95,62 @@ class ModelConfig:
     heads: int = 4  # query heads
     kv_heads: int = 2  # key and value heads; divides heads
     head_dim: int = 40  # width of one head; even, because RoPE rotates pairs
-    vocab_size: int | None = None  # entries; None: as many as the tokenizer has
-    # row of embedding tables that look-ups do not train, a tied head does; None: none,
-    # or a checkpoint's pad_token_id, if its family in transformers has this rule
+    # entries of the vocabulary; None: as many as the tokenizer has
+    vocab_size: int | None = None
+    # row of embedding tables that look-ups do not train, though a tied head does; None:
+    # no such row, or a checkpoint's pad_token_id, if its family in transformers has
+    # this rule
     pad_row: int | None = None
     rope_theta: float = 10_000.0  # base of the rotary wavelengths, in tokens
-    # None; "linear": scale all wavelengths by rope_factor; others scale the long ones:
-    # "llama3" by their length, "yarn" by their number, see models.positions
-    # "listed" by one factor each, "dynamic" by the length of a long document
+    # "linear": scale all wavelengths by rope_factor; others scale the long ones:
+    # "llama3" by their length, "yarn" by their number (jaxmem.models.positions),
+    # "listed" by one factor each, "dynamic" by the length of a long document; None: no
+    # scaling
     rope_scaling: Literal["linear", "llama3", "yarn", "listed", "dynamic"] | None = None
     rope_factor: float = 1.0  # factor of the scaled wavelengths
     rope_low_factor: float = 1.0  # long is above rope_original / this
     rope_high_factor: float = 4.0  # short is below rope_original / this
     rope_original: int = 8192  # context length in tokens before scaling
     rope_truncate: bool = True  # yarn: its limits are whole numbers of pairs
-    rope_factors: tuple[float, ...] | None = None  # of the pairs' wavelengths: "listed"
-    rope_long_factors: tuple[float, ...] | None = None  # those of long documents
-    rope_limit: int | None = None  # tokens of a document that is not a long one
+    # factors of the pairs' wavelengths, for "listed"
+    rope_factors: tuple[float, ...] | None = None
+    rope_long_factors: tuple[float, ...] | None = None  # rope_factors of long documents
+    rope_limit: int | None = None  # maximum tokens of a document that is not long
     rope_magnitude: float = 1.0  # factor of cosines and sines where wavelengths scale
-    rope_long_magnitude: float | None = None  # that of long documents; None: the same
-    rope_fraction: float = 1.0  # of each head that is rotated, its first part
-    # of the pairs of global layers' wavelengths that are rotated, the shortest
+    # rope_magnitude of long documents; None: the same as of others
+    rope_long_magnitude: float | None = None
+    rope_fraction: float = 1.0  # fraction of each head that is rotated, its first part
+    # fraction of the pairs that are rotated in global layers, those of the shortest
+    # wavelengths
     rope_proportion: float | None = None
-    rotated_width: int | None = None  # the same in numbers, in place of rope_fraction
+    # width of each head that is rotated, in place of rope_fraction
+    rotated_width: int | None = None
     learned_positions: int | None = None  # rows of a table that is added to embeddings
-    # None; queries at position p are multiplied by 1 + this ln(1 + p // rope_original)
+    # queries at position p are multiplied by 1 + this ln(1 + p // rope_original); None:
+    # they are not
     query_growth: float | None = None
-    # those of unrotated layers by 1 + this ln(1 + (p + 1) // unrotated_growth_length)
+    # queries of unrotated layers are multiplied by 1 + this ln(1 + (p + 1) //
+    # unrotated_growth_length); None: they are not
     unrotated_growth: float | None = None
     unrotated_growth_length: int = 8192  # positions of a step of that growth
     # kinds of layers, cycled: "global" attends to its document, "local" to a window,
     # "chunked" to its chunk of the document, "unrotated" is global without rotary
     # embedding
     pattern: tuple[str, ...] = ("global",)
-    # what mixes tokens; cycled, as pattern. The last layers may be named "reuse": they
-    # attend to keys and values of the last layer of their kind that has its own
+    # kinds of mixers of tokens, cycled as pattern is: "attention", "latent" or "delta".
+    # The last layers may be named "reuse": they attend to keys and values of the last
+    # layer of their kind that has its own
     mixers: tuple[str, ...] = ("attention",)
-    reuse_ff: int | None = None  # width of feed-forward layers of these; None: ff
-    # width of what mixers named "latent" make keys and values of, and cache
+    # width of feed-forward layers after mixers named "reuse"; None: ff
+    reuse_ff: int | None = None
+    # width of the vector from which mixers named "latent" make keys and values, and
+    # which they cache
     latent: int | None = None
-    query_latent: int | None = None  # width of what they make queries of; None: hidden
-    value_dim: int | None = None  # width of a head's values in them; None: head_dim
-    # of mixers named "delta": heads of values, each of a state
+    # width of the vector from which they make queries; None: hidden
+    query_latent: int | None = None
+    # width of a head's values in "latent" mixers; None: head_dim
+    value_dim: int | None = None
+    # heads of values in mixers named "delta", each with a state
     delta_heads: int | None = None
     delta_key_heads: int = 1  # heads of queries and keys; divides delta_heads
     delta_key_dim: int = 128  # width of a head's keys
@@ -144,23 +158,27 @@ class ModelConfig:
     delta_taps: int = 4  # tokens that the convolution reads, including its own
     # width of a head of global layers; None: head_dim
     global_head_dim: int | None = None
-    global_kv_heads: int | None = None  # those of global layers; None: kv_heads
+    global_kv_heads: int | None = None  # kv_heads of global layers; None: kv_heads
     keys_are_values: bool = False  # keys of global layers are their values, too
     value_norm: bool = False  # normalise values, without a scale
     attention_gate: bool = False  # attention's result is multiplied by a sigmoid
-    feed_forwards: tuple[str, ...] = ("dense",)  # what follows in a layer; cycled
-    # tokens a local layer attends to, including the query's, or those of a chunk
+    # kinds of feed-forward layers, cycled as pattern is: "dense", "experts" or
+    # "dense_and_experts"
+    feed_forwards: tuple[str, ...] = ("dense",)
+    # tokens that a local layer attends to, including the query's, or tokens of a chunk
     window: int | None = None
     local_rope_theta: float | None = None  # base in local layers, which are not scaled
     tied: bool = True  # the head reads the embedding table
     softcap: float | None = None  # final logits become softcap*tanh(logits/softcap)
-    attention_softcap: float | None = None  # the same for attention scores
+    # attention scores become this*tanh(scores/this)
+    attention_softcap: float | None = None
     attention_scale: float | None = None  # scale of scores; None: 1 / sqrt(head_dim)
     sinks: bool = False  # each head has a score that only takes weight from others
     embed_scale: bool = False  # multiply embeddings by sqrt(hidden), as Gemma does
     embed_multiplier: float = 1.0  # multiply embeddings by this
     embed_norm: bool = False  # normalise embeddings
-    residual_multiplier: float = 1.0  # multiply what a sublayer adds by this
+    # multiply a sublayer's result by this before it is added
+    residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0  # multiply the final hidden states by this
     qk_norm: bool = False  # normalise queries and keys, as Qwen3 does
     qk_norm_axis: Literal["head", "width"] = "head"  # each head, or all heads as one
@@ -177,40 +195,47 @@ class ModelConfig:
     norm_offset: bool = False  # norms multiply by 1 + scale, as Gemma's do
     pre_norms: bool = True  # normalise each sublayer's input
     post_norms: bool = False  # normalise each sublayer's output, as Gemma 2 does
-    # None; both sublayers read a layer's input, by one "shared" or two "separate" norms
+    # both sublayers read a layer's input, by one "shared" or two "separate" norms;
+    # None: one sublayer after the other
     parallel: Literal["shared", "separate"] | None = None
     gated: bool = True  # the feed-forward layer has a gate: act(gate) * up, not act(up)
-    # of the feed-forward layer; "xielu" has two weights
+    # activation of the feed-forward layer; "xielu" has two weights
     activation: Literal[
         "silu", "gelu", "exact_gelu", "quick_gelu", "relu", "squared_relu", "xielu"
     ] = "silu"
-    layer_input: int | None = None  # width of what a layer gets of a token beside x
-    layer_input_vocab: int | None = None  # rows of its table; None: vocab_size
+    # width of a vector that each layer gets of each token besides x
+    layer_input: int | None = None
+    # rows of the table of these vectors; None: vocab_size
+    layer_input_vocab: int | None = None
     layer_scale: bool = False  # each layer's result is multiplied by a constant
-    experts: int | None = None  # feed-forward layers named "experts" are made of these
-    experts_per_token: int = 1  # that a router chooses for each token
+    # number of experts in a feed-forward layer that has some
+    experts: int | None = None
+    experts_per_token: int = 1  # experts that a router chooses for each token
     expert_ff: int | None = None  # width inside an expert
     expert_bias: bool = False  # the matrices of experts have biases
-    # an expert's gate is at most this, and what it multiplies is within ± this
+    # an expert's gate is at most this, and the values that it multiplies are within ±
+    # this; None: no limit
     gate_limit: float | None = None
     up_plus_one: bool = False  # an expert's gate multiplies up + 1
     # softmax or sigmoid of the router's logits; "chosen": softmax of the chosen ones;
     # "near": of each chosen one and those below that are near it
     router_scores: Literal["softmax", "sigmoid", "chosen", "near"] = "softmax"
-    router_nearness: float = 0.01  # half of the relative distance of those
+    # half of the relative distance within which scores are "near"
+    router_nearness: float = 0.01
     router_renormalised: bool = False  # scores of the chosen experts are to sum to 1
     router_scale: float = 1.0  # factor of the chosen experts' scores
     router_scales_inputs: bool = False  # they multiply what experts read, not results
     router_bias: bool = False  # the router's logits have a bias
     router_correction: bool = False  # a bias of scores, which only the choice reads
-    router_groups: int = 1  # of experts, of which the choice is from the best ones
-    router_groups_kept: int = 1  # how many those are
-    router_group_best: int = 1  # best scores of a group whose sum is its own score
+    router_groups: int = 1  # groups of experts; a choice is among the best groups
+    router_groups_kept: int = 1  # number of the best groups
+    # number of a group's best scores, whose sum is its score
+    router_group_best: int = 1
     # factor of the loss that spreads tokens evenly over experts; None: what the
     # checkpoint asks for by output_router_logits, or else 0
     router_aux_loss_coef: float | None = None
     shared_ff: int | None = None  # width of an expert that every token uses
-    shared_gate: bool = False  # its result is multiplied by a sigmoid
+    shared_gate: bool = False  # the shared expert's result is multiplied by a sigmoid
     norm_eps: float = 1e-6  # added to the mean square in every norm
     dtype: str = "float32"  # activations and matrix products
     # frozen weights, and those that a run leaves in model/; trained ones have float32

@@ -70,7 +70,7 @@ class MeshConfig:
     fsdp: int = 1  # shards rows, weights and moments
     sequence: int = 1  # shards the tokens of each row, weights and moments
     tensor: int = 1  # shards heads, feed-forward layers and the vocabulary
-    # whether XLA for GPUs all-gathers a block's weights during the block before it
+    # XLA for GPUs all-gathers a block's weights during the block before it
     prefetch: bool = True
 
     def __post_init__(self):

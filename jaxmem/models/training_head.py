@@ -28,12 +28,12 @@ class HeadConfig:
     logits: Literal["fused", "materialised"] = "fused"
     # tokens whose logits may be alive at once (fused only); None: no chunking
     chunk: int | Literal["auto"] | None = 1024
-    # how gradients are computed (fused only), see jaxmem.logprobs: ("recompute", B)
-    # sums those of the head for one of B blocks of the vocabulary after another;
-    # ("sample", k) draws k entries of each token's derivative, ("sample", k, "int8")
-    # makes its logits in 8 bits, too; None: exact, all at once
+    # method of the gradients (fused only), see jaxmem.logprobs: ("recompute", B) sums
+    # those of the head for one of B blocks of the vocabulary after another; ("sample",
+    # k) draws k entries of each token's derivative, ("sample", k, "int8") makes its
+    # logits in 8 bits, too; None: exact, all at once
     gradient: tuple[str, int] | tuple[str, int, str] | None = None
-    # what computes the loss (fused only), see jaxmem.logprobs; None: the fastest here
+    # backend of the loss (fused only), see jaxmem.logprobs; None: the fastest here
     implementation: str | None = None
     # groups of the vocabulary (fused only), see jaxmem.logprobs: log-probabilities of
     # the same bits for any mesh.tensor; None: the fewest operations

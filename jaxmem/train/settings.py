@@ -33,7 +33,7 @@ class RunConfig:
     job: str = user_code.field("sft")
     steps: int = 60  # optimizer steps in all; rollouts of the job "grpo"
     accumulate: int = 1  # micro-batches (data.batch_size rows each) per step
-    seed: int = 0  # of initial weights, and of a policy's samples
+    seed: int = 0  # seed of initial weights, and of a policy's samples
     # directory of the run; one that holds a run resumes it, and files that are no run's
     # are never replaced
     out_dir: str = "runs/sft"
