@@ -418,6 +418,20 @@ def test_offload_figure_has_a_point_per_policy(tmp_path):
 # ------------------------------------------------------------------ distillation
 
 
+@pytest.mark.parametrize(
+    ("flags", "added"),
+    [
+        ("avx512f avx512_bf16 amx_bf16", " with amx_bf16"),
+        ("avx512f avx512_bf16", " with avx512_bf16"),
+        ("avx512f", ""),
+    ],
+)
+def test_cpu_name_has_instructions_of_bfloat16(flags, added, tmp_path):
+    core = f"processor : 0\nmodel name : Some CPU\nflags : fpu {flags}\n\n"
+    (tmp_path / "cpuinfo").write_text(2 * core)
+    assert results.cpu_name(tmp_path / "cpuinfo") == f"2 cores Some CPU{added}"
+
+
 @pytest.mark.parametrize("name", ["h200", "h100", "cpu"])
 def test_distill_verbs_have_a_path_per_recorded_row(name):
     rows = results.read(f"distill_verbs_{name}.csv")
