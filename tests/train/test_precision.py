@@ -162,10 +162,18 @@ def test_16_bit_module_is_trained_in_float32(capsys):
     jax.tree.map(np.testing.assert_array_equal, last, params)
 
 
+@pytest.mark.full
 def test_run_warns_of_learning_rate_moving_nothing():
     said = train({"run.steps": 1, "optimizer.learning_rate": 1e-9})
     line = "the largest learning rate, 1e-09, is below the spacing of float32 at the"
     assert line in said.replace("\n", " ")
+
+
+def test_job_warns_of_learning_rate_moving_nothing():
+    job = job_of({"optimizer.learning_rate": 1e-9})
+    job.program = job.make_program(job.vocabulary())
+    (line,) = job.warnings(job.initial_state())
+    assert line.startswith("the largest learning rate, 1e-09, is below the spacing of")
 
 
 def test_lost_updates_names_unmoved_arrays():

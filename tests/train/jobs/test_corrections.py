@@ -282,6 +282,9 @@ def test_ratio_is_to_the_sampler_s_own_numbers(monkeypatch):
     assert clipped.mismatch_mean > 0.9
 
 
+MASKED = dict(correction="sequence_mask")
+
+
 @functools.cache
 def long_job(like=None, **grpo):
     """Two tokens a completion, which few end in; with the programs of a job `like` it.
@@ -291,6 +294,11 @@ def long_job(like=None, **grpo):
     config = changed(SMALL, grpo=dict(minibatches=1) | grpo)
     program = PolicyProgram(config)
     return job_with(program, like._compiled if like else program.compile())
+
+
+def masked_job(**grpo):
+    """A job that measures its samples again, with the programs of one other."""
+    return long_job(long_job(**MASKED), **MASKED, **grpo)
 
 
 @pytest.mark.full
@@ -338,7 +346,7 @@ def test_truncated_completions_only_normalise():
 
 
 def test_step_of_masked_completions_measures_nothing(monkeypatch):
-    job = long_job(long_job(), mask_truncated=True)
+    job = long_job(long_job(**MASKED), mask_truncated=True)
     job.open()
     sampled = job._sample_rewarded
 
@@ -355,14 +363,11 @@ def test_step_of_masked_completions_measures_nothing(monkeypatch):
         assert getattr(metrics, name) is None
 
 
-MASKED = dict(correction="sequence_mask")
-
-
 @pytest.mark.full
 def test_sequences_outside_the_band_change_nothing():
     """A band without 1 drops all of them."""
     band = dict(correction_low=1.5, correction_high=2.0)
-    job = long_job(long_job(**MASKED), **MASKED, **band)
+    job = masked_job(**band)
     state = job.initial_state()
     before = jax.device_get(state.params)
     state, told = job.step(1, state)
@@ -384,7 +389,7 @@ def test_own_samples_are_inside_every_band():
 
 def test_uninformative_groups_are_resampled():
     """Rewards by the number of the prompt: only every third group differs."""
-    job = long_job(long_job(), resample=4)
+    job = masked_job(resample=4)
     grade, prompts, group = job.task.grade, 8, 4
     asked = []
 
@@ -420,7 +425,7 @@ def test_uninformative_groups_are_resampled():
 
 
 def test_resampling_fills_groups_within_attempts():
-    job = long_job(long_job(), resample=2)
+    job = masked_job(resample=2)
     grade = job.task.grade
 
     def graded(batch, made):
@@ -448,7 +453,7 @@ def test_resampling_fills_groups_within_attempts():
 
 
 def test_rollout_without_resampling_is_unchanged():
-    job, other = long_job(), long_job(long_job(), resample=2)
+    job, other = long_job(**MASKED), masked_job(resample=2)
     for one in (job, other):
         one.open()
     a, b = (

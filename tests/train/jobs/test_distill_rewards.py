@@ -139,9 +139,10 @@ def test_unrewarded_completions_have_no_advantage():
     rewards[0], rewards[1, 2] = np.nan, np.nan
     made = source._compare_rewards(1, rewards.ravel()).reshape(3, 4)
     assert not made[0].any() and made[1, 2] == 0
-    rest = made[1, [0, 1, 3]], losses.grpo_advantages(rewards[1, [0, 1, 3]])
+    compare = jax.jit(losses.grpo_advantages)
+    rest = made[1, [0, 1, 3]], compare(rewards[1, [0, 1, 3]])
     np.testing.assert_allclose(*rest, rtol=1e-5)
-    np.testing.assert_allclose(made[2], losses.grpo_advantages(rewards[2]), rtol=1e-5)
+    np.testing.assert_allclose(made[2], compare(rewards[2]), rtol=1e-5)
     message = "step 4: none of 12 completions has a reward; mend task.reward, or set"
     with pytest.raises(RewardError, match=message):
         source._compare_rewards(4, np.full(12, np.nan, "f4"))

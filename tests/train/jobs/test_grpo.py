@@ -234,7 +234,7 @@ def finished(tmp_path_factory, programs_of_module):
         run=dict(seed=1),
     )
     out_dir = tmp_path_factory.mktemp("finished") / "run"
-    return config, *train(config, out_dir, compare_heads=True)
+    return config, *train(config, out_dir)
 
 
 def test_run_leaves_everything_it_promises(finished):
@@ -262,9 +262,14 @@ def test_run_leaves_everything_it_promises(finished):
     summary = json.loads((result.out_dir / "summary.json").read_text())
     assert summary["last_reward"] == history[-1].reward
     assert set(summary["phases"]) == {"rollout", "reference", "update"}
-    assert set(summary["memory"]) == {"fused", "materialised"}
     operative = (result.out_dir / "operative.gin").read_text()
     assert operative == "run.steps = 4\n"
+
+
+@pytest.mark.full
+def test_summary_has_memory_of_both_heads(finished, tmp_path):
+    result, _ = train(finished[0], tmp_path / "run", compare_heads=True)
+    assert set(result.summary["memory"]) == {"fused", "materialised"}
 
 
 @pytest.mark.full
@@ -370,8 +375,14 @@ def test_frozen_trunk_has_no_gradient():
     assert sizes.output_size_in_bytes - sizes.alias_size_in_bytes < 1000
 
 
+def test_killed_run_resumes_bitwise(finished, tmp_path, monkeypatch):
+    config, whole, _ = finished
+    check_resumption(config, whole.out_dir, tmp_path / "killed", monkeypatch)
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("programs_of_module")
-def test_killed_run_resumes_bitwise(tmp_path, monkeypatch):
+def test_killed_run_with_every_draw_resumes_bitwise(tmp_path, monkeypatch):
     config = changed(
         SMALL,
         grpo=dict(kl_coefficient=0.02, epochs=2),
@@ -379,22 +390,28 @@ def test_killed_run_resumes_bitwise(tmp_path, monkeypatch):
         sampling=dict(slots=5),
         model=dict(dtype="bfloat16"),
         head=dict(gradient=("sample", 4, "int8")),
-        run=dict(steps=6),
     )
     train(config, tmp_path / "whole", checkpoint_every=None)
-    killed = tmp_path / "killed"
-
-    def start():
-        return train(config, killed, checkpoint_every=3)
-
-    kill_before(5, grpo.Grpo, monkeypatch, start)
-    assert "after step 3" in start()[1]
-    whole, resumed = (steps(tmp_path / x, PolicyMetrics) for x in ("whole", "killed"))
-    assert resumed == whole and len(whole) == 6
+    whole = check_resumption(
+        config, tmp_path / "whole", tmp_path / "killed", monkeypatch
+    )
     assert {s["gradient_samples"] for s in whole} == {4}
     assert all(0 < s["forward_error"] < 1e-2 for s in whole)
     busy = [s["busy"] for s in whole]
     assert all(0.5 < share <= 1 for share in busy) and min(busy) < 1
+
+
+def check_resumption(config, whole, killed, monkeypatch):
+    """A run killed before its last step writes the steps of the whole one."""
+
+    def start():
+        return train(config, killed, checkpoint_every=2)
+
+    kill_before(4, grpo.Grpo, monkeypatch, start)
+    assert "after step 2" in start()[1]
+    expected, resumed = (steps(path, PolicyMetrics) for path in (whole, killed))
+    assert resumed == expected and len(expected) == 4
+    return expected
 
 
 ADAPTED = changed(SMALL, model=dict(lora_rank=2), grpo=dict(kl_coefficient=0.1))
@@ -433,6 +450,13 @@ def test_resume_refuses_other_task_model_or_seed(finished):
         with pytest.raises(ValueError, match=message):
             train(changed(config, **changes), result.out_dir)
     assert read_history(result.out_dir / "metrics.jsonl", PolicyMetrics)
+
+
+def test_resume_refuses_another_backend(finished, monkeypatch):
+    config, result, _ = finished
+    monkeypatch.setattr(PolicyProgram, "backend", "hopper")
+    with pytest.raises(ValueError, match="^head.implementation was 'xla' in run"):
+        train(config, result.out_dir, steps=5)
 
 
 @pytest.mark.parametrize(("rows", "shown"), [(2, 2), (3, 3), (8, 3)])

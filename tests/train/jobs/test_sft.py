@@ -631,7 +631,7 @@ def kill_after(process, metrics_file, step):
         if metrics_file.exists() and metrics_file.read_text().count("\n") >= step:
             process.send_signal(signal.SIGKILL)
             break
-        time.sleep(0.001)
+        time.sleep(0.002 if metrics_file.exists() else 0.05)
     with process.stderr as errors:
         said = errors.read()
     assert process.wait() == -signal.SIGKILL, said
