@@ -332,11 +332,14 @@ def test_traced_coefficients_and_16_bits_give_float32():
 
 def test_old_and_reference_are_constants():
     A, lp = jnp.array([1.0, -1.0]), jnp.array([-1.0, -2.0])
-    for argument in (1, 2):
-        slope = jax.grad(lambda *a: losses.grpo(*a, A).sum(), argument)(lp, lp, lp)
-        assert not slope.any()
-    for loss in (losses.policy_gradient, lambda lp, A: losses.dapo(lp, lp, A)):
-        assert not jax.grad(lambda A, loss=loss: loss(lp, A).sum())(A).any()
+
+    def total(old, ref, *advantages):
+        of_gradient, of_dapo = advantages
+        loss = losses.grpo(lp, old, ref, A) + losses.policy_gradient(lp, of_gradient)
+        return (loss + losses.dapo(lp, lp, of_dapo)).sum()
+
+    slopes = jax.jit(jax.grad(total, (0, 1, 2, 3)))(lp, lp, A, A)
+    assert not np.any(slopes)
 
 
 # -------------------------------------------------------------------- divergences
@@ -441,17 +444,17 @@ def test_label_smoothing_from_hidden_states():
 
 
 def test_mean_logit_of_a_masked_token_is_nothing():
-    h = jnp.ones((3, D)).at[1].set(jnp.nan)
-    where = jnp.array([True, False, True])
+    h, W = np.ones((3, D), "f4"), np.ones((V, D), "f4")
+    h[1], where = np.nan, np.array([True, False, True])
 
     def total(h, W):
-        return losses.mean_logit(h, jaxmem.Head(W, bias=jnp.ones(V)), where=where).sum()
+        head = jaxmem.Head(W, bias=np.ones(V, "f4"))
+        out = losses.mean_logit(h, head, where=where)
+        return out.sum(), out
 
-    out = losses.mean_logit(
-        h, jaxmem.Head(jnp.ones((V, D)), bias=jnp.ones(V)), where=where
-    )
+    slopes, out = jax.jit(jax.grad(total, (0, 1), has_aux=True))(h, W)
     np.testing.assert_array_equal(out, [D + 1, 0, D + 1])
-    dh, dW = jax.grad(total, (0, 1))(h, jnp.ones((V, D)))
+    dh, dW = map(np.asarray, slopes)
     assert not dh[1].any() and np.isfinite(dW).all()
 
 
@@ -485,8 +488,8 @@ def test_mean_logit_of_sixteen_bits_is_float32(promotion):
     W = (jnp.arange(4 * 512).reshape(4, 512) % 97 / 97).astype(jnp.bfloat16)
     want = np.asarray(W, np.float64).sum(1).mean()
     with jax.numpy_dtype_promotion(promotion):
-        out = losses.mean_logit(h, W)
-        dW = jax.grad(lambda W: losses.mean_logit(h, W).sum())(W)
+        out = jax.jit(losses.mean_logit)(h, W)
+        dW = jax.jit(jax.grad(lambda W: losses.mean_logit(h, W).sum()))(W)
     assert (out.dtype, dW.dtype) == (jnp.float32, W.dtype)
     np.testing.assert_allclose(out, want, rtol=1e-6)
 
@@ -511,7 +514,8 @@ def packed():
 
 def test_sums_and_ratios_of_packed_sequences(packed):
     lp, old = packed
-    sums = losses.sequence_sum(lp, IDS, num_segments=4, where=ON)
+    sum_of = functools.partial(losses.sequence_sum, num_segments=4, where=ON)
+    sums = jax.jit(sum_of)(lp, IDS)
     want = np.zeros((2, 4))
     ratio = np.zeros(IDS.shape)
     for row, tokens in SEQUENCES:
@@ -520,9 +524,7 @@ def test_sums_and_ratios_of_packed_sequences(packed):
     np.testing.assert_allclose(sums, want, rtol=1e-6)
     got = jax.jit(losses.sequence_log_ratio)(lp, old, IDS, where=ON)
     np.testing.assert_allclose(got, ratio, atol=1e-7)
-    slope = jax.grad(
-        lambda lp: losses.sequence_sum(lp, IDS, num_segments=4, where=ON)[1, 2]
-    )(lp)
+    slope = jax.jit(jax.grad(lambda lp: sum_of(lp, IDS)[1, 2]))(lp)
     np.testing.assert_array_equal(slope, ON & (IDS == 2) & [[False], [True]])
 
 
@@ -598,17 +600,21 @@ def test_masks_of_packed_sequences(packed):
 
 
 def test_invalid_segment_id_is_nan():
-    lp, ids = jnp.zeros((2, 3)), jnp.array([[1, 7, 0], [1, 2, 2]])
-    ratio = losses.sequence_log_ratio(lp, lp, ids)
-    np.testing.assert_array_equal(np.isnan(ratio), [[0, 1, 0], [0, 0, 0]])
-    for statistic in ("geometric_mean", "every_token"):
-        kept = losses.sequence_mask_weights(lp, lp, ids, statistic=statistic)
-        np.testing.assert_array_equal(np.isnan(kept), [[0, 1, 0], [0, 0, 0]])
-    weights = losses.sequence_mean_weights(ids, num_sequences=3)
+    @jax.jit
+    def run(lp, ids):
+        masks = [
+            losses.sequence_mask_weights(lp, lp, ids, statistic=statistic)
+            for statistic in ("geometric_mean", "every_token")
+        ]
+        weights = losses.sequence_mean_weights(ids, num_sequences=3)
+        sums = losses.sequence_sum(lp, ids, num_segments=3)
+        return [losses.sequence_log_ratio(lp, lp, ids), *masks], weights, sums
+
+    ids = np.array([[1, 7, 0], [1, 2, 2]])
+    of_tokens, weights, sums = jax.device_get(run(np.zeros((2, 3), "f4"), ids))
+    for values in of_tokens:
+        np.testing.assert_array_equal(np.isnan(values), [[0, 1, 0], [0, 0, 0]])
     assert np.isnan(weights[0, 1]) and np.isfinite(weights[1]).all()
-    sums = jax.jit(losses.sequence_sum, static_argnames="num_segments")(
-        lp, ids, num_segments=3
-    )
     assert np.isnan(sums[0]).all() and np.isfinite(sums[1]).all()
 
 
@@ -763,14 +769,16 @@ def test_batch_advantages_oracle(of_groups):
     rewards, live = rng.normal(3, 2, (4, 5)).astype("f4"), rng.random((4, 5)) < 0.7
     rewards[0], live[1, 1:], live[:, 0] = 0.9, False, True  # equal, and alone
     want = numpy_of_batch(rewards, live, of_groups)
-    got = jax.jit(loss)(np.where(live, rewards, np.nan), where=live)
+    compiled = jax.jit(loss, static_argnames="num_groups" if of_groups else ())
+    got = np.asarray(compiled(np.where(live, rewards, np.nan), where=live))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    assert not got[~live].any() and np.asarray(got[0] == 0).all() == of_groups
-    assert not loss(jnp.full((2, 3), 0.9)).any()  # whose mean is not 0.9 in float32
-    assert not loss(jnp.full((2, 3), np.nan), where=np.zeros((2, 3), bool)).any()
+    assert not got[~live].any() and (got[0] == 0).all() == of_groups
+    equal, nothing = np.full((2, 3), 0.9, "f4"), np.full((2, 3), np.nan, "f4")
+    assert not np.any(compiled(equal))  # whose mean is not 0.9 in float32
+    assert not np.any(compiled(nothing, where=np.zeros((2, 3), bool)))
     if of_groups:  # by ids, where a negative one is left out
         ids = np.where(live, np.arange(4)[:, None], -1)
-        by_id = losses.batch_std_advantages(rewards.ravel(), ids.ravel(), num_groups=4)
+        by_id = compiled(rewards.ravel(), ids.ravel(), num_groups=4)
         np.testing.assert_allclose(by_id, got.ravel(), rtol=1e-6)
 
 
@@ -788,10 +796,11 @@ def test_sequences_left_out_of_their_group():
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
 def test_sequence_and_group_ids_of_any_integer_type(dtype):
     ids = np.arange(128, dtype=dtype)
-    weights = losses.sequence_mean_weights(np.minimum(ids, 1))
+    weights = jax.jit(losses.sequence_mean_weights)(np.minimum(ids, 1))
     np.testing.assert_allclose(weights, (ids > 0) / 127)
     rewards = np.arange(256, dtype=np.float32)
-    got = losses.rloo_advantages(rewards, np.repeat(ids, 2), num_groups=128)
+    compiled = jax.jit(losses.rloo_advantages, static_argnames="num_groups")
+    got = compiled(rewards, np.repeat(ids, 2), num_groups=128)
     np.testing.assert_allclose(got, np.tile([-1.0, 1.0], 128))
     with pytest.raises(ValueError, match="group_ids must be below num_groups=127, got"):
         losses.rloo_advantages(rewards, np.repeat(ids, 2), num_groups=127)

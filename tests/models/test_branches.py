@@ -110,8 +110,11 @@ def test_cudnn_gets_mask_of_earlier_keys(cudnn_on_xla):
         jnp.asarray(rng.normal(size=(2, 7, 2, 8)), jnp.float32) for _ in range(2)
     )
     given = query, key, value, Sight(ids, prefix=prefix[:, None])
-    got = attention.attend_by_cudnn(*given, scale=0.3)
-    np.testing.assert_allclose(got, attention.attend(*given, scale=0.3), atol=1e-5)
+    got, want = (
+        jax.jit(functools.partial(attend, scale=0.3))(*given)
+        for attend in (attention.attend_by_cudnn, attention.attend)
+    )
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("sees", [3, slow(12)])
@@ -130,9 +133,14 @@ def test_cudnn_gets_window_of_one_document(sees, cudnn_on_xla):
     plain = functools.partial(attention.attend, scale=0.3)
     cudnn = functools.partial(attention.attend_by_cudnn, scale=0.3, window=3)
     whole = Sight(jnp.zeros((2, 12), int), sees)
-    got, pull = jax.vjp(lambda *x: cudnn(*x, sight), *given)
-    want, pull_plain = jax.vjp(lambda *x: plain(*x, whole), *given)
-    for a, b in zip((got, *pull(got)), (want, *pull_plain(got)), strict=True):
+
+    @jax.jit
+    def both(*given):
+        got, pull = jax.vjp(lambda *x: cudnn(*x, sight), *given)
+        want, pull_plain = jax.vjp(lambda *x: plain(*x, whole), *given)
+        return (got, *pull(got)), (want, *pull_plain(got))
+
+    for a, b in zip(*both(*given), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 

@@ -83,7 +83,7 @@ def truncated(logits, temperature=1.0, top_k=None, top_p=None, support=None, min
 def test_truncate_keeps_top_k_and_nucleus(settings, spread):
     logits = np.random.default_rng(1).normal(size=(4, 17)).astype(np.float32) * spread
     quick = jax.jit(truncate, static_argnums=1)
-    logprobs, ids = quick(logits, SamplingConfig(**settings))
+    logprobs, ids = jax.device_get(quick(logits, SamplingConfig(**settings)))
     for row in range(4):
         kept, expected = truncated(logits[row], **settings)
         left = len(ids[row]) - len(kept)
@@ -104,7 +104,7 @@ def test_support_of_all_ids_needs_no_ids(settings):
     logits = np.random.default_rng(1).normal(size=(4, 17)).astype(np.float32) * 3
     config = SamplingConfig(support=17, **settings)
     sampler = Sampler(config, (), PAD, keep_support=False)
-    logprobs, ids = jax.jit(sampler._truncate)(logits)
+    logprobs, ids = jax.device_get(jax.jit(sampler._truncate)(logits))
     assert ids is None
     for row in range(4):
         kept, expected = truncated(logits[row], **settings)
@@ -115,7 +115,9 @@ def test_support_of_all_ids_needs_no_ids(settings):
 
 
 def test_truncate_prefers_lower_id_of_equals():
-    logprobs, ids = truncate(jnp.zeros((1, 9)), SamplingConfig(top_k=4, top_p=0.6))
+    quick = jax.jit(truncate, static_argnums=1)
+    given = np.zeros((1, 9), "f4"), SamplingConfig(top_k=4, top_p=0.6)
+    logprobs, ids = jax.device_get(quick(*given))
     np.testing.assert_array_equal(ids, [[0, 1, 2, -1]])
     np.testing.assert_allclose(logprobs[0, :3], -np.log(3), rtol=1e-6)
 
