@@ -92,7 +92,7 @@ def _largest(what: str, sizes: dict[str, int], goal: int) -> Count:
 
 @functools.cache
 def _trees() -> dict[pathlib.Path, ast.Module]:
-    return {path: ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+    return {path: layers.tree_of(path) for path in PACKAGE.rglob("*.py")}
 
 
 def _branches_on_configs() -> Count:

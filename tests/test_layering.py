@@ -247,11 +247,12 @@ def test_few_parameters():
             assert len(names) <= MAX_PARAMETERS, f"{place}: {node.name}: {names}"
 
 
-def test_import_is_light():
+def test_import_is_light_and_has_offload():
     heavy = [*ALLOWED_IN.keys() - {"jax.experimental"}, "jax.experimental.pallas"]
     program = (
         "import sys, jaxmem, jaxmem.heads; "
-        f"print([name for name in {sorted(heavy)} if name in sys.modules])"
+        f"print([name for name in {sorted(heavy)} if name in sys.modules]); "
+        "jaxmem.remat.offload.park"
     )
     process = subprocess.run(
         [sys.executable, "-c", program],

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxmem.train import configuration
+from tests.helpers import layers
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxmem"
@@ -22,7 +23,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def _module_level_classes():
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.parse(path.read_text("utf-8")).body:
+        for node in layers.tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 yield node.name, str(path.relative_to(PACKAGE))
 
@@ -44,7 +45,7 @@ def _is_unclear(text):
 def test_docstrings_name_a_result_or_an_action_first(folder):
     unclear = []
     for path in sorted((ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in layers.nodes_of(path):
             text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
             if text and _is_unclear(text):
                 unclear.append(f"{path.name}: {text.splitlines()[0]}")
