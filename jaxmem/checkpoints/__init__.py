@@ -19,6 +19,7 @@ from jaxmem.checkpoints.config_writer import (
     describe as describe,
     write_text_files as write_text_files,
 )
+from jaxmem.checkpoints.merging import merge as merge, merge_codes as merge_codes
 from jaxmem.checkpoints.tokenizer_files import (
     Vocabulary as Vocabulary,
     add_end as add_end,
@@ -29,8 +30,8 @@ from jaxmem.checkpoints.tokenizer_files import (
 from jaxmem.checkpoints.weight_files import (
     as_known as as_known,
     copy_text_files as copy_text_files,
+    kernels_of as kernels_of,
     load as load,
-    merge as merge,
     read_weights as read_weights,
     save as save,
     save_new as save_new,

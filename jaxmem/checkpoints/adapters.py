@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import integers
-from jaxmem.checkpoints import adapter_tensors, names
+from jaxmem.checkpoints import adapter_tensors, base_record, names
 from jaxmem.checkpoints.adapter_tensors import PREFIX, Site, target_of
 from jaxmem.checkpoints.architectures import read_config
 from jaxmem.checkpoints.config_reader import (
@@ -105,6 +105,7 @@ def save_adapter(
         if unfinished is not None:
             described = _peft_config(decoder, family, base)
             write_object(unfinished / _CONFIG, described)
+            base_record.write(unfinished, config)
 
 
 def _warn_of_confusion(target: Path, decoder: Decoder, family: Family) -> None:
@@ -135,12 +136,13 @@ def _warn_of_confusion(target: Path, decoder: Decoder, family: Family) -> None:
 def with_adapter(
     model: ModelConfig, family: Family, directory: str | Path
 ) -> ModelConfig:
-    """The config of a model with the adapters in a directory.
+    """The config of a model with the adapters in a directory, and the base of these.
 
     Raises:
         CheckpointError: the directory does not hold one of PEFT's plain LoRA adapters.
     """
     path = Path(os.path.expanduser(directory)) / _CONFIG
+    model = base_record.with_recorded(model, path.parent)
     reader = Reader(path, read_object(path), _HARMLESS)
     kind = reader.take("peft_type", str)
     if kind != "LORA":

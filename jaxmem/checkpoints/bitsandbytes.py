@@ -174,6 +174,10 @@ class Nf4Matrix:
         factors = self._read_all(".nested_absmax", -(-blocks // NESTED))
         return NestedScales(factors, np.asarray(offset, np.float32))
 
+    def nested_array(self, name: str) -> np.ndarray:
+        """An array of double quantisation, by its name in `coded_weights`."""
+        return getattr(self.nested, name)
+
     def plain_scales(self, rows: slice = _ALL) -> np.ndarray:
         """Scales float32 [rows, inputs / 64] of some rows, decoded if nested."""
         scales = self.scales(rows)
@@ -228,6 +232,10 @@ class Int8Matrix:
         """Scales float32 [rows] of some rows."""
         name, count = f"{self._module}SCB", (self.shape[0],)
         return self.tensors.read_stored(name, count, (rows,), ("F32",)) / 127
+
+    def nested_array(self, name: str) -> np.ndarray:
+        """Raise a KeyError: 8 bits have no double quantisation."""
+        raise KeyError(name)
 
     def block_scales(self, rows: slice, blocks: int, dtype: Any) -> np.ndarray:
         """Scales [rows, blocks] of some rows in a type; all of a row are equal."""

@@ -102,7 +102,7 @@ class StoredCodes:
         def read_matrix(tensor: str, index: tuple) -> np.ndarray:
             matrix = self._tensors.matrix(tensor, (total, inputs))
             if name not in ("codes", "scales"):
-                return getattr(matrix.nested, name)[index]
+                return matrix.nested_array(name)[index]
             rows, columns = index
             part = _EVERY if own_rows is not None else rows
             if name == "codes":

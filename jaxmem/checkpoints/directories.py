@@ -17,7 +17,7 @@ TOKENIZER_FILES = (
     "chat_template.json", "generation_config.json",
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # folder of those that have names
-_CONFIGS = "config.json", "adapter_config.json"
+_CONFIGS = "config.json", "adapter_config.json", "base.json"
 _TENSORS = re.compile(
     r"(adapter_)?model\.safetensors(\.index\.json)?|model-\d{5,}-of-\d{5,}\.safetensors"
 )

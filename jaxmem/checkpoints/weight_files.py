@@ -32,7 +32,7 @@ from jaxmem.checkpoints.families import FAMILIES, ropes
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.tensors import Tensors, write_tensors
 from jaxmem.models import coded_weights, lora
-from jaxmem.models.config import BASE_FIELDS, DTYPES, SAVED, UNTIED, ModelConfig
+from jaxmem.models.config import BASE_FIELDS, DTYPES, PLAIN, SAVED, UNTIED, ModelConfig
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.models.weights import by_path, join_weights
@@ -67,7 +67,8 @@ def load(
             the default device.
         head: options of the head.
         policy: rematerialisation policy, as in `Decoder`.
-        adapter: directory of a LoRA adapter in PEFT's layout, to be added.
+        adapter: directory of a LoRA adapter in PEFT's layout, to be added to the base
+            that it was trained on.
         options: other fields of `ModelConfig` that the checkpoint does not decide:
             `attention`, and `base` with `base_targets`, which code matrices. Where
             the checkpoint's are coded, they stay so; `base=None` decodes them.
@@ -89,11 +90,7 @@ def load(
             f"{', '.join(DTYPES)}; choose dtype= and param_dtype="
         )
     if options.get("base", "") is None:  # decode what is coded
-        options = {
-            "base_targets": None,
-            "base_plain": (),
-            "base_double": True,
-        } | options
+        options = dict(PLAIN) | options
     model = dataclasses.replace(
         config.model,
         dtype=dtype or stored,
@@ -102,6 +99,7 @@ def load(
     )
     if adapter is not None:
         model = with_adapter(model, config.family, adapter)
+        model = dataclasses.replace(model, **options)  # they prevail over its base
     shapes = _abstract_decoder(model, head, policy)
     weights = _read_weights(config, model, shapes, sharding)
     if adapter is not None:
@@ -141,6 +139,21 @@ def read_weights(
     """
     config = read_config(directory)
     return _read_weights(config, model, _abstract_decoder(model), sharding, like)
+
+
+def kernels_of(directory: str | Path, dtype: str) -> Callable[[str], jax.Array]:
+    """A function that reads one kernel of a checkpoint, by its path in the decoder."""
+    model = read_config(directory).model
+    model = dataclasses.replace(model, dtype=dtype, param_dtype=dtype)
+    every = by_path(_abstract_decoder(model))
+
+    def read(path: str) -> jax.Array:
+        like = traverse_util.unflatten_dict({path: every[path]}, sep="/")
+        weights = read_weights(directory, model, like=like)
+        flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
+        return flat[path]
+
+    return read
 
 
 def _read_weights(
@@ -322,27 +335,13 @@ def _decoder_tensors(decoder: Decoder, family: Family, dtype: str):
 
 def _check_target(target: Path, decoder: Decoder, overwrite: bool) -> None:
     check_target(target, overwrite)
-    if decoder.config.lora_rank:
-        raise CheckpointError(f"{target}: the decoder has adapters; save_adapter them")
-
-
-def merge(decoder: Decoder) -> Decoder:
-    """The decoder without adapters that computes the same, up to rounding.
-
-    `save` can save it; an adapter of a tied head unties the head. The adapted matrices
-    are copied.
-    """
     config = decoder.config
-    weights = nnx.to_pure_dict(nnx.split(decoder)[1])
-    plain = dataclasses.replace(
-        config,
-        lora_rank=0,
-        lora_head=False,
-        lora_saved=(),
-        tied=config.tied and not config.lora_head,
-    )
-    definition = nnx.split(_abstract_decoder(plain, policy=decoder.policy))[0]
-    return nnx.merge(definition, lora.merged(weights, config, config.tied))
+    if config.lora_rank:
+        raise CheckpointError(f"{target}: the decoder has adapters; save_adapter them")
+    if config.base is not None:
+        raise CheckpointError(
+            f"{target}: the decoder has matrices in {config.base}; merge decodes them"
+        )
 
 
 def with_checkpoint(model: ModelConfig) -> ModelConfig:

@@ -22,7 +22,9 @@ FURTHER_MATRICES = (
     "delta_value", "delta_gate", "delta_rate", "delta_decay", "delta_output",
     "project", "inject_gate", "inject",
 )  # fmt: skip
-BASE_FIELDS = "base", "base_targets", "base_plain", "base_double"
+# Fields of a coded base, with their values where there is none.
+PLAIN = {"base": None, "base_targets": None, "base_plain": (), "base_double": True}
+BASE_FIELDS = tuple(PLAIN)
 BASE_TARGETS = (*TARGETS, *FURTHER_MATRICES)
 SAVED = {"embed": "embed/embedding", "head": "head/kernel"}  # weights by name
 UNTIED = "is for a head with a matrix of its own (tied=False)"

@@ -7,7 +7,8 @@ from pathlib import Path
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.directories import new_directory
-from jaxmem.models.own_model import OwnModel
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.own_model import LanguageModel, OwnModel
 from jaxmem.train import model_factory, results, saved
 
 _ENDS = "generation_config.json"
@@ -27,7 +28,8 @@ def export(
         path: of a run, also one that has not ended, a checkpoint or an adapter.
         out: directory to create.
         merge: add adapters to the matrices that they adapt; without it they are saved
-            alone, in PEFT's layout.
+            alone, in PEFT's layout. Codes of a base are decoded in both cases but this
+            last one.
         dtype: of the saved weights of a whole model; None: as they are stored.
         code: of the model of a run, which may be run.
 
@@ -49,10 +51,11 @@ def export(
                 raise CheckpointError("--dtype is for a whole model, as with --merge")
             checkpoints.save_adapter(target, decoder, base=str(base))
             results.add_end(target, source.end_of_turn, base)
-            return f"saved in {target}: an adapter of {base}"
+            return f"saved in {target}: an adapter of {base}{_name_codes(decoder)}"
+        merged, lines = _merge(decoder, base)
         checkpoints.save(
             target,
-            checkpoints.merge(decoder) if rank else decoder,
+            merged,
             like=base,
             dtype=dtype,
             chat_template=source.chat_template,
@@ -60,7 +63,35 @@ def export(
         results.add_end(target, source.end_of_turn)
         if source.adapter is not None and (source.adapter / _ENDS).exists():
             shutil.copy(source.adapter / _ENDS, target)
-    return f"saved in {target}, for transformers to load"
+    return "\n".join([f"saved in {target}, for transformers to load", *lines])
+
+
+def _name_codes(decoder: LanguageModel) -> str:
+    """The end of a line about a base: the codes that it is in, if any."""
+    base = decoder.config.base
+    return "" if base is None else f", whose matrices are in {base}"
+
+
+def _merge(decoder: Decoder, base: Path) -> tuple[Decoder, list[str]]:
+    """The decoder without adapters and codes, and a line about lost precision."""
+    config = decoder.config
+    if config.base is None:
+        return checkpoints.merge(decoder) if config.lora_rank else decoder, []
+    original = None
+    if checkpoints.read_config(base).coding is None:
+        original = checkpoints.kernels_of(base, config.param_dtype)
+    made = checkpoints.merge_codes(decoder, original)
+    line = (
+        f"matrices are those of the {config.base} codes of {base}, and not of the "
+        "16-bit model that was coded"
+    )
+    if made.coding is not None:
+        line = (
+            f"matrices are those of {config.base} codes of {base}, which differ from "
+            f"its own by {made.coding:.2%}"
+        )
+    rounding = f"rounding to {config.param_dtype} changed them by {made.rounding:.2%}"
+    return made.decoder, [f"{line}; {rounding} (root mean squares)"]
 
 
 def _save_own_model(

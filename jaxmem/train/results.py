@@ -71,6 +71,8 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
     if not decoder.config.lora_rank and precision.is_narrower(stored, decoder):
         line += f"; weights are in {stored} there (model.param_dtype)"
     adapts = source if decoder.config.lora_rank else None
+    if decoder.config.lora_rank and decoder.config.base is not None:
+        line += f"; adapters of a base in {decoder.config.base}"
     if adapts is not None and checkpoints.read_config(adapts).text_part:
         line += ", with the text part of the checkpoint alone, once that is saved"
     say(console, line)

@@ -7,12 +7,14 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx, traverse_util
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -20,12 +22,13 @@ from safetensors.numpy import load_file, save_file
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.bitsandbytes import CodedTensors
+from jaxmem.commands import cli
 from jaxmem.models import coded_weights, structure
 from jaxmem.models.coded_weights import DYNAMIC, NF4
-from jaxmem.models.config import ModelConfig
+from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.weights import by_path
 from tests.helpers import texts
-from tests.helpers.cases import slow
+from tests.helpers.cases import full, slow
 from tests.helpers.decoders import whole as hidden_states
 
 CODED = pathlib.Path(__file__).parent / "bitsandbytes"
@@ -176,15 +179,7 @@ def test_codes_of_other_storage_types_are_the_same_bytes(storage, tmp_path):
 
 
 def test_matrix_may_be_plain_in_one_layer(tmp_path):
-    tensors = CodedTensors(CODED / "qwen3_nf4", "nf4")
-    plain = tensors.read(GATE, (64, 64), (slice(None), slice(None)))
-
-    def change(tensors):
-        for name in [name for name in tensors if name.startswith(GATE)]:
-            del tensors[name]
-        tensors[GATE] = plain.astype(jnp.bfloat16)
-
-    made = checkpoints.load(changed(copied("qwen3_nf4", tmp_path), change))
+    made = checkpoints.load(partly_plain(tmp_path))
     assert made.config.base_plain == ("1.gate",)
     weights = by_path(made)
     assert "blocks/feed_forward/gate/kernel_codes" in weights
@@ -193,10 +188,6 @@ def test_matrix_may_be_plain_in_one_layer(tmp_path):
         name = GATE.replace(".1.", f".{layer}.")
         right = matrix_of(loaded("qwen3_nf4"), name)
         np.testing.assert_allclose(matrix_of(made, name), right, rtol=2**-8)
-    tokens = expected("qwen3_nf4")["tokens"]
-    logits = logits_of(loaded("qwen3_nf4"), tokens)
-    scale = np.abs(logits).max()
-    np.testing.assert_allclose(logits_of(made, tokens), logits, atol=2**-5 * scale)
 
 
 def test_saved_checkpoint_is_plain(tmp_path):
@@ -318,3 +309,202 @@ def test_damaged_matrix_in_8_bits_is_refused_with_its_tensor(change, message, tm
     directory = changed(copied("qwen3_int8", tmp_path), lambda x: x.update(named))
     with pytest.raises(CheckpointError, match=rf"tensor {start}{message}"):
         checkpoints.load(directory)
+
+
+# ------------------------------------------------------------------ merging
+
+
+def adapted(directory, **changes):
+    """A decoder of a checkpoint with adapters that change what it computes."""
+    config = checkpoints.read_config(directory).model
+    targets = "query", "key", "down"
+    options = {"dtype": "float32", "param_dtype": "bfloat16", "lora_rank": 2}
+    options |= {"lora_targets": targets, **changes}
+    config = dataclasses.replace(config, **options)
+    shapes = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    weights = checkpoints.read_weights(directory, config)
+    flat = dict(traverse_util.flatten_dict(weights, sep="/"))
+    rng = np.random.default_rng(0)
+    for path, leaf in by_path(shapes).items():
+        if path not in flat:
+            flat[path] = jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype)
+    nested = traverse_util.unflatten_dict(flat, sep="/")
+    return nnx.merge(nnx.split(shapes)[0], nested)
+
+
+def partly_plain(tmp_path):
+    """A directory in which one layer has a plain matrix of a kind that is coded."""
+    tensors = CodedTensors(CODED / "qwen3_nf4", "nf4")
+    plain = tensors.read(GATE, (64, 64), (slice(None), slice(None)))
+
+    def change(tensors):
+        for name in [name for name in tensors if name.startswith(GATE)]:
+            del tensors[name]
+        tensors[GATE] = plain.astype(jnp.bfloat16)
+
+    return changed(copied("qwen3_nf4", tmp_path), change)
+
+
+@pytest.mark.parametrize(
+    "name", [full("qwen3_int8"), full("llama_double"), "qwen3_nf4"]
+)
+def test_merge_adds_adapters_to_decoded_matrices_and_rounds_once(name):
+    decoder = adapted(CODED / name)
+    made = checkpoints.merge_codes(decoder)
+    assert made.decoder.config.base is None and made.decoder.config.lora_rank == 0
+    assert made.coding is None and 2**-11 < made.rounding < 2**-8
+    module, layer = "blocks/feed_forward/down", decoder.config.layers - 1
+    A, B = (np.float64(by_path(decoder)[f"{module}/lora_{x}"][layer]) for x in "ab")
+    tensor = f"model.layers.{layer}.mlp.down_proj.weight"
+    right = matrix_of(decoder, tensor) + (8 * np.matmul(A, B)).T
+    own = matrix_of(made.decoder, tensor)
+    assert by_path(made.decoder)[f"{module}/kernel"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(own, right, rtol=2**-8, atol=1e-6)
+    plain = tensor.replace("down", "up")
+    right = matrix_of(decoder, plain)
+    np.testing.assert_allclose(matrix_of(made.decoder, plain), right, rtol=2**-8)
+
+
+@pytest.mark.full
+def test_merged_decoder_of_codes_computes_the_same(tmp_path):
+    directory = partly_plain(tmp_path)
+    decoder = adapted(directory, param_dtype="float32")
+    assert len(structure.stacks(decoder.config)) == 2
+    made = checkpoints.merge(decoder)
+    assert len(structure.stacks(made.config)) == 1
+    tokens = expected("qwen3_nf4")["tokens"]
+    logits = logits_of(decoder, tokens)
+    scale = np.abs(logits).max()
+    np.testing.assert_allclose(logits_of(made, tokens), logits, atol=1e-5 * scale)
+    checkpoints.save(tmp_path / "out", made, like=directory)
+    with pytest.raises(CheckpointError, match="has matrices in nf4; merge decodes the"):
+        checkpoints.save(tmp_path / "b", loaded("qwen3_nf4"), like=CODED / "qwen3_nf4")
+
+
+@pytest.mark.full
+def test_merge_codes_measures_the_coding(tmp_path):
+    plain = loaded("llama_double", base=None)
+    checkpoints.save(tmp_path / "plain", plain, like=CODED / "llama_double")
+    originals = by_path(plain)
+    decoder = adapted(tmp_path / "plain", base="nf4", base_targets=("down", "up"))
+    made = checkpoints.merge_codes(decoder, originals.__getitem__)
+    squares = np.zeros(2)
+    for name in ("up", "down"):
+        for layer in ("0", "1"):
+            tensor = f"model.layers.{layer}.mlp.{name}_proj.weight"
+            right = matrix_of(plain, tensor)
+            squares += (
+                np.square(matrix_of(decoder, tensor) - right).sum(),
+                np.square(right).sum(),
+            )
+    assert made.coding is not None
+    assert made.coding == pytest.approx(np.sqrt(squares[0] / squares[1]), rel=1e-4)
+    assert 0 < made.coding < 0.1
+
+
+# ------------------------------------------------------------------ commands
+
+
+def with_text(name, tmp_path):
+    """A coded checkpoint with a tokenizer."""
+    directory = copied(name, tmp_path)
+    texts.tokenizer().save(str(directory / "tokenizer.json"))
+    named = {"eos_token": {"content": "</s>"}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    return directory
+
+
+def test_export_says_what_coded_matrices_lost(tmp_path, capsys):
+    base = with_text("qwen3_nf4", tmp_path)
+    checkpoints.save_adapter(tmp_path / "adapter", adapted(base), base=str(base))
+    record = json.loads((tmp_path / "adapter" / "base.json").read_text())
+    assert record["base"] == "nf4" and record["base_double"] is False
+    arguments = ["export", str(tmp_path / "adapter")]
+    out = str(tmp_path / "merged")
+    assert cli.main([*arguments, "--merge", "--out", out]) == 0
+    _, said = capsys.readouterr().out.strip().splitlines()
+    begin = (
+        f"matrices are those of the nf4 codes of {base}, and not of the 16-bit model"
+    )
+    assert said.startswith(begin)
+    assert re.search(r"rounding to bfloat16 changed them by 0\.1\d% \(root mean", said)
+    assert checkpoints.read_config(out).coding is None
+    right = checkpoints.merge(adapted(base))
+    tensor = GATE.replace("gate", "down")
+    made = matrix_of(checkpoints.load(out), tensor)
+    np.testing.assert_array_equal(made, matrix_of(right, tensor))
+    assert cli.main([*arguments, "--out", str(tmp_path / "copy")]) == 0
+    assert capsys.readouterr().out.endswith(f"{base}, whose matrices are in nf4\n")
+    assert cli.main(["export", str(base), "--out", str(tmp_path / "plain")]) == 0
+    assert "those of the nf4 codes" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_export_measures_codes_of_a_plain_base(tmp_path, capsys):
+    base = tmp_path / "plain"
+    checkpoints.save(base, loaded("qwen3_nf4", base=None), like=CODED / "qwen3_nf4")
+    decoder = adapted(base, base="int8")
+    checkpoints.save_adapter(tmp_path / "adapter", decoder, base=str(base))
+    adapter = checkpoints.load(base, adapter=tmp_path / "adapter", dtype="float32")
+    assert adapter.config.base == "int8"
+    plain = checkpoints.load(base, adapter=tmp_path / "adapter", base=None)
+    assert plain.config.base is None and plain.config.lora_rank == 2
+    with pytest.raises(
+        CheckpointError, match="base.json: .* on a base in int8, and the"
+    ):
+        checkpoints.load(CODED / "qwen3_nf4", adapter=tmp_path / "adapter")
+    out = str(tmp_path / "merged")
+    arguments = ["export", str(tmp_path / "adapter"), "--merge", "--out", out]
+    assert cli.main(arguments) == 0
+    said = capsys.readouterr().out.splitlines()[1]
+    begin = (
+        f"matrices are those of int8 codes of {base}, which differ from its own by 0"
+    )
+    assert said.startswith(begin)
+
+
+@pytest.mark.full
+def test_commands_read_a_coded_checkpoint(tmp_path, capsys):
+    base, plain = with_text("qwen3_nf4", tmp_path), tmp_path / "plain"
+    assert cli.main(["export", str(base), "--out", str(plain)]) == 0
+    (tmp_path / "texts.jsonl").write_text('{"text": "a cat sat on the mat"}\n')
+    scores = []
+    for directory in (base, plain):
+        out = tmp_path / f"{directory.name}.jsonl"
+        command = ["score", str(directory), str(tmp_path / "texts.jsonl")]
+        assert cli.main([*command, "--out", str(out), "--dtype", "float32"]) == 0
+        scores.append(json.loads(out.read_text())["logprobs"])
+    np.testing.assert_allclose(*scores, atol=0.05)
+    command = ["generate", str(base), "a cat", "--max-new-tokens", "4"]
+    assert cli.main([*command, "--temperature", "0"]) == 0
+
+
+RUN = """
+data.source = "words.txt"
+data.sequence_length = 32
+data.batch_size = 2
+data.held_out = 0.0
+optimizer.warmup_steps = 1
+run.steps = 2
+run.out_dir = "run"
+run.compare_heads = False
+"""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("no_picture")
+def test_run_trains_adapters_of_a_coded_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    base = with_text("llama_double", tmp_path)
+    (tmp_path / "words.txt").write_text("a cat sat on the mat. " * 200)
+    (tmp_path / "tiny.gin").write_text(RUN)
+    command = ["train", "tiny.gin", f"model.checkpoint={base}"]
+    assert cli.main(command) == 2
+    assert "coded in nf4, and codes have no gradient" in capsys.readouterr().err
+    assert cli.main([*command, "model.lora_rank=2", "optimizer.learning_rate=0.1"]) == 0
+    said = capsys.readouterr().out
+    assert "adapter" in said and "of a base in nf4" in said
+    assert json.loads((tmp_path / "run/adapter/base.json").read_text())["base"] == "nf4"
+    assert cli.main(["export", "run", "--merge", "--out", "merged"]) == 0
+    assert "those of the nf4 codes of" in capsys.readouterr().out
+    assert checkpoints.load("merged").config.base is None
