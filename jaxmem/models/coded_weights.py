@@ -21,6 +21,7 @@ References: Dettmers et al., "QLoRA", 2023, arXiv:2305.14314; Dettmers et al., "
 Optimizers via Block-wise Quantization", 2021, arXiv:2110.02861.
 """
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -190,26 +191,18 @@ def decode(arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         values, shape = codes.astype(jnp.float32), codes.shape
     else:
         shape = (*codes.shape[:-1], 2 * codes.shape[-1])
-        # Both halves of a byte by one elementwise operation: a concatenation would be
-        # a kernel of its own.
-        halves = (*codes.shape, 2)
-        shifts = 4 - 4 * jax.lax.broadcasted_iota(jnp.uint8, halves, codes.ndim)
-        values = _values((codes[..., None] >> shifts) & jnp.uint8(15))
+        values = _look_up("nf4", _unpack(codes))
     blocks = values.reshape(*scales.shape, -1)
     return (blocks * scales[..., None]).astype(dtype).reshape(shape)
 
 
-def _values(codes: jax.Array) -> jax.Array:
-    """NF4[codes] by selects, one level of them for each bit.
+def _unpack(packed: jax.Array) -> jax.Array:
+    """Codes [..., 2] of bytes, those of the high bits first.
 
-    Unlike a gather they are elementwise, so that XLA makes one kernel of the decoding.
+    The operations have no constants of the matrix's size, which `jax.checkpoint` would
+    compute before a loop over layers, and keep.
     """
-    level = [jnp.float32(value) for value in NF4]
-    for bit in range(4):
-        is_set = codes & jnp.uint8(1 << bit) != 0
-        pairs = zip(level[::2], level[1::2], strict=True)
-        level = [jnp.where(is_set, high, low) for low, high in pairs]
-    return level[0]
+    return jnp.stack([packed >> jnp.uint8(4), packed & jnp.uint8(15)], axis=-1)
 
 
 def decode_scales(arrays: Mapping[str, jax.Array]) -> jax.Array:
@@ -219,12 +212,15 @@ def decode_scales(arrays: Mapping[str, jax.Array]) -> jax.Array:
         return scales
     count = scales.shape[-2] * scales.shape[-1]
     nested = jnp.repeat(arrays["scale_scales"], NESTED, axis=-1)[..., :count]
-    wide = _dynamic(scales) * nested.reshape(scales.shape)
+    wide = _look_up("dynamic", scales) * nested.reshape(scales.shape)
     wide = wide + arrays["scale_offset"][..., None, None]
     # Otherwise XLA would compute a scale once for each of the weights that share it.
     return jax.lax.optimization_barrier(wide)
 
 
-@jax.jit  # the table is then no constant of a rule, which jax.checkpoint cannot have
-def _dynamic(indices: jax.Array) -> jax.Array:
-    return jnp.asarray(DYNAMIC).at[indices].get(mode="promise_in_bounds")
+# As a call, the table is no constant of a rule, which jax.checkpoint cannot have.
+@functools.partial(jax.jit, static_argnames="name")
+def _look_up(name: str, indices: jax.Array) -> jax.Array:
+    """The values of a table at indices, all of which are in it."""
+    table = jnp.asarray({"nf4": NF4, "dynamic": DYNAMIC}[name])
+    return table.at[indices].get(mode="promise_in_bounds")
