@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
+from jaxmem.checkpoints.adapter_tensors import target_of
 from jaxmem.checkpoints.bitsandbytes import CodedTensors
 from jaxmem.commands import cli
 from jaxmem.models import coded_weights, structure
@@ -197,6 +198,72 @@ def test_saved_checkpoint_is_plain(tmp_path):
     assert checkpoints.read_config(tmp_path / "out").coding is None
     made = checkpoints.load(tmp_path / "out")
     np.testing.assert_array_equal(matrix_of(made, GATE), matrix_of(right, GATE))
+
+
+def encode_files(directory):
+    """Code the matrices of whole blocks in a checkpoint's layers."""
+
+    def change(tensors):
+        for name, matrix in list(tensors.items()):
+            if "layers." not in name or matrix.ndim != 2 or matrix.shape[1] % 64:
+                continue
+            arrays = jax.device_get(coded_weights.encode(jnp.asarray(matrix), "nf4"))
+            state = {
+                "quant_type": "nf4", "blocksize": 64, "shape": matrix.shape,
+                "nested_blocksize": 256, "nested_offset": float(arrays["scale_offset"]),
+            }  # fmt: skip
+            tensors[name] = arrays["codes"].reshape(-1, 1)
+            tensors |= {
+                f"{name}.absmax": arrays["scales"].reshape(-1),
+                f"{name}.quant_map": NF4,
+                f"{name}.nested_absmax": arrays["scale_scales"],
+                f"{name}.nested_quant_map": DYNAMIC,
+                name + STATE: np.frombuffer(json.dumps(state).encode(), np.uint8),
+            }
+
+    raw = json.loads((directory / "config.json").read_text())
+    raw |= {"quantization_config": CODED_NF4}
+    (directory / "config.json").write_text(json.dumps(raw))
+    return changed(directory, change)
+
+
+ATTENTION = "query", "key", "value"
+
+
+@pytest.mark.parametrize(
+    "family, targets, double",
+    [
+        # outputs of one tensor, one after the other or by head
+        full("phi3", (*ATTENTION, "output", "gate", "up"), False),
+        full("gpt_neox", (*ATTENTION, "output", "up"), False),
+        # a tensor of each expert
+        full("qwen3_moe", (*ATTENTION, "gate", "up"), True),
+        # neighbours that are rotated together
+        ("cohere", (*ATTENTION, "output", "gate", "up"), False),
+    ],
+)
+def test_load_has_codes_of_each_layout(family, targets, double, tmp_path):
+    directory = encode_files(texts.checkpoint(family, tmp_path))
+    decoder = checkpoints.load(directory)
+    assert decoder.config.base_targets == targets
+    assert decoder.config.base_double is double
+    weights = by_path(decoder)
+    plain = by_path(checkpoints.load(directory, base=None, param_dtype="float32"))
+    coded = {path for path in map(coded_weights.kernel_path, weights)} - weights.keys()
+    assert coded == {
+        path
+        for path in plain
+        if path.startswith("blocks") and path.endswith("/kernel")
+        and target_of(path.removesuffix("/kernel")) in targets
+    }  # fmt: skip
+    for path in coded:
+        arrays = {
+            name: weights[f"{path}_{name}"]
+            for name in coded_weights.ARRAYS
+            if f"{path}_{name}" in weights
+        }
+        made = coded_weights.decode(arrays, jnp.float32).swapaxes(-1, -2)
+        np.testing.assert_allclose(made, plain[path], rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------ refusals
