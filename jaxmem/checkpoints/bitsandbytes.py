@@ -91,6 +91,8 @@ class CodedTensors(Tensors):
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> "Nf4Matrix | Int8Matrix":
         """A coded matrix, whose tensors are checked."""
+        if len(shape) != 2:
+            raise _error(self, name, f"is coded, and has {len(shape)} axes, not 2")
         kind = Int8Matrix if self.kind == "int8" else Nf4Matrix
         return kind(self, name, shape)
 
@@ -100,8 +102,9 @@ class CodedTensors(Tensors):
         """Read part of a tensor, decoded if it is coded; as `Tensors.read`."""
         if name not in self.coded:
             return super().read(name, shape, index)
+        matrix = self.matrix(name, shape)
         rows, columns = index
-        return self.matrix(name, shape).decoded(rows)[:, columns]
+        return matrix.decoded(rows)[:, columns]
 
 
 def is_nested(tensors: Tensors, name: str) -> bool:
@@ -165,10 +168,11 @@ class Nf4Matrix:
         """Constants that decode nested scales."""
         blocks = self.shape[0] * self.groups
         offset = self.state.get("nested_offset")
-        if type(offset) not in (int, float):
+        limit = float(np.finfo(np.float32).max)
+        if type(offset) not in (int, float) or not -limit <= offset <= limit:
             raise _error(
                 self.tensors, f"{self.name}{_STATE}nf4",
-                f"nested_offset must be a number, got {messages.short(offset)}",
+                f"nested_offset must be a float32, got {messages.short(offset)}",
             )  # fmt: skip
         self._check_table(".nested_quant_map", DYNAMIC)
         factors = self._read_all(".nested_absmax", -(-blocks // NESTED))

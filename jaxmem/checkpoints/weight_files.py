@@ -89,6 +89,7 @@ def load(
             f"{config.path}: dtype {messages.short(stored)} is none of "
             f"{', '.join(DTYPES)}; choose dtype= and param_dtype="
         )
+    _check_base(config, options.get("base"))
     if options.get("base", "") is None:  # decode what is coded
         options = dict(PLAIN) | options
     model = dataclasses.replace(
@@ -141,6 +142,15 @@ def read_weights(
     return _read_weights(config, model, _abstract_decoder(model), sharding, like)
 
 
+def _check_base(config: CheckpointConfig, base: str | None) -> None:
+    """Raise where matrices are coded in the files, and in another base than asked."""
+    if config.coding and base not in (None, config.coding):
+        raise CheckpointError(
+            f"{config.path}: matrices are coded in {config.coding}, and base={base!r} "
+            "is another; leave it out"
+        )
+
+
 def kernels_of(directory: str | Path, dtype: str) -> Callable[[str], jax.Array]:
     """A function that reads one kernel of a checkpoint, by its path in the decoder."""
     model = read_config(directory).model
@@ -165,11 +175,7 @@ def _read_weights(
 ) -> dict[str, Any]:
     directory, coding = config.path.parent, config.coding
     tensors = CodedTensors(directory, coding) if coding else Tensors(directory)
-    if coding and model.base not in (None, coding):
-        raise CheckpointError(
-            f"{config.path}: matrices are coded in {coding}, and model.base="
-            f"{model.base!r} is another; leave it out"
-        )
+    _check_base(config, model.base)
     images = config.images
     prefixes = names.prefixes_of(tensors, config.family, images)
     naming = names.Naming(config.family, model, prefixes, tensors)

@@ -282,8 +282,11 @@ def test_with_checkpoint_refuses_to_train_coded_matrices():
         wrong = dataclasses.replace(adapted, **others)
         with pytest.raises(ValueError, match=f"model.{field}=.* is not what the chec"):
             checkpoints.with_checkpoint(wrong)
-    with pytest.raises(CheckpointError, match="in nf4, and model.base='int8' is anoth"):
-        checkpoints.load(CODED / "llama_double", base="int8")
+    for name in ("llama_double", "qwen3_nf4"):
+        with pytest.raises(
+            CheckpointError, match="in nf4, and base='int8' is another;"
+        ):
+            checkpoints.load(CODED / name, base="int8")
 
 
 def edited(**changes):
@@ -335,13 +338,24 @@ def removed(end):
         (edited(blocksize=128), "blocksize must be 64, got 128"),
         (edited(nested_blocksize=128), "nested_blocksize must be 256, got 128"),
         (edited(shape=[64, 320]), r"shape must be \[320, 64\], got \[64, 320\]"),
-        (edited(nested_offset=None), "nested_offset must be a number, got None"),
+        (edited(nested_offset=None), "nested_offset must be a float32, got None"),
+        (edited(nested_offset=10**300), "nested_offset must be a float32, got <int"),
     ],
 )
 def test_damaged_matrix_is_refused_with_its_tensor(change, message, tmp_path):
     directory = changed(copied("llama_double", tmp_path), change)
     match = rf"model.safetensors: tensor {GATE}.*{message}"
     with pytest.raises(CheckpointError, match=match):
+        checkpoints.load(directory)
+
+
+def test_coded_vector_is_refused(tmp_path):
+    name = "model.layers.1.input_layernorm.weight"
+    directory = changed(
+        copied("qwen3_nf4", tmp_path),
+        lambda tensors: tensors.update({f"{name}.absmax": np.ones(1, "f")}),
+    )
+    with pytest.raises(CheckpointError, match=f"tensor {name}: is coded, and has 1 ax"):
         checkpoints.load(directory)
 
 

@@ -29,17 +29,22 @@ def directory(config: DistillJobConfig) -> Path:
 
 
 def model_of(config: DistillJobConfig) -> ModelConfig:
-    """The teacher's sizes, types and checkpoint."""
+    """The teacher's sizes, types, checkpoint and base."""
     path = directory(config)
     described = checkpoints.read_config(path)
     dtype = config.distill.teacher_dtype or described.dtype or "float32"
-    base = config.distill.teacher_base or described.model.base
+    base, coding = config.distill.teacher_base, described.coding
+    if coding and base not in (None, coding):
+        raise TeacherError(
+            f"distill.teacher_base={base!r}: distill.teacher={config.distill.teacher!r} "
+            f"has matrices in {coding}; leave it out"
+        )
     return dataclasses.replace(
         described.model,
         checkpoint=str(path),
         dtype=dtype,
         param_dtype=dtype,
-        base=base,
+        base=base or coding,
         attention=config.model.attention,
     )
 
