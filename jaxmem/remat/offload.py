@@ -135,7 +135,7 @@ class Streamed:
         The state is in float32 even if params are in 16 bits.
         """
 
-        def of_leaf(path, leaf, shapes):
+        def init_leaf(path, leaf, shapes):
             name = _leaf_name(path)
             homes = jax.tree.map(lambda x: x.sharding, shapes[0])
             draw = jax.jit(self._init_slice, static_argnums=(2, 3), out_shardings=homes)
@@ -144,7 +144,7 @@ class Streamed:
                 for start, rows in self._slice_bounds(leaf)
             ]
 
-        return jax.tree_util.tree_map_with_path(of_leaf, params, self.shapes(params))
+        return jax.tree_util.tree_map_with_path(init_leaf, params, self.shapes(params))
 
     def shapes(self, params: Any, slices: Any = None) -> Any:
         """The result of `init` as `jax.ShapeDtypeStruct`s with shardings.
@@ -155,7 +155,7 @@ class Streamed:
                 created with params in another sharding; None: as in `init`.
         """
 
-        def of_leaf(path, leaf, count=None):
+        def leaf_shapes(path, leaf, count=None):
             name = _leaf_name(path)
             home = leaf.sharding or jax.sharding.SingleDeviceSharding(
                 devices.current()[0]
@@ -171,14 +171,14 @@ class Streamed:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host)
 
             @functools.cache  # all slices but the last have as many rows
-            def of_slice(rows):
+            def slice_shapes(rows):
                 draw = functools.partial(self._init_slice, rows=rows, name=name)
                 return jax.tree.map(parked, jax.eval_shape(draw, leaf, 0))
 
-            return [of_slice(rows) for _, rows in cuts]
+            return [slice_shapes(rows) for _, rows in cuts]
 
         counts = () if slices is None else (slices,)
-        return jax.tree_util.tree_map_with_path(of_leaf, params, *counts)
+        return jax.tree_util.tree_map_with_path(leaf_shapes, params, *counts)
 
     def recut(self, params: Any, state: Any) -> Any:
         """Reslice a state for `update`, whatever slices it has; the state is consumed.
@@ -197,7 +197,7 @@ class Streamed:
         **Memory** on the device: twice the state of one leaf that is resliced.
         """
 
-        def of_leaf(leaf, parts, expected):
+        def recut_leaf(leaf, parts, expected):
             cuts = self._slice_bounds(leaf)
             if len(parts) == len(cuts):
                 return parts
@@ -206,7 +206,7 @@ class Streamed:
             resliced = jax.jit(again, out_shardings=homes)(fetch(parts))
             return jax.block_until_ready(resliced)  # keep only one leaf on the device
 
-        return jax.tree.map(of_leaf, params, state, self.shapes(params))
+        return jax.tree.map(recut_leaf, params, state, self.shapes(params))
 
     def update(self, params: Any, gradients: Any, state: Any) -> tuple[Any, Any]:
         """Apply one step to (params, state), which are consumed; gradients are not.
@@ -302,14 +302,14 @@ def _rows_are_split(leaf):
 def _reslice(parts, cuts, ndim):
     """Reslice the states of a leaf; values without a row axis are in every slice."""
 
-    def of_slice(start, rows):
+    def slice_again(start, rows):
         return lambda first, *rest: (
             _slice_rows(jnp.concatenate([first, *rest]), start, rows)
             if first.ndim == ndim
             else first
         )
 
-    return [jax.tree.map(of_slice(*cut), *parts) for cut in cuts]
+    return [jax.tree.map(slice_again(*cut), *parts) for cut in cuts]
 
 
 def _slice_rows(x, start, rows):

@@ -35,14 +35,14 @@ def backward(
     n_blocks = -(-env.n_tiles // n_tiles)
 
     def block(b, total, last=False):
-        zero, so_far = jnp.float32(0), total.W
+        zero, W_total = jnp.float32(0), total.W
         if last:  # XLA might fill its sums while others are alive
-            zero, so_far = lax.optimization_barrier((zero, so_far))
+            zero, W_total = lax.optimization_barrier((zero, W_total))
         sums = total._replace(W=jnp.full(shape, zero))
         sums = _add_block(loop, n_tiles, b * n_tiles, rows, values, sums)
         # Without padding along D.
         dW = lax.slice_in_dim(sums.W, 0, source.hidden.shape[1], axis=depth_axis)
-        dW = products.put_block(env.layout, dW, so_far, b * width, last)
+        dW = products.put_block(env.layout, dW, W_total, b * width, last)
         return sums._replace(W=dW)
 
     shape = (width, env.depth) if spec.layout == "vd" else (env.depth, width)

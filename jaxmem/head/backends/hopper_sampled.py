@@ -45,14 +45,14 @@ def forward(
     env = hopper.launch_env(spec, padded, launch_rows(spec, head.hidden), "exps")
 
     def body(block, results):
-        so_far, entries_so_far = results
+        all_stats, all_entries = results
         operands = hopper.inputs(spec, padded, rows, block)
         stats, kept = statistics_and_exps(env, *operands, tile_sums=True)
         stats = vocab_shards.vary(stats, spec.part_varying)
-        whole = stats
+        merged = stats
         if spec.shards:
-            whole = row_stats.merge_gathered(stats, spec.shards.axes)
-        outputs = row_stats.finish(whole, jnp.ones(stats.max.shape, bool))
+            merged = row_stats.merge_gathered(stats, spec.shards.axes)
+        outputs = row_stats.finish(merged, jnp.ones(stats.max.shape, bool))
         outputs = vocab_shards.vary(outputs, spec.varying)
         normaliser = row_stats.Normaliser(outputs.max, outputs.log_sum)
         facts = sampled_select.RowFacts(
@@ -62,12 +62,12 @@ def forward(
             sampling, env.tiles.columns, kept, facts,
             backend_operands.take(starts, block.ids), block.n_active,
         )  # fmt: skip
-        entries_so_far = backend_operands.put_all(entries_so_far, block.ids, entries)
-        return active.put(so_far, block, stats), entries_so_far
+        all_entries = backend_operands.put_all(all_entries, block.ids, entries)
+        return active.put(all_stats, block, stats), all_entries
 
-    none = column_sampling.none(sampling, n_rows, spec.stats_dtype)
-    none = vocab_shards.vary(none, spec.part_varying)
-    results = backend_operands.no_statistics(spec, rows), none
+    no_entries = column_sampling.none(sampling, n_rows, spec.stats_dtype)
+    no_entries = vocab_shards.vary(no_entries, spec.part_varying)
+    results = backend_operands.no_statistics(spec, rows), no_entries
     stats, entries = active.for_each_block(rows.active, env.n_rows, body, results)
     return backend_operands.outputs(spec, rows, stats, names), entries
 

@@ -173,7 +173,7 @@ def _process_unit(scope, tile, n_tiles, step):
     fetch(gmem["labels"].at[rows], smem["labels_smem"])
     fetch(gmem["rows"].at[:, rows], smem["rows_smem"])
 
-    def of_tile(i, step):
+    def process_tile(i, step):
         column_tile, bias = tile(i).column, None
         is_marked = gmem["marked"][lax.div(start, t.rows), column_tile] > 0
         if "bias" in gmem:
@@ -201,7 +201,7 @@ def _process_unit(scope, tile, n_tiles, step):
         ring.multiply(env.product, scope.extent, scope.ring, step, store)
         return step + scope.extent.n_steps
 
-    return lax.fori_loop(0, n_tiles, of_tile, step)
+    return lax.fori_loop(0, n_tiles, process_tile, step)
 
 
 def _store_tile(env, target, z, to_base_2, read_row, mend):

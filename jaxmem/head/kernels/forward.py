@@ -199,8 +199,8 @@ def _process_unit(scope, tile, n_tiles, step):
     inverse_temperature = _inverse_temperature(env, gmem, smem, rows)
     h_scale = int8_factors.load_rows(rows, gmem, smem) if env.in_8_bits else None
 
-    def of_tile(i, carry):
-        step, so_far = carry[0], Stats(*carry[1:])
+    def process_tile(i, carry):
+        step, group_stats = carry[0], Stats(*carry[1:])
         column_tile, bias = tile(i).column, None
         marked = gmem["marked"][lax.div(start, t.rows), column_tile]
         if "bias" in gmem:
@@ -228,12 +228,12 @@ def _process_unit(scope, tile, n_tiles, step):
             )  # fmt: skip
             if t.stored:
                 _keep_numbers(column_tile, rows, gmem, smem, stats)
-            return tuple(row_stats.merge(so_far, stats))
+            return tuple(row_stats.merge(group_stats, stats))
 
         stats = ring.multiply(env.product, scope.extent, scope.ring, step, fold)
         return step + scope.extent.n_steps, *stats
 
-    step, *stats = lax.fori_loop(0, n_tiles, of_tile, (step, *_empty_stats(t)))
+    step, *stats = lax.fori_loop(0, n_tiles, process_tile, (step, *_empty_stats(t)))
     # The previous unit's store may still read the same buffer.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, x in enumerate(stats):

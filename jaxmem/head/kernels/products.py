@@ -346,7 +346,7 @@ def _kernel(product, add, *refs):
         def unit(tile, n_tiles, step):
             wg = lax.axis_index("wg")
 
-            def of_tile(i, step):
+            def process_tile(i, step):
                 position = tile(i)
                 first = row0 + position.first_row + wg * t.rows
                 if product.splits > 1:
@@ -368,6 +368,6 @@ def _kernel(product, add, *refs):
                 ring.multiply(product, extent, Ring(**buffers), step, store)
                 return step + extent.n_steps
 
-            return lax.fori_loop(0, n_tiles, of_tile, step)
+            return lax.fori_loop(0, n_tiles, process_tile, step)
 
         ring.run(product, extent, Ring(**buffers), lhs_gmem, rhs_gmem, unit)

@@ -228,7 +228,7 @@ class _Part:
             self.pieces.append((min(covered, self.size - size), size))
             covered += size
 
-    def _pieces_of(self, row):
+    def _row_pieces(self, row):
         """Yields the index of each piece of a row, and the piece's layout."""
         part = jnp.minimum(lax.axis_index("part") * self.size, self.depth - self.size)
         for first, size in self.pieces:
@@ -239,14 +239,14 @@ class _Part:
         """Zeros in place of a row's pieces, float32."""
         return tuple(
             plgpu.layout_cast(jnp.zeros(columns.size, jnp.float32), layout)
-            for (_, columns), layout in self._pieces_of(0)
+            for (_, columns), layout in self._row_pieces(0)
         )
 
     def load(self, ref, row):
         """The pieces of a row."""
         return tuple(
             plgpu.load(ref.at[index], layout=layout, optimized=False)
-            for index, layout in self._pieces_of(row)
+            for index, layout in self._row_pieces(row)
         )
 
     def load_live(self, ref, row, live):
@@ -260,7 +260,7 @@ class _Part:
 
     def store(self, ref, row, sums):
         """Stores sums of the pieces of a row."""
-        for (index, _), x in zip(self._pieces_of(row), sums, strict=True):
+        for (index, _), x in zip(self._row_pieces(row), sums, strict=True):
             ref[index] = x.astype(ref.dtype)
 
 

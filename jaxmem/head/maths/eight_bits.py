@@ -134,7 +134,7 @@ def label_logits(spec: Spec, head: Factors, hidden: jax.Array, labels: jax.Array
 
 def normaliser(others: Stats, label_logit: jax.Array) -> Normaliser:
     """The normaliser of ẑ and the label's z, by which entries are selected."""
-    stats = row_stats.merge(others, _of_label(label_logit))
+    stats = row_stats.merge(others, _label_stats(label_logit))
     whole = row_stats.finish(stats, jnp.ones(label_logit.shape, jnp.bool_))
     return Normaliser(whole.max, whole.log_sum)
 
@@ -174,7 +174,7 @@ def corrected(
     largest = jnp.where(
         certain & jnp.any(kept, axis=1), top, jnp.maximum(top, others.max)
     )
-    stats = row_stats.merge(_relative_to(sums, largest), _of_label(label_logit))
+    stats = row_stats.merge(_relative_to(sums, largest), _label_stats(label_logit))
     outputs = row_stats.finish(stats, label_exists)
     log_p = after + (base - outputs.max - outputs.log_sum)[:, None]
     p = jnp.where(kept, jnp.exp(log_p), 0)
@@ -202,7 +202,7 @@ def put(results: tuple[dict, Entries], row_ids, new: Corrected):
     return backend_operands.put_all((outputs, entries), row_ids, (values, new.entries))
 
 
-def _of_label(label_logit):
+def _label_stats(label_logit):
     """Statistics over the label's column alone."""
     zero = jnp.zeros_like(label_logit)
     square = jnp.where(label_logit == -jnp.inf, zero, 1)

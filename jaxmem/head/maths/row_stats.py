@@ -186,10 +186,10 @@ def coefficients(rows: Outputs, g: Cotangents) -> Coefficients:
         label = jnp.where(jnp.isnan(rows.logprob) & (label != 0), jnp.nan, label)
     if g.entropy is not None:
         beta = -g.entropy
-        alpha = _sum_of(alpha, beta * rows.entropy)
+        alpha = _add_optional(alpha, beta * rows.entropy)
     if g.sum_pi_squared is not None:
         gamma = 2 * g.sum_pi_squared
-        alpha = _sum_of(alpha, -gamma * rows.sum_pi_squared)
+        alpha = _add_optional(alpha, -gamma * rows.sum_pi_squared)
     return Coefficients(label, alpha, beta, gamma)
 
 
@@ -207,10 +207,10 @@ def dlogits_of(z, is_label, rows: Outputs, c: Coefficients) -> jax.Array:
     p, dz = jnp.exp(log_p), None
     if c.alpha is not None or c.gamma is not None:
         slope: Any = None if c.alpha is None else c.alpha[:, None]
-        slope = slope if c.gamma is None else _sum_of(slope, c.gamma[:, None] * p)
+        slope = slope if c.gamma is None else _add_optional(slope, c.gamma[:, None] * p)
         dz = p * slope
     if c.beta is not None:
-        dz = _sum_of(dz, c.beta[:, None] * (p * log_p))
+        dz = _add_optional(dz, c.beta[:, None] * (p * log_p))
     if c.label is not None:
         at_label = c.label * -jnp.expm1(rows.logprob)  # 1 - p would round to 0
         by_label = jnp.where(is_label, at_label[:, None], -c.label[:, None] * p)
@@ -328,6 +328,6 @@ def _not_infinite(x):
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
-def _sum_of(x, y):
+def _add_optional(x, y):
     """The sum; an x of None is 0."""
     return y if x is None else x + y

@@ -50,7 +50,7 @@ class Spec:
     frozen_head: bool = False  # W and bias are not differentiated
     gradient_blocks: int = 1  # of the vocabulary, each with sums of W's gradient
     gradient_samples: int | None = None  # entries of a token's derivative; None: all
-    forward: Forward = "exact"  # the product that logits are made by
+    forward: Forward = "exact"  # the product that makes the logits
     recomputes: bool = False  # backward recomputes logits even if W is constant
     shards: Shards | None = None  # the sharding of the vocabulary over mesh axes
     varying: frozenset[str] = frozenset()  # mesh axes along which row outputs vary
@@ -59,8 +59,8 @@ class Spec:
     token_axes: tuple[str, ...] = ()
     token_parallel: bool = False  # True if jit may partition the call by tokens
     vocab_groups: int | None = None  # groups of columns, merged in a tree; None: none
-    first: int = 0  # of a group: its first column within this device's shard
-    shard_columns: int | None = None  # of a group: columns of the shard; None: no group
+    first: int = 0  # a group's first column within this device's shard
+    shard_columns: int | None = None  # columns of a group's shard; None: no group
 
     @property
     def all_columns(self) -> int:

@@ -42,11 +42,11 @@ def check_axis_name(axis_name) -> Shards:
         )
     mesh = jax.sharding.get_abstract_mesh()
     if not set(axes) <= set(mesh.manual_axes):
-        there = ", ".join(map(repr, mesh.manual_axes))
-        there = f"which binds {there}" if there else "and there is none here"
+        bound = ", ".join(map(repr, mesh.manual_axes))
+        bound = f"which binds {bound}" if bound else "and there is none here"
         raise ValueError(
             f"axis_name={messages.short(axis_name)} must be bound by an enclosing "
-            f"jax.shard_map, {there}; for arrays that are not split by hand use "
+            f"jax.shard_map, {bound}; for arrays that are not split by hand use "
             "jaxmem.sharding.parallel"
         )
     return Shards(axes, lax.axis_size(axes))
@@ -122,7 +122,7 @@ def gather(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
 
 
 def sum_tree(parts) -> jax.Array:
-    """The sum of a power of two of arrays, in a binary tree over their index."""
+    """The sum of 2^n arrays, in a binary tree over their index."""
     parts = list(parts)
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]

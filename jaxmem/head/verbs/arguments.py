@@ -89,8 +89,8 @@ def call(
     rows = read_rows(spec, shape, labels, options)
     if spec.forward != "exact":
         eight_bits.check(spec, source, rows)
-    of_types = _typed_samples if spec.gradient_samples else typed
-    spec, source = of_types(spec, source, rows)
+    type_operands = _type_samples if spec.gradient_samples else typed
+    spec, source = type_operands(spec, source, rows)
     backend, why = choose.choose(options.implementation, spec, source)
     live_bytes = 4 * spec.chunk * spec.columns if backend.stores_logits else 0
     facts = spec.chunk, live_bytes, spec.gradient_samples, spec.forward
@@ -98,20 +98,23 @@ def call(
     return CheckedCall(spec, backend, source, rows, shape)
 
 
-def _typed_samples(spec, source, rows):
+def _type_samples(spec, source, rows):
     """`typed`, but W keeps its type if all devices have fewer tokens than columns.
 
     Its gradient then takes less communication in parts of the vocabulary.
     """
     untyped = source
     spec, source = typed(spec, untyped, rows)
-    axes = vocab_shards.varying(source)
-    axes = axes - vocab_shards.varying((untyped.W, untyped.bias))
-    mesh_axes = jax.sharding.get_abstract_mesh().axis_names
-    axes = tuple(axis for axis in mesh_axes if axis in axes)
-    if not axes or untyped.hidden.shape[0] * jax.lax.axis_size(axes) >= spec.columns:
+    token_axes = vocab_shards.varying(source)
+    token_axes = token_axes - vocab_shards.varying((untyped.W, untyped.bias))
+    all_axes = jax.sharding.get_abstract_mesh().axis_names
+    token_axes = tuple(axis for axis in all_axes if axis in token_axes)
+    if (
+        not token_axes
+        or untyped.hidden.shape[0] * jax.lax.axis_size(token_axes) >= spec.columns
+    ):
         return spec, source
-    spec = dataclasses.replace(spec, token_axes=axes)
+    spec = dataclasses.replace(spec, token_axes=token_axes)
     return spec, untyped._replace(hidden=source.hidden)
 
 
@@ -170,16 +173,18 @@ def spec_of(source: Any, head: Head, outputs, options: CallOptions) -> Spec:
         facts |= gradients.facts(options.gradient, vocab_size)
         if source.W.dtype == np.promote_types(dtype, np.float32):
             facts["gradient_blocks"] = 1  # sums in W's dtype are its gradient itself
-    of_chunk = columns
+    chunk_columns = columns
     if options.vocab_groups is not None:
-        facts["vocab_groups"] = _groups_of(options, all_columns, facts.get("shards"))
-        of_chunk = all_columns  # the bits may not depend on the shards
-    chunk = checks.check_chunk(options.chunk, tokens, of_chunk)
+        facts["vocab_groups"] = _check_vocab_groups(
+            options, all_columns, facts.get("shards")
+        )
+        chunk_columns = all_columns  # the bits may not depend on the shards
+    chunk = checks.check_chunk(options.chunk, tokens, chunk_columns)
     outputs = tuple(outputs)
     return Spec(columns, vocab_size, chunk, outputs, dtype, head.layout, **facts)
 
 
-def _groups_of(options, all_columns, shards):
+def _check_vocab_groups(options, all_columns, shards):
     """The checked `vocab_groups`."""
     n_shards = shards.count if shards else 1
     groups = checks.check_vocab_groups(options.vocab_groups, all_columns, n_shards)

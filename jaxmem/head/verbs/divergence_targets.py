@@ -60,14 +60,15 @@ class Target:
         raise NotImplementedError
 
     def heads_as(self, whole: Callable[[Head], Head]) -> "Target":
-        """The target, with `whole` of its heads."""
+        """The target, each of whose heads is replaced by `whole` of it."""
         return self
 
 
 def specs(arguments: Mapping[str, Any]) -> list[tuple]:
-    """Shardings of the tokens, by a verb's arguments; the one that decides is first.
+    """Shardings of the tokens by a verb's arguments, in the order of precedence.
 
-    A target's ids come before hidden, and a teacher's hidden states after it.
+    Those of a target's ids come before those of hidden, and those of a teacher's hidden
+    states after.
     """
     target = getattr(arguments["target"], "of", None)
     leading = getattr(target, getattr(target, "leading", ""), None)

@@ -114,13 +114,13 @@ def sample_ids(
     bits = jax.vmap(lambda key: jax.random.bits(key, (n,), jnp.uint32))(keys)
     source = lax.stop_gradient(source)
     spec, source = arguments.typed(spec, source, (rows, bits))
-    of_call = _Draws(spec, arguments.uses_kernels(implementation))
-    ids = rule.run(of_call, (source,), ((rows,), bits))
+    draws_rule = _DrawsRule(spec, arguments.uses_kernels(implementation))
+    ids = rule.run(draws_rule, (source,), ((rows,), bits))
     return jnp.reshape(ids, (*shape, n))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Draws(LoopRule):
+class _DrawsRule(LoopRule):
     """The rule of `sample_ids`; the constants are uniform uint32 [N, n]."""
 
     kernels: bool  # those of `kernels.row_blocks` read the logits, if they can
@@ -174,16 +174,16 @@ def _draw_in_blocks(spec, z, bits):
     targets = _targets(spec, tree[0], bits)
     exists, block, rest = running_sums.descend(tree, targets)
 
-    def of_block(x):
+    def take_block(x):
         return jnp.take_along_axis(x, block, axis=1, mode="promise_in_bounds")
 
     width = row_blocks.WIDTH
     columns, entries = running_sums.window(z, block, width)
     inside = (columns >= block[..., None] * width) & (columns < z.shape[1])
-    relative = jnp.exp(entries - of_block(blocks.largest)[..., None])
-    relative = relative / (of_block(blocks.others)[..., None] + 1)
+    relative = jnp.exp(entries - take_block(blocks.largest)[..., None])
+    relative = relative / (take_block(blocks.others)[..., None] + 1)
     in_block = jnp.where(inside, _to_units(relative), 0)
-    fraction = _fraction(rest - 1, of_block(units))
+    fraction = _fraction(rest - 1, take_block(units))
     total = jnp.sum(in_block, axis=-1, dtype=jnp.int32)
     target = _scale_bits(fraction, total) + 1
     (column,) = running_sums.reach(in_block, (columns,), target)

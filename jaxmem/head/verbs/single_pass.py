@@ -125,21 +125,21 @@ def run(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss and its metrics, by the rule of a spec, a backend and a traced loss.
 
-    That of a divergence computes the first of loss_fn's per-token arguments itself, for
-    a chunk at a time.
+    The rule of a divergence computes loss_fn's first per-token argument itself, a chunk
+    at a time.
     """
     spec, source, constants, shape = call.spec, call.source, call.rows, call.shape
     flat = _flat_per_token(per_token, shape)
     count = _read_normalizer(normalizer, constants[0], spec)
     spec, source = arguments.typed(spec, source, (constants, flat, count))
     flat, count = vocab_shards.vary((flat, count), spec.varying)
-    traced, n_rows = flat, spec.chunk
+    arrays, n_rows = flat, spec.chunk
     if of_divergence:
         first = jnp.zeros(math.prod(shape), spec.stats_dtype)
-        traced = vocab_shards.vary(first, spec.varying), *flat
+        arrays = vocab_shards.vary(first, spec.varying), *flat
     else:
         n_rows = call.backend.loops.loss_rows(spec, source)
-    loss, operands = traced_loss.trace(loss_fn, spec, n_rows, traced)
+    loss, operands = traced_loss.trace(loss_fn, spec, n_rows, arrays)
     if 0 in shape:
         nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)
         total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics

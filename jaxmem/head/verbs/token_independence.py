@@ -92,7 +92,7 @@ def check(
     try:
         for_prime = traced(prime)
     except Exception as error:
-        raise _of_one_number(loss, n_rows, error, words) from error
+        raise _error_of_one_number(loss, n_rows, error, words) from error
     walk = _Walk(prime, _changed_numbers(loss.jaxpr, for_prime.jaxpr))
     walk.uses(for_prime, [Use.VALUE] * len(for_prime.jaxpr.outvars))
     if walk.findings:
@@ -106,7 +106,7 @@ def check(
         )
 
 
-def _of_one_number(loss, n_rows, error, words) -> ValueError:
+def _error_of_one_number(loss, n_rows, error, words) -> ValueError:
     """The error for a loss that cannot be traced for another number of tokens."""
     arrays = (*loss.consts, *jaxprs.inner_consts(loss.jaxpr))
     kinds = [f"{x.dtype}{list(x.shape)}" for x in arrays if n_rows in x.shape]

@@ -99,13 +99,13 @@ def topk(
         return TopK(log_p, jnp.zeros((*shape, k), jnp.int32))
     spec, source = arguments.typed(spec, source, rows)
     sampler = arguments.sampler(implementation, spec, source)
-    of_call = _Largest(spec, sampler, k, arguments.uses_kernels(implementation))
-    results = rule.run(of_call, (source,), ((rows,), None))
+    topk_rule = _TopKRule(spec, sampler, k, arguments.uses_kernels(implementation))
+    results = rule.run(topk_rule, (source,), ((rows,), None))
     return jax.tree.map(lambda x: jnp.reshape(x, (*shape, k)), results)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Largest(SomeColumnsRule):
+class _TopKRule(SomeColumnsRule):
     """The rule of `topk`; it has no constants."""
 
     k: int
@@ -117,8 +117,8 @@ class _Largest(SomeColumnsRule):
 
         def chunk(row_ids, results):
             z = columns_rule.logits(spec, head, rows, row_ids)
-            entries, ids, normaliser = self._of_columns(z)
-            entries, ids = self._of_shards(entries, ids)
+            entries, ids, normaliser = self._select_columns(z)
+            entries, ids = self._merge_shards(entries, ids)
             normaliser = columns_rule.over_shards(spec, normaliser)
             log_p = row_stats.log_softmax(entries, normaliser)
             saved = {"normaliser": normaliser}
@@ -136,7 +136,7 @@ class _Largest(SomeColumnsRule):
         results = top, saved | columns_rule.nothing_sampled(spec, starts)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
-    def _of_columns(self, z):
+    def _select_columns(self, z):
         """The k largest of this device's logits, their columns, and the normaliser."""
         k = min(self.k, self.spec.columns)
         if self.kernels:
@@ -148,7 +148,7 @@ class _Largest(SomeColumnsRule):
                 return entries, ids, row_blocks.normaliser(blocks)
         return *top_k(z, k), row_stats.normaliser(z)
 
-    def _of_shards(self, entries, ids):
+    def _merge_shards(self, entries, ids):
         """The k largest logits and their ids in the whole vocabulary."""
         shards, k = self.spec.shards, self.k
         if not shards:
@@ -191,7 +191,7 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """
     n_rows, n = x.shape
     if n <= 2 * k * _BLOCK:
-        return lax.top_k(_one_zero(x), k)
+        return lax.top_k(_without_negative_zero(x), k)
     padded = jnp.pad(x, ((0, 0), (0, -n % _BLOCK)), constant_values=-jnp.inf)
     _, blocks = top_k(padded.reshape(n_rows, -1, _BLOCK).max(axis=-1), k)
     blocks = jnp.sort(blocks, axis=1)  # candidates keep the order of the row
@@ -200,12 +200,12 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     candidates = jnp.take_along_axis(
         x, columns, axis=1, mode="fill", fill_value=-jnp.inf
     )
-    largest, index = lax.top_k(_one_zero(candidates), k)
+    largest, index = lax.top_k(_without_negative_zero(candidates), k)
     return largest, jnp.take_along_axis(
         columns, index, axis=1, mode="promise_in_bounds"
     )
 
 
-def _one_zero(x):
-    """X with 0 for -0, which a sort would put after 0."""
+def _without_negative_zero(x):
+    """The array with 0 in place of -0, which a sort would put after 0."""
     return jnp.where(x == 0, 0, x)

@@ -102,7 +102,7 @@ class TwoHeadsRule(LoopRule):
         pairs = row_pairs.parts(terms, z, y)
         heads = pairs.z, pairs.y
         normalisers = policy, reference = tuple(map(row_blocks.normaliser, heads))
-        p_scale, q_scale = map(_scale_of, heads, normalisers)
+        p_scale, q_scale = map(_block_scale, heads, normalisers)
         p, q = p_scale * (pairs.z.others + 1), q_scale * (pairs.y.others + 1)
         tops = pairs.z.largest, pairs.y.largest
         log_ratio = _log_ratio(*tops, *beside(normalisers))
@@ -122,7 +122,7 @@ class TwoHeadsRule(LoopRule):
         rows = *normalisers[0], *normalisers[1]
         terms = functools.partial(self._terms_and_slopes, ops=_kernel_arithmetic())
         *parts, slope = row_sums.sums(terms, (z, y), rows)
-        p_scale, others = _scale_of(heads[0], normalisers[0]), heads[0].others
+        p_scale, others = _block_scale(heads[0], normalisers[0]), heads[0].others
         masses = Masses(
             row_blocks.WIDTH, p_scale * (others + 1), p_scale * others, tops=1
         )
@@ -265,6 +265,6 @@ def beside(rows):
     return jax.tree.map(lambda x: x[:, None], rows)
 
 
-def _scale_of(head, normaliser: row_stats.Normaliser):
+def _block_scale(head, normaliser: row_stats.Normaliser):
     """Factors that turn blocks' e^(z - m) into probabilities, [C, n]."""
     return column_sampling.scale(head.largest, beside(normaliser))
