@@ -6,20 +6,26 @@ Compiles the programs of earlier measurements again, for H200s that are not ther
 holds them against results/{mesh,long_step,fit,grpo_qwen3_8b,head}_h200.csv. Needs XLA's
 compiler for NVIDIA GPUs and cuDNN (nvidia-cudnn-cu13), but no GPU. A row is a number
 that was recorded: an allocator's peak, or a program's bytes by the compiler there.
+
+    python -m benchmarks.run_plan --source shapes --out plan_shapes.csv
+
+holds plans by shapes alone, which need no compiler, against results/cards_h200.csv and
+grpo_qwen3_8b_h200.csv.
 """
 
 import argparse
 import functools
 import inspect
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import on_jax, results, run_head, stack
+from benchmarks import on_jax, results, run_cards, run_head, stack
 from jaxmem import devices
-from jaxmem.planning import accounts, plans, roofline
+from jaxmem.planning import accounts, analytic, plans, roofline
 from jaxmem.train import configuration
 from jaxmem.train.jobs import job_of
 from jaxmem.train.jobs.sft import Sft
@@ -184,12 +190,61 @@ def head_account(shape, path):
         return account, roofline.of(phase, account).seconds
 
 
+def of_shapes() -> Iterator[dict]:
+    """Peaks of whole steps next to the ranges of plans without a compiler."""
+    device = devices.find("h200")
+    with tempfile.TemporaryDirectory() as folder, devices.stand_in(device.name):
+        for row in results.read("cards_h200.csv"):
+            # Rows in 4 bits were measured when XLA kept constants of the decoding.
+            is_old = "model.base=nf4" in row["words"]
+            if row["side"] == "jax" and row["device_peak_gib"] and not is_old:
+                job = card_job(row, pathlib.Path(folder))
+                case = " ".join(row[k] for k in ("model", "training", "lengths"))
+                yield shaped_row(f"{case}: {row['variant']}", row, job, device)
+        (row, *_) = results.read("grpo_qwen3_8b_h200.csv")
+        config, _ = configuration.load(
+            CONFIGS / row["config"], row["overrides"].split()
+        )
+        yield shaped_row("qwen3-8b grpo", row, job_of(config), device)
+
+
+def card_job(row, folder: pathlib.Path) -> Sft:
+    """The job of a row of results/cards_h200.csv."""
+    columns = (row[name] for name in ("model", "training", "lengths", "variant"))
+    case = run_cards.Case(*columns, "jax", tuple(row["words"].split()))
+    described = case.variant(folder).job("", row["overrides"].split(), [])
+    config, _ = configuration.load(described["config"], described["overrides"])
+    job = Sft(config)
+    job.packed = row["lengths"] == "chat"
+    return job
+
+
+def shaped_row(case, row, job, device) -> dict:
+    """One plan by shapes, in GiB; `within` says if its range has the peak."""
+    recorded = float(row["device_peak_gib"])
+    plan = analytic.of_programs(job.plan(), device, 1)
+    (low, high), expected = plan.range, plan.expected
+    return {
+        "source": "shapes",
+        "case": case,
+        "number": "peak",
+        "recorded_gib": recorded,
+        "low_gib": round(low / GIB, 2),
+        "expected_gib": round(expected / GIB, 2),
+        "high_gib": round(high / GIB, 2),
+        "error": round(expected / GIB / recorded - 1, 4),
+        "within": "yes" if low <= recorded * GIB <= high else "no",
+        "device": row["device"],
+    }
+
+
 SOURCES: dict[str, Callable[[], Iterator[dict]]] = {
     "mesh": lambda: of_steps("mesh"),
     "long_step": lambda: of_steps("long_step"),
     "fit": of_fit,
     "grpo": of_grpo,
     "head": of_head,
+    "shapes": of_shapes,
 }
 
 
@@ -199,7 +254,7 @@ def main(arguments=None):
     parser.add_argument("--out", default="plan_h200.csv", help="in benchmarks/results")
     args = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
-    for source in args.source or SOURCES:
+    for source in args.source or [name for name in SOURCES if name != "shapes"]:
         for row in SOURCES[source]():
             print(row, flush=True)
             measured = row | {"jax": jax.__version__, "date": results.today()}

@@ -11,6 +11,7 @@ from jaxmem.devices.current import (
     has_mosaic as has_mosaic,
     has_wgmma as has_wgmma,
     planned as planned,
+    stand_in as stand_in,
     target as target,
 )
 from jaxmem.devices.table import (

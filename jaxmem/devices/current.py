@@ -18,6 +18,7 @@ class Planned(NamedTuple):
     device: Device
     devices: tuple[Any, ...]
     hosts: int
+    is_stand_in: bool = False  # True: `devices` are CPUs, and nothing is compiled
 
 
 _planned: contextvars.ContextVar[Planned | None] = contextvars.ContextVar(
@@ -55,12 +56,33 @@ def target(device: str, count: int = 1, *, hosts: int = 1) -> Iterator[list[Any]
     4
     """
     described = find(device)
-    planned_devices = targets.of(described, count, hosts)
-    token = _planned.set(Planned(described, tuple(planned_devices), hosts))
+    made = targets.of(described, count, hosts)
+    with _in_force(Planned(described, tuple(made), hosts)):
+        yield made
+
+
+@contextlib.contextmanager
+def stand_in(device: str, count: int = 1) -> Iterator[list[Any]]:
+    """Trace for other devices without their compiler: CPUs stand for them.
+
+    As in `target`, but what is traced inside cannot be compiled: kernels are traced for
+    the device, and attention by cuDNN has its shapes alone.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    made = jax.devices("cpu")[:count]
+    with _in_force(Planned(find(device), tuple(made), 1, is_stand_in=True)):
+        yield made
+
+
+@contextlib.contextmanager
+def _in_force(what: Planned) -> Iterator[None]:
+    token = _planned.set(what)
     jax.clear_caches()
     try:
-        with jax.default_device(planned_devices[0]), _no_persistent_cache():
-            yield list(planned_devices)
+        with jax.default_device(what.devices[0]), _no_persistent_cache():
+            yield
     finally:
         _planned.reset(token)
         jax.clear_caches()
@@ -119,6 +141,10 @@ def has_wgmma() -> bool:
 
 def _major_capability(unknown):
     """Capability of the current GPU; 0 of AMD's, whose are "gfx90a" and such."""
-    capability = str(getattr(current()[0], "compute_capability", unknown))
+    around = _planned.get()
+    if around is not None:
+        capability = around.device.capability or unknown
+    else:
+        capability = str(getattr(current()[0], "compute_capability", unknown))
     major = capability.split(".")[0]
     return int(major) if major.isdigit() else 0

@@ -27,6 +27,7 @@ class Device:
     axes: int = 0  # for TPUs, dimensions of the torus
     cores: int = 1  # devices per chip
     kinds: tuple[str, ...] = ()  # jax's names for it
+    capability: str = ""  # of GPUs, NVIDIA's version of their instructions
     described: bool = True  # False: XLA's compiler has no target config of it
 
     @property

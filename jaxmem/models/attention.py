@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmem import remat
+from jaxmem import devices, remat
 from jaxmem.models.kernels import packed_attention
 from jaxmem.models.positions import Sight
 
@@ -37,6 +37,36 @@ def attend(
     return _attend_vjp(query, key, value, sight, sinks, scale, softcap)
 
 
+@jax.custom_vjp
+def _shapes_of_cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """CuDNN's result and residuals by shapes, for programs that are never compiled."""
+    return _shapes_of_cudnn_forward(query, key, value)[0]
+
+
+def _shapes_of_cudnn_forward(query, key, value):
+    rows, tokens, heads, width = query.shape
+    shapes = (
+        jax.ShapeDtypeStruct((rows, tokens, heads, value.shape[-1]), query.dtype),
+        jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32),
+    )
+    call = jax.ffi.ffi_call("jaxmem_shapes_of_cudnn", shapes)
+    out, lse = remat.name(call(query, key, value), "attn_lse")
+    return out, (query, key, value, out, lse)
+
+
+def _shapes_of_cudnn_backward(residuals, slope):
+    query, key, value, *_ = residuals
+    rows, tokens, heads, width = query.shape
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
+    # Its workspace, as planning.accounts has it.
+    sums = jax.ShapeDtypeStruct((rows, heads, tokens, width + 1), jnp.float32)
+    call = jax.ffi.ffi_call("jaxmem_shapes_of_cudnn_backward", (*like, sums))
+    return tuple(call(*residuals, slope)[:3])
+
+
+_shapes_of_cudnn.defvjp(_shapes_of_cudnn_forward, _shapes_of_cudnn_backward)
+
+
 def attend_by_cudnn(
     query: jax.Array, key: jax.Array, value: jax.Array, sight: Sight, *, scale: float,
     window: int | None = None,
@@ -48,6 +78,9 @@ def attend_by_cudnn(
     it, or the whole row. With several documents, the kernel computes the scores within
     `sight.packed`; without these, cuDNN gets a bias and computes all scores of a row.
     """
+    around = devices.planned()
+    if around is not None and around.is_stand_in:
+        return _shapes_of_cudnn(query, key, value)
     if sight.packed is not None:
         return _attend_packed(query, key, value, sight, scale)
 

@@ -14,12 +14,12 @@ import jax
 
 from jaxmem import devices
 from jaxmem.planning import analytic, picture, plans, search
+from jaxmem.planning.analytic import ShapedPlan
 from jaxmem.planning.plans import Plan
 from jaxmem.planning.scoring import Scoring
 from jaxmem.score.run import ScoreConfig
 from jaxmem.train import configuration
 from jaxmem.train.jobs import Job, job_of
-from jaxmem.train.phases import Programs
 
 _FITS, _DOES_NOT, _UNKNOWN = 0, 1, 2  # exit statuses
 _CUDNN = "pip install nvidia-cudnn-cu13 (0.9 GB installed; no GPU)"
@@ -40,7 +40,7 @@ class PlanRequest:
 
 
 def run(request: PlanRequest) -> int:
-    """Print a plan; 0 if the job fits, 1 if not, 2 if the compiler is missing."""
+    """Print a plan; 0 if the job fits, 1 if not, 2 if shapes alone cannot say."""
     if request.picture is not None and os.path.lexists(request.picture):
         raise ValueError(f"--picture {request.picture}: exists; name another file")
     device = devices.find(request.device)
@@ -50,8 +50,10 @@ def run(request: PlanRequest) -> int:
     if missing:
         if count > 1:  # the mesh needs as many devices, of any kind
             jax.config.update("jax_num_cpu_devices", count)
-        _show_estimate(request, job.plan(), device.name, missing)
-        return _UNKNOWN
+        with devices.stand_in(device.name, count):
+            estimate = shaped_plan_of(job, device, count)
+        _show_estimate(request, estimate, missing)
+        return {True: _FITS, False: _DOES_NOT, None: _UNKNOWN}[estimate.fits]
     with devices.target(device.name, count, hosts=request.hosts):
         plan = plan_of(job, device.name)
         options = search.options(job, plan) if request.fit else []
@@ -115,15 +117,23 @@ def plan_of(job: Job | Scoring, device: str) -> Plan:
         raise ValueError(f"cannot compile for {device}: {first}") from error
 
 
-def _show_estimate(
-    request: PlanRequest, programs: Programs, device: str, missing: str
-) -> None:
+def shaped_plan_of(
+    job: Job | Scoring, device: devices.Device, count: int
+) -> ShapedPlan:
+    """The estimate of a job by shapes, inside of `jaxmem.devices.stand_in`."""
+    try:
+        return analytic.of_programs(job.plan(), device, count)
+    except (NotImplementedError, RuntimeError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"cannot plan for {device.name}: {first}") from error
+
+
+def _show_estimate(request: PlanRequest, estimate: ShapedPlan, missing: str) -> None:
     """Print what shapes alone say, and why it is not more."""
     if request.as_json:
-        known = {"fits": None, "bytes_by_shapes_alone": analytic.sizes(programs)}
-        print(json.dumps({"device": device, "missing": missing} | known, indent=1))
+        print(json.dumps(estimate.as_json() | {"missing": missing}, indent=1))
     else:
-        print(analytic.text(programs, device))
+        print(estimate)
         print(f"\n{missing[0].upper()}{missing[1:]}")
     if request.fit or request.picture is not None:
         print("Without it, --fit and --picture have nothing to show.", file=sys.stderr)
