@@ -49,20 +49,22 @@ def checkpoint(folder):
     return directory
 
 
-def asked_of(model, of_texts=None):
-    """The answers of a model of the harness to all requests."""
+def pairs_of(model):
+    """[log-probability, is greedy] of each continuation."""
+    made = model.loglikelihood(instances("loglikelihood", PAIRS))
+    return [[float(logprob), bool(greedy)] for logprob, greedy in made]
+
+
+def texts_of(model):
+    """Log-probabilities of whole texts."""
     alone = [(text,) for text in TEXTS]
-    pairs = model.loglikelihood(instances("loglikelihood", PAIRS))
-    return {
-        "pairs": [[float(logprob), bool(greedy)] for logprob, greedy in pairs],
-        "texts": [
-            float(x)
-            for x in (of_texts or model).loglikelihood_rolling(
-                instances("loglikelihood_rolling", alone)
-            )
-        ],
-        "completions": model.generate_until(instances("generate_until", PROMPTS)),
-    }
+    made = model.loglikelihood_rolling(instances("loglikelihood_rolling", alone))
+    return [float(logprob) for logprob in made]
+
+
+def completions_of(model):
+    """Completions of the prompts."""
+    return model.generate_until(instances("generate_until", PROMPTS))
 
 
 def main():
@@ -82,7 +84,11 @@ def main():
             )
             for start in (True, False)
         )  # fmt: skip
-        made = asked_of(with_start, without)
+        made = {
+            "pairs": pairs_of(with_start),
+            "texts": texts_of(without),
+            "completions": completions_of(with_start),
+        }
     (HERE / "expected.json").write_text(json.dumps(made, indent=1) + "\n")
     print(json.dumps(made, indent=1))
 

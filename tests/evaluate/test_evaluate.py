@@ -75,24 +75,25 @@ def model(directory):
 
 
 @pytest.fixture(scope="module")
-def answers(model):
-    return make_expected.asked_of(HarnessModel(model, "tiny", 256, batch_size=2))
+def harness(model):
+    return HarnessModel(model, "tiny", 256, batch_size=2)
 
 
 @pytest.mark.full
-def test_continuations_score_as_in_transformers(answers):
+def test_continuations_score_as_in_transformers(harness):
     for (logprob, greedy), (wanted, is_greedy) in zip(
-        answers["pairs"], EXPECTED["pairs"], strict=True
+        make_expected.pairs_of(harness), EXPECTED["pairs"], strict=True
     ):
         assert logprob == pytest.approx(wanted, rel=1e-5) and greedy == is_greedy
 
 
-def test_long_texts_score_as_in_transformers(answers):
-    np.testing.assert_allclose(answers["texts"], EXPECTED["texts"], rtol=1e-5)
+def test_long_texts_score_as_in_transformers(harness):
+    texts = make_expected.texts_of(harness)
+    np.testing.assert_allclose(texts, EXPECTED["texts"], rtol=1e-5)
 
 
-def test_completions_are_those_of_transformers(answers):
-    assert answers["completions"] == EXPECTED["completions"]
+def test_completions_are_those_of_transformers(harness):
+    assert make_expected.completions_of(harness) == EXPECTED["completions"]
 
 
 def test_greedy_decoding_scores_as_greedy(model):
