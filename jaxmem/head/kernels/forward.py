@@ -292,10 +292,11 @@ def _reduce_tile(env, z, to_base_2, tile, labels, marked, keep):
             column = logits.column(part.shape, first + i * part.shape[1])
             part = jnp.where(column < env.vocab_size, part, MASK_VALUE)
             is_label = column == logits.along(labels, part.shape)
+            without_label = jnp.where(is_label, MASK_VALUE, part)
             label = _reduce_columns(
                 jnp.maximum, label, jnp.where(is_label, part, MASK_VALUE)
             )
-            others.append(jnp.where(is_label, MASK_VALUE, part))
+            others.append(without_label)
         return label, *others
 
     def unchanged():
