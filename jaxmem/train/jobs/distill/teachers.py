@@ -36,8 +36,8 @@ def model_of(config: DistillJobConfig) -> ModelConfig:
     base, coding = config.distill.teacher_base, described.coding
     if coding and base not in (None, coding):
         raise TeacherError(
-            f"distill.teacher_base={base!r}: distill.teacher={config.distill.teacher!r} "
-            f"has matrices in {coding}; leave it out"
+            f"distill.teacher_base={base!r}: distill.teacher="
+            f"{config.distill.teacher!r} has matrices in {coding}; leave it out"
         )
     return dataclasses.replace(
         described.model,
