@@ -462,6 +462,19 @@ def test_merged_decoder_of_codes_computes_the_same(tmp_path):
         checkpoints.save(tmp_path / "b", loaded("qwen3_nf4"), like=CODED / "qwen3_nf4")
 
 
+def test_adapter_of_divided_stacks_is_read_as_saved(tmp_path):
+    directory = partly_plain(tmp_path)
+    decoder = adapted(directory)
+    checkpoints.save_adapter(tmp_path / "adapter", decoder, base=str(directory))
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for layer in (0, 1):
+        end = f"layers.{layer}.mlp.down_proj.lora_A.weight"
+        assert f"base_model.model.model.{end}" in names
+    made = by_path(checkpoints.load(directory, adapter=tmp_path / "adapter"))
+    for path, weight in by_path(decoder).items():
+        np.testing.assert_array_equal(made[path], weight)
+
+
 @pytest.mark.full
 def test_merge_codes_measures_the_coding(tmp_path):
     plain = loaded("llama_double", base=None)
