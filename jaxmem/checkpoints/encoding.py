@@ -16,7 +16,7 @@ from jaxmem.checkpoints import names
 from jaxmem.checkpoints.tensors import Tensors
 from jaxmem.models import coded_weights
 
-_encode = jax.jit(coded_weights.encode, static_argnames=("base", "double"))
+_encode = jax.jit(coded_weights.encode, static_argnames=("base", "double", "block"))
 
 
 class EncodedKernels:
@@ -44,16 +44,20 @@ class EncodedKernels:
         return lambda index: self._arrays(kernel)[name][index]
 
     def _encode_all(self, path: str) -> dict[str, np.ndarray]:
-        """The arrays of all layers of a kernel."""
+        """The arrays of all layers of a kernel, or of an embedding table."""
         codes = self._shapes[f"{path}_codes"]
         *leading, outputs, inputs = coded_weights.matrix_shape(codes)
         base = coded_weights.base_of(codes)
         double = base != "nf4" or f"{path}_scale_scales" in self._shapes
-        encode = functools.partial(_encode, base=base, double=double)
-        like = jax.ShapeDtypeStruct((*leading, inputs, outputs), jnp.dtype(self._dtype))
+        block = inputs // self._shapes[f"{path}_scales"].shape[-1]
+        encode = functools.partial(_encode, base=base, double=double, block=block)
+        is_table = path.endswith("embedding")
+        axes = (outputs, inputs) if is_table else (inputs, outputs)
+        like = jax.ShapeDtypeStruct((*leading, *axes), jnp.dtype(self._dtype))
         read = names.reader(self._tensors, self._naming(path), path, like)
         if not leading:
-            return jax.device_get(encode(read(_whole(2)).swapaxes(-1, -2)))
+            matrix = read(_whole(2))
+            return jax.device_get(encode(matrix if is_table else matrix.swapaxes(0, 1)))
         layers = []
         for layer in range(leading[0]):
             index = slice(layer, layer + 1), *_whole(len(like.shape) - 1)

@@ -131,26 +131,31 @@ class _Sources:
         if not coded and adapter is None:
             return np.asarray(one(path)), np.zeros(4)
         base = coded or one(path)
-        merged = _merge_matrix(base, adapter, original, self._scale, self._dtype)
+        is_table = path.endswith("embedding")
+        merged = _merge_matrix(
+            base, adapter, original, self._scale, self._dtype, is_table
+        )
         return jax.device_get(merged)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "dtype"))
+@functools.partial(jax.jit, static_argnames=("scale", "dtype", "is_table"))
 def _merge_matrix(
     base: Mapping[str, jax.Array] | jax.Array,
     adapter: tuple[jax.Array, jax.Array] | None,
     original: jax.Array | None,
     scale: float,
     dtype: Any,
+    is_table: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """A kernel [..., inputs, outputs] of codes or weights, rounded once.
+    """A kernel [..., inputs, outputs], or a table, of codes or weights, rounded once.
 
     And the sums of squares of: rounding, the kernel, the codes' differences from the
     original, and the original.
     """
     is_coded = isinstance(base, Mapping)
     if is_coded:
-        W = coded_weights.decode(base, jnp.float32).swapaxes(-1, -2)
+        W = coded_weights.decode(base, jnp.float32)
+        W = W if is_table else W.swapaxes(-1, -2)
     else:
         W = base.astype(jnp.float32)
     squares = [jnp.zeros(())] * 2

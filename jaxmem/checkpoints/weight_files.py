@@ -369,6 +369,11 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
         )
     if model.lora_saved and read.tied:
         raise ValueError(f"model.lora_saved {UNTIED}")
+    if model.codes_embedding and read.tied:
+        raise ValueError(
+            f"model.base_targets has 'embedding', and the head of {model.checkpoint} "
+            "reads that table too (tie_word_embeddings): leave it out"
+        )
     choices, default = _config_choices(model), ModelConfig()
     if config.coding:  # the files say what is coded
         choices = {k: v for k, v in choices.items() if k not in BASE_FIELDS}

@@ -55,17 +55,24 @@ def draw_codes(
 class CodedArrays(nnx.Module):
     """The arrays of a coded matrix, "kernel_codes" and so on."""
 
+    matrix_name = "kernel"
+
     def set_arrays(self, arrays: Mapping[str, jax.Array]) -> None:
         """Set the arrays, named as in `coded_weights`."""
         for name, array in arrays.items():
-            setattr(self, f"kernel_{name}", nnx.Param(array))
+            setattr(self, f"{self.matrix_name}_{name}", nnx.Param(array))
 
     @property
     def codes(self) -> dict[str, jax.Array]:
         """The arrays, named as in `coded_weights`."""
-        names = coded_weights.ARRAYS
-        there = [name for name in names if hasattr(self, f"kernel_{name}")]
-        return {name: getattr(self, f"kernel_{name}")[...] for name in there}
+        attributes = {
+            name: f"{self.matrix_name}_{name}" for name in coded_weights.ARRAYS
+        }
+        return {
+            name: getattr(self, attribute)[...]
+            for name, attribute in attributes.items()
+            if hasattr(self, attribute)
+        }
 
 
 class CodedLinear(CodedArrays):

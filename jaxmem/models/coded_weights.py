@@ -34,7 +34,7 @@ import numpy as np
 BASES = ("nf4", "int8")
 ARRAYS = ("codes", "scales", "scale_scales", "scale_offset")
 BLOCKS = {"nf4": 64, "int8": 128}  # inputs that share a scale
-_LEAF = re.compile(rf"(^|/)kernel_({'|'.join(ARRAYS)})$")
+_LEAF = re.compile(rf"(^|.*/)(kernel|embedding)_({'|'.join(ARRAYS)})$")
 NESTED = 256  # scales that share a scale of theirs
 
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact 0.
@@ -77,17 +77,19 @@ DYNAMIC = _dynamic_values()
 
 def is_coded(path: str) -> bool:
     """True if a weight's name is that of an array of a coded matrix."""
-    return _LEAF.search(path) is not None
+    return _LEAF.match(path) is not None
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """The path of a coded kernel, and the name in `ARRAYS` of its array at a path."""
-    start, kernel, name = path.rpartition("kernel_")
-    return start + kernel.removesuffix("_"), name
+    """The path of a coded matrix, and the name in `ARRAYS` of its array at a path."""
+    match = _LEAF.match(path)
+    assert match is not None, path
+    start, matrix, name = match.groups()
+    return start + matrix, name
 
 
 def kernel_path(path: str) -> str:
-    """The path of a weight, or of the kernel that an array of codes or scales is of."""
+    """The path of a weight, or of the matrix that an array of codes or scales is of."""
     return split_path(path)[0] if is_coded(path) else path
 
 
@@ -119,18 +121,21 @@ def shapes(outputs: int, inputs: int, base: str) -> dict[str, jax.ShapeDtypeStru
     return jax.eval_shape(lambda x: encode(x, base), matrix)
 
 
-def encode(matrix: jax.Array, base: str, double: bool = True) -> dict[str, jax.Array]:
+def encode(
+    matrix: jax.Array, base: str, double: bool = True, block: int | None = None
+) -> dict[str, jax.Array]:
     """The arrays of a matrix [..., outputs, inputs] in a base of `BASES`.
 
     A scale is the largest magnitude of a block, for int8 divided by 127; each weight
     has the nearest code. int8 has a scale for a whole row whose inputs are no multiple
-    of 128. Scales of nf4 are indices of DYNAMIC if `double`, and else float32.
+    of 128; `block` is another number of inputs that share a scale. Scales of nf4 are
+    indices of DYNAMIC if `double`, and else float32.
 
     Raises:
         ValueError: nf4, and the inputs are no multiple of 64.
     """
     inputs = matrix.shape[-1]
-    block = BLOCKS[base]
+    block = block or BLOCKS[base]
     if inputs % block:
         if base == "nf4":
             raise ValueError(

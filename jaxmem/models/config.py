@@ -25,6 +25,7 @@ FURTHER_MATRICES = (
 # Fields of a coded base, with their values where there is none.
 PLAIN = {"base": None, "base_targets": None, "base_plain": (), "base_double": True}
 BASE_FIELDS = tuple(PLAIN)
+EMBEDDING = "embedding"  # in base_targets, the embedding table
 BASE_TARGETS = (*TARGETS, *FURTHER_MATRICES)
 SAVED = {"embed": "embed/embedding", "head": "head/kernel"}  # weights by name
 UNTIED = "is for a head with a matrix of its own (tied=False)"
@@ -254,7 +255,8 @@ class ModelConfig:
     # codes of frozen matrices, in 4 or 8 bits a weight, of which each layer is decoded
     # where it is used; None: they have param_dtype
     base: Literal["nf4", "int8"] | None = None
-    # matrices of blocks that are coded, by the names of lora_targets; None: all
+    # matrices of blocks that are coded, by the names of lora_targets; None: all. Where
+    # the head is not tied, "embedding" is possible too: it has 8 bits in either base
     base_targets: tuple[str, ...] | None = None
     # matrices that are plain in some layers all the same, as "LAYER.MATRIX"
     base_plain: tuple[str, ...] = ()
@@ -285,7 +287,7 @@ class ModelConfig:
         rank, head, saved = self.lora_rank, self.lora_head, self.lora_saved
         for name, known in (
             ("lora_targets", TARGETS), ("lora_saved", tuple(SAVED)),
-            ("base_targets", BASE_TARGETS),
+            ("base_targets", (*BASE_TARGETS, EMBEDDING)),
         ):  # fmt: skip
             unknown = [x for x in getattr(self, name) or () if x not in known]
             if unknown:
@@ -322,6 +324,12 @@ class ModelConfig:
         check_field(
             self, "base_double", nf4 or self.base_double, "True without base='nf4'"
         )
+        if self.codes_embedding:
+            untied = not self.tied or self.checkpoint is not None
+            expected = f"without {EMBEDDING!r} where it is tied to the head"
+            check_field(self, "base_targets", untied, expected)
+            expected = f"without {EMBEDDING!r} where lora_saved has 'embed'"
+            check_field(self, "base_targets", "embed" not in self.lora_saved, expected)
         layers = {*map(str, range(self.layers))}
         for entry in self.base_plain:
             layer, _, name = entry.partition(".")
@@ -464,6 +472,11 @@ class ModelConfig:
         """Each layer's entry of `pattern`, `mixers` or `feed_forwards`."""
         entries = getattr(self, cycle)
         return tuple(entries[i % len(entries)] for i in range(self.layers))
+
+    @property
+    def codes_embedding(self) -> bool:
+        """True if the embedding table is coded."""
+        return self.base is not None and EMBEDDING in (self.base_targets or ())
 
     def base_of(self, name: str) -> str | None:
         """The base in which a block's matrix of this name is coded; None: in none.

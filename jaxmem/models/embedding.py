@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmem.models import partitioning
+from jaxmem.models import coded_weights, partitioning
+from jaxmem.models.coded_linear import CodedArrays
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.positions import Ids
 
@@ -14,21 +15,56 @@ from jaxmem.models.positions import Ids
 INIT = nnx.initializers.normal(0.02)
 
 
-def of_tokens(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
-    """The embedding table of the vocabulary."""
+class Table(nnx.Embed):
+    """`nnx.Embed`, whose rows are looked up on a mesh, too."""
+
+    def vectors(self, tokens: jax.Array) -> jax.Array:
+        """Rows [..., features] at tokens, in the type of the table."""
+        return _rows(self.embedding[...], tokens)
+
+
+class CodedTable(CodedArrays):
+    """A frozen table [rows, features] in 8 bits, with a scale for each row."""
+
+    matrix_name = "embedding"
+
+    def __init__(self, rows: int, config: ModelConfig, rngs: nnx.Rngs):
+        self.param_dtype = jnp.dtype(config.param_dtype)
+        shape = rows, config.hidden
+        drawn = INIT(rngs.params(), shape, self.param_dtype)
+        self.set_arrays(coded_weights.encode(drawn, "int8", block=config.hidden))
+
+    def vectors(self, tokens: jax.Array) -> jax.Array:
+        """Rows [..., features] at tokens, in the type that the table was coded from."""
+        arrays = self.codes
+        scales = jnp.take(arrays["scales"], tokens, axis=0)  # on every device
+        rows = {"codes": _rows(arrays["codes"], tokens), "scales": scales}
+        return coded_weights.decode(rows, self.param_dtype)
+
+
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    if partitioning.current() is None:
+        return jnp.take(table, tokens, axis=0)
+    return partitioning.look_up(table, tokens)
+
+
+def of_tokens(config: ModelConfig, rngs: nnx.Rngs) -> Any:
+    """The embedding table of the vocabulary, coded if the config says so."""
     if config.vocab_size is None:
         raise ValueError(
             "ModelConfig.vocab_size is None: set it, or take it from the tokenizer "
             "with dataclasses.replace(config, vocab_size=...)"
         )
+    if config.codes_embedding:
+        return CodedTable(config.vocab_size, config, rngs)
     return table(config, config.vocab_size, rngs)
 
 
 def table(
     config: ModelConfig, rows: int, rngs: nnx.Rngs, width: int | None = None
-) -> nnx.Embed:
+) -> Table:
     """A table of vectors [rows, width]; None: the width of the residual stream."""
-    return nnx.Embed(
+    return Table(
         rows,
         width or config.hidden,
         embedding_init=INIT,
@@ -37,7 +73,7 @@ def table(
     )
 
 
-def rows(table: nnx.Embed, tokens: Ids, pad_row: int | None) -> jax.Array:
+def rows(table: Table | CodedTable, tokens: Ids, pad_row: int | None) -> jax.Array:
     """Vectors [B, T, width] of tokens, in the dtype that the table has.
 
     Those of the token `pad_row` have no gradient, as with `padding_idx` of torch's
@@ -47,11 +83,8 @@ def rows(table: nnx.Embed, tokens: Ids, pad_row: int | None) -> jax.Array:
     Vectors are cast afterwards, so that the gradients of a frequent token are summed in
     that dtype: trained tables are in float32, whatever the table was initialised in.
     """
-    vectors, tokens = table.embedding[...], jnp.asarray(tokens)
-    if partitioning.current() is None:
-        rows = jnp.take(vectors, tokens, axis=0)
-    else:
-        rows = partitioning.look_up(vectors, tokens)
+    tokens = jnp.asarray(tokens)
+    rows = table.vectors(tokens)
     if pad_row is None:
         return rows
     is_pad = (tokens == pad_row)[..., None]

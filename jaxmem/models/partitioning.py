@@ -389,11 +389,14 @@ def _weight_spec(
 def _coded_spec(name: str, shape: tuple[int, ...]) -> PartitionSpec:
     """The spec of an array of a coded matrix, which is [outputs, inputs].
 
-    Codes and scales are sharded as the kernel would be; as scales are of whole blocks,
+    Codes of an embedding table are [rows, features], as the table is. Codes and scales
+    of others are sharded as the kernel would be; as scales are of whole blocks,
     a shard's are, too. Scales of whole rows, and of scales, are on every device.
     """
-    kernel, _, array = name.rpartition("_")
-    if array in ("codes", "scales") and not kernel.endswith("_scale"):
+    kernel, array = coded_weights.split_path(name)
+    if kernel.endswith("embedding"):
+        return _weight_spec(kernel, shape) if array == "codes" else PartitionSpec()
+    if array in ("codes", "scales"):
         *leading, inputs, outputs = _weight_spec(kernel, shape) or (None, None)
         is_row = array == "scales" and shape[-1] == 1
         return PartitionSpec(*leading, outputs, None if is_row else inputs)

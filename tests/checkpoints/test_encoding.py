@@ -6,6 +6,7 @@ import pytest
 
 from jaxmem import checkpoints
 from jaxmem.models import coded_weights
+from jaxmem.models.config import ModelConfig
 from jaxmem.models.weights import by_path
 
 TINY = "tests/checkpoints/tiny/qwen3"
@@ -44,6 +45,23 @@ def test_load_places_codes():
     own = by_path(checkpoints.load(TINY, base="int8"))
     for path, array in own.items():
         np.testing.assert_array_equal(coded[path], array)
+
+
+def test_load_encodes_the_embedding_by_rows():
+    options = {"base": "nf4", "base_targets": ("embedding",)}
+    table = checkpoints.load(TINY).embed.embedding[...]
+    coded = by_path(checkpoints.load(TINY, **options))
+    for name, array in coded_weights.encode(table, "int8", block=16).items():
+        np.testing.assert_array_equal(coded[f"embed/embedding_{name}"], array)
+
+
+def test_with_checkpoint_refuses_codes_of_a_tied_embedding():
+    named = ModelConfig(
+        checkpoint="tests/checkpoints/tiny/gemma3", lora_rank=1, base="int8",
+        base_targets=("embedding",),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="base_targets has 'embedding', and the head"):
+        checkpoints.with_checkpoint(named)
 
 
 def test_load_encodes_base_targets_alone():

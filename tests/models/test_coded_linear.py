@@ -11,8 +11,14 @@ from flax import nnx, traverse_util
 from jax.sharding import PartitionSpec as P
 
 from jaxmem import remat
-from jaxmem.models import coded_linear, coded_weights, partitioning, weights
-from jaxmem.models.config import BASE_TARGETS
+from jaxmem.models import (
+    coded_linear,
+    coded_weights,
+    embedding,
+    partitioning,
+    weights,
+)
+from jaxmem.models.config import BASE_TARGETS, PLAIN
 from jaxmem.models.decoder import Decoder, ModelConfig
 from tests.helpers import decoders
 
@@ -25,7 +31,7 @@ IDS = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 8)))
 
 def coded(config, **options):
     """A decoder with codes of the matrices of `decoders.drawn`."""
-    plain = decoders.drawn(dataclasses.replace(config, base=None), **options)
+    plain = decoders.drawn(dataclasses.replace(config, **PLAIN), **options)
     flat = weights.by_path(plain)
     arrays = {}
     for path, array in flat.items():
@@ -33,6 +39,9 @@ def coded(config, **options):
         name = module.rpartition("/")[2]
         if kind == "kernel" and name in BASE_TARGETS and config.base_of(name):
             encoded = coded_weights.encode(array.swapaxes(-1, -2), config.base)
+            arrays |= {f"{path}_{name}": each for name, each in encoded.items()}
+        elif path == "embed/embedding" and config.codes_embedding:
+            encoded = coded_weights.encode(array, "int8", block=config.hidden)
             arrays |= {f"{path}_{name}": each for name, each in encoded.items()}
         else:
             arrays[path] = array
@@ -43,7 +52,7 @@ def coded(config, **options):
 
 def decoded(decoder, **options):
     """The dense decoder of a coded one."""
-    config = dataclasses.replace(decoder.config, base=None, base_targets=None)
+    config = dataclasses.replace(decoder.config, **PLAIN)
     shapes = nnx.eval_shape(lambda: Decoder(config, **options, rngs=nnx.Rngs(0)))
     flat, arrays = weights.by_path(decoder), {}
     for path in weights.by_path(shapes):
@@ -55,7 +64,7 @@ def decoded(decoder, **options):
             for name in coded_weights.ARRAYS if f"{path}_{name}" in flat
         }  # fmt: skip
         W = coded_weights.decode(parts, config.dtype)
-        arrays[path] = W.swapaxes(-1, -2)
+        arrays[path] = W if path.endswith("embedding") else W.swapaxes(-1, -2)
     nested = traverse_util.unflatten_dict(arrays, sep="/")
     return nnx.merge(nnx.split(shapes)[0], nested)
 
@@ -64,6 +73,8 @@ EXPERTS = dataclasses.replace(
     CONFIG, feed_forwards=("experts",), experts=4, experts_per_token=2, expert_ff=64,
     shared_ff=64, expert_bias=True,
 )  # fmt: skip
+ALL = ("query", "key", "value", "output", "gate", "up", "down", "embedding")
+TABLE = dataclasses.replace(CONFIG, tied=False, base_targets=ALL)
 LATENT = dataclasses.replace(
     CONFIG, mixers=("latent",), latent=64, query_latent=64, rotated_width=16,
     lora_targets=("output", "up"),
@@ -82,6 +93,7 @@ LAST = remat.Policy(dots=True, last=1)
         pytest.param(CONFIG, {"unroll": True}, marks=FULL),
         pytest.param(EXPERTS, {}, marks=FULL),
         pytest.param(LATENT, {}, marks=FULL),
+        pytest.param(TABLE, {}, marks=FULL),
     ],
 )
 def test_decoder_with_codes_is_the_dense_one(config, options):
@@ -92,7 +104,7 @@ def test_decoder_with_codes_is_the_dense_one(config, options):
     def gradients(model):
         definition, state = nnx.split(model)
         trained, frozen = weights.split_weights(
-            nnx.to_pure_dict(state), "(^|/)lora_[ab]$|embed|scale$"
+            nnx.to_pure_dict(state), "(^|/)lora_[ab]$|norm/scale$"
         )
 
         def loss(trained):
@@ -256,15 +268,36 @@ def test_config_refuses_base_targets_without_base():
         dataclasses.replace(CONFIG, base="int8", base_double=False)
 
 
-def test_weights_of_qwen3_8b_take_5_7_gib():
+def test_config_refuses_codes_of_a_tied_embedding():
+    with pytest.raises(ValueError, match="without 'embedding' where it is tied"):
+        dataclasses.replace(TABLE, tied=True)
+    with pytest.raises(ValueError, match="without 'embedding' where lora_saved"):
+        dataclasses.replace(TABLE, lora_saved=("embed",))
+
+
+def test_look_up_of_codes_is_of_the_decoded_table():
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(40, 128)), jnp.float32)
+    coded = nnx.eval_shape(lambda: embedding.CodedTable(40, TABLE, nnx.Rngs(0)))
+    arrays = coded_weights.encode(table, "int8", block=128)
+    assert arrays["scales"].shape == (40, 1)
+    coded.set_arrays(arrays)
+    rows = embedding.rows(coded, IDS, None)
+    whole = coded_weights.decode(arrays, "float32")
+    np.testing.assert_array_equal(rows, whole[IDS])
+    assert 0 < np.abs(whole - table).max() < 0.02
+
+
+@pytest.mark.parametrize("targets, gib", [(None, 5.7), (ALL, 5.1)])
+def test_weights_of_qwen3_8b_take_so_many_gib(targets, gib):
     config = ModelConfig(
         layers=36, hidden=4096, ff=12288, heads=32, kv_heads=8, head_dim=128,
         vocab_size=151_936, tied=False, qk_norm=True, dtype="bfloat16",
-        param_dtype="bfloat16", base="nf4",
+        param_dtype="bfloat16", base="nf4", base_targets=targets,
     )  # fmt: skip
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     leaves = weights.by_path(model).items()
     size = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)
-    assert size <= 5.7 * 2**30
+    assert size <= gib * 2**30
     count = sum(coded_weights.count_weights(*item) for item in leaves)
     assert abs(count - 8.19e9) < 1e7

@@ -31,6 +31,7 @@ run.steps = 4
 run.checkpoint_every = 2
 run.compare_heads = False
 """
+TABLE = "model.base_targets=('query', 'down', 'embedding')"
 EXPERTS = (
     "model.feed_forwards=('experts',)", "model.experts=4", "model.expert_ff=256",
     "model.experts_per_token=2", "model.lora_targets=('query',)",
@@ -75,7 +76,7 @@ def test_run_on_codes_resumes(gin, capsys):
     [
         pytest.param((), marks=pytest.mark.full),
         pytest.param(EXPERTS, marks=pytest.mark.slow),
-        pytest.param(("model.base=int8",), marks=pytest.mark.slow),
+        pytest.param(("model.base=int8", TABLE), marks=pytest.mark.slow),
     ],
 )
 def test_run_on_codes_equals_mesh(gin, more):
