@@ -81,7 +81,7 @@ def attend_by_cudnn(
     around = devices.planned()
     if around is not None and around.is_stand_in:
         return _shapes_of_cudnn(query, key, value)
-    if sight.packed is not None:
+    if sight.packed is not None and sight.prefix is None:
         return _attend_packed(query, key, value, sight, scale)
 
     def kernel(query, key, value, sight, window=None):

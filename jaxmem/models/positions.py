@@ -257,7 +257,8 @@ class Sight(NamedTuple):
     branches: Branches | None = None  # of rows with a prompt that blocks share
     # [B, T or 1, S - T] which of the first keys each query sees
     prefix: jax.Array | None = None
-    packed: packed_attention.PackedRows | None = None  # of cuDNN's ragged kernel
+    # the documents of queries without a prefix, for cuDNN's ragged kernel
+    packed: packed_attention.PackedRows | None = None
 
     @property
     def mask(self) -> jax.Array | None:
@@ -312,7 +313,7 @@ def documents(
     if config.window is None:
         packed = None
         if segment_ids is not None and branches is None and _takes_packed_rows(config):
-            packed = packed_attention.documents(jnp.asarray(segment_ids))
+            packed = packed_attention.documents(jnp.asarray(segment_ids, jnp.int32))
         return lambda kind: Sight(segment_ids, branches=branches, packed=packed)
     chunked = "chunked" in config.pattern
     if segment_ids is None and (chunked or config.attention != "cudnn"):

@@ -89,18 +89,6 @@ def test_shared_prompts_equal_repeated_prompts(changes, policy):
     assert sum(float(jnp.abs(b).max()) > 1e-3 for b in theirs) > 10
 
 
-@pytest.fixture
-def cudnn_on_xla(monkeypatch):
-    """The arguments of cuDNN's kernel, on XLA's; test_decoder runs it on GPUs."""
-    plain = jax.nn.dot_product_attention
-
-    def on_xla(*arrays, implementation, **options):
-        assert implementation == "cudnn"
-        return plain(*arrays, implementation="xla", **options)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", on_xla)
-
-
 def test_cudnn_gets_mask_of_earlier_keys(cudnn_on_xla):
     rng = np.random.default_rng(1)
     ids = jnp.array([[1, 1, 2, 0], [1, 2, 2, 2]])

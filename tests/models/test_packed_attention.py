@@ -1,5 +1,6 @@
 """Attention of packed rows by cuDNN's ragged kernel: documents, call and results."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from jaxmem.models import attention
 from jaxmem.models.kernels import packed_attention
 from jaxmem.models.positions import Sight
+from tests.helpers import decoders
+from tests.helpers.sampling import SMALL
 
 IDS = np.zeros((3, 64), np.int32)
 IDS[0, :40], IDS[0, 40:43], IDS[0, 43:60] = 1, 2, 3  # of 64: whole, 1 / 16, whole
@@ -102,6 +105,30 @@ def test_call_has_lengths_and_offsets_of_documents():
         fields = line.replace("\\22", "'")
         assert "'max_seg_per_batch': 4" in fields
         assert "'mask_type': 'PADDING_CAUSAL'" in fields
+
+
+@pytest.mark.usefixtures("lowered_anywhere", "cudnn_on_xla")
+def test_sampler_calls_ragged_kernel_where_no_cache_is_read():
+    """Prompts are packed rows; tokens behind those of a cache see its keys, too."""
+    model = decoders.drawn(
+        dataclasses.replace(SMALL, attention="cudnn", dtype="bfloat16")
+    )
+    prompts, lengths = jnp.ones((2, 16), jnp.int32), jnp.array([16, 9])
+
+    def prefill(model):
+        return model.prefill(prompts, lengths, 32)
+
+    def extend(model, cache):
+        return model.extend(prompts, lengths, cache)
+
+    def count_calls(function, *operands):
+        traced = jax.jit(function).trace(*operands)
+        lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return lowered.count("@__cudnn$fmhaSoftmax(")
+
+    cache = jax.eval_shape(prefill, model)[1]
+    assert count_calls(prefill, model) == 3  # one for each group, in a loop over layers
+    assert count_calls(extend, model, cache) == 0
 
 
 def rows_of(rng, shape, longest):
