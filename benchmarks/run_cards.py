@@ -142,6 +142,8 @@ CASES = [
     *_cases(
         "qwen3-8b", "whole", "full",
         f"none, adafactor, 2 rows: none {ADAFACTOR} data.batch_size=2",
+        f"none, no loop, adafactor, 3 rows: none {UNROLLED} {ADAFACTOR} "
+        "data.batch_size=3",
         f"none, no loop, adafactor, 4 rows: none {UNROLLED} {ADAFACTOR}",
         f"save_attention, adafactor, 4 rows: save_attention {ADAFACTOR}",
         f"full, adafactor, 4 rows: full {ADAFACTOR}",
