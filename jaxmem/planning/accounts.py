@@ -23,8 +23,9 @@ RUNTIME = {"cuda": 170 * 2**20, "tpu": 0}
 _BACKWARD = re.compile(
     r" = \((?P<results>.*?)\) custom-call\(.*"
     r'custom_call_target="__cudnn\$fmha\w*Backward".*?'
-    r"operand_layout_constraints=\{(?P<operands>.*?)\}\}"
+    r"operand_layout_constraints=\{(?P<operands>.*?)\}\}(?P<config>.*)"
 )
+_PACKED = re.compile(r'"max_seg_per_batch": *"?(\d+)')
 _SHAPE = re.compile(r"\w+\[([\d,]+)\]")
 # "(20.13G) exceeds available HBM (15.75G)", "Used 20.13G of 15.75G hbm"
 _TOO_LARGE = re.compile(
@@ -96,15 +97,18 @@ def workspace(text: str) -> int:
         4·B·H·T·d + 4·B·H·T:  the queries' gradient and a sum of each row, in float32
 
     These are the sizes in NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h;
-    further workspaces of its engines are not known. If XLA has queried a GPU, the
-    program's temporaries already include the workspace.
+    of packed documents, that many for each of the documents of a row. Further
+    workspaces of its engines are not known. If XLA has queried a GPU, the program's
+    temporaries already include the workspace.
     """
     sizes = [0]
     for match in _BACKWARD.finditer(text):
         if "u8[0]" in match["results"]:
             queries = _SHAPE.findall(match["operands"])[0]
             batch, length, heads, width = map(int, queries.split(","))
-            sizes.append(4 * batch * heads * length * (width + 1))
+            packed = _PACKED.search(match["config"])
+            documents = int(packed[1]) if packed else 1
+            sizes.append(4 * batch * heads * length * (width + 1) * documents)
     return max(sizes)
 
 

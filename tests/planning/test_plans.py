@@ -134,3 +134,6 @@ def test_workspaces_that_the_compiler_does_not_know():
     assert accounts.workspace(CALL.replace("SIZE", "0")) == queries + rows
     assert accounts.workspace(CALL.replace("SIZE", "1024")) == 0  # in the temporaries
     assert accounts.workspace("  %add = f32[] add(%a, %b)") == 0
+    config = 'api_version=X, backend_config={"max_seg_per_batch": 4, "seed": 42}'
+    packed = CALL.replace("SIZE", "0").replace("api_version=X", config)
+    assert accounts.workspace(packed) == 4 * (queries + rows)
