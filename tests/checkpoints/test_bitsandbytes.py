@@ -558,7 +558,7 @@ def test_export_says_what_coded_matrices_lost(tmp_path, capsys):
     assert checkpoints.read_config(out).coding is None
     tensor = GATE.replace("gate", "down")
     A, B = (by_path(decoder)[f"blocks/feed_forward/down/lora_{x}"][1] for x in "ab")
-    right = matrix_of(decoder, tensor) + (8 * np.float64(A) @ np.float64(B)).T
+    right = matrix_of(decoder, tensor) + (8 * np.matmul(np.float64(A), np.float64(B))).T
     made = matrix_of(checkpoints.load(out), tensor)
     np.testing.assert_allclose(made, right, rtol=2**-8, atol=1e-6)
     assert cli.main([*arguments, "--out", str(tmp_path / "copy")]) == 0
