@@ -41,7 +41,7 @@ from jaxmem.models.training_head import HeadConfig, make_head
 from jaxmem.models.weights import cast_weights
 
 
-def _make_stack(stack: structure.Stack, rngs: nnx.Rngs) -> layers.TransformerBlock:
+def make_stack(stack: structure.Stack, rngs: nnx.Rngs) -> layers.TransformerBlock:
     """The blocks of a stack, with their weights on a leading axis."""
 
     @nnx.split_rngs(splits=len(stack.layers))
@@ -112,7 +112,7 @@ class Decoder(nnx.Module):
         if config.embed_norm:
             self.embed_norm = norms.make_norm(config, config.hidden, rngs)
         for stack in structure.stacks(config).values():
-            setattr(self, stack.name, _make_stack(stack, rngs))
+            setattr(self, stack.name, make_stack(stack, rngs))
         if config.layer_input is not None:
             self.layer_inputs = LayerInputs(config, rngs=rngs)
         self.norm = norms.make_norm(config, config.hidden, rngs)

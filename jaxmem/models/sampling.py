@@ -23,7 +23,7 @@ therefore compare its policy with the sampler: by
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ from jax.core import Tracer
 from jaxmem import devices
 from jaxmem.base.fields import check_field
 from jaxmem.models import kv_cache, partitioning, refill
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.decoding import with_decoded_blocks
 from jaxmem.models.layers import Ids
 from jaxmem.models.own_model import LanguageModel
 from jaxmem.models.truncation import (
@@ -160,11 +162,14 @@ def samples_of(state: SamplerState) -> Samples:
     return Samples(*drawn, lengths=lengths, routes=routes)
 
 
-def prepared(decoder: LanguageModel) -> LanguageModel:
+def prepared(decoder: LanguageModel, decode_base: bool = False) -> LanguageModel:
     """The decoder with its weights in the compute dtype, so that no call casts them.
 
-    On one GPU, its projections are joined as well, by `layers.Attention.join`.
+    `decode_base` is that of a `SamplingConfig`. On one GPU, the decoder's projections
+    are joined as well, by `layers.Attention.join`.
     """
+    if decode_base:
+        decoder = with_decoded_blocks(cast(Decoder, decoder))
     model = nnx.merge(*decoder.in_compute_type())
     if devices.backend() == "gpu" and partitioning.current() is None:
         model.join()
@@ -197,7 +202,8 @@ class Sampler:
         self, decoder: LanguageModel, prompts: Ids, prompt_lengths: Ids, key: jax.Array
     ) -> Samples:
         """Complete every prompt; arguments are as in `sample`."""
-        model = prepared(decoder)  # once, for both parts
+        # once, for both parts
+        model = prepared(decoder, self.config.decode_base)
         keys = row_keys(key, jnp.arange(len(prompts)))
         if self.config.slots is not None:
             return self._complete_by_refill(model, prompts, prompt_lengths, keys)

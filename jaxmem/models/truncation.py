@@ -24,6 +24,9 @@ class SamplingConfig:
     # completions that are decoded at a time; one that ends makes room for the next.
     # None: all of a rollout
     slots: int | None = None
+    # decode the blocks of a base in codes (model.base) once for all tokens of a call,
+    # which takes the memory of 16 bits; False: each layer in each step
+    decode_base: bool = False
 
     def __post_init__(self):
         """Raise a ValueError that names an impossible value or combination."""

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmem import checkpoints
 from jaxmem.base import json_files, messages, user_code
@@ -100,7 +100,7 @@ class Saved(NamedTuple):
                     f"this model is of has model.base={own!r}: leave it out"
                 )
             return self.decoder
-        options = {} if base is None else {"base": base}
+        options: dict[str, Any] = {} if base is None else {"base": base}
         return checkpoints.load(
             self.directory, dtype=dtype, param_dtype=dtype, adapter=self.adapter,
             **options,

@@ -1,6 +1,7 @@
 """Matrices as codes in a decoder, against the decoder of what they decode to."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -16,6 +17,7 @@ from jaxmem.models import (
     coded_weights,
     embedding,
     partitioning,
+    sampling,
     weights,
 )
 from jaxmem.models.config import BASE_TARGETS, PLAIN
@@ -119,6 +121,22 @@ def test_decoder_with_codes_is_the_dense_one(config, options):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * jnp.abs(a).max())
 
     jax.tree.map(compare, expected, own)
+
+
+@FULL
+def test_sample_decodes_once_or_in_each_step():
+    model = coded(EXPERTS)
+    made = []
+    for once in (False, True):
+        config = sampling.SamplingConfig(max_new_tokens=5, decode_base=once)
+        lengths, key = jnp.array([8, 5]), jax.random.key(0)
+        ends = {"config": config, "eos_id": 39, "pad_id": 0}
+        sample = jax.jit(functools.partial(sampling.sample, **ends))
+        made.append(sample(model, IDS, lengths, key))
+    np.testing.assert_array_equal(made[0].tokens, made[1].tokens)
+    np.testing.assert_allclose(made[0].logprobs, made[1].logprobs, atol=1e-4)
+    blocks = weights.by_path(sampling.prepared(model, True))
+    assert not any(p.startswith("blocks") and p.endswith("codes") for p in blocks)
 
 
 @FULL

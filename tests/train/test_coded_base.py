@@ -112,3 +112,10 @@ def test_layout_refuses_part_of_a_block(gin):
 
 def test_configuration_refuses_an_unknown_base(gin):
     refused(gin, ("model.base=nf5",), "model.base must be 'nf4' or 'int8'")
+
+
+def test_program_refuses_decode_base_without_base():
+    named = ("sampling.decode_base=True",)
+    job = jobs.job_of(configuration.load("configs/grpo_arithmetic.gin", named)[0])
+    with pytest.raises(ValueError, match="decode_base=True must stay False without mo"):
+        job.make_program(job.vocabulary())

@@ -54,6 +54,8 @@ class SamplingProgram(AccumulatedProgram):
         self.rows, self.ends, self.records = rows, ends, records
         by_rows, slots = self.config.mesh.by_rows, self.config.sampling.slots
         self.slots = rows if slots is None else slots
+        if self.model_config.base is None:
+            self.config.check_stays("sampling.decode_base", False, "without model.base")
         if self.slots > rows:
             raise ValueError(
                 f"sampling.slots must be at most {named} = {rows}, got {slots}"
@@ -102,7 +104,7 @@ class SamplingProgram(AccumulatedProgram):
         def run(params, frozen, prompts, lengths, step):
             model, key = self.model(params, frozen), self._rollout_key(step)
             if self.keeps_cache:
-                model = prepared(model)
+                model = prepared(model, sampler.config.decode_base)
                 keys = row_keys(key, jnp.arange(len(lengths)))
                 state = sampler.start(model, prompts, lengths, keys)
                 return _decode_turn(sampler, model, state)
@@ -122,7 +124,7 @@ class SamplingProgram(AccumulatedProgram):
         layout, sampler = self.sampling_layout, self._make_sampler(greedy)
 
         def run(params, frozen, cache, tokens, lengths, step):
-            model = prepared(self.model(params, frozen))
+            model = prepared(self.model(params, frozen), sampler.config.decode_base)
             keys = row_keys(self._rollout_key(step), jnp.arange(len(lengths)))
             state = sampler.resume(model, cache, tokens, lengths, keys)
             return _decode_turn(sampler, model, state)
@@ -154,7 +156,10 @@ class SamplingProgram(AccumulatedProgram):
         """A sampler; a greedy one is for evaluation, and records no routes."""
         config, ends = self.config.sampling, self.ends
         if greedy:
-            config = SamplingConfig(config.max_new_tokens, top_k=1, slots=config.slots)
+            config = SamplingConfig(
+                config.max_new_tokens, top_k=1, slots=config.slots,
+                decode_base=config.decode_base,
+            )  # fmt: skip
         records = self.records and not greedy
         return Sampler(
             config, ends.eos_ids, ends.pad_id, room=self._max_read_tokens,
