@@ -167,10 +167,9 @@ class Nf4Matrix:
     def nested(self) -> NestedScales:
         """Constants that decode nested scales."""
         blocks = self.shape[0] * self.groups
-        offset = self.state.get("nested_offset")
+        offset: Any = self.state.get("nested_offset")
         limit = float(np.finfo(np.float32).max)
-        is_number = isinstance(offset, int | float) and not isinstance(offset, bool)
-        if not is_number or not -limit <= offset <= limit:
+        if type(offset) not in (int, float) or not -limit <= offset <= limit:
             raise _error(
                 self.tensors, f"{self.name}{_STATE}nf4",
                 f"nested_offset must be a float32, got {messages.short(offset)}",
