@@ -118,7 +118,7 @@ def test_decoder_with_codes_is_the_dense_one(config, options):
     expected, own = gradients(dense), gradients(model)
 
     def compare(a, b):
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * jnp.abs(a).max())
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * float(jnp.abs(a).max()))
 
     jax.tree.map(compare, expected, own)
 
