@@ -210,8 +210,10 @@ def of_shapes() -> Iterator[dict]:
 
 def card_job(row, folder: pathlib.Path) -> Sft:
     """The job of a row of results/cards_h200.csv."""
-    columns = (row[name] for name in ("model", "training", "lengths", "variant"))
-    case = run_cards.Case(*columns, "jax", tuple(row["words"].split()))
+    case = run_cards.Case(
+        row["model"], row["training"], row["lengths"], row["variant"], "jax",
+        tuple(row["words"].split()),
+    )  # fmt: skip
     described = case.variant(folder).job("", row["overrides"].split(), [])
     config, _ = configuration.load(described["config"], described["overrides"])
     job = Sft(config)

@@ -477,8 +477,13 @@ def _find_config(name: str) -> Path:
         return Path(name)
     configs = {path.name: path for d in shipped.FOLDERS for path in d.glob("*.gin")}
     # "configs/x.gin" and "x.gin" name a shipped config; "elsewhere/x.gin" does not.
-    if Path(name).parent.as_posix() in (".", "configs") and Path(name).name in configs:
-        path = configs[Path(name).name]
+    within = Path(name.removeprefix("configs/"))
+    if within.parent.as_posix() in (".", "recipes"):
+        recipes = (d / within for d in shipped.FOLDERS if (d / within).is_file())
+        path = configs.get(within.as_posix()) or next(recipes, None)
+    else:
+        path = None
+    if path is not None:
         print(f"jaxmem: no {name} here; using the shipped {path}", file=sys.stderr)
         return path
     known = f"; shipped configs: {', '.join(sorted(configs))}" if configs else ""
@@ -501,8 +506,23 @@ def _out_of_memory(error: Exception) -> str:
         )
     return (
         f"out of device memory{reason}: lower the model's sizes, data.batch_size, "
-        "data.sequence_length, head.chunk or --max-tokens"
+        "data.sequence_length, head.chunk or --max-tokens, or set remat.policy='full'; "
+        f"`jaxmem plan CONFIG --device {_this_device()} --fit` says what takes the "
+        "memory and which values fit"
     )
+
+
+def _this_device() -> str:
+    """The name that `jaxmem plan` has for this process's device; "h200" if none."""
+    import jax
+
+    from jaxmem import devices
+
+    try:
+        found = devices.of_kind(jax.devices()[0].device_kind)
+    except RuntimeError:
+        found = None
+    return "h200" if found is None else found.name
 
 
 @contextlib.contextmanager

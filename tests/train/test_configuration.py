@@ -285,7 +285,7 @@ def test_files_that_cannot_be_read_are_named(gin_file, tmp_path):
 # ---------------------------------------------------------- shipped configs
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.gin")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.gin")), ids=lambda p: p.stem)
 def test_shipped_configs_load_and_explain_lines(path):
     load(path)
     for line in path.read_text().splitlines():

@@ -1,0 +1,58 @@
+"""Recipes in configs/recipes: their headers, their records, and plans of them anew."""
+
+import re
+
+import pytest
+
+from benchmarks import results, run_recipes
+from jaxmem import devices
+from jaxmem.commands import cli
+
+ROWS = {row["recipe"]: row for row in results.read(run_recipes.OUT)}
+PATHS = sorted(run_recipes.FOLDER.glob("*.gin"))
+PLANNED = re.compile(
+    r"^# Planned for (\S+): about (\S+) GiB, between (\S+) and (\S+) of (\S+)\.$", re.M
+)
+QUICK = "qwen3_8b_24g", "qwen3_8b_80g"
+
+
+def test_recipes_have_a_record_each():
+    assert {path.stem for path in PATHS} == set(ROWS)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_header_repeats_the_record(path):
+    text, row = path.read_text("utf-8"), ROWS[path.stem]
+    ((device, *numbers),) = PLANNED.findall(text)
+    columns = "expected_gib", "low_gib", "high_gib", "memory_gib"
+    assert device == row["device"] and row["fits"] == "yes"
+    assert numbers == [f"{float(row[name]):.1f}" for name in columns]
+    assert f"jaxmem train configs/recipes/{path.name} " in text
+    assert "# When memory ends: " in text
+    gib = int(re.findall(r"one card of (\d+) GiB", text)[0])
+    assert 0.9 * gib < devices.find(device).memory / 2**30 <= gib
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.full
+        )
+        for path in PATHS
+    ],
+)
+def test_plan_of_recipe_is_the_recorded_one(path):
+    plan, row = run_recipes.plan_of(path), ROWS[path.stem]
+    recorded = float(row["expected_gib"])
+    assert plan.expected / 2**30 == pytest.approx(recorded, rel=0.03)
+
+
+@pytest.mark.parametrize("folder", ["recipes", "configs/recipes"])
+def test_recipe_is_found_from_anywhere(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = cli._find_config(f"{folder}/qwen3_8b_24g.gin")
+    assert path.samefile(run_recipes.FOLDER / "qwen3_8b_24g.gin")
+    assert "using the shipped" in capsys.readouterr().err
+    with pytest.raises(cli.UsageError):
+        cli._find_config("elsewhere/qwen3_8b_24g.gin")
