@@ -49,8 +49,8 @@ HEADS = (
     ((8192, 4096, 50257), "token_stats"),
 )
 
-# Variants of results/cards_h200.csv that nobody has measured since the decoding of 4 bits
-# takes no constants of a matrix's size.
+# Variants of results/cards_h200.csv that nobody has measured since the decoding of
+# 4 bits takes no constants of a matrix's size.
 BEFORE_DECODING = ("nf4, full, 4 rows",)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxmem import devices, remat
 from jaxmem.base import messages
+from jaxmem.models import coded_weights
 from jaxmem.planning import accounts, plans, roofline, table
 from jaxmem.planning.plans import Plan
 from jaxmem.planning.scoring import Scoring
@@ -65,11 +66,29 @@ def options(job: Job | Scoring, base: Plan) -> list[Option]:
 
     All policies are traced at the config's own batch size. Their memory at other batch
     sizes is extrapolated from the plan of the unchanged config. Options are compiled
-    from the fastest on.
+    from the fastest on. If none fits, and the job trains adapters of a frozen base in
+    16 bits, options with that base in 4 bits follow.
 
     Raises:
         ValueError: the job is of scoring.
     """
+    found = _fitting_options(job, base)
+    if found or isinstance(job, Scoring) or not _can_code(job.config.model):
+        return found
+    coded = {"model.base": "nf4"}
+    smaller = job_of(job.config.replaced(coded))
+    found = _fitting_options(smaller, plans.of_phases(smaller.plan().phases))
+    return [dataclasses.replace(each, values=coded | each.values) for each in found]
+
+
+def _can_code(model: Any) -> bool:
+    """True if 4 bits are possible: adapters, and matrices of whole groups of inputs."""
+    widths = model.hidden, model.ff, model.heads * model.value_width
+    is_whole = all(width % coded_weights.BLOCKS["nf4"] == 0 for width in widths)
+    return model.lora_rank > 0 and model.base is None and is_whole
+
+
+def _fitting_options(job: Job | Scoring, base: Plan) -> list[Option]:
     batches = {factor: _scale_batch(job, factor) for factor in _FACTORS}
     known = list(_measure_policies(job))
     candidates = [

@@ -345,3 +345,30 @@ def test_keeping_more_is_expected_to_take_less_time(fake, monkeypatch):
 def test_fit_is_for_training(fake, capsys):
     status, said = planned(capsys, SCORE, "dtype=float32", "--fit")
     assert status == 2 and "--fit is for training" in said.err
+
+
+@pytest.mark.parametrize("rank, bases", [(4, [None, "nf4"]), (0, [None])])
+def test_options_have_a_base_in_4_bits_where_16_do_not_fit(
+    rank, bases, fake, numbered, monkeypatch
+):
+    words = ["model.hidden=64", "model.head_dim=32", f"model.lora_rank={rank}"]
+    if rank:
+        words += ["optimizer.trainable=lora_", "model.param_dtype=bfloat16"]
+    others = [
+        w
+        for w in SFT[1:]
+        if w.partition("=")[0] not in ("model.hidden", "model.head_dim")
+    ]
+    config, _ = configuration.load(cli._find_config(SFT[0]), [*others, *words])
+    tried = []
+
+    def fitting(job, base):
+        tried.append(job.config.model.base)
+        return [search.Option({"remat.policy": "full"}, 1.0, 1)] if tried[-1] else []
+
+    monkeypatch.setattr(search, "_fitting_options", fitting)
+    with devices.target("h200"):
+        found = search.options(job_of(config), None)
+    assert tried == bases
+    overrides = [option.overrides for option in found]
+    assert overrides == [("model.base=nf4", "remat.policy=full")][: len(bases) - 1]
