@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Literal
 
 import jax
@@ -330,10 +331,10 @@ class ModelConfig:
             check_field(self, "base_targets", untied, expected)
             expected = f"without {EMBEDDING!r} where lora_saved has 'embed'"
             check_field(self, "base_targets", "embed" not in self.lora_saved, expected)
-        layers = {*map(str, range(self.layers))}
         for entry in self.base_plain:
             layer, _, name = entry.partition(".")
-            if layer not in layers or name not in BASE_TARGETS:
+            # A decoder checks the layer: `layers` is not the checkpoint's yet.
+            if not re.fullmatch("0|[1-9][0-9]*", layer) or name not in BASE_TARGETS:
                 expected = f"of LAYER.MATRIX, as '0.{TARGETS[-1]}'"
                 check_field(self, "base_plain", False, expected)
 

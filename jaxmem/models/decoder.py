@@ -16,6 +16,7 @@ from flax import nnx
 from jaxmem import remat
 from jaxmem.models import (
     balance,
+    coded_weights,
     embedding,
     kv_cache,
     layers,
@@ -25,7 +26,7 @@ from jaxmem.models import (
     route_records,
     structure,
 )
-from jaxmem.models.config import ModelConfig as ModelConfig
+from jaxmem.models.config import BASE_TARGETS, EMBEDDING, ModelConfig as ModelConfig
 from jaxmem.models.layer_inputs import LayerInputs
 from jaxmem.models.positions import (
     Branches,
@@ -38,7 +39,7 @@ from jaxmem.models.positions import (
     window,
 )
 from jaxmem.models.training_head import HeadConfig, make_head
-from jaxmem.models.weights import cast_weights
+from jaxmem.models.weights import by_path, cast_weights
 
 
 def make_stack(stack: structure.Stack, rngs: nnx.Rngs) -> layers.TransformerBlock:
@@ -50,6 +51,41 @@ def make_stack(stack: structure.Stack, rngs: nnx.Rngs) -> layers.TransformerBloc
         return layers.TransformerBlock(stack.config, rngs=rngs)
 
     return make(rngs)
+
+
+def _check_coded(decoder: "Decoder") -> None:
+    """Raise a ValueError for `base_targets` or `base_plain` that name no matrix."""
+    config = decoder.config
+    if config.base is None:
+        return
+    holders: dict[str, set[int]] = {}  # layers that have a matrix, by its name
+    coded = {EMBEDDING} if config.codes_embedding else set()
+    stacks = structure.stacks(config)
+    for path in by_path(decoder):
+        stack, _, module = path.rpartition("/")[0].partition("/")
+        name, is_coded = module.rpartition("/")[2], coded_weights.is_coded(path)
+        if stack in stacks and (is_coded or path.endswith("/kernel")):
+            holders.setdefault(name, set()).update(stacks[stack].layers)
+            coded |= {name} if is_coded else set()
+    names = f"its layers have {', '.join(x for x in BASE_TARGETS if x in holders)}"
+    for entry in config.base_plain:
+        layer, _, name = entry.partition(".")
+        if int(layer) not in holders.get(name, ()):
+            raise ValueError(
+                f"model.base_plain has {entry!r}, a matrix that layer {layer} of the "
+                f"model does not have; {names}"
+            )
+    for name in config.base_targets or ():
+        if name not in coded:
+            raise ValueError(
+                f"model.base_targets has {name!r}, of which no layer has a matrix to "
+                f"code; {names}"
+            )
+    if not coded:
+        raise ValueError(
+            f"model.base={config.base!r} codes no matrix: model.base_targets and "
+            "model.base_plain leave none"
+        )
 
 
 def _empty_reused(runs, x: jax.Array) -> dict[str, Any]:
@@ -95,6 +131,10 @@ class Decoder(nnx.Module):
         unroll: if True, blocks are traced one after the other; compile time then
             grows with depth.
         rngs: source of the initial weights.
+
+    Raises:
+        ValueError: `base_targets` or `base_plain` names a matrix that no layer has, or
+            `base` codes no matrix.
     """
 
     def __init__(
@@ -118,6 +158,7 @@ class Decoder(nnx.Module):
         self.norm = norms.make_norm(config, config.hidden, rngs)
         self.head = make_head(config, head or HeadConfig(), self.embed, rngs)
         self.config, self.policy, self.unroll = config, policy, unroll
+        _check_coded(self)
 
     def __call__(
         self, tokens: Ids, segment_ids: Ids | None, positions: Ids,

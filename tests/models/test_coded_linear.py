@@ -279,11 +279,42 @@ def test_config_refuses_base_targets_without_base():
         dataclasses.replace(CONFIG, base_targets=("queries",))
     with pytest.raises(ValueError, match="base_plain .*left out without base"):
         dataclasses.replace(CONFIG, base=None, base_plain=("0.down",))
-    for entry in ("2.down", "down", "0.downs"):
+    for entry in ("02.down", "down", "0.downs"):
         with pytest.raises(ValueError, match="base_plain must be of LAYER.MATRIX, as "):
             dataclasses.replace(CONFIG, base_plain=(entry,))
     with pytest.raises(ValueError, match="base_double must be True without base='nf4'"):
         dataclasses.replace(CONFIG, base="int8", base_double=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        (
+            {"base_targets": ("query", "latent")},
+            "base_targets has 'latent', of which no",
+        ),
+        ({"base_plain": ("2.down",)}, "base_plain has '2.down', a matrix that layer 2"),
+        (
+            {"base_plain": ("1.latent",)},
+            "base_plain has '1.latent', .*layers have query",
+        ),
+        (
+            {"base_targets": ("up",), "base_plain": ("0.up", "1.up")},
+            "base_targets has 'u",
+        ),
+        ({"base_targets": ()}, "model.base='nf4' codes no matrix"),
+    ],
+)
+def test_decoder_refuses_targets_without_a_matrix(fields, match):
+    config = dataclasses.replace(CONFIG, **fields)
+    with pytest.raises(ValueError, match=match):
+        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def test_config_takes_layers_that_a_checkpoint_may_have():
+    plain = ("31.down",)
+    config = ModelConfig(checkpoint="x", lora_rank=1, base="nf4", base_plain=plain)
+    assert config.plain_matrices(31) == {"down"}
 
 
 def test_config_refuses_codes_of_a_tied_embedding():
