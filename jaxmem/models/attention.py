@@ -88,9 +88,9 @@ def attend_by_cudnn(
         mask, queries, keys = sight.mask, query.shape[1], key.shape[1]
         if keys > queries:  # causal attention would begin at the first key
             mask = mask & _causal_mask(queries, keys)
-        return jax.nn.dot_product_attention(
+        return _call_cudnn(
             query, key, value, mask=mask, scale=scale, is_causal=keys == queries,
-            local_window_size=window and (window - 1, 0), implementation="cudnn",
+            local_window_size=window and (window - 1, 0),
         )  # fmt: skip
 
     if sight.mask is not None:  # recompute the bias [B, 1, T, T] that cuDNN needs
@@ -144,10 +144,19 @@ _attend_packed.defvjp(_attend_packed_forward, _attend_packed_backward)
 
 
 def _attend_biased(query, key, value, sight, scale):
-    return jax.nn.dot_product_attention(
-        query, key, value, mask=sight.mask, scale=scale, is_causal=True,
-        implementation="cudnn",
-    )  # fmt: skip
+    return _call_cudnn(query, key, value, mask=sight.mask, scale=scale, is_causal=True)
+
+
+def _call_cudnn(*arrays, **options):
+    try:
+        return jax.nn.dot_product_attention(*arrays, **options, implementation="cudnn")
+    except RuntimeError as error:
+        if devices.backend() == "gpu":
+            raise
+        raise ValueError(
+            "model.attention='cudnn' needs an NVIDIA GPU, and jax's backend is "
+            f"{devices.backend()!r}: set model.attention='xla'"
+        ) from error
 
 
 class _AttentionResiduals(NamedTuple):

@@ -131,6 +131,20 @@ def test_sampler_calls_ragged_kernel_where_no_cache_is_read():
     assert count_calls(extend, model, cache) == 0
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="has cuDNN")
+@pytest.mark.parametrize("packed", [True, False])
+def test_attend_by_cudnn_names_the_backend_that_lacks_it(packed):
+    batch = packed_attention.documents(jnp.asarray(IDS)) if packed else None
+    x = jax.ShapeDtypeStruct((*IDS.shape, 2, 16), jnp.bfloat16)
+
+    def attend(x):
+        sight = Sight(jnp.asarray(IDS), packed=batch)
+        return attention.attend_by_cudnn(x, x, x, sight, scale=1.0)
+
+    with pytest.raises(ValueError, match="model.attention='cudnn' needs an NVIDIA GPU"):
+        jax.eval_shape(attend, x)
+
+
 def rows_of(rng, shape, longest):
     """Ids of documents of random lengths, with padding at the end."""
     rows, length = shape
