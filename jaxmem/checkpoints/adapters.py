@@ -86,8 +86,9 @@ def save_adapter(
         directory: to create; it appears once it is complete.
         decoder: with `lora_rank` above 0.
         base: name or directory of the adapted model, for those who load the adapter.
-            Modules have the names of its family if it is a directory, or else Llama's.
-            For a multimodal model PEFT needs only the text part, as `save` writes it.
+            Modules have the names of its family if it is a directory, or else those of
+            the first family that has all adapted matrices, Llama's if possible. For a
+            multimodal model PEFT needs only the text part, as `save` writes it.
         overwrite: True if an adapter that is there is replaced.
 
     Raises:
@@ -98,7 +99,7 @@ def save_adapter(
         raise CheckpointError(f"{target}: the decoder has no adapters to save")
     check_target(target, overwrite)
     is_here = bool(base) and (Path(base).expanduser() / "config.json").exists()
-    family = read_config(base).family if is_here else FAMILIES[0]
+    family = read_config(base).family if is_here else _family_of_adapters(decoder)
     _warn_of_confusion(target, decoder, family)
     with new_directory(target, overwrite) as unfinished:
         write_tensors(unfinished, _adapter_tensors(decoder, family), single=_TENSORS)
@@ -106,6 +107,17 @@ def save_adapter(
             described = _peft_config(decoder, family, base)
             write_object(unfinished / _CONFIG, described)
             base_record.write(unfinished, config)
+
+
+def _family_of_adapters(decoder: Decoder) -> Family:
+    """The first family, Llama's if possible, that has all adapted matrices.
+
+    Qwen3-Next's has those of all `lora_targets`.
+    """
+    paths = [path for path in by_path(decoder) if path.endswith("/lora_a")]
+    kernels = [path.removesuffix("lora_a") + "kernel" for path in paths]
+    namings = (names.Naming(family, decoder.config) for family in FAMILIES)
+    return next(x.family for x in namings if all(map(x.has, kernels)))
 
 
 def _warn_of_confusion(target: Path, decoder: Decoder, family: Family) -> None:

@@ -89,6 +89,11 @@ class Naming:
             stored = self._add_joined(stored, path, plain, key)
         return stored._replace(order=self._output_order(module))
 
+    def has(self, path: str) -> bool:
+        """True if checkpoints of the family have the weight of a path."""
+        plain = self.plain(path)
+        return plain in self.names or plain.rpartition("/")[0] in self.names
+
     def unread(self) -> Iterator[str]:
         """Names of tensors of keys and values of layers that reuse those of others."""
         kinds = enumerate(self.config.by_layer("mixers"))

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import pathlib
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
 from jaxmem import checkpoints
+from jaxmem.models.config import TARGETS as ALL_TARGETS, ModelConfig
 from tests.helpers import decoders, seeded
 from tests.helpers.cases import slow
 from tests.helpers.records import forward, record
@@ -170,3 +172,52 @@ def test_save_adapter_warns_of_peft_placement(tmp_path):
         checkpoints.save_adapter(tmp_path / "out", decoder, base=str(base))
     again = checkpoints.load(base, adapter=tmp_path / "out")
     assert again.config.lora_targets == ("down",)
+
+
+@pytest.mark.parametrize("target", ["down", slow("gate"), slow("up")])
+def test_save_adapter_without_base_names_experts(target, tmp_path):
+    base = seeded.write(record("qwen3_moe"), tmp_path / "base")
+    model = checkpoints.read_config(base).model
+    changes = {"lora_rank": 2, "lora_targets": (target,), "dtype": "float32"}
+    decoder = decoders.drawn(dataclasses.replace(model, **changes))
+    checkpoints.save_adapter(tmp_path / "out", decoder)
+    checkpoints.save_adapter(tmp_path / "named", decoder, base=str(base))
+    out, named = (tmp_path / x / "adapter_model.safetensors" for x in ("out", "named"))
+    assert out.read_bytes() == named.read_bytes()
+    assert checkpoints.load(base, adapter=out.parent).config.lora_targets == (target,)
+
+
+EXPERTS = dict(experts=4, experts_per_token=2, expert_ff=8)
+OF_EXPERTS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("switches", "modules", "parameters"),
+    [
+        ({}, {"gate_proj", "up_proj", "down_proj"}, set()),
+        ({"feed_forwards": ("experts",), **EXPERTS}, set(), OF_EXPERTS),
+        (
+            {
+                "feed_forwards": ("dense_and_experts",),
+                "attention_gate": True,
+                **EXPERTS,
+            },
+            {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"},
+            OF_EXPERTS,
+        ),
+    ],
+)
+def test_save_adapter_without_base_names_all_matrices(
+    switches, modules, parameters, tmp_path
+):
+    model = ModelConfig(
+        vocab_size=32, hidden=16, ff=16, layers=1, heads=2, kv_heads=1, head_dim=8,
+        lora_rank=2, lora_targets=ALL_TARGETS, **switches,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*PEFT 0.21 takes the adapters")
+        checkpoints.save_adapter(tmp_path / "out", decoders.drawn(model))
+    said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {*said["target_modules"]} == attention | modules
+    assert {*(said["target_parameters"] or ())} == parameters
