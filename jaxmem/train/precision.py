@@ -15,8 +15,16 @@ _NEVER_LOST = 2.0**-16
 
 
 def types(weights: Any) -> str:
-    """Names of the types of arrays, such as "bfloat16 and float32"."""
-    return " and ".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(weights)}))
+    """Names of the types of weights, such as "bfloat16 and float32".
+
+    A coded matrix is of its base, as in "bfloat16 and nf4".
+    """
+    names = {
+        coded_weights.base_of(x) if coded_weights.is_coded(path) else str(x.dtype)
+        for path, x in finite.by_name(weights).items()
+        if coded_weights.count_weights(path, x)
+    }
+    return " and ".join(sorted(names))
 
 
 def described(trained: Any, frozen: Any, compute_type: str) -> str:

@@ -73,6 +73,21 @@ def losses(directory="run"):
     return [x.loss for x in read_history(pathlib.Path(directory, "metrics.jsonl"))]
 
 
+def test_described_names_the_base_of_codes():
+    def arrays(kind, *names):
+        return {name: jax.ShapeDtypeStruct((4, 64), kind) for name in names}
+
+    coded = arrays("uint8", "kernel_codes", "kernel_scales")
+    coded |= arrays("float32", "kernel_scale_scales", "kernel_scale_offset")
+    table = arrays("int8", "embedding_codes") | arrays("float32", "embedding_scales")
+    frozen = {"query": coded, "embed": table, "head": arrays("bfloat16", "kernel")}
+    line = precision.described(arrays("float32", "lora_a"), frozen, "bfloat16")
+    assert line == (
+        "256 weights are trained in float32, 1,024 are frozen in bfloat16 and int8 and "
+        "nf4; computed in bfloat16"
+    )
+
+
 @pytest.mark.full
 def test_bfloat16_checkpoint_trains_as_float32():
     said = train()
