@@ -28,6 +28,7 @@ from benchmarks import (
     run_grpo,
     run_head,
     run_integrations,
+    run_low_bit,
     run_offload,
     run_peers,
     run_rl,
@@ -498,6 +499,34 @@ def test_run_distill_training_has_a_row_per_margin(tmp_path):
     rows = results.read(out)
     assert [row["source"] for row in rows] == ["text"] * 3 + ["distill"] * 3
     assert all(float(row["last_loss"]) > 0 for row in rows)
+
+
+# ----------------------------------------------------------------------- low bit
+
+
+def test_run_low_bit_compares_seeds_with_16_bits():
+    curves = {"bfloat16": {0: {0: 4.0, 2: 3.0}, 1: {0: 4.0, 2: 3.5}}}
+    curves["nf4"] = {0: {0: 4.5, 2: 3.25}, 1: {0: 4.5, 2: 3.25}}
+    own = {"bfloat16": 2.0, "nf4": 2.5}
+    rows = {(row["base"], row["seed"]): row for row in run_low_bit.rows_of(curves, own)}
+    assert rows["nf4", 1]["over_16_bits"] == -0.25
+    mean = {"sources_loss": 2.5, "loss_at_0": 4.5, "loss_at_2": 3.25}
+    mean |= {"base": "nf4", "seed": "mean", "over_16_bits": 0, "spread": 0}
+    assert rows["nf4", "mean"] == mean
+    assert rows["bfloat16", "mean"]["spread"] == 0.5
+
+
+@pytest.mark.slow
+def test_run_low_bit_writes_losses_of_each_base(tmp_path):
+    out = tmp_path / "x.csv"
+    sizes = "--tiny --seeds=1 --steps=2 --every=1 --decoder-steps=2 --files=8"
+    run_low_bit.main([*sizes.split(), f"--folder={tmp_path}", f"--out={out}"])
+    rows = results.read(out)
+    assert [row["base"] for row in rows[::2]] == ["bfloat16", "int8", "nf4"]
+    before = [float(row["loss_at_0"]) for row in rows]
+    assert all(
+        float(row["loss_at_2"]) < loss for row, loss in zip(rows, before, strict=True)
+    )
 
 
 # ------------------------------------------------------------------ integrations
