@@ -67,7 +67,8 @@ def _check_coded(decoder: "Decoder") -> None:
         if stack in stacks and (is_coded or path.endswith("/kernel")):
             holders.setdefault(name, set()).update(stacks[stack].layers)
             coded |= {name} if is_coded else set()
-    names = f"its layers have {', '.join(x for x in BASE_TARGETS if x in holders)}"
+    known = ", ".join(x for x in BASE_TARGETS if x in holders)
+    names = f"its {config.layers} layers have {known}"
     for entry in config.base_plain:
         layer, _, name = entry.partition(".")
         if int(layer) not in holders.get(name, ()):
