@@ -61,7 +61,7 @@ def test_token_multiplies_its_routed_experts():
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
         ("NVIDIA B200", "bfloat16", 2250e12),
         ("NVIDIA H200", "float32", None),
-        ("NVIDIA GeForce RTX 4090", "bfloat16", None),
+        ("NVIDIA GeForce GTX 1080", "bfloat16", None),
     ],
 )
 def test_peaks(kind, dtype, peak):

@@ -165,8 +165,8 @@ def of_sampled(
         busy = sum(part.decoded.tokens for part in parts) / slots
     kept_means = None
     if kept is not None:
-        means = _mean_metrics([kept], group_size)
-        kept_means = {name: means[name] for name in _OF_KEPT}
+        of_kept = _mean_metrics([kept], group_size)
+        kept_means = {name: of_kept[name] for name in _OF_KEPT}
     counts = {"resampled": len(parts) - 1, "turns": turns, "busy": busy}
     return {**means, **counts, "kept": kept_means}
 
