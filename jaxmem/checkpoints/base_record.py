@@ -16,7 +16,7 @@ from jaxmem.checkpoints.config_reader import (
     write_object,
 )
 from jaxmem.models.coded_weights import BASES
-from jaxmem.models.config import BASE_FIELDS, ModelConfig
+from jaxmem.models.config import BASE_FIELDS, PLAIN, ModelConfig
 
 NAME = "base.json"
 
@@ -31,6 +31,9 @@ def write(directory: Path, model: ModelConfig) -> None:
 def with_recorded(model: ModelConfig, directory: Path) -> ModelConfig:
     """The model with the base that an adapter's directory records, if it does.
 
+    A model that has this base already, without saying of which matrices, gets them
+    from the record: codes of others would be another base.
+
     Raises:
         CheckpointError: the record is none, or the model is coded in another base.
     """
@@ -38,18 +41,18 @@ def with_recorded(model: ModelConfig, directory: Path) -> ModelConfig:
     if not path.exists():
         return model
     fields = _read(path)
-    if model.base is None:
-        try:
-            return dataclasses.replace(model, **fields)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: {error}") from error
-    if model.base != fields["base"]:
+    if model.base not in (None, fields["base"]):
         raise CheckpointError(
             f"{path}: the adapter was trained on a base in {fields['base']}, and the "
             f"checkpoint's matrices are in {model.base}; remove the file to add it to "
             "them all the same"
         )
-    return model
+    if any(getattr(model, name) != PLAIN[name] for name in BASE_FIELDS[1:]):
+        return model  # its files, or the caller, say which matrices are coded
+    try:
+        return dataclasses.replace(model, **fields)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

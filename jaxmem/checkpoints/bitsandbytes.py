@@ -1,7 +1,7 @@
 """Matrices that bitsandbytes coded, as they are in a checkpoint's files.
 
-Of a matrix X [outputs, inputs] with n weights, in blocks of 64 in row-major order, nf4
-has these tensors:
+nf4 divides the n weights of a matrix X [outputs, inputs], in row-major order, into
+blocks of 64, and stores these tensors:
 
     X                    codes of weights 2i (high four bits) and 2i + 1 in byte i
     X.absmax             float32 [n / 64], or with double quantisation uint8 codes

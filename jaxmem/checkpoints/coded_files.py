@@ -24,7 +24,7 @@ _EVERY = slice(None)
 def base_fields(tensors: CodedTensors, naming: names.Naming) -> dict[str, Any]:
     """The fields of `ModelConfig` that say which matrices are coded, and how.
 
-    Of a layer, matrices of one name are coded if all of them are.
+    A layer's matrices of one name stay coded only if the files code all of them.
 
     Raises:
         CheckpointError: no matrix is coded.

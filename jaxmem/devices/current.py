@@ -56,9 +56,9 @@ def target(device: str, count: int = 1, *, hosts: int = 1) -> Iterator[list[Any]
     4
     """
     described = find(device)
-    made = targets.of(described, count, hosts)
-    with _in_force(Planned(described, tuple(made), hosts)):
-        yield made
+    absent = targets.of(described, count, hosts)
+    with _planned_for(Planned(described, tuple(absent), hosts)):
+        yield absent
 
 
 @contextlib.contextmanager
@@ -71,17 +71,17 @@ def stand_in(device: str, count: int = 1) -> Iterator[list[Any]]:
     Raises:
         ValueError: the name is unknown.
     """
-    made = jax.devices("cpu")[:count]
-    with _in_force(Planned(find(device), tuple(made), 1, is_stand_in=True)):
-        yield made
+    cpus = jax.devices("cpu")[:count]
+    with _planned_for(Planned(find(device), tuple(cpus), 1, is_stand_in=True)):
+        yield cpus
 
 
 @contextlib.contextmanager
-def _in_force(what: Planned) -> Iterator[None]:
-    token = _planned.set(what)
+def _planned_for(target: Planned) -> Iterator[None]:
+    token = _planned.set(target)
     jax.clear_caches()
     try:
-        with jax.default_device(what.devices[0]), _no_persistent_cache():
+        with jax.default_device(target.devices[0]), _no_persistent_cache():
             yield
     finally:
         _planned.reset(token)

@@ -81,18 +81,10 @@ def attend_by_cudnn(
     around = devices.planned()
     if around is not None and around.is_stand_in:
         return _shapes_of_cudnn(query, key, value)
-    if sight.packed is not None and sight.prefix is None:
+    is_packed = sight.packed is not None and sight.prefix is None
+    if is_packed and packed_attention.supports(query):
         return _attend_packed(query, key, value, sight, scale)
-
-    def kernel(query, key, value, sight, window=None):
-        mask, queries, keys = sight.mask, query.shape[1], key.shape[1]
-        if keys > queries:  # causal attention would begin at the first key
-            mask = mask & _causal_mask(queries, keys)
-        return _call_cudnn(
-            query, key, value, mask=mask, scale=scale, is_causal=keys == queries,
-            local_window_size=window and (window - 1, 0),
-        )  # fmt: skip
-
+    kernel = functools.partial(_attend_masked, scale=scale)
     if sight.mask is not None:  # recompute the bias [B, 1, T, T] that cuDNN needs
         kernel = remat.recompute(kernel, save=["attn_lse"])
     elif sight.window is not None and window is not None and window < query.shape[1]:
@@ -101,6 +93,37 @@ def attend_by_cudnn(
         is_near = jnp.asarray(sight.window) == window
         return jax.lax.cond(is_near, near, kernel, query, key, value, Sight())
     return kernel(query, key, value, sight)
+
+
+def _attend_masked(query, key, value, sight, *, scale, window=None):
+    """Attention by cuDNN, with a bias if rows have several documents."""
+    mask, queries, keys = sight.mask, query.shape[1], key.shape[1]
+    if keys > queries:  # causal attention would begin at the first key
+        mask = mask & _causal_mask(queries, keys)
+    try:
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=mask, scale=scale, is_causal=keys == queries,
+            local_window_size=window and (window - 1, 0), implementation="cudnn",
+        )  # fmt: skip
+    except RuntimeError as error:
+        if devices.backend() == "gpu":
+            raise
+        raise ValueError(
+            "model.attention='cudnn' needs an NVIDIA GPU, and jax's backend is "
+            f"{devices.backend()!r}: set model.attention='xla'"
+        ) from error
+
+
+class _AttentionResiduals(NamedTuple):
+    """Arrays that a backward pass of attention reads."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    sight: Sight
+    sinks: jax.Array | None
+    out: jax.Array  # [B, T, heads, head_dim]
+    lse: jax.Array  # f32: [B, kv_heads, group, T] of XLA's, [heads, B · T] of packed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -117,58 +140,32 @@ def _attend_packed_forward(query, key, value, sight, scale):
     def biased(query, key, value):
         tokens = query.shape[0] * query.shape[1]
         lse = jnp.zeros((query.shape[2], tokens), jnp.float32)  # not read
-        return _attend_biased(query, key, value, sight, scale), lse
+        return _attend_masked(query, key, value, sight, scale=scale), lse
 
     out, lse = jax.lax.cond(batch.fit, packed, biased, query, key, value)
     out, lse = remat.name(out, "attn_lse"), remat.name(lse, "attn_lse")
-    return out, (query, key, value, sight, out, lse)
+    return out, _AttentionResiduals(query, key, value, sight, None, out, lse)
 
 
-def _attend_packed_backward(scale, residuals, dout):
-    query, key, value, sight, out, lse = residuals
+def _attend_packed_backward(scale, residuals: _AttentionResiduals, dout):
+    sight, forward = residuals.sight, (residuals.out, residuals.lse)
     batch = sight.packed
+    assert batch is not None
 
     def packed(query, key, value):
         return packed_attention.attend_backward(
-            query, key, value, batch, scale, (out, lse), dout
+            query, key, value, batch, scale, forward, dout
         )
 
     def biased(query, key, value):
-        attend = functools.partial(_attend_biased, sight=sight, scale=scale)
+        attend = functools.partial(_attend_masked, sight=sight, scale=scale)
         return jax.vjp(attend, query, key, value)[1](dout)
 
-    return *jax.lax.cond(batch.fit, packed, biased, query, key, value), None
+    operands = residuals.query, residuals.key, residuals.value
+    return *jax.lax.cond(batch.fit, packed, biased, *operands), None
 
 
 _attend_packed.defvjp(_attend_packed_forward, _attend_packed_backward)
-
-
-def _attend_biased(query, key, value, sight, scale):
-    return _call_cudnn(query, key, value, mask=sight.mask, scale=scale, is_causal=True)
-
-
-def _call_cudnn(*arrays, **options):
-    try:
-        return jax.nn.dot_product_attention(*arrays, **options, implementation="cudnn")
-    except RuntimeError as error:
-        if devices.backend() == "gpu":
-            raise
-        raise ValueError(
-            "model.attention='cudnn' needs an NVIDIA GPU, and jax's backend is "
-            f"{devices.backend()!r}: set model.attention='xla'"
-        ) from error
-
-
-class _AttentionResiduals(NamedTuple):
-    """Arrays that the backward pass of `attend` reads."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    sight: Sight
-    sinks: jax.Array | None
-    out: jax.Array  # [B, T, heads, head_dim]
-    lse: jax.Array  # f32 [B, kv_heads, group, T]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))

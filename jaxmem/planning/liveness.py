@@ -195,10 +195,10 @@ def _peak(program: _FlatProgram) -> int:
     alive: dict[int, int] = {}
     now = most = 0
     for number, equation in enumerate(equations):
-        made = {r: program.sizes[r] for r in equation.results if r not in fused}
+        results = {r: program.sizes[r] for r in equation.results if r not in fused}
         ending = [b for b in ends.get(number, ()) if b in alive]
         if equation.is_elementwise:  # writes over an operand of its size
-            sizes = list(made.values())
+            sizes = list(results.values())
             replaced = []
             for buffer in ending:
                 if alive[buffer] in sizes:
@@ -207,8 +207,8 @@ def _peak(program: _FlatProgram) -> int:
         else:
             replaced = [b for b in ending if b in equation.carried]
         now -= sum(alive.pop(b) for b in replaced)
-        alive |= made
-        now += sum(made.values())
+        alive |= results
+        now += sum(results.values())
         most = max(most, now + _inside(equation))
         now -= sum(alive.pop(b, 0) for b in ends.get(number, ()))
     return most
@@ -230,9 +230,9 @@ def _fused(program, equations) -> set[int]:
     for equation in equations:
         if equation.primitive in _READERS:
             arrays.update(equation.operands)
-    made = (e.results for e in equations if e.is_elementwise)
+    elementwise = (e.results for e in equations if e.is_elementwise)
     constants = (e.results for e in equations if _is_constant(e, program))
-    fused = {result for results in made for result in results} - arrays
+    fused = {result for results in elementwise for result in results} - arrays
     return fused | {result for results in constants for result in results}
 
 

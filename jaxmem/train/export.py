@@ -80,18 +80,18 @@ def _merge(decoder: Decoder, base: Path) -> tuple[Decoder, list[str]]:
     original = None
     if checkpoints.read_config(base).coding is None:
         original = checkpoints.kernels_of(base, config.param_dtype)
-    made = checkpoints.merge_codes(decoder, original)
+    merged = checkpoints.merge_codes(decoder, original)
     line = (
         f"matrices are those of the {config.base} codes of {base}, and not of the "
         "16-bit model that was coded"
     )
-    if made.coding is not None:
+    if merged.coding is not None:
         line = (
             f"matrices are those of {config.base} codes of {base}, which differ from "
-            f"its own by {made.coding:.2%}"
+            f"its own by {merged.coding:.2%}"
         )
-    rounding = f"rounding to {config.param_dtype} changed them by {made.rounding:.2%}"
-    return made.decoder, [f"{line}; {rounding} (root mean squares)"]
+    rounding = f"rounding to {config.param_dtype} changed them by {merged.rounding:.2%}"
+    return merged.decoder, [f"{line}; {rounding} (root mean squares)"]
 
 
 def _save_own_model(

@@ -84,16 +84,16 @@ def decoded(module):
 
 def expected(model, plain):
     """Tokens, logits, and parts of the decoded weights, which `plain` then has."""
-    made = {}
+    recorded = {}
     for name, module in model.named_modules():
         weight = decoded(module)
         if weight is not None:
             plain.get_submodule(name).weight.data = weight
-            made[f"{name}.weight"] = weight.flatten()[::STRIDE].float().numpy()
+            recorded[f"{name}.weight"] = weight.flatten()[::STRIDE].float().numpy()
     tokens = torch.from_numpy(np.random.default_rng(0).integers(3, 40, (2, 12)))
     with torch.no_grad():
         logits = plain.double()(tokens).logits
-    return made | {"tokens": tokens.numpy(), "logits": logits.numpy()}
+    return recorded | {"tokens": tokens.numpy(), "logits": logits.numpy()}
 
 
 def main():

@@ -565,6 +565,19 @@ def test_export_says_what_coded_matrices_lost(tmp_path, capsys):
     assert capsys.readouterr().out.endswith(f"{base}, whose matrices are in nf4\n")
 
 
+def test_adapter_with_its_base_has_the_matrices_of_its_record(tmp_path):
+    """A base by name codes all matrices; the record says which ones were coded."""
+    plain = tmp_path / "plain"
+    checkpoints.save(plain, loaded("qwen3_nf4", base=None), like=CODED / "qwen3_nf4")
+    decoder = adapted(plain, base="int8", base_targets=("down",))
+    checkpoints.save_adapter(tmp_path / "adapter", decoder, base=str(plain))
+    adapter = {"adapter": tmp_path / "adapter"}
+    again = checkpoints.load(plain, **adapter, base="int8")
+    assert again.config.base_targets == ("down",)
+    others = checkpoints.load(plain, **adapter, base="int8", base_targets=("up",))
+    assert others.config.base_targets == ("up",)
+
+
 @pytest.mark.full
 def test_export_measures_codes_of_a_plain_base(tmp_path, capsys):
     base = tmp_path / "plain"

@@ -145,6 +145,22 @@ def test_attend_by_cudnn_names_the_backend_that_lacks_it(packed):
         jax.eval_shape(attend, x)
 
 
+@pytest.mark.usefixtures("cudnn_on_xla")
+@pytest.mark.parametrize(("rows", "is_ragged"), [(3, True), (4, False)])
+def test_offsets_above_32_bits_take_the_bias(rows, is_ragged):
+    """4 · 131,072 · 32 · 128 = 2^31 elements."""
+    shapes = [(rows, 131_072, heads, 128) for heads in (32, 8, 8)]
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def attend(ids, *operands):
+        sight = Sight(ids, packed=packed_attention.documents(ids))
+        return attention.attend_by_cudnn(*operands, sight, scale=0.1)
+
+    ids = jax.ShapeDtypeStruct((rows, 131_072), jnp.int32)
+    jaxpr = str(jax.make_jaxpr(attend)(ids, *operands))
+    assert ("fmhaSoftmax" in jaxpr) == is_ragged
+
+
 def rows_of(rng, shape, longest):
     """Ids of documents of random lengths, with padding at the end."""
     rows, length = shape

@@ -2,8 +2,8 @@
 
 cuDNN takes the length and the offset of each document, and computes no score of two
 documents. `jax.nn.dot_product_attention` has no argument for them: with a mask it
-hands cuDNN a bias [B, 1, T, T], with which all scores of a row are computed. So the
-call that XLA turns into cuDNN's graph is made here, with XLA's fields of it.
+hands cuDNN a bias [B, 1, T, T], with which all scores of a row are computed. So this
+module builds the custom call that XLA turns into a graph of cuDNN.
 
 A call's workspace and time grow with the number of its documents times its longest
 length. So documents are grouped by length, and each group is a call of its own: fewer
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-_PARTS = 1, 4, 16  # of T tokens, that the documents of a group fit into
+_PARTS = 1, 4, 16  # a group for each n has documents of T / n tokens at most
 _SLOTS = 4  # documents for each such part
 
 
@@ -45,45 +45,61 @@ class PackedRows(NamedTuple):
     fit: jax.Array  # [] False if short ones are too many, or one is in several parts
 
 
+def supports(query: jax.Array) -> bool:
+    """True if offsets in queries [B, T, heads, head_dim] fit into XLA's 32 bits."""
+    return query.size < 2**31
+
+
 def documents(segment_ids: jax.Array) -> PackedRows:
     """The documents of rows [B, T], which are runs of equal ids; 0 is padding.
 
     They fit if ids rise along a row, so that no two runs are one document, and if
     those of the last group, of T / 16 tokens at most, are no more than 64 a row.
     """
-    rows, length = segment_ids.shape
+    length = segment_ids.shape[1]
     before = jnp.pad(jax.lax.cummax(segment_ids, axis=1)[:, :-1], ((0, 0), (1, 0)))
     previous = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
-    begins = segment_ids != previous
-    begins = begins.at[:, 0].set(True).reshape(-1)
-    token, size = jnp.arange(rows * length), rows * length
-    first = jax.lax.cummax(jnp.where(begins, token, 0))
-    ends = jnp.append(begins[1:], True)
-    last = jax.lax.cummin(jnp.where(ends, token, size), reverse=True)
-    lengths, is_token = last - first + 1, segment_ids.reshape(-1) != 0
-    fit = jnp.all(
-        (segment_ids == previous) | (segment_ids == 0) | (segment_ids > before)
-    )
+    rises = (segment_ids == previous) | (segment_ids > before)
+    fit = jnp.all(rises | (segment_ids == 0))
+    begins = (segment_ids != previous).at[:, 0].set(True)
+    lengths = _run_lengths(begins)
     parts = [n for n in _PARTS if length % n == 0]
     groups = []
     for n in parts:
-        member = is_token & (lengths * n <= length)
+        member = (segment_ids != 0) & (lengths * n <= length)
         if n != parts[-1]:
             member &= lengths * n * 4 > length
-        found, limit = begins & member, rows * n * _SLOTS
-        starts = jnp.nonzero(found, size=limit, fill_value=size)[0]
-        sizes = jnp.where(starts < size, lengths[jnp.minimum(starts, size - 1)], 0)
-        index = jnp.maximum(jnp.cumsum(found) - 1, 0)
-        groups.append(
-            DocumentGroup(
-                starts.astype(jnp.int32),
-                sizes.astype(jnp.int32),
-                index.reshape(rows, length).astype(jnp.int32),
-                member.reshape(rows, length),
-            )
-        )
-        fit &= jnp.sum(found) <= limit
+        group, count = _group(begins, lengths, member, n)
+        groups.append(group)
+        fit &= count <= group.starts.size
     return PackedRows(tuple(groups), fit)
+
+
+def _run_lengths(begins: jax.Array) -> jax.Array:
+    """[B, T] tokens of each token's run, from True where a run begins."""
+    begins, shape = begins.reshape(-1), begins.shape
+    token = jnp.arange(begins.size)
+    first = jax.lax.cummax(jnp.where(begins, token, 0))
+    ends = jnp.append(begins[1:], True)
+    last = jax.lax.cummin(jnp.where(ends, token, begins.size), reverse=True)
+    return (last - first + 1).reshape(shape)
+
+
+def _group(begins, lengths, member, n: int) -> tuple[DocumentGroup, jax.Array]:
+    """The group of documents of T / n tokens at most, and the number of its members."""
+    shape, size = member.shape, member.size
+    firsts = (begins & member).reshape(-1)
+    limit = shape[0] * n * _SLOTS
+    starts = jnp.nonzero(firsts, size=limit, fill_value=size)[0]
+    own = lengths.reshape(-1)[jnp.minimum(starts, size - 1)]
+    index = jnp.maximum(jnp.cumsum(firsts) - 1, 0).reshape(shape)
+    group = DocumentGroup(
+        starts.astype(jnp.int32),
+        jnp.where(starts < size, own, 0).astype(jnp.int32),
+        index.astype(jnp.int32),
+        member,
+    )
+    return group, jnp.sum(firsts)
 
 
 def attend_forward(
@@ -181,7 +197,7 @@ def _in_parts(x: jax.Array, group: DocumentGroup) -> jax.Array:
 def by_token(lse: jax.Array, group: DocumentGroup) -> jax.Array:
     """Logsumexps [heads, B · T] from cuDNN's [M, heads, longest].
 
-    These are four times as many: so the forward pass keeps the former.
+    cuDNN's are four times as many, most of them unused. So residuals have these.
     """
     index = group.index.reshape(-1)
     offset = jnp.arange(index.size) - group.starts[index]
@@ -192,7 +208,10 @@ def by_token(lse: jax.Array, group: DocumentGroup) -> jax.Array:
 
 
 def by_document(lse: jax.Array, group: DocumentGroup) -> jax.Array:
-    """Logsumexps [M, heads, longest] from `by_token`; any after a last token."""
+    """Logsumexps [M, heads, longest] from `by_token`.
+
+    Behind a document's last token they are arbitrary, as cuDNN does not read them.
+    """
     token = group.starts[:, None] + jnp.arange(group.longest)
     token = jnp.minimum(token, lse.shape[1] - 1)
     return jnp.transpose(lse[:, token], (1, 0, 2))
