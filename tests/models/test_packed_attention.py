@@ -152,9 +152,9 @@ def test_offsets_above_32_bits_take_the_bias(rows, is_ragged):
     shapes = [(rows, 131_072, heads, 128) for heads in (32, 8, 8)]
     operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 
-    def attend(ids, *operands):
+    def attend(ids, query, key, value):
         sight = Sight(ids, packed=packed_attention.documents(ids))
-        return attention.attend_by_cudnn(*operands, sight, scale=0.1)
+        return attention.attend_by_cudnn(query, key, value, sight, scale=0.1)
 
     ids = jax.ShapeDtypeStruct((rows, 131_072), jnp.int32)
     jaxpr = str(jax.make_jaxpr(attend)(ids, *operands))
