@@ -19,17 +19,18 @@ from jaxmem.checkpoints.config_writer import (
     describe as describe,
     write_text_files as write_text_files,
 )
+from jaxmem.checkpoints.directories import copy_text_files as copy_text_files
 from jaxmem.checkpoints.merging import merge as merge, merge_codes as merge_codes
 from jaxmem.checkpoints.tokenizer_files import (
     Vocabulary as Vocabulary,
     add_end as add_end,
+    check_tokens as check_tokens,
     end_ids as end_ids,
     load_vocabulary as load_vocabulary,
     vocabulary_digest as vocabulary_digest,
 )
 from jaxmem.checkpoints.weight_files import (
     as_known as as_known,
-    copy_text_files as copy_text_files,
     kernels_of as kernels_of,
     load as load,
     read_weights as read_weights,

@@ -25,7 +25,12 @@ from jaxmem.checkpoints.config_reader import (
     read_object,
     write_object,
 )
-from jaxmem.checkpoints.directories import check_target, new_directory
+from jaxmem.checkpoints.directories import (
+    TOKENIZER_FILES,
+    check_target,
+    copy_text_files,
+    new_directory,
+)
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.tensors import Tensors, whole, write_tensors
@@ -34,7 +39,8 @@ from jaxmem.models.decoder import Decoder
 from jaxmem.models.lora import is_adapter
 from jaxmem.models.weights import by_path
 
-_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_BASE = "base_model_name_or_path"
 _RANK = integers(1, limit=2**16)
 # PEFT's keys that change what an adapter computes, with the only values implemented.
 _ONLY: dict[str, tuple] = {
@@ -73,22 +79,54 @@ _CHANGES_BASE = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class BaseName:
+    """The name of an adapter's base, as adapter_config.json records it."""
+
+    name: str  # OWNER/NAME of the Hub, or a directory's absolute path
+    revision: str | None = None  # of the Hub
+
+    @classmethod
+    def of(cls, base: str) -> "BaseName":
+        """The name of a base: its absolute path if it is a directory here."""
+        path = Path(base).expanduser()
+        is_directory = bool(base) and path.is_dir()
+        return cls(os.path.abspath(path) if is_directory else base)
+
+    @classmethod
+    def recorded(cls, directory: Path) -> "BaseName":
+        """The name that an adapter's directory records, relative paths as absolute."""
+        reader = Reader(directory / CONFIG, read_object(directory / CONFIG))
+        name = reader.take(_BASE, (str, type(None)), None)
+        revision = reader.take("revision", (str, type(None)), None)
+        return dataclasses.replace(cls.of(name or ""), revision=revision)
+
+    def keys(self) -> dict[str, str | None]:
+        """The keys of adapter_config.json that name it."""
+        return {_BASE: self.name, "revision": self.revision}
+
+
 def save_adapter(
     directory: str | Path,
     decoder: Decoder,
     *,
     base: str = "",
+    named: BaseName | None = None,
+    chat_template: str | Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Save only a decoder's adapters, in PEFT's layout.
+    """Save a decoder's adapters in PEFT's layout, with the tokenizer of their base.
 
     Args:
         directory: to create; it appears once it is complete.
         decoder: with `lora_rank` above 0.
-        base: name or directory of the adapted model, for those who load the adapter.
-            Modules have the names of its family if it is a directory, or else those of
-            the first family that has all adapted matrices, Llama's if possible. For a
-            multimodal model PEFT needs only the text part, as `save` writes it.
+        base: name or directory of the adapted model, for those who load the adapter. Of
+            a directory, the absolute path is recorded, tokenizer and chat template are
+            copied, and modules have the names of its family; or else those of the first
+            family that has all adapted matrices, Llama's if possible. For a multimodal
+            model PEFT needs only the text part, as `save` writes it.
+        named: how the base is recorded, for those who have no such directory.
+        chat_template: path of a template that replaces the base's.
         overwrite: True if an adapter that is there is replaced.
 
     Raises:
@@ -98,15 +136,34 @@ def save_adapter(
     if not config.lora_rank:
         raise CheckpointError(f"{target}: the decoder has no adapters to save")
     check_target(target, overwrite)
-    is_here = bool(base) and (Path(base).expanduser() / "config.json").exists()
-    family = read_config(base).family if is_here else _family_of_adapters(decoder)
+    source = Path(base).expanduser()
+    is_here = bool(base) and (source / "config.json").exists()
+    family = read_config(source).family if is_here else _family_of_adapters(decoder)
     _warn_of_confusion(target, decoder, family)
     with new_directory(target, overwrite) as unfinished:
         write_tensors(unfinished, _adapter_tensors(decoder, family), single=_TENSORS)
         if unfinished is not None:
-            described = _peft_config(decoder, family, base)
-            write_object(unfinished / _CONFIG, described)
+            described = _peft_config(decoder, family)
+            described |= (named or BaseName.of(base)).keys()
+            write_object(unfinished / CONFIG, described)
             base_record.write(unfinished, config)
+            if is_here:
+                copy_text_files(source, unfinished, chat_template, TOKENIZER_FILES)
+
+
+def base_of(directory: Path, advice: str) -> Path:
+    """The directory of the base that an adapter's directory names.
+
+    Raises:
+        CheckpointError: it is no checkpoint here; the message ends with the advice.
+    """
+    base = BaseName.recorded(directory)
+    if not base.name or not (Path(base.name) / "config.json").exists():
+        raise CheckpointError(
+            f"{directory / CONFIG}: {_BASE} {base.name!r} is not the directory of a "
+            f"checkpoint here; {advice}"
+        )
+    return Path(base.name)
 
 
 def _family_of_adapters(decoder: Decoder) -> Family:
@@ -153,7 +210,7 @@ def with_adapter(
     Raises:
         CheckpointError: the directory does not hold one of PEFT's plain LoRA adapters.
     """
-    path = Path(os.path.expanduser(directory)) / _CONFIG
+    path = Path(os.path.expanduser(directory)) / CONFIG
     model = base_record.with_recorded(model, path.parent)
     reader = Reader(path, read_object(path), _HARMLESS)
     kind = reader.take("peft_type", str)
@@ -486,7 +543,7 @@ def _adapter_tensors(
     yield from adapter_tensors.written(flat, naming)
 
 
-def _peft_config(decoder: Decoder, family: Family, base: str) -> dict[str, Any]:
+def _peft_config(decoder: Decoder, family: Family) -> dict[str, Any]:
     config, naming = decoder.config, names.Naming(family, decoder.config)
     sites = adapter_tensors.sites(by_path(decoder), naming)
     labels = _site_labels(sites, naming)
@@ -504,7 +561,6 @@ def _peft_config(decoder: Decoder, family: Family, base: str) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
         "rank_pattern": {k: n * config.lora_rank for k, n in times.items()},

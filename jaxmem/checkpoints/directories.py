@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxmem.base import processes
@@ -93,3 +93,23 @@ def foreign_in(target: Path) -> Path | None:
 def named_templates(directory: Path) -> list[Path]:
     """Files of a checkpoint's chat templates that have names, sorted."""
     return sorted((directory / TEMPLATES).glob("*.jinja"))
+
+
+def copy_text_files(
+    source: Path, directory: Path, chat_template: str | Path | None = None,
+    names: Sequence[str] = ("config.json", *TOKENIZER_FILES),
+) -> None:  # fmt: skip
+    """Copy all that says how a checkpoint's model reads text: config and tokenizer.
+
+    The path of a chat template replaces all templates of the source.
+    """
+    for name in names:
+        if (source / name).exists():
+            shutil.copyfile(source / name, directory / name)
+    if chat_template is not None:
+        template = Path(os.path.expanduser(chat_template))
+        shutil.copyfile(template, directory / "chat_template.jinja")
+        return
+    for template in named_templates(source):
+        (directory / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(template, directory / TEMPLATES / template.name)

@@ -45,14 +45,14 @@ class Vocabulary(NamedTuple):
         return [encoding.ids for encoding in encoded]
 
 
-def load_vocabulary(directory: str | Path) -> Vocabulary:
-    """Load `tokenizer.json` from a checkpoint's directory.
+def load_vocabulary(directory: str | Path, beside: Path | None = None) -> Vocabulary:
+    """Load `tokenizer.json` from a checkpoint's directory, or from another `beside`.
 
     Raises:
         CheckpointError: the file is missing, or has ids that the model lacks.
     """
     config = read_config(directory)
-    path = config.path.parent / "tokenizer.json"
+    path = (beside or config.path.parent) / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(f"{path}: missing; {_how_to_convert(path.parent)}")
     try:
@@ -68,6 +68,30 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     # Some templates also add eos; the caller adds it where it belongs.
     start = start[:-1] if start[-1:] == (eos,) else start
     return Vocabulary(tokenizer, start, eos, absent)
+
+
+def check_tokens(adapter: Path, base: Path) -> None:
+    """Raise if the tokenizer beside an adapter has other tokens than its base's.
+
+    Raises:
+        CheckpointError: texts are read by the base's tokenizer, which lacks them.
+    """
+    path, known = adapter / "tokenizer.json", base / "tokenizer.json"
+    if not (path.exists() and known.exists()):
+        return
+    if path.read_bytes() == known.read_bytes():
+        return
+    ours, theirs = (load_vocabulary(base, x.parent).tokenizer for x in (path, known))
+    differing = {
+        token for token, _ in ours.get_vocab().items() ^ theirs.get_vocab().items()
+    }
+    if differing:
+        token = min(differing)
+        raise CheckpointError(
+            f"{path}: token {messages.short(token)} has the id "
+            f"{ours.token_to_id(token)}, and {theirs.token_to_id(token)} in {known}; "
+            "merge adapter and base with PEFT, and use what it saves"
+        )
 
 
 def _without_absent(text: str, rows: int) -> tuple[str, tuple[str, ...]]:

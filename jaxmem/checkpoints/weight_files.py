@@ -2,8 +2,7 @@
 
 import dataclasses
 import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from jaxmem.checkpoints.coded_files import StoredCodes
 from jaxmem.checkpoints.config_reader import CheckpointError, write_object
 from jaxmem.checkpoints.config_writer import FREE, Text, describe, write_text_files
 from jaxmem.checkpoints.directories import (
-    TEMPLATES,
     TOKENIZER_FILES,
     check_target,
-    named_templates,
+    copy_text_files,
     new_directory,
 )
 from jaxmem.checkpoints.encoding import EncodedKernels
@@ -417,23 +415,3 @@ def _write_config(directory: Path, raw: Mapping[str, Any], dtype: str) -> None:
     ids = {kind: raw[kind] for kind in kinds if raw.get(kind) is not None}
     # The other checkpoint's file replaces it, if there is one.
     write_object(directory / "generation_config.json", ids)
-
-
-def copy_text_files(
-    source: Path, directory: Path, chat_template: str | Path | None = None,
-    names: Sequence[str] = ("config.json", *TOKENIZER_FILES),
-) -> None:  # fmt: skip
-    """Copy all that says how a checkpoint's model reads text: config and tokenizer.
-
-    The path of a chat template replaces all templates of the source.
-    """
-    for name in names:
-        if (source / name).exists():
-            shutil.copyfile(source / name, directory / name)
-    if chat_template is not None:
-        template = Path(os.path.expanduser(chat_template))
-        shutil.copyfile(template, directory / "chat_template.jinja")
-        return
-    for template in named_templates(source):
-        (directory / TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(template, directory / TEMPLATES / template.name)

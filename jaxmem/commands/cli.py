@@ -283,8 +283,9 @@ def _export(arguments: argparse.Namespace) -> int:
     with _require_extra("exporting", "train"):
         from jaxmem.train import export, saved
     code = saved.Code(arguments.factory, arguments.trust_code)
-    options = {"merge": arguments.merge, "dtype": arguments.dtype, "code": code}
-    print(export.export(arguments.path, arguments.out, **options))
+    names = "merge", "base", "dtype"
+    options = {name: getattr(arguments, name) for name in names}
+    print(export.export(arguments.path, arguments.out, code=code, **options))
     return 0
 
 

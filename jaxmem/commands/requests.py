@@ -93,6 +93,11 @@ def add_export(commands: Any, command: Callable) -> None:
     export.add_argument("path", metavar="DIR", help="run, checkpoint or adapter")
     export.add_argument("--out", required=True, help="directory to create")
     export.add_argument("--merge", action="store_true", help="adapters into matrices")
+    export.add_argument(
+        "--base",
+        metavar="OWNER/NAME",
+        help="base that the adapter records, in the Hub or a directory; its own",
+    )
     export.add_argument("--dtype", choices=DTYPES, help="of the saved weights")
     for flag, options in CODE.items():
         export.add_argument(flag, **options)

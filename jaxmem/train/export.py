@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
+from jaxmem.checkpoints.adapters import BaseName
 from jaxmem.checkpoints.directories import new_directory
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.own_model import LanguageModel, OwnModel
@@ -19,6 +20,7 @@ def export(
     out: str,
     *,
     merge: bool = False,
+    base: str | None = None,
     dtype: str | None = None,
     code: saved.Code = saved.OF_USER,
 ) -> str:
@@ -30,6 +32,8 @@ def export(
         merge: add adapters to the matrices that they adapt; without it they are saved
             alone, in PEFT's layout. Codes of a base are decoded in both cases but this
             last one.
+        base: name of the base that the adapter is to record, a directory or, in the
+            Hub, OWNER/NAME; None: as it is recorded, or the one that it was trained on.
         dtype: of the saved weights of a whole model; None: as they are stored.
         code: of the model of a run, which may be run.
 
@@ -40,30 +44,76 @@ def export(
     if os.path.lexists(target):
         raise CheckpointError(f"{target}: exists; name another --out")
     with saved.opened(path, code=code) as source:
-        decoder, base = source.load(dtype), source.directory
+        decoder, directory = source.load(dtype), source.directory
         rank = decoder.config.lora_rank
         if merge and not rank:
             raise CheckpointError(f"{path}: has no adapter to merge")
+        if base is not None and (merge or not rank):
+            raise CheckpointError(
+                f"--base={base} is what an adapter records, and this export is of a "
+                "whole model: leave it out"
+            )
         if isinstance(decoder, OwnModel):
             return _save_own_model(target, decoder, source, dtype)
         if rank and not merge:
             if dtype is not None:
                 raise CheckpointError("--dtype is for a whole model, as with --merge")
-            checkpoints.save_adapter(target, decoder, base=str(base))
-            results.add_end(target, source.end_of_turn, base)
-            return f"saved in {target}: an adapter of {base}{_name_codes(decoder)}"
-        merged, lines = _merge(decoder, base)
+            named = _save_adapter(target, decoder, source, base).name
+            return f"saved in {target}: an adapter of {named}{_name_codes(decoder)}"
+        merged, lines = _merge(decoder, directory)
         checkpoints.save(
             target,
             merged,
-            like=base,
+            like=directory,
             dtype=dtype,
             chat_template=source.chat_template,
         )
-        results.add_end(target, source.end_of_turn)
-        if source.adapter is not None and (source.adapter / _ENDS).exists():
-            shutil.copy(source.adapter / _ENDS, target)
+        _add_ends(target, source)
     return "\n".join([f"saved in {target}, for transformers to load", *lines])
+
+
+def _save_adapter(
+    target: Path, decoder: Decoder, source: saved.Saved, name: str | None
+) -> BaseName:
+    """Save adapters alone; return the base that they record, `name` if it is given."""
+    base = BaseName.of(str(source.directory))
+    if name is not None:
+        base = _checked_base(name)
+    elif source.adapter is not None:
+        base = BaseName.recorded(source.adapter)
+    checkpoints.save_adapter(
+        target,
+        decoder,
+        base=str(source.directory),
+        named=base,
+        chat_template=source.chat_template,
+    )
+    _add_ends(target, source, source.directory)
+    return base
+
+
+def _checked_base(name: str) -> BaseName:
+    """The base that --base names: a checkpoint's directory, or OWNER/NAME[@REVISION].
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    if (Path(name).expanduser() / "config.json").exists():
+        return BaseName.of(name)
+    owned, _, revision = name.removeprefix("hf://").partition("@")
+    if not checkpoints.is_hub_name(owned):
+        raise CheckpointError(
+            f"--base={name}: neither a checkpoint (config.json) nor the name of a "
+            "model of the Hub, OWNER/NAME or OWNER/NAME@REVISION"
+        )
+    return BaseName(owned, revision or None)
+
+
+def _add_ends(target: Path, source: saved.Saved, like: Path | None = None) -> None:
+    """Name in a saved directory the tokens that ended the turns it learned from."""
+    results.add_end(target, source.end_of_turn, like)
+    if source.adapter is not None and (source.adapter / _ENDS).exists():
+        shutil.copy(source.adapter / _ENDS, target)
 
 
 def _name_codes(decoder: LanguageModel) -> str:

@@ -51,7 +51,11 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
     if decoder.config.lora_rank:
         target = directory / "adapter"
         checkpoints.save_adapter(
-            target, known(decoder), base=source or "", overwrite=True
+            target,
+            known(decoder),
+            base=source or "",
+            chat_template=job.reads.chat_template,
+            overwrite=True,
         )
         if source is not None:
             add_end(target, job.reads.end_of_turn(), Path(source).expanduser())

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmem import checkpoints
-from jaxmem.base import json_files, messages, user_code
-from jaxmem.checkpoints import CheckpointError
+from jaxmem.base import messages, user_code
+from jaxmem.checkpoints import CheckpointError, adapters
 from jaxmem.models.own_model import LanguageModel, OwnModel
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.train import configuration, results
@@ -183,20 +183,23 @@ def _describe_missing_model(directory: Path) -> str:
 
 def _open_files(directory: Path, adapter: str | Path | None) -> Saved:
     if not (directory / _ADAPTER).exists():
-        return Saved(directory, None if adapter is None else Path(adapter))
+        if adapter is None:
+            return Saved(directory)
+        return _with_adapter(directory, Path(adapter).expanduser())
     if adapter is not None:
         raise CheckpointError(
             f"--adapter is for a checkpoint, and {directory} is an adapter; merge it "
             f"first: jaxmem export {directory} --merge --out NEW"
         )
-    described = directory / _ADAPTER
-    base = json_files.read_object(described).get("base_model_name_or_path")
-    if not isinstance(base, str) or not (Path(base) / "config.json").exists():
-        raise CheckpointError(
-            f"{described}: base_model_name_or_path {base!r} is not the directory of a "
-            f"checkpoint here; name the checkpoint, with --adapter {directory}"
-        )
-    return Saved(Path(base), directory)
+    advice = f"name the checkpoint, with --adapter {directory}"
+    return _with_adapter(adapters.base_of(directory, advice), directory)
+
+
+def _with_adapter(base: Path, adapter: Path) -> Saved:
+    """A checkpoint with an adapter, whose own chat template replaces the base's."""
+    checkpoints.check_tokens(adapter, base)
+    template = adapter / "chat_template.jinja"
+    return Saved(base, adapter, None, str(template) if template.exists() else None)
 
 
 @contextlib.contextmanager
