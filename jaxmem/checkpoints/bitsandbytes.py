@@ -155,12 +155,12 @@ class Nf4Matrix:
 
     def scales(self, rows: slice = _ALL) -> np.ndarray:
         """Scales float32 [rows, inputs / 64] of some rows; uint8 codes if nested."""
-        count = self.shape[0] * self.groups
-        dtype = "U8" if self.is_nested else "F32"
-        index = (_times(rows, self.groups),)
-        stored = self.tensors.read_stored(
-            f"{self.name}.absmax", (count,), index, (dtype,)
-        )
+        name, count = f"{self.name}.absmax", self.shape[0] * self.groups
+        part = _times(rows, self.groups)
+        if self.is_nested:
+            stored = self.tensors.read_stored(name, (count,), (part,), ("U8",))
+        else:
+            stored = _read_scales(self.tensors, name, count, part)
         return stored.reshape(-1, self.groups)
 
     @functools.cached_property
@@ -175,7 +175,8 @@ class Nf4Matrix:
                 f"nested_offset must be a float32, got {messages.short(offset)}",
             )  # fmt: skip
         self._check_table(".nested_quant_map", DYNAMIC)
-        factors = self._read_all(".nested_absmax", -(-blocks // NESTED))
+        name, count = f"{self.name}.nested_absmax", -(-blocks // NESTED)
+        factors = _read_scales(self.tensors, name, count)
         return NestedScales(factors, np.asarray(offset, np.float32))
 
     def nested_array(self, name: str) -> np.ndarray:
@@ -205,12 +206,12 @@ class Nf4Matrix:
 
     def _check_table(self, end: str, values: np.ndarray) -> None:
         """Raise for another table of the values of codes."""
-        if not np.allclose(self._read_all(end, len(values)), values, 0, 1e-6):
+        stored = self.tensors.read_stored(
+            self.name + end, (len(values),), (_ALL,), ("F32",)
+        )
+        if not np.allclose(stored, values, 0, 1e-6):
             name = "nf4" if values is NF4 else "the dynamic type"
             raise _error(self.tensors, self.name + end, f"has other values than {name}")
-
-    def _read_all(self, end: str, count: int) -> np.ndarray:
-        return self.tensors.read_stored(self.name + end, (count,), (_ALL,), ("F32",))
 
 
 class Int8Matrix:
@@ -234,8 +235,8 @@ class Int8Matrix:
 
     def scales(self, rows: slice = _ALL) -> np.ndarray:
         """Scales float32 [rows] of some rows."""
-        name, count = f"{self._module}SCB", (self.shape[0],)
-        return self.tensors.read_stored(name, count, (rows,), ("F32",)) / 127
+        name = f"{self._module}SCB"
+        return _read_scales(self.tensors, name, self.shape[0], rows) / 127
 
     def nested_array(self, name: str) -> np.ndarray:
         """Raise a KeyError: 8 bits have no double quantisation."""
@@ -254,6 +255,22 @@ def _times(rows: slice, width: int) -> slice:
     """The slice of flat elements of rows of a width."""
     start = None if rows.start is None else rows.start * width
     return slice(start, None if rows.stop is None else rows.stop * width)
+
+
+def _read_scales(
+    tensors: Tensors, name: str, count: int, part: slice = _ALL
+) -> np.ndarray:
+    """Part of a tensor of `count` scales in float32, each finite and not negative."""
+    scales = tensors.read_stored(name, (count,), (part,), ("F32",))
+    damaged = np.flatnonzero(~((scales >= 0) & np.isfinite(scales)))
+    if damaged.size:
+        number, value = (part.start or 0) + damaged[0], scales[damaged[0]]
+        raise _error(
+            tensors, name,
+            f"entry {number:,} is {value}; a scale is finite and at least 0: the file "
+            "is damaged, download it again",
+        )  # fmt: skip
+    return scales
 
 
 def _read_state(tensors: Tensors, name: str, shape: tuple[int, ...]) -> dict[str, Any]:

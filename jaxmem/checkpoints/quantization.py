@@ -33,6 +33,11 @@ def read_coding(reader: Reader) -> str | None:
         method = "bitsandbytes"  # older files have no method
     if method != "bitsandbytes":
         raise _refusal(reader, method, config)
+    if config.get("load_in_4bit") is True and config.get("load_in_8bit") is True:
+        raise reader.error(
+            f"{KEY} has both load_in_4bit and load_in_8bit; set the one that the "
+            "matrices are not coded in to false"
+        )
     if config.get("load_in_8bit") is True:
         return "int8"
     if config.get("load_in_4bit") is not True:

@@ -365,6 +365,10 @@ NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
             "coded in bitsandbytes' 4, which is not",
         ),
         ({"quant_method": "bitsandbytes"}, "loads neither 4 nor 8 bits"),
+        (
+            {"load_in_4bit": True, "load_in_8bit": True},
+            "has both load_in_4bit and load_in_8bit; set the one that",
+        ),
     ],
 )
 def test_other_codings_are_refused_by_name(coding, message, tmp_path):

@@ -371,6 +371,14 @@ def removed(end):
         (edited(shape=[64, 320]), r"shape must be \[320, 64\], got \[64, 320\]"),
         (edited(nested_offset=None), "nested_offset must be a float32, got None"),
         (edited(nested_offset=10**300), "nested_offset must be a float32, got <int"),
+        (
+            replaced(".nested_absmax", np.array([1, np.nan], "f")),
+            r"\.nested_absmax: entry 1 is nan; a scale is finite and at least 0",
+        ),
+        (
+            replaced(".nested_absmax", np.array([-1, 1], "f")),
+            r"\.nested_absmax: entry 0 is -1\.0; a scale is",
+        ),
     ],
 )
 def test_damaged_matrix_is_refused_with_its_tensor(change, message, tmp_path):
@@ -378,6 +386,31 @@ def test_damaged_matrix_is_refused_with_its_tensor(change, message, tmp_path):
     match = rf"model.safetensors: tensor {GATE}.*{message}"
     with pytest.raises(CheckpointError, match=match):
         checkpoints.load(directory)
+
+
+def damaged_entry(name, entry, value):
+    """A change of one scale."""
+
+    def change(tensors):
+        tensors[name] = tensors[name].copy()
+        tensors[name][entry] = value
+
+    return change
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1.0"])
+@pytest.mark.parametrize(
+    "directory, end", [("qwen3_nf4", "weight.absmax"), ("qwen3_int8", "SCB")]
+)
+@pytest.mark.parametrize("options", [{}, {"base": None}])
+def test_damaged_scale_is_refused_with_its_tensor(
+    value, directory, end, options, tmp_path
+):
+    name = f"model.layers.0.mlp.gate_proj.{end}"
+    change = damaged_entry(name, 5, float(value))
+    match = f"model.safetensors: tensor {name}: entry 5 is {value}; a scale is finite"
+    with pytest.raises(CheckpointError, match=match):
+        checkpoints.load(changed(copied(directory, tmp_path), change), **options)
 
 
 def test_coded_vector_is_refused(tmp_path):
