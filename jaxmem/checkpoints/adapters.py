@@ -158,7 +158,13 @@ def base_of(directory: Path, advice: str) -> Path:
         CheckpointError: it is no checkpoint here; the message ends with the advice.
     """
     base = BaseName.recorded(directory)
-    if not base.name or not (Path(base.name) / "config.json").exists():
+    if not base.name:
+        raise CheckpointError(
+            f"{directory / CONFIG}: {_BASE} is empty, as for an adapter of random "
+            "weights (model.checkpoint=None), which only a run with checkpoints "
+            f"(run.checkpoint_every) can draw again: name that run, or {advice}"
+        )
+    if not (Path(base.name) / "config.json").exists():
         raise CheckpointError(
             f"{directory / CONFIG}: {_BASE} {base.name!r} is not the directory of a "
             f"checkpoint here; {advice}"

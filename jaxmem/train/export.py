@@ -58,9 +58,14 @@ def export(
         if rank and not merge:
             if dtype is not None:
                 raise CheckpointError("--dtype is for a whole model, as with --merge")
+            if source.is_drawn:
+                raise CheckpointError(
+                    f"{path}: the adapters are of random weights (model.checkpoint="
+                    "None), which an adapter alone lacks; add --merge"
+                )
             named = _save_adapter(target, decoder, source, base).name
             return f"saved in {target}: an adapter of {named}{_name_codes(decoder)}"
-        merged, lines = _merge(decoder, directory)
+        merged, lines = _merge(decoder, source)
         checkpoints.save(
             target,
             merged,
@@ -122,17 +127,18 @@ def _name_codes(decoder: LanguageModel) -> str:
     return "" if base is None else f", whose matrices are in {base}"
 
 
-def _merge(decoder: Decoder, base: Path) -> tuple[Decoder, list[str]]:
+def _merge(decoder: Decoder, source: saved.Saved) -> tuple[Decoder, list[str]]:
     """The decoder without adapters and codes, and a line about lost precision."""
-    config = decoder.config
+    config, base = decoder.config, source.directory
     if config.base is None:
         return checkpoints.merge(decoder) if config.lora_rank else decoder, []
     original = None
-    if checkpoints.read_config(base).coding is None:
+    if not source.is_drawn and checkpoints.read_config(base).coding is None:
         original = checkpoints.kernels_of(base, config.param_dtype)
     merged = checkpoints.merge_codes(decoder, original)
+    model = "random weights" if source.is_drawn else str(base)
     line = (
-        f"matrices are those of the {config.base} codes of {base}, and not of the "
+        f"matrices are those of the {config.base} codes of {model}, and not of the "
         "16-bit model that was coded"
     )
     if merged.coding is not None:

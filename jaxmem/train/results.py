@@ -74,6 +74,12 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
     stored = decoder.config.param_dtype
     if not decoder.config.lora_rank and precision.is_narrower(stored, decoder):
         line += f"; weights are in {stored} there (model.param_dtype)"
+    if decoder.config.lora_rank and source is None:
+        line = (
+            f"saved in {files.shown(target)}: adapters of random weights "
+            "(model.checkpoint=None), which the run's checkpoints alone have; jaxmem "
+            "export --merge saves the whole model"
+        )
     adapts = source if decoder.config.lora_rank else None
     if decoder.config.lora_rank and decoder.config.base is not None:
         line += f"; adapters of a base in {decoder.config.base}"

@@ -86,6 +86,11 @@ class Saved(NamedTuple):
     files: tuple[Path, ...] = ()  # files that the decoder was read from
     end_of_turn: str | None = None  # token that ends turns, of conversations
 
+    @property
+    def is_drawn(self) -> bool:
+        """True if no file has the frozen weights: a run drew them from its seed."""
+        return self.decoder is not None and self.decoder.config.checkpoint is None
+
     def load(self, dtype: str | None = None, base: str | None = None) -> LanguageModel:
         """The decoder, with its adapter; `base` codes matrices that are in 16 bits.
 
@@ -117,7 +122,8 @@ def opened(
     """Find the model in a directory.
 
     The model of a run is its result, `model` or `adapter`, or its newest checkpoint if
-    that is newer. The directory is not changed.
+    that is newer, or if the adapter's base is random weights. The directory is not
+    changed.
 
     Args:
         path: directory of a checkpoint, an adapter in PEFT's layout, or a run.
@@ -132,7 +138,7 @@ def opened(
     directory = Path(os.path.expanduser(path))
     step = checkpoint.newest(directory / "checkpoints")
     result = next(filter(Path.exists, _result_files(directory)), None)
-    if result is not None and not _is_newer(directory, step, result):
+    if result is not None and not _lacks_something(directory, step, result):
         code.check_unused(directory)
         yield _open_files(result.parent, adapter)
     elif step is None:
@@ -154,10 +160,13 @@ def _result_files(directory: Path) -> Iterator[Path]:
     yield directory / "adapter" / _ADAPTER
 
 
-def _is_newer(directory: Path, step: int | None, result: Path) -> bool:
-    """True if a run went on after it had left a model."""
+def _lacks_something(directory: Path, step: int | None, result: Path) -> bool:
+    """True if a run's checkpoint has what its result lacks: later steps, or a base."""
     if step is None or result.parent == directory:
         return False
+    is_adapter = result.name == _ADAPTER
+    if is_adapter and not adapters.BaseName.recorded(result.parent).name:
+        return True
     saved = directory / "checkpoints" / str(step)
     return saved.stat().st_mtime > result.stat().st_mtime
 

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from jaxmem.checkpoints import CheckpointError
 from jaxmem.commands import cli
-from jaxmem.train import configuration, jobs
+from jaxmem.train import configuration, jobs, saved
+from tests.helpers.decoders import whole as hidden_states
 from tests.helpers.runs import refused
 
 TINY = """
@@ -119,3 +121,39 @@ def test_program_refuses_decode_base_without_base():
     job = jobs.job_of(configuration.load("configs/grpo_arithmetic.gin", named)[0])
     with pytest.raises(ValueError, match="decode_base=True must stay False without mo"):
         job.make_program(job.vocabulary())
+
+
+@pytest.mark.full
+def test_finished_run_on_random_codes_is_exported_whole(gin, monkeypatch, capsys):
+    monkeypatch.chdir(gin.parent)
+    losses(gin, "run", "run.steps=2")
+    said = capsys.readouterr().out
+    assert "run/adapter: adapters of random weights (model.checkpoint=None)" in said
+    assert cli.main(["generate", "run", "word1", "--max-new-tokens", "2"]) == 0
+    assert cli.main(["export", "run", "--out", "adapter"]) == 2
+    assert "the adapters are of random weights (model." in capsys.readouterr().err
+    assert cli.main(["export", "run", "--merge", "--out", "whole"]) == 0
+    assert "are those of the nf4 codes of random weights, and not of" in (
+        capsys.readouterr().out
+    )
+    with saved.opened("run") as running, saved.opened("whole") as whole:
+        tokens = np.arange(8)[None]
+        right, made = (
+            place.load("float32").logits(hidden_states(place.load("float32"), tokens))
+            for place in (running, whole)
+        )
+    np.testing.assert_allclose(made, right, atol=1e-4)
+
+
+def test_adapter_of_random_weights_names_its_run(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    described = tmp_path / "adapter" / "adapter_config.json"
+    described.write_text('{"base_model_name_or_path": ""}')
+    for directory in (tmp_path, described.parent):
+        with (
+            pytest.raises(
+                CheckpointError, match="is empty, as for an adapter of random w"
+            ),
+            saved.opened(directory),
+        ):
+            pass
