@@ -31,6 +31,7 @@ from jaxmem.checkpoints.tokenizer_files import (
 )
 from jaxmem.checkpoints.weight_files import (
     as_known as as_known,
+    configured as configured,
     kernels_of as kernels_of,
     load as load,
     read_weights as read_weights,

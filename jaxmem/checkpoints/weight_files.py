@@ -80,6 +80,36 @@ def load(
     >>> decoder.config.qk_norm, decoder.embed.embedding.dtype
     (True, dtype(bfloat16))
     """
+    config = configured(
+        directory, dtype=dtype, param_dtype=param_dtype, adapter=adapter, **options
+    )
+    model = config.model
+    shapes = _abstract_decoder(model, head, policy)
+    weights = _read_weights(config, model, shapes, sharding)
+    if adapter is not None:
+        whole = {SAVED[name] for name in model.lora_saved}
+        expected = {
+            k: v for k, v in by_path(shapes).items() if lora.is_adapter(k) or k in whole
+        }
+        base = traverse_util.flatten_dict(weights, sep="/")
+        read = read_adapter(adapter, names.Naming(config.family, model), expected, base)
+        added = traverse_util.unflatten_dict(read, sep="/")
+        weights = join_weights(weights, added)
+    return nnx.merge(nnx.split(shapes)[0], weights)
+
+
+def configured(
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    param_dtype: str | None = None,
+    adapter: str | Path | None = None,
+    **options: Any,
+) -> CheckpointConfig:
+    """The config of a checkpoint, with the `ModelConfig` of what `load` returns.
+
+    No weight is read. Arguments and errors are those of `load`.
+    """
     config = read_config(directory)
     stored = config.dtype or "float32"
     if stored not in DTYPES and (dtype is None or param_dtype is None):
@@ -99,18 +129,7 @@ def load(
     if adapter is not None:
         model = with_adapter(model, config.family, adapter)
         model = dataclasses.replace(model, **options)  # they prevail over its base
-    shapes = _abstract_decoder(model, head, policy)
-    weights = _read_weights(config, model, shapes, sharding)
-    if adapter is not None:
-        whole = {SAVED[name] for name in model.lora_saved}
-        expected = {
-            k: v for k, v in by_path(shapes).items() if lora.is_adapter(k) or k in whole
-        }
-        base = traverse_util.flatten_dict(weights, sep="/")
-        read = read_adapter(adapter, names.Naming(config.family, model), expected, base)
-        added = traverse_util.unflatten_dict(read, sep="/")
-        weights = join_weights(weights, added)
-    return nnx.merge(nnx.split(shapes)[0], weights)
+    return dataclasses.replace(config, model=model)
 
 
 def read_weights(

@@ -156,7 +156,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # argparse accepts overrides either before or after flags, but not both.
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if overrides != rest or (rest and "overrides" not in arguments):
-        parser.error(f"unrecognized arguments: {messages.cut(' '.join(rest))}")
+        hint = ""
+        if arguments.command is _plan:
+            hint = "; options of a job are overrides here, such as base=nf4"
+        parser.error(f"unrecognized arguments: {messages.cut(' '.join(rest))}{hint}")
     if rest:
         arguments.overrides += rest
     if arguments.command is _train and arguments.file is None:

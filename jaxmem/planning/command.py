@@ -16,7 +16,7 @@ from jaxmem import devices
 from jaxmem.planning import analytic, picture, plans, search
 from jaxmem.planning.analytic import ShapedPlan
 from jaxmem.planning.plans import Plan
-from jaxmem.planning.scoring import Scoring
+from jaxmem.planning.scoring import PLANNED, Scoring
 from jaxmem.score.run import ScoreConfig
 from jaxmem.train import configuration
 from jaxmem.train.jobs import Job, job_of
@@ -65,13 +65,12 @@ def load(path: Path, overrides: Sequence[str]) -> Job | Scoring:
     """The job of a gin file, or the scoring run of a checkpoint's directory."""
     if not path.is_dir():
         return job_of(configuration.load(path, overrides)[0])
-    fields = {field.name for field in dataclasses.fields(ScoreConfig)}
     options: dict[str, Any] = {}
     for override in overrides:
         key, _, value = override.partition("=")
-        if key not in fields:
+        if key not in PLANNED:
             raise ValueError(
-                f"override {override!r}: scoring has {', '.join(sorted(fields))}"
+                f"override {override!r}: a plan of scoring reads {', '.join(PLANNED)}"
             )
         options[key] = _parse_value(value)
     return Scoring(ScoreConfig(str(path), "planned.jsonl", **options))

@@ -1,6 +1,5 @@
 """The program of a scoring run, for `jaxmem plan DIRECTORY`."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -11,8 +10,14 @@ from jaxmem import checkpoints
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.score.run import ScoreConfig
-from jaxmem.score.teacher_columns import TeacherColumns, token_columns
+from jaxmem.score.teacher_columns import token_columns
 from jaxmem.train.phases import Phase, Programs
+
+# Fields of ScoreConfig that a program depends on.
+PLANNED = (
+    "adapter", "base", "chunk", "dtype", "max_tokens", "sample_ids", "temperature",
+    "top_k",
+)  # fmt: skip
 
 
 class Scoring:
@@ -26,17 +31,21 @@ class Scoring:
     def plan(self) -> Programs:
         """A forward pass of one micro-batch of the widest rows, on one device."""
         config = self.config
-        described = checkpoints.read_config(config.model)
-        dtype = config.dtype or described.dtype or "float32"
-        model = dataclasses.replace(described.model, dtype=dtype, param_dtype=dtype)
+        options: dict[str, Any] = {} if config.base is None else {"base": config.base}
+        described = checkpoints.configured(
+            config.model, dtype=config.dtype, param_dtype=config.dtype,
+            adapter=config.adapter, **options,
+        )  # fmt: skip
+        model, columns = described.model, config.columns
         head = HeadConfig(chunk=config.chunk)
         decoder = nnx.eval_shape(lambda: Decoder(model, head, rngs=nnx.Rngs(0)))
         width = min(config.max_tokens, described.max_positions)
         ids = jax.ShapeDtypeStruct((config.max_tokens // width, width), "int32")
+        key = jax.eval_shape(lambda: columns.key(0, 0)) if columns else None
         phase = Phase(
             "forward",
             functools.partial(
-                token_columns.trace, decoder, ids, ids, ids, ids, None, TeacherColumns()
+                token_columns.trace, decoder, ids, ids, ids, ids, key, columns
             ),
             {"weights": nnx.state(decoder)},
             tokens=ids.size,

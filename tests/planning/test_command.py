@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import pathlib
 
+import jax
 import pytest
 
-from jaxmem import devices
+from jaxmem import checkpoints, devices
 from jaxmem.commands import cli
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.training_head import HeadConfig
+from jaxmem.models.weights import by_path
 from jaxmem.planning import analytic, command, roofline, search
 from jaxmem.planning.accounts import Account
 from jaxmem.train import configuration
@@ -286,6 +289,39 @@ def test_shapes_have_the_copy_of_a_head_in_8_bits():
         for forward in ("exact", "int8")
     ]
     assert sizes[1] - sizes[0] == 1000 * (64 + 4 + 32)
+
+
+CODED = "tests/checkpoints/bitsandbytes/"
+
+
+def weights_of_scoring(*words):
+    """Bytes of the weights in a plan of scoring."""
+    (phase,) = command.load(pathlib.Path(words[0]), words[1:]).plan().phases
+    return device_bytes(phase.arguments["weights"])
+
+
+@pytest.mark.parametrize(
+    "directory, options", [(SCORE, {"base": "int8"}), (CODED + "qwen3_nf4", {})]
+)
+def test_scoring_counts_the_codes_of_a_base(directory, options):
+    arrays = by_path(checkpoints.load(directory, **options)).values()
+    words = [f"{key}={value}" for key, value in options.items()]
+    assert weights_of_scoring(directory, *words) == sum(x.nbytes for x in arrays)
+
+
+def test_scoring_reads_columns_and_refuses_what_changes_no_program(capsys):
+    job = command.load(pathlib.Path(SCORE), ("sample_ids=4", "max_tokens=64"))
+    (phase,) = job.plan().phases
+    assert any(
+        out.shape == (1, 64, 4) for out in jax.tree.leaves(phase.traced.out_info)
+    )
+    status, said = planned(capsys, SCORE, "stride=4")
+    assert status == 2 and "'stride=4': a plan of scoring reads adapter, b" in said.err
+    status, said = planned(capsys, CODED + "qwen3_nf4", "base=int8")
+    assert status == 2 and "coded in nf4, and base='int8' is another" in said.err
+    with pytest.raises(SystemExit):
+        planned(capsys, SCORE, "--base", "nf4")
+    assert "overrides here, such as base=nf4" in capsys.readouterr().err
 
 
 def test_plan_of_scoring_without_a_compiler(capsys, monkeypatch):
