@@ -49,10 +49,6 @@ HEADS = (
     ((8192, 4096, 50257), "token_stats"),
 )
 
-# Variants of results/cards_h200.csv that nobody has measured since the decoding of
-# 4 bits takes no constants of a matrix's size.
-BEFORE_DECODING = ("nf4, full, 4 rows",)
-
 
 def row_of(source, case, number, recorded, predicted, **others) -> dict:
     """One number, in GiB; `miss` where it is off by more than the bound."""
@@ -199,8 +195,7 @@ def of_shapes() -> Iterator[dict]:
     device = devices.find("h200")
     with tempfile.TemporaryDirectory() as folder, devices.stand_in(device.name):
         for row in results.read("cards_h200.csv"):
-            is_jax = row["side"] == "jax" and row["device_peak_gib"]
-            if is_jax and row["variant"] not in BEFORE_DECODING:
+            if row["side"] == "jax" and row["device_peak_gib"]:
                 job = card_job(row, pathlib.Path(folder))
                 case = " ".join(row[k] for k in ("model", "training", "lengths"))
                 yield shaped_row(f"{case}: {row['variant']}", row, job, device)

@@ -85,9 +85,10 @@ def test_ranges_by_shapes_have_what_was_measured():
 
 
 def test_expected_bytes_by_shapes_within_bound_or_a_known_reason():
-    """Packed documents and unrolled loops take more than a loop over whole rows."""
+    """Packed documents, unrolled loops and scores of attention in XLA take more."""
     off = [row["case"] for row in SHAPES if abs(float(row["error"])) > BOUND]
-    assert all("chat" in case or "no loop" in case for case in off)
+    known = ("chat", "no loop", "gpt-oss")
+    assert all(any(reason in case for reason in known) for case in off)
 
 
 def test_recorded_peaks_of_shapes_are_those_of_the_records():
