@@ -108,11 +108,36 @@ def test_version_and_help_need_the_core_only(directory):
     assert "Traceback" not in training[2]
 
 
-def test_extra_outside_a_clone_names_distribution(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("record", "requirement"),
+    [
+        (None, "'jaxmem[train]'"),  # of an index
+        (
+            {
+                "url": "https://example.org/jaxmem",
+                "vcs_info": {"vcs": "git", "commit_id": "0a1b"},
+            },
+            "'jaxmem[train] @ git+https://example.org/jaxmem@0a1b'",
+        ),
+        (
+            {"url": "file:///jaxmem-1.whl", "archive_info": {}},
+            "'jaxmem[train] @ file:///jaxmem-1.whl'",
+        ),
+    ],
+)
+def test_extra_outside_a_clone_names_what_was_installed(
+    record, requirement, monkeypatch, tmp_path
+):
     monkeypatch.setattr(
         imports, "__file__", str(tmp_path / "jaxmem" / "base" / "imports.py")
     )
-    assert imports.how_to_install("train") == "pip install 'jaxmem[train]'"
+    installed = tmp_path / "jaxmem-0.0.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: jaxmem\nVersion: 0.0.1\n")
+    if record is not None:
+        (installed / "direct_url.json").write_text(json.dumps(record))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert imports.how_to_install("train") == f"pip install {requirement}"
 
 
 # ------------------------------------------------------------- user's errors

@@ -1,7 +1,9 @@
 """Lazy imports of submodules, and clear errors about missing third-party packages."""
 
 import importlib
+import importlib.metadata
 import importlib.util
+import json
 import shlex
 import types
 from collections.abc import Callable
@@ -57,8 +59,30 @@ def require(package: str, extra: str, *modules: str) -> None:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra: of the clone, where the package is in one."""
+    """The command that installs an extra of the jaxmem that runs.
+
+    It names the clone, if jaxmem runs from one; otherwise the address and the commit
+    that pip installed, as direct_url.json records them (PEP 610).
+    """
     clone = Path(__file__).parents[2]
     if (clone / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
-    return f"pip install 'jaxmem[{extra}]'"
+    try:
+        distribution = importlib.metadata.distribution("jaxmem")
+    except importlib.metadata.PackageNotFoundError:  # files that somebody has copied
+        return f"pip install 'jaxmem[{extra}]'"
+    source = _installed_from(
+        json.loads(distribution.read_text("direct_url.json") or "{}")
+    )
+    return f"pip install {shlex.quote(f'jaxmem[{extra}]{source}')}"
+
+
+def _installed_from(direct_url: dict[str, Any]) -> str:
+    """The end of a requirement that names an address; of an index's package, none."""
+    address = direct_url.get("url")
+    if address is None:
+        return ""
+    if "vcs_info" not in direct_url:
+        return f" @ {address}"
+    version = direct_url["vcs_info"]
+    return f" @ {version['vcs']}+{address}@{version['commit_id']}"
