@@ -183,6 +183,8 @@ def blocks_of_split(
 ) -> np.ndarray:
     """The numbers of a split's blocks; for a stream, every `config.streams`-th one."""
     numbers = blocks.split(config.held_out)[split == "evaluation"]
+    if not config.shuffle:
+        numbers = np.sort(numbers)
     if stream is not None:
         numbers = numbers[stream :: config.streams]
     if not len(numbers):
@@ -214,7 +216,8 @@ def packed_rows(
 ) -> packed.Sources:
     """Packed rows of the pieces of blocks.
 
-    Blocks come in another order each epoch, and pieces are shuffled in a window.
+    Blocks come in another order each epoch, and pieces are shuffled in a window; with
+    `config.shuffle=False` both keep the order of the files.
 
     Args:
         numbers: of the blocks.
@@ -230,10 +233,14 @@ def packed_rows(
 
         def of_epoch(epoch: int) -> grain.IterDataset:
             seed = config.seed + epoch
-            order = grain.MapDataset.source(own).shuffle(seed=seed)
+            order = grain.MapDataset.source(own)
+            if config.shuffle:
+                order = order.shuffle(seed=seed)
             pieces = grain.experimental.FlatMapIterDataset(
                 order.to_iter_dataset(IN_THIS_THREAD), _Read(read)
             )
+            if not config.shuffle:
+                return pieces
             return grain.experimental.WindowShuffleIterDataset(
                 pieces, window_size=config.shuffle_window, seed=seed
             )

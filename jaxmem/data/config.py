@@ -33,7 +33,10 @@ class DataConfig:
     sequence_length: int = 256  # tokens in a row (T)
     batch_size: int = 8  # rows in a micro-batch (B)
     held_out: float = 0.0  # fraction of the documents kept from training, in [0, 1)
-    seed: int = 0  # order of the documents; every epoch has an order of its own
+    # True: every epoch has an order of its own; False: that of the files, in rows that
+    # are filled one after the other
+    shuffle: bool = True
+    seed: int = 0  # decides the orders
     # directory that keeps trained vocabularies; None: that of XDG_CACHE_HOME, or
     # ~/.cache/jaxmem, or one among the temporary files
     cache_dir: str | None = None
@@ -68,6 +71,12 @@ class DataConfig:
                 "DataConfig.streams must divide batch_size, got "
                 f"streams={self.streams} for batch_size={self.batch_size}"
             )
+        default = DataConfig.shuffle_window
+        if not self.shuffle and self.shuffle_window != default:
+            raise ValueError(
+                f"DataConfig.shuffle_window must stay {default} with shuffle=False, "
+                f"which shuffles nothing, got {self.shuffle_window}"
+            )
         if self.vocab_size < SMALLEST:
             raise ValueError(
                 f"DataConfig.vocab_size must be at least {SMALLEST} (every "
@@ -82,6 +91,8 @@ class DataConfig:
             del fields["streaming"], fields["shuffle_window"]
         if self.stripped == "raise":
             del fields["stripped"]
+        if self.shuffle:
+            del fields["shuffle"]
         for name in ("chat_template_kwargs", "columns", "ignored", "weights"):
             if not fields[name]:
                 del fields[name]

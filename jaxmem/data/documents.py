@@ -153,7 +153,7 @@ def batches(
     stream: int | None = None,
     reader: RecordReader | None = None,
 ) -> BatchIterator:
-    """Return packed batches, reshuffled each epoch; the same on every run.
+    """Return packed batches, shuffled as `config` says; the same on every run.
 
     Args:
       config: sources, and layout of the rows.
@@ -203,15 +203,18 @@ def packed_batches(
 ) -> BatchIterator:
     """Shuffle pieces of documents each epoch, and pack them into rows.
 
-    Endless epochs (None) heed `config.weights` of the pieces' sources. The fingerprint
-    covers `salt`, which identifies further data of the pieces.
+    With `config.shuffle=False` they keep their order, in the rows as well. Endless
+    epochs (None) heed `config.weights` of the pieces' sources. The fingerprint covers
+    `salt`, which identifies further data of the pieces.
     """
 
     def shuffled(numbers: np.ndarray) -> Callable[[int], grain.IterDataset]:
         own = [pieces[number] for number in numbers]
 
         def of_epoch(epoch: int) -> grain.IterDataset:
-            whole = grain.MapDataset.source(own).shuffle(seed=config.seed + epoch)
+            whole = grain.MapDataset.source(own)
+            if config.shuffle:
+                whole = whole.shuffle(seed=config.seed + epoch)
             return whole.to_iter_dataset(IN_THIS_THREAD)
 
         return of_epoch

@@ -1,5 +1,7 @@
 """The order in which items are learned from: all in turn, or sources by weights.
 
+    order(sources, weights, seed, stream, shuffle) -> numbers of items, without end
+
 The item at an index is a function of the index alone, so that a run resumes anywhere.
 """
 
@@ -50,19 +52,41 @@ class Shuffled(Sequence[int]):
         return int(self._epochs[epoch][offset])
 
 
+class Unshuffled(Sequence[int]):
+    """Numbers of items without end: all in each epoch, in the order of the files."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: Any) -> Any:  # an integer; slices are of no use
+        return int(index) % self._count
+
+
 class Mixed(Sequence[int]):
     """Numbers of items of sources in proportion to weights, without end.
 
-    Every item of a source comes once before any comes again.
+    Every item of a source comes once before any comes again; in another order each
+    time if `shuffle` is True.
 
     Raises:
         DataError: a source has no item.
     """
 
-    def __init__(self, sources: Sequence[int], weights: Weights, seed: int):
+    def __init__(
+        self,
+        sources: Sequence[int],
+        weights: Weights,
+        seed: int,
+        shuffle: bool = True,
+    ):
         self._own = items_by_source(sources, len(weights))
         self._orders = [
             Shuffled(len(own), seed, Stream.SOURCES, (i,))
+            if shuffle
+            else Unshuffled(len(own))
             for i, own in enumerate(self._own)
         ]
         self._pattern, self._ranks = _plan_cycle(weights)
@@ -114,24 +138,39 @@ def _plan_cycle(weights: Weights) -> tuple[np.ndarray, np.ndarray]:
 
 
 def order(
-    sources: Sequence[int], weights: Weights | None, seed: int, stream: Stream
+    sources: Sequence[int],
+    weights: Weights | None,
+    seed: int,
+    stream: Stream,
+    shuffle: bool = True,
 ) -> Sequence[int]:
-    """The order of items without end: `Mixed` by weights, or `Shuffled` without."""
-    if weights is None:
-        return Shuffled(len(sources), seed, stream)
-    return Mixed(sources, weights, seed)
+    """The order of items without end: `Mixed` by weights; without, all in each epoch.
+
+    Each epoch has an order of its own if `shuffle` is True, else that of the files.
+    """
+    if weights is not None:
+        return Mixed(sources, weights, seed, shuffle)
+    return Shuffled(len(sources), seed, stream) if shuffle else Unshuffled(len(sources))
 
 
-def shares(config: Any, section: str) -> list[str]:
-    """A line with each source's share by its weight; no line without weights."""
-    if config.weights is None:
-        return []
+def lines(config: Any, section: str) -> list[str]:
+    """Lines on a section's order: shares of weighted sources, and `shuffle=False`."""
+    said = [] if config.weights is None else [_shares(config, section)]
+    if not config.shuffle:
+        said.append(
+            f"{section}.shuffle=False: each epoch has the records in the order of the "
+            "files"
+        )
+    return said
+
+
+def _shares(config: Any, section: str) -> str:
     total = math.fsum(config.weights)
     named = (
         f"{weight / total:.1%} of {messages.name(source)}"
         for weight, source in zip(config.weights, config.source, strict=True)
     )
-    return [f"{section}.weights: {', '.join(named)}"]
+    return f"{section}.weights: {', '.join(named)}"
 
 
 def check_weights(config: Any) -> None:

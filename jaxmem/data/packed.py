@@ -89,8 +89,10 @@ class Epochs(Iterator[Row]):
         return grain.experimental.FirstFitPackIterDataset(
             self._pieces(epoch),
             length_struct=dict.fromkeys(("tokens", "labels", *columns), length),
-            num_packing_bins=ROWS_OPEN,
+            # One open row keeps the order of the pieces.
+            num_packing_bins=ROWS_OPEN if self._config.shuffle else 1,
             seed=self._config.seed + epoch,
+            shuffle_bins=self._config.shuffle,
             meta_features=("labels", *columns),
         )
 
@@ -291,7 +293,7 @@ def fingerprint(pieces: Iterable[Row], config: DataConfig, salt: bytes = b"") ->
     """Identify pieces, and the settings that order them."""
     layout = [
         config.sequence_length, config.batch_size, config.seed, ROWS_OPEN,
-        *(config.weights or ()),
+        *(config.weights or ()), *(() if config.shuffle else ("in order",)),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(layout).encode() + salt)
     for piece in pieces:

@@ -118,7 +118,7 @@ def batch_of(
 
 
 class PairBatches(Iterator[PairBatch]):
-    """Endless micro-batches, in a new order each epoch or by weights; resumable."""
+    """Endless micro-batches, in the order of `mixing.order`; resumable."""
 
     def __init__(
         self, pairs: Sequence[Pair], reference: np.ndarray, config: DataConfig
@@ -127,7 +127,9 @@ class PairBatches(Iterator[PairBatch]):
         self._fingerprint = fingerprint(pairs)
         self._next = 0  # number of the next pair
         sources = [pair.source for pair in pairs]
-        self._order = mixing.order(sources, config.weights, config.seed, Stream.PAIRS)
+        self._order = mixing.order(
+            sources, config.weights, config.seed, Stream.PAIRS, config.shuffle
+        )
 
     def __next__(self) -> PairBatch:
         numbers = range(self._next, self._next + self._config.batch_size)

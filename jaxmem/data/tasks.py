@@ -92,8 +92,10 @@ class TaskConfig:
     # last_digit: the sum's last digit, one token and nothing after it; sum: all digits
     # and <eos>
     answer: Literal["last_digit", "sum"] = "last_digit"
-    # selects the sums, and the order of a file's prompts, another one each epoch
-    seed: int = 0
+    # True: every epoch has a file's prompts in an order of its own; False: in that of
+    # the file
+    shuffle: bool = True
+    seed: int = 0  # selects the sums, and the orders of a file's prompts
 
     def __post_init__(self):
         check_numbers(self, _RANGES)
@@ -102,6 +104,8 @@ class TaskConfig:
         check_field(self, "answer", self.answer in answers, f"one of {answers}")
         if self.is_arithmetic:
             check_field(self, "reward", self.reward in rewards, f"one of {rewards}")
+            why = "for task.source='arithmetic', whose sums are never the same twice"
+            self._check_unset(["shuffle"], why)
             unused = self.reward_weights is None and not self.held_out
             if not unused:
                 raise ValueError(
@@ -165,6 +169,8 @@ class TaskConfig:
         fields = dataclasses.asdict(self)
         for name in _WITHOUT_VALUES:
             del fields[name]
+        if self.shuffle:
+            del fields["shuffle"]
         for name in ("chat_template_kwargs", "columns", "ignored", "weights"):
             if not fields[name]:  # as in runs from before there were these
                 del fields[name]

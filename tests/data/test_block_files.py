@@ -98,6 +98,33 @@ def test_streamed_epoch_equals_epoch_in_memory(config):
     assert streamed == list(rows_of(documents.batches(config, tokenizer, epochs=1)))
 
 
+def test_streamed_epochs_without_shuffling_keep_file_order(config):
+    tokenizer = documents.load_tokenizer(config)
+    config = dataclasses.replace(config, shuffle=False, shuffle_window=4096)
+    in_memory = dataclasses.replace(config, streaming=False)
+    wanted = list(rows_of(documents.batches(in_memory, tokenizer, epochs=2)))
+    made = documents.batches(config, tokenizer, epochs=2)
+    first = [next(made) for _ in range(9)]
+    resumed = documents.batches(config, tokenizer, epochs=2)
+    resumed.set_state(json.loads(json.dumps(made.get_state())))
+    assert list(rows_of((*first, *resumed))) == wanted
+
+
+def test_streams_without_shuffling_have_every_nth_block_in_order(config):
+    tokenizer = documents.load_tokenizer(config)
+    config = dataclasses.replace(
+        config, shuffle=False, shuffle_window=4096, streams=2, held_out=0.2
+    )
+    every = FileBlocks(config.source, "data.source")
+    numbers = [block_files.blocks_of_split(every, config, "train", i) for i in (0, 1)]
+    whole = sorted(np.concatenate(numbers))
+    assert [n.tolist() for n in numbers] == [whole[::2], whole[1::2]]
+    texts = [r.fields["text"] for i in numbers[1] for r in every.records(i)]
+    rows = rows_of(documents.batches(config, tokenizer, epochs=1, stream=1))
+    ids = [i for tokens, _ in rows for i in tokens]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "".join(texts)
+
+
 def test_resumes_bitwise_from_every_point(config):
     tokenizer = documents.load_tokenizer(config)
     batches, states, seen = documents.batches(config, tokenizer, epochs=2), [], []

@@ -162,6 +162,24 @@ def test_documents_come_in_a_new_order_each_epoch(config, tokenizer, monkeypatch
     assert first != in_the_file and second != in_the_file and first != second
 
 
+def test_epochs_without_shuffling_keep_file_order(config, tokenizer):
+    config = dataclasses.replace(config, shuffle=False)
+    expected = [*expected_pieces(config, tokenizer)] * 2
+    made = data.batches(config, tokenizer, epochs=2)
+    first = [next(made) for _ in range(7)]
+    resumed = data.batches(config, tokenizer, epochs=2)
+    resumed.set_state(json.loads(json.dumps(made.get_state())))
+    packed = [
+        (ids, labels)
+        for batch in (*first, *resumed)
+        for ids, labels, _ in segments(batch)
+    ]
+    assert packed == expected
+    with pytest.raises(data.DataError, match="belongs to other data"):
+        shuffled = dataclasses.replace(config, shuffle=True)
+        data.batches(shuffled, tokenizer).set_state(made.get_state())
+
+
 def test_resumes_bitwise_from_every_point(config, tokenizer):
     undisturbed = data.batches(config, tokenizer)
     states, expected = [], []

@@ -65,6 +65,36 @@ def test_order_without_weights_is_epochs():
     assert epochs[0] != epochs[1]
 
 
+def test_order_without_shuffling_is_that_of_files():
+    order = mixing.order([0] * 3, None, 0, Stream.PAIRS, shuffle=False)
+    assert [order[n] for n in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_weighted_sources_without_shuffling_keep_their_orders():
+    sources = [1, 0, 1, 0, 1]
+    order = mixing.Mixed(sources, (3.0, 1.0), seed=0, shuffle=False)
+    taken = [order[number] for number in range(40)]
+    assert [item for item in taken if sources[item]] == [0, 2, 4, 0, 2, 4, 0, 2, 4, 0]
+    assert [item for item in taken if not sources[item]] == [1, 3] * 15
+
+
+def test_shuffle_is_recorded_where_it_is_off():
+    for section in (DataConfig(), tasks.TaskConfig(source="a.jsonl")):
+        assert "shuffle" not in section.fixed() and not mixing.lines(section, "data")
+        unshuffled = dataclasses.replace(section, shuffle=False)
+        assert unshuffled.fixed()["shuffle"] is False
+        assert mixing.lines(unshuffled, "data") == [
+            "data.shuffle=False: each epoch has the records in the order of the files"
+        ]
+
+
+def test_shuffle_where_nothing_is_shuffled_is_refused():
+    with pytest.raises(ValueError, match="shuffle must be left out for task.source='a"):
+        tasks.TaskConfig(shuffle=False)
+    with pytest.raises(ValueError, match="shuffle_window must stay 4096 with shuffle"):
+        DataConfig(shuffle=False, streaming=True, shuffle_window=8)
+
+
 @pytest.mark.parametrize(
     "source, weights",
     [
@@ -174,7 +204,7 @@ def test_prompts(write, tmp_path):
 
 def test_shares_of_sources():
     config = DataConfig(("a.jsonl", "b.jsonl"), weights=(3.0, 1.0))
-    assert mixing.shares(config, "data") == [
+    assert mixing.lines(config, "data") == [
         "data.weights: 75.0% of a.jsonl, 25.0% of b.jsonl"
     ]
-    assert not mixing.shares(DataConfig("a.jsonl"), "data")
+    assert not mixing.lines(DataConfig("a.jsonl"), "data")

@@ -130,7 +130,7 @@ class Documents(Reading):
             self._load_documents()
             where = "first block of each source: "
         lines = [where + line for line in self.reader.lines()]
-        return [*lines, *mixing.shares(self.config, "data")]
+        return [*lines, *mixing.lines(self.config, "data")]
 
     def end_of_turn(self) -> str | None:
         """See `Reading`; for a stream, the first block of each source is read."""
@@ -285,7 +285,7 @@ class TeacherRows(Documents):
     """Rows of a file that `jaxmem score` wrote, with a teacher's columns."""
 
     def lines(self) -> list[str]:
-        return mixing.shares(self.config, "data")
+        return mixing.lines(self.config, "data")
 
     def end_of_turn(self) -> str | None:
         """See `Reading`; None, because the file has tokens and no text."""

@@ -242,6 +242,14 @@ def test_epoch_has_pairs_once_and_resumes_anywhere():
         others.set_state(states[0])
 
 
+def test_pairs_without_shuffling_keep_file_order():
+    pairs, config = load(shuffle=False)
+    numbers = np.arange(2 * len(pairs), dtype="f4").reshape(-1, 2)
+    batches = PairBatches(pairs, numbers, config)
+    taken = [x for _ in pairs for x in next(batches).reference[:, 0].tolist()]
+    assert taken == [*range(2 * len(pairs))] * 2
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -207,6 +207,13 @@ def test_prompt_order_changes_with_epoch():
         assert prompt.ids.tolist() == [1, *letters]
 
 
+def test_prompts_without_shuffling_keep_file_order():
+    task = own_prompts("task.shuffle=False")
+    lines = [int(p.where.rpartition(":")[2]) for p in task.ask(0, 24).items]
+    assert lines == sorted(lines[:12]) * 2
+    assert task.ask(5, 9).items == task.ask(0, 14).items[5:]
+
+
 def test_other_prompts_do_not_resume_a_run():
     task = own_prompts()
     state = task.state(7)

@@ -92,7 +92,7 @@ class OwnPrompts(FilePrompts):
         self.size, config = len(self._train), self._config
         self.sources = [prompt.source for prompt in self._train]
         self._order = mixing.order(
-            self.sources, config.weights, config.seed, Stream.PROMPTS
+            self.sources, config.weights, config.seed, Stream.PROMPTS, config.shuffle
         )
 
     def check(self) -> None:
@@ -115,7 +115,7 @@ class OwnPrompts(FilePrompts):
         return self._score.lines()
 
     def ask(self, start: int, count: int) -> PromptIds:
-        """See `Task`; every epoch has an order of its own."""
+        """See `Task`; an epoch has an order of its own, unless task.shuffle=False."""
         numbers = (self._order[n] for n in range(start, start + count))
         return self._pad_prompts([self._train[i] for i in numbers])
 
@@ -322,7 +322,7 @@ class TaskPrompts(Reading):
         read = [] if self._reader is None else self._reader.lines()
         if isinstance(self.task, RecordedRollouts):
             read = self.task.notes.lines()
-        return [*read, *mixing.shares(self._config, "task"), *self.task.lines()]
+        return [*read, *mixing.lines(self._config, "task"), *self.task.lines()]
 
     def end_of_turn(self) -> str | None:
         return None if self._reader is None else self._reader.end_of_turn()
