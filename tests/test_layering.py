@@ -61,6 +61,7 @@ ALLOWED_IN = {
     "jinja2": ("jaxmem.data.template_sandbox",),
     "jsonschema": ("jaxmem.data.verifiers",),
     "lm_eval": ("jaxmem.evaluate",),
+    "math_verify": ("jaxmem.data.math_grader",),
     "matplotlib": ("jaxmem.train", "jaxmem.planning.picture"),
     "optax": ("jaxmem.models", "jaxmem.train"),
     "orbax": ("jaxmem.train",),

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxmem.base import guests, messages, user_code
 from jaxmem.data import event_loop
+from jaxmem.data.math_answers import AnswerRewards, MathAnswers
 from jaxmem.data.unit_tests import UnitTests, protections, sources_of
 from jaxmem.data.verifiers import SHIPPED
 
@@ -98,6 +99,9 @@ class Rewards(NamedTuple):
     total: np.ndarray  # float32 [N], weighted sum over the functions
     parts: dict[str, np.ndarray]  # float64 [N] by function; NaN for None and failures
     failed: np.ndarray  # bool [N], True where a function failed
+    # bool [N], True where a function found no answer that it can read; None where no
+    # function tells that
+    unparsed: np.ndarray | None = None
 
 
 class Outcome(NamedTuple):
@@ -167,7 +171,9 @@ class Scorer:
         total = np.nansum(table * np.c_[self._weights], axis=0)
         total[np.isnan(table).all(axis=0) | failed] = np.nan
         self._check_total(total, failed, arguments)
-        return Rewards(total.astype(np.float32), parts, failed)
+        told = [x.unparsed for x in graded.values() if x.unparsed is not None]
+        unparsed = np.any(told, axis=0) if told else None
+        return Rewards(total.astype(np.float32), parts, failed, unparsed)
 
     def check(self, entries: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         """Raise unless the data have the columns that functions read.
@@ -198,6 +204,12 @@ class Scorer:
                 )
         if any(isinstance(f, UnitTests) for f in self._functions.values()):
             _check_tests(entries)
+        for function in self._functions.values():
+            if isinstance(function, MathAnswers):
+                try:
+                    function.check()
+                except ImportError as error:
+                    raise RewardError(str(error)) from error
         for entry, of_entry in entries.items():
             known = [column for column in read.values() if column is not None]
             if len(known) == len(read) and not _has_value(of_entry, known):
@@ -304,7 +316,7 @@ class Scorer:
         count, error = len(arguments.prompts), outcome.error
         if error is None:
             rewards = _check_returned(name, outcome.value, arguments)
-            return _Graded(rewards, np.zeros(count, bool))
+            return _Graded(rewards, np.zeros(count, bool), _unparsed(outcome.value))
         if self._on_error == "raise" or not _is_failure(error):
             raise self._find_failure(name, arguments, error) from error
         graded = _Graded(np.full(count, np.nan), np.ones(count, bool))
@@ -316,6 +328,11 @@ class Scorer:
             if again is None:
                 graded.rewards[i] = _check_returned(name, value, arguments.only(i))[0]
                 graded.failed[i] = False
+                if (told := _unparsed(value)) is not None:
+                    before = graded.unparsed
+                    known = np.zeros(count, bool) if before is None else before
+                    known[i] = told[0]
+                    graded = graded._replace(unparsed=known)
                 continue
             if not _is_failure(again):
                 raise self._to_error(name, arguments, i, again) from again
@@ -375,6 +392,7 @@ class _Graded(NamedTuple):
 
     rewards: np.ndarray  # float64 [N]; NaN for None and failures
     failed: np.ndarray  # bool [N]
+    unparsed: np.ndarray | None = None  # as in `Rewards`
 
 
 # ------------------------------------------------------------- columns of the data
@@ -493,6 +511,13 @@ def _check_returned(name: str, returned: Any, arguments: RewardArguments) -> np.
         except ValueError as error:
             raise wrong(str(error), i) from error
     return out
+
+
+def _unparsed(returned: Any) -> np.ndarray | None:
+    """Booleans [N] of `AnswerRewards`; None for other lists of rewards."""
+    if not isinstance(returned, AnswerRewards):
+        return None
+    return np.array(returned.unparsed, bool)
 
 
 def _to_sequence(returned: Any) -> Sequence[Any] | None:

@@ -45,9 +45,9 @@ class TaskConfig:
     # "arithmetic" (sums of two numbers), or paths and globs of .jsonl or .parquet
     source: str | tuple[str, ...] = "arithmetic"
     # for sums: exact (1 for the answer, else 0) or prefix (share of it that is right
-    # from the start). For a file: exact, prefix, regex, number, gsm8k, json_schema,
-    # unit_tests, length, overlong, "file.py:function" or "package.module:function", or
-    # a tuple of several
+    # from the start). For a file: exact, prefix, regex, number, gsm8k, math,
+    # json_schema, unit_tests, length, overlong, "file.py:function" or
+    # "package.module:function", or a tuple of several
     reward: str | tuple[str, ...] = user_code.field("exact")
     # factor of each reward; None: 1 each
     reward_weights: tuple[float, ...] | None = None

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem.base import imports, messages
+from jaxmem.data.math_answers import MathAnswers
+from jaxmem.data.text_numbers import NUMBER, last_number
 from jaxmem.data.unit_tests import UnitTests, text_of
 
-# Commas separate groups of two or three digits, of which the last has three.
-_DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"
-_NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
-_MARKED = re.compile(rf"\s*+(?:\$\s*+)?({_NUMBER.pattern})")  # after "####"
+_MARKED = re.compile(rf"\s*+(?:\$\s*+)?({NUMBER.pattern})")  # after "####"
 
 
 def _compared(
@@ -110,8 +109,8 @@ def _marked(text: str) -> float | None:
 
 
 def _last(text: str) -> float | None:
-    numbers = _NUMBER.findall(text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
+    number = last_number(text)
+    return None if number is None else float(number)
 
 
 def _equal(value: float | None, expected: float | None, answer: Any) -> float:
@@ -202,4 +201,4 @@ def overlong(prompts, completions, completion_ids, max_new_tokens, **_) -> list[
 SHIPPED: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (exact, prefix, regex, number, gsm8k, json_schema, length, overlong)
-} | {"unit_tests": UnitTests()}
+} | {"unit_tests": UnitTests(), "math": MathAnswers()}

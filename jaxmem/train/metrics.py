@@ -103,6 +103,10 @@ class PolicyMetrics(NamedTuple):
     # samples without a reward, from which nothing is learned
     unrewarded: int | None = None
     held_out_unrewarded: int | None = None  # held-out prompts without a reward
+    # Completions without an answer that task.reward="math" can read, which earn 0; None
+    # where no reward tells that.
+    unparsed: int | None = None
+    held_out_unparsed: int | None = None
     turns: float | None = None  # completions of a conversation, mean; None without any
     busy: float | None = None  # share of slots with a completion, of all steps' slots
     # mean ids in a token's support; None where the sampler does not truncate
@@ -197,6 +201,8 @@ class DistillMetrics(NamedTuple):
     held_out_reward: float | None = None  # of samples, not of the most likely tokens
     held_out_accuracy: float | None = None
     held_out_unrewarded: int | None = None
+    unparsed: int | None = None
+    held_out_unparsed: int | None = None
     routers: dict[str, float] | None = None  # as in `StepMetrics`
     backend: str | None = None  # of the cross-entropy and the policy's loss
 

@@ -201,6 +201,7 @@ def of_grades(graded: Graded, group_size: int) -> dict[str, Any]:
         "degenerate": float(equal.mean()) if len(equal) else None,
         "rewards": parts and {name: mean_of(values) for name, values in parts.items()},
         "unrewarded": int((~rewarded).sum()),
+        "unparsed": _count(graded.unparsed),
     }
 
 
@@ -217,4 +218,9 @@ def of_held_out(graded: Sequence[Graded]) -> dict[str, Any]:
         "held_out_reward": mean_of(whole.rewards),
         "held_out_accuracy": mean_of(whole.right),
         "held_out_unrewarded": int((~whole.rewarded).sum()),
+        "held_out_unparsed": _count(whole.unparsed),
     }
+
+
+def _count(flags: np.ndarray | None) -> int | None:
+    return None if flags is None else int(flags.sum())

@@ -182,7 +182,7 @@ def test_one_pass_for_each_temperature(temperatures, verbs):
 # -------------------------------------------------------------------- runs
 
 
-TOLD = "reward", "accuracy", "degenerate"
+TOLD = "reward", "accuracy", "degenerate", "unrewarded"
 
 
 # The test of the gradient above covers a loss without rewards, and the next test the

@@ -125,19 +125,25 @@ class OwnPrompts(FilePrompts):
     def grade(self, prompts: PromptIds, completions: Completions) -> Graded:
         arguments = self._reward_arguments(prompts.items, completions)
 
-        def scored() -> tuple[list[float], dict[str, list[float]]]:
+        def scored() -> tuple[list[float], dict[str, list[float]], list[bool] | None]:
             scores = self._score(arguments)
             parts = {name: values.tolist() for name, values in scores.parts.items()}
-            return scores.total.tolist(), parts
+            flags = scores.unparsed
+            return (
+                scores.total.tolist(),
+                parts,
+                None if flags is None else flags.tolist(),
+            )
 
         # One process calls the functions, which may be random, and all get the rewards.
-        total, lists = processes.by_first(scored, rewards.RewardError)
+        total, lists, flags = processes.by_first(scored, rewards.RewardError)
         parts = {name: np.array(values, np.float32) for name, values in lists.items()}
         table = np.stack(list(parts.values()))
         first = table[(~np.isnan(table)).argmax(axis=0), np.arange(table.shape[1])]
         values = np.array(total, np.float32)
         right = np.where(np.isnan(values), values, first >= 1).astype(np.float32)
-        return Graded(values, right, parts if len(parts) > 1 else None)
+        unparsed = None if flags is None else np.array(flags, bool)
+        return Graded(values, right, parts if len(parts) > 1 else None, unparsed)
 
     def _reward_arguments(
         self, items: list[PromptRecord], completions: Completions

@@ -47,6 +47,9 @@ class Graded(NamedTuple):
     rewards: np.ndarray
     right: np.ndarray  # 1 where the (first) reward is 1 or more, else 0
     parts: dict[str, np.ndarray] | None = None  # by reward function, of several
+    # bool [N], True for completions without an answer that a reward function can read;
+    # None where no function tells that
+    unparsed: np.ndarray | None = None
 
     @property
     def rewarded(self) -> np.ndarray:
