@@ -34,8 +34,8 @@ START = (
 WEIGHTS = "model.lora_rank=0 model.dtype=float32 model.param_dtype=float32"
 TEXT = (
     f"{WEIGHTS} model.checkpoint=start/model data.source=text.jsonl "
-    "data.sequence_length=64 data.batch_size=16 run.compare_heads=False "
-    "run.out_dir=text eval.every=None run.accumulate=1 "
+    "data.sequence_length=64 data.batch_size=16 data.held_out=0 "
+    "run.compare_heads=False run.out_dir=text eval.every=None run.accumulate=1 "
     "optimizer.learning_rate=5e-3 optimizer.warmup_fraction=0.25 optimizer.b2=0.98"
 )
 POLICY = (

@@ -47,7 +47,7 @@ def config_of(path: pathlib.Path) -> Config:
     with tempfile.TemporaryDirectory() as folder:
         planned = pathlib.Path(folder) / path.name
         planned.write_text("\n".join([*lines, "model.checkpoint = None\n"]), "utf-8")
-        config, _ = configuration.load(planned, [])
+        config, _ = configuration.load(planned, [], configuration.DATA_KEYS)
     assert isinstance(config, Config)
     return config
 

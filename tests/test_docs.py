@@ -175,7 +175,8 @@ def _check_jaxmem(arguments):
     if "overrides" in parsed and parsed.file is not None:
         from jaxmem.train import configuration
 
-        configuration.load(cli._find_config(parsed.file), parsed.overrides)
+        unread = configuration.DATA_KEYS if arguments[0] == "plan" else ()
+        configuration.load(parsed.file, parsed.overrides, unread)
 
 
 def _check_extras(words):

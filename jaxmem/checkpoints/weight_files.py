@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -403,15 +403,31 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
             f"model.router_aux_loss_coef={model.router_aux_loss_coef:g} is for a model "
             f"with experts, which {model.checkpoint} is not; leave it out"
         )
-    for field in dataclasses.fields(model):
-        ours, theirs = getattr(model, field.name), getattr(read, field.name)
-        if field.name in choices or ours in (theirs, getattr(default, field.name)):
-            continue
-        raise ValueError(
-            f"model.{field.name}={ours!r} is not what the checkpoint says, "
-            f"{theirs!r}; leave it out with model.checkpoint={model.checkpoint!r}"
-        )
+    differing = [
+        field.name
+        for field in dataclasses.fields(model)
+        if field.name not in choices
+        and getattr(model, field.name)
+        not in (getattr(read, field.name), getattr(default, field.name))
+    ]
+    if differing:
+        raise ValueError(_describe_differing(model, read, differing))
     return dataclasses.replace(read, **choices)
+
+
+def _describe_differing(
+    model: ModelConfig, read: ModelConfig, names: Sequence[str]
+) -> str:
+    facts = [
+        f"model.{name}={getattr(model, name)!r} differs from the checkpoint's "
+        f"{getattr(read, name)!r}"
+        for name in names
+    ]
+    removals = " ".join(f"model.{name}=None" for name in names)
+    return (
+        f"{', '.join(facts)}; leave sizes to model.checkpoint={model.checkpoint!r}: "
+        f"add {removals}"
+    )
 
 
 def _config_choices(model: ModelConfig) -> dict[str, Any]:

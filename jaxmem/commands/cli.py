@@ -479,18 +479,12 @@ def _find_config(name: str) -> Path:
     """Return the named file, or else the shipped config of that name."""
     if os.path.exists(name):
         return Path(name)
-    configs = {path.name: path for d in shipped.FOLDERS for path in d.glob("*.gin")}
-    # "configs/x.gin" and "x.gin" name a shipped config; "elsewhere/x.gin" does not.
-    within = Path(name.removeprefix("configs/"))
-    if within.parent.as_posix() in (".", "recipes"):
-        recipes = (d / within for d in shipped.FOLDERS if (d / within).is_file())
-        path = configs.get(within.as_posix()) or next(recipes, None)
-    else:
-        path = None
+    path = shipped.find(name)
     if path is not None:
         print(f"jaxmem: no {name} here; using the shipped {path}", file=sys.stderr)
         return path
-    known = f"; shipped configs: {', '.join(sorted(configs))}" if configs else ""
+    configs = shipped.names()
+    known = f"; shipped configs: {', '.join(configs)}" if configs else ""
     raise UsageError(f"no such file: {name}{known}")
 
 

@@ -64,7 +64,8 @@ def run(request: PlanRequest) -> int:
 def load(path: Path, overrides: Sequence[str]) -> Job | Scoring:
     """The job of a gin file, or the scoring run of a checkpoint's directory."""
     if not path.is_dir():
-        return job_of(configuration.load(path, overrides)[0])
+        unread = configuration.DATA_KEYS
+        return job_of(configuration.load(path, overrides, unread)[0])
     options: dict[str, Any] = {}
     for override in overrides:
         key, _, value = override.partition("=")

@@ -2,8 +2,9 @@
 
 A file binds `section.field = value`, may `include` another, and is followed by
 `section.field=value` overrides.  An unknown field or a wrong type is an error that
-names the line and suggests a similar one.  `run.job` is read first, because a job of
-one's own has sections of its own.
+names the line and suggests a similar one.  `%gin.REQUIRED` marks a placeholder, which
+another binding has to replace.  `run.job` is read first, because a job of one's own has
+sections of its own.
 """
 
 import ast
@@ -11,9 +12,10 @@ import dataclasses
 import difflib
 import os
 import re
+import sys
 import tokenize
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,28 +59,53 @@ def _gin_configurable(section: str, dataclass: type) -> Any:
     return _CONFIGURABLES[section][1]
 
 
+# What replaces a placeholder, for errors.
+_EXAMPLES = {
+    "model.checkpoint": "DIR or OWNER/NAME",
+    "distill.teacher": "DIR or OWNER/NAME",
+    "data.source": "FILE.jsonl",
+    "task.source": "FILE.jsonl",
+}
+# Keys that name data, which a plan does not read.
+DATA_KEYS = ("data.source", "task.source")
+
+
 class _Binding(NamedTuple):
     """One `key = value`, and its location (such as file:line) for errors."""
 
     key: str
     value: Any
     where: str
+    source: str  # path of the file, or text of the override
     is_macro: bool = False
+
+    @property
+    def text(self) -> str:
+        """The binding as a word of a command line."""
+        value = self.value
+        word = isinstance(value, str)
+        return f"{self.key}={messages.name(value) if word else messages.short(value)}"
 
 
 def load(
-    path: str | os.PathLike[str], overrides: Sequence[str] = ()
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    optional: Collection[str] = (),
 ) -> tuple[JobConfig, str]:
     """Read a gin file, then the overrides.
 
-    Gin's configuration, which is global to the process, is empty afterwards.
+    The last binding of a key counts; that an override replaces another one is printed.
+    A later `run.steps` also replaces an earlier `run.epochs`. Gin's configuration,
+    which is global to the process, is empty afterwards.
 
     Args:
-        path: the file.  Included files are looked up in its directory, then in the
-            current directory.
+        path: the file, or the name of a shipped one.  Included files are looked up in
+            its directory, then in the current directory, then among the shipped ones.
         overrides: `section.field=value` each; the value is a Python literal, or a bare
             word, which becomes a string. None, for a field that cannot be None, removes
             the file's value: `model.ff=None` leaves it to `model.checkpoint`.
+        optional: keys whose placeholders need not be replaced, because what they name
+            is not read.
 
     Returns:
         The configuration, whose class depends on `run.job`, and the text of a gin file
@@ -86,14 +113,21 @@ def load(
 
     Raises:
         ConfigError: missing file, bad syntax, unknown key, wrong type, impossible
-            value, malformed or repeated override; or a job of the user's that cannot be
-            used.
+            value, malformed override, or a placeholder that nothing replaces; or a job
+            of the user's that cannot be used.
     """
-    bindings = _read_bindings(path, overrides)
+    return _build(_read_bindings(path, overrides), optional)
+
+
+def _build(
+    bindings: Sequence[_Binding], optional: Collection[str]
+) -> tuple[JobConfig, str]:
+    """The configuration of bindings in their order, and its text."""
     jobs = _known_jobs(bindings)
     for binding in bindings:
         _check_known(binding, jobs)
-    effective = _effective_bindings(bindings, sections(jobs))
+    effective = _effective_bindings(_without_epochs(bindings), sections(jobs))
+    effective = _replace_placeholders(effective, optional)
     locations = {key: binding.where for key, binding in effective.items()}
     # Clear gin's global state before and after.
     gin.clear_config()
@@ -133,9 +167,22 @@ def _read_bindings(
     path: str | os.PathLike[str], overrides: Sequence[str]
 ) -> list[_Binding]:
     """All bindings in their order; macros are checked, and keys are not."""
-    bindings = [*_file_bindings(Path(path), ()), *_override_bindings(overrides)]
+    path = Path(path)
+    if not path.exists():
+        path = shipped.find(str(path)) or path
+    overriding = _override_bindings(overrides)
+    last: dict[str, _Binding] = {}
+    for binding in overriding:
+        if binding.key in last:
+            _note(f"{binding.text} replaces {last[binding.key].text}")
+        last[binding.key] = binding
+    bindings = [*_file_bindings(path, ()), *overriding]
     _check_macros({binding.key: binding for binding in bindings})
     return bindings
+
+
+def _note(text: str) -> None:
+    print(f"jaxmem: {text}", file=sys.stderr)
 
 
 def _known_jobs(bindings: Iterable[_Binding]) -> Jobs:
@@ -178,6 +225,54 @@ def _effective_bindings(
     return effective
 
 
+def _without_epochs(bindings: Sequence[_Binding]) -> Sequence[_Binding]:
+    """The bindings without `run.epochs` if a later source sets `run.steps`.
+
+    Within one file `run.epochs` decides, wherever it stands.
+    """
+    last = {binding.key: (i, binding) for i, binding in enumerate(bindings)}
+    if not {"run.steps", "run.epochs"} <= last.keys():
+        return bindings
+    (i, steps), (j, epochs) = last["run.steps"], last["run.epochs"]
+    if i < j or epochs.value is None or steps.source == epochs.source:
+        return bindings
+    _note(f"{steps.text} replaces {epochs.text}")
+    return [binding for binding in bindings if binding.key != "run.epochs"]
+
+
+def _replace_placeholders(
+    effective: Mapping[str, _Binding], optional: Collection[str]
+) -> dict[str, _Binding]:
+    """The bindings with names in place of optional placeholders.
+
+    Raises:
+        ConfigError: another placeholder is left; the message names all of them.
+    """
+    replaced = dict(effective)
+    missing: dict[str, list[str]] = {}  # keys by the name of their file
+    for key, binding in effective.items():
+        if binding.value is not gin.REQUIRED:
+            continue
+        replaced[key] = binding._replace(value=f"<{key}>")
+        if key not in optional:
+            missing.setdefault(Path(binding.source).name, []).append(key)
+    if missing:
+        raise ConfigError(
+            "; ".join(map(_describe_placeholders, missing, missing.values()))
+        )
+    return replaced
+
+
+def _describe_placeholders(file: str, keys: Sequence[str]) -> str:
+    words = [f"{key}={_EXAMPLES.get(key, 'VALUE')}" for key in keys]
+    if len(keys) == 1:
+        return f"{keys[0]} is the placeholder of {file}; add {words[0]}"
+    return (
+        f"{', '.join(keys[:-1])} and {keys[-1]} are placeholders of {file}; add "
+        f"{', '.join(words[:-1])} and {words[-1]}"
+    )
+
+
 def _field_types(dataclass: type) -> dict[str, Any]:
     return typing.get_type_hints(dataclass)
 
@@ -200,6 +295,12 @@ def _check_macros(bindings: Mapping[str, _Binding]) -> None:
 def _macros_in(value: Any) -> list[str]:
     references = gin_config.iterate_references(value)
     return [r.scoped_selector.removesuffix("/gin.macro") for r in references]
+
+
+def _is_required(value: Any) -> bool:
+    """True if a value in a file is `%gin.REQUIRED`, gin's mark of a placeholder."""
+    reference = isinstance(value, gin_config.ConfigurableReference)
+    return reference and value.scoped_selector == "gin.REQUIRED/gin.constant"
 
 
 class _OnlyValues(gin_config.ParserDelegate):
@@ -227,8 +328,10 @@ def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding
                         f"{where}: {key} is already set on line {first_line[key]}"
                     )
                 first_line[key] = line
-                is_macro = not statement.arg_name
-                yield _Binding(key, statement.value, where, is_macro)
+                value, is_macro = statement.value, not statement.arg_name
+                if _is_required(value):
+                    value = gin.REQUIRED
+                yield _Binding(key, value, where, str(path), is_macro)
             case config_parser.ImportStatement():
                 raise ConfigError(f"{where}: a configuration file cannot import")
 
@@ -299,7 +402,7 @@ def _gin_key(key: str) -> str | tuple[str, str, str]:
 
 
 def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
-    bindings: dict[str, _Binding] = {}
+    bindings = []
     for override in overrides:
         where = f"override {messages.short(override)}"
         key, equals, text = override.partition("=")
@@ -307,10 +410,8 @@ def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
             raise ConfigError(
                 f"{where}: expected section.field=value, as in data.batch_size=16"
             )
-        if key in bindings:
-            raise ConfigError(f"{where}: {key} is already set by {bindings[key].where}")
-        bindings[key] = _Binding(key, _override_value(text, where), where)
-    return list(bindings.values())
+        bindings.append(_Binding(key, _override_value(text, where), where, override))
+    return bindings
 
 
 def _override_value(text: str, where: str) -> Any:

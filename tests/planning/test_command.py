@@ -100,7 +100,8 @@ def test_phases_of_pairs_are_its_programs(fake, numbered, capsys):
     status, said = planned(capsys, "dpo_lora.gin", *words, "--json")
     made = json.loads(said.out)
     reference, step = made["phases"]
-    config, _ = configuration.load(cli._find_config("dpo_lora.gin"), words)
+    unread = configuration.DATA_KEYS
+    config, _ = configuration.load("dpo_lora.gin", words, unread)
     config = job_of(config).config
     with devices.target("h200"):
         program = dpo.DpoProgram(config, config.model.vocab_size)
@@ -118,7 +119,10 @@ def test_phases_of_pairs_are_its_programs(fake, numbered, capsys):
 
 
 def test_plan_dpo_reference_has_no_scoring_step(fake):
-    words = (*DPO[1:], "run.accumulate=2", "data.held_out=0.0", "eval.every=None")
+    words = (
+        *DPO[1:], "data.source=pairs.jsonl", "run.accumulate=2", "data.held_out=0.0",
+        "eval.every=None",
+    )  # fmt: skip
     config, _ = configuration.load(cli._find_config(DPO[0]), words)
     with devices.target("h200"):
         reference, step = job_of(config).plan().phases

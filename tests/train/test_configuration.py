@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import gin
@@ -14,6 +15,7 @@ from jaxmem.train.jobs.config import Config
 from tests.helpers import nasty
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+FROM_USERS = "data.source", "task.source", "model.checkpoint"  # what they have
 
 
 @pytest.fixture
@@ -211,8 +213,6 @@ def test_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
         (["data.batch_size=1000000000000"],
          "batch_size must be below 2**31 / sequence"),
         (["run.seed=-1"], "override 'run.seed=-1': run.seed must be in [0, 2**31)"),
-        (["run.steps=1", "run.steps=2"],
-         "'run.steps=2': run.steps is already set by override 'run.steps=1'"),
     ],
 )  # fmt: skip
 def test_mistake_in_an_override_says_which_and_what(gin_file, overrides, expected):
@@ -277,18 +277,102 @@ def test_files_that_cannot_be_read_are_named(gin_file, tmp_path):
     assert (
         complaint("absent.gin") == "cannot read absent.gin: No such file or directory"
     )
+    assert "cannot read sub/sft_lora.gin: " in complaint("sub/sft_lora.gin")
     assert "Is a directory" in complaint(tmp_path)
     Path("latin.gin").write_bytes(b"run.out_dir = '\xe9'")
     assert complaint("latin.gin") == "latin.gin is not UTF-8 text (byte 15)"
 
 
+# ------------------------------------------------- replaced, and placeholders
+
+
+def test_load_last_override_wins_and_is_printed(gin_file, capsys):
+    file = gin_file("run.steps = 40")
+    overrides = ["run.steps=3", "run.steps=4", "run.out_dir=a b", "run.out_dir=c"]
+    run = load(file, overrides)[0].run
+    assert (run.steps, run.out_dir) == (4, "c")
+    assert capsys.readouterr().err == (
+        "jaxmem: run.steps=4 replaces run.steps=3\n"
+        "jaxmem: run.out_dir=c replaces run.out_dir=a b\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "steps", "epochs", "said"),
+    [
+        ("run.epochs = 3", ["run.steps=7"], 7, None, "steps=7 replaces run.epochs=3"),
+        ("run.epochs = 3\nrun.steps = 7", [], 7, 3, ""),
+        ("run.steps = 7\nrun.epochs = 3", [], 7, 3, ""),
+        ("run.steps = 7", ["run.epochs=3"], 7, 3, ""),
+        ("", ["run.epochs=3", "run.steps=7"], 7, None, "run.steps=7 replaces run.epoc"),
+        ("run.epochs = 3", ["run.steps=7", "run.epochs=2"], 7, 2, ""),
+        ("run.epochs = None", ["run.steps=7"], 7, None, ""),
+        ('include "three.gin"\nrun.steps = 7', [], 7, None, "replaces run.epochs=3"),
+    ],
+)  # fmt: skip
+def test_load_later_steps_replace_epochs(
+    file, overrides, steps, epochs, said, gin_file, capsys
+):
+    gin_file("run.epochs = 3", "three.gin")
+    run = load(gin_file(file), overrides)[0].run
+    assert (run.steps, run.epochs) == (steps, epochs)
+    err = capsys.readouterr().err
+    assert (said in err) if said else not err
+
+
+def test_load_names_all_placeholders(gin_file):
+    file = gin_file('include "sft_lora.gin"\nmodel.lora_rank = 8')
+    assert complaint(file) == (
+        "data.source and model.checkpoint are placeholders of sft_lora.gin; add "
+        "data.source=FILE.jsonl and model.checkpoint=DIR or OWNER/NAME"
+    )
+    named = ["data.source=chats.jsonl"]
+    assert (
+        complaint(file, named)
+        == complaint("sft_lora", named)
+        == (
+            "model.checkpoint is the placeholder of sft_lora.gin; add "
+            "model.checkpoint=DIR or OWNER/NAME"
+        )
+    )
+    own = gin_file('include "sft_lora.gin"\nrun.wandb = %gin.REQUIRED', "own.gin")
+    assert "; run.wandb is the placeholder of own.gin; add run.wandb=VALUE" in (
+        complaint(own)
+    )
+    whole = gin_file('include "a.gin"\nmodel.checkpoint = "x"\n', "whole.gin")
+    config, text = load(whole, named)
+    assert config.model.lora_rank == 8 and "REQUIRED" not in text
+
+
+def test_load_keeps_optional_placeholders(gin_file):
+    file = gin_file("data.source = %gin.REQUIRED\nmodel.layers = %gin.REQUIRED")
+    with pytest.raises(ConfigError, match="^model.layers is the placeholder of a.gin"):
+        load(file, [], ("data.source",))
+    config, _ = load(file, ["model.layers=1"], ("data.source",))
+    assert config.data.source == "<data.source>"
+
+
 # ---------------------------------------------------------- shipped configs
+
+
+def test_load_finds_shipped_files(gin_file):
+    gin_file("")
+    assert (
+        load("sft_stdlib.gin") == load("sft_stdlib") == load(CONFIGS / "sft_stdlib.gin")
+    )
+    recipe = load("recipes/qwen3_8b_24g", ["model.checkpoint=a", "data.source=b"])[0]
+    assert recipe.model.base == "nf4"
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.gin")), ids=lambda p: p.stem)
 def test_shipped_configs_load_and_explain_lines(path):
-    load(path)
-    for line in path.read_text().splitlines():
+    text = path.read_text()
+    needed = re.findall(r"^(\S+) = %gin.REQUIRED", text, re.M)
+    assert set(needed) <= {"distill.teacher", *FROM_USERS}
+    config, _ = load(path, [f"{key}=x" for key in needed])
+    if "model.checkpoint" in needed and config.run.job != "grpo":
+        assert config.eval.every and config.eval.keep_best
+    for line in text.splitlines():
         if line and not line.startswith("#"):
             _, _, comment = line.partition("  # ")
             assert comment[:1].isupper() and comment.endswith("."), line

@@ -160,8 +160,26 @@ def test_checkpoint_sizes_and_adapters_freeze_rest(directory):
     config = dataclasses.replace(config, optimizer=given)
     assert job_of(config).config.optimizer.trainable == "norm"
     other = dataclasses.replace(config.model, hidden=32)
-    with pytest.raises(ValueError, match="model.hidden=32 is not what the checkpoint"):
+    with pytest.raises(
+        ValueError, match="model.hidden=32 differs from the checkpoint's"
+    ):
         job_of(dataclasses.replace(config, model=other))
+
+
+def test_sizes_that_differ_from_a_checkpoint_are_named_at_once(directory):
+    overrides = (
+        f"model.checkpoint={texts.checkpoint('llama', directory)}",
+        "data.source=x",
+    )
+    config, _ = configuration.load("sft_stdlib.gin", overrides)
+    with pytest.raises(ValueError) as caught:
+        job_of(config)
+    said = str(caught.value)
+    assert said.startswith("model.hidden=128 differs from the checkpoint's 16, model.")
+    removals = said.partition(": add ")[2].split()
+    assert len(removals) > 3 and "model.hidden=None" in removals
+    config, _ = configuration.load("sft_stdlib.gin", [*overrides, *removals])
+    assert job_of(config).config.model.hidden == 16
 
 
 def test_checkpoint_without_an_end_cannot_be_trained(directory):
@@ -207,7 +225,8 @@ def test_adapter_says_what_loads_it(name, alone, tmp_path):
     definition, state = nnx.split(shapes)
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
     console = Console(file=io.StringIO(), width=1000)
-    config, _ = configuration.load(pathlib.Path("configs/sft_lora.gin"))
+    overrides = "model.checkpoint=unread", "data.source=unread"
+    config, _ = configuration.load("sft_lora", overrides)
     job = job_of(dataclasses.replace(config, model=model))
     results.leave(tmp_path, nnx.merge(definition, zeros), console, job)
     said = console.file.getvalue()

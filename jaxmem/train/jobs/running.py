@@ -61,11 +61,15 @@ def train(
     job = job_of(config)
     processes.by_first(lambda: _check_directory(job))
     job.reads.today = results.started(config.run.out_dir)
-    job = with_steps(job)
-    config = job.config
     if console is None:  # FORCE_COLOR, which notebooks set, makes no terminal of a file
         terminal = sys.stdout.isatty()
         console = Console(quiet=not processes.is_first(), force_terminal=terminal)
+    every = config.eval.every
+    job = with_steps(job)
+    config = job.config
+    if config.eval.every != every:
+        shown = f"evaluated every {config.eval.every:,} steps, not every {every:,}"
+        say(console, f"an epoch has fewer steps than eval.every: {shown}")
     result = ownership.result_of(config)
     opened = loop.open_run(config.run, job.settings(), console, config.eval, result)
     with event_loop.closed_at_end(), opened as run:
@@ -103,17 +107,23 @@ def _check_directory(job: Job) -> None:
 def with_steps(job: Job) -> Job:
     """The job with `run.steps` as `run.epochs` says; itself without it.
 
-    To count them, the data are read and tokenised once more, and packed once an epoch.
+    `eval.every` becomes the steps of an epoch if that is shorter. To count the steps,
+    the data are read and tokenised once more, and packed once an epoch.
     """
-    run = job.config.run
+    run, evaluation = job.config.run, job.config.eval
     if run.epochs is None:
         return job
     lengths = job.reads.epochs(math.ceil(run.epochs))
+    epoch = max(round(math.fsum(lengths) / len(lengths) / run.accumulate), 1)
     lengths[-1] *= 1 - (len(lengths) - run.epochs)  # the last one may be a part
     # The sum of n/B is rounded, so that its error begins no further step.
     steps = math.ceil(round(math.fsum(lengths), 6) / run.accumulate)
     run = dataclasses.replace(run, steps=max(steps, 1), epochs=None)
-    counted = type(job)(dataclasses.replace(job.config, run=run))
+    if evaluation.every is not None:
+        every = min(evaluation.every, epoch)
+        evaluation = dataclasses.replace(evaluation, every=every)
+    config = dataclasses.replace(job.config, run=run, eval=evaluation)
+    counted = type(job)(config)
     counted.reads.today = job.reads.today
     return counted
 

@@ -462,6 +462,19 @@ def test_run_ends_with_its_held_out_loss(with_held_out):
     assert 0 < found < held_out_loss(with_held_out)
 
 
+def test_train_evaluates_at_the_end_of_epochs_shorter_than_eval_every(with_held_out):
+    config = changed(with_held_out, run=dict(epochs=2.0), eval=dict(every=500))
+    result, said = train(config)
+    steps = len(result.history)
+    evaluated = [s.step for s in result.history if s.held_out_loss is not None]
+    assert evaluated == [steps // 2, steps]
+    shown = f"evaluated every {steps // 2} steps, not every 500"
+    assert f"an epoch has fewer steps than eval.every: {shown}" in said
+    job = jobs.job_of(changed(config, eval=dict(every=1)))
+    assert with_steps(job).config.eval.every == 1
+    assert with_steps(jobs.job_of(with_held_out)).config.eval.every is None
+
+
 def test_nothing_held_out_is_said_before_first_step(config):
     config = changed(config, data=dict(held_out=0.5))  # of one document
     with pytest.raises(DataError, match="is one document, and a "):

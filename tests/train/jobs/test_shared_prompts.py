@@ -44,6 +44,7 @@ def test_plan_counts_prompts_once():
     """Groups of 16 and prompts as long as completions: 17 parts of 32."""
     sizes = "sampling.max_new_tokens=512 task.max_prompt_tokens=513 grpo.group_size=16"
     sizes += " task.source=x.jsonl grpo.kl_coefficient=0.1 grpo.prompts=4"
+    sizes += " model.checkpoint=x"
     given = [*sizes.split(), "grpo.max_tokens_train=8704"]
     given += ["grpo.max_tokens_forward=8704"]
     config, _ = load(CONFIGS / "grpo_checkpoint.gin", given)
