@@ -563,18 +563,9 @@ def test_merge_codes_measures_the_coding(tmp_path):
 # ------------------------------------------------------------------ commands
 
 
-def with_text(name, tmp_path):
-    """A coded checkpoint with a tokenizer."""
-    directory = copied(name, tmp_path)
-    texts.tokenizer().save(str(directory / "tokenizer.json"))
-    named = {"eos_token": {"content": "</s>"}}
-    (directory / "tokenizer_config.json").write_text(json.dumps(named))
-    return directory
-
-
 @pytest.mark.full
 def test_export_says_what_coded_matrices_lost(tmp_path, capsys):
-    base = with_text("qwen3_nf4", tmp_path)
+    base = texts.coded_checkpoint("qwen3_nf4", tmp_path)
     decoder = adapted(base)
     checkpoints.save_adapter(tmp_path / "adapter", decoder, base=str(base))
     record = json.loads((tmp_path / "adapter" / "base.json").read_text())
@@ -637,7 +628,7 @@ def test_export_measures_codes_of_a_plain_base(tmp_path, capsys):
 
 @pytest.mark.full
 def test_commands_read_a_coded_checkpoint(tmp_path, capsys):
-    base, plain = with_text("qwen3_nf4", tmp_path), tmp_path / "plain"
+    base, plain = texts.coded_checkpoint("qwen3_nf4", tmp_path), tmp_path / "plain"
     assert cli.main(["export", str(base), "--out", str(plain)]) == 0
     assert "those of the nf4 codes" in capsys.readouterr().out
     (tmp_path / "texts.jsonl").write_text('{"text": "a cat sat on the mat"}\n')
@@ -668,7 +659,7 @@ run.compare_heads = False
 @pytest.mark.usefixtures("no_picture")
 def test_run_trains_adapters_of_a_coded_checkpoint(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    base = with_text("llama_double", tmp_path)
+    base = texts.coded_checkpoint("llama_double", tmp_path)
     (tmp_path / "words.txt").write_text("a cat sat on the mat. " * 200)
     (tmp_path / "tiny.gin").write_text(RUN)
     command = ["train", "tiny.gin", f"model.checkpoint={base}"]

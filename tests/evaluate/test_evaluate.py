@@ -217,6 +217,18 @@ def test_tasks_of_local_files_are_evaluated(directory, tasks, tmp_path, capsys):
     assert "sample_len" not in page
 
 
+@pytest.mark.full
+def test_eval_codes_the_base(directory, tasks, tmp_path):
+    out = tmp_path / "eval.json"
+    status = cli.main(
+        ["eval", str(directory), "--tasks", "words", "--include", str(tasks),
+         "--dtype", "float32", "--base", "int8", "--out", str(out)]
+    )  # fmt: skip
+    made = json.loads(out.read_text())
+    assert status == 0 and made["options"]["base"] == "int8"
+    assert made["results"]["words"]["exact_match,none"] == pytest.approx(2 / 3)
+
+
 def test_eval_refuses_bad_arguments(directory, tasks, tmp_path, capsys):
     given = ["eval", str(directory), "--include", str(tasks)]
     out = ["--out", str(tmp_path / "x.json")]

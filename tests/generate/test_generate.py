@@ -82,6 +82,11 @@ def test_greedy_tokens_are_those_of_transformers(name, directory, tmp_path):
     assert [x.finish for x in made] == ends
 
 
+def test_load_codes_the_base(directory):
+    loaded = generate.load(directory, dtype="float32", base="int8")
+    assert loaded.decoder.config.base == "int8"
+
+
 @pytest.mark.slow
 def test_batch_equals_each_prompt_alone(sampled):
     prompts = [

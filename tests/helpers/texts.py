@@ -70,6 +70,19 @@ def checkpoint(name, directory, **options):
     else:
         record = np.load(seeded.RECORDS / f"{name}.npz")
         directory = seeded.write(record, pathlib.Path(directory) / name)
+    return with_tokenizer(directory, **options)
+
+
+def coded_checkpoint(name, directory):
+    """A tiny checkpoint of bitsandbytes/, with such a tokenizer."""
+    source = TINY.parent / "bitsandbytes" / name
+    return with_tokenizer(
+        pathlib.Path(shutil.copytree(source, pathlib.Path(directory) / name))
+    )
+
+
+def with_tokenizer(directory, **options):
+    """The directory of a checkpoint, after such a tokenizer is saved in it."""
     tokenizer(**options).save(str(directory / "tokenizer.json"))
     named = {"eos_token": {"content": "</s>"}}
     (directory / "tokenizer_config.json").write_text(json.dumps(named))

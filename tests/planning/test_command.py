@@ -295,6 +295,24 @@ def test_shapes_have_the_copy_of_a_head_in_8_bits():
     assert sizes[1] - sizes[0] == 1000 * (64 + 4 + 32)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*SFT, "model.lora_rank=2"),
+        (*GRPO, "model.lora_rank=2"),
+        DPO,
+        ("distill_stdlib.gin", *TINY, f"distill.teacher={SCORE}", "model.lora_rank=2"),
+    ],
+)
+def test_phases_hold_the_codes_of_a_base(words):
+    """Codes take a quarter of blocks in float32, and half of blocks in bfloat16."""
+    path, held = cli._find_config(words[0]), []
+    for more in ((), ("model.base=int8",)):
+        programs = job_of(configuration.load(path, (*words[1:], *more))[0]).plan()
+        held.append(device_bytes(programs.backward.arguments["frozen weights"]))
+    assert held[1] < 0.75 * held[0]
+
+
 CODED = "tests/checkpoints/bitsandbytes/"
 
 

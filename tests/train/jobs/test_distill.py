@@ -150,17 +150,15 @@ def test_teacher_base_codes_the_teacher_alone():
 
 
 def test_coded_teacher_keeps_its_codes():
-    source = texts.TINY.parent / "bitsandbytes" / "qwen3_nf4"
-    coded = pathlib.Path(shutil.copytree(source, "coded"))
-    texts.tokenizer().save(str(coded / "tokenizer.json"))
-    named = '{"eos_token": {"content": "</s>"}}'
-    (coded / "tokenizer_config.json").write_text(named)
-    overrides = ["distill.teacher=coded"]
+    coded = texts.coded_checkpoint("qwen3_nf4", pathlib.Path())
+    overrides = [f"distill.teacher={coded}"]
     job = jobs.job_of(configuration.load("distill.gin", overrides)[0])
     taught = DistillProgram(job.config, 40).teacher.initial_params()
     up = taught["blocks"]["feed_forward"]["up"]
     assert up["kernel_codes"].dtype == np.uint8 and "kernel" not in up
-    message = "distill.teacher_base='int8': .*'coded' has matrices in nf4; leave it out"
+    message = (
+        "distill.teacher_base='int8': .*'qwen3_nf4' has matrices in nf4; leave it out"
+    )
     with pytest.raises(ValueError, match=message):
         overrides.append("distill.teacher_base=int8")
         jobs.job_of(configuration.load("distill.gin", overrides)[0])
