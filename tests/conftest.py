@@ -1,6 +1,7 @@
 """Traps set for every test: many fake devices, warnings as errors, honest GPU skips."""
 
 import gc
+import os
 import signal
 from pathlib import Path
 
@@ -15,6 +16,8 @@ SHARED = pytest.StashKey[Path]()
 # collections are 5% of the time of tests that trace, and 25% of imports.
 gc.set_threshold(20_000, 20, 50)
 jax.config.update("jax_num_cpu_devices", 8)
+# Tests ask the stand-in of tests/helpers/hub.py, or the cache; never the Hub itself.
+os.environ["HF_HUB_OFFLINE"] = "1"
 # A shell's background jobs, and what they start, ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

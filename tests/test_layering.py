@@ -58,6 +58,7 @@ ALLOWED_IN = {
     ),
     "datasets": ("jaxmem.data.remote",),
     "fsspec": ("jaxmem.data.remote",),
+    "huggingface_hub": ("jaxmem.base.hub",),
     "jinja2": ("jaxmem.data.template_sandbox",),
     "jsonschema": ("jaxmem.data.verifiers",),
     "lm_eval": ("jaxmem.evaluate",),

@@ -1,16 +1,17 @@
 """Hugging Face checkpoints: directories with config.json and safetensors files.
 
-    decoder = checkpoints.load("Qwen3-0.6B", dtype="bfloat16")
-    checkpoints.save("finetuned", decoder, like="Qwen3-0.6B")
+    directory = checkpoints.local_directory("Qwen/Qwen3-0.6B")  # of the Hub
+    decoder = checkpoints.load(directory, dtype="bfloat16")
+    checkpoints.save("finetuned", decoder, like=directory)
 
 The architectures are in `families`, one file each.
 """
 
+from jaxmem.base.hub import local_directory as local_directory
 from jaxmem.checkpoints.adapters import save_adapter as save_adapter
 from jaxmem.checkpoints.architectures import (
     CheckpointConfig as CheckpointConfig,
     CheckpointError as CheckpointError,
-    is_hub_name as is_hub_name,
     read_config as read_config,
 )
 from jaxmem.checkpoints.config_reader import ignoring_keys as ignoring_keys

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmem.base import messages
+from jaxmem.base import hub, messages
 from jaxmem.base.ranges import integers
 from jaxmem.checkpoints import adapter_tensors, base_record, names
 from jaxmem.checkpoints.adapter_tensors import PREFIX, Site, target_of
@@ -88,7 +88,9 @@ class BaseName:
 
     @classmethod
     def of(cls, base: str) -> "BaseName":
-        """The name of a base: its absolute path if it is a directory here."""
+        """The name of a base: of the Hub, or else the absolute path of a directory."""
+        if (model := hub.model_of(base)) is not None:
+            return cls(model.repository, model.revision)
         path = Path(base).expanduser()
         is_directory = bool(base) and path.is_dir()
         return cls(os.path.abspath(path) if is_directory else base)
@@ -100,6 +102,18 @@ class BaseName:
         name = reader.take(_BASE, (str, type(None)), None)
         revision = reader.take("revision", (str, type(None)), None)
         return dataclasses.replace(cls.of(name or ""), revision=revision)
+
+    def directory(self) -> Path:
+        """The directory that has the base here, downloaded from the Hub if need be.
+
+        Raises:
+            HubError: the Hub cannot serve it.
+        """
+        model = hub.parse(self.name)
+        if model is None:
+            return Path(self.name)
+        named = hub.HubModel(model.repository, model.revision or self.revision)
+        return Path(hub.local_directory(str(named)))
 
     def keys(self) -> dict[str, str | None]:
         """The keys of adapter_config.json that name it."""
@@ -164,12 +178,18 @@ def base_of(directory: Path, advice: str) -> Path:
             "weights (model.checkpoint=None), which only a run with checkpoints "
             f"(run.checkpoint_every) can draw again: name that run, or {advice}"
         )
-    if not (Path(base.name) / "config.json").exists():
+    try:
+        found = base.directory()
+    except hub.HubError as error:
+        raise CheckpointError(
+            f"{directory / CONFIG}: {_BASE} is {error}; or {advice}"
+        ) from error
+    if not (found / "config.json").exists():
         raise CheckpointError(
             f"{directory / CONFIG}: {_BASE} {base.name!r} is not the directory of a "
             f"checkpoint here; {advice}"
         )
-    return Path(base.name)
+    return found
 
 
 def _family_of_adapters(decoder: Decoder) -> Family:

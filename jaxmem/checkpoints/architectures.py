@@ -7,12 +7,11 @@ to the model, or if the decoder does not implement a value: nothing is guessed.
 import dataclasses
 import difflib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmem.base import messages
+from jaxmem.base import hub, messages
 from jaxmem.base.ranges import integers
 from jaxmem.checkpoints import coded_files, names, quantization
 from jaxmem.checkpoints.bitsandbytes import CodedTensors
@@ -46,18 +45,7 @@ _SHARED = (
     "bos_token_id", "dtype", "eos_token_id", "pad_token_id", quantization.KEY,
     "torch_dtype", "transformers_version",
 )  # fmt: skip
-_HUB_NAME = r"[\w-][\w.-]*/[\w.-]+"  # OWNER/MODEL
 _POSITIONS = integers(1, limit=2**31 - 1)  # tokens of a context: positions are int32
-
-
-def is_hub_name(path: str | Path) -> bool:
-    """True if a path that does not exist may name a model of the Hugging Face Hub.
-
-    A path whose parent exists, or is named "runs" as that of runs is, names none.
-    """
-    named = re.fullmatch(_HUB_NAME, str(path)) is not None
-    owner = Path(path).parent
-    return named and owner.name != "runs" and not owner.exists()
 
 
 def read_config(directory: str | Path) -> CheckpointConfig:
@@ -68,10 +56,10 @@ def read_config(directory: str | Path) -> CheckpointConfig:
             asks for something that is not implemented; the message names the key.
     """
     path = Path(os.path.expanduser(directory)) / "config.json"
-    if not path.parent.exists() and is_hub_name(directory):
+    if not path.parent.exists() and (hint := hub.hint(str(directory))):
         raise CheckpointError(
-            f"{directory}: no such directory; download a model of the Hugging Face "
-            f"Hub by: hf download {directory} --local-dir {directory}"
+            f"{directory}: no such directory{hint}, which "
+            "jaxmem.checkpoints.local_directory downloads"
         )
     if not path.exists() and (path.parent / "model" / path.name).exists():
         raise CheckpointError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxmem._version import __version__
-from jaxmem.base import imports, messages, options, shipped
+from jaxmem.base import hub, imports, messages, options, shipped
 from jaxmem.commands.requests import (
     DTYPES,
     add_eval,
@@ -264,8 +264,9 @@ def _data(arguments: argparse.Namespace) -> int:
     with _require_extra("reading data", "train"):
         from rich.console import Console
 
-        from jaxmem.train import configuration, jobs, preview
+        from jaxmem.train import configuration, jobs, model_names, preview
     config, _ = configuration.load(path, arguments.overrides)
+    config = model_names.with_directories(config, hub.TEXT)
     preview.show(jobs.job_of(config), arguments.show, Console())
     return 0
 
@@ -341,6 +342,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # do not occupy a GPU of this machine
     path = Path(arguments.file)
+    if path.suffix != ".gin":
+        path = Path(hub.local_directory(arguments.file, hub.TEXT))
     if not path.is_dir():
         path = _find_config(arguments.file)
     with _require_extra("planning", "train"):

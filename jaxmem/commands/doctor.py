@@ -25,7 +25,8 @@ from jaxmem.base import caches, imports
 _FINE, _WRONG = 0, 1  # exit statuses
 _GIB = 2**30
 _EXTRAS = {
-    "flax": "flax", "gin-config": "train", "grain": "train", "jinja2": "train",
+    "flax": "flax", "gin-config": "train", "grain": "train",
+    "huggingface_hub": "train", "jinja2": "train",
     "matplotlib": "train", "optax": "train", "orbax-checkpoint": "train",
     "rich": "train", "safetensors": "train", "tensorboardX": "train",
     "tokenizers": "train",
@@ -34,7 +35,8 @@ _EXTRAS = {
 # The first releases that this package is not made for, as in pyproject.toml.
 _CEILINGS = {
     "jax": "0.13", "jaxlib": "0.13", "numpy": "3", "flax": "0.13", "grain": "0.3",
-    "optax": "0.3", "orbax-checkpoint": "1", "jsonschema": "5", "lm-eval": "0.5",
+    "optax": "0.3", "orbax-checkpoint": "1", "huggingface_hub": "3",
+    "jsonschema": "5", "lm-eval": "0.5",
 }  # fmt: skip
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-rocm7-plugin")
 _VARIABLES = (

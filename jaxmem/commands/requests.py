@@ -16,7 +16,9 @@ def add_eval(
         description="Evaluates a model on tasks of lm-evaluation-harness, and writes "
         "eval.json: beside a run's metrics, where report.html shows it, or to --out.",
     )
-    evaluate.add_argument("model", metavar="DIR", help="run, checkpoint or adapter")
+    evaluate.add_argument(
+        "model", metavar="DIR", help="run, checkpoint, adapter or Hub model"
+    )
     evaluate.add_argument(
         "--tasks", required=True, metavar="NAME,…", help="as lm-eval names them"
     )
@@ -29,7 +31,7 @@ def add_eval(
         "--limit": {"type": count, "help": "documents of each task; all"},
         "--max-tokens": {"type": count, "help": "slots of a micro-batch; 4096"},
         "--batch-size": {"type": count, "help": "completions at once; 8"},
-        "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
+        "--adapter": {"help": "LoRA adapter in PEFT's layout, or Hub model of one"},
         "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
         "--base": BASE,
         "--out": {"metavar": "FILE.json", "help": "eval.json in the run by default"},
@@ -50,7 +52,9 @@ def add_generate(commands: Any, command: Callable) -> None:
         description="Completes one prompt, a file of prompts, or a conversation.  The "
         "same command with --in goes on after a kill.",
     )
-    generate.add_argument("model", metavar="DIR", help="run, checkpoint or adapter")
+    generate.add_argument(
+        "model", metavar="DIR", help="run, checkpoint, adapter or Hub model"
+    )
     generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text")
     generate.add_argument("--chat", action="store_true", help="a conversation")
     for flag, options in {
@@ -61,7 +65,7 @@ def add_generate(commands: Any, command: Callable) -> None:
             "help": 'a line a prompt, {"prompt": text or messages}',
         },
         "--out": {"metavar": "FILE.jsonl", "help": "of --in, the completions"},
-        "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
+        "--adapter": {"help": "LoRA adapter in PEFT's layout, or Hub model of one"},
         "--dtype": {"choices": DTYPES, "help": "the checkpoint's by default"},
         "--base": BASE,
         "--chat-template-kwargs": TEMPLATE_KWARGS,
@@ -90,7 +94,9 @@ def add_export(commands: Any, command: Callable) -> None:
         description="Saves the model of a run, of its newest checkpoint if it has not "
         "ended, as a directory that transformers (or PEFT) loads.",
     )
-    export.add_argument("path", metavar="DIR", help="run, checkpoint or adapter")
+    export.add_argument(
+        "path", metavar="DIR", help="run, checkpoint, adapter or Hub model"
+    )
     export.add_argument("--out", required=True, help="directory to create")
     export.add_argument("--merge", action="store_true", help="adapters into matrices")
     export.add_argument(
@@ -152,7 +158,7 @@ def add_score(
         "command again to go on after a kill.",
     )
     score.add_argument(
-        "model", metavar="MODEL_DIR", help="directory of a run, checkpoint or adapter"
+        "model", metavar="MODEL_DIR", help="run, checkpoint, adapter or Hub model"
     )
     score.add_argument(
         "data",
@@ -166,7 +172,7 @@ def add_score(
         "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
         "--base": BASE,
         "--chunk": {"type": chunk, "help": "tokens with logits at once, or auto"},
-        "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
+        "--adapter": {"help": "LoRA adapter in PEFT's layout, or Hub model of one"},
         "--top-k": {"type": int, "help": "record a teacher's most likely ids, too"},
         "--sample-ids": {"type": int, "help": "record ids drawn from a teacher, too"},
         "--temperature": {"type": float, "help": "of what is recorded for them; 1"},

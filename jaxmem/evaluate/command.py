@@ -11,7 +11,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
 from jaxmem import generate
-from jaxmem.base import files, json_files
+from jaxmem.base import files, hub, json_files
 from jaxmem.evaluate.model import HarnessModel
 from jaxmem.train.output import report
 from jaxmem.train.state import ownership
@@ -47,7 +47,7 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
             is nowhere to write.
         CheckpointError: there is no model in the directory.
     """
-    directory = Path(request.model).expanduser()
+    directory = Path(hub.local_directory(request.model)).expanduser()
     is_run = ownership.is_run(directory)
     if request.out is None and not is_run:
         raise ValueError(
@@ -81,6 +81,8 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
         name: results[name] for name in ("results", "n-shot", "n-samples", "versions")
     }
     options = request._asdict() | {"lm_eval": lm_eval.__version__}
+    if (model_of_hub := hub.model_of(directory)) is not None:
+        options["model"] = str(model_of_hub)
     files.write_whole(out, json.dumps({**kept, "options": options}, indent=1) + "\n")
     print(f"saved in {out}")
     if is_run and request.out is None:

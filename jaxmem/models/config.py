@@ -87,7 +87,8 @@ class ModelConfig:
     """Sizes and architecture choices of a `Decoder`."""
 
     # None: random weights. Or a directory with config.json and safetensors to start
-    # from; its config then determines the sizes.
+    # from, or a model of the Hub, OWNER/NAME or hf://OWNER/NAME@REVISION; its config
+    # then determines the sizes.
     checkpoint: str | None = None
     # None: the decoder of jaxmem. Or "file.py:function" or "package.module:function" of
     # (config, rngs), which makes a Flax NNX module (jaxmem.models.own_model); then only

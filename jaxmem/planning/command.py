@@ -13,12 +13,13 @@ from typing import Any
 import jax
 
 from jaxmem import devices
+from jaxmem.base import hub
 from jaxmem.planning import analytic, picture, plans, search
 from jaxmem.planning.analytic import ShapedPlan
 from jaxmem.planning.plans import Plan
 from jaxmem.planning.scoring import PLANNED, Scoring
 from jaxmem.score.run import ScoreConfig
-from jaxmem.train import configuration
+from jaxmem.train import configuration, model_names
 from jaxmem.train.jobs import Job, job_of
 
 _FITS, _DOES_NOT, _UNKNOWN = 0, 1, 2  # exit statuses
@@ -65,7 +66,8 @@ def load(path: Path, overrides: Sequence[str]) -> Job | Scoring:
     """The job of a gin file, or the scoring run of a checkpoint's directory."""
     if not path.is_dir():
         unread = configuration.DATA_KEYS
-        return job_of(configuration.load(path, overrides, unread)[0])
+        config, _ = configuration.load(path, overrides, unread)
+        return job_of(model_names.with_directories(config, hub.TEXT))
     options: dict[str, Any] = {}
     for override in overrides:
         key, _, value = override.partition("=")

@@ -54,7 +54,7 @@ _GROUP = 32
 class ScoreConfig:
     """The model, the documents, and the options of a scoring run."""
 
-    model: str  # directory of a checkpoint, an adapter or a run
+    model: str  # directory of a checkpoint, an adapter or a run, or model of the Hub
     data: str  # records of supervised training, in .jsonl, .json or .parquet
     out: str = "scores.jsonl"  # or .parquet
     max_tokens: int = 4096  # slots of a micro-batch; longest document, in tokens

@@ -7,6 +7,7 @@ import platform
 from pathlib import Path
 
 from jaxmem._version import __version__
+from jaxmem.base import hub
 from jaxmem.train.settings import JobConfig
 
 _PACKAGES = "jax", "jaxlib", "flax", "optax", "grain", "tokenizers", "numpy"
@@ -24,9 +25,12 @@ def facts(config: JobConfig) -> dict[str, str]:
             key, value = f"{section}.{field.name}", getattr(part, field.name)
             if key in _OF_EACH:
                 continue
-            shared[key] = repr(value)
+            is_copy = isinstance(value, str) and hub.model_of(value) is not None
+            shared[key] = repr(hub.recorded(value) if is_copy else value)
             for named in value if isinstance(value, tuple) else (value,):
-                if isinstance(named, str) and (content := _digest_of_path(named)):
+                if is_copy or not isinstance(named, str):
+                    continue  # a commit of the Hub has one content
+                if content := _digest_of_path(named):
                     shared[f"the content of {key}={named!r}"] = content
     return shared
 

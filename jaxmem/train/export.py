@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from jaxmem import checkpoints
+from jaxmem.base import hub
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.adapters import BaseName
 from jaxmem.checkpoints.directories import new_directory
@@ -105,13 +106,13 @@ def _checked_base(name: str) -> BaseName:
     """
     if (Path(name).expanduser() / "config.json").exists():
         return BaseName.of(name)
-    owned, _, revision = name.removeprefix("hf://").partition("@")
-    if not checkpoints.is_hub_name(owned):
+    model = hub.parse(name)
+    if model is None:
         raise CheckpointError(
             f"--base={name}: neither a checkpoint (config.json) nor the name of a "
             "model of the Hub, OWNER/NAME or OWNER/NAME@REVISION"
         )
-    return BaseName(owned, revision or None)
+    return BaseName(model.repository, model.revision)
 
 
 def _add_ends(target: Path, source: saved.Saved, like: Path | None = None) -> None:

@@ -9,7 +9,7 @@ from jaxmem import checkpoints
 from jaxmem.base import files, processes
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.own_model import LanguageModel, OwnModel
-from jaxmem.train import keys, model_factory, precision
+from jaxmem.train import keys, model_factory, model_names, precision
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.output.progress import say
 
@@ -21,7 +21,9 @@ def texts(job: Job, operative_text: str) -> dict[str, str]:
     """Files that a run has from its start: settings and vocabulary."""
     contents = {"operative.gin": operative_text}
     if operative_text:
-        contents["settings.gin"] = keys.differing(job.config) + "\n"
+        contents["settings.gin"] = (
+            keys.differing(model_names.recorded(job.config)) + "\n"
+        )
     if job.tokenizer is not None:
         contents["tokenizer.json"] = job.tokenizer.to_str()
     if job.reads.today is not None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmem import checkpoints
-from jaxmem.base import messages, user_code
+from jaxmem.base import hub, messages, user_code
 from jaxmem.checkpoints import CheckpointError, adapters
 from jaxmem.models.own_model import LanguageModel, OwnModel
 from jaxmem.models.partitioning import MeshConfig
-from jaxmem.train import configuration, results
+from jaxmem.train import configuration, model_names, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.program import ModelProgram
@@ -126,16 +126,21 @@ def opened(
     changed.
 
     Args:
-        path: directory of a checkpoint, an adapter in PEFT's layout, or a run.
-        adapter: directory of an adapter to add, for the directory of a checkpoint.
+        path: directory of a checkpoint, an adapter in PEFT's layout, or a run; or a
+            model of the Hub, as `hub.parse` reads it.
+        adapter: such a directory, or model of the Hub, of an adapter to add to a
+            checkpoint.
         dtype: compute dtype of a decoder that is read from a run's checkpoint.
         code: permission to run the code of a run's model.
 
     Raises:
         CheckpointError: there is no model in the directory, or only code that the user
             does not name makes it.
+        HubError: the Hub cannot serve a model that is named.
     """
-    directory = Path(os.path.expanduser(path))
+    directory = Path(os.path.expanduser(hub.local_directory(path)))
+    if adapter is not None:
+        adapter = hub.local_directory(adapter)
     step = checkpoint.newest(directory / "checkpoints")
     result = next(filter(Path.exists, _result_files(directory)), None)
     if result is not None and not _lacks_something(directory, step, result):
@@ -173,12 +178,8 @@ def _lacks_something(directory: Path, step: int | None, result: Path) -> bool:
 
 def _describe_missing_model(directory: Path) -> str:
     if not directory.is_dir():
-        if not checkpoints.is_hub_name(directory):
-            return f"{directory}: no such checkpoint, adapter or run (run.out_dir)"
-        return (
-            f"{directory}: no such directory; a model of the Hub is downloaded by: "
-            f"hf download {directory} --local-dir {directory}"
-        )
+        hint = hub.hint(str(directory))
+        return f"{directory}: no such checkpoint, adapter or run (run.out_dir){hint}"
     if any((directory / name).exists() for name in ("metrics.jsonl", "operative.gin")):
         return (
             f"{directory}: this run has saved nothing yet, neither a checkpoint "
@@ -239,7 +240,7 @@ def _open_run(
 def _load_job(directory: Path, dtype: str | None, code: Code) -> Job:
     """The job of a run, on one device."""
     config = code.checked(configuration.load(directory / _OPERATIVE)[0], directory)
-    config = job_of(config).config
+    config = job_of(model_names.with_directories(config)).config
     model = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
     return job_of(
         dataclasses.replace(config, model=model, mesh=MeshConfig(), remat=RematConfig())

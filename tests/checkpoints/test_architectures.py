@@ -469,14 +469,17 @@ def test_json_beyond_limits(text, message, tmp_path):
         read_config(tmp_path)
 
 
-def test_hub_name_says_how_to_download(tmp_path, monkeypatch):
+def test_read_config_tells_how_to_download(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = "Qwen/Qwen3-0.6B"
     with pytest.raises(CheckpointError) as raised:
         read_config(name)
     said = str(raised.value)
     assert said.startswith(f"{name}: no such directory; ") and "\n" not in said
-    assert said.endswith(f"hf download {name} --local-dir {name}")
+    assert said.endswith(
+        f"; a model of the Hub is hf://{name}, which jaxmem.checkpoints."
+        "local_directory downloads"
+    )
     (tmp_path / name).mkdir(parents=True)  # a directory, if an empty one
     for directory in (name, "gone", "/gone/there", "runs/sft"):
         with pytest.raises(CheckpointError, match="config.json: cannot be read: No su"):

@@ -320,9 +320,12 @@ def test_command_prints_a_completion(directory, greedy, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nowhere/m", "a"), "nowhere/m: no such directory; .* hf download nowhere/m"),
+        (
+            ("nowhere/m", "a"),
+            "hf://nowhere/m: HF_HUB_OFFLINE=1 is set, and .* or run `hf",
+        ),
         (("runs/sft", "a"), "runs/sft: no such checkpoint, adapter or run .run.out_d"),
-        (("empty/m", "a"), "empty/m: no such checkpoint, adapter or run .run.out_dir"),
+        (("empty/m", "a"), "empty/m: no such .* .run.out_dir.; a .* is hf://empty/m"),
         (("empty", "a"), "empty: neither a checkpoint .config.json., nor an adapter"),
         (("unsaved", "a"), "unsaved: this run has saved nothing yet"),
         (("empty",), "generate needs one of PROMPT, --in FILE.jsonl and --chat"),

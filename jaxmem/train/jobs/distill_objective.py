@@ -43,9 +43,9 @@ class DistillConfig:
     # text: the data's tokens; on_policy: completions that the student samples; offline:
     # data.source is a .parquet file that `jaxmem score` wrote of a teacher
     mode: Literal["text", "on_policy", "offline"] = "text"
-    # directory of a checkpoint whose vocabulary is the student's, or of a run that
-    # ended with model/; offline it is read for its tokenizer only, and None will do for
-    # a student with model.checkpoint
+    # directory of a checkpoint whose vocabulary is the student's, a model of the Hub,
+    # or the directory of a run that ended with model/; offline it is read for its
+    # tokenizer only, and None will do for a student with model.checkpoint
     teacher: str | None = None
     # dtype of the teacher's weights and activations; None: as they are stored
     teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None

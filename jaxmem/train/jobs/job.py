@@ -22,7 +22,7 @@ from jaxmem.models import lora
 from jaxmem.models.config import BASE_FIELDS
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.partitioning import MeshConfig
-from jaxmem.train import metrics, model_factory, precision
+from jaxmem.train import metrics, model_factory, model_names, precision
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.reading import Documents, Reading, TokenRecord
 from jaxmem.train.output.progress import ProgressReport
@@ -139,6 +139,7 @@ class Job(Hooked):
             for name, fields in changeable.items()
         }
         code = {name: user_code.digest(name, key) for key, name in config.code()}
+        fixed, changeable = map(model_names.recorded_settings, (fixed, changeable))
         return Settings(fixed, changeable | {resuming.CODE: code})
 
     def reading(self) -> Reading:

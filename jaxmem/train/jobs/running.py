@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxmem.base import files, processes
 from jaxmem.data import event_loop
-from jaxmem.train import agreement, loop, metrics, results
+from jaxmem.train import agreement, loop, metrics, model_names, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.metrics import HeadCost
 from jaxmem.train.output import plots, report
@@ -41,7 +41,8 @@ def train(
         config: everything about the run, which lives in `config.run.out_dir`; a run
             that is there already continues from its newest checkpoint (see
             `loop.open_run`).
-        operative_text: the gin text that says the same; saved beside the run.
+        operative_text: the gin text that says the same; saved beside the run, with the
+            commits of models of the Hub.
         console: where progress goes; a new rich console by default.
 
     Returns:
@@ -56,6 +57,10 @@ def train(
         KeyboardInterrupt: after SIGINT; the current step is finished and saved.
         SystemExit: likewise after SIGTERM.
     """
+    config = model_names.with_directories(
+        model_names.of_run(config), tells_cached=processes.is_first()
+    )
+    operative_text = model_names.recorded_text(operative_text, config)
     if jax.process_count() > 1:
         processes.agree(agreement.facts(config))
     job = job_of(config)
