@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 from jaxmem._version import __version__
@@ -13,12 +14,15 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 project = "jaxmem"
 author = "the jaxmem authors"
 version = release = __version__
+pyproject = Path(__file__).parents[1] / "pyproject.toml"
+SOURCE = tomllib.loads(pyproject.read_text("utf-8"))["project"]["urls"]["Source"]
 
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_argparse_cli",
     "sphinx_copybutton",
     "docstrings",
@@ -57,4 +61,13 @@ html_static_path = ["_static"]
 html_css_files = ["jaxmem.css"]
 html_js_files = ["search.js"]
 html_context = {"default_mode": "auto"}
-html_theme_options = {"show_toc_level": 2, "use_download_button": False}
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "repository_url": SOURCE,
+    "repository_branch": "main",
+    "path_to_docs": "docs",
+    "use_repository_button": True,
+    "use_edit_page_button": True,
+    "logo": {"text": f"version {version}", "alt_text": "jaxmem"},
+}
