@@ -194,6 +194,31 @@ def test_commands_are_real(document, capsys, monkeypatch):
         check_command(words)
 
 
+SITE = [path for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")]
+COMMAND_COLUMNS = 72  # what a page of 900 pixels shows without a scroll bar
+
+
+def check_command_lines(text):
+    """Raises for a line of a command that a page cuts, or for a shipped file's path."""
+    for block in blocks(text):
+        lines = block.text.splitlines()
+        if block.language == "console":  # the rest is output
+            lines = [line for line in lines if line.startswith(("$ ", "    "))]
+        elif block.language not in ("bash", "sh", "shell"):
+            lines = [
+                line for line in lines if re.match(r"(\$ )?jaxmem [a-z]+ \w", line)
+            ]
+        long = [line for line in lines if len(line) > COMMAND_COLUMNS]
+        assert not long, f"break at {COMMAND_COLUMNS} columns by a backslash: {long}"
+        paths = [line for line in lines if re.search(r"\bconfigs/[\w/]+\.gin", line)]
+        assert not paths, f"name a shipped file without configs/: {paths}"
+
+
+@pytest.mark.parametrize("document", SITE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_fit_the_page(document):
+    check_command_lines(document.read_text("utf-8"))
+
+
 # ------------------------------------------------------------ tables of numbers
 
 SOURCE = re.compile(r"^<!-- from ([^\s:]+)(?:: ([\w ,-]+))? -->$")
@@ -582,6 +607,23 @@ def test_wrong_command_is_caught(command, capsys, monkeypatch):
     with pytest.raises((AssertionError, ValueError)):
         for words in commands(f"```bash\n{command}\n```\n"):
             check_command(words)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "bash\njaxmem train sft_lora.gin model.checkpoint=DIR " + 30 * "x",
+        "console\n$ jaxmem train \\\n    " + 70 * "x",
+        "text\njaxmem train sft_lora.gin " + 60 * "x",
+        "bash\njaxmem train configs/sft_lora.gin",
+    ],
+)
+def test_command_that_is_cut_is_caught(block):
+    check_command_lines(
+        f"```text\n{80 * 'x'}\n```\n```console\n$ ls\n{80 * 'x'}\n```\n"
+    )
+    with pytest.raises(AssertionError, match="72 columns|without configs/"):
+        check_command_lines(f"```{block}\n```\n")
 
 
 RECORDS = [
