@@ -1,4 +1,4 @@
-"""The README's first figure: memory and time of the head, in bars that name themselves.
+"""Bars of memory and time of the head, which name themselves.
 
     python -m benchmarks.plot_first --out first_h200.svg
 

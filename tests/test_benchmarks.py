@@ -17,6 +17,7 @@ from benchmarks import (
     distill_verbs,
     exact,
     on_jax,
+    plot_cards,
     plot_first,
     plot_head,
     plot_offload,
@@ -672,8 +673,8 @@ def test_figure(tmp_path):
     assert (tmp_path / "x.svg").read_text("utf-8").count("<path") > 10
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_first_figure_shows_what_its_words_say(page):
+@pytest.mark.parametrize("page", ["docs/heads.md"])
+def test_figure_of_head_shows_what_its_words_say(page):
     """The bars, and the words in their place, are the committed records."""
     rows = plot_first.rows_of()
     figure = plot_first.figure(rows)
@@ -686,6 +687,20 @@ def test_first_figure_shows_what_its_words_say(page):
     said = re.search(r"!\[([^]]*)\]\([^)]*first_h200.svg\)", text)
     shown = [(f"{a:.1f} GiB", f"{b:.2f} s") for a, b in zip(gib, seconds, strict=True)]
     assert said and all(f"{a} and {b}" in said[1] for a, b in shown)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_figure_of_cards_shows_what_its_words_say(page):
+    """The bars, and the words in their place, are the committed records."""
+    rows = plot_cards.rows_of()
+    (ax,) = plot_cards.figure(rows).axes
+    bars = [bar.get_width() for bar in ax.patches]
+    gib = [float(rows[key]["device_peak_gib"]) for key in plot_cards.BARS]
+    np.testing.assert_allclose(bars, gib)
+    text = (Path(__file__).parent.parent / page).read_text("utf-8")
+    said = re.search(r"!\[([^]]*)\]\([^)]*cards_h200.svg\)", text)
+    numbers = re.findall(r"(\d+) GiB", said[1]) if said else []
+    assert [int(number) for number in numbers] == [round(x) for x in gib]
 
 
 def ordered(rows):
