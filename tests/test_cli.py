@@ -328,8 +328,20 @@ def test_train_takes_job_from_file(directory, monkeypatch):
     assert taken == ["grpo", "sft"]
 
 
+def test_train_prints_settings_after_verbose(directory, monkeypatch, capsys):
+    from jaxmem.train import jobs
+
+    monkeypatch.setattr(jobs, "train", lambda *_: None)
+    assert cli.main(["train", "tiny.gin", "run.steps=7"]) == 0
+    assert capsys.readouterr().out == "# tiny.gin run.steps=7\n"
+    assert cli.main(["train", "tiny.gin", "--verbose", "run.steps=7"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("# tiny.gin run.steps=7\n# settings that differ from the")
+    assert "\nrun.steps = 7\n" in said and "model.norm_eps" not in said
+
+
 @pytest.mark.slow
-def test_train_prints_config_saves_on_sigterm_resumes(directory, monkeypatch, capfd):
+def test_train_saves_on_sigterm_and_resumes(directory, monkeypatch, capfd):
     from jaxmem.train.jobs.sft import Sft
 
     step = Sft.step
@@ -339,7 +351,6 @@ def test_train_prints_config_saves_on_sigterm_resumes(directory, monkeypatch, ca
             cli.main(["train", "tiny.gin"])
     assert caught.value.code == 143
     said, error = capfd.readouterr()
-    assert "\nrun.steps = 4\n" in said and "model.norm_eps" not in said
     operative = Path("run/operative.gin").read_text()
     assert "\nrun.steps = 4\n" in operative and "\nmodel.norm_eps = " in operative
     assert error.strip() == (
@@ -354,12 +365,13 @@ def test_train_prints_config_saves_on_sigterm_resumes(directory, monkeypatch, ca
         assert cli.main(["train", "tiny.gin"]) == 2
     assert "run.out_dir='run' is in use by another process" in capfd.readouterr().err
     assert cli.main(["train", "tiny.gin"]) == 0
-    assert "resuming run after step 1\n" in capfd.readouterr().out
+    resuming = "resuming run at step 1 of 4 (data position and optimizer restored)\n"
+    assert resuming in capfd.readouterr().out
     lines = Path("run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     Path("run/metrics.jsonl").unlink()  # a requeued command ends even so
     assert cli.main(["train", "tiny.gin"]) == 0
-    assert "metrics.jsonl has no step: no summary, no rep" in capfd.readouterr().out
+    assert "run is complete (4 of 4 steps); raise run.st" in capfd.readouterr().out
 
 
 # ------------------------------------------------ streams and arguments

@@ -216,6 +216,11 @@ def _add_train(commands) -> None:
         "FILE.gin, those of its own job too",
     )
     train.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print the settings that differ from the defaults",
+    )
+    train.add_argument(
         "overrides",
         nargs="*",
         metavar="section.field=value",
@@ -442,9 +447,10 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         with processes.together():
             if processes.is_first():
-                about = "what differs from the defaults; operative.gin will have all"
                 _print_log(f"# {' '.join([str(path), *arguments.overrides])}")
-                _print_log(f"# {about} of it\n{keys.differing(config)}")
+                if arguments.verbose:
+                    about = "# settings that differ from the defaults"
+                    _print_log(f"{about}\n{keys.differing(config)}")
             jobs.train(config, operative_text)
     finally:  # also where a signal has ended the run
         with contextlib.suppress(BrokenPipeError):

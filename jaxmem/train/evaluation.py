@@ -1,4 +1,4 @@
-"""Evaluation during training: its schedule, and the checkpoint of the best one."""
+"""Evaluation during training: its schedule, its end by patience, and the best one."""
 
 import dataclasses
 import math
@@ -6,13 +6,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxmem.base import processes
 from jaxmem.base.fields import check_numbers
-from jaxmem.base.ranges import integers
+from jaxmem.base.ranges import integers, reals
 from jaxmem.train.metrics import AnyMetrics
 from jaxmem.train.state.checkpoint import Checkpoints
+from jaxmem.train.state.resuming import EVALUATIONS
 
-_RANGES = {"every": integers(1), "prompts": integers(1)}
-_BEST = "best"  # key in the saved settings
+_RANGES = {
+    **dict.fromkeys(("every", "prompts", "patience"), integers(1)),
+    "min_delta": reals(0),
+}
+_BEST = "best"  # key in the saved settings of out_dir/best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +29,38 @@ class EvalConfig:
     every: int | None = None
     prompts: int = 64  # maximum held-out prompts to complete, of the job "grpo"
     keep_best: bool = True  # keep the best evaluation's checkpoint, in out_dir/best
+    # stop after this many evaluations in a row without improvement; None: take all
+    # steps
+    patience: int | None = None
+    # with patience: an evaluation improves if it is better by more than this, in nats
+    # or units of the reward
+    min_delta: float = 0.0
 
     def __post_init__(self):
         check_numbers(self, _RANGES)
+        if self.patience is None and self.min_delta:
+            raise ValueError(
+                f"eval.min_delta={self.min_delta} is not read without eval.patience; "
+                "set that, or leave it out"
+            )
+        if self.patience is not None and self.every is None:
+            raise ValueError(
+                f"eval.patience={self.patience} counts evaluations during training, "
+                "and there are none: set eval.every, the steps between them"
+            )
+
+    def nothing_held_out(self) -> str:
+        """A line that says that no record is held out.
+
+        Raises:
+            ValueError: eval.patience needs held-out records.
+        """
+        advice = "nothing is held out; see data.held_out and task.held_out"
+        if self.patience is not None:
+            raise ValueError(
+                f"eval.patience={self.patience} has no evaluations to count: {advice}"
+            )
+        return f"eval.every={self.every} evaluates nothing: {advice}"
 
     def is_due(self, step: int, steps: int) -> bool:
         """True if a step, of `steps` in all, is evaluated."""
@@ -43,6 +77,88 @@ class Evaluated(NamedTuple):
 
     metrics: AnyMetrics
     cost: float  # the lower, the better
+    is_reward: bool = False  # True if the cost is a reward's negative
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluations:
+    """A run's evaluations so far, which its checkpoints record.
+
+    An improvement is an evaluation whose cost is below that of the improvement before
+    it by more than `EvalConfig.min_delta`.
+    """
+
+    best: float | None = None  # the lowest finite cost; None before one
+    step: int = 0  # the step of the best one
+    improved: float | None = None  # the cost of the last improvement
+    without: int = 0  # evaluations since the last improvement
+    is_reward: bool = False  # as in `Evaluated`
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Mapping], directory: Path) -> "Evaluations":
+        """The evaluations in saved settings; of older versions, those of a directory.
+
+        These have the best one alone, as `keep_best` saves it.
+        """
+        if EVALUATIONS in saved:
+            return cls(**saved[EVALUATIONS])
+        if not processes.by_first(directory.exists):
+            return cls()
+        with Checkpoints(directory, keep=1) as checkpoints:
+            _, best = _saved_best(checkpoints)
+        if not math.isfinite(best.get("cost", math.nan)):
+            return cls()
+        return cls(best["cost"], best["step"], best["cost"])
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """A section of the saved settings; none before the first evaluation."""
+        return {} if self == Evaluations() else {EVALUATIONS: dataclasses.asdict(self)}
+
+    def added(self, step: int, evaluated: Evaluated, min_delta: float) -> "Evaluations":
+        """The evaluations with that of a step."""
+        cost, is_reward = evaluated.cost, evaluated.is_reward
+        new = dataclasses.replace(self, without=self.without + 1, is_reward=is_reward)
+        if not math.isfinite(cost):
+            return new
+        if self.best is None or cost < self.best:
+            new = dataclasses.replace(new, best=cost, step=step)
+        if self.improved is None or cost < self.improved - min_delta:
+            new = dataclasses.replace(new, improved=cost, without=0)
+        return new
+
+    def exhausts(self, config: EvalConfig) -> bool:
+        """True if the last `eval.patience` evaluations were no improvement."""
+        return config.patience is not None and self.without >= config.patience
+
+    def line(self, step: int, cost: float, config: EvalConfig) -> str:
+        """A line about the evaluation of a step, which is the last one."""
+        best = f"best, step {step}" if self.step == step else self.best_text
+        if config.patience is not None and self.without:
+            best += f"; {self.without} of {config.patience} without improvement"
+        return f"step {step} held out {self._number(cost)} ({best})"
+
+    @property
+    def best_text(self) -> str:
+        """The best one in words."""
+        if self.best is None:
+            return "none is finite"
+        return f"best {self._number(self.best)}, step {self.step}"
+
+    def reason(self, config: EvalConfig) -> str:
+        """The reason to stop, where `exhausts` is true, in words."""
+        by = f" by more than {config.min_delta:g}" if config.min_delta else ""
+        return (
+            f"eval.patience={config.patience}: the last {self.without} evaluations did "
+            f"not improve{by} ({self.best_text})"
+        )
+
+    def items(self, cost: float | None = None) -> list[str]:
+        """The last cost, if it is known, and the best one, as a bar shows them."""
+        last = [] if cost is None else [f"held out {self._number(cost)}"]
+        return last if self.best is None else [*last, self.best_text]
+
+    def _number(self, cost: float) -> str:
+        return f"reward {-cost:.3f}" if self.is_reward else f"{cost:.4f}"
 
 
 def keep_best(
@@ -60,12 +176,18 @@ def keep_best(
     if not math.isfinite(cost):
         return f"step {step}: an evaluation of {cost} is not kept as the best"
     with Checkpoints(directory, keep=1) as checkpoints:
-        saved = checkpoints.latest()
-        if saved is not None:
-            before: Any = checkpoints.saved_config(saved).get(_BEST, {})
-            # A step that is repeated after a kill has the same cost.
-            best = before.get("cost", math.nan)
-            if math.isfinite(best) and (saved == step or cost >= best):
-                return ""
+        saved, before = _saved_best(checkpoints)
+        # A step that is repeated after a kill has the same cost.
+        best = before.get("cost", math.nan)
+        if math.isfinite(best) and (saved == step or cost >= best):
+            return ""
         save(checkpoints, {_BEST: {"cost": cost, "step": step}})
     return ""
+
+
+def _saved_best(checkpoints: Checkpoints) -> tuple[int | None, Mapping[str, Any]]:
+    """The step of the newest checkpoint, and the cost and step that `save` recorded."""
+    saved = checkpoints.latest()
+    if saved is None:
+        return None, {}
+    return saved, checkpoints.saved_config(saved).get(_BEST, {})

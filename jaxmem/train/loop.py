@@ -1,6 +1,7 @@
 """The loop of a run for any job: steps, metrics, and checkpoints to resume from."""
 
 import contextlib
+import enum
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -8,13 +9,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from jaxmem.base import files, locks, processes
 from jaxmem.base.stopping import Stop
 from jaxmem.data.rewards import RewardError
 from jaxmem.train import metrics, precision
-from jaxmem.train.evaluation import EvalConfig, is_due, keep_best
+from jaxmem.train.evaluation import (
+    EvalConfig,
+    Evaluations,
+    is_due,
+    keep_best,
+)
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.output import report, wandb_writer
 from jaxmem.train.output.history import MetricsWriter, read_history
@@ -27,6 +34,18 @@ from jaxmem.train.state.checkpoint import Checkpoints, RunCheckpointError
 from jaxmem.train.state.damaged import set_aside_damaged
 
 _BACKEND = "implementation"  # field of the saved section `head`
+_ASKED = 1  # beside the numbers of signals, which are larger: `on_step` asks to stop
+
+OnStep = Callable[[Any], bool | None]  # gets a step's metrics; False: stop and save
+
+
+class Ending(enum.StrEnum):
+    """The causes that end a run; the values are in summary.json."""
+
+    STEPS = "run.steps"  # all steps are taken
+    PATIENCE = "eval.patience"
+    CALLBACK = "on_step"
+    SIGNAL = "signal"
 
 
 class _HeldResources(NamedTuple):
@@ -44,6 +63,8 @@ class Run:
         done: the step that was restored; 0 in a new run.
         saved: the newest step with a checkpoint; 0 without one.
         taken: the last step.
+        evaluations: the evaluations so far.
+        ending: the cause that has ended the run; None before its end.
     """
 
     def __init__(
@@ -59,7 +80,6 @@ class Run:
         self._stop, self._lock = held.stop, held.lock
         self._directory = held.directory
         self._evaluation = evaluation or EvalConfig()
-        self._has_noted_no_evaluation = False
         self._texts: Mapping[str, str] = {}
         self._console, self._checkpoints = console, checkpoints
         self.out_dir = Path(config.out_dir).expanduser().absolute()
@@ -71,15 +91,55 @@ class Run:
             console, config.steps, self.done, config.log_every
         )
         self._saved_backend: str | None = None
-        if self.done:
-            saved = checkpoints.saved_config(self.done)
-            self._saved_backend = (
-                saved.get(resuming.CHANGEABLE, {}).get("head", {}).get(_BACKEND)
+        self.evaluations, self.ending = Evaluations(), None
+        self._on_step: OnStep | None = None
+        self._is_asked = False  # True once `on_step` has returned False
+        if not self.done:
+            say(console, f"new run in {files.shown(self.out_dir)}")
+        else:
+            self._resume(checkpoints.saved_config(self.done))
+
+    def _resume(self, saved: dict[str, Any]) -> None:
+        """Take over the saved settings, and print how the run goes on."""
+        self._saved_backend = (
+            saved.get(resuming.CHANGEABLE, {}).get("head", {}).get(_BACKEND)
+        )
+        self.evaluations = Evaluations.restored(saved, self.out_dir / "best")
+        out_dir, steps = Path(self._config.out_dir), self._config.steps
+        changes = resuming.changes(saved, self._settings, out_dir, self.done, steps)
+        parts = ["data position", "optimizer"]
+        if resuming.EVALUATIONS in saved:
+            parts += self.evaluations.items()
+        if self.is_complete:
+            lines = changes
+        else:
+            restored = f"{', '.join(parts[:-1])} and {parts[-1]} restored"
+            where = f"{files.shown(self.out_dir)} at step {self.done:,} of {steps:,}"
+            lines = ["; ".join([f"resuming {where} ({restored})", *changes])]
+        for line in lines:
+            say(self._console, line)
+        self.progress.notes = self.evaluations.items()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no step is left to take."""
+        has_all = self.done == self._config.steps
+        return has_all or self.evaluations.exhausts(self._evaluation)
+
+    def completion(self, length_key: str) -> str:
+        """A line about a complete run, which `length_key` makes longer."""
+        out_dir, done, steps = files.shown(self.out_dir), self.done, self._config.steps
+        if done == steps:
+            done = f"{done:,} of {steps:,} steps"
+            return (
+                f"{out_dir} is complete ({done}); raise {length_key}, or name another "
+                "run.out_dir"
             )
-            where = (Path(config.out_dir), self.done, config.steps)
-            changes = resuming.changes(saved, settings, *where)
-            message = f"resuming {files.shown(self.out_dir)} after step {self.done}"
-            say(console, "; ".join([message, *changes]))
+        return (
+            f"{out_dir} is complete (step {done:,} of {steps:,}): "
+            f"{self.evaluations.reason(self._evaluation)}; raise eval.patience, or "
+            "name another run.out_dir"
+        )
 
     def use_backend(self, backend: str, named: str | None) -> None:
         """Record the backend of the head's loss, which a resumed run must keep.
@@ -100,22 +160,25 @@ class Run:
         head = {**changeable.get("head", {}), _BACKEND: backend}
         self._settings = Settings(fixed, {**changeable, "head": head})
 
-    def take_steps(self, job: Job, texts: Mapping[str, str]) -> TrainState:
+    def take_steps(
+        self, job: Job, texts: Mapping[str, str], on_step: OnStep | None = None
+    ) -> TrainState:
         """Take the remaining steps, and record each; after a signal, raise it.
 
         `texts` are files for the run's directory, by name. They are written, unless
-        they are empty, once the saved state is known to belong to this run.
+        they are empty, once the saved state is known to belong to this run. `on_step`
+        is as in `jobs.train`.
         """
         state = job.initial_state() if not self.done else self._restored_state(job)
         for line in job.warnings(state):
             say(self._console, line)
-        self._texts, run = texts, self._config
+        self._texts, self._on_step, run = texts, on_step, self._config
         self._write_texts()
         with self._stop.deferred(), self._open_metrics(), self.progress:
             if self.taken < run.steps:
                 self.progress.waiting("compiling")
             unread, number = None, self.taken
-            while not (stopped := self._must_stop()) and number < run.steps:
+            while (ending := self._find_ending(number)) is None:
                 previous, number = unread, number + 1
                 try:
                     state, unread = self._start_step(job, number, state)
@@ -124,16 +187,43 @@ class Run:
                         self._record_step(self._read_finite(previous))
                 if self._reads_now(unread, number):
                     step_metrics, unread = self._read_finite(unread), None
-                    self._record_step(self._evaluate_step(job, state, step_metrics))
+                    self._evaluate_step(job, state, step_metrics)
                 if self._saves_after(number):
                     self._save_checkpoint(job, state)
             if unread is not None:
                 self._record_step(self._read_finite(unread))
-            if stopped and run.checkpoint_every and self.saved < self.taken:
+            if run.checkpoint_every and self.saved < self.taken:
                 self._save_checkpoint(job, state)
-        if stopped:
-            self._stop.raise_if_requested()
+        self._end(ending)
         return state
+
+    def _find_ending(self, number: int) -> Ending | None:
+        """The cause, in all processes, that no step follows a step; None if one does.
+
+        A signal to any process, or `on_step` in any process, ends the run in all.
+        """
+        # A signal that arrives while the processes agree is left for the next step.
+        agreed = processes.largest(self._stop.signal or _ASKED * self._is_asked)
+        if agreed > _ASKED:
+            self._stop.signal = agreed
+            return Ending.SIGNAL
+        if number >= self._config.steps:
+            return Ending.STEPS
+        if self.evaluations.exhausts(self._evaluation):
+            return Ending.PATIENCE
+        return Ending.CALLBACK if agreed else None
+
+    def _end(self, ending: Ending) -> None:
+        """Print the cause of an end before the last step; raise a signal."""
+        self.ending = ending
+        if ending is Ending.SIGNAL:
+            self._stop.raise_if_requested()
+        where = f"stopped after step {self.taken:,} of {self._config.steps:,}"
+        if ending is Ending.PATIENCE:
+            reason = self.evaluations.reason(self._evaluation)
+            say(self._console, f"{where} by {reason}")
+        if ending is Ending.CALLBACK:
+            say(self._console, f"{where}: on_step returned False")
 
     def _write_texts(self) -> None:
         processes.by_first(self._directory.mark)
@@ -164,38 +254,51 @@ class Run:
         evaluates = self._evaluation.is_due(number, self._config.steps)
         return evaluates or self._saves_after(number) or not callable(unread)
 
-    def _record_step(self, step_metrics: metrics.AnyMetrics) -> None:
+    def _record_step(
+        self, step_metrics: metrics.AnyMetrics, line: str | None = None
+    ) -> None:
+        """Write and show a step, with a line about its evaluation."""
         self.taken = step_metrics.step
         if self._metrics is not None:
             self._metrics.write(step_metrics)
         self.progress.update(step_metrics)
+        if line is not None:
+            say(self._console, line)
+        if self._on_step is not None:
+            answer = self._on_step(step_metrics)
+            if isinstance(answer, (bool, np.bool_)) and not answer:
+                self._is_asked = True
 
     def _evaluate_step(
         self, job: Job, state: TrainState, step_metrics: metrics.AnyMetrics
-    ) -> metrics.AnyMetrics:
-        number = step_metrics.step
-        is_due = self._evaluation.is_due(number, self._config.steps)
+    ) -> None:
+        """Record a step, which is evaluated if that is due."""
+        number, config = step_metrics.step, self._evaluation
+        is_due = config.is_due(number, self._config.steps)
         evaluated = job.evaluate(state, step_metrics) if is_due else None
         if evaluated is None:
-            if is_due and not self._has_noted_no_evaluation:
-                self._has_noted_no_evaluation = True
-                every = self._evaluation.every
-                say(self._console, f"eval.every={every} evaluates nothing: nothing is "
-                    "held out; see data.held_out and task.held_out")  # fmt: skip
-            return step_metrics
-        if self._evaluation.keep_best:
+            self._record_step(step_metrics)
+            return
+        # One cost decides in all processes.
+        cost = processes.by_first(lambda: evaluated.cost)
+        evaluated = evaluated._replace(cost=cost)
+        self.evaluations = self.evaluations.added(number, evaluated, config.min_delta)
+        if config.keep_best:
+            self._keep_best(job, state, number, cost)
+        self.progress.notes = self.evaluations.items(cost)
+        line = self.evaluations.line(number, cost, config)
+        self._record_step(evaluated.metrics, line)
 
-            def save(where: Checkpoints, more: Mapping) -> None:
-                where.save(
-                    number, state, job.get_state(), {**self._saved_settings, **more}
-                )
+    def _keep_best(self, job: Job, state: TrainState, number: int, cost: float) -> None:
+        """Save the step in `out_dir/best` if its evaluation is the best."""
 
-            with resuming.advising(self.saved):
-                where = self.out_dir / "best"
-                message = keep_best(where, number, evaluated.cost, save)
-            if message:
-                say(self._console, message)
-        return evaluated.metrics
+        def save(where: Checkpoints, more: Mapping) -> None:
+            where.save(number, state, job.get_state(), {**self._saved_settings, **more})
+
+        with resuming.advising(self.saved):
+            message = keep_best(self.out_dir / "best", number, cost, save)
+        if message:
+            say(self._console, message)
 
     def _restored_state(self, job: Job) -> TrainState:
         state, data_state = job.restored_state(self._checkpoints, self.done)
@@ -204,14 +307,6 @@ class Run:
             say(self._console, line)
         job.set_state(data_state)
         return state
-
-    def _must_stop(self) -> bool:
-        """True, in all processes, if any process has received a signal."""
-        # A signal that arrives while the processes agree is left for the next step.
-        agreed = processes.largest(self._stop.signal)
-        if agreed:
-            self._stop.signal = agreed
-        return bool(agreed)
 
     def _saves_after(self, number: int) -> bool:
         run = self._config
@@ -254,7 +349,11 @@ class Run:
 
     @property
     def _saved_settings(self) -> dict[str, Any]:
-        return {**self._settings.fixed, resuming.CHANGEABLE: self._settings.changeable}
+        settings = self._settings
+        evaluations = self.evaluations.settings()
+        return {
+            **settings.fixed, resuming.CHANGEABLE: settings.changeable, **evaluations
+        }  # fmt: skip
 
     @contextlib.contextmanager
     def _open_metrics(self) -> Iterator[None]:

@@ -37,8 +37,6 @@ class StepMetrics(NamedTuple):
     def line(self) -> str:
         """The step's line in the progress report."""
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
-        if self.held_out_loss is not None:
-            mfu += f"  held out {self.held_out_loss:.4f}"
         return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s{mfu}"
 
 
@@ -121,11 +119,9 @@ class PolicyMetrics(NamedTuple):
     @property
     def line(self) -> str:
         """The step's line in the progress report."""
-        held_out = _held_out_text(self.held_out_reward, 3)
         entropy = "" if self.entropy is None else f"entropy {self.entropy:.3f}  "
         return (
-            f"reward {self.reward:.3f}  {entropy}"
-            f"{self.tokens_per_second:,.0f} tokens/s{held_out}"
+            f"reward {self.reward:.3f}  {entropy}{self.tokens_per_second:,.0f} tokens/s"
         )
 
 
@@ -156,10 +152,9 @@ class PreferenceMetrics(NamedTuple):
     @property
     def line(self) -> str:
         """The step's line in the progress report."""
-        held_out = _held_out_text(self.held_out_loss, 4)
         return (
             f"loss {self.loss:.4f}  margin {self.margin:.3f}  accuracy "
-            f"{self.accuracy:.2f}  {self.tokens_per_second:,.0f} tokens/s{held_out}"
+            f"{self.accuracy:.2f}  {self.tokens_per_second:,.0f} tokens/s"
         )
 
 
@@ -209,17 +204,11 @@ class DistillMetrics(NamedTuple):
     @property
     def line(self) -> str:
         """The step's line in the progress report."""
-        reward, held_out = "", _held_out_text(self.held_out_divergence, 4)
-        if self.reward is not None:
-            reward = f"reward {self.reward:.3f}  "
+        reward = "" if self.reward is None else f"reward {self.reward:.3f}  "
         return (
             f"{reward}divergence {self.divergence:.4f}  ce {self.ce:.4f}  "
-            f"{self.tokens_per_second:,.0f} tokens/s{held_out}"
+            f"{self.tokens_per_second:,.0f} tokens/s"
         )
-
-
-def _held_out_text(value: float | None, digits: int) -> str:
-    return "" if value is None else f"  held out {value:.{digits}f}"
 
 
 class AnyMetrics(Protocol):
@@ -301,6 +290,14 @@ def head_costs(
             step=memory_of(step if head == trained else compile_step(head)),
         )
         for logits, head in heads.items()
+    }
+
+
+def costs_of(memory: Mapping[str, Mapping[str, Any]]) -> dict[str, HeadCost]:
+    """The costs that summary.json has, by `head.logits`."""
+    return {
+        name: HeadCost(Memory(**cost["head"]), Memory(**cost["step"]))
+        for name, cost in memory.items()
     }
 
 

@@ -1,7 +1,10 @@
 """Files that a run has from its start, and the export of its result."""
 
+import contextlib
 import datetime
+import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -39,6 +42,16 @@ def started(directory: str) -> datetime.datetime:
     if path.exists():
         return datetime.datetime.fromisoformat(path.read_text("utf-8").strip())
     return datetime.datetime.now()
+
+
+def read_summary(directory: Path, result: str) -> dict[str, Any] | None:
+    """The content of summary.json of a run that has left its result; else None."""
+    if not (directory / result).exists():
+        return None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        summary = json.loads((directory / "summary.json").read_text("utf-8"))
+        return summary if isinstance(summary, dict) else None
+    return None
 
 
 def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -> None:

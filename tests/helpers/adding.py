@@ -54,7 +54,7 @@ class Ran:
 
     def __init__(self, out_dir, console):
         self.out_dir, self._console = out_dir, console
-        self.state = self.error = None
+        self.state = self.error = self.ending = None
 
     @property
     def said(self):
@@ -72,7 +72,7 @@ class Ran:
 
 def run_in(
     out_dir, steps=6, job=None, fixed=FIXED, free=FREE, backend=None, evaluation=None,
-    checked=True, **fields,
+    checked=True, on_step=None, **fields,
 ):  # fmt: skip
     console = Console(file=io.StringIO(), width=200)
     config = RunConfig(
@@ -88,11 +88,14 @@ def run_in(
         with loop.open_run(config, settings, console, evaluation) as opened:
             if backend is not None:
                 opened.use_backend(*backend)
-            ran.state = opened.take_steps(job or Adding(), {"text.txt": "hello"})
-            ran.history = opened.history(metrics.StepMetrics)
+            ran.is_complete = opened.is_complete
+            ran.completion = opened.completion("run.epochs")
+            texts = {"text.txt": "hello"}
+            ran.state = opened.take_steps(job or Adding(), texts, on_step)
+            ran.history, ran.ending = opened.history(metrics.StepMetrics), opened.ending
     except (ValueError, OSError, KeyboardInterrupt, SystemExit) as error:
         ran.error = error
-    if ran.state is not None:
+    if ran.state is not None and ran.ending == "run.steps":
         expected = steps * (steps + 1) / 2
         np.testing.assert_array_equal(ran.state.params["w"], expected)
     if ran.state is not None and checked:

@@ -112,7 +112,7 @@ def test_signal_costs_no_step(number, run):
         f"the same command resumes {ran.out_dir}"
     )
     again = run()
-    assert f"resuming {ran.out_dir} after step 3\n" in again.said
+    assert f"resuming {ran.out_dir} at step 3 of 6 {RESTORED}\n" in again.said
     assert again.error is None and again.checkpoints == ["4", "6"]
 
 
@@ -152,7 +152,8 @@ def test_signal_before_the_first_step_ends_the_run(when, run, monkeypatch):
     ran = run(job=job)
     assert ended == (["storage"] if when == "storage" else [])  # orbax is not cut short
     assert ran.error.code == 143
-    assert ran.said == "stopped by SIGTERM before the first step\n"
+    lines = [f"new run in {ran.out_dir}"] if when == "first state" else []
+    assert ran.said.splitlines() == [*lines, "stopped by SIGTERM before the first step"]
     assert not ran.out_dir.exists()
 
 
@@ -187,7 +188,7 @@ def test_failed_save_is_named_and_last_one_resumes(run, capfd):
     )
     assert ran.checkpoints == ["2"]
     again = run()
-    assert again.error is None and "after step 2" in again.said
+    assert again.error is None and "at step 2 of" in again.said
     assert capfd.readouterr().err == ""  # of threads and tasks of orbax
 
 
@@ -247,6 +248,7 @@ def test_failure_before_first_step_leaves_no_folder(run):
 
 
 # A later test damages every byte of every file.
+RESTORED = "(data position and optimizer restored)"
 QUICK = "an empty folder", "bad checksums"
 
 
@@ -262,7 +264,7 @@ def test_damaged_checkpoint_falls_back_to_previous(damage, run):
     first, second = again.said.splitlines()[:2]
     assert first.startswith(f"checkpoint {path} cannot be used (") and fault in first
     assert first.endswith("); it is renamed to 4.damaged")
-    assert second.startswith(f"resuming {run.args[0]} after step 2;")
+    assert second.startswith(f"resuming {run.args[0]} at step 2 of 6 {RESTORED};")
     assert again.checkpoints == ["4", "4.damaged", "6"]
     assert sorted(p.name for p in path.with_name("4.damaged").iterdir()) == left
 
@@ -300,8 +302,8 @@ def test_checkpoint_without_checksums_is_read(run):
     again = run()
     assert again.error is None and again.said.startswith(
         f"checkpoint {path} has no SHA256SUMS: its arrays can be read and are finite, "
-        f"and what else has changed in it is not known\nresuming {run.args[0]} after "
-        "step 4"
+        f"and what else has changed in it is not known\nresuming {run.args[0]} at "
+        "step 4 of 6"
     )
 
 
@@ -359,7 +361,8 @@ def test_poisoned_step_is_not_saved(run):
         "command resumes the run after step 3: give it a lower optimizer.learning_rate"
     )
     again = run(free={"optimizer": {"learning_rate": 0.05}}, checkpoint_every=1, keep=1)
-    assert again.error is None and "after step 3; optimizer.learning_" in again.said
+    assert again.error is None
+    assert f"at step 3 of 6 {RESTORED}; optimizer.learning_" in again.said
 
 
 class Diverged(Poisoned):
@@ -390,7 +393,7 @@ def test_checkpoint_without_finite_loss_is_set_aside(keep, every, run):
         names = os.listdir(run.args[0] / "checkpoints")
         assert sorted(names) == [*good, "3.damaged"]
     again = run(job=Diverged(9), free=lower, **options)
-    assert again.error is None and ("after step 2" in again.said) == (every == 1)
+    assert again.error is None and ("at step 2 of" in again.said) == (every == 1)
 
 
 @pytest.mark.parametrize("value", ["loss", "grad_norm"])
@@ -426,7 +429,7 @@ def test_poisoned_older_checkpoint_is_set_aside(run, monkeypatch):
     assert again.error is None
     assert again.said.startswith(
         f"checkpoint {path} cannot be used (params/w is not finite); it is renamed to "
-        f"4.damaged\nresuming {run.args[0]} after step 2"
+        f"4.damaged\nresuming {run.args[0]} at step 2"
     )
 
 
@@ -526,7 +529,7 @@ def test_directory_removed_in_run_is_made_anew(run):
     assert (path / "text.txt").read_text() == "hello"
     assert ran.checkpoints == ["4", "6"] and not (path / "lock").exists()
     again = run(steps=8, checked=False)
-    assert again.error is None and f"resuming {path} after step 6" in again.said
+    assert again.error is None and f"resuming {path} at step 6" in again.said
 
 
 def test_directory_removed_during_save_is_made_anew(run, monkeypatch):
@@ -562,8 +565,8 @@ def test_resumed_run_says_what_is_another_setting(run):
     free = {"optimizer": {"learning_rate": 0.2, "new": 1}}
     again = run(free=free)
     assert again.error is None and again.said.startswith(
-        f"resuming {run.args[0]} after step 4; optimizer.learning_rate was 0.1, is "
-        "0.2; run.steps was 4, is 6\n"
+        f"resuming {run.args[0]} at step 4 of 6 {RESTORED}; optimizer.learning_rate "
+        "was 0.1, is 0.2; run.steps was 4, is 6\n"
     )
 
 
@@ -585,6 +588,211 @@ def test_finished_run_refuses_what_has_no_effect(run):
     assert (ran.out_dir / "metrics.jsonl").read_bytes() == before
     assert len(list((ran.out_dir / "tensorboard").iterdir())) == 1
     assert json.loads(before.splitlines()[-1])["step"] == 4
+
+
+# ----------------------------------------------------- evaluations and patience
+
+EVERY_STEP = {"evaluation": EvalConfig(every=1), "log_every": 3}
+
+
+class Scored(Adding):
+    """`Adding` with the held-out cost of each step."""
+
+    def __init__(self, costs, is_reward=False, before=lambda number: None):
+        super().__init__(before)
+        self._costs, self._is_reward = costs, is_reward
+
+    def evaluate(self, state, step_metrics):
+        cost = self._costs[step_metrics.step - 1]
+        metrics = step_metrics._replace(held_out_loss=cost)
+        return Evaluated(metrics, cost, self._is_reward)
+
+
+def evaluated(ran):
+    return [line for line in ran.said.splitlines() if " held out " in line]
+
+
+def test_every_evaluated_step_is_printed(run):
+    costs = [3.0, 2.0, 2.5, np.nan, 1.0, 4.0]
+    ran = run(job=Scored(costs), **EVERY_STEP)
+    assert evaluated(ran) == [
+        "step 1 held out 3.0000 (best, step 1)",
+        "step 2 held out 2.0000 (best, step 2)",
+        "step 3 held out 2.5000 (best 2.0000, step 2)",
+        "step 4 held out nan (best 2.0000, step 2)",
+        "step 5 held out 1.0000 (best, step 5)",
+        "step 6 held out 4.0000 (best 1.0000, step 5)",
+    ]
+
+
+def test_rewards_are_printed_with_their_sign(run):
+    ran = run(steps=2, job=Scored([-0.25, -0.125], is_reward=True), **EVERY_STEP)
+    assert evaluated(ran) == [
+        "step 1 held out reward 0.250 (best, step 1)",
+        "step 2 held out reward 0.125 (best reward 0.250, step 1)",
+    ]
+
+
+def with_patience(run, costs, patience=2, min_delta=0.0, before=None, **fields):
+    config = EvalConfig(every=1, patience=patience, min_delta=min_delta)
+    job = Scored(costs, before=before or (lambda number: None))
+    return run(steps=len(costs), job=job, evaluation=config, checked=False, **fields)
+
+
+@pytest.mark.parametrize(
+    "costs, min_delta, last",
+    [
+        ([3.0, 2.0, 2.5, 2.0, 1.0, 1.0], 0.0, 4),
+        ([3.0, 2.0, 2.5, 1.9, 2.1, 2.2], 0.0, 6),
+        ([3.0, 2.9, 2.8, 2.7, 2.6, 2.5], 0.15, 6),  # improvements add up
+        ([3.0, 2.9, 2.8, 2.7, 2.6, 2.5], 0.25, 3),
+        ([np.nan, np.inf, 1.0, 1.0, 1.0, 1.0], 0.0, 2),
+        ([3.0, np.nan, 2.0, np.nan, np.nan, 1.0], 0.0, 5),
+    ],
+)
+def test_run_stops_after_evaluations_without_improvement(costs, min_delta, last, run):
+    ran = with_patience(run, costs, min_delta=min_delta)
+    assert ran.error is None and ran.steps == list(range(1, last + 1))
+    assert ran.checkpoints[-1] == str(last)
+    assert ("stopped after step" in ran.said) == (last < 6)
+
+
+def test_stopped_run_says_why(run):
+    ran = with_patience(run, [3.0, 2.0, 2.5, 2.5, 1.0, 1.0], min_delta=0.5)
+    assert ran.ending == "eval.patience"
+    assert evaluated(ran)[2:] == [
+        "step 3 held out 2.5000 (best 2.0000, step 2; 1 of 2 without improvement)",
+        "step 4 held out 2.5000 (best 2.0000, step 2; 2 of 2 without improvement)",
+    ]
+    why = (
+        "the last 2 evaluations did not improve by more than 0.5 (best 2.0000, step 2)"
+    )
+    assert ran.said.endswith(f"stopped after step 4 of 6 by eval.patience=2: {why}\n")
+
+
+@pytest.mark.parametrize("killed", [3, 4, 5])
+def test_killed_run_stops_at_the_same_step(killed, run):
+    class Killed(Exception):
+        pass
+
+    def kill(number):
+        if number == killed:
+            raise Killed
+
+    costs = [3.0, 1.0, 2.5, 2.0, 2.0, 0.0, 0.0]
+    with pytest.raises(Killed):  # at most the step after the checkpoint is taken
+        with_patience(run, costs, patience=3, before=kill, checkpoint_every=2)
+    ran = with_patience(run, costs, patience=3, checkpoint_every=2)
+    assert ran.error is None and ran.steps == [1, 2, 3, 4, 5]
+    assert ran.ending == "eval.patience"
+    assert "optimizer and best 1.0000, step 2 restored)" in ran.said
+
+
+def test_signal_in_stopping_step_is_no_other_end(run):
+    costs = [1.0, 2.0, 3.0, 4.0]
+
+    def stop(number):
+        if number == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    ran = with_patience(run, costs, before=stop)
+    assert isinstance(ran.error, SystemExit) and ran.steps == [1, 2, 3]
+    again = with_patience(run, costs)
+    assert again.error is None and again.steps == [1, 2, 3]
+
+
+def test_more_patience_resumes_a_stopped_run(run):
+    costs = [1.0, 2.0, 3.0, 0.5, 2.0, 2.0]
+    assert with_patience(run, costs).steps == [1, 2, 3]
+    assert with_patience(run, costs).steps == [1, 2, 3]
+    ran = with_patience(run, costs, patience=3)
+    assert ran.steps == [1, 2, 3, 4, 5, 6] and ran.ending == "run.steps"
+    assert "at step 3 of 6 (data position, optimizer and best 1.0000, st" in ran.said
+
+
+def test_evaluations_of_an_older_version_start_from_the_best_one(run, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.Evaluations, "settings", lambda _: {})
+        run(steps=2, job=Scored([1.0, 2.0]), evaluation=EvalConfig(every=1))
+    ran = run(steps=3, job=Scored([1.0, 2.0, 3.0]), evaluation=EvalConfig(every=1))
+    assert f"resuming {ran.out_dir} at step 2 of 3 {RESTORED};" in ran.said
+    assert evaluated(ran) == ["step 3 held out 3.0000 (best 1.0000, step 1)"]
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"patience": 3}, "eval.patience=3 counts evaluations during training, and "),
+        ({"min_delta": 0.1}, "eval.min_delta=0.1 is not read without eval.patience"),
+        ({"every": 5, "patience": 0}, "EvalConfig.patience must be at least 1, or No"),
+        ({"every": 5, "patience": 1, "min_delta": -1.0}, "min_delta must be at least"),
+    ],
+)
+def test_patience_without_evaluations_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        EvalConfig(**fields)
+
+
+# ------------------------------------------------------------------ on_step
+
+
+def test_on_step_gets_every_step(run):
+    seen = []
+    ran = run(on_step=lambda metrics: seen.append((metrics.step, metrics.loss)))
+    assert ran.error is None and ran.ending == "run.steps"
+    assert seen == [(step, 2.5) for step in range(1, 7)]
+
+
+@pytest.mark.parametrize("answer", [False, np.False_])
+def test_on_step_stops_and_saves(answer, run):
+    def on_step(metrics):
+        return answer if metrics.step == 3 else None
+
+    ran = run(on_step=on_step, checked=False, checkpoint_every=4)
+    assert ran.error is None and ran.steps == [1, 2, 3] and ran.checkpoints == ["3"]
+    assert ran.ending == "on_step"
+    assert ran.said.endswith("stopped after step 3 of 6: on_step returned False\n")
+    again = run()
+    assert again.error is None and again.steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_on_step_stops_after_the_step_that_has_started(run):
+    ran = run(
+        job=Dispatching(), on_step=lambda metrics: metrics.step < 3, checked=False,
+        checkpoint_every=5,
+    )  # fmt: skip
+    assert ran.steps == [1, 2, 3, 4] and ran.checkpoints == ["4"]
+
+
+def test_other_answers_of_on_step_stop_nothing(run):
+    answers = iter([None, 0, "", True, [], 1])
+    assert run(on_step=lambda _: next(answers)).ending == "run.steps"
+
+
+# ---------------------------------------------------------- complete runs
+
+
+def test_complete_run_says_how_to_go_on(run):
+    ran = run(steps=4)
+    assert ran.said.startswith(f"new run in {ran.out_dir}\n") and not ran.is_complete
+    again = run(steps=4)
+    assert again.is_complete and again.said == ""
+    assert again.completion == (
+        f"{ran.out_dir} is complete (4 of 4 steps); raise run.epochs, or name another "
+        "run.out_dir"
+    )
+    assert not run(steps=6).is_complete
+
+
+def test_run_that_patience_stopped_is_complete(run):
+    costs = [1.0, 2.0, 3.0, 0.5]
+    with_patience(run, costs)
+    again = with_patience(run, costs)
+    assert again.is_complete and again.completion == (
+        f"{again.out_dir} is complete (step 3 of 4): eval.patience=2: the last 2 "
+        "evaluations did not improve (best 1.0000, step 1); raise eval.patience, or "
+        "name another run.out_dir"
+    )
 
 
 # --------------------------------------------------------- numbers read late
@@ -654,4 +862,4 @@ def test_late_infinite_loss_saves_nothing_more(broken, run):
         run(steps=6, job=Dispatching(broken=broken))
     ran = run(steps=6, job=Dispatching())
     # What step 3 gives comes from the weights of step 2, so that they are set aside.
-    assert ran.error is None and ("after step 2" in ran.said) == (broken == 4)
+    assert ran.error is None and ("at step 2 of" in ran.said) == (broken == 4)

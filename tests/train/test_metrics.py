@@ -67,7 +67,8 @@ def test_table_lays_the_heads_side_by_side_in_mib():
 def test_summary_is_json_in_bytes():
     history = [step_metrics(1, 9.0), step_metrics(2, 7.0)]
     job: Any = types.SimpleNamespace(summary=functools.partial(jobs.Job.summary, None))
-    summary = json.loads(json.dumps(running.summary_of(job, history, COSTS)))
+    written = json.dumps(running.summary_of(job, history, COSTS, "run.steps"))
+    summary = json.loads(written)
     assert (summary["first_loss"], summary["last_loss"]) == (9.0, 7.0)
     assert summary["steps"] == 2 and summary["tokens_per_second"] == 100.0
     assert summary["memory"]["fused"]["step"] == {

@@ -86,7 +86,7 @@ def test_run_of_a_version_without_marks_resumes():
     shutil.copytree(out_dir, "without checkpoints")
     shutil.rmtree("without checkpoints/checkpoints")
     again = run_in(out_dir, steps=4)
-    assert again.error is None and "after step 2" in again.said
+    assert again.error is None and "at step 2 of" in again.said
     assert ownership.is_run(out_dir) and (out_dir / ownership.MARK).exists()
     again = run_in(pathlib.Path("without checkpoints"), steps=2)
     assert again.error is None and "are now in" in again.said

@@ -255,6 +255,9 @@ class Dpo(Job, name="dpo"):
             **numbers,
         )
 
+    def holds_out(self) -> bool:
+        return bool(self._held_out)
+
     def evaluate(
         self, state: TrainState, step_metrics: PreferenceMetrics
     ) -> Evaluated | None:

@@ -295,6 +295,10 @@ class Job(Hooked):
         seconds, self._end = end - max(start, self._end), end
         return seconds
 
+    def holds_out(self) -> bool:
+        """True if there are held-out data for `evaluate`; called after `open`."""
+        return type(self).evaluate is not Job.evaluate
+
     def evaluate(self, state: Any, step_metrics: Any) -> Evaluated | None:
         """Score the held-out data; None without any."""
         del state, step_metrics

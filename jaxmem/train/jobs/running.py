@@ -30,12 +30,19 @@ class Result(NamedTuple):
     history: list[Any] = []  # `Job.Metrics` of every step, of earlier processes too
     costs: Mapping[str, HeadCost] = {}  # by `head.logits`; {} without compare_heads
     summary: Mapping[str, Any] = {}  # as in summary.json
+    # the cause that ended the run: "run.steps", "eval.patience" or "on_step"
+    ended_by: str = "run.steps"
 
 
 def train(
-    config: JobConfig, operative_text: str = "", console: Console | None = None
+    config: JobConfig,
+    operative_text: str = "",
+    console: Console | None = None,
+    on_step: "loop.OnStep | None" = None,
 ) -> Result:
     """Train, or resume training, and report what was reached.
+
+    A run that is complete already, with its results, is neither compiled nor changed.
 
     Args:
         config: everything about the run, which lives in `config.run.out_dir`; a run
@@ -44,6 +51,10 @@ def train(
         operative_text: the gin text that says the same; saved beside the run, with the
             commits of models of the Hub.
         console: where progress goes; a new rich console by default.
+        on_step: called in each process with the metrics of every step, as metrics.jsonl
+            has them. If it returns False, the run stops, saves a checkpoint and leaves
+            its results; the same call resumes it. A step that has started by then,
+            while the metrics were read, is the last one.
 
     Returns:
         The run's directory, its history, the memory of both heads and the summary.
@@ -70,6 +81,7 @@ def train(
         terminal = sys.stdout.isatty()
         console = Console(quiet=not processes.is_first(), force_terminal=terminal)
     every = config.eval.every
+    length_key = "run.steps" if config.run.epochs is None else "run.epochs"
     job = with_steps(job)
     config = job.config
     if config.eval.every != every:
@@ -78,27 +90,38 @@ def train(
     result = ownership.result_of(config)
     opened = loop.open_run(config.run, job.settings(), console, config.eval, result)
     with event_loop.closed_at_end(), opened as run:
+        if run.is_complete:
+            if (left := _left_results(run, job)) is not None:
+                say(console, run.completion(length_key))
+                return left
+            say(console, f"{files.shown(run.out_dir)}: the steps are taken; writing "
+                "results that are missing")  # fmt: skip
         job.build()
         run.use_backend(job.program.backend, config.head.implementation)
         job.open()
+        if config.eval.every is not None and not job.holds_out():
+            say(console, config.eval.nothing_held_out())
         for line in (*job.program.lines(), *job.reads.lines()):
             say(console, line)
         run.progress.waiting("compiling")
         job.program.choose_policy(console)
         job.compile(run.progress)
-        state = run.take_steps(job, results.texts(job, operative_text))
-        _leave_results(run, job, state, console)
-        last = job.finish(state)
-        costs = job.costs() if config.run.compare_heads else {}
-        if not processes.is_first():
-            return Result(run.out_dir)
-        history = run.history(job.Metrics)
-        if not history:  # the file was removed after the last step
-            say(console, f"{run.metrics_path} has no step: no summary, no report")
-            return Result(run.out_dir, [], costs)
-        with_last = [*history[:-1], history[-1]._replace(**last)]
-        summary = _write_report(job, run.out_dir, with_last, costs, console)
-        return Result(run.out_dir, history, costs, summary)
+        state = run.take_steps(job, results.texts(job, operative_text), on_step)
+        return _finish(run, job, state, console)
+
+
+def _left_results(run: "loop.Run", job: Job) -> Result | None:
+    """The result of a complete run, from its directory; None if a part is missing."""
+    out_dir, target = run.out_dir, ownership.result_of(job.config)
+    summary = processes.by_first(lambda: results.read_summary(out_dir, target))
+    if summary is None or summary.get("steps") != run.done:
+        return None
+    ended_by = summary.get("ended_by", loop.Ending.STEPS)
+    if not processes.is_first():
+        return Result(out_dir, ended_by=ended_by)
+    report.write(out_dir)  # the last file of a run, which a kill may have prevented
+    costs = metrics.costs_of(summary.get("memory", {}))
+    return Result(out_dir, run.history(job.Metrics), costs, summary, ended_by)
 
 
 def _check_directory(job: Job) -> None:
@@ -133,6 +156,24 @@ def with_steps(job: Job) -> Job:
     return counted
 
 
+def _finish(run: "loop.Run", job: Job, state: Any, console: Console) -> Result:
+    """Leave the results of a run whose steps are taken."""
+    _leave_results(run, job, state, console)
+    last = job.finish(state)
+    costs = job.costs() if job.config.run.compare_heads else {}
+    ended_by = run.ending or loop.Ending.STEPS
+    if not processes.is_first():
+        return Result(run.out_dir, ended_by=ended_by)
+    history = run.history(job.Metrics)
+    if not history:  # the file was removed after the last step
+        say(console, f"{run.metrics_path} has no step: no summary, no report")
+        return Result(run.out_dir, [], costs, ended_by=ended_by)
+    with_last = [*history[:-1], history[-1]._replace(**last)]
+    summary = summary_of(job, with_last, costs, ended_by)
+    _write_report(job, run.out_dir, with_last, costs, summary, console)
+    return Result(run.out_dir, history, costs, summary, ended_by)
+
+
 def _leave_results(run: "loop.Run", job: Job, state: Any, console: Console) -> None:
     results.leave(
         run.out_dir, job.program.model(state.params, job.frozen), console, job
@@ -147,27 +188,27 @@ def _write_report(
     out_dir: Path,
     history: Sequence[Any],
     costs: Mapping[str, HeadCost],
+    summary: Mapping[str, Any],
     console: Console,
-) -> Mapping[str, Any]:
+) -> None:
     """Print what a run reached, and leave its summary, figure and report."""
     if costs:
         console.print(metrics.cost_table(costs))
     for item in job.closing(history):
         say(console, item) if isinstance(item, str) else console.print(item)
-    summary = summary_of(job, history, costs)
+    plots.save(out_dir / "report.png", history, costs, *job.chart)
     text = json.dumps(summary, indent=2) + "\n"
     files.write_whole(out_dir / "summary.json", text)
-    plots.save(out_dir / "report.png", history, costs, *job.chart)
     report.finish(out_dir, console)
-    return summary
 
 
 def summary_of(
-    job: Job, history: Sequence[Any], costs: Mapping[str, HeadCost]
+    job: Job, history: Sequence[Any], costs: Mapping[str, HeadCost], ended_by: str
 ) -> dict[str, Any]:
     """The content of summary.json; memory is in bytes, by `head.logits`."""
     return {
-        "steps": len(history),
+        "steps": history[-1].step,
+        "ended_by": ended_by,
         "gradient_samples": getattr(history[-1], "gradient_samples", None),
         **job.summary(history),
         "tokens_per_second": metrics.tokens_per_second(history),

@@ -242,6 +242,9 @@ class Sft(Job, name="sft"):
         error = None if error is None else float(error)
         return step_metrics._replace(mfu=mfu, routers=routers, forward_error=error)
 
+    def holds_out(self) -> bool:
+        return self._held_out is not None
+
     def evaluate(
         self, state: TrainState, step_metrics: StepMetrics
     ) -> Evaluated | None:

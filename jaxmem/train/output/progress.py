@@ -1,14 +1,18 @@
-"""The progress of a run: a bar on a terminal, else lines."""
+"""The progress of a run: a bar and numbers on a terminal, else lines."""
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich import progress
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from jaxmem.train.metrics import AnyMetrics
+from jaxmem.train.metrics import AnyMetrics, peak_gib
+
+_GAP = "  "  # between the numbers of a line
+# Seconds over which the bar measures the speed; steps with rollouts may take minutes.
+_SPEED_SECONDS = 3600.0
 
 
 def say(console: Console, line: str) -> None:
@@ -27,7 +31,43 @@ class _Clock(progress.ProgressColumn):
     def render(self, task: progress.Task) -> Text:
         if task.fields["waiting"]:
             return Text(f"{task.elapsed or 0:.0f} s")
-        return self._remaining.render(task)
+        return Text("left ") + self._remaining.render(task)
+
+
+class _Numbers:
+    """Items on as many lines as they need; no item is divided."""
+
+    def __init__(self, items: Sequence[str]):
+        self._items = items
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[Text]:
+        del console
+        line = ""
+        for item in self._items:
+            longer = f"{line}{_GAP}{item}" if line else item
+            if line and len(longer) > options.max_width:
+                yield Text(line)
+                longer = item
+            line = longer
+        yield Text(line, no_wrap=True, overflow="ellipsis")
+
+
+class _Bar(progress.Progress):
+    """A bar, and numbers below it.
+
+    Attributes:
+        numbers: what is shown below the bar.
+    """
+
+    numbers: Sequence[str] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """See `Progress`."""
+        yield from super().get_renderables()
+        if self.numbers:
+            yield _Numbers(self.numbers)
 
 
 class ProgressReport:
@@ -35,6 +75,9 @@ class ProgressReport:
 
     Until the first step has ended, it shows what the run is waiting for, such as
     "compiling", and since how many seconds. `clock` returns seconds.
+
+    Attributes:
+        notes: items about evaluations, which a terminal shows beside a step's numbers.
     """
 
     def __init__(
@@ -49,7 +92,8 @@ class ProgressReport:
         self._steps, self._done, self._every = steps, done, every
         self._task: progress.TaskID | None = None
         self._what = ""
-        self._bar = progress.Progress(
+        self.notes: Sequence[str] = ()
+        self._bar = _Bar(
             progress.TextColumn("step"),
             progress.MofNCompleteColumn(),
             progress.BarColumn(),
@@ -58,6 +102,7 @@ class ProgressReport:
             console=console,
             disable=not console.is_terminal,
             get_time=clock,
+            speed_estimate_period=_SPEED_SECONDS,
         )
 
     def __enter__(self) -> "ProgressReport":
@@ -85,8 +130,10 @@ class ProgressReport:
         if first:
             self._print_plain(f"first step after {self._clock() - self._start:.0f} s")
         assert self._task is not None, "waiting comes first"
+        if self._console.is_terminal:
+            self._bar.numbers = [*line.split(_GAP), *self.notes, *_rate_items(metrics)]
         self._bar.update(
-            self._task, completed=metrics.step, description=line, waiting=False
+            self._task, completed=metrics.step, description="", waiting=False
         )
         if first or metrics.step == self._steps or metrics.step % self._every == 0:
             self._print_plain(f"step {metrics.step}/{self._steps}  {line}")
@@ -98,8 +145,16 @@ class ProgressReport:
     def _print_plain(self, line: str) -> None:
         """Print a line unless the console is a terminal, which has the bar."""
         if not self._console.is_terminal:
-            with contextlib.suppress(OSError):  # a full disk behind stdout
-                self._console.print(line, highlight=False)
+            say(self._console, line)
+
+
+def _rate_items(metrics: AnyMetrics) -> Iterator[str]:
+    """The learning rate of a step, and the device's peak memory, if it is reported."""
+    rate = getattr(metrics, "learning_rate", None)
+    if rate is not None:
+        yield f"learning rate {rate:.1e}"
+    if (peak := peak_gib()) is not None:
+        yield f"peak {peak:.1f} GiB"
 
 
 _SECONDS_A_LINE = 10.0  # between lines of progress, without a terminal
@@ -148,4 +203,4 @@ class Progress:
         if due and not self._console.is_terminal:
             self._last = now
             line = f"{self._noun} {done:,}/{self._total:,}  {speed}"
-            self._console.print(line, highlight=False)
+            say(self._console, line)

@@ -12,6 +12,7 @@ from jaxmem.train.metrics import AnyMetrics
 from jaxmem.train.state.checkpoint import Checkpoints, RunCheckpointError
 
 CHANGEABLE = "changeable"  # key in the saved settings
+EVALUATIONS = "evaluations"  # key in the saved settings: those so far
 CODE = "code"  # key in the changeable settings: digests of the user's code by name
 
 
@@ -70,6 +71,7 @@ def changes(
     """A message for each allowed difference from the saved settings; others raise."""
     fixed, changeable = settings
     saved = dict(saved)
+    saved.pop(EVALUATIONS, None)
     old, new = dict(saved.pop(CHANGEABLE, {})), dict(changeable)
     code = user_code.changes(old.pop(CODE, {}), new.pop(CODE, {}))
     where = f"run.out_dir={str(out_dir)!r}"

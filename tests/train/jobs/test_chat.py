@@ -84,7 +84,7 @@ def test_chat_run_learns_and_resumes_bitwise(monkeypatch):
     kill_before(6, sft.Sft, monkeypatch, lambda: train("run.out_dir=cut"))
     assert len(steps("cut")) == 5 and best_step("cut") == 4  # not saved: 4 and 5
     _, said = train("run.out_dir=cut")
-    assert "resuming cut after step 3" in said
+    assert "resuming cut at step 3" in said
     assert steps("cut") == steps("run") and best_step("cut") == best_step("run")
 
 

@@ -100,7 +100,7 @@ def killed_and_resumed(monkeypatch, *overrides):
 
     kill_before(6, distill.Distill, monkeypatch, cut)
     assert len(steps("cut")) == 5
-    assert "resuming cut after step 3" in cut()[1]
+    assert "resuming cut at step 3" in cut()[1]
 
 
 # ---------------------------------------------------------------- gradients

@@ -75,7 +75,7 @@ def resumed(monkeypatch, *overrides):
 
     kill_before(5, distill.Distill, monkeypatch, cut)
     assert len(steps("cut")) == 4
-    assert "resuming cut after step 3" in cut()[1]
+    assert "resuming cut at step 3" in cut()[1]
     return steps("cut")
 
 

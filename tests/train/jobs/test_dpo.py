@@ -94,6 +94,27 @@ def test_pair_losses_of_means_read_no_reference(loss):
     assert config.pair_loss.averages
 
 
+PATIENCE = "eval.every=1", "eval.patience=2", "eval.min_delta=1e3"
+
+
+@pytest.mark.full
+def test_patience_counts_evaluations_of_held_out_pairs():
+    result, said = train(*PATIENCE, "run.checkpoint_every=8")
+    assert [s.step for s in result.history] == [1, 2, 3]  # the first improves on none
+    assert all(s.held_out_loss is not None for s in result.history)
+    assert result.ended_by == result.summary["ended_by"] == "eval.patience"
+    assert "stopped after step 3 of 8 by eval.patience=2: the last 2 eval" in said
+    again, said = train(*PATIENCE, "run.checkpoint_every=8")
+    assert again.history == result.history and again.summary == result.summary
+    assert "run is complete (step 3 of 8): eval.patience=2: the last 2 evalu" in said
+
+
+def test_patience_without_held_out_pairs_is_refused():
+    with pytest.raises(ValueError, match="^eval.patience=2 has no evaluations to cou"):
+        train(*PATIENCE, "data.held_out=0")
+    assert not pathlib.Path("run/metrics.jsonl").exists()
+
+
 @pytest.mark.full
 def test_simpo_runs_no_reference(monkeypatch):
     def no_reference(self, pairs):
@@ -195,7 +216,7 @@ def test_dpo_run_learns_and_resumes_bitwise(monkeypatch):
     kill_before(6, dpo.Dpo, monkeypatch, lambda: train(sampled, "run.out_dir=cut"))
     scored = pathlib.Path("cut/reference.npz").stat().st_mtime_ns
     _, said = train(sampled, "run.out_dir=cut")
-    assert "resuming cut after step 3" in said
+    assert "resuming cut at step 3" in said
     assert pathlib.Path("cut/reference.npz").stat().st_mtime_ns == scored
     assert steps("cut") == steps("run")
 

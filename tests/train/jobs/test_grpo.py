@@ -408,7 +408,7 @@ def check_resumption(config, whole, killed, monkeypatch):
         return train(config, killed, checkpoint_every=2)
 
     kill_before(4, grpo.Grpo, monkeypatch, start)
-    assert "after step 2" in start()[1]
+    assert "at step 2 of" in start()[1]
     expected, resumed = (steps(path, PolicyMetrics) for path in (whole, killed))
     assert resumed == expected and len(expected) == 4
     return expected
@@ -469,10 +469,15 @@ def test_samples_show_a_few_completions(rows, shown):
     assert len(list(policy_report.examples(task, made))) == shown
 
 
-def test_finished_run_resumes_with_nothing_to_do(finished):
+def test_complete_run_compiles_nothing(finished, monkeypatch):
     config, result, _ = finished
+    monkeypatch.setattr(grpo.Grpo, "build", None)
     again, said = train(config, result.out_dir)
-    assert again.history == result.history and "after step 4" in said
+    assert again == result
+    assert said == (
+        f"{result.out_dir} is complete (4 of 4 steps); raise run.steps, or name "
+        "another run.out_dir\n"
+    )
 
 
 # -------------------------------------------------------------------- config

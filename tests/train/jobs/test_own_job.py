@@ -82,7 +82,8 @@ def test_it_trains_resumes_and_reports(monkeypatch):
     with open("own_job.py", "a") as file:
         file.write("# edited\n")
     again, said = train("run.out_dir=cut")
-    assert "resuming cut after step 4; own_job.py has changed (SHA-256 " in said
+    assert "resuming cut at step 4 of 6 (" in said
+    assert "restored); own_job.py has changed (SHA-256 " in said
     assert [step.loss for step in again.history] == losses
     for name in ("run", "cut"):
         assert len(read_history(pathlib.Path(name) / "metrics.jsonl")) == 6
@@ -109,7 +110,7 @@ def test_the_command_trains_and_resumes_it_after_sigkill():
     assert run().returncode == -signal.SIGKILL
     again = run(env={**os.environ, "STAY": "1"})
     assert again.returncode == 0, again.stderr
-    assert "resuming run after step 2" in again.stdout
+    assert "resuming run at step 2" in again.stdout
     assert [step["step"] for step in runs.steps("run")] == [1, 2, 3, 4]
 
 
@@ -132,7 +133,7 @@ def test_a_run_that_has_not_ended_is_read_with_trust_alone(monkeypatch, capsys):
     assert pathlib.Path("exported/model.safetensors").exists()
     resume = "train", "own.gin", "run.out_dir=cut", "run.steps=3"
     assert cli.main([*resume]) == 0
-    assert "resuming cut after step 2" in capsys.readouterr().out
+    assert "resuming cut at step 2" in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -98,7 +98,7 @@ def test_own_loss_trains_and_kill_resumes_bitwise(monkeypatch):
     assert len(result.history) == 4 and all(s.grad_norm > 0 for s in result.history)
     kill_before(4, grpo.Grpo, monkeypatch, lambda: train("run.out_dir=cut"))
     _, said = train("run.out_dir=cut")
-    assert "resuming cut after step 3" in said and "has changed" not in said
+    assert "resuming cut at step 3" in said and "has changed" not in said
     assert steps("cut") == steps("run")
     path = pathlib.Path("own_loss.py")
     path.write_text(path.read_text().replace("0.01 * entropy", "0.02 * entropy"))

@@ -77,7 +77,7 @@ def test_jobs_train_own_model_and_resume_bitwise(job, monkeypatch):
 
     kill_before(4, jobs.JOBS[job], monkeypatch, cut)
     again, resumed = cut()
-    assert "resuming cut after step 2" in resumed
+    assert "resuming cut at step 2" in resumed
     assert numbers(again) == numbers(result)
 
 

@@ -125,9 +125,24 @@ def test_own_rewards_are_learned_and_resume_bitwise(directory):
     assert len(steps("cut")) == 7
     pathlib.Path("break").unlink()
     _, said = train("run.out_dir=cut")
-    assert "resuming cut after step 7" in said
+    assert "resuming cut at step 7" in said
     assert steps("cut") == steps("run")
     assert "saved in cut/best/model" in said
+
+
+@pytest.mark.full
+def test_patience_counts_evaluations_of_held_out_prompts():
+    patience = "eval.every=1", "eval.patience=1", "eval.min_delta=2", "eval.prompts=4"
+    result, said = train(*patience)
+    rewards = [step.held_out_reward for step in result.history]
+    assert len(rewards) == 2 and result.ended_by == "eval.patience"
+    assert f"step 1 held out reward {rewards[0]:.3f} (best, step 1)" in said
+    assert "did not improve by more than 2 (best reward " in said
+
+
+def test_patience_without_held_out_prompts_is_refused():
+    with pytest.raises(ValueError, match="^eval.patience=1 has no evaluations to cou"):
+        train("eval.patience=1", "task.held_out=0")
 
 
 def own_prompts(*overrides):

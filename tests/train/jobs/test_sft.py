@@ -482,13 +482,26 @@ def test_nothing_held_out_is_said_before_first_step(config):
     assert not (pathlib.Path(config.run.out_dir) / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("name", ["model", "summary.json"])
+def test_missing_results_of_a_complete_run_are_written_again(name, finished, tmp_path):
+    config, first, _ = finished
+    shutil.copytree(first.out_dir, tmp_path / "run")
+    path = tmp_path / "run" / name
+    path.rename(tmp_path / name)
+    _, said = train(changed(config, run=dict(out_dir=str(tmp_path / "run"))))
+    assert "run: the steps are taken; writing results that are missing\n" in said
+    assert path.exists() and "saved in" in said
+    _, said = train(changed(config, run=dict(out_dir=str(tmp_path / "run"))))
+    assert said.endswith("another run.out_dir\n") and len(said.splitlines()) == 1
+
+
 def test_finished_run_continues_with_another_head(finished, tmp_path):
     config, first, _ = finished
     shutil.copytree(first.out_dir, tmp_path / "run")
     run = dict(steps=8, out_dir=str(tmp_path / "run"), compare_heads=False)
     longer = changed(config, run=run, head=dict(logits="materialised"))
     result, said = train(longer)
-    assert "after step 6" in said
+    assert "at step 6 of" in said
     assert losses(result)[:6] == losses(first) and len(result.history) == 8
     assert train(longer)[0].history == result.history  # nothing left to do
 
@@ -569,7 +582,7 @@ def test_run_resumes_without_clipping(finished, tmp_path):
     run = dict(steps=7, out_dir=str(tmp_path / "run"), compare_heads=False)
     longer = changed(config, optimizer=dict(clip_norm=None), run=run)
     result, said = train(longer)
-    assert "after step 6" in said and len(result.history) == 7
+    assert "at step 6 of" in said and len(result.history) == 7
 
 
 def test_resume_refuses_another_backend(finished, monkeypatch):

@@ -219,6 +219,9 @@ class Distill(Job, name="distill"):
         """Counts of tokens of a placed micro-batch, over all processes."""
         return self._compiled.count[batch.tokens.shape](batch)
 
+    def holds_out(self) -> bool:
+        return self.batches.holds_out()
+
     def evaluate(
         self, state: TrainState, step_metrics: DistillMetrics
     ) -> Evaluated | None:

@@ -54,6 +54,10 @@ class Source:
             [self._make_example(next(self._batches)) for _ in range(self._count)]
         )
 
+    def holds_out(self) -> bool:
+        """True if `held_out` returns micro-batches."""
+        return self._evaluation is not None
+
     def held_out(self, params: Any) -> Taken | None:
         """Micro-batches that are never trained on; None if nothing is held out."""
         if self._evaluation is None:
@@ -163,6 +167,9 @@ class StudentSamples(Source):
 
     def samples(self) -> list[dict[str, Any]]:
         return [] if self._shown is None else table(self._task, *self._shown)
+
+    def holds_out(self) -> bool:
+        return self._task.held_out() is not None
 
     def held_out(self, params: Any) -> Taken | None:
         """See `Source`; the draws are the same each time."""

@@ -254,6 +254,9 @@ class Grpo(Job, name="grpo"):
             decoded=sample.decoded,
         )
 
+    def holds_out(self) -> bool:
+        return self.task.held_out() is not None
+
     def evaluate(
         self, state: TrainState, step_metrics: PolicyMetrics
     ) -> Evaluated | None:
@@ -270,9 +273,8 @@ class Grpo(Job, name="grpo"):
             graded.append(self._held_out_grades(part, sample, live))
         values = rollout_metrics.of_held_out(graded)
         reward = values["held_out_reward"]
-        return Evaluated(
-            step_metrics._replace(**values), math.nan if reward is None else -reward
-        )
+        cost = math.nan if reward is None else -reward
+        return Evaluated(step_metrics._replace(**values), cost, is_reward=True)
 
     def _held_out_grades(self, prompts: PromptIds, sample: Turns, live: int) -> Graded:
         """The rewards of the first `live` prompts, which the others repeat."""
