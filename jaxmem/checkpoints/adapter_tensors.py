@@ -8,8 +8,8 @@ experts are A [E r, in], expert by expert, and B [out, r E], rank by rank.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,13 @@ from jaxmem.models.config import ModelConfig
 PREFIX = "base_model.model."
 _EXPERTS = "blocks/feed_forward/experts/"
 _ALL = slice(None), slice(None)
+
+
+class ModuleAdapter(NamedTuple):
+    """The adapter of one of PEFT's modules."""
+
+    rank: int  # of each of the joined matrices
+    factor: float = 1.0  # its scale, relative to that of the decoder's adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,67 +101,127 @@ def experts_module(family: Family) -> str:
     return "model.layers.{}.mlp.experts" if of_each else name.rpartition(".")[0]
 
 
-def read(
-    tensors: Tensors, path: str, like: Any, naming: names.Naming
-) -> tuple[jnp.ndarray, list[str]]:
-    """A weight of the decoder's adapters, and the names of the tensors it is of."""
-    module, _, kind = path.rpartition("/")
-    site, config = site_of(module, naming), naming.config
-    experts = (config.experts or 1) if site.parameter else 1
-    read_layer = _read_a if kind == "lora_a" else _read_b
-    starts = site.tensors(config)
-    layers = [read_layer(tensors, x, site, module, like.shape, experts) for x in starts]
-    layers = [layer if site.parameter else layer[0] for layer in layers]
-    stacked = np.stack(layers) if site.leading else layers[0]
-    used = [f"{start}.lora_{x}.weight" for start in starts for x in "AB"]
-    return jnp.asarray(stacked, like.dtype), used
+class AdapterReader:
+    """Reads PEFT's tensors of adapters as weights of the decoder.
+
+    Args:
+        tensors: of the adapter.
+        naming: of the decoder with adapters.
+        modules: rank and factor of adapted modules, by PEFT's names; weights of others
+            are 0, as are the rows above a module's rank.
+
+    Attributes:
+        used: names of tensors that were read.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        naming: names.Naming,
+        modules: Mapping[str, ModuleAdapter],
+    ):
+        self._tensors, self._naming, self._modules = tensors, naming, modules
+        self.used: set[str] = set()
+
+    def weight(self, path: str, like: Any) -> jnp.ndarray:
+        """A weight of the decoder's adapters: A [..., in, r] or B [..., r, out]."""
+        module, _, kind = path.rpartition("/")
+        site = site_of(module, self._naming)
+        index = site.parts.index(module)
+
+        def read_layer(start: str, adapter: ModuleAdapter) -> np.ndarray:
+            stored = _StoredAdapter(self._tensors, start, site, self._experts(site))
+            if kind == "lora_a":
+                array, axis = stored.A(adapter.rank, like.shape[-2], index), -1
+            else:
+                array, axis = stored.B(adapter.rank, like.shape[-1], index), -2
+                if adapter.factor != 1:
+                    array = array.astype(np.float32) * np.float32(adapter.factor)
+            self.used.update(f"{start}.lora_{x}.weight" for x in "AB")
+            array = array if site.parameter else array[0]
+            missing = [(0, 0)] * array.ndim
+            missing[axis] = (0, like.shape[axis] - adapter.rank)
+            return np.pad(array, missing).astype(like.dtype)
+
+        axes = bool(site.leading)
+        absent = np.zeros(like.shape[axes:], like.dtype)
+        layers = self._by_layer(site, read_layer, absent)
+        return jnp.asarray(np.stack(layers) if axes else layers[0])
+
+    def norms(self, path: str, like: Any) -> jnp.ndarray:
+        """The norms [..., out] of DoRA for an adapter's B; NaN where there are none."""
+        module, _, _ = path.rpartition("/")
+        site, outputs = site_of(module, self._naming), like.shape[-1]
+        index, rows = site.parts.index(module), sum(site.stored.rows) or outputs
+
+        def read_layer(start: str, _: ModuleAdapter) -> np.ndarray:
+            name = f"{start}.lora_magnitude_vector"
+            self.used.add(name)
+            array = self._tensors.read(name, (rows,), (slice(None),))
+            own = names.own_outputs(site.stored, site.parts[index] + "/kernel", outputs)
+            return (array if own is None else array[own]).astype(np.float32)
+
+        layers = self._by_layer(site, read_layer, np.full(outputs, np.nan, np.float32))
+        return jnp.asarray(np.stack(layers) if site.leading else layers[0])
+
+    def _experts(self, site: Site) -> int:
+        return (self._naming.config.experts or 1) if site.parameter else 1
+
+    def _by_layer(
+        self,
+        site: Site,
+        read: Callable[[str, ModuleAdapter], np.ndarray],
+        absent: np.ndarray,
+    ) -> list[np.ndarray]:
+        """An array of each layer: from its tensors, or the absent module's."""
+        starts = zip(site.targets, site.tensors(self._naming.config), strict=True)
+        return [
+            read(start, self._modules[name]) if name in self._modules else absent
+            for name, start in starts
+        ]
 
 
-def _read_a(tensors, start, site, module, shape, experts) -> np.ndarray:
-    """[experts, in, r] of one layer."""
-    inputs, rank = shape[-2:]
-    name, times = (
-        f"{start}.lora_A.weight",
-        _rank_factor(tensors, start, site, rank, experts),
-    )
-    array = tensors.read(name, (experts * times * rank, inputs), _ALL)
-    array = array.reshape(experts, -1, inputs).swapaxes(1, 2)
-    first = site.parts.index(module) * rank if times > 1 else 0
-    return array[..., first : first + rank]
+@dataclasses.dataclass(frozen=True)
+class _StoredAdapter:
+    """The tensors of an adapter of one site in one layer."""
 
+    tensors: Tensors
+    start: str  # of their names
+    site: Site
+    experts: int
 
-def _read_b(tensors, start, site, module, shape, experts) -> np.ndarray:
-    """[experts, r, out] of one layer."""
-    rank, outputs = shape[-2:]
-    name, times = (
-        f"{start}.lora_B.weight",
-        _rank_factor(tensors, start, site, rank, experts),
-    )
-    outputs = sum(site.stored.rows) if site.stored.joined else outputs
-    array = tensors.read(name, (outputs, experts * times * rank), _ALL)
-    array = array.reshape(outputs, -1, experts).transpose(2, 1, 0)
-    parts = [array]
-    if site.stored.joined:
-        count = range(len(site.parts))
-        parts = [names.apart(array, site.stored, i) for i in count]
-    index = site.parts.index(module)
-    own = parts[index]
-    if times > 1:
-        own = own[:, index * rank : (index + 1) * rank]
-        if np.count_nonzero(parts[index]) != np.count_nonzero(own):
-            raise CheckpointError(
-                f"{tensors.file_of(name)}: tensor {name} is of rank {times * rank} for "
-                f"{len(parts)} joined matrices and not {rank} for each of them; this "
-                "is not implemented"
-            )
-    order = site.stored.order
-    return own if order is None else own[..., np.array(order)]
+    def A(self, rank: int, inputs: int, index: int) -> np.ndarray:
+        """A [experts, in, r] of a part of the site."""
+        name, times = f"{self.start}.lora_A.weight", self._times(rank)
+        array = self.tensors.read(name, (self.experts * times * rank, inputs), _ALL)
+        array = array.reshape(self.experts, -1, inputs).swapaxes(1, 2)
+        first = index * rank if times > 1 else 0
+        return array[..., first : first + rank]
 
+    def B(self, rank: int, outputs: int, index: int) -> np.ndarray:
+        """B [experts, r, out] of a part of the site."""
+        name, times = f"{self.start}.lora_B.weight", self._times(rank)
+        stored, parts = self.site.stored, len(self.site.parts)
+        outputs = sum(stored.rows) if stored.joined else outputs
+        array = self.tensors.read(name, (outputs, self.experts * times * rank), _ALL)
+        array = array.reshape(outputs, -1, self.experts).transpose(2, 1, 0)
+        part = names.apart(array, stored, index) if stored.joined else array
+        own = part
+        if times > 1:
+            own = part[:, index * rank : (index + 1) * rank]
+            if np.count_nonzero(part) != np.count_nonzero(own):
+                raise CheckpointError(
+                    f"{self.tensors.file_of(name)}: tensor {name} is of rank "
+                    f"{times * rank} for {parts} joined matrices and not {rank} for "
+                    "each of them; this is not implemented"
+                )
+        order = stored.order
+        return own if order is None else own[..., np.array(order)]
 
-def _rank_factor(tensors, start, site, rank, experts) -> int:
-    """Factor of the stored rank: 1, or the number of the site's parts."""
-    rows, parts = tensors.rows(f"{start}.lora_A.weight"), len(site.parts)
-    return parts if rows == experts * parts * rank else 1
+    def _times(self, rank: int) -> int:
+        """Factor of the stored rank: 1, or the number of the site's parts."""
+        rows, parts = self.tensors.rows(f"{self.start}.lora_A.weight"), self.site.parts
+        return len(parts) if rows == self.experts * len(parts) * rank else 1
 
 
 def written(

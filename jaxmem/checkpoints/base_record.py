@@ -1,14 +1,16 @@
-"""base.json of an adapter's directory: the codes of the base that it was trained on.
+"""The base of an adapter, as its directory records it: its name, and its codes.
 
-PEFT and transformers do not read it. Without it, an adapter of a 16-bit checkpoint that
-was trained on its codes (`model.base`) would be added to other matrices.
+The name is in adapter_config.json. The codes are in base.json, which PEFT and
+transformers do not read. Without it, an adapter of a 16-bit checkpoint that was trained
+on its codes (`model.base`) would be added to other matrices.
 """
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
-from jaxmem.base import messages
+from jaxmem.base import hub, messages
 from jaxmem.checkpoints.config_reader import (
     CheckpointError,
     Reader,
@@ -19,6 +21,75 @@ from jaxmem.models.coded_weights import BASES
 from jaxmem.models.config import BASE_FIELDS, PLAIN, ModelConfig
 
 NAME = "base.json"
+_CONFIG, _KEY = "adapter_config.json", "base_model_name_or_path"
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseName:
+    """The name of an adapter's base, as adapter_config.json records it."""
+
+    name: str  # OWNER/NAME of the Hub, or a directory's absolute path
+    revision: str | None = None  # of the Hub
+
+    @classmethod
+    def of(cls, base: str) -> "BaseName":
+        """The name of a base: of the Hub, or else the absolute path of a directory."""
+        if (model := hub.model_of(base)) is not None:
+            return cls(model.repository, model.revision)
+        path = Path(base).expanduser()
+        is_directory = bool(base) and path.is_dir()
+        return cls(os.path.abspath(path) if is_directory else base)
+
+    @classmethod
+    def recorded(cls, directory: Path) -> "BaseName":
+        """The name that an adapter's directory records, relative paths as absolute."""
+        reader = Reader(directory / _CONFIG, read_object(directory / _CONFIG))
+        name = reader.take(_KEY, (str, type(None)), None)
+        revision = reader.take("revision", (str, type(None)), None)
+        return dataclasses.replace(cls.of(name or ""), revision=revision)
+
+    def directory(self) -> Path:
+        """The directory that has the base here, downloaded from the Hub if need be.
+
+        Raises:
+            HubError: the Hub cannot serve it.
+        """
+        model = hub.parse(self.name)
+        if model is None:
+            return Path(self.name)
+        named = hub.HubModel(model.repository, model.revision or self.revision)
+        return Path(hub.local_directory(str(named)))
+
+    def keys(self) -> dict[str, str | None]:
+        """The keys of adapter_config.json that name it."""
+        return {_KEY: self.name, "revision": self.revision}
+
+
+def directory_of(directory: Path, advice: str) -> Path:
+    """The directory of the base that an adapter's directory names.
+
+    Raises:
+        CheckpointError: it is no checkpoint here; the message ends with the advice.
+    """
+    base = BaseName.recorded(directory)
+    if not base.name:
+        raise CheckpointError(
+            f"{directory / _CONFIG}: {_KEY} is empty, as for an adapter of random "
+            "weights (model.checkpoint=None), which only a run with checkpoints "
+            f"(run.checkpoint_every) can draw again: name that run, or {advice}"
+        )
+    try:
+        found = base.directory()
+    except hub.HubError as error:
+        raise CheckpointError(
+            f"{directory / _CONFIG}: {_KEY} is {error}; or {advice}"
+        ) from error
+    if not (found / "config.json").exists():
+        raise CheckpointError(
+            f"{directory / _CONFIG}: {_KEY} {base.name!r} is not the directory of a "
+            f"checkpoint here; {advice}"
+        )
+    return found
 
 
 def write(directory: Path, model: ModelConfig) -> None:

@@ -29,10 +29,12 @@ class Merged(NamedTuple):
     coding: float | None  # of the codes from the original matrices, if these are known
 
 
-def merge(decoder: Decoder) -> Decoder:
+def merge(decoder: Decoder, norms: Mapping[str, Any] | None = None) -> Decoder:
     """The decoder without adapters and codes that computes the same, up to rounding.
 
         W' = W + alpha / rank · A B,   in float32, rounded once
+
+    `norms` are those that DoRA has learned, as in `lora.merged`.
 
     `save` can save it; an adapter of a tied head unties the head. The adapted matrices
     are copied. Coded matrices are decoded, one layer at a time, and are on the host.
@@ -40,7 +42,9 @@ def merge(decoder: Decoder) -> Decoder:
     if decoder.config.base is not None:
         return merge_codes(decoder).decoder
     config, weights = decoder.config, nnx.to_pure_dict(nnx.split(decoder)[1])
-    return _with_weights(decoder, lora.merged(weights, config, config.tied))
+    return _with_weights(
+        decoder, lora.merged(weights, config, config.tied, norms or {})
+    )
 
 
 def merge_codes(

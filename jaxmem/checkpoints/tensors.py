@@ -34,9 +34,9 @@ class Tensors:
     """The tensors of one directory, in one file or in the shards of an index.
 
     Args:
-        directory: with `model.safetensors` or `model.safetensors.index.json`. Where it
+        directory: with the file or its index, `model.safetensors.index.json`. Where it
             has both, and the index does not name the file, only the file is read.
-        single: name of the file, if there is no index.
+        single: name of the file.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -45,16 +45,18 @@ class Tensors:
     def __init__(self, directory: Path, single: str = _ONE):
         self.directory = directory
         self._open: dict[Path, Any] = {}
-        whole_file, index = directory / single, directory / _INDEX
-        has_index = single == _ONE and index.exists()
-        if has_index and not _is_stale(index, whole_file):
+        whole_file, index = directory / single, directory / f"{single}.index.json"
+        if index.exists() and not _is_stale(index, whole_file):
             self._files = _read_index(index)
         elif whole_file.exists():
             self._files = dict.fromkeys(self._open_file(whole_file).keys(), whole_file)
         else:
-            message = f"{whole_file}: missing, as is {_INDEX}"
+            message = f"{whole_file}: missing, as is {index.name}"
             if pickled := sorted(path.name for path in directory.glob("*.bin")):
-                message += f"; {pickled[0]} is not read, because unpickling runs code"
+                message += (
+                    f"; {pickled[0]} is not read, because unpickling runs code; load "
+                    "it by the library that wrote it, and save_pretrained it again"
+                )
             raise CheckpointError(message)
 
     def __iter__(self) -> Iterator[str]:
@@ -149,7 +151,7 @@ def _is_stale(index: Path, whole_file: Path) -> bool:
     if isinstance(weight_map, dict) and whole_file.name in weight_map.values():
         return False
     warnings.warn(
-        f"{whole_file}: read as the whole model, as transformers does; {_INDEX} beside "
+        f"{whole_file}: read as a whole, as transformers does; {index.name} beside "
         "it names other files, which are not read; remove those that are out of date",
         stacklevel=2,
     )
@@ -189,7 +191,7 @@ def _shard_path(index: Path, tensor: str, file: str) -> Path:
     path = index.parent / named
     if not os.path.isfile(path):  # this is also false for an impossible file name
         raise CheckpointError(
-            f"{index.parent / messages.name(file)}: missing; {_INDEX} has "
+            f"{index.parent / messages.name(file)}: missing; {index.name} has "
             f"{messages.name(tensor)} in it"
         )
     return path

@@ -12,8 +12,9 @@ from flax import nnx, traverse_util
 
 from jaxmem import remat
 from jaxmem.base import messages
-from jaxmem.checkpoints import names, quantization
-from jaxmem.checkpoints.adapters import read_adapter, with_adapter
+from jaxmem.checkpoints import merging, names, quantization
+from jaxmem.checkpoints.adapter_config import AdapterConfig, read_adapter_config
+from jaxmem.checkpoints.adapters import read_adapter
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.bitsandbytes import CodedTensors
 from jaxmem.checkpoints.coded_files import StoredCodes
@@ -30,7 +31,7 @@ from jaxmem.checkpoints.families import FAMILIES, ropes
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.tensors import Tensors, write_tensors
 from jaxmem.models import coded_weights, lora
-from jaxmem.models.config import BASE_FIELDS, DTYPES, PLAIN, SAVED, UNTIED, ModelConfig
+from jaxmem.models.config import BASE_FIELDS, DTYPES, PLAIN, UNTIED, ModelConfig
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.models.weights import by_path, join_weights
@@ -66,7 +67,8 @@ def load(
         head: options of the head.
         policy: rematerialisation policy, as in `Decoder`.
         adapter: directory of a LoRA adapter in PEFT's layout, to be added to the base
-            that it was trained on.
+            that it was trained on. One of DoRA is merged into its matrices, in float32,
+            which are rounded once.
         options: other fields of `ModelConfig` that the checkpoint does not decide:
             `attention`, and `base` with `base_targets`, which code matrices. Where
             the checkpoint's are coded, they stay so; `base=None` decodes them.
@@ -80,22 +82,25 @@ def load(
     >>> decoder.config.qk_norm, decoder.embed.embedding.dtype
     (True, dtype(bfloat16))
     """
-    config = configured(
+    config, added = _configured(
         directory, dtype=dtype, param_dtype=param_dtype, adapter=adapter, **options
     )
-    model = config.model
-    shapes = _abstract_decoder(model, head, policy)
-    weights = _read_weights(config, model, shapes, sharding)
-    if adapter is not None:
-        whole = {SAVED[name] for name in model.lora_saved}
-        expected = {
-            k: v for k, v in by_path(shapes).items() if lora.is_adapter(k) or k in whole
-        }
-        base = traverse_util.flatten_dict(weights, sep="/")
-        read = read_adapter(adapter, names.Naming(config.family, model), expected, base)
-        added = traverse_util.unflatten_dict(read, sep="/")
-        weights = join_weights(weights, added)
-    return nnx.merge(nnx.split(shapes)[0], weights)
+    shapes = _abstract_decoder(config.model, head, policy)
+    weights = _read_weights(config, config.model, shapes, sharding)
+    if added is None:
+        return nnx.merge(nnx.split(shapes)[0], weights)
+    expected = {
+        path: like
+        for path, like in by_path(shapes).items()
+        if lora.is_saved(path, config.model)
+    }
+    naming = names.Naming(config.family, config.model)
+    base = traverse_util.flatten_dict(weights, sep="/")
+    read = read_adapter(added, naming, expected, base)
+    norms = {path: read.pop(path) for path in [*read] if path.endswith("lora_norm")}
+    adapters = traverse_util.unflatten_dict(read, sep="/")
+    decoder = nnx.merge(nnx.split(shapes)[0], join_weights(weights, adapters))
+    return merging.merge(decoder, norms) if added.normalised else decoder
 
 
 def configured(
@@ -106,10 +111,24 @@ def configured(
     adapter: str | Path | None = None,
     **options: Any,
 ) -> CheckpointConfig:
-    """The config of a checkpoint, with the `ModelConfig` of what `load` returns.
+    """The config of a checkpoint, with the `ModelConfig` of what `load` reads.
 
     No weight is read. Arguments and errors are those of `load`.
     """
+    return _configured(
+        directory, dtype=dtype, param_dtype=param_dtype, adapter=adapter, **options
+    )[0]
+
+
+def _configured(
+    directory: str | Path,
+    *,
+    dtype: str | None,
+    param_dtype: str | None,
+    adapter: str | Path | None,
+    **options: Any,
+) -> tuple[CheckpointConfig, AdapterConfig | None]:
+    """What `configured` returns, and the description of the adapter."""
     config = read_config(directory)
     stored = config.dtype or "float32"
     if stored not in DTYPES and (dtype is None or param_dtype is None):
@@ -126,10 +145,12 @@ def configured(
         param_dtype=param_dtype or stored,
         **options,
     )
+    added = None
     if adapter is not None:
-        model = with_adapter(model, config.family, adapter)
-        model = dataclasses.replace(model, **options)  # they prevail over its base
-    return dataclasses.replace(config, model=model)
+        added = read_adapter_config(model, config.family, adapter)
+        # The options prevail over the adapter's base.
+        model = dataclasses.replace(added.model, **options)
+    return dataclasses.replace(config, model=model), added
 
 
 def read_weights(

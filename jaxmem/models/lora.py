@@ -9,6 +9,7 @@ Reference: Hu et al., "LoRA", 2021, arXiv:2106.09685.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -110,6 +111,11 @@ def is_adapter(path: str) -> bool:
     return path.rpartition("/")[2] in ("lora_a", "lora_b")
 
 
+def is_saved(path: str, options: ModelConfig) -> bool:
+    """True if a weight is saved with the adapters: it is one, or of `lora_saved`."""
+    return is_adapter(path) or path in [SAVED[name] for name in options.lora_saved]
+
+
 def adapters_of(weights: Mapping[str, Any]) -> dict[str, Any]:
     """The adapters among weights, nested as these are; {} if there are none."""
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(dict(weights), sep="/"))
@@ -119,14 +125,20 @@ def adapters_of(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(
-    weights: Mapping[str, Any], options: ModelConfig, tied: bool
+    weights: Mapping[str, Any],
+    options: ModelConfig,
+    tied: bool,
+    norms: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The weights of the model without adapters that computes the same.
 
         W' = W + alpha / rank · A B,   in float32, rounded once
 
     Weights are nested by name. The adapter of a `tied` head makes a kernel of its own
-    for the head, so that the embedding is unchanged.
+    for the head, so that the embedding is unchanged. DoRA has learned the `norms` [...,
+    out] of the columns of W', where they are not NaN, by paths like "head/lora_norm".
+
+    Reference: Liu et al., "DoRA", 2024, arXiv:2402.09353.
     """
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(dict(weights), sep="/"))
     out = {path: weight for path, weight in flat.items() if not is_adapter(path)}
@@ -137,5 +149,9 @@ def merged(
         W = flat["embed/embedding"].T if at_tied_head else flat[kernel]
         scale = options.lora_alpha / options.lora_rank
         added = scale * jnp.matmul(A, B, precision="highest")
-        out[kernel] = (W.astype(jnp.float32) + added).astype(W.dtype)
+        new = W.astype(jnp.float32) + added
+        if (norm := norms.get(path.removesuffix("a") + "norm")) is not None:
+            factor = norm / jnp.linalg.norm(new, axis=-2)
+            new *= jnp.where(jnp.isnan(norm), 1.0, factor)[..., None, :]
+        out[kernel] = new.astype(W.dtype)
     return traverse_util.unflatten_dict(out, sep="/")

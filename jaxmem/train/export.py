@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxmem import checkpoints
 from jaxmem.base import hub
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.checkpoints.adapters import BaseName
+from jaxmem.checkpoints.base_record import BaseName
 from jaxmem.checkpoints.directories import new_directory
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.own_model import LanguageModel, OwnModel
@@ -47,8 +47,14 @@ def export(
     with saved.opened(path, code=code) as source:
         decoder, directory = source.load(dtype), source.directory
         rank = decoder.config.lora_rank
-        if merge and not rank:
+        is_merged = source.adapter is not None and not rank
+        if merge and not (rank or is_merged):
             raise CheckpointError(f"{path}: has no adapter to merge")
+        if is_merged and not merge:
+            raise CheckpointError(
+                f"{path}: an adapter of DoRA, which is merged when it is read; add "
+                "--merge"
+            )
         if base is not None and (merge or not rank):
             raise CheckpointError(
                 f"--base={base} is what an adapter records, and this export is of a "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxmem import checkpoints
 from jaxmem.base import hub, messages, user_code
-from jaxmem.checkpoints import CheckpointError, adapters
+from jaxmem.checkpoints import CheckpointError, base_record
 from jaxmem.models.own_model import LanguageModel, OwnModel
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.train import configuration, model_names, results
@@ -170,7 +170,7 @@ def _lacks_something(directory: Path, step: int | None, result: Path) -> bool:
     if step is None or result.parent == directory:
         return False
     is_adapter = result.name == _ADAPTER
-    if is_adapter and not adapters.BaseName.recorded(result.parent).name:
+    if is_adapter and not base_record.BaseName.recorded(result.parent).name:
         return True
     saved = directory / "checkpoints" / str(step)
     return saved.stat().st_mtime > result.stat().st_mtime
@@ -202,7 +202,7 @@ def _open_files(directory: Path, adapter: str | Path | None) -> Saved:
             f"first: jaxmem export {directory} --merge --out NEW"
         )
     advice = f"name the checkpoint, with --adapter {directory}"
-    return _with_adapter(adapters.base_of(directory, advice), directory)
+    return _with_adapter(base_record.directory_of(directory, advice), directory)
 
 
 def _with_adapter(base: Path, adapter: Path) -> Saved:

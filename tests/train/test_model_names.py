@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from jaxmem.base import hub
-from jaxmem.checkpoints import adapters
+from jaxmem.checkpoints import base_record
 from jaxmem.commands import cli
 from jaxmem.planning import command as planning
 from jaxmem.train import agreement, configuration, model_names, saved
@@ -116,7 +116,7 @@ def test_opened_finds_models_of_the_hub(server):
 
 def test_adapter_of_a_copy_names_the_model_of_the_hub(server):
     local = model_names.with_directories(load())
-    base = adapters.BaseName.of(local.model.checkpoint)
+    base = base_record.BaseName.of(local.model.checkpoint)
     assert f"hf://{base.name}@{base.revision}" == name_in_hub(server)
     assert str(base.directory()) == local.model.checkpoint
 
