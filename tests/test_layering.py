@@ -56,7 +56,7 @@ ALLOWED_IN = {
         "jaxmem.devices",
         "jaxmem.models.kv_cache",  # layouts
     ),
-    "datasets": ("jaxmem.data.remote",),
+    "datasets": ("jaxmem.data.remote", "jaxmem.data.records"),
     "fsspec": ("jaxmem.data.remote",),
     "huggingface_hub": ("jaxmem.base.hub",),
     "jinja2": ("jaxmem.data.template_sandbox",),

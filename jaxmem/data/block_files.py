@@ -1,7 +1,8 @@
 """Files in blocks that are read one at a time, for data that do not fit in memory.
 
-A block is 1 MiB of a .jsonl file, with the lines that start in it, or a row group of a
-.parquet file. The sizes of the files alone tell which bytes belong to which block.
+A block is 1 MiB of a .jsonl file, with the lines that start in it, a row group of a
+.parquet file, or 1,000 rows of an .arrow file. The sizes of the files alone tell which
+bytes belong to which block.
 """
 
 import bisect
@@ -20,17 +21,20 @@ from jaxmem.base import json_files, messages
 from jaxmem.data import packed
 from jaxmem.data.config import DataConfig
 from jaxmem.data.records import (
+    ARROW_ROWS,
     DataError,
     RawRecord,
     Source,
-    numbered_files,
+    opened_arrow,
     opened_parquet,
     parse_line,
     read_records,
     unreadable,
 )
+from jaxmem.data.source_files import held_out_files, numbered_files
 
 BLOCK_BYTES = 2**20
+_TABLES = ".parquet", ".arrow"  # whose parts are blocks
 _SAMPLE_BYTES = 2**12  # of each block, that identify a file
 # The work is Python's: threads would only contend for the interpreter's lock.
 IN_THIS_THREAD = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -64,10 +68,10 @@ class FileBlocks(Sequence[FileBlock]):
             when a block is read, its file has changed.
     """
 
-    def __init__(self, source: Source, argument: str):
+    def __init__(self, source: Source, argument: str, held_out: bool = False):
         if source == "stdlib":
             raise DataError(f"{argument}='stdlib' fits in memory: no data.streaming")
-        numbered = numbered_files(source, argument)
+        numbered = numbered_files(source, argument, held_out)
         self._argument, self._paths = argument, [path for _, path in numbered]
         self._sources = [number for number, _ in numbered]
         self._versions = {path: self._version(path) for path in self._paths}
@@ -82,10 +86,12 @@ class FileBlocks(Sequence[FileBlock]):
         if path.suffix == ".parquet":
             with opened_parquet(path, self._argument) as file:
                 return file.num_row_groups
+        if path.suffix == ".arrow":
+            return -(-len(opened_arrow(path, self._argument)) // ARROW_ROWS)
         if path.suffix != ".jsonl":
             raise DataError(
-                f"{self._argument}: data.streaming reads .jsonl and .parquet files, "
-                f"got {messages.name(str(path))}"
+                f"{self._argument}: data.streaming reads .jsonl, .parquet and .arrow "
+                f"files, got {messages.name(str(path))}"
             )
         return -(-self._versions[path].size // BLOCK_BYTES)
 
@@ -111,7 +117,7 @@ class FileBlocks(Sequence[FileBlock]):
         """Yield the records of a block."""
         path, number = self[index]
         with self.unchanged(index):
-            if path.suffix == ".parquet":
+            if path.suffix in _TABLES:
                 yield from read_records(path, self._argument, number)
             else:
                 yield from _lines(path, number * BLOCK_BYTES)
@@ -176,6 +182,22 @@ def _sample(path: Path) -> bytes:
             file.seek(start)
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.digest()
+
+
+def opened_split(
+    config: DataConfig, split: str, stream: int | None = None
+) -> tuple[FileBlocks, np.ndarray]:
+    """Blocks of `data.source`, and the numbers of those of a split.
+
+    What folders hold out has blocks of its own.
+    """
+    argument = "data.source"
+    held_out = held_out_files(config.source, config.held_out, argument)
+    if split == "evaluation" and held_out:
+        blocks = FileBlocks(config.source, argument, held_out=True)
+        return blocks, np.arange(len(blocks))
+    blocks = FileBlocks(config.source, argument)
+    return blocks, blocks_of_split(blocks, config, split, stream)
 
 
 def blocks_of_split(

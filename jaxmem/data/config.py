@@ -24,7 +24,8 @@ _RANGES = {
 class DataConfig:
     """Sources of supervised data, and the layout of their tokens in rows."""
 
-    # "stdlib" (Python's own sources), or paths and globs of .txt, .jsonl or .parquet
+    # "stdlib" (Python's own sources), or paths and globs of .txt, .jsonl, .csv,
+    # .parquet and other files, or folders of such files or of `save_to_disk`
     source: str | tuple[str, ...] = "stdlib"
     # share of each entry of `source` in the training data; each entry is read again and
     # again, every time in another order; None: an epoch has everything once
@@ -32,7 +33,9 @@ class DataConfig:
     vocab_size: int = 8192  # entries of the byte-level BPE vocabulary, with specials
     sequence_length: int = 256  # tokens in a row (T)
     batch_size: int = 8  # rows in a micro-batch (B)
-    held_out: float = 0.0  # fraction of the documents kept from training, in [0, 1)
+    # fraction of the documents kept from training, in [0, 1); 0.0: a folder's own files
+    # are held out, named validation, valid, val or dev, or else test
+    held_out: float = 0.0
     # True: every epoch has an order of its own; False: that of the files, in rows that
     # are filled one after the other
     shuffle: bool = True
@@ -51,7 +54,8 @@ class DataConfig:
     # handling of a turn whose template leaves out text that the loss counts: an error
     # (raise), the turn does not count (mask), or the rest of it counts (count)
     stripped: Literal["raise", "mask", "count"] = "raise"
-    # read .jsonl and .parquet files block by block, for data that do not fit in memory
+    # read .jsonl, .parquet and .arrow files block by block, for data that do not fit in
+    # memory
     streaming: bool = False
     # pieces of documents that are shuffled together where data.streaming is True
     shuffle_window: int = 4096

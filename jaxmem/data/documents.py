@@ -32,6 +32,7 @@ from jaxmem.data.texts import (
     Document as Document,
     digest,
     load_documents as load_documents,
+    load_splits,
     split_documents as split_documents,
 )
 from jaxmem.data.vocabulary import SPECIAL_TOKENS
@@ -173,10 +174,10 @@ def batches(
         raise ValueError(f'split must be "train" or "evaluation", got {split!r}')
     if config.streaming:
         return _streamed_batches(config, tokenizer, split, epochs, stream, reader)
-    every = load_documents(config.source, reader=reader)
-    training, evaluation = split_documents(every, config.held_out)
+    training, evaluation = load_splits(config.source, config.held_out, reader)
     documents = training if split == "train" else evaluation
     if not documents:
+        every = training + evaluation
         raise DataError(_empty_split_message(config, split, every))
     if stream is not None:
         if len(documents) < config.streams:
@@ -238,8 +239,7 @@ def _streamed_batches(
     reader: RecordReader | None,
 ) -> BatchIterator:
     """Batches of streamed files: memory holds a block, a window and the open rows."""
-    blocks = FileBlocks(config.source, "data.source")
-    numbers = block_files.blocks_of_split(blocks, config, split, stream)
+    blocks, numbers = block_files.opened_split(config, split, stream)
     if stream is not None:
         config = _of_one_stream(config)
     reads, length = reader or RecordReader(), config.sequence_length

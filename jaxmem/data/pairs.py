@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,8 @@ import tokenizers
 from jaxmem.data import mixing
 from jaxmem.data.documents import NO_LABEL, DataConfig, encode_documents
 from jaxmem.data.record_reader import RecordReader
-from jaxmem.data.records import DataError, held, numbered_files, read_records
+from jaxmem.data.records import DataError, held, read_records
+from jaxmem.data.source_files import held_out_files, numbered_files
 from jaxmem.data.texts import split_all
 from jaxmem.head.maths.random_streams import Stream
 
@@ -54,25 +56,43 @@ def load_pairs(
     Raises:
         DataError: a record is malformed, or a pair is too long.
     """
-    paths = numbered_files(config.source, "data.source")
     reader = reader or RecordReader(None, config.columns, config.ignored)
-    pairs = []
+    held_out = held_out_files(config.source, config.held_out, "data.source")
     with reader.whole_pass():
-        for number, path in paths:
-            with held(path, "data.source"):
-                for record in read_records(path, "data.source"):
-                    chosen, rejected = encode_documents(
-                        reader.answers(record), tokenizer
-                    )
-                    pairs.append(Pair(record.where, chosen, rejected, number))
+        pairs, evaluation = (
+            list(_read_pairs(paths, reader, tokenizer))
+            for paths in (numbered_files(config.source, "data.source"), held_out)
+        )
+    fitting = _fitting(config, pairs, reader, drop_long)
+    if held_out:
+        return fitting, _fitting(config, evaluation, reader, drop_long)
+    keys = [_digest(pair) for pair in fitting]
+    return split_all(fitting, keys, config.held_out, "data.held_out", "pairs")
+
+
+def _read_pairs(
+    paths: Sequence[tuple[int, Path]],
+    reader: RecordReader,
+    tokenizer: tokenizers.Tokenizer,
+) -> Iterator[Pair]:
+    for number, path in paths:
+        with held(path, "data.source"):
+            for record in read_records(path, "data.source"):
+                chosen, rejected = encode_documents(reader.answers(record), tokenizer)
+                yield Pair(record.where, chosen, rejected, number)
+
+
+def _fitting(
+    config: DataConfig, pairs: list[Pair], reader: RecordReader, drop_long: bool
+) -> list[Pair]:
+    """The pairs that fit in rows; others are noted, or an error without `drop_long`."""
     fitting = [pair for pair in pairs if pair.length <= config.sequence_length]
     if not fitting or (len(fitting) < len(pairs) and not drop_long):
         raise DataError(_unfit(config, pairs))
     for pair in pairs:
         if pair.length > config.sequence_length:
             reader.notes.add("pairs longer than a row are left out", pair.where)
-    keys = [_digest(pair) for pair in fitting]
-    return split_all(fitting, keys, config.held_out, "data.held_out", "pairs")
+    return fitting
 
 
 def _unfit(config: DataConfig, pairs: Sequence[Pair]) -> str:

@@ -13,8 +13,9 @@ import tokenizers
 from jaxmem.base import processes
 from jaxmem.data.environments import Environments
 from jaxmem.data.record_reader import RecordReader
-from jaxmem.data.records import DataError, RawRecord, held, numbered_files, read_records
+from jaxmem.data.records import DataError, RawRecord, held, read_records
 from jaxmem.data.rewards import RewardError
+from jaxmem.data.source_files import held_out_files, numbered_files
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.data.texts import split_all
 from jaxmem.data.vocabulary import edges, has_start
@@ -46,14 +47,16 @@ def load_prompts(
             `task.max_prompt_tokens`.
     """
     paths = numbered_files(config.source, "task.source")
+    held_out = held_out_files(config.source, config.held_out, "task.source")
     records, counts = [], []
-    for _, path in paths:
+    for _, path in (*paths, *held_out):
         with held(path, "task.source"):
             records += read_records(path, "task.source")
         counts.append(len(records) - sum(counts))
     if not records:
         raise DataError(f"task.source: {paths[0][1]} holds no prompt")
-    sources = np.repeat([number for number, _ in paths], counts).tolist()
+    numbers = [number for number, _ in (*paths, *held_out)]
+    sources = np.repeat(numbers, counts).tolist()
     columns = [dict(record.fields) for record in records]
     if environments is not None:
         tools = {"tools": environments.tools} if environments.tools else {}
@@ -80,7 +83,20 @@ def load_prompts(
     if environments is None:
         _check_columns(prompts, counts)
         prompts = _with_all_columns(prompts)
+    if held_out:
+        return _split_by_file(prompts, paths, counts)
     return split_all(prompts, keys, config.held_out, "task.held_out", "prompts")
+
+
+def _split_by_file(
+    prompts: list[PromptRecord], paths: Sequence[Any], counts: Sequence[int]
+) -> tuple[list[PromptRecord], list[PromptRecord]]:
+    """(training, held-out) prompts of files of which the first ones are trained on."""
+    training = sum(counts[: len(paths)])
+    for noun, part in (("train", prompts[:training]), ("hold out", prompts[training:])):
+        if not part:
+            raise DataError(f"task.source: its files to {noun} hold no prompt")
+    return prompts[:training], prompts[training:]
 
 
 def _prompt(

@@ -1,21 +1,24 @@
-"""Records of JSON and Parquet files, each with its position for error messages."""
+"""Records of JSON, CSV, Parquet and Arrow files, each with its position for errors."""
 
 import contextlib
-import glob
+import csv
 import gzip
-import os
+import importlib
+import io
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxmem.base import imports, json_files, messages
-from jaxmem.data import remote
 
-SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+_PACKED = (".gz", ".zst")
+_WITH_OWN_PACKING = (".parquet", ".arrow")
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 Source = str | tuple[str, ...]
+ARROW_ROWS = 1_000  # of an .arrow file, which are read at a time
 _SPACES = 2**16  # bytes within which a file must have a character other than space
 _MOST_BYTES = 4 * 2**30  # of a file that is read whole, unpacked
 # A record's own arrays hold messages or schemas of tools, which have one of these keys.
@@ -27,88 +30,52 @@ class DataError(ValueError):
 
 
 class RawRecord(NamedTuple):
-    """One line of a .jsonl file, or one row of a .parquet file."""
+    """One line of a .jsonl file, or one row of a table."""
 
     where: str  # such as "data.jsonl:3"
     fields: dict[str, Any]
 
 
-def find_files(source: Source, argument: str) -> list[Path]:
-    """The files of a source, in the same order on every run."""
-    return [path for _, path in numbered_files(source, argument)]
-
-
-def numbered_files(source: Source, argument: str) -> list[tuple[int, Path]]:
-    """The files of a source, in one order, each with the number of its entry.
-
-    Args:
-        source: a path, a glob such as "data/*.jsonl", an address of `remote.copies`, or
-            a tuple of these.
-        argument: name of the source in errors.
-
-    Raises:
-        DataError: a file has another suffix, or a glob matches nothing.
-    """
-    patterns = (source,) if isinstance(source, str) else source
-    paths = [
-        (number, path)
-        for number, pattern in enumerate(patterns)
-        for path in _expand(pattern, argument)
-    ]
-    if not paths:
-        raise DataError(f"{argument} names no file")
-    return paths
-
-
-def _expand(pattern: str, argument: str) -> list[Path]:
-    if "://" in pattern:
-        try:
-            paths = remote.copies(pattern)
-        except remote.RemoteError as error:
-            raise DataError(f"{argument}: {error}") from error
-        return [file for path in paths for file in _expand(str(path), argument)]
-    path = Path(os.path.expanduser(pattern))
-    if kind_of(path) not in SUFFIXES:
-        raise DataError(
-            f'{argument} must be "stdlib" or the path of a .txt, .jsonl, .json or '
-            f".parquet file, or of one of these as .gz, got {messages.short(pattern)}"
-        )
-    # A path that exists is a file, even if its name contains a bracket.
-    if not glob.has_magic(pattern) or os.path.exists(path):
-        return [path]
-    matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
-    if not matches:
-        raise DataError(f"{argument}: {messages.name(pattern)} matches no file")
-    return matches
-
-
 def kind_of(path: Path) -> str:
-    """The suffix that tells a file's format, without ".gz"."""
-    zipped = path.suffix == ".gz" and path.stem[-8:] != ".parquet"
-    return Path(path.stem).suffix if zipped else path.suffix
+    """The suffix that tells a file's format, without ".gz" or ".zst"."""
+    inner = Path(path.stem).suffix
+    is_packed = path.suffix in _PACKED and inner not in _WITH_OWN_PACKING
+    return inner if is_packed else path.suffix
 
 
 def read_records(
-    path: Path, argument: str, row_group: int | None = None
+    path: Path, argument: str, part: int | None = None
 ) -> Iterator[RawRecord]:
-    """Yield the records of a .jsonl, .json or .parquet file, or of one row group.
+    """Yield the records of a file, or of one part of it.
 
     A .json file holds an array of records, an object of which one value is such an
-    array, or lines as a .jsonl file does; and a .jsonl file may hold an array, too.
+    array, or lines as a .jsonl file does; and a .jsonl file may hold an array, too. The
+    first row of a .csv or .tsv file names its columns.
+
+    Args:
+        path: of the file.
+        argument: name of the source in errors.
+        part: a row group of a .parquet file, or `ARROW_ROWS` rows of an .arrow file.
 
     Raises:
-        DataError: the file cannot be read, or a line is not a JSON object.
+        DataError: the file cannot be read, or a line is not a JSON object, or a row has
+            other columns than the first.
     """
-    if kind_of(path) == ".parquet":
-        return _parquet(path, argument, row_group)
-    if kind_of(path) == ".txt":
+    kind = kind_of(path)
+    if kind == ".parquet":
+        return _parquet(path, argument, part)
+    if kind == ".arrow":
+        return _arrow(path, argument, part)
+    if kind in _SEPARATORS:
+        return _table(path, argument, _SEPARATORS[kind])
+    if kind == ".txt":
         raise DataError(
             f"{argument}: {messages.name(str(path))} is a text, which holds no records;"
             ' a file of lines such as {"prompt": "..."} is named .jsonl'
         )
     with _opened(path, argument) as file:
         start = file.read(_SPACES).decode("utf-8-sig", "ignore").lstrip()[:1]
-    if start == "[" or (start == "{" and kind_of(path) == ".json"):
+    if start == "[" or (start == "{" and kind == ".json"):
         return _json(path, read_text(path, argument))
     return _jsonl(path, _numbered_lines(path, argument))
 
@@ -144,7 +111,9 @@ def held(path: Path, argument: str, streams: bool = False) -> Iterator[None]:
     except MemoryError as error:
         remedy = "name files of fewer records"
         if streams:
-            remedy += ", or read .jsonl and .parquet files by data.streaming=True"
+            remedy += (
+                ", or read .jsonl, .parquet and .arrow files by data.streaming=True"
+            )
         raise DataError(
             f"{argument}: the host's memory cannot hold {messages.name(str(path))}; "
             f"{remedy}"
@@ -152,17 +121,39 @@ def held(path: Path, argument: str, streams: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, argument: str) -> Iterator[gzip.GzipFile | BufferedReader]:
+def _opened(path: Path, argument: str) -> Iterator[BinaryIO]:
     """A context with a file's bytes, unpacked; errors of reading are DataErrors."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise DataError(f"{argument}: {messages.name(str(path))} is not a file")
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        with _unpacked(path, argument) as file:
             yield file
     except DataError:
         raise
     except (OSError, ValueError, EOFError, zlib.error) as error:  # a NUL in the path
         raise unreadable(path, argument, error) from error
+
+
+def _unpacked(path: Path, argument: str) -> Any:
+    """The bytes of a file, which is unpacked as its suffix says."""
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    if path.suffix != ".zst":
+        return open(path, "rb")
+    pyarrow: Any = _module("pyarrow", path, argument, "score")
+    packed = pyarrow.input_stream(str(path), compression="zstd")
+    return io.BufferedReader(packed)
+
+
+def _module(name: str, path: Path, argument: str, extra: str) -> Any:
+    """A module that a file's format needs; a DataError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{argument}: {messages.name(str(path))} needs {error.name}, which is not "
+            f"installed; run: {imports.how_to_install(extra)}"
+        ) from error
 
 
 def _numbered_lines(path: Path, argument: str) -> Iterator[tuple[int, str]]:
@@ -261,20 +252,77 @@ def opened_parquet(path: Path, argument: str) -> Iterator[Any]:
     """A context with a Parquet file; errors of reading it are DataErrors."""
     if not path.is_file():
         raise unreadable(path, argument, FileNotFoundError("No such file"))
-    try:
-        from pyarrow import ArrowException, parquet
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"{argument}: {messages.name(str(path))} needs pyarrow, which is not "
-            f"installed; run: {imports.how_to_install('score')}"
-        ) from error
+    pyarrow: Any = _module("pyarrow", path, argument, "score")
+    parquet: Any = _module("pyarrow.parquet", path, argument, "score")
     try:
         with parquet.ParquetFile(path) as file:
             yield file
-    except (ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         if isinstance(error, (DataError, MemoryError)):
             raise
         raise unreadable(path, argument, error) from error
+
+
+def _arrow(path: Path, argument: str, part: int | None) -> Iterator[RawRecord]:
+    rows = opened_arrow(path, argument)
+    start, stop = 0, len(rows)
+    if part is not None:
+        start, stop = part * ARROW_ROWS, min((part + 1) * ARROW_ROWS, stop)
+    for first in range(start, stop, ARROW_ROWS):
+        columns = rows[first : min(first + ARROW_ROWS, stop)]
+        for number, values in enumerate(
+            zip(*columns.values(), strict=True), start=first + 1
+        ):
+            fields = dict(zip(columns, map(without_nulls, values), strict=True))
+            yield RawRecord(f"{path}: row {number}", fields)
+
+
+def opened_arrow(path: Path, argument: str) -> Any:
+    """The rows of an .arrow file as a `datasets.Dataset`, which maps it to memory."""
+    if not path.is_file():
+        raise unreadable(path, argument, FileNotFoundError("No such file"))
+    datasets: Any = _module("datasets", path, argument, "remote")
+    try:
+        return datasets.Dataset.from_file(str(path))
+    except Exception as error:  # of datasets or pyarrow, of many types
+        raise unreadable(path, argument, error) from error
+
+
+def _table(path: Path, argument: str, separator: str) -> Iterator[RawRecord]:
+    """Records of a table of text, of which an empty cell is null."""
+    lines = (line + "\n" for _, line in _numbered_lines(path, argument))
+    csv.field_size_limit(json_files.MAX_BYTES)
+    reader = csv.reader(lines, delimiter=separator, strict=True)
+    header: list[str] | None = None
+    while True:
+        start = reader.line_num + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise DataError(f"{path}:{start}: {messages.reason(error)}") from error
+        if header is None:
+            header = _checked_header(f"{path}:{start}", row)
+        elif row:  # else the line is blank
+            where = f"{path}:{start}"
+            if len(row) != len(header):
+                raise DataError(
+                    f"{where}: the row has {len(row)} cells, and the header "
+                    f"{len(header)}; put a cell with {separator!r} or a quote in quotes"
+                )
+            fields = {k: v or None for k, v in zip(header, row, strict=True)}
+            yield RawRecord(where, fields)
+
+
+def _checked_header(where: str, names: list[str]) -> list[str]:
+    """The columns' names; a DataError unless each has one of its own."""
+    if not all(names) or len(set(names)) < len(names):
+        raise DataError(
+            f"{where}: the first row must name the columns, each by another name, got "
+            f"{messages.listing(names) or 'an empty line'}"
+        )
+    return names
 
 
 def without_nulls(value: Any) -> Any:

@@ -42,7 +42,8 @@ _IDS = {word: i for i, word in enumerate(VOCABULARY)}
 class TaskConfig:
     """The prompts of a task, and the rewards of completions."""
 
-    # "arithmetic" (sums of two numbers), or paths and globs of .jsonl or .parquet
+    # "arithmetic" (sums of two numbers), or paths, globs and folders of .jsonl, .csv,
+    # .parquet and other files of records
     source: str | tuple[str, ...] = "arithmetic"
     # for sums: exact (1 for the answer, else 0) or prefix (share of it that is right
     # from the start). For a file: exact, prefix, regex, number, gsm8k, math,
@@ -77,7 +78,9 @@ class TaskConfig:
     # share of each entry of `source` in the prompts; each entry is read again and
     # again, every time in another order; None: an epoch has every prompt once
     weights: tuple[float, ...] | None = None
-    held_out: float = 0.0  # fraction of a file's prompts kept from training, in [0, 1)
+    # fraction of a file's prompts kept from training, in [0, 1); 0.0: a folder's own
+    # files are held out, named validation, valid, val or dev, or else test
+    held_out: float = 0.0
     # maximum tokens of a file's prompt; a longer one is refused
     max_prompt_tokens: int = 512
     stop: str | None = None  # token that ends a completion; None: the tokenizer's eos

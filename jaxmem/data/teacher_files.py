@@ -15,7 +15,8 @@ from jaxmem.base import messages
 from jaxmem.data.config import DataConfig
 from jaxmem.data.documents import NO_LABEL, Batch, BatchIterator, packed_batches
 from jaxmem.data.record_reader import decides_loss
-from jaxmem.data.records import DataError, numbered_files, opened_parquet
+from jaxmem.data.records import DataError, opened_parquet
+from jaxmem.data.source_files import numbered_files
 from jaxmem.data.texts import split
 
 _MAKE = "write it by: jaxmem score TEACHER data.jsonl --eos --top-k 64 --out X.parquet"

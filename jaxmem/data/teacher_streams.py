@@ -11,12 +11,14 @@ from typing import Literal
 
 import numpy as np
 
+from jaxmem.base import messages
 from jaxmem.data import block_files
 from jaxmem.data.block_files import FileBlocks
 from jaxmem.data.config import DataConfig
 from jaxmem.data.documents import NO_LABEL, BatchIterator, streamed_fingerprint
 from jaxmem.data.packed import to_batch
 from jaxmem.data.records import DataError
+from jaxmem.data.source_files import held_out_files
 from jaxmem.data.teacher_files import (
     Examples,
     TeacherBatch,
@@ -35,6 +37,12 @@ def opened(config: DataConfig) -> TeacherFile:
     Raises:
         DataError: a file is not of `jaxmem score`, or holds no document.
     """
+    if held_out := held_out_files(config.source, config.held_out, "data.source"):
+        raise DataError(
+            f"data.source: {messages.name(str(held_out[0][1]))} would be held out, and "
+            "files of a teacher are trained on alone; name the others, or set "
+            "data.held_out to hold a part of them out"
+        )
     if not config.streaming:
         return read(config.source)
     blocks = FileBlocks(config.source, "data.source")

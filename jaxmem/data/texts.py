@@ -1,6 +1,6 @@
 """Documents of a run, read from files and split into training and evaluation.
 
-"stdlib", or .txt, .jsonl and .parquet files  ->  documents  ->  (training, held out)
+"stdlib", or files of records and texts  ->  documents  ->  (training, held out)
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from jaxmem.data.records import (
     Source,
     held,
     kind_of,
-    numbered_files,
     read_records,
     read_text,
 )
+from jaxmem.data.source_files import held_out_files, numbered_files
 
 _BLANK_LINES = re.compile(r"\r?\n(?:[ \t\r]*\n)+")
 
@@ -35,9 +35,9 @@ def load_documents(
     """Read all documents of `source`, in the same order on every run.
 
     Args:
-        source: `"stdlib"`, or paths and globs of `.txt` files (documents are separated
-            by blank lines) and of `.jsonl`, `.json` and `.parquet` files (one document
-            per record, of the forms of `jaxmem.data.forms`).
+        source: `"stdlib"`, or paths, globs and folders of `.txt` files (documents are
+            separated by blank lines) and of files of records (one document per record,
+            of the forms of `jaxmem.data.forms`). What folders hold out is not read.
         argument: name of the source in errors.
         reader: reads records; None: one without a chat template.
 
@@ -48,14 +48,39 @@ def load_documents(
         return _stdlib_documents()
     paths = numbered_files(source, argument)
     reader = reader or RecordReader()
-    documents: list[Document] = []
     with reader.whole_pass():
-        for number, path in paths:
-            with held(path, argument, streams=argument == "data.source"):
-                documents += [
-                    document._replace(source=number) if number else document
-                    for document in _documents(path, argument, reader)
-                ]
+        return _read_all(paths, argument, reader)
+
+
+def load_splits(
+    source: Source, held_out: float, reader: RecordReader | None = None
+) -> tuple[list[Document], list[Document]]:
+    """Read `data.source`, and return (training, held-out) documents.
+
+    Those of files that folders hold out are held out, or without such files a fraction
+    of all, as in `split_documents`.
+    """
+    argument, reader = "data.source", reader or RecordReader()
+    files = held_out_files(source, held_out, argument)
+    if not files:
+        return split_documents(load_documents(source, argument, reader), held_out)
+    paths = numbered_files(source, argument)
+    with reader.whole_pass():
+        parts = [_read_all(part, argument, reader) for part in (paths, files)]
+    return parts[0], parts[1]
+
+
+def _read_all(
+    paths: Sequence[tuple[int, Path]], argument: str, reader: RecordReader
+) -> list[Document]:
+    """The documents of numbered files."""
+    documents: list[Document] = []
+    for number, path in paths:
+        with held(path, argument, streams=argument == "data.source"):
+            documents += [
+                document._replace(source=number) if number else document
+                for document in _documents(path, argument, reader)
+            ]
     if not any(document.text or document.ids for document in documents):
         raise DataError(
             f"{argument}: {', '.join(str(p) for _, p in paths[:3])} holds no text"

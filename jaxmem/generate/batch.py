@@ -14,7 +14,8 @@ from rich.console import Console
 
 from jaxmem.base import locks, messages
 from jaxmem.base.stopping import Stop
-from jaxmem.data.records import DataError, RawRecord, find_files, read_records
+from jaxmem.data.records import DataError, RawRecord, read_records
+from jaxmem.data.source_files import find_files
 from jaxmem.generate.completions import Completion, EncodedPrompt, Generator, unreached
 from jaxmem.score.fingerprint import update_with_files
 from jaxmem.score.journal import Journal

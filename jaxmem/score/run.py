@@ -87,7 +87,8 @@ class ScoreConfig:
             raise ValueError(f"--chunk must be at least 1, or auto, got {self.chunk}")
         if kind_of(Path(self.data)) not in SUFFIXES:
             raise ValueError(
-                f"DATA must be a .jsonl, .json, .parquet or .txt file, got {self.data}"
+                f"DATA must be a {', '.join(SUFFIXES)} file, also as .gz or .zst, got "
+                f"{self.data}"
             )
         check_columns(self.columns)
 

@@ -207,7 +207,7 @@ def test_streams_share_the_blocks(config):
     ("changes", "message"),
     [
         (dict(source="stdlib"), "data.source='stdlib' fits in memory: no data.stream"),
-        (dict(source="a.txt"), "data.streaming reads .jsonl and .parquet files, got"),
+        (dict(source="a.txt"), "data.streaming reads .jsonl, .parquet and .arrow f"),
         (dict(source="no.jsonl"), "data.source: cannot read no.jsonl: No such file"),
         (dict(source="empty.jsonl"), "data.source: empty.jsonl holds no text"),
         (dict(source="bad.jsonl"), "bad.jsonl: line at byte 14: "),

@@ -436,9 +436,9 @@ def test_malformed_line_is_named(tmp_path, line, message):
     [
         (
             "stdlb",
-            '"stdlib" or the path of a .txt, .jsonl, .json or .parquet file, or',
+            '"stdlib", a folder, or the path of a .jsonl, .json, .csv, .tsv, .parquet',
         ),
-        ("data.csv", "got 'data.csv'"),
+        ("data.xlsx", "got 'data.xlsx'"),
         ("absent.txt", "cannot read absent.txt: No such file"),
         ("absent.jsonl", "cannot read absent.jsonl: No such file"),
     ],

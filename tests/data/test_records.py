@@ -154,6 +154,6 @@ def test_file_that_memory_cannot_hold_is_named(suffix, tmp_path, monkeypatch):
         documents.load_documents(str(path))
     assert str(raised.value) == (
         f"data.source: the host's memory cannot hold {messages.name(str(path))}; name "
-        "files of fewer records, or read .jsonl and .parquet files by "
+        "files of fewer records, or read .jsonl, .parquet and .arrow files by "
         "data.streaming=True"
     )

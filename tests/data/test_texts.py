@@ -63,7 +63,7 @@ def test_line_beyond_limit_has_short_error(line, message, tmp_path):
         ("a\0.txt", "cannot read 'a\\x00.txt': embedded null byte"),
         ("x" * 5000 + ".jsonl", "File name too long"),
         ("~nobody-of-that-name/a.txt", "cannot read ~nobody-of-that-name/a.txt: No su"),
-        ("a" * 5000, 'data.source must be "stdlib" or the path of a .txt, .jsonl'),
+        ("a" * 5000, 'data.source must be "stdlib", a folder, or the path of a .jsonl'),
     ],
 )
 def test_names_that_no_file_can_have(source, message):
@@ -72,7 +72,7 @@ def test_names_that_no_file_can_have(source, message):
     assert message in str(raised.value) and len(str(raised.value)) < 400
 
 
-def test_directory_is_no_file(tmp_path):
+def test_directory_of_a_glob_is_no_file(tmp_path):
     (tmp_path / "a.jsonl").mkdir()
     with pytest.raises(DataError, match=r"data.source: .*a\.jsonl is not a file"):
-        load_documents(str(tmp_path / "a.jsonl"))
+        load_documents(str(tmp_path / "*.jsonl"))

@@ -443,9 +443,9 @@ def test_score_refuses_bad_arguments(model, directory):
     with pytest.raises(ValueError, match="--max-tokens must be at least 1, got 0"):
         scored(model, max_tokens=0)
     with pytest.raises(
-        ValueError, match="DATA must be a .jsonl, .json, .parquet or .t"
+        ValueError, match="DATA must be a .jsonl, .json, .csv, .tsv, .pa"
     ):
-        ScoreConfig("model", "a.csv")
+        ScoreConfig("model", "a.xlsx")
 
 
 def test_score_turns_as_the_loss_counts_them(model, directory):

@@ -158,7 +158,7 @@ class Dpo(Job, name="dpo"):
         """See `Job`; one program scores the reference and held-out pairs."""
         program, config = self.program, self.config
         tokens = 2 * config.data.batch_size * config.data.sequence_length
-        evaluates, moments = bool(config.data.held_out and config.eval.every), {}
+        evaluates, moments = bool(self.reads.holds_out and config.eval.every), {}
         if evaluates and program.streamed is None:
             moments = {"moments": program.state_shapes.optimizer}
         step = phases.of_step(

@@ -16,6 +16,7 @@ from jaxmem.data import (
     documents,
     mixing,
     pairs,
+    source_files,
     streams,
     teacher_files,
     teacher_streams,
@@ -130,7 +131,8 @@ class Documents(Reading):
             self._load_documents()
             where = "first block of each source: "
         lines = [where + line for line in self.reader.lines()]
-        return [*lines, *mixing.lines(self.config, "data")]
+        named = source_files.lines(self.config, "data")
+        return [*named, *lines, *mixing.lines(self.config, "data")]
 
     def end_of_turn(self) -> str | None:
         """See `Reading`; for a stream, the first block of each source is read."""
@@ -144,21 +146,31 @@ class Documents(Reading):
         """Micro-batches without end; this process reads only `rows` of each."""
         return streams.batches(self.config, self.tokenizer, rows, self.reader)
 
+    @property
+    def holds_out(self) -> bool:
+        """True if a fraction of the records, or a file of a folder, is held out."""
+        config = self.config
+        files = source_files.held_out_files(
+            config.source, config.held_out, "data.source"
+        )
+        return bool(config.held_out or files)
+
     def held_out(self) -> Callable[[], Any] | None:
         """A function that returns the held-out batches from their start, or None.
 
         Raises:
             DataError: no record is held out, or the loss counts no token of them.
         """
-        fraction = self.config.held_out
-        if not fraction:
+        if not self.holds_out:
             return None
         first = self._one_epoch("evaluation")
         start = first.get_state()
         if not any(map(loss_counts, first)):
+            held_out = f"data.held_out={self.config.held_out}"
+            if not self.config.held_out:
+                held_out = "the held-out file of data.source"
             raise DataError(
-                f"data.held_out={fraction} keeps {NOTHING_COUNTED}; add documents, or "
-                "set data.held_out=0"
+                f"{held_out} keeps {NOTHING_COUNTED}; add documents, or hold none out"
             )
 
         def again() -> documents.BatchIterator:

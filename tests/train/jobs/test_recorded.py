@@ -133,7 +133,7 @@ GOOD = {"prompt_ids": [1, 4], "completion_ids": [5, 2], "logprobs": [-1, -2.5],
 @pytest.mark.parametrize(
     ("change", "overrides", "message"),
     [
-        ({"reward": None}, [], "rollouts.jsonl:2: reward must be a finite number, got"),
+        ({"reward": "1"}, [], "rollouts.jsonl:2: reward must be a finite number or "),
         ({"reward": -2e18}, [],
          "rollouts.jsonl:2: reward is -2e+18; advantages are computed in float32, for"),
         ({"logprobs": [-1]}, [], "rollouts.jsonl:2: logprobs must be 2 log-probabilit"),
@@ -183,6 +183,8 @@ def test_columns_that_are_not_read_are_said_once():
          "task.held_out must be left out where rollouts are rec"),
         (["task.reward=number"], "reward must be left out where rollouts are recorded"),
         (["task.source=arithmetic"], "recorded must be False for task.source='arithme"),
+        (["run.save_rollouts=True"],
+         "run.save_rollouts=True must stay False for task.recorded=True: task.sou"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_together(overrides, message):

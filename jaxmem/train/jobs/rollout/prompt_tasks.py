@@ -8,7 +8,14 @@ import numpy as np
 import tokenizers
 
 from jaxmem.base import processes
-from jaxmem.data import completion_ends, mixing, rewards, tasks, vocabulary
+from jaxmem.data import (
+    completion_ends,
+    mixing,
+    rewards,
+    source_files,
+    tasks,
+    vocabulary,
+)
 from jaxmem.data.completion_ends import Ends
 from jaxmem.data.environments import Environments
 from jaxmem.data.prompts import PromptRecord, Reader, fingerprint, load_prompts
@@ -328,6 +335,8 @@ class TaskPrompts(Reading):
         read = [] if self._reader is None else self._reader.lines()
         if isinstance(self.task, RecordedRollouts):
             read = self.task.notes.lines()
+        if not self._config.is_arithmetic:
+            read = [*source_files.lines(self._config, "task"), *read]
         return [*read, *mixing.lines(self._config, "task"), *self.task.lines()]
 
     def end_of_turn(self) -> str | None:

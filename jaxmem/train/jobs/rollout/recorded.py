@@ -3,7 +3,8 @@
     {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...], "reward": 1.0}
 
 Consecutive records of one prompt are a group. `supports` has the ids that each token
-was drawn from, where the sampler truncates.
+was drawn from, where the sampler truncates. `run.save_rollouts` writes such files, in
+which a reward may be null, for none, and `kept` false, for groups that are left out.
 """
 
 import hashlib
@@ -20,8 +21,9 @@ from jaxmem.data import rewards
 from jaxmem.data.completion_ends import Ends
 from jaxmem.data.prompts import PromptRecord
 from jaxmem.data.record_reader import decides_loss
-from jaxmem.data.records import DataError, RawRecord, find_files, read_records
+from jaxmem.data.records import DataError, RawRecord, read_records
 from jaxmem.data.rendering import Notes
+from jaxmem.data.source_files import numbered_files
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import Samples, SamplingConfig
 from jaxmem.train.jobs.rollout.nested_rows import padded
@@ -30,6 +32,7 @@ from jaxmem.train.jobs.rollout.prompts import FilePrompts, Graded, PromptIds
 from jaxmem.train.jobs.rollout.samples import Sampled, SlotUse
 
 _KEYS = ("prompt_ids", "completion_ids", "logprobs", "reward")
+_ABOUT = ("where", "versions", "rewards", "kept")  # describe a record for others
 
 
 class RecordedRollouts(FilePrompts):
@@ -47,11 +50,22 @@ class RecordedRollouts(FilePrompts):
         self._sampling, self._group_size = sampling, group_size
         self._vocab_size, self._eos_ids = ends.size, ends.eos_ids
         self.notes = Notes()
-        paths = find_files(config.source, "task.source")
-        self._records = [r for path in paths for r in read_records(path, "task.source")]
+        self._records = [
+            record
+            for _, path in numbered_files(config.source, "task.source")
+            for record in read_records(path, "task.source")
+        ]
         for record in self._records:
             self._check_record(record)
+        self._records = [r for r in self._records if self._is_kept(r)]
         self.size = self._check_groups()
+
+    def _is_kept(self, record: RawRecord) -> bool:
+        """False, with a note, for a group that its run did not learn from."""
+        if record.fields.get("kept") is not False:
+            return True
+        self.notes.add("rollouts that were not kept are left out", record.where)
+        return False
 
     def _check_groups(self) -> int:
         """The number of groups; raises unless each has one prompt."""
@@ -98,19 +112,19 @@ class RecordedRollouts(FilePrompts):
                 f"{record.where}: logprobs must be {length} log-probabilities, one a "
                 f"token of completion_ids, got {messages.short(logprobs)}"
             )
-        if not _is_number(fields["reward"]):
+        if fields["reward"] is not None and not _is_number(fields["reward"]):
             raise DataError(
-                f"{record.where}: reward must be a finite number, got "
+                f"{record.where}: reward must be a finite number or null, got "
                 f"{messages.short(fields['reward'])}"
             )
         try:
-            rewards.checked(fields["reward"])
+            rewards.checked(fields["reward"] or 0.0)
         except ValueError as error:
             raise DataError(f"{record.where}: reward is {error}") from error
         self._check_supports(record, length)
         for key, value in fields.items():
             left_out = key in self._config.ignored or value is None
-            if key not in (*_KEYS, "supports") and not left_out:
+            if key not in (*_KEYS, *_ABOUT, "supports") and not left_out:
                 if decides_loss(key):
                     raise DataError(
                         f"{record.where}: rollouts do not use {messages.short(key)}, "
@@ -152,12 +166,13 @@ class RecordedRollouts(FilePrompts):
         prompts, samples = self._prompts_of(records), self._samples_of(records)
         completions = Completions.of_samples(prompts, samples)
         values = np.array([r.fields["reward"] for r in records], np.float32)
+        right = np.where(np.isnan(values), values, values >= 1).astype(np.float32)
         last_ids = np.array([r.fields["completion_ids"][-1] for r in records])
         return Sampled(
             prompts=prompts,
             completions=completions,
             samples=samples,
-            graded=Graded(values, (values >= 1).astype(np.float32)),
+            graded=Graded(values, right),
             truncated=~np.isin(last_ids, self._eos_ids),
             turns=np.ones(len(records), np.int32),
             decoded=SlotUse(0, 0),
