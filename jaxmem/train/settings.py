@@ -44,6 +44,9 @@ class RunConfig:
     compare_heads: bool = True  # at the end, compile both heads and show their memory
     # passes over the data, which decide the number of steps; None: run.steps does
     epochs: float | None = None
+    # keep all completions of each step of the job "grpo" in out_dir/rollouts, with
+    # tokens, log-probabilities and rewards, also of groups that are not learned from
+    save_rollouts: bool = False
     # project of Weights & Biases that gets the metrics too; WANDB_MODE=offline keeps
     # them in out_dir/wandb, for `wandb sync`
     wandb: str | None = None

@@ -247,6 +247,8 @@ class GrpoJobConfig(JobConfig):
             self.check_stays("sampling.slots", None, f"{reason}: nothing is sampled")
             why = "rollouts of a file do not say which experts their tokens went to"
             self.check_stays("grpo.replay_routing", False, f"{reason}: {why}")
+            why = "task.source has the rollouts already"
+            self.check_stays("run.save_rollouts", False, f"{reason}: {why}")
         _check_answers(self.task, self.sampling)
         why = "in this job: grpo.max_tokens_train says how much a micro-batch holds"
         self.check_stays("run.accumulate", 1, why)

@@ -50,6 +50,7 @@ class Job(Hooked):
         Metrics: the numbers of a step, a NamedTuple like `metrics.AnyMetrics`.
         changeable: sections that may differ when a run is resumed.
         packed: True if a row may hold several documents.
+        saves_rollouts: True if the job heeds `run.save_rollouts`.
         chart: the field of `Metrics` that report.png shows, and its label.
         config: configuration of the run, with the sizes of its checkpoint.
         program: functions and shapes; set by `build`.
@@ -62,6 +63,7 @@ class Job(Hooked):
     Metrics: ClassVar[type] = metrics.StepMetrics
     changeable: Sequence[str] = ("optimizer",)
     packed: bool = True
+    saves_rollouts: bool = False
     chart: ClassVar[tuple[str, str]] = ("loss", "loss (nats per token)")
     config: Any
     program: Any
@@ -85,6 +87,11 @@ class Job(Hooked):
         self.config = config
         self._end = float("-inf")  # time at which the last step ended
         changes: dict[str, Any] = {"model": self.sizes()}
+        if config.run.save_rollouts and not self.saves_rollouts:
+            raise ValueError(
+                "run.save_rollouts=True must stay False for run.job="
+                f"{config.run.job!r}; run.job='grpo' has rollouts"
+            )
         if config.model.base is not None and not config.model.lora_rank:
             raise ValueError(
                 f"model.base={config.model.base!r} codes matrices, which no update can "

@@ -22,7 +22,11 @@ from jaxmem.train.state import checkpoint
 
 MARK = "jaxmem_run.json"
 _SAVED = "model", "adapter"  # directories that are replaced as a whole
-_FOLDERS = "checkpoints", "best"  # directories in which a run writes entries
+_FOLDERS = (
+    "checkpoints",
+    "best",
+    "rollouts",
+)  # directories in which a run writes entries
 _FILES = (
     "operative.gin", "settings.gin", "tokenizer.json", "started.txt",
     "end_of_turn.txt", "metrics.jsonl", "samples.jsonl", "reference.npz",

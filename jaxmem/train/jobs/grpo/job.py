@@ -35,7 +35,8 @@ from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, RolloutSuppo
 from jaxmem.train.jobs.rollout.prompt_tasks import Conversations, TaskPrompts, ends_of
 from jaxmem.train.jobs.rollout.prompts import Graded, PromptIds
 from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
-from jaxmem.train.jobs.rollout.samples import Sampled, select_groups
+from jaxmem.train.jobs.rollout.samples import Sampled, chosen_groups, select_groups
+from jaxmem.train.jobs.rollout.saved_rollouts import RolloutFiles, records
 from jaxmem.train.jobs.rollout.turns import SamplePrograms, Turns
 from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Update
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
@@ -49,6 +50,8 @@ class Grpo(Job, name="grpo"):
 
     Config, Metrics = GrpoJobConfig, PolicyMetrics
     changeable = ("optimizer", "grpo", "sampling")
+    saves_rollouts = True
+    _files: RolloutFiles | None = None  # of run.save_rollouts
     chart = ("reward", "reward")
 
     def reading(self) -> TaskPrompts:
@@ -101,6 +104,8 @@ class Grpo(Job, name="grpo"):
         self.task.check()
         self._next = 0  # number of the next prompt
         self._has_told_of_cuts = False
+        run = self.config.run
+        self._files = RolloutFiles(run.out_dir) if run.save_rollouts else None
         self.last: Rollout | None = None  # its samples are shown by the report
 
     def compile(self, progress: ProgressReport) -> None:
@@ -173,6 +178,8 @@ class Grpo(Job, name="grpo"):
                 break
         self._next = position  # after the rewards, which may raise
         sampled = select_groups(parts, grpo.prompts, grpo.group_size)
+        if self._files is not None:
+            self._save_rollout(self._files, number, parts)
         observed = rollout_metrics.of_sampled(
             parts, sampled if grpo.resample else None, grpo.group_size
         )
@@ -195,6 +202,16 @@ class Grpo(Job, name="grpo"):
             truncated=sampled.truncated,
             sampled=observed,
         )
+
+    def _save_rollout(
+        self, files: RolloutFiles, number: int, parts: Sequence[Sampled]
+    ) -> None:
+        """Write all completions of a step, also of groups that are not kept."""
+        grpo = self.config.grpo
+        groups = sum(len(part.turns) for part in parts) // grpo.group_size
+        chosen = chosen_groups(parts, grpo.prompts, grpo.group_size)
+        kept = np.isin(np.arange(groups), chosen).repeat(grpo.group_size)
+        files.write(number, records(self.task, parts, kept, version=number - 1))
 
     def _check_rewarded(self, number: int, count: int) -> None:
         """Raise unless each minibatch has a completion with a reward."""
@@ -239,6 +256,7 @@ class Grpo(Job, name="grpo"):
                 turns=played.turns,
                 decoded=sample.decoded,
                 by_turn=played.by_turn if self.config.grpo.turn_rewards else None,
+                conversation=played.by_turn,
             )
         samples = sample(prompts.ids, prompts.lengths, 0)
         completions = Completions.of_samples(prompts, samples)

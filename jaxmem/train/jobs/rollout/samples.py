@@ -62,6 +62,7 @@ class Sampled(NamedTuple):
     turns: np.ndarray  # [N] completions of a conversation
     decoded: SlotUse  # for these and for completions that were not selected
     by_turn: ByTurn | None = None  # where turns are compared, not conversations
+    conversation: ByTurn | None = None  # of conversations, whatever is compared
 
     def rewards_differ(self, group_size: int) -> np.ndarray:
         """Boolean array [groups]: True where rewards within the group differ."""
@@ -105,9 +106,16 @@ def select_groups(parts: Sequence[Sampled], prompts: int, group_size: int) -> Sa
     """
     if len(parts) == 1:
         return parts[0]
+    groups = chosen_groups(parts, prompts, group_size)
+    rows = (groups[:, None] * group_size + np.arange(group_size)).ravel()
+    return take(join(parts), rows)
+
+
+def chosen_groups(
+    parts: Sequence[Sampled], prompts: int, group_size: int
+) -> np.ndarray:
+    """Indices [prompts] of the groups that `select_groups` selects, in their order."""
     differ = np.concatenate([part.rewards_differ(group_size) for part in parts])
     rewarded = np.concatenate([part.rewarded(group_size) for part in parts])
     rank = np.where(differ, 0, np.where(rewarded, 1, 2))
-    groups = np.sort(np.argsort(rank, kind="stable")[:prompts])
-    rows = (groups[:, None] * group_size + np.arange(group_size)).ravel()
-    return take(join(parts), rows)
+    return np.sort(np.argsort(rank, kind="stable")[:prompts])
