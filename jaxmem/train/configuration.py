@@ -25,7 +25,7 @@ from gin import config as gin_config, config_parser
 from jaxmem.base import messages, shipped
 from jaxmem.base.fields import accepts, describe, problem_of
 from jaxmem.base.user_code import UserCodeError
-from jaxmem.train import keys
+from jaxmem.train import keys, peers
 from jaxmem.train.jobs import JOBS, Job
 from jaxmem.train.jobs.job import job_named
 from jaxmem.train.settings import JobConfig
@@ -66,6 +66,7 @@ _EXAMPLES = {
     "data.source": "FILE.jsonl",
     "task.source": "FILE.jsonl",
 }
+_MOST_KEYS = 5  # that an error lists
 # Keys that name data, which a plan does not read.
 DATA_KEYS = ("data.source", "task.source")
 
@@ -446,6 +447,8 @@ def _suggest_key(key: str, jobs: Jobs) -> str:
     elsewhere = [
         f"{name}.{field}" for name in beside if field in _field_names(known[name])
     ]
+    if (answer := peers.answer(key, elsewhere)) is not None:
+        return answer
     if elsewhere:  # the field exists in another section
         return f"did you mean {' or '.join(elsewhere)}?"
     nearest = difflib.get_close_matches(section, known, n=1)
@@ -453,9 +456,13 @@ def _suggest_key(key: str, jobs: Jobs) -> str:
         return f"the sections are {', '.join(known)}"
     fields = _field_names(known[nearest[0]])
     close = difflib.get_close_matches(field, fields, n=3)
-    if not close:
-        return f"{nearest[0]} has {', '.join(fields)}"
-    return f"did you mean {' or '.join(f'{nearest[0]}.{name}' for name in close)}?"
+    if close:
+        return f"did you mean {' or '.join(f'{nearest[0]}.{name}' for name in close)}?"
+    some = difflib.get_close_matches(field, fields, n=_MOST_KEYS, cutoff=0)
+    listed = ", ".join(f"{nearest[0]}.{name}" for name in some)
+    return (
+        f"the nearest keys are {listed}; `jaxmem train --keys {nearest[0]}` lists all"
+    )
 
 
 def _related_sections(section: str, jobs: Jobs) -> list[str]:

@@ -137,7 +137,7 @@ def test_operative_text_loads_to_same_config(gin_file):
         ("data.steps = 3",
          "a.gin:1: unknown key 'data.steps'; did you mean run.steps?"),
         ("a.seed = 3", "did you mean data.seed or run.seed or task.seed?"),
-        ("head.zzz = 3", "a.gin:1: unknown key 'head.zzz'; head has logits, "),
+        ("head.zzz = 3", "unknown key 'head.zzz'; the nearest keys are head."),
         ("zzz.qqq = 3", "the sections are data, model, head, optimizer, run"),
         ("model:\n  hiden = 3", "a.gin:2: unknown key 'model.hiden'; did you mean "),
         ("model.layers = 'two'", "a.gin:1: model.layers must be int, got 'two' (str)"),
@@ -181,7 +181,7 @@ def test_operative_text_loads_to_same_config(gin_file):
         ("run.steps = " + "-" * 100_000, "a.gin:1: Unable to parse value"),
         ("run.steps = " + "[" * 100_000, "a.gin:1: nested too deeply"),
         ("run.steps = " + "a" * 9000, "aaa' is not a value; a string needs quotes"),
-        ("task.origin = 'x'", "unknown key 'task.origin'; task has source, reward"),
+        ("task.origin = 'x'", "unknown key 'task.origin'; the nearest keys are task."),
     ],
     ids=lambda text: text[:40],
 )  # fmt: skip
@@ -205,11 +205,11 @@ def test_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
         (["run.out_dir='a"], "is not a Python literal"),
         (["run.steps=" + "-" * 100_000], "run.steps must be int, got '---"),
         (["run.steps=" + "[" * 100_000], "[[[' is not a Python literal"),
-        (["run." + "a" * 9000 + "=1"], "aaa'; run has job, steps"),
+        (["run." + "a" * 9000 + "=1"], "aaa'; the nearest keys are run."),
         (["run.steps=" + "9" * 6000], "run.steps must be int, got '999"),
         (["model.softcap=1e999"],
          "'model.softcap=1e999': model.softcap must be finite"),
-        (["task.origin=x"], "unknown key 'task.origin'; task has source, reward"),
+        (["task.origin=x"], "unknown key 'task.origin'; the nearest keys are task."),
         (["data.batch_size=1000000000000"],
          "batch_size must be below 2**31 / sequence"),
         (["run.seed=-1"], "override 'run.seed=-1': run.seed must be in [0, 2**31)"),
@@ -281,6 +281,35 @@ def test_files_that_cannot_be_read_are_named(gin_file, tmp_path):
     assert "Is a directory" in complaint(tmp_path)
     Path("latin.gin").write_bytes(b"run.out_dir = '\xe9'")
     assert complaint("latin.gin") == "latin.gin is not UTF-8 text (byte 15)"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.lr=1", "'optimizer.lr'; optimizer.lr is optimizer.learning_rate"),
+        ("model.load_in_4bit=True", '; load_in_4bit is model.base="nf4"'),
+        ("load_in_8bit=True", '; load_in_8bit is model.base="int8"'),
+        ("data.packing=True", "; packing: always on"),
+        ("beta=0.1", "; beta is distill.beta or dpo.beta or grpo.kl_coefficient"),
+        ("grpo.beta=0.1", "; grpo.beta is grpo.kl_coefficient"),
+        ("actor_rollout_ref.rollout.n=8", "rollout.n is grpo.group_size"),
+        ("actor.optim.lr=1", "actor.optim.lr is optimizer.learning_rate"),
+        ("run.max_steps=3", "; run.max_steps is run.steps"),
+        ("num_train_epochs=3", "; num_train_epochs is run.epochs"),
+        ("per_device_train_batch_size=8", "is data.batch_size (rows on all devices to"),
+        ("lora_r=8", "; lora_r is model.lora_rank"),
+        ("use_vllm=True", "; use_vllm: jaxmem samples itself; task.recorded=True"),
+        ("data.learning_rate=1", "; did you mean optimizer.learning_rate?"),
+    ],
+)  # fmt: skip
+def test_load_answers_names_of_other_trainers(override, expected, gin_file):
+    said = complaint(gin_file(""), [override])
+    assert "unknown key " in said and expected in said
+
+
+def test_load_lists_five_nearest_keys_at_most(gin_file):
+    said = complaint(gin_file(""), ["model.xyzzy=1"])
+    assert said.count("model.") == 2 + 5 and "`jaxmem train --keys model` lists" in said
 
 
 # ------------------------------------------------- replaced, and placeholders

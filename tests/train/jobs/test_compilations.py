@@ -34,9 +34,12 @@ JOBS = {
     ),
 }  # fmt: skip
 
-# Programs that the first step and the first evaluation compile: GRPO's advantages and
-# its comparison with the sampler, the means of held-out pairs, and the greedy sampler.
-FIRST = {"dpo_lora.gin": (0, 1), "grpo_checkpoint.gin": (2, 1)}
+# Programs that the first step and the first evaluation compile: sums over held-out
+# documents, GRPO's advantages and its comparison with the sampler, the means of
+# held-out pairs, and the greedy sampler.
+FIRST = {
+    "sft_lora.gin": (0, 1), "dpo_lora.gin": (0, 1), "grpo_checkpoint.gin": (2, 1),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
