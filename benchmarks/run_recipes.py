@@ -7,25 +7,29 @@ numbers, which `tests/planning/test_recipes.py` plans again.
 """
 
 import argparse
+import contextlib
 import inspect
 import pathlib
 import re
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+import tokenizers
 
 from benchmarks import results
-from jaxmem import devices
+from jaxmem import checkpoints, devices
 from jaxmem.planning import analytic
 from jaxmem.train import configuration
 from jaxmem.train.jobs import job_of
-from jaxmem.train.jobs.config import Config
+from jaxmem.train.settings import JobConfig
 
 FOLDER = pathlib.Path(__file__).parents[1] / "configs" / "recipes"
 OUT = "recipes_plan.csv"
 KEYS = ("recipe", "device")
 GIB = 2**30
+POSITIONS = 40_960  # the longest context that a recipe's model is said to have
 
 
 def device_of(path: pathlib.Path) -> str:
@@ -41,36 +45,50 @@ def dimensions_of(path: pathlib.Path) -> pathlib.Path:
     return max(names, key=lambda file: len(file.stem))
 
 
-def config_of(path: pathlib.Path) -> Config:
-    """A recipe with its model's sizes in place of a checkpoint."""
-    lines = [f'include "{file}"' for file in (path, dimensions_of(path))]
+@contextlib.contextmanager
+def checkpoint_for(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A directory for a recipe's model.checkpoint: sizes and a tokenizer of no text."""
+    sizes, _ = configuration.load(dimensions_of(path), [], configuration.DATA_KEYS)
+    described = checkpoints.describe(sizes.model, POSITIONS)
+    words = tokenizers.models.WordLevel({"</s>": 0}, unk_token="</s>")
+    text = checkpoints.Text(tokenizers.Tokenizer(words), None, "</s>", None)
     with tempfile.TemporaryDirectory() as folder:
-        planned = pathlib.Path(folder) / path.name
-        planned.write_text("\n".join([*lines, "model.checkpoint = None\n"]), "utf-8")
-        config, _ = configuration.load(planned, [], configuration.DATA_KEYS)
-    assert isinstance(config, Config)
-    return config
+        directory = pathlib.Path(folder)
+        checkpoints.write_text_files(directory, described, text, "bfloat16")
+        yield directory
 
 
-def plan_of(path: pathlib.Path) -> analytic.ShapedPlan:
-    """The plan of a recipe on its card, without a compiler."""
-    device, job = devices.find(device_of(path)), job_of(config_of(path))
-    with devices.stand_in(device.name):
-        return analytic.of_programs(job.plan(), device, 1)
+def planned(path: pathlib.Path) -> tuple[JobConfig, analytic.ShapedPlan]:
+    """A recipe's configuration, and its plan on its card, without a compiler."""
+    with checkpoint_for(path) as directory:
+        named = [f"model.checkpoint={directory}"]
+        config, _ = configuration.load(path, named, configuration.DATA_KEYS)
+        device, job = devices.find(device_of(path)), job_of(config)
+        with devices.stand_in(device.name):
+            return config, analytic.of_programs(job.plan(), device, 1)
+
+
+def size_of(config: Any) -> tuple[int, int]:
+    """Rows alive at once, and tokens of one: of a batch, or of a rollout."""
+    if config.run.job == "grpo":
+        longest = config.task.max_prompt_tokens + config.sampling.max_new_tokens
+        return config.grpo.prompts * config.grpo.group_size, longest
+    return config.data.batch_size, config.data.sequence_length
 
 
 def rows(pattern: str) -> Iterator[dict]:
     """One row for each recipe."""
     for path in sorted(FOLDER.glob(pattern)):
-        plan, config = plan_of(path), config_of(path)
+        config, plan = planned(path)
         low, high = plan.range
+        count, tokens = size_of(config)
         yield {
             "recipe": path.stem,
             "device": plan.device.name,
             "base": config.model.base or config.model.param_dtype,
             "policy": config.remat.policy,
-            "rows": config.data.batch_size,
-            "tokens": config.data.sequence_length,
+            "rows": count,
+            "tokens": tokens,
             "low_gib": round(low / GIB, 2),
             "expected_gib": round(plan.expected / GIB, 2),
             "high_gib": round(high / GIB, 2),

@@ -43,7 +43,7 @@ def test_header_repeats_the_record(path):
     ],
 )
 def test_plan_of_recipe_is_the_recorded_one(path):
-    plan, row = run_recipes.plan_of(path), ROWS[path.stem]
+    (_, plan), row = run_recipes.planned(path), ROWS[path.stem]
     recorded = float(row["expected_gib"])
     assert plan.expected / 2**30 == pytest.approx(recorded, rel=0.03)
 
