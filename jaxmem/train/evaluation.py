@@ -15,6 +15,8 @@ from jaxmem.train.state.resuming import EVALUATIONS
 
 _RANGES = {
     **dict.fromkeys(("every", "prompts", "patience"), integers(1)),
+    "samples": integers(1, limit=2**10),
+    "temperature": reals(above=0),
     "min_delta": reals(0),
 }
 _BEST = "best"  # key in the saved settings of out_dir/best
@@ -28,6 +30,10 @@ class EvalConfig:
     # end of a supervised run
     every: int | None = None
     prompts: int = 64  # maximum held-out prompts to complete, of the job "grpo"
+    # further completions of each held-out prompt of the job "grpo", which give
+    # held_out_avg@k and held_out_pass@k; None: only those at temperature 0
+    samples: int | None = None
+    temperature: float = 1.0  # divides the logits of eval.samples
     keep_best: bool = True  # keep the best evaluation's checkpoint, in out_dir/best
     # stop after this many evaluations in a row without improvement; None: take all
     # steps
@@ -42,6 +48,11 @@ class EvalConfig:
             raise ValueError(
                 f"eval.min_delta={self.min_delta} is not read without eval.patience; "
                 "set that, or leave it out"
+            )
+        if self.samples is None and self.temperature != EvalConfig.temperature:
+            raise ValueError(
+                f"eval.temperature={self.temperature} is not read without "
+                "eval.samples; set that, or leave it out"
             )
         if self.patience is not None and self.every is None:
             raise ValueError(
@@ -78,6 +89,7 @@ class Evaluated(NamedTuple):
     metrics: AnyMetrics
     cost: float  # the lower, the better
     is_reward: bool = False  # True if the cost is a reward's negative
+    more: str = ""  # further numbers, as its line has them
 
 
 @dataclasses.dataclass(frozen=True)

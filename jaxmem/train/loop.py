@@ -286,7 +286,7 @@ class Run:
         if config.keep_best:
             self._keep_best(job, state, number, cost)
         self.progress.notes = self.evaluations.items(cost)
-        line = self.evaluations.line(number, cost, config)
+        line = self.evaluations.line(number, cost, config) + evaluated.more
         self._record_step(evaluated.metrics, line)
 
     def _keep_best(self, job: Job, state: TrainState, number: int, cost: float) -> None:

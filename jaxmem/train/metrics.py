@@ -105,6 +105,9 @@ class PolicyMetrics(NamedTuple):
     # where no reward tells that.
     unparsed: int | None = None
     held_out_unparsed: int | None = None
+    # Means over eval.samples completions of each held-out prompt, by their names:
+    # held_out_avg@8, held_out_pass@1, ...; None where not evaluated.
+    held_out_at_k: dict[str, float | None] | None = None
     turns: float | None = None  # completions of a conversation, mean; None without any
     busy: float | None = None  # share of slots with a completion, of all steps' slots
     # mean ids in a token's support; None where the sampler does not truncate
@@ -115,6 +118,8 @@ class PolicyMetrics(NamedTuple):
     routers: dict[str, float] | None = None  # as in `StepMetrics`
     backend: str | None = None  # of the head's loss: "xla" or "hopper"
     forward_error: float | None = None  # as in `StepMetrics`
+
+    spread = "held_out_at_k"  # its entries are fields of their own in files
 
     @property
     def line(self) -> str:

@@ -50,7 +50,7 @@ class Job(Hooked):
         Metrics: the numbers of a step, a NamedTuple like `metrics.AnyMetrics`.
         changeable: sections that may differ when a run is resumed.
         packed: True if a row may hold several documents.
-        saves_rollouts: True if the job heeds `run.save_rollouts`.
+        has_rollouts: True if the job heeds `run.save_rollouts` and `eval.samples`.
         chart: the field of `Metrics` that report.png shows, and its label.
         config: configuration of the run, with the sizes of its checkpoint.
         program: functions and shapes; set by `build`.
@@ -63,7 +63,7 @@ class Job(Hooked):
     Metrics: ClassVar[type] = metrics.StepMetrics
     changeable: Sequence[str] = ("optimizer",)
     packed: bool = True
-    saves_rollouts: bool = False
+    has_rollouts: bool = False
     chart: ClassVar[tuple[str, str]] = ("loss", "loss (nats per token)")
     config: Any
     program: Any
@@ -87,11 +87,10 @@ class Job(Hooked):
         self.config = config
         self._end = float("-inf")  # time at which the last step ended
         changes: dict[str, Any] = {"model": self.sizes()}
-        if config.run.save_rollouts and not self.saves_rollouts:
-            raise ValueError(
-                "run.save_rollouts=True must stay False for run.job="
-                f"{config.run.job!r}; run.job='grpo' has rollouts"
-            )
+        if not self.has_rollouts:
+            why = f"for run.job={config.run.job!r}; run.job='grpo' has rollouts"
+            config.check_stays("run.save_rollouts", False, why)
+            config.check_stays("eval.samples", None, why)
         if config.model.base is not None and not config.model.lora_rank:
             raise ValueError(
                 f"model.base={config.model.base!r} codes matrices, which no update can "

@@ -1,5 +1,6 @@
 """A rollout, and the line of metrics.jsonl that its step leaves."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -220,6 +221,48 @@ def of_held_out(graded: Sequence[Graded]) -> dict[str, Any]:
         "held_out_unrewarded": int((~whole.rewarded).sum()),
         "held_out_unparsed": _count(whole.unparsed),
     }
+
+
+def of_held_out_samples(
+    graded: Sequence[Graded], count: int
+) -> dict[str, float | None]:
+    """Means over `count` completions of each held-out prompt.
+
+    They are `held_out_avg@count`, the mean reward, and `held_out_pass@k` of k = 1, 2,
+    4, ... and `count`, the expected share of prompts of which one of k completions is
+    right. Prompts of which fewer than k completions have a reward are left out.
+    """
+    whole = join(graded)
+    right = whole.right.reshape(-1, count)
+    sizes = 2 ** np.arange(count.bit_length())
+    passed = {
+        f"held_out_pass@{k}": mean_of(np.array([pass_at(k, row) for row in right]))
+        for k in sorted({*sizes[sizes < count].tolist(), count})
+    }
+    return {f"held_out_avg@{count}": mean_of(whole.rewards), **passed}
+
+
+def pass_at(k: int, right: np.ndarray) -> float:
+    """The probability that one of k completions is right, drawn from n without return.
+
+        pass@k = 1 - C(n - c, k) / C(n, k),   c of the n completions are right
+
+    Args:
+        k: completions that are drawn.
+        right: [N] 1 for a right completion, 0 for a wrong one and NaN for one without a
+            reward, which is no completion.
+
+    Returns:
+        The unbiased estimate; NaN if n < k.
+
+    Reference: Chen et al., "Evaluating Large Language Models Trained on Code", 2021,
+    arXiv:2107.03374.
+    """
+    known = right[~np.isnan(right)]
+    total, wrong = len(known), int(np.sum(known == 0))
+    if total < k:
+        return math.nan
+    return 1 - math.comb(wrong, k) / math.comb(total, k)
 
 
 def _count(flags: np.ndarray | None) -> int | None:

@@ -36,7 +36,7 @@ def read_history(
 
 def _parse_step(line: bytes, kind: Callable[..., Any], where: str) -> Any:
     try:
-        step = kind(**json.loads(line))
+        step = kind(**_gathered(json.loads(line), kind))
         for name, annotation in _field_types(kind).items():
             if not accepts(annotation, getattr(step, name)):
                 raise TypeError(name)
@@ -45,6 +45,21 @@ def _parse_step(line: bytes, kind: Callable[..., Any], where: str) -> Any:
         raise ValueError(
             f"{where}: not a line of this version's {getattr(kind, '__name__', kind)}"
         ) from error
+
+
+def _spread(metrics: Any) -> dict[str, Any]:
+    """The values of a step, with entries of the field that its type spreads."""
+    values, name = metrics._asdict(), getattr(metrics, "spread", None)
+    return values if name is None else values | (values.pop(name) or {})
+
+
+def _gathered(values: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """The arguments of a step, of values as `_spread` returns them."""
+    if (name := getattr(kind, "spread", None)) is None:
+        return values
+    entries = {k: v for k, v in values.items() if "@" in k}
+    own = {k: v for k, v in values.items() if k not in entries}
+    return own | ({name: entries} if entries else {})
 
 
 @functools.cache
@@ -101,7 +116,7 @@ class MetricsWriter:
 
         The first failure is logged; later steps retry every `retry_every` steps.
         """
-        values = metrics._asdict()
+        values = _spread(metrics)
         self._lines.add(json.dumps(values).encode() + b"\n")
         numbers = _flatten_scalars(values)
         if self._wandb is not None:

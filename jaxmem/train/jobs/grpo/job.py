@@ -44,13 +44,15 @@ from jaxmem.train.output.progress import ProgressReport
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_moments
 
+_EVALUATION = 2**16  # the first number of draws beyond the attempts of `grpo.resample`
+
 
 class Grpo(Job, name="grpo"):
     """Rollouts, their rewards, and packed updates."""
 
     Config, Metrics = GrpoJobConfig, PolicyMetrics
     changeable = ("optimizer", "grpo", "sampling")
-    saves_rollouts = True
+    has_rollouts = True
     _files: RolloutFiles | None = None  # of run.save_rollouts
     chart = ("reward", "reward")
 
@@ -278,23 +280,40 @@ class Grpo(Job, name="grpo"):
     def evaluate(
         self, state: TrainState, step_metrics: PolicyMetrics
     ) -> Evaluated | None:
-        """Complete the held-out prompts at temperature 0."""
-        prompts, rows = self.task.held_out(), self.config.grpo.samples
+        """Complete the held-out prompts at temperature 0, and `eval.samples` times."""
+        prompts, config = self.task.held_out(), self.config.eval
         if prompts is None:
             return None
-        prompts = prompts.first(self.config.eval.prompts)
-        self.task.trainer_state = TrainerState(step_metrics.step, self.config.run.steps)
-        graded = []
-        for part, live in prompts.parts(rows):  # of the shape that is compiled
-            weights, draw = (state.params, self.frozen), (step_metrics.step, 0)
-            sample = Turns(self.program, self._greedy_samplers, weights, draw)
-            graded.append(self._held_out_grades(part, sample, live))
-        values = rollout_metrics.of_held_out(graded)
+        prompts, step = prompts.first(config.prompts), step_metrics.step
+        self.task.trainer_state = TrainerState(step, self.config.run.steps)
+        graded = self._held_out_grades(state, prompts, self._greedy_samplers, step)
+        values, more = rollout_metrics.of_held_out(graded), ""
+        if config.samples is not None:
+            repeated = prompts.repeated(config.samples)
+            graded = self._held_out_grades(
+                state, repeated, self._evaluation_samplers, step
+            )
+            at_k = rollout_metrics.of_held_out_samples(graded, config.samples)
+            values["held_out_at_k"] = at_k
+            more = _shown_at_k(at_k)
         reward = values["held_out_reward"]
         cost = math.nan if reward is None else -reward
-        return Evaluated(step_metrics._replace(**values), cost, is_reward=True)
+        evaluated = step_metrics._replace(**values)
+        return Evaluated(evaluated, cost, is_reward=True, more=more)
 
-    def _held_out_grades(self, prompts: PromptIds, sample: Turns, live: int) -> Graded:
+    def _held_out_grades(
+        self, state: TrainState, prompts: PromptIds, programs: SamplePrograms, step: int
+    ) -> list[Graded]:
+        """Rewards of one completion of each prompt, which the step determines."""
+        graded, weights = [], (state.params, self.frozen)
+        parts = prompts.parts(self.config.grpo.samples)  # of the shape that is compiled
+        for number, (part, live) in enumerate(parts):
+            draw = step, _EVALUATION + number
+            sample = Turns(self.program, programs, weights, draw)
+            graded.append(self._grade_part(part, sample, live))
+        return graded
+
+    def _grade_part(self, prompts: PromptIds, sample: Turns, live: int) -> Graded:
         """The rewards of the first `live` prompts, which the others repeat."""
         if isinstance(self.task, Conversations):
             return self.task.play(prompts, sample, live)[1]
@@ -304,7 +323,12 @@ class Grpo(Job, name="grpo"):
 
     @functools.cached_property
     def _greedy_samplers(self) -> SamplePrograms:
-        return SamplePrograms.of(self.program, greedy=True)
+        return SamplePrograms.of(self.program, evaluated_at=0)
+
+    @functools.cached_property
+    def _evaluation_samplers(self) -> SamplePrograms:
+        temperature = self.config.eval.temperature
+        return SamplePrograms.of(self.program, evaluated_at=temperature)
 
     def _measure_old(self, number: int, params: Any, rollout: Rollout) -> Logprobs:
         """Old log-probabilities of samples that the first update does not measure."""
@@ -494,3 +518,13 @@ class Grpo(Job, name="grpo"):
             f"{len(history)} rollouts, {metrics.tokens_per_second(history):,.0f} "
             "tokens/s"
         )
+
+
+def _shown_at_k(values: Mapping[str, float | None]) -> str:
+    """Mean reward and the last pass@k of sampled completions, for a line."""
+    names = list(values)
+    return "".join(
+        f"  {name.removeprefix('held_out_')} {value:.3f}"
+        for name in (names[0], names[-1])
+        if (value := values[name]) is not None
+    )

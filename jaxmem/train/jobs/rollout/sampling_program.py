@@ -94,12 +94,14 @@ class SamplingProgram(AccumulatedProgram):
         }
         return next((name for name, is_set in settings.items() if is_set), None)
 
-    def trace_sample(self, greedy: bool = False) -> jax.stages.Traced:
+    def trace_sample(self, evaluated_at: float | None = None) -> jax.stages.Traced:
         """Trace a rollout, or the first turn of one whose cache is kept.
 
-        It returns `Samples`, and the cache that is kept, or None.
+        It returns `Samples`, and the cache that is kept, or None. `evaluated_at` is the
+        temperature of an evaluation, 0 for the most probable tokens; None: a rollout of
+        training.
         """
-        sampler = self._make_sampler(greedy)
+        sampler = self._make_sampler(evaluated_at)
 
         def run(params, frozen, prompts, lengths, step):
             model, key = self.model(params, frozen), self._rollout_key(step)
@@ -119,9 +121,9 @@ class SamplingProgram(AccumulatedProgram):
             weights = self.state_shapes.params, self.frozen_shapes
             return jitted.trace(*weights, *self.prompts, self._int_scalar)
 
-    def trace_further(self, greedy: bool = False) -> jax.stages.Traced:
+    def trace_further(self, evaluated_at: float | None = None) -> jax.stages.Traced:
         """Trace a turn after the first, where a cache is kept, which is consumed."""
-        layout, sampler = self.sampling_layout, self._make_sampler(greedy)
+        layout, sampler = self.sampling_layout, self._make_sampler(evaluated_at)
 
         def run(params, frozen, cache, tokens, lengths, step):
             model = prepared(self.model(params, frozen), sampler.config.decode_base)
@@ -152,15 +154,17 @@ class SamplingProgram(AccumulatedProgram):
         layout = self.sampling_layout
         return shapes if layout.mesh is None else layout.of_cache(shapes)
 
-    def _make_sampler(self, greedy: bool) -> Sampler:
-        """A sampler; a greedy one is for evaluation, and records no routes."""
+    def _make_sampler(self, evaluated_at: float | None) -> Sampler:
+        """A sampler; that of an evaluation records no routes."""
         config, ends = self.config.sampling, self.ends
-        if greedy:
+        if evaluated_at:
+            config = dataclasses.replace(config, temperature=evaluated_at)
+        elif evaluated_at is not None:
             config = SamplingConfig(
                 config.max_new_tokens, top_k=1, slots=config.slots,
                 decode_base=config.decode_base,
             )  # fmt: skip
-        records = self.records and not greedy
+        records = self.records and evaluated_at is None
         return Sampler(
             config, ends.eos_ids, ends.pad_id, room=self._max_read_tokens,
             records=records,

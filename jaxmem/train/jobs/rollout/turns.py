@@ -20,12 +20,14 @@ class SamplePrograms(NamedTuple):
     further: jax.stages.Compiled | None
 
     @classmethod
-    def of(cls, program: SamplingProgram, greedy: bool = False) -> "SamplePrograms":
-        """Compile the samplers of a program; greedy ones are at temperature 0."""
+    def of(
+        cls, program: SamplingProgram, evaluated_at: float | None = None
+    ) -> "SamplePrograms":
+        """Compile the samplers of a program, as `SamplingProgram.trace_sample` says."""
         further = None
         if program.keeps_cache:
-            further = program.trace_further(greedy).lower().compile()
-        return cls(program.trace_sample(greedy).lower().compile(), further)
+            further = program.trace_further(evaluated_at).lower().compile()
+        return cls(program.trace_sample(evaluated_at).lower().compile(), further)
 
 
 class Turns:
