@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import functools
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -78,18 +79,19 @@ def parse(text: str) -> HubModel | None:
     scheme, repository, revision = match.groups()
     if scheme is None:
         owner = Path(text).parent
-        is_path = revision is None and (owner.exists() or owner.name == "runs")
-        if is_path or Path(text).exists():
+        is_path = revision is None and (os.path.exists(owner) or owner.name == "runs")
+        if is_path or os.path.exists(text):
             return None
     return HubModel(repository, revision)
 
 
-def hint(text: str) -> str:
-    """The end of an error about a path that may be meant as a model's name, or ""."""
+def hint(text: str, kind: str = "model") -> str:
+    """The end of an error about a path that may be meant as a name of the Hub, or ""."""
     match = _NAME.fullmatch(text)
-    if match is None or match[1] or Path(text).parent.name == "runs":
+    is_run = Path(text).parent.name == "runs"
+    if match is None or match[1] or is_run or os.path.exists(text):
         return ""
-    return f"; a model of the Hub is hf://{text}"
+    return f"; a {kind} of the Hub is hf://{text}"
 
 
 def local_directory(

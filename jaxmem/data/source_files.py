@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxmem.base import messages
+from jaxmem.base import hub, messages
 from jaxmem.data import remote, source_folders
 from jaxmem.data.records import SUFFIXES, DataError, Source, kind_of
 
@@ -108,7 +108,7 @@ def _expand(pattern: str, argument: str, held_out: bool) -> list[Path]:
         raise DataError(
             f'{argument} must be "stdlib", a folder, or the path of a '
             f"{', '.join(SUFFIXES)} file, also as .gz or .zst, got "
-            f"{messages.short(pattern)}"
+            f"{messages.short(pattern)}{hub.hint(pattern, 'data set')}"
         )
     # A path that exists is a file, even if its name contains a bracket.
     if not glob.has_magic(pattern) or os.path.exists(path):

@@ -64,6 +64,7 @@ def test_line_beyond_limit_has_short_error(line, message, tmp_path):
         ("x" * 5000 + ".jsonl", "File name too long"),
         ("~nobody-of-that-name/a.txt", "cannot read ~nobody-of-that-name/a.txt: No su"),
         ("a" * 5000, 'data.source must be "stdlib", a folder, or the path of a .jsonl'),
+        ("trl-lib/Capybara", "; a data set of the Hub is hf://trl-lib/Capybara"),
     ],
 )
 def test_names_that_no_file_can_have(source, message):
