@@ -37,6 +37,8 @@ WHOLE = (
 _PART = r"[\w-][\w.-]*"  # of a repository's name
 _NAME = re.compile(rf"(hf://)?({_PART}/{_PART})(?:@(\w[\w./-]*))?")
 _COPY = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]{40})")
+_LOG_IN = "`hf auth login` or the variable HF_TOKEN"
+_README = "README.md"
 _FULL = errno.ENOSPC, errno.EDQUOT
 
 
@@ -86,7 +88,7 @@ def parse(text: str) -> HubModel | None:
 
 
 def hint(text: str, kind: str = "model") -> str:
-    """The end of an error about a path that may be meant as a name of the Hub, or ""."""
+    """The end of an error about a path that may be meant as a Hub name, or ""."""
     match = _NAME.fullmatch(text)
     is_run = Path(text).parent.name == "runs"
     if match is None or match[1] or is_run or os.path.exists(text):
@@ -116,10 +118,7 @@ def local_directory(
     try:
         import huggingface_hub
     except ModuleNotFoundError as error:
-        raise HubError(
-            f"{model} needs {error.name!r}, which is not installed; run: "
-            f"{imports.how_to_install('train')}"
-        ) from error
+        raise _not_installed(str(model), error) from error
     fetch = functools.partial(
         huggingface_hub.snapshot_download, model.repository, revision=model.revision,
         allow_patterns=list(patterns), library_name="jaxmem",
@@ -135,6 +134,120 @@ def local_directory(
     return str(copy)
 
 
+def push(
+    directory: Path,
+    repository: str,
+    *,
+    private: bool = False,
+    is_own: Callable[[Path], bool] = lambda readme: True,
+) -> str:
+    """Upload the files of a saved model, after a line on stderr; return their address.
+
+    Args:
+        directory: of the model.
+        repository: OWNER/NAME, which is made if the Hub has no model of that name.
+        private: True if only its owner may see it.
+        is_own: True of a README.md, of those that the repository has, that may be
+            replaced. Others stay.
+
+    Raises:
+        HubError: the Hub does not take it, or the repository has another model.
+    """
+    check_push(repository)
+    import huggingface_hub
+
+    with _push_errors(repository):
+        api = huggingface_hub.HfApi(library_name="jaxmem", library_version=__version__)
+        api.create_repo(repository, private=private or None, exist_ok=True)
+        info = api.model_info(repository)
+        if private and not info.private:
+            raise HubError(
+                f"{repository} is public on the Hub: make it private there, or name "
+                "another"
+            )
+        paths = [path for path in directory.rglob("*") if path.is_file()]
+        names = {path.relative_to(directory).as_posix() for path in paths}
+        there = {sibling.rfilename for sibling in info.siblings or ()}
+        _check_replaces(repository, names, there)
+        kept = []
+        if {_README} <= names & there:
+            readme = api.hf_hub_download(repository, _README)
+            if not is_own(Path(readme)):
+                kept.append(_README)
+                _tell(f"{repository} keeps its {_README}, which jaxmem did not write")
+        size = sum(path.stat().st_size for path in paths)
+        address = f"{api.endpoint}/{repository}"
+        _tell(f"uploading {directory} ({_bytes(size)}) to {address}")
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=directory,
+            commit_message=f"Upload by jaxmem {__version__}",
+            ignore_patterns=kept,
+        )
+    return address
+
+
+def check_push(repository: str) -> None:
+    """Raise a HubError unless `push` may be tried: it needs a name and a token."""
+    if re.fullmatch(rf"{_PART}/{_PART}", repository) is None:
+        raise HubError(
+            f"a model is pushed to OWNER/NAME, got {messages.short(repository)}"
+        )
+    try:
+        from huggingface_hub import get_token
+    except ModuleNotFoundError as error:
+        raise _not_installed(repository, error) from error
+    if _is_offline():
+        raise HubError(f"{repository}: nothing is uploaded with HF_HUB_OFFLINE=1")
+    if get_token() is None:
+        raise HubError(f"{repository}: uploading needs a token: log in with {_LOG_IN}")
+
+
+def front_matter(fields: dict[str, Any]) -> str:
+    """Metadata of a model's card, as the Hub reads them at the start of README.md."""
+    from huggingface_hub import ModelCardData
+
+    return f"---\n{ModelCardData(**fields).to_yaml()}\n---"
+
+
+def _check_replaces(repository: str, names: set[str], there: set[str]) -> None:
+    """Raise a HubError if files of another model would stay beside a new one's."""
+    described = {"config.json", "adapter_config.json"}
+    others = sorted(
+        name
+        for name in there - names
+        if name in described or name.endswith((".safetensors", ".bin", ".gguf"))
+    )
+    if others:
+        raise HubError(
+            f"{repository} has files of another model on the Hub, which this one does "
+            f"not replace ({messages.cut(', '.join(others), 100)}): delete them there, "
+            "or name another"
+        )
+
+
+@contextlib.contextmanager
+def _push_errors(repository: str) -> Iterator[None]:
+    """A context in which every error is a HubError about a push, of one line."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except HubError:
+        raise
+    except Exception as error:
+        status = None
+        if isinstance(error, errors.HfHubHTTPError):
+            status = error.response.status_code
+        if status in (401, 403):
+            raise HubError(
+                f"{repository}: the Hub refuses the upload ({status}): log in with a "
+                f"token that may write there: {_LOG_IN}"
+            ) from error
+        what = "cannot be reached" if _is_outage(error) else "refuses the upload"
+        raise HubError(f"{repository}: the Hub {what} ({_reason_of(error)})") from error
+
+
 def model_of(path: str | Path) -> HubModel | None:
     """The model that a directory of the Hub's cache is a copy of; None for others."""
     match = _COPY.fullmatch("/".join(Path(path).parts[-3:]))
@@ -147,6 +260,13 @@ def recorded(path: str) -> str:
     It is hf://OWNER/NAME@COMMIT for a copy of a model of the Hub, and otherwise `path`.
     """
     return str(model_of(path) or path)
+
+
+def _not_installed(name: str, error: ModuleNotFoundError) -> HubError:
+    return HubError(
+        f"{name} needs {error.name!r}, which is not installed; run: "
+        f"{imports.how_to_install('train')}"
+    )
 
 
 def _find_copy(model: HubModel, fetch: Callable[..., Any]) -> Path | None:
@@ -301,18 +421,19 @@ def _describe(model: HubModel, error: Exception) -> str:
     from huggingface_hub import constants, errors
 
     cause, page = _cause_of(error), f"{constants.ENDPOINT}/{model.repository}"
-    log_in = "`hf auth login` or the variable HF_TOKEN"
     if isinstance(cause, OSError) and cause.errno in _FULL:
         return (
             f"{model}: the disk of {_cache()} is full ({cause.strerror}): free some "
             "space, or set HF_HOME to a directory of another disk"
         )
     if isinstance(cause, errors.GatedRepoError):
-        return f"{model} is gated: accept its terms at {page}, and log in with {log_in}"
+        return (
+            f"{model} is gated: accept its terms at {page}, and log in with {_LOG_IN}"
+        )
     if isinstance(cause, errors.RepositoryNotFoundError):
         return (
             f"{model}: no such directory, and no such model of the Hub, or a private "
-            f"one: check the name, or log in with {log_in}"
+            f"one: check the name, or log in with {_LOG_IN}"
         )
     if isinstance(cause, errors.RevisionNotFoundError):
         return (

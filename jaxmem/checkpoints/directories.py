@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxmem.base import processes
+from jaxmem.checkpoints import model_card
 from jaxmem.checkpoints.config_reader import CheckpointError
 
 TOKENIZER_FILES = (
@@ -85,6 +86,7 @@ def foreign_in(target: Path) -> Path | None:
                 return min(others)
             continue
         named = path.name in known or _TENSORS.fullmatch(path.name)
+        named = named or (path.name == model_card.NAME and model_card.is_own(path))
         if not named or path.is_dir():
             return path
     return None

@@ -294,7 +294,20 @@ def _export(arguments: argparse.Namespace) -> int:
     code = saved.Code(arguments.factory, arguments.trust_code)
     names = "merge", "base", "dtype"
     options = {name: getattr(arguments, name) for name in names}
-    print(export.export(arguments.path, arguments.out, code=code, **options))
+    path, repository = arguments.path, arguments.push
+    if repository is None:
+        if arguments.out is None or arguments.private:
+            raise UsageError("export needs --out; --private is for --push")
+        print(export.export(path, arguments.out, code=code, **options))
+        return 0
+    hub.check_push(repository)
+    with export.directory(arguments.out) as out:
+        lines = export.export(path, out, code=code, name=repository, **options)
+        if arguments.out is None:  # the directory is removed: leave its name out
+            lines = lines.partition("\n")[2]
+        if lines:
+            print(lines)
+        print(export.push(path, out, repository, arguments.private))
     return 0
 
 

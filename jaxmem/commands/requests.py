@@ -97,7 +97,11 @@ def add_export(commands: Any, command: Callable) -> None:
     export.add_argument(
         "path", metavar="DIR", help="run, checkpoint, adapter or Hub model"
     )
-    export.add_argument("--out", required=True, help="directory to create")
+    export.add_argument("--out", help="directory to create; needed without --push")
+    export.add_argument("--push", metavar="OWNER/NAME", help="upload it to the Hub")
+    export.add_argument(
+        "--private", action="store_true", help="with --push, make it private"
+    )
     export.add_argument("--merge", action="store_true", help="adapters into matrices")
     export.add_argument(
         "--base",

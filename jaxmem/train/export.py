@@ -1,18 +1,22 @@
 """`jaxmem export`: the model of a run, a checkpoint or an adapter, to take away."""
 
+import contextlib
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxmem import checkpoints
-from jaxmem.base import hub
-from jaxmem.checkpoints import CheckpointError
+from jaxmem.base import files, hub
+from jaxmem.checkpoints import CheckpointError, model_card
 from jaxmem.checkpoints.base_record import BaseName
 from jaxmem.checkpoints.directories import new_directory
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.own_model import LanguageModel, OwnModel
-from jaxmem.train import model_factory, results, saved
+from jaxmem.train import cards, model_factory, results, saved
 
+_ADAPTER = "adapter_config.json"
 _ENDS = "generation_config.json"
 
 
@@ -24,8 +28,11 @@ def export(
     base: str | None = None,
     dtype: str | None = None,
     code: saved.Code = saved.OF_USER,
+    name: str | None = None,
 ) -> str:
     """Save the model in a directory as a checkpoint that transformers loads.
+
+    README.md beside it is its card.
 
     Args:
         path: of a run, also one that has not ended, a checkpoint or an adapter.
@@ -37,6 +44,7 @@ def export(
             Hub, OWNER/NAME; None: as it is recorded, or the one that it was trained on.
         dtype: of the saved weights of a whole model; None: as they are stored.
         code: of the model of a run, which may be run.
+        name: of the model in its card; None: the directory.
 
     Raises:
         CheckpointError: there is no model, `out` exists, or there is nothing to merge.
@@ -45,42 +53,55 @@ def export(
     if os.path.lexists(target):
         raise CheckpointError(f"{target}: exists; name another --out")
     with saved.opened(path, code=code) as source:
-        decoder, directory = source.load(dtype), source.directory
-        rank = decoder.config.lora_rank
-        is_merged = source.adapter is not None and not rank
-        if merge and not (rank or is_merged):
-            raise CheckpointError(f"{path}: has no adapter to merge")
-        if is_merged and not merge:
-            raise CheckpointError(
-                f"{path}: an adapter of DoRA, which is merged when it is read; add "
-                "--merge"
-            )
-        if base is not None and (merge or not rank):
-            raise CheckpointError(
-                f"--base={base} is what an adapter records, and this export is of a "
-                "whole model: leave it out"
-            )
-        if isinstance(decoder, OwnModel):
-            return _save_own_model(target, decoder, source, dtype)
-        if rank and not merge:
-            if dtype is not None:
-                raise CheckpointError("--dtype is for a whole model, as with --merge")
-            if source.is_drawn:
-                raise CheckpointError(
-                    f"{path}: the adapters are of random weights (model.checkpoint="
-                    "None), which an adapter alone lacks; add --merge"
-                )
-            named = _save_adapter(target, decoder, source, base).name
-            return f"saved in {target}: an adapter of {named}{_name_codes(decoder)}"
-        merged, lines = _merge(decoder, source)
-        checkpoints.save(
-            target,
-            merged,
-            like=directory,
-            dtype=dtype,
-            chat_template=source.chat_template,
+        line = _save(path, target, source, merge=merge, base=base, dtype=dtype)
+        _write_card(target, path, source, name or str(files.shown(target)))
+    return line
+
+
+def _save(
+    path: str,
+    target: Path,
+    source: saved.Saved,
+    merge: bool,
+    base: str | None,
+    dtype: str | None,
+) -> str:
+    """Save the model, as `export` says; return lines about it."""
+    decoder, directory = source.load(dtype), source.directory
+    rank = decoder.config.lora_rank
+    is_merged = source.adapter is not None and not rank
+    if merge and not (rank or is_merged):
+        raise CheckpointError(f"{path}: has no adapter to merge")
+    if is_merged and not merge:
+        raise CheckpointError(
+            f"{path}: an adapter of DoRA, which is merged when it is read; add --merge"
         )
-        _add_ends(target, source)
+    if base is not None and (merge or not rank):
+        raise CheckpointError(
+            f"--base={base} is what an adapter records, and this export is of a "
+            "whole model: leave it out"
+        )
+    if isinstance(decoder, OwnModel):
+        return _save_own_model(target, decoder, source, dtype)
+    if rank and not merge:
+        if dtype is not None:
+            raise CheckpointError("--dtype is for a whole model, as with --merge")
+        if source.is_drawn:
+            raise CheckpointError(
+                f"{path}: the adapters are of random weights (model.checkpoint="
+                "None), which an adapter alone lacks; add --merge"
+            )
+        named = _save_adapter(target, decoder, source, base).name
+        return f"saved in {target}: an adapter of {named}{_name_codes(decoder)}"
+    merged, lines = _merge(decoder, source)
+    checkpoints.save(
+        target,
+        merged,
+        like=directory,
+        dtype=dtype,
+        chat_template=source.chat_template,
+    )
+    _add_ends(target, source)
     return "\n".join([f"saved in {target}, for transformers to load", *lines])
 
 
@@ -155,6 +176,56 @@ def _merge(decoder: Decoder, source: saved.Saved) -> tuple[Decoder, list[str]]:
         )
     rounding = f"rounding to {config.param_dtype} changed them by {merged.rounding:.2%}"
     return merged.decoder, [f"{line}; {rounding} (root mean squares)"]
+
+
+def _write_card(target: Path, path: str, source: saved.Saved, name: str) -> None:
+    """Write an export's card, with the numbers of the run that it is of, if any."""
+    if not (target / "config.json").exists() and not (target / _ADAPTER).exists():
+        return  # a model of model.factory, which only its code loads
+    run = cards.run_of(Path(path).expanduser())
+    if source.adapter is not None:
+        base = cards.base_of(source.adapter, None)
+    elif run is not None:
+        base = cards.checkpoint_of(run)
+    else:
+        base = hub.recorded(str(source.directory))
+    cards.write(target, name, cards.base_of(target, base), run)
+
+
+@contextlib.contextmanager
+def directory(out: str | None) -> Iterator[str]:
+    """The directory to export to: the one that is named, or one that is removed."""
+    if out is not None:
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix=".jaxmem-export-", dir=".") as made:
+        yield str(Path(made) / "model")
+
+
+def push(path: str, out: str, repository: str, private: bool) -> str:
+    """Upload an export to the Hub; return a line about it.
+
+    Args:
+        path: that was exported, for the advice of errors.
+        out: directory that it was exported to.
+        repository: OWNER/NAME.
+        private: True if only its owner may see it.
+
+    Raises:
+        HubError: it cannot be uploaded; the message ends with what to type to retry.
+    """
+    try:
+        address = hub.push(
+            Path(out).expanduser(),
+            repository,
+            private=private,
+            is_own=model_card.is_own,
+        )
+    except hub.HubError as error:
+        flag = " --private" if private else ""
+        again = f"jaxmem export {path} --push {repository}{flag}"
+        raise hub.HubError(f"{error}; to try again: {again}") from error
+    return f"pushed to {address}"
 
 
 def _save_own_model(

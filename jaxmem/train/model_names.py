@@ -5,6 +5,7 @@ compare) have the Hub's name with its commit instead, which any machine finds.
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -86,11 +87,13 @@ def _named(config: JobConfig) -> Iterator[tuple[str, str]]:
 
 def _recorded_names(out_dir: str) -> dict[str, str]:
     """Models of the Hub in a run's operative.gin, by key."""
-    path = Path(out_dir).expanduser() / "operative.gin"
-    if not path.is_file():
+    path = os.path.join(os.path.expanduser(out_dir), "operative.gin")
+    if not os.path.isfile(path):  # of a name that no file can have, too
         return {}
     lines = re.findall(
-        r"^(\w+\.\w+) = '(hf://[^'\n]+)'$", path.read_text("utf-8", "replace"), re.M
+        r"^(\w+\.\w+) = '(hf://[^'\n]+)'$",
+        Path(path).read_text("utf-8", "replace"),
+        re.M,
     )
     return {key: name for key, name in lines if key in KEYS}
 

@@ -50,6 +50,9 @@ class RunConfig:
     # project of Weights & Biases that gets the metrics too; WANDB_MODE=offline keeps
     # them in out_dir/wandb, for `wandb sync`
     wandb: str | None = None
+    # OWNER/NAME of the Hub that the result is uploaded to at the end; None: nowhere
+    push: str | None = None
+    push_private: bool = False  # make the model that `push` creates private
 
     def __post_init__(self):
         check_numbers(self, _RANGES)

@@ -172,3 +172,66 @@ def test_directory_is_downloaded_once_at_a_time(server, capfd):
         copies = [*pool.map(hub.local_directory, ["owner/m"] * 4)]
     assert len({*copies}) == 1
     assert capfd.readouterr().err.count("downloading") == 1
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A directory to push, and a token."""
+    monkeypatch.setenv("HF_TOKEN", stand_in.TOKEN)
+    (tmp_path / "made").mkdir()
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (tmp_path / "made" / name).write_text(name)
+    return tmp_path / "made"
+
+
+def refused(directory, name, **options):
+    with pytest.raises(hub.HubError) as raised:
+        hub.push(directory, name, **options)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_push_makes_a_repository(private, server, model, capfd):
+    address = hub.push(model, "me/new", private=private)
+    assert address == f"{server.url}/me/new"
+    assert server.files("me/new") == {
+        path.name: path.read_bytes() for path in model.iterdir()
+    }
+    assert server.repositories["models", "me/new"].private is private
+    line = f"jaxmem: uploading {model} (0.0 MB) to {address}"
+    assert line in capfd.readouterr().err
+
+
+def test_push_keeps_a_card_of_the_user(server, model, capfd):
+    server.add("me/m", {"README.md": "mine", "config.json": "old"})
+    hub.push(model, "me/m", is_own=lambda path: path.read_text() != "mine")
+    files = server.files("me/m")
+    assert files["README.md"] == b"mine" and files["config.json"] == b"config.json"
+    assert "me/m keeps its README.md, which jaxmem did not" in capfd.readouterr().err
+    server.add("me/other", {"README.md": "ours"})
+    hub.push(model, "me/other", is_own=lambda path: path.read_text() != "mine")
+    assert server.files("me/other")["README.md"] == b"README.md"
+
+
+def test_push_refuses_what_would_mix_or_show_models(server, model):
+    server.add("me/m", {"model-00001-of-00002.safetensors": b"", "README.md": b""})
+    said = refused(model, "me/m")
+    assert "has files of another model on the Hub" in said
+    assert "(model-00001-of-00002.safetensors)" in said
+    server.add("me/public", {})
+    assert "me/public is public on the Hub" in refused(model, "me/public", private=True)
+    assert not server.files("me/public") and len(server.files("me/m")) == 2
+
+
+def test_push_needs_a_name_and_a_token(server, model, monkeypatch):
+    assert "pushed to OWNER/NAME, got 'name'" in refused(model, "name")
+    server.down = True
+    assert "me/m: the Hub cannot be reached (" in refused(model, "me/m")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    server.down = False
+    assert "me/m: the Hub refuses the upload (401): log in" in refused(model, "me/m")
+    monkeypatch.delenv("HF_TOKEN")
+    assert "me/m: uploading needs a token: log in with `hf" in refused(model, "me/m")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "nothing is uploaded with HF_HUB_OFFLINE=1" in refused(model, "me/m")

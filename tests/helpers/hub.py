@@ -76,8 +76,9 @@ class Hub:
         return repository.sha()
 
     def files(self, name, kind="models"):
-        """The files of a repository's newest commit, by path."""
-        return self.repositories[kind, name].commits[-1]
+        """The files of a repository's newest commit, by path, but .gitattributes."""
+        files = self.repositories[kind, name].commits[-1]
+        return {k: v for k, v in files.items() if k != ".gitattributes"}
 
     def asked(self, part):
         """The requests whose path contains a text."""
@@ -201,7 +202,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             return self._create(json.loads(self._body))
         match = _PATHS.fullmatch(path)
-        repository, index = self._find(match["kind"], match["name"], "main", empty=True)
+        repository, index = self._find(match["kind"], match["name"], "main")
         if repository is None:
             return
         if match["verb"] == "preupload":
@@ -225,13 +226,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if key in self.hub.repositories:
             return self._send_json({"url": f"{self.hub.url}/{name}"}, 409)
         visibility = asked.get("private") or asked.get("visibility") == "private"
-        self.hub.repositories[key] = Repository(private=bool(visibility))
+        first = {".gitattributes": b""}  # as the Hub makes repositories
+        self.hub.repositories[key] = Repository([first], private=bool(visibility))
         self._send_json({"url": f"{self.hub.url}/{name}", "name": name})
 
     def _commit(self, name, repository):
         import base64
 
-        contents = dict(repository.commits[-1]) if repository.commits else {}
+        contents = dict(repository.commits[-1])
         for line in self._body.splitlines():
             entry = json.loads(line)
             if entry["key"] == "file":
@@ -242,7 +244,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         url = f"{self.hub.url}/{name}/commit/{sha}"
         self._send_json({"commitUrl": url, "commitOid": sha, "success": True})
 
-    def _find(self, kind, name, revision, empty=False):
+    def _find(self, kind, name, revision):
         """The repository and the commit; (None, None) after an error was sent."""
         repository = self.hub.repositories.get((kind, name))
         if repository is None or (repository.private and not self._has_token()):
@@ -252,7 +254,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._fail(401, "GatedRepo", "Access to this model is restricted")
             return None, None
         index = repository.find(revision)
-        if not empty and index is None:
+        if index is None:
             self._fail(404, "RevisionNotFound", f"Invalid rev id: {revision}")
             return None, None
         return repository, index

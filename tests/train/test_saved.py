@@ -63,8 +63,8 @@ def loaded(path):
 def test_run_from_random_weights_leaves_a_model(run):
     names = {path.name for path in (run / "model").iterdir()}
     assert names == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json",
+        "README.md", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     place, decoder, vocabulary = loaded(run)
     assert place.directory == run / "model" and place.decoder is None

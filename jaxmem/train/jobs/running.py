@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxmem.base import files, processes
 from jaxmem.data import event_loop
-from jaxmem.train import agreement, loop, metrics, model_names, results
+from jaxmem.train import agreement, loop, metrics, model_names, publishing, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.metrics import HeadCost
 from jaxmem.train.output import plots, report
@@ -93,6 +93,7 @@ def train(
         if run.is_complete:
             if (left := _left_results(run, job)) is not None:
                 say(console, run.completion(length_key))
+                publishing.finish(job, run.out_dir, console)
                 return left
             say(console, f"{files.shown(run.out_dir)}: the steps are taken; writing "
                 "results that are missing")  # fmt: skip
@@ -130,6 +131,8 @@ def _check_directory(job: Job) -> None:
     directory = RunDirectory.of(config.run, ownership.result_of(config))
     directory.check_inputs(config)
     directory.check()
+    if config.run.push is not None:
+        publishing.check_push(config)
 
 
 def with_steps(job: Job) -> Job:
@@ -167,10 +170,12 @@ def _finish(run: "loop.Run", job: Job, state: Any, console: Console) -> Result:
     history = run.history(job.Metrics)
     if not history:  # the file was removed after the last step
         say(console, f"{run.metrics_path} has no step: no summary, no report")
+        publishing.finish(job, run.out_dir, console)
         return Result(run.out_dir, [], costs, ended_by=ended_by)
     with_last = [*history[:-1], history[-1]._replace(**last)]
     summary = summary_of(job, with_last, costs, ended_by)
     _write_report(job, run.out_dir, with_last, costs, summary, console)
+    publishing.finish(job, run.out_dir, console)
     return Result(run.out_dir, history, costs, summary, ended_by)
 
 

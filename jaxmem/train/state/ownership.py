@@ -21,12 +21,9 @@ from jaxmem.train.settings import JobConfig, RunConfig
 from jaxmem.train.state import checkpoint
 
 MARK = "jaxmem_run.json"
-_SAVED = "model", "adapter"  # directories that are replaced as a whole
-_FOLDERS = (
-    "checkpoints",
-    "best",
-    "rollouts",
-)  # directories in which a run writes entries
+SAVED = "model", "adapter"  # directories that are replaced as a whole
+# Directories in which a run writes entries.
+_FOLDERS = "checkpoints", "best", "rollouts"
 _FILES = (
     "operative.gin", "settings.gin", "tokenizer.json", "started.txt",
     "end_of_turn.txt", "metrics.jsonl", "samples.jsonl", "reference.npz",
@@ -160,7 +157,7 @@ class RunDirectory:
         for name in self.names:
             if os.path.lexists(path := self.path / name):
                 yield from _fault_of_path(path, name in owned)
-        for name in _SAVED:
+        for name in SAVED:
             if name == self.result and os.path.lexists(self.path / "best" / name):
                 yield from _fault_of_path(self.path / "best" / name, "best" in owned)
 
@@ -173,7 +170,7 @@ def _fault_of_path(path: Path, owned: bool) -> Iterator[tuple[Path, str]]:
             yield path, "was not written by a run"
     elif not path.is_dir():
         yield path, "is no directory"
-    elif path.name in _SAVED:
+    elif path.name in SAVED:
         if (foreign := foreign_in(path)) is not None:
             yield foreign, "was not written by a run"
         elif not owned and any(path.iterdir()):

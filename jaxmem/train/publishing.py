@@ -1,0 +1,67 @@
+"""Cards of a run's results, and their upload to the Hub at its end."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxmem.base import files, hub, processes
+from jaxmem.checkpoints import model_card
+from jaxmem.train import cards
+from jaxmem.train.jobs.job import Job
+from jaxmem.train.output.progress import say
+from jaxmem.train.settings import JobConfig
+from jaxmem.train.state import ownership
+
+
+def finish(job: Job, directory: Path, console: Console) -> None:
+    """Write the cards of a run's results, and upload the result if run.push says so."""
+    if processes.is_first():
+        _write_cards(job, directory)
+        if job.config.run.push is not None:
+            _push(job, directory, console)
+
+
+def _write_cards(job: Job, directory: Path) -> None:
+    """Write the cards of the result, and of the best evaluation's, in a run."""
+    model, name = job.config.model, ownership.result_of(job.config)
+    checkpoint = model.checkpoint
+    base = None if checkpoint is None else hub.recorded(checkpoint)
+    for folder in (directory, directory / "best"):
+        target = folder / name
+        if name in ownership.SAVED and target.is_dir():
+            shown = job.config.run.push or str(files.shown(target))
+            cards.write(target, shown, cards.base_of(target, base), directory)
+
+
+def check_push(config: JobConfig) -> None:
+    """Raise a HubError unless the result of a run can be uploaded at its end."""
+    if config.model.factory is not None:
+        raise hub.HubError(
+            f"run.push={config.run.push!r}: nothing but its code loads a model of "
+            "model.factory; leave it out"
+        )
+    try:
+        hub.check_push(config.run.push or "")
+    except hub.HubError as error:
+        raise hub.HubError(f"run.push: {error}") from error
+
+
+def _push(job: Job, directory: Path, console: Console) -> None:
+    """Upload a run's result; a failure is printed with advice."""
+    run, target = job.config.run, directory / ownership.result_of(job.config)
+    assert run.push is not None
+    private, is_own = run.push_private, model_card.is_own
+    if not target.is_dir():
+        say(console, f"run.push: there is no {files.shown(target)} to upload")
+        return
+    try:
+        address = hub.push(target, run.push, private=private, is_own=is_own)
+    except hub.HubError as error:
+        flag = " --private" if private else ""
+        again = f"jaxmem export {files.shown(directory)} --push {run.push}{flag}"
+        say(
+            console,
+            f"run.push: {error}; the run is complete, and to try again: {again}",
+        )
+    else:
+        say(console, f"pushed to {address}")
