@@ -1,6 +1,7 @@
 """Documentation: snippets are executed, commands parsed, and numbers looked up."""
 
 import ast
+import dataclasses
 import doctest
 import functools
 import importlib
@@ -19,7 +20,9 @@ import pytest
 
 import jaxmem
 from benchmarks import results
+from jaxmem.checkpoints import config_writer
 from jaxmem.commands import cli
+from jaxmem.train import configuration
 from tests.helpers.cases import full
 from tests.helpers.layers import FORWARDS
 from tests.helpers.markdown import blocks, commands
@@ -508,6 +511,17 @@ def test_every_page_is_in_the_index():
     assert names - {"index"} <= {*index.split()}, "add it to a toctree"
 
 
+def test_reading_order_names_functions_that_exist():
+    page = (ROOT / "docs" / "code.md").read_text("utf-8")
+    entries = re.findall(r"^\d+\. \*\*`(.+?)`\*\*, (.+?):", page, re.MULTILINE)
+    assert len(entries) > 15
+    for path, names in entries:
+        tree = ast.parse((ROOT / "jaxmem" / path).read_text("utf-8"))
+        kinds = ast.FunctionDef, ast.ClassDef
+        defined = {x.name for x in ast.walk(tree) if isinstance(x, kinds)}
+        assert {*re.findall(r"`(\w+)`", names)} <= defined, path
+
+
 QUESTIONS = {  # what newcomers ask: the page that answers, and words of the answer
     "How does the head get into my model?": ("heads.md", "LMHead(tied_to="),
     "How do I fine-tune on conversations?": ("jobs/sft.md", "sft_lora.gin"),
@@ -536,6 +550,120 @@ def _pages_linked(page):
     text = _without_blocks(page.read_text("utf-8"))
     links = re.findall(r"\]\(([^)\s#]+\.md)(?:#[^)]*)?\)", text)
     return {(page.parent / link).resolve() for link in links if "://" not in link}
+
+
+def _section(page, anchor):
+    """The text of a page from the heading of an anchor to the next of its level."""
+    if not anchor:
+        return page
+    text = page[page.index(_heading(page, anchor)) :]
+    level = re.match("#+", text)[0]
+    return re.split(rf"\n#{{1,{len(level)}}} ", text)[0]
+
+
+def _heading(page, anchor):
+    headings = re.findall(r"^#+ .+$", _without_blocks(page), re.MULTILINE)
+    return next(x for x in headings if anchor in anchors(x))
+
+
+def _first_screen(text):
+    """About what a window shows: of a long table, its first rows."""
+    return "\n".join(text.splitlines()[:45])
+
+
+# What newcomers ask, in the order of how often: the links that answer from the first
+# screen of the site ("" is that screen itself), and words of the answer there.
+FIRST_QUESTIONS = {
+    "How do I install it on my GPU?": {"": "'jax[cuda13]<0.13'"},
+    "What do other cards get?": {"faq.md#which-cards-does-it-run-on": "A100"},
+    "How do I fine-tune Qwen3 on my chats?": {"": "model.checkpoint=Qwen/Qwen3"},
+    "How do I use a data set of the Hub?": {
+        "data.md#data-of-the-hub-and-of-buckets": "hf://OWNER/NAME"
+    },
+    "Which format must my file have?": {"data.md": '{"messages": ['},
+    "Does my model fit, and how fast is it?": {
+        "": "| Qwen3-8B | LoRA, chats |",
+        "recipes.md": "jaxmem plan recipes/",
+        "plan.md#does-an-8b-run-fit": "fits",
+    },
+    "Which learning rate, rank and batch?": {"recipes.md": "2e-4, cosine"},
+    "How do I chat with, merge and export the result?": {"generate.md": "--chat"},
+    "What does a key of TRL, Axolotl, verl or MaxText become?": {
+        "coming_from.md": "TRL"
+    },
+    "It stopped or says an error: what now?": {"troubleshooting.md": "### `"},
+    "What can it not do?": {"faq.md": "| images, audio, video |"},
+    "How does it compare?": {"faq.md": "| not there | what to do instead |"},
+    "What code does it run?": {"security.md": "## What runs code"},
+}
+
+
+@pytest.mark.parametrize("question", FIRST_QUESTIONS)
+def test_first_questions_are_answered_within_a_click(question):
+    docs = ROOT / "docs"
+    index = (docs / "index.md").read_text("utf-8")
+    linked = {*re.findall(r"\]\(([^)\s]+)\)", index)}
+    for link, answer in FIRST_QUESTIONS[question].items():
+        name, _, anchor = (link or "index.md").partition("#")
+        assert not link or link in linked
+        screen = _first_screen(_section((docs / name).read_text("utf-8"), anchor))
+        assert answer in screen, f"{link or name} does not show {answer!r}"
+
+
+def _described_extras():
+    """(names, page) of each row of the table of extras on the first page."""
+    text = (ROOT / "docs" / "start.md").read_text("utf-8")
+    rows = re.findall(
+        r"^\| (`\[.+?) \|.*\[[^\]]+\]\(([^)\s]+)\) \|$", text, re.MULTILINE
+    )
+    for names, link in rows:
+        name, _, anchor = link.rpartition("/")[2].partition("#")
+        folder = ROOT if "://" in link else ROOT / "docs"
+        yield re.findall(r"\[(\w+)\]", names), folder / name, anchor
+
+
+def test_tools_of_the_site_have_upper_bounds():
+    """A new major version would end builds of the site, whose warnings are errors."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    tools = project["optional-dependencies"]["docs"]
+    assert not [x for x in tools if not x.startswith("jaxmem[") and "<" not in x]
+
+
+def test_extras_are_on_the_pages_that_describe_them():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    described = [*_described_extras()]
+    names = [name for names, *_ in described for name in names]
+    assert sorted(names) == sorted(project["optional-dependencies"])
+    for names, page, anchor in described:
+        text = _section(page.read_text("utf-8"), anchor)
+        for name in names:
+            assert f"[{name}]" in text, f"{page.name} does not name the extra {name}"
+
+
+def test_schemes_of_data_are_on_the_page_that_describes_them():
+    source = (ROOT / "jaxmem" / "data" / "remote.py").read_text("utf-8")
+    schemes = {*re.findall(r"\b(\w+://)", source)}
+    assert schemes >= {"hf://", "gs://", "s3://"}
+    ((_, page, anchor),) = [x for x in _described_extras() if "remote" in x[0]]
+    text = _section(page.read_text("utf-8"), anchor)
+    assert not [scheme for scheme in schemes if scheme not in text]
+
+
+@pytest.mark.parametrize("section", sorted(configuration.sections()))
+def test_keys_are_on_the_pages_that_describe_their_section(section):
+    """Of `model`, those that users choose: a checkpoint sets the sizes."""
+    config = ROOT / "docs" / "reference" / "config.md"
+    about = _section(config.read_text("utf-8"), section)
+    links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", about)
+    assert about.split("\n")[2].startswith("Explained in [") and links
+    texts = [(config.parent / link).resolve().read_text("utf-8") for link in links]
+    fields = [x.name for x in dataclasses.fields(configuration.sections()[section])]
+    chosen = [x for x in fields if section != "model" or x in config_writer.FREE]
+    keys = [f"{section}.{name}" for name in chosen]
+    missing = [
+        key for key in keys if not any(re.search(rf"\b{key}\b", x) for x in texts)
+    ]
+    assert not missing, f"name them on one of {links}"
 
 
 def _literals():
