@@ -27,6 +27,7 @@ extensions = [
     "sphinx_copybutton",
     "docstrings",
     "gin_keys",
+    "whole_outputs",
 ]
 exclude_patterns = ["_extensions"]
 
@@ -37,7 +38,6 @@ nb_execution_mode = "cache"
 nb_execution_in_temp = True  # stories write their files there
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
-nb_merge_streams = True  # a piece of a shell's output may end inside a colour's code
 
 # Docstrings: single backticks are links where there is something to link to.
 default_role = "py:obj"
