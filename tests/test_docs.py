@@ -651,7 +651,7 @@ def test_schemes_of_data_are_on_the_page_that_describes_them():
 
 @pytest.mark.parametrize("section", sorted(configuration.sections()))
 def test_keys_are_on_the_pages_that_describe_their_section(section):
-    """Of `model`, those that users choose: a checkpoint sets the sizes."""
+    """All keys, but of `model` those alone that no checkpoint sets."""
     config = ROOT / "docs" / "reference" / "config.md"
     about = _section(config.read_text("utf-8"), section)
     links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", about)

@@ -50,7 +50,7 @@ def test_workflows_run_scripts_that_exist(path):
 
 @pytest.fixture
 def clone(tmp_path):
-    """What the check reads, of a version that can be released."""
+    """The files that the check reads, of a version that can be released."""
     for name in ("jaxmem/_version.py", ".ci/check_release", "CITATION.cff"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
