@@ -69,6 +69,19 @@ def add_generate(commands: Any, command: Callable) -> None:
         "--dtype": {"choices": DTYPES, "help": "the checkpoint's by default"},
         "--base": BASE,
         "--chat-template-kwargs": TEMPLATE_KWARGS,
+        "--reward": {
+            "metavar": "NAME",
+            "help": "reward of each completion of --in: math, ..., or FILE.py:NAME",
+        },
+        "--keep-best": {
+            "action": "store_true",
+            "help": "keep one completion of a prompt, of the highest reward",
+        },
+        "--min-reward": {
+            "type": float,
+            "metavar": "R",
+            "help": "keep completions with a reward of at least R",
+        },
         **CODE,
     }.items():
         generate.add_argument(flag, **options)
@@ -80,7 +93,8 @@ def add_generate(commands: Any, command: Callable) -> None:
         "--min-p": {"type": float, "help": "at least this share of the best's"},
         "--stop": {"action": "append", "help": "text that ends a completion"},
         "--seed": {"type": int, "help": "same seed, same completions; 0"},
-        "--batch-size": {"type": int, "help": "prompts at once, with --in; 8"},
+        "--samples": {"type": int, "help": "completions of a prompt of --in; 1"},
+        "--batch-size": {"type": int, "help": "completions at once, with --in; 8"},
     }.items():
         generate.add_argument(flag, default=argparse.SUPPRESS, **options)
     generate.set_defaults(command=command)

@@ -104,6 +104,13 @@ class Rewards(NamedTuple):
     unparsed: np.ndarray | None = None
 
 
+def in_form_of(prompt: Any, text: str) -> Any:
+    """A completion as text or as a message, as its prompt is; TRL does the same."""
+    if isinstance(prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
+
+
 class Outcome(NamedTuple):
     """The value that a call returned, or else its error."""
 
@@ -126,6 +133,7 @@ class Scorer:
             time, and completions for which it fails have no total.
         unrewarded: `task.unrewarded`. "mask": a completion for which all functions
             return None has no total; or "raise".
+        named: names of the functions and of the data in errors of what is missing.
 
     Raises:
         UserCodeError: a function cannot be imported.
@@ -138,9 +146,11 @@ class Scorer:
         timeout: float | None = None,
         on_error: Literal["raise", "mask"] = "raise",
         unrewarded: Literal["mask", "raise"] = "mask",
+        named: tuple[str, str] = ("task.reward", "task.source"),
     ):
+        self._key, self._source = named
         self._functions = {
-            name: user_code.load(name, "task.reward", SHIPPED) for name in names
+            name: user_code.load(name, self._key, SHIPPED) for name in names
         }
         self._weights = [1.0] * len(names) if weights is None else list(weights)
         self._timeout, self._on_error = timeout, on_error
@@ -191,16 +201,16 @@ class Scorer:
         for name, function in self._functions.items():
             for column in _required_columns(function) - columns:
                 raise RewardError(
-                    f"task.reward: {name} requires the argument {column!r}, which is "
-                    "no column of task.source; rename one by task.columns, or give the "
+                    f"{self._key}: {name} requires the argument {column!r}, which is "
+                    f"no column of {self._source}; {self._rename}, or give the "
                     "argument a default"
                 )
         read = {name: _column_read_by(name) for name in self._functions}
         for name, column in read.items():
             if column is not None and not _has_value(records, [column]):
                 raise RewardError(
-                    f"task.reward: {name} reads the column {column!r}, which has no "
-                    "value in any record of task.source; rename one by task.columns"
+                    f"{self._key}: {name} reads the column {column!r}, which has no "
+                    f"value in any record of {self._source}; {self._rename}"
                 )
         if any(isinstance(f, UnitTests) for f in self._functions.values()):
             _check_tests(entries)
@@ -215,9 +225,14 @@ class Scorer:
             if len(known) == len(read) and not _has_value(of_entry, known):
                 columns_read = ", ".join(dict.fromkeys(known))
                 raise RewardError(
-                    f"task.source: no record of {entry} has a value in a column that "
-                    f"task.reward reads ({columns_read}); rename one by task.columns"
+                    f"{self._source}: no record of {entry} has a value in a column "
+                    f"that {self._key} reads ({columns_read}); {self._rename}"
                 )
+
+    @property
+    def _rename(self) -> str:
+        section, dot, _ = self._key.partition(".")
+        return f"rename one by {section}.columns" if dot else "rename one"
 
     def lines(self) -> list[str]:
         """Protections of functions that run programs, to be printed by a run."""

@@ -17,6 +17,7 @@ from jaxmem.base.stopping import Stop
 from jaxmem.data.records import DataError, RawRecord, read_records
 from jaxmem.data.source_files import find_files
 from jaxmem.generate.completions import Completion, EncodedPrompt, Generator, unreached
+from jaxmem.generate.grading import Grading
 from jaxmem.score.fingerprint import update_with_files
 from jaxmem.score.journal import Journal
 from jaxmem.train.output.progress import Progress
@@ -29,20 +30,27 @@ class _Result(NamedTuple):
 
     fields: dict[str, Any]  # of the input
     completion: Completion
+    more: dict[str, Any]  # further columns of the output
 
     def record(self) -> dict[str, Any]:
         done = self.completion
         values = done.text, len(done.ids), done.finish, done.stop
-        return {**self.fields, **dict(zip(_COLUMNS, values, strict=True))}
+        return {**self.fields, **dict(zip(_COLUMNS, values, strict=True)), **self.more}
 
 
 def generate_file(
-    generator: Generator, source: str, out: str, console: Console | None = None
+    generator: Generator,
+    source: str,
+    out: str,
+    console: Console | None = None,
+    grading: Grading | None = None,
 ) -> None:
     """Complete the prompts of a file, or go on where a killed process stopped.
 
     Each line of the output has the columns of its prompt, and "completion", "tokens",
     "finish" ("eos", "stop" or "length") and "stop", the stop string that was reached.
+    Of several completions of a prompt each has its number in "sample", and with a
+    reward function its "reward".
 
     Args:
         generator: model and options.
@@ -50,10 +58,11 @@ def generate_file(
             `jaxmem.data.forms`.
         out: path of the .jsonl file to create.
         console: receives progress; by default a new rich console.
+        grading: rewards, and the completions that are kept; None: no rewards.
 
     Raises:
-        ValueError: a prompt cannot be completed, the output exists, or the journal
-            beside it belongs to other inputs or options.
+        ValueError: a reward function cannot be used, a prompt cannot be completed, the
+            output exists, or the journal beside it belongs to other inputs or options.
         WriteError: the disk is full; recorded completions are not computed again.
         KeyboardInterrupt, SystemExit: after a signal, once the batch is recorded.
     """
@@ -65,19 +74,71 @@ def generate_file(
     records = [r for path in paths for r in read_records(path, "--in")]
     if not records:
         raise DataError(f"{source}: no prompts")
-    reader = generator.model.reader
+    reader, grading = generator.model.reader, grading or Grading()
+    job = _Job(generator, records, grading)
     with reader.whole_pass():
-        prompts = [_prompt(generator, record, i) for i, record in enumerate(records)]
+        prompts = job.encode()
     for line in reader.lines():
         _log(console, line)
+    grading.check(source, records, reader)
     lock = target.with_name(target.name + ".lock")
     log = functools.partial(_log, console)
     with Stop() as stop, locks.exclusive(lock, f"--out {target}", log):
-        _complete(generator, records, prompts, target, console, stop)
+        _complete(job, prompts, target, console, stop)
 
 
-def _prompt(generator: Generator, record: RawRecord, number: int) -> EncodedPrompt:
-    taken = [name for name in _COLUMNS if name in record.fields]
+class _Job(NamedTuple):
+    """The records of a file, and how they are completed."""
+
+    generator: Generator
+    records: Sequence[RawRecord]
+    grading: Grading
+
+    @property
+    def samples(self) -> int:
+        """Completions of each record."""
+        return self.generator.config.samples
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that the output adds."""
+        more = {"sample": self.samples > 1, "reward": self.grading.reward is not None}
+        return [*_COLUMNS, *(name for name, is_there in more.items() if is_there)]
+
+    def encode(self) -> list[EncodedPrompt]:
+        """The prompt of each completion; those of a record are in a row."""
+        prompts = [
+            _prompt(self, record, i * self.samples)
+            for i, record in enumerate(self.records)
+        ]
+        return [
+            prompt._replace(number=prompt.number + sample)
+            for prompt in prompts
+            for sample in range(self.samples)
+        ]
+
+    def complete(self, prompts: Sequence[EncodedPrompt], start: int) -> list[_Result]:
+        """Results of the prompts from the number `start` on, in a batch."""
+        completions = self.generator.complete(prompts)
+        numbers = range(start, start + len(prompts))
+        records = [self.records[number // self.samples] for number in numbers]
+        more: list[dict[str, Any]] = [{} for _ in numbers]
+        if self.samples > 1:
+            more = [{"sample": number % self.samples} for number in numbers]
+        if self.grading.reward is not None:
+            room = [prompt.room for prompt in prompts]
+            reader = self.generator.model.reader
+            rewards = self.grading.rewards(records, completions, room, reader)
+            more = [
+                own | {"reward": reward}
+                for own, reward in zip(more, rewards, strict=True)
+            ]
+        fields = [record.fields for record in records]
+        return list(map(_Result, fields, completions, more))
+
+
+def _prompt(job: _Job, record: RawRecord, number: int) -> EncodedPrompt:
+    taken = [name for name in job.columns if name in record.fields]
     if taken:
         raise DataError(
             f"{record.where}: the output has a column {taken[0]!r} of its own; rename "
@@ -92,69 +153,74 @@ def _prompt(generator: Generator, record: RawRecord, number: int) -> EncodedProm
                 "what JSON can hold, because --out repeats it; convert or drop it"
             )
             raise DataError(messages.must_be(subject, expected, value)) from error
-    return generator.prompt_of(record, number)
+    return job.generator.prompt_of(record, number)
 
 
 def _complete(
-    generator: Generator,
-    records: Sequence[RawRecord],
+    job: _Job,
     prompts: Sequence[EncodedPrompt],
     out: Path,
     console: Console,
     stop: Stop,
 ) -> None:
-    size, total = generator.config.batch_size, len(prompts)
+    size, total = job.generator.config.batch_size, len(prompts)
     starts = range(0, total, size)
-    fingerprint = _fingerprint(generator, records, prompts)
+    fingerprint = _fingerprint(job, prompts)
     with Journal(out, fingerprint, "", [*starts, total]) as journal:
         if journal.done:
-            _log(console, f"resuming after prompt {journal.done:,}")
+            _log(console, f"resuming after {_noun(job)} {journal.done:,}")
         started = time.perf_counter()
         with (
             stop.deferred(),
-            Progress(console, "prompts", total, journal.done) as report,
+            Progress(console, f"{_noun(job)}s", total, journal.done) as report,
         ):
             for start in range(journal.done, total, size):
                 if stop.signal:
                     break
-                completions = generator.complete(prompts[start : start + size])
-                fields = (record.fields for record in records[start:])
-                journal.append(map(_Result, fields, completions))
-                report.update(journal.done, sum(len(x.ids) for x in completions))
+                results = job.complete(prompts[start : start + size], start)
+                journal.append(results)
+                tokens = sum(len(x.completion.ids) for x in results)
+                report.update(journal.done, tokens)
         if stop.signal:
             _log(
                 console,
-                f"stopped by {stop.name} after prompt {journal.done:,} of {total:,}: "
-                "the same command goes on from there",
+                f"stopped by {stop.name} after {_noun(job)} {journal.done:,} of "
+                f"{total:,}: the same command goes on from there",
             )
         stop.raise_if_requested()
-        _summarise(generator, journal, console, time.perf_counter() - started)
-        journal.finish()
+        _summarise(job, journal, console, time.perf_counter() - started)
+        journal.finish(functools.partial(job.grading.kept, samples=job.samples))
     _log(console, f"saved in {out}")
 
 
-def _summarise(
-    generator: Generator, journal: Journal, console: Console, seconds: float
-) -> None:
+def _noun(job: _Job) -> str:
+    return "prompt" if job.samples == 1 else "completion"
+
+
+def _summarise(job: _Job, journal: Journal, console: Console, seconds: float) -> None:
     records = list(journal.records())
     tokens = sum(record["tokens"] for record in records)
     line = f"{len(records):,} completions, {tokens:,} tokens, in {seconds:,.1f} s"
     _log(console, line)
     ends = [record["finish"] for record in records]
-    if (line := unreached(generator.config.stop, ends)) is not None:
+    if (line := unreached(job.generator.config.stop, ends)) is not None:
+        _log(console, line)
+    if (line := job.grading.line(records, job.samples)) is not None:
         _log(console, line)
 
 
-def _fingerprint(
-    generator: Generator, records: Sequence[RawRecord], prompts: Sequence[EncodedPrompt]
-) -> str:
-    """Hash everything that the completions depend on."""
-    options = json.dumps(dataclasses.asdict(generator.config))
+def _fingerprint(job: _Job, prompts: Sequence[EncodedPrompt]) -> str:
+    """Hash everything that completions and rewards depend on."""
+    config = dataclasses.asdict(job.generator.config)
+    if job.samples == 1:  # as in journals from before there was a choice
+        del config["samples"]
+    generator = job.generator
+    options = "".join(map(json.dumps, [config, *job.grading.digest()]))
     model = generator.model.decoder.config
     options += model.dtype + (model.base or "")
     digest = hashlib.sha256(options.encode())
     update_with_files(digest, generator.model.files)
-    for record, prompt in zip(records, prompts, strict=True):
+    for record, prompt in zip(job.records, prompts[:: job.samples], strict=True):
         columns = json.dumps([record.fields, prompt.ids])
         digest.update(columns.encode() + b"\n")
     return digest.hexdigest()[:24]

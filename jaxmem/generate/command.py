@@ -7,6 +7,7 @@ from jaxmem.generate.batch import generate_file
 from jaxmem.generate.completions import Generator, unreached
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.conversation import chat
+from jaxmem.generate.grading import Grading
 from jaxmem.generate.model import load
 
 
@@ -25,11 +26,19 @@ class GenerateRequest(NamedTuple):
     factory: str | None = None  # of a run of model.factory
     trust_code: bool = False  # True if the code that the run names may be run
     base: str | None = None  # codes of matrices; None: they are as stored
+    reward: str | None = None  # these three as in `Grading`
+    keep_best: bool = False
+    min_reward: float | None = None
+
+    @property
+    def grading(self) -> Grading:
+        """The rewards of a file's completions."""
+        return Grading(self.reward, self.keep_best, self.min_reward)
 
 
 def run(request: GenerateRequest, config: GenerateConfig) -> None:
     """Run the command; raise a ValueError that names options that are impossible."""
-    _check(request)
+    _check(request, config)
     model = load(
         request.model,
         adapter=request.adapter,
@@ -43,14 +52,14 @@ def run(request: GenerateRequest, config: GenerateConfig) -> None:
     if generator.cost is not None:
         print(f"jaxmem: {generator.cost}", file=sys.stderr)
     if request.source is not None and request.out is not None:
-        generate_file(generator, request.source, request.out)
+        generate_file(generator, request.source, request.out, grading=request.grading)
     elif request.prompt is not None:
         _show(generator, request.prompt)
     else:
         chat(generator, request.system)
 
 
-def _check(request: GenerateRequest) -> None:
+def _check(request: GenerateRequest, config: GenerateConfig) -> None:
     modes = request.prompt is not None, request.source is not None, request.chat
     if sum(modes) != 1:
         raise ValueError("generate needs one of PROMPT, --in FILE.jsonl and --chat")
@@ -58,6 +67,11 @@ def _check(request: GenerateRequest) -> None:
         raise ValueError("--in FILE.jsonl and --out FILE.jsonl belong together")
     if request.system is not None and not request.chat:
         raise ValueError("--system is for --chat")
+    of_files = {"--samples": config.samples > 1, "--reward": request.reward is not None}
+    for flag, is_set in of_files.items():
+        if is_set and request.source is None:
+            raise ValueError(f"{flag} is for --in FILE.jsonl")
+    _ = request.grading  # for its errors
 
 
 def _show(generator: Generator, prompt: str) -> None:

@@ -18,11 +18,12 @@ class GenerateConfig:
     min_p: float | None = None  # drop tokens below this share of the best's probability
     stop: tuple[str, ...] = ()  # texts that end a completion, which lacks them
     seed: int = 0  # the same seed gives the same completions
-    batch_size: int = 8  # prompts that are completed together
+    batch_size: int = 8  # completions that are sampled together
+    samples: int = 1  # completions of each prompt of a file
 
     def __post_init__(self):
         """Raise a ValueError that names an option with an impossible value."""
-        for name in ("max_new_tokens", "batch_size", "top_k"):
+        for name in ("max_new_tokens", "batch_size", "top_k", "samples"):
             value = getattr(self, name)
             _check(name, value, value is None or value >= 1, "at least 1")
         possible = 0 <= self.temperature < math.inf
@@ -31,6 +32,8 @@ class GenerateConfig:
             value = getattr(self, name)
             _check(name, value, value is None or 0 < value <= 1, "in (0, 1]")
         _check("seed", self.seed, 0 <= self.seed < 2**31, "in [0, 2**31)")
+        differ = self.samples == 1 or self.temperature > 0
+        _check("samples", self.samples, differ, "1 at --temperature 0")
         _check("stop", "", all(self.stop), "a text of at least one character")
 
     def sampling(self, max_new_tokens: int, vocab_size: int) -> SamplingConfig:

@@ -8,7 +8,7 @@ import filecmp
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -75,6 +75,9 @@ def teacher_record(teacher: Mapping[str, Any]) -> dict[str, Any]:
 def _digits(numbers: np.ndarray) -> list[float]:
     """The numbers with nine significant digits, which identify any float32."""
     return [float(f"{number:.9g}") for number in numbers.tolist()]
+
+
+Keep = Callable[[Iterator[dict[str, Any]]], Iterable[Mapping[str, Any]]]
 
 
 class Journal:
@@ -174,8 +177,10 @@ class Journal:
             for line in file:
                 yield json.loads(line)
 
-    def finish(self) -> None:
+    def finish(self, keep: Keep | None = None) -> None:
         """Write the output file, then remove the journal.
+
+        `keep` returns the records of the output, of all records; None: all of them.
 
         If the process is killed between the two steps, the file already exists when the
         command is run again, with the same content.
@@ -186,7 +191,7 @@ class Journal:
         """
         with files.write_errors(self.out):
             try:
-                self._write_out()
+                self._write_out(keep)
                 same = not self.out.exists() or filecmp.cmp(
                     self._partial, self.out, False
                 )
@@ -201,8 +206,12 @@ class Journal:
                 self._partial.unlink(missing_ok=True)
         self.path.unlink()
 
-    def _write_out(self) -> None:
-        if self.out.suffix == ".parquet":
+    def _write_out(self, keep: Keep | None) -> None:
+        if keep is not None:
+            with self._new_file() as file:
+                lines = (json.dumps(record) + "\n" for record in keep(self.records()))
+                file.writelines(map(str.encode, lines))
+        elif self.out.suffix == ".parquet":
             with self._new_file() as file:
                 _write_parquet(file, self.records())
         else:

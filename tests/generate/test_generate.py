@@ -16,9 +16,11 @@ from tokenizers import decoders
 
 from jaxmem import generate
 from jaxmem.commands import cli
-from jaxmem.data.records import DataError
+from jaxmem.data.record_reader import RecordReader
+from jaxmem.data.records import DataError, read_records
 from jaxmem.generate import GenerateConfig, Generator, conversation
 from jaxmem.generate.completions import EncodedPrompt, unreached
+from jaxmem.generate.grading import Grading
 from tests.helpers import seeded, texts
 from tests.helpers.cases import slow
 
@@ -271,6 +273,95 @@ def test_column_that_json_cannot_hold_is_refused(value, shown, sampled, prompts)
     assert not pathlib.Path("out.jsonl.unfinished").exists()
 
 
+REWARD = """
+def score(prompts, completions, id, completion_ids, max_new_tokens, **columns):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [None if i == 1 else t.count("a") + t.count("b") + 0.0
+            for i, t in zip(id, texts)]
+"""
+
+
+@pytest.fixture
+def graded(model, prompts):
+    """Writes four completions of each prompt, and rewards; returns lines and log."""
+    pathlib.Path("reward.py").write_text(REWARD)
+    config = GenerateConfig(max_new_tokens=6, seed=3, batch_size=3, samples=4)
+    generator = Generator(model, config)
+
+    def graded(out="out.jsonl", **options):
+        grading = Grading("reward.py:score", **options)
+        with open("log.txt", "w") as log:
+            console = Console(file=log, width=200)
+            generate.generate_file(generator, "in.jsonl", out, console, grading)
+        lines = pathlib.Path(out).read_text().splitlines()
+        return [json.loads(line) for line in lines], pathlib.Path("log.txt").read_text()
+
+    graded.generator = generator
+    return graded
+
+
+def test_samples_of_prompts_have_rewards(graded, prompts):
+    rows, log = graded()
+    assert [(row["id"], row["sample"]) for row in rows] == [
+        (prompt["id"], i) for prompt in prompts for i in range(4)
+    ]
+    for row in rows:
+        count = row["completion"].count("a") + row["completion"].count("b")
+        assert row["reward"] == (None if row["id"] == 1 else count)
+    own = [row["completion"] for row in rows if row["id"] == 0]
+    assert len(set(own)) > 1  # of draws of their own
+    known = [row["reward"] for row in rows if row["reward"] is not None]
+    assert f"mean reward {np.mean(known):.3f} of 24 completions; 4 have none" in log
+
+
+def test_best_samples_are_kept(graded, monkeypatch):
+    rows, _ = graded("all.jsonl")
+    by_id = {row["id"]: [r for r in rows if r["id"] == row["id"]] for row in rows}
+    best = [max(group, key=lambda r: r["reward"]) for i, group in by_id.items()
+            if i != 1]  # fmt: skip
+    complete, calls = graded.generator.complete, []
+
+    def killed(batch, show=None):
+        calls.append(len(batch))
+        if len(calls) == 4:
+            raise OSError("killed")
+        return complete(batch, show)
+
+    monkeypatch.setattr(graded.generator, "complete", killed)
+    with pytest.raises(OSError, match="killed"):
+        graded("best.jsonl", keep_best=True)
+    kept, log = graded("best.jsonl", keep_best=True)
+    assert kept == best and "resuming after completion 9" in log
+    assert "4 have none; kept 6 of 28" in log
+    least = max(row["reward"] for row in best)
+    assert graded("least.jsonl", min_reward=least)[0] == [
+        row for row in rows if row["reward"] == least
+    ]
+
+
+def test_kept_samples_are_trained_on(graded):
+    """Rejection sampling: the output is read as prompts and completions."""
+    rows, _ = graded(keep_best=True)
+    reader = RecordReader()
+    documents = [
+        reader.document(record)
+        for record in read_records(pathlib.Path("out.jsonl"), "data.source")
+        if isinstance(record.fields["prompt"], str)
+    ]
+    strings = [row for row in rows if isinstance(row["prompt"], str)]
+    assert [d.text for d in documents] == [row["completion"] for row in strings]
+
+
+def test_reward_that_cannot_be_used_is_named(graded):
+    pathlib.Path("reward.py").write_text("def score(completions, answer, **_): ...")
+    said = "^--reward: reward.py:score requires the argument 'answer', which is no col"
+    with pytest.raises(ValueError, match=said + "umn of --in; rename one, or give"):
+        graded()
+    pathlib.Path("in.jsonl").write_text('{"prompt": "a", "reward": 1}\n')
+    with pytest.raises(DataError, match="the output has a column 'reward' of its own"):
+        graded()
+
+
 def test_text_file_of_prompts_is_refused(sampled, prompts):
     pathlib.Path("in.txt").write_text("a")
     with pytest.raises(DataError, match="^--in: in.txt is a text, which holds no rec"):
@@ -332,6 +423,15 @@ def test_command_prints_a_completion(directory, greedy, capsys):
         (("empty", "a", "--chat"), "generate needs one of PROMPT, --in"),
         (("empty", "--in", "a.jsonl"), "--in FILE.jsonl and --out FILE.jsonl belong"),
         (("empty", "a", "--system", "b"), "--system is for --chat"),
+        (("empty", "a", "--samples", "2"), "--samples is for --in FILE.jsonl"),
+        (
+            ("empty", "--in", "a.jsonl", "--out", "b.jsonl", "--keep-best"),
+            "--keep-best compares rewards: add --reward NAME",
+        ),
+        (
+            ("empty", "a", "--samples", "2", "--temperature", "0"),
+            "--samples must be 1 at --temperature 0, got 2",
+        ),
     ],
 )
 def test_generate_errors_are_one_line(

@@ -170,7 +170,7 @@ class OwnPrompts(FilePrompts):
             [item.where for item in items],
             [item.prompt for item in items],
             [
-                _in_form_of_prompt(item, text)
+                rewards.in_form_of(item.prompt, text)
                 for item, text in zip(items, texts, strict=True)
             ],
             columns,
@@ -246,13 +246,6 @@ class Conversations(OwnPrompts):
         values = returns[:, 0]
         right = np.where(np.isnan(values), values, values >= 1).astype(np.float32)
         return played, Graded(values, right)
-
-
-def _in_form_of_prompt(item: PromptRecord, text: str) -> Any:
-    """A completion as text or as a message, as its prompt is; TRL does the same."""
-    if isinstance(item.prompt, str):
-        return text
-    return [{"role": "assistant", "content": text}]
 
 
 # Fields that older saved settings lack.
