@@ -192,7 +192,11 @@ def batches(
         [piece for _, piece in numbered],
         [source for source, _ in numbered],
     )
-    return packed_batches(pieces, config, epochs, sources)
+    batches = packed_batches(pieces, config, epochs, sources)
+    if stream is None:
+        tokens = sum(int((piece["labels"] >= 0).sum()) for piece in pieces)
+        batches.counted = len(documents), tokens
+    return batches
 
 
 def packed_batches(

@@ -209,7 +209,13 @@ class BatchIterator(Iterator[Any]):
         fingerprint: identifies the data and the settings.
         batch_of: converts stacked rows to a batch; a `Batch` by default.
         files: digests of streamed files by name, parts of the fingerprint.
+
+    Attributes:
+        counted: numbers of documents, and of their tokens that the loss counts, in a
+            pass over all of them; None where they are not known.
     """
+
+    counted: tuple[int, int] | None = None
 
     def __init__(
         self,

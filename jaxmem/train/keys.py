@@ -59,11 +59,33 @@ def _read_comments(dataclass: type) -> dict[str, str]:
 
 
 def differing(config: JobConfig) -> str:
-    """Return the settings that differ from the defaults, as lines of a gin file."""
+    """Return the settings that differ from the defaults, as lines of a gin file.
+
+    Settings that nothing reads, because of other settings, are left out.
+    """
+    unread = {*_unread(config)}
     return "\n".join(
         f"{section}.{field.name} = {getattr(part, field.name)!r}"
         for section in config.sections()
         for part in [getattr(config, section)]
         for field in dataclasses.fields(part)
         if getattr(part, field.name) != field.default
+        and f"{section}.{field.name}" not in unread
     )
+
+
+def _unread(config: Any) -> Iterator[str]:
+    """Keys that have no effect beside the other settings."""
+    if not config.model.lora_rank:
+        fields = (field.name for field in dataclasses.fields(config.model))
+        yield from (f"model.{name}" for name in fields if name.startswith("lora_"))
+    if config.model.checkpoint is not None:
+        yield "data.vocab_size"
+    if config.run.epochs is not None:
+        yield "run.steps"
+    if not getattr(getattr(config, "data", None), "streaming", True):
+        yield "data.shuffle_window"
+    if config.eval.every is None:
+        yield from ("eval.prompts", "eval.keep_best")
+    if config.run.checkpoint_every is None:
+        yield "run.keep"

@@ -29,9 +29,9 @@ def types(weights: Any) -> str:
 
 def described(trained: Any, frozen: Any, compute_type: str) -> str:
     """A line about the weights of a run: how many there are, and in which types."""
-    line = f"{_count_weights(trained):,} weights are trained in {types(trained)}"
+    line = f"{count_weights(trained):,} weights are trained in {types(trained)}"
     if frozen:
-        line += f", {_count_weights(frozen):,} are frozen in {types(frozen)}"
+        line += f", {count_weights(frozen):,} are frozen in {types(frozen)}"
     return f"{line}; computed in {compute_type}"
 
 
@@ -41,7 +41,8 @@ def is_narrower(dtype: str, model: nnx.Module) -> bool:
     return any(jnp.dtype(dtype).itemsize < leaf.dtype.itemsize for leaf in weights)
 
 
-def _count_weights(weights: Any) -> int:
+def count_weights(weights: Any) -> int:
+    """The number of weights; a coded matrix counts those that it codes."""
     named = finite.by_name(weights).items()
     return sum(coded_weights.count_weights(name, leaf) for name, leaf in named)
 
@@ -98,6 +99,6 @@ def widened(saved: Any, trained: Any) -> str | None:
     if not narrow:
         return None
     return (
-        f"{_count_weights(narrow):,} trained weights were saved in {types(narrow)} "
+        f"{count_weights(narrow):,} trained weights were saved in {types(narrow)} "
         f"and go on in {types(trained)}"
     )

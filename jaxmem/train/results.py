@@ -12,21 +12,26 @@ from jaxmem import checkpoints
 from jaxmem.base import files, processes
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.own_model import LanguageModel, OwnModel
-from jaxmem.train import keys, model_factory, model_names, precision
+from jaxmem.train import about, keys, model_factory, model_names, precision
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.output.progress import say
+from jaxmem.train.output.run_facts import ABOUT
+from jaxmem.train.settings import JobConfig
 
 _STARTED = "started.txt"  # the time of a run's start
 END_OF_TURN = "end_of_turn.txt"  # the token that ends the turns it learned from
 
 
-def texts(job: Job, operative_text: str) -> dict[str, str]:
-    """Files that a run has from its start: settings and vocabulary."""
+def texts(job: Job, operative_text: str, config: JobConfig) -> dict[str, str]:
+    """Files that a run has from its start: settings, vocabulary and facts.
+
+    `config` is as the user gave it: `job.config` has the sizes of a checkpoint, too.
+    """
     contents = {"operative.gin": operative_text}
     if operative_text:
-        contents["settings.gin"] = (
-            keys.differing(model_names.recorded(job.config)) + "\n"
-        )
+        contents["settings.gin"] = keys.differing(model_names.recorded(config)) + "\n"
+    if processes.is_first():
+        contents[ABOUT] = json.dumps(about.facts(job), indent=1) + "\n"
     if job.tokenizer is not None:
         contents["tokenizer.json"] = job.tokenizer.to_str()
     if job.reads.today is not None:

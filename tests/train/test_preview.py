@@ -174,6 +174,25 @@ def test_every_key_is_described(capsys):
     assert "--keys: no section 'dop'; the sections are" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "overrides, unread",
+    [
+        (["model.lora_alpha=8.0"], "model.lora_alpha"),
+        (["data.vocab_size=300"], "data.vocab_size"),
+        (["data.shuffle_window=7"], "data.shuffle_window"),
+        (["run.steps=7", "run.epochs=2"], "run.steps"),
+        (["eval.keep_best=False"], "eval.keep_best"),
+        (["run.keep=9", "run.checkpoint_every=None"], "run.keep"),
+    ],
+)
+def test_settings_without_effect_are_no_differences(overrides, unread):
+    text = keys.differing(configuration.load("a.gin", overrides)[0])
+    assert unread not in text
+    needed = ["model.lora_rank=4", "data.streaming=True", "eval.every=2"]
+    read = keys.differing(configuration.load("a.gin", [overrides[0], *needed])[0])
+    assert unread in read or unread == "data.vocab_size"
+
+
 def test_differences_from_defaults_load_to_same(tmp_path):
     config, _ = configuration.load("a.gin", ["run.seed=3", "optimizer.clip_norm=None"])
     text = keys.differing(config)

@@ -112,6 +112,58 @@ def test_page_is_whole_html_without_network(run):
     assert '<span class="said">6=</span>' in text and "slanted" in shown
 
 
+ABOUT = {
+    "jaxmem": "0.2.0", "jax": "0.12.0", "devices": "8 x NVIDIA H200", "processes": 2,
+    "mesh": {"data": 2, "fsdp": 4}, "parameters": 8_000_000, "trained": 40_000,
+    "data": {"records": 50, "noun": "pairs", "tokens": 200, "per_step": None},
+    "command": "jaxmem train dpo_lora.gin", "commit": "abc123 with uncommitted changes",
+}  # fmt: skip
+FACTS = {
+    "Started": "2026-11-28 12:00:00; 3 steps took 1:02:03",
+    "Command": "jaxmem train dpo_lora.gin",
+    "Git commit": "abc123 with uncommitted changes",
+    "Devices": "8 x NVIDIA H200 in 2 processes, mesh data=2, fsdp=4",
+    "Parameters": "8,000,000, of which 40,000 (0.50%) are trained",
+    "Data": "50 pairs, 1.5 epochs, 300 tokens learned from",
+    "Versions": "jaxmem 0.2.0, jax 0.12.0",
+}
+
+
+def facts_of(directory, about):
+    """Texts of the page's table of facts, by name."""
+    steps = [StepMetrics(i, 1.0, 100, 10.0 * i, 1.0, 1e-3, 1241.0) for i in (1, 2, 3)]
+    lines = [json.dumps(step._asdict()) + "\n" for step in steps]
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    (directory / "started.txt").write_text("2026-11-28 12:00:00\n")
+    (directory / "about.json").write_text(about)
+    report.write(directory)
+    text = (directory / "report.html").read_text()
+    rows = re.findall("<tr><th>([^<]*)</th><td>([^<]*)</td></tr>", text)
+    assert "median; last 30" in text
+    return dict(rows)
+
+
+def test_page_has_facts_of_the_run(tmp_path):
+    assert facts_of(tmp_path, json.dumps(ABOUT)) == FACTS
+    rest = {"mesh": {}, "processes": 1, "commit": None, "trained": 8_000_000}
+    prompts = {"records": 12, "noun": "prompts", "tokens": None, "per_step": 8}
+    facts = facts_of(tmp_path, json.dumps({**ABOUT, **rest, "data": prompts}))
+    assert "Git commit" not in facts and facts["Devices"] == "8 x NVIDIA H200"
+    assert facts["Parameters"] == "8,000,000, of which all are trained"
+    assert facts["Data"] == "12 prompts, 2 epochs, 300 tokens learned from"
+
+
+@pytest.mark.parametrize("about", ["", "[]", '{"mesh": 3, "data": []', "{}"])
+def test_page_without_readable_facts_has_the_start(about, tmp_path):
+    assert facts_of(tmp_path, about) == {"Started": FACTS["Started"]}
+
+
+@pytest.mark.parametrize("name", ABOUT)
+def test_fact_of_the_wrong_type_is_left_out(name, tmp_path):
+    facts = facts_of(tmp_path, json.dumps({**ABOUT, name: {"a": [1]}}))
+    assert FACTS.items() - facts.items() and "Started" in facts
+
+
 def test_report_of_supervised_run(tmp_path):
     report.write(tmp_path)
     assert not (tmp_path / "report.html").exists()  # no step yet

@@ -42,6 +42,15 @@ class TokenRecord(NamedTuple):
     about: str = ""  # a further note
 
 
+class DataSize(NamedTuple):
+    """The records that a run trains on; fields are None where they are not known."""
+
+    records: int
+    noun: str  # what a record is, in the plural
+    tokens: int | None = None  # of a pass, that the loss counts
+    per_step: int | None = None  # records of a step, where no token is counted
+
+
 class Reading(abc.ABC):
     """The data of a job, opened at the first use.
 
@@ -71,6 +80,11 @@ class Reading(abc.ABC):
 
     def sources(self) -> list[SourceSize] | None:
         """The sizes of the sources that weights mix; None without weights."""
+        return None
+
+    @property
+    def size(self) -> DataSize | None:
+        """The size of the data once they are open; None where it is not known."""
         return None
 
     def seen(self, run: RunConfig) -> str | None:
@@ -144,7 +158,17 @@ class Documents(Reading):
 
     def batches(self, rows: Sequence[int]) -> Any:
         """Micro-batches without end; this process reads only `rows` of each."""
-        return streams.batches(self.config, self.tokenizer, rows, self.reader)
+        batches = streams.batches(self.config, self.tokenizer, rows, self.reader)
+        self._counted = getattr(batches, "counted", None)
+        return batches
+
+    @property
+    def size(self) -> DataSize | None:
+        """See `Reading`; not known of a stream, or where processes share documents."""
+        if (counted := getattr(self, "_counted", None)) is None:
+            return None
+        documents, tokens = counted
+        return DataSize(documents, "documents", tokens)
 
     @property
     def holds_out(self) -> bool:
@@ -291,6 +315,15 @@ class AnswerPairs(Documents):
             f"{1 - filled / slots:.1%} of the rows is padding"
         )
         yield from self.lines()
+
+    @property
+    def size(self) -> DataSize:
+        tokens = sum(
+            int((labels >= 0).sum())
+            for pair in self.pairs[0]
+            for _, labels in (pair.chosen, pair.rejected)
+        )
+        return DataSize(len(self.pairs[0]), "pairs", tokens)
 
 
 class TeacherRows(Documents):

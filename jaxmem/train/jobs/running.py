@@ -72,6 +72,7 @@ def train(
         model_names.of_run(config), tells_cached=processes.is_first()
     )
     operative_text = model_names.recorded_text(operative_text, config)
+    given = config
     if jax.process_count() > 1:
         processes.agree(agreement.facts(config))
     job = job_of(config)
@@ -107,7 +108,8 @@ def train(
         run.progress.waiting("compiling")
         job.program.choose_policy(console)
         job.compile(run.progress)
-        state = run.take_steps(job, results.texts(job, operative_text), on_step)
+        texts = results.texts(job, operative_text, given)
+        state = run.take_steps(job, texts, on_step)
         return _finish(run, job, state, console)
 
 

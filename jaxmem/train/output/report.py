@@ -1,7 +1,7 @@
 """report.html: what happened in a run, on one page that needs no network.
 
 The page is a function of the run's directory, so that it can be written at any time:
-metrics.jsonl, summary.json, eval.json, samples.jsonl and settings.gin.
+metrics.jsonl, about.json, summary.json, eval.json, samples.jsonl and settings.gin.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from jaxmem.base import files
 from jaxmem.train.output import charts
 from jaxmem.train.output.charts import Line
 from jaxmem.train.output.progress import say
+from jaxmem.train.output.run_facts import ABOUT, Totals, table
 
 _MIB = 2**20
 _MAX_STEPS = 4000  # without an evaluation that are kept for charts
@@ -32,6 +33,7 @@ _SUBJECT = re.compile(
 )
 # As `MetricsWriter` writes them.
 _SECONDS = re.compile(rb'"seconds": (\d+(?:\.\d*)?(?:e[+-]?\d+)?)')
+_TOKENS = re.compile(rb'"tokens": (\d+)[,}]')
 _HELD_OUT = re.compile(rb'"held_out_\w+": (?!null)')
 _MAX_SURPRISE = 6.0  # nats; a token of this or more has the strongest colour
 
@@ -133,6 +135,7 @@ th{font-weight:600}.right{text-align:right;white-space:nowrap}
 min-width:1px;border-radius:2px}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.6 ui-monospace,monospace}
 .samples td:first-child{width:38%}
+.facts th{white-space:nowrap}.facts td{width:100%;overflow-wrap:anywhere}
 .text span,p span{border-radius:2px;color:var(--ink)}
 .said,.text .said,p .said{color:var(--soft);font-style:italic}
 pre{overflow-x:auto;margin:0;font:13px/1.5 ui-monospace,monospace}
@@ -193,6 +196,7 @@ class Steps:
         kept: the steps of a short run, in order; of a long run the evaluated steps, the
             first, the last, and every n-th of the others.
         seconds: time of all steps, kept or not.
+        tokens: tokens of all steps.
     """
 
     def __init__(self, path: Path):
@@ -206,7 +210,7 @@ class Steps:
         self._others: dict[int, dict[str, Any]] = {}  # by their number
         self._evaluated: dict[int, dict[str, Any]] = {}
         self._last = 0, b""
-        self.seconds = 0.0
+        self.seconds, self.tokens = 0.0, 0
 
     @property
     def kept(self) -> list[dict[str, Any]]:
@@ -240,6 +244,8 @@ class Steps:
         self._last = number, line
         if match := _SECONDS.search(line):
             self.seconds += _finite_number(float(match[1])) or 0.0
+        if match := _TOKENS.search(line):
+            self.tokens += int(match[1])
         is_evaluated = _HELD_OUT.search(line) is not None
         if is_evaluated or number % self._every == 0:
             (self._evaluated if is_evaluated else self._others).update(
@@ -302,7 +308,7 @@ def _page_parts(
     if subject := ", ".join(_SUBJECT.findall(_read_text(out_dir / "operative.gin"))):
         yield f"<p>{escape(subject)}</p>"
     tiles = "".join(
-        [*_result_cards(steps, history.seconds), *_last_value_cards(_RATES, steps)]
+        [*_result_cards(steps, history.seconds), *_median_cards(_RATES, steps)]
     )
     yield f'<section class="tiles">{tiles}</section>'
     yield from _benchmark_table(evaluated)
@@ -310,6 +316,9 @@ def _page_parts(
         yield f'<h2>Last values</h2><section class="tiles">{last}</section>'
     cards = "".join(_chart_cards(steps))
     yield f'<h2>By step</h2><section class="charts">{cards}</section>'
+    about = _parse_object(_read_text(out_dir / ABOUT))
+    totals = Totals(steps[-1]["step"], history.seconds, history.tokens)
+    yield from table(about, _read_text(out_dir / "started.txt"), totals)
     yield from _memory_bars(summary.get("memory"))
     if samples := [*filter(_is_sample, _read_objects(out_dir / "samples.jsonl"))]:
         yield from _sample_table(samples)
@@ -383,6 +392,18 @@ def _last_value_cards(
         if points:
             first, last = (charts.number(points[i][1]) for i in (0, -1))
             yield _html_card(panel.title, last, f"from {first}")
+
+
+def _median_cards(
+    panels: Sequence[_Panel], steps: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Cards with the median of each panel's first line, and its last value."""
+    for panel in panels:
+        points = _finite_points(steps, next(iter(panel.fields.values())))
+        if points:
+            median = statistics.median(value for _, value in points)
+            note = f"median; last {charts.number(points[-1][1])}"
+            yield _html_card(panel.title, charts.number(median), note)
 
 
 def _html_card(title: str, value: str, note: str) -> str:

@@ -25,7 +25,7 @@ SAVED = "model", "adapter"  # directories that are replaced as a whole
 # Directories in which a run writes entries.
 _FOLDERS = "checkpoints", "best", "rollouts"
 _FILES = (
-    "operative.gin", "settings.gin", "tokenizer.json", "started.txt",
+    "operative.gin", "settings.gin", "about.json", "tokenizer.json", "started.txt",
     "end_of_turn.txt", "metrics.jsonl", "samples.jsonl", "reference.npz",
     "summary.json", "report.html", "report.png", "eval.json", "wandb_id",
 )  # fmt: skip

@@ -242,7 +242,8 @@ def test_run_leaves_everything_it_promises(finished):
     history = read_history(result.out_dir / "metrics.jsonl", PolicyMetrics)
     assert result.history == history and [s.step for s in history] == [1, 2, 3, 4]
     assert {p.name for p in result.out_dir.iterdir()} == {
-        "checkpoints", "jaxmem_run.json", "metrics.jsonl", "model", "operative.gin",
+        "about.json", "checkpoints", "jaxmem_run.json", "metrics.jsonl", "model",
+        "operative.gin",
         "report.html",
         "report.png", "samples.jsonl", "settings.gin", "started.txt", "summary.json",
         "tensorboard",

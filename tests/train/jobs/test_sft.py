@@ -405,12 +405,16 @@ def test_run_leaves_everything_it_promises(finished):
     assert [s.step for s in result.history] == [1, 2, 3, 4, 5, 6]
     assert result.history == read_history(result.out_dir / "metrics.jsonl")
     assert {p.name for p in result.out_dir.iterdir()} == {
-        "checkpoints", "jaxmem_run.json", "metrics.jsonl", "model", "operative.gin",
+        "about.json", "checkpoints", "jaxmem_run.json", "metrics.jsonl", "model",
+        "operative.gin",
         "report.html", "report.png", "settings.gin", "started.txt", "summary.json",
         "tensorboard", "tokenizer.json",
     }  # fmt: skip
     assert (result.out_dir / "operative.gin").read_text() == "run.steps = 6\n"
     assert "step 1/6" in said and "step 6/6" in said
+    about = json.loads((result.out_dir / "about.json").read_text())
+    assert about["trained"] == about["parameters"] > 0
+    assert about["data"]["noun"] == "documents" and about["data"]["tokens"] > 0
     assert "fused" in said and "materialised" in said and "tokens/s" in said
     summary = json.loads((result.out_dir / "summary.json").read_text())
     assert summary["last_loss"] == result.history[-1].loss < summary["first_loss"]

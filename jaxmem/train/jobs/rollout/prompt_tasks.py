@@ -25,7 +25,7 @@ from jaxmem.data.tasks import TaskConfig
 from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.jobs import passes
-from jaxmem.train.jobs.reading import Reading, TokenRecord
+from jaxmem.train.jobs.reading import DataSize, Reading, TokenRecord
 from jaxmem.train.jobs.rollout.conversations import (
     ConversationLimits,
     Partners,
@@ -310,6 +310,12 @@ class TaskPrompts(Reading):
         if self._config.weights is None:
             return None
         return passes.of_items(self._config, self.task.sources)
+
+    @property
+    def size(self) -> DataSize | None:
+        if self.task.size is None:
+            return None
+        return DataSize(self.task.size, "prompts", per_step=self._prompts)
 
     def seen(self, run: RunConfig) -> str | None:
         return None if self.task.size is None else super().seen(run)
