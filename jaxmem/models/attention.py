@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import devices, remat
+from jaxmem.head.backends import hopper
+from jaxmem.models.config import ModelConfig
 from jaxmem.models.kernels import packed_attention
 from jaxmem.models.positions import Sight
 
@@ -35,6 +37,17 @@ def attend(
     logsumexp, with the checkpoint names "attn_out" and "attn_lse".
     """
     return _attend_vjp(query, key, value, sight, sinks, scale, softcap)
+
+
+def advice(config: ModelConfig) -> str | None:
+    """A line about cuDNN's kernel of packed rows if it can run and is not chosen."""
+    supported = config.window is None and config.reason_without_cudnn() is None
+    if config.attention or not supported or hopper.refuses_machine() is not None:
+        return None
+    return (
+        "attention runs in XLA; on this GPU, model.attention='cudnn' is faster and "
+        "takes less memory (model.attention='xla' keeps it without this line)"
+    )
 
 
 @jax.custom_vjp

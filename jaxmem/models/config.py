@@ -374,15 +374,21 @@ class ModelConfig:
                 raise ValueError(f"ModelConfig.{name}={value!r} needs {why}")
 
     def _check_attention(self):
-        if self.attention != "cudnn":
-            return
+        if self.attention == "cudnn":
+            why = self.reason_without_cudnn()
+            check_field(self, "attention", why is None, f"None or 'xla' {why}")
+
+    def reason_without_cudnn(self) -> str | None:
+        """The setting that cuDNN's attention does not support; None if it runs."""
         for problem, why in (
             (self.attention_softcap is not None, "with attention_softcap"),
             (self.sinks, "with sinks"),
             (self.dtype == "float32", "with dtype='float32'"),
             (self.rotated_width is not None, "with latent attention"),
         ):
-            check_field(self, "attention", not problem, f"None or 'xla' {why}")
+            if problem:
+                return why
+        return None
 
     def _check_experts(self):
         if self.experts is None:

@@ -18,7 +18,7 @@ from jaxmem.base.user_code import Hooked
 from jaxmem.checkpoints import read_weights
 from jaxmem.data.documents import Batch
 from jaxmem.head.maths.call_report import report
-from jaxmem.models import balance
+from jaxmem.models import attention, balance
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.lora import adapters_of
 from jaxmem.models.own_model import LanguageModel
@@ -296,6 +296,9 @@ class ModelProgram:
         """Lines about the model that a run or a plan prints before it starts."""
         params, frozen = self.state_shapes.params, self.frozen_shapes
         yield precision.described(params, frozen, str(self.model_config.dtype))
+        is_alone = self._make_own is None and self.layout.mesh is None
+        if is_alone and (line := attention.advice(self.model_config)) is not None:
+            yield line
         if self._make_own is not None and self.config.remat.policy != "none":
             yield (
                 f"remat.policy={self.config.remat.policy!r} has no effect: the model "

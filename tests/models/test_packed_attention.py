@@ -209,3 +209,20 @@ def test_packed_attention_equals_xla(width, longest):
         scale = float(jnp.abs(reference).max())
         error = jnp.where(is_token, ours.astype(jnp.float32) - reference, 0)
         assert float(jnp.abs(error).max()) < 0.01 * scale
+
+
+@pytest.mark.parametrize(
+    "changes, is_advised",
+    [
+        ({}, True),
+        ({"attention": "xla"}, False),
+        ({"dtype": "float32"}, False),
+        ({"window": 8, "pattern": ("local",)}, False),
+    ],
+)
+def test_advice_names_cudnn_if_its_kernel_can_run(monkeypatch, changes, is_advised):
+    config = dataclasses.replace(SMALL, **({"dtype": "bfloat16"} | changes))
+    assert attention.advice(config) is None  # no GPU
+    monkeypatch.setattr(attention.hopper, "refuses_machine", lambda: None)
+    line = attention.advice(config)
+    assert (line is not None and "model.attention='cudnn'" in line) is is_advised
