@@ -308,7 +308,9 @@ def test_phases_hold_the_codes_of_a_base(words):
     """Codes take a quarter of blocks in float32, and half of blocks in bfloat16."""
     path, held = cli._find_config(words[0]), []
     for more in ((), ("model.base=int8",)):
-        programs = job_of(configuration.load(path, (*words[1:], *more))[0]).plan()
+        unread = configuration.DATA_KEYS  # as `jaxmem plan` does
+        config, _ = configuration.load(path, (*words[1:], *more), unread)
+        programs = job_of(config).plan()
         held.append(device_bytes(programs.backward.arguments["frozen weights"]))
     assert held[1] < 0.75 * held[0]
 
