@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
 from jaxmem.base import messages
 from jaxmem.base.ranges import Range, integers
 from jaxmem.checkpoints import adapter_tensors, base_record, names
@@ -23,7 +21,7 @@ from jaxmem.checkpoints.adapter_tensors import ModuleAdapter, Site, target_of
 from jaxmem.checkpoints.config_reader import Reader, read_object
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.models.config import RANGES, SAVED, TARGETS, ModelConfig
-from jaxmem.models.decoder import Decoder
+from jaxmem.models.decoder import Decoder, abstract_decoder
 from jaxmem.models.weights import by_path
 
 CONFIG = "adapter_config.json"
@@ -230,7 +228,7 @@ def _possible_sites(naming: names.Naming) -> dict[str, list[Site]]:
             dataclasses.replace(plain, lora_rank=1, lora_targets=(target,))
             sites[target] = []
     model = dataclasses.replace(plain, lora_rank=1, lora_targets=tuple(sites))
-    decoder = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    decoder = abstract_decoder(model)
     for site in adapter_tensors.sites(by_path(decoder), naming):
         for target in {target_of(part) for part in site.parts}:
             sites[target].append(site)

@@ -13,7 +13,7 @@ from flax import nnx, traverse_util
 
 from jaxmem.models import coded_weights, lora, structure
 from jaxmem.models.config import PLAIN, ModelConfig
-from jaxmem.models.decoder import Decoder
+from jaxmem.models.decoder import Decoder, abstract_decoder
 from jaxmem.models.weights import by_path
 
 
@@ -188,8 +188,7 @@ def _plain_config(config: ModelConfig) -> ModelConfig:
 
 
 def _abstract(decoder: Decoder) -> Decoder:
-    config, policy = _plain_config(decoder.config), decoder.policy
-    return nnx.eval_shape(lambda: Decoder(config, policy=policy, rngs=nnx.Rngs(0)))
+    return abstract_decoder(_plain_config(decoder.config), policy=decoder.policy)
 
 
 def _with_weights(decoder: Decoder, weights: Any) -> Decoder:

@@ -32,7 +32,7 @@ from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.tensors import Tensors, write_tensors
 from jaxmem.models import coded_weights, lora
 from jaxmem.models.config import BASE_FIELDS, DTYPES, PLAIN, UNTIED, ModelConfig
-from jaxmem.models.decoder import Decoder
+from jaxmem.models.decoder import Decoder, abstract_decoder
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.models.weights import by_path, join_weights
 
@@ -85,7 +85,7 @@ def load(
     config, added = _configured(
         directory, dtype=dtype, param_dtype=param_dtype, adapter=adapter, **options
     )
-    shapes = _abstract_decoder(config.model, head, policy)
+    shapes = abstract_decoder(config.model, head, policy)
     weights = _read_weights(config, config.model, shapes, sharding)
     if added is None:
         return nnx.merge(nnx.split(shapes)[0], weights)
@@ -177,7 +177,7 @@ def read_weights(
             the decoder; the message names it and its file.
     """
     config = read_config(directory)
-    return _read_weights(config, model, _abstract_decoder(model), sharding, like)
+    return _read_weights(config, model, abstract_decoder(model), sharding, like)
 
 
 def _check_base(config: CheckpointConfig, base: str | None) -> None:
@@ -193,7 +193,7 @@ def kernels_of(directory: str | Path, dtype: str) -> Callable[[str], jax.Array]:
     """A function that reads one kernel of a checkpoint, by its path in the decoder."""
     model = read_config(directory).model
     model = dataclasses.replace(model, dtype=dtype, param_dtype=dtype)
-    every = by_path(_abstract_decoder(model))
+    every = by_path(abstract_decoder(model))
 
     def read(path: str) -> jax.Array:
         like = traverse_util.unflatten_dict({path: every[path]}, sep="/")
@@ -368,7 +368,7 @@ def as_known(decoder: Decoder, max_positions: int) -> tuple[Decoder, dict[str, A
     if model.tied:
         flat["head/kernel"] = table.T
     flat["embed/embedding"] = table * jnp.asarray(model.hidden**0.5, table.dtype)
-    definition = nnx.split(_abstract_decoder(plain, policy=decoder.policy))[0]
+    definition = nnx.split(abstract_decoder(plain, policy=decoder.policy))[0]
     return nnx.merge(definition, traverse_util.unflatten_dict(flat, sep="/")), described
 
 
@@ -454,12 +454,6 @@ def _describe_differing(
 def _config_choices(model: ModelConfig) -> dict[str, Any]:
     """The fields that the user chooses, independent of the checkpoint."""
     return {name: getattr(model, name) for name in FREE}
-
-
-def _abstract_decoder(
-    model: ModelConfig, head: HeadConfig | None = None, policy: Any = "full"
-) -> Decoder:
-    return nnx.eval_shape(lambda: Decoder(model, head, policy, rngs=nnx.Rngs(0)))
 
 
 def _write_config(directory: Path, raw: Mapping[str, Any], dtype: str) -> None:

@@ -5,6 +5,7 @@ array with a vocabulary axis is built by accident.
 """
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -499,3 +500,23 @@ class Decoder(nnx.Module):
 
     recomputes = False  # True: sampling reads a row again for each token
     extends = True  # True: several tokens can follow on a cache
+
+
+def abstract_decoder(
+    config: ModelConfig,
+    head: HeadConfig | None = None,
+    policy: remat.Policy | str | None = "full",
+    *,
+    unroll: bool = False,
+) -> Decoder:
+    """A decoder that has the shape and type of each weight, and no arrays."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return nnx.merge(*_split_abstract(config, head, policy, unroll, mesh))
+
+
+# To trace the constructor takes most of the time in which a small checkpoint is read.
+@functools.lru_cache(maxsize=128)
+def _split_abstract(config, head, policy, unroll, mesh) -> Any:
+    """Graph and shapes of a decoder; a mesh in context may give these shardings."""
+    make = functools.partial(Decoder, config, head, policy, unroll=unroll)
+    return nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxmem import checkpoints
-from jaxmem.models.decoder import Decoder
+from jaxmem.models.decoder import abstract_decoder
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.score.run import ScoreConfig
 from jaxmem.score.teacher_columns import token_columns
@@ -38,7 +38,7 @@ class Scoring:
         )  # fmt: skip
         model, columns = described.model, config.columns
         head = HeadConfig(chunk=config.chunk)
-        decoder = nnx.eval_shape(lambda: Decoder(model, head, rngs=nnx.Rngs(0)))
+        decoder = abstract_decoder(model, head)
         width = min(config.max_tokens, described.max_positions)
         ids = jax.ShapeDtypeStruct((config.max_tokens // width, width), "int32")
         key = jax.eval_shape(lambda: columns.key(0, 0)) if columns else None

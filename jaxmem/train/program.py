@@ -19,7 +19,7 @@ from jaxmem.checkpoints import read_weights
 from jaxmem.data.documents import Batch
 from jaxmem.head.maths.call_report import report
 from jaxmem.models import attention, balance
-from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.decoder import Decoder, ModelConfig, abstract_decoder
 from jaxmem.models.lora import adapters_of
 from jaxmem.models.own_model import LanguageModel
 from jaxmem.models.partitioning import Layout
@@ -147,10 +147,18 @@ class ModelProgram:
             rngs=rngs,
         )
 
+    def _new_abstract(self) -> LanguageModel:
+        """The model of the present policy, with shapes in the place of its weights."""
+        if self._make_own is not None:
+            return nnx.eval_shape(self.new_model)
+        unroll = self.config.remat.unroll
+        model, head = self.model_config, self.config.head
+        return abstract_decoder(model, head, self.policy, unroll=unroll)
+
     def _use_policy(self, policy: remat.Policy | None) -> None:
         self.policy = policy
         with self.layout.context():
-            self.abstract = nnx.eval_shape(self.new_model)
+            self.abstract = self._new_abstract()
         self.definition = nnx.split(self.abstract)[0]
         specs = None if self.layout.mesh is None else self.abstract.specs()
         self.layout = Layout(self.config.mesh, specs)

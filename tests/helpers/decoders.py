@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmem.models.decoder import Decoder
+from jaxmem.models.decoder import abstract_decoder
 
 
 def drawn(config, *head, **options):
     """A decoder with matrices as large as at its start; vectors differ, none is 0."""
-    shapes = nnx.eval_shape(lambda: Decoder(config, *head, **options, rngs=nnx.Rngs(0)))
+    shapes = abstract_decoder(config, *head, **options)
     definition, weights = nnx.split(shapes)
     rng = np.random.default_rng(0)
 
