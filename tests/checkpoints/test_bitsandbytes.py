@@ -30,6 +30,7 @@ from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.weights import by_path
 from tests.helpers import seeded, texts
 from tests.helpers.cases import full, slow
+from tests.helpers.codes import decode, encode
 from tests.helpers.decoders import whole as hidden_states
 
 CODED = pathlib.Path(__file__).parent / "bitsandbytes"
@@ -70,7 +71,7 @@ def matrix_of(decoder, name):
     names = coded_weights.ARRAYS
     paths = {name: f"{start}_{name}" for name in names if f"{start}_{name}" in weights}
     arrays = {name: weights[path][index] for name, path in paths.items()}
-    return np.asarray(coded_weights.decode(arrays, jnp.float32))
+    return np.asarray(decode(arrays, jnp.float32))
 
 
 def copied(name, tmp_path):
@@ -207,7 +208,7 @@ def encode_files(directory):
         for name, matrix in list(tensors.items()):
             if "layers." not in name or matrix.ndim != 2 or matrix.shape[1] % 64:
                 continue
-            arrays = jax.device_get(coded_weights.encode(jnp.asarray(matrix), "nf4"))
+            arrays = jax.device_get(encode(jnp.asarray(matrix), "nf4"))
             state = {
                 "quant_type": "nf4", "blocksize": 64, "shape": matrix.shape,
                 "nested_blocksize": 256, "nested_offset": float(arrays["scale_offset"]),
@@ -262,7 +263,7 @@ def test_load_has_codes_of_each_layout(family, targets, double, tmp_path):
             for name in coded_weights.ARRAYS
             if f"{path}_{name}" in weights
         }
-        made = coded_weights.decode(arrays, jnp.float32).swapaxes(-1, -2)
+        made = decode(arrays, jnp.float32).swapaxes(-1, -2)
         np.testing.assert_allclose(made, plain[path], rtol=1e-5, atol=1e-6)
 
 

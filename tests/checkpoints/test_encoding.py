@@ -8,6 +8,9 @@ from jaxmem import checkpoints
 from jaxmem.models import coded_weights
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.weights import by_path
+from tests.helpers.codes import encode
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 TINY = "tests/checkpoints/tiny/qwen3"
 LARGER = "tests/checkpoints/bitsandbytes/qwen3_nf4"  # of whole blocks, once decoded
@@ -29,7 +32,7 @@ def test_load_encodes_each_matrix(base, options, tmp_path):
     assert kernels and not coded.keys() & {*kernels}
     for path in kernels:
         double = options.get("base_double", True)
-        expected = coded_weights.encode(plain[path].swapaxes(-1, -2), base, double)
+        expected = encode(plain[path].swapaxes(-1, -2), base, double)
         assert len(expected) == sum(name.startswith(path) for name in coded)
         for name, array in expected.items():
             np.testing.assert_array_equal(coded[f"{path}_{name}"], array)
@@ -51,7 +54,7 @@ def test_load_encodes_the_embedding_by_rows():
     options = {"base": "nf4", "base_targets": ("embedding",)}
     table = checkpoints.load(TINY).embed.embedding[...]
     coded = by_path(checkpoints.load(TINY, **options))
-    for name, array in coded_weights.encode(table, "int8", block=16).items():
+    for name, array in encode(table, "int8", block=16).items():
         np.testing.assert_array_equal(coded[f"embed/embedding_{name}"], array)
 
 

@@ -23,6 +23,9 @@ from jaxmem.models import (
 from jaxmem.models.config import BASE_TARGETS, PLAIN
 from jaxmem.models.decoder import Decoder, ModelConfig
 from tests.helpers import decoders
+from tests.helpers.codes import decode, encode
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONFIG = ModelConfig(
     layers=2, hidden=128, ff=192, heads=4, kv_heads=2, head_dim=32, vocab_size=40,
@@ -40,10 +43,10 @@ def coded(config, **options):
         module, _, kind = path.rpartition("/")
         name = module.rpartition("/")[2]
         if kind == "kernel" and name in BASE_TARGETS and config.base_of(name):
-            encoded = coded_weights.encode(array.swapaxes(-1, -2), config.base)
+            encoded = encode(array.swapaxes(-1, -2), config.base)
             arrays |= {f"{path}_{name}": each for name, each in encoded.items()}
         elif path == "embed/embedding" and config.codes_embedding:
-            encoded = coded_weights.encode(array, "int8", block=config.hidden)
+            encoded = encode(array, "int8", block=config.hidden)
             arrays |= {f"{path}_{name}": each for name, each in encoded.items()}
         else:
             arrays[path] = array
@@ -65,7 +68,7 @@ def decoded(decoder, **options):
             name: flat[f"{path}_{name}"]
             for name in coded_weights.ARRAYS if f"{path}_{name}" in flat
         }  # fmt: skip
-        W = coded_weights.decode(parts, config.dtype)
+        W = decode(parts, config.dtype)
         arrays[path] = W if path.endswith("embedding") else W.swapaxes(-1, -2)
     nested = traverse_util.unflatten_dict(arrays, sep="/")
     return nnx.merge(nnx.split(shapes)[0], nested)
@@ -147,7 +150,7 @@ def test_new_decoder_has_the_codes_of_the_dense_one():
     new = weights.by_path(make(CONFIG))
     dense = weights.by_path(make(dataclasses.replace(CONFIG, base=None)))
     kernel = dense["blocks/feed_forward/up/kernel"].swapaxes(-1, -2)
-    for name, array in coded_weights.encode(kernel, "nf4").items():
+    for name, array in encode(kernel, "nf4").items():
         other = new[f"blocks/feed_forward/up/kernel_{name}"]
         np.testing.assert_allclose(other, array, atol=1e-6)
     assert not any(p.startswith("blocks") and p.endswith("kernel") for p in new)
@@ -328,11 +331,11 @@ def test_look_up_of_codes_is_of_the_decoded_table():
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.normal(size=(40, 128)), jnp.float32)
     coded = nnx.eval_shape(lambda: embedding.CodedTable(40, TABLE, nnx.Rngs(0)))
-    arrays = coded_weights.encode(table, "int8", block=128)
+    arrays = encode(table, "int8", block=128)
     assert arrays["scales"].shape == (40, 1)
     coded.set_arrays(arrays)
     rows = embedding.rows(coded, IDS, None)
-    whole = coded_weights.decode(arrays, "float32")
+    whole = decode(arrays, "float32")
     np.testing.assert_array_equal(rows, whole[IDS])
     assert 0 < np.abs(whole - table).max() < 0.02
 

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from jaxmem.models import coded_weights
+from tests.helpers.codes import decode, encode
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 NF4 = np.array(
     """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453
@@ -63,7 +66,7 @@ def test_dynamic_is_the_map_of_the_paper():
 def test_encode_is_the_reference():
     x = matrix(96, 256)  # 384 blocks: one nested group and a half
     codes, decoded = oracle(x)
-    arrays = coded_weights.encode(jnp.asarray(x), "nf4")
+    arrays = encode(jnp.asarray(x), "nf4")
     types = {name: str(array.dtype) for name, array in arrays.items()}
     assert types == {
         "codes": "uint8", "scales": "uint8",
@@ -72,14 +75,14 @@ def test_encode_is_the_reference():
     for name, expected in codes.items():
         np.testing.assert_allclose(arrays[name], expected, rtol=1e-5)
     np.testing.assert_allclose(
-        coded_weights.decode(arrays, jnp.float32), decoded, rtol=1e-5, atol=1e-6
+        decode(arrays, jnp.float32), decoded, rtol=1e-5, atol=1e-6
     )
 
 
 def test_decode_rounds_once():
-    arrays = coded_weights.encode(jnp.asarray(matrix(8, 128)), "nf4")
-    wide = coded_weights.decode(arrays, jnp.float32)
-    narrow = coded_weights.decode(arrays, jnp.bfloat16)
+    arrays = encode(jnp.asarray(matrix(8, 128)), "nf4")
+    wide = decode(arrays, jnp.float32)
+    narrow = decode(arrays, jnp.bfloat16)
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
 
@@ -87,36 +90,36 @@ def test_decode_reads_all_codes_of_the_high_bits_first():
     codes = jnp.arange(256, dtype=jnp.uint8).reshape(8, 32)
     arrays = {"codes": codes, "scales": jnp.full((8, 1), 2.0)}
     pairs = np.stack([NF4[np.arange(256) // 16], NF4[np.arange(256) % 16]], -1)
-    decoded = coded_weights.decode(arrays, jnp.float32)
+    decoded = decode(arrays, jnp.float32)
     np.testing.assert_array_equal(decoded, 2 * pairs.reshape(8, 64).astype(np.float32))
 
 
 @pytest.mark.parametrize("inputs, scales", [(256, 2), (96, 1)])
 def test_encode_of_int8_has_an_error_of_half_a_step(inputs: int, scales: int):
     x = matrix(8, inputs)
-    arrays = coded_weights.encode(jnp.asarray(x), "int8")
+    arrays = encode(jnp.asarray(x), "int8")
     assert arrays["codes"].dtype == jnp.int8
     assert arrays["scales"].shape == (8, scales)
     steps = np.abs(x).reshape(8, scales, -1).max(-1).repeat(inputs // scales, 1) / 127
-    error = np.abs(np.asarray(coded_weights.decode(arrays, jnp.float32)) - x)
+    error = np.abs(np.asarray(decode(arrays, jnp.float32)) - x)
     assert np.all(error <= 0.5001 * steps) and error.max() > 0.3 * steps.max() / 2
 
 
 @pytest.mark.parametrize("base", coded_weights.BASES)
 def test_encode_of_a_stack_is_that_of_each_matrix(base: str):
     x = jnp.asarray(matrix(3, 4, 128))
-    stacked = coded_weights.encode(x, base)
+    stacked = encode(x, base)
     for i in range(3):
-        for name, array in coded_weights.encode(x[i], base).items():
+        for name, array in encode(x[i], base).items():
             np.testing.assert_array_equal(stacked[name][i], array)
-    decoded = coded_weights.decode(stacked, jnp.bfloat16)
+    decoded = decode(stacked, jnp.bfloat16)
     assert decoded.shape == x.shape and decoded.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("base", coded_weights.BASES)
 def test_encode_of_zeros_is_zeros(base: str):
-    arrays = coded_weights.encode(jnp.zeros((2, 128)), base)
-    np.testing.assert_array_equal(coded_weights.decode(arrays, jnp.float32), 0)
+    arrays = encode(jnp.zeros((2, 128)), base)
+    np.testing.assert_array_equal(decode(arrays, jnp.float32), 0)
 
 
 def test_shapes_are_4_bits_and_an_eighth():
@@ -127,7 +130,7 @@ def test_shapes_are_4_bits_and_an_eighth():
 
 def test_encode_without_double_quantisation_has_the_largest_magnitudes():
     x = matrix(8, 128)
-    arrays = coded_weights.encode(jnp.asarray(x), "nf4", double=False)
+    arrays = encode(jnp.asarray(x), "nf4", double=False)
     assert arrays.keys() == {"codes", "scales"}
     np.testing.assert_array_equal(
         arrays["scales"], np.abs(x.reshape(8, 2, 64)).max(axis=-1)
@@ -136,7 +139,7 @@ def test_encode_without_double_quantisation_has_the_largest_magnitudes():
 
 def test_encode_refuses_part_of_a_block():
     with pytest.raises(ValueError, match="64 inputs, which must divide the 96 inputs"):
-        coded_weights.encode(jnp.zeros((2, 96)), "nf4")
+        encode(jnp.zeros((2, 96)), "nf4")
 
 
 def test_decode_is_without_an_array_of_float32_weights():

@@ -14,6 +14,9 @@ from jaxmem.models.positions import Sight
 from tests.helpers import decoders
 from tests.helpers.sampling import SMALL
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+documents = jax.jit(packed_attention.documents)
+
 IDS = np.zeros((3, 64), np.int32)
 IDS[0, :40], IDS[0, 40:43], IDS[0, 43:60] = 1, 2, 3  # of 64: whole, 1 / 16, whole
 IDS[1, :16], IDS[1, 16:32], IDS[1, 32:64] = 4, 5, 6  # two of 64 / 4 at most, whole
@@ -21,7 +24,7 @@ IDS[2, 5:6], IDS[2, 6:10], IDS[2, 20:25] = 7, 8, 9  # two of 64 / 16, one of 64 
 
 
 def test_documents_are_grouped_by_length():
-    batch = packed_attention.documents(jnp.asarray(IDS))
+    batch = documents(jnp.asarray(IDS))
     expected = [
         (64, [0, 43, 96], [40, 17, 32]),
         (16, [64, 80, 148], [16, 16, 5]),
@@ -56,20 +59,20 @@ def test_documents_are_grouped_by_length():
     ],
 )
 def test_documents_fit_if_few_and_rising(ids, fits):
-    assert bool(packed_attention.documents(jnp.asarray(ids)).fit) == fits
+    assert bool(documents(jnp.asarray(ids)).fit) == fits
 
 
 def test_more_than_64_short_documents_of_a_row_do_not_fit():
     ids = np.repeat(np.arange(1, 65), 2)
-    assert packed_attention.documents(jnp.asarray(ids[None])).fit
+    assert documents(jnp.asarray(ids[None])).fit
     ids = np.arange(1, 129)
-    assert not packed_attention.documents(jnp.asarray(ids[None])).fit
+    assert not documents(jnp.asarray(ids[None])).fit
 
 
 def test_logsumexps_of_tokens_and_documents_are_the_same():
     by_token = jnp.arange(2.0 * 192).reshape(2, 192)
     total = jnp.zeros_like(by_token)
-    for group in packed_attention.documents(jnp.asarray(IDS)).groups:
+    for group in documents(jnp.asarray(IDS)).groups:
         by_document = packed_attention.by_document(by_token, group)
         assert by_document.shape == (group.starts.size, 2, group.longest)
         again = packed_attention.by_token(by_document, group)
@@ -134,7 +137,7 @@ def test_sampler_calls_ragged_kernel_where_no_cache_is_read():
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="has cuDNN")
 @pytest.mark.parametrize("packed", [True, False])
 def test_attend_by_cudnn_names_the_backend_that_lacks_it(packed):
-    batch = packed_attention.documents(jnp.asarray(IDS)) if packed else None
+    batch = documents(jnp.asarray(IDS)) if packed else None
     x = jax.ShapeDtypeStruct((*IDS.shape, 2, 16), jnp.bfloat16)
 
     def attend(x):

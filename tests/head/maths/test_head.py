@@ -9,6 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxmem
 from tests.helpers.cases import Case
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 H, W, Y = Case(12, 6, 16).make()
 BIAS = np.linspace(-1, 1, 16, dtype=np.float32)
 

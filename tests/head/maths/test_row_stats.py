@@ -17,6 +17,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tests")
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROWS = 3
 SUMS = ("sum_others", "sum_shifted", "sum_squares")
 of_tile = jax.jit(lambda z, labels: row_stats.of_tile(z, labels)[0])
