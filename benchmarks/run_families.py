@@ -45,7 +45,7 @@ from jaxmem.models.training_head import HeadConfig
 from jaxmem.models.weights import join_weights
 from jaxmem.planning import accounts
 from jaxmem.train.jobs import sft
-from jaxmem.train.jobs.config import Config
+from jaxmem.train.jobs.config import SftJobConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig
 from tests.helpers import seeded
@@ -109,7 +109,7 @@ def sampled(decoder: Decoder, record: Mapping[str, Any]) -> float:
 def trained(directory: pathlib.Path, tokens: np.ndarray) -> tuple[float, float]:
     """The loss after two steps over that before, and a step's MiB by a plan."""
     rows, length = tokens.shape
-    config = Config(
+    config = SftJobConfig(
         model=checkpoints.with_checkpoint(ModelConfig(checkpoint=str(directory))),
         data=DataConfig(batch_size=rows, sequence_length=length),
         head=HeadConfig(chunk=None),

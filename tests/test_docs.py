@@ -140,7 +140,9 @@ def run_python(text, name):
 
 
 # The functions that they call have quick tests of their own.
-TRAINING_PAGES = ("own_model", "heads", "sampled", "start", "meshes", "rl_losses")
+TRAINING_PAGES = (
+    "own_model", "heads", "sampled", "start", "meshes", "rl_losses", "python",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.train.jobs import sft
-from jaxmem.train.jobs.config import Config
+from jaxmem.train.jobs.config import SftJobConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig
@@ -160,7 +160,7 @@ def config_of(policy, **mesh):
         layers=2, hidden=D, ff=256, heads=4, kv_heads=2, head_dim=32, vocab_size=V,
         dtype="bfloat16",
     )  # fmt: skip
-    return Config(
+    return SftJobConfig(
         data=DataConfig(sequence_length=256, batch_size=4), model=model,
         head=HeadConfig(chunk=C), optimizer=OptimizerConfig(warmup_steps=1),
         run=RunConfig(steps=3), remat=RematConfig(policy), mesh=MeshConfig(**mesh),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.base import caches, files, imports, messages
+from jaxmem.data import python_records
 
 # hf://OWNER/NAME, with @REVISION, /CONFIG and :SPLIT or without.
 _HUB = re.compile(
@@ -31,12 +32,15 @@ def copies(address: str) -> list[Path]:
 
     Args:
         address: of a file, or a glob of files, that fsspec reads (gs://, s3://,
-            hf://datasets/OWNER/NAME/FILE); or of a data set, hf://OWNER/NAME.
+            hf://datasets/OWNER/NAME/FILE); or of a data set, hf://OWNER/NAME; or of
+            records of Python, as `python_records.store` returns it.
 
     Raises:
         RemoteError: a library is missing, or the data cannot be read.
     """
     with _errors(address):
+        if address.startswith(python_records.SCHEME):
+            return [python_records.stored(address)]
         match = _HUB.fullmatch(address)
         return [_copy_data_set(address, match)] if match else _copy_files(address)
 

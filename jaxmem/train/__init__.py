@@ -1,4 +1,10 @@
-"""Training jobs: supervised fine-tuning and GRPO, configured by gin files."""
+"""Training jobs, configured by gin files or from Python.
+
+>>> from jaxmem import train
+>>> config = train.make("sft_lora", model={"checkpoint": "Qwen/Qwen3-0.6B"},
+...                     data={"source": [{"text": "Once"}]})  # doctest: +SKIP
+>>> result = train.train(config)  # doctest: +SKIP
+"""
 
 import typing
 
@@ -10,8 +16,27 @@ imports.require(
 
 if typing.TYPE_CHECKING:
     from jaxmem.train import (
-        config as config,
+        configuration as configuration,
         jobs as jobs,
     )
+    from jaxmem.train.configuration import load as load, make as make
+    from jaxmem.train.jobs import train as train
+    from jaxmem.train.jobs.config import (
+        DistillJobConfig as DistillJobConfig,
+        DpoJobConfig as DpoJobConfig,
+        GrpoJobConfig as GrpoJobConfig,
+        SftJobConfig as SftJobConfig,
+    )
 else:
-    __getattr__, __dir__ = imports.lazy(__name__, "config", "jobs")
+    __getattr__, __dir__ = imports.lazy(
+        __name__,
+        "configuration",
+        "jobs",
+        load="configuration",
+        make="configuration",
+        train="jobs",
+        DistillJobConfig="jobs.config",
+        DpoJobConfig="jobs.config",
+        GrpoJobConfig="jobs.config",
+        SftJobConfig="jobs.config",
+    )

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import gin
 from gin import config as gin_config, config_parser
 
-from jaxmem.base import messages, shipped
+from jaxmem.base import messages, shipped, user_code
 from jaxmem.base.fields import accepts, describe, problem_of
 from jaxmem.base.user_code import UserCodeError
+from jaxmem.data import python_records
 from jaxmem.train import keys, peers
 from jaxmem.train.jobs import JOBS, Job
 from jaxmem.train.jobs.job import job_named
@@ -66,6 +67,7 @@ _EXAMPLES = {
     "data.source": "FILE.jsonl",
     "task.source": "FILE.jsonl",
 }
+_MAKE = "configuration.make"  # the location of its arguments, for errors
 _MOST_KEYS = 5  # that an error lists
 # Keys that name data, which a plan does not read.
 DATA_KEYS = ("data.source", "task.source")
@@ -137,9 +139,71 @@ def _build(
             _gin_configurable(section, dataclass)
         for key, binding in effective.items():
             gin.bind_parameter(_gin_key(key), binding.value)
-        return _build_job(jobs, locations), gin.operative_config_str()
+        config = _build_job(jobs, locations)
+        return config, keys.text(config)
     finally:
         gin.clear_config()
+
+
+def make(name: str | os.PathLike[str], /, **sections: Mapping[str, Any]) -> Any:
+    """Return the configuration of a file with other settings, or of a job's defaults.
+
+    The settings have the names, the checks and the errors that they have in a file.
+
+    Args:
+        name: a shipped file, with its suffix or without ("sft_lora",
+            "recipes/qwen3_8b_24g"), a path, or the value of run.job ("sft", "dpo",
+            "grpo", "distill", "file.py:Class"), for the defaults.
+        sections: settings by section and field, as in model={"lora_rank": 8}. Lists
+            become tuples, and paths strings. data.source and task.source may also be
+            records: dicts in a list or in a `datasets.Dataset`, which are kept in the
+            cache under their digest.
+
+    Returns:
+        The frozen dataclass that `load` returns, for `jaxmem.train.train`.
+
+    Raises:
+        ConfigError: as in `load`.
+        RecordsError: records are no dicts, or not JSON.
+
+    >>> config = make("sft", data={"source": "notes.txt"}, run={"steps": 200})
+    >>> config.data.source, config.run.steps
+    ('notes.txt', 200)
+    """
+    bindings = _named_bindings(str(name))
+    for section, fields in sections.items():
+        if not isinstance(fields, Mapping):
+            must_be = messages.must_be(section, "a dict of settings", fields)
+            raise ConfigError(f"{_MAKE}: {must_be}")
+        for field, value in fields.items():
+            key = f"{section}.{field}"
+            bindings.append(_Binding(key, _python_value(key, value), _MAKE, _MAKE))
+    _check_macros({binding.key: binding for binding in bindings})
+    return _build(bindings, ())[0]
+
+
+def _named_bindings(name: str) -> list[_Binding]:
+    if name in JOBS or (user_code.names_code(name) and not Path(name).exists()):
+        return [_Binding("run.job", name, _MAKE, _MAKE)]
+    return list(_file_bindings(_path_of(name), ()))
+
+
+def _python_value(key: str, value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if key in DATA_KEYS and _is_records(value):
+        return python_records.store(value, key)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_records(value: Any) -> bool:
+    """True for what may be iterated and is no name of data, nor several."""
+    if isinstance(value, str | tuple | Mapping) or not isinstance(value, Iterable):
+        return False
+    is_list_of_names = isinstance(value, list) and any(
+        isinstance(item, str) for item in value
+    )
+    return not is_list_of_names
 
 
 def describe_keys(
@@ -168,18 +232,20 @@ def _read_bindings(
     path: str | os.PathLike[str], overrides: Sequence[str]
 ) -> list[_Binding]:
     """All bindings in their order; macros are checked, and keys are not."""
-    path = Path(path)
-    if not path.exists():
-        path = shipped.find(str(path)) or path
     overriding = _override_bindings(overrides)
     last: dict[str, _Binding] = {}
     for binding in overriding:
         if binding.key in last:
             _note(f"{binding.text} replaces {last[binding.key].text}")
         last[binding.key] = binding
-    bindings = [*_file_bindings(path, ()), *overriding]
+    bindings = [*_file_bindings(_path_of(path), ()), *overriding]
     _check_macros({binding.key: binding for binding in bindings})
     return bindings
+
+
+def _path_of(name: str | os.PathLike[str]) -> Path:
+    path = Path(name)
+    return path if path.exists() else shipped.find(str(path)) or path
 
 
 def _note(text: str) -> None:

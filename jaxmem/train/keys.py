@@ -58,6 +58,19 @@ def _read_comments(dataclass: type) -> dict[str, str]:
     return {name: " ".join(comments) for name, comments in by_field.items()}
 
 
+def text(config: JobConfig) -> str:
+    """Return every setting of a configuration as the text of a gin file."""
+    lines = []
+    for section in config.sections():
+        part = getattr(config, section)
+        lines += ["", f"# {section}"]
+        lines += [
+            f"{section}.{field.name} = {getattr(part, field.name)!r}"
+            for field in dataclasses.fields(part)
+        ]
+    return "\n".join(lines[1:]) + "\n"
+
+
 def differing(config: JobConfig) -> str:
     """Return the settings that differ from the defaults, as lines of a gin file.
 

@@ -27,9 +27,10 @@ def texts(job: Job, operative_text: str, config: JobConfig) -> dict[str, str]:
 
     `config` is as the user gave it: `job.config` has the sizes of a checkpoint, too.
     """
-    contents = {"operative.gin": operative_text}
-    if operative_text:
-        contents["settings.gin"] = keys.differing(model_names.recorded(config)) + "\n"
+    contents = {
+        "operative.gin": operative_text,
+        "settings.gin": keys.differing(model_names.recorded(config)) + "\n",
+    }
     if processes.is_first():
         contents[ABOUT] = json.dumps(about.facts(job), indent=1) + "\n"
     if job.tokenizer is not None:

@@ -4,7 +4,7 @@ from jaxmem.data.documents import DataConfig
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.models.training_head import HeadConfig
-from jaxmem.train.jobs.config import Config
+from jaxmem.train.jobs.config import SftJobConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig
 
@@ -16,7 +16,7 @@ ROWS = DataConfig(sequence_length=512, batch_size=4)
 
 
 def config_of(model, axis=None):
-    return Config(
+    return SftJobConfig(
         data=ROWS, model=model, head=HeadConfig(chunk=128),
         optimizer=OptimizerConfig(warmup_steps=1), run=RunConfig(steps=3),
         mesh=MeshConfig(**({axis: 2} if axis else {})),

@@ -23,7 +23,7 @@ from jaxmem.remat.offload import Streamed
 from jaxmem.train import jobs
 from jaxmem.train.configuration import ConfigError, load
 from jaxmem.train.jobs import sft
-from jaxmem.train.jobs.config import Config, GrpoJobConfig
+from jaxmem.train.jobs.config import GrpoJobConfig, SftJobConfig
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_objective import GrpoConfig
 from jaxmem.train.memory import RematConfig
@@ -57,7 +57,7 @@ FULL, LAST_WHOLE = RematConfig(), RematConfig("offload_block", last=1)
 
 
 def config_of(text_file, out_dir, sizes=(1, 1, 1, 1), remat=FULL, **run):
-    return Config(
+    return SftJobConfig(
         data=dataclasses.replace(
             DATA, source=str(text_file), cache_dir=str(text_file.parent)
         ),

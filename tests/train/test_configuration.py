@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 
 from jaxmem.train.configuration import ConfigError, load
-from jaxmem.train.jobs.config import Config
+from jaxmem.train.jobs.config import SftJobConfig
 from tests.helpers import nasty
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -44,7 +44,7 @@ def complaint(path, overrides=()):
 
 def test_empty_file_gives_every_default(gin_file):
     config, _ = load(gin_file(""))
-    for field in dataclasses.fields(Config):
+    for field in dataclasses.fields(SftJobConfig):
         section = getattr(config, field.name)
         assert section == type(section)()
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -120,7 +120,7 @@ def test_operative_text_loads_to_same_config(gin_file):
     overrides = ["run.out_dir=" + "a long path/" * 20, "head.chunk=auto"]
     config, text = load(gin_file("W = 64\nmodel.hidden = %W\n"), overrides)
     assert load(gin_file(text, "operative.gin")) == (config, text)
-    for section in dataclasses.fields(Config):
+    for section in dataclasses.fields(SftJobConfig):
         for field in dataclasses.fields(section.type):
             assert f"\n{section.name}.{field.name} = " in text
 
@@ -228,7 +228,7 @@ def test_error_of_a_long_value_is_short(gin_file):
 def test_none_restores_the_default_of_a_field(gin_file):
     gin_file("model.ff = 32\nmodel.layers = 2", "base.gin")
     file = gin_file('include "base.gin"\nmodel.layers = None')
-    assert load(file)[0].model.layers == Config.sections()["model"]().layers
+    assert load(file)[0].model.layers == SftJobConfig.sections()["model"]().layers
     config, text = load(file, ["model.ff=None"])
     assert config.model == load(gin_file("", "empty.gin"))[0].model
     assert "model.ff = 448" in text

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 from jaxmem.data.documents import DataConfig
@@ -17,7 +18,7 @@ from jaxmem.train.settings import JobConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(JobConfig):
+class SftJobConfig(JobConfig):
     """The sections of a supervised run."""
 
     data: DataConfig
@@ -345,3 +346,16 @@ class GrpoJobConfig(JobConfig):
 def _round_up(tokens: int) -> int:
     """The next multiple of 16."""
     return -(-tokens // 16) * 16
+
+
+def __getattr__(name: str) -> Any:
+    """The class of a deprecated name."""
+    if name != "Config":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"{__name__}.Config is deprecated and will be removed in the next version: "
+        "import jaxmem.train.SftJobConfig",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return SftJobConfig

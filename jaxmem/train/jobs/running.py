@@ -1,6 +1,7 @@
 """Training: any job, from its configuration to its report."""
 
 import dataclasses
+import importlib
 import json
 import math
 import sys
@@ -13,7 +14,15 @@ from rich.console import Console
 
 from jaxmem.base import files, processes
 from jaxmem.data import event_loop
-from jaxmem.train import agreement, loop, metrics, model_names, publishing, results
+from jaxmem.train import (
+    agreement,
+    keys,
+    loop,
+    metrics,
+    model_names,
+    publishing,
+    results,
+)
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.metrics import HeadCost
 from jaxmem.train.output import plots, report
@@ -33,6 +42,23 @@ class Result(NamedTuple):
     # the cause that ended the run: "run.steps", "eval.patience" or "on_step"
     ended_by: str = "run.steps"
 
+    @property
+    def model(self) -> Path | None:
+        """The exported adapter or model, for transformers; None if there is none."""
+        exported = (self.out_dir / name for name in ("adapter", "model"))
+        return next(filter(Path.exists, exported), None)
+
+    def generator(self, config: Any = None) -> Any:
+        """Return a `jaxmem.generate.Generator` of the run's last model.
+
+        Args:
+            config: a `jaxmem.generate.GenerateConfig`; None: its defaults.
+        """
+        # That package stands above this one and reads runs by it.
+        generate = importlib.import_module("jaxmem.generate")
+        model = generate.load(self.out_dir, trust_code=True)  # which this process ran
+        return generate.Generator(model, config or generate.GenerateConfig())
+
 
 def train(
     config: JobConfig,
@@ -48,8 +74,8 @@ def train(
         config: everything about the run, which lives in `config.run.out_dir`; a run
             that is there already continues from its newest checkpoint (see
             `loop.open_run`).
-        operative_text: the gin text that says the same; saved beside the run, with the
-            commits of models of the Hub.
+        operative_text: the gin text of `config`, which is saved beside the run with the
+            commits of models of the Hub; "": it is made from `config`.
         console: where progress goes; a new rich console by default.
         on_step: called in each process with the metrics of every step, as metrics.jsonl
             has them. If it returns False, the run stops, saves a checkpoint and leaves
@@ -68,6 +94,7 @@ def train(
         KeyboardInterrupt: after SIGINT; the current step is finished and saved.
         SystemExit: likewise after SIGTERM.
     """
+    operative_text = operative_text or keys.text(config)
     config = model_names.with_directories(
         model_names.of_run(config), tells_cached=processes.is_first()
     )

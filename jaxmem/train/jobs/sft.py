@@ -21,7 +21,7 @@ from jaxmem.models.training_head import HeadConfig, head_loss
 from jaxmem.models.weights import join_weights, merge_module
 from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
-from jaxmem.train.jobs.config import Config
+from jaxmem.train.jobs.config import SftJobConfig
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.reading import NOTHING_COUNTED, loss_counts
 from jaxmem.train.jobs.whole_step import StepProgram, sum_gradients
@@ -91,9 +91,9 @@ class SftProgram(StepProgram):
         packed: True if rows hold several documents; else segment_ids must be None.
     """
 
-    config: Config
+    config: SftJobConfig
 
-    def __init__(self, config: Config, vocab_size: int, packed: bool = True):
+    def __init__(self, config: SftJobConfig, vocab_size: int, packed: bool = True):
         super().__init__(config, vocab_size)
         self._packed = packed
         self._rows = config.data.batch_size, config.data.sequence_length
@@ -163,7 +163,7 @@ class SftProgram(StepProgram):
 class Sft(Job, name="sft"):
     """Supervised training on documents in packed rows."""
 
-    Config = Config
+    Config = SftJobConfig
 
     def make_program(self, vocab_size: int) -> SftProgram:
         return SftProgram(self.config, vocab_size, self.packed)

@@ -278,7 +278,7 @@ def test_job_names_unique_and_sections_own():
         del JOBS["mine"]
     config, _ = configuration.load("own.gin")
     run = dataclasses.replace(config.run, job="sft")
-    with pytest.raises(ValueError, match="run.job='sft' takes a Config, got a Ema"):
+    with pytest.raises(ValueError, match="run.job='sft' takes a SftJobConfig, got a E"):
         jobs.job_of(dataclasses.replace(config, run=run))
 
 

@@ -20,14 +20,14 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxmem import remat
+from jaxmem import generate, remat
 from jaxmem.data.documents import Batch, DataConfig, DataError, batches, load_tokenizer
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.models.weights import join_weights, split_weights
-from jaxmem.train import jobs
+from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs import sft, whole_step
-from jaxmem.train.jobs.config import Config
+from jaxmem.train.jobs.config import SftJobConfig
 from jaxmem.train.jobs.running import with_steps
 from jaxmem.train.optimizer import (
     OptimizerConfig,
@@ -66,7 +66,7 @@ def text_file(tmp_path_factory):
 
 
 def small_config(text_file, out_dir):
-    return Config(
+    return SftJobConfig(
         data=dataclasses.replace(
             DATA, source=str(text_file), cache_dir=str(text_file.parent)
         ),
@@ -466,7 +466,17 @@ def test_run_ends_with_its_held_out_loss(with_held_out):
     assert 0 < found < held_out_loss(with_held_out)
 
 
-def test_train_evaluates_at_the_end_of_epochs_shorter_than_eval_every(with_held_out):
+def test_epochs_shorter_than_eval_every_are_evaluated_at_their_ends(with_held_out):
+    config = changed(with_held_out, run=dict(epochs=2.0), eval=dict(every=500))
+    counted = with_steps(jobs.job_of(config)).config
+    assert counted.eval.every == counted.run.steps // 2
+    job = jobs.job_of(changed(config, eval=dict(every=1)))
+    assert with_steps(job).config.eval.every == 1
+    assert with_steps(jobs.job_of(with_held_out)).config.eval.every is None
+
+
+@pytest.mark.full
+def test_train_without_a_text_leaves_one_and_a_generator(with_held_out):
     config = changed(with_held_out, run=dict(epochs=2.0), eval=dict(every=500))
     result, said = train(config)
     steps = len(result.history)
@@ -474,9 +484,12 @@ def test_train_evaluates_at_the_end_of_epochs_shorter_than_eval_every(with_held_
     assert evaluated == [steps // 2, steps]
     shown = f"evaluated every {steps // 2} steps, not every 500"
     assert f"an epoch has fewer steps than eval.every: {shown}" in said
-    job = jobs.job_of(changed(config, eval=dict(every=1)))
-    assert with_steps(job).config.eval.every == 1
-    assert with_steps(jobs.job_of(with_held_out)).config.eval.every is None
+    saved, _ = configuration.load(result.out_dir / "operative.gin")
+    assert saved == config
+    assert result.model == result.out_dir / "model"
+    options = generate.GenerateConfig(max_new_tokens=2, temperature=0)
+    (completion,) = result.generator(options)(["the head of"])
+    assert len(completion.ids) <= 2
 
 
 def test_nothing_held_out_is_said_before_first_step(config):
