@@ -15,6 +15,7 @@ from jaxmem.devices.current import (
     target as target,
 )
 from jaxmem.devices.table import (
+    MOST_FRACTION as MOST_FRACTION,
     Device as Device,
     find as find,
     known as known,

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
+# The largest fraction of GPU memory that XLA_PYTHON_CLIENT_MEM_FRACTION should be.
+MOST_FRACTION = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,11 @@ class Device:
     kinds: tuple[str, ...] = ()  # jax's names for it
     capability: str = ""  # of GPUs, NVIDIA's version of their instructions
     described: bool = True  # False: XLA's compiler has no target config of it
+
+    @property
+    def usable(self) -> float:
+        """Bytes that programs may take: of a GPU `MOST_FRACTION` of its memory."""
+        return self.memory * (MOST_FRACTION if self.platform == "cuda" else 1)
 
     @property
     def target(self) -> str:

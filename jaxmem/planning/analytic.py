@@ -10,7 +10,8 @@ from jaxmem.devices import Device
 from jaxmem.head.maths import eight_bits
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.training_head import HeadConfig
-from jaxmem.planning import accounts, liveness, plans, table
+from jaxmem.planning import accounts, table
+from jaxmem.remat import liveness
 from jaxmem.train.phases import Phase, Programs, device_bytes
 
 # XLA's temporaries over those of `liveness`: in benchmarks/results/plan_shapes.csv,
@@ -49,6 +50,7 @@ class ShapedPlan:
 
     device: Device
     phases: tuple[ShapedPhase, ...]
+    notes: tuple[str, ...] = ()  # further sentences for the reader
 
     @property
     def range(self) -> tuple[int, int]:
@@ -63,9 +65,7 @@ class ShapedPlan:
     @property
     def fits(self) -> bool | None:
         """True if the whole range fits, False if none of it does, None between."""
-        is_gpu = self.device.platform == "cuda"
-        most = self.device.memory * (plans.MOST_FRACTION if is_gpu else 1)
-        low, high = self.range
+        most, (low, high) = self.device.usable, self.range
         return None if low <= most < high else high <= most
 
     @property
@@ -95,10 +95,12 @@ class ShapedPlan:
         line("at least", [phase.low for phase in self.phases])
         line("at most", [phase.high for phase in self.phases])
         least, most = SPREAD
+        notes = "".join(f"\n\n{note}" for note in self.notes)
         return (
-            f"{messages.aligned(rows)}\n\n{self.verdict}\n\nNot compiled: temporaries "
-            "are what the traced programs have alive at once. XLA orders, fuses and "
-            f"copies by its own rules: what it takes is {least} to {most} times that."
+            f"{messages.aligned(rows)}\n\n{self.verdict}{notes}\n\n"
+            "Not compiled: temporaries are what the traced programs have alive at "
+            "once. XLA orders, fuses and copies by its own rules: what it takes is "
+            f"{least} to {most} times that."
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -110,6 +112,7 @@ class ShapedPlan:
         return {
             "device": self.device.name, "fits": self.fits, "verdict": self.verdict,
             "low": low, "expected": self.expected, "high": high, "phases": phases,
+            "notes": self.notes,
         }  # fmt: skip
 
 
@@ -119,7 +122,7 @@ def of_programs(programs: Programs, device: Device, count: int) -> ShapedPlan:
     Temporaries of several devices are divided evenly among them.
     """
     phases = (_of_phase(phase, programs, device, count) for phase in programs.phases)
-    return ShapedPlan(device, tuple(phases))
+    return ShapedPlan(device, tuple(phases), programs.notes)
 
 
 def _of_phase(phase: Phase, programs: Programs, device, count) -> ShapedPhase:

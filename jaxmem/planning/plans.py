@@ -9,14 +9,13 @@ from typing import Any
 import jax
 
 from jaxmem import devices
+from jaxmem.devices import MOST_FRACTION
 from jaxmem.planning import accounts, roofline, table
 from jaxmem.planning.accounts import Account
 from jaxmem.planning.roofline import Estimate
 from jaxmem.train.phases import Phase, device_bytes
 
-# The fraction of GPU memory that jax's allocator takes by default, and the largest one
-# that XLA_PYTHON_CLIENT_MEM_FRACTION should be set to.
-USUAL_FRACTION, MOST_FRACTION = 0.75, 0.95
+USUAL_FRACTION = 0.75  # of GPU memory that jax's allocator takes by default
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxmem import devices
 from jaxmem.base import messages
-from jaxmem.remat import cost
+from jaxmem.remat import cost, liveness
 from jaxmem.remat.policies import PRESETS, Policy
 
 _GIB = 2**30
@@ -90,6 +90,29 @@ def device_bytes(compiled: jax.stages.Compiled) -> int:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class StepBytes:
+    """Bytes of a step on one device, and the step's program if it was compiled."""
+
+    total: int
+    arguments: int
+    count: int  # devices
+    compiled: Any = None
+
+
+def _measure_bytes(traced: jax.stages.Traced) -> StepBytes:
+    """Bytes of a step by the compiler; by shapes where CPUs stand for other devices."""
+    target = devices.planned()
+    if target is None or not target.is_stand_in:
+        compiled = traced.lower().compile()
+        account: Any = compiled.memory_analysis()
+        arguments, count = account.argument_size_in_bytes, cost.devices(compiled)
+        return StepBytes(device_bytes(compiled), arguments, count, compiled)
+    count = len(target.devices)
+    arguments = liveness.argument_bytes(traced) // count
+    return StepBytes(arguments + liveness.peak(traced) // count, arguments, count)
+
+
 @dataclasses.dataclass
 class Candidate:
     """A policy, its expected cost per device, and why it was not chosen."""
@@ -136,7 +159,8 @@ def fit(
     byte, with the blocks' inputs on the device or on the host; or offload an increasing
     number of names; or keep all residuals of the last blocks. All candidates are
     traced. From the fastest on they are compiled until `trials` of them fit; these are
-    run, and the fastest of them is returned.
+    run, and the fastest of them is returned. Inside of `jaxmem.devices.stand_in`
+    nothing is compiled: the candidates' bytes are those of their shapes.
 
     Args:
         step: policy -> `jax.jit(...).trace(...)` of a training step that uses it, with
@@ -171,8 +195,8 @@ def fit(
     if rates is None:
         rates = planned_rates(target.device) if target else measure_rates()
     everything, nothing = step(None), step(Policy())
-    smallest = nothing.lower().compile()
-    count = cost.devices(smallest)
+    smallest = _measure_bytes(nothing)
+    count = smallest.count
     sizes = _bytes_by_name(everything.jaxpr, names)
     if trials is None:
         nothing_runs = target or devices.backend() == "cpu"
@@ -182,12 +206,11 @@ def fit(
     if names is not None:
         candidates = [x for x in candidates if x.is_of(names)]
     forward = cost.products(everything.jaxpr.jaxpr) / 3 / count / rates.products
-    argument_bytes = smallest.memory_analysis().argument_size_in_bytes
     for candidate in candidates:
         _estimate_seconds(candidate, forward, rates)
         offloaded = min(sizes.get("block_in", 0) // count, candidate.host)
-        upper_bound = device_bytes(smallest) + candidate.kept - offloaded
-        candidate.expected = max(upper_bound, argument_bytes + candidate.whole)
+        upper_bound = smallest.total + candidate.kept - offloaded
+        candidate.expected = max(upper_bound, smallest.arguments + candidate.whole)
     order = sorted(candidates, key=lambda c: (c.exposed > 0, c.seconds, c.host))
     if host_limit is None:
         host_limit = int(os.environ.get(_HOST_POOL, 64)) * _GIB
@@ -200,7 +223,7 @@ def fit(
     if chosen is None:
         raise ValueError(
             f"no policy fits memory_limit={limit:,} bytes: even full "
-            f"rematerialisation takes {device_bytes(smallest):,}; make the batch "
+            f"rematerialisation takes {smallest.total:,}; make the batch "
             "smaller, or shard the weights"
         )
     return chosen.policy
@@ -224,12 +247,12 @@ def _find_fastest(order, limit, trials) -> Candidate | None:
         if candidate.why_not or enough:
             candidate.why_not = candidate.why_not or "slower"
             continue
-        compiled = candidate.traced.lower().compile()
-        candidate.device = device_bytes(compiled)
+        measured = _measure_bytes(candidate.traced)
+        candidate.device = measured.total
         if candidate.device > limit:
             candidate.why_not = f"over the limit of {limit / _GIB:.3f} GiB"
         else:
-            candidate.compiled, candidate.why_not = compiled, "slower"
+            candidate.compiled, candidate.why_not = measured.compiled, "slower"
             fitting.append(candidate)
     for candidate in fitting if trials and len(fitting) > 1 else []:
         candidate.measured = _step_seconds(candidate.compiled)
@@ -260,7 +283,7 @@ def device_limit() -> int:
     """
     around = devices.planned()
     if around is not None:
-        return around.device.memory
+        return int(around.device.usable)
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(

@@ -1,13 +1,14 @@
 """`jaxmem plan`, all but the compiler for absent devices."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
 import jax
 import pytest
 
-from jaxmem import checkpoints, devices
+from jaxmem import checkpoints, devices, remat
 from jaxmem.commands import cli
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.training_head import HeadConfig
@@ -146,8 +147,8 @@ def test_phases_of_a_student_are_its_programs(fake, numbered, tmp_path, mode):
     if mode == "on_policy":
         words = (
             "distill_on_policy.gin", *DISTILL, "model.checkpoint=None",
-            "task.max_prompt_tokens=9", "distill.prompts=8", "distill.max_tokens=32",
-            "sampling.max_new_tokens=8",
+            "task.source=prompts.jsonl", "task.max_prompt_tokens=9",
+            "distill.prompts=8", "distill.max_tokens=32", "sampling.max_new_tokens=8",
         )  # fmt: skip
         names.insert(0, "rollout")
     teacher = texts.checkpoint("qwen3", tmp_path)
@@ -346,6 +347,16 @@ def test_scoring_reads_columns_and_refuses_what_changes_no_program(capsys):
     with pytest.raises(SystemExit):
         planned(capsys, SCORE, "--base", "nf4")
     assert "overrides here, such as base=nf4" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_plan_without_a_compiler_says_which_policy_fits(capsys, monkeypatch):
+    monkeypatch.setattr(devices, "compiler_missing", lambda device: "pip install this")
+    few = functools.partial(remat.fit, names=["gate", "up"])  # of all, each is traced
+    monkeypatch.setattr(remat, "fit", few)
+    fit = "remat.policy=fit", "remat.memory_limit=auto"
+    status, said = planned(capsys, *SFT, *fit)
+    assert status == 0 and "\nremat.policy='fit' chooses: save gate, up\n" in said.out
 
 
 def test_plan_of_scoring_without_a_compiler(capsys, monkeypatch):

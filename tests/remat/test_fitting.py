@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmem import remat
-from jaxmem.remat import cost, fitting
+from jaxmem import devices, remat
+from jaxmem.remat import cost, fitting, liveness
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -162,6 +162,26 @@ def _subsets(names):
         tuple(k for i, k in enumerate(names) if 2**i & chosen)
         for chosen in range(2 ** len(names))
     ]
+
+
+@pytest.mark.parametrize("share", [0.3, 1])
+def test_fit_counts_shapes_where_nothing_can_be_compiled(share):
+    def uncompiled(policy):
+        step = traced(policy)
+        return types.SimpleNamespace(jaxpr=step.jaxpr, args_info=step.args_info)
+
+    def count(policy):
+        step = uncompiled(policy)
+        return liveness.argument_bytes(step) + liveness.peak(step)
+
+    least, most = count(remat.Policy()), count(None)
+    limit, said = int(least + share * (most - least)), []
+    with devices.stand_in("h200"):
+        policy = remat.fit(uncompiled, limit, show=said.append)
+    fitting = [p for p in remat.PRESETS.values() if count(p) <= limit]
+    assert count(policy) <= limit
+    assert products(policy) <= min(map(products, fitting))
+    assert (policy is None) == (share == 1) and said[0].count("chosen") == 1
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from jaxmem.models import lora
 from jaxmem.models.config import BASE_FIELDS
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.partitioning import MeshConfig
+from jaxmem.remat import fitting
 from jaxmem.train import metrics, model_factory, model_names, precision
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.reading import Documents, Reading, TokenRecord
@@ -208,7 +209,11 @@ class Job(Hooked):
         self.program = self.make_program(self.expected_vocabulary())
         self.program.choose_policy(Console(quiet=True))
         programs = of_program(self.program, self.phases())
-        return dataclasses.replace(programs, notes=tuple(self.program.lines()))
+        notes = list(self.program.lines())
+        if self.config.remat.policy == "fit":
+            chosen = fitting.describe(self.program.policy)
+            notes.append(f"remat.policy='fit' chooses: {chosen}")
+        return dataclasses.replace(programs, notes=tuple(notes))
 
     @abc.abstractmethod
     def phases(self) -> list[Phase]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.planning import liveness
+from jaxmem.remat import liveness
 
 N = 64
 BYTES = 4 * N * N

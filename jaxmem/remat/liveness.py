@@ -92,6 +92,14 @@ def peak(traced: jax.stages.Traced) -> int:
     return _peak(program)
 
 
+def argument_bytes(traced: jax.stages.Traced) -> int:
+    """Bytes of a program's arguments, on all devices."""
+    program = _FlatProgram([], [])
+    for var in traced.jaxpr.jaxpr.invars:
+        program.new(var.aval)
+    return sum(program.sizes)
+
+
 def stacked(traced: jax.stages.Traced, length: int) -> int:
     """Bytes that the first loop of that length stacks for later ones; 0 without one."""
     for equation in _loops(_flat(traced.jaxpr.jaxpr)):
