@@ -5,9 +5,11 @@ and every reader of local files reads it.
 """
 
 import contextlib
+import functools
 import glob
 import hashlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ from jaxmem.data import python_records
 _HUB = re.compile(
     r"hf://(?!datasets/)(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?"
     r"(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?"
+)
+_ADVICE = (
+    "; a private or gated set needs `hf auth login` or HF_TOKEN, and without a network "
+    "HF_HUB_OFFLINE=1 reads a set that was read here before"
 )
 _INSTALL = f"run: {imports.how_to_install('remote')}"
 
@@ -58,8 +64,11 @@ def _errors(address: str) -> Iterator[None]:
     except RemoteError:
         raise
     except Exception as error:  # of a file system, a hub or a network
-        said = messages.cut(str(error)) or type(error).__name__
-        raise RemoteError(f"cannot read {messages.name(address)}: {said}") from error
+        said = messages.cut(str(error).strip().rstrip(".")) or type(error).__name__
+        advice = _ADVICE if _HUB.fullmatch(address) else ""
+        raise RemoteError(
+            f"cannot read {messages.name(address)}: {said}{advice}"
+        ) from error
 
 
 def _copy_files(address: str) -> list[Path]:
@@ -71,13 +80,22 @@ def _copy_files(address: str) -> list[Path]:
         raise RemoteError(f"{messages.name(address)} matches no file")
     copies = []
     for name in names:
-        described = {k: v for k, v in system.info(name).items() if k in _VERSION}
+        info = system.info(name)
+        described = {k: v for k, v in info.items() if k in _VERSION}
         target = _copy_path(address, str(name), str(described), Path(name).name)
         if not target.exists():
+            size = f" ({info['size']:,} bytes)" if info.get("size") else ""
+            _tell(f"copying {messages.name(str(name))}{size} to {target}")
             with files.unfinished(target) as unfinished:
                 system.get_file(name, str(unfinished))
         copies.append(target)
     return copies
+
+
+@functools.cache
+def _tell(line: str) -> None:
+    """Print a line on stderr, once in a process: a run lists its files repeatedly."""
+    print(f"jaxmem: {line}", file=sys.stderr, flush=True)
 
 
 # Facts that differ when a file has changed, in one file system or another.
@@ -87,6 +105,7 @@ _VERSION = ("size", "etag", "ETag", "mtime", "md5Hash", "created", "blob_id", "o
 def _copy_data_set(address: str, match: re.Match) -> Path:
     import datasets
 
+    _tell(f"datasets reads {address}, and downloads what its cache lacks")
     part: Any = datasets.load_dataset(
         match["name"],
         match["config"],
@@ -96,6 +115,7 @@ def _copy_data_set(address: str, match: re.Match) -> Path:
     name = f"{match['name'].replace('/', '-')}.parquet"
     target = _copy_path(address, match["name"], str(part._fingerprint), name)
     if not target.exists():
+        _tell(f"writing {len(part):,} records to {target}")
         with files.unfinished(target) as unfinished:
             part.to_parquet(str(unfinished))
     return target
