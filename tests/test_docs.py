@@ -201,6 +201,7 @@ def test_commands_are_real(document, capsys, monkeypatch):
 
 
 SITE = [path for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")]
+JOB_PAGES = sorted((ROOT / "docs" / "jobs").glob("*.md"))
 COMMAND_COLUMNS = 72  # what a page of 900 pixels shows without a scroll bar
 
 
@@ -610,6 +611,15 @@ def test_first_questions_are_answered_within_a_click(question):
         assert not link or link in linked
         screen = _first_screen(_section((docs / name).read_text("utf-8"), anchor))
         assert answer in screen, f"{link or name} does not show {answer!r}"
+
+
+FIRST_PAGES = ("start", "training", "data", *(f"jobs/{x.stem}" for x in JOB_PAGES))
+
+
+@pytest.mark.parametrize("name", FIRST_PAGES)
+def test_first_pages_link_their_terms(name):
+    page = ROOT / "docs" / f"{name}.md"
+    assert ROOT / "docs" / "glossary.md" in _pages_linked(page)
 
 
 def _described_extras():
