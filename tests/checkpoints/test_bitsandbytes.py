@@ -101,7 +101,9 @@ def test_load_has_the_matrices_of_bitsandbytes(name, options):
         np.testing.assert_allclose(weights, right, rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("name", ["llama_double", slow("qwen3_nf4"), "qwen3_int8"])
+@pytest.mark.parametrize(
+    "name", ["llama_double", slow("qwen3_nf4"), full("qwen3_int8")]
+)
 def test_load_logits_are_those_of_decoded_weights(name):
     logits, tokens = expected(name)["logits"], expected(name)["tokens"]
     plain = loaded(name, dtype="float32", base=None)

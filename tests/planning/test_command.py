@@ -21,7 +21,7 @@ from jaxmem.train.jobs.distill.program import DistillProgram
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.phases import device_bytes
 from tests.helpers import texts
-from tests.helpers.cases import slow
+from tests.helpers.cases import full, slow
 
 TINY = (
     "model.layers=2", "model.hidden=32", "model.ff=64", "model.heads=2",
@@ -273,7 +273,7 @@ def test_plan_without_a_compiler_sums_shapes(capsys, monkeypatch):
     assert "moments" in said.out and "activations kept" in said.out
 
 
-@pytest.mark.parametrize("words", [SFT, GRPO, DPO, (SCORE, "max_tokens=64")])
+@pytest.mark.parametrize("words", [SFT, GRPO, full(DPO), (SCORE, "max_tokens=64")])
 def test_plan_json_without_a_compiler(words, capsys, monkeypatch):
     monkeypatch.setattr(devices, "compiler_missing", lambda device: "pip install this")
     status, said = planned(capsys, *words, "--json")

@@ -110,6 +110,7 @@ def test_data_without_counted_tokens_are_refused(monkeypatch):
     assert not steps("run")
 
 
+@pytest.mark.full  # a step without labels is quick in test_sft
 def test_first_step_may_count_no_tokens():
     without_weight(but=63)
     result, said = train("data.held_out=0", "run.steps=1")

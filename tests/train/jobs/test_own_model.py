@@ -251,7 +251,8 @@ def test_run_is_generated_from_scored_and_exported(capsys):
     pathlib.Path("sft.gin").write_text(
         pathlib.Path("sft.gin").read_text() + f'model.factory = "{OWN}"\n'
     )
-    assert cli.main(["train", "sft.gin"]) == 0
+    few = "run.steps=2", "data.held_out=0", "eval.every=None"
+    assert cli.main(["train", "sft.gin", *few]) == 0
     code = ["--factory", OWN]
     assert cli.main(["generate", "run", "axl", "--max-new-tokens", "4", *code]) == 0
     assert "recompute" in capsys.readouterr().err
