@@ -172,7 +172,8 @@ class Run:
         state = job.initial_state() if not self.done else self._restored_state(job)
         for line in job.warnings(state):
             say(self._console, line)
-        self._texts, self._on_step, run = texts, on_step, self._config
+        self._job, self._texts, self._on_step = job, texts, on_step
+        run = self._config
         self._write_texts()
         with self._stop.deferred(), self._open_metrics(), self.progress:
             if self.taken < run.steps:
@@ -260,7 +261,7 @@ class Run:
         """Write and show a step, with a line about its evaluation."""
         self.taken = step_metrics.step
         if self._metrics is not None:
-            self._metrics.write(step_metrics)
+            self._metrics.write(step_metrics, self._samples_of(step_metrics.step))
         self.progress.update(step_metrics)
         if line is not None:
             say(self._console, line)
@@ -268,6 +269,13 @@ class Run:
             answer = self._on_step(step_metrics)
             if isinstance(answer, (bool, np.bool_)) and not answer:
                 self._is_asked = True
+
+    def _samples_of(self, number: int) -> list[dict[str, Any]]:
+        """Completions of a step for Weights & Biases; none where it gets none."""
+        run = self._config
+        if run.wandb_samples is None or not is_due(run.log_every, number, run.steps):
+            return []
+        return self._job.samples(run.wandb_samples)
 
     def _evaluate_step(
         self, job: Job, state: TrainState, step_metrics: metrics.AnyMetrics

@@ -17,7 +17,7 @@ from jaxmem.train.optimizer import OptimizerConfig
 
 _RANGES = {
     **dict.fromkeys(("steps", "accumulate", "keep", "log_every"), integers(1)),
-    "checkpoint_every": integers(1),
+    **dict.fromkeys(("checkpoint_every", "wandb_samples"), integers(1)),
     "epochs": reals(above=0),
     "seed": integers(0, below=2**31),
 }
@@ -50,6 +50,9 @@ class RunConfig:
     # project of Weights & Biases that gets the metrics too; WANDB_MODE=offline keeps
     # them in out_dir/wandb, for `wandb sync`
     wandb: str | None = None
+    # completions in a table there, at every run.log_every-th step of a job that samples
+    # them; None: no table
+    wandb_samples: int | None = None
     # OWNER/NAME of the Hub that the result is uploaded to at the end; None: nowhere
     push: str | None = None
     push_private: bool = False  # make the model that `push` creates private
@@ -59,6 +62,11 @@ class RunConfig:
         local = "://" not in self.out_dir
         check_field(self, "out_dir", local, "a directory of a mounted file system")
         check_field(self, "wandb", self.wandb != "", "the name of a project, or None")
+        if self.wandb_samples is not None and self.wandb is None:
+            raise ValueError(
+                f"run.wandb_samples={self.wandb_samples} needs run.wandb, the project "
+                "that gets the table"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

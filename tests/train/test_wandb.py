@@ -6,11 +6,14 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 
+from jaxmem.train import configuration, jobs
 from jaxmem.train.output import wandb_writer
-from tests.helpers.adding import run_in
+from jaxmem.train.settings import RunConfig
+from tests.helpers.adding import Adding, run_in
 
 
 def stand_in(monkeypatch, init, mode="online", key=True):
@@ -28,10 +31,13 @@ class Board:
 
     def __init__(self, action=lambda: None):
         self.steps, self.finished, self._action = [], False, action
+        self.tables = []
 
     def log(self, values, step):
         self._action()
         self.steps.append((step, values["loss"]))
+        if "samples" in values:
+            self.tables.append((step, values["samples"]))
 
     def finish(self):
         self.finished = True
@@ -56,6 +62,54 @@ def test_steps_arrive_and_resumed_run_continues(tmp_path, monkeypatch):
     assert options[0]["id"] == options[1]["id"] and options[1]["resume"] == "allow"
     run_in(tmp_path / "other", wandb="p")
     assert options[2]["id"] != options[0]["id"] and options[2]["name"] == "other"
+
+
+GIN = Path(__file__).parents[2] / "configs" / "sft_stdlib.gin"
+
+
+class Sampling(Adding):
+    """`Adding` with completions of each step."""
+
+    def samples(self, count=8):
+        names = "prompt", "tokens", "reward", "length"
+        rows = [("1+1=", ["2", "."], 1.0, 2), ("2+2=", ["5"], None, 300)]
+        return [dict(zip(names, row, strict=True)) for row in rows[:count]]
+
+
+ROWS = [["1+1=", "2.", 1.0, 2], ["2+2=", "5", None, 300]]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_logged_steps_have_tables_of_samples(count, tmp_path, monkeypatch):
+    board = Board()
+    stand_in(monkeypatch, lambda **_: board)
+    sys.modules["wandb"].Table = lambda columns, data: (columns, data)
+    run = dict(steps=7, wandb="p", wandb_samples=count, log_every=3)
+    ran = run_in(tmp_path / "run", job=Sampling(), **run)
+    assert ran.error is None
+    columns = ["prompt", "completion", "reward", "length"]
+    assert board.tables == [(step, (columns, ROWS[:count])) for step in (3, 6, 7)]
+    assert [step for step, _ in board.steps] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_no_table_without_samples(tmp_path, monkeypatch):
+    board = Board()
+    stand_in(monkeypatch, lambda **_: board)
+    assert run_in(tmp_path / "run", job=Sampling(), wandb="p").error is None
+    assert not board.tables
+
+
+def test_samples_for_no_project_are_refused():
+    with pytest.raises(ValueError, match="^run.wandb_samples=8 needs run.wandb, the p"):
+        RunConfig(wandb_samples=8)
+
+
+def test_samples_of_a_job_without_any_are_refused(tmp_path):
+    overrides = "run.wandb='p'", "run.wandb_samples=8", f"run.out_dir={tmp_path / 'r'}"
+    config, _ = configuration.load(GIN, overrides)
+    with pytest.raises(ValueError, match="^run.wandb_samples=8 shows sampled comple"):
+        jobs.train(config)
+    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize("where", ["init", "log"])
@@ -119,8 +173,12 @@ def test_offline_files_hold_every_step(tmp_path, monkeypatch):
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    ran = run_in(tmp_path / "run", wandb="p")
+    ran = run_in(tmp_path / "run", job=Sampling(), wandb="p", wandb_samples=2)
     assert ran.error is None and "Weights & Biases" not in ran.said
+    tables = sorted(
+        (tmp_path / "run" / "wandb").glob("offline-run-*/files/media/table/*.json")
+    )
+    assert [json.loads(path.read_text())["data"] for path in tables] == [ROWS] * 3
     (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     assert path.stem == "run-" + (tmp_path / "run" / "wandb_id").read_text().strip()
     # Its process writes the last block soon after the run is finished.

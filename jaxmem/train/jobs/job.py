@@ -323,8 +323,16 @@ class Job(Hooked):
         """Continue from the position that `get_state` returned."""
         self.batches.set_state(state)
 
-    def samples(self) -> list[dict[str, Any]]:
-        """Rows of the report's table: prompt, tokens, logprobs and reward (or None)."""
+    def samples_completions(self) -> bool:
+        """True if `samples` returns completions of a step."""
+        return type(self).samples is not Job.samples
+
+    def samples(self, count: int = 8) -> list[dict[str, Any]]:
+        """Completions of the last step, at most `count`, evenly spaced.
+
+        Each has `prompt`, `tokens`, `logprobs`, `reward` (or None) and `length`.
+        """
+        del count
         return []
 
     def finish(self, state: Any) -> dict[str, Any]:

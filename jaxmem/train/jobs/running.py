@@ -103,6 +103,7 @@ def train(
     if jax.process_count() > 1:
         processes.agree(agreement.facts(config))
     job = job_of(config)
+    _check_samples(job)
     processes.by_first(lambda: _check_directory(job))
     job.reads.today = results.started(config.run.out_dir)
     if console is None:  # FORCE_COLOR, which notebooks set, makes no terminal of a file
@@ -152,6 +153,16 @@ def _left_results(run: "loop.Run", job: Job) -> Result | None:
     report.write(out_dir)  # the last file of a run, which a kill may have prevented
     costs = metrics.costs_of(summary.get("memory", {}))
     return Result(out_dir, run.history(job.Metrics), costs, summary, ended_by)
+
+
+def _check_samples(job: Job) -> None:
+    """Raise if completions are to be shown of a job that samples none."""
+    run = job.config.run
+    if run.wandb_samples is not None and not job.samples_completions():
+        raise ValueError(
+            f"run.wandb_samples={run.wandb_samples} shows sampled completions, and "
+            f"run.job={run.job!r} samples none here; leave it out"
+        )
 
 
 def _check_directory(job: Job) -> None:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,12 @@ class MetricsWriter:
         """Lines that are not in metrics.jsonl yet."""
         return list(self._lines.pending)
 
-    def write(self, metrics: AnyMetrics) -> None:
+    def write(
+        self, metrics: AnyMetrics, samples: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """Pass one step to the operating system; if that fails, keep it in memory.
+
+        Weights & Biases gets `samples`, completions as of `Job.samples`, besides.
 
         The first failure is logged; later steps retry every `retry_every` steps.
         """
@@ -120,7 +124,7 @@ class MetricsWriter:
         self._lines.add(json.dumps(values).encode() + b"\n")
         numbers = _flatten_scalars(values)
         if self._wandb is not None:
-            self._wandb.write(metrics.step, numbers)
+            self._wandb.write(metrics.step, numbers, samples)
         event = tensorboard.scalars(metrics.step, numbers)
         self._events.add((self._head or b"") + event)
         self._head = None

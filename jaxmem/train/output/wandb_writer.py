@@ -4,7 +4,7 @@ import contextlib
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,16 @@ class WandbWriter:
         if self._thread.is_alive():
             self._warn_once(f"not all was sent within {_FINISH_SECONDS:.0f} s")
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue the scalars of a step, without waiting and without errors."""
+    def write(
+        self,
+        step: int,
+        numbers: Mapping[str, float],
+        samples: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Queue the scalars and completions of a step, without waiting or errors."""
         try:
             if not self._failed:
-                self._steps.put_nowait((step, dict(numbers)))
+                self._steps.put_nowait((step, dict(numbers), samples))
         except queue.Full:
             self._warn_once(
                 f"step {step} is left out: {_MAX_PENDING:,} wait to be sent"
@@ -89,7 +94,9 @@ class WandbWriter:
 
             with _open_run(wandb, self._options) as run:
                 while (entry := self._steps.get()) is not None:
-                    step, numbers = entry
+                    step, numbers, samples = entry
+                    if samples:
+                        numbers["samples"] = _table(wandb, samples)
                     run.log(numbers, step=step)
         except BaseException as error:  # whatever it is, training goes on
             self._warn_once(f"{type(error).__name__}: {error}")
@@ -102,6 +109,18 @@ class WandbWriter:
                 f"Weights & Biases: {problem}; training goes on, and {self._out_dir} "
                 "has every step in metrics.jsonl"
             )
+
+
+_COLUMNS = ["prompt", "completion", "reward", "length"]
+
+
+def _table(wandb: Any, samples: Sequence[Mapping[str, Any]]) -> Any:
+    rows = [
+        [sample["prompt"], "".join(sample["tokens"]), sample["reward"],
+         sample["length"]]
+        for sample in samples
+    ]  # fmt: skip
+    return wandb.Table(columns=_COLUMNS, data=rows)
 
 
 @contextlib.contextmanager

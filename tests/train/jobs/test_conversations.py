@@ -164,9 +164,12 @@ def test_turns_append_tokens_and_learn_the_models():
     # In a report, what the environment said has no log-probability.
     said = played.samples
     made = Completions.of(*asked[:2], said.tokens, said.lengths, said.mask)
-    rows = shown.table(reader.task, asked, made, None, said.logprobs)
+    rows = shown.table(reader.task, asked, made, None, said.logprobs, 8)
     for row, mask, length in zip(rows, said.mask[::2], said.lengths[::2], strict=True):
         assert [x is not None for x in row["logprobs"]] == mask[:length].tolist()
+        assert row["length"] == length
+    fewer = shown.table(reader.task, asked, made, None, said.logprobs, 2)
+    assert fewer == [rows[0], rows[4]]
 
 
 def test_turns_are_compared_by_what_follows_from_each():

@@ -150,8 +150,11 @@ class Distill(Job, name="distill"):
             self._teacher_weights = program.teacher.initial_params()
             self._head = program.teacher.head_weights(self._teacher_weights)
 
-    def samples(self) -> list[dict[str, Any]]:
-        return self.batches.samples()
+    def samples_completions(self) -> bool:
+        return self.config.is_on_policy
+
+    def samples(self, count: int = 8) -> list[dict[str, Any]]:
+        return self.batches.samples(count)
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, DistillMetrics]:
         start = time.perf_counter()

@@ -67,8 +67,9 @@ class Source:
     def _make_example(self, batch: Any) -> DistillBatch:
         return DistillBatch(batch)
 
-    def samples(self) -> list[dict[str, Any]]:
-        """Rows of the report's table, as `Job.samples` returns them."""
+    def samples(self, count: int) -> list[dict[str, Any]]:
+        """Completions, as `Job.samples` returns them."""
+        del count
         return []
 
     def get_state(self) -> dict[str, Any]:
@@ -165,8 +166,8 @@ class StudentSamples(Source):
                   for x in (rewards, where))  # fmt: skip
         return np.asarray(_advantages(*groups)).ravel()
 
-    def samples(self) -> list[dict[str, Any]]:
-        return [] if self._shown is None else table(self._task, *self._shown)
+    def samples(self, count: int) -> list[dict[str, Any]]:
+        return [] if self._shown is None else table(self._task, *self._shown, count)
 
     def holds_out(self) -> bool:
         return self._task.held_out() is not None

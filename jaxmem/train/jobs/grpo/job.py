@@ -124,12 +124,12 @@ class Grpo(Job, name="grpo"):
     def set_state(self, state: dict[str, Any]) -> None:
         self._next = self.task.position(state)
 
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self, count: int = 8) -> list[dict[str, Any]]:
         if (last := self.last) is None:
             return []
         rewards, logprobs = last.graded.rewards, np.asarray(last.samples.logprobs)
         return shown_samples.table(
-            self.task, last.prompts, last.completions, rewards, logprobs
+            self.task, last.prompts, last.completions, rewards, logprobs, count
         )
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, PolicyMetrics]:

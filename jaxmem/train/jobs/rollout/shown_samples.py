@@ -7,7 +7,6 @@ import numpy as np
 from jaxmem.train.jobs.rollout.packed import Completions
 from jaxmem.train.jobs.rollout.prompts import PromptIds, Task
 
-_SAMPLES = 8
 _MOST_TOKENS = 256  # of a completion
 _MOST_CHARACTERS = 600  # of a prompt, from its end
 
@@ -18,12 +17,15 @@ def table(
     completions: Completions,
     rewards: np.ndarray | None,
     logprobs: np.ndarray,
+    count: int,
 ) -> list[dict[str, Any]]:
-    """Some samples as JSON: prompt, first tokens, their log-probabilities, any reward.
+    """At most `count` samples as JSON.
 
+    A sample has its prompt, first tokens, their log-probabilities, any reward, and the
+    length of its completion, which may have more tokens.
     Tokens that an environment said have None for log-probabilities.
     """
-    count = min(_SAMPLES, len(logprobs))
+    count = min(count, len(logprobs))
     stride = len(logprobs) // count
     rows = []
     for i in range(0, count * stride, stride):
@@ -42,6 +44,7 @@ def table(
                     for x, sampled in zip(logprobs[i, :length], mask, strict=False)
                 ],
                 "reward": reward,
+                "length": int(completions.lengths[i]),
             }
         )
     return rows
