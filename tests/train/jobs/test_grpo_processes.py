@@ -70,9 +70,11 @@ def steps_of(run):
 
 @pytest.mark.full
 def test_random_rewards_are_shared_by_processes():
-    two("task.reward=own.py:chance")
+    two("task.reward=own.py:chance", "run.save_rollouts=True")
     rewards = one_process_told("rewards.jsonl")
     assert len(rewards) == 2 * 8
+    saved = [x for i in (1, 2) for x in lines(f"two/rollouts/step-00000{i}.jsonl")]
+    assert [x["reward"] for x in saved] == pytest.approx(rewards, rel=1e-6)
     assert lines("learned-0.jsonl") == lines("learned-1.jsonl")
     for i, step in enumerate(steps_of("two")):
         mean = sum(rewards[8 * i : 8 * i + 8]) / 8
