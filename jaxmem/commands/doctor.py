@@ -36,7 +36,7 @@ _EXTRAS = {
 _CEILINGS = {
     "jax": "0.13", "jaxlib": "0.13", "numpy": "3", "flax": "0.13", "grain": "0.3",
     "optax": "0.3", "orbax-checkpoint": "1", "huggingface_hub": "3",
-    "jsonschema": "5", "lm-eval": "0.5", "math-verify": "0.10",
+    "jsonschema": "5", "lm-eval": "0.5", "math-verify": "0.10", "datasets": "6",
 }  # fmt: skip
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-rocm7-plugin")
 _VARIABLES = (
