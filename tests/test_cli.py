@@ -256,7 +256,7 @@ def test_out_of_memory_is_one_line(directory, monkeypatch, capsys, raised, messa
     error = capsys.readouterr().err
     assert error.startswith("jaxmem: error: out of ") and message in error
     assert error.count("\n") == 1
-    says_plan = "`jaxmem plan CONFIG --device h200 --fit` says what takes" in error
+    says_plan = "`jaxmem plan CONFIG --device h200 --fit` prints what takes" in error
     assert says_plan is not isinstance(raised, MemoryError)
 
 

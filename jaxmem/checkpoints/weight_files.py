@@ -128,7 +128,7 @@ def _configured(
     adapter: str | Path | None,
     **options: Any,
 ) -> tuple[CheckpointConfig, AdapterConfig | None]:
-    """What `configured` returns, and the description of the adapter."""
+    """Describe the checkpoint as `configured` does, and the adapter."""
     config = read_config(directory)
     stored = config.dtype or "float32"
     if stored not in DTYPES and (dtype is None or param_dtype is None):

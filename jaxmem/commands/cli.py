@@ -164,7 +164,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.overrides += rest
     if arguments.command is _train and arguments.file is None:
         if arguments.keys is None:
-            parser.error("train needs FILE.gin, or --keys to list what it may say")
+            parser.error("train needs FILE.gin, or --keys to list the settings")
     return arguments
 
 
@@ -188,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
             "--ignore-keys",
             metavar="KEY,…",
             default=argparse.SUPPRESS,
-            help="of a checkpoint's config.json that do nothing",
+            help="keys of config.json to ignore",
         )
     return parser
 
@@ -197,9 +197,9 @@ def _add_train(commands) -> None:
     train = commands.add_parser(
         "train",
         help="train a language model, or resume the run in run.out_dir",
-        description="Train a language model as a gin file says.  Run the same command "
-        "again to resume from the newest checkpoint in run.out_dir.  SIGTERM and "
-        "Ctrl-C end a run after the current step, which is saved.",
+        description="Train a language model with the settings of a gin file.  Run the "
+        "same command again to resume from the newest checkpoint in run.out_dir.  "
+        "SIGTERM and Ctrl-C end a run after the current step, which is saved.",
     )
     train.add_argument(
         "file",
@@ -235,31 +235,40 @@ def _add_processes(train) -> None:
         "several processes", "each runs the same command, on devices of its own"
     )
     several.add_argument(
-        "--cluster", action="store_true", help="as SLURM, Open MPI or Kubernetes says"
+        "--cluster",
+        action="store_true",
+        help="take processes and address from SLURM, Open MPI or Kubernetes",
     )
-    several.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
-    several.add_argument("--processes", type=int, help="how many")
-    several.add_argument("--process-id", type=int, help="which one this is, from 0")
+    several.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="address of process 0"
+    )
+    several.add_argument("--processes", type=int, help="number of processes")
+    several.add_argument(
+        "--process-id", type=int, help="number of this process, from 0"
+    )
     several.add_argument(
         "--heartbeat",
         type=int,
         default=30,
         metavar="SECONDS",
-        help="one that is silent for so long is dead, and ends the run",
+        help="seconds without a sign of life after which a process counts as dead, "
+        "which ends the run; 30",
     )
 
 
 def _add_data(commands) -> None:
     data = commands.add_parser(
         "data",
-        help="what a job's data become: tokens, what the loss counts, packing",
-        description="Prints the first records of a job's data as tokens, those that "
+        help="show training records as tokens, with those that the loss counts",
+        description="Print the first records of a job's data as tokens, those that "
         "the loss counts in green, and statistics of all.  Nothing is trained.",
     )
-    data.add_argument("file", metavar="FILE.gin", help="as of train")
+    data.add_argument(
+        "file", metavar="FILE.gin", help="a path, or the name of a shipped config"
+    )
     data.add_argument("overrides", nargs="*", metavar="section.field=value")
     data.add_argument(
-        "--show", type=options.count, default=3, help="records to print; 3"
+        "--show", type=options.count, default=3, help="number of records to print; 3"
     )
     data.set_defaults(command=_data)
 
@@ -330,9 +339,10 @@ def _eval(arguments: argparse.Namespace) -> int:
 def _add_plan(commands) -> None:
     plan = commands.add_parser(
         "plan",
-        help="memory and least time of a job on devices that need not be there",
-        description="Compiles a job's programs for GPUs or TPUs, on any machine, and "
-        "prints what they take.  Exit status: 0 where it fits, 1 where it does not.",
+        help="estimate memory and time on devices that you need not have",
+        description="Compile a job's programs for GPUs or TPUs, on any machine, and "
+        "print the memory and time that they take.  Exit status: 0 if the job fits, "
+        "1 if it does not.",
     )
     plan.add_argument(
         "file",
@@ -340,16 +350,22 @@ def _add_plan(commands) -> None:
         help="a gin file, or the directory of a checkpoint to be scored",
     )
     plan.add_argument("overrides", nargs="*", metavar="section.field=value")
-    plan.add_argument("--device", required=True, help="such as h200, b200, v5e")
     plan.add_argument(
-        "--devices", type=options.count, help="in all; by default those of the mesh"
+        "--device", required=True, help="name of the device, such as h200 or v5e"
     )
-    plan.add_argument("--hosts", type=options.count, default=1, help="that they are in")
     plan.add_argument(
-        "--fit", action="store_true", help="try policies, offloading and batches too"
+        "--devices", type=options.count, help="number of devices; the mesh's by default"
     )
-    plan.add_argument("--json", action="store_true", help="all numbers, in bytes")
-    plan.add_argument("--picture", type=Path, metavar="FILE.png", help="bars of memory")
+    plan.add_argument("--hosts", type=options.count, default=1, help="number of hosts")
+    plan.add_argument(
+        "--fit",
+        action="store_true",
+        help="also try other policies, offloading and batches",
+    )
+    plan.add_argument("--json", action="store_true", help="print all numbers, in bytes")
+    plan.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="draw the memory"
+    )
     plan.set_defaults(command=_plan)
 
 
@@ -377,9 +393,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _add_doctor(commands) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="what jax finds on this machine, and what is wrong with it",
-        description="Prints versions, devices, the head's backend and known problems "
-        "of this machine.  Exit status: 0 where nothing is wrong, 1 otherwise.",
+        help="show what jax finds on this machine, and known problems",
+        description="Print versions, devices, the head's backend and known problems "
+        "of this machine.  Exit status: 0 if nothing is wrong, 1 otherwise.",
     )
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(command=_doctor)
@@ -394,27 +410,29 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _add_bench(commands) -> None:
     bench = commands.add_parser(
         "bench",
-        help="time and memory of the head on this machine",
-        description="Times jaxmem's head beside the materialised one and the bare "
-        "GEMM.  With --tune, measures tiles and launches of the Hopper kernels "
-        "instead and writes what is better into a table.",
+        help="measure time and memory of the head on this machine",
+        description="Time jaxmem's head beside the materialised one and the bare "
+        "matrix product.  With --tune, measure tiles and launches of the Hopper "
+        "kernels instead, and write the better ones into a table.",
     )
     bench.add_argument(
         "--shape",
         type=options.shape,
         metavar="N,D,V",
-        help="tokens, width of hidden states, vocabulary",
+        help="numbers of tokens, of their features and of vocabulary entries",
     )
-    bench.add_argument("--dtype", choices=DTYPES, help="of hidden and W")
+    bench.add_argument("--dtype", choices=DTYPES, help="type of hidden states and W")
     bench.add_argument(
-        "--chunk", type=options.chunk, default=1024, help="tokens, or auto"
+        "--chunk", type=options.chunk, default=1024, help="tokens at a time, or auto"
     )
     bench.add_argument("--repetitions", type=options.count, default=3)
     bench.add_argument("--tune", action="store_true", help="measure tiles instead")
     bench.add_argument(
-        "--kernel", action="append", default=[], help="of --tune, only this one"
+        "--kernel", action="append", default=[], help="with --tune, only this kernel"
     )
-    bench.add_argument("--out", type=Path, help="of --tune, a table; tuned.json")
+    bench.add_argument(
+        "--out", type=Path, help="with --tune, the table to write; tuned.json"
+    )
     bench.set_defaults(command=_bench)
 
 
@@ -527,8 +545,8 @@ def _out_of_memory(error: Exception) -> str:
     return (
         f"out of device memory{reason}: lower the model's sizes, data.batch_size, "
         "data.sequence_length, head.chunk or --max-tokens, or set remat.policy='full'; "
-        f"`jaxmem plan CONFIG --device {_this_device()} --fit` says what takes the "
-        "memory and which values fit"
+        f"`jaxmem plan CONFIG --device {_this_device()} --fit` prints what takes "
+        "the memory and which values fit"
     )
 
 

@@ -12,29 +12,40 @@ def add_eval(
     """Add `jaxmem eval`."""
     evaluate = commands.add_parser(
         "eval",
-        help="benchmarks of a run, a checkpoint or an adapter, by lm-eval",
-        description="Evaluates a model on tasks of lm-evaluation-harness, and writes "
+        help="evaluate a run, a checkpoint or an adapter on benchmarks, by lm-eval",
+        description="Evaluate a model on tasks of lm-evaluation-harness, and write "
         "eval.json: beside a run's metrics, where report.html shows it, or to --out.",
     )
     evaluate.add_argument(
         "model", metavar="DIR", help="run, checkpoint, adapter or Hub model"
     )
     evaluate.add_argument(
-        "--tasks", required=True, metavar="NAME,…", help="as lm-eval names them"
+        "--tasks", required=True, metavar="NAME,…", help="tasks, by lm-eval's names"
     )
     evaluate.add_argument(
-        "--include", metavar="FOLDER", help="of the YAML files of tasks of your own"
+        "--include", metavar="FOLDER", help="folder of YAML files of your own tasks"
     )
-    evaluate.add_argument("--chat", action="store_true", help="as conversations")
+    evaluate.add_argument(
+        "--chat", action="store_true", help="ask as in a conversation"
+    )
     for flag, options in {
-        "--shots": {"type": int, "help": "examples in each prompt; the task's own"},
-        "--limit": {"type": count, "help": "documents of each task; all"},
-        "--max-tokens": {"type": count, "help": "slots of a micro-batch; 4096"},
+        "--shots": {
+            "type": int,
+            "help": "examples in each prompt; the task's own number",
+        },
+        "--limit": {"type": count, "help": "documents of each task; all of them"},
+        "--max-tokens": {
+            "type": count,
+            "help": "tokens and padding of a micro-batch; 4096",
+        },
         "--batch-size": {"type": count, "help": "completions at once; 8"},
         "--adapter": {"help": "LoRA adapter in PEFT's layout, or Hub model of one"},
         "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
         "--base": BASE,
-        "--out": {"metavar": "FILE.json", "help": "eval.json in the run by default"},
+        "--out": {
+            "metavar": "FILE.json",
+            "help": "file for the results; eval.json of the run",
+        },
         **CODE,
     }.items():
         evaluate.add_argument(flag, default=argparse.SUPPRESS, **options)
@@ -49,22 +60,24 @@ def add_generate(commands: Any, command: Callable) -> None:
     generate = commands.add_parser(
         "generate",
         help="complete prompts with a run, a checkpoint or an adapter",
-        description="Completes one prompt, a file of prompts, or a conversation.  The "
-        "same command with --in goes on after a kill.",
+        description="Complete one prompt, a file of prompts, or a conversation.  After "
+        "a kill, the same command with --in goes on.",
     )
     generate.add_argument(
         "model", metavar="DIR", help="run, checkpoint, adapter or Hub model"
     )
-    generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text")
-    generate.add_argument("--chat", action="store_true", help="a conversation")
+    generate.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="text to complete"
+    )
+    generate.add_argument("--chat", action="store_true", help="talk in the terminal")
     for flag, options in {
         "--system": {"help": "first message of a conversation"},
         "--in": {
             "dest": "source",
             "metavar": "FILE.jsonl",
-            "help": 'a line a prompt, {"prompt": text or messages}',
+            "help": 'file of prompts, lines of {"prompt": text or messages}',
         },
-        "--out": {"metavar": "FILE.jsonl", "help": "of --in, the completions"},
+        "--out": {"metavar": "FILE.jsonl", "help": "file for the completions of --in"},
         "--adapter": {"help": "LoRA adapter in PEFT's layout, or Hub model of one"},
         "--dtype": {"choices": DTYPES, "help": "the checkpoint's by default"},
         "--base": BASE,
@@ -86,11 +99,20 @@ def add_generate(commands: Any, command: Callable) -> None:
     }.items():
         generate.add_argument(flag, **options)
     for flag, options in {
-        "--max-new-tokens": {"type": int, "help": "what fits, at most 256"},
-        "--temperature": {"type": float, "help": "0: the most probable token; 1"},
-        "--top-k": {"type": int, "help": "among the k most probable tokens"},
-        "--top-p": {"type": float, "help": "among the fewest of this probability"},
-        "--min-p": {"type": float, "help": "at least this share of the best's"},
+        "--max-new-tokens": {
+            "type": int,
+            "help": "most tokens of a completion; what fits, up to 256",
+        },
+        "--temperature": {
+            "type": float,
+            "help": "divides the logits; 0: the most probable token",
+        },
+        "--top-k": {"type": int, "help": "sample among the k most probable tokens"},
+        "--top-p": {
+            "type": float,
+            "help": "sample among the fewest of this probability",
+        },
+        "--min-p": {"type": float, "help": "drop tokens below this share of the best"},
         "--stop": {"action": "append", "help": "text that ends a completion"},
         "--seed": {"type": int, "help": "same seed, same completions; 0"},
         "--samples": {"type": int, "help": "completions of a prompt of --in; 1"},
@@ -105,8 +127,8 @@ def add_export(commands: Any, command: Callable) -> None:
     export = commands.add_parser(
         "export",
         help="save a run's model for transformers, adapters merged or not",
-        description="Saves the model of a run, of its newest checkpoint if it has not "
-        "ended, as a directory that transformers (or PEFT) loads.",
+        description="Save the model of a run, or of its newest checkpoint if the run "
+        "has not ended, as a directory that transformers (or PEFT) loads.",
     )
     export.add_argument(
         "path", metavar="DIR", help="run, checkpoint, adapter or Hub model"
@@ -116,13 +138,17 @@ def add_export(commands: Any, command: Callable) -> None:
     export.add_argument(
         "--private", action="store_true", help="with --push, make it private"
     )
-    export.add_argument("--merge", action="store_true", help="adapters into matrices")
+    export.add_argument(
+        "--merge",
+        action="store_true",
+        help="merge the adapters into the weights",
+    )
     export.add_argument(
         "--base",
         metavar="OWNER/NAME",
-        help="base that the adapter records, in the Hub or a directory; its own",
+        help="base that the saved adapter names: of the Hub, or a directory",
     )
-    export.add_argument("--dtype", choices=DTYPES, help="of the saved weights")
+    export.add_argument("--dtype", choices=DTYPES, help="type of the saved weights")
     for flag, options in CODE.items():
         export.add_argument(flag, **options)
     export.set_defaults(command=command)
@@ -170,7 +196,7 @@ def add_score(
     """Add `jaxmem score`."""
     score = commands.add_parser(
         "score",
-        help="log-probabilities and entropies of texts under a checkpoint",
+        help="write log-probabilities and entropies of texts under a model",
         description="Scores every token of the texts, or of the responses, under a "
         "local checkpoint (config.json, safetensors, tokenizer.json).  Run the same "
         "command again to go on after a kill.",
@@ -185,7 +211,10 @@ def add_score(
     )
     for flag, options in {
         "--out": {"help": ".jsonl or .parquet; scores.jsonl by default"},
-        "--max-tokens": {"type": int, "help": "slots of a micro-batch; 4096"},
+        "--max-tokens": {
+            "type": int,
+            "help": "tokens and padding of a micro-batch; 4096",
+        },
         "--stride": {"type": int, "help": "score longer documents in windows"},
         "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
         "--base": BASE,
@@ -193,12 +222,12 @@ def add_score(
         "--adapter": {"help": "LoRA adapter in PEFT's layout, or Hub model of one"},
         "--top-k": {"type": int, "help": "record a teacher's most likely ids, too"},
         "--sample-ids": {"type": int, "help": "record ids drawn from a teacher, too"},
-        "--temperature": {"type": float, "help": "of what is recorded for them; 1"},
-        "--seed": {"type": int, "help": "of --sample-ids; 0"},
+        "--temperature": {"type": float, "help": "divides the logits of these ids; 1"},
+        "--seed": {"type": int, "help": "selects the ids that are drawn; 0"},
         "--chat-template-kwargs": TEMPLATE_KWARGS,
         "--stripped": {
             "choices": ("raise", "mask", "count"),
-            "help": "turns of which the template leaves out text; raise",
+            "help": "what to do with turns that the template cuts; raise",
         },
         **CODE,
     }.items():

@@ -283,8 +283,9 @@ def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise DataError(
-                f"data.columns has {messages.short(name)}, which is no column of a "
-                f"form; those are {', '.join(sorted(known))}"
+                f"data.columns: {messages.short(name)} is not a name that jaxmem knows."
+                " The key is jaxmem's name, the value yours, as in "
+                '{"prompt": "my_question"}'
             )
 
 

@@ -124,8 +124,8 @@ def batches(
         )
         raise DataError(
             f"data.streams={config.streams} must be {enough} or a multiple of it that "
-            f"divides data.batch_size={size}: this process needs {len(rows)} rows of a "
-            "batch, and a stream has rows for it alone"
+            f"divides data.batch_size={size}: each process reads its own rows of a "
+            f"batch ({len(rows)} here), and a stream cannot be split between processes"
         )
     iterators = {
         i: documents.batches(config, tokenizer, stream=i, reader=reader)

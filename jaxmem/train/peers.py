@@ -177,6 +177,17 @@ TABLE = (
         axolotl="load_best_model_at_end",
     ),
     PeerNames(
+        "eval.patience",
+        trl="early_stopping_patience",
+        axolotl="early_stopping_patience",
+    ),
+    PeerNames(
+        "run.push",
+        "OWNER/NAME",
+        trl="hub_model_id push_to_hub",
+        axolotl="hub_model_id",
+    ),
+    PeerNames(
         "run.out_dir",
         trl="output_dir",
         axolotl="output_dir",
@@ -491,6 +502,12 @@ TABLE = (
         "grpo.mask_truncated",
         trl="mask_truncated_completions",
         axolotl="trl.mask_truncated_completions",
+    ),
+    PeerNames(
+        "run.save_rollouts",
+        trl="log_completions",
+        axolotl="trl.log_completions",
+        verl="trainer.rollout_data_dir",
     ),
     PeerNames(
         "task.reward",

@@ -331,7 +331,8 @@ def test_refusals(described, monkeypatch):
         streams.batches(config, tokenizer, [1])
     assert str(caught.value) == (
         "data.streams=2 must be 4 or a multiple of it that divides data.batch_size=4: "
-        "this process needs 1 rows of a batch, and a stream has rows for it alone"
+        "each process reads its own rows of a batch (1 here), and a stream cannot be "
+        "split between processes"
     )
     assert streams.batches(dataclasses.replace(config, streams=4), tokenizer, [1])
     with pytest.raises(ValueError) as caught:

@@ -302,7 +302,7 @@ def test_ignored_keys_and_named_columns():
     made = read.document(RawRecord("a:1", {"ask": "a", "say": "b", "prompt": "no"}))
     assert (made.prompt, made.text) == ("a", "b")
     assert read.lines()[1:] == ["the column 'prompt' is not used: 1 (first a:1)"]
-    with pytest.raises(DataError, match="data.columns has 'promt', which is no column"):
+    with pytest.raises(DataError, match="data.columns: 'promt' is not a name that"):
         reader(columns={"promt": "x"})
     with pytest.raises(DataError, match="data.columns names 'x', which no record has"):
         made = reader(columns={"tools": "x"})
