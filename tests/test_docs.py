@@ -711,7 +711,7 @@ ELSEWHERE = {
     "No space left on device", "forward-mode autodiff", "ncclGetPeerDevicePointer",
     # Made of parts for tokens and pairs; test_token_independence checks them whole.
     "loss_fn must take any number of tokens",
-    "loss_fn must compute a token's loss and metrics from that token's values alone",
+    "loss_fn must compute a token's loss and metrics from that token's values only",
 }  # fmt: skip
 
 

@@ -156,8 +156,8 @@ def _of_devices(versions, plugins, driver, backend) -> Iterator[str]:
     asked = os.environ.get("JAX_PLATFORMS")
     if mine and backend == "cpu" and not driver and not asked:
         yield (
-            f"{mine[0]} is here and no GPU, of which jax complains at each start: set "
-            "JAX_PLATFORMS=cpu; plans need no more"
+            f"{mine[0]} is installed without a GPU, and jax prints a warning at each "
+            "start: set JAX_PLATFORMS=cpu, which is enough for plans"
         )
     if driver and backend != "gpu":
         if asked:

@@ -52,7 +52,7 @@ def compiler_missing(device: Device) -> str:
     if not device.described:
         return (
             f"compiling for {device.name} needs a target config for XLA, and none is "
-            "published: it is planned by shapes alone"
+            "published: jaxmem plans it from shapes only"
         )
     if device.platform == "tpu":
         if importlib.util.find_spec("libtpu") is not None:

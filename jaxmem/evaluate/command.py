@@ -51,7 +51,7 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
     is_run = ownership.is_run(directory)
     if request.out is None and not is_run:
         raise ValueError(
-            f"{directory} is no run, in which eval.json would be written: name a file "
+            f"{directory} is not a run, so eval.json has no directory: name a file "
             "with --out"
         )
     out = Path(request.out).expanduser() if request.out else directory / "eval.json"

@@ -59,8 +59,8 @@ class HarnessModel(LM):
         before = [*vocabulary.start, vocabulary.eos][0]
         if before is None:
             raise ValueError(
-                f"{name}: the tokenizer names neither a start nor an end of sequence, "
-                "which the first token of a text has to follow"
+                f"{name}: the tokenizer names neither a start nor an end of sequence; "
+                "the first token of a text must follow one of them"
             )
         self._prefix = before
 

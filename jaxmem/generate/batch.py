@@ -141,8 +141,8 @@ def _prompt(job: _Job, record: RawRecord, number: int) -> EncodedPrompt:
     taken = [name for name in job.columns if name in record.fields]
     if taken:
         raise DataError(
-            f"{record.where}: the output has a column {taken[0]!r} of its own; rename "
-            "that of the input"
+            f"{record.where}: the output also has a column {taken[0]!r}; rename the "
+            "column of the input"
         )
     for name, value in record.fields.items():
         try:

@@ -135,7 +135,7 @@ class LMHead(HeadVerbs, nnx.Module):
 
 def _params_key(rngs):
     if rngs is None:
-        raise TypeError("rngs must be given: the head has weights of its own")
+        raise TypeError("rngs must be given, because the head creates its own weights")
     return rngs.params()
 
 

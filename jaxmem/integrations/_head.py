@@ -93,7 +93,7 @@ def check_product(name: str, head: Callable[[jax.Array], Any], x: jax.Array) -> 
     try:
         jaxpr = jax.make_jaxpr(head)(x).jaxpr
     except Exception as error:  # the package's own call raises a genuine one again
-        reason = f"{name} cannot be traced alone ({type(error).__name__})"
+        reason = f"{name} cannot be traced separately ({type(error).__name__})"
         raise NotServed(reason) from error
     names = collections.Counter(_primitive_names(jaxpr))
     others = sorted(set(names) - _KEEPING - {"add"})

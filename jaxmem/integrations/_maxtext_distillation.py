@@ -68,7 +68,7 @@ def _forward(strategy: Any, forward: Callable, tally: Tally) -> Callable:
     def forward_fn(model, *args, **kwargs):
         _check_own(strategy)
         if getattr(model.config, "mtp_num_layers", 0) > 0:
-            raise NotServed("multi-token prediction has a head of its own")
+            raise NotServed("multi-token prediction has its own head")
         head = head_of(model)
         with stopped_before_head(model.decoder) as calls:
             output = forward(model, *args, **kwargs)

@@ -52,7 +52,7 @@ def _as_array(argument: Any) -> Any:
 def _TRAIN(call: ReplacedCall, self, student_model, teacher_output, inputs):
     if not isinstance(teacher_output, DeferredLogits):
         _check_served(self)
-        raise NotServed("the teacher's output is no hidden states")
+        raise NotServed("the teacher's output is not hidden states")
     student, labels = _student_outputs(self, student_model, inputs)
     return _loss(self, student, teacher_output.constant(), labels, call.options)
 

@@ -29,7 +29,7 @@ BASE_FIELDS = tuple(PLAIN)
 EMBEDDING = "embedding"  # in base_targets, the embedding table
 BASE_TARGETS = (*TARGETS, *FURTHER_MATRICES)
 SAVED = {"embed": "embed/embedding", "head": "head/kernel"}  # weights by name
-UNTIED = "is for a head with a matrix of its own (tied=False)"
+UNTIED = "is for a head with its own matrix (tied=False)"
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -328,9 +328,9 @@ class ModelConfig:
         )
         if self.codes_embedding:
             untied = not self.tied or self.checkpoint is not None
-            expected = f"without {EMBEDDING!r} where it is tied to the head"
+            expected = f"without {EMBEDDING!r} if it is tied to the head"
             check_field(self, "base_targets", untied, expected)
-            expected = f"without {EMBEDDING!r} where lora_saved has 'embed'"
+            expected = f"without {EMBEDDING!r} if lora_saved has 'embed'"
             check_field(self, "base_targets", "embed" not in self.lora_saved, expected)
         for entry in self.base_plain:
             layer, _, name = entry.partition(".")

@@ -80,7 +80,7 @@ def _check_coded(decoder: "Decoder") -> None:
     for name in config.base_targets or ():
         if name not in coded:
             raise ValueError(
-                f"model.base_targets has {name!r}, of which no layer has a matrix to "
+                f"model.base_targets has {name!r}, but no layer has such a matrix to "
                 f"code; {names}"
             )
     if not coded:

@@ -271,7 +271,7 @@ def _check_methods(body: Any) -> None:
     has = [name for name in names if hasattr(body, name)]
     if has and not ("prefill" in has and len(has) > 1):
         raise OwnError(
-            f"{_class_name(body)} has {has[0]!r} alone; cached decoding needs "
+            f"{_class_name(body)} has only {has[0]!r}; cached decoding needs "
             "'prefill', and 'decode' or 'extend'"
         )
 
@@ -387,11 +387,11 @@ class Probe(NamedTuple):
         least = 1e-6 * float(np.abs(hidden[0]).max())
         allowed = max(0.1 * change(3, slice(half + 1, None)), least)
         if change(2, slice(half, -1)) > allowed:
-            return "lets a token see those after it"
+            return "lets a token see later tokens"
         if packs and change(1, slice(half, None)) > allowed:
             return (
-                "lets a document see another one of its row: tokens may attend to "
-                "those of equal segment_ids alone"
+                "lets a document see another document of its row: tokens may attend "
+                "only to tokens with equal segment_ids"
             )
         return None
 

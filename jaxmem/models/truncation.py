@@ -44,7 +44,7 @@ class SamplingConfig:
             expected = "given for a top_p or min_p without top_k"
             check_field(self, "support", decided, expected)
         else:
-            expected = "None where neither top_k, top_p nor min_p truncates"
+            expected = "None if top_k, top_p and min_p are all None"
             check_field(self, "support", self.truncates, expected)
             enough = self.top_k is None or self.support >= self.top_k
             check_field(self, "support", enough, f"at least top_k={self.top_k}")

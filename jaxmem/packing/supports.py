@@ -174,7 +174,8 @@ def _read_csr(ids, offsets):
         raise ValueError("offsets must have one entry per token and one more, got none")
     if np.any(np.diff(offsets) < 0) or offsets[0] < 0 or offsets[-1] > len(ids):
         raise ValueError(
-            f"offsets must not decrease, nor leave 0 to {len(ids)}, the entries of ids"
+            f"offsets must not decrease and must lie in 0 to {len(ids)}, the entries "
+            "of ids"
         )
     return ids, offsets
 

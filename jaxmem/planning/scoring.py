@@ -50,7 +50,7 @@ class Scoring:
             {"weights": nnx.state(decoder)},
             tokens=ids.size,
         )
-        note = "a device scores alone: --devices adds none"
+        note = "scoring runs on one device: --devices has no effect"
         return Programs((phase,), model, head, notes=(note,))
 
     def scaled(self, factor: float) -> Any:

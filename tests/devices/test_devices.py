@@ -62,7 +62,7 @@ def test_of_kind_finds_cards_by_jax_names(kind, name, gib):
 
 def test_compiler_missing_names_cards_without_description():
     said = devices.compiler_missing(devices.find("rtx4090"))
-    assert "rtx4090" in said and "by shapes alone" in said and "pip" not in said
+    assert "rtx4090" in said and "from shapes only" in said and "pip" not in said
 
 
 @pytest.mark.parametrize("name, hint", [("h20", "'h200'"), ("gpu", "one of rtx4090")])

@@ -358,7 +358,7 @@ def test_reward_that_cannot_be_used_is_named(graded):
     with pytest.raises(ValueError, match=said + "umn of --in; rename one, or give"):
         graded()
     pathlib.Path("in.jsonl").write_text('{"prompt": "a", "reward": 1}\n')
-    with pytest.raises(DataError, match="the output has a column 'reward' of its own"):
+    with pytest.raises(DataError, match="the output also has a column 'reward'"):
         graded()
 
 

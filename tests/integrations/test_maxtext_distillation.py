@@ -152,7 +152,7 @@ def test_maxtext_strategies_left_alone(fake_maxtext, capsys):
         assert f"not patched: {reason}" in capsys.readouterr().out
         assert_same(ours, theirs)
 
-    check("multi-token prediction has a head of its own", mtp_num_layers=1)
+    check("multi-token prediction has its own head", mtp_num_layers=1)
     check("parameter_memory_host_offload", parameter_memory_host_offload=True)
     check("the student's forward function returns logits", mtp_num_layers=1)
     check("a forward function does more with logits than to return them", plus_one)

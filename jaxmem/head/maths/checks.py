@@ -337,7 +337,7 @@ def forward_mode(error: TypeError) -> TypeError:
         return error
     return TypeError(
         "jaxmem: forward-mode autodiff (jax.jvp, jax.jacfwd) of the head is not "
-        "supported, as it is a custom_vjp function; use reverse mode: jax.grad, "
+        "supported, because it is a custom_vjp function; use reverse mode: jax.grad, "
         "jax.vjp or jax.jacrev"
     )
 

@@ -121,8 +121,8 @@ def facts_of_whole_logits(gradient: Gradient | None, vocab_size: int) -> dict[st
         )
     if fields.get("forward", "exact") != "exact":
         raise NotImplementedError(
-            f"gradient={gradient} must have forward='exact': this verb needs more "
-            "exact logits than those of labels and sampled entries"
+            f"gradient={gradient} must have forward='exact': this function needs more "
+            "exact logits than the labels' and the sampled entries'"
         )
     return fields
 

@@ -101,7 +101,7 @@ def check(
         unit = words.unit
         raise ValueError(
             f"{words.function} must compute a {unit}'s {words.results} from that "
-            f"{unit}'s values alone, but it {_SENTENCES[dependence].format(words)}, by "
+            f"{unit}'s values only, but it {_SENTENCES[dependence].format(words)}, by "
             f"{operation};{batches} compute this before, and {words.advice}"
         )
 
@@ -113,7 +113,7 @@ def _error_of_one_number(loss, n_rows, error, words) -> ValueError:
     if kinds:
         why = (
             f"it closes over an array, {' and '.join(dict.fromkeys(kinds))}, whose "
-            f"entries are not those of the {words.unit}s in a {words.whole}"
+            f"entries do not belong to the {words.unit}s in a {words.whole}"
         )
     else:
         why = f"for another number it raises {messages.cut(repr(error), 120)}"

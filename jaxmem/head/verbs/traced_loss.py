@@ -219,8 +219,8 @@ def _check_calls(jaxpr):
 def _closes_over_types():
     return NotImplementedError(
         "jaxmem: loss_fn closes over an array of a mesh with explicit axes, and uses "
-        "it in control flow, in a function with a derivative of its own, or where it "
-        "is split; pass it as a per-token argument (broadcast to labels' shape), or "
+        "it in control flow, in a function with a custom derivative, or in a split; "
+        "pass it as a per-token argument (broadcast to labels' shape), or "
         "as an argument of a jax.tree_util.Partial, as in Partial(loss_fn, array)"
     )
 

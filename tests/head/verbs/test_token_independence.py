@@ -25,7 +25,7 @@ ADVANTAGES, ALL = jnp.arange(16.0), jnp.arange(32.0)
 TABLE, SCALE = jnp.linspace(0.5, 1.0, V), np.float32(2.0)
 CLOSES = (
     r"^loss_fn must take any number of tokens, but takes 16 only: it closes over an "
-    r"array, float32\[16\], whose entries are not those of the tokens in a chunk; pass "
+    r"array, float32\[16\], whose entries do not belong to the tokens in a chunk; pass "
     r"a per-token array as an argument, as in token_loss\(loss_fn, hidden, W, labels, "
     r"array\)"
 )

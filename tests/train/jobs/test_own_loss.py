@@ -362,7 +362,7 @@ def test_own_pair_loss_oracle():
         ("def mine(chosen): return chosen.mean()",
          "dpo.loss='mine.py:mine' must return a loss per pair, floats of shape (24,)"),
         ("def mine(chosen): return chosen - chosen.mean()",
-         "must compute a pair's loss from that pair's values alone, but it combines the"
+         "must compute a pair's loss from that pair's values only, but it combines the"
          " pairs of a micro-batch, by reduce_sum"),
     ],
 )  # fmt: skip

@@ -150,10 +150,10 @@ def test_sampling_without_cache_equals_cached():
         (f"{MODULE}:Drops", "drop/rngs/count is an nnx.RngCount"),
         (f"{MODULE}:Numbered", "blocks/0/.* has a number for a name"),
         (f"{MODULE}:Small", "has 3 entries, and the data's vocabulary 280"),
-        (f"{MODULE}:Half", "has 'prefill' alone"),
-        slow(f"{MODULE}:SeesOthers", "lets a document see another one of its row"),
-        (f"{MODULE}:SeesPadding", "lets a document see another one of its row"),
-        (f"{MODULE}:SeesWhatFollows", "lets a token see those after it"),
+        (f"{MODULE}:Half", "has only 'prefill'"),
+        slow(f"{MODULE}:SeesOthers", "lets a document see another document of its row"),
+        (f"{MODULE}:SeesPadding", "lets a document see another document of its row"),
+        (f"{MODULE}:SeesWhatFollows", "lets a token see later tokens"),
     ],
 )
 def test_bad_factory_is_refused_before_compiling(factory, message, monkeypatch):
