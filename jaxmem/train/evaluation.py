@@ -169,6 +169,13 @@ class Evaluations:
         last = [] if cost is None else [f"held out {self._number(cost)}"]
         return last if self.best is None else [*last, self.best_text]
 
+    def summary(self) -> dict[str, float | int]:
+        """The best loss, or reward, with its step, for summary.json; {} without one."""
+        if self.best is None:
+            return {}
+        value = -self.best if self.is_reward else self.best
+        return {"best_held_out": value, "best_step": self.step}
+
     def _number(self, cost: float) -> str:
         return f"reward {-cost:.3f}" if self.is_reward else f"{cost:.4f}"
 

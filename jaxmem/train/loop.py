@@ -288,7 +288,8 @@ class Run:
             self._record_step(step_metrics)
             return
         # One cost decides in all processes.
-        cost = processes.by_first(lambda: evaluated.cost)
+        own = evaluated.cost
+        cost = processes.by_first(lambda: own)
         evaluated = evaluated._replace(cost=cost)
         self.evaluations = self.evaluations.added(number, evaluated, config.min_delta)
         if config.keep_best:

@@ -213,7 +213,7 @@ def _finish(run: "loop.Run", job: Job, state: Any, console: Console) -> Result:
         publishing.finish(job, run.out_dir, console)
         return Result(run.out_dir, [], costs, ended_by=ended_by)
     with_last = [*history[:-1], history[-1]._replace(**last)]
-    summary = summary_of(job, with_last, costs, ended_by)
+    summary = summary_of(job, with_last, costs, ended_by) | run.evaluations.summary()
     _write_report(job, run.out_dir, with_last, costs, summary, console)
     publishing.finish(job, run.out_dir, console)
     return Result(run.out_dir, history, costs, summary, ended_by)

@@ -104,6 +104,9 @@ def test_patience_counts_evaluations_of_held_out_pairs():
     assert all(s.held_out_loss is not None for s in result.history)
     assert result.ended_by == result.summary["ended_by"] == "eval.patience"
     assert "stopped after step 3 of 8 by eval.patience=2: the last 2 eval" in said
+    losses = [s.held_out_loss for s in result.history]
+    assert result.summary["best_held_out"] == min(losses)
+    assert losses[result.summary["best_step"] - 1] == min(losses)
     again, said = train(*PATIENCE, "run.checkpoint_every=8")
     assert again.history == result.history and again.summary == result.summary
     assert "run is complete (step 3 of 8): eval.patience=2: the last 2 evalu" in said

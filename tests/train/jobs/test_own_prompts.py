@@ -136,6 +136,7 @@ def test_patience_counts_evaluations_of_held_out_prompts():
     result, said = train(*patience)
     rewards = [step.held_out_reward for step in result.history]
     assert len(rewards) == 2 and result.ended_by == "eval.patience"
+    assert result.summary["best_held_out"] == max(rewards)
     assert f"step 1 held out reward {rewards[0]:.3f} (best, step 1)" in said
     assert "did not improve by more than 2 (best reward " in said
 
