@@ -583,7 +583,7 @@ FIRST_QUESTIONS = {
     "What do other cards get?": {"faq.md#which-cards-does-it-run-on": "A100"},
     "How do I fine-tune Qwen3 on my chats?": {"": "model.checkpoint=Qwen/Qwen3"},
     "How do I use a data set of the Hub?": {
-        "data.md#data-of-the-hub-and-of-buckets": "hf://OWNER/NAME"
+        "hub.md#data-sets-of-the-hub": "hf://OWNER/NAME"
     },
     "Which format must my file have?": {"data.md": '{"messages": ['},
     "Does my model fit, and how fast is it?": {
