@@ -428,7 +428,7 @@ def describe_adapter(decoder: Decoder, family: Family) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
-        "rank_pattern": {k: n * config.lora_rank for k, n in times.items()},
+        "rank_pattern": {k: n * (config.lora_rank or 0) for k, n in times.items()},
         "alpha_pattern": {k: n * config.lora_alpha for k, n in times.items()},
         "lora_dropout": 0.0,
         "target_modules": labels_of(False),

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def read_adapter(
     adapter: AdapterConfig,
     naming: names.Naming,
     expected: Mapping[str, Any],
-    base: Mapping[str, Any],
+    base: Callable[[str], Any],
 ) -> dict[str, Any]:
     """Read the weights of adapters, arrays by the paths of `expected`.
 
@@ -135,7 +135,8 @@ def read_adapter(
         adapter: its description.
         naming: of the decoder with adapters.
         expected: shapes and dtypes of the adapters and of whole matrices, by path.
-        base: weights of the base by path, of which the file may have copies.
+        base: returns a weight of the base by its path, of which the file may have a
+            copy.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is not used.
@@ -155,7 +156,7 @@ def read_adapter(
 
 
 def _refuse_others(
-    tensors: Tensors, used: set[str], naming: names.Naming, base: Mapping[str, Any]
+    tensors: Tensors, used: set[str], naming: names.Naming, base: Callable[[str], Any]
 ) -> None:
     """Raise for a tensor that is not used and no copy of one of the base.
 
@@ -189,7 +190,7 @@ def _is_copy(
     name: str,
     path: str,
     naming: names.Naming,
-    base: Mapping[str, Any],
+    base: Callable[[str], Any],
 ) -> bool:
     """True if a tensor [V, D] of an adapter has the values of the base's.
 
@@ -198,7 +199,7 @@ def _is_copy(
     shape = naming.config.vocab_size or 0, naming.config.hidden
     copy = tensors.read(name, shape, (slice(None), slice(None)))
     is_table = path == SAVED["embed"] or naming.config.tied
-    weight = whole(base[SAVED["embed"] if is_table else path], None)
+    weight = whole(base(SAVED["embed"] if is_table else path), None)
     weight = weight if is_table else weight.T
     dtype = min(copy.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     return np.array_equal(copy.astype(dtype), weight.astype(dtype))

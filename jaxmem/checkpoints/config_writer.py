@@ -20,8 +20,9 @@ from jaxmem.models.config import BASE_FIELDS, ModelConfig
 
 # Fields that do not describe the function that the weights compute.
 FREE = (
-    "checkpoint", "factory", "dtype", "param_dtype", "attention", "lora_rank",
-    "lora_alpha", "lora_targets", "lora_head", "lora_saved", "router_aux_loss_coef",
+    "checkpoint", "adapter", "factory", "dtype", "param_dtype", "attention",
+    "lora_rank", "lora_alpha", "lora_targets", "lora_head", "lora_saved",
+    "router_aux_loss_coef",
     "pad_row", *BASE_FIELDS,
 )  # fmt: skip
 

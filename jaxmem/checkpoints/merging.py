@@ -84,7 +84,7 @@ class _Sources:
     def __init__(self, decoder: Decoder):
         config = decoder.config
         self._flat, self._dtype = by_path(decoder), jnp.dtype(config.param_dtype)
-        self._scale = config.lora_alpha / (config.lora_rank or 1)
+        self._scale = lora.scale(config)
         self._merged_stacks = structure.stacks(_plain_config(config))
         self._own = {
             layer: (stack.name, index)

@@ -95,8 +95,8 @@ def load(
         if lora.is_saved(path, config.model)
     }
     naming = names.Naming(config.family, config.model)
-    base = traverse_util.flatten_dict(weights, sep="/")
-    read = read_adapter(added, naming, expected, base)
+    base: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
+    read = read_adapter(added, naming, expected, base.__getitem__)
     norms = {path: read.pop(path) for path in [*read] if path.endswith("lora_norm")}
     adapters = traverse_util.unflatten_dict(read, sep="/")
     decoder = nnx.merge(nnx.split(shapes)[0], join_weights(weights, adapters))

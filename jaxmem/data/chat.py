@@ -157,11 +157,7 @@ def read_template(
         DataError: there is no template, none is the default, or one is not valid.
     """
     directory, tokens = Path(directory), {}
-    described = directory / "tokenizer_config.json"
-    try:
-        config = json_files.read_object(described) if described.exists() else {}
-    except json_files.JsonError as error:
-        raise DataError(str(error)) from error
+    config = _read_tokenizer_config(directory)
     for name in _NAMED_TOKENS:
         token = config.get(name)
         token = token.get("content") if isinstance(token, dict) else token
@@ -185,6 +181,26 @@ def read_template(
         lacks = f"{directory} has the chat templates {messages.listing(texts)}, and "
         lacks += 'none is "default"'
     raise DataError(f"{lacks}; add one, or give a job its path by data.chat_template")
+
+
+def template_text(directory: str | os.PathLike[str]) -> str | None:
+    """The text of a checkpoint's chat template; None without one.
+
+    Raises:
+        DataError: a file that may have one cannot be read.
+    """
+    directory = Path(directory).expanduser()
+    described = _read_tokenizer_config(directory).get("chat_template")
+    text, _ = _read_named(directory, described).get("default", (None, None))
+    return text
+
+
+def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
+    path = directory / "tokenizer_config.json"
+    try:
+        return json_files.read_object(path) if path.exists() else {}
+    except json_files.JsonError as error:
+        raise DataError(str(error)) from error
 
 
 def _read_text(path: Path) -> tuple[str, str]:

@@ -90,6 +90,10 @@ class ModelConfig:
     # from, or a model of the Hub, OWNER/NAME or hf://OWNER/NAME@REVISION; its config
     # then determines the sizes.
     checkpoint: str | None = None
+    # directory of a LoRA adapter of that checkpoint, in PEFT's layout, or of a LoRA
+    # run, which is trained further, with its rank, alpha and matrices. `checkpoint` may
+    # name it in place of its base
+    adapter: str | None = None
     # None: the decoder of jaxmem. Or "file.py:function" or "package.module:function" of
     # (config, rngs), which makes a Flax NNX module (jaxmem.models.own_model); then only
     # its checkpoint's tokenizer is read
@@ -247,7 +251,9 @@ class ModelConfig:
     # masters, whatever this is
     param_dtype: str = "float32"
     attention: Literal["xla", "cudnn"] | None = None  # None: "xla"
-    lora_rank: int = 0  # rank of the adapters of frozen matrices; 0: none
+    # rank of the adapters of frozen matrices; 0: none; None: that of the adapter that
+    # training starts from, or else 0
+    lora_rank: int | None = None
     lora_alpha: float = 16.0  # adapters are scaled by this / lora_rank
     # matrices of a block with adapters; "gate", "up" and "down" are possible too
     lora_targets: tuple[str, ...] = ("query", "key", "value", "output")
@@ -297,6 +303,9 @@ class ModelConfig:
                     f"ModelConfig.{name} must be among {', '.join(known)}, got "
                     f"{unknown[0]!r}"
                 )
+        alone = self.adapter is not None and self.checkpoint is None
+        expected = "left out without checkpoint, of which it is"
+        check_field(self, "adapter", not alone, expected)
         name = "lora_head" if head else "lora_saved"
         for problem, said in (
             (
@@ -313,7 +322,7 @@ class ModelConfig:
             if problem:
                 raise ValueError(f"ModelConfig.{said}")
         self._check_base()
-        gate = self.lora_rank == 0 or self.gated or "gate" not in self.lora_targets
+        gate = not self.lora_rank or self.gated or "gate" not in self.lora_targets
         check_field(self, "lora_targets", gate, "without 'gate' with gated=False")
 
     def _check_base(self):
@@ -433,7 +442,7 @@ class ModelConfig:
             check_field(self, name, fits, "left out without global_head_dim")
         fits = self.heads % (self.global_kv_heads or 1) == 0
         check_field(self, "global_kv_heads", fits, "a divisor of heads")
-        fits = not own or self.lora_rank == 0 or not self.keys_are_values
+        fits = not own or not self.lora_rank or not self.keys_are_values
         fits = fits or "value" not in self.lora_targets
         expected = "without 'value' with keys_are_values"
         check_field(self, "lora_targets", fits, expected)

@@ -22,13 +22,18 @@ from jaxmem.models.coded_linear import CodedLinear
 from jaxmem.models.config import SAVED, ModelConfig
 
 
+def scale(options: ModelConfig) -> float:
+    """The factor of A B: alpha / rank."""
+    return options.lora_alpha / (options.lora_rank or 1)
+
+
 def matrices(options: ModelConfig, shape: tuple[int, ...], dtype, rngs: nnx.Rngs):
     """A, initialised uniformly within 1 / sqrt(inputs), and B, initialised to zeros.
 
     They are of a matrix [..., inputs, outputs].
     """
     *leading, inputs, outputs = shape
-    key, bound, rank = rngs.params(), inputs**-0.5, options.lora_rank
+    key, bound, rank = rngs.params(), inputs**-0.5, options.lora_rank or 1
     A = jax.random.uniform(key, (*leading, inputs, rank), jnp.float32, -bound, bound)
     B = jnp.zeros((*leading, rank, outputs), dtype)
     return nnx.Param(A.astype(dtype)), nnx.Param(B)
@@ -47,7 +52,7 @@ class Adapted(nnx.Module):
         self.lora_a, self.lora_b = matrices(
             options, shape, matrix.param_dtype, keywords["rngs"]
         )
-        self.lora_scale = options.lora_alpha / options.lora_rank
+        self.lora_scale = scale(options)
 
     def __call__(self, inputs: jax.Array, **options: Any) -> jax.Array:
         """Map [..., in_features] to [..., out_features]."""
@@ -81,7 +86,7 @@ class LoraHead(LMHead):
         dtype = keywords.get("param_dtype", jnp.float32)
         shape = self.in_features, self.out_features
         self.lora_a, self.lora_b = matrices(options, shape, dtype, rngs)
-        self.lora_scale = options.lora_alpha / options.lora_rank
+        self.lora_scale = scale(options)
 
     def widened(self, hidden: jax.Array, W: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The operands [h, s h A] and [W; B], in hidden's dtype."""
@@ -147,8 +152,7 @@ def merged(
         A, B = (flat[path[:-1] + x].astype(jnp.float32) for x in "ab")
         at_tied_head = tied and kernel == "head/kernel"
         W = flat["embed/embedding"].T if at_tied_head else flat[kernel]
-        scale = options.lora_alpha / options.lora_rank
-        added = scale * jnp.matmul(A, B, precision="highest")
+        added = scale(options) * jnp.matmul(A, B, precision="highest")
         new = W.astype(jnp.float32) + added
         if (norm := norms.get(path.removesuffix("a") + "norm")) is not None:
             factor = norm / jnp.linalg.norm(new, axis=-2)

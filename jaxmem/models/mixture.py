@@ -101,7 +101,7 @@ class Experts(nnx.Module):
         config, mesh = self.config, partitioning.current()
         run = Expert(
             config.dtype, config.activation, config.gate_limit, config.up_plus_one,
-            config.lora_alpha / max(config.lora_rank, 1), config.router_scales_inputs,
+            lora.scale(config), config.router_scales_inputs,
         )  # fmt: skip
         arrays = {name: getattr(self, name).arrays for name in ("gate", "up", "down")}
 

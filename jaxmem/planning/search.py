@@ -85,7 +85,7 @@ def _can_code(model: Any) -> bool:
     """True if 4 bits are possible: adapters, and matrices of whole groups of inputs."""
     widths = model.hidden, model.ff, model.heads * model.value_width
     is_whole = all(width % coded_weights.BLOCKS["nf4"] == 0 for width in widths)
-    return model.lora_rank > 0 and model.base is None and is_whole
+    return bool(model.lora_rank) and model.base is None and is_whole
 
 
 def _fitting_options(job: Job | Scoring, base: Plan) -> list[Option]:

@@ -142,6 +142,7 @@ def check(config: JobConfig) -> None:
         "remat.save": not remat.save,
         "remat.last": not remat.last,
         "remat.unroll": not remat.unroll,
+        "model.adapter": model.adapter is None,
         "model.lora_rank": not model.lora_rank,
         "model.base": model.base is None,
         "optimizer.name": config.optimizer.name != "muon",

@@ -14,7 +14,7 @@ from typing import Any
 from jaxmem.base import hub, processes
 from jaxmem.train.settings import JobConfig
 
-KEYS = "model.checkpoint", "distill.teacher"
+KEYS = "model.checkpoint", "model.adapter", "distill.teacher"
 
 
 def with_directories(

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from rich.console import Console
 from jaxmem import devices, remat
 from jaxmem.base.user_code import Hooked
 from jaxmem.checkpoints import read_weights
+from jaxmem.checkpoints.start_adapter import read_start
 from jaxmem.data.documents import Batch
 from jaxmem.head.maths.call_report import report
 from jaxmem.models import attention, balance
@@ -31,7 +33,7 @@ from jaxmem.models.weights import (
     split_weights,
 )
 from jaxmem.remat.offload import Streamed
-from jaxmem.train import model_factory, precision
+from jaxmem.train import model_factory, precision, starts
 from jaxmem.train.optimizer import (
     OptimizerConfig,
     clip,
@@ -271,11 +273,24 @@ class ModelProgram:
         if checkpoint is None:
             return self._run_sharded(lambda: self._new_weights()[part], shapes)
         read = read_weights(checkpoint, self.model_config, like=shapes)
+        if (start := starts.directory(self.config)) is not None:
+            return join_weights(read, self._start_weights(start, shapes))
         new = adapters_of(shapes)  # the checkpoint has none
         if not new:
             return read
         drawn = self._run_sharded(lambda: adapters_of(self._new_weights()[part]), new)
         return join_weights(read, drawn)
+
+    def _start_weights(self, start: Path, shapes: Any) -> dict:
+        """The weights among `shapes` that the adapter has that training starts from."""
+        like: dict[Any, Any] = dict(traverse_util.flatten_dict(shapes))
+        every = join_weights(self.state_shapes.params, self.frozen_shapes)
+        read: Any = traverse_util.flatten_dict(
+            read_start(start, self.model_config, every)
+        )
+        like = {path: leaf for path, leaf in like.items() if path in read}
+        placed = self.layout.place({path: read[path] for path in like}, like)
+        return traverse_util.unflatten_dict(placed)
 
     def _factory_weights(self, part: int, shapes: Any) -> Any:
         """Weights of a factory, which is called eagerly because it may read files."""
@@ -307,6 +322,14 @@ class ModelProgram:
         is_alone = self._make_own is None and self.layout.mesh is None
         if is_alone and (line := attention.advice(self.model_config)) is not None:
             yield line
+        model = self.config.model
+        if model.adapter is not None:
+            matrices = [*model.lora_targets, *["head"] * model.lora_head]
+            yield (
+                f"training goes on with the adapter {model.adapter} (rank "
+                f"{model.lora_rank}, alpha {model.lora_alpha:g}, of "
+                f"{', '.join(matrices)}) on {model.checkpoint}"
+            )
         if self._make_own is not None and self.config.remat.policy != "none":
             yield (
                 f"remat.policy={self.config.remat.policy!r} has no effect: the model "

@@ -240,6 +240,7 @@ def _open_run(
 def _load_job(directory: Path, dtype: str | None, code: Code) -> Job:
     """The job of a run, on one device."""
     config = code.checked(configuration.load(directory / _OPERATIVE)[0], directory)
+    config = config.replaced({"run.out_dir": str(directory)})  # it may have moved
     config = job_of(model_names.with_directories(config)).config
     model = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
     return job_of(

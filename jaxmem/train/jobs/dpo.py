@@ -22,7 +22,7 @@ from jaxmem.data.pairs import Pair, PairBatch, PairBatches, batch_of, fingerprin
 from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models import balance
 from jaxmem.models.training_head import HeadConfig
-from jaxmem.train import metrics, phases
+from jaxmem.train import metrics, phases, starts
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import loss_arguments
 from jaxmem.train.jobs.config import DpoJobConfig
@@ -209,10 +209,12 @@ class Dpo(Job, name="dpo"):
         config = self.config
         path = Path(config.run.out_dir).expanduser() / "reference.npz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        model = dataclasses.asdict(config.model)
-        means = ["means"] if config.dpo.pair_loss.averages else []
-        # It identifies the pairs and weights that the file is of.
-        identity = json.dumps([fingerprint(pairs), model, config.run.seed, *means])
+        facts = [fingerprint(pairs), self.model_fields(), config.run.seed]
+        facts += ["means"] if config.dpo.pair_loss.averages else []
+        if (start := starts.digest(config)) is not None:
+            facts.append(start)
+        # They identify the pairs and weights that the file is of.
+        identity = json.dumps(facts)
         if jax.process_count() == 1 and path.exists():
             with np.load(path) as saved:
                 if str(saved["of"]) == identity:

@@ -17,13 +17,14 @@ from rich.console import Console
 from jaxmem import checkpoints
 from jaxmem.base import messages, user_code
 from jaxmem.base.user_code import Hooked, UserCodeError
+from jaxmem.checkpoints.start_adapter import with_start
 from jaxmem.data import vocabulary
 from jaxmem.models import lora
 from jaxmem.models.config import BASE_FIELDS
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.remat import fitting
-from jaxmem.train import metrics, model_factory, model_names, precision
+from jaxmem.train import metrics, model_factory, model_names, precision, starts
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.reading import Documents, Reading, TokenRecord
 from jaxmem.train.output.progress import ProgressReport
@@ -87,20 +88,21 @@ class Job(Hooked):
     def __init__(self, config: JobConfig):
         self.config = config
         self._end = float("-inf")  # time at which the last step ended
-        changes: dict[str, Any] = {"model": self.sizes()}
+        model = self.sizes()
+        changes: dict[str, Any] = {"model": model}
         if not self.has_rollouts:
             why = f"for run.job={config.run.job!r}; run.job='grpo' has rollouts"
             config.check_stays("run.save_rollouts", False, why)
             config.check_stays("eval.samples", None, why)
-        if config.model.base is not None and not config.model.lora_rank:
+        if model.base is not None and not model.lora_rank:
             raise ValueError(
-                f"model.base={config.model.base!r} codes matrices, which no update can "
+                f"model.base={model.base!r} codes matrices, which no update can "
                 "change: train adapters beside them (model.lora_rank above 0), or "
                 "leave model.base out"
             )
-        if config.model.lora_rank and config.optimizer.trainable is None:
+        if model.lora_rank and config.optimizer.trainable is None:
             changes["optimizer"] = dataclasses.replace(
-                config.optimizer, trainable=lora.trainable(config.model.lora_saved)
+                config.optimizer, trainable=lora.trainable(model.lora_saved)
             )
         self.config = dataclasses.replace(config, **changes)
 
@@ -110,7 +112,7 @@ class Job(Hooked):
         return self.config.mesh
 
     def sizes(self) -> ModelConfig:
-        """The model, with its checkpoint's sizes.
+        """The model, with its checkpoint's sizes, and the adapter that it starts from.
 
         Raises:
             ValueError: the checkpoint cannot be read, or a size differs, or a model of
@@ -119,12 +121,21 @@ class Job(Hooked):
         if self.config.model.factory is not None:
             model_factory.check(self.config)
             return model_factory.with_text(self.config.model)
-        return checkpoints.with_checkpoint(self.config.model)
+        copy = starts.kept(self.config.run)
+        return checkpoints.with_checkpoint(with_start(self.config.model, copy))
+
+    def model_fields(self) -> dict[str, Any]:
+        """The model's settings, as older runs have them if newer ones are not set."""
+        model = self.config.model
+        fields = dataclasses.asdict(model) | {"lora_rank": model.lora_rank or 0}
+        if model.adapter is None:
+            del fields["adapter"]
+        return fields
 
     def fixed(self) -> dict[str, Any]:
         """Settings, by section, that a resumed run must share with the saved one."""
         config = self.config
-        model = dataclasses.asdict(config.model)
+        model = self.model_fields()
         del model["pad_row"]  # the checkpoint's; older runs have none and go on
         if config.model.base is None:  # as in older runs, which lack these keys
             model = {k: v for k, v in model.items() if k not in BASE_FIELDS}
@@ -156,7 +167,9 @@ class Job(Hooked):
     @functools.cached_property
     def reads(self) -> Any:
         """The `Reading` of this run, made once."""
-        return self.reading()
+        reading = self.reading()
+        starts.check_template(self.config, reading.chat_template)
+        return reading
 
     def records(self, count: int) -> Iterator[TokenRecord | str]:
         """The first records, and lines about all of them, for `jaxmem data`."""

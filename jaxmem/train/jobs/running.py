@@ -22,6 +22,7 @@ from jaxmem.train import (
     model_names,
     publishing,
     results,
+    starts,
 )
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.metrics import HeadCost
@@ -129,6 +130,8 @@ def train(
         job.build()
         run.use_backend(job.program.backend, config.head.implementation)
         job.open()
+        if not run.done:
+            starts.keep(config)
         if config.eval.every is not None and not job.holds_out():
             say(console, config.eval.nothing_held_out())
         for line in (*job.program.lines(), *job.reads.lines()):

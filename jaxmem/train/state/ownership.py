@@ -21,7 +21,7 @@ from jaxmem.train.settings import JobConfig, RunConfig
 from jaxmem.train.state import checkpoint
 
 MARK = "jaxmem_run.json"
-SAVED = "model", "adapter"  # directories that are replaced as a whole
+SAVED = "model", "adapter", "start"  # directories that are replaced as a whole
 # Directories in which a run writes entries.
 _FOLDERS = "checkpoints", "best", "rollouts"
 _FILES = (
@@ -70,7 +70,7 @@ class RunDirectory:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of files and directories that a run writes."""
-        return (*_FILES, *_FOLDERS, self.result)
+        return (*_FILES, *_FOLDERS, "start", self.result)
 
     def check(self) -> None:
         """Raise unless every file that the run would replace is of a run.
