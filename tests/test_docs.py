@@ -592,7 +592,10 @@ FIRST_QUESTIONS = {
         "plan.md#does-an-8b-run-fit": "fits",
     },
     "Which learning rate, rank and batch?": {"recipes.md": "2e-4, cosine"},
-    "How do I chat with, merge and export the result?": {"generate.md": "--chat"},
+    "How do I chat with, merge and export the result?": {"after.md": "--chat"},
+    "How do I quantise the result for Ollama?": {
+        "after.md#llamacpp-and-ollama": "convert_hf_to_gguf.py"
+    },
     "What does a key of TRL, Axolotl, verl or MaxText become?": {
         "coming_from.md": "TRL"
     },
