@@ -10,6 +10,7 @@ from jaxmem.devices.current import (
     current as current,
     has_mosaic as has_mosaic,
     has_wgmma as has_wgmma,
+    is_stand_in as is_stand_in,
     planned as planned,
     stand_in as stand_in,
     target as target,

@@ -105,6 +105,12 @@ def planned() -> Planned | None:
     return _planned.get()
 
 
+def is_stand_in() -> bool:
+    """True inside of `stand_in`, where nothing can be compiled."""
+    around = _planned.get()
+    return around is not None and around.is_stand_in
+
+
 def current() -> list[Any]:
     """The devices that programs are compiled for."""
     around = _planned.get()

@@ -91,12 +91,11 @@ def attend_by_cudnn(
     it, or the whole row. With several documents, the kernel computes the scores within
     `sight.packed`; without these, cuDNN gets a bias and computes all scores of a row.
     """
-    around = devices.planned()
-    if around is not None and around.is_stand_in:
-        return _shapes_of_cudnn(query, key, value)
     is_packed = sight.packed is not None and sight.prefix is None
     if is_packed and packed_attention.supports(query):
         return _attend_packed(query, key, value, sight, scale)
+    if devices.is_stand_in():
+        return _shapes_of_cudnn(query, key, value)
     kernel = functools.partial(_attend_masked, scale=scale)
     if sight.mask is not None:  # recompute the bias [B, 1, T, T] that cuDNN needs
         kernel = remat.recompute(kernel, save=["attn_lse"])
@@ -110,6 +109,8 @@ def attend_by_cudnn(
 
 def _attend_masked(query, key, value, sight, *, scale, window=None):
     """Attention by cuDNN, with a bias if rows have several documents."""
+    if devices.is_stand_in():
+        return _shapes_of_cudnn(query, key, value)
     mask, queries, keys = sight.mask, query.shape[1], key.shape[1]
     if keys > queries:  # causal attention would begin at the first key
         mask = mask & _causal_mask(queries, keys)

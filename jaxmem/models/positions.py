@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem import devices
 from jaxmem.head.backends import hopper
 from jaxmem.models import partitioning
 from jaxmem.models.config import KINDS, ModelConfig
@@ -333,6 +334,8 @@ def _takes_packed_rows(config: ModelConfig) -> bool:
     """True if cuDNN's ragged kernel attends: on a Hopper GPU, and not on a mesh."""
     if config.attention != "cudnn" or partitioning.current() is not None:
         return False
+    if devices.is_stand_in():  # CPUs have no capability of their own
+        return devices.backend() == "gpu" and devices.has_wgmma()
     return hopper.refuses_machine() is None
 
 

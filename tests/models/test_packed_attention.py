@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.models import attention
+from jaxmem import devices
+from jaxmem.models import attention, positions
 from jaxmem.models.kernels import packed_attention
 from jaxmem.models.positions import Sight
+from jaxmem.remat import liveness
 from tests.helpers import decoders
 from tests.helpers.sampling import SMALL
 
@@ -212,6 +214,34 @@ def test_packed_attention_equals_xla(width, longest):
         scale = float(jnp.abs(reference).max())
         error = jnp.where(is_token, ours.astype(jnp.float32) - reference, 0)
         assert float(jnp.abs(error).max()) < 0.01 * scale
+
+
+def peak_of(device, sight):
+    """Bytes of a gradient alive at once, as a plan by shapes for a device counts."""
+    like = jax.ShapeDtypeStruct((3, 64, 4, 16), jnp.bfloat16)
+
+    def total(query, key, value):
+        out = attention.attend_by_cudnn(query, key, value, sight(), scale=1.0)
+        return jnp.sum(out.astype(jnp.float32))
+
+    with devices.stand_in(device):
+        return liveness.peak(jax.jit(jax.grad(total)).trace(like, like, like))
+
+
+def test_plan_by_shapes_counts_the_workspace_of_each_document():
+    ids = jnp.asarray(IDS)
+    packed = peak_of("h200", lambda: Sight(ids, packed=documents(ids)))
+    whole = peak_of("h200", Sight)
+    workspace = 4 * 3 * 64 * 4 * (16 + 1)  # of whole rows
+    assert packed - whole > 3 * workspace  # four documents of a row's length
+
+
+def test_packed_rows_are_taken_on_hopper_alone():
+    config = dataclasses.replace(SMALL, attention="cudnn", dtype="bfloat16")
+    for device, expected in (("h200", True), ("l40s", False)):
+        with devices.stand_in(device):
+            assert positions._takes_packed_rows(config) is expected
+    assert not positions._takes_packed_rows(config)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmem import devices
+
 _PARTS = 1, 4, 16  # a group for each n has documents of T / n tokens at most
 _SLOTS = 4  # documents for each such part
 
@@ -175,7 +177,7 @@ def _group_backward(query, key, value, forward, dout, *, group, scale):
     ]
     call = jax.ffi.ffi_call(
         "__cudnn$fmhaSoftmaxBackward",
-        [*shapes, _WORKSPACE],
+        [*shapes, _workspace(group, query)],
         output_layouts=(_STORED, _STORED, _STORED, None),
         custom_call_api_version=2,
         legacy_backend_config=_config(operands[0], scale, _BACKWARD),
@@ -187,6 +189,17 @@ def _group_backward(query, key, value, forward, dout, *, group, scale):
         jnp.transpose(x, (0, 2, 1, 3)).reshape(operand.shape)
         for x, operand in zip(gradients, (query, key, value), strict=True)
     )
+
+
+def _workspace(group: DocumentGroup, query: jax.Array) -> jax.ShapeDtypeStruct:
+    """The workspace of a backward call, which XLA sizes unless nothing is compiled."""
+    if not devices.is_stand_in():
+        return _WORKSPACE
+    _, _, heads, width = query.shape
+    documents = group.starts.size
+    # As planning.accounts has it, for as many documents as a group may have.
+    sums = (documents, heads, group.longest, width + 1)
+    return jax.ShapeDtypeStruct(sums, jnp.float32)
 
 
 def _in_parts(x: jax.Array, group: DocumentGroup) -> jax.Array:
