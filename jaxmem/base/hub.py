@@ -276,7 +276,12 @@ def _find_copy(model: HubModel, fetch: Callable[..., Any]) -> Path | None:
     except Exception as error:
         if not _is_outage(error):
             raise
-        copy = Path(fetch(local_files_only=True))
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            copy = Path(fetch(local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise error from error.__cause__
         if not _is_offline():
             why = _reason_of(error)
             _tell(f"the Hub cannot be reached ({why}); {model} is read from its cache")

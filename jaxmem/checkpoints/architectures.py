@@ -56,10 +56,12 @@ def read_config(directory: str | Path) -> CheckpointConfig:
             asks for something that is not implemented; the message names the key.
     """
     path = Path(os.path.expanduser(directory)) / "config.json"
-    if not path.parent.exists() and (hint := hub.hint(str(directory))):
+    name = str(directory)
+    hint = hub.hint(name)
+    if not path.parent.exists() and (hint or name.startswith("hf://")):
         raise CheckpointError(
-            f"{directory}: no such directory{hint}, which "
-            "jaxmem.checkpoints.local_directory downloads"
+            f"{name}: no such directory{hint}; in Python, "
+            "jaxmem.checkpoints.local_directory downloads one"
         )
     if not path.exists() and (path.parent / "model" / path.name).exists():
         raise CheckpointError(

@@ -134,9 +134,15 @@ def test_directory_is_read_from_the_cache_in_an_outage(server, capfd):
     assert hub.local_directory("owner/m") == copy
     assert "the Hub cannot be reached (" in capfd.readouterr().err
     said = fault("owner/other@v1")
-    assert "the Hub cannot be reached (" in said
+    assert "the Hub cannot be reached (" in said and "503" in said
     assert "run `hf download owner/other --revision v1` where there is a" in said
     assert said.endswith("set HF_HUB_OFFLINE=1")
+
+
+def test_directory_names_why_the_hub_cannot_be_reached(server, monkeypatch):
+    closed = "http://127.0.0.1:9"  # nobody listens there
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", closed)
+    assert "cannot be reached ([Errno 111] Connection refused)" in fault("owner/m")
 
 
 def test_directory_is_read_from_the_cache_offline(server, monkeypatch, capfd):

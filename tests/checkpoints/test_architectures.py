@@ -477,9 +477,11 @@ def test_read_config_tells_how_to_download(tmp_path, monkeypatch):
     said = str(raised.value)
     assert said.startswith(f"{name}: no such directory; ") and "\n" not in said
     assert said.endswith(
-        f"; a model of the Hub is hf://{name}, which jaxmem.checkpoints."
-        "local_directory downloads"
+        f"; a model of the Hub is hf://{name}; in Python, "
+        "jaxmem.checkpoints.local_directory downloads one"
     )
+    with pytest.raises(CheckpointError, match="directory; in Python, jaxmem.check"):
+        read_config(f"hf://{name}")
     (tmp_path / name).mkdir(parents=True)  # a directory, if an empty one
     for directory in (name, "gone", "/gone/there", "runs/sft"):
         with pytest.raises(CheckpointError, match="config.json: cannot be read: No su"):
