@@ -22,13 +22,14 @@ def finish(job: Job, directory: Path, console: Console) -> None:
 
 
 def _write_cards(job: Job, directory: Path) -> None:
-    """Write the cards of the result, and of the best evaluation's, in a run."""
+    """Write the cards that the result, and the best evaluation's, lack in a run."""
     model, name = job.config.model, ownership.result_of(job.config)
     checkpoint = model.checkpoint
     base = None if checkpoint is None else hub.recorded(checkpoint)
     for folder in (directory, directory / "best"):
         target = folder / name
-        if name in ownership.SAVED and target.is_dir():
+        lacks_card = target.is_dir() and not (target / model_card.NAME).exists()
+        if name in ownership.SAVED and lacks_card:
             shown = job.config.run.push or str(files.shown(target))
             cards.write(target, shown, cards.base_of(target, base), directory)
 

@@ -99,6 +99,9 @@ def test_failed_push_leaves_the_run(server, capfd):
     assert "to try again: jaxmem export run --push me/tuned" in out
     assert pathlib.Path("run/summary.json").exists()
     del server.repositories["models", "me/tuned"]
+    assert command("train", "run.gin") == 0  # a complete run uploads again
+    assert "adapter_config.json" in server.files("me/tuned")
+    del server.repositories["models", "me/tuned"]
     assert command("export", "run", "--push", "me/tuned", "--private") == 0
     assert server.repositories["models", "me/tuned"].private
     assert server.files("me/tuned")["README.md"].decode().startswith(CARD)
