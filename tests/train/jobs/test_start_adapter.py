@@ -285,6 +285,13 @@ def test_grpo_kl_is_to_the_start():
     assert abs(first.kl) < 1e-6 < second.kl
 
 
+def test_adapter_as_a_teacher_is_refused(capsys):
+    text = 'data.source = "texts.jsonl"\ndistill.teacher = "left"\n'
+    pathlib.Path("distill.gin").write_text(text + DATA + RUN + 'run.job = "distill"\n')
+    assert cli.main(["train", "distill.gin", "model.checkpoint=qwen3"]) == 2
+    assert "distill.teacher='left': an adapter; merge it" in capsys.readouterr().err
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["text", slow("on_policy")])
 def test_distillation_starts_from_the_adapter(mode):

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxmem import checkpoints
 from jaxmem.base import json_files, messages
+from jaxmem.checkpoints.start_adapter import adapter_directory
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train.jobs.config import DistillJobConfig
 
@@ -22,6 +23,11 @@ def directory(config: DistillJobConfig) -> Path:
     for candidate in (path, path / "model"):
         if (candidate / "config.json").exists():
             return candidate
+    if adapter_directory(named) is not None:
+        raise TeacherError(
+            f"distill.teacher={named!r}: an adapter; merge it and name NEW: jaxmem "
+            f"export {named} --merge --out NEW"
+        )
     raise TeacherError(
         f"distill.teacher={named!r}: neither a checkpoint (config.json) nor a run that "
         "has left a whole model (model/config.json)"
