@@ -159,9 +159,10 @@ class Evaluations:
     def reason(self, config: EvalConfig) -> str:
         """The reason to stop, where `exhausts` is true, in words."""
         by = f" by more than {config.min_delta:g}" if config.min_delta else ""
+        last = "evaluation" if self.without == 1 else f"{self.without} evaluations"
         return (
-            f"eval.patience={config.patience}: the last {self.without} evaluations did "
-            f"not improve{by} ({self.best_text})"
+            f"eval.patience={config.patience}: the last {last} did not improve{by} "
+            f"({self.best_text})"
         )
 
     def items(self, cost: float | None = None) -> list[str]:

@@ -117,6 +117,16 @@ def test_two_processes_learn_what_one_does(tmp_path):
 
 
 @pytest.mark.slow
+def test_patience_ends_both_processes_after_the_same_step():
+    patience = "eval.every=1", "eval.patience=1", "eval.min_delta=1e3"
+    said = two(
+        "task.reward=own.py:length", "task.held_out=0.3", "run.steps=4", *patience
+    )
+    assert len(steps_of("two")) == 2
+    assert "by eval.patience=1: the last evaluation did not imp" in "".join(said)
+
+
+@pytest.mark.slow
 def test_failing_reward_ends_both_processes():
     said = two("task.reward=own.py:fails", status=2)
     ends = [words.splitlines()[-1] for words in said]
