@@ -235,7 +235,7 @@ def test_eval_refuses_bad_arguments(directory, tasks, tmp_path, capsys):
     assert cli.main([*given, "--tasks", "absent", *out]) == 2
     assert "no task absent" in capsys.readouterr().err
     assert cli.main([*given, "--tasks", "choices"]) == 2
-    assert "is no run" in capsys.readouterr().err
+    assert "is not a run" in capsys.readouterr().err
     for more, said in (
         (["--out", str(tmp_path / "no" / "x.json")], "there is no directory"),
         ([*out, "--include", "nowhere"], "--include nowhere: there is no such folder"),
@@ -257,7 +257,7 @@ def test_files_of_others_are_not_replaced(directory, tasks, tmp_path, capsys):
     given[1] = str(run)
     for name in ("metrics.jsonl", "report.html", "eval.json"):
         (run / name).write_text("mine")
-    assert cli.main(given) == 2 and "is no run" in capsys.readouterr().err
+    assert cli.main(given) == 2 and "is not a run" in capsys.readouterr().err
     RunDirectory(run, "run.out_dir").mark()
     assert cli.main(given) == 2
     assert "eval.json: was not written by jaxmem eval" in capsys.readouterr().err
