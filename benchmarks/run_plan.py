@@ -10,7 +10,7 @@ that was recorded: an allocator's peak, or a program's bytes by the compiler the
     python -m benchmarks.run_plan --source shapes --out plan_shapes.csv
 
 holds plans by shapes alone, which need no compiler, against results/cards_h200.csv and
-grpo_qwen3_8b_h200.csv.
+those of GRPO.
 """
 
 import argparse
@@ -48,6 +48,13 @@ HEADS = (
     ((8192, 2304, 256000), "token_loss"),
     ((8192, 4096, 50257), "token_stats"),
 )
+
+
+# Records of whole runs of reinforcement learning, and the names of their plans.
+GRPO = {
+    "grpo_qwen3_8b_h200.csv": "qwen3-8b grpo",
+    "grpo_recipe_h200.csv": "qwen3-8b grpo with adapters, 256 completions",
+}
 
 
 def row_of(source, case, number, recorded, predicted, **others) -> dict:
@@ -199,11 +206,12 @@ def of_shapes() -> Iterator[dict]:
                 job = card_job(row, pathlib.Path(folder))
                 case = " ".join(row[k] for k in ("model", "training", "lengths"))
                 yield shaped_row(f"{case}: {row['variant']}", row, job, device)
-        (row, *_) = results.read("grpo_qwen3_8b_h200.csv")
-        config, _ = configuration.load(
-            CONFIGS / row["config"], row["overrides"].split()
-        )
-        yield shaped_row("qwen3-8b grpo", row, job_of(config), device)
+        for name, case in GRPO.items():
+            (row, *_) = results.read(name)
+            config, _ = configuration.load(
+                CONFIGS / row["config"], row["overrides"].split()
+            )
+            yield shaped_row(case, row, job_of(config), device)
 
 
 def card_job(row, folder: pathlib.Path) -> Sft:

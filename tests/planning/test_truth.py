@@ -94,7 +94,7 @@ def test_expected_bytes_by_shapes_within_bound_or_a_known_reason():
 def test_recorded_peaks_of_shapes_are_those_of_the_records():
     measured = {
         float(row["device_peak_gib"])
-        for name in ("cards_h200.csv", "grpo_qwen3_8b_h200.csv")
+        for name in ("cards_h200.csv", *run_plan.GRPO)
         for row in results.read(name)
         if row["device_peak_gib"]
     }
