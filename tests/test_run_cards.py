@@ -45,7 +45,7 @@ def test_cases_are_configs_with_their_adapters(number, tmp_path):
     config = config_of(case, tmp_path)
     short = "data.sequence_length=2048" in case.words
     assert config.data.sequence_length == (2048 if short else 4096)
-    rank, trainable = config.model.lora_rank, config.optimizer.trainable
+    rank, trainable = config.model.lora_rank or 0, config.optimizer.trainable
     expected = (16, "lora_") if case.training == "lora" else (0, None)
     assert (rank, trainable) == expected
     if case.side == "jax":

@@ -62,7 +62,11 @@ def test_none_only_where_the_type_says_so(field):
             dict(softcap=1e-300),
             "softcap must be 0 or at least 1.18e-38 in",
         ),
-        (ModelConfig, dict(lora_rank=-1), "lora_rank must be at least 0, got -1"),
+        (
+            ModelConfig,
+            dict(lora_rank=-1),
+            "lora_rank must be at least 0, or None, got -1",
+        ),
         (OptimizerConfig, dict(b1=1.0), r"b1 must be in \[0, 1\), got 1.0"),
         (
             OptimizerConfig,

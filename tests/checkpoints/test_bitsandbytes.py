@@ -314,7 +314,7 @@ def test_with_checkpoint_refuses_to_train_coded_matrices():
     for field, value in (("base", "int8"), ("base_targets", ("query",))):
         others = {"base": "nf4", field: value}
         wrong = dataclasses.replace(adapted, **others)
-        with pytest.raises(ValueError, match=f"model.{field}=.* is not what the chec"):
+        with pytest.raises(ValueError, match=f"model.{field}=.* differs from the chec"):
             checkpoints.with_checkpoint(wrong)
     for name in ("llama_double", "qwen3_nf4"):
         with pytest.raises(

@@ -378,7 +378,7 @@ def test_whole_file_precedes_index_of_others(tmp_path):
     source = copied("llama", tmp_path)
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {TABLE: "model-00001-of-00002.sa"}}))
-    with pytest.warns(UserWarning, match="model.safetensors: read as the whole model"):
+    with pytest.warns(UserWarning, match="model.safetensors: read as a whole"):
         again = checkpoints.load(source)
     expected = checkpoints.load(TINY / "llama")
     jax.tree.map(

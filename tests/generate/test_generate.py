@@ -247,7 +247,7 @@ def test_unfinished_file_belongs_to_its_options(model, sampled, prompts):
     ("record", "message"),
     [
         ({"text": "a"}, 'in.jsonl:1: expected "conversations" or "messages" or'),
-        ({"prompt": "a", "stop": 1}, "in.jsonl:1: the output has a column 'stop'"),
+        ({"prompt": "a", "stop": 1}, "in.jsonl:1: the output also has a column 'stop'"),
         ({"prompt": [{"content": "a"}]}, 'in.jsonl:1: "prompt".0. must be an object'),
         ({"prompt": "a" * 60}, "in.jsonl:1: the prompt's 61 tokens"),
     ],

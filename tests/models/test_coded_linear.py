@@ -294,7 +294,7 @@ def test_config_refuses_base_targets_without_base():
     [
         (
             {"base_targets": ("query", "latent")},
-            "base_targets has 'latent', of which no",
+            "base_targets has 'latent', but no layer",
         ),
         ({"base_plain": ("2.down",)}, "base_plain has '2.down', a matrix that layer 2"),
         (
@@ -321,9 +321,9 @@ def test_config_takes_layers_that_a_checkpoint_may_have():
 
 
 def test_config_refuses_codes_of_a_tied_embedding():
-    with pytest.raises(ValueError, match="without 'embedding' where it is tied"):
+    with pytest.raises(ValueError, match="without 'embedding' if it is tied"):
         dataclasses.replace(TABLE, tied=True)
-    with pytest.raises(ValueError, match="without 'embedding' where lora_saved"):
+    with pytest.raises(ValueError, match="without 'embedding' if lora_saved"):
         dataclasses.replace(TABLE, lora_saved=("embed",))
 
 

@@ -200,7 +200,7 @@ def test_checkpoint_without_an_end_cannot_be_trained(directory):
         (dict(lora_rank=2, lora_targets=()), "lora_targets must name a matrix"),
         (dict(lora_head=True), "lora_head needs a lora_rank above 0"),
         (dict(lora_saved=("head",), tied=False), "lora_saved needs a lora_rank above"),
-        (dict(lora_rank=1, lora_saved=("head",)), "lora_saved is for a head with a "),
+        (dict(lora_rank=1, lora_saved=("head",)), "lora_saved is for a head with its "),
         (dict(lora_rank=1, lora_saved=("x",)), "lora_saved must be among embed, head"),
     ],
 )

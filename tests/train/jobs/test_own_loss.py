@@ -236,7 +236,7 @@ def test_own_loss_in_one_pass_materialised_and_sampled():
          "must return a loss per token, floats of shape (24,) for arguments of that"),
         ("def mine(logprob): return logprob - logprob.mean()",
          "grpo.loss='mine.py:mine' must compute a token's loss from that token's values"
-         " alone, but it combines the tokens of a chunk, by reduce_sum"),
+         " only, but it combines the tokens of a chunk, by reduce_sum"),
         ("def mine(logprob): return logprob / logprob.size",
          "but it depends on the number of tokens in a chunk, by a number"),
         ("def mine(logprob): return logprob * jnp.arange(len(logprob))",
