@@ -19,6 +19,7 @@ from jaxmem.base.user_code import Hooked
 from jaxmem.checkpoints import read_weights
 from jaxmem.checkpoints.start_adapter import read_start
 from jaxmem.data.documents import Batch
+from jaxmem.head.backends import choose
 from jaxmem.head.maths.call_report import report
 from jaxmem.models import attention, balance
 from jaxmem.models.decoder import Decoder, ModelConfig, abstract_decoder
@@ -393,15 +394,17 @@ class DecoderProgram(ModelProgram, Hooked):
         """The backend that computes the head's loss; "hopper+xla" where both do."""
         if self.config.head.logits == "materialised":
             return "xla"  # not by a verb
+        able, named = choose.of_machine(), self.config.head.implementation
+        if able == ("xla",) and named in (None, "xla"):
+            return "xla"  # nothing else runs here, so that tracing tells no more
         try:
             with report() as traced:
                 self.trace_loss()
         except NotImplementedError as error:
-            if self.config.head.implementation is None:
+            if named is None:
                 raise
             raise ValueError(f"head.implementation: {error}") from error
         names = {c.implementation for c in traced.calls if c.verb not in _OF_XLA}
-        named = self.config.head.implementation
         if not names and named not in (None, "xla"):
             verbs = ", ".join(sorted({call.verb for call in traced.calls}))
             raise ValueError(

@@ -45,6 +45,11 @@ def names() -> tuple[str, ...]:
     return tuple(backend.name for backend in reversed(BACKENDS))
 
 
+def of_machine() -> tuple[str, ...]:
+    """The names of the backends that this process can run, the fastest first."""
+    return tuple(backend.name for backend in BACKENDS if backend.is_of_machine())
+
+
 def check(implementation: Implementation | None) -> None:
     """Raise unless the implementation is None or a known name."""
     if implementation is None:

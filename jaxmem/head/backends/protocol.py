@@ -156,6 +156,10 @@ class Backend:
             return None
         return self.limits.refuses_call(spec, source) or self.limits.refuses_machine()
 
+    def is_of_machine(self) -> bool:
+        """True if this process can run it; it may refuse calls nevertheless."""
+        return self.limits is None or self.limits.refuses_machine() is None
+
     def unproven(self, spec: Spec, source: Any) -> str | None:
         """The reason to prefer the next backend for a call; None if there is none."""
         return None if self.limits is None else self.limits.unproven(spec, source)

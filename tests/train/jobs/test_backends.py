@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from jaxmem.train import configuration, jobs
-from tests.helpers import texts
+from tests.helpers import runs, texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 GIN = """
@@ -52,3 +52,10 @@ def test_backend_that_cannot_run_here_is_named(train):
     message = "^head.implementation: implementation='hopper' cannot run this call"
     with pytest.raises(ValueError, match=message):
         train("head.implementation=hopper")
+
+
+def test_backend_without_a_gpu_needs_no_tracing(train, monkeypatch):
+    monkeypatch.setattr("jaxmem.devices.backend", lambda: "cpu")
+    program = runs.job_with("run.gin").program
+    monkeypatch.setattr(type(program), "trace_loss", None)
+    assert program.backend == "xla"

@@ -31,6 +31,7 @@ grpo.max_tokens_train = 64
 grpo.max_tokens_forward = 64
 head.chunk = 32
 optimizer.learning_rate = 1e-2
+optimizer.schedule = "constant"
 optimizer.warmup_steps = 0
 eval.every = 1
 eval.samples = 3
@@ -76,6 +77,7 @@ def test_completions_without_reward_are_none():
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_program")
 def test_samples_of_held_out_prompts_are_recorded_and_resume(directory):
     _, said = runs.train("grpo.gin")
     lines = pathlib.Path("run/metrics.jsonl").read_text().splitlines()
