@@ -275,6 +275,7 @@ def test_verbs_of_columns(name, how):
     assert not got[1][0][1].any() and (name == "sample_ids" or want[1][0].any())
 
 
+@pytest.mark.full
 def test_topk_of_all_columns_tied_on_shards():
     h, W = np.zeros((4, D), np.float32), np.zeros((V, D), np.float32)
     made = parallel(jaxmem.topk, "1x8")(h, W, V)
@@ -312,6 +313,7 @@ def test_sharded_operands_stay_so_and_may_be_donated():
     assert h.is_deleted() and W.is_deleted()
 
 
+@pytest.mark.full
 def test_collectives_of_weights_split_along_D():
     """Gathered along D for the call; scattered first and summed then, part by part."""
     h, W, y, _ = problem()

@@ -12,7 +12,7 @@ import jaxmem.heads.nnx
 from jaxmem.heads.linen import LMHead
 from jaxmem.heads.verbs import HeadVerbs
 from tests.helpers import oracle
-from tests.helpers.cases import slow
+from tests.helpers.cases import full, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
@@ -240,6 +240,7 @@ def test_all_masked_is_zero_with_zero_gradients():
     assert_same(grads, jax.tree.map(jnp.zeros_like, (variables, hidden)))
 
 
+@pytest.mark.full
 def test_gradient_in_parameter_type_with_float32_sums():
     head = LMHead(V, dtype=jnp.bfloat16)
     variables = head.init(KEY, HIDDEN)
@@ -272,7 +273,7 @@ class Checkpointed(nn.Module):
         ).loss(hidden, labels)
 
 
-@pytest.mark.parametrize("model", [slow(Scanned()), Checkpointed()])
+@pytest.mark.parametrize("model", [slow(Scanned()), full(Checkpointed())])
 def test_transformed_gradients(model):
     head = LMHead(V)
     plain = head.init(KEY, HIDDEN)["params"]

@@ -15,7 +15,7 @@ import pytest
 
 import jaxmem
 from jaxmem import losses
-from tests.helpers.cases import slow
+from tests.helpers.cases import full, slow
 from tests.helpers.described import described
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -793,7 +793,7 @@ def test_sequences_left_out_of_their_group():
     np.testing.assert_array_equal(got, advantages(rewards, ids, num_groups=2))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+@pytest.mark.parametrize("dtype", ["int8", full("uint8"), full("uint32")])
 def test_sequence_and_group_ids_of_any_integer_type(dtype):
     ids = np.arange(128, dtype=dtype)
     weights = jax.jit(losses.sequence_mean_weights)(np.minimum(ids, 1))

@@ -14,7 +14,7 @@ import jaxmem
 from jaxmem.head.backends import hopper, xla
 from jaxmem.head.kernels import block_sizes
 from jaxmem.head.maths import partition
-from tests.helpers.cases import Case, slow
+from tests.helpers.cases import Case, full, slow
 from tests.helpers.described import described
 from tests.helpers.hopper import (
     assert_none_writes_into_a_slice,
@@ -248,7 +248,7 @@ def test_vocab_groups_same_kernels_on_any_mesh(lowered_anywhere):
 @needs_pallas
 @pytest.mark.parametrize(
     "n_devices, room",
-    [(2, True), (2, False), slow(1, True), slow(1, False), slow(4, True)],
+    [(2, True), full(2, False), slow(1, True), slow(1, False), slow(4, True)],
 )
 def test_several_shards_sum_beside_a_product(
     n_devices, room, lowered_anywhere, monkeypatch, request

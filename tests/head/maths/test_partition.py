@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmem
 from jaxmem.head.maths import partition
 from tests.helpers import oracle, targets
-from tests.helpers.cases import one_at_a_time, slow
+from tests.helpers.cases import full, slow
 from tests.helpers.divergence import exact as of_heads
 
 B, T, D, V = 8, 16, 8, 96
@@ -98,6 +98,12 @@ def ragged(h, W, y, a):
 VERBS = [logprobs, token_loss, kl]
 OTHERS = [token_stats, frozen, from_logits, sample_ids, ragged]
 ALIKE = [selected, support, topk, topk_kl, frozen_kl]  # by the same rules
+QUICK = [(logprobs, "data"), (token_loss, "data")]
+REST = [
+    full(logprobs, "fsdp"), full(logprobs, "tensor"), full(logprobs, "sequence"),
+    full(kl, "data"),
+    *(slow(verb, name) for verb in VERBS[1:] for name in MESHES if name != "data"),
+]  # fmt: skip
 
 
 def with_gradients(verb):
@@ -199,7 +205,8 @@ def products(compiled):
 @pytest.mark.parametrize(
     "verb, name",
     [
-        *one_at_a_time(VERBS, MESHES),
+        *QUICK,
+        *REST,
         *(slow(verb, name) for verb in OTHERS for name in MESHES),
         *(slow(verb, "data") for verb in ALIKE),
     ],
@@ -213,7 +220,7 @@ def test_partition_results_equal_one_device(verb, name, quick_compilation):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("verb, name", one_at_a_time(VERBS, MESHES))
+@pytest.mark.parametrize("verb, name", [*QUICK, *REST])
 def test_partition_logits_of_own_tokens_only(verb, name, quick_compilation):
     shapes = products(compiled(verb, name))
     rows = {int(rows) for rows, columns in shapes if int(columns) == V}
@@ -293,6 +300,7 @@ def test_partition_not_inside_shard_map():
     assert seen == [False]
 
 
+@pytest.mark.full
 def test_partition_unchanged_by_mesh_in_context(quick_compilation):
     h, W, y, a = place("tensor")
     with jax.set_mesh(h.sharding.mesh):
@@ -329,6 +337,7 @@ def address_in_key():
     update(not before)
 
 
+@pytest.mark.full
 def test_partition_cache_key_without_addresses(address_in_key, quick_compilation):
     arrays = place("data")
     address_in_key(True)

@@ -188,6 +188,7 @@ def test_loss_in_one_pass(check_vma, frozen):
         np.testing.assert_allclose(value, both[0][0][0], rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check_vma", [True, slow(False)])
 def test_frozen_head_and_entropy(check_vma):
     h, W, y = problem()
@@ -236,6 +237,7 @@ def test_from_logits():
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 def test_hidden_gathered_from_its_parts():
     """Gathered parts have a type that may differ; all_gather sums their cotangents."""
     h, W, y = problem()
@@ -250,6 +252,7 @@ def test_hidden_gathered_from_its_parts():
     check(with_gradients(split, h, W, y), *alone_and_exact())
 
 
+@pytest.mark.full
 def test_gradients_taken_inside():
     h, W, y = problem()
 
@@ -273,6 +276,7 @@ def exact_of_cosines():
     return oracle.head(*problem(), g, vocab_size=V)[1][:2]
 
 
+@pytest.mark.full
 def test_tokens_alone_may_be_split_too():
     """No axis_name, but jax's types: loops and derivatives keep to them."""
     h, W, y = problem()
@@ -378,6 +382,7 @@ def test_under_scan_remat_and_donation():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 def test_vmap_where_other_axes_are_left_to_jax():
     h, W, y = problem()
 

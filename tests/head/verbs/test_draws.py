@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("std", [0.0, 1.0, 15.0], ids=["flat", "ordinary", "peaked"])
-@pytest.mark.parametrize("v", [1, full(300), 4099])
+@pytest.mark.parametrize("v", [full(1), full(300), 4099])
 def test_sample_ids_inverts_distribution_function(v, std):
     h, W = make(std, v)
     ids = np.asarray(jaxmem.sample_ids(h, W, 50, KEY, CHUNK))

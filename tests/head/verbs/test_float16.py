@@ -100,7 +100,7 @@ CALLS = [
     ("groups", "large", False), ("divergence_loss", "large", False),
     ("divergence_loss", "large", True), ("columns", "large", False),
 ]  # fmt: skip
-QUICK = [x for x in CALLS if x[0] in ("token_loss", "groups") and not x[2]]
+QUICK = [x for x in CALLS if x[0] == "token_loss" and not x[2]]
 REST = [
     slow(kind, size, frozen)
     for kind in KINDS

@@ -242,6 +242,7 @@ def test_under_checkpoint_and_its_policies(problem):
     assert gemms[1] <= gemms[0] and gemms[1] <= 4
 
 
+@pytest.mark.full
 def test_vmap_runs_one_example_after_another(problem):
     h, W, y = problem
     frozen = jax.grad(total)

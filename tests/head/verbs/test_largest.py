@@ -161,6 +161,7 @@ def test_topk_ids_as_columns_of_divergence():
     assert (made <= whole + 1e-6).all() and made[:30].all() and not made[30:].any()
 
 
+@pytest.mark.full
 def test_any_leading_shape_and_vmap():
     h, W = make(300)
     h = h[:32]
@@ -176,6 +177,7 @@ def test_any_leading_shape_and_vmap():
     assert none.logprobs.shape == none.ids.shape == (0, 2, 3)
 
 
+@pytest.mark.full
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         h, W = (x.astype(np.float64) for x in make(300))

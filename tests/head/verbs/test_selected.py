@@ -66,6 +66,7 @@ def below(limit, operands):
     return h, W, ids[:, 2].astype(np.int32), ids.astype(np.int32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb,dtype,layout", [
     ("support", "bfloat16", "dv"), slow("selected", "float32", "dv"),
     slow("selected", "bfloat16", "vd"), slow("support", "float32", "dv"),
@@ -227,6 +228,7 @@ def test_float64_stays_float64(verb):
             assert error(got, exact_one) < 1e-13
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb", ["support", slow("selected")])
 def test_mixed_types_sum_in_type_of_weights(verb):
     h, W, y, ids = make()

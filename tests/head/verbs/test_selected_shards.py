@@ -128,6 +128,7 @@ def test_gathered_hidden_with_gradients_inside():
     check((alone_and_exact()[0][0], got))
 
 
+@pytest.mark.full
 def test_invalid_id_is_nan_in_its_result():
     """Column V is there, as padding; the others of its token are numbers."""
     h, W, ids, bias, warm, where, _ = problem()

@@ -159,6 +159,7 @@ def test_ranks_are_promoted_explicitly(name, problem):
         jax.eval_shape(jax.grad(CALLS[name], (0, 1)), problem.h, *problem[1:3])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("names", "layout", "dtype"), [
     ([*OPTIONS], "dv", "bfloat16"), slow([*OPTIONS], "vd", "float32"),
     slow(["softcap", "temperature"], "dv", "float32"),

@@ -233,6 +233,7 @@ def test_frozen_head_with_masks_and_constant_teacher():
     assert not teacher(ln_q).any()
 
 
+@pytest.mark.full
 def test_unused_divergence_is_harmless():
     h, W, ids, ln_q = make()
     ln_q[3, 0] = -np.inf  # excluded by the teacher, not by the student
