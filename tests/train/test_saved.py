@@ -16,6 +16,7 @@ from jaxmem.checkpoints import CheckpointError
 from jaxmem.commands import cli
 from jaxmem.train import configuration, jobs, saved
 from jaxmem.train.state import checkpoint
+from tests.helpers import texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -128,11 +129,11 @@ def test_adapter_names_its_base(tmp_path):
         loaded(tmp_path)
 
 
-def test_load_codes_what_is_in_16_bits(run):
-    with saved.opened(run / "model") as place:
+def test_load_codes_what_is_in_16_bits(tmp_path):
+    with saved.opened(texts.checkpoint("llama", tmp_path)) as place:
         decoder = place.load(base="int8")
     assert decoder.config.base == "int8"
-    running = saved.Saved(run, decoder=decoder)
+    running = saved.Saved(tmp_path, decoder=decoder)
     assert running.load(base="int8") is decoder
     with pytest.raises(CheckpointError, match="--base=nf4 is for a checkpoint or an"):
         running.load(base="nf4")

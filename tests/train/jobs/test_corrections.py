@@ -1,6 +1,7 @@
 """Corrections of a sampler, and updates that measure their own old numbers."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxmem.train.jobs.policy_objective import (
 )
 from jaxmem.train.jobs.rollout.nested_rows import join, take
 from jaxmem.train.jobs.rollout.packed import SAME_WEIGHTS, Logprobs
+from jaxmem.train.jobs.rollout.turns import SamplePrograms
 from tests.helpers.grpo import (
     SMALL,
     completions,
@@ -296,6 +298,18 @@ def long_job(like=None, **grpo):
     return job_with(program, like._compiled if like else program.compile())
 
 
+@functools.cache
+def sampler():
+    program = PolicyProgram(changed(SMALL, grpo=dict(minibatches=1)))
+    return SimpleNamespace(sample=SamplePrograms.of(program))
+
+
+def sampling_job(**grpo):
+    """A job that only samples: nothing that learns is compiled."""
+    program = PolicyProgram(changed(SMALL, grpo=dict(minibatches=1) | grpo))
+    return job_with(program, sampler())
+
+
 def masked_job(**grpo):
     """A job that measures its samples again, with the programs of one other."""
     return long_job(long_job(**MASKED), **MASKED, **grpo)
@@ -320,11 +334,9 @@ def test_groups_that_tell_nothing_change_nothing(monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
-@pytest.mark.full
 def test_truncated_completions_only_normalise():
-    job = long_job(long_job(), mask_truncated=True)
-    state = job.initial_state()
-    made = job._roll_out(1, state.params)
+    job = sampling_job(mask_truncated=True)
+    made = job._roll_out(1, job.initial_state().params)
     last = made.completions.lengths[:, None] - 1
     ends = np.take_along_axis(made.completions.sampled, last, 1)[:, 0]
     is_end = np.isin(ends, job.program.ends.eos_ids)
@@ -339,12 +351,20 @@ def test_truncated_completions_only_normalise():
     assert set(normalizers) == {len(made.truncated)}
     total = sum((rows.batch.labels >= 0).sum() for rows in batches)
     assert total == made.completions.lengths[~made.truncated].sum() > 0
+
+
+@pytest.mark.full
+def test_step_without_truncated_completions_tells_their_share():
+    job = long_job(long_job(), mask_truncated=True)
+    state = job.initial_state()
+    made = job._roll_out(1, state.params)
     job.open()
     _, told = job.step(1, state)
     assert told.truncated == pytest.approx(made.truncated.mean())
     assert told.mismatch_max < 1e-5
 
 
+@pytest.mark.full
 def test_step_of_masked_completions_measures_nothing(monkeypatch):
     job = long_job(long_job(**MASKED), mask_truncated=True)
     job.open()
@@ -376,6 +396,7 @@ def test_sequences_outside_the_band_change_nothing():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
 
 
+@pytest.mark.full
 def test_own_samples_are_inside_every_band():
     job = long_job(**MASKED)
     _, told = job.step(1, job.initial_state())
@@ -389,7 +410,7 @@ def test_own_samples_are_inside_every_band():
 
 def test_uninformative_groups_are_resampled():
     """Rewards by the number of the prompt: only every third group differs."""
-    job = masked_job(resample=4)
+    job = sampling_job(resample=4)
     grade, prompts, group = job.task.grade, 8, 4
     asked = []
 
@@ -425,7 +446,7 @@ def test_uninformative_groups_are_resampled():
 
 
 def test_resampling_fills_groups_within_attempts():
-    job = masked_job(resample=2)
+    job = sampling_job(resample=2)
     grade = job.task.grade
 
     def graded(batch, made):
@@ -453,7 +474,7 @@ def test_resampling_fills_groups_within_attempts():
 
 
 def test_rollout_without_resampling_is_unchanged():
-    job, other = long_job(**MASKED), masked_job(resample=2)
+    job, other = sampling_job(), sampling_job(resample=2)
     for one in (job, other):
         one.open()
     a, b = (

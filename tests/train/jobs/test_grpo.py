@@ -1,5 +1,6 @@
 """The policy's loss against plain numpy; runs that learn, resume, never recompile."""
 
+import functools
 import json
 import re
 from types import SimpleNamespace
@@ -132,17 +133,20 @@ def test_grpo_loss_and_metrics_equal_papers(loss, logits):
     assert 0 < clipped < (made.batch.labels >= 0).sum() or loss == "sapo"
 
 
-def gradients(made, logits, config=None, **options):
+@functools.partial(jax.jit, static_argnames=("definition", "config", "logits"))
+def value_and_gradients(definition, weights, hidden, made, config, logits):
+    def loss(weights, hidden):
+        module, call = nnx.merge(definition, weights), PolicyHeadOptions(0.7, logits)
+        return policy_loss(module, hidden, made, 7.0, config, call)[0]
+
+    return jax.value_and_grad(loss, (0, 1))(weights, hidden)
+
+
+def gradients(made, logits, config=None):
     config = config or GrpoConfig(kl_coefficient=0.1, entropy_coefficient=0.05)
     head, hidden = head_and_hidden()
     definition, weights = nnx.split(head)
-
-    def loss(weights, hidden):
-        module = nnx.merge(definition, weights)
-        call = PolicyHeadOptions(0.7, logits, **options)
-        return policy_loss(module, hidden, made, 7.0, config, call)[0]
-
-    return jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, hidden)
+    return value_and_gradients(definition, weights, hidden, made, config, logits)
 
 
 def test_both_heads_give_one_gradient():

@@ -685,10 +685,25 @@ def of_steps(out_dir):
     return [(s.step, s.loss, s.grad_norm, s.tokens) for s in read_history(path)]
 
 
+@pytest.mark.full
+def test_killed_run_with_every_draw_resumes_bitwise(config, tmp_path):
+    """Draws follow from the step's number."""
+    config = changed(
+        config, run=dict(accumulate=2), head=dict(gradient=("sample", 8, "int8")),
+        model=dict(hidden=32, dtype="bfloat16"),
+    )  # fmt: skip
+    told = check_resumption(config, tmp_path)
+    assert all(0 < step.forward_error < 1e-2 for step in told)
+
+
 def test_killed_run_resumes_bitwise(config, tmp_path):
-    head = dict(gradient=("sample", 8, "int8"))  # draws follow from the step's number
-    model = dict(hidden=32, dtype="bfloat16")
-    config = changed(config, run=dict(steps=20, accumulate=2), head=head, model=model)
+    """By the program of the finished run."""
+    check_resumption(config, tmp_path)
+
+
+def check_resumption(config, tmp_path):
+    """A run killed by SIGKILL writes the steps of the whole one."""
+    config = changed(config, run=dict(steps=20))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     kill_after(start(config, killed, 5), killed / "metrics.jsonl", 7)
     assert 7 <= len(of_steps(killed)) < 20
@@ -697,5 +712,4 @@ def test_killed_run_resumes_bitwise(config, tmp_path):
         _, said = train(changed(config, run=run))
         assert ("resuming" in said) == (out_dir == killed)
     assert of_steps(killed) == of_steps(whole)
-    told = read_history(whole / "metrics.jsonl")
-    assert all(0 < step.forward_error < 1e-2 for step in told)
+    return read_history(whole / "metrics.jsonl")
