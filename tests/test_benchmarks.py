@@ -216,6 +216,7 @@ def test_run_head_names_unknown_call(capsys):
     assert said == []
 
 
+@pytest.mark.full
 def test_jax_peers(capsys):
     peers = ["--peer=lax.map + checkpoint, 1024", "--peer=tokamax xla"]
     rows, said = rows_of(capsys, run_peers.main, ["--worker=jax", *TINY, *peers])
@@ -382,6 +383,7 @@ def test_offload_gradient_error_is_largest_of_layers():
     )
 
 
+@pytest.mark.full
 def test_offload_optimizer_forms_take_the_same_step(capsys):
     sent = {}
     for form in run_offload.FORMS:

@@ -95,6 +95,8 @@ def test_methods_say_what_they_do_or_inherit_it():
     assert not without
 
 
+# The functions' own tests compute what their examples do.
+@pytest.mark.full
 @pytest.mark.every_function
 @pytest.mark.parametrize("example", _examples(), ids=lambda test: test.name)
 def test_docstring_example(example):

@@ -8,6 +8,7 @@ from jaxmem import checkpoints
 from jaxmem.models import coded_weights
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.weights import by_path
+from tests.helpers.cases import full
 from tests.helpers.codes import encode
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -17,7 +18,7 @@ LARGER = "tests/checkpoints/bitsandbytes/qwen3_nf4"  # of whole blocks, once dec
 
 
 @pytest.mark.parametrize(
-    "base, options", [("int8", {}), ("nf4", {}), ("nf4", {"base_double": False})]
+    "base, options", [("int8", {}), ("nf4", {}), full("nf4", {"base_double": False})]
 )
 def test_load_encodes_each_matrix(base, options, tmp_path):
     directory = TINY

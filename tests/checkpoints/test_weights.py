@@ -24,13 +24,13 @@ from jaxmem.checkpoints.families import ropes
 from jaxmem.checkpoints.tensors import Tensors, whole
 from jaxmem.models.training_head import HeadConfig
 from tests.helpers import seeded
-from tests.helpers.cases import slow
+from tests.helpers.cases import full, slow
 from tests.helpers.decoders import whole as hidden_states
 from tests.helpers.texts import MISTRAL_3, NESTED, QWEN3_5_MOE
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 NAMES = sorted(path.name for path in TINY.iterdir())
-QUICK = "gemma2", "gemma3_images", "llama_linear", "qwen3"
+QUICK, FULL = ("gemma2", "qwen3"), ("gemma3_images", "llama_linear")
 pytestmark = [
     pytest.mark.usefixtures("quick_compilation"),
     pytest.mark.filterwarnings("ignore:.*only the text part"),
@@ -81,7 +81,10 @@ def test_every_architecture_has_a_checkpoint():
     assert here == {each.architecture for each in (*FAMILIES, *WITH_IMAGES)}
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in NAMES])
+@pytest.mark.parametrize(
+    "name",
+    [*QUICK, *map(full, FULL), *(slow(n) for n in NAMES if n not in QUICK + FULL)],
+)
 def test_numbers_are_torchs(name):
     logits, tokens = expected(name)["logits"], expected(name)["tokens"]
     scale = np.abs(logits).max()

@@ -1,5 +1,6 @@
 """Answers that math-verify compares: boxes, numbers, limits, and what is counted."""
 
+import importlib.util
 import time
 
 import numpy as np
@@ -11,7 +12,10 @@ from jaxmem.data.math_answers import MathAnswers
 from jaxmem.data.rewards import RewardArguments, RewardError, Scorer
 from jaxmem.data.verifiers import SHIPPED
 
-pytest.importorskip("math_verify")
+# Imported by the tests alone: it brings SymPy.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="it comes with extra math"
+)
 EQUAL = [
     (r"#### \boxed{72}", "72"),
     (r"So $x = \boxed{\frac{1}{2}}$.", 0.5),

@@ -11,6 +11,7 @@ import pytest
 from jaxmem.data import documents, streams
 from jaxmem.data.config import DataConfig
 from jaxmem.data.records import DataError
+from tests.helpers.cases import full, one_at_a_time
 
 LENGTH = 32  # tokens of a row
 
@@ -79,8 +80,7 @@ def check_passes(rows, pieces, at_least):
     assert min(counts.values()) >= at_least
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("parts, streaming", one_at_a_time([1, 2, 4], [False, True]))
 def test_epochs_are_passes_over_all_pieces(streaming, parts, config, tokenizer):
     config = dataclasses.replace(config, streaming=streaming, streams=parts)
     made = streams.batches(config, tokenizer, range(4))
@@ -89,8 +89,7 @@ def test_epochs_are_passes_over_all_pieces(streaming, parts, config, tokenizer):
     check_passes(rows, first + second, at_least=3)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts, streaming", one_at_a_time([1, 2], [False, True]))
 def test_weighted_sources_are_passed_over_each(streaming, parts, config, tokenizer):
     config = dataclasses.replace(
         config, streaming=streaming, streams=parts, weights=(1.0, 1.0)
@@ -104,9 +103,11 @@ def test_weighted_sources_are_passed_over_each(streaming, parts, config, tokeniz
     assert abs(share - 0.5) < (0.02 if parts == 1 else 0.05)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("weights", [None, (2.0, 1.0)])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("streaming, weights, parts", [
+    (False, None, 1), (True, None, 1), (False, (2.0, 1.0), 1), (False, None, 2),
+    full(True, (2.0, 1.0), 1), full(True, None, 2), full(False, (2.0, 1.0), 2),
+    full(True, (2.0, 1.0), 2),
+])  # fmt: skip
 def test_resumed_batches_are_those_of_one_run(
     streaming, weights, parts, config, tokenizer
 ):
@@ -126,8 +127,7 @@ def test_resumed_batches_are_those_of_one_run(
                 np.testing.assert_array_equal(got, array)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts, streaming", one_at_a_time([1, 2], [False, True]))
 def test_lengths_are_the_micro_batches_of_epochs(streaming, parts, config, tokenizer):
     config = dataclasses.replace(config, streaming=streaming, streams=parts)
     lengths = streams.lengths(config, tokenizer, None, 3)

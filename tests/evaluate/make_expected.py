@@ -62,9 +62,9 @@ def texts_of(model):
     return [float(logprob) for logprob in made]
 
 
-def completions_of(model):
+def completions_of(model, prompts=PROMPTS):
     """Completions of the prompts."""
-    return model.generate_until(instances("generate_until", PROMPTS))
+    return model.generate_until(instances("generate_until", prompts))
 
 
 def main():

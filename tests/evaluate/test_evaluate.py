@@ -19,6 +19,7 @@ from jaxmem.evaluate.model import HarnessModel  # noqa: E402
 from jaxmem.train.output import charts  # noqa: E402
 from jaxmem.train.state.ownership import RunDirectory  # noqa: E402
 from tests.evaluate import make_expected
+from tests.helpers.cases import full
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -92,8 +93,11 @@ def test_long_texts_score_as_in_transformers(harness):
     np.testing.assert_allclose(texts, EXPECTED["texts"], rtol=1e-5)
 
 
-def test_completions_are_those_of_transformers(harness):
-    assert make_expected.completions_of(harness) == EXPECTED["completions"]
+@pytest.mark.parametrize("number", [full(0), full(1), 2])  # each compiles a sampler
+def test_completions_are_those_of_transformers(harness, number):
+    one = slice(number, number + 1)
+    made = make_expected.completions_of(harness, make_expected.PROMPTS[one])
+    assert made == EXPECTED["completions"][one]
 
 
 def test_greedy_decoding_scores_as_greedy(model):
@@ -171,19 +175,20 @@ def tasks(tmp_path_factory, model):
     """Two tasks whose answers the model's own likelihoods and completions decide."""
     folder = tmp_path_factory.mktemp("tasks")
     harness = HarnessModel(model, "tiny")
-    rows = []
-    for question in ("one two", "a cat", "some words"):
-        choices = ["left", "right"]
-        pairs = [(f"{question} ", choice) for choice in choices]
-        scores = harness.loglikelihood(make_expected.instances("loglikelihood", pairs))
-        best = int(np.argmax([logprob for logprob, _ in scores]))
-        request = (question, {"until": ["."], "max_gen_toks": 4})
-        (written,) = harness.generate_until(
-            make_expected.instances("generate_until", [request])
-        )
-        rows.append(
-            dict(question=question, choices=choices, answer=best, written=written)
-        )
+    questions, choices = ("one two", "a cat", "some words"), ["left", "right"]
+    # All at once, as the command has them, by the same programs.
+    pairs = [(f"{question} ", choice) for question in questions for choice in choices]
+    scores = harness.loglikelihood(make_expected.instances("loglikelihood", pairs))
+    best = np.argmax(np.reshape([logprob for logprob, _ in scores], (3, 2)), 1)
+    options = {"until": ["."], "max_gen_toks": 4}
+    requests = [(question, options) for question in questions]
+    written = harness.generate_until(
+        make_expected.instances("generate_until", requests)
+    )
+    rows = [
+        dict(question=asked, choices=choices, answer=int(right), written=text)
+        for asked, right, text in zip(questions, best, written, strict=True)
+    ]
     rows[0]["answer"] = 1 - rows[0]["answer"]  # one wrong answer of each kind
     rows[1]["written"] = "no"
     data = folder / "rows.json"

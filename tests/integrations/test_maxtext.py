@@ -10,7 +10,7 @@ from flax import linen as nn, nnx
 
 from jaxmem.integrations import maxtext, tunix
 from jaxmem.integrations._head import ModelHead
-from tests.helpers.cases import slow
+from tests.helpers.cases import full, slow
 from tests.helpers.maxtext import (
     Adapter,
     MaxModel,
@@ -129,7 +129,7 @@ class LinenDecoder(nn.Module):
         return nn.Dense(V, use_bias=False, name="logits_dense")(y)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, full(True)])
 def test_maxtext_linen_loss(tied, fake_maxtext):
     config = maxtext_config(
         logits_via_embedding=tied, normalize_embedding_logits=False,

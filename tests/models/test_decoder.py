@@ -443,6 +443,7 @@ def test_pad_row_look_ups_have_no_gradient(tied):
     assert np.abs(padded[5] - free[5]).max() > 0
 
 
+@pytest.mark.full
 def test_layer_inputs_pad_row_has_no_gradient():
     """Gemma 3n has a second table, which has the same padding_idx."""
     tokens = jnp.array([[3, 5, 7, 5, 9, 1]])

@@ -522,6 +522,7 @@ def test_broken_weight_is_not_a_score(model, directory):
         scored("broken")
 
 
+@pytest.mark.full
 def test_score_with_codes_is_near(model, directory):
     write(documents(4))
     _, plain = scored(model)
