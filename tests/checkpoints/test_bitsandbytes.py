@@ -242,7 +242,7 @@ ATTENTION = "query", "key", "value"
         # a tensor of each expert
         full("qwen3_moe", (*ATTENTION, "gate", "up"), True),
         # neighbours that are rotated together
-        ("cohere", (*ATTENTION, "output", "gate", "up"), False),
+        full("cohere", (*ATTENTION, "output", "gate", "up"), False),
     ],
 )
 def test_load_has_codes_of_each_layout(family, targets, double, tmp_path):
@@ -529,6 +529,7 @@ def test_merged_decoder_of_codes_computes_the_same(tmp_path):
         checkpoints.save(tmp_path / "b", loaded("qwen3_nf4"), like=CODED / "qwen3_nf4")
 
 
+@pytest.mark.full
 def test_adapter_of_divided_stacks_is_read_as_saved(tmp_path):
     directory = partly_plain(tmp_path)
     decoder = adapted(directory)

@@ -22,13 +22,13 @@ from safetensors.numpy import save_file
 from jaxmem import checkpoints
 from jaxmem.models.config import TARGETS as ALL_TARGETS, ModelConfig
 from tests.helpers import decoders, seeded
-from tests.helpers.cases import slow
+from tests.helpers.cases import full, slow
 from tests.helpers.records import forward, record
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 NAMES = sorted(path.stem for path in seeded.ADAPTERS.glob("*.npz"))
-QUICK = ("gpt_oss",)
+FULL = ("gpt_oss",)
 TARGETS = {
     "gemma4_experts": ("gate", "up"),
     "gpt2": ("query", "key", "value", "output", "up"),
@@ -62,7 +62,7 @@ def logits(decoder, tokens):
     return forward(decoder, tokens, jnp.ones_like(tokens), places)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in NAMES])
+@pytest.mark.parametrize("name", [(full if n in FULL else slow)(n) for n in NAMES])
 def test_numbers_and_files_are_pefts(name, saved, tmp_path):
     base, source = saved(name)
     decoder = checkpoints.load(base, adapter=source)

@@ -120,6 +120,7 @@ def test_host_moments_restore_onto_another_mesh(
     assert_same_steps(result, alone)
 
 
+@pytest.mark.full
 def test_devices_hold_their_parts(text_file, tmp_path):
     """Weights, their moments and a batch are in as many parts as the mesh says."""
     config = config_of(text_file, tmp_path, (1, 2, 2, 2))

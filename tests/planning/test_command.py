@@ -418,7 +418,7 @@ def test_fit_is_for_training(fake, capsys):
     assert status == 2 and "--fit is for training" in said.err
 
 
-@pytest.mark.parametrize("rank, bases", [(4, [None, "nf4"]), (0, [None])])
+@pytest.mark.parametrize("rank, bases", [(4, [None, "nf4"]), full(0, [None])])
 def test_options_have_a_base_in_4_bits_where_16_do_not_fit(
     rank, bases, fake, numbered, monkeypatch
 ):

@@ -219,6 +219,7 @@ def test_fit_combines_offload_and_last_blocks():
     assert policy == remat.Policy(offload=["block_in"], last=1)
 
 
+@pytest.mark.full
 def test_memory_is_that_of_each_device():
     """Rows over two devices: each keeps its half of what is named."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

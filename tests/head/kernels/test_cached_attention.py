@@ -9,7 +9,7 @@ import pytest
 
 from jaxmem.models.kernels import cached_attention
 from tests.helpers import hlo
-from tests.helpers.cases import slow
+from tests.helpers.cases import full, slow
 from tests.helpers.interpreter import needs_pallas
 
 pytestmark = needs_pallas
@@ -80,7 +80,7 @@ def exact(query, token, cached, layer, seen, scale, softcap):
 @pytest.mark.parametrize(
     "name, softcap",
     [
-        ("wide heads", None),
+        full("wide heads", None),
         slow("more programs than heads", 2.0),
         slow("less than a block", 2.0),
         slow("one query a head", None),

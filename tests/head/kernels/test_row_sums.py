@@ -18,6 +18,7 @@ from tests.helpers.targets import jsd, of_two_heads
 pytestmark = needs_pallas
 
 
+@pytest.mark.full
 def test_sums_against_float64(rows_interpreted):
     z, shift = rows_of_logits(4000)[:5], np.arange(5, dtype=np.float32)
 

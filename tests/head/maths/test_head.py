@@ -33,6 +33,7 @@ def test_gradient_by_head_is_a_head():
         np.testing.assert_allclose(got, need, atol=1e-6)
 
 
+@pytest.mark.full
 def test_head_of_shardings_and_gradients_on_mesh():
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
     specs = jaxmem.Head(P("tensor"), P("tensor"), softcap=3.0, vocab_size=14)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmem
 from jaxmem.head.maths import vocab_shards
 from tests.helpers import oracle
-from tests.helpers.cases import Case, slow
+from tests.helpers.cases import Case, full, slow
 from tests.helpers.described import described
 from tests.helpers.meshes import MESHES, collectives, jit, mesh_of
 from tests.helpers.targets import of_two_heads
@@ -165,7 +165,7 @@ def mixed_loss(h, W, y, advantage, axis_name=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("check_vma", "frozen"), [(False, False), slow(True, False), slow(True, True)]
+    ("check_vma", "frozen"), [full(False, False), slow(True, False), slow(True, True)]
 )
 def test_loss_in_one_pass(check_vma, frozen):
     h, W, y = problem()
@@ -405,6 +405,7 @@ def test_vmap_where_other_axes_are_left_to_jax():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 def test_shards_have_the_same_bits(optimized):
     h, W, y = problem()
     split = jit(
