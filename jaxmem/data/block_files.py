@@ -7,6 +7,7 @@ bytes belong to which block.
 
 import bisect
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -192,10 +193,12 @@ def opened_split(
     What folders hold out has blocks of its own.
     """
     argument = "data.source"
-    held_out = held_out_files(config.source, config.held_out, argument)
+    held_out = held_out_files(config.source, argument)
     if split == "evaluation" and held_out:
         blocks = FileBlocks(config.source, argument, held_out=True)
         return blocks, np.arange(len(blocks))
+    if held_out:  # in the place of a fraction
+        config = dataclasses.replace(config, held_out=0.0)
     blocks = FileBlocks(config.source, argument)
     return blocks, blocks_of_split(blocks, config, split, stream)
 

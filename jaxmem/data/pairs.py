@@ -57,7 +57,7 @@ def load_pairs(
         DataError: a record is malformed, or a pair is too long.
     """
     reader = reader or RecordReader(None, config.columns, config.ignored)
-    held_out = held_out_files(config.source, config.held_out, "data.source")
+    held_out = held_out_files(config.source, "data.source")
     with reader.whole_pass():
         pairs, evaluation = (
             list(_read_pairs(paths, reader, tokenizer))

@@ -47,7 +47,7 @@ def load_prompts(
             `task.max_prompt_tokens`.
     """
     paths = numbered_files(config.source, "task.source")
-    held_out = held_out_files(config.source, config.held_out, "task.source")
+    held_out = held_out_files(config.source, "task.source")
     records, counts = [], []
     for _, path in (*paths, *held_out):
         with held(path, "task.source"):

@@ -50,14 +50,12 @@ def numbered_files(
     return paths
 
 
-def held_out_files(
-    source: Source, fraction: float, argument: str
-) -> list[tuple[int, Path]]:
-    """The files that folders hold out; none where a fraction of the others is.
+def held_out_files(source: Source, argument: str) -> list[tuple[int, Path]]:
+    """The files that folders hold out, in the place of a fraction of the others.
 
     Remote data have none, and nothing is copied for it.
     """
-    if fraction or source in ("stdlib", "arithmetic"):
+    if source in ("stdlib", "arithmetic"):
         return []
     return numbered_files(source, argument, held_out=True)
 
@@ -67,7 +65,7 @@ def lines(config: Any, section: str) -> list[str]:
     return [
         f"{section}.source: "
         + source_folders.files_of(folder, f"{section}.source").line(
-            entry, bool(config.held_out)
+            entry, f"{section}.held_out={config.held_out}" if config.held_out else ""
         )
         for entry in _entries(config.source)
         if (folder := _folder(entry)) is not None

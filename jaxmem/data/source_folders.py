@@ -27,21 +27,19 @@ class FolderFiles(NamedTuple):
     held_out: list[Path]
     unused: list[str]  # names of files and splits
 
-    def line(self, folder: str, takes_fraction: bool) -> str:
+    def line(self, folder: str, fraction: str) -> str:
         """A sentence about the use of the files.
 
         Args:
             folder: its name.
-            takes_fraction: True if a fraction of the training files is held out.
+            fraction: the setting that the held-out files replace; empty without one.
         """
         said = [f"{_names(self.train)} to train on"]
-        unused = list(self.unused)
-        if self.held_out and takes_fraction:
-            unused = [str(path.name) for path in self.held_out] + unused
-        elif self.held_out:
-            said.append(f"{_names(self.held_out)} held out")
-        if unused:
-            said.append(f"not used: {messages.listing(unused)}")
+        if self.held_out:
+            instead = f" instead of {fraction}" if fraction else ""
+            said.append(f"{_names(self.held_out)} held out{instead}")
+        if self.unused:
+            said.append(f"not used: {messages.listing(self.unused)}")
         return f"{messages.name(folder)}: {'; '.join(said)}"
 
 

@@ -37,11 +37,11 @@ def opened(config: DataConfig) -> TeacherFile:
     Raises:
         DataError: a file is not of `jaxmem score`, or holds no document.
     """
-    if held_out := held_out_files(config.source, config.held_out, "data.source"):
+    if held_out := held_out_files(config.source, "data.source"):
         raise DataError(
             f"data.source: {messages.name(str(held_out[0][1]))} would be held out, and "
-            "files of a teacher are trained on alone; name the others, or set "
-            "data.held_out to hold a part of them out"
+            "all files of a teacher are trained on; name the others by a glob, such as "
+            "DIR/train*.parquet"
         )
     if not config.streaming:
         return read(config.source)

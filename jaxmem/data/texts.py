@@ -61,7 +61,7 @@ def load_splits(
     of all, as in `split_documents`.
     """
     argument, reader = "data.source", reader or RecordReader()
-    files = held_out_files(source, held_out, argument)
+    files = held_out_files(source, argument)
     if not files:
         return split_documents(load_documents(source, argument, reader), held_out)
     paths = numbered_files(source, argument)

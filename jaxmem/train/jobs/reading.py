@@ -174,9 +174,7 @@ class Documents(Reading):
     def holds_out(self) -> bool:
         """True if a fraction of the records, or a file of a folder, is held out."""
         config = self.config
-        files = source_files.held_out_files(
-            config.source, config.held_out, "data.source"
-        )
+        files = source_files.held_out_files(config.source, "data.source")
         return bool(config.held_out or files)
 
     def held_out(self) -> Callable[[], Any] | None:
