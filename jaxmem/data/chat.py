@@ -44,6 +44,7 @@ class ChatTemplate:
 
     Attributes:
         where: its name in errors.
+        special: the special tokens that may end a turn.
         end: a pattern of the special token that ends a turn, after its content.
         marks: True if the template marks by `{% generation %}` what is trained on.
 
@@ -64,7 +65,8 @@ class ChatTemplate:
     ):
         self._with_tools = with_tools
         self._tokens, self._options = dict(tokens), dict(options or {})
-        ends = "|".join(map(re.escape, special))
+        self.special = tuple(special)
+        ends = "|".join(map(re.escape, self.special))
         self.end = re.compile(rf"\s*(?:{ends})" if ends else "")
         self.marks = re.search(r"{%-?\s*generation\b", text) is not None
         self.where = where

@@ -190,8 +190,19 @@ class Renderer:
             rendering = self._render_checked(shaped, False, where)
             masked = self._turns_to_mask(rendering.lost, talk.counted, where)
             counted = talk.counted - masked
-            spans = self._counted_spans(shaped, counted, rendering.filled)
-            return Rendered(rendering.text, tuple(spans))
+            spans = tuple(self._counted_spans(shaped, counted, rendering.filled))
+            self._note_endless(talk, rendering.text, spans, where)
+            return Rendered(rendering.text, spans)
+
+    def _note_endless(
+        self, talk: Conversation, text: str, spans: Sequence[Span], where: str
+    ) -> None:
+        """Add a note if no special token ends any of the spans that count."""
+        template = self.template.of(talk.tools)
+        ends = (text[a:b].rstrip().endswith(template.special) for a, b in spans)
+        if spans and not any(ends):
+            inside = ", within {% generation %}" if template.marks else ""
+            self.notes.add(_ENDLESS.format(template.where + inside), where)
 
     def _turns_to_mask(
         self, lost: Sequence[Lost], counted: frozenset[int], where: str
@@ -484,6 +495,11 @@ class Renderer:
         return len(prompt) if asks or not text[len(prompt) : start].strip() else start
 
 
+_ENDLESS = (
+    "no special token ends the text of a turn that the loss counts, so the model will "
+    "not learn to stop; end turns with {{{{ eos_token }}}} in {}, or add the token "
+    "that ends them to tokenizer.json as a special token; conversations"
+)
 _RESHAPED = "the chat template writes {!r} otherwise than it is given"
 
 
