@@ -113,7 +113,8 @@ class TaskConfig:
             if not unused:
                 raise ValueError(
                     "TaskConfig.reward_weights and held_out need a task.source of "
-                    "prompts: sums have one reward, and are never the same twice"
+                    "prompts: sums have one reward, and are never the same twice; "
+                    "otherwise set task.held_out=0 and task.reward_weights=None"
                 )
         weights = self.reward_weights
         if weights is not None:
@@ -130,12 +131,13 @@ class TaskConfig:
             expected = "False for task.source='arithmetic', which is sampled"
             check_field(self, "recorded", not self.is_arithmetic, expected)
             unread = "environment", "held_out", "weights", *_OF_FUNCTIONS
-            self._check_unset(unread, "where rollouts are recorded")
+            self._check_unset(unread, "if rollouts are recorded")
 
     def _check_unset(self, names: Iterable[str], why: str) -> None:
         for name in names:
-            unset = getattr(self, name) == getattr(TaskConfig, name)
-            check_field(self, name, unset, f"left out {why}")
+            default = getattr(TaskConfig, name)
+            expected = f"left out, or {default!r}, {why}"
+            check_field(self, name, getattr(self, name) == default, expected)
 
     def _check_left_out(self) -> None:
         for name in ("reward_errors", "unrewarded"):

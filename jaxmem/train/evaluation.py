@@ -54,23 +54,27 @@ class EvalConfig:
                 f"eval.temperature={self.temperature} is not read without "
                 "eval.samples; set that, or leave it out"
             )
-        if self.patience is not None and self.every is None:
-            raise ValueError(
-                f"eval.patience={self.patience} counts evaluations during training, "
-                "and there are none: set eval.every, the steps between them"
-            )
+        for name in ("patience", "samples"):
+            if getattr(self, name) is not None and self.every is None:
+                raise ValueError(
+                    f"eval.{name}={getattr(self, name)} is for evaluations during "
+                    "training, and there are none: set eval.every, the steps between "
+                    "them"
+                )
 
     def nothing_held_out(self) -> str:
         """A line that says that no record is held out.
 
         Raises:
-            ValueError: eval.patience needs held-out records.
+            ValueError: eval.patience or eval.samples needs held-out records.
         """
         advice = "nothing is held out; see data.held_out and task.held_out"
-        if self.patience is not None:
-            raise ValueError(
-                f"eval.patience={self.patience} has no evaluations to count: {advice}"
-            )
+        for name in ("patience", "samples"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"eval.{name}={getattr(self, name)} has nothing to evaluate: "
+                    f"{advice}"
+                )
         return f"eval.every={self.every} evaluates nothing: {advice}"
 
     def is_due(self, step: int, steps: int) -> bool:

@@ -89,7 +89,7 @@ def test_shuffle_is_recorded_where_it_is_off():
 
 
 def test_shuffle_where_nothing_is_shuffled_is_refused():
-    with pytest.raises(ValueError, match="shuffle must be left out for task.source='a"):
+    with pytest.raises(ValueError, match="shuffle must be left out, or True, for task"):
         tasks.TaskConfig(shuffle=False)
     with pytest.raises(ValueError, match="shuffle_window must stay 4096 with shuffle"):
         DataConfig(shuffle=False, streaming=True, shuffle_window=8)
@@ -110,7 +110,7 @@ def test_impossible_weights(section, source, weights):
 
 
 def test_recorded_rollouts_have_none():
-    with pytest.raises(ValueError, match="weights must be left out where rollouts"):
+    with pytest.raises(ValueError, match="weights must be left out, or None, if r"):
         tasks.TaskConfig(source=("a", "b"), weights=(1.0, 2.0), recorded=True)
 
 

@@ -483,8 +483,11 @@ def test_template_that_looks_back_is_refused():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["task.reward=number"], "task.reward must be left out with an environment"),
-        (["task.environment=None"], "max_turns must be left out without an environme"),
+        (["task.reward=number"], "task.reward must be left out, or 'exact', with an"),
+        (
+            ["task.environment=None"],
+            "max_turns must be left out, or 4, without an envi",
+        ),
         (["task.source=arithmetic"], "environment must be None for task.source='arit"),
         (["task.environment_errors=ignore"], "environment_errors must be 'raise' or"),
         (["task.max_turns=0"], "task.max_turns must be"),

@@ -113,7 +113,7 @@ def test_patience_counts_evaluations_of_held_out_pairs():
 
 
 def test_patience_without_held_out_pairs_is_refused():
-    with pytest.raises(ValueError, match="^eval.patience=2 has no evaluations to cou"):
+    with pytest.raises(ValueError, match="^eval.patience=2 has nothing to evaluate"):
         train(*PATIENCE, "data.held_out=0")
     assert not pathlib.Path("run/metrics.jsonl").exists()
 

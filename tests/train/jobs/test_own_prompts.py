@@ -142,7 +142,7 @@ def test_patience_counts_evaluations_of_held_out_prompts():
 
 
 def test_patience_without_held_out_prompts_is_refused():
-    with pytest.raises(ValueError, match="^eval.patience=1 has no evaluations to cou"):
+    with pytest.raises(ValueError, match="^eval.patience=1 has nothing to evaluate"):
         train("eval.patience=1", "task.held_out=0")
 
 

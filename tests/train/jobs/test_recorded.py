@@ -180,8 +180,8 @@ def test_columns_that_are_not_read_are_said_once():
     ("overrides", "message"),
     [
         (["task.held_out=0.1"],
-         "task.held_out must be left out where rollouts are rec"),
-        (["task.reward=number"], "reward must be left out where rollouts are recorded"),
+         "task.held_out must be left out, or 0.0, if rollouts are"),
+        (["task.reward=number"], "reward must be left out, or 'exact', if rollouts"),
         (["task.source=arithmetic"], "recorded must be False for task.source='arithme"),
         (["run.save_rollouts=True"],
          "run.save_rollouts=True must stay False for task.recorded=True: task.sou"),
