@@ -126,14 +126,14 @@ class Run:
         has_all = self.done == self._config.steps
         return has_all or self.evaluations.exhausts(self._evaluation)
 
-    def completion(self, length_key: str) -> str:
-        """A line about a complete run, which `length_key` makes longer."""
+    def completion(self) -> str:
+        """A line about a complete run, and the key that makes it longer."""
         out_dir, done, steps = files.shown(self.out_dir), self.done, self._config.steps
         if done == steps:
             done = f"{done:,} of {steps:,} steps"
             return (
-                f"{out_dir} is complete ({done}); raise {length_key}, or name another "
-                "run.out_dir"
+                f"{out_dir} is complete ({done}); raise "
+                f"{self._settings.length_key}, or name another run.out_dir"
             )
         return (
             f"{out_dir} is complete (step {done:,} of {steps:,}): "
@@ -156,9 +156,11 @@ class Run:
                     "to change it"
                 )
             say(self._console, f"head.implementation was {saved!r}, is {backend!r}")
-        fixed, changeable = self._settings
+        changeable = self._settings.changeable
         head = {**changeable.get("head", {}), _BACKEND: backend}
-        self._settings = Settings(fixed, {**changeable, "head": head})
+        self._settings = self._settings._replace(
+            changeable={**changeable, "head": head}
+        )
 
     def take_steps(
         self, job: Job, texts: Mapping[str, str], on_step: OnStep | None = None

@@ -117,3 +117,4 @@ class Settings(NamedTuple):
 
     fixed: Mapping[str, Mapping]  # must not change when a run is resumed
     changeable: Mapping[str, Mapping]  # may change; changes are printed
+    length_key: str = "run.steps"  # the key that decides the number of steps

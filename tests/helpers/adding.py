@@ -84,12 +84,12 @@ def run_in(
     ran = Ran(out_dir, console)
     free = {**free, "run": {"steps": steps}}
     try:
-        settings = Settings(fixed, free)
+        settings = Settings(fixed, free, length_key="run.epochs")
         with loop.open_run(config, settings, console, evaluation) as opened:
             if backend is not None:
                 opened.use_backend(*backend)
             ran.is_complete = opened.is_complete
-            ran.completion = opened.completion("run.epochs")
+            ran.completion = opened.completion()
             texts = {"text.txt": "hello"}
             ran.state = opened.take_steps(job or Adding(), texts, on_step)
             ran.history, ran.ending = opened.history(metrics.StepMetrics), opened.ending

@@ -63,13 +63,13 @@ def check_finite(
 
 def changes(
     saved: dict[str, Any],
-    settings: tuple[Mapping[str, Mapping], Mapping[str, Mapping]],
+    settings: tuple[Mapping[str, Mapping], Mapping[str, Mapping], str],
     out_dir: Path,
     done: int,
     steps: int,
 ) -> list[str]:
     """A message for each allowed difference from the saved settings; others raise."""
-    fixed, changeable = settings
+    fixed, changeable, length_key = settings
     saved = dict(saved)
     saved.pop(EVALUATIONS, None)
     old, new = dict(saved.pop(CHANGEABLE, {})), dict(changeable)
@@ -79,7 +79,7 @@ def changes(
     if done > steps:
         raise ValueError(
             f"run.steps={steps} is below the {done} steps that {where} has "
-            "done; raise it, or name another run.out_dir"
+            f"done; raise {length_key}, or name another run.out_dir"
         )
     changed = differences(old, new, common=True)
     ignored = [change for change in changed if not change.startswith("run.steps ")]
@@ -87,7 +87,7 @@ def changes(
         raise ValueError(
             f"{where} has done its {steps} steps, so other settings have no "
             f"effect: {'; '.join(ignored)}. Restore the old values, raise "
-            "run.steps, or name another run.out_dir"
+            f"{length_key} to train on with the new ones, or name another run.out_dir"
         )
     return changed + code
 
