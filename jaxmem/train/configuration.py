@@ -473,6 +473,7 @@ def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
     for override in overrides:
         where = f"override {messages.short(override)}"
         key, equals, text = override.partition("=")
+        key = key.strip()
         if not (equals and text.strip() and re.fullmatch(r"[\w.]+", key)):
             raise ConfigError(
                 f"{where}: expected section.field=value, as in data.batch_size=16"

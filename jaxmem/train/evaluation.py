@@ -150,7 +150,12 @@ class Evaluations:
         """A line about the evaluation of a step, which is the last one."""
         best = f"best, step {step}" if self.step == step else self.best_text
         if config.patience is not None and self.without:
-            best += f"; {self.without} of {config.patience} without improvement"
+            count = f"{self.without} of {config.patience}"
+            if self.step == step:  # the best one, yet no improvement
+                best += f", but by no more than eval.min_delta={config.min_delta:g}"
+                best += f"; {count}"
+            else:
+                best += f"; {count} without improvement"
         return f"step {step} held out {self._number(cost)} ({best})"
 
     @property

@@ -389,6 +389,7 @@ TABLE = (
     ),
     PeerNames(
         "remat.policy",
+        '"full", the default, is gradient checkpointing',
         trl="gradient_checkpointing use_gradient_checkpointing activation_offloading",
         axolotl="gradient_checkpointing activation_offloading",
         torchtune="enable_activation_checkpointing enable_activation_offloading",
@@ -565,7 +566,10 @@ def answer(key: str, elsewhere: Iterable[str] = ()) -> str | None:
     if of_section:
         rows, elsewhere = of_section, ()
     if not rows[0].key:
-        return f"{name}: {rows[0].note}"
+        note = rows[0].note
+        if note.startswith("always on"):
+            return f"{name} is {note}; leave it out"
+        return f"{name}: {note}"
     if '"' in rows[0].key:  # a value is for one name of all sections
         return f"{name} is {rows[0].key}"
     keys = sorted({*elsewhere, *(row.key for row in rows)})

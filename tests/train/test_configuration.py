@@ -189,6 +189,11 @@ def test_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
     assert expected in complaint(gin_file(text))
 
 
+def test_override_may_have_spaces(gin_file):
+    path = gin_file("run.steps = 40")
+    assert load(path, [" run.steps = 3 "])[0].run.steps == 3
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -289,7 +294,7 @@ def test_files_that_cannot_be_read_are_named(gin_file, tmp_path):
         ("optimizer.lr=1", "'optimizer.lr'; optimizer.lr is optimizer.learning_rate"),
         ("model.load_in_4bit=True", '; load_in_4bit is model.base="nf4"'),
         ("load_in_8bit=True", '; load_in_8bit is model.base="int8"'),
-        ("data.packing=True", "; packing: always on"),
+        ("data.packing=True", "; packing is always on; leave it out"),
         ("beta=0.1", "; beta is distill.beta or dpo.beta or grpo.kl_coefficient"),
         ("grpo.beta=0.1", "; grpo.beta is grpo.kl_coefficient"),
         ("actor_rollout_ref.rollout.n=8", "rollout.n is grpo.group_size"),
@@ -297,6 +302,7 @@ def test_files_that_cannot_be_read_are_named(gin_file, tmp_path):
         ("run.max_steps=3", "; run.max_steps is run.steps"),
         ("num_train_epochs=3", "; num_train_epochs is run.epochs"),
         ("per_device_train_batch_size=8", "is data.batch_size (rows on all devices to"),
+        ("gradient_checkpointing=True", 'is remat.policy ("full", the default, is'),
         ("lora_r=8", "; lora_r is model.lora_rank"),
         ("use_vllm=True", "; use_vllm: jaxmem samples itself; task.recorded=True"),
         ("data.learning_rate=1", "; did you mean optimizer.learning_rate?"),

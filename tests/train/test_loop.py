@@ -581,13 +581,13 @@ def test_finished_run_refuses_what_has_no_effect(run):
     fewer = run(steps=3)
     assert str(fewer.error) == (
         f"run.steps=3 is below the 4 steps that run.out_dir='{ran.out_dir}' has done; "
-        "raise it, or name another run.out_dir"
+        "raise run.epochs, or name another run.out_dir"
     )
     other = run(steps=4, free={"optimizer": {"learning_rate": 0.2}})
     assert str(other.error) == (
         f"run.out_dir='{ran.out_dir}' has done its 4 steps, so other settings have no "
         "effect: optimizer.learning_rate was 0.1, is 0.2. Restore the old values, "
-        "raise run.steps, or name another run.out_dir"
+        "raise run.epochs to train on with the new ones, or name another run.out_dir"
     )
     assert run(steps=4).error is None
     assert (ran.out_dir / "metrics.jsonl").read_bytes() == before
@@ -660,6 +660,16 @@ def test_run_stops_after_evaluations_without_improvement(costs, min_delta, last,
     assert ran.error is None and ran.steps == list(range(1, last + 1))
     assert ran.checkpoints[-1] == str(last)
     assert ("stopped after step" in ran.said) == (last < 6)
+
+
+def test_best_evaluation_may_be_no_improvement(run):
+    ran = with_patience(run, [3.0, 2.9, 2.8, 1.0, 1.0, 1.0], min_delta=0.5)
+    assert evaluated(ran)[1:3] == [
+        "step 2 held out 2.9000 (best, step 2, but by no more than eval.min_delta=0.5; "
+        "1 of 2)",
+        "step 3 held out 2.8000 (best, step 3, but by no more than eval.min_delta=0.5; "
+        "2 of 2)",
+    ]
 
 
 def test_stopped_run_says_why(run):
