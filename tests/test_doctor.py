@@ -41,6 +41,12 @@ def test_doctor_fits_one_screen(capsys, monkeypatch):
     assert status == (1 if "problem" in said else 0)
 
 
+def test_doctor_says_that_no_variable_is_set(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "_VARIABLES", ())
+    cli.main(["doctor"])
+    assert "\nenvironment  none set\n" in capsys.readouterr().out
+
+
 def test_json(capsys, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     status = cli.main(["doctor", "--json"])

@@ -51,6 +51,12 @@ def name(text: str) -> str:
     return text if plain else short(text)
 
 
+def counted(number: int, noun: str) -> str:
+    """The number and the noun, in the plural unless the number is 1."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
 def listing(values: Iterable[object], most: int = 5) -> str:
     """The first values, each as `short` writes it, and the number of the others."""
     values = list(values)

@@ -239,7 +239,7 @@ def text(checkup: Checkup) -> str:
         *(f"device       {line}" for line in checkup.devices),
         f"head         {checkup.head}",
         *(f"{'cache':12s} {name}: {line}" for name, line in checkup.caches.items()),
-        f"environment  {' '.join(f'{k}={v}' for k, v in checkup.environment.items())}",
+        f"environment  {_join_variables(checkup.environment) or 'none set'}",
     ]
     ready = [name for name, lacking in checkup.compilers.items() if not lacking]
     lines.append(f"plans for    {', '.join(ready) or 'no device'}")
@@ -250,6 +250,10 @@ def text(checkup: Checkup) -> str:
         lines.append(f"not here     {', '.join(names)}: {how}")
     lines += [f"problem      {line}" for line in checkup.problems]
     return "\n".join([*lines, *(() if checkup.problems else ("nothing is wrong",))])
+
+
+def _join_variables(environment: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in environment.items())
 
 
 def _missing_packages(compilers) -> list[str]:

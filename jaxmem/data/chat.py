@@ -182,7 +182,7 @@ def read_template(
     if texts:
         lacks = f"{directory} has the chat templates {messages.listing(texts)}, and "
         lacks += 'none is "default"'
-    raise DataError(f"{lacks}; add one, or give a job its path by data.chat_template")
+    raise DataError(f"{lacks}; add one, or data.chat_template=FILE.jinja to a job")
 
 
 def template_text(directory: str | os.PathLike[str]) -> str | None:

@@ -91,7 +91,8 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
             if isinstance(decoder, OwnModel) and processes.is_first():
                 write_text(directory / model_factory.TEXT, decoder, job, directory)
             return
-    line = f"saved in {files.shown(target)}, for transformers to load"
+    loader = "PEFT" if decoder.config.lora_rank else "transformers"
+    line = f"saved in {files.shown(target)}, for {loader} to load"
     stored = decoder.config.param_dtype
     if not decoder.config.lora_rank and precision.is_narrower(stored, decoder):
         line += f"; weights are in {stored} there (model.param_dtype)"

@@ -68,3 +68,9 @@ def test_cut_text_has_no_escapes_of_a_terminal():
     assert messages.cut("a\x1b[2J\x1b[31mred\r\nb\u2028c\x07 é 漢") == (
         r"a\x1b[2J\x1b[31mred b c\x07 é 漢"
     )
+
+
+def test_counted_has_singular_and_plural():
+    counted = [messages.counted(n, "step") for n in (0, 1, 2000)]
+    assert counted == ["0 steps", "1 step", "2,000 steps"]
+    assert messages.counted(2, "micro-batch") == "2 micro-batches"

@@ -256,7 +256,9 @@ def test_template_of_tools_says_itself_what_counts(tmp_path):
 
 
 def test_missing_template_is_named(tmp_path):
-    with pytest.raises(documents.DataError, match="has no chat template, neither in"):
+    with pytest.raises(
+        documents.DataError, match=r"or data.chat_template=FILE.jinja to"
+    ):
         read_template(checkpoint(tmp_path), None)
     with pytest.raises(
         documents.DataError, match=r"own\.jinja: cannot be read: No such f"

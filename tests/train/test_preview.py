@@ -41,7 +41,7 @@ def test_documents_show_what_the_loss_counts(capsys):
     assert "t.jsonl:1: 6 tokens, the loss counts 3\n" in said
     assert "<s> a b⟦c d </s>⟧" in said and "e e" not in said
     assert "2 documents, 28 tokens, of which the loss counts 85.7%; 6 to 22" in said
-    assert "1 are longer than data.sequence_length=8 and are cut into rows" in said
+    assert "1 is longer than data.sequence_length=8 and is cut into rows" in said
     assert "an epoch packs 28 tokens into 4 rows of 8, 12.5% padding: 2 micro" in said
     assert "run.steps=60 is 30 epochs: each record is seen 30 times\n" in said
     said = shown(capsys, "data.source=t.jsonl", "run.epochs=1.5")

@@ -231,7 +231,7 @@ def test_adapter_says_what_loads_it(name, alone, tmp_path):
     results.leave(tmp_path, nnx.merge(definition, zeros), console, job)
     said = console.file.getvalue()
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
-    assert f"saved in {tmp_path}/adapter, for transformers to load" in said
+    assert f"saved in {tmp_path}/adapter, for PEFT to load" in said
     assert ("with the text part of the checkpoint alone" not in said) == alone
 
 

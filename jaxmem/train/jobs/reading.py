@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from jaxmem.base.messages import counted
 from jaxmem.data import (
     documents,
     mixing,
@@ -248,8 +249,8 @@ class Documents(Reading):
         yield statistics(f"documents{' of first blocks' if streaming else ''}", encoded)
         long = sum(len(tokens) > length for tokens, _ in encoded)
         yield (
-            f"{long:,} are longer than data.sequence_length={length} and are cut into "
-            "rows"
+            f"{long:,} {'is' if long == 1 else 'are'} longer than data.sequence_length="
+            f"{length} and {'is' if long == 1 else 'are'} cut into rows"
         )
         if streaming:
             yield from self.lines()
@@ -258,9 +259,9 @@ class Documents(Reading):
         batches, size = self.epochs(1)[0], self.config.batch_size
         rows = round(batches * size)  # with rows that fill streams up
         yield (
-            f"an epoch packs {tokens:,} tokens into {rows:,} rows of {length}, "
-            f"{1 - tokens / (rows * length):.1%} padding: {math.ceil(batches):,} "
-            f"micro-batches of {size}"
+            f"an epoch packs {tokens:,} tokens into {counted(rows, 'row')} of "
+            f"{length}, {1 - tokens / (rows * length):.1%} padding: "
+            f"{counted(math.ceil(batches), 'micro-batch')} of {size}"
         )
         yield from self.lines()
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from jaxmem.base import files, processes
+from jaxmem.base import files, messages, processes
 from jaxmem.data import event_loop
 from jaxmem.train import (
     agreement,
@@ -115,14 +115,16 @@ def train(
     job = with_steps(job)
     config = job.config
     if config.eval.every != every:
-        shown = f"evaluated every {config.eval.every:,} steps, not every {every:,}"
+        steps = messages.counted(config.eval.every, "step")
+        shown = f"evaluated every {steps}, not every {every:,}"
         say(console, f"an epoch has fewer steps than eval.every: {shown}")
     result = ownership.result_of(config)
-    opened = loop.open_run(config.run, job.settings(), console, config.eval, result)
+    settings = job.settings()._replace(length_key=length_key)
+    opened = loop.open_run(config.run, settings, console, config.eval, result)
     with event_loop.closed_at_end(), opened as run:
         if run.is_complete:
             if (left := _left_results(run, job)) is not None:
-                say(console, run.completion(length_key))
+                say(console, run.completion())
                 publishing.finish(job, run.out_dir, console)
                 return left
             say(console, f"{files.shown(run.out_dir)}: the steps are taken; writing "
