@@ -558,6 +558,7 @@ def _build_job(jobs: Jobs, locations: dict[str, str]) -> JobConfig:
             raise ConfigError(
                 f"{where}: {key} is of the job {owner!r}, but run.job is "
                 f"{run.job!r}, whose sections are {', '.join(names)}"
+                f"{_describe_twin(key, dataclasses_of)}"
             )
     parts = {
         name: _build_section(name, dataclass, locations)
@@ -568,6 +569,15 @@ def _build_job(jobs: Jobs, locations: dict[str, str]) -> JobConfig:
         return config(**parts, run=run)
     except ValueError as error:
         raise ConfigError(_locate_key(error, locations)) from error
+
+
+def _describe_twin(key: str, dataclasses_of: Mapping[str, type]) -> str:
+    """The end of an error about a key of `data` for a job that has it in `task`."""
+    section, _, field = key.partition(".")
+    task = dataclasses_of.get("task")
+    if section != "data" or task is None or field not in _field_names(task):
+        return ""
+    return f"; for prompts it is task.{field}"
 
 
 def _locate_key(error: ValueError, locations: dict[str, str]) -> str:

@@ -48,6 +48,11 @@ class PeerNames:
             for name in self.names
         )
 
+    def has_section_of(self, key: str) -> bool:
+        """True if a key is, or ends in, one of the names with dots."""
+        dotted = [name for name in self.names if "." in name]
+        return any(key == name or key.endswith(f".{name}") for name in dotted)
+
 
 _ACCUMULATION = "gradient_accumulation_steps"
 _RESUME = "resume_from_checkpoint"
@@ -100,6 +105,7 @@ TABLE = (
     ),
     PeerNames(
         "data.shuffle",
+        "task.shuffle for prompts",
         trl="shuffle_dataset",
         axolotl="shuffle_merged_datasets",
         torchtune="shuffle",
@@ -192,7 +198,7 @@ TABLE = (
         trl="output_dir",
         axolotl="output_dir",
         torchtune="output_dir",
-        verl="trainer.default_local_dir",
+        verl="trainer.default_local_dir trainer.experiment_name",
         jax="base_output_directory checkpoint_root_directory",
     ),
     PeerNames(
@@ -416,6 +422,7 @@ TABLE = (
         "mesh.tensor",
         axolotl="tensor_parallel_size",
         torchtune="tensor_parallel_dim",
+        verl="rollout.tensor_model_parallel_size",
         jax="ici_tensor_parallelism",
     ),
     PeerNames(
@@ -424,6 +431,11 @@ TABLE = (
         torchtune="context_parallel_dim",
         verl="actor.ulysses_sequence_parallel_size",
         jax="ici_context_parallelism",
+    ),
+    PeerNames(
+        "",
+        "section mesh lays out all devices of all hosts",
+        verl="trainer.n_gpus_per_node trainer.nnodes",
     ),
     PeerNames(
         "run.job",
@@ -463,7 +475,7 @@ TABLE = (
         "grpo.kl_coefficient",
         trl="beta",
         axolotl="trl.beta",
-        verl="actor.kl_loss_coef",
+        verl="actor.kl_loss_coef actor.use_kl_loss algorithm.use_kl_in_reward",
         jax="rl.grpo_beta grpo_config.beta",
     ),
     PeerNames(
@@ -490,15 +502,23 @@ TABLE = (
         "grpo.loss",
         trl="loss_type",
         axolotl="trl.loss_type",
-        verl="actor.loss_agg_mode",
+        verl="actor.loss_agg_mode actor.policy_loss.loss_mode",
         jax="rl.loss_algo",
     ),
     PeerNames(
         "grpo.advantage",
         trl="scale_rewards",
         axolotl="trl.scale_rewards",
-        verl="algorithm.adv_estimator",
+        verl="algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo",
     ),
+    PeerNames(
+        "grpo.resample",
+        "a number of attempts",
+        verl="algorithm.filter_groups.enable",
+    ),
+    PeerNames("grpo.max_tokens_train", verl="actor.ppo_max_token_len_per_gpu"),
+    PeerNames("grpo.correction", verl="algorithm.rollout_correction"),
+    PeerNames("eval.samples", verl="rollout.val_kwargs.n"),
     PeerNames(
         "grpo.mask_truncated",
         trl="mask_truncated_completions",
@@ -514,7 +534,10 @@ TABLE = (
         "task.reward",
         trl="reward_funcs",
         axolotl="trl.reward_funcs",
-        verl="custom_reward_function.path custom_reward_function.name",
+        verl=(
+            "custom_reward_function.path custom_reward_function.name "
+            "reward_model.reward_manager"
+        ),
         jax="reward_functions reward_functions_path",
     ),
     PeerNames(
@@ -531,12 +554,20 @@ TABLE = (
         verl="data.max_response_length",
         jax="rollout_config.total_generation_steps",
     ),
+    PeerNames("sampling.temperature", verl="rollout.temperature"),
     PeerNames(
         "",
         "jaxmem samples itself; task.recorded=True trains on an engine's rollouts",
         trl="use_vllm vllm_mode",
         axolotl="trl.use_vllm trl.vllm_mode",
         jax="rollout_engine",
+    ),
+    PeerNames(
+        "",
+        "no such setting, because jaxmem samples with the weights that it trains",
+        trl="vllm_gpu_memory_utilization",
+        axolotl="trl.vllm_gpu_memory_utilization",
+        verl="rollout.gpu_memory_utilization",
     ),
     PeerNames("dpo.beta", trl="beta", axolotl="rl_beta", jax="dpo.dpo_beta"),
     PeerNames("dpo.loss", trl="loss_type", axolotl="dpo_loss_type", jax="dpo.algo"),
@@ -551,6 +582,12 @@ TABLE = (
 )
 
 
+def _rows(key: str) -> list[PeerNames]:
+    """Rows with a key: by a name with its section if there is one, else by any end."""
+    with_section = [row for row in TABLE if row.has_section_of(key)]
+    return with_section or [row for row in TABLE if row.has(key)]
+
+
 def answer(key: str, elsewhere: Iterable[str] = ()) -> str | None:
     """A sentence on the setting that another trainer calls `key`; None: none does.
 
@@ -558,9 +595,11 @@ def answer(key: str, elsewhere: Iterable[str] = ()) -> str | None:
         key: an unknown key, with the section that the user gave it or without.
         elsewhere: keys of jaxmem with that last word, which may be meant as well.
     """
-    rows = [row for row in TABLE if row.has(key)]
+    rows = _rows(key)
     if not rows:
         return None
+    if rows[0].has_section_of(key):
+        elsewhere = ()
     section, _, name = key.rpartition(".")
     of_section = [row for row in rows if section and row.key.startswith(f"{section}.")]
     if of_section:

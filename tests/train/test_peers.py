@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from jaxmem.train import peers
 from jaxmem.train.configuration import sections
 
@@ -29,6 +31,24 @@ def test_answer_exists_for_every_other_name():
             last = name.rpartition(".")[2]
             same = last == row.key.rpartition(".")[2]
             assert same or peers.answer(name), name
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("actor_rollout_ref.actor.use_kl_loss", "grpo.kl_coefficient"),
+        ("algorithm.filter_groups.enable", "grpo.resample"),
+        ("actor.policy_loss.loss_mode", "grpo.loss"),
+        ("rollout.val_kwargs.n", "eval.samples"),
+        ("algorithm.rollout_correction", "grpo.correction"),
+        ("trainer.nnodes", "section mesh"),
+        ("rollout.gpu_memory_utilization", "no such setting"),
+        ("rollout.temperature", "rollout.temperature is sampling.temperature"),
+        ("log_completions", "run.save_rollouts"),
+    ],
+)
+def test_answer_knows_names_of_reinforcement_learning(name, key):
+    assert key in (peers.answer(name) or "")
 
 
 def test_page_shows_the_table_and_its_versions():

@@ -508,6 +508,7 @@ def test_complete_run_compiles_nothing(finished, monkeypatch):
         (["run.job=sft"], "is of the job 'grpo', but run.job is 'sft', whose sections"),
         (["run.job=ppo"], "run.job must be one of 'sft', 'grpo', 'dpo', 'distill'"),
         (["data.seed=1"], "'data.seed=1': data.seed is of the job 'sft', but run.job"),
+        (["data.shuffle=False"], "eval; for prompts it is task.shuffle"),
         (["remat.policy=half"], "remat.policy must be one of 'none', 'full', 'dots'"),
         (["remat.policy=fit"], "memory_limit=None does not go with policy='fit'"),
         (["remat.last=2"], "remat.last=2 does not go with policy='none', which keeps"),
