@@ -160,6 +160,10 @@ def test_users_error_is_one_line_and_exit_code_2(directory):
             ["absent.gin"],
             "no such file: absent.gin; shipped configs: distill_offline.gin, ",
         ),
+        (
+            ["qwen3_8b_24g.gin"],
+            "file: qwen3_8b_24g.gin; did you mean recipes/qwen3_8b_24g.gin?",
+        ),
         (["elsewhere/sft_stdlib.gin"], "no such file: elsewhere/sft_stdlib.gin"),
         (["tiny.gin", "data.source=absent.txt"], "data.source: cannot read absent.txt"),
         (["tiny.gin", "data.source=bad.jsonl"], "bad.jsonl:2: not valid JSON"),

@@ -1,5 +1,6 @@
 """The configurations shipped with jaxmem, and how a command or a file names one."""
 
+import difflib
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
@@ -19,6 +20,16 @@ def find(name: str) -> Path | None:
     if within.suffix != ".gin":
         within = within.with_name(f"{within.name}.gin")
     return next((d / within for d in FOLDERS if (d / within).is_file()), None)
+
+
+def suggestion(name: str) -> str:
+    """The end of an error about a missing file: the nearest shipped one, or nothing."""
+    recipes = (path for d in FOLDERS for path in d.glob("recipes/*.gin"))
+    by_stem = {path.stem: f"recipes/{path.name}" for path in recipes}
+    by_stem |= {own.removesuffix(".gin"): own for own in names()}
+    stem = Path(name).name.removesuffix(".gin")
+    close = difflib.get_close_matches(stem[:100], by_stem, n=1)
+    return f"; did you mean {by_stem[close[0]]}?" if close else ""
 
 
 def names() -> list[str]:

@@ -525,7 +525,7 @@ def _find_config(name: str) -> Path:
         return path
     configs = shipped.names()
     known = f"; shipped configs: {', '.join(configs)}" if configs else ""
-    raise UsageError(f"no such file: {name}{known}")
+    raise UsageError(f"no such file: {name}{shipped.suggestion(name) or known}")
 
 
 def _raised_by_us(error: Exception) -> bool:

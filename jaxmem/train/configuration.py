@@ -409,6 +409,9 @@ def _parse_statements(path: Path) -> Iterator[Any]:
     try:
         parser = config_parser.ConfigParser(path.read_text("utf-8"), _OnlyValues())
         yield from parser
+    except FileNotFoundError as error:
+        hint = shipped.suggestion(str(path))
+        raise ConfigError(f"cannot read {path}: {error.strerror}{hint}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

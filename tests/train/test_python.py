@@ -58,6 +58,8 @@ def test_make_starts_from_a_job_or_a_file():
         ("sft", {"optimizer": {"lr": 1}}, "optimizer.lr is optimizer.learning_rate"),
         ("sft_lora", {}, "data.source and model.checkpoint are placeholders of sft"),
         ("absent", {}, "cannot read absent: No such file or directory"),
+        ("grpo_chekpoint", {}, "or directory; did you mean grpo_checkpoint.gin?"),
+        ("qwen3_8b_24g", {}, "; did you mean recipes/qwen3_8b_24g.gin?"),
     ],
 )  # fmt: skip
 def test_make_has_the_errors_of_load(name, sections, expected):
