@@ -231,7 +231,10 @@ def test_options_that_are_no_numbers(arguments, message, capsys):
 @pytest.mark.parametrize(
     ("raised", "message"),
     [
-        (MemoryError(), "host memory: name fewer records, read them by data.streaming"),
+        (
+            MemoryError(),
+            "host memory: name fewer records, read them with data.streaming",
+        ),
         (
             MemoryError("Unable to allocate 9 GiB"),
             "host memory (Unable to allocate 9 GiB): ",
@@ -422,7 +425,7 @@ def test_panic_of_rust_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(cli, "_doctor", panic)
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr().err == (
-        "jaxmem: error: a library failed at something it was given: empty pattern\n"
+        "jaxmem: error: a library failed on its input: empty pattern\n"
     )
 
 

@@ -127,7 +127,7 @@ def test_problems_of_healthy_machine():
         ({"versions": {"jax": "0.13.0", "jaxlib": "0.13.0"}},
          "pip install 'jax<0.13' 'jaxlib<0.13'"),
         ({"versions": FINE | {"orbax-checkpoint": "1.0.0rc1"}},
-         "orbax-checkpoint 1.0.0rc1: newer than what jaxmem is made for"),
+         "orbax-checkpoint 1.0.0rc1: newer than the versions that jaxmem supports"),
         ({"versions": FINE | {"orbax-checkpoint": "0.12.8"}, "driver": "580.1"},
          "pip install 'jax[cuda13]==0.11.2'"),
     ],

@@ -300,8 +300,8 @@ def _read_layers(reader: Reader, modules: str | list[str]) -> _Layers:
     numbers = listed if isinstance(listed, list) else [listed]
     if isinstance(modules, str) or not all(type(number) is int for number in numbers):
         raise reader.error(
-            f"{key}={messages.short(listed)} must be numbers of layers, beside a list "
-            "of target_modules"
+            f"{key}={messages.short(listed)} must be numbers of layers, together with "
+            "a list of target_modules"
         )
     try:
         for text in patterns:

@@ -211,8 +211,8 @@ class _StoredAdapter:
             own = part[:, index * rank : (index + 1) * rank]
             if np.count_nonzero(part) != np.count_nonzero(own):
                 raise CheckpointError(
-                    f"{self.tensors.file_of(name)}: tensor {name} is of rank "
-                    f"{times * rank} for {parts} joined matrices and not {rank} for "
+                    f"{self.tensors.file_of(name)}: tensor {name} has rank "
+                    f"{times * rank} for {parts} joined matrices, and not {rank} for "
                     "each of them; this is not implemented"
                 )
         order = stored.order

@@ -113,9 +113,9 @@ def _warn_of_confusion(target: Path, decoder: Decoder, family: Family) -> None:
     others = [label for label in dict.fromkeys(labels) if label.endswith(confused)]
     if others:
         warnings.warn(
-            f"{target}: PEFT 0.21 takes the adapters of {messages.listing(others)} for "
-            f"those of experts in {family.model_type}; for PEFT and transformers, "
-            "`jaxmem export --merge` has them in the weights",
+            f"{target}: PEFT 0.21 reads the adapters of {messages.listing(others)} in "
+            f"{family.model_type} as adapters of experts; for PEFT and transformers, "
+            "merge the adapters into the weights with `jaxmem export --merge`",
             stacklevel=3,
         )
 
@@ -174,14 +174,14 @@ def _refuse_others(
             continue
         if name not in copied:
             raise CheckpointError(
-                f"{tensors.file_of(name)}: tensor {messages.name(name)} is of no "
+                f"{tensors.file_of(name)}: tensor {messages.name(name)} belongs to no "
                 "matrix that can have an adapter"
             )
         if not _is_copy(tensors, name, copied[name], naming, base):
             raise CheckpointError(
-                f"{tensors.file_of(name)}: tensor {name} differs from that of the "
-                "base, and PEFT would replace it, which is not implemented; load both "
-                f"with PEFT, call {MERGE}, and use NEW"
+                f"{tensors.file_of(name)}: tensor {name} differs from the base's "
+                "tensor, and PEFT would replace it, which is not implemented; load "
+                f"both with PEFT, call {MERGE}, and use NEW"
             )
 
 

@@ -65,8 +65,8 @@ def read_config(directory: str | Path) -> CheckpointConfig:
         )
     if not path.exists() and (path.parent / "model" / path.name).exists():
         raise CheckpointError(
-            f"{directory}: a run, not a checkpoint; name the model that it has saved, "
-            f"{path.parent / 'model'}"
+            f"{directory} is a run, not a checkpoint; name the model that it has "
+            f"saved, {path.parent / 'model'}"
         )
     config = parse_config(path, read_object(path))
     return config if config.coding is None else _with_base(config)
@@ -126,7 +126,8 @@ def _text_part(
     named = reader.strings("architectures") or [images.architecture]
     if named != [images.architecture]:
         raise reader.error(
-            f"model_type {images.model_type!r} is not that of {messages.name(named[0])}"
+            f"model_type {images.model_type!r} does not belong to "
+            f"{messages.name(named[0])}"
         )
     text = reader.take("text_config", dict)
     quantization.read_coding(reader)
@@ -162,7 +163,7 @@ def _find_family(reader: Reader) -> Family:
     for family in FAMILIES:
         if family.model_type == kind:
             if named and family.architecture not in named:
-                raise reader.error(f"model_type {kind!r} is not that of {named[0]}")
+                raise reader.error(f"model_type {kind!r} does not belong to {named[0]}")
             return family
     types = [each.model_type for each in (*FAMILIES, *WITH_IMAGES)]
     raise reader.error(

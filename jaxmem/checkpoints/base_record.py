@@ -74,9 +74,10 @@ def directory_of(directory: Path, advice: str) -> Path:
     base = BaseName.recorded(directory)
     if not base.name:
         raise CheckpointError(
-            f"{directory / _CONFIG}: {_KEY} is empty, as for an adapter of random "
-            "weights (model.checkpoint=None), which only a run with checkpoints "
-            f"(run.checkpoint_every) can draw again: name that run, or {advice}"
+            f"{directory / _CONFIG}: {_KEY} is empty, as in an adapter of random "
+            "weights (model.checkpoint=None). Only a run with checkpoints "
+            "(run.checkpoint_every) can draw these weights again: name that run, or "
+            f"{advice}"
         )
     try:
         found = base.directory()
@@ -87,7 +88,7 @@ def directory_of(directory: Path, advice: str) -> Path:
     if not (found / "config.json").exists():
         raise CheckpointError(
             f"{directory / _CONFIG}: {_KEY} {base.name!r} is not the directory of a "
-            f"checkpoint here; {advice}"
+            f"checkpoint on this machine; {advice}"
         )
     return found
 
@@ -114,9 +115,9 @@ def with_recorded(model: ModelConfig, directory: Path) -> ModelConfig:
     fields = _read(path)
     if model.base not in (None, fields["base"]):
         raise CheckpointError(
-            f"{path}: the adapter was trained on a base in {fields['base']}, and the "
-            f"checkpoint's matrices are in {model.base}; remove the file to add it to "
-            "them all the same"
+            f"{path}: the adapter was trained on a base in {fields['base']}, but the "
+            f"checkpoint's matrices are in {model.base}; to use the adapter with them "
+            "nevertheless, remove the file"
         )
     if any(getattr(model, name) != PLAIN[name] for name in BASE_FIELDS[1:]):
         return model  # its files, or the caller, say which matrices are coded

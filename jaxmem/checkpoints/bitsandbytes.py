@@ -85,14 +85,14 @@ class CodedTensors(Tensors):
         for name in filter(self.coded.__contains__, names):
             raise _error(
                 self, name,
-                "is coded, which is not implemented where plain files have [inputs, "
-                "outputs]; name the model in 16 bits",
+                "is coded, which is not implemented for families that store matrices "
+                "as [inputs, outputs]; name the model in 16 bits",
             )  # fmt: skip
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> "Nf4Matrix | Int8Matrix":
         """A coded matrix, whose tensors are checked."""
         if len(shape) != 2:
-            raise _error(self, name, f"is coded, and has {len(shape)} axes, not 2")
+            raise _error(self, name, f"is coded, but has {len(shape)} axes, not 2")
         kind = Int8Matrix if self.kind == "int8" else Nf4Matrix
         return kind(self, name, shape)
 
@@ -133,8 +133,8 @@ class Nf4Matrix:
         if inputs % _BLOCK:
             raise _error(
                 tensors, name,
-                f"has {inputs:,} inputs, no multiple of {_BLOCK}; blocks that cross "
-                "rows are not read",
+                f"has {inputs:,} inputs, which is not a multiple of {_BLOCK}; jaxmem "
+                "does not read blocks that cross rows",
             )  # fmt: skip
         self.groups = inputs // _BLOCK  # of a row
         self.state = _read_state(tensors, name, shape)
@@ -211,7 +211,9 @@ class Nf4Matrix:
         )
         if not np.allclose(stored, values, 0, 1e-6):
             name = "nf4" if values is NF4 else "the dynamic type"
-            raise _error(self.tensors, self.name + end, f"has other values than {name}")
+            raise _error(
+                self.tensors, self.name + end, f"does not have the values of {name}"
+            )
 
 
 class Int8Matrix:
@@ -227,7 +229,9 @@ class Int8Matrix:
         self._module = name.removesuffix("weight")
         layout = f"{self._module}weight_format"
         if tensors.has(layout) and tensors.read_stored(layout, (), (), ("U8",)) != 0:
-            raise _error(tensors, layout, "is not 0: matrices are read by rows only")
+            raise _error(
+                tensors, layout, "is not 0, but jaxmem reads matrices by rows only"
+            )
 
     def codes(self, rows: slice = _ALL) -> np.ndarray:
         """Codes int8 [rows, inputs] of some rows."""
@@ -285,7 +289,7 @@ def _read_state(tensors: Tensors, name: str, shape: tuple[int, ...]) -> dict[str
     except (json_files.JsonError, UnicodeDecodeError) as error:
         raise _error(tensors, tensor, messages.cut(str(error))) from error
     if not isinstance(state, dict):
-        raise _error(tensors, tensor, f"is no object, but {messages.short(state)}")
+        raise _error(tensors, tensor, f"is not an object but {messages.short(state)}")
     expected = {"quant_type": "nf4", "blocksize": _BLOCK, "shape": [*shape]}
     if is_nested(tensors, name):
         expected["nested_blocksize"] = NESTED

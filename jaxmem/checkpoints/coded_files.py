@@ -43,7 +43,7 @@ def base_fields(tensors: CodedTensors, naming: names.Naming) -> dict[str, Any]:
     )
     if not targets:
         raise CheckpointError(
-            f"{tensors.directory / 'config.json'}: has a quantization_config, and no "
+            f"{tensors.directory / 'config.json'}: has a quantization_config, but no "
             "matrix of a block is coded; remove the key"
         )
     return {

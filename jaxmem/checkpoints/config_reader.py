@@ -141,7 +141,7 @@ class Reader:
         ]
         if unknown:
             raise self.error(
-                f"unknown keys {messages.listing(unknown)}: what they do to the model "
-                "is not implemented; if they do nothing, delete them or give "
-                f"--ignore-keys {messages.cut(','.join(unknown))}"
+                f"unknown keys {messages.listing(unknown)}: jaxmem does not implement "
+                "their effect; if they have none, delete them or add --ignore-keys "
+                f"{messages.cut(','.join(unknown))}"
             )

@@ -61,8 +61,8 @@ def describe(model: ModelConfig, max_positions: int) -> dict[str, Any]:
             nearest = [family.architecture, *differing]
     assert nearest is not None
     raise CheckpointError(
-        "the decoder is none of the architectures that config.json can name: "
-        f"{nearest[0]} cannot have {', '.join(nearest[1:])}"
+        f"config.json cannot name an architecture like this decoder: {nearest[0]} "
+        f"cannot have {', '.join(nearest[1:])}"
     )
 
 

@@ -63,12 +63,12 @@ def check_target(target: Path, replace: bool) -> None:
         raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
     if target.is_symlink():
         raise CheckpointError(
-            f"{target}: is a symbolic link, which is not replaced; remove it"
+            f"{target}: is a symbolic link, which jaxmem does not replace; remove it"
         )
     if (foreign := foreign_in(target)) is not None:
         raise CheckpointError(
-            f"{target}: is not replaced, because {foreign} is no file of a checkpoint; "
-            "move it"
+            f"{target}: is not replaced, because {foreign} is not a file of a "
+            "checkpoint; move it"
         )
 
 

@@ -227,8 +227,8 @@ def refuse_others(
         if name in known or derived or name.startswith(images):
             continue
         raise CheckpointError(
-            f"{tensors.file_of(name)}: tensor {messages.name(name)} is none of the "
-            "model that config.json describes"
+            f"{tensors.file_of(name)}: tensor {messages.name(name)} is not part of "
+            "the model that config.json describes"
         )
     if tied:
         _check_copy(tensors, naming)
@@ -245,8 +245,9 @@ def _check_copy(tensors: Tensors, naming: Naming) -> None:
         first, second = (tensors.read(name, shape, rows) for name in (head, table))
         if not np.array_equal(first, second):
             raise CheckpointError(
-                f"{tensors.file_of(head)}: tensor {head} is no copy of {table}, as "
-                "tie_word_embeddings says; set it to false in config.json"
+                f"{tensors.file_of(head)}: tie_word_embeddings is true, but tensor "
+                f"{head} is not a copy of {table}; set tie_word_embeddings to false "
+                "in config.json"
             )
 
 
@@ -273,18 +274,18 @@ def say_what_is_left_out(
     for is_there, said in (
         (
             images,
-            "only the text part of a model that reads images is read; its "
-            f"{of_images} tensors of images are left out",
+            "jaxmem reads only the text part of a model that reads images; it leaves "
+            f"out {of_images} tensors of images",
         ),
         (
             later,
-            "its layers that predict tokens beyond the next one are not read; their "
-            f"{len(later)} tensors are left out",
+            "jaxmem does not read layers that predict tokens beyond the next one; it "
+            f"leaves out their {len(later)} tensors",
         ),
         (
             own,
-            "layers that reuse the keys and values of others do not read their own; "
-            f"{len(own)} tensors of these are left out",
+            "layers that reuse the keys and values of other layers do not need their "
+            f"own; jaxmem leaves out {len(own)} such tensors",
         ),
     ):
         if is_there:

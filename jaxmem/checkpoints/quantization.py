@@ -35,18 +35,20 @@ def read_coding(reader: Reader) -> str | None:
         raise _refusal(reader, method, config)
     if config.get("load_in_4bit") is True and config.get("load_in_8bit") is True:
         raise reader.error(
-            f"{KEY} has both load_in_4bit and load_in_8bit; set the one that the "
-            "matrices are not coded in to false"
+            f"{KEY} has both load_in_4bit and load_in_8bit; set the one that does not "
+            "describe the matrices to false"
         )
     if config.get("load_in_8bit") is True:
         return "int8"
     if config.get("load_in_4bit") is not True:
-        raise reader.error(f"{KEY} loads neither 4 nor 8 bits; {_ADVICE}")
+        raise reader.error(
+            f"{KEY} sets neither load_in_4bit nor load_in_8bit to true; {_ADVICE}"
+        )
     kind = config.get("bnb_4bit_quant_type", "fp4")
     if kind != "nf4":
         raise reader.error(
-            f"{KEY}: matrices are coded in bitsandbytes' "
-            f"{messages.short(kind)}, which is not read; {_ADVICE}"
+            f"{KEY}: matrices are coded in bitsandbytes' {messages.short(kind)}, "
+            f"which jaxmem does not read; {_ADVICE}"
         )
     return "nf4"
 
@@ -55,10 +57,11 @@ def _refusal(reader: Reader, method: Any, config: Mapping[str, Any]) -> Exceptio
     """The error for another method than bitsandbytes."""
     if not isinstance(method, str):
         return reader.error(
-            f"{KEY}={messages.short(config)} names no quant_method; {_ADVICE}"
+            f"{KEY}={messages.short(config)} does not name a quant_method; {_ADVICE}"
         )
     known = _METHODS.get(method, method)
     return reader.error(
-        f"{KEY}: quant_method {messages.short(method)}"
-        f"{f' ({known})' if known != method else ''} is not read; {_ADVICE}"
+        f"{KEY}: jaxmem does not read quant_method "
+        f"{messages.short(method)}{f' ({known})' if known != method else ''}; "
+        f"{_ADVICE}"
     )

@@ -60,8 +60,8 @@ def with_start(model: ModelConfig, kept: Path | None = None) -> ModelConfig:
     directory = kept or adapter_directory(name)
     if directory is None:
         raise ValueError(
-            f"model.adapter={name!r}: neither an adapter ({CONFIG}) nor a run that has "
-            "left one (adapter/)"
+            f"model.adapter={name!r}: name an adapter (a directory with {CONFIG}) or "
+            "a run that has saved one (adapter/)"
         )
     if base is None:
         advice = f"name it by model.checkpoint, with model.adapter={name}"
@@ -86,7 +86,7 @@ def _describe(
     described = read_adapter_config(read, config.family, directory)
     if described.normalised:
         raise ValueError(
-            f"{name}: an adapter of DoRA, whose training cannot go on here; merge it, "
+            f"{name} is a DoRA adapter, which jaxmem cannot train further; merge it, "
             f"and start from NEW: jaxmem export {name} --merge --out NEW"
         )
     return described.model
@@ -110,9 +110,9 @@ def _check_choices(model: ModelConfig, described: ModelConfig, name: str) -> Non
         ]
         removals = " ".join(f"model.{field}=None" for field in differing)
         raise ValueError(
-            f"{', '.join(facts)} of the adapter {name}: leave it to the adapter "
-            f"({removals}), or merge it and start from NEW: jaxmem export {name} "
-            "--merge --out NEW"
+            f"{', '.join(facts)} of the adapter {name}: leave these settings to the "
+            f"adapter ({removals}), or merge it and start from NEW: jaxmem export "
+            f"{name} --merge --out NEW"
         )
 
 

@@ -51,11 +51,12 @@ class Tensors:
         elif whole_file.exists():
             self._files = dict.fromkeys(self._open_file(whole_file).keys(), whole_file)
         else:
-            message = f"{whole_file}: missing, as is {index.name}"
+            message = f"{whole_file} and {index.name} are both missing"
             if pickled := sorted(path.name for path in directory.glob("*.bin")):
                 message += (
-                    f"; {pickled[0]} is not read, because unpickling runs code; load "
-                    "it by the library that wrote it, and save_pretrained it again"
+                    f"; jaxmem does not read {pickled[0]}, because unpickling runs "
+                    "code; load it with the library that wrote it, and save it again "
+                    "by save_pretrained"
                 )
             raise CheckpointError(message)
 
@@ -113,8 +114,8 @@ class Tensors:
             )
         if tuple(tensor.get_shape()) != shape:
             raise CheckpointError(
-                f"{path}: tensor {name} must have shape {shape}, as the config says, "
-                f"got {messages.short(tuple(tensor.get_shape()))}"
+                f"{path}: tensor {name} must have shape {shape}, by the config, got "
+                f"{messages.short(tuple(tensor.get_shape()))}"
             )
         return tensor[index]
 
@@ -122,8 +123,9 @@ class Tensors:
         """A tensor in its file, of which nothing is read yet."""
         if name not in self._files:
             raise CheckpointError(
-                f"{self.file_of(name)}: tensor {name} is missing ({len(self._files)} "
-                f"are there), as is its entry in any other file of {self.directory}"
+                f"{self.file_of(name)}: tensor {name} is missing from this file "
+                f"({len(self._files)} tensors are there) and from all other files of "
+                f"{self.directory}"
             )
         path = self._files[name]
         try:
@@ -151,8 +153,9 @@ def _is_stale(index: Path, whole_file: Path) -> bool:
     if isinstance(weight_map, dict) and whole_file.name in weight_map.values():
         return False
     warnings.warn(
-        f"{whole_file}: read as a whole, as transformers does; {index.name} beside "
-        "it names other files, which are not read; remove those that are out of date",
+        f"{whole_file}: jaxmem reads this file only, as transformers does; "
+        f"{index.name} beside it names other files; remove the files that are out of "
+        "date",
         stacklevel=2,
     )
     return True
@@ -186,13 +189,13 @@ def _shard_path(index: Path, tensor: str, file: str) -> Path:
         raise CheckpointError(
             f"{index}: weight_map: tensor {messages.name(tensor)} is in "
             f"{messages.short(file)}, which is outside {index.parent}; an index may "
-            "name files of its own directory only"
+            "name only files of its own directory"
         )
     path = index.parent / named
     if not os.path.isfile(path):  # this is also false for an impossible file name
         raise CheckpointError(
-            f"{index.parent / messages.name(file)}: missing; {index.name} has "
-            f"{messages.name(tensor)} in it"
+            f"{index.parent / messages.name(file)} is missing; {index.name} names it "
+            f"as the file of {messages.name(tensor)}"
         )
     return path
 
@@ -217,7 +220,7 @@ def _describe_damage(path: Path, error: Exception) -> str:
     if lost:
         return (
             f"cut short at {size:,} bytes: tensor {messages.name(lost[0])} and "
-            f"{len(lost) - 1} more are not whole"
+            f"{len(lost) - 1} more are not complete"
         )
     return f"damaged: {reason}"
 

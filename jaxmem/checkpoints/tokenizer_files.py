@@ -38,8 +38,8 @@ class Vocabulary(NamedTuple):
         for token in self.absent:
             if any(token in text for text in texts):
                 raise CheckpointError(
-                    f"the text has the token {messages.short(token)}, which the model "
-                    "has no embedding of"
+                    f"the text has the token {messages.short(token)}, for which the "
+                    "model has no embedding"
                 )
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
@@ -130,7 +130,7 @@ def _check_growth(path: Path, text: str) -> None:
             times *= max(len(content) / (len(old) if old else 1), 1)
     if times > _MOST_GROWTH:
         raise CheckpointError(
-            f"{path}: its normalizer may make a text {times:,.0f} times longer; take a "
+            f"{path}: its normalizer may make a text {times:,.0f} times longer; use a "
             "tokenizer without such replacements"
         )
 
@@ -143,8 +143,8 @@ def _how_to_convert(directory: Path) -> str:
         return "only this form of tokenizer is read"
     convert = f"AutoTokenizer.from_pretrained('{directory}').save_pretrained"
     return (
-        f'{form} becomes this form, which alone is read, by: python -c "from '
-        f"transformers import AutoTokenizer; {convert}('{directory}')\""
+        f"convert {form} to this form, the only one that jaxmem reads: python -c "
+        f"\"from transformers import AutoTokenizer; {convert}('{directory}')\""
     )
 
 
@@ -192,7 +192,7 @@ def _find_eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int 
         if named is not None:
             token_id = tokenizer.token_to_id(named)
             if token_id is None:
-                raise reader.error(f"eos_token {messages.short(named)} is no token")
+                raise reader.error(f"eos_token {messages.short(named)} is not a token")
             return token_id
     return _first_eos(config, tokenizer)
 

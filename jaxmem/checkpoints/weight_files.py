@@ -133,8 +133,8 @@ def _configured(
     stored = config.dtype or "float32"
     if stored not in DTYPES and (dtype is None or param_dtype is None):
         raise CheckpointError(
-            f"{config.path}: dtype {messages.short(stored)} is none of "
-            f"{', '.join(DTYPES)}; choose dtype= and param_dtype="
+            f"{config.path}: dtype {messages.short(stored)} is not one of "
+            f"{', '.join(DTYPES)}; set dtype= and param_dtype="
         )
     _check_base(config, options.get("base"))
     if options.get("base", "") is None:  # decode what is coded
@@ -185,7 +185,7 @@ def _check_base(config: CheckpointConfig, base: str | None) -> None:
     if config.coding and base not in (None, config.coding):
         raise CheckpointError(
             f"{config.path}: matrices are coded in {config.coding}, and base={base!r} "
-            "is another; leave it out"
+            "differs; leave base out"
         )
 
 
@@ -301,7 +301,7 @@ def save(
             if getattr(ours, f.name) != getattr(config.model, f.name)
         ]
         raise CheckpointError(
-            f"{config.path}: of another model than the decoder, which has "
+            f"{config.path} describes another model than the decoder, which has "
             f"{', '.join(differing)}"
         )
     dtype = dtype or decoder.config.param_dtype
@@ -381,10 +381,13 @@ def _check_target(target: Path, decoder: Decoder, overwrite: bool) -> None:
     check_target(target, overwrite)
     config = decoder.config
     if config.lora_rank:
-        raise CheckpointError(f"{target}: the decoder has adapters; save_adapter them")
+        raise CheckpointError(
+            f"{target}: the decoder has adapters; save them with save_adapter"
+        )
     if config.base is not None:
         raise CheckpointError(
-            f"{target}: the decoder has matrices in {config.base}; merge decodes them"
+            f"{target}: the decoder has matrices in {config.base}; decode them with "
+            "merge"
         )
 
 
@@ -402,15 +405,15 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
     if config.coding and not model.lora_rank:
         raise ValueError(
             f"model.checkpoint={model.checkpoint!r} has matrices coded in "
-            f"{config.coding}, and codes have no gradient; train adapters "
+            f"{config.coding}, and codes have no gradients; train adapters "
             "(model.lora_rank=16), or name the model in 16 bits"
         )
     if model.lora_saved and read.tied:
         raise ValueError(f"model.lora_saved {UNTIED}")
     if model.codes_embedding and read.tied:
         raise ValueError(
-            f"model.base_targets has 'embedding', and the head of {model.checkpoint} "
-            "reads that table too (tie_word_embeddings): leave it out"
+            f"model.base_targets has 'embedding', but the head of {model.checkpoint} "
+            "also reads that table (tie_word_embeddings); leave it out"
         )
     choices, default = _config_choices(model), ModelConfig()
     if config.coding:  # the files say what is coded
@@ -421,8 +424,8 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
         choices["router_aux_loss_coef"] = read.router_aux_loss_coef
     elif model.router_aux_loss_coef and read.experts is None:
         raise ValueError(
-            f"model.router_aux_loss_coef={model.router_aux_loss_coef:g} is for a model "
-            f"with experts, which {model.checkpoint} is not; leave it out"
+            f"model.router_aux_loss_coef={model.router_aux_loss_coef:g} is for a "
+            f"model with experts, but {model.checkpoint} has none; leave it out"
         )
     differing = [
         field.name

@@ -83,7 +83,9 @@ def table(rows: Sequence[Row]) -> str:
         f"{row.forward_bytes / 2**20:9.1f} {row.both_bytes / 2**20:9.1f}"
         for row in rows
     ]
-    lines.append("times in ms (in times of the bare GEMM hidden @ W.T)")
+    lines.append(
+        "times in ms (and as multiples of the bare matrix product hidden @ W.T)"
+    )
     return "\n".join(lines)
 
 
@@ -119,7 +121,7 @@ def tune(
         entry |= {"tokens": shape[0], "jax": jax.__version__,
                   "date": datetime.date.today().isoformat()}  # fmt: skip
         _write_entry(out, entry)
-        chosen = entry["tiles"] or "no tiles better than the default"
+        chosen = entry["tiles"] or "no tiles are better than the default"
         yield f"{entry['kernel']}: {chosen} written to {out}"
 
 

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:  # of Rust, in tokenizers
         if type(error).__name__ != "PanicException":
             raise
-        return _fail(f"a library failed at something it was given: {error}")
+        return _fail(f"a library failed on its input: {error}")
 
 
 def _open_closed_streams() -> None:
@@ -158,7 +158,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if overrides != rest or (rest and "overrides" not in arguments):
         hint = ""
         if arguments.command is _plan:
-            hint = "; options of a job are overrides here, such as base=nf4"
+            hint = "; jaxmem plan takes such options as overrides, for example base=nf4"
         parser.error(f"unrecognized arguments: {messages.cut(' '.join(rest))}{hint}")
     if rest:
         arguments.overrides += rest
@@ -205,15 +205,15 @@ def _add_train(commands) -> None:
         "file",
         nargs="?",
         metavar="FILE.gin",
-        help="a path, or the name of a shipped config",
+        help="path of a gin file, or name of a shipped one",
     )
     train.add_argument(
         "--keys",
         nargs="?",
         const="",
         metavar="SECTION",
-        help="list every key, or those of a section: default, type, meaning; with "
-        "FILE.gin, those of its own job too",
+        help="list the settings of all sections, or of one, with default, type and "
+        "meaning; FILE.gin adds the sections of its own job",
     )
     train.add_argument(
         "--verbose",
@@ -224,7 +224,8 @@ def _add_train(commands) -> None:
         "overrides",
         nargs="*",
         metavar="section.field=value",
-        help="applied after the file, as in run.steps=200 data.source=notes.txt",
+        help="settings that replace those of the file, as in run.steps=200 "
+        "data.source=notes.txt",
     )
     _add_processes(train)
     train.set_defaults(command=_train)
@@ -232,7 +233,7 @@ def _add_train(commands) -> None:
 
 def _add_processes(train) -> None:
     several = train.add_argument_group(
-        "several processes", "each runs the same command, on devices of its own"
+        "several processes", "every process runs the same command on its own devices"
     )
     several.add_argument(
         "--cluster",
@@ -244,7 +245,7 @@ def _add_processes(train) -> None:
     )
     several.add_argument("--processes", type=int, help="number of processes")
     several.add_argument(
-        "--process-id", type=int, help="number of this process, from 0"
+        "--process-id", type=int, help="number of this process, counted from 0"
     )
     several.add_argument(
         "--heartbeat",
@@ -252,23 +253,27 @@ def _add_processes(train) -> None:
         default=30,
         metavar="SECONDS",
         help="seconds without a sign of life after which a process counts as dead, "
-        "which ends the run; 30",
+        "which ends the run (default 30)",
     )
 
 
 def _add_data(commands) -> None:
     data = commands.add_parser(
         "data",
-        help="show training records as tokens, with those that the loss counts",
-        description="Print the first records of a job's data as tokens, those that "
-        "the loss counts in green, and statistics of all.  Nothing is trained.",
+        help="show training records as tokens, and which tokens the loss counts",
+        description="Print the first records of a job's data as tokens, and "
+        "statistics of all records. Tokens that the loss counts are "
+        "green. Nothing is trained.",
     )
     data.add_argument(
-        "file", metavar="FILE.gin", help="a path, or the name of a shipped config"
+        "file", metavar="FILE.gin", help="path of a gin file, or name of a shipped one"
     )
     data.add_argument("overrides", nargs="*", metavar="section.field=value")
     data.add_argument(
-        "--show", type=options.count, default=3, help="number of records to print; 3"
+        "--show",
+        type=options.count,
+        default=3,
+        help="number of records to print (default 3)",
     )
     data.set_defaults(command=_data)
 
@@ -306,7 +311,7 @@ def _export(arguments: argparse.Namespace) -> int:
     path, repository = arguments.path, arguments.push
     if repository is None:
         if arguments.out is None or arguments.private:
-            raise UsageError("export needs --out; --private is for --push")
+            raise UsageError("export needs --out or --push; --private needs --push")
         print(export.export(path, arguments.out, code=code, **options))
         return 0
     hub.check_push(repository)
@@ -347,24 +352,31 @@ def _add_plan(commands) -> None:
     plan.add_argument(
         "file",
         metavar="CONFIG",
-        help="a gin file, or the directory of a checkpoint to be scored",
+        help="a gin file; or the directory of a checkpoint, to plan scoring",
     )
     plan.add_argument("overrides", nargs="*", metavar="section.field=value")
     plan.add_argument(
         "--device", required=True, help="name of the device, such as h200 or v5e"
     )
     plan.add_argument(
-        "--devices", type=options.count, help="number of devices; the mesh's by default"
+        "--devices",
+        type=options.count,
+        help="number of devices (default: the product of the mesh axes)",
     )
-    plan.add_argument("--hosts", type=options.count, default=1, help="number of hosts")
+    plan.add_argument(
+        "--hosts", type=options.count, default=1, help="number of hosts (default 1)"
+    )
     plan.add_argument(
         "--fit",
         action="store_true",
-        help="also try other policies, offloading and batches",
+        help="also search for remat policies, offloading and batch sizes that fit",
     )
     plan.add_argument("--json", action="store_true", help="print all numbers, in bytes")
     plan.add_argument(
-        "--picture", type=Path, metavar="FILE.png", help="draw the memory"
+        "--picture",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the memory as a picture in this file",
     )
     plan.set_defaults(command=_plan)
 
@@ -411,27 +423,42 @@ def _add_bench(commands) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure time and memory of the head on this machine",
-        description="Time jaxmem's head beside the materialised one and the bare "
-        "matrix product.  With --tune, measure tiles and launches of the Hopper "
-        "kernels instead, and write the better ones into a table.",
+        description="Compare the time and memory of jaxmem's head with a head that "
+        "stores the logits, and with the bare matrix product. With "
+        "--tune, measure tile sizes and launch options of the Hopper "
+        "kernels instead, and write the best ones to a table.",
     )
     bench.add_argument(
         "--shape",
         type=options.shape,
         metavar="N,D,V",
-        help="numbers of tokens, of their features and of vocabulary entries",
+        help="number of tokens, width of the hidden states, and size of the vocabulary",
     )
-    bench.add_argument("--dtype", choices=DTYPES, help="type of hidden states and W")
     bench.add_argument(
-        "--chunk", type=options.chunk, default=1024, help="tokens at a time, or auto"
+        "--dtype",
+        choices=DTYPES,
+        help="type of the hidden states and the vocabulary matrix",
+    )
+    bench.add_argument(
+        "--chunk",
+        type=options.chunk,
+        default=1024,
+        help="number of tokens whose logits exist at a time, or auto (default 1024)",
     )
     bench.add_argument("--repetitions", type=options.count, default=3)
-    bench.add_argument("--tune", action="store_true", help="measure tiles instead")
     bench.add_argument(
-        "--kernel", action="append", default=[], help="with --tune, only this kernel"
+        "--tune",
+        action="store_true",
+        help="measure the tiles of the Hopper kernels instead",
     )
     bench.add_argument(
-        "--out", type=Path, help="with --tune, the table to write; tuned.json"
+        "--kernel",
+        action="append",
+        default=[],
+        help="with --tune, measure only this kernel; may be repeated",
+    )
+    bench.add_argument(
+        "--out", type=Path, help="with --tune, file for the table (default tuned.json)"
     )
     bench.set_defaults(command=_bench)
 
@@ -521,7 +548,10 @@ def _find_config(name: str) -> Path:
         return Path(name)
     path = shipped.find(name)
     if path is not None:
-        print(f"jaxmem: no {name} here; using the shipped {path}", file=sys.stderr)
+        print(
+            f"jaxmem: {name} is not in this directory; using the shipped {path}",
+            file=sys.stderr,
+        )
         return path
     configs = shipped.names()
     known = f"; shipped configs: {', '.join(configs)}" if configs else ""
@@ -539,7 +569,7 @@ def _out_of_memory(error: Exception) -> str:
     reason = f" ({reason})" if reason else ""
     if isinstance(error, MemoryError):
         return (
-            f"out of host memory{reason}: name fewer records, read them by "
+            f"out of host memory{reason}: name fewer records, read them with "
             "data.streaming=True, or lower the model's sizes"
         )
     return (

@@ -133,14 +133,17 @@ def _of_versions(versions, plugins) -> Iterator[str]:
     if beyond:
         names = ", ".join(f"{name} {versions[name]}" for name in beyond)
         asked = " ".join(f"'{name}<{ceiling}'" for name, ceiling in beyond.items())
-        yield f"{names}: newer than what jaxmem is made for: pip install {asked}"
+        yield (
+            f"{names}: newer than the versions that jaxmem supports: pip install "
+            f"{asked}"
+        )
     jaxlib = versions["jaxlib"]
     of_jax = {name: v for name, v in plugins.items() if name.startswith("jax-")}
     unlike = next((name for name, v in of_jax.items() if v != jaxlib), None)
     if unlike is not None:
         yield (
-            f"{unlike} {of_jax[unlike]} is not of jaxlib {jaxlib}: pip install "
-            f"'{unlike}=={jaxlib}'"
+            f"{unlike} {of_jax[unlike]} does not belong to jaxlib {jaxlib}: pip "
+            f"install '{unlike}=={jaxlib}'"
         )
     both = [name for name in plugins if name.startswith("jax-cuda")]
     if len(both) > 1:
@@ -161,22 +164,25 @@ def _of_devices(versions, plugins, driver, backend) -> Iterator[str]:
         )
     if driver and backend != "gpu":
         if asked:
-            yield f"a GPU is here, but JAX_PLATFORMS={asked} leaves it out: unset it"
+            yield (
+                f"this machine has a GPU, but JAX_PLATFORMS={asked} leaves it out: "
+                "unset JAX_PLATFORMS"
+            )
         else:
             yield (
-                f"a GPU is here, but jax runs on {backend}: pip install "
+                f"this machine has a GPU, but jax runs on {backend}: pip install "
                 f"'jax[cuda13]=={versions['jax']}'"
             )
     if backend != "tpu" and glob.glob("/dev/accel*"):
         yield (
-            f"a TPU is here, but jax runs on {backend}: pip install "
+            f"this machine has a TPU, but jax runs on {backend}: pip install "
             f"'jax[tpu]=={versions['jax']}'"
         )
     if backend == "gpu" and versions["jaxlib"] in ("0.11.0", "0.11.1"):
         yield (
             f"jaxlib {versions['jaxlib']} gives wrong gradients where a scan offloads "
-            "on a GPU (openxla/xla#46231), which jaxmem refuses: install 0.11.2 or "
-            "newer"
+            "on a GPU (openxla/xla#46231), so jaxmem refuses to offload there: "
+            "install 0.11.2 or newer"
         )
     if backend == "gpu" and not devices.has_mosaic():
         yield (
@@ -220,7 +226,7 @@ def _cache_sizes() -> dict[str, str]:
     return {
         "compiled programs": _describe_size(compiled)
         if compiled
-        else "none, set JAX_COMPILATION_CACHE_DIR to keep them",
+        else "none: set JAX_COMPILATION_CACHE_DIR to keep compiled programs",
         "vocabularies": _describe_size(str(kept[0])) if kept else "no home directory",
     }
 

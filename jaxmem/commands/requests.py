@@ -12,39 +12,54 @@ def add_eval(
     """Add `jaxmem eval`."""
     evaluate = commands.add_parser(
         "eval",
-        help="evaluate a run, a checkpoint or an adapter on benchmarks, by lm-eval",
-        description="Evaluate a model on tasks of lm-evaluation-harness, and write "
-        "eval.json: beside a run's metrics, where report.html shows it, or to --out.",
+        help="evaluate a run, a checkpoint or an adapter on benchmarks of lm-eval",
+        description="Evaluate a model on tasks of lm-evaluation-harness. The results "
+        "go to --out, or to eval.json in the directory of a run, where "
+        "report.html shows them.",
     )
     evaluate.add_argument(
         "model", metavar="DIR", help="run, checkpoint, adapter or Hub model"
     )
     evaluate.add_argument(
-        "--tasks", required=True, metavar="NAME,…", help="tasks, by lm-eval's names"
+        "--tasks",
+        required=True,
+        metavar="NAME,…",
+        help="names of lm-eval's tasks, separated by commas",
     )
     evaluate.add_argument(
-        "--include", metavar="FOLDER", help="folder of YAML files of your own tasks"
+        "--include", metavar="FOLDER", help="folder with YAML files of your own tasks"
     )
     evaluate.add_argument(
-        "--chat", action="store_true", help="ask as in a conversation"
+        "--chat", action="store_true", help="format each prompt with the chat template"
     )
     for flag, options in {
         "--shots": {
             "type": int,
-            "help": "examples in each prompt; the task's own number",
+            "help": "number of examples in each prompt (default: the task's number)",
         },
-        "--limit": {"type": count, "help": "documents of each task; all of them"},
+        "--limit": {
+            "type": count,
+            "help": "number of documents to read of each task (default: all)",
+        },
         "--max-tokens": {
             "type": count,
-            "help": "tokens and padding of a micro-batch; 4096",
+            "help": "number of tokens in a micro-batch, with padding (default 4096)",
         },
-        "--batch-size": {"type": count, "help": "completions at once; 8"},
-        "--adapter": {"help": "LoRA adapter in PEFT's layout, or Hub model of one"},
-        "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
+        "--batch-size": {
+            "type": count,
+            "help": "number of completions to sample at a time (default 8)",
+        },
+        "--adapter": {
+            "help": "LoRA adapter to add: directory in PEFT's format, or Hub model"
+        },
+        "--dtype": {
+            "choices": dtypes,
+            "help": "type of the weights (default: the checkpoint's)",
+        },
         "--base": BASE,
         "--out": {
             "metavar": "FILE.json",
-            "help": "file for the results; eval.json of the run",
+            "help": "file for the results (default: eval.json in the run's directory)",
         },
         **CODE,
     }.items():
@@ -60,8 +75,9 @@ def add_generate(commands: Any, command: Callable) -> None:
     generate = commands.add_parser(
         "generate",
         help="complete prompts with a run, a checkpoint or an adapter",
-        description="Complete one prompt, a file of prompts, or a conversation.  After "
-        "a kill, the same command with --in goes on.",
+        description="Complete one prompt, a file of prompts, or the turns of a "
+        "conversation. If a command with --in is interrupted, run it "
+        "again to continue.",
     )
     generate.add_argument(
         "model", metavar="DIR", help="run, checkpoint, adapter or Hub model"
@@ -69,31 +85,41 @@ def add_generate(commands: Any, command: Callable) -> None:
     generate.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="text to complete"
     )
-    generate.add_argument("--chat", action="store_true", help="talk in the terminal")
+    generate.add_argument(
+        "--chat", action="store_true", help="start a conversation in the terminal"
+    )
     for flag, options in {
-        "--system": {"help": "first message of a conversation"},
+        "--system": {
+            "help": "with --chat, system message at the start of the conversation"
+        },
         "--in": {
             "dest": "source",
             "metavar": "FILE.jsonl",
-            "help": 'file of prompts, lines of {"prompt": text or messages}',
+            "help": 'file of prompts, with lines of {"prompt": text or messages}',
         },
         "--out": {"metavar": "FILE.jsonl", "help": "file for the completions of --in"},
-        "--adapter": {"help": "LoRA adapter in PEFT's layout, or Hub model of one"},
-        "--dtype": {"choices": DTYPES, "help": "the checkpoint's by default"},
+        "--adapter": {
+            "help": "LoRA adapter to add: directory in PEFT's format, or Hub model"
+        },
+        "--dtype": {
+            "choices": DTYPES,
+            "help": "type of the weights (default: the checkpoint's)",
+        },
         "--base": BASE,
         "--chat-template-kwargs": TEMPLATE_KWARGS,
         "--reward": {
             "metavar": "NAME",
-            "help": "reward of each completion of --in: math, ..., or FILE.py:NAME",
+            "help": "reward to compute for each completion of --in, such as math or "
+            "FILE.py:NAME",
         },
         "--keep-best": {
             "action": "store_true",
-            "help": "keep one completion of a prompt, of the highest reward",
+            "help": "of each prompt, keep only the completion with the highest reward",
         },
         "--min-reward": {
             "type": float,
             "metavar": "R",
-            "help": "keep completions with a reward of at least R",
+            "help": "keep only completions with a reward of at least R",
         },
         **CODE,
     }.items():
@@ -101,22 +127,40 @@ def add_generate(commands: Any, command: Callable) -> None:
     for flag, options in {
         "--max-new-tokens": {
             "type": int,
-            "help": "most tokens of a completion; what fits, up to 256",
+            "help": "maximum number of tokens in a completion (default: the space that "
+            "remains, at most 256)",
         },
         "--temperature": {
             "type": float,
-            "help": "divides the logits; 0: the most probable token",
+            "help": "number that divides the logits; 0 takes the most probable token "
+            "(default 1)",
         },
-        "--top-k": {"type": int, "help": "sample among the k most probable tokens"},
+        "--top-k": {
+            "type": int,
+            "help": "sample only from the TOP_K most probable tokens",
+        },
         "--top-p": {
             "type": float,
-            "help": "sample among the fewest of this probability",
+            "help": "sample only from the fewest tokens whose total probability "
+            "reaches TOP_P",
         },
-        "--min-p": {"type": float, "help": "drop tokens below this share of the best"},
-        "--stop": {"action": "append", "help": "text that ends a completion"},
-        "--seed": {"type": int, "help": "same seed, same completions; 0"},
-        "--samples": {"type": int, "help": "completions of a prompt of --in; 1"},
-        "--batch-size": {"type": int, "help": "completions at once, with --in; 8"},
+        "--min-p": {
+            "type": float,
+            "help": "drop tokens whose probability is below MIN_P times the highest",
+        },
+        "--stop": {
+            "action": "append",
+            "help": "text that ends a completion; may be repeated",
+        },
+        "--seed": {"type": int, "help": "seed of the random numbers (default 0)"},
+        "--samples": {
+            "type": int,
+            "help": "number of completions for each prompt of --in (default 1)",
+        },
+        "--batch-size": {
+            "type": int,
+            "help": "with --in, number of completions to sample at a time (default 8)",
+        },
     }.items():
         generate.add_argument(flag, default=argparse.SUPPRESS, **options)
     generate.set_defaults(command=command)
@@ -126,17 +170,23 @@ def add_export(commands: Any, command: Callable) -> None:
     """Add `jaxmem export`."""
     export = commands.add_parser(
         "export",
-        help="save a run's model for transformers, adapters merged or not",
+        help="save a run's model for transformers, with or without merged adapters",
         description="Save the model of a run, or of its newest checkpoint if the run "
         "has not ended, as a directory that transformers (or PEFT) loads.",
     )
     export.add_argument(
         "path", metavar="DIR", help="run, checkpoint, adapter or Hub model"
     )
-    export.add_argument("--out", help="directory to create; needed without --push")
-    export.add_argument("--push", metavar="OWNER/NAME", help="upload it to the Hub")
+    export.add_argument("--out", help="directory to create; required without --push")
     export.add_argument(
-        "--private", action="store_true", help="with --push, make it private"
+        "--push",
+        metavar="OWNER/NAME",
+        help="upload the model to this repository of the Hub",
+    )
+    export.add_argument(
+        "--private",
+        action="store_true",
+        help="with --push, make a new repository private",
     )
     export.add_argument(
         "--merge",
@@ -146,7 +196,7 @@ def add_export(commands: Any, command: Callable) -> None:
     export.add_argument(
         "--base",
         metavar="OWNER/NAME",
-        help="base that the saved adapter names: of the Hub, or a directory",
+        help="base model to record in the saved adapter: a Hub model or a directory",
     )
     export.add_argument("--dtype", choices=DTYPES, help="type of the saved weights")
     for flag, options in CODE.items():
@@ -174,18 +224,18 @@ TEMPLATE_KWARGS: dict[str, Any] = {
 
 BASE: dict[str, Any] = {
     "choices": ("nf4", "int8"),
-    "help": "code the matrices of blocks in 4 or 8 bits as they are read",
+    "help": "load the matrices of blocks as codes of 4 (nf4) or 8 (int8) bits",
 }
 
 
 CODE: dict[str, dict[str, Any]] = {
     "--factory": {
         "metavar": "FILE.py:NAME",
-        "help": "of a run of model.factory: the code of its model",
+        "help": "your own code for the model of a run with model.factory",
     },
     "--trust-code": {
         "action": "store_true",
-        "help": "run the code that the run itself names",
+        "help": "allow the code that the run's settings name",
     },
 }
 
@@ -197,9 +247,9 @@ def add_score(
     score = commands.add_parser(
         "score",
         help="write log-probabilities and entropies of texts under a model",
-        description="Scores every token of the texts, or of the responses, under a "
-        "local checkpoint (config.json, safetensors, tokenizer.json).  Run the same "
-        "command again to go on after a kill.",
+        description="Score every token of texts, or of the responses in "
+        "conversations, under a model. If the command is interrupted, run "
+        "it again to continue.",
     )
     score.add_argument(
         "model", metavar="MODEL_DIR", help="run, checkpoint, adapter or Hub model"
@@ -207,27 +257,58 @@ def add_score(
     score.add_argument(
         "data",
         metavar="DATA.jsonl",
-        help="records as supervised training reads them; or .json, .parquet, .txt",
+        help="file of records in the formats of supervised training: .jsonl, .json, "
+        ".parquet or .txt",
     )
     for flag, options in {
-        "--out": {"help": ".jsonl or .parquet; scores.jsonl by default"},
+        "--out": {
+            "help": ".jsonl or .parquet file for the scores (default scores.jsonl)"
+        },
         "--max-tokens": {
             "type": int,
-            "help": "tokens and padding of a micro-batch; 4096",
+            "help": "number of tokens in a micro-batch, with padding (default 4096)",
         },
-        "--stride": {"type": int, "help": "score longer documents in windows"},
-        "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
+        "--stride": {
+            "type": int,
+            "help": "score documents longer than --max-tokens in windows that "
+            "advance by STRIDE tokens",
+        },
+        "--dtype": {
+            "choices": dtypes,
+            "help": "type of the weights (default: the checkpoint's)",
+        },
         "--base": BASE,
-        "--chunk": {"type": chunk, "help": "tokens with logits at once, or auto"},
-        "--adapter": {"help": "LoRA adapter in PEFT's layout, or Hub model of one"},
-        "--top-k": {"type": int, "help": "record a teacher's most likely ids, too"},
-        "--sample-ids": {"type": int, "help": "record ids drawn from a teacher, too"},
-        "--temperature": {"type": float, "help": "divides the logits of these ids; 1"},
-        "--seed": {"type": int, "help": "selects the ids that are drawn; 0"},
+        "--chunk": {
+            "type": chunk,
+            "help": "number of tokens whose logits exist at a time (default auto)",
+        },
+        "--adapter": {
+            "help": "LoRA adapter to add: directory in PEFT's format, or Hub model"
+        },
+        "--top-k": {
+            "type": int,
+            "help": "also record the TOP_K most probable ids of each token, for "
+            "distillation",
+        },
+        "--sample-ids": {
+            "type": int,
+            "help": "also record SAMPLE_IDS ids drawn for each token, for distillation",
+        },
+        "--temperature": {
+            "type": float,
+            "help": "with --top-k or --sample-ids, number that divides the logits "
+            "(default 1)",
+        },
+        "--seed": {
+            "type": int,
+            "help": "with --sample-ids, seed of the draws (default 0)",
+        },
         "--chat-template-kwargs": TEMPLATE_KWARGS,
         "--stripped": {
             "choices": ("raise", "mask", "count"),
-            "help": "what to do with turns that the template cuts; raise",
+            "help": "handling of a turn from which the template removes text: stop "
+            "(raise), skip the turn (mask) or score the rest (count); default "
+            "raise",
         },
         **CODE,
     }.items():
@@ -236,7 +317,11 @@ def add_score(
         "--all",
         dest="everything",
         action="store_true",
-        help="of conversations, score all tokens, not those alone that the loss counts",
+        help="score all tokens of conversations, not only those that the loss counts",
     )
-    score.add_argument("--eos", action="store_true", help="score the end of each too")
+    score.add_argument(
+        "--eos",
+        action="store_true",
+        help="also score the token that ends each document",
+    )
     score.set_defaults(command=command)

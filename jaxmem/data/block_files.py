@@ -71,7 +71,9 @@ class FileBlocks(Sequence[FileBlock]):
 
     def __init__(self, source: Source, argument: str, held_out: bool = False):
         if source == "stdlib":
-            raise DataError(f"{argument}='stdlib' fits in memory: no data.streaming")
+            raise DataError(
+                f"{argument}='stdlib' fits in memory: leave out data.streaming"
+            )
         numbered = numbered_files(source, argument, held_out)
         self._argument, self._paths = argument, [path for _, path in numbered]
         self._sources = [number for number, _ in numbered]
@@ -81,7 +83,7 @@ class FileBlocks(Sequence[FileBlock]):
         self._stops = list(itertools.accumulate(counts))
         if not self._stops[-1]:
             shown = ", ".join(map(str, self._paths[:3]))
-            raise DataError(f"{argument}: {shown} holds no text")
+            raise DataError(f"{argument}: {shown} contains no text")
 
     def _count(self, path: Path) -> int:
         if path.suffix == ".parquet":
@@ -144,7 +146,7 @@ class FileBlocks(Sequence[FileBlock]):
             if _sample(path) == self._samples[path]:
                 self._versions[path] = new
                 return
-        change = "it was replaced or written"
+        change = "it was replaced or rewritten"
         if new.size != old.size:
             change = f"it had {old.size:,} bytes and has {new.size:,}"
         raise DataError(
@@ -214,9 +216,9 @@ def blocks_of_split(
         numbers = numbers[stream :: config.streams]
     if not len(numbers):
         raise DataError(
-            f"data.held_out={config.held_out} and data.streams={config.streams} of the "
-            f"{len(blocks)} blocks (1 MiB, or a row group) of {config.source!r} leave "
-            f"none for {split}; change them, or set data.streaming=False"
+            f"data.held_out={config.held_out} and data.streams={config.streams} of "
+            f"the {len(blocks)} blocks (1 MiB, or a row group) of {config.source!r} "
+            f"leave no block for {split}; change them, or set data.streaming=False"
         )
     return numbers
 

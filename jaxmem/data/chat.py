@@ -90,8 +90,8 @@ class ChatTemplate:
             if name not in self._variables:
                 known = sorted(self._variables - _GIVEN - set(_NAMED_TOKENS))
                 raise DataError(
-                    f"{self.where}: chat_template_kwargs: the template reads no "
-                    f"variable {messages.short(name)}; it reads "
+                    f"{self.where}: chat_template_kwargs: the template does not read "
+                    f"the variable {messages.short(name)}; it reads "
                     f"{', '.join(known) or 'none'}"
                 )
 
@@ -177,10 +177,10 @@ def read_template(
     if "default" in texts:
         with_tools = functools.cache(functools.partial(template, "tool_use"))
         return template("default", with_tools if "tool_use" in texts else None)
-    lacks = f"{directory} has no chat template, neither in chat_template.jinja nor in "
+    lacks = f"{directory} has no chat template in chat_template.jinja or in "
     lacks += "tokenizer_config.json"
     if texts:
-        lacks = f"{directory} has the chat templates {messages.listing(texts)}, and "
+        lacks = f"{directory} has the chat templates {messages.listing(texts)}, but "
         lacks += 'none is "default"'
     raise DataError(f"{lacks}; add one, or data.chat_template=FILE.jinja to a job")
 

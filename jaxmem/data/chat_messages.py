@@ -80,7 +80,7 @@ def _read_turn(where: str, raw: Any, ignored: Collection[str]) -> tuple[Message,
         ]
         turn.setdefault("content", None)
     if "content" not in turn and _REASONING[0] not in turn:
-        raise DataError(f'{where} has no "content", and no "tool_calls"')
+        raise DataError(f'{where} must have "content" or "tool_calls" and has neither')
     if "content" in turn:
         turn["content"] = _read_content(where, turn["content"])
     return turn, counts
@@ -91,7 +91,8 @@ def _name_reasoning(where: str, turn: Message) -> None:
     named = [key for key in _REASONING if key in turn]
     if len(named) > 1 and any(turn[key] != turn[named[0]] for key in named):
         raise DataError(
-            f"{where} has {' and '.join(named)}, which are names of one thing; keep one"
+            f"{where} has {' and '.join(named)}, which are names of the same field; "
+            "keep one"
         )
     if named:
         turn[_REASONING[0]] = turn.pop(named[0])
@@ -128,8 +129,9 @@ def _pop_flags(where: str, turn: Message) -> bool:
             raise DataError(messages.must_be(f"{where}.{flag}", expected, value))
         if value and turn["role"] != "assistant":
             raise DataError(
-                f"{where}.{flag} must be 0, or left out: the loss counts assistant "
-                f"turns alone, and this one is of {messages.short(turn['role'])}"
+                f"{where}.{flag} must be 0, or left out: the loss counts only "
+                "assistant turns, and the role of this message is "
+                f"{messages.short(turn['role'])}"
             )
         counts = counts and bool(value)
     return counts
@@ -154,8 +156,8 @@ def _read_part(where: str, part: Any) -> Any:
         raise DataError(messages.must_be(where, expected, got))
     kept = {k: v for k, v in part.items() if v is not None}
     if others := sorted(kept.keys() - {"type", "text"}):
-        raise DataError(f"{where} has the keys {messages.listing(others)}, which are "
-                        "not read; remove them")  # fmt: skip
+        raise DataError(f"{where} has the keys {messages.listing(others)}, which "
+                        "jaxmem does not read; remove them")  # fmt: skip
     return kept
 
 
@@ -177,7 +179,7 @@ def _read_arguments(where: str, raw: Any) -> dict[str, Any]:
     source = "{}" if raw == "" else raw
     value = _parse_json(f"{where}.arguments", source)
     if not isinstance(value, Mapping):
-        expected = "an object, or one as JSON"
+        expected = "an object, or an object as JSON text"
         raise DataError(messages.must_be(f"{where}.arguments", expected, raw))
     if not isinstance(source, str):
         return dict(value)

@@ -38,7 +38,7 @@ def of_checkpoint(
         only = tokenizer.token_to_id(stop)
         if only is None:
             raise checkpoints.CheckpointError(
-                f"{checkpoint}: task.stop={stop!r} is no token of tokenizer.json"
+                f"{checkpoint}: task.stop={stop!r} is not a token of tokenizer.json"
             )
         return Ends(size, (only,), only)
     special = vocabulary.special_tokens(tokenizer)

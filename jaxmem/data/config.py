@@ -79,7 +79,7 @@ class DataConfig:
         if not self.shuffle and self.shuffle_window != default:
             raise ValueError(
                 f"DataConfig.shuffle_window must stay {default} with shuffle=False, "
-                f"which shuffles nothing, got {self.shuffle_window}"
+                f"because nothing is shuffled, got {self.shuffle_window}"
             )
         if self.vocab_size < SMALLEST:
             raise ValueError(

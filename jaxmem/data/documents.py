@@ -112,15 +112,15 @@ def _train_vocabulary(
         for document in documents:
             if document.ids:
                 raise DataError(
-                    f"{document.name}: input_ids has {document.ids[0]}, and without a "
-                    "checkpoint ids are those of a vocabulary that is trained on text: "
-                    f"that of {config.source!r} has only enough for {size} of "
+                    f"{document.name}: input_ids has {document.ids[0]}. Without a "
+                    "checkpoint, jaxmem trains a vocabulary on the text of "
+                    f"{config.source!r}, which is enough for only {size} of "
                     f"data.vocab_size={config.vocab_size} entries; set "
-                    "model.checkpoint to the one whose tokenizer wrote the ids"
+                    "model.checkpoint to the model whose tokenizer wrote the ids"
                 )
         raise DataError(
-            f"data.vocab_size={config.vocab_size}: the text of {config.source!r} has "
-            f"only enough for {size} entries; set data.vocab_size={size} or name more "
+            f"data.vocab_size={config.vocab_size}: the text of {config.source!r} is "
+            f"enough for only {size} entries; set data.vocab_size={size} or name more "
             "text"
         )
     return tokenizer
@@ -130,7 +130,7 @@ def _read_vocabulary(path: Path) -> tokenizers.Tokenizer:
     try:
         kept = json_files.read_object(path)
         if kept != _with_digest(str(kept.get("vocabulary"))):
-            raise ValueError("its digest is of another content")
+            raise ValueError("its digest does not match its content")
         tokenizer = tokenizers.Tokenizer.from_str(kept["vocabulary"])
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
@@ -182,8 +182,8 @@ def batches(
     if stream is not None:
         if len(documents) < config.streams:
             raise DataError(
-                f"data.streams={config.streams} share {len(documents)} documents of "
-                f"{config.source!r}; lower it or add documents"
+                f"data.streams={config.streams} is above the {len(documents)} "
+                f"documents of {config.source!r}; lower it or add documents"
             )
         documents = documents[stream :: config.streams]
         config = _of_one_stream(config)
@@ -280,13 +280,14 @@ def _empty_split_message(
     distinct = len(set(map(digest, documents)))
     if distinct == 1:
         return (
-            f"data.held_out={held_out}: {config.source!r} is one document, and a "
-            "document is not divided; set data.held_out=0, or name a .jsonl file of "
+            f"data.held_out={held_out}: {config.source!r} is one document, which "
+            "jaxmem does not divide; set data.held_out=0, or name a .jsonl file of "
             "several documents, one a line"
         )
     return (
         f"data.held_out={held_out} of the {count} documents of {config.source!r} "
-        f"({distinct} distinct) leaves none for {split}; change it or add documents"
+        f"({distinct} distinct) leaves no document for {split}; change it or add "
+        "documents"
     )
 
 

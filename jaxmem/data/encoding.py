@@ -75,9 +75,10 @@ def encode_ids(
     if tokens.min() < 0 or tokens.max() >= size:
         wrong = tokens[(tokens < 0) | (tokens >= size)][0]
         raise DataError(
-            f"{document.name}: input_ids has {wrong}, and the vocabulary has {size} "
-            "entries; it is that of the checkpoint, or without one of data.vocab_size: "
-            "name the checkpoint whose tokenizer wrote the ids"
+            f"{document.name}: input_ids has {wrong}, but the vocabulary of "
+            "model.checkpoint (without a checkpoint, of data.vocab_size) has only "
+            f"{size} entries; set model.checkpoint to the model whose tokenizer wrote "
+            "the ids"
         )
     return tokens.astype(np.int32), labels.astype(np.int32)
 

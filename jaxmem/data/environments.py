@@ -213,7 +213,7 @@ class Environments:
         """The error of a value that is no prompt; None for a prompt."""
         is_text = isinstance(prompt, str)
         if not (_is_reply(prompt, is_text) and prompt):  # an array has no truth value
-            expected = "neither a string nor a list of messages"
+            expected = "which is not a string or a list of messages"
             return _Nonsense(f"returned {messages.short(prompt)}, {expected}")
         if self.tools and is_text:
             return _Nonsense("returned a string; with tools it must be messages")
@@ -263,7 +263,9 @@ class Environments:
         if self._on_error == "raise":
             raise failure from cause
         masks = self._on_error == "mask"
-        self._count_failure("left out after" if masks else "ended by", failure, cause)
+        self._count_failure(
+            "left out because of" if masks else "ended by", failure, cause
+        )
         return math.nan if masks else reward
 
     def _count_failure(
@@ -273,7 +275,8 @@ class Environments:
         self._failures[kind] += 1
         if (count := str(self._failures[kind])).rstrip("0") == "1":
             warnings.warn(
-                f"{failure}; conversations {outcome} such failures so far: {count}",
+                f"{failure}; conversations {outcome} failures of this kind so far: "
+                f"{count}",
                 stacklevel=1,
             )
 
@@ -289,7 +292,7 @@ class Environments:
         for (c, _), (_, error) in zip(opened, self._call_together(calls), strict=True):
             if error is not None:
                 failure = self._to_failure(c.where, "close", error)
-                self._count_failure("that may stay open by", failure, error)
+                self._count_failure("possibly left open by", failure, error)
 
     def _close(self, environment: Any) -> None:
         if callable(close := getattr(environment, "close", None)):
@@ -354,7 +357,7 @@ def _read_turn(answer: Any, conversation: Episode) -> Turn | _Nonsense:
             said = messages.must_be(name, "True or False", end)
             return _Nonsense(f"returned a tuple whose {said}")
     if not (reply or done):
-        return _Nonsense("replied nothing, and the conversation goes on")
+        return _Nonsense("replied nothing, although the conversation goes on")
     return Turn(reply, value, done)
 
 

@@ -109,8 +109,8 @@ class RecordColumns(dict[str, Any]):
             if role == "system" or role == prompt[-1]["role"] == "user":
                 raise DataError(
                     f'{self.where}: "{self.names[name]}" begins with the role {role!r}'
-                    f' and not with "{self.names["prompt"]}"; give the answer alone, '
-                    "or the same prompt"
+                    f' and not with "{self.names["prompt"]}"; give only the answer, '
+                    "or begin with the same prompt"
                 )
             talk = talk.after(prompt)
         return self.after_system(talk)
@@ -125,7 +125,9 @@ class RecordColumns(dict[str, Any]):
             raise DataError(f"{where}: no message has the role 'assistant'; got {got}")
         text, spans = self._renderer.counted(self._conversation(turns, counted), where)
         if counted and not any(start < stop for start, stop in spans):
-            raise DataError(f"{where}: the chat template writes no assistant turn")
+            raise DataError(
+                f"{where}: the chat template does not write the assistant's turn"
+            )
         return Document(where, text, counted=spans)
 
     def asked(self, turns: list[Message]) -> PromptText:
@@ -271,7 +273,7 @@ class Alpaca(Form):
             for pair in history
         )
         if not pairs:
-            expected = "a list of pairs of a question and its answer, two texts"
+            expected = "a list of pairs of texts, a question and its answer"
             field = f'{columns.where}: "history"'
             raise DataError(messages.must_be(field, expected, history))
         for question, answer in history:
@@ -326,7 +328,9 @@ class Preference(Form):
         if texts and prompt and all(x.startswith(prompt) for x in both):
             both = [answer[len(prompt) :] for answer in both]
             columns.update(chosen=both[0], rejected=both[1])
-            columns.note("both answers begin with the prompt, which is not repeated")
+            columns.note(
+                "both answers begin with the prompt, which jaxmem removes from them"
+            )
         if not texts or columns.is_rendered:
             return self._conversations(columns)
         return [Document(columns.where, answer, prompt) for answer in both]
@@ -340,7 +344,8 @@ class Preference(Form):
         first = next(differ, None)
         if first is None:
             raise DataError(
-                f"{columns.where}: chosen and rejected, or the beginning of one of "
-                "them, are equal; they must differ in a message of the assistant"
+                f"{columns.where}: chosen and rejected are equal, or one is the "
+                "beginning of the other; they must differ in a message of the "
+                "assistant"
             )
         return [columns.document(talk, first) for talk in talks]

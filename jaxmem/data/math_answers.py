@@ -144,8 +144,8 @@ class _Grader:
         if self._reply() is None:
             self.close()
             raise RuntimeError(
-                f"{program} cannot be run by {sys.executable}, which task.reward='math'"
-                " needs; run it to see why"
+                f"task.reward='math' needs {program}, which {sys.executable} cannot "
+                "run; run it to see why"
             )
 
     def compare(self, expected: str, answer: str, seconds: float) -> str | None:

@@ -100,7 +100,7 @@ def mangled(text: str, variant: Variant) -> str | None:
     if _PYTHONS.search(text):
         return "as Python prints it"
     if as_json in variant and _TWICE.search(text):
-        return "as JSON in JSON"
+        return "as JSON text within JSON"
     if emptied not in variant and re.search(r"\bNone\b", text):
-        return "with the word None in the place of a missing content"
+        return "with the word None in place of missing content"
     return None

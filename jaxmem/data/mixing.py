@@ -114,8 +114,8 @@ def items_by_source(sources: Sequence[int], count: int) -> list[np.ndarray]:
     for i, own in enumerate(numbers):
         if not len(own):
             raise DataError(
-                f"source {i + 1} of {count} has nothing to train on; remove it, or "
-                "hold out less or, with data.streams, have fewer of them"
+                f"source {i + 1} of {count} has nothing to train on; remove it, hold "
+                "out less, or lower data.streams if it is above 1"
             )
     return numbers
 
@@ -158,8 +158,8 @@ def lines(config: Any, section: str) -> list[str]:
     said = [] if config.weights is None else [_shares(config, section)]
     if not config.shuffle:
         said.append(
-            f"{section}.shuffle=False: each epoch has the records in the order of the "
-            "files"
+            f"{section}.shuffle=False: each epoch reads the records in the order of "
+            "the files"
         )
     return said
 
@@ -183,7 +183,7 @@ def check_weights(config: Any) -> None:
         type(w) in (int, float) and 0 < w < math.inf for w in weights
     )
     expected = (
-        "one positive number for each entry of source, which is a tuple of several"
+        "a positive number for each entry of source, which must have several entries"
     )
     check_field(config, "weights", is_valid, expected)
     enough = min(weights) >= _LEAST * math.fsum(weights)

@@ -103,7 +103,7 @@ class Epochs(Iterator[Row]):
         row = next(self._rows, None)
         if row is None:
             if self._is_empty:
-                raise DataError(f"{self._name}: an epoch of it holds no record")
+                raise DataError(f"{self._name}: an epoch contains no record")
             self.ended = True
         self._is_empty = False
         return row
@@ -273,8 +273,8 @@ class BatchIterator(Iterator[Any]):
         """
         if state.get("format") != _FORMAT:
             raise DataError(
-                "the saved position in data.source is of a version of jaxmem whose "
-                "rows held documents of several epochs; finish the run with that "
+                "an older version of jaxmem saved the position in data.source, with "
+                "rows that mix documents of several epochs; finish the run with that "
                 "version, or start a new run (run.out_dir) from its weights"
             )
         for (name, digest), saved in zip(
@@ -283,14 +283,15 @@ class BatchIterator(Iterator[Any]):
             if digest != saved:
                 raise DataError(
                     f"data.source: {messages.name(name)} is not the file of the saved "
-                    "position: it, or a file before it, was replaced, written, added "
-                    "or removed; restore it, or start a new run (run.out_dir)"
+                    "position: this file, or a file before it, was replaced, "
+                    "rewritten, added or removed; restore it, or start a new run "
+                    "(run.out_dir)"
                 )
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 "the saved position belongs to other data: the text of data.source "
                 "(Python's own sources change with its version), its vocabulary, or a "
-                "data.* setting is not what it was; restore it, or start a new run"
+                "data.* setting has changed; restore it, or start a new run"
             )
         self.rows.set_state(state["position"])
 

@@ -97,7 +97,7 @@ def _fitting(
 
 def _unfit(config: DataConfig, pairs: Sequence[Pair]) -> str:
     if not pairs:
-        return f"data.source: {config.source!r} holds no pair"
+        return f"data.source: {config.source!r} contains no pair"
     longest = max(pairs, key=lambda pair: pair.length)
     count = sum(pair.length > config.sequence_length for pair in pairs)
     return (
@@ -166,7 +166,7 @@ class PairBatches(Iterator[PairBatch]):
         """Continue from the result of `get_state`, of the same pairs."""
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
-                "the saved position belongs to other pairs than data.source has now; "
-                "restore them, or start a new run"
+                "the saved position belongs to other pairs than data.source contains "
+                "now; restore them, or start a new run"
             )
         self._next = state["next_pair"]

@@ -54,7 +54,7 @@ def load_prompts(
             records += read_records(path, "task.source")
         counts.append(len(records) - sum(counts))
     if not records:
-        raise DataError(f"task.source: {paths[0][1]} holds no prompt")
+        raise DataError(f"task.source: {paths[0][1]} contains no prompt")
     numbers = [number for number, _ in (*paths, *held_out)]
     sources = np.repeat(numbers, counts).tolist()
     columns = [dict(record.fields) for record in records]
@@ -95,7 +95,7 @@ def _split_by_file(
     training = sum(counts[: len(paths)])
     for noun, part in (("train", prompts[:training]), ("hold out", prompts[training:])):
         if not part:
-            raise DataError(f"task.source: its files to {noun} hold no prompt")
+            raise DataError(f"task.source: its files to {noun} contain no prompt")
     return prompts[:training], prompts[training:]
 
 
@@ -115,7 +115,7 @@ def _prompt(
     if len(ids) > config.max_prompt_tokens:
         raise DataError(
             f"{record.where}: the prompt has {len(ids)} tokens; raise "
-            f"task.max_prompt_tokens={config.max_prompt_tokens}, or shorten it"
+            f"task.max_prompt_tokens={config.max_prompt_tokens}, or shorten the prompt"
         )
     return PromptRecord(record.where, asked.prompt, columns, np.array(ids, np.int32))
 
@@ -134,8 +134,8 @@ def _check_columns(prompts: Sequence[PromptRecord], counts: Sequence[int]) -> No
                 if name in prompt.columns:
                     has, lacks = prompt, first
                 raise DataError(
-                    f'{lacks.where}: no "{name}", which {has.where} has; write null '
-                    "where a record has none"
+                    f'{lacks.where}: the record has no "{name}", but {has.where} has; '
+                    "write null in records without a value"
                 )
 
 

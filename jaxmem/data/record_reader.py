@@ -139,7 +139,9 @@ class RecordReader:
         yield
         for theirs in self._columns:
             if theirs not in self._seen:
-                raise DataError(f"data.columns names {theirs!r}, which no record has")
+                raise DataError(
+                    f"data.columns names {theirs!r}, but no record has this column"
+                )
 
     # ------------------------------------------------------------------ records
 
@@ -182,7 +184,7 @@ class RecordReader:
             choice = self._choices[key] = self._choose(record, present, known, exact)
         if choice.refused is not None:
             ways = {
-                "data": ", or say what it is in data.columns",
+                "data": ", or assign it in data.columns",
                 "task": ", or rename it for a reward function",
             }
             way = self.renderer.ignoring(joint=", ") + ways.get(self._section or "", "")
@@ -240,8 +242,8 @@ class RecordReader:
         for token in self._absent:
             if any(token in text for text in texts):
                 raise DataError(
-                    f"{where}: the text has the token {messages.short(token)}, which "
-                    "the model has no embedding of"
+                    f"{where}: the text has the token {messages.short(token)}, for "
+                    "which the model has no embedding"
                 )
 
     # -------------------------------------------------------------------- lines

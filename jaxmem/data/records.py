@@ -70,8 +70,8 @@ def read_records(
         return _table(path, argument, _SEPARATORS[kind])
     if kind == ".txt":
         raise DataError(
-            f"{argument}: {messages.name(str(path))} is a text, which holds no records;"
-            ' a file of lines such as {"prompt": "..."} is named .jsonl'
+            f"{argument}: {messages.name(str(path))} is a text file, which has no "
+            'records; name a file of lines such as {"prompt": "..."} .jsonl'
         )
     with _opened(path, argument) as file:
         start = file.read(_SPACES).decode("utf-8-sig", "ignore").lstrip()[:1]
@@ -212,7 +212,7 @@ def _json(path: Path, text: str) -> Iterator[RawRecord]:
         arrays = [[value]] if is_record else tables
     if len(arrays) > 1:
         raise DataError(
-            f"{path}: has {len(arrays)} arrays of records; write one to a file"
+            f"{path}: has {len(arrays)} arrays of records; write each to its own file"
         )
     for number, fields in enumerate(arrays[0], start=1):
         where = f"{path}: record {number}"
@@ -308,8 +308,9 @@ def _table(path: Path, argument: str, separator: str) -> Iterator[RawRecord]:
             where = f"{path}:{start}"
             if len(row) != len(header):
                 raise DataError(
-                    f"{where}: the row has {len(row)} cells, and the header "
-                    f"{len(header)}; put a cell with {separator!r} or a quote in quotes"
+                    f"{where}: the row has {len(row)} cells, but the header has "
+                    f"{len(header)}; put a cell with {separator!r} or a quote in "
+                    "quotes"
                 )
             fields = {k: v or None for k, v in zip(header, row, strict=True)}
             yield RawRecord(where, fields)
@@ -319,8 +320,8 @@ def _checked_header(where: str, names: list[str]) -> list[str]:
     """The columns' names; a DataError unless each has one of its own."""
     if not all(names) or len(set(names)) < len(names):
         raise DataError(
-            f"{where}: the first row must name the columns, each by another name, got "
-            f"{messages.listing(names) or 'an empty line'}"
+            f"{where}: the first row must name the columns, each by a different name, "
+            f"got {messages.listing(names) or 'an empty line'}"
         )
     return names
 

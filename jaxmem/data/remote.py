@@ -23,8 +23,8 @@ _HUB = re.compile(
     r"(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?"
 )
 _ADVICE = (
-    "; a private or gated set needs `hf auth login` or HF_TOKEN, and without a network "
-    "HF_HUB_OFFLINE=1 reads a set that was read here before"
+    "; a private or gated data set needs `hf auth login` or HF_TOKEN; without a "
+    "network, HF_HUB_OFFLINE=1 reads a data set that this machine has read before"
 )
 _INSTALL = f"run: {imports.how_to_install('remote')}"
 
@@ -105,7 +105,7 @@ _VERSION = ("size", "etag", "ETag", "mtime", "md5Hash", "created", "blob_id", "o
 def _copy_data_set(address: str, match: re.Match) -> Path:
     import datasets
 
-    _tell(f"datasets reads {address}, and downloads what its cache lacks")
+    _tell(f"datasets reads {address}, and downloads the files that its cache lacks")
     part: Any = datasets.load_dataset(
         match["name"],
         match["config"],

@@ -158,8 +158,7 @@ class Renderer:
         """The template; it raises a DataError where there is none."""
         if self._read is None:
             raise DataError(
-                "messages are rendered by a checkpoint's chat template; set "
-                "model.checkpoint"
+                "messages need the chat template of a checkpoint; set model.checkpoint"
             )
         return self._read()
 
@@ -240,8 +239,9 @@ class Renderer:
             return [exact[i] for i in sorted(counted) if i in exact]
         if len(counted) < sum(t["role"] == "assistant" for t in talk.turns):
             raise DataError(
-                "the chat template marks another number of assistant turns than "
-                "there are, and the loss is not to count all of them"
+                "the number of assistant turns that the chat template marks differs "
+                "from the conversation's, and some turns must not count towards the "
+                "loss"
             )
         return _marked_spans(text)
 
@@ -349,8 +349,8 @@ class Renderer:
         marked = markers.marked(talk.turns, talk.tools)
         if any(END in x.text or START in x.text for x in marked.fields):
             raise DataError(
-                "a message has U+FDD0 or U+FDD1, which Unicode keeps from being "
-                "characters of a text; remove them"
+                "a message has U+FDD0 or U+FDD1, which Unicode reserves as "
+                "noncharacters; remove them"
             )
         key = _ENCODE([asks, marked.turns, marked.tools, talk.options])
         shape = self._shapes.get(key)
@@ -500,7 +500,7 @@ _ENDLESS = (
     "not learn to stop; end turns with {{{{ eos_token }}}} in {}, or add the token "
     "that ends them to tokenizer.json as a special token; conversations"
 )
-_RESHAPED = "the chat template writes {!r} otherwise than it is given"
+_RESHAPED = "the chat template changes {!r} when it writes it"
 
 
 @contextlib.contextmanager

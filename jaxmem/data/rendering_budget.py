@@ -34,7 +34,7 @@ class RenderingBudget(threading.local):
         """Raise if `added` characters exceed the bound, or the deadline has passed."""
         if self.characters + added > _MOST_CHARACTERS:
             raise RenderingBoundError(
-                f"it makes texts of more than {_MOST_CHARACTERS:,} characters"
+                f"it makes texts longer than {_MOST_CHARACTERS:,} characters"
             )
         if time.monotonic() > self.deadline:
             raise RenderingBoundError(f"it takes more than {_MOST_SECONDS} seconds")

@@ -51,7 +51,7 @@ def checked(reward: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{messages.short(reward)}, which is no finite number")
+        raise ValueError(f"{messages.short(reward)}, which is not a finite number")
     if abs(number) > _LARGEST:
         raise ValueError(
             f"{messages.short(reward)}; advantages are computed in float32, for "
@@ -202,7 +202,7 @@ class Scorer:
             for column in _required_columns(function) - columns:
                 raise RewardError(
                     f"{self._key}: {name} requires the argument {column!r}, which is "
-                    f"no column of {self._source}; {self._rename}, or give the "
+                    f"not a column of {self._source}; {self._rename}, or give the "
                     "argument a default"
                 )
         read = {name: _column_read_by(name) for name in self._functions}
@@ -251,15 +251,15 @@ class Scorer:
         if self._unrewarded == "raise" and (silent & ~failed).any():
             where = _name_prompt(names, arguments, int((silent & ~failed).argmax()))
             raise RewardError(
-                f"{where} gave no reward (None); task.unrewarded='mask' leaves such "
-                "completions out"
+                f"{where} returned no reward (None); task.unrewarded='mask' leaves "
+                "such completions out"
             )
         self._silent = self._silent + 1 if silent.all() else 0
         if self._silent == _SILENT_CALLS:
             raise RewardError(
                 f"{_name_prompt(names, arguments, 0)} no completion of the last "
                 f"{_SILENT_CALLS} calls has a reward; {int(failed.sum())} of "
-                f"{len(failed)} failed in this one, and for the others all functions "
+                f"{len(failed)} failed in this call, and for the others all functions "
                 "returned None"
             )
         for i in np.flatnonzero(~silent).tolist():
@@ -371,7 +371,7 @@ class Scorer:
         if len(str(self._failures[key])) > len(str(before)) or not before:
             failure = self._to_error(name, arguments, i, error)
             warnings.warn(
-                f"{failure}; completions left out for such failures so far: "
+                f"{failure}; completions left out for failures of this kind so far: "
                 f"{self._failures[key]}",
                 stacklevel=1,
             )

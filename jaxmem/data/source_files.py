@@ -46,7 +46,7 @@ def numbered_files(
         for path in _expand(entry, argument, held_out)
     ]
     if not paths and not held_out:
-        raise DataError(f"{argument} names no file")
+        raise DataError(f"{argument} is empty; name a file")
     return paths
 
 

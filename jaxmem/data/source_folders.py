@@ -99,8 +99,9 @@ def _nothing(folder: Path, argument: str, paths: list[Path]) -> str:
     names = [str(path.relative_to(folder)) for path in paths]
     has = f"it has {messages.listing(names)}" if names else "it is empty"
     return (
-        f"{argument}: the folder {shown} has no file to train on: {has}; files are "
-        f"named train or name no split, and end in {', '.join(SUFFIXES)}"
+        f"{argument}: the folder {shown} has no file to train on: {has}; training "
+        'files have "train" or no split in their names, and end in '
+        f"{', '.join(SUFFIXES)}"
     )
 
 
@@ -111,8 +112,8 @@ def _saved_dict(folder: Path, argument: str) -> FolderFiles:
         shown = messages.name(str(folder))
         raise DataError(
             f"{argument}: the data set {shown} has the splits "
-            f"{messages.listing(splits) or '(none)'} and no train; name the folder of "
-            "a split"
+            f"{messages.listing(splits) or '(none)'} but no split train; name the "
+            "folder of a split"
         )
     held_out = next((name for name in _HELD_OUT if name in splits), None)
     train_files, held_out_files = (
@@ -130,8 +131,8 @@ def _saved_files(folder: Path, argument: str) -> list[Path]:
     named = state.get("_data_files")
     if state.get("_indices_data_files") or not isinstance(named, list):
         raise DataError(
-            f"{argument}: {messages.name(str(path))} is of an old version of datasets; "
-            "load the data set, and save it again"
+            f"{argument}: {messages.name(str(path))} was saved by an old version of "
+            "datasets; load the data set, and save it again"
         )
     files = [folder / str(entry["filename"]) for entry in named]
     if not files:

@@ -90,8 +90,8 @@ class StreamIterator(Iterator[Batch]):
         for i, stream in self._streams.items():
             if str(i) not in state:
                 raise DataError(
-                    f"the saved position has no stream {i}: data.streams is not what "
-                    "it was; restore it, or start a new run"
+                    f"the saved position has no stream {i}: data.streams has changed; "
+                    "restore it, or start a new run"
                 )
             stream.set_state(state[str(i)])
         self._start, self._batches, self._taken = self._positions(), [], 0

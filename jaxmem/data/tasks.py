@@ -107,7 +107,7 @@ class TaskConfig:
         check_field(self, "answer", self.answer in answers, f"one of {answers}")
         if self.is_arithmetic:
             check_field(self, "reward", self.reward in rewards, f"one of {rewards}")
-            why = "for task.source='arithmetic', whose sums are never the same twice"
+            why = "for task.source='arithmetic', which draws new sums each time"
             self._check_unset(["shuffle"], why)
             unused = self.reward_weights is None and not self.held_out
             if not unused:
@@ -120,11 +120,11 @@ class TaskConfig:
         if weights is not None:
             numbers = all(type(w) in (int, float) and math.isfinite(w) for w in weights)
             is_valid = numbers and len(weights) == len(self.rewards)
-            expected = f"{len(self.rewards)} finite numbers, one a reward"
+            expected = f"{len(self.rewards)} finite numbers, one for each reward"
             check_field(self, "reward_weights", is_valid, expected)
         check_field(self, "reward", bool(self.rewards), "at least one function")
         once = len(set(self.rewards)) == len(self.rewards)
-        check_field(self, "reward", once, "functions of which none is named twice")
+        check_field(self, "reward", once, "functions that are each named once")
         self._check_left_out()
         self._check_environment()
         if self.recorded:
@@ -146,7 +146,7 @@ class TaskConfig:
         if self.is_arithmetic:
             unread = "reward_errors", "unrewarded"
             self._check_unset(
-                unread, "for task.source='arithmetic', whose sums have a reward"
+                unread, "for task.source='arithmetic', where every sum has a reward"
             )
 
     def _check_environment(self) -> None:

@@ -52,7 +52,7 @@ def read(source: str | tuple[str, ...]) -> TeacherFile:
     parts: list[TeacherFile] = []
     for _, path in paths:
         if (part := read_part(path)) is None:
-            raise DataError(f"data.source: {path} holds no document")
+            raise DataError(f"data.source: {path} contains no document")
         parts.append(part)
         check_alike(parts[0], part)
     ids = np.concatenate([part.ids for part in parts])
@@ -75,7 +75,7 @@ def check_alike(first: TeacherFile, part: TeacherFile) -> None:
     """Raise a DataError where two parts are of different teachers or options."""
     if _options_of(part) != _options_of(first):
         raise DataError(
-            "data.source: the files are of different teachers or options: "
+            "data.source: the files were written with different teachers or options: "
             f"{_options_of(first)} and {_options_of(part)}"
         )
 
@@ -108,8 +108,8 @@ def read_part(path: Path, row_group: int | None = None) -> TeacherFile | None:
             )
         if refused := sorted(filter(decides_loss, names)):
             raise DataError(
-                f"data.source: {path}: files of a teacher do not use the column "
-                f"{messages.short(refused[0])}; {_MAKE}"
+                f"data.source: {path}: jaxmem does not use the column "
+                f"{messages.short(refused[0])} in files of a teacher; {_MAKE}"
             )
         if row_group is None:
             table, where = file.read(columns=columns), str(path)
@@ -151,8 +151,8 @@ def _read_matrix(
     widths = np.unique(np.asarray(lists.value_lengths(), np.int64))
     if len(lists) != rows or len(widths) > 1:
         raise DataError(
-            f"data.source: {where}: {name!r} must have as many entries as 'token_ids', "
-            f"all of one length; {_MAKE}"
+            f"data.source: {where}: {name!r} must have as many entries as "
+            f"'token_ids', all of the same length; {_MAKE}"
         )
     return values.reshape(rows, -1)
 
@@ -189,7 +189,7 @@ class Examples(Iterator[TeacherBatch]):
         if not numbered:
             raise DataError(
                 f"data.held_out={config.held_out} of the {len(file.documents)} "
-                f"documents leaves none for {part}; change it or add documents"
+                f"documents leaves no document for {part}; change it or add documents"
             )
         arrays = file.ids, file.logprobs
         salt = b"".join(_digest(x) for x in arrays if x is not None)
@@ -248,18 +248,19 @@ def check(
     """Raise a DataError unless a student with these options can learn from a file."""
     if file.vocabulary != vocabulary:
         raise DataError(
-            "data.source: the file is of a teacher with another tokenizer than the "
-            "student's; score the data with a teacher of the same"
+            "data.source: the tokenizer of the file's teacher differs from the "
+            "student's; score the data with a teacher that has the student's tokenizer"
         )
     if file.temperature != temperature:
         raise DataError(
-            f"distill.temperature={temperature:g} is not what data.source was written "
-            f"with, jaxmem score --temperature {file.temperature:g}"
+            f"distill.temperature={temperature:g} differs from the temperature with "
+            "which data.source was written, jaxmem score --temperature "
+            f"{file.temperature:g}"
         )
     if file.logprobs is None and divergence != "forward_kl":
         raise DataError(
-            f"distill.divergence={divergence!r} needs log-probabilities, jaxmem score "
-            "--top-k; ids that were drawn (--sample-ids) are for 'forward_kl'"
+            f"distill.divergence={divergence!r} needs log-probabilities, which jaxmem "
+            "score --top-k writes; drawn ids (--sample-ids) are for 'forward_kl' only"
         )
 
 
@@ -273,6 +274,6 @@ def check_ids(file: TeacherFile, rows: int, source: object) -> None:
         raise DataError(
             f"data.source={messages.short(source)}: {len(beyond):,} of the teacher's "
             f"ids are beyond the student's {rows:,} entries, such as {beyond[0]}: the "
-            "teacher's vocabulary is padded further; take a student with as many "
+            "teacher's vocabulary has more padding; take a student with as many "
             "entries, or fewer columns (--top-k)"
         )

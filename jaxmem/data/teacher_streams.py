@@ -39,9 +39,9 @@ def opened(config: DataConfig) -> TeacherFile:
     """
     if held_out := held_out_files(config.source, "data.source"):
         raise DataError(
-            f"data.source: {messages.name(str(held_out[0][1]))} would be held out, and "
-            "all files of a teacher are trained on; name the others by a glob, such as "
-            "DIR/train*.parquet"
+            f"data.source: {messages.name(str(held_out[0][1]))} would be held out, "
+            "but all files of a teacher are trained on; name the others by a glob, "
+            "such as DIR/train*.parquet"
         )
     if not config.streaming:
         return read(config.source)
@@ -49,7 +49,7 @@ def opened(config: DataConfig) -> TeacherFile:
     for block in blocks:
         if (file := read_part(*block)) is not None:
             return file
-    raise DataError(f"data.source: {config.source!r} holds no document")
+    raise DataError(f"data.source: {config.source!r} contains no document")
 
 
 def examples(

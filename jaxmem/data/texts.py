@@ -83,7 +83,7 @@ def _read_all(
             ]
     if not any(document.text or document.ids for document in documents):
         raise DataError(
-            f"{argument}: {', '.join(str(p) for _, p in paths[:3])} holds no text"
+            f"{argument}: {', '.join(str(p) for _, p in paths[:3])} contains no text"
         )
     return documents
 
@@ -121,8 +121,8 @@ def split_all(
     training, evaluation = split(items, keys, held_out)
     if held_out and not evaluation:
         raise DataError(
-            f"{key}={held_out} of the {len(items)} {noun} leaves none for evaluation: "
-            f"{len(set(keys))} are distinct; add {noun}"
+            f"{key}={held_out} of the {len(items)} {noun} leaves nothing for "
+            f"evaluation: only {len(set(keys))} are distinct; add {noun}"
         )
     return training, evaluation
 

@@ -39,11 +39,13 @@ class TokensForm(Form):
                 values = self._integers(columns, name, count)
                 if not {0, 1}.issuperset(values):
                     field = f'{columns.where}: "{columns.names[name]}"'
-                    raise DataError(messages.must_be(field, "0 or 1 a token", values))
+                    raise DataError(
+                        messages.must_be(field, "0 or 1 for each token", values)
+                    )
                 if name == "attention" and 0 in values:
                     raise DataError(
-                        f"{columns.where}: attention_mask must be 1 everywhere: "
-                        "records hold no padding"
+                        f"{columns.where}: attention_mask must be 1 everywhere, "
+                        "because records have no padding"
                     )
                 live = [a and b == 1 for a, b in zip(live, values, strict=True)]
         self._check_packing(columns, count)  # after padding, which changes positions
@@ -53,7 +55,7 @@ class TokensForm(Form):
                 if label not in (id_, -100):
                     raise DataError(
                         f"{columns.where}: labels[{i}] must be input_ids[{i}]={id_}, "
-                        f"or -100 where the loss counts nothing, got {label}"
+                        f"or -100 if the loss does not count it, got {label}"
                     )
             live = [a and b != -100 for a, b in zip(live, labels, strict=True)]
         counted_ids = [
@@ -68,9 +70,10 @@ class TokensForm(Form):
         for name, is_one in _PACKED.items():
             if name in columns and not is_one(count, self._integers(columns, name)):
                 raise DataError(
-                    f"{columns.where}: {columns.names[name]} is not that of one "
-                    f"document of {count} tokens, got {messages.short(columns[name])}; "
-                    "give each document a record of its own: jaxmem packs them"
+                    f"{columns.where}: {columns.names[name]} must describe one "
+                    f"document of {count} tokens, got "
+                    f"{messages.short(columns[name])}; give each document its own "
+                    "record: jaxmem packs them"
                 )
 
     def _integers(

@@ -69,14 +69,14 @@ class Protections:
         if self.namespaces:
             seen = "seen, read or" if self.hides_processes else "read or"
             return (
-                "unit_tests: programs run in namespaces of their own: other processes "
+                "unit_tests: programs run in their own namespaces: other processes "
                 f"cannot be {seen} signalled, there is no network, and all processes "
                 "end with the program"
             )
         if sys.platform != "linux":
             return (
                 f"unit_tests: on {platform.system()} each process of a program has "
-                "limits of its own; programs can use the network, signal other "
+                "its own limits; programs can use the network, signal other "
                 "processes, and leave processes behind"
             )
         reads = "cannot" if self.landlock >= _HIDES_ENVIRONMENTS else "can"
@@ -109,7 +109,7 @@ def _tried(namespaces: bool) -> Protections:
            "processes": 100, "limits": {}, "tests": None}  # fmt: skip
     said = _supervised(job)
     if not said:
-        raise OSError("unit_tests: an empty program does not end")
+        raise OSError("unit_tests: a test of an empty program does not end")
     return Protections(namespaces, **marshal.loads(said))
 
 
@@ -219,8 +219,8 @@ def sources_of(entry: Any) -> list[str]:
     tests = list(tests) if isinstance(tests, Iterable) else []
     if not tests or not all(isinstance(test, str) and test.strip() for test in tests):
         raise ValueError(
-            "tests must be Python source, or a list of sources, none of them blank; "
-            "null leaves a record without tests"
+            "tests must be Python source that is not blank, or a list of such "
+            "sources; null means a record without tests"
         )
     return tests
 

@@ -116,7 +116,7 @@ def _last(text: str) -> float | None:
 def _equal(value: float | None, expected: float | None, answer: Any) -> float:
     """1 if two numbers are equal; a ValueError if the answer has none."""
     if expected is None:
-        kind = "a number, or text with one"
+        kind = "a number, or a text with a number"
         raise ValueError(messages.must_be("the column answer", kind, answer))
     return float(value is not None and math.isclose(value, expected, rel_tol=1e-9))
 
@@ -163,7 +163,7 @@ def _schema(entry: Any) -> dict[str, Any] | bool:
     except ValueError:
         schema = None
     if not isinstance(schema, (dict, bool)):
-        expected = "an object or JSON of one"
+        expected = "an object, or an object as JSON text"
         raise ValueError(messages.must_be("the column schema", expected, entry))
     return schema
 

@@ -27,8 +27,8 @@ def edges(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     encoding = tokenizer.encode("a", add_special_tokens=True)
     if 0 not in encoding.special_tokens_mask:
         raise checkpoints.CheckpointError(
-            "the tokenizer makes no token of the text 'a', so that its template cannot "
-            "be read; its normalizer or model drops letters"
+            "the tokenizer returns no token for the text 'a', so jaxmem cannot read "
+            "its template; its normalizer or model drops letters"
         )
     text = encoding.special_tokens_mask.index(0)
     after = text + encoding.special_tokens_mask[text:].count(0)
@@ -67,8 +67,8 @@ def of_checkpoint(directory: str) -> tokenizers.Tokenizer:
     tokenizer, eos = vocabulary.tokenizer, vocabulary.eos
     if eos is None:
         raise checkpoints.CheckpointError(
-            f"{directory}: neither tokenizer_config.json nor config.json names the "
-            "token that ends a sequence, which training needs"
+            f"{directory}: training needs the token that ends a sequence, and neither "
+            "tokenizer_config.json nor config.json names it"
         )
     start = vocabulary.start
     names = {id_: tokenizer.id_to_token(id_) for id_ in (*start, eos)}
@@ -124,8 +124,8 @@ def spelling(checkpoint: str | None) -> Spelling:
         id_ = tokenizer.token_to_id(word)
         if id_ is None:
             raise checkpoints.CheckpointError(
-                f"{checkpoint}: the task needs {word!r} as a token, and tokenizer.json "
-                "has none of that name"
+                f"{checkpoint}: the task needs the token {word!r}, which "
+                "tokenizer.json does not have"
             )
         ids[word] = id_
     word_ids = np.array([ids[word] for word in tasks.VOCABULARY], np.int32)

@@ -171,7 +171,7 @@ def _rows(
         for name, (first, last) in run.measures.items():
             yield name.replace("_", " "), f"{first:.4f} at first, {last:.4f} at last"
         if is_best:
-            yield "weights", "those of the best evaluation"
+            yield "weights", "from the best evaluation"
     yield "jax", metadata.version("jax")
 
 

@@ -46,13 +46,13 @@ class EvalConfig:
         check_numbers(self, _RANGES)
         if self.patience is None and self.min_delta:
             raise ValueError(
-                f"eval.min_delta={self.min_delta} is not read without eval.patience; "
-                "set that, or leave it out"
+                f"eval.min_delta={self.min_delta} has no effect without "
+                "eval.patience; set eval.patience, or leave eval.min_delta out"
             )
         if self.samples is None and self.temperature != EvalConfig.temperature:
             raise ValueError(
-                f"eval.temperature={self.temperature} is not read without "
-                "eval.samples; set that, or leave it out"
+                f"eval.temperature={self.temperature} has no effect without "
+                "eval.samples; set eval.samples, or leave eval.temperature out"
             )
         for name in ("patience", "samples"):
             if getattr(self, name) is not None and self.every is None:
@@ -203,7 +203,7 @@ def keep_best(
     to add to the run's.
     """
     if not math.isfinite(cost):
-        return f"step {step}: an evaluation of {cost} is not kept as the best"
+        return f"step {step}: jaxmem does not keep an evaluation of {cost} as the best"
     with Checkpoints(directory, keep=1) as checkpoints:
         saved, before = _saved_best(checkpoints)
         # A step that is repeated after a kill has the same cost.

@@ -74,22 +74,27 @@ def _save(
         raise CheckpointError(f"{path}: has no adapter to merge")
     if is_merged and not merge:
         raise CheckpointError(
-            f"{path}: an adapter of DoRA, which is merged when it is read; add --merge"
+            f"{path} is a DoRA adapter, which jaxmem merges when it reads it; add "
+            "--merge"
         )
     if base is not None and (merge or not rank):
         raise CheckpointError(
-            f"--base={base} is what an adapter records, and this export is of a "
-            "whole model: leave it out"
+            f"--base={base} is for an exported adapter, and this export is a whole "
+            "model; leave --base out"
         )
     if isinstance(decoder, OwnModel):
         return _save_own_model(target, decoder, source, dtype)
     if rank and not merge:
         if dtype is not None:
-            raise CheckpointError("--dtype is for a whole model, as with --merge")
+            raise CheckpointError(
+                "--dtype is for an exported whole model; add --merge, or leave "
+                "--dtype out"
+            )
         if source.is_drawn:
             raise CheckpointError(
-                f"{path}: the adapters are of random weights (model.checkpoint="
-                "None), which an adapter alone lacks; add --merge"
+                f"{path}: the adapters belong to random weights "
+                "(model.checkpoint=None), which a saved adapter does not contain; add "
+                "--merge"
             )
         named = _save_adapter(target, decoder, source, base).name
         return f"saved in {target}: an adapter of {named}{_name_codes(decoder)}"
@@ -136,8 +141,8 @@ def _checked_base(name: str) -> BaseName:
     model = hub.parse(name)
     if model is None:
         raise CheckpointError(
-            f"--base={name}: neither a checkpoint (config.json) nor the name of a "
-            "model of the Hub, OWNER/NAME or OWNER/NAME@REVISION"
+            f"--base={name} must be the directory of a checkpoint (with config.json) "
+            "or a model of the Hub, OWNER/NAME or OWNER/NAME@REVISION"
         )
     return BaseName(model.repository, model.revision)
 
@@ -166,13 +171,13 @@ def _merge(decoder: Decoder, source: saved.Saved) -> tuple[Decoder, list[str]]:
     merged = checkpoints.merge_codes(decoder, original)
     model = "random weights" if source.is_drawn else str(base)
     line = (
-        f"matrices are those of the {config.base} codes of {model}, and not of the "
-        "16-bit model that was coded"
+        f"matrices are decoded from the {config.base} codes of {model}, and are not "
+        "those of the 16-bit model before coding"
     )
     if merged.coding is not None:
         line = (
-            f"matrices are those of {config.base} codes of {base}, which differ from "
-            f"its own by {merged.coding:.2%}"
+            f"matrices are decoded from {config.base} codes of {base}, and differ "
+            f"from its own by {merged.coding:.2%}"
         )
     rounding = f"rounding to {config.param_dtype} changed them by {merged.rounding:.2%}"
     return merged.decoder, [f"{line}; {rounding} (root mean squares)"]
@@ -224,7 +229,7 @@ def push(path: str, out: str, repository: str, private: bool) -> str:
     except hub.HubError as error:
         flag = " --private" if private else ""
         again = f"jaxmem export {path} --push {repository}{flag}"
-        raise hub.HubError(f"{error}; to try again: {again}") from error
+        raise hub.HubError(f"{error}; to try again, run: {again}") from error
     return f"pushed to {address}"
 
 
@@ -240,6 +245,7 @@ def _save_own_model(
         checkpoints.copy_text_files(source.directory, text, source.chat_template)
         results.add_end(text, source.end_of_turn)
     return (
-        f"saved in {target}: model.safetensors has the weights by their paths in the "
-        f"module of model.factory, {model_factory.TEXT} its tokenizer"
+        f"saved in {target}: model.safetensors contains the weights, named by their "
+        f"paths in the module of model.factory; {model_factory.TEXT} contains its "
+        "tokenizer"
     )

@@ -150,10 +150,10 @@ class Run:
         if saved not in (None, backend) and self.done < self._config.steps:
             if named is None:
                 raise ValueError(
-                    f"head.implementation was {saved!r} in {where}, and {backend!r}, "
-                    "which rounds otherwise, is the fastest here: set "
-                    f"head.implementation={saved!r} to go on as before, or {backend!r} "
-                    "to change it"
+                    f"head.implementation was {saved!r} in {where}, but {backend!r}, "
+                    "which rounds differently, is the fastest here: set "
+                    f"head.implementation={saved!r} to go on as before, or "
+                    f"{backend!r} to change it"
                 )
             say(self._console, f"head.implementation was {saved!r}, is {backend!r}")
         changeable = self._settings.changeable
@@ -415,7 +415,7 @@ class Run:
             where += ", which is saved: the same command resumes"
             return f"{where} {files.shown(self.out_dir)}"
         if self._config.checkpoint_every is None:
-            where += ", which run.checkpoint_every=None does not let us save"
+            where += ", which is not saved because of run.checkpoint_every=None"
         if not self.saved:
             return f"{where}; the same command starts from the beginning"
         return f"{where}; the same command resumes after step {self.saved}"

@@ -41,15 +41,16 @@ class RematConfig:
                     "chooses it" if self.policy == "fit" else "keeps all blocks whole"
                 )
                 raise ValueError(
-                    f"RematConfig.{name}={value} does not go with policy="
-                    f"{self.policy!r}, which {does}: leave it {type(value)()}"
+                    f"RematConfig.{name}={value} cannot be combined with "
+                    f"policy={self.policy!r}, which {does}: leave it {type(value)()}"
                 )
         self._check_unroll()
         limit, fits = self.memory_limit, self.policy == "fit"
         if fits == (limit is None):
             raise ValueError(
-                f"RematConfig.memory_limit={limit!r} does not go with policy="
-                f"{self.policy!r}: 'fit' needs 'auto' or GiB, the others have none"
+                f"RematConfig.memory_limit={limit!r} cannot be combined with "
+                f"policy={self.policy!r}: 'fit' needs 'auto' or GiB, the other "
+                "policies take no limit"
             )
         if isinstance(limit, int | float):
             check_field(self, "memory_limit", limit > 0, "above 0")
@@ -59,8 +60,9 @@ class RematConfig:
         if self.unroll and (self.policy == "fit" or (preset and preset.offload)):
             does = "may offload" if self.policy == "fit" else "offloads"
             raise ValueError(
-                f"RematConfig.unroll=True does not go with policy={self.policy!r}, "
-                f"which {does}: that needs the blocks in a loop"
+                "RematConfig.unroll=True cannot be combined with "
+                f"policy={self.policy!r}, which {does}: offloading needs the blocks "
+                "in a loop"
             )
 
     def check_layers(self, layers: int) -> None:

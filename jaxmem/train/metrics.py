@@ -264,7 +264,7 @@ def memory_of(compiled: Any) -> Memory:
     sizes = compiled.memory_analysis()
     if sizes is None:
         raise NotImplementedError(
-            "the compiler of this device does not tell a program's memory; set "
+            "the compiler of this device does not report a program's memory; set "
             "run.compare_heads=False"
         )
     # Not `peak_memory_in_bytes`, which excludes temporaries on the CPU.
@@ -313,7 +313,7 @@ def cost_table(costs: Mapping[str, HeadCost]) -> Table:
     for name in costs:
         table.add_column(name, justify="right")
     rows = {
-        "head alone, temporary": lambda cost: cost.head.temporary,
+        "head only, temporary": lambda cost: cost.head.temporary,
         "train step, temporary": lambda cost: cost.step.temporary,
         "train step, peak": lambda cost: cost.step.peak,
     }

@@ -120,8 +120,8 @@ def read_weights(directory: Path, like: dict) -> dict:
     for name in tensors:
         if name not in known:
             raise CheckpointError(
-                f"{tensors.file_of(name)}: tensor {messages.name(name)} is none of the "
-                "model that model.factory makes"
+                f"{tensors.file_of(name)}: tensor {messages.name(name)} is not part "
+                "of the model that model.factory makes"
             )
     for name, path in known.items():
         shape, dtype = shapes[path].shape, shapes[path].dtype
@@ -151,6 +151,7 @@ def check(config: JobConfig) -> None:
         if not left:
             section, _, field = key.partition(".")
             raise OwnError(
-                f"{key}={getattr(getattr(config, section), field)!r} is for the "
-                f"decoder of jaxmem, and model.factory={model.factory!r} makes another"
+                f"{key}={getattr(getattr(config, section), field)!r} is for jaxmem's "
+                f"decoder, but model.factory={model.factory!r} makes another model; "
+                "leave it out"
             )

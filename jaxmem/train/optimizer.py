@@ -74,13 +74,13 @@ class OptimizerConfig:
             value = getattr(self, name)
             if value != getattr(type(self), name) and name not in _READ[self.name]:
                 raise ValueError(
-                    f"OptimizerConfig.{name}={value} is not read by "
+                    f"OptimizerConfig.{name}={value} has no effect with "
                     f"optimizer.name={self.name!r}; leave it out"
                 )
         if self.offload and self.name in ("muon", "adafactor"):
             raise ValueError(
-                f"OptimizerConfig.offload=True needs an elementwise optimizer, and "
-                f"optimizer.name={self.name!r} reads whole matrices: name adamw, lion "
+                "OptimizerConfig.offload=True needs an elementwise optimizer, but "
+                f"optimizer.name={self.name!r} reads whole matrices; set adamw, lion "
                 "or sgd"
             )
 
@@ -100,7 +100,8 @@ def warmup_steps(config: OptimizerConfig, steps: int) -> int:
     if config.warmup_steps >= steps:
         raise ValueError(
             f"optimizer.warmup_steps={config.warmup_steps} must be below "
-            f"run.steps={steps}; or leave it None, for optimizer.warmup_fraction"
+            f"run.steps={steps}; or leave it out, so that optimizer.warmup_fraction "
+            "applies"
         )
     return config.warmup_steps
 

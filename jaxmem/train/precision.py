@@ -67,8 +67,8 @@ def lost_updates(trained: Any, learning_rate: float) -> str | None:
     kinds = types([named[name] for name in lost])
     return (
         f"the largest learning rate, {learning_rate:g}, is below the spacing of "
-        f"{kinds} at the magnitude of most weights of {checksums.first(lost)}: updates "
-        "that small round to nothing; raise optimizer.learning_rate"
+        f"{kinds} at the magnitude of most weights of {checksums.first(lost)}: such "
+        "small updates round to zero; raise optimizer.learning_rate"
     )
 
 
@@ -99,6 +99,6 @@ def widened(saved: Any, trained: Any) -> str | None:
     if not narrow:
         return None
     return (
-        f"{count_weights(narrow):,} trained weights were saved in {types(narrow)} "
-        f"and go on in {types(trained)}"
+        f"{count_weights(narrow):,} trained weights were saved in {types(narrow)} and "
+        f"are trained further in {types(trained)}"
     )

@@ -333,8 +333,9 @@ class ModelProgram:
             )
         if self._make_own is not None and self.config.remat.policy != "none":
             yield (
-                f"remat.policy={self.config.remat.policy!r} has no effect: the model "
-                "of model.factory says itself what it keeps for the backward pass"
+                f"remat.policy={self.config.remat.policy!r} has no effect, because "
+                "the model of model.factory itself decides what it keeps for the "
+                "backward pass"
             )
 
     def _run_sharded(self, draw: Callable, shapes: Any) -> Any:
@@ -408,9 +409,9 @@ class DecoderProgram(ModelProgram, Hooked):
         if not names and named not in (None, "xla"):
             verbs = ", ".join(sorted({call.verb for call in traced.calls}))
             raise ValueError(
-                f"head.implementation: implementation={named!r} cannot run this "
-                f"call: the loss is all of {verbs}, which only 'xla' has; leave out "
-                "head.implementation"
+                f"head.implementation: implementation={named!r} cannot run this call: "
+                f"the loss uses all of {verbs}, which only 'xla' implements; leave "
+                "head.implementation out"
             )
         return "+".join(sorted(names)) or "xla"
 
@@ -484,6 +485,6 @@ def with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:
     if model.vocab_size < size:
         raise ValueError(
             f"model.vocab_size={model.vocab_size} is below the data's {size} entries; "
-            "raise it, leave it None, or choose data with a smaller vocabulary"
+            "raise it, leave it out, or choose data with a smaller vocabulary"
         )
     return model

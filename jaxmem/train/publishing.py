@@ -38,8 +38,8 @@ def check_push(config: JobConfig) -> None:
     """Raise a HubError unless the result of a run can be uploaded at its end."""
     if config.model.factory is not None:
         raise hub.HubError(
-            f"run.push={config.run.push!r}: nothing but its code loads a model of "
-            "model.factory; leave it out"
+            f"run.push={config.run.push!r}: only its own code can load a model of "
+            "model.factory; leave run.push out"
         )
     try:
         hub.check_push(config.run.push or "")
@@ -62,7 +62,7 @@ def _push(job: Job, directory: Path, console: Console) -> None:
         again = f"jaxmem export {files.shown(directory)} --push {run.push}{flag}"
         say(
             console,
-            f"run.push: {error}; the run is complete, and to try again: {again}",
+            f"run.push: {error}; the run is complete; to try again, run: {again}",
         )
     else:
         say(console, f"pushed to {address}")

@@ -99,14 +99,17 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
     if decoder.config.lora_rank and source is None:
         line = (
             f"saved in {files.shown(target)}: adapters of random weights "
-            "(model.checkpoint=None), which the run's checkpoints alone have; jaxmem "
-            "export --merge saves the whole model"
+            "(model.checkpoint=None), which only the run's checkpoints contain; "
+            "jaxmem export --merge saves the whole model"
         )
     adapts = source if decoder.config.lora_rank else None
     if decoder.config.lora_rank and decoder.config.base is not None:
         line += f"; adapters of a base in {decoder.config.base}"
     if adapts is not None and checkpoints.read_config(adapts).text_part:
-        line += ", with the text part of the checkpoint alone, once that is saved"
+        line += (
+            ", together with the text part of the checkpoint once that is saved "
+            "separately"
+        )
     say(console, line)
 
 

@@ -56,7 +56,7 @@ class Code:
         if key == "model.factory":
             advice = (
                 f"name your own code with --factory {messages.name(name)}, or allow "
-                "that of the run with --trust-code"
+                "the code of the run with --trust-code"
             )
         raise CheckpointError(
             f"{directory / _OPERATIVE}: {key}={messages.short(name)} would run "
@@ -67,7 +67,7 @@ class Code:
         """Raise a CheckpointError if the user names a factory, for other models."""
         if self.factory is not None:
             raise CheckpointError(
-                f"--factory={self.factory} is for the run of a model.factory, and "
+                f"--factory={self.factory} is for a run with model.factory, and "
                 f"{directory} has none"
             )
 
@@ -101,8 +101,8 @@ class Saved(NamedTuple):
             own = self.decoder.config.base
             if base not in (None, own):
                 raise CheckpointError(
-                    f"--base={base} is for a checkpoint or an adapter; the run that "
-                    f"this model is of has model.base={own!r}: leave it out"
+                    f"--base={base} is for a checkpoint or an adapter; this model "
+                    f"belongs to a run with model.base={own!r}; leave --base out"
                 )
             return self.decoder
         options: dict[str, Any] = {} if base is None else {"base": base}
@@ -182,12 +182,12 @@ def _describe_missing_model(directory: Path) -> str:
         return f"{directory}: no such checkpoint, adapter or run (run.out_dir){hint}"
     if any((directory / name).exists() for name in ("metrics.jsonl", "operative.gin")):
         return (
-            f"{directory}: this run has saved nothing yet, neither a checkpoint "
-            "(run.checkpoint_every) nor the model that it ends with"
+            f"{directory}: this run has not saved a checkpoint (run.checkpoint_every) "
+            "or its final model yet"
         )
     return (
-        f"{directory}: neither a checkpoint (config.json), nor an adapter ({_ADAPTER}),"
-        " nor a run (checkpoints/, model/ or adapter/)"
+        f"{directory} is not a checkpoint (with config.json), an adapter (with "
+        f"{_ADAPTER}) or a run (with checkpoints/, model/ or adapter/)"
     )
 
 

@@ -70,5 +70,5 @@ def check_template(config: JobConfig, chosen: str | None) -> None:
         section = "data" if "data" in config.sections() else "task"
         raise ValueError(
             f"{config.model.adapter}: its {_TEMPLATE} is not the chat template of "
-            f"{base}; choose one: {section}.chat_template={own}, or that of the base"
+            f"{base}; choose one of them: {section}.chat_template={own}, or the base's"
         )

@@ -109,7 +109,7 @@ def test_export_merges_dora(saved, tmp_path, capsys):
     (source / "adapter_config.json").write_text(json.dumps(config))
     out = str(tmp_path / "out")
     assert cli.main(["export", str(source), "--out", out]) == 2
-    assert "DoRA, which is merged when it is read" in capsys.readouterr().err
+    assert "is a DoRA adapter, which jaxmem merges" in capsys.readouterr().err
     assert cli.main(["export", str(source), "--merge", "--out", out]) == 0
     assert_pefts(checkpoints.load(out), "mistral-dora")
 
@@ -140,7 +140,9 @@ def test_adapter_in_shards(saved):
         save_file(held, source / file)
     index = source / "adapter_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": shards}))
-    with pytest.warns(UserWarning, match="adapter_model.safetensors: read as a whole"):
+    with pytest.warns(
+        UserWarning, match="adapter_model.safetensors: jaxmem reads this file only"
+    ):
         expected = checkpoints.load(base, adapter=source)
     whole.unlink()
     again = checkpoints.load(base, adapter=source)
@@ -155,7 +157,7 @@ def test_adapter_in_shards(saved):
 def test_pickled_adapter_is_refused(saved):
     base, source = saved("mistral-modules")
     (source / "adapter_model.safetensors").rename(source / "adapter_model.bin")
-    message = "adapter_model.bin is not read, because unpickling .* save_pretrained it"
+    message = "does not read adapter_model.bin, because unpickling .* save_pretrained"
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(base, adapter=source)
 

@@ -176,7 +176,7 @@ def test_new_adapter_changes_no_logits_of_tied_head(tmp_path):
             "bias='lora_only' is not implemented; only 'none' is; load base and "
             r"adapter with PEFT, call merge_and_unload\(\).save_pretrained\(NEW\)",
         ),
-        (dict(layers_to_transform=[0]), "lm_head.lora_A.weight is of no matrix"),
+        (dict(layers_to_transform=[0]), "lm_head.lora_A.weight belongs to no matrix"),
         (
             dict(layers_to_transform=[7]),
             r"must name some of q_.*lm_head in layers \[7\]",
@@ -184,7 +184,7 @@ def test_new_adapter_changes_no_logits_of_tied_head(tmp_path):
         (dict(layers_to_transform=[True]), r"layers_to_transform=\[True\] must be num"),
         (
             dict(layers_to_transform=0, target_modules="all-linear"),
-            "layers_to_transform=0 must be numbers of layers, beside a list of targ",
+            "layers_to_transform=0 must be numbers of layers, together with a list",
         ),
         (
             dict(layers_to_transform=0, layers_pattern="("),
@@ -192,7 +192,10 @@ def test_new_adapter_changes_no_logits_of_tied_head(tmp_path):
         ),
         (dict(megatron_config={"a": 1}), "megatron_config={'a': 1} is not implemented"),
         (dict(kasa_config={"beta": 1}), "kasa_config={'beta': 1} is not implemented"),
-        (dict(doubles=2), "unknown keys 'doubles': what they do to the model is not"),
+        (
+            dict(doubles=2),
+            "unknown keys 'doubles': jaxmem does not implement their effect",
+        ),
         (dict(use_rslora="yes"), "use_rslora must be bool or NoneType, got 'yes'"),
         (dict(alpha_pattern=[1]), r"alpha_pattern must be dict or NoneType, got \[1\]"),
         (dict(init_lora_weights="kaiming"), "init_lora_weights 'kaiming' is not known"),
@@ -210,7 +213,10 @@ def test_new_adapter_changes_no_logits_of_tied_head(tmp_path):
             "alpha_pattern: 'q_proj' must have a num",
         ),
         (dict(target_modules=["c_attn"]), r"target_modules \['c_attn'\] are not impl"),
-        (dict(target_modules=".*layers.0.*"), "lm_head.lora_A.weight is of no matrix"),
+        (
+            dict(target_modules=".*layers.0.*"),
+            "lm_head.lora_A.weight belongs to no matrix",
+        ),
         (dict(target_modules="("), r"target_modules '\(': missing \), unterminated"),
         (dict(exclude_modules=".*"), "target_modules must name some of q_proj"),
         (dict(modules_to_save=["norm"]), r"modules_to_save \['norm'\] are not impl"),
@@ -294,18 +300,26 @@ TABLE = "base_model.model.model.embed_tokens.weight"
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        (HEAD, (40, 16), "lm_head.base_layer.weight differs from that of the base"),
+        (HEAD, (40, 16), "lm_head.base_layer.weight differs from the base's tensor"),
         (HEAD, (41, 16), r"base_layer.weight must have shape \(40, 16\)"),
-        (TABLE, (40, 16), "embed_tokens.weight differs from that of the base, and"),
+        (TABLE, (40, 16), "embed_tokens.weight differs from the base's tensor, and"),
         (TABLE, (48, 16), r"embed_tokens.weight must have shape \(40, 16\)"),
-        ("base_model.model.model.norm.weight", (16,), "model.norm.weight is of no ma"),
+        (
+            "base_model.model.model.norm.weight",
+            (16,),
+            "model.norm.weight belongs to no ma",
+        ),
         (
             HEAD.replace("base_layer", "lora_B").replace("weight", "bias"),
             (40,),
-            "of no",
+            "belongs to no",
         ),
-        ("base_model.model.lm_head.lora_magnitude_vector", (40,), "is of no matrix"),
-        ("base_model.model.score.weight", (2, 16), "score.weight is of no matrix"),
+        (
+            "base_model.model.lm_head.lora_magnitude_vector",
+            (40,),
+            "belongs to no matrix",
+        ),
+        ("base_model.model.score.weight", (2, 16), "score.weight belongs to no matrix"),
     ],
 )
 def test_tensors_that_nothing_uses_are_refused(name, shape, message, tmp_path):

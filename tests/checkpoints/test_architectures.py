@@ -234,7 +234,11 @@ def test_both_forms_of_rotary_parameters_agree(config, changes, tmp_path):
             dict(model_type="mamba", architectures=[]),
             "model_type 'mamba' is not im",
         ),
-        (LLAMA3, dict(model_type="qwen3"), "'qwen3' is not that of LlamaForCausalLM"),
+        (
+            LLAMA3,
+            dict(model_type="qwen3"),
+            "'qwen3' does not belong to LlamaForCausalLM",
+        ),
         (
             LLAMA3,
             dict(rope_scaling={"rope_type": "longrope", "factor": 4.0}),
@@ -254,12 +258,12 @@ def test_both_forms_of_rotary_parameters_agree(config, changes, tmp_path):
         (
             LLAMA3,
             dict(rope_parameters={"rope_theta": 10000.0}),
-            "rope_parameters is not what rope_theta and rope_scaling say",
+            "rope_parameters disagrees with rope_theta and rope_scaling",
         ),
         (
             LLAMA3,
             dict(rope_parameters=SCALED, rope_scaling=SCALED | {"factor": 4.0}),
-            "rope_parameters is not what rope_theta and rope_scaling say",
+            "rope_parameters disagrees with rope_theta and rope_scaling",
         ),
         (
             LLAMA3,
@@ -268,13 +272,17 @@ def test_both_forms_of_rotary_parameters_agree(config, changes, tmp_path):
         ),
         (QWEN3, dict(attention_bias=True), "attention_bias=True is not implemented"),
         (QWEN3, dict(mlp_bias=True), "mlp_bias=True is not implemented; only False"),
-        (QWEN3, dict(quantization_config={"bits": 4}), "={'bits': 4} names no quant_m"),
+        (QWEN3, dict(quantization_config={"bits": 4}), "={'bits': 4} does not name a"),
         (QWEN3, dict(quantization_config=4), "quantization_config must be dict or"),
-        (LLAMA3, dict(num_experts=8), "unknown keys 'num_experts': what they do to"),
+        (LLAMA3, dict(num_experts=8), "unknown keys 'num_experts': jaxmem does not"),
         (LLAMA3, dict(hidden_size="4096"), "hidden_size must be int, got '4096'"),
         (LLAMA3, dict(hidden_size=None), "hidden_size must be int, got None"),
         (LLAMA3, dict(num_key_value_heads=5), "kv_heads must be a divisor of heads="),
-        (QWEN3, dict(layer_types=["full_attention"]), "one entry a layer, 28, got 1"),
+        (
+            QWEN3,
+            dict(layer_types=["full_attention"]),
+            "one entry for each layer, 28, got 1",
+        ),
         (
             QWEN3,
             dict(layer_types=["chunked_attention"] * 28),
@@ -293,21 +301,25 @@ def test_both_forms_of_rotary_parameters_agree(config, changes, tmp_path):
         (
             GEMMA3,
             dict(architectures=GEMMA3_4B["architectures"]),
-            "'gemma3_text' is not that of Gemma3ForConditionalGeneration",
+            "'gemma3_text' does not belong to Gemma3ForConditionalGeneration",
         ),
         (
             GEMMA3_4B,
             dict(architectures=["Gemma3ForCausalLM"]),
-            "'gemma3' is not that of Gemma3ForCausalLM",
+            "'gemma3' does not belong to Gemma3ForCausalLM",
         ),
         (GEMMA3_4B, dict(text_config=None), "text_config must be dict, got None"),
         (
             GEMMA3_4B,
             dict(text_config=QWEN3),
-            "'qwen3' is not that of Gemma3ForCausalLM",
+            "'qwen3' does not belong to Gemma3ForCausalLM",
         ),
         (GEMMA3_4B, dict(audio_config={}), "unknown keys 'audio_config'"),
-        (GEMMA3_4B, dict(quantization_config={"bits": 4}), "={'bits': 4} names no qu"),
+        (
+            GEMMA3_4B,
+            dict(quantization_config={"bits": 4}),
+            "={'bits': 4} does not name",
+        ),
         (
             GEMMA3_4B,
             dict(text_config=GEMMA3_4B["text_config"] | {"altup": 1}),
@@ -321,7 +333,7 @@ def test_both_forms_of_rotary_parameters_agree(config, changes, tmp_path):
         (
             GEMMA3,
             dict(rope_parameters={"full_attention": {}}),
-            "rope_parameters must be of full_attention, sliding_attention, got full",
+            "rope_parameters must be for full_attention, sliding_attention, got full",
         ),
         (
             GEMMA3,
@@ -336,7 +348,7 @@ def test_both_forms_of_rotary_parameters_agree(config, changes, tmp_path):
         (
             LLAMA4,
             dict(layer_types=["chunked_attention"] * 48),
-            "layer_types must .* only where no_rope_layers has 1",
+            "layer_types must .* only in layers for which no_rope_layers has 1",
         ),
         (LLAMA4, dict(moe_layers=["1"]), r"moe_layers must be numbers of layers, got "),
         (LLAMA4, dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 is not impl"),
@@ -353,18 +365,33 @@ NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 @pytest.mark.parametrize(
     "coding, message",
     [
-        ({"quant_method": "gptq", "bits": 4}, "'gptq' (GPTQ) is not read; name the mo"),
-        ({"quant_method": "awq", "bits": 4}, "'awq' (AWQ) is not read"),
-        ({"quant_method": "mxfp4"}, "'mxfp4' (MXFP4) is not read"),
-        ({"quant_method": "fp8", "fmt": "e4m3"}, "'fp8' (FP8) is not read"),
-        ({"quant_method": "compressed-tensors"}, "'compressed-tensors' is not read"),
-        ({"quant_method": 4}, "={'quant_method': 4} names no quant_method; name the"),
-        (NF4, "matrices are coded in bitsandbytes' 'fp4', which is not read; name the"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "not read quant_method 'gptq' (GPTQ); name the mo",
+        ),
+        ({"quant_method": "awq", "bits": 4}, "not read quant_method 'awq' (AWQ)"),
+        ({"quant_method": "mxfp4"}, "not read quant_method 'mxfp4' (MXFP4)"),
+        ({"quant_method": "fp8", "fmt": "e4m3"}, "not read quant_method 'fp8' (FP8)"),
+        (
+            {"quant_method": "compressed-tensors"},
+            "not read quant_method 'compressed-tensors'",
+        ),
+        (
+            {"quant_method": 4},
+            "={'quant_method': 4} does not name a quant_method; name the",
+        ),
+        (
+            NF4,
+            "matrices are coded in bitsandbytes' 'fp4', which jaxmem does not read; ",
+        ),
         (
             NF4 | {"bnb_4bit_quant_type": 4},
-            "coded in bitsandbytes' 4, which is not",
+            "coded in bitsandbytes' 4, which jaxmem does not",
         ),
-        ({"quant_method": "bitsandbytes"}, "loads neither 4 nor 8 bits"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "sets neither load_in_4bit nor load_in_8bit to true",
+        ),
         (
             {"load_in_4bit": True, "load_in_8bit": True},
             "has both load_in_4bit and load_in_8bit; set the one that",
@@ -441,7 +468,7 @@ def test_read_config_names_the_coding(coding, kind, tmp_path):
             "sliding_attention must be dict, got 5",
         ),
         (LLAMA3, dict(hidden_act="x" * 10_000), "hidden_act 'xxx.*xxx' is not implem"),
-        (LLAMA3, {"x" * 10_000: 1}, "unknown keys 'xxx.*xxx': what they do"),
+        (LLAMA3, {"x" * 10_000: 1}, "unknown keys 'xxx.*xxx': jaxmem does"),
     ],
 )
 def test_values_that_no_config_can_have(config, changes, message, tmp_path):
@@ -494,7 +521,7 @@ def test_run_directory_names_its_model(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         read_config(tmp_path / "run")
     assert str(raised.value) == (
-        f"{tmp_path}/run: a run, not a checkpoint; name the model that it has saved, "
+        f"{tmp_path}/run is a run, not a checkpoint; name the model that it has saved, "
         f"{tmp_path}/run/model"
     )
 

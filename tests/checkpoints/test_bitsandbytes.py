@@ -305,7 +305,7 @@ def test_text_part_of_coded_model_is_read(tmp_path):
 
 def test_with_checkpoint_refuses_to_train_coded_matrices():
     model = ModelConfig(checkpoint=str(CODED / "qwen3_nf4"))
-    message = r"coded in nf4, and codes have no gradient; train adapters \(model.lora"
+    message = r"coded in nf4, and codes have no gradients; train adapters \(model.lora"
     with pytest.raises(ValueError, match=message):
         checkpoints.with_checkpoint(model)
     adapted = dataclasses.replace(model, lora_rank=2)
@@ -317,9 +317,7 @@ def test_with_checkpoint_refuses_to_train_coded_matrices():
         with pytest.raises(ValueError, match=f"model.{field}=.* differs from the chec"):
             checkpoints.with_checkpoint(wrong)
     for name in ("llama_double", "qwen3_nf4"):
-        with pytest.raises(
-            CheckpointError, match="in nf4, and base='int8' is another;"
-        ):
+        with pytest.raises(CheckpointError, match="in nf4, and base='int8' differs;"):
             checkpoints.load(CODED / name, base="int8")
 
 
@@ -351,7 +349,7 @@ def removed(end):
         (removed(STATE), ".quant_state.bitsandbytes__nf4 is missing"),
         (removed(".nested_absmax"), ".nested_absmax is missing"),
         (removed(".nested_quant_map"), ".nested_quant_map is missing"),
-        (removed(""), " is none of the model"),
+        (removed(""), " is not part of the model"),
         (replaced("", np.zeros((64, 1), np.uint8)), r" must have shape \(10240, 1"),
         (replaced("", np.zeros((10240, 1), np.int32)), " is of type I32; only U8"),
         (
@@ -363,10 +361,16 @@ def removed(end):
             "absmax is of type I32; only F3",
         ),
         (replaced(".nested_absmax", np.ones(1, "f")), r"must have shape \(2,\)"),
-        (replaced(".quant_map", np.arange(16, dtype="f")), "has other values than nf4"),
-        (replaced(".nested_quant_map", np.ones(256, "f")), "values than the dynamic t"),
+        (
+            replaced(".quant_map", np.arange(16, dtype="f")),
+            "does not have the values of nf4",
+        ),
+        (
+            replaced(".nested_quant_map", np.ones(256, "f")),
+            "not have the values of the dynamic t",
+        ),
         (replaced(STATE, np.zeros(4, np.uint8)), "bitsandbytes__nf4: not valid JSON"),
-        (replaced(STATE, np.frombuffer(b"[]", "u1")), "is no object, but \\[\\]"),
+        (replaced(STATE, np.frombuffer(b"[]", "u1")), "is not an object but \\[\\]"),
         (replaced(STATE[:-3] + "fp4", np.zeros(4, "u1")), "is coded in fp4, which is"),
         (edited(quant_type="fp4"), "quant_type must be 'nf4', got 'fp4'"),
         (edited(blocksize=128), "blocksize must be 64, got 128"),
@@ -422,7 +426,7 @@ def test_coded_vector_is_refused(tmp_path):
         copied("qwen3_nf4", tmp_path),
         lambda tensors: tensors.update({f"{name}.absmax": np.ones(1, "f")}),
     )
-    with pytest.raises(CheckpointError, match=f"tensor {name}: is coded, and has 1 ax"):
+    with pytest.raises(CheckpointError, match=f"tensor {name}: is coded, but has 1 ax"):
         checkpoints.load(directory)
 
 
@@ -447,7 +451,7 @@ def test_coded_matrices_of_a_transposed_family_are_refused(tmp_path):
     [
         ({"SCB": np.ones(63, "f")}, r"SCB must have shape \(64,\)"),
         ({"SCB": np.ones(64, np.float16)}, "SCB is of type F16; only F32"),
-        ({"weight_format": np.uint8(2)}, "weight_format: is not 0: matrices are read"),
+        ({"weight_format": np.uint8(2)}, "weight_format: is not 0, but jaxmem reads"),
         ({"weight": np.zeros((64, 64), "u1")}, "weight is of type U8; only I8"),
     ],
 )
@@ -579,7 +583,7 @@ def test_export_says_what_coded_matrices_lost(tmp_path, capsys):
     assert cli.main([*arguments, "--merge", "--out", out]) == 0
     _, said = capsys.readouterr().out.strip().splitlines()
     begin = (
-        f"matrices are those of the nf4 codes of {base}, and not of the 16-bit model"
+        f"matrices are decoded from the nf4 codes of {base}, and are not those of the"
     )
     assert said.startswith(begin)
     assert re.search(r"rounding to bfloat16 changed them by 0\.1\d% \(root mean", said)
@@ -625,7 +629,7 @@ def test_export_measures_codes_of_a_plain_base(tmp_path, capsys):
     assert cli.main(arguments) == 0
     said = capsys.readouterr().out.splitlines()[1]
     begin = (
-        f"matrices are those of int8 codes of {base}, which differ from its own by 0"
+        f"matrices are decoded from int8 codes of {base}, and differ from its own by 0"
     )
     assert said.startswith(begin)
 
@@ -634,7 +638,7 @@ def test_export_measures_codes_of_a_plain_base(tmp_path, capsys):
 def test_commands_read_a_coded_checkpoint(tmp_path, capsys):
     base, plain = texts.coded_checkpoint("qwen3_nf4", tmp_path), tmp_path / "plain"
     assert cli.main(["export", str(base), "--out", str(plain)]) == 0
-    assert "those of the nf4 codes" in capsys.readouterr().out
+    assert "decoded from the nf4 codes" in capsys.readouterr().out
     (tmp_path / "texts.jsonl").write_text('{"text": "a cat sat on the mat"}\n')
     scores = []
     for directory in (base, plain):
@@ -674,5 +678,5 @@ def test_run_trains_adapters_of_a_coded_checkpoint(tmp_path, monkeypatch, capsys
     assert "adapter" in said and "of a base in nf4" in said
     assert json.loads((tmp_path / "run/adapter/base.json").read_text())["base"] == "nf4"
     assert cli.main(["export", "run", "--merge", "--out", "merged"]) == 0
-    assert "those of the nf4 codes of" in capsys.readouterr().out
+    assert "decoded from the nf4 codes of" in capsys.readouterr().out
     assert checkpoints.load("merged").config.base is None

@@ -64,7 +64,7 @@ def test_with_checkpoint_refuses_codes_of_a_tied_embedding():
         checkpoint="tests/checkpoints/tiny/gemma3", lora_rank=1, base="int8",
         base_targets=("embedding",),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="base_targets has 'embedding', and the head"):
+    with pytest.raises(ValueError, match="base_targets has 'embedding', but the head"):
         checkpoints.with_checkpoint(named)
 
 

@@ -44,14 +44,14 @@ def test_token_beyond_embedding_fails_when_used(tmp_path):
     vocabulary = load_vocabulary(directory)
     assert vocabulary.absent == ("<image>",)
     assert vocabulary.encode(["ab"]) == [[3, 4]]
-    with pytest.raises(CheckpointError, match="the text has the token '<image>', whic"):
+    with pytest.raises(
+        CheckpointError, match="the text has the token '<image>', for whic"
+    ):
         vocabulary.encode(["ab", "a<image>b"])
     config = DataConfig("data.jsonl")
     reader = RecordReader.for_job(config, str(directory), vocabulary.tokenizer)
     assert reader.document(RawRecord("data.jsonl:1", {"text": "ab"})).text == "ab"
-    said = (
-        "data.jsonl:2: the text has the token '<image>', which the model has no embed"
-    )
+    said = "data.jsonl:2: the text has the token '<image>', for which the model has no"
     with pytest.raises(DataError, match=said):
         reader.document(RawRecord("data.jsonl:2", {"text": "a<image>b"}))
     with pytest.raises(DataError, match=said):
@@ -95,7 +95,10 @@ def test_ids_that_end_no_text(ids, tmp_path):
         ('{"eos_token": {}}', "content is missing"),
         ("[1]", r"expected a JSON object, got \[1\]"),
         ("[" * 100_000, "nested deeper than 100"),
-        ('{"eos_token": "' + "x" * 10_000 + '"}', "eos_token 'xxx.*xxx' is no token"),
+        (
+            '{"eos_token": "' + "x" * 10_000 + '"}',
+            "eos_token 'xxx.*xxx' is not a token",
+        ),
     ],
 )
 def test_tokenizer_configs_that_name_no_end(text, message, tmp_path):

@@ -206,10 +206,13 @@ def test_streams_share_the_blocks(config):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(source="stdlib"), "data.source='stdlib' fits in memory: no data.stream"),
+        (
+            dict(source="stdlib"),
+            "data.source='stdlib' fits in memory: leave out data.stream",
+        ),
         (dict(source="a.txt"), "data.streaming reads .jsonl, .parquet and .arrow f"),
         (dict(source="no.jsonl"), "data.source: cannot read no.jsonl: No such file"),
-        (dict(source="empty.jsonl"), "data.source: empty.jsonl holds no text"),
+        (dict(source="empty.jsonl"), "data.source: empty.jsonl contains no text"),
         (dict(source="bad.jsonl"), "bad.jsonl: line at byte 14: "),
         (dict(source="bytes.jsonl"), "bytes.jsonl: line at byte 0: not UTF-8"),
     ],
@@ -269,8 +272,8 @@ def dated(path):
 CHANGES = {
     "cut": (lambda path: os.truncate(path, 0), r"it had [\d,]+ bytes and has 0; rest"),
     "longer": (lambda path: path.write_text(path.read_text() + " "), "bytes and has"),
-    "replaced": (replaced, "it was replaced or written; restore it and resume, or"),
-    "replaced, with its time": (dated, "it was replaced or written; restore it and"),
+    "replaced": (replaced, "it was replaced or rewritten; restore it and resume, or"),
+    "replaced, with its time": (dated, "it was replaced or rewritten; restore it and"),
     "removed": (lambda path: path.unlink(), "cannot read .*b.jsonl: No such file"),
 }
 

@@ -237,7 +237,7 @@ def test_template_that_leaves_out_tools_is_named(tmp_path):
     with pytest.raises(documents.DataError, match=message):
         render_with_tools(template, [TOOL])
     listed = [{"name": "rag", "template": CHATML}]
-    with pytest.raises(documents.DataError, match="templates 'rag', and none is"):
+    with pytest.raises(documents.DataError, match="templates 'rag', but none is"):
         read_template(checkpoint(tmp_path, listed), None)
 
 
@@ -404,7 +404,7 @@ GROWING = [
 def test_no_rendering_makes_texts_without_a_bound(text, monkeypatch):
     monkeypatch.setattr("jaxmem.data.rendering_budget._MOST_CHARACTERS", 2**17)
     with pytest.raises(
-        DataError, match="^t: it makes texts of more than 131,072 characters"
+        DataError, match="^t: it makes texts longer than 131,072 characters"
     ):
         ChatTemplate(text, {}, "t").render([{"role": "user", "content": "a"}])
 

@@ -240,21 +240,23 @@ def test_evaluation_batches_hold_only_held_out_text(config, tokenizer):
 
 
 def test_empty_split_and_an_unknown_one_are_errors(config, tokenizer):
-    with pytest.raises(data.DataError, match="leaves none for evaluation"):
+    with pytest.raises(data.DataError, match="leaves no document for evaluation"):
         data.batches(config, tokenizer, split="evaluation")
     with pytest.raises(ValueError, match="got 'test'"):
         data.batches(config, tokenizer, split="test")
     some = dataclasses.replace(config, held_out=1e-6)  # at least one document
     assert len(list(data.batches(some, tokenizer, split="evaluation", epochs=1)))
     many = dataclasses.replace(config, batch_size=4096, streams=4096)
-    with pytest.raises(data.DataError, match="data.streams=4096 share .* documents"):
+    with pytest.raises(
+        data.DataError, match="data.streams=4096 is above the .* documents"
+    ):
         data.batches(many, tokenizer, stream=0)
 
 
 def test_one_document_cannot_be_held_out_in_part(tokenizer, tmp_path):
     (tmp_path / "one.txt").write_text("a text")
     config = data.DataConfig(source=str(tmp_path / "one.txt"), held_out=0.1)
-    message = "is one document, and a document is not divided; set data.held_out=0, or "
+    message = "is one document, which jaxmem does not divide; set data.held_out=0, or "
     with pytest.raises(data.DataError, match=message):
         data.batches(config, tokenizer, split="evaluation")
     twice = tmp_path / "twice.jsonl"  # equal documents are on one side
@@ -318,7 +320,9 @@ def test_changed_vocabulary_in_cache_is_named(fresh, tmp_path):
         {"vocabulary": kept["vocabulary"]},
     ):
         path.write_text(json.dumps(content))
-        with pytest.raises(data.DataError, match="its digest is of another content"):
+        with pytest.raises(
+            data.DataError, match="its digest does not match its content"
+        ):
             data.load_tokenizer(fresh)
 
 
@@ -364,18 +368,18 @@ def test_ids_without_checkpoint_name_record_and_key(fresh, tmp_path):
     with pytest.raises(data.DataError) as caught:
         data.load_tokenizer(config)
     assert str(caught.value) == (
-        f"{path}:1: input_ids has 7, and without a checkpoint ids are those of a "
-        f"vocabulary that is trained on text: that of {str(path)!r} has only enough "
-        "for 259 of data.vocab_size=300 entries; set model.checkpoint to the one whose "
+        f"{path}:1: input_ids has 7. Without a checkpoint, jaxmem trains a vocabulary "
+        f"on the text of {str(path)!r}, which is enough for only 259 of "
+        "data.vocab_size=300 entries; set model.checkpoint to the model whose "
         "tokenizer wrote the ids"
     )
     small = dataclasses.replace(config, vocab_size=259)
     with pytest.raises(data.DataError) as caught:
         data.batches(small, data.load_tokenizer(small))
     assert str(caught.value) == (
-        f"{path}:1: input_ids has 900, and the vocabulary has 259 entries; it is that "
-        "of the checkpoint, or without one of data.vocab_size: name the checkpoint "
-        "whose tokenizer wrote the ids"
+        f"{path}:1: input_ids has 900, but the vocabulary of model.checkpoint "
+        "(without a checkpoint, of data.vocab_size) has only 259 entries; set "
+        "model.checkpoint to the model whose tokenizer wrote the ids"
     )
 
 
@@ -460,7 +464,7 @@ def test_invalid_utf8_and_empty_files_are_errors(tmp_path):
     nothing = tmp_path / "empty.txt"
     nothing.touch()
     for path in (empty, nothing):
-        with pytest.raises(data.DataError, match=r"data\.source: .* holds no text"):
+        with pytest.raises(data.DataError, match=r"data\.source: .* contains no text"):
             data.load_documents(str(path))
 
 

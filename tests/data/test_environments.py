@@ -122,8 +122,8 @@ FAILURES = [
     ("return 'b', 1", r"step returned \('b', 1\), not a tuple"),
     ("return 3, 1, True", "step replied 3, which must be a string, as the prompt is"),
     ("return [], 1, True", r"step replied \[\], which must be a string"),
-    ("return 'b', 'high', True", "step gave the reward 'high', which is no finite num"),
-    ("return 'b', float('nan'), True", "step gave the reward nan, which is no finite"),
+    ("return 'b', 'high', True", "step gave the reward 'high', which is not a fin"),
+    ("return 'b', float('nan'), True", "step gave the reward nan, which is not a fin"),
     ("return 'b', -2e18, True",
      r"step gave the reward -2e\+18; advantages .* for rewards of at most 1e\+18"),
     ("import numpy; return 'b', 1, numpy.ones(2)",
@@ -153,7 +153,7 @@ def test_conversations_that_failures_end_are_counted(own, opened):
     with pytest.warns(UserWarning) as caught:
         environments.step(conversations)
     assert [str(warning.message).partition("; ")[2] for warning in caught] == [
-        f"conversations ended by such failures so far: {n}" for n in (1, 10)
+        f"conversations ended by failures of this kind so far: {n}" for n in (1, 10)
     ]
     assert all(
         "step raised (line 8) Zero" in str(warning.message) for warning in caught
@@ -168,11 +168,11 @@ def test_conversations_that_failures_end_are_counted(own, opened):
     ("reset", "message"),
     [
         ("raise KeyError('a')", r"reset raised \(line 5\) KeyError: 'a'"),
-        ("return ''", "reset returned '', neither a string nor a list of messages"),
-        ("return [3]", r"reset returned \[3\], neither a string nor a list of mess"),
-        ("return None", "reset returned None, neither"),
+        ("return ''", "reset returned '', which is not a string or a list of messages"),
+        ("return [3]", r"reset returned \[3\], which is not a string or a list"),
+        ("return None", "reset returned None, which is not"),
         ("import numpy; return numpy.arange(2)",
-         r"p.jsonl:1\): reset returned array\(\[0, 1\]\), neither a string nor a list"),
+         r"p.jsonl:1\): reset returned array\(\[0, 1\]\), which is not a string or"),
     ],
 )  # fmt: skip
 def test_reset_result_is_checked(reset, message, own, opened):
@@ -312,7 +312,7 @@ def test_close_that_fails_is_a_warning(own, opened):
     with open(name.partition(":")[0], "a") as file:
         file.write("\n    def close(self):\n        1 / 0\n")
     environments, made = opened(name)
-    with pytest.warns(UserWarning, match=r"close raised .* that may stay open by such"):
+    with pytest.warns(UserWarning, match=r"close raised .* possibly left open by"):
         environments.close(made)
     environments.close(made)  # which are closed
 
@@ -323,7 +323,7 @@ def test_failed_start_can_be_left_out(counted):
     rows[1]["fails"] = True
     with (
         pytest.warns(
-            UserWarning, match="no container; conversations left out after suc"
+            UserWarning, match="no container; conversations left out because of fai"
         ),
         environments.opened(rows, where) as made,
     ):

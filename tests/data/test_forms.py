@@ -96,7 +96,9 @@ def test_tool_arguments_decoded_for_templates():
     assert 'sky\n{"a":1}' in made.text  # as it was given
     with pytest.raises(DataError, match=r"tool_calls\[0\].function.arguments: not val"):
         document({"messages": [HI, call("{")]})
-    with pytest.raises(DataError, match="arguments must be an object, or one as JSON"):
+    with pytest.raises(
+        DataError, match="arguments must be an object, or an object as JSON text"
+    ):
         document({"messages": [HI, call("[1]")]})
 
 
@@ -284,7 +286,7 @@ def test_text_rewritten_by_template_is_whole(template, said):
     turns = [HI, HO | {"content": '\n  a <b>"noon"</b>\n\n and on\n'}]
     document = made.document(RawRecord("a:1", {"messages": turns}))
     assert len(learned(document)) == 1
-    note = "the chat template writes 'content' otherwise than it is given"
+    note = "the chat template changes 'content' when it writes it"
     said_lines = [line for line in made.lines()[1:] if line.startswith(note)]
     assert said_lines == [f"{note}: {said} (first a:1)"] * bool(said)
 
@@ -335,7 +337,7 @@ def test_ignored_keys_and_named_columns():
     assert read.lines()[1:] == ["the column 'prompt' is not used: 1 (first a:1)"]
     with pytest.raises(DataError, match="data.columns: 'promt' is not a name that"):
         reader(columns={"promt": "x"})
-    with pytest.raises(DataError, match="data.columns names 'x', which no record has"):
+    with pytest.raises(DataError, match="data.columns names 'x', but no record has"):
         made = reader(columns={"tools": "x"})
         with made.whole_pass():
             made.document(RawRecord("a:1", {"text": "b"}))
@@ -441,7 +443,7 @@ def test_columns_of_prompts_that_say_what_is_learned(column):
 def test_rows_of_several_documents_are_refused(column, one, packed):
     record = {"input_ids": [5, 6, 7]}
     assert document(record | {column: one}) == document(record)
-    message = f"{column} is not that of one document of 3 tokens, got .*; give each doc"
+    message = f"{column} must describe one document of 3 tokens, got .*; give each doc"
     with pytest.raises(DataError, match=message):
         document(record | {column: packed})
 
@@ -468,7 +470,7 @@ def test_all_masks_of_tokens_count_together():
         ({"system": "a", "prompt": [{"role": "system", "content": "b"}, HI],
           "completion": "ho"}, '"system" and a message both have the role'),
         ({"instruction": "a", "output": "b", "history": [["c", None]]},
-         '"history" must be a list of pairs .* two texts'),
+         '"history" must be a list of pairs .* a question and its answer'),
         ({"messages": [HI, {"role": "Assistant", "content": "ho"}]},
          "no message has the role 'assistant'; got 'Assistant', 'user'"),
         ({"messages": [HI, HO | {"content": "a\ufdd0b"}]}, "has U.FDD0 or U.FDD1"),
@@ -540,12 +542,12 @@ def test_tokens_and_their_labels(tokenizer):
         ({"input_ids": "5"}, '"input_ids" must be a list of integers'),
         (
             {"input_ids": [5, 6], "completion_mask": [0, 2]},
-            r':1: "completion_mask" must be 0 or 1 a token, got \[0, 2\]',
+            r':1: "completion_mask" must be 0 or 1 for each token, got \[0, 2\]',
         ),
     ):
         with pytest.raises(DataError, match=message):
             document(wrong)
-    with pytest.raises(DataError, match="input_ids has 99999, and the vocabulary"):
+    with pytest.raises(DataError, match="input_ids has 99999, but the vocabulary"):
         list(encoding.encode_documents([document({"input_ids": [99999]})], tokenizer))
 
 
@@ -588,11 +590,16 @@ def test_prompt_of_a_pair_in_other_columns():
     both = read.answers(RawRecord("a:1", repeated))
     assert [made[1:3] for made in both] == [("a", "q "), ("b", "q ")]
     assert read.lines()[1:] == [
-        "both answers begin with the prompt, which is not repeated: 1 (first a:1)"
+        "both answers begin with the prompt, which jaxmem removes from them: 1 (first "
+        "a:1)"
     ]
     for chosen, rejected, message in (
         ([HI | {"content": "hi "}, HO], [HI, HO], '"chosen" begins with the role'),
-        ([HI, HO], [HI, HO, HI, HO], "chosen and rejected, or the beginning of one"),
+        (
+            [HI, HO],
+            [HI, HO, HI, HO],
+            "chosen and rejected are equal, or one is the beginning",
+        ),
     ):
         record = {"prompt": "hi", "chosen": chosen, "rejected": rejected}
         with pytest.raises(DataError, match=f"a:1: .*{message}"):
@@ -623,7 +630,7 @@ def test_variables_of_the_template():
     assert asked.text.endswith("assistant\n<think></think>")
     own = {"prompt": [HI], "chat_template_kwargs": {"enable_thinking": False}}
     assert reader().prompt(RawRecord("a:1", own))[0].text == asked.text
-    with pytest.raises(DataError, match="t: chat_template_kwargs: the template reads no"
+    with pytest.raises(DataError, match="t: .*: the template does not read the"
                        " variable 'thinking'; it reads enable_thinking"):  # fmt: skip
         ChatTemplate(TOOLS, NAMED, "t", SPECIAL, {"thinking": False})
 

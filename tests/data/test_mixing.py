@@ -84,7 +84,7 @@ def test_shuffle_is_recorded_where_it_is_off():
         unshuffled = dataclasses.replace(section, shuffle=False)
         assert unshuffled.fixed()["shuffle"] is False
         assert mixing.lines(unshuffled, "data") == [
-            "data.shuffle=False: each epoch has the records in the order of the files"
+            "data.shuffle=False: each epoch reads the records in the order of the files"
         ]
 
 
@@ -105,7 +105,7 @@ def test_shuffle_where_nothing_is_shuffled_is_refused():
 )  # fmt: skip
 @pytest.mark.parametrize("section", [DataConfig, tasks.TaskConfig])
 def test_impossible_weights(section, source, weights):
-    with pytest.raises(ValueError, match="weights must be one positive number for eac"):
+    with pytest.raises(ValueError, match="weights must be a positive number for eac"):
         section(source=source, weights=weights)
 
 

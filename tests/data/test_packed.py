@@ -143,7 +143,7 @@ def test_position_in_rows_of_several_epochs_refused(config, tokenizer):
     made = documents.batches(config, tokenizer)
     state = made.get_state()
     old = {"fingerprint": state["fingerprint"], "position": {"parent": {}}}
-    with pytest.raises(DataError, match="rows held documents of several epochs"):
+    with pytest.raises(DataError, match="rows that mix documents of several epochs"):
         made.set_state(old)
 
 
@@ -151,6 +151,6 @@ def test_epoch_without_a_record_is_an_error(config, tokenizer, monkeypatch):
     config = dataclasses.replace(config, streaming=True)
     made = documents.batches(config, tokenizer)
     monkeypatch.setattr("jaxmem.data.block_files._lines", lambda *_: iter(()))
-    with pytest.raises(DataError, match="data.source: an epoch of it holds no record"):
+    with pytest.raises(DataError, match="data.source: an epoch contains no record"):
         for _ in range(1000):
             next(made)

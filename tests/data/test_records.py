@@ -68,7 +68,7 @@ def test_several_files_and_globs_in_a_fixed_order(tmp_path):
         documents.DataError, match=r"data.source: .*/z\*.jsonl matches no"
     ):
         documents.load_documents(str(tmp_path / "z*.jsonl"))
-    with pytest.raises(documents.DataError, match="data.source names no file"):
+    with pytest.raises(documents.DataError, match="data.source is empty; name a file"):
         documents.load_documents(())
 
 

@@ -104,10 +104,13 @@ def test_async_functions_are_awaited_together():
             "return [0, float('nan')]",
             "prompt 'prompt 1' (p.jsonl:2): returned nan, whi",
         ),
-        ("return [0, 'high']", "(p.jsonl:2): returned 'high', which is no finite numb"),
+        (
+            "return [0, 'high']",
+            "(p.jsonl:2): returned 'high', which is not a finite numb",
+        ),
         (
             "return [None] * 2",
-            "prompt 'prompt 0' (p.jsonl:1): gave no reward (None); task.unrewarded=",
+            "prompt 'prompt 0' (p.jsonl:1): returned no reward (None); task.unrewar",
         ),
         (
             "return [1 / (c != 'b') for c in completions]",
@@ -250,7 +253,7 @@ def test_search_for_failing_prompt_has_timeout(kind, own):
 
 def test_function_that_is_named_twice_is_refused():
     names = "exact", "number", "exact"
-    with pytest.raises(ValueError, match=r"TaskConfig.reward must be functions of whi"):
+    with pytest.raises(ValueError, match=r"TaskConfig.reward must be functions that"):
         TaskConfig(source="p.jsonl", reward=names)
 
 
@@ -341,7 +344,7 @@ def test_unrewarded_completion_has_no_total(own):
 def test_nan_of_a_function_is_an_error_of_it(own):
     name = own("def score(**_):\n    return [float('nan'), 2]\n")
     scorer = Scorer([name], on_error="mask")
-    with pytest.raises(RewardError, match="returned nan, which is no finite number"):
+    with pytest.raises(RewardError, match="returned nan, which is not a finite number"):
         scorer(questions(["a", "b"]))
 
 
@@ -440,7 +443,9 @@ def test_arrays_are_taken_as_rewards(kind, own):
 )
 def test_arrays_of_other_shapes_are_refused(body, own):
     name = own(f"import jax.numpy as jnp\ndef score(**_):\n    return {body}\n")
-    with pytest.raises(RewardError, match=r"not a list of 2 rewards|no finite number"):
+    with pytest.raises(
+        RewardError, match=r"not a list of 2 rewards|not a finite number"
+    ):
         Scorer([name])(questions(["a", "b"]))
 
 

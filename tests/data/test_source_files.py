@@ -127,7 +127,7 @@ def test_unusable_folder_is_listed(tmp_path):
         names(tmp_path)
     for name in ("a.png", "test.jsonl"):
         (tmp_path / name).touch()
-    said = r"^data.source: the folder .* it has 'a.png', 'test.jsonl'; files are named"
+    said = r"^data.source: the folder .* it has 'a.png', 'test.jsonl'; training files"
     with pytest.raises(DataError, match=said):
         names(tmp_path)
     with pytest.raises(DataError, match="^--in: .* is a folder; name a file, or files"):
@@ -193,10 +193,14 @@ def test_damaged_data_set_is_named(tmp_path):
     with pytest.raises(DataError, match=r"data.source: cannot read .*a\.arrow: "):
         list(read_records(tmp_path / "a.arrow", "data.source"))
     (tmp_path / "state.json").write_text('{"_indices_data_files": [{}]}')
-    with pytest.raises(DataError, match="is of an old version of datasets; load the"):
+    with pytest.raises(
+        DataError, match="was saved by an old version of datasets; load the"
+    ):
         names(tmp_path)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["a", "b"]}')
-    with pytest.raises(DataError, match="has the splits 'a', 'b' and no train; name"):
+    with pytest.raises(
+        DataError, match="has the splits 'a', 'b' but no split train; name"
+    ):
         names(tmp_path)
 
 
@@ -218,8 +222,11 @@ def test_cells_of_tables_are_text(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a,b\n1,2\n1,2,3\n", r"a\.csv:3: the row has 3 cells, and the header 2; put"),
-        ("a,b\n1\n", r"a\.csv:2: the row has 1 cells, and the header 2"),
+        (
+            "a,b\n1,2\n1,2,3\n",
+            r"a\.csv:3: the row has 3 cells, but the header has 2; put",
+        ),
+        ("a,b\n1\n", r"a\.csv:2: the row has 1 cells, but the header has 2"),
         ('a\n"x" y\n', r"a\.csv:2: ',' expected after '\"'"),
         ('a\n1\n"x\n', r"a\.csv:3: unexpected end of data"),
         ("a,a\n1,2\n", r"a\.csv:1: the first row must name the columns, .* 'a', 'a'"),

@@ -164,8 +164,14 @@ def test_row_groups_are_held_out_whole(config):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: [table(5), table(5, temperature=2.0)], "of different teachers or opt"),
-        (lambda: [table(5, vocabulary="w")], "of different teachers or options: {'to"),
+        (
+            lambda: [table(5), table(5, temperature=2.0)],
+            "with different teachers or opt",
+        ),
+        (
+            lambda: [table(5, vocabulary="w")],
+            "with different teachers or options: {'to",
+        ),
         (
             lambda: [table(5, temperature=None)],
             "row group 1: 'temperature' must be one",
@@ -183,7 +189,7 @@ def test_row_group_that_differs_is_named(made, message, config, tmp_path):
 def test_files_without_documents_are_named(config, tmp_path):
     for name in "ab":
         write(tmp_path / f"{name}.parquet", table(1).slice(0, 0))
-    with pytest.raises(DataError, match="holds no"):
+    with pytest.raises(DataError, match="contains no"):
         batches(config)
     (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match=r"c.jsonl must be a .parquet file"):
@@ -195,5 +201,7 @@ def test_column_of_learned_tokens_is_refused(tmp_path):
     masks = pa.array([[1]] * len(given))
     path = tmp_path / "a.parquet"
     write(path, given.append_column("loss_mask", masks))
-    with pytest.raises(DataError, match="a.parquet: .* do not use the column 'loss_m"):
+    with pytest.raises(
+        DataError, match="a.parquet: .* does not use the column 'loss_m"
+    ):
         teacher_files.read_part(path)

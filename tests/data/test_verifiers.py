@@ -59,7 +59,7 @@ def test_answers_without_a_number_are_errors(name, answer):
         scored(name, ["#### 5", "#### 5"], answer=["5", answer])
     assert "prompt 'p' (p.jsonl:2): raised (line " in str(raised.value)
     assert str(raised.value).endswith(
-        f"the column answer must be a number, or text with one, got {answer!r}"
+        f"the column answer must be a number, or a text with a number, got {answer!r}"
     )
 
 
@@ -86,7 +86,7 @@ def test_schemas_as_text_and_schemas_that_are_none(monkeypatch):
     assert scored("json_schema", ["3"], schema=['{"type": "integer"}']) == [1]
     with pytest.raises(RewardError, match=r"raised.*ValueError: schema: 'int' is not"):
         scored("json_schema", ["3"], schema=[{"type": "int"}])
-    wrong = "the column schema must be an object or JSON of one, got "
+    wrong = "the column schema must be an object, or an object as JSON text, got "
     assert scored("json_schema", ["3"], schema=[True]) == [1]
     for schema in (3, "{", "[]"):
         with pytest.raises(RewardError, match=re.escape(f"{wrong}{schema!r}")):

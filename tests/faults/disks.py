@@ -183,7 +183,7 @@ def _removed(job: Training) -> Row:
     wait_for(process, lambda: job.done(run) > 10)
     shutil.rmtree(job.folder / run, ignore_errors=True)
     done = finish(process)
-    said = done.line("is made anew")
+    said = done.line("jaxmem creates it again")
     right = done.returncode == 0 and bool(said)
     steps = job.steps(run)
     right = right and steps == job.steps(f"whole_{job.name}")[-len(steps) :]

@@ -120,7 +120,7 @@ def _signalled(row, job, number, when, *more, again=None) -> None:
     if isinstance(job, Training) and not more:
         right = right and (newest(job, run) == job.done(run))
     if more:
-        right = right and "does not let us save" in said
+        right = right and "not saved because of" in said
     resumed = finish(start(job, run)).returncode == 0
     row.add(said or done.said[-200:], right and resumed, job.lost(run))
 

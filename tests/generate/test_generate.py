@@ -356,7 +356,9 @@ def test_kept_samples_are_trained_on(graded):
 
 def test_reward_that_cannot_be_used_is_named(graded):
     pathlib.Path("reward.py").write_text("def score(completions, answer, **_): ...")
-    said = "^--reward: reward.py:score requires the argument 'answer', which is no col"
+    said = (
+        "^--reward: reward.py:score requires the argument 'answer', which is not a col"
+    )
     with pytest.raises(ValueError, match=said + "umn of --in; rename one, or give"):
         graded()
     pathlib.Path("in.jsonl").write_text('{"prompt": "a", "reward": 1}\n')
@@ -366,7 +368,9 @@ def test_reward_that_cannot_be_used_is_named(graded):
 
 def test_text_file_of_prompts_is_refused(sampled, prompts):
     pathlib.Path("in.txt").write_text("a")
-    with pytest.raises(DataError, match="^--in: in.txt is a text, which holds no rec"):
+    with pytest.raises(
+        DataError, match="^--in: in.txt is a text file, which has no rec"
+    ):
         generate.generate_file(sampled, "in.txt", "out.jsonl")
 
 
@@ -419,8 +423,8 @@ def test_command_prints_a_completion(directory, greedy, capsys):
         ),
         (("runs/sft", "a"), "runs/sft: no such checkpoint, adapter or run .run.out_d"),
         (("empty/m", "a"), "empty/m: no such .* .run.out_dir.; a .* is hf://empty/m"),
-        (("empty", "a"), "empty: neither a checkpoint .config.json., nor an adapter"),
-        (("unsaved", "a"), "unsaved: this run has saved nothing yet"),
+        (("empty", "a"), "empty is not a checkpoint .with config.json., an adapter"),
+        (("unsaved", "a"), "unsaved: this run has not saved a checkpoint"),
         (("empty",), "generate needs one of PROMPT, --in FILE.jsonl and --chat"),
         (("empty", "a", "--chat"), "generate needs one of PROMPT, --in"),
         (("empty", "--in", "a.jsonl"), "--in FILE.jsonl and --out FILE.jsonl belong"),

@@ -109,8 +109,8 @@ def test_export_names_another_base(directory, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--base", "nowhere"), "--base=nowhere: neither a checkpoint (config.json)"),
-        (("--base", "A/B", "--merge"), "--base=A/B is what an adapter records"),
+        (("--base", "nowhere"), "--base=nowhere must be the directory of a checkpoint"),
+        (("--base", "A/B", "--merge"), "--base=A/B is for an exported adapter"),
     ],
 )
 def test_export_refuses_a_base(options, message, directory, tmp_path, capsys):

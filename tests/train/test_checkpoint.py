@@ -92,7 +92,7 @@ def test_another_config_is_refused_by_field():
     with pytest.raises(ValueError) as error:
         check_same_config(CONFIG, other, Path("runs/a"))
     message = str(error.value)
-    assert "run.out_dir='runs/a' holds checkpoints of another run" in message
+    assert "run.out_dir='runs/a' contains checkpoints of another run" in message
     assert 'data.source was "a.txt", is "b.txt"' in message
     assert "model.hidden was 8, is 16" in message
     assert "model.qk_norm was absent, is true" in message

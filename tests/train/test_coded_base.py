@@ -131,9 +131,9 @@ def test_finished_run_on_random_codes_is_exported_whole(gin, monkeypatch, capsys
     assert "run/adapter: adapters of random weights (model.checkpoint=None)" in said
     assert cli.main(["generate", "run", "word1", "--max-new-tokens", "2"]) == 0
     assert cli.main(["export", "run", "--out", "adapter"]) == 2
-    assert "the adapters are of random weights (model." in capsys.readouterr().err
+    assert "the adapters belong to random weights (model." in capsys.readouterr().err
     assert cli.main(["export", "run", "--merge", "--out", "whole"]) == 0
-    assert "are those of the nf4 codes of random weights, and not of" in (
+    assert "are decoded from the nf4 codes of random weights, and are" in (
         capsys.readouterr().out
     )
     with saved.opened("run") as running, saved.opened("whole") as whole:
@@ -152,7 +152,7 @@ def test_adapter_of_random_weights_names_its_run(tmp_path):
     for directory in (tmp_path, described.parent):
         with (
             pytest.raises(
-                CheckpointError, match="is empty, as for an adapter of random w"
+                CheckpointError, match="is empty, as in an adapter of random w"
             ),
             saved.opened(directory),
         ):

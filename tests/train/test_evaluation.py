@@ -40,7 +40,9 @@ def test_lowest_finite_cost_is_the_best(costs, best, tmp_path):
     directory = tmp_path / "best"
     for step, cost in enumerate(costs, start=1):
         said = offer(directory, step, cost)
-        wanted = f"step {step}: an evaluation of {cost} is not kept as the best"
+        wanted = (
+            f"step {step}: jaxmem does not keep an evaluation of {cost} as the best"
+        )
         assert said == ("" if math.isfinite(cost) else wanted)
     assert kept(directory) == best
 

@@ -97,7 +97,7 @@ def test_steps_wait_for_full_disk(tmp_path):
         writer.write(step_metrics(8))
         assert [s.step for s in read_history(path)] == list(range(1, 9))
     assert messages[1:] == [
-        "metrics can be written again; those kept in memory are written"
+        "metrics can be written again; the metrics kept in memory are written"
     ]
     assert steps_on_the_board(tmp_path) == list(range(1, 9))
 

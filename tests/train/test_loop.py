@@ -59,8 +59,8 @@ def test_other_backend_than_saved_must_be_named(run):
     run(steps=2, backend=("xla", None))
     ran = run(steps=4, backend=("hopper", None))
     assert str(ran.error) == (
-        f"head.implementation was 'xla' in run.out_dir={str(ran.out_dir)!r}, and "
-        "'hopper', which rounds otherwise, is the fastest here: set "
+        f"head.implementation was 'xla' in run.out_dir={str(ran.out_dir)!r}, but "
+        "'hopper', which rounds differently, is the fastest here: set "
         "head.implementation='xla' to go on as before, or 'hopper' to change it"
     )
     ran = run(steps=4, backend=("hopper", "hopper"))
@@ -125,8 +125,8 @@ def test_stop_without_checkpoints_says_nothing_saved(run):
     ran = run(job=at(3, signal.raise_signal, signal.SIGTERM), checkpoint_every=None)
     assert ran.error.code == 143 and ran.checkpoints == [] and ran.steps == [1, 2, 3]
     assert ran.said.endswith(
-        "stopped by SIGTERM after step 3 of 6, which run.checkpoint_every=None does "
-        "not let us save; the same command starts from the beginning\n"
+        "stopped by SIGTERM after step 3 of 6, which is not saved because of "
+        "run.checkpoint_every=None; the same command starts from the beginning\n"
     )
 
 
@@ -302,7 +302,7 @@ def test_checkpoint_without_checksums_is_read(run):
     again = run()
     assert again.error is None and again.said.startswith(
         f"checkpoint {path} has no SHA256SUMS: its arrays can be read and are finite, "
-        f"and what else has changed in it is not known\nresuming {run.args[0]} at "
+        f"but other changes cannot be detected\nresuming {run.args[0]} at "
         "step 4 of 6"
     )
 
@@ -357,8 +357,9 @@ def test_poisoned_step_is_not_saved(run):
     with pytest.raises(FloatingPointError) as caught:
         run(job=Poisoned(4), checkpoint_every=1, keep=1)
     assert str(caught.value) == (
-        "after step 4 params/w is not finite, so that this step is not saved; the same "
-        "command resumes the run after step 3: give it a lower optimizer.learning_rate"
+        "after step 4 params/w is not finite, so jaxmem does not save this step; the "
+        "same command resumes the run after step 3: add a lower "
+        "optimizer.learning_rate"
     )
     again = run(free={"optimizer": {"learning_rate": 0.05}}, checkpoint_every=1, keep=1)
     assert again.error is None
@@ -386,8 +387,8 @@ def test_checkpoint_without_finite_loss_is_set_aside(keep, every, run):
             run(job=Diverged(3), **options)
         last = {1: "resumes the run after step 2", 3: "starts anew"}[every]
         assert str(caught.value) == (
-            "the loss of step 4 is nan, so that checkpoint 3 is renamed to 3.damaged; "
-            f"the same command {last}: give it a lower optimizer.learning_rate"
+            "the loss of step 4 is nan, so checkpoint 3 is renamed to 3.damaged; "
+            f"the same command {last}: add a lower optimizer.learning_rate"
         )
         good = {1: ["1", "2"][-keep:], 3: []}[every]
         names = os.listdir(run.args[0] / "checkpoints")
@@ -408,7 +409,7 @@ def test_nan_in_first_step_is_named_and_not_saved(value, run):
 
 
 def test_first_step_that_is_poisoned_starts_anew(run):
-    with pytest.raises(FloatingPointError, match="the same command starts anew: give"):
+    with pytest.raises(FloatingPointError, match="the same command starts anew: add"):
         run(job=Poisoned(1), checkpoint_every=1)
     assert run(free={"optimizer": {"learning_rate": 0.05}}).error is None
 
@@ -461,7 +462,7 @@ def test_damaged_best_is_set_aside(damage, run):
 def test_nan_best_is_not_kept(run):
     job = Poisoned(9, {4: np.nan, 6: 0.1})
     ran = run(job=job, evaluation=EVERY)
-    assert "step 4: an evaluation of nan is not kept as the best\n" in ran.said
+    assert "step 4: jaxmem does not keep an evaluation of nan as the best\n" in ran.said
     assert [p.name for p in (run.args[0] / "best").iterdir()] == ["6"]
 
 
@@ -522,7 +523,9 @@ def test_metrics_removed_in_run_are_made_anew(run):
     path = run.args[0] / "metrics.jsonl"
     ran = run(job=at(4, path.unlink), checked=False)
     assert ran.error is None and [s.step for s in ran.history] == [4, 5, 6]
-    assert f"{path} was removed; it is made anew, from this step on\n" in ran.said
+    assert (
+        f"{path} was removed; jaxmem creates it again, from this step on\n"
+    ) in ran.said
     assert run(checked=False).error is None  # a requeued command ends, too
 
 
@@ -739,7 +742,7 @@ def test_evaluations_of_an_older_version_start_from_the_best_one(run, monkeypatc
     [
         ({"patience": 3}, "eval.patience=3 is for evaluations during training, and "),
         ({"samples": 4}, "eval.samples=4 is for evaluations during training"),
-        ({"min_delta": 0.1}, "eval.min_delta=0.1 is not read without eval.patience"),
+        ({"min_delta": 0.1}, "eval.min_delta=0.1 has no effect without eval.patience"),
         ({"every": 5, "patience": 0}, "EvalConfig.patience must be at least 1, or No"),
         ({"every": 5, "patience": 1, "min_delta": -1.0}, "min_delta must be at least"),
     ],

@@ -21,11 +21,11 @@ def test_names_kept_besides_a_preset():
         (dict(policy="none", save=("gate",)),
          "save=.*keeps all blocks whole: leave it"),
         (dict(policy="fit", memory_limit=1.0, save=("up",)), "save=.*chooses it"),
-        (dict(policy="none", last=1), "last=1 does not go with policy='none'"),
+        (dict(policy="none", last=1), "last=1 cannot be combined with policy='none'"),
         (dict(policy="offload_block", unroll=True),
-         "unroll=True does not go with policy='offload_block', which offloads"),
+         "unroll=True cannot be combined with policy='offload_block', which offloads"),
         (dict(policy="fit", memory_limit=1.0, unroll=True),
-         "unroll=True does not go with policy='fit', which may offload"),
+         "unroll=True cannot be combined with policy='fit', which may offload"),
     ],
 )  # fmt: skip
 def test_impossible_sections_are_refused_by_name(fields, message):

@@ -58,7 +58,7 @@ def test_table_lays_the_heads_side_by_side_in_mib():
     ]
     cells = [[cell.strip() for cell in row] for row in rows if len(row) == 3]
     assert cells == [
-        ["head alone, temporary", "3.0", "300.0"],
+        ["head only, temporary", "3.0", "300.0"],
         ["train step, temporary", "10.0", "1,024.0"],
         ["train step, peak", "20.0", "1,034.0"],
     ]

@@ -194,7 +194,7 @@ def test_train_never_replaces_what_it_reads(config, key, value, tmp_path, capsys
         sources["model.lora_rank"] = "0"
     overrides = [f"{k}={v}" for k, v in (sources | {key: value}).items()]
     said = refused("train", config, *overrides, "run.out_dir=q", capsys=capsys)
-    assert f"{key}='{value}' is in what run.out_dir='q' replaces" in said
+    assert f"{key}='{value}' is among the files that run.out_dir='q' replaces" in said
 
 
 def test_name_that_is_too_long_names_the_key(capsys):
@@ -219,7 +219,9 @@ def test_new_directory_replaces_checkpoint_files_only(tmp_path):
     with pytest.raises(CheckpointError, match="a: exists; name another"):
         save("a", replace=False)
     mine = write(tmp_path / "a" / "mine.py")
-    with pytest.raises(CheckpointError, match="a/mine.py is no file of a checkpoint"):
+    with pytest.raises(
+        CheckpointError, match="a/mine.py is not a file of a checkpoint"
+    ):
         save("a")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     with pytest.raises(CheckpointError, match="b: is a symbolic link"):

@@ -144,7 +144,10 @@ def test_16_bit_trained_weights_resume_in_float32(monkeypatch):
     assert kinds(saved_params(step=2)) == {"bfloat16"}
     said = train()
     assert "resuming run at step 2" in said
-    line = "9,456 trained weights were saved in bfloat16 and go on in float32"
+    line = (
+        "9,456 trained weights were saved in bfloat16 and are trained "
+        "further in float32"
+    )
     assert line in said
     assert kinds(saved_params()) == {"float32"}
     said = train({"run.steps": 4})

@@ -40,7 +40,7 @@ def test_documents_show_what_the_loss_counts(capsys):
     said = shown(capsys, "data.source=t.jsonl", "--show", "1")
     assert "t.jsonl:1: 6 tokens, the loss counts 3\n" in said
     assert "<s> a b⟦c d </s>⟧" in said and "e e" not in said
-    assert "2 documents, 28 tokens, of which the loss counts 85.7%; 6 to 22" in said
+    assert "2 documents, 28 tokens; the loss counts 85.7% of them; 6 to 22" in said
     assert "1 is longer than data.sequence_length=8 and is cut into rows" in said
     assert "an epoch packs 28 tokens into 4 rows of 8, 12.5% padding: 2 micro" in said
     assert "run.steps=60 is 30 epochs: each record is seen 30 times\n" in said
@@ -56,7 +56,10 @@ def test_preview_shows_first_block_of_stream(capsys, monkeypatch):
     said = shown(capsys, "data.source=t.jsonl", "data.streaming=True", "--show", "1")
     assert "t.jsonl: line at byte 0: 4 tokens, the loss counts 3\n" in said
     assert "2 documents of first blocks, 10 tokens" in said and "packs" not in said
-    assert "all data would be read to say how often run.steps=60 trains on a" in said
+    assert (
+        "jaxmem would have to read all data to count how often run.steps=60 trains on a"
+        in said
+    )
     write("u.jsonl", {"text": "a", "stars": 1})
     path = pathlib.Path("u.jsonl")
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -67,14 +70,14 @@ def test_preview_shows_first_block_of_stream(capsys, monkeypatch):
     said = shown(capsys, *both, "data.weights=(1, 2)", "run.epochs=2")
     assert "how often run.epochs=2 trains on a record by data.weights\n" in said
     assert cli.main(["data", "a.gin", *both, 'data.columns={"text": "txet"}']) == 2
-    assert "data.columns names 'txet', which no record has" in capsys.readouterr().err
+    assert "data.columns names 'txet', but no record has" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["data", "train"])
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([{"text": "ab"}], "is one document, and a document is not divided"),
+        ([{"text": "ab"}], "is one document, which jaxmem does not divide"),
         (
             [{"input_ids": [1, 9 + i], "labels": [-100, -100]} for i in range(3)],
             "data.held_out=0.5 keeps no token that the loss counts",
@@ -114,8 +117,8 @@ def test_sources_by_weights_are_seen_by_their_weights(job, capsys):
         *(["data.sequence_length=16"] if job == "dpo" else []),
         *(["grpo.prompts=2"] if job == "grpo" else []),
     )  # fmt: skip
-    each = "of a.jsonl 4 times, of b.jsonl 12 times"
-    assert f"run.steps=24: records are seen by their source, {each}\n" in said
+    each = "4 times in a.jsonl, 12 times in b.jsonl"
+    assert f"run.steps=24: each record is seen {each}\n" in said
 
 
 def test_of_all_counts_the_micro_batches_of_steps():
@@ -130,7 +133,7 @@ def test_of_sources_mixes_items_by_weights():
     run = RunConfig(steps=12, accumulate=3)
     # 144 rows: 16 of a with 4 items each, and 128 of b.
     assert passes.of_sources(run, 5.0, sources).endswith(
-        "of a 1.6 times, of b 12.8 times"
+        "1.6 times in a, 12.8 times in b"
     )
 
 

@@ -96,7 +96,7 @@ def test_failed_push_leaves_the_run(server, capfd):
     assert command("train", "run.gin") == 0
     out = " ".join(capfd.readouterr().out.split())
     assert "run.push: me/tuned has files of another model on the Hub" in out
-    assert "to try again: jaxmem export run --push me/tuned" in out
+    assert "to try again, run: jaxmem export run --push me/tuned" in out
     assert pathlib.Path("run/summary.json").exists()
     del server.repositories["models", "me/tuned"]
     assert command("train", "run.gin") == 0  # a complete run uploads again
@@ -124,13 +124,17 @@ def test_run_that_cannot_push_does_not_start(server, monkeypatch, capfd):
 def test_export_needs_somewhere_to_go(server, capfd):
     for words in ((), ("--out", "new", "--private")):
         assert command("export", "llama", *words) == 2
-        assert "export needs --out; --private is for --push" in capfd.readouterr().err
+        assert (
+            "export needs --out or --push; --private needs --push"
+        ) in capfd.readouterr().err
 
 
 def test_failed_push_of_an_export_tells_how_to_retry(server, capfd):
     server.down = True
     assert command("export", "llama", "--out", "new", "--push", "me/copy") == 2
     said = capfd.readouterr().err
-    assert said.rstrip().endswith("to try again: jaxmem export llama --push me/copy")
+    assert said.rstrip().endswith(
+        "to try again, run: jaxmem export llama --push me/copy"
+    )
     card = pathlib.Path("new/README.md").read_text()
     assert "| base model | `llama`, a directory |" in card and "base_model:" not in card

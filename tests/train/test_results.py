@@ -116,7 +116,7 @@ def test_task_words_are_checkpoint_tokens(directory):
     own = vocabulary.spelling(None)
     np.testing.assert_array_equal(own.read(own.write(words)), words)
     model = texts.checkpoint("qwen3", directory)
-    with pytest.raises(CheckpointError, match="needs '8' as a token"):
+    with pytest.raises(CheckpointError, match="needs the token '8'"):
         vocabulary.spelling(str(model))
 
 
@@ -187,7 +187,9 @@ def test_checkpoint_without_an_end_cannot_be_trained(directory):
     (model / "tokenizer_config.json").unlink()
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
-    with pytest.raises(CheckpointError, match="names the token that ends a sequence"):
+    with pytest.raises(
+        CheckpointError, match="training needs the token that ends a sequence"
+    ):
         vocabulary.of_checkpoint(str(model))
 
 
@@ -200,7 +202,7 @@ def test_checkpoint_without_an_end_cannot_be_trained(directory):
         (dict(lora_rank=2, lora_targets=()), "lora_targets must name a matrix"),
         (dict(lora_head=True), "lora_head needs a lora_rank above 0"),
         (dict(lora_saved=("head",), tied=False), "lora_saved needs a lora_rank above"),
-        (dict(lora_rank=1, lora_saved=("head",)), "lora_saved is for a head with its "),
+        (dict(lora_rank=1, lora_saved=("head",)), "lora_saved is for a head with its"),
         (dict(lora_rank=1, lora_saved=("x",)), "lora_saved must be among embed, head"),
     ],
 )
@@ -232,7 +234,7 @@ def test_adapter_says_what_loads_it(name, alone, tmp_path):
     said = console.file.getvalue()
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
     assert f"saved in {tmp_path}/adapter, for PEFT to load" in said
-    assert ("with the text part of the checkpoint alone" not in said) == alone
+    assert ("together with the text part of the checkpoint" not in said) == alone
 
 
 @pytest.mark.slow

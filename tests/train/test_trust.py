@@ -132,7 +132,7 @@ def test_factory_is_named_for_models_that_have_one(evil, ran, tmp_path, capsys):
     command = ["generate", str(tmp_path / "llama"), "abc", "--factory", "evil.py:f"]
     assert cli.main(command) == 2
     said = capsys.readouterr().err
-    assert "--factory=evil.py:f is for the run of a model.factory" in said
+    assert "--factory=evil.py:f is for a run with model.factory" in said
     with pytest.raises(CheckpointError, match="llama has none"):
         with saved.opened(tmp_path / "llama", code=saved.Code(factory="evil.py:f")):
             pass

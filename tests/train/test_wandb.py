@@ -132,7 +132,7 @@ def test_hanging_service_blocks_nothing(tmp_path, monkeypatch):
     ran = run_in(tmp_path / "run", wandb="p")
     assert time.perf_counter() - start < 60
     assert ran.error is None and ran.steps == [1, 2, 3, 4, 5, 6]
-    assert ran.said.count("Weights & Biases: step 5 is left out: 4 wait to be") == 1
+    assert ran.said.count("Weights & Biases: step 5 is left out: 4 steps wait") == 1
     assert ran.said.count("Weights & Biases") == 1
     stuck.set()
 

@@ -41,7 +41,8 @@ def by_period(default: int) -> Callable[[Reader], tuple[str, ...]]:
             return ("local",) * (period - 1) + ("global",)
         if not period_or_letters or set(period_or_letters) - {"L", "G"}:
             raise reader.error(
-                f"sliding_window_pattern must be of L and G, got {period_or_letters!r}"
+                "sliding_window_pattern must consist of L and G, got "
+                f"{period_or_letters!r}"
             )
         return tuple(
             "local" if letter == "L" else "global" for letter in period_or_letters
@@ -171,9 +172,9 @@ class Chunks(ConfigPart):
                 for is_chunked, kind in zip(chunked, kinds, strict=True)
             ):
                 raise reader.error(
-                    "layer_types must have one entry a layer, and 'chunked_attention' "
-                    f"only where no_rope_layers has 1, with {key}; got "
-                    f"{messages.short(listed)}"
+                    "layer_types must have one entry for each layer, and "
+                    "'chunked_attention' only in layers for which no_rope_layers has "
+                    f"1, with {key}; got {messages.short(listed)}"
                 )
             both = zip(chunked, kinds, strict=True)
             pattern = tuple("chunked" if is_chunked else k for is_chunked, k in both)

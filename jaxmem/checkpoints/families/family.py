@@ -44,7 +44,7 @@ def listed_layers(reader: Reader, known: Mapping[str, Any]) -> tuple | None:
     kinds = tuple(reader.choose("layer_types", kind, known) for kind in listed)
     if len(kinds) != (count := reader.raw["num_hidden_layers"]):
         raise reader.error(
-            f"layer_types must have one entry a layer, {count}, got {len(kinds)}"
+            f"layer_types must have one entry for each layer, {count}, got {len(kinds)}"
         )
     return kinds
 

@@ -52,8 +52,8 @@ class GlobalLayers(ConfigPart):
         texts = [repr(sorted(by_layer[i].items())) for i in by_layer]
         if by_layer and set(by_layer) != global_layers or len(set(texts)) > 1:
             raise reader.error(
-                "per_layer_config must say the same of every full_attention layer, and "
-                f"nothing of others, got {messages.short(by_layer)}"
+                "per_layer_config must have equal entries for all full_attention "
+                f"layers, and none for others, got {messages.short(by_layer)}"
             )
         inner = Reader(reader.path, dict(next(iter(by_layer.values()), {})))
         sizes = (
@@ -68,7 +68,7 @@ class GlobalLayers(ConfigPart):
         ropes = reader.take("rope_parameters", (dict, type(None)), None) or _ROPES
         if set(ropes) != set(_ROPES):
             raise reader.error(
-                f"rope_parameters must be of {_GLOBAL} and {_LOCAL}, got "
+                f"rope_parameters must be for {_GLOBAL} and {_LOCAL}, got "
                 f"{', '.join(map(messages.name, ropes))}"
             )
         fields = {"rope_proportion": 1.0}

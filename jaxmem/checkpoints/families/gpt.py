@@ -66,8 +66,8 @@ class _KeysPerQuery(ConfigPart):
         value = reader.take(key, int, heads)
         if value != heads:
             raise reader.error(
-                f"{key}={value} is not implemented; only that of num_attention_heads="
-                f"{heads} is"
+                f"{key}={value} is not implemented; it must equal "
+                f"num_attention_heads={heads}"
             )
         return {"kv_heads": heads}
 

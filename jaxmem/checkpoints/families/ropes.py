@@ -78,7 +78,7 @@ class RopePart(ConfigPart):
             old = newer | old
         if self.fields(reader, old) != fields:
             raise reader.error(
-                "rope_parameters is not what rope_theta and rope_scaling say; delete "
+                "rope_parameters disagrees with rope_theta and rope_scaling; delete "
                 "the form that the model was not trained with"
             )
         return fields
@@ -169,7 +169,7 @@ class TwoRopes(ConfigPart):
         reader.read.update(("rope_theta", "rope_scaling", "rope_local_base_freq"))
         if set(ropes) != set(_LAYERS):
             raise reader.error(
-                f"rope_parameters must be of {', '.join(_LAYERS)}, got "
+                f"rope_parameters must be for {', '.join(_LAYERS)}, got "
                 f"{', '.join(map(messages.name, ropes))}"
             )
         kinds = Reader(reader.path, ropes)

@@ -34,17 +34,17 @@ class DpoJobConfig(JobConfig):
     def __post_init__(self):
         if self.model.checkpoint is None:
             raise ValueError(
-                "run.job='dpo' needs model.checkpoint: what is preferred is learned by "
-                "a model that answers already"
+                "run.job='dpo' needs model.checkpoint, because only a model that "
+                "answers already can learn preferences"
             )
         self.check_stays("data.streams", 1, "for run.job='dpo'")
-        why = "for run.job='dpo', which keeps every pair's reference in memory"
+        why = "for run.job='dpo', which keeps the reference of every pair in memory"
         self.check_stays("data.streaming", False, why)
         sample = self.head.sample
         if sample is not None and sample.forward != "exact":
             raise ValueError(
                 f"head.gradient={self.head.gradient} must have an exact forward pass "
-                "for run.job='dpo', whose reference and evaluations are exact"
+                "for run.job='dpo', because its reference and evaluations are exact"
             )
 
 
@@ -62,7 +62,7 @@ class DistillJobConfig(JobConfig):
         if self.distill.teacher is None and not (offline and self.model.checkpoint):
             raise ValueError(
                 f"distill.mode={self.distill.mode!r} needs distill.teacher, the "
-                "directory of a checkpoint or of a run that has ended"
+                "directory of a checkpoint or of a finished run"
             )
         self._check_head()
         unread = {"data": DataConfig()}
@@ -72,18 +72,18 @@ class DistillJobConfig(JobConfig):
             name = _first_differing(getattr(self, section), default)
             if name is not None:
                 raise ValueError(
-                    f"{section}.{name} is not read for distill.mode="
-                    f"{self.distill.mode!r}; leave it out"
+                    f"{section}.{name} has no effect with "
+                    f"distill.mode={self.distill.mode!r}; leave it out"
                 )
         if self.is_on_policy:
             self._check_rollouts()
         elif (weight := self.distill.reward_weight) is not None:
             raise ValueError(
-                f"distill.reward_weight={weight} needs distill.mode='on_policy': "
-                "rewards are of completions that the student samples"
+                f"distill.reward_weight={weight} needs distill.mode='on_policy', "
+                "because rewards are for completions that the student samples"
             )
         if offline:
-            why = "for distill.mode='offline', whose every process reads all rows"
+            why = "for distill.mode='offline', where every process reads all rows"
             self.check_stays("data.streams", 1, why)
 
     def _check_head(self) -> None:
@@ -98,7 +98,7 @@ class DistillJobConfig(JobConfig):
             self.check_stays(
                 f"head.{field.name}",
                 getattr(usable, field.name),
-                "for run.job='distill': divergences are exact, and never materialised; "
+                "for run.job='distill': divergences are exact and never stored; "
                 'gradients are exact or ("sample", k)',
             )
 
@@ -108,10 +108,10 @@ class DistillJobConfig(JobConfig):
             if value := getattr(self.task, name):
                 raise ValueError(f"task.{name}={value!r} needs run.job='grpo'")
         mode = "for distill.mode='on_policy'"
-        why = f"{mode}: samples have no labels but themselves"
+        why = f"{mode}: the only labels of samples are the samples themselves"
         self.check_stays("distill.loss_weight", 0, why)
         self._check_rewards()
-        why = f"{mode}: distill.max_tokens says how much a micro-batch holds"
+        why = f"{mode}: distill.max_tokens sets the size of a micro-batch"
         self.check_stays("run.accumulate", 1, why)
         widest = self.row_lengths[-1]
         _check_rows("distill.row_lengths", distill.row_lengths, widest, self.longest)
@@ -126,8 +126,8 @@ class DistillJobConfig(JobConfig):
             ):  # fmt: skip
                 if getattr(task, name) != getattr(TaskConfig(), name):
                     raise ValueError(
-                        f"task.{name} is not read without distill.reward_weight; set "
-                        "that, or leave it out"
+                        f"task.{name} has no effect without distill.reward_weight; "
+                        f"set distill.reward_weight, or leave task.{name} out"
                     )
             return
         _check_answers(task, sampling)
@@ -142,7 +142,7 @@ class DistillJobConfig(JobConfig):
         if sampling.truncates:
             raise ValueError(
                 f"{setting} needs sampling.top_k, top_p and min_p to be None: its "
-                "policy gradient is that of tokens drawn from the whole vocabulary; "
+                "policy gradient is for tokens drawn from the whole vocabulary; "
                 "run.job='grpo' replays truncated draws"
             )
 
@@ -173,8 +173,8 @@ def _check_answers(task: TaskConfig, sampling: SamplingConfig) -> None:
     slots, answer = sampling.max_new_tokens, task.answer_length
     if task.is_arithmetic and task.answer == "last_digit" and slots != 1:
         raise ValueError(
-            f"sampling.max_new_tokens={slots} must be 1 for task.answer="
-            "'last_digit': nothing follows it"
+            f"sampling.max_new_tokens={slots} must be 1 for task.answer='last_digit', "
+            "because nothing follows the digit"
         )
     if slots < answer:
         raise ValueError(
@@ -186,8 +186,8 @@ def _check_answers(task: TaskConfig, sampling: SamplingConfig) -> None:
 def _check_rows(name: str, widths: Any, widest: int, longest: int) -> None:
     if widest < longest:
         raise ValueError(
-            f"{name}={widths} must reach {longest}, the longest sequence: prompt and "
-            "sampling.max_new_tokens, less one"
+            f"{name}={widths} must reach {longest}, the longest sequence (prompt and "
+            "sampling.max_new_tokens, minus one)"
         )
 
 
@@ -241,25 +241,26 @@ class GrpoJobConfig(JobConfig):
             )
         if self.grpo.turn_rewards and self.task.environment is None:
             raise ValueError(
-                "grpo.turn_rewards=True needs a task.environment, which has turns"
+                "grpo.turn_rewards=True needs a task.environment, because only "
+                "conversations have turns"
             )
         if self.task.recorded:
             reason = "for task.recorded=True"
             self.check_stays("sampling.slots", None, f"{reason}: nothing is sampled")
-            why = "rollouts of a file do not say which experts their tokens went to"
+            why = "rollouts of a file do not record which experts their tokens used"
             self.check_stays("grpo.replay_routing", False, f"{reason}: {why}")
-            why = "task.source has the rollouts already"
+            why = "task.source already contains the rollouts"
             self.check_stays("run.save_rollouts", False, f"{reason}: {why}")
         _check_answers(self.task, self.sampling)
-        why = "in this job: grpo.max_tokens_train says how much a micro-batch holds"
+        why = "in this job: grpo.max_tokens_train sets the size of a micro-batch"
         self.check_stays("run.accumulate", 1, why)
         for key in ("head.gradient", "head.vocab_groups"):
             if self.sampling.truncates:
                 self.check_stays(
                     key,
                     None,
-                    "where sampling.top_k, top_p or min_p truncates: sums and "
-                    "gradients within the support are exact and need no groups",
+                    "if sampling.top_k, top_p or min_p truncates: sums and gradients "
+                    "within the support are exact and need no groups",
                 )
         widest = self.row_lengths[-1]
         _check_rows("grpo.row_lengths", self.grpo.row_lengths, widest, self.longest)

@@ -91,14 +91,14 @@ class Job(Hooked):
         model = self.sizes()
         changes: dict[str, Any] = {"model": model}
         if not self.has_rollouts:
-            why = f"for run.job={config.run.job!r}; run.job='grpo' has rollouts"
+            why = f"for run.job={config.run.job!r}; only run.job='grpo' has rollouts"
             config.check_stays("run.save_rollouts", False, why)
             config.check_stays("eval.samples", None, why)
         if model.base is not None and not model.lora_rank:
             raise ValueError(
                 f"model.base={model.base!r} codes matrices, which no update can "
-                "change: train adapters beside them (model.lora_rank above 0), or "
-                "leave model.base out"
+                "change: add adapters to train (model.lora_rank above 0), or leave "
+                "model.base out"
             )
         if model.lora_rank and config.optimizer.trainable is None:
             changes["optimizer"] = dataclasses.replace(

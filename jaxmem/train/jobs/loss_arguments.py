@@ -34,7 +34,8 @@ def named(function: Callable, known: Collection[str]) -> tuple[str, ...]:
             arguments.append(name)
         elif parameter.default is parameter.empty:
             raise ValueError(
-                f"it takes {name!r}, which is none of {', '.join(known)}, by name"
+                f"it takes {name!r}, which must be one of {', '.join(known)}, passed "
+                "by name"
             )
     return tuple(arguments)
 

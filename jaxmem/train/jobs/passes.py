@@ -63,8 +63,8 @@ def of_sources(run: RunConfig, epoch: float, sources: Sequence[SourceSize]) -> s
     counts = []
     for source, part in zip(sources, parts, strict=True):
         times = _format_number(rows * part / sum(parts) / source.rows)
-        counts.append(f"of {source.name} {times} times")
-    return f"{length}: records are seen by their source, {', '.join(counts)}"
+        counts.append(f"{times} times in {source.name}")
+    return f"{length}: each record is seen {', '.join(counts)}"
 
 
 def _format_number(times: float) -> str:

@@ -156,9 +156,13 @@ class GrpoConfig:
         for name, unfit, why in (
             ("loss", self.has_sequence_ratio, "it reads whole sequences"),
             ("correction", self.drops_sequences, "it reads whole sequences"),
-            ("epochs", self.epochs > 1, "all would learn from one cut"),
+            (
+                "epochs",
+                self.epochs > 1,
+                "all completions would be cut at the same place",
+            ),
         ):
-            expected = f"another one with prefix_cut={self.prefix_cut}: {why}"
+            expected = f"a different value with prefix_cut={self.prefix_cut}: {why}"
             check_field(self, name, not unfit, expected)
 
     @functools.cached_property

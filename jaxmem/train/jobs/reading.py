@@ -31,7 +31,9 @@ from jaxmem.train.jobs import passes
 from jaxmem.train.jobs.passes import SourceSize
 from jaxmem.train.settings import RunConfig
 
-NOTHING_COUNTED = "no token that the loss counts: each is of a prompt, or has weight 0"
+NOTHING_COUNTED = (
+    "no token that the loss counts: every token belongs to a prompt or has weight 0"
+)
 
 
 class TokenRecord(NamedTuple):
@@ -223,14 +225,14 @@ class Documents(Reading):
         mixed = self.config.weights is not None
         if not self.config.streaming or (run.epochs is not None and not mixed):
             return super().seen(run)
-        said, hint = f"run.steps={run.steps:,}", "; run.epochs says it"
+        said, hint = f"run.steps={run.steps:,}", "; run.epochs sets this number"
         if run.epochs is not None:
             said = f"run.epochs={run.epochs:g}"
         if mixed:  # each source has epochs of its own
             hint = " by data.weights"
         return (
-            f"data.streaming: all data would be read to say how often {said} trains "
-            f"on a record{hint}"
+            "data.streaming: jaxmem would have to read all data to count how often "
+            f"{said} trains on a record{hint}"
         )
 
     def epochs(self, count: int) -> list[float]:
@@ -372,9 +374,9 @@ class TeacherRows(Documents):
         streaming = self.config.streaming
         noun = "documents of the first row group" if streaming else "documents"
         yield (
-            f"{len(file.documents):,} {noun}, of which a teacher's "
-            f"{file.ids.shape[1]} {kind} ids are known for {len(file.ids):,} tokens, "
-            f"at temperature {file.temperature:g}"
+            f"{len(file.documents):,} {noun}; the file has a teacher's "
+            f"{file.ids.shape[1]} {kind} ids for {len(file.ids):,} tokens, at "
+            f"temperature {file.temperature:g}"
         )
 
 
@@ -388,7 +390,7 @@ def statistics(what: str, encoded: list[tuple[np.ndarray, np.ndarray]]) -> str:
     lengths = np.array([len(tokens) for tokens, _ in encoded])
     counted = sum(int((labels >= 0).sum()) for _, labels in encoded)
     return (
-        f"{len(lengths):,} {what}, {lengths.sum():,} tokens, of which the loss counts "
-        f"{counted / lengths.sum():.1%}; {lengths.min():,} to {lengths.max():,} tokens "
-        f"each, median {int(np.median(lengths)):,}"
+        f"{len(lengths):,} {what}, {lengths.sum():,} tokens; the loss counts "
+        f"{counted / lengths.sum():.1%} of them; {lengths.min():,} to "
+        f"{lengths.max():,} tokens each, median {int(np.median(lengths)):,}"
     )

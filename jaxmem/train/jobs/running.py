@@ -127,8 +127,8 @@ def train(
                 say(console, run.completion())
                 publishing.finish(job, run.out_dir, console)
                 return left
-            say(console, f"{files.shown(run.out_dir)}: the steps are taken; writing "
-                "results that are missing")  # fmt: skip
+            say(console, f"{files.shown(run.out_dir)}: all steps are done; writing "
+                         "the results that are missing")  # fmt: skip
         job.build()
         run.use_backend(job.program.backend, config.head.implementation)
         job.open()
@@ -165,8 +165,8 @@ def _check_samples(job: Job) -> None:
     run = job.config.run
     if run.wandb_samples is not None and not job.samples_completions():
         raise ValueError(
-            f"run.wandb_samples={run.wandb_samples} shows sampled completions, and "
-            f"run.job={run.job!r} samples none here; leave it out"
+            f"run.wandb_samples={run.wandb_samples} shows sampled completions, but "
+            f"run.job={run.job!r} samples none here; leave run.wandb_samples out"
         )
 
 
@@ -214,7 +214,11 @@ def _finish(run: "loop.Run", job: Job, state: Any, console: Console) -> Result:
         return Result(run.out_dir, ended_by=ended_by)
     history = run.history(job.Metrics)
     if not history:  # the file was removed after the last step
-        say(console, f"{run.metrics_path} has no step: no summary, no report")
+        say(
+            console,
+            f"{run.metrics_path} contains no step, so jaxmem writes no summary and no "
+            "report",
+        )
         publishing.finish(job, run.out_dir, console)
         return Result(run.out_dir, [], costs, ended_by=ended_by)
     with_last = [*history[:-1], history[-1]._replace(**last)]

@@ -135,7 +135,9 @@ class MetricsWriter:
         """Try to write everything that is pending."""
         failed = None
         if self._lines.was_removed:
-            self._log(f"{self.path} was removed; it is made anew, from this step on")
+            self._log(
+                f"{self.path} was removed; jaxmem creates it again, from this step on"
+            )
         for file in (self._lines, self._events):
             try:
                 file.flush()
@@ -148,7 +150,9 @@ class MetricsWriter:
                     )
                     self._failed = error
         if self._failed is not None and failed is None:
-            self._log("metrics can be written again; those kept in memory are written")
+            self._log(
+                "metrics can be written again; the metrics kept in memory are written"
+            )
         self._failed = failed
 
 

@@ -85,7 +85,7 @@ class WandbWriter:
                 self._steps.put_nowait((step, dict(numbers), samples))
         except queue.Full:
             self._warn_once(
-                f"step {step} is left out: {_MAX_PENDING:,} wait to be sent"
+                f"step {step} is left out: {_MAX_PENDING:,} steps wait to be sent"
             )
 
     def _send_all(self) -> None:

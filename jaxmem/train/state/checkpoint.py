@@ -79,8 +79,8 @@ class Checkpoints:
         names = finite.not_finite(state)
         if names:
             raise FloatingPointError(
-                f"after step {step} {checksums.first(names)} is not finite, so that "
-                "this step is not saved"
+                f"after step {step} {checksums.first(names)} is not finite, so jaxmem "
+                "does not save this step"
             )
         try:
             self._write_unfinished(step, state, data_state, config)
@@ -211,8 +211,7 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
     fault = checksums.find_fault(path)
     if fault is not None:
         raise RunCheckpointError(
-            f"checkpoint {path} cannot be used ({fault}); when the run is resumed, it "
-            "is set aside"
+            f"checkpoint {path} cannot be used ({fault}); a resumed run sets it aside"
         )
     with silenced():
         saved, expected = _shapes_by_name(path), finite.by_name({"params": like})
@@ -306,7 +305,9 @@ def settings_of(config: Any) -> dict[str, dict[str, Any]]:
     """
     if isinstance(config, dict) and all(isinstance(x, dict) for x in config.values()):
         return config
-    raise ValueError(f"config is not what a run saves: {messages.short(config)}")
+    raise ValueError(
+        f"config is not a config that a run saves: {messages.short(config)}"
+    )
 
 
 def reason(error: Exception) -> str:

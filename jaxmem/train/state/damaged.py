@@ -46,7 +46,7 @@ def set_aside_damaged(directory: Path, needed: bool = True) -> list[str]:
     if good is not None and not checksums.exist(good):
         lines.append(
             f"checkpoint {good} has no {checksums.NAME}: its arrays can be read and "
-            "are finite, and what else has changed in it is not known"
+            "are finite, but other changes cannot be detected"
         )
     return lines
 
@@ -82,7 +82,7 @@ def _find_fault_in_content(path: Path) -> str | None:
             saved = c.restore(path.resolve(), args=ocp.args.Composite(**items))
             for name in sections:
                 if not isinstance(saved[name], dict):
-                    return f"{name} is no object"
+                    return f"{name} is not an object"
             checkpoint.settings_of(saved["config"])
         with checkpoint.silenced(), ocp.PyTreeCheckpointer() as c:
             arrays = jax.tree.map(

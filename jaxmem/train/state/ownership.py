@@ -86,7 +86,7 @@ class RunDirectory:
         if faults:
             path, reason = faults[0]
             more = [str(path.relative_to(self.path)) for path, _ in faults[1:]]
-            named = f" (nor are {', '.join(more)})" if more else ""
+            named = f" (the same holds for {', '.join(more)})" if more else ""
             raise OwnershipError(
                 f"{self.key}: {files.shown(path)} {reason}{named}; the run would "
                 "replace it: move it, or name another run.out_dir"
@@ -109,8 +109,8 @@ class RunDirectory:
                 for path_read in inputs:
                     if any(Path(path_read).is_relative_to(name) for name in written):
                         raise OwnershipError(
-                            f"{key}={messages.short(value)} is in what {self.key} "
-                            "replaces; name another run.out_dir"
+                            f"{key}={messages.short(value)} is among the files that "
+                            f"{self.key} replaces; name another run.out_dir"
                         )
 
     @contextlib.contextmanager
@@ -147,7 +147,7 @@ class RunDirectory:
         except FileNotFoundError:
             return
         if not self.path.is_dir():
-            yield self.path, "is no directory"
+            yield self.path, "is not a directory"
             return
         owned = _names_in_mark(self.path)
         if owned is None:
@@ -169,7 +169,7 @@ def _fault_of_path(path: Path, owned: bool) -> Iterator[tuple[Path, str]]:
         if not owned or not path.is_file():
             yield path, "was not written by a run"
     elif not path.is_dir():
-        yield path, "is no directory"
+        yield path, "is not a directory"
     elif path.name in SAVED:
         if (foreign := foreign_in(path)) is not None:
             yield foreign, "was not written by a run"

@@ -24,7 +24,7 @@ def advising(saved: int) -> Iterator[None]:
         yield
     except FloatingPointError as error:
         raise FloatingPointError(
-            f"{error}; the same command {then}: give it a lower optimizer.learning_rate"
+            f"{error}; the same command {then}: add a lower optimizer.learning_rate"
         ) from error
     except RunCheckpointError as error:
         raise RunCheckpointError(
@@ -53,7 +53,7 @@ def check_finite(
             )
         if first:
             moved = checkpoints.reject(saved)
-            problem += f", so that checkpoint {saved} is renamed to {moved}"
+            problem += f", so checkpoint {saved} is renamed to {moved}"
             saved = checkpoints.latest() or 0
         with advising(saved):
             raise FloatingPointError(problem)
@@ -99,8 +99,8 @@ def check_same_config(
     differing = differences(saved, current)
     if differing:
         raise ValueError(
-            f"run.out_dir={str(directory)!r} holds checkpoints of another run: "
-            f"{'; '.join(differing)}. Give the old values back to resume it, or name "
+            f"run.out_dir={str(directory)!r} contains checkpoints of another run: "
+            f"{'; '.join(differing)}. Restore the old values to resume it, or name "
             "another run.out_dir to start anew."
         )
 

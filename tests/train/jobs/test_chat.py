@@ -102,7 +102,9 @@ def without_weight(but=None):
 def test_data_without_counted_tokens_are_refused(monkeypatch):
     without_weight()
     monkeypatch.setattr(sft.SftProgram, "compile_step", lambda *_: None)  # takes none
-    nothing = "no token that the loss counts: each is of a prompt, or has weight 0"
+    nothing = (
+        "no token that the loss counts: every token belongs to a prompt or has weight 0"
+    )
     with pytest.raises(DataError, match=f"^data.held_out=0.2 keeps {nothing}"):
         train()
     with pytest.raises(DataError, match=f"^data.source='chat.jsonl' has {nothing}"):

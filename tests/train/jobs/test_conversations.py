@@ -382,9 +382,9 @@ def test_plan_has_further_turns():
     ("body", "message"),
     [
         ("return 1 / 0", r"envs.py:Vowels \(records.jsonl:\d+\): step raised"),
-        ("return '', 0, False", "replied nothing, and the conversation goes on"),
+        ("return '', 0, False", "replied nothing, although the conversation goes on"),
         ("return 'x' * 11, 0, False",
-         "a reply has 11 tokens; raise task.max_reply_tokens=10, or shorten it"),
+         "a reply has 11 tokens; raise task.max_reply_tokens=10, or shorten the"),
     ],
 )  # fmt: skip
 def test_environment_that_fails_ends_a_run_by_name(body, message):
@@ -474,9 +474,9 @@ def test_template_that_looks_back_is_refused():
     assert replies(plain).ids(conversation, reply) == encoded("c") + [2]
     with pytest.raises(DataError, match="depends on the messages before it"):
         replies(lambda m: plain(m) + m[0]["content"]).ids(conversation, reply)
-    with pytest.raises(DataError, match="the chat template ends a completion by"):
+    with pytest.raises(DataError, match="the chat template ends a completion with"):
         replies(plain, "<end>").ids(conversation, reply)
-    with pytest.raises(DataError, match="leaves out what the model said"):
+    with pytest.raises(DataError, match="leaves out the model's text"):
         replies(lambda m: "c").ids(conversation, reply)
 
 
@@ -596,7 +596,9 @@ def test_environment_that_does_not_start_is_left_out():
     asked = reader.task.ask(0, 3)
     module = reader.task._environments._class.step.__globals__
     module["OPEN"].append(asked.items[1].columns["word"])
-    with pytest.warns(UserWarning, match="no container; conversations left out after"):
+    with pytest.warns(
+        UserWarning, match="no container; conversations left out because of"
+    ):
         played, graded = reader.play(asked, [[A, END]] * 3)
     assert np.isnan(graded.rewards).tolist() == [False, True, False]
     assert played.turns[1] == 1

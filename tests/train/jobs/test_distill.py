@@ -156,9 +156,7 @@ def test_coded_teacher_keeps_its_codes():
     taught = DistillProgram(job.config, 40).teacher.initial_params()
     up = taught["blocks"]["feed_forward"]["up"]
     assert up["kernel_codes"].dtype == np.uint8 and "kernel" not in up
-    message = (
-        "distill.teacher_base='int8': .*'qwen3_nf4' has matrices in nf4; leave it out"
-    )
+    message = "distill.teacher_base='int8' differs .*'qwen3_nf4', which has"
     with pytest.raises(ValueError, match=message):
         overrides.append("distill.teacher_base=int8")
         jobs.job_of(configuration.load("distill.gin", overrides)[0])
@@ -356,9 +354,9 @@ def test_epoch_has_each_prompt_once(prompts):
     ("overrides", "message"),
     [
         (["distill.loss_weight=0.5"], "distill.loss_weight=0.5 must stay 0 for dis"),
-        (["data.batch_size=2"], "data.batch_size is not read for distill.mode='on_p"),
+        (["data.batch_size=2"], "data.batch_size has no effect with distill.mode='"),
         (["task.reward=number"],
-         "task.reward is not read without distill.reward_weight"),
+         "task.reward has no effect without distill.reward_weight"),
         (["run.accumulate=2"], "run.accumulate=2 must stay 1 for distill.mode='on_"),
         (
             ["distill.max_tokens=31"],
@@ -368,7 +366,7 @@ def test_epoch_has_each_prompt_once(prompts):
         (["distill.row_lengths=(16,)"], "distill.row_lengths=(16,) must reach 17, the"),
         (["distill.row_lengths=(32, 16)"], "distill.row_lengths must be increasing"),
         (["distill.prompts=0"], "distill.prompts must be at least 1, got 0"),
-        (["distill.mode=text"], "task.source is not read for distill.mode='text'"),
+        (["distill.mode=text"], "task.source has no effect with distill.mode='text'"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_on_policy(prompts, overrides, message):
@@ -473,14 +471,14 @@ def test_file_of_columns_has_epochs_and_preview(capsys):
     made = with_steps(jobs.job_of(config)).config.run.steps
     assert 20 < made < 40  # 90 texts of 13 tokens in rows of 16, four a step
     assert cli.main(["data", "distill.gin", *OFFLINE]) == 0
-    assert "90 documents, of which a teacher's 2 most likely ids" in (
+    assert "90 documents; the file has a teacher's 2 most likely ids" in (
         capsys.readouterr().out
     )
     streamed = [*overrides, "data.streaming=True"]
     config, _ = configuration.load("distill.gin", streamed)
     assert with_steps(jobs.job_of(config)).config.run.steps == made
     assert cli.main(["data", "distill.gin", *streamed]) == 0
-    assert "90 documents of the first row group, of" in capsys.readouterr().out
+    assert "90 documents of the first row group; the" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -491,7 +489,11 @@ def test_file_of_columns_has_epochs_and_preview(capsys):
         slow([], [], "has no column 'prompt_ids'; write it by: jaxmem score TEACHER"),
         (["--top-k=2"], ["data.source=data.jsonl"], "data.jsonl must be a .parquet f"),
         (["--top-k=2"], ["data.streams=2"], "data.streams=2 must stay 1 for distill"),
-        (["--top-k=2"], ["distill.teacher=other/llama"], "another tokenizer than the"),
+        (
+            ["--top-k=2"],
+            ["distill.teacher=other/llama"],
+            "of the file's teacher differs",
+        ),
     ],
 )
 def test_file_that_cannot_be_used_is_named(options, overrides, message):
@@ -535,9 +537,9 @@ def test_settings_that_cannot_be(overrides, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["distill.teacher=nowhere"], "distill.teacher='nowhere': neither a check"),
+        (["distill.teacher=nowhere"], "distill.teacher='nowhere' must be a check"),
         (["model.vocab_size=50"],
-         "has a vocabulary of 40 entries, and model.vocab_size has 50: both must"),
+         "has a vocabulary of 40 entries, and model.vocab_size is 50: both must"),
         (["model.checkpoint=other/llama"],
          "model.checkpoint='other/llama': token ' ' has the id 29, not 13"),
     ],
@@ -604,7 +606,7 @@ def test_on_policy_student_with_more_rows(prompts):
     texts.checkpoint("qwen3", pathlib.Path())
     student = padded("qwen3", 48)
     without_sizes()
-    with pytest.raises(ValueError, match="may sample those beyond the 40 of distill.t"):
+    with pytest.raises(ValueError, match="may sample ids beyond the 40 entries of dis"):
         train(f"model.checkpoint={student}", "distill.teacher=llama")
 
 

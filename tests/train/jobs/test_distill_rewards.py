@@ -143,7 +143,7 @@ def test_unrewarded_completions_have_no_advantage():
     rest = made[1, [0, 1, 3]], compare(rewards[1, [0, 1, 3]])
     np.testing.assert_allclose(*rest, rtol=1e-5)
     np.testing.assert_allclose(made[2], compare(rewards[2]), rtol=1e-5)
-    message = "step 4: none of 12 completions has a reward; mend task.reward, or set"
+    message = "step 4: none of 12 completions has a reward; correct task.reward, or"
     with pytest.raises(RewardError, match=message):
         source._compare_rewards(4, np.full(12, np.nan, "f4"))
 
@@ -261,7 +261,7 @@ def test_rewards_are_learned_and_resume_bitwise(monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "task.reward is not read without distill.reward_weight; set that, or"),
+        ([], "task.reward has no effect without distill.reward_weight; set "),
         (["distill.reward_weight=-1.0"], "distill.reward_weight must be at least 0"),
         (["distill.reward_weight=0.5", "distill.completions=1"],
          "distill.completions=1 must be at least 2 for distill.reward_weight=0.5"),

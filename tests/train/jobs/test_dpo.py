@@ -262,7 +262,7 @@ def test_epoch_has_pairs_once_and_resumes_anywhere():
     batches.set_state(states[13])
     assert next(batches).reference[::2, 0].tolist() == seen[13]
     others = PairBatches(pairs[1:], numbers[1:], config)
-    with pytest.raises(DataError, match="belongs to other pairs than data.source has"):
+    with pytest.raises(DataError, match="belongs to other pairs than data.source con"):
         others.set_state(states[0])
 
 

@@ -102,7 +102,7 @@ def test_samples_of_held_out_prompts_are_recorded_and_resume(directory):
 
 def test_settings_that_need_samples_or_rollouts(directory):
     refused("grpo.gin", ["eval.samples=None", "eval.temperature=0.5"],
-            "eval.temperature=0.5 is not read without eval.samples; set")  # fmt: skip
+            "eval.temperature=0.5 has no effect without eval.samples; set")  # fmt: skip
     refused("grpo.gin", ["eval.temperature=0"], "eval.temperature must be")
     with pytest.raises(ValueError, match="eval.samples=8 must stay None for run.job='"):
         jobs.job_of(configuration.load(SFT, ["eval.samples=8", "eval.every=1"])[0])

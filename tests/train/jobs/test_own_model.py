@@ -167,8 +167,8 @@ def test_bad_factory_is_refused_before_compiling(factory, message, monkeypatch):
     "job, override, message",
     [
         ("sft", "remat.policy=offload_block", "remat.policy='offload_block' is for"),
-        ("sft", "model.lora_rank=2", "model.lora_rank=2 is for the decoder"),
-        ("sft", "optimizer.name=muon", "optimizer.name='muon' is for the decoder"),
+        ("sft", "model.lora_rank=2", "model.lora_rank=2 is for jaxmem's decoder"),
+        ("sft", "optimizer.name=muon", "optimizer.name='muon' is for jaxmem's decoder"),
         ("grpo", "grpo.share_prompts=True", "model.factory=.*leave it False"),
         ("grpo", "sampling.slots=4", "sampling.slots=4 .*model.factory"),
     ],
@@ -274,5 +274,7 @@ def test_run_is_generated_from_scored_and_exported(capsys):
     held = safetensors.numpy.load_file(file)
     assert held.keys() == {*traverse_util.flatten_dict(last["body"], sep="/")}
     safetensors.numpy.save_file(held | {"more": np.ones(2)}, file)
-    with pytest.raises(CheckpointError, match="tensor more is none of the model that"):
+    with pytest.raises(
+        CheckpointError, match="tensor more is not part of the model that"
+    ):
         type(program)(program.config, 280).initial_params()

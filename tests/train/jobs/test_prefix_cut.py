@@ -136,9 +136,18 @@ def test_run_reads_prefixes_and_is_reproducible(tmp_path, one_program):
     ("given", "expected"),
     [
         (dict(prefix_cut=1.0), "prefix_cut must be in [0, 1), or None, got 1.0"),
-        (dict(loss="gspo"), "loss must be another one with prefix_cut=0.5: it reads"),
-        (dict(correction="sequence_mask"), "correction must be another one with pref"),
-        (dict(epochs=2), "epochs must be another one with prefix_cut=0.5: all would"),
+        (
+            dict(loss="gspo"),
+            "loss must be a different value with prefix_cut=0.5: it reads",
+        ),
+        (
+            dict(correction="sequence_mask"),
+            "correction must be a different value with pref",
+        ),
+        (
+            dict(epochs=2),
+            "epochs must be a different value with prefix_cut=0.5: all com",
+        ),
     ],
 )
 def test_options_of_whole_completions_are_refused(given, expected):

@@ -146,10 +146,10 @@ GOOD = {"prompt_ids": [1, 4], "completion_ids": [5, 2], "logprobs": [-1, -2.5],
         ({"supports": [[5], [2]]}, [], "supports need sampling.top_k, top_p or min_p"),
         ({}, ["sampling.top_k=3"], "supports must be 2 lists of ids, one per token of"),
         ({"supports": [[4], [2]]}, ["sampling.top_k=3"],
-         "the support of token 5 must have it, each id once, and at most 3 ids, got"),
+         "the support of token 5 must contain the token, each id once"),
         ({"loss_mask": [1, 0]}, [], "rollouts.jsonl:2: rollouts do not use 'loss_"),
         ({"env_mask": [1, 1]}, [], "rollouts do not use 'env_mask', and all of comple"),
-        ({}, ["grpo.group_size=3"], "4 rollouts are no multiple of grpo.group_size=3"),
+        ({}, ["grpo.group_size=3"], "4 rollouts are not a multiple of grpo.group"),
     ],
 )  # fmt: skip
 def test_records_that_cannot_be_used(change, overrides, message):

@@ -416,9 +416,9 @@ def test_backend_that_cannot_run_here_is_named(tmp_path):
         (["head.implementation=xla", "head.logits=materialised"],
          "head.implementation='xla' needs logits='fused'"),
         (["head.gradient=('sample', 4)", "sampling.top_k=3"],
-         "head.gradient=('sample', 4) must stay None where sampling.top_k, top_p "),
+         "head.gradient=('sample', 4) must stay None if sampling.top_k, top_p "),
         (["head.vocab_groups=8", "sampling.top_k=3"],
-         "head.vocab_groups=8 must stay None where sampling.top_k, top_p or "),
+         "head.vocab_groups=8 must stay None if sampling.top_k, top_p or "),
     ],
 )  # fmt: skip
 def test_replay_config_errors_are_one_line(overrides, expected):

@@ -173,5 +173,5 @@ def test_replay_without_routes_is_refused():
         PolicyProgram(changed(SMALL, grpo=replays))
     recorded = "task.recorded=True task.source=x.jsonl grpo.replay_routing=True "
     recorded += "task.reward=exact task.held_out=0.0 model.checkpoint=x"
-    with pytest.raises(ConfigError, match="do not say which experts"):
+    with pytest.raises(ConfigError, match="do not record which experts"):
         load(CONFIGS / "grpo_checkpoint.gin", recorded.split())

@@ -112,8 +112,10 @@ def test_groups_that_are_not_kept_are_on_disk():
     ]  # fmt: skip
     reads = jobs.job_of(configuration.load("grpo.gin", overrides)[0]).reads
     assert reads.task.size == 2
-    (line,) = [x for x in reads.lines() if "not kept" in x]
-    assert line.startswith(f"rollouts that were not kept are left out: {len(rows) - 8}")
+    (line,) = [x for x in reads.lines() if "did not keep" in x]
+    assert line.startswith(
+        f"rollouts that the run did not keep are left out: {len(rows) - 8}"
+    )
 
 
 def test_killed_run_leaves_each_step_once(tmp_path):

@@ -494,7 +494,7 @@ def test_train_without_a_text_leaves_one_and_a_generator(with_held_out):
 
 def test_nothing_held_out_is_said_before_first_step(config):
     config = changed(config, data=dict(held_out=0.5))  # of one document
-    with pytest.raises(DataError, match="is one document, and a "):
+    with pytest.raises(DataError, match="is one document, which "):
         train(config)
     assert not (pathlib.Path(config.run.out_dir) / "metrics.jsonl").exists()
 
@@ -506,7 +506,7 @@ def test_missing_results_of_a_complete_run_are_written_again(name, finished, tmp
     path = tmp_path / "run" / name
     path.rename(tmp_path / name)
     _, said = train(changed(config, run=dict(out_dir=str(tmp_path / "run"))))
-    assert "run: the steps are taken; writing results that are missing\n" in said
+    assert "run: all steps are done; writing the results that are missing\n" in said
     assert path.exists() and "saved in" in said
     _, said = train(changed(config, run=dict(out_dir=str(tmp_path / "run"))))
     assert said.endswith("another run.out_dir\n") and len(said.splitlines()) == 1

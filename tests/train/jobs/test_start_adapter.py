@@ -168,9 +168,9 @@ def test_start_on_codes(recorded):
             (ADAPTER, "model.lora_rank=8", "model.lora_targets=('query',)"),
             "model.lora_rank=8 differs from 3, model.lora_targets=('query',) differs "
             "from ('query', 'key', 'value', 'output', 'gate', 'up', 'down') of the "
-            "adapter qwen3/adapter: leave it to the adapter (model.lora_rank=None "
-            "model.lora_targets=None), or merge it and start from NEW: jaxmem export "
-            "qwen3/adapter --merge --out NEW",
+            "adapter qwen3/adapter: leave these settings to the adapter "
+            "(model.lora_rank=None model.lora_targets=None), or merge it and start "
+            "from NEW: jaxmem export qwen3/adapter --merge --out NEW",
         ),
         ((ADAPTER, "model.lora_rank=0"), "model.lora_rank=0 differs from 3 of the"),
         ((ADAPTER, "model.lora_alpha=6.0"), "model.lora_alpha=6.0 differs from 5.0 of"),
@@ -180,7 +180,7 @@ def test_start_on_codes(recorded):
         ),
         (
             ("model.checkpoint=qwen3", "model.adapter=nowhere"),
-            "model.adapter='nowhere': neither an adapter (adapter_config.json) nor a r",
+            "model.adapter='nowhere': name an adapter (a directory with adap",
         ),
         (
             (ADAPTER, "model.factory=own.py:make"),
@@ -191,7 +191,7 @@ def test_start_on_codes(recorded):
 def test_impossible_starts_are_refused(named, message, capsys):
     if "factory" in named[-1]:
         named = "model.checkpoint=qwen3", "model.adapter=left", named[-1]
-        message = "model.adapter='left' is for the decoder of jaxmem"
+        message = "model.adapter='left' is for jaxmem's decoder"
     assert cli.main(["train", "sft.gin", *named]) == 2
     assert message in capsys.readouterr().err
 
@@ -214,14 +214,14 @@ def test_start_of_dora_is_refused(capsys):
     config = json.loads(path.read_text()) | {"use_dora": True}
     path.write_text(json.dumps(config))
     assert cli.main(["train", "sft.gin", ADAPTER]) == 2
-    assert "an adapter of DoRA, whose training cannot go" in capsys.readouterr().err
+    assert "is a DoRA adapter, which jaxmem cannot train" in capsys.readouterr().err
 
 
 def test_start_with_another_template_names_it(capsys):
     path = pathlib.Path("qwen3/adapter/chat_template.jinja")
     path.write_text("{{ messages[0].content }}")
     assert cli.main(["train", "sft.gin", ADAPTER]) == 2
-    message = "choose one: data.chat_template=qwen3/adapter/chat_template.jinja, or th"
+    message = "choose one of them: data.chat_template=qwen3/adapter/chat_template.jinja"
     assert message in capsys.readouterr().err
     job = jobs.job_of(
         configuration.load("sft.gin", (ADAPTER, f"data.chat_template={path}"))[0]

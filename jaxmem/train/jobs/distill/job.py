@@ -115,8 +115,9 @@ class Distill(Job, name="distill"):
         """See `Job`; the teacher's states of a step wait on the host."""
         if self.config.distill.mode == "offline":
             raise ValueError(
-                "distill.mode='offline' has no plan: what it takes depends on the "
-                "columns of data.source; plan run.job='sft' for a model of these sizes"
+                "distill.mode='offline' has no plan, because its memory depends on "
+                "the columns of data.source; plan run.job='sft' for a model of these "
+                "sizes"
             )
         programs, program = super().plan(), self.program
         states = device_bytes(program.teacher.states(program.shapes[-1]))

@@ -159,8 +159,8 @@ class StudentSamples(Source):
         where = ~np.isnan(rewards)
         if not where.any():
             raise RewardError(
-                f"step {number}: none of {len(where)} completions has a reward; mend "
-                "task.reward, or set distill.reward_weight=0.0"
+                f"step {number}: none of {len(where)} completions has a reward; "
+                "correct task.reward, or set distill.reward_weight=0.0"
             )
         groups = (x.reshape(-1, self._config.distill.completions)
                   for x in (rewards, where))  # fmt: skip

@@ -29,8 +29,8 @@ def directory(config: DistillJobConfig) -> Path:
             f"export {named} --merge --out NEW"
         )
     raise TeacherError(
-        f"distill.teacher={named!r}: neither a checkpoint (config.json) nor a run that "
-        "has left a whole model (model/config.json)"
+        f"distill.teacher={named!r} must be a checkpoint (with config.json) or a run "
+        "that saved a whole model (model/config.json)"
     )
 
 
@@ -42,8 +42,9 @@ def model_of(config: DistillJobConfig) -> ModelConfig:
     base, coding = config.distill.teacher_base, described.coding
     if coding and base not in (None, coding):
         raise TeacherError(
-            f"distill.teacher_base={base!r}: distill.teacher="
-            f"{config.distill.teacher!r} has matrices in {coding}; leave it out"
+            f"distill.teacher_base={base!r} differs from "
+            f"distill.teacher={config.distill.teacher!r}, which has matrices in "
+            f"{coding}; leave distill.teacher_base out"
         )
     return dataclasses.replace(
         described.model,
@@ -70,8 +71,8 @@ def of_same_vocabulary(config: DistillJobConfig, student: ModelConfig) -> ModelC
         if config.is_on_policy and ours > theirs:
             raise TeacherError(
                 f"distill.mode='on_policy': model.checkpoint={student.checkpoint!r} "
-                f"has a vocabulary of {ours} entries and may sample those beyond the "
-                f"{theirs} of distill.teacher={config.distill.teacher!r}; use "
+                f"has a vocabulary of {ours} entries and may sample ids beyond the "
+                f"{theirs} entries of distill.teacher={config.distill.teacher!r}; use "
                 "distill.mode='text'"
             )
         return student
@@ -80,8 +81,8 @@ def of_same_vocabulary(config: DistillJobConfig, student: ModelConfig) -> ModelC
     if student.vocab_size != size:
         raise TeacherError(
             f"distill.teacher={config.distill.teacher!r} has a vocabulary of {size} "
-            f"entries, and model.vocab_size has {student.vocab_size}: both must be "
-            "equal; leave it None"
+            f"entries, and model.vocab_size is {student.vocab_size}: both must be "
+            "equal; leave model.vocab_size out"
         )
     return student
 
@@ -96,9 +97,10 @@ def _check_tokens(config: DistillJobConfig, student: str) -> None:
     if differing:
         token = min(differing)
         raise TeacherError(
-            f"distill.teacher={config.distill.teacher!r} has another tokenizer than "
-            f"model.checkpoint={student!r}: token {messages.short(token)} has the id "
-            f"{theirs.get(token)}, not {ours.get(token)}"
+            f"the tokenizer of distill.teacher={config.distill.teacher!r} differs "
+            f"from the tokenizer of model.checkpoint={student!r}: token "
+            f"{messages.short(token)} has the id {theirs.get(token)}, not "
+            f"{ours.get(token)}; choose a teacher with the same tokenizer"
         )
 
 

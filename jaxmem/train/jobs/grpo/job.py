@@ -221,9 +221,9 @@ class Grpo(Job, name="grpo"):
         if count < grpo.minibatches:
             raise RewardError(
                 f"step {number}: {count} of {grpo.samples} completions have a reward, "
-                f"fewer than grpo.minibatches={grpo.minibatches}, and nothing is "
-                "learned from others; mend task.reward or task.environment, or set "
-                "grpo.resample to sample other prompts"
+                f"fewer than grpo.minibatches={grpo.minibatches}, and completions "
+                "without a reward teach nothing; correct task.reward or "
+                "task.environment, or set grpo.resample to sample other prompts"
             )
 
     def _sample_rewarded(
@@ -488,9 +488,9 @@ class Grpo(Job, name="grpo"):
         limit = self.config.sampling.support
         self._say(
             f"step {number}: {share:.1%} of the tokens have supports of "
-            f"sampling.support={limit} ids; larger ones are cut to their most probable "
-            "ids, in the sampler and the trainer alike; raise it for all of "
-            "sampling.top_p or min_p"
+            f"sampling.support={limit} ids; larger supports are cut to their most "
+            "probable ids, in the sampler and in the trainer; raise sampling.support "
+            "to cover all of sampling.top_p or min_p"
         )
 
     def costs(self) -> dict[str, HeadCost]:

@@ -80,8 +80,8 @@ class PolicyProgram(SamplingProgram):
         if config.grpo.prefix_cut is not None and limit and config.longest > limit:
             raise ValueError(
                 f"grpo.prefix_cut={config.grpo.prefix_cut} must be None for sequences "
-                f"of up to {config.longest} tokens with model.rope_limit={limit}: one "
-                "that is cut would be rotated as a short one"
+                f"of up to {config.longest} tokens with model.rope_limit={limit}: a "
+                "sequence that is cut would be rotated like a short one"
             )
         if config.grpo.replay_routing:
             route_records.check(self.model_config)

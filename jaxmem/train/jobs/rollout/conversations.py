@@ -87,7 +87,7 @@ class Replies:
             raise RewardError(
                 f"environment {self._config.environment} ({conversation.where}): a "
                 f"reply has {len(ids)} tokens; raise task.max_reply_tokens={most}, or "
-                "shorten it"
+                "shorten the reply"
             )
         return ids
 
@@ -106,8 +106,8 @@ class Replies:
         if end is None:
             raise DataError(
                 f"task.environment ({conversation.where}): the chat template ends a "
-                f"completion by {suffix[:20]!r}, and the sampler by {self._ends}; set "
-                "task.stop"
+                f"completion with {suffix[:20]!r}, but the sampler ends it with "
+                f"{self._ends}; set task.stop"
             )
         return suffix.removeprefix(end)
 
@@ -122,7 +122,7 @@ class Replies:
         _, filler, after = text.rpartition(_FILLER)
         if not filler:
             raise DataError(
-                "task.environment: the chat template leaves out what the model said"
+                "task.environment: the chat template leaves out the model's text"
             )
         return after
 
@@ -233,7 +233,7 @@ class Partners:
                 raise RewardError(
                     f"environment {self._environments.name} ({item.where}): reset "
                     "returned two prompts for one record; completions of a prompt are "
-                    "compared, so take what varies from the record"
+                    "compared, so reset must read what varies from the record"
                 )
 
     def answer(

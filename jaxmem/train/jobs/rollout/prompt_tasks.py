@@ -68,7 +68,7 @@ class ArithmeticTask(Task):
         return f"problem {i}", f"answer {answer}"
 
     def statistics(self) -> str:
-        return "problems are drawn anew in every rollout, from task.seed"
+        return "every rollout draws new problems, from task.seed"
 
 
 class OwnPrompts(FilePrompts):
@@ -108,8 +108,8 @@ class OwnPrompts(FilePrompts):
         if taken := [name for name in rewards.ARGUMENTS if name in first.columns]:
             raise DataError(
                 f"{first.where}: the column {taken[0]!r} has the name of an argument "
-                "that reward functions get from the run; rename it, or name it in "
-                "task.ignored"
+                "that reward functions get from the run; rename the column, or name "
+                "it in task.ignored"
             )
         source = self._config.source
         entries = [source] if isinstance(source, str) else source
@@ -323,7 +323,7 @@ class TaskPrompts(Reading):
     def epochs(self, count: int) -> list[float]:
         if (size := self.task.size) is None:
             raise ValueError(
-                "run.epochs needs a task.source of prompts: sums have no end"
+                "run.epochs needs a task.source of prompts, because sums never end"
             )
         return [size / self._prompts] * count
 

@@ -131,8 +131,8 @@ class Task(abc.ABC):
         """
         if state.get("fingerprint") != self.fingerprint():
             raise DataError(
-                "the saved position belongs to other prompts than task.source has now; "
-                "restore them, or start a new run"
+                "the saved position belongs to other prompts than task.source "
+                "contains now; restore them, or start a new run"
             )
         return state["next_problem"]
 

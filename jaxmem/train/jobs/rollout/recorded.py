@@ -64,7 +64,7 @@ class RecordedRollouts(FilePrompts):
         """False, with a note, for a group that its run did not learn from."""
         if record.fields.get("kept") is not False:
             return True
-        self.notes.add("rollouts that were not kept are left out", record.where)
+        self.notes.add("rollouts that the run did not keep are left out", record.where)
         return False
 
     def _check_groups(self) -> int:
@@ -72,7 +72,7 @@ class RecordedRollouts(FilePrompts):
         groups, ungrouped = divmod(len(self._records), self._group_size)
         if ungrouped or not groups:
             raise DataError(
-                f"task.source: {len(self._records)} rollouts are no multiple of "
+                f"task.source: {len(self._records)} rollouts are not a multiple of "
                 f"grpo.group_size={self._group_size}"
             )
         for start in range(0, len(self._records), self._group_size):
@@ -128,8 +128,8 @@ class RecordedRollouts(FilePrompts):
                 if decides_loss(key):
                     raise DataError(
                         f"{record.where}: rollouts do not use {messages.short(key)}, "
-                        "and all of completion_ids is learned; remove it, or name it "
-                        "in task.ignored"
+                        "and all of completion_ids is learned; remove the column, or "
+                        "name it in task.ignored"
                     )
                 note = f"the column {messages.short(key)} is not used"
                 self.notes.add(note, record.where)
@@ -138,8 +138,8 @@ class RecordedRollouts(FilePrompts):
         supports, limit = record.fields.get("supports"), self._sampling.support_size
         if limit is None and supports is not None:
             raise DataError(
-                f"{record.where}: supports need sampling.top_k, top_p or min_p, as the "
-                "other engine had them"
+                f"{record.where}: supports need sampling.top_k, top_p or min_p with "
+                "the values of the other engine"
             )
         if limit is None:
             return
@@ -152,8 +152,9 @@ class RecordedRollouts(FilePrompts):
             _check_ids(record, "supports", ids, self._vocab_size)
             if token not in ids or len(set(ids)) < len(ids) or len(ids) > limit:
                 raise DataError(
-                    f"{record.where}: the support of token {token} must have it, each "
-                    f"id once, and at most {limit} ids, got {messages.short(ids)}"
+                    f"{record.where}: the support of token {token} must contain the "
+                    f"token, each id once, and at most {limit} ids, got "
+                    f"{messages.short(ids)}"
                 )
 
     def sampled(self, start: int, count: int) -> Sampled:

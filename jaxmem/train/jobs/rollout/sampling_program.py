@@ -232,8 +232,9 @@ class SamplingProgram(AccumulatedProgram):
         config = self.config
         if config.task.turns > 1 and self._cache_obstacle is not None:
             yield (
-                f"each of up to {config.task.turns} turns reads its whole conversation "
-                f"again: with {self._cache_obstacle}, no cache is kept between turns"
+                f"each of up to {config.task.turns} turns reads its whole "
+                "conversation again, because no cache is kept between turns with "
+                f"{self._cache_obstacle}"
             )
         if self.abstract.recomputes and config.sampling.max_new_tokens > 1:
             row = -(-self._max_read_tokens // 8) * 8  # as `Sampler.start` rounds it
