@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Iterable
 from typing import Literal
 
 import jax
@@ -17,6 +18,11 @@ MIXERS = ("attention", "reuse", "latent", "delta")
 FEED_FORWARDS = ("dense", "experts", "dense_and_experts")
 DTYPES = ("float32", "bfloat16", "float16")
 TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+# Names of matrices in transformers, with those of TARGETS.
+OTHER_NAMES = {
+    "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output",
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
+}  # fmt: skip
 # Other matrices of blocks, which some mixers and inputs of layers have.
 FURTHER_MATRICES = (
     "query_down", "query_up", "latent", "rotated", "delta_query", "delta_key",
@@ -39,6 +45,13 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
 }
+
+
+def translation(names: Iterable[object]) -> str:
+    """The end of an error that gives the names in TARGETS of transformers' matrices."""
+    said = [f"{name} is {OTHER_NAMES[name]}" for name in names
+            if isinstance(name, str) and name in OTHER_NAMES]  # fmt: skip
+    return f"; {', '.join(said)}" if said else ""
 
 
 def _same_range(names: str, within: Range) -> dict[str, Range]:
@@ -301,7 +314,7 @@ class ModelConfig:
             if unknown:
                 raise ValueError(
                     f"ModelConfig.{name} must be among {', '.join(known)}, got "
-                    f"{unknown[0]!r}"
+                    f"{unknown[0]!r}{translation(unknown)}"
                 )
         alone = self.adapter is not None and self.checkpoint is None
         expected = "left out without checkpoint, of which it is"

@@ -10,6 +10,7 @@ sections of its own.
 import ast
 import dataclasses
 import difflib
+import json
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ from jaxmem.base import messages, shipped, user_code
 from jaxmem.base.fields import accepts, describe, problem_of
 from jaxmem.base.user_code import UserCodeError
 from jaxmem.data import python_records
+from jaxmem.models.config import OTHER_NAMES, translation
 from jaxmem.train import keys, peers
 from jaxmem.train.jobs import JOBS, Job
 from jaxmem.train.jobs.job import job_named
@@ -270,8 +272,24 @@ def _known_jobs(bindings: Iterable[_Binding]) -> Jobs:
 
 
 def _describe_wrong_type(key: str, annotation: Any, value: Any) -> str:
-    must_be = messages.must_be(key, describe(annotation), value)
-    return f"{must_be} ({type(value).__name__})"
+    expected, translated = describe(annotation), ""
+    names = _names_in(value)
+    if names and accepts(annotation, tuple(names)):
+        known = [OTHER_NAMES.get(name, name) for name in names]
+        form = ", ".join(map(json.dumps, known)) + "," * (len(known) == 1)
+        # Quotes of the shell too, because an override is where this happens.
+        expected = f"a tuple of names, as in '({messages.cut(form)})'"
+        translated = translation(names)
+    must_be = messages.must_be(key, expected, value)
+    return f"{must_be} ({type(value).__name__}){translated}"
+
+
+def _names_in(value: Any) -> list[str]:
+    """The names in a text, or in a list of texts; [] for another value."""
+    if isinstance(value, str):
+        return re.findall(r"[^\s,]+", value)
+    is_list = isinstance(value, list) and all(isinstance(x, str) for x in value)
+    return value if is_list else []
 
 
 def _effective_bindings(

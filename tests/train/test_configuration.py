@@ -144,6 +144,16 @@ def test_operative_text_loads_to_same_config(gin_file):
         ("model.layers = 2.0", "a.gin:1: model.layers must be int, got 2.0 (float)"),
         ("model.layers = True", "a.gin:1: model.layers must be int, got True (bool)"),
         ("model.tied = 1", "a.gin:1: model.tied must be bool, got 1 (int)"),
+        ("model.lora_targets = 'q_proj'",
+         "a.gin:1: model.lora_targets must be a tuple of names, as in "
+         "'(\"query\",)', got 'q_proj' (str); q_proj is query"),
+        ("model.lora_targets = ['q_proj', 'value', 'down_proj']",
+         "as in '(\"query\", \"value\", \"down\")', got ['q_proj', 'value', 'down_proj'"
+         "] (list); q_proj is query, down_proj is down"),
+        ("model.lora_targets = ('q_proj', 'value', 'up_proj')",
+         "got 'q_proj'; q_proj is query, up_proj is up"),
+        ("data.ignored = 'id, x'",
+         "a tuple of names, as in '(\"id\", \"x\")', got 'id"),
         ("optimizer.b1 = '1'", "optimizer.b1 must be float, got '1' (str)"),
         ("model.softcap = 'x'", "model.softcap must be float or None, got 'x' (str)"),
         ("head.chunk = 1.5", "head.chunk must be int or 'auto' or None, got 1.5"),
