@@ -15,6 +15,13 @@ _ROLES = {
     "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
     "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
+# Roles of messages that are known, of which some templates take a part alone.
+ROLES = (
+    "system", "developer", "user", "assistant", "tool", "function", "ipython",
+    "environment", "observation",
+)  # fmt: skip
+# Names of the assistant elsewhere; the loss would not count its messages.
+_ASSISTANTS = frozenset("model bot ai chatbot gpt chatgpt bard bing assistant".split())
 _FLAGS = ("weight", "train", "loss")  # 0: the loss does not count the turn
 # Spellings of one key; the first is the one that most templates read.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -65,6 +72,13 @@ def _read_turn(where: str, raw: Any, ignored: Collection[str]) -> tuple[Message,
     if not isinstance(turn.get("role"), str):
         expected = 'an object with "role" and "content"'
         raise DataError(messages.must_be(where, expected, raw))
+    role = turn["role"]
+    if role != "assistant" and role.lower() in _ASSISTANTS:
+        expected = "'assistant' for what the model writes"
+        raise DataError(
+            f"{messages.must_be(f'{where}.role', expected, role)}; the known roles are "
+            f"{', '.join(ROLES)}"
+        )
     if _MORE.isdisjoint(turn) and isinstance(turn.get("content"), str):
         return turn, True
     counts = _pop_flags(where, turn)

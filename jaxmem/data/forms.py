@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxmem.base import messages
 from jaxmem.data.chat import Message
-from jaxmem.data.chat_messages import Talk, talk_of, tools_of
+from jaxmem.data.chat_messages import ROLES, Talk, talk_of, tools_of
 from jaxmem.data.records import DataError
 from jaxmem.data.rendering import Conversation, Renderer, Span
 
@@ -21,6 +21,11 @@ _TEMPLATES = {
     "tools": ("tools", "functions"),
     "options": ("chat_template_kwargs",),
 }
+
+_UNKNOWN_ROLE = (
+    "the loss does not count messages of the role {}, which is none of "
+    f"{', '.join(ROLES)}; messages"
+)
 
 
 class Document(NamedTuple):
@@ -123,6 +128,9 @@ class RecordColumns(dict[str, Any]):
         if not any(i >= first for i in assistants):
             got = messages.listing(sorted({str(t["role"]) for t in turns[first:]}))
             raise DataError(f"{where}: no message has the role 'assistant'; got {got}")
+        for turn in turns:
+            if turn["role"] not in ROLES:
+                self.note(_UNKNOWN_ROLE.format(messages.short(turn["role"])))
         text, spans = self._renderer.counted(self._conversation(turns, counted), where)
         if counted and not any(start < stop for start, stop in spans):
             raise DataError(

@@ -472,13 +472,38 @@ def test_all_masks_of_tokens_count_together():
         ({"instruction": "a", "output": "b", "history": [["c", None]]},
          '"history" must be a list of pairs .* a question and its answer'),
         ({"messages": [HI, {"role": "Assistant", "content": "ho"}]},
-         "no message has the role 'assistant'; got 'Assistant', 'user'"),
+         r'"messages".1..role must be .assistant. .*, got .Assistant.; the known'),
         ({"messages": [HI, HO | {"content": "a\ufdd0b"}]}, "has U.FDD0 or U.FDD1"),
     ],
 )  # fmt: skip
 def test_text_written_twice_or_never_is_refused(record, message):
     with pytest.raises(DataError, match=f"a.jsonl:1: .*{message}"):
         document(record)
+
+
+@pytest.mark.parametrize("role", ["bot", "model", "gpt", "Assistant"])
+def test_assistant_by_another_name_is_refused(role):
+    other = {"role": role, "content": "hm"}
+    message = (
+        rf'a\.jsonl:1: "messages"\[1\]\.role must be \'assistant\' for what the model '
+        rf"writes, got '{role}'; the known roles are system, developer, user, assistant"
+    )
+    with pytest.raises(DataError, match=message):
+        document({"messages": [HI, other, HI, HO]}, CHATML)
+
+
+def test_messages_of_unknown_roles_are_said_once():
+    made = reader(CHATML)
+    other = {"role": "narrator", "content": "Night falls."}
+    tool = {"role": "ipython", "content": "3"}
+    for line in (1, 2):
+        turns = [HI, other, HO, other, tool, HO]
+        made.document(RawRecord(f"a:{line}", {"messages": turns}))
+    assert made.lines()[1:] == [
+        "the loss does not count messages of the role 'narrator', which is none of "
+        "system, developer, user, assistant, tool, function, ipython, environment, "
+        "observation; messages: 4 (first a:1)"
+    ]
 
 
 def test_texts_with_tools_or_variables_are_rendered():
