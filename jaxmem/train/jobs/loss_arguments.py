@@ -34,8 +34,8 @@ def named(function: Callable, known: Collection[str]) -> tuple[str, ...]:
             arguments.append(name)
         elif parameter.default is parameter.empty:
             raise ValueError(
-                f"it takes {name!r}, which must be one of {', '.join(known)}, passed "
-                "by name"
+                f"{getattr(function, '__name__', 'it')} takes {name!r}, which must be "
+                f"one of {', '.join(known)}, passed by name"
             )
     return tuple(arguments)
 
@@ -77,8 +77,9 @@ def load_row(key: str, name: str, known: Mapping[str, Row], kind: type) -> Row:
     try:
         return loaded if isinstance(loaded, kind) else kind(loaded)
     except ValueError as error:
+        cause = error.__cause__ or error  # the user wrote a function, and no row
         raise user_code.UserCodeError(
-            f"{key}={messages.short(name)}: {error}"
+            f"{key}={messages.short(name)}: {cause}"
         ) from error
 
 

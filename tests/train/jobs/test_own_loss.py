@@ -235,8 +235,8 @@ def test_own_loss_with_sampled_gradients_is_the_same():
     [
         ("mine = 3", "grpo.loss: mine.py:mine must be a PolicyLoss or a function, got"),
         ("def mine(logprob, foo): return logprob",
-         "it takes 'foo', which must be one of logprob, old_logprob, advantages, seq"),
-        ("def mine(logprob, /): return logprob", "it takes 'logprob', which must"),
+         "grpo.loss='mine.py:mine': mine takes 'foo', which must be one of logprob"),
+        ("def mine(logprob, /): return logprob", "mine takes 'logprob', which must"),
         ("mine = PolicyLoss(losses.sapo, clips=True)",
          "cannot import mine.py (line 5): ValueError: PolicyLoss.clips=True needs a"),
         ("mine = PolicyLoss(losses.sapo, 'words')",
@@ -373,7 +373,7 @@ def test_own_pair_loss_oracle():
     [
         ("mine = 'a'", "dpo.loss: mine.py:mine must be a PairLoss or a function, got"),
         ("def mine(chosen, lengths): return chosen",
-         "PairLoss.function cannot be used: it takes 'lengths', which must be one of"),
+         "dpo.loss='mine.py:mine': mine takes 'lengths', which must be one of chosen"),
         ("def mine(chosen): return chosen.mean()",
          "dpo.loss='mine.py:mine' must return a loss per pair, floats of shape (24,)"),
         ("def mine(chosen): return chosen - chosen.mean()",
