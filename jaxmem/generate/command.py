@@ -61,6 +61,11 @@ def run(request: GenerateRequest, config: GenerateConfig) -> None:
 
 def _check(request: GenerateRequest, config: GenerateConfig) -> None:
     modes = request.prompt is not None, request.source is not None, request.chat
+    if request.prompt is not None and request.chat:
+        raise ValueError(
+            "PROMPT and --chat exclude each other: PROMPT is completed as plain text, "
+            "--chat asks in a dialogue"
+        )
     if sum(modes) != 1:
         raise ValueError("generate needs one of PROMPT, --in FILE.jsonl and --chat")
     if (request.source is None) != (request.out is None):

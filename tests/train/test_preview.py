@@ -50,6 +50,13 @@ def test_documents_show_what_the_loss_counts(capsys):
     assert "run.steps=8,001 is 4,000.5 epochs: each record is seen 4,000 or" in said
 
 
+def test_preview_counts_held_out_documents(capsys):
+    write("t.jsonl", *({"text": "ab" * i} for i in range(1, 9)))
+    words = "data.source=t.jsonl", "data.held_out=0.2"
+    assert "micro-batches of 2; 1 document held out\n" in shown(capsys, *words)
+    assert "held out" not in shown(capsys, words[0])
+
+
 def test_preview_shows_first_block_of_stream(capsys, monkeypatch):
     monkeypatch.setattr("jaxmem.data.block_files.BLOCK_BYTES", 30)
     write("t.jsonl", *({"text": "ab" * i} for i in range(1, 9)))

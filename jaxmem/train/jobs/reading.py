@@ -263,9 +263,15 @@ class Documents(Reading):
         yield (
             f"an epoch packs {tokens:,} tokens into {counted(rows, 'row')} of "
             f"{length}, {1 - tokens / (rows * length):.1%} padding: "
-            f"{counted(math.ceil(batches), 'micro-batch')} of {size}"
+            f"{counted(math.ceil(batches), 'micro-batch')} of {size}{self._kept()}"
         )
         yield from self.lines()
+
+    def _kept(self) -> str:
+        """The number of documents that training does not read, for a line; or ""."""
+        config = self.config
+        _, kept = documents.load_splits(config.source, config.held_out, self.reader)
+        return f"; {counted(len(kept), 'document')} held out" if kept else ""
 
     def _load_documents(self) -> list[documents.Document]:
         """All documents; of a stream, those of the first block of each source."""
