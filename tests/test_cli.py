@@ -325,6 +325,27 @@ def test_overrides_may_follow_flags(directory, monkeypatch, capsys):
         assert f"unrecognized arguments: {wrong[-1]}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (
+            ["--lr=1e-4"],
+            "lr is optimizer.learning_rate, as in optimizer.learning_rate=",
+        ),
+        (["--learning_rate", "1e-4"], "is optimizer.learning_rate, as in"),
+        (["--learning-rate=1e-4"], "optimizer.learning_rate=1e-4\n"),
+        (["--output_dir=x"], "output_dir is run.out_dir, as in run.out_dir=x\n"),
+        (["--beta=1"], "settings have no dashes: section.field=value\n"),
+        (["--run.steps=3"], "settings have no dashes: run.steps=3\n"),
+        (["--packing"], "settings have no dashes: section.field=value\n"),
+    ],
+)
+def test_setting_with_dashes_is_shown_without(words, hint, directory, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "tiny.gin", *words])
+    assert hint in capsys.readouterr().err
+
+
 def test_train_takes_job_from_file(directory, monkeypatch):
     from jaxmem.train import jobs
 

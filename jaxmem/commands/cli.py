@@ -159,6 +159,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         hint = ""
         if arguments.command is _plan:
             hint = "; jaxmem plan takes such options as overrides, for example base=nf4"
+        elif "overrides" in arguments:
+            hint = _hint_at_settings(rest)
         parser.error(f"unrecognized arguments: {messages.cut(' '.join(rest))}{hint}")
     if rest:
         arguments.overrides += rest
@@ -166,6 +168,29 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if arguments.keys is None:
             parser.error("train needs FILE.gin, or --keys to list the settings")
     return arguments
+
+
+def _hint_at_settings(words: Sequence[str]) -> str:
+    """Say how a setting is written that was given as a flag; "" if no word is one."""
+    flag = next((word for word in words if word.startswith("--")), "")
+    name, _, value = flag[2:].partition("=")
+    if not name:
+        return ""
+    if "." in name and value:
+        return f"; settings have no dashes: {name}={messages.cut(value)}"
+    try:
+        from jaxmem.train import peers  # slow to import
+    except ModuleNotFoundError:  # without the extra "train"
+        key = None
+    else:
+        key = peers.find_key(name.replace("-", "_"))
+    if key is None:
+        return "; settings have no dashes: section.field=value"
+    following = words[words.index(flag) + 1 :]
+    if not value and following and not following[0].startswith("-"):
+        value = following[0]
+    said = f"; settings have no dashes: {name} is {key}"
+    return said + (f", as in {key}={messages.cut(value)}" if value else "")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -616,6 +616,13 @@ def answer(key: str, elsewhere: Iterable[str] = ()) -> str | None:
     return f"{key} is {' or '.join(keys)}{note}"
 
 
+def find_key(name: str) -> str | None:
+    """The one key of jaxmem that a word stands for; None if none or several do."""
+    rows = [row for row in TABLE if row.has(name) or row.key.endswith(f".{name}")]
+    key, *others = {row.key for row in rows} or {""}
+    return None if others or not key or "=" in key else key
+
+
 def markdown() -> Iterator[str]:
     """Lines of the table as Markdown, for `docs/coming_from.md`."""
     yield "| jaxmem | TRL, Unsloth | Axolotl | torchtune | verl | MaxText, Tunix |"
