@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jaxmem.base import files, messages, processes
 from jaxmem.data import event_loop
+from jaxmem.data.documents import DataConfig
 from jaxmem.train import (
     agreement,
     keys,
@@ -31,6 +32,8 @@ from jaxmem.train.output.progress import say
 from jaxmem.train.settings import JobConfig
 from jaxmem.train.state import ownership
 from jaxmem.train.state.ownership import RunDirectory
+
+_FEW_STEPS = 20  # fewer are said to be few
 
 
 class Result(NamedTuple):
@@ -139,11 +142,22 @@ def train(
         for line in (*job.program.lines(), *job.reads.lines()):
             say(console, line)
         run.progress.waiting("compiling")
+        if length_key == "run.epochs" and config.run.steps < _FEW_STEPS:
+            say(console, _few_steps(job))
         job.program.choose_policy(console)
         job.compile(run.progress)
         texts = results.texts(job, operative_text, given)
         state = run.take_steps(job, texts, on_step)
         return _finish(run, job, state, console)
+
+
+def _few_steps(job: Job) -> str:
+    """A line about a run whose epochs have few steps."""
+    steps = messages.counted(job.config.run.steps, "step")
+    data, lower = getattr(job.config, "data", None), ""
+    if isinstance(data, DataConfig) and data.batch_size > 1:
+        lower = ", or lower data.batch_size"
+    return f"{steps} in all, which trains little: raise run.epochs{lower}"
 
 
 def _left_results(run: "loop.Run", job: Job) -> Result | None:

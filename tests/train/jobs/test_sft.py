@@ -484,12 +484,22 @@ def test_train_without_a_text_leaves_one_and_a_generator(with_held_out):
     assert evaluated == [steps // 2, steps]
     shown = f"evaluated every {steps // 2} steps, not every 500"
     assert f"an epoch has fewer steps than eval.every: {shown}" in said
+    assert "trains little" not in said
     saved, _ = configuration.load(result.out_dir / "operative.gin")
     assert saved == config
     assert result.model == result.out_dir / "model"
     options = generate.GenerateConfig(max_new_tokens=2, temperature=0)
     (completion,) = result.generator(options)(["the head of"])
     assert len(completion.ids) <= 2
+
+
+@pytest.mark.full
+def test_epochs_of_few_steps_are_said_to_train_little(config):
+    result, said = train(changed(config, run=dict(epochs=0.05)))
+    steps = len(result.history)
+    assert 1 < steps < 20
+    few = f"{steps} steps in all, which trains little: raise run.epochs, or lower data."
+    assert few in said
 
 
 def test_nothing_held_out_is_said_before_first_step(config):
