@@ -117,7 +117,7 @@ def train(
     length_key = "run.steps" if config.run.epochs is None else "run.epochs"
     job = with_steps(job)
     config = job.config
-    if config.eval.every != every:
+    if config.eval.every is not None and config.eval.every != every:
         steps = messages.counted(config.eval.every, "step")
         shown = f"evaluated every {steps}, not every {every:,}"
         say(console, f"an epoch has fewer steps than eval.every: {shown}")
