@@ -52,6 +52,29 @@ def choices(declared: dataclasses.Field) -> str:
     return _describe_names(known) + (", or None" if declared.default is None else "")
 
 
+def object_error(key: str, declared: dataclasses.Field, value: Any) -> str | None:
+    """The error of a field of `field` that got code itself; None: it got other things.
+
+    Args:
+        key: the key of the configuration.
+        declared: the field of a dataclass, which need not be one of `field`.
+        value: the key's value, or several in a tuple.
+    """
+    if not declared.metadata.get(_MARK):
+        return None
+    values = value if isinstance(value, tuple) else (value,)
+    code = next((each for each in values if callable(each)), None)
+    if code is None:
+        return None
+    kind = "class" if isinstance(code, type) else "function"
+    own = getattr(code, "__name__", "")
+    name = own if own.isidentifier() else "name"  # a lambda's is none
+    return (
+        f"{key} is the name of a {kind} in a file: write it to a file and name it, as "
+        f'in "file.py:{name}"'
+    )
+
+
 def check_names(config: Any) -> None:
     """Raise a ValueError unless fields with `known` rows name one, or code, or nothing.
 

@@ -613,8 +613,11 @@ def _build_section(section: str, dataclass: type, locations: dict[str, str]) -> 
     types_of = _field_types(dataclass)
     for field, value in gin.get_bindings(section).items():
         key, where = f"{section}.{field}", locations[f"{section}.{field}"]
-        if not accepts(types_of[field], value):
+        declared = dataclass.__dataclass_fields__[field]
+        wrong = user_code.object_error(key, declared, value)
+        if not (wrong or accepts(types_of[field], value)):
             wrong = _describe_wrong_type(key, types_of[field], value)
+        if wrong:
             raise ConfigError(f"{where}: {wrong}")
         problem = problem_of(value)
         if problem:

@@ -57,6 +57,11 @@ def test_make_starts_from_a_job_or_a_file():
         ("sft", {"grpo": {"prompts": 3}}, "grpo.prompts is of the job 'grpo', but run"),
         ("sft", {"optimizer": {"lr": 1}}, "optimizer.lr is optimizer.learning_rate"),
         ("sft_lora", {}, "data.source and model.checkpoint are placeholders of sft"),
+        ("grpo", {"task": {"reward": len}}, "make: task.reward is the name of a functio"
+         'n in a file: write it to a file and name it, as in "file.py:len"'),
+        ("grpo", {"task": {"reward": ["a.py:f", lambda: 0]}}, 'as in "file.py:name"'),
+        ("grpo", {"task": {"environment": dict}}, "environment is the name of a class"),
+        ("sft", {"run": {"steps": len}}, "run.steps must be int, got <built-in funct"),
         ("absent", {}, "cannot read absent: No such file or directory"),
         ("grpo_chekpoint", {}, "or directory; did you mean grpo_checkpoint.gin?"),
         ("qwen3_8b_24g", {}, "; did you mean recipes/qwen3_8b_24g.gin?"),
