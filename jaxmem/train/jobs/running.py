@@ -141,9 +141,9 @@ def train(
             say(console, config.eval.nothing_held_out())
         for line in (*job.program.lines(), *job.reads.lines()):
             say(console, line)
-        run.progress.waiting("compiling")
         if length_key == "run.epochs" and config.run.steps < _FEW_STEPS:
             say(console, _few_steps(job))
+        run.progress.waiting("compiling")
         job.program.choose_policy(console)
         job.compile(run.progress)
         texts = results.texts(job, operative_text, given)
