@@ -14,7 +14,6 @@ from rich.console import Console
 
 from jaxmem.base import files, messages, processes
 from jaxmem.data import event_loop
-from jaxmem.data.documents import DataConfig
 from jaxmem.train import (
     agreement,
     keys,
@@ -154,9 +153,8 @@ def train(
 def _few_steps(job: Job) -> str:
     """A line about a run whose epochs have few steps."""
     steps = messages.counted(job.config.run.steps, "step")
-    data, lower = getattr(job.config, "data", None), ""
-    if isinstance(data, DataConfig) and data.batch_size > 1:
-        lower = ", or lower data.batch_size"
+    rows = getattr(getattr(job.config, "data", None), "batch_size", 1)
+    lower = ", or lower data.batch_size" if rows > 1 else ""
     return f"{steps} in all, which trains little: raise run.epochs{lower}"
 
 

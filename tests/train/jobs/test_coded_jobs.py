@@ -89,7 +89,7 @@ def whole_and_resumed(job, kind, text, monkeypatch, *overrides):
     train("run.out_dir=whole")
     kill_before(4, job, monkeypatch, lambda: train("run.out_dir=cut"))
     assert len(read_history(pathlib.Path("cut/metrics.jsonl"), kind)) == 3
-    assert "after step 2" in train("run.out_dir=cut")[1]
+    assert "at step 2 of 4" in train("run.out_dir=cut")[1]
     whole, cut = (runs.steps(path, kind) for path in ("whole", "cut"))
     assert cut == whole and len(whole) == 4
     return whole

@@ -329,7 +329,10 @@ def test_cache_kept_over_turns_changes_nothing(keeps, overrides, monkeypatch):
     ]  # fmt: skip
     program = job_with("sampling.slots=8").program  # which reads all of it again
     assert program.prompts[0].shape[1] == 12 + 2 * (4 + 10)
-    assert len([line for line in program.lines() if "again: with" in line]) == 1
+    assert (
+        len([line for line in program.lines() if "again, because no cache" in line])
+        == 1
+    )
     monkeypatch.setattr(SamplingProgram, "keeps_cache", keeps)
     job, again = rolled_out("sampling.top_k=5", *overrides)
     width = 12 if keeps else 12 + 2 * (4 + 10)
@@ -357,7 +360,7 @@ def test_own_model_keeps_extendable_cache():
     ):  # fmt: skip
         factory = f"model.factory=tests.helpers.own_models:{name}"
         program = job_with(factory, *sizes.split()).program
-        said = [line for line in program.lines() if "again: with" in line]
+        said = [line for line in program.lines() if "again, because no cache" in line]
         assert [why in line for line in said] == [True] * bool(why)
         assert program.keeps_cache == (why is None)
         if why is None:

@@ -224,6 +224,8 @@ class Distill(Job, name="distill"):
         return self._compiled.count[batch.tokens.shape](batch)
 
     def holds_out(self) -> bool:
+        if self.config.is_on_policy:  # whose samples need programs
+            return self._task.held_out() is not None
         return self.batches.holds_out()
 
     def evaluate(

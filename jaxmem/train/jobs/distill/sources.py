@@ -169,9 +169,6 @@ class StudentSamples(Source):
     def samples(self, count: int) -> list[dict[str, Any]]:
         return [] if self._shown is None else table(self._task, *self._shown, count)
 
-    def holds_out(self) -> bool:
-        return self._task.held_out() is not None
-
     def held_out(self, params: Any) -> Taken | None:
         """See `Source`; the draws are the same each time."""
         prompts = self._task.held_out()
