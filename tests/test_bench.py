@@ -28,7 +28,7 @@ needs_pallas = pytest.mark.skipif(
 def test_it_prints_times_and_memory_of_every_path(capsys):
     assert main(["bench", "--shape", "64,32,512", "--repetitions=1"]) == 0
     header, columns, *rows, unit = capsys.readouterr().out.splitlines()
-    assert "(64, 32, 512), float32" in header and "GEMM" in unit
+    assert "(64, 32, 512), float32" in header and "matrix product" in unit
     names = [row.split()[0] for row in rows]
     assert names == ["token_loss", "token_stats", "logprobs", "materialised"]
     for row in rows:
