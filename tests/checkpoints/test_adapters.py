@@ -160,7 +160,7 @@ def test_new_adapter_changes_no_logits_of_tied_head(tmp_path):
     hidden = hidden_states(model, tokens)
     np.testing.assert_array_equal(again.logits(hidden), model.logits(hidden))
     assert np.abs(model.logits(hidden) - expected["logits"]).max() > 1e-2
-    with pytest.raises(CheckpointError, match="the decoder has adapters; save_ada"):
+    with pytest.raises(CheckpointError, match="the decoder has adapters; save them"):
         checkpoints.save(tmp_path / "whole", model, like=llama)
     with pytest.raises(CheckpointError, match="no adapters to save"):
         checkpoints.save_adapter(tmp_path / "none", plain)

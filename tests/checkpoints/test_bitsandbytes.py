@@ -529,7 +529,7 @@ def test_merged_decoder_of_codes_computes_the_same(tmp_path):
     scale = np.abs(logits).max()
     np.testing.assert_allclose(logits_of(made, tokens), logits, atol=1e-5 * scale)
     checkpoints.save(tmp_path / "out", made, like=directory)
-    with pytest.raises(CheckpointError, match="has matrices in nf4; merge decodes the"):
+    with pytest.raises(CheckpointError, match="has matrices in nf4; decode them with"):
         checkpoints.save(tmp_path / "b", loaded("qwen3_nf4"), like=CODED / "qwen3_nf4")
 
 
@@ -621,7 +621,7 @@ def test_export_measures_codes_of_a_plain_base(tmp_path, capsys):
     plain = checkpoints.load(base, adapter=tmp_path / "adapter", base=None)
     assert plain.config.base is None and plain.config.lora_rank == 2
     with pytest.raises(
-        CheckpointError, match="base.json: .* on a base in int8, and the"
+        CheckpointError, match="base.json: .* on a base in int8, but the"
     ):
         checkpoints.load(CODED / "qwen3_nf4", adapter=tmp_path / "adapter")
     out = str(tmp_path / "merged")
