@@ -39,7 +39,7 @@ def test_export_merges_adapter_into_weights(tmp_path, monkeypatch, capsys):
     assert cli.main(["export", "qwen3/adapter", "--merge", "--out", out, *DTYPE]) == 0
     assert f"saved in {out}, for transformers to load" in capsys.readouterr().out
     merged = checkpoints.load(out, dtype="float32")
-    assert merged.config.lora_rank == 0
+    assert not merged.config.lora_rank
     expected = TOKENS["logits"]
     made = logits(merged, TOKENS["tokens"])
     scale = np.abs(expected).max()
