@@ -242,7 +242,7 @@ def test_eval_refuses_bad_arguments(directory, tasks, tmp_path, capsys):
     assert cli.main([*given, "--tasks", "choices"]) == 2
     assert "is not a run" in capsys.readouterr().err
     for more, said in (
-        (["--out", str(tmp_path / "no" / "x.json")], "there is not a directory"),
+        (["--out", str(tmp_path / "no" / "x.json")], "there is no directory"),
         ([*out, "--include", "nowhere"], "--include nowhere: there is no such folder"),
         ([*out, "--shots", "-1"], "--shots must be at least 0, got -1"),
     ):
