@@ -270,15 +270,15 @@ def test_ratio_is_to_the_sampler_s_own_numbers(monkeypatch):
     job = long_job(long_job(), correction="ratio")
     job.open()
     _, told = job.step(1, job.initial_state())
-    sampled = job._sample_rewarded
+    job.open()
+    sampled = job.rollouts.sampled
 
     def shifted(*given):
         made = sampled(*given)
         samples = made.samples._replace(logprobs=made.samples.logprobs - 1)
         return made._replace(samples=samples)
 
-    monkeypatch.setattr(job, "_sample_rewarded", shifted)
-    job.open()
+    monkeypatch.setattr(job.rollouts, "sampled", shifted)
     _, clipped = job.step(1, job.initial_state())
     assert 2 * told.clip_fraction < 0.1 < clipped.clip_fraction
     assert clipped.mismatch_mean > 0.9
@@ -368,13 +368,13 @@ def test_step_without_truncated_completions_tells_their_share():
 def test_step_of_masked_completions_measures_nothing(monkeypatch):
     job = long_job(long_job(**MASKED), mask_truncated=True)
     job.open()
-    sampled = job._sample_rewarded
+    sampled = job.rollouts.sampled
 
     def truncated(*given):
         made = sampled(*given)
         return made._replace(truncated=np.ones_like(made.truncated))
 
-    monkeypatch.setattr(job, "_sample_rewarded", truncated)
+    monkeypatch.setattr(job.rollouts, "sampled", truncated)
     _, metrics = job.step(1, job.initial_state())
     assert (metrics.truncated, metrics.loss, metrics.grad_norm) == (1, 0, 0)
     assert "entropy" not in metrics.line
@@ -428,7 +428,7 @@ def test_uninformative_groups_are_resampled():
     finally:
         job.task.grade = grade
     # Numbers 0, 3, ... 21 tell something: the eighth is in the third rollout.
-    assert len(asked) == 3 == made.sampled["resampled"] + 1 and job._next == 24
+    assert len(asked) == 3 == made.sampled["resampled"] + 1 and job.rollouts.next == 24
     firsts = made.graded.rewards.reshape(prompts, group)[:, 0]
     np.testing.assert_array_equal(firsts, 1 + 3 * np.arange(8))
     whole = join(asked)
@@ -460,7 +460,7 @@ def test_resampling_fills_groups_within_attempts():
         made = job._roll_out(1, state.params)
     finally:
         job.task.grade = grade
-    assert made.sampled["resampled"] == 2 and job._next == 24
+    assert made.sampled["resampled"] == 2 and job.rollouts.next == 24
     tells = made.graded.rewards.reshape(8, 4).any(1)
     # Three tell something; the first others fill up, in the order of the prompts.
     assert tells.tolist() == [False, True, False, False, False, False, True, True]
@@ -478,9 +478,10 @@ def test_rollout_without_resampling_is_unchanged():
     for one in (job, other):
         one.open()
     a, b = (
-        one._sample_rewarded(1, 0, 0, one.initial_state().params)
+        one.rollouts.sampled(1, 0, (one.initial_state().params, one.frozen))
         for one in (job, other)
     )
     np.testing.assert_array_equal(a.samples.tokens, b.samples.tokens)
-    c = other._sample_rewarded(1, 1, 0, other.initial_state().params)
+    other.rollouts.next = -other.config.grpo.prompts  # the same prompts again
+    c = other.rollouts.sampled(1, 1, (other.initial_state().params, other.frozen))
     assert (a.samples.tokens != c.samples.tokens).any()

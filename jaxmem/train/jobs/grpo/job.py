@@ -37,6 +37,11 @@ from jaxmem.train.jobs.rollout.prompts import Graded, PromptIds
 from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollout.samples import Sampled, chosen_groups, select_groups
 from jaxmem.train.jobs.rollout.saved_rollouts import RolloutFiles, records
+from jaxmem.train.jobs.rollout.sources import (
+    OwnSampler,
+    RecordedSource,
+    RolloutSource,
+)
 from jaxmem.train.jobs.rollout.turns import SamplePrograms, Turns
 from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Update
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
@@ -104,11 +109,18 @@ class Grpo(Job, name="grpo"):
         self.task = self.reads.task
         self.task.agree()
         self.task.check()
-        self._next = 0  # number of the next prompt
+        self.rollouts = self._make_source()
         self._has_told_of_cuts = False
         run = self.config.run
         self._files = RolloutFiles(run.out_dir) if run.save_rollouts else None
         self.last: Rollout | None = None  # its samples are shown by the report
+
+    def _make_source(self) -> RolloutSource:
+        if isinstance(self.task, RecordedRollouts):
+            return RecordedSource(self.config, self.task)
+        return OwnSampler(
+            self.config, self.task, self.program, lambda: self._compiled.sample
+        )
 
     def compile(self, progress: ProgressReport) -> None:
         self._compiled, self._say = self.program.compile(), progress.say
@@ -119,10 +131,10 @@ class Grpo(Job, name="grpo"):
         self._correction = jax.jit(functools.partial(correction, self.config.grpo))
 
     def get_state(self) -> dict[str, Any]:
-        return self.task.state(self._next)
+        return self.rollouts.state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._next = self.task.position(state)
+        self.rollouts.restore(state)
 
     def samples(self, count: int = 8) -> list[dict[str, Any]]:
         if (last := self.last) is None:
@@ -170,15 +182,14 @@ class Grpo(Job, name="grpo"):
 
     def _roll_out(self, number: int, params: Any) -> Rollout:
         """Sample until rewards differ in enough groups, as `grpo.resample` allows."""
-        grpo, parts, position = self.config.grpo, [], self._next
+        grpo, parts, weights = self.config.grpo, [], (params, self.frozen)
         self.task.trainer_state = TrainerState(number - 1, self.config.run.steps)
         for attempt in range(1 + grpo.resample):
-            parts.append(self._sample_rewarded(number, attempt, position, params))
-            position += grpo.prompts
+            parts.append(self.rollouts.sampled(number, attempt, weights))
             differing = [part.rewards_differ(grpo.group_size) for part in parts]
             if np.concatenate(differing).sum() >= grpo.prompts:
                 break
-        self._next = position  # after the rewards, which may raise
+        self.rollouts.finish(len(parts))  # after the rewards, which may raise
         sampled = select_groups(parts, grpo.prompts, grpo.group_size)
         if self._files is not None:
             self._save_rollout(self._files, number, parts)
@@ -225,54 +236,6 @@ class Grpo(Job, name="grpo"):
                 "without a reward teach nothing; correct task.reward or "
                 "task.environment, or set grpo.resample to sample other prompts"
             )
-
-    def _sample_rewarded(
-        self, number: int, attempt: int, position: int, params: Any
-    ) -> Sampled:
-        """The completions of the prompts from a position on, with their rewards."""
-        grpo, programs = self.config.grpo, self._compiled.sample
-        if isinstance(self.task, RecordedRollouts):
-            return self.task.sampled(position, grpo.prompts)
-        assert programs is not None
-        prompts = self.task.ask(position, grpo.prompts).repeated(grpo.group_size)
-        return self._complete_prompts(programs, params, prompts, (number, attempt))
-
-    def _complete_prompts(
-        self,
-        programs: SamplePrograms,
-        params: Any,
-        prompts: PromptIds,
-        draw: tuple[int, int],
-    ) -> Sampled:
-        """Completions of prompts, or conversations, with their rewards."""
-        sample = Turns(self.program, programs, (params, self.frozen), draw)
-        if isinstance(self.task, Conversations):
-            played, graded = self.task.play(prompts, sample)
-            mask = np.asarray(played.samples.mask)
-            return Sampled(
-                prompts=prompts,
-                completions=Completions.of_samples(prompts, played.samples, mask),
-                samples=played.samples._replace(routes=None),
-                graded=graded,
-                truncated=played.truncated,
-                turns=played.turns,
-                decoded=sample.decoded,
-                by_turn=played.by_turn if self.config.grpo.turn_rewards else None,
-                conversation=played.by_turn,
-            )
-        samples = sample(prompts.ids, prompts.lengths, 0)
-        completions = Completions.of_samples(prompts, samples)
-        lengths = completions.lengths
-        last = np.take_along_axis(completions.sampled, lengths[:, None] - 1, axis=1)
-        return Sampled(
-            prompts=prompts,
-            completions=completions,
-            samples=samples._replace(routes=None),
-            graded=self.task.grade(prompts, completions),
-            truncated=~np.isin(last[:, 0], self.program.ends.eos_ids),
-            turns=np.ones_like(lengths),
-            decoded=sample.decoded,
-        )
 
     def holds_out(self) -> bool:
         return self.task.held_out() is not None

@@ -1,0 +1,124 @@
+"""Sources of a run's completions: its own sampler, or rollouts that were recorded."""
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.rollout.packed import Completions
+from jaxmem.train.jobs.rollout.prompt_tasks import Conversations
+from jaxmem.train.jobs.rollout.prompts import PromptIds, Task
+from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
+from jaxmem.train.jobs.rollout.samples import Sampled
+from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
+from jaxmem.train.jobs.rollout.turns import SamplePrograms, Turns
+
+Weights = tuple[Any, Any]  # trained ones, frozen ones
+
+
+class RolloutSource(abc.ABC):
+    """A source of the completions that a run learns from, step by step.
+
+    Attributes:
+        task: the prompts, and the rewards of completions.
+        next: number of the first prompt that no finished step has taken.
+    """
+
+    def __init__(self, config: GrpoJobConfig, task: Task):
+        self.config, self.task, self.next = config, task, 0
+
+    @abc.abstractmethod
+    def sampled(self, step: int, attempt: int, weights: Weights) -> Sampled:
+        """Completions of `grpo.prompts` prompts with their rewards, in all processes.
+
+        Args:
+            step: number of the step, from 1.
+            attempt: 0, or the number of a further rollout of `grpo.resample`.
+            weights: of the policy before the step.
+        """
+
+    def finish(self, attempts: int) -> None:
+        """Count the prompts of so many rollouts, those of a step, as taken."""
+        self.next += attempts * self.config.grpo.prompts
+
+    def state(self) -> dict[str, Any]:
+        """The position in the prompts, as JSON-able values."""
+        return self.task.state(self.next)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self.next = self.task.position(state)
+
+    def start_of(self, attempt: int) -> int:
+        """The number of the first prompt of an attempt of the next step."""
+        return self.next + attempt * self.config.grpo.prompts
+
+
+class RecordedSource(RolloutSource):
+    """Rollouts of files, in their order."""
+
+    task: RecordedRollouts
+
+    def sampled(self, step: int, attempt: int, weights: Weights) -> Sampled:
+        return self.task.sampled(self.start_of(attempt), self.config.grpo.prompts)
+
+
+class OwnSampler(RolloutSource):
+    """Completions that the trained model samples itself, on the run's own devices.
+
+    Args:
+        config: of the run.
+        task: of the run.
+        program: shapes of the sampler.
+        programs: returns the compiled sampler.
+    """
+
+    def __init__(
+        self,
+        config: GrpoJobConfig,
+        task: Task,
+        program: SamplingProgram,
+        programs: Callable[[], SamplePrograms],
+    ):
+        super().__init__(config, task)
+        self._program, self._programs = program, programs
+
+    def sampled(self, step: int, attempt: int, weights: Weights) -> Sampled:
+        grpo = self.config.grpo
+        prompts = self.task.ask(self.start_of(attempt), grpo.prompts)
+        prompts = prompts.repeated(grpo.group_size)
+        sample = Turns(self._program, self._programs(), weights, (step, attempt))
+        if isinstance(self.task, Conversations):
+            return self._sample_conversations(self.task, prompts, sample)
+        samples = sample(prompts.ids, prompts.lengths, 0)
+        completions = Completions.of_samples(prompts, samples)
+        lengths = completions.lengths
+        last = np.take_along_axis(completions.sampled, lengths[:, None] - 1, axis=1)
+        return Sampled(
+            prompts=prompts,
+            completions=completions,
+            samples=samples._replace(routes=None),
+            graded=self.task.grade(prompts, completions),
+            truncated=~np.isin(last[:, 0], self._program.ends.eos_ids),
+            turns=np.ones_like(lengths),
+            decoded=sample.decoded,
+        )
+
+    def _sample_conversations(
+        self, task: Conversations, prompts: PromptIds, sample: Turns
+    ) -> Sampled:
+        played, graded = task.play(prompts, sample)
+        mask = np.asarray(played.samples.mask)
+        return Sampled(
+            prompts=prompts,
+            completions=Completions.of_samples(prompts, played.samples, mask),
+            samples=played.samples._replace(routes=None),
+            graded=graded,
+            truncated=played.truncated,
+            turns=played.turns,
+            decoded=sample.decoded,
+            by_turn=played.by_turn if self.config.grpo.turn_rewards else None,
+            conversation=played.by_turn,
+        )
