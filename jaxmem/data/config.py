@@ -24,40 +24,48 @@ _RANGES = {
 class DataConfig:
     """Sources of supervised data, and the layout of their tokens in rows."""
 
-    # "stdlib" (Python's own sources), or paths and globs of .txt, .jsonl, .csv,
-    # .parquet and other files, or folders of such files or of `save_to_disk`
+    # training data: "stdlib" (Python's own sources), or paths and globs of .txt,
+    # .jsonl, .csv, .parquet and other files, or folders of such files or of
+    # `save_to_disk`
     source: str | tuple[str, ...] = "stdlib"
-    # share of each entry of `source` in the training data; each entry is read again and
-    # again, every time in another order; None: an epoch has everything once
+    # share of each entry of data.source in the training data. Each entry is repeated as
+    # often as needed, in a new order each time. None: an epoch contains each document
+    # once
     weights: tuple[float, ...] | None = None
-    vocab_size: int = 8192  # entries of the byte-level BPE vocabulary, with specials
-    sequence_length: int = 256  # tokens in a row (T)
-    batch_size: int = 8  # rows in a micro-batch (B)
-    # fraction of the documents kept from training, in [0, 1); 0.0: a folder's own files
-    # are held out, named validation, valid, val or dev, or else test
+    # entries of the byte-level BPE vocabulary that is trained on the data, special
+    # tokens included
+    vocab_size: int = 8192
+    sequence_length: int = 256  # tokens per row (T)
+    batch_size: int = 8  # rows per micro-batch (B), on all devices together
+    # fraction of the documents, in [0, 1), that is kept out of training for evaluation.
+    # 0.0: if the source is a folder, its files named validation, valid, val or dev, or
+    # else test, are held out
     held_out: float = 0.0
-    # True: every epoch has an order of its own; False: that of the files, in rows that
-    # are filled one after the other
+    # True: each epoch has a new order. False: documents keep the order of the files,
+    # and rows are filled one after the other
     shuffle: bool = True
-    seed: int = 0  # decides the orders
-    # directory that keeps trained vocabularies; None: that of XDG_CACHE_HOME, or
-    # ~/.cache/jaxmem, or one among the temporary files
+    seed: int = 0  # seed of the orders
+    # directory in which trained vocabularies are kept. None: $XDG_CACHE_HOME/jaxmem, or
+    # ~/.cache/jaxmem, or a directory of temporary files
     cache_dir: str | None = None
-    streams: int = 1  # parts of the documents, each a part of every batch's rows
-    # path of a Jinja template for messages; None: the checkpoint's own
+    # number of parts into which documents are divided. Each part fills its share of the
+    # rows of every batch, so that a process reads only its own parts
+    streams: int = 1
+    # path of a Jinja template for messages. None: the checkpoint's template
     chat_template: str | None = None
-    # variables of the template, as in {"enable_thinking": False}
+    # variables of the chat template, as in {"enable_thinking": False}
     chat_template_kwargs: dict[str, Any] | None = None
-    # names of columns, as in {"prompt": "my_question"}
+    # names of the data's columns, as in {"prompt": "my_question"}
     columns: dict[str, str] | None = None
-    ignored: tuple[str, ...] = ()  # columns, and keys of messages, that are left out
-    # handling of a turn whose template leaves out text that the loss counts: an error
-    # (raise), the turn does not count (mask), or the rest of it counts (count)
+    ignored: tuple[str, ...] = ()  # columns, and keys of messages, that are ignored
+    # if the chat template leaves out text that the loss should count: "raise" stops
+    # with an error, "mask" takes the whole turn out of the loss, "count" counts the
+    # rest of the turn
     stripped: Literal["raise", "mask", "count"] = "raise"
-    # read .jsonl, .parquet and .arrow files block by block, for data that do not fit in
-    # memory
+    # read .jsonl, .parquet and .arrow files block by block, for data that do not fit
+    # into memory
     streaming: bool = False
-    # pieces of documents that are shuffled together where data.streaming is True
+    # with data.streaming, number of pieces of documents that are shuffled together
     shuffle_window: int = 4096
 
     def __post_init__(self):

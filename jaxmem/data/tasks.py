@@ -42,63 +42,67 @@ _IDS = {word: i for i, word in enumerate(VOCABULARY)}
 class TaskConfig:
     """The prompts of a task, and the rewards of completions."""
 
-    # "arithmetic" (sums of two numbers), or paths, globs and folders of .jsonl, .csv,
-    # .parquet and other files of records
+    # prompts: "arithmetic" (generated sums of two numbers), or paths, globs and folders
+    # of .jsonl, .csv, .parquet and other files of records
     source: str | tuple[str, ...] = "arithmetic"
-    # for sums: exact (1 for the answer, else 0) or prefix (share of it that is right
-    # from the start). For a file: exact, prefix, regex, number, gsm8k, math,
-    # json_schema, unit_tests, length, overlong, "file.py:function" or
-    # "package.module:function", or a tuple of several
+    # name of a reward function. For sums: "exact" (1 for the answer, else 0) or
+    # "prefix" (share of the answer that is right from its start). For files: exact,
+    # prefix, regex, number, gsm8k, math, json_schema, unit_tests, length, overlong,
+    # "file.py:function" or "package.module:function", or a tuple of several
     reward: str | tuple[str, ...] = user_code.field("exact")
-    # factor of each reward; None: 1 each
+    # factor of each reward. None: 1 each
     reward_weights: tuple[float, ...] | None = None
-    # maximum seconds of one call of a reward or an environment; None: no limit
+    # maximum seconds of one call of a reward or an environment. None: no limit
     timeout: float | None = None
-    # a reward function that raises or takes too long ends the run (raise), or its
-    # completions are left out of their groups and the loss (mask)
+    # if a reward function raises an error or takes too long: "raise" ends the run,
+    # "mask" leaves its completions out of their groups and the loss
     reward_errors: Literal["raise", "mask"] = "raise"
-    # a completion for which every reward function returns None is left out of its group
-    # and the loss (mask), or ends the run (raise)
+    # if all reward functions return None for a completion: "mask" leaves it out of its
+    # group and the loss, "raise" ends the run
     unrewarded: Literal["mask", "raise"] = "mask"
     # records are completions of another engine, with prompt_ids, completion_ids,
-    # logprobs, a reward and, if it truncates, supports
+    # logprobs, a reward and, if that engine truncates, supports
     recorded: bool = False
-    # environment that answers between turns: "calculator", or "file.py:Class" or
-    # "package.module:Class" with reset and step, whose rewards count instead of
-    # `reward`; None: one completion of each prompt
+    # environment that replies between turns: "calculator", or "file.py:Class" or
+    # "package.module:Class" with reset and step. Its rewards replace task.reward. None:
+    # one completion per prompt
     environment: str | None = user_code.field(None)
-    max_turns: int = 4  # maximum completions of a conversation with an environment
+    # maximum number of completions in a conversation with an environment
+    max_turns: int = 4
     max_reply_tokens: int = 64  # maximum tokens of an environment's reply
-    # a failure of an environment ends the run (raise), or ends its conversation, with
-    # the rewards that it has (end), or leaves it out of its group and the loss (mask)
+    # if an environment fails: "raise" ends the run, "end" ends its conversation and
+    # keeps the rewards so far, "mask" leaves the conversation out of its group and the
+    # loss
     environment_errors: Literal["raise", "end", "mask"] = "raise"
-    # maximum calls of environments at a time; while the data are read, maximum
-    # environments at a time
+    # maximum number of simultaneous calls of environments; while data are read, maximum
+    # number of open environments
     workers: int = 64
-    # share of each entry of `source` in the prompts; each entry is read again and
-    # again, every time in another order; None: an epoch has every prompt once
+    # share of each entry of task.source in the prompts. Each entry is repeated as often
+    # as needed, in a new order each time. None: an epoch contains each prompt once
     weights: tuple[float, ...] | None = None
-    # fraction of a file's prompts kept from training, in [0, 1); 0.0: a folder's own
-    # files are held out, named validation, valid, val or dev, or else test
+    # fraction of a file's prompts, in [0, 1), that is kept out of training for
+    # evaluation. 0.0: if the source is a folder, its files named validation, valid, val
+    # or dev, or else test, are held out
     held_out: float = 0.0
-    # maximum tokens of a file's prompt; a longer one is refused
+    # maximum tokens of a file's prompt; a longer prompt is an error
     max_prompt_tokens: int = 512
-    stop: str | None = None  # token that ends a completion; None: the tokenizer's eos
-    # path of a Jinja template for messages; None: the checkpoint's own
+    # token that ends a completion. None: the tokenizer's end-of-sequence token
+    stop: str | None = None
+    # path of a Jinja template for messages. None: the checkpoint's template
     chat_template: str | None = None
-    # variables of the template, as in {"enable_thinking": False}
+    # variables of the chat template, as in {"enable_thinking": False}
     chat_template_kwargs: dict[str, Any] | None = None
-    # names of columns, as in {"prompt": "my_question"}
+    # names of the records' columns, as in {"prompt": "my_question"}
     columns: dict[str, str] | None = None
-    ignored: tuple[str, ...] = ()  # columns, and keys of messages, that are left out
+    ignored: tuple[str, ...] = ()  # columns, and keys of messages, that are ignored
     digits: int = 1  # maximum digits of each number of a sum
-    # last_digit: the sum's last digit, one token and nothing after it; sum: all digits
-    # and <eos>
+    # answer of a sum: "last_digit" is its last digit, one token and nothing after it;
+    # "sum" is all digits and <eos>
     answer: Literal["last_digit", "sum"] = "last_digit"
-    # True: every epoch has a file's prompts in an order of its own; False: in that of
-    # the file
+    # True: each epoch has a file's prompts in a new order. False: in the order of the
+    # file
     shuffle: bool = True
-    seed: int = 0  # selects the sums, and the orders of a file's prompts
+    seed: int = 0  # seed of the generated sums, and of the orders of a file's prompts
 
     def __post_init__(self):
         check_numbers(self, _RANGES)

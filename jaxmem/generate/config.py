@@ -10,16 +10,24 @@ from jaxmem.models.sampling import SamplingConfig
 class GenerateConfig:
     """Options of sampling, and the bounds of a completion."""
 
-    # maximum tokens of a completion; None: what the model has room for, at most 256
+    # maximum tokens of a completion. None: as many as the model has room for, at most
+    # 256
     max_new_tokens: int | None = None
-    temperature: float = 1.0  # 0: the most probable token each time
-    top_k: int | None = None  # sample among the k most probable tokens only
-    top_p: float | None = None  # sample among the fewest that have this probability
-    min_p: float | None = None  # drop tokens below this share of the best's probability
-    stop: tuple[str, ...] = ()  # texts that end a completion, which lacks them
-    seed: int = 0  # the same seed gives the same completions
-    batch_size: int = 8  # completions that are sampled together
-    samples: int = 1  # completions of each prompt of a file
+    # divisor of the logits; 0 takes the most probable token each time
+    temperature: float = 1.0
+    # number of most probable tokens among which to sample. None: no such limit
+    top_k: int | None = None
+    # sample among the fewest tokens whose probabilities sum to at least this. None: no
+    # such limit
+    top_p: float | None = None
+    # drop tokens whose probability is below this fraction of the highest one. None: no
+    # such limit
+    min_p: float | None = None
+    # texts that end a completion; the completion does not contain them
+    stop: tuple[str, ...] = ()
+    seed: int = 0  # seed of the samples; the same seed gives the same completions
+    batch_size: int = 8  # number of completions that are sampled together
+    samples: int = 1  # number of completions per prompt of a file
 
     def __post_init__(self):
         """Raise a ValueError that names an option with an impossible value."""

@@ -99,189 +99,220 @@ RANGES = {
 class ModelConfig:
     """Sizes and architecture choices of a `Decoder`."""
 
-    # None: random weights. Or a directory with config.json and safetensors to start
-    # from, or a model of the Hub, OWNER/NAME or hf://OWNER/NAME@REVISION; its config
-    # then determines the sizes.
+    # weights to start from: a directory with config.json and safetensors, or a model of
+    # the Hub, OWNER/NAME or hf://OWNER/NAME@REVISION. Its config determines the sizes.
+    # None: random weights
     checkpoint: str | None = None
-    # directory of a LoRA adapter of that checkpoint, in PEFT's layout, or of a LoRA
-    # run, which is trained further, with its rank, alpha and matrices. `checkpoint` may
-    # name it in place of its base
+    # LoRA adapter that is trained further, with its rank, alpha and matrices: a
+    # directory in PEFT's layout for model.checkpoint, or the directory of a LoRA run.
+    # model.checkpoint may also name the adapter instead of its base
     adapter: str | None = None
-    # None: the decoder of jaxmem. Or "file.py:function" or "package.module:function" of
-    # (config, rngs), which makes a Flax NNX module (jaxmem.models.own_model); then only
-    # its checkpoint's tokenizer is read
+    # function of (config, rngs), "file.py:function" or "package.module:function", that
+    # makes your own Flax NNX module (jaxmem.models.own_model); only the tokenizer of
+    # model.checkpoint is then read. None: jaxmem's decoder
     factory: str | None = user_code.field(None)
     layers: int = 4  # number of blocks
     hidden: int = 160  # width of the residual stream
-    ff: int = 448  # width inside the gated feed-forward layer
-    heads: int = 4  # query heads
-    kv_heads: int = 2  # key and value heads; divides heads
+    ff: int = 448  # width inside the feed-forward layer
+    heads: int = 4  # number of query heads
+    kv_heads: int = 2  # number of key and value heads; divides model.heads
     head_dim: int = 40  # width of one head; even, because RoPE rotates pairs
-    # entries of the vocabulary; None: as many as the tokenizer has
+    # entries of the vocabulary. None: as many as the tokenizer has
     vocab_size: int | None = None
-    # row of embedding tables that look-ups do not train, though a tied head does; None:
-    # no such row, or a checkpoint's pad_token_id, if its family in transformers has
-    # this rule
+    # row of embedding tables whose look-ups have no gradient; a tied head still trains
+    # it. None: no such row, or a checkpoint's pad_token_id if its family in
+    # transformers has this rule
     pad_row: int | None = None
     rope_theta: float = 10_000.0  # base of the rotary wavelengths, in tokens
-    # "linear": scale all wavelengths by rope_factor; others scale the long ones:
-    # "llama3" by their length, "yarn" by their number (jaxmem.models.positions),
-    # "listed" by one factor each, "dynamic" by the length of a long document; None: no
-    # scaling
+    # scaling of rotary wavelengths. "linear" scales all of them by model.rope_factor;
+    # the others scale long wavelengths: "llama3" by their length, "yarn" by their
+    # number (jaxmem.models.positions), "listed" by one factor each, "dynamic" by the
+    # length of a long document. None: no scaling
     rope_scaling: Literal["linear", "llama3", "yarn", "listed", "dynamic"] | None = None
     rope_factor: float = 1.0  # factor of the scaled wavelengths
-    rope_low_factor: float = 1.0  # long is above rope_original / this
-    rope_high_factor: float = 4.0  # short is below rope_original / this
-    rope_original: int = 8192  # context length in tokens before scaling
-    rope_truncate: bool = True  # yarn: its limits are whole numbers of pairs
-    # factors of the pairs' wavelengths, for "listed"
+    rope_low_factor: float = 1.0  # wavelengths above rope_original / this are long
+    rope_high_factor: float = 4.0  # wavelengths below rope_original / this are short
+    rope_original: int = 8192  # context length before scaling, in tokens
+    rope_truncate: bool = True  # yarn: round the limits between pairs to whole numbers
+    # for "listed": factor of each pair's wavelength
     rope_factors: tuple[float, ...] | None = None
-    rope_long_factors: tuple[float, ...] | None = None  # rope_factors of long documents
-    rope_limit: int | None = None  # maximum tokens of a document that is not long
-    rope_magnitude: float = 1.0  # factor of cosines and sines where wavelengths scale
-    # rope_magnitude of long documents; None: the same as of others
+    # for "listed": rope_factors of long documents
+    rope_long_factors: tuple[float, ...] | None = None
+    rope_limit: int | None = None  # documents with more tokens than this are long
+    # factor of cosines and sines in layers whose wavelengths are scaled
+    rope_magnitude: float = 1.0
+    # rope_magnitude of long documents. None: rope_magnitude
     rope_long_magnitude: float | None = None
-    rope_fraction: float = 1.0  # fraction of each head that is rotated, its first part
-    # fraction of the pairs that are rotated in global layers, those of the shortest
-    # wavelengths
+    # fraction of each head that is rotated, from its first number on
+    rope_fraction: float = 1.0
+    # fraction of the pairs that are rotated in global layers, the ones with the
+    # shortest wavelengths. None: all
     rope_proportion: float | None = None
-    # width of each head that is rotated, in place of rope_fraction
+    # for "latent" mixers: width of each head that is rotated; replaces rope_fraction
     rotated_width: int | None = None
-    learned_positions: int | None = None  # rows of a table that is added to embeddings
-    # queries at position p are multiplied by 1 + this ln(1 + p // rope_original); None:
-    # they are not
+    # rows of a table of position embeddings that is added to token embeddings. None: no
+    # table
+    learned_positions: int | None = None
+    # queries at position p are multiplied by 1 + this ln(1 + p // rope_original). None:
+    # no factor
     query_growth: float | None = None
     # queries of unrotated layers are multiplied by 1 + this ln(1 + (p + 1) //
-    # unrotated_growth_length); None: they are not
+    # unrotated_growth_length). None: no factor
     unrotated_growth: float | None = None
-    unrotated_growth_length: int = 8192  # positions of a step of that growth
-    # kinds of layers, cycled: "global" attends to its document, "local" to a window,
-    # "chunked" to its chunk of the document, "unrotated" is global without rotary
-    # embedding
+    # number of positions after which the factor of unrotated_growth increases
+    unrotated_growth_length: int = 8192
+    # kinds of layers, repeated as a cycle: "global" attends to its document, "local" to
+    # a window, "chunked" to its chunk of the document; "unrotated" is global without
+    # rotary embedding
     pattern: tuple[str, ...] = ("global",)
-    # kinds of mixers of tokens, cycled as pattern is: "attention", "latent" or "delta".
-    # The last layers may be named "reuse": they attend to keys and values of the last
-    # layer of their kind that has its own
+    # kinds of token mixers, repeated as a cycle: "attention", "latent" or "delta". The
+    # last layers may be "reuse": they attend to keys and values of the last layer of
+    # the same kind that computes its own
     mixers: tuple[str, ...] = ("attention",)
-    # width of feed-forward layers after mixers named "reuse"; None: ff
+    # width of feed-forward layers after "reuse" mixers. None: model.ff
     reuse_ff: int | None = None
-    # width of the vector from which mixers named "latent" make keys and values, and
-    # which they cache
+    # width of the vector from which "latent" mixers make keys and values; they cache
+    # this vector
     latent: int | None = None
-    # width of the vector from which they make queries; None: hidden
+    # width of the vector from which "latent" mixers make queries. None: model.hidden
     query_latent: int | None = None
-    # width of a head's values in "latent" mixers; None: head_dim
+    # width of a head's values in "latent" mixers. None: model.head_dim
     value_dim: int | None = None
-    # heads of values in mixers named "delta", each with a state
+    # number of value heads in "delta" mixers; each head has a state
     delta_heads: int | None = None
-    delta_key_heads: int = 1  # heads of queries and keys; divides delta_heads
-    delta_key_dim: int = 128  # width of a head's keys
-    delta_value_dim: int = 128  # width of a head's values
-    delta_taps: int = 4  # tokens that the convolution reads, including its own
-    # width of a head of global layers; None: head_dim
+    # number of query and key heads in "delta" mixers; divides model.delta_heads
+    delta_key_heads: int = 1
+    delta_key_dim: int = 128  # width of a head's keys in "delta" mixers
+    delta_value_dim: int = 128  # width of a head's values in "delta" mixers
+    # number of tokens that the convolution of "delta" mixers reads, including its own
+    delta_taps: int = 4
+    # width of a head in global layers. None: model.head_dim
     global_head_dim: int | None = None
-    global_kv_heads: int | None = None  # kv_heads of global layers; None: kv_heads
-    keys_are_values: bool = False  # keys of global layers are their values, too
+    # number of key and value heads in global layers. None: model.kv_heads
+    global_kv_heads: int | None = None
+    keys_are_values: bool = False  # in global layers, use the keys as values too
     value_norm: bool = False  # normalise values, without a scale
-    attention_gate: bool = False  # attention's result is multiplied by a sigmoid
-    # kinds of feed-forward layers, cycled as pattern is: "dense", "experts" or
+    attention_gate: bool = False  # multiply the result of attention by a sigmoid gate
+    # kinds of feed-forward layers, repeated as a cycle: "dense", "experts" or
     # "dense_and_experts"
     feed_forwards: tuple[str, ...] = ("dense",)
-    # tokens that a local layer attends to, including the query's, or tokens of a chunk
+    # number of tokens to which a local layer attends, including the query's token; in
+    # chunked layers, tokens per chunk
     window: int | None = None
-    local_rope_theta: float | None = None  # base in local layers, which are not scaled
-    tied: bool = True  # the head reads the embedding table
-    softcap: float | None = None  # final logits become softcap*tanh(logits/softcap)
-    # attention scores become this*tanh(scores/this)
+    # rope_theta of local layers, whose wavelengths are then not scaled. None:
+    # rope_theta
+    local_rope_theta: float | None = None
+    tied: bool = True  # True: the head uses the embedding table as its matrix
+    # final logits become softcap * tanh(logits / softcap). None: unchanged
+    softcap: float | None = None
+    # attention scores become this * tanh(scores / this). None: unchanged
     attention_softcap: float | None = None
-    attention_scale: float | None = None  # scale of scores; None: 1 / sqrt(head_dim)
-    sinks: bool = False  # each head has a score that only takes weight from others
+    # factor of attention scores. None: 1 / sqrt(head_dim)
+    attention_scale: float | None = None
+    # give each head a learned sink score, which only takes attention weight from tokens
+    sinks: bool = False
     embed_scale: bool = False  # multiply embeddings by sqrt(hidden), as Gemma does
-    embed_multiplier: float = 1.0  # multiply embeddings by this
+    embed_multiplier: float = 1.0  # factor of embeddings
     embed_norm: bool = False  # normalise embeddings
-    # multiply a sublayer's result by this before it is added
+    # factor of a sublayer's result before it is added to the residual stream
     residual_multiplier: float = 1.0
-    logit_multiplier: float = 1.0  # multiply the final hidden states by this
+    logit_multiplier: float = 1.0  # factor of the final hidden states
     qk_norm: bool = False  # normalise queries and keys, as Qwen3 does
-    qk_norm_axis: Literal["head", "width"] = "head"  # each head, or all heads as one
-    qk_norm_last: bool = False  # normalise queries and keys after the rotation
-    qk_norm_scale: bool = True  # these norms have a scale, if all have
-    qk_norm_rotated: bool = False  # only those of layers that are rotated
-    qkv_bias: bool = False  # queries, keys and values have biases, as in Qwen2
-    output_bias: bool = False  # attention's output has a bias
-    ff_bias: bool = False  # the matrices of the feed-forward layer have biases
-    head_bias: bool = False  # the head has a bias; it is not tied
-    norm: Literal["rms", "layer"] = "rms"  # "layer" also subtracts the mean
-    norm_scale: bool = True  # norms have a scale
-    norm_bias: bool = False  # layer norms have a bias
-    norm_offset: bool = False  # norms multiply by 1 + scale, as Gemma's do
+    # normalise each head ("head"), or all heads together ("width")
+    qk_norm_axis: Literal["head", "width"] = "head"
+    # normalise queries and keys after the rotation instead of before
+    qk_norm_last: bool = False
+    # give the norms of queries and keys a scale, if model.norm_scale is True
+    qk_norm_scale: bool = True
+    # normalise queries and keys only in layers with rotary embedding
+    qk_norm_rotated: bool = False
+    qkv_bias: bool = False  # give queries, keys and values biases, as in Qwen2
+    output_bias: bool = False  # give the output matrix of attention a bias
+    ff_bias: bool = False  # give the matrices of feed-forward layers biases
+    head_bias: bool = False  # give the head a bias; it must not be tied
+    # "rms": RMSNorm. "layer": LayerNorm, which also subtracts the mean
+    norm: Literal["rms", "layer"] = "rms"
+    norm_scale: bool = True  # give norms a scale
+    norm_bias: bool = False  # give layer norms a bias
+    norm_offset: bool = False  # norms multiply by 1 + scale, as in Gemma
     pre_norms: bool = True  # normalise each sublayer's input
-    post_norms: bool = False  # normalise each sublayer's output, as Gemma 2 does
-    # both sublayers read a layer's input, by one "shared" or two "separate" norms;
-    # None: one sublayer after the other
+    post_norms: bool = False  # normalise each sublayer's output, as in Gemma 2
+    # both sublayers read the layer's input, through one norm ("shared") or two
+    # ("separate"). None: one sublayer after the other
     parallel: Literal["shared", "separate"] | None = None
-    gated: bool = True  # the feed-forward layer has a gate: act(gate) * up, not act(up)
-    # activation of the feed-forward layer; "xielu" has two weights
+    # True: feed-forward layers compute act(gate) * up. False: act(up)
+    gated: bool = True
+    # activation of feed-forward layers; "xielu" has two weights
     activation: Literal[
         "silu", "gelu", "exact_gelu", "quick_gelu", "relu", "squared_relu", "xielu"
     ] = "silu"
-    # width of a vector that each layer gets of each token besides x
+    # width of a vector per token that each layer gets in addition to the residual
+    # stream. None: no such vector
     layer_input: int | None = None
-    # rows of the table of these vectors; None: vocab_size
+    # rows of the table of these vectors. None: vocab_size
     layer_input_vocab: int | None = None
-    layer_scale: bool = False  # each layer's result is multiplied by a constant
-    # number of experts in a feed-forward layer that has some
-    experts: int | None = None
-    experts_per_token: int = 1  # experts that a router chooses for each token
+    # multiply each layer's result by a constant of the checkpoint
+    layer_scale: bool = False
+    experts: int | None = None  # number of experts in a feed-forward layer with experts
+    experts_per_token: int = 1  # number of experts that a router chooses for each token
     expert_ff: int | None = None  # width inside an expert
-    expert_bias: bool = False  # the matrices of experts have biases
-    # an expert's gate is at most this, and the values that it multiplies are within ±
-    # this; None: no limit
+    expert_bias: bool = False  # give the matrices of experts biases
+    # upper bound of an expert's gate; the values that the gate multiplies are bounded
+    # by ± this. None: no bounds
     gate_limit: float | None = None
     up_plus_one: bool = False  # an expert's gate multiplies up + 1
-    # softmax or sigmoid of the router's logits; "chosen": softmax of the chosen ones;
-    # "near": of each chosen one and those below that are near it
+    # scores of experts: "softmax" or "sigmoid" of the router's logits; "chosen":
+    # softmax over the chosen experts; "near": softmax over each chosen expert and the
+    # lower ones that are near it
     router_scores: Literal["softmax", "sigmoid", "chosen", "near"] = "softmax"
-    # half of the relative distance within which scores are "near"
+    # for "near": half of the relative distance within which logits are near
     router_nearness: float = 0.01
-    router_renormalised: bool = False  # scores of the chosen experts are to sum to 1
+    # normalise the scores of the chosen experts so that they sum to 1
+    router_renormalised: bool = False
     router_scale: float = 1.0  # factor of the chosen experts' scores
-    router_scales_inputs: bool = False  # they multiply what experts read, not results
-    router_bias: bool = False  # the router's logits have a bias
-    router_correction: bool = False  # a bias of scores, which only the choice reads
-    router_groups: int = 1  # groups of experts; a choice is among the best groups
-    router_groups_kept: int = 1  # number of the best groups
-    # number of a group's best scores, whose sum is its score
+    # scores multiply the inputs of experts, not their results
+    router_scales_inputs: bool = False
+    router_bias: bool = False  # give the router's logits a bias
+    # give scores a bias that only the choice of experts reads
+    router_correction: bool = False
+    # number of groups of experts; experts are chosen from the best groups
+    router_groups: int = 1
+    router_groups_kept: int = 1  # number of best groups from which experts are chosen
+    # number of best scores of a group whose sum is the group's score
     router_group_best: int = 1
-    # factor of the loss that spreads tokens evenly over experts; None: what the
-    # checkpoint asks for by output_router_logits, or else 0
+    # factor of the loss that spreads tokens evenly over experts. None: the checkpoint's
+    # factor if its config sets output_router_logits, else 0
     router_aux_loss_coef: float | None = None
-    shared_ff: int | None = None  # width of an expert that every token uses
-    shared_gate: bool = False  # the shared expert's result is multiplied by a sigmoid
-    norm_eps: float = 1e-6  # added to the mean square in every norm
-    dtype: str = "float32"  # activations and matrix products
-    # frozen weights, and those that a run leaves in model/; trained ones have float32
-    # masters, whatever this is
+    # width of an expert that every token uses. None: no such expert
+    shared_ff: int | None = None
+    shared_gate: bool = False  # multiply the shared expert's result by a sigmoid gate
+    norm_eps: float = 1e-6  # number that is added to the mean square in every norm
+    dtype: str = "float32"  # dtype of activations and matrix products
+    # dtype of frozen weights and of the weights that a run saves in model/. Trained
+    # weights always have float32 masters
     param_dtype: str = "float32"
-    attention: Literal["xla", "cudnn"] | None = None  # None: "xla"
-    # rank of the adapters of frozen matrices; 0: none; None: that of the adapter that
-    # training starts from, or else 0
+    # implementation of attention. None: "xla"
+    attention: Literal["xla", "cudnn"] | None = None
+    # rank of the adapters of frozen matrices. 0: no adapters. None: rank of the adapter
+    # that training starts from, else 0
     lora_rank: int | None = None
-    lora_alpha: float = 16.0  # adapters are scaled by this / lora_rank
-    # matrices of a block with adapters; "gate", "up" and "down" are possible too
+    lora_alpha: float = 16.0  # adapters are multiplied by this / lora_rank
+    # matrices of a block that get adapters, among "query", "key", "value", "output",
+    # "gate", "up" and "down"
     lora_targets: tuple[str, ...] = ("query", "key", "value", "output")
-    lora_head: bool = False  # the head has an adapter too
-    # "embed" and "head", if these are trained whole and saved with the adapters
+    lora_head: bool = False  # give the head an adapter too
+    # "embed" and "head": matrices that are trained whole and saved with the adapters
     lora_saved: tuple[str, ...] = ()
-    # codes of frozen matrices, in 4 or 8 bits a weight, of which each layer is decoded
-    # where it is used; None: they have param_dtype
+    # store frozen matrices as codes of 4 bits ("nf4") or 8 bits ("int8") per weight;
+    # each layer is decoded when it is used. None: frozen matrices have param_dtype
     base: Literal["nf4", "int8"] | None = None
-    # matrices of blocks that are coded, by the names of lora_targets; None: all. Where
-    # the head is not tied, "embedding" is possible too: it has 8 bits in either base
+    # matrices of blocks that are stored as codes, by the names of lora_targets. None:
+    # all. If the head is not tied, "embedding" is possible too, always with 8 bits
     base_targets: tuple[str, ...] | None = None
-    # matrices that are plain in some layers all the same, as "LAYER.MATRIX"
+    # matrices of single layers that are not stored as codes, as "LAYER.MATRIX"
     base_plain: tuple[str, ...] = ()
-    # nf4's scales are codes of 8 bits themselves (double quantisation); False: float32
+    # nf4: store scales as codes of 8 bits too (double quantisation). False: float32
+    # scales
     base_double: bool = True
 
     def __post_init__(self):

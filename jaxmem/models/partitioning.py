@@ -66,11 +66,14 @@ _PREFETCH = {
 class MeshConfig:
     """Devices along each mesh axis; their product is the number of devices of a run."""
 
-    data: int = 1  # shards the rows of a batch
-    fsdp: int = 1  # shards rows, weights and moments
-    sequence: int = 1  # shards the tokens of each row, weights and moments
-    tensor: int = 1  # shards heads, feed-forward layers and the vocabulary
-    # XLA for GPUs all-gathers a block's weights during the block before it
+    data: int = 1  # number of parts into which the rows of a batch are sharded
+    fsdp: int = 1  # number of parts into which rows, weights and moments are sharded
+    # number of parts into which the tokens of each row, weights and moments are sharded
+    sequence: int = 1
+    # number of parts into which heads, feed-forward layers and the vocabulary are
+    # sharded
+    tensor: int = 1
+    # on GPUs, XLA all-gathers a block's weights while the block before it runs
     prefetch: bool = True
 
     def __post_init__(self):

@@ -24,19 +24,24 @@ _FUSED_ONLY = dict.fromkeys(("gradient", "implementation", "vocab_groups"))
 class HeadConfig:
     """Options of the head: the computation of a loss from hidden states."""
 
-    # fused: logits exist one chunk at a time; materialised: all at once, the usual way
+    # "fused": the logits of one chunk of tokens exist at a time. "materialised": the
+    # logits of all tokens exist at once, the usual way
     logits: Literal["fused", "materialised"] = "fused"
-    # tokens whose logits may be alive at once (fused only); None: no chunking
+    # fused only: maximum number of tokens whose logits exist at the same time. "auto":
+    # as many as fit 512 MiB of float32 logits. None: no chunking
     chunk: int | Literal["auto"] | None = 1024
-    # method of the gradients (fused only), see jaxmem.logprobs: ("recompute", B) sums
-    # those of the head for one of B blocks of the vocabulary after another; ("sample",
-    # k) draws k entries of each token's derivative, ("sample", k, "int8") makes its
-    # logits in 8 bits, too; None: exact, all at once
+    # fused only: method of the gradients, see jaxmem.logprobs. ("recompute", B)
+    # computes the gradient of the vocabulary matrix for one of B blocks of the
+    # vocabulary after another; ("sample", k) draws k entries of each token's
+    # derivative; ("sample", k, "int8") also computes its logits in 8 bits. None: exact
+    # gradients, all at once
     gradient: tuple[str, int] | tuple[str, int, str] | None = None
-    # backend of the loss (fused only), see jaxmem.logprobs; None: the fastest here
+    # fused only: backend of the loss, see jaxmem.logprobs. None: the fastest one for
+    # this device
     implementation: str | None = None
-    # groups of the vocabulary (fused only), see jaxmem.logprobs: log-probabilities of
-    # the same bits for any mesh.tensor; None: the fewest operations
+    # fused only: number of groups of the vocabulary, see jaxmem.logprobs;
+    # log-probabilities then have the same bits for any mesh.tensor. None: the fewest
+    # operations
     vocab_groups: int | None = None
 
     def __post_init__(self):

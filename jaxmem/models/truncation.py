@@ -13,19 +13,24 @@ from jaxmem.models import largest
 class SamplingConfig:
     """Lengths, temperature and truncation of sampled completions."""
 
-    max_new_tokens: int = 8  # maximum tokens of a completion, including eos
-    temperature: float = 1.0  # divides the logits before any truncation
-    top_k: int | None = None  # sample among the k most probable tokens only
-    top_p: float | None = None  # sample among the fewest that have this probability
-    # largest size of the support; None: top_k.  A top_p or min_p without a top_k needs
-    # it for a static shape
+    max_new_tokens: int = 8  # maximum tokens of a completion, its end token included
+    temperature: float = 1.0  # divisor of the logits, applied before any truncation
+    # number of most probable tokens among which to sample. None: no such limit
+    top_k: int | None = None
+    # sample among the fewest tokens whose probabilities sum to at least this. None: no
+    # such limit
+    top_p: float | None = None
+    # maximum number of tokens that truncation keeps, a static shape. None: top_k. It
+    # must be set if top_p or min_p is set without top_k
     support: int | None = None
-    min_p: float | None = None  # drop tokens below this share of the best's probability
-    # completions that are decoded at a time; one that ends makes room for the next.
-    # None: all of a rollout
+    # drop tokens whose probability is below this fraction of the highest one. None: no
+    # such limit
+    min_p: float | None = None
+    # number of completions that are decoded at the same time; when one ends, the next
+    # takes its row. None: all of a rollout
     slots: int | None = None
-    # decode the blocks of a base in codes (model.base) once for all tokens of a call,
-    # which takes the memory of 16 bits; False: each layer in each step
+    # with model.base, decode the codes of all blocks once per call, which takes the
+    # memory of 16-bit weights. False: decode each layer in each step
     decode_base: bool = False
 
     def __post_init__(self):

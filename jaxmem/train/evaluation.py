@@ -26,20 +26,21 @@ _BEST = "best"  # key in the saved settings of out_dir/best
 class EvalConfig:
     """Schedule of evaluations on held-out data, and the best one's checkpoint."""
 
-    # steps between evaluations, the last step is evaluated too; None: none but at the
-    # end of a supervised run
+    # steps between evaluations; the last step is always evaluated. None: no evaluation,
+    # except at the end of a supervised run
     every: int | None = None
-    prompts: int = 64  # maximum held-out prompts to complete, of the job "grpo"
-    # further completions of each held-out prompt of the job "grpo", which give
-    # held_out_avg@k and held_out_pass@k; None: only those at temperature 0
+    # job "grpo": maximum number of held-out prompts that are completed
+    prompts: int = 64
+    # job "grpo": number of further completions per held-out prompt, which give
+    # held_out_avg@k and held_out_pass@k. None: only one at temperature 0
     samples: int | None = None
-    temperature: float = 1.0  # divides the logits of eval.samples
-    keep_best: bool = True  # keep the best evaluation's checkpoint, in out_dir/best
-    # stop after this many evaluations in a row without improvement; None: take all
+    temperature: float = 1.0  # divisor of the logits for eval.samples
+    keep_best: bool = True  # keep the checkpoint of the best evaluation in out_dir/best
+    # stop after this many evaluations in a row without improvement. None: take all
     # steps
     patience: int | None = None
-    # with patience: an evaluation improves if it is better by more than this, in nats
-    # or units of the reward
+    # with eval.patience, minimum improvement that counts, in nats or units of the
+    # reward
     min_delta: float = 0.0
 
     def __post_init__(self):

@@ -17,14 +17,16 @@ _GIB = 2**30
 class RematConfig:
     """Values of the forward pass that are kept for the backward pass."""
 
-    # a preset of jaxmem.remat; or "fit": the fastest policy that memory_limit allows
+    # preset of jaxmem.remat, or "fit": the fastest policy that remat.memory_limit
+    # allows
     policy: str = "full"
-    save: tuple[str, ...] = ()  # additional names (jaxmem.remat.NAMES) to save
-    last: int = 0  # last blocks that keep all residuals; "fit" chooses it too
-    # compile the blocks one after the other instead of a loop: faster steps if much
-    # is saved, longer compilation
+    # further names (jaxmem.remat.NAMES) whose values are kept
+    save: tuple[str, ...] = ()
+    last: int = 0  # number of last blocks that keep all residuals; "fit" chooses it too
+    # compile the blocks one after the other instead of as a loop: steps are faster if
+    # much is kept, and compilation takes longer
     unroll: bool = False
-    # for policy "fit": GiB of device memory for training, or "auto": all of it
+    # for policy "fit": GiB of device memory that training may use, or "auto": all of it
     memory_limit: Literal["auto"] | float | None = None
 
     def __post_init__(self):

@@ -31,30 +31,42 @@ _RANGES = {
 class OptimizerConfig:
     """An optimizer of optax with a schedule that starts with a linear warmup."""
 
-    learning_rate: float = 3e-3  # the peak, reached after the warmup
-    # steps of linear rise, fewer than run.steps; None: warmup_fraction of run.steps
+    learning_rate: float = 3e-3  # peak learning rate, reached after the warmup
+    # steps during which the learning rate rises linearly, fewer than run.steps. None:
+    # optimizer.warmup_fraction of run.steps
     warmup_steps: int | None = None
-    final_fraction: float = 0.1  # fraction of the peak after the last step
-    # decay of the mean of the gradients; momentum of "sgd" and "muon"
+    # learning rate after the last step, as a fraction of the peak
+    final_fraction: float = 0.1
+    # decay of the mean of the gradients; for "sgd" and "muon", the momentum
     b1: float = 0.9
-    b2: float = 0.95  # decay of the mean of the squared gradients; second of "lion"
-    eps: float = 1e-8  # added to the root of the mean square
-    weight_decay: float = 0.1  # per unit of learning rate; matrices only
-    clip_norm: float | None = 1.0  # largest global gradient norm; None: no clipping
-    # None: all weights; or a regular expression searched in their names, which are like
-    # "blocks/attention/query/kernel". The others are frozen: no gradient, no moments.
-    # Trained weights, all or matching, are stored in float32 whatever model.param_dtype
-    # is, because 16 bits would lose small updates.
+    # decay of the mean of the squared gradients; for "lion", its second decay
+    b2: float = 0.95
+    eps: float = 1e-8  # number that is added to the root of the mean square
+    # weight decay per unit of learning rate, of matrices only
+    weight_decay: float = 0.1
+    # maximum global norm of the gradient; a larger gradient is scaled down. None: no
+    # clipping
+    clip_norm: float | None = 1.0
+    # regular expression that is searched in the names of weights, such as
+    # "blocks/attention/query/kernel". Weights that do not match are frozen: they have
+    # no gradient and no moments. Trained weights are stored in float32 regardless of
+    # model.param_dtype, because 16 bits would lose small updates. None: train all
+    # weights
     trainable: str | None = None
-    # Keep the moments on the host, and fetch them slice by slice for the update.
+    # keep the optimizer's moments on the host, and fetch them slice by slice for the
+    # update
     offload: bool = False
-    # after the warmup, a decay to final_fraction by a cosine or linearly, or none; wsd:
-    # none but over the last decay_fraction of the steps, linearly
+    # learning rate after the warmup: "cosine" and "linear" decay to final_fraction,
+    # "constant" does not decay, and "wsd" decays linearly in the last decay_fraction of
+    # the steps
     schedule: Literal["cosine", "constant", "linear", "wsd"] = "cosine"
-    warmup_fraction: float = 0.1  # fraction of run.steps, where warmup_steps is None
-    decay_fraction: float = 0.2  # fraction of run.steps, of the schedule "wsd"
-    # "muon" orthogonalises the updates of the blocks' matrices, and leaves the other
-    # weights to AdamW; "adafactor" keeps the squares of a matrix by row and by column
+    # warmup as a fraction of run.steps, if optimizer.warmup_steps is None
+    warmup_fraction: float = 0.1
+    # for the schedule "wsd": decay as a fraction of run.steps
+    decay_fraction: float = 0.2
+    # optimizer. "muon" orthogonalises the updates of the blocks' matrices and leaves
+    # the other weights to AdamW; "adafactor" keeps the mean squares of a matrix by row
+    # and by column
     name: Literal["adamw", "muon", "adafactor", "lion", "sgd"] = "adamw"
 
     def __post_init__(self):

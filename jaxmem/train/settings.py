@@ -27,35 +27,39 @@ _RANGES = {
 class RunConfig:
     """The job of a run, its length, and the files that it saves."""
 
-    # "sft", supervised; "grpo", reinforcement learning; "dpo", pairs of answers;
-    # "distill", a teacher's student; or a job of one's own, "file.py:Class" or
-    # "package.module:Class"
+    # kind of training: "sft" (supervised), "dpo" (pairs of answers), "grpo"
+    # (reinforcement learning), "distill" (a student learns from a teacher), or your own
+    # job, "file.py:Class" or "package.module:Class"
     job: str = user_code.field("sft")
-    steps: int = 60  # optimizer steps in all; rollouts of the job "grpo"
-    accumulate: int = 1  # micro-batches (data.batch_size rows each) per step
-    seed: int = 0  # seed of initial weights, and of a policy's samples
-    # directory of the run; one that holds a run resumes it, and files that are no run's
-    # are never replaced
+    steps: int = 60  # number of optimizer steps; for the job "grpo", number of rollouts
+    accumulate: int = 1  # micro-batches (of data.batch_size rows) per optimizer step
+    seed: int = 0  # seed of initial weights and of sampled completions
+    # directory of the run. If it contains a run, that run is resumed. Files that do not
+    # belong to a run are never replaced
     out_dir: str = "runs/sft"
-    # steps between checkpoints; the last step is always saved; None: no checkpoints
+    # steps between checkpoints; the last step is always saved. None: no checkpoints
     checkpoint_every: int | None = 20
-    keep: int = 2  # newest checkpoints to keep
-    log_every: int = 10  # steps between plain progress lines (not on a terminal)
-    compare_heads: bool = True  # at the end, compile both heads and show their memory
-    # passes over the data, which decide the number of steps; None: run.steps does
+    keep: int = 2  # number of checkpoints to keep, the newest ones
+    # steps between printed progress lines; a terminal shows a progress bar instead
+    log_every: int = 10
+    # at the end, compile fused and materialised head, and print the memory of both
+    compare_heads: bool = True
+    # passes over the data; they determine the number of steps. None: run.steps
+    # determines it
     epochs: float | None = None
-    # keep all completions of each step of the job "grpo" in out_dir/rollouts, with
-    # tokens, log-probabilities and rewards, also of groups that are not learned from
+    # job "grpo": write all completions of each step to out_dir/rollouts, with tokens,
+    # log-probabilities and rewards, also of groups that are not learned from
     save_rollouts: bool = False
-    # project of Weights & Biases that gets the metrics too; WANDB_MODE=offline keeps
-    # them in out_dir/wandb, for `wandb sync`
+    # project of Weights & Biases to which metrics are sent too. WANDB_MODE=offline
+    # keeps them in out_dir/wandb, for `wandb sync`
     wandb: str | None = None
-    # completions in a table there, at every run.log_every-th step of a job that samples
-    # them; None: no table
+    # number of completions in a table of Weights & Biases, at each step that is a
+    # multiple of run.log_every, for jobs that sample. None: no table
     wandb_samples: int | None = None
-    # OWNER/NAME of the Hub that the result is uploaded to at the end; None: nowhere
+    # model of the Hub, OWNER/NAME, to which the result is uploaded at the end. None: no
+    # upload
     push: str | None = None
-    push_private: bool = False  # make the model that `push` creates private
+    push_private: bool = False  # if run.push creates a model, make it private
 
     def __post_init__(self):
         check_numbers(self, _RANGES)

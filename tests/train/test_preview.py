@@ -177,9 +177,9 @@ def test_every_key_is_described(capsys):
     assert cli.main(["train", "--keys", "dpo"]) == 0
     said = capsys.readouterr().out
     assert (
-        "dpo.gamma = None  # float or None; SimPO's margin; None: the loss's own, 0.5\n"
-        in said
-    )
+        "dpo.gamma = None  # float or None; SimPO's margin. "
+        "None: the loss's own value, 0.5\n"
+    ) in said
     assert cli.main(["train", "--keys", "dop"]) == 2
     assert "--keys: no section 'dop'; the sections are" in capsys.readouterr().err
 

@@ -40,32 +40,38 @@ _RANGES = {
 class DistillConfig:
     """The data of a student, its teacher, and the terms of its loss."""
 
-    # text: the data's tokens; on_policy: completions that the student samples; offline:
-    # data.source is a .parquet file that `jaxmem score` wrote of a teacher
+    # tokens that the student learns from. "text": the data's tokens. "on_policy":
+    # completions that the student samples. "offline": data.source is a .parquet file
+    # that `jaxmem score` wrote for a teacher
     mode: Literal["text", "on_policy", "offline"] = "text"
-    # directory of a checkpoint whose vocabulary is the student's, a model of the Hub,
-    # or the directory of a run that ended with model/; offline it is read for its
-    # tokenizer only, and None will do for a student with model.checkpoint
+    # directory of the teacher's checkpoint, which has the student's vocabulary, or a
+    # model of the Hub, or the directory of a run that saved model/. In mode "offline",
+    # only its tokenizer is read, and None is possible if the student has
+    # model.checkpoint
     teacher: str | None = None
-    # dtype of the teacher's weights and activations; None: as they are stored
+    # dtype of the teacher's weights and activations. None: as they are stored
     teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    # codes of its matrices, as model.base; None: they are as its checkpoint has them
+    # codes of the teacher's matrices, as in model.base. None: as its checkpoint stores
+    # them
     teacher_base: Literal["nf4", "int8"] | None = None
-    # forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: of both
-    # from their mixture
+    # "forward_kl": KL(teacher ‖ student). "reverse_kl": KL(student ‖ teacher). "jsd":
+    # both models' divergences from their mixture
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    beta: float = 0.5  # weight of the teacher in the mixture of jsd, in (0, 1)
-    temperature: float = 1.0  # divides the logits of both models in the divergence
-    loss_weight: float = 0.0  # weight of the data's cross-entropy
-    # on_policy: weight of the policy gradient of task.reward; 0: rewards are recorded,
-    # not learned from; None: there are none
+    beta: float = 0.5  # weight of the teacher in the mixture of "jsd", in (0, 1)
+    temperature: float = 1.0  # divisor of both models' logits in the divergence
+    loss_weight: float = 0.0  # weight of the cross-entropy of the data's tokens
+    # mode "on_policy": weight of the policy gradient of task.reward. 0: rewards are
+    # recorded but not learned from. None: there are no rewards
     reward_weight: float | None = None
-    tail: bool = True  # offline: the other columns' mass counts, as one more outcome
-    prompts: int = 32  # on_policy: prompts of a step
-    completions: int = 1  # on_policy: completions of each prompt
-    max_tokens: int = 2048  # on_policy: slots of a micro-batch
-    # on_policy: widths of packed rows, increasing, each a shape to compile; None: the
-    # longest sequence that there can be, rounded up to 16
+    # mode "offline": the probability outside the file's columns counts as one more
+    # outcome
+    tail: bool = True
+    prompts: int = 32  # mode "on_policy": number of prompts per step
+    completions: int = 1  # mode "on_policy": number of completions per prompt
+    # mode "on_policy": maximum token positions, padding included, of a micro-batch
+    max_tokens: int = 2048
+    # mode "on_policy": lengths of packed rows, increasing; jax compiles a program for
+    # each. None: the longest possible sequence, rounded up to 16
     row_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self):

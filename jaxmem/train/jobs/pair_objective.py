@@ -101,17 +101,19 @@ PAIR_LOSSES = {
 class DpoConfig:
     """The loss of pairs of answers and its numbers."""
 
-    # DPO's own (sigmoid); IPO's squared distance, of sums over an answer's tokens as in
-    # the paper, or of their means as in TRL (ipo_mean); without a reference, of means,
-    # SimPO's margin (simpo), or the supervised loss with ORPO's ratio of odds (orpo);
-    # or a loss of your own
+    # loss of a pair. "sigmoid" is DPO; "ipo" is the squared distance of sums over an
+    # answer's tokens, as in the paper, and "ipo_mean" of means, as in TRL. Without a
+    # reference, over means: "simpo" is SimPO's margin, and "orpo" the supervised loss
+    # with an odds ratio. Or your own loss
     loss: str = user_code.field("sigmoid", PAIR_LOSSES)
-    # strength of the reference; IPO's τ, SimPO's scale of rewards, ORPO's weight; None:
-    # the loss's own, 0.1, or 2 of simpo
+    # strength of the reference; IPO's τ, SimPO's scale of rewards, ORPO's weight. None:
+    # the loss's own value, which is 2 for "simpo" and 0.1 for the others
     beta: float | None = None
-    gamma: float | None = None  # SimPO's margin; None: the loss's own, 0.5
-    label_smoothing: float = 0.0  # probability that a pair is the wrong way round
-    drop_long: bool = False  # leave out pairs longer than a row, instead of stopping
+    gamma: float | None = None  # SimPO's margin. None: the loss's own value, 0.5
+    # probability that the chosen and the rejected answer of a pair are swapped
+    label_smoothing: float = 0.0
+    # True: leave out pairs that are longer than a row. False: stop with an error
+    drop_long: bool = False
 
     def __post_init__(self):
         """Refuse impossible values, by name."""

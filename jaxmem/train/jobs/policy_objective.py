@@ -50,57 +50,67 @@ _RANGES = {
 class GrpoConfig:
     """Size of a rollout, loss and advantages, and the updates that follow."""
 
-    prompts: int = 32  # problems in a rollout
-    group_size: int = 16  # samples of each problem; at least 2
-    # grpo, gspo and sapo: mean of the sequences' means; dr_grpo: divided by neither
-    # lengths nor deviations; dapo, cispo, ppo_clip (its dual clip is 3): over tokens;
-    # or a loss of your own
+    prompts: int = 32  # number of prompts in a rollout
+    group_size: int = 16  # number of completions per prompt; at least 2
+    # policy loss. "grpo", "gspo" and "sapo" average the means of sequences; "dr_grpo"
+    # divides by neither lengths nor deviations; "dapo", "cispo" and "ppo_clip" (with a
+    # dual clip of 3) average over tokens. Or your own loss
     loss: str = user_code.field("grpo", POLICY_LOSSES)
-    # function from rewards to advantages: less their group's mean, over its deviation
-    # (grpo) or not (dr_grpo), or over that of the rollout (batch_std); less the others'
-    # mean (rloo); of the rollout as one group (reinforce_plus_plus); or a function of
-    # your own; None: the loss's own, dr_grpo of the loss dr_grpo and grpo of others
+    # function from rewards to advantages. "grpo", "dr_grpo" and "batch_std" subtract
+    # the group's mean; "grpo" then divides by the group's deviation, "batch_std" by the
+    # rollout's. "rloo" subtracts the mean of the group's other completions, and
+    # "reinforce_plus_plus" treats the rollout as one group. Or your own function. None:
+    # the loss's own advantage, which is "dr_grpo" for the loss "dr_grpo" and "grpo" for
+    # the others
     advantage: str | None = user_code.field(None, ADVANTAGES)
-    # a ratio counts down to 1 - this; None: the loss's own
+    # ratios are clipped below 1 - this. None: the loss's own value
     clip_low: float | None = None
-    # a ratio counts up to 1 + this; None: the loss's own
+    # ratios are clipped above 1 + this. None: the loss's own value
     clip_high: float | None = None
-    # correction for a sampler whose probabilities are not the trainer's: weights that
-    # are truncated (tis), dropped above a cap (mis) or outside a band (icepop), or
-    # dropped for sequences whose mean ratio is outside a band (sequence_mask); or the
-    # loss's own ratio, which is then that to the sampler and needs no old pass (ratio);
-    # None: no correction
+    # correction of the mismatch between the sampler's probabilities and the trainer's.
+    # Tokens get a weight that is truncated ("tis"), or set to 0 above a cap ("mis") or
+    # outside a band ("icepop"); "sequence_mask" drops sequences whose mean ratio is
+    # outside a band; "ratio" makes the loss's ratio that of trainer to sampler, which
+    # needs no old pass. None: no correction
     correction: Literal["tis", "mis", "icepop", "sequence_mask", "ratio"] | None = None
-    # lower bound of the band; None: the correction's own
+    # lower bound of the band. None: the correction's own bound
     correction_low: float | None = None
-    # upper bound of the band, or the cap; None: the correction's own
+    # upper bound of the band, or the cap. None: the correction's own bound
     correction_high: float | None = None
-    # a turn's advantage compares the rewards from that turn on; False: all rewards, for
-    # every turn
+    # True: the advantage of a turn compares the rewards from this turn on. False: the
+    # advantage of all turns compares all rewards
     turn_rewards: bool = False
-    mask_truncated: bool = False  # learn nothing from completions without an end
-    # old and update passes take the experts that the sampler's routers chose
+    # learn nothing from completions that have no end token
+    mask_truncated: bool = False
+    # in old and update passes, use the experts that the sampler's routers chose
     replay_routing: bool = False
-    # maximum further rollouts of a step, for other prompts in the place of those whose
-    # rewards are all equal, which tell nothing; 0: they stay
+    # maximum number of further rollouts per step. They sample other prompts to replace
+    # groups whose rewards are all equal, which have no gradient. 0: keep these groups
     resample: int = 0
-    kl_coefficient: float = 0.0  # weight of the KL to the initial weights; 0: no copy
-    entropy_coefficient: float = 0.0  # weight of the bonus for entropy
-    minibatches: int = 1  # minibatches per rollout, an update each
-    epochs: int = 1  # times that a rollout is gone through
-    max_tokens_train: int = 2048  # slots of a micro-batch that has a backward pass
-    max_tokens_forward: int = 8192  # slots of a micro-batch without a backward pass
-    # widths of packed rows, increasing, each a shape to compile; None: the longest
-    # sequence that there can be, rounded up to 16; with share_prompts, a prompt and as
-    # many blocks as a group has completions, and a quarter of these
+    # weight of the KL divergence to the initial weights. 0: no copy of the initial
+    # weights is kept
+    kl_coefficient: float = 0.0
+    entropy_coefficient: float = 0.0  # weight of the entropy bonus
+    minibatches: int = 1  # number of minibatches per rollout; each gives one update
+    epochs: int = 1  # number of passes over a rollout
+    # maximum token positions, padding included, of a micro-batch with a backward pass
+    max_tokens_train: int = 2048
+    # maximum token positions, padding included, of a micro-batch without a backward
+    # pass
+    max_tokens_forward: int = 8192
+    # lengths of packed rows, increasing; jax compiles a program for each. None: the
+    # longest possible sequence, rounded up to 16. None with grpo.share_prompts: a
+    # prompt and as many completions as a group has, and a quarter as many
     row_lengths: tuple[int, ...] | None = None
-    # all passes read a group's prompt once, in rows of it and of several completions
+    # True: all passes read a group's prompt once per row, which contains this prompt
+    # and several completions
     share_prompts: bool = False
-    # completions are cut at random, after this share of their tokens at the earliest;
-    # tokens are weighted by 1 / probability of being kept; None: no cuts
+    # each completion is cut at a random position after at least this fraction of its
+    # tokens; tokens are weighted by 1 / probability of being kept. None: no cuts
     prefix_cut: float | None = None
-    # probability with which a sampled token is learned from; its loss is divided by it,
-    # so that the expected gradient is the same, and the head computes only these tokens
+    # probability with which a sampled token is learned from. Its loss is divided by
+    # this probability, so that the expected gradient stays the same, and the head
+    # computes only these tokens
     token_fraction: float = 1.0
 
     def __post_init__(self):
