@@ -35,6 +35,7 @@ _RANGES = {
 _OF_FUNCTIONS = "reward", "reward_weights", "reward_errors", "unrewarded"
 # Fields that change no value of a step: they affect its time, or end the run.
 _WITHOUT_VALUES = "reward_errors", "unrewarded", "workers"
+_TURNS = 4  # of an environment's conversation, unless `max_turns` says otherwise
 _IDS = {word: i for i, word in enumerate(VOCABULARY)}
 
 
@@ -60,16 +61,17 @@ class TaskConfig:
     # if all reward functions return None for a completion: "mask" leaves it out of its
     # group and the loss, "raise" ends the run
     unrewarded: Literal["mask", "raise"] = "mask"
-    # records are completions of another engine, with prompt_ids, completion_ids,
-    # logprobs, a reward and, if that engine truncates, supports
+    # True: records are completions that were sampled before, with prompt_ids,
+    # completion_ids, logprobs, a reward and perhaps masks, turns and supports
     recorded: bool = False
     # environment that replies between turns: "calculator", or "file.py:Class" or
     # "package.module:Class" with reset and step. Its rewards replace task.reward. None:
     # one completion per prompt
     environment: str | None = user_code.field(None)
-    # maximum number of completions in a conversation with an environment
-    max_turns: int = 4
-    max_reply_tokens: int = 64  # maximum tokens of an environment's reply
+    # maximum number of completions in a conversation with an environment, or in a
+    # recorded one. None: 4 with an environment, otherwise 1
+    max_turns: int | None = None
+    max_reply_tokens: int = 64  # maximum tokens of a reply to a completion
     # if an environment fails: "raise" ends the run, "end" ends its conversation and
     # keeps the rewards so far, "mask" leaves the conversation out of its group and the
     # loss
@@ -158,16 +160,30 @@ class TaskConfig:
         is_valid = self.environment_errors in kinds
         check_field(self, "environment_errors", is_valid, f"one of {kinds}")
         if self.environment is None:
-            unread = "max_turns", "max_reply_tokens", "environment_errors", "workers"
-            return self._check_unset(unread, "without an environment")
+            self._check_unset(
+                ("environment_errors", "workers"), "without an environment"
+            )
+            if not self.recorded:
+                why = "without an environment or recorded rollouts"
+                if self.max_turns != _TURNS:  # as older versions wrote it into settings
+                    self._check_unset(["max_turns"], why)
+                self._check_unset(["max_reply_tokens"], why)
+            return
         expected = "None for task.source='arithmetic', which has no records"
         check_field(self, "environment", not self.is_arithmetic, expected)
         self._check_unset(_OF_FUNCTIONS, "with an environment")
 
     @property
+    def default_turns(self) -> int:
+        """Most completions of a conversation, unless `max_turns` says otherwise."""
+        return 1 if self.environment is None else _TURNS
+
+    @property
     def turns(self) -> int:
         """Most completions of a conversation."""
-        return 1 if self.environment is None else self.max_turns
+        if self.environment is None and not self.recorded:
+            return 1
+        return self.default_turns if self.max_turns is None else self.max_turns
 
     def conversation_length(self, max_new_tokens: int) -> int:
         """Most tokens after the prompt, of completions and of replies to them."""
@@ -180,6 +196,8 @@ class TaskConfig:
             del fields[name]
         if self.shuffle:
             del fields["shuffle"]
+        if self.turns == self.default_turns:  # as in runs from before None was possible
+            fields["max_turns"] = _TURNS
         for name in ("chat_template_kwargs", "columns", "ignored", "weights"):
             if not fields[name]:  # as in runs from before there were these
                 del fields[name]

@@ -239,16 +239,15 @@ class GrpoJobConfig(JobConfig):
                 f"task.source={self.task.source!r} needs model.checkpoint, a directory "
                 "with a tokenizer"
             )
-        if self.grpo.turn_rewards and self.task.environment is None:
+        has_turns = self.task.environment is not None or self.task.recorded
+        if self.grpo.turn_rewards and not has_turns:
             raise ValueError(
-                "grpo.turn_rewards=True needs a task.environment, because only "
-                "conversations have turns"
+                "grpo.turn_rewards=True needs a task.environment or recorded rollouts, "
+                "because only conversations have turns"
             )
         if self.task.recorded:
             reason = "for task.recorded=True"
             self.check_stays("sampling.slots", None, f"{reason}: nothing is sampled")
-            why = "rollouts of a file do not record which experts their tokens used"
-            self.check_stays("grpo.replay_routing", False, f"{reason}: {why}")
             why = "task.source already contains the rollouts"
             self.check_stays("run.save_rollouts", False, f"{reason}: {why}")
         _check_answers(self.task, self.sampling)

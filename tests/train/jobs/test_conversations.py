@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 import re
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -489,7 +490,7 @@ def test_template_that_looks_back_is_refused():
         (["task.reward=number"], "task.reward must be left out, or 'exact', with an"),
         (
             ["task.environment=None"],
-            "max_turns must be left out, or 4, without an envi",
+            "max_turns must be left out, or None, without an envi",
         ),
         (["task.source=arithmetic"], "environment must be None for task.source='arit"),
         (["task.environment_errors=ignore"], "environment_errors must be 'raise' or"),
@@ -501,7 +502,7 @@ def test_template_that_looks_back_is_refused():
                 "task.max_turns=4",
                 "task.max_reply_tokens=64",
             ],
-            "grpo.turn_rewards=True needs a task.environment",
+            "grpo.turn_rewards=True needs a task.environment or recor",
         ),
         (["grpo.row_lengths=(32,)"], "grpo.row_lengths=(32,) must reach 43, the long"),
         (
@@ -619,3 +620,39 @@ def test_groups_without_a_reward_are_taken_last():
     np.testing.assert_array_equal(chosen, [3, 3, 5, 6])
     chosen = select_groups(parts, 3, 2).graded.rewards
     np.testing.assert_array_equal(chosen, [3, 3, np.nan, 4, 5, 6])
+
+
+REPEATED = (
+    "run.out_dir=again", "run.save_rollouts=False", "task.recorded=True",
+    "task.source=run/rollouts", "task.environment=None",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", ["grpo.turn_rewards=True", "sampling.top_k=5"]),
+        slow("llama", ["grpo.loss=dr_grpo", "grpo.share_prompts=True",
+                       "grpo.max_tokens_train=512", "grpo.max_tokens_forward=512"]),
+        slow("qwen3_moe", ["grpo.replay_routing=True"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_run_is_repeated_from_its_own_conversations(family, overrides, tmp_path):
+    if family != "llama":
+        more = [f"#{i}" for i in range(24)]  # ids that the model can sample
+        other = texts.checkpoint(family, tmp_path, more=more)
+        shutil.copy(tmp_path / "llama" / "tokenizer_config.json", other)
+        overrides = [*overrides, f"model.checkpoint={family}"]
+    settings = ["run.steps=2", "run.checkpoint_every=None", *overrides]
+    made, _ = train("run.save_rollouts=True", *settings)
+    again, _ = train(*settings, *REPEATED)
+    assert max(step.turns for step in made.history) > 1
+    ours, theirs = (runs.reproducible(each.history) for each in (again, made))
+    for one, other in zip(ours, theirs, strict=True):
+        del one["busy"], other["busy"]  # slots of the sampler
+        assert one == other
+    first, second = (
+        tmp_path / run / "model" / "model.safetensors" for run in ("run", "again")
+    )
+    assert first.read_bytes() == second.read_bytes()

@@ -11,11 +11,10 @@ from flax import nnx
 from jaxmem.models import route_records, sampling
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.weights import merge_module, split_module
-from jaxmem.train.configuration import ConfigError, load
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.jobs.grpo.policy_report import phases_of
 from tests.helpers.cases import slow
-from tests.helpers.grpo import CONFIGS, SMALL, train
+from tests.helpers.grpo import SMALL, train
 from tests.helpers.runs import changed, drawn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
@@ -171,7 +170,3 @@ def test_replay_without_routes_is_refused():
     replays = dict(replay_routing=True)
     with pytest.raises(ValueError, match="stay False for a model without experts"):
         PolicyProgram(changed(SMALL, grpo=replays))
-    recorded = "task.recorded=True task.source=x.jsonl grpo.replay_routing=True "
-    recorded += "task.reward=exact task.held_out=0.0 model.checkpoint=x"
-    with pytest.raises(ConfigError, match="do not record which experts"):
-        load(CONFIGS / "grpo_checkpoint.gin", recorded.split())

@@ -32,7 +32,12 @@ from jaxmem.train.jobs.policy_objective import correction
 from jaxmem.train.jobs.rollout import shown_samples
 from jaxmem.train.jobs.rollout.nested_rows import take
 from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, RolloutSupports
-from jaxmem.train.jobs.rollout.prompt_tasks import Conversations, TaskPrompts, ends_of
+from jaxmem.train.jobs.rollout.prompt_tasks import (
+    Conversations,
+    Groups,
+    TaskPrompts,
+    ends_of,
+)
 from jaxmem.train.jobs.rollout.prompts import Graded, PromptIds
 from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollout.samples import Sampled, chosen_groups, select_groups
@@ -42,6 +47,7 @@ from jaxmem.train.jobs.rollout.sources import (
     RecordedSource,
     RolloutSource,
 )
+from jaxmem.train.jobs.rollout.transcripts import TranscriptNeeds
 from jaxmem.train.jobs.rollout.turns import SamplePrograms, Turns
 from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Update
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
@@ -62,11 +68,13 @@ class Grpo(Job, name="grpo"):
     chart = ("reward", "reward")
 
     def reading(self) -> TaskPrompts:
-        config = self.config
+        config, grpo = self.config, self.config.grpo
+        routed = config.model if grpo.replay_routing else None
+        groups = Groups(grpo.group_size, TranscriptNeeds(grpo.turn_rewards, routed))
+        checkpoint = config.model.checkpoint
         return TaskPrompts(
-            config.task, config.sampling, config.model.checkpoint, config.grpo.prompts,
-            config.grpo.group_size,
-        )  # fmt: skip
+            config.task, config.sampling, checkpoint, grpo.prompts, groups
+        )
 
     def fixed(self) -> dict[str, Any]:
         config, fixed = self.config, super().fixed()

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -37,6 +37,7 @@ from jaxmem.train.jobs.rollout.conversations import (
 from jaxmem.train.jobs.rollout.packed import Completions
 from jaxmem.train.jobs.rollout.prompts import FilePrompts, Graded, PromptIds, Task
 from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
+from jaxmem.train.jobs.rollout.transcripts import TranscriptLimits, TranscriptNeeds
 from jaxmem.train.settings import RunConfig
 
 
@@ -207,7 +208,7 @@ class Conversations(OwnPrompts):
         FilePrompts.__init__(self, config, read[0])
         slots = config.conversation_length(sampling.max_new_tokens)
         width = config.prompt_length + slots - sampling.max_new_tokens
-        self._limits = ConversationLimits(config.max_turns, slots, width)
+        self._limits = ConversationLimits(config.turns, slots, width)
         self._environments = Environments(
             config.environment,
             config.timeout,
@@ -249,9 +250,17 @@ class Conversations(OwnPrompts):
 
 
 # Fields that older saved settings lack.
-_LATER = (
-    "environment", "max_turns", "max_reply_tokens", "environment_errors", "recorded",
-)  # fmt: skip
+_LATER = "environment", "max_reply_tokens", "environment_errors", "recorded"
+
+
+class Groups(NamedTuple):
+    """Completions of a prompt, and what their transcripts need."""
+
+    size: int = 1
+    needs: TranscriptNeeds = TranscriptNeeds()
+
+
+_ONE = Groups()
 
 
 class TaskPrompts(Reading):
@@ -263,11 +272,11 @@ class TaskPrompts(Reading):
         sampling: SamplingConfig,
         checkpoint: str | None,
         prompts: int,
-        group_size: int = 1,
+        groups: Groups = _ONE,
     ):
         self._config, self._sampling = task, sampling
         self._checkpoint, self._prompts = checkpoint, prompts
-        self._group_size = group_size
+        self._groups = groups
         length = task.conversation_length(sampling.max_new_tokens)
         self.longest = task.prompt_length + length
         self.chat_template = task.chat_template
@@ -282,9 +291,8 @@ class TaskPrompts(Reading):
         assert checkpoint is not None, "the job's config says so"
         tokenizer = vocabulary.of_checkpoint(checkpoint)
         if task.recorded:
-            size, sampling = self._group_size, self._sampling
-            known_ends = ends_of(task, checkpoint)
-            return RecordedRollouts(task, sampling, tokenizer, size, known_ends)
+            size = self._groups.size
+            return RecordedRollouts(task, tokenizer, size, self.transcript_limits)
         reader = RecordReader.for_job(
             task, checkpoint, tokenizer, self.today, section="task"
         )
@@ -294,6 +302,13 @@ class TaskPrompts(Reading):
         eos_ids = ends_of(task, checkpoint).eos_ids
         return Conversations(task, self._sampling, (tokenizer, reader), eos_ids)
 
+    @functools.cached_property
+    def transcript_limits(self) -> TranscriptLimits:
+        """Ids and sizes that transcripts of this task may have."""
+        ends = ends_of(self._config, self._checkpoint)
+        needs = self._groups.needs
+        return TranscriptLimits.of(self._config, self._sampling, ends, needs)
+
     def fixed(self) -> dict[str, dict[str, Any]]:
         """See `Reading`; `timeout` may end a run, and changes no value of its steps."""
         fields = self._config.fixed()
@@ -301,6 +316,8 @@ class TaskPrompts(Reading):
         for name in _LATER:  # runs that are older than these fields can be resumed
             if fields[name] == getattr(TaskConfig, name):
                 del fields[name]
+        if self._config.turns == self._config.default_turns:
+            del fields["max_turns"]
         if self._config.is_arithmetic:  # as in runs that are older than prompt files
             names = "digits", "answer", "reward", "seed"
             fields = {name: fields[name] for name in names}

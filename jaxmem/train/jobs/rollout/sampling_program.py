@@ -76,7 +76,10 @@ class SamplingProgram(AccumulatedProgram):
     @property
     def keeps_cache(self) -> bool:
         """True if turns after the first read only tokens that their cache lacks."""
-        return self.config.task.turns > 1 and self._cache_obstacle is None
+        task = self.config.task
+        return (
+            task.environment is not None and task.turns > 1 and not self._cache_obstacle
+        )
 
     @property
     def _cache_obstacle(self) -> str | None:

@@ -4,11 +4,9 @@ RUN/rollouts/step-000012.jsonl, a line for each completion, group by group:
 {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...], "reward": 1.0, ...}
 """
 
-import base64
 import contextlib
-import io
+import dataclasses
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ import numpy as np
 from jaxmem.base import files, processes
 from jaxmem.train.jobs.rollout.prompts import Task
 from jaxmem.train.jobs.rollout.samples import Sampled
+from jaxmem.train.jobs.rollout.transcripts import Transcript
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"step-(\d+)\.jsonl")
@@ -72,50 +71,51 @@ def records(
         task: of the prompts.
         parts: the rollouts of the step.
         kept: [N] booleans, True for completions of groups that are learned from.
-        version: updates that the sampling weights have had, in steps.
+        version: updates that the sampling weights have had, in steps; transcripts that
+            `parts` have know their own.
     """
     flags = iter(kept.tolist())
     for part in parts:
         for i in range(len(part.completions.lengths)):
-            yield _record(task, part, i, version) | {"kept": next(flags)}
+            transcript = _transcript(task, part, i, version)
+            yield transcript.to_json() | {"kept": next(flags)}
 
 
-def _record(task: Task, part: Sampled, i: int, version: int) -> dict[str, Any]:
+def _transcript(task: Task, part: Sampled, i: int, version: int) -> Transcript:
+    """The transcript of completion `i`, with the rewards that it has got."""
     completions, samples, graded = part.completions, part.samples, part.graded
-    length = int(completions.lengths[i])
-    prompt = part.prompts.ids[i, : part.prompts.lengths[i]]
-    record: dict[str, Any] = {
-        "prompt_ids": prompt.tolist(),
-        "completion_ids": completions.sampled[i, :length].tolist(),
-        "logprobs": [_number(x) for x in np.asarray(samples.logprobs)[i, :length]],
-        "reward": _number(graded.rewards[i]),
-        "where": task.described(part.prompts, i)[0],
-        "versions": [[version, length]],
-    }
+    parts = None
     if graded.parts is not None:
-        record["rewards"] = {k: _number(x[i]) for k, x in graded.parts.items()}
+        parts = {name: _number(values[i]) for name, values in graded.parts.items()}
+    reward, length = _number(graded.rewards[i]), int(completions.lengths[i])
+    if part.transcripts is not None:
+        return dataclasses.replace(part.transcripts[i], reward=reward, rewards=parts)
+    mask = supports = turns = turn_rewards = None
     if completions.own is not None:
-        record["mask"] = completions.own[i, :length].astype(int).tolist()
+        mask = completions.own[i, :length].astype(int).tolist()
     if samples.support_ids is not None:
-        supports = np.asarray(samples.support_ids)[i, :length]
-        record["supports"] = [ids[ids >= 0].tolist() for ids in supports]
+        ids = np.asarray(samples.support_ids)[i, :length]
+        supports = [of_token[of_token >= 0].tolist() for of_token in ids]
     if part.conversation is not None:
         rewards = part.conversation.rewards[i, : part.turns[i]]
-        record["turn_rewards"] = [_number(x) for x in rewards]
-        record["turns"] = part.conversation.of_token[i, :length].tolist()
-    if completions.routes is not None:
-        record["routes"] = _encoded(completions.routes[i])
-    return record
+        turn_rewards = [_number(x) for x in rewards]
+        turns = part.conversation.of_token[i, :length].tolist()
+    return Transcript(
+        prompt_ids=part.prompts.ids[i, : part.prompts.lengths[i]].tolist(),
+        completion_ids=completions.sampled[i, :length].tolist(),
+        logprobs=np.asarray(samples.logprobs)[i, :length].tolist(),
+        reward=reward,
+        rewards=parts,
+        mask=mask,
+        turns=turns,
+        turn_rewards=turn_rewards,
+        supports=supports,
+        routes=None if completions.routes is None else completions.routes[i],
+        versions=[(version, length)],
+        where=task.described(part.prompts, i)[0],
+    )
 
 
 def _number(value: Any) -> float | None:
-    """A float32 in as few digits as identify it; None for NaN."""
-    number = float(str(np.float32(value)))
-    return None if math.isnan(number) else number
-
-
-def _encoded(array: np.ndarray) -> str:
-    """An array as a .npy file in base64."""
-    file = io.BytesIO()
-    np.save(file, np.ascontiguousarray(array))
-    return base64.b64encode(file.getvalue()).decode("ascii")
+    """The number, or None for NaN."""
+    return None if np.isnan(value) else float(value)
