@@ -1,0 +1,189 @@
+"""Checks of engines' answers; what fails them is never trained on."""
+
+import base64
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmem.base import messages
+from jaxmem.models.truncation import SamplingConfig
+from jaxmem.train.jobs.rollout.engines import weight_version
+from jaxmem.train.jobs.rollout.engines.patience import EngineFailure, WrongAnswer
+from jaxmem.train.jobs.rollout.engines.protocol import (
+    EngineAnswer,
+    EngineOptions,
+    SamplingRequest,
+)
+
+_LARGEST_LOGPROB = 1e-3  # as of recorded rollouts: 0, and the rounding of an engine
+_OUTSIDE = -9000.0  # engines write -9999 for the log of 0, which JSON does not have
+_MISSING_MASS = 1e-2  # of a support; an engine's float32 sums are within 1e-3
+
+
+def fields(value: Any, name: str = "the answer") -> Mapping[str, Any]:
+    """The value, which must be a JSON object; an EngineFailure if it is none."""
+    if not isinstance(value, dict):
+        raise EngineFailure(f"{name} is no JSON object: {messages.short(value)}")
+    return value
+
+
+def choices(answer: Any, count: int) -> list[Mapping[str, Any]]:
+    """The `count` choices of an answer by their index."""
+    found = fields(answer).get("choices")
+    if not isinstance(found, list) or len(found) != count:
+        number = len(found) if isinstance(found, list) else "no"
+        raise WrongAnswer(f"the answer has {number} choices, {count} were asked for")
+    by_index = {fields(x, "a choice").get("index"): x for x in found}
+    if by_index.keys() != set(range(count)):
+        raise WrongAnswer(f"choices have the indices {messages.listing(by_index)}")
+    return [by_index[i] for i in range(count)]
+
+
+def check_prompt(returned: Any, request: SamplingRequest) -> None:
+    """Check that the engine has read the ids that were sent."""
+    if returned == request.prompt_ids:
+        return
+    raise WrongAnswer(
+        f"the prompt's ids come back as {messages.short(returned)}, sent were "
+        f"{messages.short(request.prompt_ids)}; the server's tokenizer may change them"
+    )
+
+
+def check_answer(
+    answer: EngineAnswer, request: SamplingRequest, options: EngineOptions
+) -> None:
+    """Check lengths, log-probabilities, the end and supports of one completion."""
+    length = len(answer.ids)
+    if not 1 <= length <= request.max_tokens:
+        raise WrongAnswer(
+            f"a completion has {length} tokens; 1 to {request.max_tokens} were asked "
+            "for"
+        )
+    if not isinstance(answer.logprobs, list) or len(answer.logprobs) != length:
+        raise WrongAnswer(
+            f"{length} tokens have the log-probabilities "
+            f"{messages.short(answer.logprobs)}"
+        )
+    for value in answer.logprobs:
+        number = type(value) in (int, float) and math.isfinite(value)
+        if not number or not _OUTSIDE < value <= _LARGEST_LOGPROB:
+            raise WrongAnswer(
+                f"a token has the log-probability {messages.short(value)}"
+            )
+    _check_end(answer, request, options.eos_ids)
+    _check_supports(answer, request.sampling or options.sampling, options.vocab_size)
+
+
+def checked_ids(ids: Any, name: str, vocab_size: int) -> list[int]:
+    """The value, which must be a list of ids in the vocabulary."""
+    if not isinstance(ids, list) or not all(
+        type(i) is int and 0 <= i < vocab_size for i in ids
+    ):
+        raise WrongAnswer(
+            f"{name} must be ids in [0, {vocab_size}), got {messages.short(ids)}; does "
+            "the server have the run's checkpoint and tokenizer?"
+        )
+    return ids
+
+
+def _check_end(
+    answer: EngineAnswer, request: SamplingRequest, eos_ids: Sequence[int]
+) -> None:
+    ends = [i for i in answer.ids if i in eos_ids]
+    if answer.ended != bool(ends) or (ends and answer.ids[-1] not in eos_ids):
+        state = "is said to have ended" if answer.ended else "is said to be cut"
+        raise WrongAnswer(
+            f"a completion {state} with the id {answer.ids[-1]}; the ids that end "
+            f"completions are {messages.listing(eos_ids)}"
+        )
+    if len(ends) > 1:
+        raise WrongAnswer(f"a completion goes on after the id {ends[0]}, which ends it")
+    if not answer.ended and len(answer.ids) < request.max_tokens:
+        raise WrongAnswer(
+            f"a completion is cut after {len(answer.ids)} tokens, before "
+            f"sampling.max_new_tokens={request.max_tokens}"
+        )
+
+
+def _check_supports(
+    answer: EngineAnswer, sampling: SamplingConfig, vocab_size: int
+) -> None:
+    limit = sampling.support_size
+    if limit is None:
+        return
+    supports = answer.supports
+    if supports is None or len(supports) != len(answer.ids):
+        raise WrongAnswer("the answer lacks the tokens that each was drawn from")
+    for token, ids in zip(answer.ids, supports, strict=True):
+        checked_ids(ids, "the support of a token", vocab_size)
+        if token not in ids or len(ids) > limit:
+            raise WrongAnswer(
+                f"the support of token {token} must contain it and has at most "
+                f"{limit} ids, got {messages.short(ids)}; raise sampling.support where "
+                "equal logits widen it"
+            )
+
+
+def support(logprobs: Mapping[int, float]) -> list[int]:
+    """The ids of a support, from log-probabilities of the most probable ids.
+
+    They are of the truncated distribution, so those of the support sum to 1.
+    """
+    inside = {i: x for i, x in logprobs.items() if x > _OUTSIDE}
+    mass = math.fsum(math.exp(x) for x in inside.values())
+    if not abs(mass - 1) <= _MISSING_MASS:
+        raise WrongAnswer(
+            f"a token was drawn from {len(inside)} ids with the probability {mass:.3f} "
+            "in sum instead of 1; start the server with --logprobs-mode "
+            "processed_logprobs, and raise sampling.support where it is cut"
+        )
+    return [*inside]
+
+
+def routes(encoded: Any, request: SamplingRequest, ids: Sequence[int]) -> np.ndarray:
+    """The experts [tokens read, layers with experts, K], from base64 of an npy file.
+
+    The last token of a completion is sampled and never read.
+    """
+    try:
+        data = io.BytesIO(base64.b64decode(encoded, validate=True))
+        array = np.load(data, allow_pickle=False)
+    except (TypeError, ValueError, EOFError, OSError) as error:
+        raise WrongAnswer(f"routed_experts is no array: {error}") from error
+    read = len(request.prompt_ids) + len(ids) - 1
+    if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != read:
+        raise WrongAnswer(
+            f"routed_experts is {array.dtype}{list(array.shape)}, expected are integers"
+            f" [{read}, layers with experts, K]"
+        )
+    return array
+
+
+def spans(
+    stated: Any, length: int, options: EngineOptions, url: str
+) -> list[tuple[int, int]] | None:
+    """Versions of the weights with their numbers of tokens; None if none are stated.
+
+    Both forms are read: [["RUN:7", 12], …] and [{"version", "start", "end"}, …].
+    """
+    if stated is None:
+        return None
+    result = []
+    try:
+        for span in stated:
+            if isinstance(span, dict):
+                text, tokens = span["version"], span["end"] - span["start"]
+            else:
+                text, tokens = span
+            result.append((weight_version.number(text, options.run, url), tokens))
+        total = sum(tokens for _, tokens in result)
+    except (TypeError, KeyError, IndexError) as error:
+        raise WrongAnswer(f"weight_versions is {messages.short(stated)}") from error
+    if total != length:
+        raise WrongAnswer(f"weight_versions cover {total} of {length} tokens")
+    if any(version is None for version, _ in result):
+        return None  # a request of before the first update
+    return result

@@ -1,0 +1,103 @@
+"""Repetition of requests that fail, within a stated time, and the lines about it."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
+
+_LONGEST_PAUSE = 30.0  # seconds
+_WRONG_ANSWERS = 3  # of one request, after which the next is wrong as well
+_FIRST_SILENCE, _LONGEST_SILENCE = 10.0, 300.0  # seconds between lines about a server
+
+
+class EngineError(ValueError):
+    """An engine cannot serve the run; one line with its url and what to do."""
+
+
+class EngineFailure(Exception):
+    """A request failed and may succeed when it is sent again."""
+
+
+class WrongAnswer(EngineFailure):
+    """A complete answer is not what was asked for."""
+
+
+class Reporter:
+    """Lines about one server's failures: the first, then at intervals that double."""
+
+    def __init__(self, server: str, say: Callable[[str], None]):
+        self.server = server
+        self._say = say
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._silent_until = 0.0
+        self._silence = _FIRST_SILENCE
+
+    def failed(self, failure: EngineFailure, left: float) -> None:
+        """Say that a request is sent again, unless a line has just said so."""
+        with self._lock:
+            self._failures += 1
+            if time.monotonic() < self._silent_until:
+                return
+            count = "" if self._failures == 1 else f" ({self._failures} failures)"
+            self._silent_until = time.monotonic() + self._silence
+            self._silence = min(2 * self._silence, _LONGEST_SILENCE)
+        self._say(
+            f"{self.server} {failure}; it is asked again for {max(left, 0):.0f} "
+            f"seconds{count}"
+        )
+
+    def succeeded(self) -> None:
+        """Say that a server which had failed answers."""
+        if not self._failures:  # read without the lock: the usual case costs nothing
+            return
+        with self._lock:
+            failures, self._failures = self._failures, 0
+            self._silent_until, self._silence = 0.0, _FIRST_SILENCE
+        if failures:
+            times = "once" if failures == 1 else f"{failures} times"
+            self._say(f"{self.server} answers again, after it failed {times}")
+
+
+class Patience:
+    """The time that one request has, and its failures so far."""
+
+    def __init__(self, reporter: Reporter, timeout: float, first_pause: float):
+        self.reporter = reporter
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout
+        self._first_pause = self._pause = first_pause
+        self._wrong = 0
+
+    def until_success(self, attempt: Callable[[float], _Result]) -> _Result:
+        """The result of the first attempt that succeeds; each gets the deadline."""
+        while True:
+            try:
+                result = attempt(self.deadline)
+            except EngineFailure as failure:
+                time.sleep(self.after(failure))
+            else:
+                self.reporter.succeeded()
+                return result
+
+    def after(self, failure: EngineFailure) -> float:
+        """Seconds to wait before the next attempt.
+
+        Raises:
+            EngineError: no time is left, or the same request got several wrong answers.
+        """
+        left = self.deadline - time.monotonic()
+        self._wrong += isinstance(failure, WrongAnswer)
+        if self._wrong >= _WRONG_ANSWERS:
+            raise EngineError(f"{self.reporter.server} {failure}") from failure
+        if left < self._first_pause:
+            raise EngineError(
+                f"{self.reporter.server} {failure}; nothing else came for "
+                f"rollouts.timeout={self.timeout:g} seconds. Start the server again, "
+                "or raise rollouts.timeout, and resume the run"
+            ) from failure
+        self.reporter.failed(failure, left)
+        pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        return min(pause, left / 2)

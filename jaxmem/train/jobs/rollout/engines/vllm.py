@@ -1,0 +1,308 @@
+"""The client of vLLM's server, and of servers with the same routes.
+
+Start it with VLLM_SERVER_DEV_MODE=1, and with --logprobs-mode processed_logprobs, so
+that log-probabilities are of the distribution that tokens are drawn from.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxmem.base import messages
+from jaxmem.train.jobs.rollout.engines import answer_checks
+from jaxmem.train.jobs.rollout.engines.answer_checks import fields
+from jaxmem.train.jobs.rollout.engines.patience import (
+    EngineError,
+    EngineFailure,
+    WrongAnswer,
+)
+from jaxmem.train.jobs.rollout.engines.protocol import (
+    ROUTE_MISSING,
+    Engine,
+    EngineAnswer,
+    EngineInfo,
+    SamplingRequest,
+)
+
+_COMPLETIONS, _TOKENS = "/v1/completions", "/inference/v1/generate"
+_DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
+_LORA = (
+    "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 to "
+    "train adapters"
+)
+_ADAPTER = "jaxmem-adapter"  # the name under which a server has the run's adapter
+_OF_NOTHING = hashlib.sha256(b"").hexdigest()
+
+
+class Vllm(Engine):
+    """A client of one vLLM server."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._model: str | None = None  # the adapter, once one is loaded
+        self._noted = False
+        self._route = _TOKENS if self.options.wants_spans else _COMPLETIONS
+
+    def read_info(self, deadline: float) -> EngineInfo:
+        self.call("/health", deadline, post=False)
+        answer = fields(self.call("/v1/models", deadline, post=False))
+        try:
+            first = answer["data"][0]
+            model, length = first["id"], first.get("max_model_len")
+        except (TypeError, LookupError, AttributeError) as error:
+            raise EngineFailure(
+                f"/v1/models: no model is named in {messages.short(answer)}"
+            ) from error
+        return EngineInfo(model, length, self.read_version(deadline))
+
+    def ask(self, request: SamplingRequest, deadline: float) -> list[EngineAnswer]:
+        if self._route == _TOKENS:
+            try:
+                return self._ask_tokens(request, deadline)
+            except EngineError as error:
+                if getattr(error.__cause__, "status", None) not in ROUTE_MISSING:
+                    raise
+                self._route = _COMPLETIONS
+        answers = self._ask_completions(request, deadline)
+        if self.options.wants_spans and answers[0].versions is None:
+            self._note_no_spans()
+        return answers
+
+    def _ask_completions(
+        self, request: SamplingRequest, deadline: float
+    ) -> list[EngineAnswer]:
+        """Ask the route that every server has."""
+        body = {
+            "model": self._model_name(),
+            "prompt": request.prompt_ids,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            **self._sampling_fields(request),
+        }
+        answer = self._post_samples(_COMPLETIONS, deadline, body)
+        found = answer_checks.choices(answer, request.count)
+        answers = []
+        for choice in found:
+            answer_checks.check_prompt(choice.get("prompt_token_ids"), request)
+            logprobs = fields(choice.get("logprobs"), "logprobs")
+            tops = logprobs.get("top_logprobs") or []
+            answers.append(
+                self._answer(
+                    choice,
+                    request,
+                    logprobs.get("token_logprobs"),
+                    [
+                        {_id_of(key): value for key, value in (top or {}).items()}
+                        for top in tops
+                    ],
+                )
+            )
+        return answers
+
+    def _ask_tokens(
+        self, request: SamplingRequest, deadline: float
+    ) -> list[EngineAnswer]:
+        """Ask the route that states versions by token."""
+        body = {
+            "model": self._model_name(),
+            "token_ids": request.prompt_ids,
+            "return_token_ids": True,
+            "sampling_params": self._sampling_fields(request),
+        }
+        answer = self._post_samples(_TOKENS, deadline, body)
+        found = answer_checks.choices(answer, request.count)
+        answer_checks.check_prompt(answer.get("prompt_token_ids"), request)
+        answers = []
+        for choice in found:
+            content = fields(choice.get("logprobs"), "logprobs").get("content") or []
+            try:
+                values = [token["logprob"] for token in content]
+                tops = [
+                    {top["token_id"]: top["logprob"] for top in token["top_logprobs"]}
+                    for token in content
+                ]
+            except (TypeError, KeyError) as error:
+                raise WrongAnswer(
+                    f"logprobs.content is {messages.short(content)}"
+                ) from error
+            answers.append(self._answer(choice, request, values, tops))
+        return answers
+
+    def _post_samples(self, path: str, deadline: float, body: Any) -> Any:
+        try:
+            return self.call(path, deadline, body)
+        except EngineError as error:
+            if "logprobs of" not in str(error):  # more than --max-logprobs, 20 of vLLM
+                raise
+            size = self.options.sampling.support_size
+            raise EngineError(
+                f"{error}; start the server with --max-logprobs {size}"
+            ) from error
+
+    def _answer(
+        self,
+        choice: Mapping[str, Any],
+        request: SamplingRequest,
+        logprobs: Any,
+        tops: Sequence[Mapping[int, float]],
+    ) -> EngineAnswer:
+        """A checked completion from the fields that both routes share."""
+        options = self.options
+        ids = answer_checks.checked_ids(
+            choice.get("token_ids"), "token_ids", options.vocab_size
+        )
+        reason = choice.get("finish_reason")
+        if reason not in ("stop", "length"):
+            raise EngineFailure(f"a completion's finish_reason is {reason!r}")
+        supports = routes = None
+        if (request.sampling or options.sampling).truncates:
+            supports = [answer_checks.support(top) for top in tops]
+        if options.wants_routes:
+            if choice.get("routed_experts") is None:
+                raise EngineError(
+                    f"rollouts.urls: {self.url} returns no routed_experts, which "
+                    "grpo.replay_routing needs; start the server with "
+                    "--enable-return-routed-experts"
+                )
+            routes = answer_checks.routes(choice["routed_experts"], request, ids)
+        answer = EngineAnswer(
+            ids=ids,
+            logprobs=logprobs,
+            ended=reason == "stop",
+            supports=supports,
+            routes=routes,
+            versions=answer_checks.spans(
+                choice.get("weight_versions"), len(ids), options, self.url
+            ),
+        )
+        answer_checks.check_answer(answer, request, options)
+        return answer
+
+    def _sampling_fields(self, request: SamplingRequest) -> dict[str, Any]:
+        """Every field that decides on samples.
+
+        A checkpoint's generation_config.json changes the defaults of those that are
+        left out, and the ids that end completions.
+        """
+        sampling = request.sampling or self.options.sampling
+        return {
+            "n": request.count,
+            "max_tokens": request.max_tokens,
+            "min_tokens": 0,
+            "seed": request.seed,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or 0,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+            "min_p": sampling.min_p or 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "stop": [],
+            "stop_token_ids": [*self.options.eos_ids],
+            "ignore_eos": True,  # those of the run end completions, and no others
+            "logprobs": sampling.support_size or 0,
+        }
+
+    def load_once(
+        self, directory: Path, version: str, adapter: bool, deadline: float
+    ) -> dict[str, float]:
+        steps = {
+            "pause": lambda: self._post("/pause?mode=keep", deadline),
+            "reload": lambda: self._reload(directory, adapter, deadline),
+            "version": lambda: self._post(
+                "/update_weight_version", deadline, {"new_version": version}
+            ),
+            "reset": lambda: self._reset_cache(deadline),
+            "resume": lambda: self.resume(deadline),
+            "check": lambda: self._check_version(version, deadline),
+        }
+        seconds = {}
+        for name, step in steps.items():
+            start = time.monotonic()
+            step()
+            seconds[name] = time.monotonic() - start
+        return seconds
+
+    def _reload(self, directory: Path, adapter: bool, deadline: float) -> None:
+        if not adapter:
+            arguments = {"weights_path": str(directory)}
+            body = {"method": "reload_weights", "kwargs": arguments}
+            self._post("/collective_rpc", deadline, body)
+            return
+        body = {
+            "lora_name": _ADAPTER,
+            "lora_path": str(directory),
+            "load_inplace": True,
+        }
+        self.call("/v1/load_lora_adapter", deadline, body, _LORA)
+        self._model = _ADAPTER
+
+    def _reset_cache(self, deadline: float) -> None:
+        """Forget keys and values of the old weights, those of held requests as well.
+
+        These are computed again. Otherwise the cache would not be reset while requests
+        are held, and new requests would read the old values of the same prompts.
+        """
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        answer = self._post(path, deadline)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineFailure("/reset_prefix_cache: the cache was not reset")
+
+    def _check_version(self, version: str, deadline: float) -> None:
+        stated = self.read_version(deadline)
+        if stated != version:
+            raise EngineFailure(
+                f"states the version {messages.short(stated)} of its weights after "
+                f"{messages.short(version)} was set"
+            )
+
+    def resume(self, deadline: float) -> None:
+        self._post("/resume", deadline)
+
+    def read_version(self, deadline: float) -> str | None:
+        answer = self.call("/weight_info", deadline, remedy=_DEV_MODE, post=False)
+        return fields(answer, "/weight_info").get("weight_version")
+
+    def read_checksum(self, deadline: float) -> str | None:
+        try:
+            answer = self.call("/weight_checker", deadline, {"action": "checksum"})
+        except EngineError as error:
+            if getattr(error.__cause__, "status", None) in ROUTE_MISSING:
+                return None  # as of servers of before this route
+            raise
+        checksums = fields(answer, "/weight_checker").get("checksums")
+        if not isinstance(checksums, dict) or _OF_NOTHING in checksums.values():
+            return None  # as on CPUs, where matrices are packed and not looked into
+        content = json.dumps(checksums, sort_keys=True).encode()
+        return hashlib.sha256(content).hexdigest()
+
+    def _post(self, path: str, deadline: float, body: Any = None) -> Any:
+        return self.call(path, deadline, body, _DEV_MODE)
+
+    def _model_name(self) -> str:
+        if self._model is not None:
+            return self._model
+        if self.info is None:
+            raise RuntimeError("wait_ready comes before requests")
+        return self.info.model
+
+    def _note_no_spans(self) -> None:
+        if self._noted:
+            return
+        self._noted = True
+        self.options.say(
+            f"rollouts.urls: {self.url} does not state which weights sampled each "
+            "token, so all tokens of an answer count as old as its first; vLLM states "
+            "it with --enable-scale-out"
+        )
+
+
+def _id_of(key: str) -> int:
+    """The id in a key of `top_logprobs`, as in "token_id:17"."""
+    prefix, _, number = key.partition(":")
+    if prefix != "token_id" or not number.isdecimal():
+        raise WrongAnswer(f"top_logprobs has the key {messages.short(key)}, not an id")
+    return int(number)

@@ -1,0 +1,180 @@
+"""Several engines that share the prompts of a run, against stubs that fail."""
+
+import concurrent.futures
+import threading
+import time
+
+import pytest
+
+from jaxmem.train.jobs.rollout.engines import EngineError, EnginePool, connect
+from tests.helpers.engine_stub import EngineStub
+from tests.helpers.engines import REQUEST, options
+
+
+@pytest.fixture
+def stubs():
+    with EngineStub() as first, EngineStub() as second:
+        yield first, second
+
+
+def joined(stubs, **changes):
+    chosen, said = options(**changes)
+    return connect("vllm", [stub.url for stub in stubs], chosen), said
+
+
+def weights(path, content):
+    path.mkdir()
+    (path / "model.safetensors").write_text(content)
+    return path
+
+
+def test_generate_asks_the_engine_with_the_fewest_requests(stubs):
+    pool, _ = joined(stubs, timeout=20.0)
+    for stub in stubs:
+        stub.resumed.clear()
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        futures = [threads.submit(pool.generate, REQUEST) for _ in range(6)]
+        while sum(len(stub.bodies) for stub in stubs) < 6:
+            time.sleep(0.01)
+        for stub in stubs:
+            stub.resumed.set()
+        ids = [[a.ids for a in future.result()] for future in futures]
+    assert [len(stub.bodies) for stub in stubs] == [3, 3]
+    assert all(x == ids[0] for x in ids)
+
+
+def test_generate_asks_another_engine_after_a_failure(stubs):
+    pool, said = joined(stubs, timeout=20.0)
+    stubs[0].faults = [503] * 2
+    for _ in range(4):
+        pool.generate(REQUEST)
+    assert len(stubs[0].bodies) == 1 and len(stubs[1].bodies) == 4
+    assert len(said) == 1 and stubs[0].url in said[0]
+
+
+def test_generate_ends_when_no_engine_answers(stubs):
+    pool, _ = joined(stubs)
+    for stub in stubs:
+        stub.faults = [503] * 999
+    with pytest.raises(EngineError, match="answers 503 .*rollouts.timeout=0.6 seconds"):
+        pool.generate(REQUEST)
+    assert all(stub.bodies for stub in stubs)
+
+
+def test_load_weights_updates_all(stubs, tmp_path):
+    pool, said = joined(stubs)
+    seconds = pool.load_weights(weights(tmp_path / "v1", "1"), 1, adapter=False)
+    assert {"pause", "reload", "resume"} < seconds.keys()
+    assert [stub.version for stub in stubs] == ["sums:1"] * 2
+    assert pool.versions() == [1, 1]
+    answers = pool.generate(REQUEST)
+    assert [a.versions for a in answers] == [[(1, len(a.ids))] for a in answers]
+    assert not said
+
+
+def test_generate_waits_while_weights_are_loaded(stubs, tmp_path):
+    """Nothing is sampled while engines have different weights."""
+    pool, _ = joined(stubs, timeout=20.0)
+    pool.load_weights(weights(tmp_path / "v1", "1"), 1, adapter=False)
+    release, reload = threading.Event(), stubs[1].post_collective_rpc
+
+    def slowly(body):
+        release.wait()
+        return reload(body)
+
+    stubs[1].post_collective_rpc = slowly
+    second = weights(tmp_path / "v2", "2")
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        update = threads.submit(pool.load_weights, second, 2, False)
+        while stubs[0].version != "sums:2":
+            time.sleep(0.01)
+        answers = threads.submit(pool.generate, REQUEST)
+        time.sleep(0.1)
+        assert not answers.done() and not stubs[0].bodies and not stubs[1].bodies
+        release.set()
+        update.result()
+        assert [a.versions[0][0] for a in answers.result()] == [2, 2]
+
+
+def test_generate_loads_weights_into_a_server_that_restarted(stubs, tmp_path):
+    pool, said = joined(stubs[:1])
+    directory = weights(tmp_path / "v1", "1")
+    pool.load_weights(directory, 1, adapter=True)
+    stubs[0].restart()
+    pool.generate(REQUEST)
+    assert stubs[0].version == "sums:1" and stubs[0].directory == directory
+    assert stubs[0].adapter is not None
+    assert len(said) == 1 and "has restarted" in said[0]
+    assert "version 1 is loaded again" in said[0]
+
+
+def test_a_restart_during_a_request_costs_a_retry(stubs, tmp_path):
+    pool, said = joined(stubs[:1])
+    pool.load_weights(weights(tmp_path / "v1", "1"), 1, adapter=False)
+    stubs[0].dies_in = "/v1/completions"
+    pool.generate(REQUEST)
+    assert stubs[0].version == "sums:1"
+    assert "the server ended the connection" in said[0] and "restarted" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        ("sums:1", "states the version 1 of its weights, and 2 was loaded"),
+        ("sums:3", "states the version 3 of its weights, and 2 was loaded"),
+        ("other:2", "has the weights 'other:2' of another run than 'sums'"),
+    ],
+)
+def test_generate_refuses_weights_that_it_has_not_loaded(
+    stubs, tmp_path, version, line
+):
+    pool, _ = joined(stubs[:1])
+    pool.load_weights(weights(tmp_path / "v2", "2"), 2, adapter=False)
+    stubs[0].version = version
+    with pytest.raises(EngineError, match=line):
+        pool.generate(REQUEST)
+
+
+def test_load_weights_fails_for_all_if_one_fails(stubs, tmp_path):
+    pool, _ = joined(stubs)
+    directory = weights(tmp_path / "v1", "1")
+    stubs[1].post_collective_rpc = lambda body: (500, {"detail": "no memory"})
+    with pytest.raises(EngineError, match=f"{stubs[1].url} .*no memory"):
+        pool.load_weights(directory, 1, adapter=False)
+    with pytest.raises(EngineError, match="no memory"):
+        pool.generate(REQUEST)
+
+
+def test_load_weights_compares_engines(stubs, tmp_path):
+    pool, _ = joined(stubs)
+    stubs[1].checksum_of_directory = False
+    with pytest.raises(EngineError, match=f"{stubs[1].url} has other weights than"):
+        pool.load_weights(weights(tmp_path / "v1", "1"), 1, adapter=False)
+
+
+def test_load_weights_refuses_weights_that_do_not_change(stubs, tmp_path):
+    """An update may leave the files as they were, and then the weights as well."""
+    pool, _ = joined(stubs[:1])
+    stubs[0].checksum_of_directory = False
+    pool.load_weights(weights(tmp_path / "v1", "1"), 1, adapter=False)
+    pool.load_weights(weights(tmp_path / "v2", "1"), 2, adapter=False)
+    with pytest.raises(EngineError, match=r"the weights of version 2 after it loaded"):
+        pool.load_weights(weights(tmp_path / "v3", "3"), 3, adapter=False)
+
+
+def test_close_ends_requests(stubs):
+    pool, _ = joined(stubs, timeout=60.0)
+    for stub in stubs:
+        stub.resumed.clear()
+    threading.Timer(0.2, pool.close).start()
+    with pytest.raises(EngineError, match="the run ends"):
+        pool.generate(REQUEST)
+    with pytest.raises(EngineError, match="the run ends"):
+        pool.generate(REQUEST)
+
+
+def test_a_pool_has_different_servers(stubs):
+    with pytest.raises(EngineError, match=f"rollouts.urls names {stubs[0].url} twice"):
+        joined([stubs[0], stubs[0]])
+    with pytest.raises(EngineError, match="must name at least one server"):
+        EnginePool([])
