@@ -219,9 +219,9 @@ def test_array_that_is_there_twice_is_not_consumed():
     tied = {"a": jnp.ones(2), "embed": w, "head": w}
     state = streamed.init(tied)
     message = (
-        "params and state must have an array once, for it is consumed, got the same "
-        "one at {} and {}: leave one of them out, or jnp.copy it if both are to be "
-        "trained apart"
+        "params and state must contain each array once, because the update consumes "
+        "it, but {} and {} are the same array; leave one of them out, or jnp.copy it "
+        "to train both separately"
     )
     message = message.format("params['embed']", "params['head']")
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -51,8 +51,8 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
     is_run = ownership.is_run(directory)
     if request.out is None and not is_run:
         raise ValueError(
-            f"{directory} is not a run, so eval.json has no directory: name a file "
-            "with --out"
+            f"{directory} is not a run, whose directory would get eval.json; name a "
+            "file with --out"
         )
     out = Path(request.out).expanduser() if request.out else directory / "eval.json"
     _check_request(request, out)
@@ -93,16 +93,16 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
 def _check_request(request: EvaluateRequest, out: Path) -> None:
     """Refuse, before anything is evaluated, what would fail or be left out after."""
     if not out.parent.is_dir():
-        raise ValueError(f"--out {out}: there is no directory {out.parent}")
+        raise ValueError(f"--out {out}: the directory {out.parent} does not exist")
     if request.out is not None and os.path.lexists(out):
-        raise ValueError(f"--out {out}: exists; delete it or name another")
+        raise ValueError(f"--out {out} exists already; delete it, or name another file")
     if os.path.lexists(out) and not _has_results(out):
         raise ValueError(
-            f"{out}: was not written by jaxmem eval, which would replace it; move it, "
+            f"{out} was not written by jaxmem eval, which would replace it; move it, "
             "or name another file with --out"
         )
     if request.include is not None and not Path(request.include).is_dir():
-        raise ValueError(f"--include {request.include}: there is no such folder")
+        raise ValueError(f"--include {request.include}: the folder does not exist")
     if request.shots is not None and request.shots < 0:
         raise ValueError(f"--shots must be at least 0, got {request.shots}")
 
@@ -118,8 +118,9 @@ def _known_tasks(tasks: str, manager: TaskManager) -> list[str]:
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown or not names:
+        problem = f"lm_eval has no task {', '.join(unknown)}" if names else "no task"
         raise ValueError(
-            f"--tasks {tasks!r}: lm_eval has no task {', '.join(unknown) or 'named'}; "
-            "`lm_eval ls tasks` lists them, and --include names a folder of others"
+            f"--tasks {tasks!r}: {problem}; `lm_eval ls tasks` lists all tasks, and "
+            "--include names a folder with further ones"
         )
     return names

@@ -59,8 +59,9 @@ class HarnessModel(LM):
         before = [*vocabulary.start, vocabulary.eos][0]
         if before is None:
             raise ValueError(
-                f"{name}: the tokenizer names neither a start nor an end of sequence; "
-                "the first token of a text must follow one of them"
+                f"{name}: the tokenizer has neither a start-of-sequence nor an "
+                "end-of-sequence token; the first token of a text must follow one of "
+                "them"
             )
         self._prefix = before
 
@@ -79,7 +80,8 @@ class HarnessModel(LM):
         """
         if isinstance(chat_template, str):
             raise ValueError(
-                f"chat template {chat_template!r}: a directory has one, without a name"
+                f"chat template {chat_template!r}: a checkpoint has one template, "
+                "without a name; leave the name out"
             )
         return self._name if chat_template else ""
 
@@ -108,8 +110,8 @@ class HarnessModel(LM):
         if apart := sum(not window.is_joint for window in windows):
             warnings.warn(
                 f"{self._name}: {apart:,} of {len(windows):,} continuations were "
-                "encoded apart from their contexts, because a token of the joint text "
-                "would be of both",
+                "encoded separately from their contexts, because a token of the joint "
+                "text would contain parts of both",
                 stacklevel=2,
             )
         return self._score_sorted(windows)
@@ -180,8 +182,8 @@ class HarnessModel(LM):
                         for x in (ids, whole))  # fmt: skip
         if apart != joint:
             raise ValueError(
-                f"{_describe_pair(*texts)}: a token of the joint text is of both, and "
-                f"encoded apart they are another text, which ends in "
+                f"{_describe_pair(*texts)}: a token of the joint text contains parts "
+                "of both, and encoded separately they give another text, which ends in "
                 f"{messages.short(apart[-40:])}; let the continuation begin with a "
                 "space, or leave the task out"
             )
@@ -228,7 +230,7 @@ class HarnessModel(LM):
             name, value = next(iter(keywords.items()))
             raise ValueError(
                 f"the task asks for generation with {name}={value!r}, which jaxmem "
-                "does not have; leave it out of generation_kwargs"
+                "does not support; leave it out of generation_kwargs"
             )
         return GenerateConfig(
             max_new_tokens=min(int(limit), self._model.max_positions - 1),

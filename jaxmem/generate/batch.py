@@ -141,8 +141,8 @@ def _prompt(job: _Job, record: RawRecord, number: int) -> EncodedPrompt:
     taken = [name for name in job.columns if name in record.fields]
     if taken:
         raise DataError(
-            f"{record.where}: the output also has a column {taken[0]!r}; rename the "
-            "column of the input"
+            f"{record.where}: the column {taken[0]!r} would be replaced by a column of "
+            "the output; rename it in the input"
         )
     for name, value in record.fields.items():
         try:
@@ -150,7 +150,7 @@ def _prompt(job: _Job, record: RawRecord, number: int) -> EncodedPrompt:
         except (TypeError, ValueError) as error:
             subject = f"{record.where}: the column {messages.short(name)}"
             expected = (
-                "what JSON can hold, because --out repeats it; convert or drop it"
+                "a JSON value, because --out repeats it; convert it or leave it out"
             )
             raise DataError(messages.must_be(subject, expected, value)) from error
     return job.generator.prompt_of(record, number)
@@ -185,7 +185,7 @@ def _complete(
             _log(
                 console,
                 f"stopped by {stop.name} after {_noun(job)} {journal.done:,} of "
-                f"{total:,}: the same command goes on from there",
+                f"{total:,}; run the same command again to continue",
             )
         stop.raise_if_requested()
         _summarise(job, journal, console, time.perf_counter() - started)

@@ -63,19 +63,21 @@ def _check(request: GenerateRequest, config: GenerateConfig) -> None:
     modes = request.prompt is not None, request.source is not None, request.chat
     if request.prompt is not None and request.chat:
         raise ValueError(
-            "PROMPT and --chat exclude each other: PROMPT is completed as plain text, "
-            "--chat asks in a dialogue"
+            "PROMPT cannot be combined with --chat: jaxmem completes PROMPT as plain "
+            "text, and --chat reads messages; leave one of them out"
         )
     if sum(modes) != 1:
-        raise ValueError("generate needs one of PROMPT, --in FILE.jsonl and --chat")
+        raise ValueError(
+            "jaxmem generate needs one of PROMPT, --in FILE.jsonl and --chat"
+        )
     if (request.source is None) != (request.out is None):
-        raise ValueError("--in FILE.jsonl and --out FILE.jsonl belong together")
+        raise ValueError("--in FILE.jsonl and --out FILE.jsonl need each other")
     if request.system is not None and not request.chat:
-        raise ValueError("--system is for --chat")
+        raise ValueError("--system needs --chat")
     of_files = {"--samples": config.samples > 1, "--reward": request.reward is not None}
     for flag, is_set in of_files.items():
         if is_set and request.source is None:
-            raise ValueError(f"{flag} is for --in FILE.jsonl")
+            raise ValueError(f"{flag} needs --in FILE.jsonl")
     _ = request.grading  # for its errors
 
 

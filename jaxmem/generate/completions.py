@@ -117,7 +117,7 @@ class Generator:
         room = self.model.max_positions - len(ids)
         limit = self.config.max_new_tokens
         if room < (limit or 1):
-            more = f"--max-new-tokens={limit}" if limit else "one of a completion"
+            more = f"--max-new-tokens={limit}" if limit else "one token of a completion"
             raise DataError(
                 f"{where}: the prompt's {len(ids):,} tokens and {more} exceed the "
                 f"{self.model.max_positions:,} positions of the model; shorten the "
@@ -215,6 +215,6 @@ def unreached(stops: Sequence[str], ends: Sequence[str]) -> str | None:
         return None
     named = ", ".join(map(repr, stops))
     return (
-        f"{count} of {len(ends)} completions ended by length, without a stop string "
-        f"({named})"
+        f"{count} of {len(ends)} completions reached the maximum length without a stop "
+        f"string ({named})"
     )

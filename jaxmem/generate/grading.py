@@ -34,7 +34,7 @@ class Grading:
             "--min-reward": self.min_reward is not None,
         }.items():
             if is_set and self.reward is None:
-                raise ValueError(f"{flag} compares rewards: add --reward NAME")
+                raise ValueError(f"{flag} compares rewards; add --reward NAME")
 
     def digest(self) -> list[Any]:
         """Values that identify the options and the code of the reward."""
@@ -129,7 +129,7 @@ class Grading:
         mean = f"mean reward {np.mean(known):.3f}" if known else "no reward"
         line = f"{mean} of {len(known):,} completions"
         if unrewarded := len(records) - len(known):
-            line += f"; {unrewarded:,} have none"
+            line += f"; {unrewarded:,} have no reward"
         if self.keep_best or self.min_reward is not None:
             kept = sum(1 for _ in self.kept(records, samples))
             line += f"; kept {kept:,} of {len(records):,}"

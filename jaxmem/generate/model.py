@@ -37,12 +37,14 @@ class Model(NamedTuple):
         try:
             ids = self.vocabulary.encode([asked.text])[0]
         except Exception as error:  # the library raises no narrower type
-            raise DataError(f"{record.where}: the tokenizer says: {error}") from error
+            raise DataError(
+                f"{record.where}: the tokenizer cannot encode the prompt: {error}"
+            ) from error
         start: tuple[int, ...] = self.vocabulary.start
         if not asked.rendered and not has_start(ids, start):
             ids = [*start, *ids]
         if not ids:
-            raise DataError(f"{record.where}: the prompt has no token")
+            raise DataError(f"{record.where}: the prompt is empty")
         return ids
 
 

@@ -72,7 +72,7 @@ def plain_array(name: str, parameter: Any) -> jax.Array:
     if not isinstance(value, jax.Array) or not jnp.issubdtype(
         value.dtype, jnp.floating
     ):
-        raise NotServed(f"{name} is quantised, or no plain array")
+        raise NotServed(f"{name} is quantised, or not a plain array")
     return value
 
 

@@ -74,9 +74,7 @@ def _forward(strategy: Any, forward: Callable, tally: Tally) -> Callable:
             output = forward(model, *args, **kwargs)
         (call,) = calls
         if output.logits is not call.placeholder:
-            raise NotServed(
-                "a forward function does more with logits than to return them"
-            )
+            raise NotServed("a forward function does more with logits than return them")
         hidden = final_states(model, call.states, call.deterministic)
         return output.replace(logits=DeferredLogits(hidden, head))
 

@@ -217,7 +217,9 @@ class Integration:
             RuntimeError: it has been applied already.
         """
         if self._undo:
-            raise RuntimeError(f"{self._name} has been applied; undo() it first")
+            raise RuntimeError(
+                f"{self._name} is already applied; call its undo() first"
+            )
         options = Options(chunk, implementation)
         version, replacements = self._known_release()
         self._version, self._is_strict = version, strict
@@ -251,7 +253,7 @@ class Integration:
             RuntimeError: nothing has been applied.
         """
         if not self._undo:
-            raise RuntimeError(f"{self._name} has not been applied")
+            raise RuntimeError(f"{self._name} is not applied; call its apply() first")
         for owner, name, original, function in reversed(self._undo):
             if vars(owner).get(name) is function:
                 setattr(owner, name, original)
@@ -307,9 +309,8 @@ class Integration:
                 if version == known or not known or version.startswith(known + "."):
                     return version, replacements
             raise IntegrationError(
-                f"{distribution} {version} is installed; jaxmem.integrations knows "
-                f"{', '.join(by_version)}, and what another release expects of these "
-                "functions is not known"
+                f"{distribution} {version} is installed, but jaxmem.integrations "
+                f"supports only {', '.join(by_version)}; install one of these releases"
             )
         names = " or ".join(self._by_distribution)
         raise IntegrationError(f"{names} is not installed")
@@ -348,8 +349,8 @@ class Integration:
             if has != replacement.parameters:
                 raise IntegrationError(
                     f"{self._name} {version}: {replacement.where} takes "
-                    f"({', '.join(has)}), not ({', '.join(replacement.parameters)}) as "
-                    "known here"
+                    f"({', '.join(has)}), but jaxmem expects "
+                    f"({', '.join(replacement.parameters)})"
                 )
         return owner, name, original
 
@@ -360,8 +361,8 @@ class Integration:
         ]
         if names:
             warnings.warn(
-                f"jaxmem: {', '.join(names)} was imported before {call} and does not "
-                f"change with it; import it afterwards, or call {where} by its module",
+                f"jaxmem: {', '.join(names)} was imported before {call} and stays as "
+                f"it was; import it afterwards, or call {where} through its module",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -164,7 +164,7 @@ def _student_outputs(
 def _refuse_use(function: str, what: str, error: Exception) -> NotServed:
     message = (str(error).splitlines() or [""])[0]
     return NotServed(
-        f"{function} does more with {what} than to select tokens and mask them "
+        f"{function} does more with {what} than select tokens and mask them "
         f"({type(error).__name__}: {message})"
     )
 

@@ -40,7 +40,7 @@ def head_of(module: Any) -> ModelHead:
     for method in ("make_lm_head_fn", "apply_lm_head"):
         function = getattr(type(module), method, None)
         if function is not None and not function.__module__.startswith(_GENERIC):
-            raise NotServed(f"{name} has a {method} of its own")
+            raise NotServed(f"{name} defines its own {method}")
     if getattr(module, "_logit_cap_feature", None) is not None:
         raise NotServed(f"{name} clips its logits")
     layer = module.get_lm_head()

@@ -88,7 +88,9 @@ class _Linen:
         params = self._params["params"]["decoder"]["logits_dense"]
         beside = sorted(set(params) - {"kernel", "bias"})
         if beside:  # LoRA or scales, which Linen has as other parameters
-            raise NotServed(f"logits_dense has {', '.join(beside)} beside its kernel")
+            raise NotServed(
+                f"logits_dense has {', '.join(beside)} in addition to its kernel"
+            )
         return _LayerParameters(params)
 
     def states(self, hidden: jax.Array) -> jax.Array:

@@ -51,9 +51,9 @@ def check_size(max_tokens, narrowest, ranks):
     rows = max_tokens // narrowest * ranks
     if rows > ROWS:
         raise ValueError(
-            f"ranks={ranks} have {rows:,} rows of {narrowest} tokens in a micro-batch; "
+            f"ranks={ranks} give {rows:,} rows of {narrowest} tokens in a micro-batch; "
             f"at most {ROWS:,} are possible: lower ranks or max_tokens, or raise the "
-            "least of row_lengths"
+            "smallest of row_lengths"
         )
 
 
@@ -63,7 +63,7 @@ def check_costs(costs):
     good = array.ndim == 1 and (array.size == 0 or array.dtype.kind in "biufV")
     array = array.astype(np.float64) if good else array
     if not good or not np.all((array >= 0) & (array <= _LARGEST / max(array.size, 1))):
-        raise ValueError("costs must be one axis of finite numbers, none negative")
+        raise ValueError("costs must have one axis of finite numbers, none negative")
     return array
 
 
@@ -87,8 +87,8 @@ def check_alike(name, arrays, first_axes):
     for array in arrays:
         if array.shape[first_axes:] != expected:
             raise ValueError(
-                f"{name} must have the same axes after the tokens', got {expected} and "
-                f"{array.shape[first_axes:]}"
+                f"{name} must have the same axes after the token axis, got {expected} "
+                f"and {array.shape[first_axes:]}"
             )
 
 
@@ -118,7 +118,8 @@ def check_each_length(arrays, lengths):
     """Require one array per sequence, with one entry per token."""
     if len(arrays) != len(lengths):
         raise ValueError(
-            f"values must be one array a sequence, {len(lengths)}, got {len(arrays)}"
+            f"values must have one array per sequence, {len(lengths)}, got "
+            f"{len(arrays)}"
         )
     for i, (array, length) in enumerate(zip(arrays, lengths.tolist(), strict=True)):
         if array.shape[:1] != (length,):

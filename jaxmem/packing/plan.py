@@ -123,7 +123,7 @@ class Packing:
         if [array.shape[:2] for array in arrays] != want:
             got = [array.shape for array in arrays]
             raise ValueError(
-                "results must be one array a micro-batch, of shapes "
+                "results must have one array per micro-batch, of shapes "
                 f"{messages.short(want)} (and more axes), got {messages.short(got)}"
             )
         if not arrays:

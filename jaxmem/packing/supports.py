@@ -55,7 +55,7 @@ def support_to_csr(
     """
     dense = _integers("support_ids", support_ids)
     if dense.ndim == 0:
-        raise ValueError("support_ids must have some entries a token, got a scalar")
+        raise ValueError("support_ids must have an axis of entries, got a scalar")
     kept = dense >= 0
     if where is not None:
         kept &= _mask(where, dense.shape[:-1])[..., None]
@@ -100,8 +100,8 @@ def csr_to_support(
         raise ValueError(messages.must_be("max_ids", expected, max_ids))
     if most > max_ids:
         raise ValueError(
-            f"max_ids must be at least the ids of every token, got {max_ids}, and "
-            f"token {counts.argmax()} has {most}"
+            f"max_ids must be at least {most}, the ids of token {counts.argmax()}, got "
+            f"{max_ids}"
         )
     dense = np.full((len(counts), max_ids), -1, np.int32)
     dense[np.arange(max_ids) < counts[:, None]] = ids[offsets[0] : offsets[-1]]
@@ -140,8 +140,8 @@ def take_supports(
     chosen = np.ravel(_integers("tokens", tokens))
     if chosen.max(initial=-1) >= len(offsets) - 1:
         raise ValueError(
-            f"tokens must be below {len(offsets) - 1}, the tokens of offsets, got "
-            f"{chosen.max()}"
+            f"tokens must be below {len(offsets) - 1}, the number of tokens of "
+            f"offsets, got {chosen.max()}"
         )
     present = chosen >= 0
     starts = offsets[np.where(present, chosen, 0)]
@@ -174,7 +174,7 @@ def _read_csr(ids, offsets):
         raise ValueError("offsets must have one entry per token and one more, got none")
     if np.any(np.diff(offsets) < 0) or offsets[0] < 0 or offsets[-1] > len(ids):
         raise ValueError(
-            f"offsets must not decrease and must lie in 0 to {len(ids)}, the entries "
+            f"offsets must not decrease and must be from 0 to {len(ids)}, the number "
             "of ids"
         )
     return ids, offsets

@@ -75,7 +75,7 @@ class ShapedPlan:
         low, high = map(table.gib, self.range)
         return (
             f"{said}: about {table.gib(self.expected)}, between {low} and {high} of "
-            f"{table.gib(self.device.memory)} GiB a device"
+            f"{table.gib(self.device.memory)} GiB per device"
         )
 
     def __str__(self) -> str:
@@ -98,9 +98,9 @@ class ShapedPlan:
         notes = "".join(f"\n\n{note}" for note in self.notes)
         return (
             f"{messages.aligned(rows)}\n\n{self.verdict}{notes}\n\n"
-            "Not compiled: temporaries are what the traced programs have alive at "
-            "once. XLA orders, fuses and copies by its own rules: what it takes is "
-            f"{least} to {most} times that."
+            "Not compiled: temporaries are the values of the traced programs that "
+            "exist at the same time. XLA orders, fuses and copies by its own rules, "
+            f"and takes {least} to {most} times as much."
         )
 
     def as_json(self) -> dict[str, Any]:

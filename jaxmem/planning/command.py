@@ -43,7 +43,7 @@ class PlanRequest:
 def run(request: PlanRequest) -> int:
     """Print a plan; 0 if the job fits, 1 if not, 2 if shapes alone cannot say."""
     if request.picture is not None and os.path.lexists(request.picture):
-        raise ValueError(f"--picture {request.picture}: exists; name another file")
+        raise ValueError(f"--picture {request.picture} exists; name another file")
     device = devices.find(request.device)
     job = load(request.path, request.overrides)
     count = _count_devices(job, request.count)
@@ -73,7 +73,8 @@ def load(path: Path, overrides: Sequence[str]) -> Job | Scoring:
         key, _, value = override.partition("=")
         if key not in PLANNED:
             raise ValueError(
-                f"override {override!r}: a plan of scoring reads {', '.join(PLANNED)}"
+                f"override {override!r}: a plan of scoring reads only "
+                f"{', '.join(PLANNED)}"
             )
         options[key] = _parse_value(value)
     return Scoring(ScoreConfig(str(path), "planned.jsonl", **options))
@@ -94,14 +95,16 @@ def _count_devices(job: Job | Scoring, asked: int | None) -> int:
     if asked is None or asked == meshed:
         return meshed
     if mesh is None:
-        raise ValueError(f"--devices={asked}: scoring runs on one device")
+        raise ValueError(
+            f"--devices={asked}: scoring runs on one device; leave --devices out"
+        )
     product = " x ".join(
         f"mesh.{field.name}={size}"
         for field, size in zip(dataclasses.fields(mesh), sizes, strict=False)
     )
     raise ValueError(
-        f"{product} makes {meshed} devices, --devices says {asked}: add an override "
-        f"such as mesh.fsdp={asked}"
+        f"--devices={asked} must be the size of the mesh, but {product} makes "
+        f"{meshed}; add an override such as mesh.fsdp={asked}"
     )
 
 
@@ -138,7 +141,7 @@ def _show_estimate(request: PlanRequest, estimate: ShapedPlan, missing: str) -> 
         print(estimate)
         print(f"\n{missing[0].upper()}{missing[1:]}")
     if request.fit or request.picture is not None:
-        print("Without it, --fit and --picture have nothing to show.", file=sys.stderr)
+        print("Without it, --fit and --picture show nothing.", file=sys.stderr)
 
 
 def _show_plan(request: PlanRequest, plan: Plan, options) -> None:

@@ -83,11 +83,11 @@ class Plan:
         """A sentence that says if the job fits."""
         takes = f"{table.gib(self.peak)} of {table.gib(self.memory)} GiB"
         if not self.fits:
-            return f"does not fit: {takes} a device"
+            return f"does not fit: {takes} per device"
         if self.peak <= self.limit:
-            return f"fits: {takes} a device"
+            return f"fits: {takes} per device"
         return (
-            f"fits: {takes} a device, more than the "
+            f"fits: {takes} per device, more than the "
             f"{table.gib(self.limit)} that jax takes by default; set "
             f"XLA_PYTHON_CLIENT_MEM_FRACTION={MOST_FRACTION}"
         )
@@ -169,7 +169,7 @@ def _enter_target(device, count, hosts):
     if devices.planned() is None:
         raise ValueError(
             "device must be given, as in device='h200', outside of "
-            f"jaxmem.devices.target; known are {', '.join(devices.known())}"
+            f"jaxmem.devices.target; known devices are {', '.join(devices.known())}"
         )
     return contextlib.nullcontext()
 

@@ -55,4 +55,6 @@ class Scoring:
 
     def scaled(self, factor: float) -> Any:
         """Raise a ValueError: there is nothing to search."""
-        raise ValueError("--fit is for training: scoring keeps nothing to choose")
+        raise ValueError(
+            "--fit needs a training job: scoring keeps nothing for a backward pass"
+        )

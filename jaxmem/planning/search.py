@@ -213,7 +213,10 @@ def _expected_bytes(policy, before: _Policy, factor, offload, base: Plan) -> int
 def text(options: Sequence[Option]) -> str:
     """A table of the options, each as overrides for the command line."""
     if not options:
-        return "--fit: nothing tried fits; more devices, or a smaller model or batch"
+        return (
+            "--fit: no layout that was tried fits; use more devices, or a smaller "
+            "model or batch"
+        )
     rows = [["overrides, the fastest first", "GiB", "seconds of training, by formula"]]
     for option in options:
         seconds = f"{option.seconds:.3g}"

@@ -20,7 +20,7 @@ def text(plan: Any) -> str:
     if plan.restored:
         parts.append(f"A checkpoint restores {gib(plan.restored)} GiB to a device.")
     if plan.on_host:
-        parts.append(f"State on the host: {gib(plan.on_host)} GiB a device.")
+        parts.append(f"State on the host: {gib(plan.on_host)} GiB per device.")
     parts += filter(None, [_work_table(plan), _product_table(plan)])
     return "\n\n".join([*parts, *plan.notes])
 
@@ -90,8 +90,8 @@ def _work_table(plan) -> str:
         if plan.tokens:
             line += f", {plan.tokens / high:,.0f} to {plan.tokens / low:,.0f} tokens/s"
         lines.append(
-            f"{line}: an estimate by products at the device's peaks, in the range of "
-            "what H200s reached."
+            f"{line}, estimated from matrix products at the device's peak rates, in "
+            "the range that H200s reached."
         )
     return "\n".join(lines)
 

@@ -316,15 +316,15 @@ def verify(
     host_bytes = account.host_temp_size_in_bytes * cost.devices(compiled)
     if host_bytes < 0.95 * promised or not re.search(r"S\(5\)", text):
         raise RuntimeError(
-            f"the policy promises {promised:,} bytes on the host, the program has "
-            f"{host_bytes:,}: is every block in one jax.lax.scan (not unrolled, not "
-            "nested), and what is offloaded named inside it?"
+            f"the policy promises {promised:,} bytes on the host, but the program has "
+            f"{host_bytes:,}; put all blocks into one jax.lax.scan (not unrolled, not "
+            "nested), and name the offloaded values inside it"
         )
     slow = re.findall(r"%([\w.\-]+) = [^\n]*_xla_compute_type=\"host\"", text)
     if slow:
         raise RuntimeError(
-            f"XLA converted into host compute: {', '.join(slow)}; move what they read "
-            "to the device first, jax.device_put(x, jax.memory.Space.Device)"
+            f"XLA computes on the host: {', '.join(slow)}; move the arrays that they "
+            "read to the device first, by jax.device_put(x, jax.memory.Space.Device)"
         )
     if without is not None:
         remaining, original = (
@@ -334,7 +334,7 @@ def verify(
         if remaining >= original:
             raise RuntimeError(
                 f"offloading leaves {remaining:,} bytes of temporaries on the device, "
-                f"no less than the {original:,} without it"
+                f"no fewer than the {original:,} without offloading"
             )
 
 

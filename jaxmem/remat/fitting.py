@@ -232,8 +232,9 @@ def fit(
 def _check_arguments(last, rates, trials) -> None:
     if jax.process_count() > 1 and (rates is None or trials):
         raise ValueError(
-            "each of several processes would measure for itself, and may choose "
-            "another policy: choose in one and name it, or give rates and trials=0"
+            "remat.fit measures in each process, so that processes may choose "
+            "different policies; choose one in a single process and name it, or give "
+            "rates and trials=0"
         )
     if any(k < 1 for k in last):
         raise ValueError(f"last must be numbers of blocks above 0, got {list(last)}")
@@ -287,8 +288,8 @@ def device_limit() -> int:
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(
-            "memory_limit='auto' needs a device that says its limit, which a "
-            f"{jax.default_backend()} does not: give a number"
+            "memory_limit='auto' needs a device that reports its limit, which a "
+            f"{jax.default_backend()} does not; give a number"
         )
     return stats["bytes_limit"]
 
@@ -303,8 +304,9 @@ def _bytes_by_name(jaxpr, names):
     missing = [k for k in chosen if k not in sizes]
     if missing or not chosen:
         raise ValueError(
-            f"the step names {', '.join(sizes) or 'nothing'}, not "
-            f"{', '.join(missing) or 'what a block makes'}: its blocks need remat.name"
+            f"the step names {', '.join(sizes) or 'nothing'}, but not "
+            f"{', '.join(missing) or 'values of a block'}; name them in the blocks, by "
+            "remat.name"
         )
     return {k: sizes[k] for k in chosen}
 
@@ -387,7 +389,7 @@ def _estimate_seconds(candidate, forward, rates):
 def _reason_to_skip(candidate, limit, host_limit, rates) -> str:
     """Why a candidate need not be compiled; an empty string if it must be."""
     if candidate.host and not rates.to_host:
-        return "no memory beside a CPU's"
+        return "a CPU has no separate memory"
     if candidate.host > host_limit:
         return f"over {host_limit / _GIB:.3f} GiB on the host"
     if candidate.expected > _SLACK * limit:

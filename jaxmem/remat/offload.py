@@ -275,9 +275,9 @@ def _check_consumable(**trees):
         first = seen.setdefault(id(x), location)
         if first != location:
             raise ValueError(
-                "params and state must have an array once, for it is consumed, got the "
-                f"same one at {first} and {location}: leave one of them out, or "
-                "jnp.copy it if both are to be trained apart"
+                "params and state must contain each array once, because the update "
+                f"consumes it, but {first} and {location} are the same array; leave "
+                "one of them out, or jnp.copy it to train both separately"
             )
 
 

@@ -8,19 +8,19 @@ import jax
 
 # Checkpoint names that jaxmem's own blocks and heads use.
 NAMES: Mapping[str, str] = {
-    "block_in": "what a block gets",
-    "block_mid": "what its feed-forward layer gets, before the norm",
+    "block_in": "input of a block",
+    "block_mid": "input of its feed-forward layer, before the norm",
     "norm_rms": "reciprocal root mean square of each row of a norm's input",
     "q": "queries, before their norm if they have one, else after their rotation",
-    "k": "keys, likewise",
+    "k": "keys, before their norm if they have one, else after their rotation",
     "v": "values",
     "attn_out": "attention's result, before its output matrix",
-    "attn_lse": "logsumexp of attention's scores; of cuDNN, both results of its kernel",
+    "attn_lse": "logsumexp of attention's scores; for cuDNN, its kernel's two results",
     "gate": "gate of the feed-forward layer, before its activation",
-    "up": "what the gate is multiplied with",
+    "up": "values that the gate is multiplied with",
     "jaxmem_max": "largest logit of each token, from the head",
-    "jaxmem_log_sum": "the rest of its logsumexp",
-    "jaxmem_dhidden": "gradient by hidden of a frozen head",
+    "jaxmem_log_sum": "logsumexp of each token's logits, minus the largest logit",
+    "jaxmem_dhidden": "gradient of the hidden states, for a frozen head",
     "jaxmem_entries": "sampled entries of the logits' derivative",
 }
 
@@ -80,13 +80,15 @@ class Policy:
             unknown = [str(k) for k in getattr(self, kind) if k not in self.known]
             if unknown:
                 raise ValueError(
-                    f"{kind} has names that no block gives: {', '.join(unknown)}; "
-                    f"known are {', '.join(self.known)}; what blocks of your own name "
-                    "goes into known="
+                    f"{kind} has names that no block uses: {', '.join(unknown)}; known "
+                    f"names are {', '.join(self.known)}; add names of your own blocks "
+                    "to known="
                 )
         both = sorted(set(self.save) & set(self.offload))
         if both:
-            raise ValueError(f"save and offload both have {', '.join(both)}")
+            raise ValueError(
+                f"save and offload must not share names, got {', '.join(both)} in both"
+            )
         if {self.offload_src, self.offload_dst} != {"device", "pinned_host"}:
             raise ValueError(
                 "offload_src and offload_dst must be 'device' and 'pinned_host', or "

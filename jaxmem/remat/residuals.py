@@ -106,8 +106,8 @@ def residuals(block: Callable, h: Any, *rest: Any) -> Residuals:
     dtypes = [getattr(x, "dtype", np.dtype(object)) for x in leaves]
     if not leaves or not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
         raise TypeError(
-            f"h must hold floating-point arrays [..., width], as {label!r} is to be "
-            f"differentiated, got {jax.tree.map(_kind_of, h)}"
+            "h must contain floating-point arrays [..., width], because "
+            f"{label!r} is differentiated, got {jax.tree.map(_kind_of, h)}"
         )
 
     def both_passes(*args):

@@ -90,12 +90,12 @@ def check_lengths(tokens: Sequence[EncodedDocument], length: int, most: int) -> 
         return
     named = ", ".join(f"{name} ({size:,} tokens)" for name, size in long[:_NAMED])
     more = f" and {len(long) - _NAMED} more" if len(long) > _NAMED else ""
-    limit, advice = "of a micro-batch", f"raise --max-tokens, to {most:,} at most, or "
+    limit, advice = "--max-tokens", f"raise --max-tokens, to {most:,} at most, or "
     if length == most:
-        limit, advice = "that the model was made for", ""
+        limit, advice = "the model's longest input", ""
     raise TooLong(
-        f"{len(long)} of {len(tokens)} documents are longer than the {length:,} tokens "
-        f"{limit}: {named}{more}; {advice}score them in windows with --stride"
+        f"{len(long)} of {len(tokens)} documents are longer than {limit}, "
+        f"{length:,} tokens: {named}{more}; {advice}score them in windows with --stride"
     )
 
 

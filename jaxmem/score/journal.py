@@ -111,9 +111,11 @@ class Journal:
         if self.path.exists():
             self._continue(fingerprint, head, ends)
         elif os.path.lexists(self._partial):  # ours exists beside a journal only
-            raise ValueError(f"{self._partial}: exists; move it or name another --out")
+            raise ValueError(
+                f"{self._partial} exists already; move it, or name another --out"
+            )
         if out.exists() and (not self.path.exists() or self.done < max(ends)):
-            raise ValueError(f"{out}: exists; delete it or name another --out")
+            raise ValueError(f"{out} exists already; delete it, or name another --out")
         if not self.path.exists():
             files.write_whole(self.path, head + "\n")
         self._file = files.Appender(self.path)
@@ -153,8 +155,8 @@ class Journal:
         except (ValueError, LookupError, TypeError):
             pass
         raise ValueError(
-            f"{self.path}: unfinished results of other inputs, another checkpoint or "
-            "other options; delete it or name another --out"
+            f"{self.path} contains unfinished results of other inputs, another "
+            "checkpoint or other options; delete it, or name another --out"
         )
 
     def append(self, results: Iterable[ScoreResult]) -> None:
@@ -197,7 +199,7 @@ class Journal:
                 )
                 if not same:
                     raise ValueError(
-                        f"{self.out}: exists, and differs from the results in "
+                        f"{self.out} exists, and differs from the results in "
                         f"{self.path}; delete one of them"
                     )
                 os.replace(self._partial, self.out)

@@ -145,7 +145,9 @@ def _score(
     described = checkpoints.read_config(source.directory)
     vocabulary = checkpoints.load_vocabulary(source.directory)
     if config.eos and vocabulary.eos is None:
-        raise ValueError(f"{described.path}: no end of sequence is named, for --eos")
+        raise ValueError(
+            f"{described.path} names no end-of-sequence token, which --eos needs"
+        )
     documents = _read_documents(config, source, vocabulary, console)
     length = min(config.max_tokens, described.max_positions)
     if config.stride is None:
@@ -204,10 +206,12 @@ def _read_documents(
     scored = [any(len(x.ids) > x.first for x in own) for own in encoded]
     if not all(scored):
         first = documents[scored.index(False)].name
-        line = f"{scored.count(False):,} of {len(scored):,} records have no token that"
-        line = f"{line} is scored, the first of them {first}"
+        line = (
+            f"{scored.count(False):,} of {len(scored):,} records have no scored token"
+        )
+        line = f"{line}; the first of them is {first}"
         if not any(scored):
-            raise DataError(f"DATA: {line}; --all scores all of a conversation")
+            raise DataError(f"DATA: {line}; --all scores all tokens of a conversation")
         _log(console, line)
     return [tokens for own in encoded for tokens in own]
 
@@ -299,7 +303,7 @@ def _stop_message(stop: Stop, journal: Journal, documents: int) -> str:
     """The message that a signal has stopped the run, and how to resume it."""
     return (
         f"stopped by {stop.name} after document {journal.done:,} of {documents:,}, all "
-        f"recorded in {journal.path}: the same command goes on from there"
+        f"recorded in {journal.path}; run the same command again to continue"
     )
 
 
@@ -338,8 +342,8 @@ def _collect(
         scored = np.concatenate([nothing, *(piece["scores"] for piece in pieces)])
         if not np.isfinite(scored).all():
             raise FloatingPointError(
-                f"{document.name}: a score is not finite; the checkpoint holds such "
-                "weights, or they need a wider --dtype"
+                f"{document.name}: a score is not finite; the checkpoint contains "
+                "weights that are not finite, or needs a wider --dtype"
             )
         ids, teacher = document.ids[document.first :], None
         if work.shared is not None:

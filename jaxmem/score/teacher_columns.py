@@ -82,8 +82,8 @@ def check(columns: TeacherColumns) -> None:
     """Raise a ValueError that names an option with an impossible value."""
     if columns.top_k is not None and columns.sample_ids is not None:
         raise ValueError(
-            f"--sample-ids={columns.sample_ids} does not go with --top-k="
-            f"{columns.top_k}: a student learns from one of them"
+            f"--sample-ids={columns.sample_ids} cannot be combined with --top-k="
+            f"{columns.top_k}, because a student learns from one of them; leave one out"
         )
     for flag, count in (
         ("--top-k", columns.top_k),
@@ -96,4 +96,4 @@ def check(columns: TeacherColumns) -> None:
             f"--temperature must be positive and finite, got {columns.temperature}"
         )
     if not columns and columns != TeacherColumns():
-        raise ValueError("--temperature and --seed are for --top-k and --sample-ids")
+        raise ValueError("--temperature and --seed need --top-k or --sample-ids")

@@ -145,7 +145,9 @@ def scores(model, *pairs):
 
 def test_token_across_context_and_continuation(model):
     expected = scores(model, ("a cat", "s"), ("a cat", "sat"), ("a", "b"))
-    with pytest.warns(UserWarning, match="2 of 3 continuations were encoded apart"):
+    with pytest.warns(
+        UserWarning, match="2 of 3 continuations were encoded separately"
+    ):
         made = scores(merging(model), ("a cat", "s"), ("a cat", "sat"), ("a", "b"))
     assert all(logprob < 0 for logprob, _ in made)
     np.testing.assert_allclose(made, expected, rtol=1e-6)
@@ -242,8 +244,11 @@ def test_eval_refuses_bad_arguments(directory, tasks, tmp_path, capsys):
     assert cli.main([*given, "--tasks", "choices"]) == 2
     assert "is not a run" in capsys.readouterr().err
     for more, said in (
-        (["--out", str(tmp_path / "no" / "x.json")], "there is no directory"),
-        ([*out, "--include", "nowhere"], "--include nowhere: there is no such folder"),
+        (["--out", str(tmp_path / "no" / "x.json")], "does not exist"),
+        (
+            [*out, "--include", "nowhere"],
+            "--include nowhere: the folder does not exist",
+        ),
         ([*out, "--shots", "-1"], "--shots must be at least 0, got -1"),
     ):
         assert cli.main([*given, "--tasks", "choices", *more]) == 2
@@ -256,7 +261,7 @@ def test_files_of_others_are_not_replaced(directory, tasks, tmp_path, capsys):
     mine = tmp_path / "x.json"
     mine.write_text("mine")
     assert cli.main([*given, "--out", str(mine)]) == 2
-    assert f"--out {mine}: exists" in capsys.readouterr().err
+    assert f"--out {mine} exists" in capsys.readouterr().err
     run = tmp_path / "run"
     shutil.copytree(directory, run / "model")
     given[1] = str(run)
@@ -265,7 +270,7 @@ def test_files_of_others_are_not_replaced(directory, tasks, tmp_path, capsys):
     assert cli.main(given) == 2 and "is not a run" in capsys.readouterr().err
     RunDirectory(run, "run.out_dir").mark()
     assert cli.main(given) == 2
-    assert "eval.json: was not written by jaxmem eval" in capsys.readouterr().err
+    assert "eval.json was not written by jaxmem eval" in capsys.readouterr().err
     for name in ("metrics.jsonl", "report.html", "eval.json"):
         assert (run / name).read_text() == "mine"
 

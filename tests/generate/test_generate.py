@@ -149,7 +149,8 @@ def test_unreached_stop_strings_are_reported():
     ends = ["length", "eos"]
     assert unreached((), ends) is None
     assert unreached(("#", "\n"), ends) == (
-        "1 of 2 completions ended by length, without a stop string ('#', '\\n')"
+        "1 of 2 completions reached the maximum length without a stop string "
+        "('#', '\\n')"
     )
 
 
@@ -170,7 +171,7 @@ def test_prompt_without_room_is_refused(model, greedy):
         greedy.prompt("a" * 57, "PROMPT")
     default = Generator(model, GenerateConfig())
     assert default.prompt("a" * 57, "").room == 6
-    message = "p:1: the prompt's 64 tokens and one of a completion exceed the 64 posi"
+    message = "p:1: the prompt's 64 tokens and one token of a completion exceed"
     with pytest.raises(DataError, match=message):
         default.prompt("a" * 63, "p:1")
 
@@ -231,7 +232,7 @@ def test_generate_file_resumes_after_a_kill(sampled, prompts, monkeypatch):
     again, log = written(sampled)
     assert again == whole and calls == [3, 3, 3, 1]
     assert "resuming after prompt 3" in log
-    with pytest.raises(ValueError, match="out.jsonl: exists; delete it or name ano"):
+    with pytest.raises(ValueError, match="out.jsonl exists already; delete it, or n"):
         written(sampled)
 
 
@@ -247,7 +248,7 @@ def test_unfinished_file_belongs_to_its_options(model, sampled, prompts):
     ("record", "message"),
     [
         ({"text": "a"}, 'in.jsonl:1: expected "conversations" or "messages" or'),
-        ({"prompt": "a", "stop": 1}, "in.jsonl:1: the output also has a column 'stop'"),
+        ({"prompt": "a", "stop": 1}, "in.jsonl:1: the column 'stop' would be replaced"),
         ({"prompt": [{"content": "a"}]}, 'in.jsonl:1: "prompt".0. must be an object'),
         ({"prompt": "a" * 60}, "in.jsonl:1: the prompt's 61 tokens"),
     ],
@@ -267,7 +268,7 @@ def test_column_that_json_cannot_hold_is_refused(value, shown, sampled, prompts)
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = {"prompt": ["a", "b"], "when": [None, value]}
     pq.write_table(pa.table(rows), "in.parquet")
-    message = rf"^in.parquet: row 2: the column 'when' must be what JSON.*got {shown}"
+    message = rf"^in.parquet: row 2: .* 'when' must be a JSON value.*got {shown}"
     with pytest.raises(DataError, match=message):
         generate.generate_file(sampled, "in.parquet", "out.jsonl")
     assert not pathlib.Path("out.jsonl.unfinished").exists()
@@ -313,7 +314,9 @@ def test_samples_of_prompts_have_rewards(graded, prompts):
     own = [row["completion"] for row in rows if row["id"] == 0]
     assert len(set(own)) > 1  # of draws of their own
     known = [row["reward"] for row in rows if row["reward"] is not None]
-    assert f"mean reward {np.mean(known):.3f} of 20 completions; 4 have none" in log
+    assert (
+        f"mean reward {np.mean(known):.3f} of 20 completions; 4 have no reward" in log
+    )
 
 
 def test_best_samples_are_kept(graded, monkeypatch):
@@ -334,7 +337,7 @@ def test_best_samples_are_kept(graded, monkeypatch):
         graded("best.jsonl", keep_best=True)
     kept, log = graded("best.jsonl", keep_best=True)
     assert kept == best and "resuming after completion 9" in log
-    assert "4 have none; kept 5 of 24" in log
+    assert "4 have no reward; kept 5 of 24" in log
     least = max(row["reward"] for row in best)
     assert graded("least.jsonl", min_reward=least)[0] == [
         row for row in rows if row["reward"] == least
@@ -362,7 +365,7 @@ def test_reward_that_cannot_be_used_is_named(graded):
     with pytest.raises(ValueError, match=said + "umn of --in; rename one, or give"):
         graded()
     pathlib.Path("in.jsonl").write_text('{"prompt": "a", "reward": 1}\n')
-    with pytest.raises(DataError, match="the output also has a column 'reward'"):
+    with pytest.raises(DataError, match="the column 'reward' would be replaced"):
         graded()
 
 
@@ -426,14 +429,14 @@ def test_command_prints_a_completion(directory, greedy, capsys):
         (("empty", "a"), "empty is not a checkpoint .with config.json., an adapter"),
         (("unsaved", "a"), "unsaved: this run has not saved a checkpoint"),
         (("empty",), "generate needs one of PROMPT, --in FILE.jsonl and --chat"),
-        (("empty", "a", "--chat"), "PROMPT is completed as plain text, --chat asks in"),
+        (("empty", "a", "--chat"), "PROMPT cannot be combined with --chat: jaxmem com"),
         (("empty", "--in", "a.jsonl", "--chat"), "generate needs one of PROMPT, --in"),
-        (("empty", "--in", "a.jsonl"), "--in FILE.jsonl and --out FILE.jsonl belong"),
-        (("empty", "a", "--system", "b"), "--system is for --chat"),
-        (("empty", "a", "--samples", "2"), "--samples is for --in FILE.jsonl"),
+        (("empty", "--in", "a.jsonl"), "--in FILE.jsonl and --out FILE.jsonl need"),
+        (("empty", "a", "--system", "b"), "--system needs --chat"),
+        (("empty", "a", "--samples", "2"), "--samples needs --in FILE.jsonl"),
         (
             ("empty", "--in", "a.jsonl", "--out", "b.jsonl", "--keep-best"),
-            "--keep-best compares rewards: add --reward NAME",
+            "--keep-best compares rewards; add --reward NAME",
         ),
         (
             ("empty", "a", "--samples", "2", "--temperature", "0"),

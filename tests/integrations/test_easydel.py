@@ -110,7 +110,7 @@ def test_easydel_heads_that_are_left_alone(kind, fake_easydel, capsys):
     reason = {
         "scale": "the head of EasyModel scales its logits",
         "cap": "EasyModel clips its logits",
-        "own": "Own has a make_lm_head_fn of its own",
+        "own": "Own defines its own make_lm_head_fn",
     }[kind]
 
     class Own(EasyModel):

@@ -155,7 +155,7 @@ def test_maxtext_strategies_left_alone(fake_maxtext, capsys):
     check("multi-token prediction has its own head", mtp_num_layers=1)
     check("parameter_memory_host_offload", parameter_memory_host_offload=True)
     check("the student's forward function returns logits", mtp_num_layers=1)
-    check("a forward function does more with logits than to return them", plus_one)
+    check("a forward function does more with logits than return them", plus_one)
 
 
 def test_strategy_with_its_own_loss_gets_arrays(fake_maxtext):

@@ -171,7 +171,9 @@ def test_head_that_qwix_changes_is_left_to_tunix(provider, reason, capsys):
 
 def test_quantised_head_is_refused():
     rule = qwix.QuantizationRule(module_path=".*lm_head", weight_qtype=jnp.int8)
-    with pytest.raises(NotServed, match="the head of Qwen3 is quantised, or no plain"):
+    with pytest.raises(
+        NotServed, match="the head of Qwen3 is quantised, or not a plain"
+    ):
         tunix.head_of(changed(qwix.PtqProvider([rule]), tied=False))
 
 

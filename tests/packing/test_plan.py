@@ -337,7 +337,7 @@ def test_errors():
     )
     raises(
         ValueError,
-        "costs must be one axis of finite numbers, none negative",
+        "costs must have one axis of finite numbers, none negative",
         lambda: packing.karmarkar_karp([-1], 2),
     )
 
@@ -354,7 +354,7 @@ def test_errors():
         ),
         (
             lambda: packing.pack([2], 8, ranks=2**27),
-            "ranks=134217728 have 134,217,728 r",
+            "ranks=134217728 give 134,217,728 r",
         ),
         (lambda: packing.pack([2, 3], 10**30), "max_tokens must be at most 2,147,483"),
         (
@@ -372,7 +372,7 @@ def test_errors():
         (lambda: packing.karmarkar_karp("ab", 2), "costs must be an array of numbers"),
         (
             lambda: packing.karmarkar_karp([1e308] * 9, 2),
-            "costs must be one axis of fi",
+            "costs must have one axis of fi",
         ),
         (lambda: packing.first_fit_decreasing([9], 8), "than capacity=8; raise it"),
     ],
@@ -416,7 +416,7 @@ def test_unpack_refuses_results_of_different_axes():
 def test_errors_of_values_and_results():
     packed = packing.pack([2, 3], 4)
     with pytest.raises(
-        ValueError, match="^values must be one array a sequence, 2, got"
+        ValueError, match="^values must have one array per sequence, 2, got"
     ):
         packed.place([[1, 2]])
     with pytest.raises(
@@ -424,7 +424,7 @@ def test_errors_of_values_and_results():
     ):
         packed.place([[1, 2], [1, 2]])
     with pytest.raises(
-        ValueError, match=r"results must be .* of shapes \[\(1, 4\), \(1, 4\)\]"
+        ValueError, match=r"results must have .* of shapes \[\(1, 4\), \(1, 4\)\]"
     ):
         packed.unpack([np.zeros((1, 4))])
 

@@ -71,7 +71,7 @@ def test_any_integer_type():
 
 ERRORS = [
     (lambda: packing.support_to_csr(3), ValueError,
-     "support_ids must have some entries a token, got a scalar"),
+     "support_ids must have an axis of entries, got a scalar"),
     (lambda: packing.support_to_csr([[0.5]]), TypeError,
      "support_ids must be integers, got float64"),
     (lambda: packing.support_to_csr("text"), TypeError,
@@ -91,15 +91,15 @@ ERRORS = [
     (lambda: packing.csr_to_support(IDS, []), ValueError,
      "offsets must have one entry per token and one more, got none"),
     (lambda: packing.csr_to_support(IDS, [0, 3, 2]), ValueError,
-     "offsets must not decrease and must lie in 0 to 6, the entries of ids"),
+     "offsets must not decrease and must be from 0 to 6, the number of ids"),
     (lambda: packing.csr_to_support(IDS, [0, 7]), ValueError,
-     "offsets must not decrease and must lie in 0 to 6, the entries of ids"),
+     "offsets must not decrease and must be from 0 to 6, the number of ids"),
     (lambda: packing.csr_to_support(IDS, OFFSETS, 2), ValueError,
-     "max_ids must be at least the ids of every token, got 2, and token 3 has 3"),
+     "max_ids must be at least 3, the ids of token 3, got 2"),
     (lambda: packing.csr_to_support(IDS, OFFSETS, 0), ValueError,
      "max_ids must be at least 1, got 0"),
     (lambda: packing.take_supports(IDS, OFFSETS, [4]), ValueError,
-     "tokens must be below 4, the tokens of offsets, got 4"),
+     "tokens must be below 4, the number of tokens of offsets, got 4"),
 ]  # fmt: skip
 
 

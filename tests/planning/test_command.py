@@ -114,9 +114,8 @@ def test_phases_of_pairs_are_its_programs(fake, numbered, capsys):
         assert phase["account"]["arguments"] == account.argument_size_in_bytes
     moments = step["resident"]["moments"]
     assert moments > 0 and reference["resident"]["moments"] == moments  # eval.every
-    assert status == 0 and made["notes"] == [
-        "the reference is scored once, before the first step"
-    ]
+    assert status == 0 and "weights are trained in float32" in made["notes"][0]
+    assert made["notes"][1:] == ["the reference is scored once, before the first step"]
 
 
 def test_plan_dpo_reference_has_no_scoring_step(fake):
@@ -268,7 +267,7 @@ def test_plan_without_a_compiler_sums_shapes(capsys, monkeypatch):
     lacking = "compiling needs: pip install this"
     monkeypatch.setattr(devices, "compiler_missing", lambda device: lacking)
     status, said = planned(capsys, *SFT, "--fit")
-    assert status == 0 and "--fit and --picture have nothing to show" in said.err
+    assert status == 0 and "--fit and --picture show nothing" in said.err
     assert "Not compiled" in said.out and "pip install this" in said.out
     assert "moments" in said.out and "activations kept" in said.out
 
@@ -341,7 +340,10 @@ def test_scoring_reads_columns_and_refuses_what_changes_no_program(capsys):
         out.shape == (1, 64, 4) for out in jax.tree.leaves(phase.traced.out_info)
     )
     status, said = planned(capsys, SCORE, "stride=4")
-    assert status == 2 and "'stride=4': a plan of scoring reads adapter, b" in said.err
+    assert (
+        status == 2
+        and "'stride=4': a plan of scoring reads only adapter, b" in said.err
+    )
     status, said = planned(capsys, CODED + "qwen3_nf4", "base=int8")
     assert status == 2 and "coded in nf4, and base='int8' differs" in said.err
     with pytest.raises(SystemExit):
@@ -389,7 +391,8 @@ def test_fit_prints_overrides_that_load(job, fake, capsys, tmp_path, monkeypatch
     for option in options:
         words = [*job[1:], *option["overrides"]]
         last = {word.partition("=")[0]: word for word in words}
-        configuration.load(cli._find_config(job[0]), list(last.values()))
+        overrides, unread = list(last.values()), configuration.DATA_KEYS
+        configuration.load(cli._find_config(job[0]), overrides, unread)
     assert path.stat().st_size > 10_000
 
 
@@ -397,7 +400,7 @@ def test_picture_replaces_no_file(capsys, tmp_path):
     path = tmp_path / "bars.png"
     path.write_text("mine")
     status, said = planned(capsys, SCORE, "--picture", str(path))
-    assert status == 2 and f"--picture {path}: exists" in said.err
+    assert status == 2 and f"--picture {path} exists" in said.err
     assert path.read_text() == "mine"
 
 
@@ -418,7 +421,7 @@ def test_keeping_more_is_expected_to_take_less_time(fake, monkeypatch):
 
 def test_fit_is_for_training(fake, capsys):
     status, said = planned(capsys, SCORE, "dtype=float32", "--fit")
-    assert status == 2 and "--fit is for training" in said.err
+    assert status == 2 and "--fit needs a training job" in said.err
 
 
 @pytest.mark.parametrize("rank, bases", [(4, [None, "nf4"]), full(0, [None])])

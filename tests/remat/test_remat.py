@@ -288,10 +288,16 @@ def test_remat_beside_the_head(policy, h):
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"offload": ("residual",)}, "offload has names that no block gives: residual"),
-        ({"save": ["quarry"]}, "save has names that no block gives: quarry; known are"),
+        ({"offload": ("residual",)}, "offload has names that no block uses: residual"),
+        (
+            {"save": ["quarry"]},
+            "save has names that no block uses: quarry; known names are",
+        ),
         ({"offload": "q"}, "offload must be a sequence of names, got 'q'"),
-        ({"save": ["q", "k"], "offload": ["k"]}, "save and offload both have k"),
+        (
+            {"save": ["q", "k"], "offload": ["k"]},
+            "save and offload must not share names, got k in both",
+        ),
         ({"offload_dst": "disk"}, "offload_src and offload_dst must be.*'disk'"),
         ({"last": -1}, "last must be a number of blocks, got -1"),
     ],
@@ -382,9 +388,9 @@ def test_verify_believes_the_program_alone(monkeypatch):
     text = """S(5)
   %sine.1 = f32[4]{0:S(5)} sine(%x), frontend_attributes={_xla_compute_type="host"}
   ROOT %add.2 = f32[4]{0} add(%y, %y)"""
-    with pytest.raises(RuntimeError, match=r"converted into host compute: sine\.1;"):
+    with pytest.raises(RuntimeError, match=r"XLA computes on the host: sine\.1;"):
         remat.verify(program(host=100, text=text), 100)
-    with pytest.raises(RuntimeError, match="no less than the 6 without it"):
+    with pytest.raises(RuntimeError, match="no fewer than the 6 without offloading"):
         remat.verify(program(host=100, temp=6), 100, without=program(temp=6))
 
 

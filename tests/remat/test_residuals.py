@@ -123,8 +123,13 @@ def test_only_what_runs_apart_has_a_barrier():
     ("block", "args", "error", "message"),
     [
         ("dots", (H,), TypeError, r"block must be a function of \(h, \*rest\), got 'd"),
-        (block, (jnp.ones(3, int), W), TypeError, r"h must hold floating.*int32\[3\]"),
-        (block, ((), W), TypeError, r"h must hold floating-point arrays.*got \(\)"),
+        (
+            block,
+            (jnp.ones(3, int), W),
+            TypeError,
+            r"h must contain floating.*int32\[3\]",
+        ),
+        (block, ((), W), TypeError, r"h must contain floating-point arrays.*got \(\)"),
         (block, (H,), ValueError, "residuals of 'block' cannot be listed: .*'w'"),
         (
             lambda h: jax.lax.while_loop(lambda h: h.sum() < 1, jnp.sin, h),

@@ -17,7 +17,7 @@ def test_names_kept_besides_a_preset():
     [
         (dict(policy="dots_and_norms"),
          "policy must be one of 'none'.*got 'dots_and_n"),
-        (dict(save=("gates",)), "save has names that no block gives: gates"),
+        (dict(save=("gates",)), "save has names that no block uses: gates"),
         (dict(policy="none", save=("gate",)),
          "save=.*keeps all blocks whole: leave it"),
         (dict(policy="fit", memory_limit=1.0, save=("up",)), "save=.*chooses it"),
