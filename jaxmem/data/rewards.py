@@ -35,7 +35,14 @@ ARGUMENTS = (
 _SILENT_CALLS = 3  # in a row without any reward, after which a run has nothing to learn
 
 
-class RewardError(ValueError):
+class RolloutError(ValueError):
+    """Something outside the trainer cannot complete a rollout.
+
+    The state is still that before the step.
+    """
+
+
+class RewardError(RolloutError):
     """A reward function cannot be used; the message names it and the prompt."""
 
 

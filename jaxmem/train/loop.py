@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxmem.base import files, locks, processes
 from jaxmem.base.stopping import Stop
-from jaxmem.data.rewards import RewardError
+from jaxmem.data.rewards import RolloutError
 from jaxmem.train import metrics, precision
 from jaxmem.train.evaluation import (
     EvalConfig,
@@ -246,8 +246,7 @@ class Run:
         """Start a step; return the next state, and metrics or a function of them."""
         try:
             return job.step(number, state)
-        except RewardError:
-            # A rollout does not change the state.
+        except RolloutError:
             if self._config.checkpoint_every and self.saved < self.taken:
                 self._save_checkpoint(job, state)
             raise

@@ -110,6 +110,18 @@ class PolicyMetrics(NamedTuple):
     held_out_at_k: dict[str, float | None] | None = None
     turns: float | None = None  # completions of a conversation, mean; None without any
     busy: float | None = None  # share of slots with a completion, of all steps' slots
+    # Of rollouts of an engine; None without one. Updates between the weights of a
+    # sampled token and those that learn from it, mean and maximum; sampled completions
+    # that wait for their step; seconds without a request to the engine; its tokens per
+    # second while it had requests.
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    versions_per_completion: float | None = None  # of the weights, mean
+    queued: int | None = None
+    push_seconds: float | None = None  # to give the engine the new weights
+    waiting_seconds: float | None = None  # for completions
+    engine_idle_seconds: float | None = None
+    engine_tokens_per_second: float | None = None
     # mean ids in a token's support; None where the sampler does not truncate
     support_mean: float | None = None
     # share of tokens whose support has as many ids as sampling.support allows; None

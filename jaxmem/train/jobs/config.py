@@ -14,6 +14,7 @@ from jaxmem.train.jobs.distill_objective import DistillConfig
 from jaxmem.train.jobs.pair_objective import DpoConfig
 from jaxmem.train.jobs.policy_losses import POLICY_LOSSES
 from jaxmem.train.jobs.policy_objective import GrpoConfig
+from jaxmem.train.jobs.rollout.rollouts_config import RolloutsConfig
 from jaxmem.train.settings import JobConfig
 
 
@@ -152,6 +153,11 @@ class DistillJobConfig(JobConfig):
         return self.distill.mode == "on_policy"
 
     @property
+    def samples_itself(self) -> bool:
+        """True if the run's own program samples what it learns from."""
+        return self.is_on_policy
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence that is sampled and trained on."""
         return self.task.prompt_length + self.sampling.max_new_tokens - 1
@@ -232,6 +238,7 @@ class GrpoJobConfig(JobConfig):
     task: TaskConfig
     sampling: SamplingConfig
     grpo: GrpoConfig
+    rollouts: RolloutsConfig = RolloutsConfig()
 
     def __post_init__(self):
         if not self.task.is_arithmetic and self.model.checkpoint is None:
@@ -250,6 +257,8 @@ class GrpoJobConfig(JobConfig):
             self.check_stays("sampling.slots", None, f"{reason}: nothing is sampled")
             why = "task.source already contains the rollouts"
             self.check_stays("run.save_rollouts", False, f"{reason}: {why}")
+        if self.rollouts.engine is not None:
+            self._check_engine()
         _check_answers(self.task, self.sampling)
         why = "in this job: grpo.max_tokens_train sets the size of a micro-batch"
         self.check_stays("run.accumulate", 1, why)
@@ -269,6 +278,32 @@ class GrpoJobConfig(JobConfig):
         _check_divides("grpo.max_tokens_train", self.grpo.max_tokens_train, self)
         if self.grpo.loss in POLICY_LOSSES:
             self.check_forward_passes()
+
+    def _check_engine(self) -> None:
+        """Refuse settings that rollouts of an engine cannot have."""
+        rollouts, named = self.rollouts, f"rollouts.engine={self.rollouts.engine!r}"
+        if self.model.checkpoint is None:
+            raise ValueError(
+                f"{named} needs model.checkpoint, the model that the server serves"
+            )
+        why = f"for {named}, which samples the completions"
+        self.check_stays("task.recorded", False, why)
+        self.check_stays("sampling.slots", None, why)
+        self.check_stays("sampling.decode_base", False, why)
+        why = f"for {named}, which cannot load a model of one's own"
+        self.check_stays("model.factory", None, why)
+        if rollouts.max_staleness and self.grpo.correction is None:
+            raise ValueError(
+                f"rollouts.max_staleness={rollouts.max_staleness} needs "
+                "grpo.correction, because completions are then of older weights than "
+                'those that are updated: "ratio", "tis", "mis" and "icepop" weigh '
+                "each token by its own ratio"
+            )
+
+    @property
+    def samples_itself(self) -> bool:
+        """True if the run's own program samples the completions to learn from."""
+        return not self.task.recorded and self.rollouts.engine is None
 
     def check_forward_passes(self) -> None:
         """Refuse micro-batches that passes without a gradient cannot have.

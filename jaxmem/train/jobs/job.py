@@ -43,8 +43,8 @@ class Job(Hooked):
     A subclass is one file: run.job="my_job.py:Mine" runs its `class Mine(Job)`. With
     `class Mine(Job, name="mine")`, run.job="mine" runs it once it has been imported.
     `run.train` calls, in this order, `build`, `open`, `compile`, then `step` and
-    `evaluate` as often as there are steps, and `finish`; `jaxmem plan` calls `plan` and
-    `jaxmem data` `records`.
+    `evaluate` as often as there are steps, and `finish`; `close` is called last, also
+    after an error. `jaxmem plan` calls `plan` and `jaxmem data` `records`.
 
     Attributes:
         name: the job's name in settings; by default that of the class.
@@ -352,6 +352,10 @@ class Job(Hooked):
         """Fields of the last evaluation, for the metrics of the last step."""
         del state
         return {}
+
+    def close(self) -> None:
+        """End what the run has begun outside of its devices, also after an error."""
+        return None
 
     def costs(self) -> dict[str, metrics.HeadCost]:
         """Memory by `head.logits`, for run.compare_heads; {}: unknown."""

@@ -1,5 +1,6 @@
 """Training: any job, from its configuration to its report."""
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -123,7 +124,7 @@ def train(
     result = ownership.result_of(config)
     settings = job.settings()._replace(length_key=length_key)
     opened = loop.open_run(config.run, settings, console, config.eval, result)
-    with event_loop.closed_at_end(), opened as run:
+    with event_loop.closed_at_end(), contextlib.closing(job), opened as run:
         if run.is_complete:
             if (left := _left_results(run, job)) is not None:
                 say(console, run.completion())

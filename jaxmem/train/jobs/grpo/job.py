@@ -19,6 +19,7 @@ from jaxmem.data import tasks, vocabulary
 from jaxmem.data.rewards import RewardError, TrainerState
 from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models import balance
+from jaxmem.models.decoder import Decoder
 from jaxmem.train import metrics
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import advantages, rollout_metrics
@@ -26,10 +27,14 @@ from jaxmem.train.jobs.accumulated import AccumulatedSums
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.grpo import policy_report
 from jaxmem.train.jobs.grpo.minibatches import Minibatch, cut_prefixes, packing_of
-from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
+from jaxmem.train.jobs.grpo.policy_program import ForwardPrograms, PolicyProgram
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.policy_objective import correction
 from jaxmem.train.jobs.rollout import shown_samples
+from jaxmem.train.jobs.rollout.engine_source import EngineParts, EngineSource
+from jaxmem.train.jobs.rollout.engines.pool import connect
+from jaxmem.train.jobs.rollout.engines.protocol import EngineOptions
+from jaxmem.train.jobs.rollout.engines.weight_folder import WeightFolder
 from jaxmem.train.jobs.rollout.nested_rows import take
 from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, RolloutSupports
 from jaxmem.train.jobs.rollout.prompt_tasks import (
@@ -62,9 +67,10 @@ class Grpo(Job, name="grpo"):
     """Rollouts, their rewards, and packed updates."""
 
     Config, Metrics = GrpoJobConfig, PolicyMetrics
-    changeable = ("optimizer", "grpo", "sampling")
+    changeable = ("optimizer", "grpo", "sampling", "rollouts")
     has_rollouts = True
     _files: RolloutFiles | None = None  # of run.save_rollouts
+    rollouts: RolloutSource  # set by `open`
     chart = ("reward", "reward")
 
     def reading(self) -> TaskPrompts:
@@ -126,9 +132,58 @@ class Grpo(Job, name="grpo"):
     def _make_source(self) -> RolloutSource:
         if isinstance(self.task, RecordedRollouts):
             return RecordedSource(self.config, self.task)
+        if self.config.rollouts.engine is not None:
+            return self._make_engine_source()
         return OwnSampler(
             self.config, self.task, self.program, lambda: self._compiled.sample
         )
+
+    def _make_engine_source(self) -> EngineSource:
+        config, ends = self.config, self.program.ends
+        rollouts, run = config.rollouts, Path(config.run.out_dir).name
+        options = EngineOptions(
+            sampling=config.sampling,
+            eos_ids=ends.eos_ids,
+            vocab_size=ends.size,
+            run=run,
+            timeout=rollouts.timeout,
+            wants_routes=config.grpo.replay_routing,
+            wants_spans=rollouts.max_staleness > 0,
+            say=lambda line: self._say(line),
+        )
+        addresses = rollouts.addresses
+
+        def open_folder() -> WeightFolder:
+            root = None
+            if rollouts.weights is not None:
+                root = Path(rollouts.weights).expanduser()
+            return WeightFolder(root, run, addresses, self._say)
+
+        return EngineSource(
+            config,
+            self.task,
+            EngineParts(
+                limits=self.reads.transcript_limits,
+                open_folder=open_folder,
+                write=self._write_weights,
+                connect=lambda: connect(rollouts.engine, addresses, options),
+            ),
+        )
+
+    def _write_weights(self, directory: Path, weights: tuple[Any, Any]) -> None:
+        """Write weights as engines load them: a checkpoint, or an adapter for it."""
+        model, config = self.program.model(*weights), self.config.model
+        assert isinstance(model, Decoder) and config.checkpoint is not None
+        if config.lora_rank:
+            checkpoints.save_adapter(directory, model, base=config.checkpoint)
+        else:
+            checkpoints.save(
+                directory, model, like=config.checkpoint, dtype=config.dtype
+            )
+
+    def close(self) -> None:
+        if "rollouts" in vars(self):
+            self.rollouts.close()
 
     def compile(self, progress: ProgressReport) -> None:
         self._compiled, self._say = self.program.compile(), progress.say
@@ -155,6 +210,9 @@ class Grpo(Job, name="grpo"):
     def step(self, number: int, state: TrainState) -> tuple[TrainState, PolicyMetrics]:
         clock, compiled, grpo = Clock(), self._compiled, self.config.grpo
         rollout = self._roll_out(number, state.params)
+        measure = functools.partial(self._measure_at, state.params, rollout)
+        if (line := self.rollouts.verify(rollout, measure)) is not None:
+            self._say(line)
         clock.lap("rollout")
         read, cut = cut_prefixes(self.config, number, rollout.completions)
         rest = rollout._replace(completions=read)
@@ -197,13 +255,14 @@ class Grpo(Job, name="grpo"):
             differing = [part.rewards_differ(grpo.group_size) for part in parts]
             if np.concatenate(differing).sum() >= grpo.prompts:
                 break
-        self.rollouts.finish(len(parts))  # after the rewards, which may raise
+        self.rollouts.finish(number, len(parts))  # after the rewards, which may raise
         sampled = select_groups(parts, grpo.prompts, grpo.group_size)
         if self._files is not None:
             self._save_rollout(self._files, number, parts)
         observed = rollout_metrics.of_sampled(
             parts, sampled if grpo.resample else None, grpo.group_size
         )
+        observed |= self.rollouts.metrics()
         compared = sampled.advantages(grpo.group_size, self._advantages)
         rows = np.flatnonzero(sampled.graded.rewarded)
         self._check_rewarded(number, len(rows))
@@ -334,6 +393,16 @@ class Grpo(Job, name="grpo"):
             arrays = self.program.layout.place(arrays, structs)
             outputs.append(programs[shape](params, self.frozen, *arrays))
         return completions.measured(packed, jax.device_get(outputs))
+
+    def _measure_at(
+        self, params: Any, rollout: Rollout, rows: np.ndarray, temperature: float
+    ) -> Logprobs:
+        """Log-probabilities of some rows, as if sampled at a temperature."""
+        programs: Mapping[Any, Any] = self._compiled.logprobs
+        if not programs or temperature != self.config.sampling.temperature:
+            values = {"sampling.temperature": temperature}
+            programs = ForwardPrograms(PolicyProgram(self.config.replaced(values)))
+        return self._measure_logprobs(programs, params, take(rollout, rows))
 
     def _take_updates(
         self, number: int, state: TrainState, rollout: Minibatch, old: Logprobs

@@ -40,7 +40,7 @@ Shape = tuple[int, int]  # of a micro-batch
 class PolicyPrograms(NamedTuple):
     """Every program of a run; by shape of a micro-batch where there are several."""
 
-    sample: SamplePrograms | None  # None for recorded rollouts
+    sample: SamplePrograms | None  # None if nothing is sampled here
     # (params, frozen, Batch, support) -> log-probabilities under the distributions that
     # were sampled from, and those over the vocabulary; {} where updates measure them
     logprobs: dict[Shape, jax.stages.Compiled]
@@ -119,7 +119,7 @@ class PolicyProgram(SamplingProgram):
             traced = {s: self.trace_logprobs(s, of_policy=False) for s in forward}
             reference = {s: x.lower().compile() for s, x in traced.items()}
         sample = None
-        if not self.config.task.recorded:
+        if self.config.samples_itself:
             sample = SamplePrograms.of(self)
         return PolicyPrograms(
             sample=sample,
@@ -273,6 +273,19 @@ class PolicyProgram(SamplingProgram):
             supports=self._support_shapes(shape), routes=self._route_shapes(shape)
         )
         return rows._replace(**of_tokens)
+
+
+class ForwardPrograms(dict[Shape, jax.stages.Compiled]):
+    """The compiled `trace_logprobs` by shape, each compiled at its first use."""
+
+    def __init__(self, program: PolicyProgram):
+        super().__init__()
+        self._program = program
+
+    def __missing__(self, shape: Shape) -> jax.stages.Compiled:
+        compiled = self._program.trace_logprobs(shape).lower().compile()
+        self[shape] = compiled
+        return compiled
 
 
 def _int_shape(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

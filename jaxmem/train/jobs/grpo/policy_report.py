@@ -45,7 +45,7 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
             head=functools.partial(program.trace_head, backward, config.head),
         ),
     ]
-    if config.task.recorded:
+    if not config.samples_itself:
         planned = [phase for phase in planned if phase.name != "rollout"]
     planned = [phase for phase in planned if phase.runs]
     if program.streamed is None:

@@ -230,7 +230,7 @@ class SamplingProgram(AccumulatedProgram):
     def lines(self) -> Iterator[str]:
         """See `DecoderProgram`; also the cost of sampling without a cache."""
         yield from super().lines()
-        if not self.rows or self.config.task.recorded:
+        if not (self.rows and self.config.samples_itself):
             return
         config = self.config
         if config.task.turns > 1 and self._cache_obstacle is not None:

@@ -7,15 +7,20 @@ from typing import Any
 import numpy as np
 
 from jaxmem.train.jobs.config import GrpoJobConfig
-from jaxmem.train.jobs.rollout.packed import Completions
+from jaxmem.train.jobs.rollout.packed import Completions, Logprobs
 from jaxmem.train.jobs.rollout.prompt_tasks import Conversations
 from jaxmem.train.jobs.rollout.prompts import PromptIds, Task
 from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollout.samples import Sampled
 from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
 from jaxmem.train.jobs.rollout.turns import SamplePrograms, Turns
+from jaxmem.train.jobs.rollout_metrics import Rollout
 
 Weights = tuple[Any, Any]  # trained ones, frozen ones
+# Key in the saved state: rollouts with prompts that no finished step has taken.
+AHEAD = "ahead"
+# The trainer's log-probabilities of the given rows of a rollout, at a temperature.
+Measure = Callable[[np.ndarray, float], Logprobs]
 
 
 class RolloutSource(abc.ABC):
@@ -39,17 +44,47 @@ class RolloutSource(abc.ABC):
             weights: of the policy before the step.
         """
 
-    def finish(self, attempts: int) -> None:
-        """Count the prompts of so many rollouts, those of a step, as taken."""
+    def finish(self, step: int, attempts: int) -> None:
+        """Count the prompts of a step, which took so many rollouts, as taken."""
+        del step
         self.next += attempts * self.config.grpo.prompts
+
+    def verify(self, rollout: Rollout, measure: Measure) -> str | None:
+        """Compare the first rollout with the trainer's own log-probabilities.
+
+        Args:
+            rollout: of a step, before its update.
+            measure: returns the trainer's log-probabilities at a temperature.
+
+        Returns:
+            A line to print, or None.
+
+        Raises:
+            ValueError: they are not of the same model and sampling.
+        """
+        del rollout, measure
+        return None
+
+    def metrics(self) -> dict[str, Any]:
+        """Fields of `PolicyMetrics` about the last step's completions."""
+        return {}
+
+    def close(self) -> None:
+        """End what runs beside the steps."""
+        return None
 
     def state(self) -> dict[str, Any]:
         """The position in the prompts, as JSON-able values."""
         return self.task.state(self.next)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
-        self.next = self.task.position(state)
+        """Continue from what `state` returned.
+
+        Rollouts that an engine had sampled ahead are sampled again by a source that
+        does not.
+        """
+        position = self.task.position(state)
+        self.next = min([position, *(saved["start"] for saved in state.get(AHEAD, []))])
 
     def start_of(self, attempt: int) -> int:
         """The number of the first prompt of an attempt of the next step."""

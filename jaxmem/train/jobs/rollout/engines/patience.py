@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from jaxmem.data.rewards import RolloutError
+
 _Result = TypeVar("_Result")
 
 _LONGEST_PAUSE = 30.0  # seconds
@@ -12,7 +14,7 @@ _WRONG_ANSWERS = 3  # of one request, after which the next is wrong as well
 _FIRST_SILENCE, _LONGEST_SILENCE = 10.0, 300.0  # seconds between lines about a server
 
 
-class EngineError(ValueError):
+class EngineError(RolloutError):
     """An engine cannot serve the run; one line with its url and what to do."""
 
 
