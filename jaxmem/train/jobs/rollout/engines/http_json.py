@@ -92,7 +92,8 @@ class Http:
             raise EngineError(f"{self._name} is asked no more, because the run ends")
 
     def _connection(self, deadline: float) -> http.client.HTTPConnection:
-        timeout = _left(deadline)
+        # Not 0, which means no limit to a connection; `_exchange` ends late requests.
+        timeout = max(deadline - time.monotonic(), 1e-3)
         if self._secure:
             context = ssl.create_default_context()
             connection = http.client.HTTPSConnection(
