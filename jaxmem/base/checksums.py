@@ -106,7 +106,7 @@ def _list_files(directory: Path) -> list[str]:
 def _hash_file(path: Path) -> str:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would never end
-            return f"{_UNREADABLE} (it is no file)"
+            return f"{_UNREADABLE} (it is not a file)"
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

@@ -49,14 +49,14 @@ def problem_of(value: Any) -> str | None:
     """The fault of a value that no option may have; None for any other value.
 
     Such values are numbers outside of float32 or int64, and text that UTF-8 cannot
-    encode or that holds a NUL.
+    encode or that contains a NUL character.
     """
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
             return "must be text that UTF-8 can encode"
-        return "must not hold a NUL" if "\0" in value else None
+        return "must not contain a NUL character" if "\0" in value else None
     if type(value) not in (int, float):
         return None
     return (integers() if type(value) is int else reals()).problem(value)

@@ -74,8 +74,8 @@ def parse(text: str) -> HubModel | None:
     if match is None:
         if text.startswith("hf://"):
             raise HubError(
-                f"{messages.name(text)}: a model of the Hub is hf://OWNER/NAME or "
-                "hf://OWNER/NAME@REVISION"
+                f"{messages.name(text)}: write a model of the Hub as hf://OWNER/NAME "
+                "or hf://OWNER/NAME@REVISION"
             )
         return None
     scheme, repository, revision = match.groups()
@@ -162,8 +162,8 @@ def push(
         info = api.model_info(repository)
         if private and not info.private:
             raise HubError(
-                f"{repository} is public on the Hub: make it private there, or name "
-                "another"
+                f"{repository} is public on the Hub; make it private there, or name "
+                "another repository"
             )
         paths = [path for path in directory.rglob("*") if path.is_file()]
         names = {path.relative_to(directory).as_posix() for path in paths}
@@ -220,9 +220,9 @@ def _check_replaces(repository: str, names: set[str], there: set[str]) -> None:
     )
     if others:
         raise HubError(
-            f"{repository} has files of another model on the Hub, which this one does "
-            f"not replace ({messages.cut(', '.join(others), 100)}): delete them there, "
-            "or name another"
+            f"{repository} contains files of another model on the Hub, which this "
+            f"model does not replace ({messages.cut(', '.join(others), 100)}); delete "
+            "them there, or name another repository"
         )
 
 
@@ -335,13 +335,13 @@ def _check_files(model: HubModel, names: list[str], patterns: tuple[str, ...]) -
     """Raise a HubError unless the files are of a model that is read."""
     if not {"config.json", "adapter_config.json"} & {*names}:
         raise HubError(
-            f"{model} has neither config.json nor adapter_config.json: it is no model "
-            "in the format of transformers, nor an adapter of PEFT"
+            f"{model} has neither config.json nor adapter_config.json, so it is "
+            "neither a model in the format of transformers nor an adapter of PEFT"
         )
     if patterns == WHOLE and not any(name.endswith(".safetensors") for name in names):
         raise HubError(
-            f"{model} has no model.safetensors: weights in other formats (.bin, .pth, "
-            ".gguf) are not read"
+            f"{model} has no model.safetensors; jaxmem does not read other formats "
+            "(.bin, .pth, .gguf)"
         )
 
 
@@ -428,22 +428,22 @@ def _describe(model: HubModel, error: Exception) -> str:
     cause, page = _cause_of(error), f"{constants.ENDPOINT}/{model.repository}"
     if isinstance(cause, OSError) and cause.errno in _FULL:
         return (
-            f"{model}: the disk of {_cache()} is full ({cause.strerror}): free some "
+            f"{model}: the disk of {_cache()} is full ({cause.strerror}); free some "
             "space, or set HF_HOME to a directory of another disk"
         )
     if isinstance(cause, errors.GatedRepoError):
         return (
-            f"{model} is gated: accept its terms at {page}, and log in with {_LOG_IN}"
+            f"{model} is gated; accept its terms at {page}, and log in with {_LOG_IN}"
         )
     if isinstance(cause, errors.RepositoryNotFoundError):
         return (
-            f"{model}: no such directory, and no such model of the Hub, or a private "
-            f"one: check the name, or log in with {_LOG_IN}"
+            f"{model} is neither a directory nor a public model of the Hub; check the "
+            f"name, or log in with {_LOG_IN} if the model is private"
         )
     if isinstance(cause, errors.RevisionNotFoundError):
         return (
-            f"{model}: the Hub has no revision {model.revision!r} of it; "
-            f"{page}/commits/main lists those that it has"
+            f"{model}: the Hub has no revision {model.revision!r} of this model; "
+            f"{page}/commits/main lists the revisions"
         )
     if not _is_outage(error):
         return f"{model}: {_reason_of(error)}"
@@ -451,12 +451,12 @@ def _describe(model: HubModel, error: Exception) -> str:
     there = f"hf download {model.repository}{revision}"
     if _is_offline():
         return (
-            f"{model}: HF_HUB_OFFLINE=1 is set, and {_cache()} has not all of its "
-            f"files: unset it, or run `{there}` where there is a network and copy its "
-            "cache here"
+            f"{model}: HF_HUB_OFFLINE=1 is set, and {_cache()} lacks files of the "
+            f"model; unset the variable, or run `{there}` on a machine with a network "
+            "and copy its cache here"
         )
     return (
-        f"{model}: the Hub cannot be reached ({_reason_of(error)}), and {_cache()} has "
-        f"not all of its files: run `{there}` where there is a network, copy its cache "
-        "here, and set HF_HUB_OFFLINE=1"
+        f"{model}: the Hub cannot be reached ({_reason_of(error)}), and {_cache()} "
+        f"lacks files of the model; run `{there}` on a machine with a network, copy "
+        "its cache here, and set HF_HUB_OFFLINE=1"
     )

@@ -79,7 +79,7 @@ class Lock:
         except OSError as error:
             named = messages.cut(str(directory), _SHOWN)
             raise files.WriteError(
-                f"{resource}: the directory {named} cannot be made: {error.strerror}"
+                f"{resource}: the directory {named} cannot be created: {error.strerror}"
             ) from error
         try:
             self._descriptor = _open_locked(self._path)
@@ -98,7 +98,7 @@ class Lock:
         if not _is_lock(self._descriptor):
             self.forget()
             raise files.WriteError(
-                f"{self._path}: was not written as the lock of {resource}; move it, or "
+                f"{self._path} was not written as the lock of {resource}; move it, or "
                 "name another"
             )
         _write_holder(self._descriptor)
@@ -116,8 +116,8 @@ class Lock:
         self.acquire()
         os.close(held)
         return (
-            f"{self._resource}: {self._path} was removed, maybe with all that was in "
-            "its directory, and is made anew"
+            f"{self._resource}: {self._path} was removed, possibly with the rest of "
+            "its directory; jaxmem creates it again"
         )
 
     def forget(self) -> None:

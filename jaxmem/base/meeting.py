@@ -71,9 +71,9 @@ class Meeting:
             return
         sys.stdout.flush()
         print(
-            f"jaxmem: error: process {gone} of {self._count} has ended, so that this "
-            f"one, {self._index}, cannot go on; see what it printed, and start all "
-            "again: the same command resumes the run",
+            f"jaxmem: error: process {gone} of {self._count} has ended, so process "
+            f"{self._index} cannot go on; read what process {gone} printed, and start "
+            "all processes again; the same command resumes the run",
             file=sys.stderr,
             flush=True,
         )
@@ -122,8 +122,8 @@ def _gather(listener: socket.socket, count: int, deadline: float) -> Connections
             except TimeoutError:
                 listed = ", ".join(map(str, missing))
                 raise ValueError(
-                    f"of {count} processes, {listed} did not come to --coordinator in "
-                    "time: start one for each --process-id"
+                    f"--coordinator: of {count} processes, {listed} did not connect in "
+                    "time; start one process for each --process-id"
                 ) from None
             connection.settimeout(_GREETING_SECONDS)
             greeting = _receive(connection) or {}
@@ -175,7 +175,9 @@ def _join(address, count: int, index: int, deadline: float) -> socket.socket:
     answer = _receive(connection) or {}
     if "met" not in answer:
         connection.close()
-        fault = "process 0 ended before all processes had come: see what it printed"
+        fault = (
+            "process 0 ended before all processes had connected; read what it printed"
+        )
         if index == 0:
             fault = f"--coordinator: port {address[1]} is in use by something else"
         raise ValueError(answer.get("refused") or fault)

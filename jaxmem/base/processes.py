@@ -73,7 +73,7 @@ def start(
         if len(missing) < 3:
             raise
         raise ValueError(
-            f"--cluster found none that jax knows ({error}); give --coordinator, "
+            f"--cluster found no cluster that jax knows ({error}); give --coordinator, "
             "--processes and --process-id instead"
         ) from error
 

@@ -60,14 +60,16 @@ def check_target(target: Path, replace: bool) -> None:
     if not os.path.lexists(target):
         return
     if not replace:
-        raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
+        raise CheckpointError(
+            f"{target} exists already; name another directory, or give overwrite=True"
+        )
     if target.is_symlink():
         raise CheckpointError(
-            f"{target}: is a symbolic link, which jaxmem does not replace; remove it"
+            f"{target} is a symbolic link, which jaxmem does not replace; remove it"
         )
     if (foreign := foreign_in(target)) is not None:
         raise CheckpointError(
-            f"{target}: is not replaced, because {foreign} is not a file of a "
+            f"{target} is not replaced, because {foreign} is not a file of a "
             "checkpoint; move it"
         )
 

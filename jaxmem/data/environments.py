@@ -85,7 +85,7 @@ class Episode:
 
 
 class Environments:
-    """Makes environments, calls and closes them.
+    """Makes environments, calls and closes them; its methods may run in threads.
 
     Args:
         name: of a shipped class, or "file.py:Class", or "package.module:Class".
@@ -114,6 +114,8 @@ class Environments:
         self.name, self._timeout, self._on_error = name, timeout, on_error
         self._workers = workers
         self._failures = Counter[tuple[str, type]]()  # by consequence and exception
+        self._lock = threading.Lock()  # of the counts
+        self._callers = threading.BoundedSemaphore(workers)
         self._class = user_code.load(
             name, "task.environment", SHIPPED, "a class", inspect.isclass
         )
@@ -272,8 +274,10 @@ class Environments:
         self, outcome: str, failure: RewardError, cause: BaseException | None
     ) -> None:
         kind = outcome, type(failure if cause is None else cause)
-        self._failures[kind] += 1
-        if (count := str(self._failures[kind])).rstrip("0") == "1":
+        with self._lock:
+            self._failures[kind] += 1
+            count = str(self._failures[kind])
+        if count.rstrip("0") == "1":
             warnings.warn(
                 f"{failure}; conversations {outcome} failures of this kind so far: "
                 f"{count}",
@@ -311,9 +315,11 @@ class Environments:
         self, calls: Sequence[Callable[[], Any]]
     ) -> list[tuple[Any, BaseException | None]]:
         late = _Nonsense(f"took longer than task.timeout={self._timeout or 0:g} s")
+        with self._callers:  # conversations in threads of their own make one call each
+            outcomes = guests.together(calls, self._timeout, self._workers)
         return [
             (value, late if isinstance(error, guests.Late) else error)
-            for value, error in guests.together(calls, self._timeout, self._workers)
+            for value, error in outcomes
         ]
 
     def _to_failure(self, where: str, method: str, error: BaseException) -> RewardError:

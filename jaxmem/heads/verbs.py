@@ -63,7 +63,7 @@ class HeadSharding:
         mesh = self.mesh or jax.sharding.get_abstract_mesh()
         if mesh.empty:
             raise ValueError(
-                "sharding.mesh must be given where jax.set_mesh has named none"
+                "sharding.mesh must be given, because jax.set_mesh has set no mesh"
             )
         names = weights.names[:: 1 if weights.head.layout == "vd" else -1]
         vocab, W_fsdp = names or (None, None)

@@ -348,7 +348,7 @@ class ModelConfig:
                     f"{unknown[0]!r}{translation(unknown)}"
                 )
         alone = self.adapter is not None and self.checkpoint is None
-        expected = "left out without checkpoint, of which it is"
+        expected = "left out without checkpoint, the model that it adapts"
         check_field(self, "adapter", not alone, expected)
         name = "lora_head" if head else "lora_saved"
         for problem, said in (

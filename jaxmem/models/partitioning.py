@@ -117,7 +117,7 @@ class Layout:
         if not fits:
             sizes = " x ".join(f"mesh.{k}={getattr(config, k)}" for k in AXES)
             raise ValueError(
-                f"{sizes} makes {count} devices, there are {len(present)} in "
+                f"{sizes} makes {count} devices, but there are {len(present)} in "
                 f"{jax.process_count()} processes"
             )
         self.mesh: Mesh | None = None

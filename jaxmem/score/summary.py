@@ -38,11 +38,11 @@ class Summary:
         for name, value in (
             ("documents", f"{self.documents:,}"),
             ("tokens scored", f"{self.tokens:,}"),
-            ("log-probability, nats a token", f"{self.mean_logprob:.4f}"),
-            ("entropy, nats a token", f"{self.mean_entropy:.4f}"),
+            ("log-probability, nats per token", f"{self.mean_logprob:.4f}"),
+            ("entropy, nats per token", f"{self.mean_entropy:.4f}"),
             ("perplexity of all tokens", f"{self.perplexity:,.3f}"),
             ("perplexity of the median document", f"{self.median_perplexity:,.3f}"),
-            ("tokens read a second", f"{tokens / seconds:,.0f}" if tokens else "-"),
+            ("tokens read per second", f"{tokens / seconds:,.0f}" if tokens else "-"),
         ):
             table.add_row(name, value)
         return table

@@ -51,7 +51,7 @@ def export(
     """
     target = Path(out).expanduser()
     if os.path.lexists(target):
-        raise CheckpointError(f"{target}: exists; name another --out")
+        raise CheckpointError(f"{target} exists already; name another --out")
     with saved.opened(path, code=code) as source:
         line = _save(path, target, source, merge=merge, base=base, dtype=dtype)
         _write_card(target, path, source, name or str(files.shown(target)))
@@ -71,7 +71,7 @@ def _save(
     rank = decoder.config.lora_rank
     is_merged = source.adapter is not None and not rank
     if merge and not (rank or is_merged):
-        raise CheckpointError(f"{path}: has no adapter to merge")
+        raise CheckpointError(f"{path} has no adapter to merge")
     if is_merged and not merge:
         raise CheckpointError(
             f"{path} is a DoRA adapter, which jaxmem merges when it reads it; add "

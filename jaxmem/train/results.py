@@ -87,7 +87,7 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
         except checkpoints.CheckpointError as error:
             if source is not None and decoder.config.factory is None:
                 raise
-            say(console, f"no {files.shown(target)}: {error}")
+            say(console, f"{files.shown(target)} is not saved: {error}")
             if isinstance(decoder, OwnModel) and processes.is_first():
                 write_text(directory / model_factory.TEXT, decoder, job, directory)
             return

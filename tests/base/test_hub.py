@@ -67,7 +67,9 @@ def test_parse_tells_models_from_paths(text, model, monkeypatch, tmp_path):
 
 
 def test_parse_refuses_other_addresses():
-    with pytest.raises(hub.HubError, match="a model of the Hub is hf://OWNER/NAME or"):
+    with pytest.raises(
+        hub.HubError, match="write a model of the Hub as hf://OWNER/NAME or"
+    ):
         hub.parse("hf://datasets/owner/name")
 
 
@@ -114,8 +116,8 @@ def test_directory_names_what_is_missing(server):
     server.add("owner/m", FILES)
     server.add("owner/gguf", {"m.gguf": b"w"})
     server.add("owner/bin", {"config.json": "{}", "pytorch_model.bin": b"w"})
-    assert "no such directory, and no such model of the Hub" in fault("owner/none")
-    assert "the Hub has no revision 'v2' of it" in fault("owner/m@v2")
+    assert "is neither a directory nor a public model of the Hub" in fault("owner/none")
+    assert "the Hub has no revision 'v2' of this model" in fault("owner/m@v2")
     assert "has neither config.json nor adapter_config.json" in fault("owner/gguf")
     assert "has no model.safetensors" in fault("owner/bin")
 
@@ -123,9 +125,9 @@ def test_directory_names_what_is_missing(server):
 def test_directory_of_a_private_model_needs_a_token(server, monkeypatch):
     server.add("owner/private", FILES, private=True)
     server.add("owner/gated", FILES, gated=True)
-    assert fault("owner/private").endswith("`hf auth login` or the variable HF_TOKEN")
+    assert fault("owner/private").endswith("variable HF_TOKEN if the model is private")
     page = f"{server.url}/owner/gated"
-    assert f"is gated: accept its terms at {page}, and log in" in fault("owner/gated")
+    assert f"is gated; accept its terms at {page}, and log in" in fault("owner/gated")
     monkeypatch.setenv("HF_TOKEN", stand_in.TOKEN)
     assert names_in(hub.local_directory("owner/private")) == READ
     assert names_in(hub.local_directory("owner/gated")) == READ
@@ -141,7 +143,7 @@ def test_directory_is_read_from_the_cache_in_an_outage(server, capfd):
     assert "the Hub cannot be reached (" in capfd.readouterr().err
     said = fault("owner/other@v1")
     assert "the Hub cannot be reached (" in said and "503" in said
-    assert "run `hf download owner/other --revision v1` where there is a" in said
+    assert "run `hf download owner/other --revision v1` on a machine" in said
     assert said.endswith("set HF_HUB_OFFLINE=1")
 
 
@@ -170,7 +172,7 @@ def test_directory_needs_room_on_the_disk(server, monkeypatch):
     server.add("owner/m", FILES)
     monkeypatch.setattr(files, "free_bytes", lambda path: 3)
     said = fault("owner/m")
-    assert "full (0.0 MB are needed, 0.0 MB free): free some space, or set HF_" in said
+    assert "full (0.0 MB are needed, 0.0 MB free); free some space, or set HF_" in said
 
 
 def test_directory_needs_the_library(server, monkeypatch):
@@ -229,7 +231,7 @@ def test_push_keeps_a_card_of_the_user(server, model, capfd):
 def test_push_refuses_what_would_mix_or_show_models(server, model):
     server.add("me/m", {"model-00001-of-00002.safetensors": b"", "README.md": b""})
     said = refused(model, "me/m")
-    assert "has files of another model on the Hub" in said
+    assert "contains files of another model on the Hub" in said
     assert "(model-00001-of-00002.safetensors)" in said
     server.add("me/public", {})
     assert "me/public is public on the Hub" in refused(model, "me/public", private=True)

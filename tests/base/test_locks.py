@@ -107,7 +107,7 @@ def test_unwritable_path_is_named():
 def test_lock_names_setting_of_bad_directory(place, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     path = tmp_path / place / "lock"
-    wanted = rf"run.out_dir='run': the directory {path.parent} cannot be made: \w"
+    wanted = rf"run.out_dir='run': the directory {path.parent} cannot be created: \w"
     with pytest.raises(OSError, match=wanted), held(path):
         pass
     assert (tmp_path / "file").read_text() == "not a directory"
@@ -161,8 +161,8 @@ def test_lock_that_was_removed_is_taken_again(which, path):
         if which == "directory":
             path.parent.rmdir()
         said = (
-            f"run.out_dir='run': {path} was removed, maybe with all that was in its "
-            "directory, and is made anew"
+            f"run.out_dir='run': {path} was removed, possibly with the rest of its "
+            "directory; jaxmem creates it again"
         )
         assert lock.renew() == said
         with pytest.raises(locks.Busy), held(path):

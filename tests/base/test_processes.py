@@ -277,7 +277,7 @@ def test_numbers_of_processes_that_differ():
 
 
 def test_meet_names_missing_processes():
-    with pytest.raises(ValueError, match="of 3 processes, 1, 2 did not come to"):
+    with pytest.raises(ValueError, match="of 3 processes, 1, 2 did not connect"):
         meeting.meet(f"127.0.0.1:{free_port()}", 3, 0, 0.1)
     with pytest.raises(ValueError, match="process 0 does not answer at --coordinator"):
         meeting.meet(f"127.0.0.1:{free_port()}", 3, 1, 0.1)
@@ -354,7 +354,7 @@ def test_refusals(described, monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", nothing_there)
-    with pytest.raises(ValueError, match="--cluster found none that jax knows"):
+    with pytest.raises(ValueError, match="--cluster found no cluster that jax knows"):
         processes.start(None, None, None)
 
 

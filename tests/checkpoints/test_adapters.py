@@ -132,7 +132,7 @@ def test_saving_gives_the_same_adapter_back(decoder, tmp_path):
     assert config.pop("target_modules").sort() == theirs["target_modules"].sort()
     for key in ("peft_type", "r", "lora_alpha", "bias", "base_model_name_or_path"):
         assert config[key] == theirs[key]
-    with pytest.raises(CheckpointError, match="out: exists; name another"):
+    with pytest.raises(CheckpointError, match="out exists already; name another"):
         checkpoints.save_adapter(tmp_path / "out", decoder)
 
 

@@ -86,7 +86,7 @@ def test_save_new_writes_a_checkpoint(tmp_path):
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    with pytest.raises(CheckpointError, match="out: exists; name another"):
+    with pytest.raises(CheckpointError, match="out exists already; name another"):
         checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
 
 

@@ -49,7 +49,7 @@ def test_export_merges_adapter_into_weights(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     for arguments, message in (
         (["qwen3", "--merge", "--out", str(tmp_path / "b")], "has no adapter to merge"),
-        (["qwen3", "--out", out], "merged: exists; name another --out"),
+        (["qwen3", "--out", out], "merged exists already; name another --out"),
         ([str(tmp_path), "--out", str(tmp_path / "b")], "is not a checkpoint"),
     ):
         assert cli.main(["export", *arguments]) == 2

@@ -237,7 +237,7 @@ def test_save_copies_named_templates_unless_one_is_given(tmp_path):
 
 def test_save_replaces_directory_only_if_asked(tmp_path):
     checkpoints.save(tmp_path / "out", loaded("llama"), like=TINY / "llama")
-    with pytest.raises(CheckpointError, match="out: exists; name another, or give"):
+    with pytest.raises(CheckpointError, match="out exists already; name another"):
         checkpoints.save(tmp_path / "out", loaded("llama"), like=TINY / "llama")
     stale = tmp_path / "out" / "model-00002-of-00002.safetensors"
     stale.touch()

@@ -210,5 +210,5 @@ def test_sharding_without_mesh_is_refused():
     with pytest.raises(ValueError) as caught:
         head.entropy(problem()[0])
     assert str(caught.value) == (
-        "sharding.mesh must be given where jax.set_mesh has named none"
+        "sharding.mesh must be given, because jax.set_mesh has set no mesh"
     )

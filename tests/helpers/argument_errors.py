@@ -34,7 +34,7 @@ class _Object:
         return "<an object>"
 
 
-WRONG_W = "W must be [V, D] or [D, V], with a token at least, got shape"
+WRONG_W = "W must be [V, D] or [D, V], with at least one token, got shape"
 FLOATS = "(float32, bfloat16, float16)"
 TRACED = "a traced array (close over the number, or mark it static for jax.jit)"
 NOT_NUMBERS = "list that is ragged or holds something else than 64-bit numbers"
@@ -64,7 +64,7 @@ def _temperature(got):
 
 def _vocab_size(got):
     return (
-        "vocab_size must be an integer from 1 to 5, the columns there are, got " + got
+        "vocab_size must be an integer from 1 to 5, the number of columns, got " + got
     )
 
 

@@ -387,7 +387,7 @@ def test_files_of_others_are_not_replaced(suffix, tmp_path):
     mine = tmp_path / f"scores.jsonl{suffix}"
     mine.write_text("mine")
     out = tmp_path / "scores.jsonl"
-    message = rf"scores.jsonl{suffix}(:| exists| contains) "
+    message = rf"scores.jsonl{suffix}(:| exists| contains| was) "
     with pytest.raises((ValueError, OSError), match=message):
         lock = out.with_name("scores.jsonl.lock")
         with locks.exclusive(lock, f"--out {out}", print):

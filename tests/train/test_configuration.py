@@ -185,7 +185,7 @@ def test_operative_text_loads_to_same_config(gin_file):
         ("data.seed = 0x" + "f" * 9000,
          "data.seed must be at most 9,223,372,036,854,7"),
         ("run.out_dir = 'a\\0b'",
-         "a.gin:1: run.out_dir must not hold a NUL, got 'a\\x0"),
+         "a.gin:1: run.out_dir must not contain a NUL character, got 'a\\x0"),
         ("run.out_dir = 's3://runs/a'", "run.out_dir must be a directory of a mounted"),
         ("run.out_dir = '\\ud800'", "run.out_dir must be text that UTF-8 can encode"),
         ("run.steps = " + "-" * 100_000, "a.gin:1: Unable to parse value"),

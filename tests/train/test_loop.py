@@ -513,7 +513,9 @@ def test_named_pipe_in_a_checkpoint_is_a_fault(run):
     os.mkfifo(path / "data" / "metadata")
     again = run()
     assert again.error is None
-    assert "(data/metadata cannot be read (it is no file)); it is renamed" in again.said
+    assert (
+        "(data/metadata cannot be read (it is not a file)); it is renamed" in again.said
+    )
 
 
 # ---------------------------------------------------- removed in mid-run

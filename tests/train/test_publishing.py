@@ -95,7 +95,7 @@ def test_failed_push_leaves_the_run(server, capfd):
     server.add("me/tuned", {"config.json": "{}"})  # another model
     assert command("train", "run.gin") == 0
     out = " ".join(capfd.readouterr().out.split())
-    assert "run.push: me/tuned has files of another model on the Hub" in out
+    assert "run.push: me/tuned contains files of another model on the Hub" in out
     assert "to try again, run: jaxmem export run --push me/tuned" in out
     assert pathlib.Path("run/summary.json").exists()
     del server.repositories["models", "me/tuned"]

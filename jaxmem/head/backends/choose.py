@@ -20,7 +20,7 @@ from jaxmem.head.maths.spec import Implementation, Spec
 BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="hopper",
-        advantage="its token_stats measured faster than that of 'xla', in less memory",
+        advantage="token_stats was measured to be faster than 'xla', in less memory",
         stores_logits=False,
         loops=hopper,
         limits=hopper,
@@ -90,6 +90,6 @@ def _named_backend(implementation, spec, source):
     if refused := named.refuses(spec, source):
         raise NotImplementedError(
             f"implementation={implementation!r} cannot run this call: {refused}; pass "
-            "implementation=None for what can"
+            "implementation=None to choose a backend that can"
         )
     return named

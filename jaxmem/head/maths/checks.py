@@ -101,7 +101,7 @@ def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
     check_float(name, W)
     if W.ndim != 2 or 0 in W.shape:
         raise ValueError(
-            f"{name} must be [V, D] or [D, V], with a token at least, got shape "
+            f"{name} must be [V, D] or [D, V], with at least one token, got shape "
             f"{W.shape}"
         )
     if layout is not None and not (isinstance(layout, str) and layout in _DEPTH):
@@ -165,8 +165,8 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
         return columns
     if not _is_integer(vocab_size) or not 1 <= vocab_size <= columns:
         raise ValueError(
-            f"vocab_size must be an integer from 1 to {columns}, the columns there "
-            f"are, got {brief(vocab_size)}"
+            f"vocab_size must be an integer from 1 to {columns}, the number of "
+            f"columns, got {brief(vocab_size)}"
         )
     return int(vocab_size)
 
@@ -187,7 +187,7 @@ def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
     if not isinstance(tokens, (int, np.integer)):
         if chunk is None:
             raise ValueError(
-                "chunk must be a number of tokens or 'auto', not None, where the "
+                "chunk must be a number of tokens or 'auto', not None, if the "
                 f"number of tokens is symbolic, {tokens}"
             )
         return int(chunk)

@@ -14,13 +14,13 @@ Forward = Literal["exact", "int8"]
 class Recompute:
     """Exact gradients from logits that the backward pass computes again.
 
-    With blocks=B the backward pass goes through one of B blocks of the vocabulary after
-    another, each with float32 sums of its part of W's gradient only. As many products
-    as with 1, in less memory: 4·V·D/B instead of 4·V·D (`docs/memory.md` has the rest).
-    But hidden's gradient, if it has 16 bits, is rounded once per block, unless the
-    vocabulary is sharded. Nothing changes where there are no sums: W is not
-    differentiated or its gradient has their dtype, or "hopper" computes few tokens at
-    once.
+    With blocks=B the backward pass goes through B blocks of the vocabulary, one after
+    the other. Float32 sums exist only for one block's part of W's gradient: they take
+    4·V·D/B bytes instead of 4·V·D (docs/memory.md describes the rest), for the same
+    number of products. But hidden's gradient, if it has 16 bits, is rounded once per
+    block, unless the vocabulary is sharded. B has no effect if there are no such sums:
+    if W is not differentiated, if its gradient has the dtype of the sums, or if
+    "hopper" computes few tokens at once.
 
     Attributes:
         blocks: B, a Python integer.
@@ -45,18 +45,18 @@ class Recompute:
 class Sample:
     """An unbiased estimate of the gradient, from few entries of each token's logits.
 
-    At most k + 1 entries of a token's derivative by the logits are kept, of which the
-    label's is exact: those with p ≥ 1/k as they are, each other one with probability
-    k·p, weighted by its inverse. The backward pass recomputes no logits. Results are
-    bitwise those of the exact gradient. The verb needs `key=`.
+    At most k + 1 entries of a token's derivative with respect to the logits are kept.
+    The label's entry is exact. An entry with p ≥ 1/k is kept as it is, every other one
+    with probability k·p, divided by this probability. The backward pass recomputes no
+    logits. Results have the same bits as with exact gradients. The verb needs `key=`.
 
-    With forward="int8" the logits are products of 8 bits, with exact ones for the label
-    and the entries that are kept: results, too, are estimates then, with a bias of
-    second order (`docs/sampled.md`). For bfloat16 hidden states and a head without
-    bias, softcap, temperature and shards of the vocabulary.
+    With forward="int8" the logits are products of 8 bits, but exact for the label and
+    the kept entries. Results are then estimates too, with a bias of second order
+    (docs/sampled.md). This needs bfloat16 hidden states and a head without bias,
+    softcap, temperature and shards of the vocabulary.
 
-    Under `jax.grad` the residuals take 8·k per token, 12·k with forward="int8"
-    (`docs/sampled.md` has the rest).
+    Under `jax.grad` the residuals take 8·k bytes per token, or 12·k with forward="int8"
+    (docs/sampled.md describes the rest).
 
     Attributes:
         k: a Python integer, less than the vocabulary.

@@ -42,7 +42,7 @@ class TokenStats(NamedTuple):
         entropy: -Σ_j p_j ln p_j, nats.
         logsumexp: ln Σ_j e^z_j.
         sum_pi_squared: Σ_j p_j², the collision probability.
-        is_argmax: whether the label has the largest logit (ties count).
+        is_argmax: True if the label has the largest logit (ties count).
     """
 
     logprob: jax.Array

@@ -35,20 +35,20 @@ _LARGEST_LOGPROB = 0.1  # what 16 bits may make of ln 1
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Columns(Target):
-    """A target of which K columns per token are known, such as a teacher's top K.
+    """A divergence's target, given by K columns per token, such as a teacher's top K.
 
     With S the ids of a token, p the student and q the teacher,
 
-        tail=True:   p = (p_v for v in S, 1 - Σ_S p_v),  q likewise
-        tail=False:  p = (p_v / Σ_S p_u for v in S),     q likewise
+        tail=True:   p = (p_v for v in S, 1 - Σ_S p_v),  and q in the same way
+        tail=False:  p = (p_v / Σ_S p_u for v in S),     and q in the same way
 
-    With a tail the rest of the vocabulary is one outcome: the divergence is a lower
-    bound of that over the whole vocabulary, and tells the student how much mass to
-    leave to the rest. Without it, the student's mass outside of S has no influence.
-    Nothing is clamped; how both rests keep their digits is in docs/maths.md. A
-    divergence is inf where one of the two gives mass to an outcome that the other
-    excludes, where it is inf by definition, and, without a tail, NaN where one of the
-    two excludes all of the ids.
+    With a tail, the rest of the vocabulary is one outcome. The divergence is then a
+    lower bound of the divergence over the whole vocabulary, and the student learns how
+    much mass to leave to the rest. Without a tail, the student's mass outside of S has
+    no influence. Nothing is clamped; docs/maths.md describes how both rests keep their
+    digits. A divergence is inf if it is inf by definition: one of the two gives mass to
+    an outcome that the other excludes. Without a tail, it is NaN if one of the two
+    excludes all of the ids.
 
     Attributes:
         ids: token ids [..., K], any integer dtype, in any order. A negative id is
@@ -116,12 +116,12 @@ class Columns(Target):
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drawn(Target):
-    """A target of which ids were drawn, as by `jaxmem.sample_ids`.
+    """A divergence's target, given by ids drawn from it, as by `jaxmem.sample_ids`.
 
-        out = -1/K Σ_k ln p[ids_k],   of the K ids of a token that are present
+        out = -1/K Σ_k ln p[ids_k],   over the K present ids of a token
 
-    The cross-entropy with the ids is in the mean over draws `ForwardKL` plus the
-    teacher's entropy, with its gradient; other divergences cannot be estimated by it.
+    Averaged over draws, this cross-entropy equals `ForwardKL` plus the teacher's
+    entropy, and has its gradient. It cannot estimate other divergences.
 
     Attributes:
         ids: token ids [..., K], any integer dtype, which may repeat. A negative id is

@@ -81,10 +81,10 @@ def sample_ids(
 
     Returns:
         int32 [..., n]: -1, which `selected_logprobs` reads as absent, for a masked
-        token or where logits are NaN. Probabilities are rounded to multiples of 2^-30:
-        an id whose probability is below 2^-31 is never drawn, nor, by kernels, one of a
-        block of 64 columns whose sum is below 2^-31. On a CPU the ids are
-        batch-invariant, if the chunk is a multiple of 16.
+        token or where logits are NaN. Probabilities are rounded to multiples of 2^-30,
+        so that an id whose probability is below 2^-31 is never drawn. Kernels also draw
+        no id of 64 adjacent columns whose probabilities add up to less than 2^-31. On a
+        CPU the ids are batch-invariant, if the chunk is a multiple of 16.
 
     Raises:
         TypeError, NotImplementedError: as `logprobs`.

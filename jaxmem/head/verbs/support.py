@@ -146,7 +146,7 @@ def read_supports(
 def _check_support(labels, support_ids, offsets, where, shape: tuple[int, ...]) -> None:
     """Raise for an empty support, or a visible label that is not in its support."""
     if offsets is None and support_ids.shape[-1] == 0:
-        raise ValueError("support_ids must hold at least one id a token, got none")
+        raise ValueError("support_ids must contain at least one id per token, got none")
     offsets = None if offsets is None else checks.as_visible_array("offsets", offsets)
     if not all(map(checks.is_visible, (labels, support_ids, offsets, where))):
         return
@@ -162,6 +162,7 @@ def _check_support(labels, support_ids, offsets, where, shape: tuple[int, ...]) 
     if missing.any():
         first = tuple(int(i) for i in np.argwhere(missing)[0])
         raise ValueError(
-            f"labels must be among their token's support_ids, got {labels[first]} at "
-            f"{first}, which is not; mark padding with a negative label or with where="
+            f"labels must be among the support_ids of their token, but "
+            f"{labels[first]} at {first} is not; mark padding with a negative label or "
+            "with where="
         )

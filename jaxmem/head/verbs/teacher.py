@@ -185,6 +185,6 @@ def _check_vocabulary(vocab_size: int, head: Head, columns: int) -> None:
     if of_teacher != vocab_size:
         raise ValueError(
             f"W and {_OWNER}head must have the same vocabulary, got {vocab_size} and "
-            f"{of_teacher} tokens; where one is padded, pass jaxmem.Head(W, "
+            f"{of_teacher} tokens; if one is padded, pass jaxmem.Head(W, "
             "vocab_size=…)"
         )

@@ -30,7 +30,7 @@ def check_ids(name: str, ids, where, shape: tuple[int, ...], vocab_size: int):
     ids = checks.as_integers(name, ids)
     if ids.shape[:-1] != shape or ids.ndim == 0:
         raise ValueError(
-            f"{name} must have some entries a token, shape {shape} and one more axis, "
+            f"{name} must have entries per token, shape {shape} and one more axis, "
             f"got {ids.shape}"
         )
     if checks.is_visible(ids) and checks.is_visible(where):
@@ -44,8 +44,8 @@ def check_below(name: str, ids: np.ndarray, counted, vocab_size: int) -> None:
     largest = np.max(ids, initial=0, where=counted)
     if largest >= vocab_size:
         raise ValueError(
-            f"{name} must be below vocab_size={vocab_size}, got {largest}; mark "
-            "what is absent with a negative id, or the token with where="
+            f"{name} must be below vocab_size={vocab_size}, got {largest}; mark absent "
+            "entries with a negative id, or exclude the token with where="
         )
 
 

@@ -489,7 +489,7 @@ def _sample_table(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     heading = '<th class="right">Reward</th>' if rewarded else ""
     has_replies = any(None in sample["logprobs"] for sample in samples)
     about_replies = (
-        "; what an environment said is " + _token_span("slanted", None)
+        "; replies of an environment are " + _token_span("slanted", None)
         if has_replies
         else ""
     )

@@ -505,7 +505,7 @@ def test_weights_that_are_not_split():
 def test_more_vocabulary_than_the_shards_have():
     run = functools.partial(stats, vocab_size=COLUMNS + 1)
     assert refusal(ValueError, *problem(), fn=run) == (
-        "vocab_size must be an integer from 1 to 40, the columns there are, got 41"
+        "vocab_size must be an integer from 1 to 40, the number of columns, got 41"
     )
 
 

@@ -442,10 +442,10 @@ ERRORS = [
     ({"teacher_layout": "no"}, ValueError,
      "Teacher.layout must be 'vd', 'dv' or None, got 'no'"),
     ({"teacher_W": np.ones((99, D_REFERENCE), np.float32)}, ValueError,
-     "W and Teacher.head must have the same vocabulary, got 130 and 99 tokens; where "
+     "W and Teacher.head must have the same vocabulary, got 130 and 99 tokens; if "
      "one is padded, pass jaxmem.Head(W, vocab_size=…)"),
     ({"teacher_W": np.ones((99, D_REFERENCE), np.float32), "vocab_size": 130},
-     ValueError, "vocab_size must be an integer from 1 to 99, the columns there are, "
+     ValueError, "vocab_size must be an integer from 1 to 99, the number of columns, "
      "got 130"),
     ({"teacher_bias": np.ones(3, np.float32)}, ValueError,
      "Teacher.bias must have one entry per token of the vocabulary, shape (130,), got "

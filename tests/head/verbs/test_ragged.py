@@ -312,11 +312,11 @@ ERRORS = [
      "offsets must give a token at most max_ids=10 ids, got 11 at token 7; raise "
      "max_ids, or mask the token with where="),
     ({"support_ids": changed(IDS, OFFSETS[0] + 2, V)}, ValueError,
-     "support_ids must be below vocab_size=130, got 130; mark what is absent with a "
-     "negative id, or the token with where="),
+     "support_ids must be below vocab_size=130, got 130; mark absent entries "
+     "with a negative id, or exclude the token with where="),
     ({"labels": changed(LABELS, 3, (LABELS[3] + 1) % V)}, ValueError,
-     f"labels must be among their token's support_ids, got {LABELS[3] + 1} at (3,), "
-     "which is not; mark padding with a negative label or with where="),
+     f"labels must be among the support_ids of their token, but {LABELS[3] + 1} at "
+     "(3,) is not; mark padding with a negative label or with where="),
 ]  # fmt: skip
 
 

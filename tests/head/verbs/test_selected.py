@@ -314,12 +314,12 @@ ERRORS = [
     ("selected_logprobs", {"ids": H}, TypeError,
      "ids must be integers, got float32; convert them with ids.astype('int32')"),
     ("selected_logprobs", {"ids": Y}, ValueError,
-     "ids must have some entries a token, shape (37,) and one more axis, got (37,)"),
+     "ids must have entries per token, shape (37,) and one more axis, got (37,)"),
     ("selected_logprobs", {"ids": IDS[:5]}, ValueError,
-     "ids must have some entries a token, shape (37,) and one more axis, got (5, 6)"),
+     "ids must have entries per token, shape (37,) and one more axis, got (5, 6)"),
     ("selected_logprobs", {"ids": changed(IDS, (3, 1), V)}, ValueError,
-     "ids must be below vocab_size=130, got 130; mark what is absent with a negative "
-     "id, or the token with where="),
+     "ids must be below vocab_size=130, got 130; mark absent entries with a "
+     "negative id, or exclude the token with where="),
     ("selected_logprobs", {"ids": "text"}, TypeError,
      "ids must be an array of numbers, got str"),
     ("selected_logprobs", {"where": np.ones(3, bool)}, ValueError,
@@ -329,15 +329,15 @@ ERRORS = [
      "logits to the statistics of token_stats and keep no row of them; pass "
      "implementation=None"),
     ("support_logprobs", {"support_ids": IDS[:, :0]}, ValueError,
-     "support_ids must hold at least one id a token, got none"),
+     "support_ids must contain at least one id per token, got none"),
     ("support_logprobs", {"support_ids": changed(IDS, (3, 1), V)}, ValueError,
-     "support_ids must be below vocab_size=130, got 130; mark what is absent with a "
-     "negative id, or the token with where="),
+     "support_ids must be below vocab_size=130, got 130; mark absent entries "
+     "with a negative id, or exclude the token with where="),
     ("support_logprobs", {"labels": changed(Y, 3, V)}, ValueError,
      "labels must be below vocab_size=130, got 130; mark padding with a negative label "
      "or with where="),
     ("support_logprobs", {"support_ids": changed(IDS, (3, 2), -1)}, ValueError,
-     f"labels must be among their token's support_ids, got {Y[3]} at (3,), which is "
+     f"labels must be among the support_ids of their token, but {Y[3]} at (3,) is "
      "not; mark padding with a negative label or with where="),
     ("support_logprobs", {"labels": Y[:5]}, ValueError,
      "labels must have one entry per token, shape (37,), got (5,)"),

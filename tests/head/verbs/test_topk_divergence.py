@@ -343,8 +343,8 @@ ERRORS = [
     ({"ids": H}, TypeError,
      "ids must be integers, got float32; convert them with ids.astype('int32')"),
     ({"ids": IDS + 100}, ValueError,
-     f"ids must be below vocab_size=130, got {IDS.max() + 100}; mark what is absent "
-     "with a negative id, or the token with where="),
+     f"ids must be below vocab_size=130, got {IDS.max() + 100}; mark absent entries "
+     "with a negative id, or exclude the token with where="),
     ({"logprobs": IDS}, TypeError,
      "Columns.logprobs must be floating point (float32, bfloat16, float16), got int32"),
     ({"logprobs": Q[:, :3]}, ValueError,

@@ -1,5 +1,6 @@
 """Several turns with an environment: what is read, learned, replayed, and refused."""
 
+import concurrent.futures
 import functools
 import json
 import pathlib
@@ -21,6 +22,7 @@ from jaxmem.train.jobs import advantages
 from jaxmem.train.jobs.grpo import job as grpo
 from jaxmem.train.jobs.grpo.minibatches import Minibatch
 from jaxmem.train.jobs.rollout import shown_samples as shown
+from jaxmem.train.jobs.rollout.completing import TurnCompletion
 from jaxmem.train.jobs.rollout.conversations import Replies
 from jaxmem.train.jobs.rollout.nested_rows import join, take
 from jaxmem.train.jobs.rollout.packed import Completions
@@ -171,6 +173,90 @@ def test_turns_append_tokens_and_learn_the_models():
         assert row["length"] == length
     fewer = shown.table(reader.task, asked, made, None, said.logprobs, 2)
     assert fewer == [rows[0], rows[4]]
+
+
+def said_of(turns, every=1.0):
+    """A `complete` that says what is given for each turn."""
+    remaining = iter(enumerate(turns))
+
+    def complete(ids, max_tokens):
+        turn, said = next(remaining)
+        return TurnCompletion(
+            list(said), [-every - turn] * len(said), said[-1] == END,
+            [[i, 0] for i in said], np.full((len(ids) + len(said) - 1, 1, 1), turn),
+            [(turn, len(said))],
+        )  # fmt: skip
+
+    return complete
+
+
+def in_threads(reader, asked, turns):
+    """Each conversation in a thread of its own."""
+
+    def hold(item):
+        return reader.task.transcript(item, said_of(turns))
+
+    with concurrent.futures.ThreadPoolExecutor(len(asked.items)) as threads:
+        return [*threads.map(hold, asked.items)]
+
+
+def test_conversations_in_threads_equal_those_in_turn():
+    reader = Reader("task.held_out=0.0", "task.workers=3")
+    asked = reader.task.ask(0, 16)
+    turns = [[A, END], [A, B, END], [B, END]]
+    played, graded = reader.play(asked, turns)
+    for i, made in enumerate(in_threads(reader, asked, turns)):
+        length = played.samples.lengths[i]
+        assert made.prompt_ids == asked.items[i].ids.tolist()
+        assert made.completion_ids == played.samples.tokens[i, :length].tolist()
+        assert made.sampled.tolist() == played.samples.mask[i, :length].tolist()
+        assert made.logprobs == played.samples.logprobs[i, :length].tolist()
+        assert made.turn_count == played.turns[i] and made.where == asked.items[i].where
+        assert np.float32(made.reward) == graded.rewards[i]
+        rewards = played.by_turn.rewards[i, : played.turns[i]]
+        np.testing.assert_array_equal(np.float32(made.turn_rewards), rewards)
+        assert set(made.turn_of_token[made.sampled]) == set(range(played.turns[i]))
+        supports = [[x, 0] if own else [] for x, own
+                    in zip(made.completion_ids, made.sampled, strict=True)]  # fmt: skip
+        assert made.supports == supports
+        assert (made.routes == played.turns[i] - 1).all()
+        versions = np.repeat(*np.transpose(made.versions))
+        np.testing.assert_array_equal(versions[made.sampled], made.turn_of_token[
+            made.sampled
+        ])  # fmt: skip
+    unended = reader.task.transcript(asked.items[0], said_of([[A, A, A, A]]))
+    assert unended.completion_ids == [A] * 4 and unended.reward == 1
+
+
+@pytest.mark.parametrize(
+    ("on_error", "rewards"),
+    [("raise", None), ("end", [0.25, 0.0]), ("mask", [0.25, None])],
+)
+def test_failure_in_a_thread_is_that_of_the_conversation(on_error, rewards):
+    text = ENVIRONMENT.replace("self.turn += 1", "self.turn += 1; 1 / (2 - self.turn)")
+    pathlib.Path("envs.py").write_text(text)
+    reader = Reader("task.held_out=0.0", f"task.environment_errors={on_error}")
+    items = [x for x in reader.task.ask(0, 16).items if x.columns["turns"] > 1]
+    message = "step raised .* ZeroDivisionError"
+    if rewards is None:
+        with pytest.raises(RewardError, match=message):
+            reader.task.transcript(items[0], said_of([[A, END]] * 3))
+        return
+    with pytest.warns(UserWarning, match=message):
+        made = reader.task.transcript(items[0], said_of([[A, END]] * 3))
+    assert made.turn_rewards == rewards
+    assert made.reward == (None if None in rewards else 0.25)
+
+
+def test_errors_of_samplers_are_not_those_of_environments():
+    reader = Reader("task.held_out=0.0", "task.environment_errors=mask")
+
+    def complete(ids, max_tokens):
+        assert max_tokens == 4
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError, match="gone"):
+        reader.task.transcript(reader.task.ask(0, 1).items[0], complete)
 
 
 def test_turns_are_compared_by_what_follows_from_each():

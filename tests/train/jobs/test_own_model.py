@@ -64,7 +64,7 @@ def test_jobs_train_own_model_and_resume_bitwise(job, monkeypatch):
     factory = f"{MODULE}:SeesPadding" if job == "dpo" else OWN
     more = ("optimizer.learning_rate=2e-2", "run.steps=6") if job == "grpo" else ()
     result, said = train(job, *more, factory=factory)
-    assert "no run/model: " in said and "model.factory" in said
+    assert "run/model is not saved: " in said and "model.factory" in said
     first, last = result.history[0], result.history[-1]
     if job == "grpo":
         assert first.reward < 0.1 and last.reward > 0.9

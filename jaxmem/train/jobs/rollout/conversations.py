@@ -7,6 +7,9 @@ reply is the text that the chat template puts after a completion, or a string.
 """
 
 import contextlib
+import functools
+import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +17,7 @@ import numpy as np
 import tokenizers
 
 from jaxmem.base import processes
+from jaxmem.data import rewards
 from jaxmem.data.chat import END, START, Templates
 from jaxmem.data.environments import Environments, Episode, Turn
 from jaxmem.data.prompts import PromptRecord
@@ -21,8 +25,10 @@ from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import Samples
+from jaxmem.train.jobs.rollout.completing import Complete, TurnCompletion, joined
 from jaxmem.train.jobs.rollout.nested_rows import take
 from jaxmem.train.jobs.rollout.samples import ByTurn
+from jaxmem.train.jobs.rollout.transcripts import Transcript
 
 # Completes prompts [N, P] of lengths [N] in a turn (its number), on the host; a row of
 # length 0 gets no token.
@@ -46,6 +52,7 @@ class ConversationLimits(NamedTuple):
     """Bounds of a conversation."""
 
     turns: int  # completions
+    completion: int  # tokens of each
     slots: int  # tokens after the prompt
     width: int  # tokens that `Sample` reads
 
@@ -65,13 +72,13 @@ class Replies:
         self._template, self._eos_ids, self._tools = template, eos_ids, tools
         self._ends = [tokenizer.decode([i], skip_special_tokens=False) for i in eos_ids]
 
-    def has_end(self, ids: np.ndarray) -> bool:
+    def has_end(self, ids: Sequence[int]) -> bool:
         """True if a completion ends with one of the ids that end completions."""
         return int(ids[-1]) in self._eos_ids
 
-    def text(self, ids: np.ndarray) -> str:
+    def text(self, ids: Sequence[int]) -> str:
         """A completion as its environment gets it: without special tokens."""
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def ids(self, conversation: Episode, reply: Any) -> list[int]:
         """The tokens that follow a completion, which has ended.
@@ -187,7 +194,7 @@ class _Rows:
 
 
 class Answer(NamedTuple):
-    """An environment's answer to a completion, the same in all processes."""
+    """An environment's answer to a completion."""
 
     reward: float  # NaN: the conversation has none
     done: bool  # the conversation has ended
@@ -195,10 +202,7 @@ class Answer(NamedTuple):
 
 
 class Partners:
-    """Environments of N conversations, which the first process alone has and calls.
-
-    All processes get the same rewards, replies and failures.
-    """
+    """Environments of N conversations, in one process."""
 
     def __init__(
         self,
@@ -208,7 +212,7 @@ class Partners:
     ):
         self.replies = replies
         self._environments, self._items = environments, items
-        self._conversations: list[Episode] = []  # in the first process
+        self._conversations: list[Episode] = []
         self._opened = contextlib.ExitStack()
 
     def __len__(self) -> int:
@@ -221,9 +225,6 @@ class Partners:
             RewardError: an environment fails, or `reset` returns another prompt for a
                 record than before.
         """
-        processes.by_first(self._open_environments, RewardError)
-
-    def _open_environments(self) -> None:
         items = self._items
         records, where = zip(*((x.columns, x.where) for x in items), strict=True)
         opened = self._environments.opened(records, where)
@@ -237,7 +238,7 @@ class Partners:
                 )
 
     def answer(
-        self, completions: Mapping[int, np.ndarray], last: Collection[int]
+        self, completions: Mapping[int, Sequence[int]], last: Collection[int]
     ) -> list[Answer]:
         """Let environments answer completions.
 
@@ -248,14 +249,6 @@ class Partners:
         Raises:
             RewardError: an environment fails, and `task.environment_errors` is "raise".
         """
-        answers = processes.by_first(
-            lambda: self._answer_completions(completions, last), RewardError
-        )
-        return [Answer(*answer) for answer in answers]
-
-    def _answer_completions(
-        self, completions: Mapping[int, np.ndarray], last: Collection[int]
-    ) -> list[Answer]:
         for i, ids in completions.items():
             self._conversations[i].complete(self.replies.text(ids))
         going = [self._conversations[i] for i in completions]
@@ -278,6 +271,18 @@ class Partners:
         conversation.hear(turn.reply)
         return Answer(turn.reward, False, ids)
 
+    def check_returns(self, returns: np.ndarray) -> None:
+        """Raise a RewardError unless sums of rewards [N, T] are usable; NaN is none."""
+        sums = np.nan_to_num(returns).tolist()
+        for item, of_turns in zip(self._items, sums, strict=True):
+            try:
+                rewards.checked(max(of_turns, key=abs))
+            except ValueError as error:
+                raise RewardError(
+                    f"environment {self._environments.name} ({item.where}): the sum of "
+                    f"its rewards is {error}"
+                ) from error
+
     def close(self) -> None:
         """Close the environments that are open."""
         self._opened.close()
@@ -291,12 +296,13 @@ def play(
 ) -> Played:
     """Let a model and environments speak in turn, until all conversations have ended.
 
-    A conversation ends when its environment ends it, after the last turn, or after a
-    completion without an end. Prompts beyond the number of partners get no completion
-    and are not returned.
+    The first process alone calls environments; all get the same rewards, replies and
+    failures. A conversation ends when its environment ends it, after the last turn, or
+    after a completion without an end. Prompts beyond the number of partners get no
+    completion and are not returned.
     """
     with contextlib.closing(partners):
-        partners.open()
+        processes.by_first(partners.open, RewardError)
         return _speak_in_turn(partners, prompts, sample, limits)
 
 
@@ -309,7 +315,7 @@ def _speak_in_turn(
     rows = _Rows(*prompts, limits.slots)
     live = np.arange(len(prompts[1])) < len(partners)
     truncated, turns = np.zeros(len(live), bool), np.zeros(len(live), np.int32)
-    rewards = np.zeros((len(live), limits.turns), np.float32)
+    given = np.zeros((len(live), limits.turns), np.float32)
     for turn in range(limits.turns):
         samples = sample(*rows.prompts(limits.width, live), turn)
         completions = {
@@ -319,11 +325,64 @@ def _speak_in_turn(
             turns[i] += 1
             truncated[i] = not partners.replies.has_end(ids)
         last = {i for i in completions if truncated[i] or turn == limits.turns - 1}
-        answers = partners.answer(completions, last)
-        for i, answer in zip(completions, answers, strict=True):
-            rewards[i, turn], live[i] = answer.reward, not answer.done
+        answer_all = functools.partial(partners.answer, completions, last)
+        answers = processes.by_first(answer_all, RewardError)
+        for i, answer in zip(
+            completions, itertools.starmap(Answer, answers), strict=True
+        ):
+            given[i, turn], live[i] = answer.reward, not answer.done
             rows.append(i, np.array(answer.ids, np.int32))
         if not live.any():
             break
-    played = Played(rows.samples(), truncated, turns, ByTurn(rewards, rows.turns))
-    return take(played, np.arange(len(partners)))
+    played = Played(rows.samples(), truncated, turns, ByTurn(given, rows.turns))
+    played = take(played, np.arange(len(partners)))
+    partners.check_returns(played.by_turn.returns)
+    return played
+
+
+def converse(
+    partners: Partners,
+    item: PromptRecord,
+    complete: Complete,
+    limits: ConversationLimits,
+) -> Transcript:
+    """Let a model and the environment of one conversation speak in turn.
+
+    The conversation ends as in `play`. Processes do not communicate, so that many
+    conversations can go on in threads, each at its own pace.
+
+    Args:
+        partners: of this conversation alone.
+        item: its record.
+        complete: completes turns.
+        limits: bounds of the conversation.
+    """
+    parts: list[TurnCompletion | Sequence[int]] = []
+    ids, values = item.ids.tolist(), []
+    with contextlib.closing(partners):
+        partners.open()
+        for turn in range(limits.turns):
+            completion = complete(list(ids), limits.completion)
+            is_last = turn == limits.turns - 1
+            ends = is_last or not partners.replies.has_end(completion.ids)
+            (answer,) = partners.answer({0: completion.ids}, {0} if ends else ())
+            values.append(answer.reward)
+            parts.append(completion)
+            if answer.done:
+                break
+            parts.append(answer.ids)
+            ids += [*completion.ids, *answer.ids]
+    by_turn = ByTurn(np.array([values], np.float32), np.zeros((1, 0), np.int32))
+    partners.check_returns(by_turn.returns)
+    return Transcript(
+        prompt_ids=item.ids.tolist(),
+        reward=_number(by_turn.returns[0, 0]),
+        turn_rewards=[_number(x) for x in values],
+        where=item.where,
+        **joined(parts),
+    )
+
+
+def _number(value: float) -> float | None:
+    """The number, or None for NaN."""
+    return None if math.isnan(value) else float(value)

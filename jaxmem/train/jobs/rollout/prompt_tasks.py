@@ -1,5 +1,6 @@
 """Tasks of a rollout: sums, or a file's prompts with rewards or environments."""
 
+import abc
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -26,18 +27,24 @@ from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.jobs import passes
 from jaxmem.train.jobs.reading import DataSize, Reading, TokenRecord
+from jaxmem.train.jobs.rollout.completing import Complete
 from jaxmem.train.jobs.rollout.conversations import (
     ConversationLimits,
     Partners,
     Played,
     Replies,
     Sample,
+    converse,
     play,
 )
 from jaxmem.train.jobs.rollout.packed import Completions
 from jaxmem.train.jobs.rollout.prompts import FilePrompts, Graded, PromptIds, Task
 from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
-from jaxmem.train.jobs.rollout.transcripts import TranscriptLimits, TranscriptNeeds
+from jaxmem.train.jobs.rollout.transcripts import (
+    Transcript,
+    TranscriptLimits,
+    TranscriptNeeds,
+)
 from jaxmem.train.settings import RunConfig
 
 
@@ -194,7 +201,21 @@ class OwnPrompts(FilePrompts):
         )
 
 
-class Conversations(OwnPrompts):
+class Dialogues(OwnPrompts):
+    """Records of a file, whose completions have turns and come with their rewards."""
+
+    @abc.abstractmethod
+    def transcript(self, item: PromptRecord, complete: Complete) -> Transcript:
+        """Hold one conversation, in any thread and in this process alone.
+
+        `complete` is called turn by turn; its errors are not changed.
+
+        Raises:
+            RewardError: the other side of the conversation fails.
+        """
+
+
+class Conversations(Dialogues):
     """Records of a file, and environments that answer completions and reward them."""
 
     def __init__(
@@ -208,7 +229,9 @@ class Conversations(OwnPrompts):
         FilePrompts.__init__(self, config, read[0])
         slots = config.conversation_length(sampling.max_new_tokens)
         width = config.prompt_length + slots - sampling.max_new_tokens
-        self._limits = ConversationLimits(config.turns, slots, width)
+        self._limits = ConversationLimits(
+            config.turns, sampling.max_new_tokens, slots, width
+        )
         self._environments = Environments(
             config.environment,
             config.timeout,
@@ -236,17 +259,13 @@ class Conversations(OwnPrompts):
         partners = Partners(self._environments, self._replies, items)
         played = play(partners, prompts[:2], sample, self._limits)
         returns = played.by_turn.returns
-        for item, sums in zip(items, np.nan_to_num(returns).tolist(), strict=True):
-            try:
-                rewards.checked(max(sums, key=abs))
-            except ValueError as error:
-                raise rewards.RewardError(
-                    f"environment {self._config.environment} ({item.where}): the sum "
-                    f"of its rewards is {error}"
-                ) from error
         values = returns[:, 0]
         right = np.where(np.isnan(values), values, values >= 1).astype(np.float32)
         return played, Graded(values, right)
+
+    def transcript(self, item: PromptRecord, complete: Complete) -> Transcript:
+        partners = Partners(self._environments, self._replies, [item])
+        return converse(partners, item, complete, self._limits)
 
 
 # Fields that older saved settings lack.
