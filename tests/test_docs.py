@@ -608,16 +608,19 @@ FIRST_QUESTIONS = {
 }
 
 
+@pytest.mark.parametrize(
+    "first, folder", [("docs/index.md", ""), ("README.md", "docs/")]
+)
 @pytest.mark.parametrize("question", FIRST_QUESTIONS)
-def test_first_questions_are_answered_within_a_click(question):
-    docs = ROOT / "docs"
-    index = (docs / "index.md").read_text("utf-8")
+def test_first_questions_are_answered_within_a_click(question, first, folder):
+    index = (ROOT / first).read_text("utf-8")
     linked = {*re.findall(r"\]\(([^)\s]+)\)", index)}
     for link, answer in FIRST_QUESTIONS[question].items():
-        name, _, anchor = (link or "index.md").partition("#")
-        assert not link or link in linked
-        screen = _first_screen(_section((docs / name).read_text("utf-8"), anchor))
-        assert answer in screen, f"{link or name} does not show {answer!r}"
+        name, _, anchor = link.partition("#")
+        assert not link or folder + link in linked
+        page = (ROOT / "docs" / name).read_text("utf-8") if name else index
+        screen = _first_screen(_section(page, anchor))
+        assert answer in screen, f"{link or first} does not show {answer!r}"
 
 
 FIRST_PAGES = ("start", "training", "data", *(f"jobs/{x.stem}" for x in JOB_PAGES))
