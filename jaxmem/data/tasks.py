@@ -53,7 +53,8 @@ class TaskConfig:
     reward: str | tuple[str, ...] = user_code.field("exact")
     # factor of each reward. None: 1 each
     reward_weights: tuple[float, ...] | None = None
-    # maximum seconds of one call of a reward or an environment. None: no limit
+    # maximum seconds of one call of a reward or an environment, and of task.rollout
+    # from one completion to the next. None: no limit
     timeout: float | None = None
     # if a reward function raises an error or takes too long: "raise" ends the run,
     # "mask" leaves its completions out of their groups and the loss
@@ -68,8 +69,13 @@ class TaskConfig:
     # "package.module:Class" with reset and step. Its rewards replace task.reward. None:
     # one completion per prompt
     environment: str | None = user_code.field(None)
-    # maximum number of completions in a conversation with an environment, or in a
-    # recorded one. None: 4 with an environment, otherwise 1
+    # function that holds a whole conversation: "file.py:function" or
+    # "package.module:function", called with a record and `complete`, which samples the
+    # model's turns. Its rewards replace task.reward. None: no such function is called
+    rollout: str | None = user_code.field(None)
+    # maximum number of completions in a conversation with an environment or of
+    # task.rollout, or in a recorded one. None: 4 with an environment or task.rollout,
+    # otherwise 1
     max_turns: int | None = None
     max_reply_tokens: int = 64  # maximum tokens of a reply to a completion
     # if an environment fails: "raise" ends the run, "end" ends its conversation and
@@ -133,10 +139,11 @@ class TaskConfig:
         check_field(self, "reward", once, "functions that are each named once")
         self._check_left_out()
         self._check_environment()
+        self._check_rollout()
         if self.recorded:
             expected = "False for task.source='arithmetic', which is sampled"
             check_field(self, "recorded", not self.is_arithmetic, expected)
-            unread = "environment", "held_out", "weights", *_OF_FUNCTIONS
+            unread = "environment", "rollout", "held_out", "weights", *_OF_FUNCTIONS
             self._check_unset(unread, "if rollouts are recorded")
 
     def _check_unset(self, names: Iterable[str], why: str) -> None:
@@ -163,8 +170,8 @@ class TaskConfig:
             self._check_unset(
                 ("environment_errors", "workers"), "without an environment"
             )
-            if not self.recorded:
-                why = "without an environment or recorded rollouts"
+            if not (self.recorded or self.rollout):
+                why = "without an environment, task.rollout or recorded rollouts"
                 if self.max_turns != _TURNS:  # as older versions wrote it into settings
                     self._check_unset(["max_turns"], why)
                 self._check_unset(["max_reply_tokens"], why)
@@ -173,15 +180,27 @@ class TaskConfig:
         check_field(self, "environment", not self.is_arithmetic, expected)
         self._check_unset(_OF_FUNCTIONS, "with an environment")
 
+    def _check_rollout(self) -> None:
+        if self.rollout is None:
+            return
+        expected = "None for task.source='arithmetic', which has no records"
+        check_field(self, "rollout", not self.is_arithmetic, expected)
+        self._check_unset(("environment", *_OF_FUNCTIONS), "with task.rollout")
+
+    @property
+    def is_dialogue(self) -> bool:
+        """True if an environment or a rollout function holds conversations."""
+        return self.environment is not None or self.rollout is not None
+
     @property
     def default_turns(self) -> int:
         """Most completions of a conversation, unless `max_turns` says otherwise."""
-        return 1 if self.environment is None else _TURNS
+        return _TURNS if self.is_dialogue else 1
 
     @property
     def turns(self) -> int:
         """Most completions of a conversation."""
-        if self.environment is None and not self.recorded:
+        if not (self.is_dialogue or self.recorded):
             return 1
         return self.default_turns if self.max_turns is None else self.max_turns
 

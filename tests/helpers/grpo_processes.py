@@ -47,6 +47,19 @@ def length(completions, **_):
 def fails(completions, **_):
     raise OSError("the judge of process %d is away" % os.getpid())
 
+def wander(record, complete):
+    # One or two completions, a reply and a reward, by chance.
+    told("calls.jsonl", [record["prompt"]])
+    parts = [complete(record["prompt_ids"])]
+    if random.random() < 0.5:
+        parts.append(complete.encode("".join(random.choices("abc", k=3))))
+        said = [i for part in parts for i in getattr(part, "ids", part)]
+        parts.append(complete([*record["prompt_ids"], *said]))
+    return {**complete.joined(*parts), "reward": random.random()}
+
+def falls(record, complete):
+    raise OSError("the agent of process %d is away" % os.getpid())
+
 class Chance:
     def reset(self, record):
         told("resets.jsonl", [record["prompt"]])
@@ -81,3 +94,4 @@ model.checkpoint = "llama"
 ENVIRONMENT = (
     "task.environment=own.py:Chance", "task.max_turns=2", "task.max_reply_tokens=6",
 )  # fmt: skip
+ROLLOUT = "task.max_turns=2", "task.max_reply_tokens=6"

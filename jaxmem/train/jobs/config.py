@@ -105,7 +105,7 @@ class DistillJobConfig(JobConfig):
 
     def _check_rollouts(self) -> None:
         distill = self.distill
-        for name in ("environment", "recorded"):
+        for name in ("environment", "rollout", "recorded"):
             if value := getattr(self.task, name):
                 raise ValueError(f"task.{name}={value!r} needs run.job='grpo'")
         mode = "for distill.mode='on_policy'"
@@ -246,11 +246,11 @@ class GrpoJobConfig(JobConfig):
                 f"task.source={self.task.source!r} needs model.checkpoint, a directory "
                 "with a tokenizer"
             )
-        has_turns = self.task.environment is not None or self.task.recorded
+        has_turns = self.task.is_dialogue or self.task.recorded
         if self.grpo.turn_rewards and not has_turns:
             raise ValueError(
-                "grpo.turn_rewards=True needs a task.environment or recorded rollouts, "
-                "because only conversations have turns"
+                "grpo.turn_rewards=True needs a task.environment, a task.rollout or "
+                "recorded rollouts, because only conversations have turns"
             )
         if self.task.recorded:
             reason = "for task.recorded=True"

@@ -588,7 +588,7 @@ def test_template_that_looks_back_is_refused():
                 "task.max_turns=4",
                 "task.max_reply_tokens=64",
             ],
-            "grpo.turn_rewards=True needs a task.environment or recor",
+            "grpo.turn_rewards=True needs a task.environment, a task",
         ),
         (["grpo.row_lengths=(32,)"], "grpo.row_lengths=(32,) must reach 43, the long"),
         (

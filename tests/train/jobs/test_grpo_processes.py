@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from tests.helpers import processes, runs, texts
-from tests.helpers.grpo_processes import ENVIRONMENT, GIN, OWN, PROGRAM
+from tests.helpers.grpo_processes import ENVIRONMENT, GIN, OWN, PROGRAM, ROLLOUT
 from tests.helpers.processes import ROOT, end, environment, free_port
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
@@ -99,6 +99,25 @@ def test_environment_answers_once_and_both_hear_it():
     assert len(one_process_told("resets.jsonl")) == 6 + 2 * 8
     turns = sum(8 * step["turns"] for step in steps_of("two"))
     assert len(one_process_told("steps.jsonl")) == turns
+
+
+@pytest.mark.slow
+def test_function_holds_conversations_once_and_both_learn():
+    two("task.rollout=own.py:wander", "run.save_rollouts=True", *ROLLOUT)
+    assert lines("learned-0.jsonl") == lines("learned-1.jsonl")
+    steps = steps_of("two")
+    assert {step["turns"] for step in steps} - {1, 2}
+    for step in steps:
+        assert step["mismatch_max"] < 1e-4
+    assert len(one_process_told("calls.jsonl")) == 2 * 8
+
+
+@pytest.mark.slow
+def test_failing_function_ends_both_processes():
+    said = two("task.rollout=own.py:falls", *ROLLOUT, status=2)
+    ends = [words.splitlines()[-1] for words in said]
+    assert ends[0] == ends[1]
+    assert ends[0].startswith("jaxmem: error: rollout own.py:falls (prompts.jsonl:")
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ from jaxmem.train.jobs.rollout.engines.weight_folder import WeightFolder
 from jaxmem.train.jobs.rollout.nested_rows import take
 from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, RolloutSupports
 from jaxmem.train.jobs.rollout.prompt_tasks import (
-    Conversations,
+    Dialogues,
     Groups,
     TaskPrompts,
     ends_of,
@@ -345,8 +345,8 @@ class Grpo(Job, name="grpo"):
 
     def _grade_part(self, prompts: PromptIds, sample: Turns, live: int) -> Graded:
         """The rewards of the first `live` prompts, which the others repeat."""
-        if isinstance(self.task, Conversations):
-            return self.task.play(prompts, sample, live)[1]
+        if isinstance(self.task, Dialogues):
+            return self.task.held_out_grades(prompts, sample, live)
         samples = sample(prompts.ids, prompts.lengths, 0)
         completions = take(Completions.of_samples(prompts, samples), np.arange(live))
         return self.task.grade(prompts.first(live), completions)

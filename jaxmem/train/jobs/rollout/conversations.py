@@ -74,11 +74,11 @@ class Replies:
 
     def has_end(self, ids: Sequence[int]) -> bool:
         """True if a completion ends with one of the ids that end completions."""
-        return int(ids[-1]) in self._eos_ids
+        return ids[-1] in self._eos_ids
 
     def text(self, ids: Sequence[int]) -> str:
         """A completion as its environment gets it: without special tokens."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def ids(self, conversation: Episode, reply: Any) -> list[int]:
         """The tokens that follow a completion, which has ended.
@@ -156,7 +156,7 @@ class _Rows:
         self.read[i, column : column + len(ids)] = ids
         return slice(start, self.lengths[i])
 
-    def add_sampled(self, i: int, samples: Samples, turn: int) -> np.ndarray:
+    def add_sampled(self, i: int, samples: Samples, turn: int) -> list[int]:
         """Append the completion of row `i` in a turn; return its tokens."""
         length = int(samples.lengths[i])
         ids = np.asarray(samples.tokens)[i, :length]
@@ -172,7 +172,7 @@ class _Rows:
             if self.routes is None:
                 self.routes = np.zeros_like(samples.routes)
             self.routes[i] = samples.routes[i]
-        return ids
+        return ids.tolist()
 
     def prompts(self, width: int, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [N, width] and lengths [N] to complete; 0 for rows that have ended."""

@@ -1,6 +1,7 @@
-"""Tasks of a rollout: sums, or a file's prompts with rewards or environments."""
+"""Tasks of a rollout: sums; or a file's prompts with rewards, or conversations."""
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.jobs import passes
 from jaxmem.train.jobs.reading import DataSize, Reading, TokenRecord
+from jaxmem.train.jobs.rollout import rollout_functions
 from jaxmem.train.jobs.rollout.completing import Complete
 from jaxmem.train.jobs.rollout.conversations import (
     ConversationLimits,
@@ -40,6 +42,7 @@ from jaxmem.train.jobs.rollout.conversations import (
 from jaxmem.train.jobs.rollout.packed import Completions
 from jaxmem.train.jobs.rollout.prompts import FilePrompts, Graded, PromptIds, Task
 from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
+from jaxmem.train.jobs.rollout.samples import Sampled, SlotUse, sampled_of
 from jaxmem.train.jobs.rollout.transcripts import (
     Transcript,
     TranscriptLimits,
@@ -204,6 +207,30 @@ class OwnPrompts(FilePrompts):
 class Dialogues(OwnPrompts):
     """Records of a file, whose completions have turns and come with their rewards."""
 
+    def __init__(
+        self,
+        config: TaskConfig,
+        limits: TranscriptLimits,
+        read: Reader,
+        completion: int,
+    ):
+        FilePrompts.__init__(self, config, read[0])
+        slots, turns = limits.completion_tokens, limits.turns
+        width = config.prompt_length + slots - completion
+        self._limits = limits
+        self._bounds = ConversationLimits(turns, completion, slots, width)
+
+    def lines(self) -> list[str]:
+        return []
+
+    @abc.abstractmethod
+    def sampled(self, prompts: PromptIds, sample: Sample) -> Sampled:
+        """Hold conversations about all prompts, whose turns `sample` completes."""
+
+    @abc.abstractmethod
+    def held_out_grades(self, prompts: PromptIds, sample: Sample, count: int) -> Graded:
+        """Hold conversations about the first `count` prompts; their rewards."""
+
     @abc.abstractmethod
     def transcript(self, item: PromptRecord, complete: Complete) -> Transcript:
         """Hold one conversation, in any thread and in this process alone.
@@ -221,32 +248,24 @@ class Conversations(Dialogues):
     def __init__(
         self,
         config: TaskConfig,
-        sampling: SamplingConfig,
+        limits: TranscriptLimits,
         read: Reader,
-        eos_ids: tuple[int, ...],
+        completion: int,
     ):
         assert config.environment is not None
-        FilePrompts.__init__(self, config, read[0])
-        slots = config.conversation_length(sampling.max_new_tokens)
-        width = config.prompt_length + slots - sampling.max_new_tokens
-        self._limits = ConversationLimits(
-            config.turns, sampling.max_new_tokens, slots, width
-        )
+        super().__init__(config, limits, read, completion)
         self._environments = Environments(
             config.environment,
             config.timeout,
             config.environment_errors,
             config.workers,
         )
-        tools = self._environments.tools
+        tools, eos_ids = self._environments.tools, limits.ends.eos_ids
         self._replies = Replies(config, read[0], read[1].template, eos_ids, tools)
         self._set_prompts(load_prompts(config, read, self._environments))
 
     def check(self) -> None:
         """See `Task`: environments take any columns."""
-
-    def lines(self) -> list[str]:
-        return []
 
     def play(
         self, prompts: PromptIds, sample: Sample, count: int | None = None
@@ -257,19 +276,87 @@ class Conversations(Dialogues):
         """
         items = prompts.items[:count]
         partners = Partners(self._environments, self._replies, items)
-        played = play(partners, prompts[:2], sample, self._limits)
-        returns = played.by_turn.returns
-        values = returns[:, 0]
+        played = play(partners, prompts[:2], sample, self._bounds)
+        values = played.by_turn.returns[:, 0]
         right = np.where(np.isnan(values), values, values >= 1).astype(np.float32)
         return played, Graded(values, right)
 
+    def sampled(self, prompts: PromptIds, sample: Sample) -> Sampled:
+        played, graded = self.play(prompts, sample)
+        mask = np.asarray(played.samples.mask)
+        compares_turns = self._limits.needs.turn_rewards
+        return Sampled(
+            prompts=prompts,
+            completions=Completions.of_samples(prompts, played.samples, mask),
+            samples=played.samples._replace(routes=None),
+            graded=graded,
+            truncated=played.truncated,
+            turns=played.turns,
+            decoded=SlotUse(0, 0),
+            by_turn=played.by_turn if compares_turns else None,
+            conversation=played.by_turn,
+        )
+
+    def held_out_grades(self, prompts: PromptIds, sample: Sample, count: int) -> Graded:
+        return self.play(prompts, sample, count)[1]
+
     def transcript(self, item: PromptRecord, complete: Complete) -> Transcript:
         partners = Partners(self._environments, self._replies, [item])
-        return converse(partners, item, complete, self._limits)
+        return converse(partners, item, complete, self._bounds)
+
+
+class FunctionRollouts(Dialogues):
+    """Records of a file, and a user's function that holds conversations about them."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        limits: TranscriptLimits,
+        read: Reader,
+        completion: int,
+    ):
+        assert config.rollout is not None
+        super().__init__(config, limits, read, completion)
+        settings = rollout_functions.FunctionSettings(
+            read[0], self._bounds, limits, config.timeout
+        )
+        self._function = rollout_functions.RolloutFunction(config.rollout, settings)
+        self._set_prompts(load_prompts(config, read))
+
+    def check(self) -> None:
+        """See `Task`: columns have other names than what a record gets from the run."""
+        first = self._train[0]
+        names = ("prompt", "prompt_ids")
+        if taken := [name for name in names if name in first.columns]:
+            raise DataError(
+                f"{first.where}: the column {taken[0]!r} has the name of a field that "
+                "task.rollout gets from the run; rename the column, or name it in "
+                "task.ignored"
+            )
+
+    def sampled(self, prompts: PromptIds, sample: Sample) -> Sampled:
+        limits = self._limits
+        transcripts = rollout_functions.converse_together(
+            self._function, prompts.items, sample, len(prompts.lengths), limits
+        )
+        return sampled_of(transcripts, prompts, limits)
+
+    def held_out_grades(self, prompts: PromptIds, sample: Sample, count: int) -> Graded:
+        # Samplers of evaluations record no routes.
+        limits = dataclasses.replace(self._limits, needs=TranscriptNeeds())
+        transcripts = rollout_functions.converse_together(
+            self._function, prompts.items[:count], sample, len(prompts.lengths), limits
+        )
+        return sampled_of(transcripts, prompts.first(count), limits).graded
+
+    def transcript(self, item: PromptRecord, complete: Complete) -> Transcript:
+        return rollout_functions.converse(self._function, item, complete)
 
 
 # Fields that older saved settings lack.
-_LATER = "environment", "max_reply_tokens", "environment_errors", "recorded"
+_LATER = (
+    "environment", "max_reply_tokens", "environment_errors", "recorded", "rollout",
+)  # fmt: skip
 
 
 class Groups(NamedTuple):
@@ -316,10 +403,11 @@ class TaskPrompts(Reading):
             task, checkpoint, tokenizer, self.today, section="task"
         )
         self._reader = reader
-        if task.environment is None:
+        if not task.is_dialogue:
             return OwnPrompts(task, self._sampling, tokenizer, reader)
-        eos_ids = ends_of(task, checkpoint).eos_ids
-        return Conversations(task, self._sampling, (tokenizer, reader), eos_ids)
+        kind = Conversations if task.rollout is None else FunctionRollouts
+        completion = self._sampling.max_new_tokens
+        return kind(task, self.transcript_limits, (tokenizer, reader), completion)
 
     @functools.cached_property
     def transcript_limits(self) -> TranscriptLimits:

@@ -85,12 +85,13 @@ class SamplingProgram(AccumulatedProgram):
     def _cache_obstacle(self) -> str | None:
         """The setting that rules out a cache kept from turn to turn; None without one.
 
-        Refilled slots write at one position, which wraps around and would overwrite a
-        row that waits for its reply. Only a user's model knows which axes of its cache
-        are rows.
+        A rollout function may continue any tokens. Refilled slots write at one
+        position, which wraps around and would overwrite a row that waits for its reply.
+        Only a user's model knows which axes of its cache are rows.
         """
         config, own = self.config, self.model_config.factory is not None
         settings = {
+            "task.rollout": config.task.rollout is not None,
             "sampling.slots": config.sampling.slots is not None,
             "a model.factory on a mesh": own and self.sampling_layout.mesh is not None,
             "a model.factory without extend": not self.abstract.extends,

@@ -88,8 +88,13 @@ def _transcript(task: Task, part: Sampled, i: int, version: int) -> Transcript:
     if graded.parts is not None:
         parts = {name: _number(values[i]) for name, values in graded.parts.items()}
     reward, length = _number(graded.rewards[i]), int(completions.lengths[i])
+    versions = [(version, length)]
     if part.transcripts is not None:
-        return dataclasses.replace(part.transcripts[i], reward=reward, rewards=parts)
+        made = part.transcripts[i]
+        versions = versions if made.versions is None else made.versions
+        return dataclasses.replace(
+            made, reward=reward, rewards=parts, versions=versions
+        )
     mask = supports = turns = turn_rewards = None
     if completions.own is not None:
         mask = completions.own[i, :length].astype(int).tolist()
@@ -111,7 +116,7 @@ def _transcript(task: Task, part: Sampled, i: int, version: int) -> Transcript:
         turn_rewards=turn_rewards,
         supports=supports,
         routes=None if completions.routes is None else completions.routes[i],
-        versions=[(version, length)],
+        versions=versions,
         where=task.described(part.prompts, i)[0],
     )
 

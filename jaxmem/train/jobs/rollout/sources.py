@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.rollout.packed import Completions, Logprobs
-from jaxmem.train.jobs.rollout.prompt_tasks import Conversations
-from jaxmem.train.jobs.rollout.prompts import PromptIds, Task
+from jaxmem.train.jobs.rollout.prompt_tasks import Dialogues
+from jaxmem.train.jobs.rollout.prompts import Task
 from jaxmem.train.jobs.rollout.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollout.samples import Sampled
 from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
@@ -125,8 +125,9 @@ class OwnSampler(RolloutSource):
         prompts = self.task.ask(self.start_of(attempt), grpo.prompts)
         prompts = prompts.repeated(grpo.group_size)
         sample = Turns(self._program, self._programs(), weights, (step, attempt))
-        if isinstance(self.task, Conversations):
-            return self._sample_conversations(self.task, prompts, sample)
+        if isinstance(self.task, Dialogues):
+            made = self.task.sampled(prompts, sample)
+            return made._replace(decoded=sample.decoded)
         samples = sample(prompts.ids, prompts.lengths, 0)
         completions = Completions.of_samples(prompts, samples)
         lengths = completions.lengths
@@ -139,21 +140,4 @@ class OwnSampler(RolloutSource):
             truncated=~np.isin(last[:, 0], self._program.ends.eos_ids),
             turns=np.ones_like(lengths),
             decoded=sample.decoded,
-        )
-
-    def _sample_conversations(
-        self, task: Conversations, prompts: PromptIds, sample: Turns
-    ) -> Sampled:
-        played, graded = task.play(prompts, sample)
-        mask = np.asarray(played.samples.mask)
-        return Sampled(
-            prompts=prompts,
-            completions=Completions.of_samples(prompts, played.samples, mask),
-            samples=played.samples._replace(routes=None),
-            graded=graded,
-            truncated=played.truncated,
-            turns=played.turns,
-            decoded=sample.decoded,
-            by_turn=played.by_turn if self.config.grpo.turn_rewards else None,
-            conversation=played.by_turn,
         )
