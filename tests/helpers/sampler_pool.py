@@ -1,5 +1,6 @@
 """A pool of engines in this process: jaxmem's own sampler behind the pool's methods."""
 
+import dataclasses
 import functools
 
 import jax
@@ -34,11 +35,13 @@ class SamplerPool:
 
     def generate(self, request):
         self.requests.append(request)
-        ids = np.zeros((request.count, 8), np.int32)
+        width = 8 if len(request.prompt_ids) <= 8 else 64
+        ids = np.zeros((request.count, width), np.int32)
         ids[:, : len(request.prompt_ids)] = request.prompt_ids
         lengths = np.full(request.count, len(request.prompt_ids), np.int32)
         key = jax.random.key(request.seed % 2**31)
-        draw = _draw(self.options.sampling, tuple(self.options.eos_ids))
+        options = self.options
+        draw = _draw(options.sampling, request.max_tokens, tuple(options.eos_ids))
         samples = jax.device_get(draw(self._model, ids, lengths, key))
         version = self.loaded[-1][1]
         answers = []
@@ -59,7 +62,9 @@ class SamplerPool:
 
 
 @functools.cache
-def _draw(config, eos_ids):
+def _draw(config, max_tokens, eos_ids):
+    config = dataclasses.replace(config, max_new_tokens=max_tokens)
+
     def draw(model, ids, lengths, key):
         return sampling.sample(
             model, ids, lengths, key, config, eos_id=eos_ids, pad_id=0

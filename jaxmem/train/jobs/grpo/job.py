@@ -31,7 +31,11 @@ from jaxmem.train.jobs.grpo.policy_program import ForwardPrograms, PolicyProgram
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.policy_objective import correction
 from jaxmem.train.jobs.rollout import shown_samples
-from jaxmem.train.jobs.rollout.engine_source import EngineParts, EngineSource
+from jaxmem.train.jobs.rollout.engine_source import (
+    DialogueEngineSource,
+    EngineParts,
+    EngineSource,
+)
 from jaxmem.train.jobs.rollout.engines.pool import connect
 from jaxmem.train.jobs.rollout.engines.protocol import EngineOptions
 from jaxmem.train.jobs.rollout.engines.weight_folder import WeightFolder
@@ -159,7 +163,10 @@ class Grpo(Job, name="grpo"):
                 root = Path(rollouts.weights).expanduser()
             return WeightFolder(root, run, addresses, self._say)
 
-        return EngineSource(
+        source = EngineSource
+        if isinstance(self.task, Dialogues):
+            source = DialogueEngineSource
+        return source(
             config,
             self.task,
             EngineParts(

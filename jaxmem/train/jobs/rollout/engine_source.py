@@ -11,6 +11,8 @@ talks to the engine; all processes get its completions.
 """
 
 import dataclasses
+import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -21,11 +23,19 @@ import jax
 import numpy as np
 
 from jaxmem.base import processes
+from jaxmem.data.prompts import PromptRecord
+from jaxmem.data.rewards import RolloutError
 from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.rollout.completing import Complete, TurnCompletion
 from jaxmem.train.jobs.rollout.engines.group_sampler import Attempt, GroupSampler, Work
 from jaxmem.train.jobs.rollout.engines.pool import EnginePool
-from jaxmem.train.jobs.rollout.engines.protocol import EngineError, SamplingRequest
+from jaxmem.train.jobs.rollout.engines.protocol import (
+    EngineAnswer,
+    EngineError,
+    SamplingRequest,
+)
 from jaxmem.train.jobs.rollout.engines.weight_folder import WeightFolder
+from jaxmem.train.jobs.rollout.prompt_tasks import Dialogues
 from jaxmem.train.jobs.rollout.prompts import PromptIds, Task
 from jaxmem.train.jobs.rollout.samples import Sampled, sampled_of
 from jaxmem.train.jobs.rollout.sources import AHEAD, Measure, RolloutSource, Weights
@@ -80,9 +90,8 @@ class EngineSource(RolloutSource):
         started = time.perf_counter()
         transcripts = self._shared(key)
         self._observe(transcripts, step, time.perf_counter() - started)
-        prompts = self._prompts(key)
-        made = sampled_of(transcripts, prompts, self._parts.limits)
-        return made._replace(graded=self.task.grade(prompts, made.completions))
+        limits = self._parts.limits
+        return self._graded(sampled_of(transcripts, self._prompts(key), limits))
 
     def _push(self, version: int, weights: Weights) -> float:
         """Give the engine the weights of a version, if it has others; the seconds."""
@@ -93,7 +102,7 @@ class EngineSource(RolloutSource):
             self._folder = self._parts.open_folder()
         directory = self._folder.directory(version)
         self._parts.write(directory, weights)
-        processes.by_first(lambda: self._load(directory, version), EngineError)
+        processes.by_first(lambda: self._load(directory, version), RolloutError)
         self._version = version
         return time.perf_counter() - started
 
@@ -121,12 +130,7 @@ class EngineSource(RolloutSource):
             group if group and _version_of(group) >= oldest else None
             for group in self._restored.pop(attempt, [])
         ]
-        prompts = self._prompts(attempt)
-        group_size = self.config.grpo.group_size
-        works = [
-            self._work(prompts, i, self._starts[attempt] + i // group_size, version)
-            for i in range(0, len(prompts.lengths), group_size)
-        ]
+        works = self._works(self._prompts(attempt), self._starts[attempt], version)
         self._groups.submit(attempt, works, known)
 
     def _prompts(self, attempt: Attempt) -> PromptIds:
@@ -134,34 +138,54 @@ class EngineSource(RolloutSource):
         asked = self.task.ask(self._starts[attempt], grpo.prompts)
         return asked.repeated(grpo.group_size)
 
-    def _work(self, prompts: PromptIds, i: int, number: int, version: int) -> Work:
-        """Samples the group of prompt `i`, whose number in the run is `number`."""
-        pool, config = self._pool, self.config
-        assert pool is not None
-        ids = prompts.ids[i, : prompts.lengths[i]].tolist()
-        request = SamplingRequest(
-            prompt_ids=ids,
-            count=config.grpo.group_size,
-            max_tokens=config.sampling.max_new_tokens,
-            seed=seed_of(config.run.seed, number),
-        )
-        where, _ = self.task.described(prompts, i)
+    def _works(self, prompts: PromptIds, start: int, version: int) -> list[Work]:
+        """A unit of work for each group of the prompts, of which `start` is the first.
 
-        def sample() -> list[Transcript]:
-            return [
-                Transcript(
-                    prompt_ids=ids,
-                    completion_ids=answer.ids,
-                    logprobs=answer.logprobs,
-                    supports=answer.supports,
-                    routes=answer.routes,
-                    versions=answer.versions or [(version, len(answer.ids))],
-                    where=where,
-                )
-                for answer in pool.generate(request)
-            ]
+        Args:
+            prompts: each `grpo.group_size` times.
+            start: number of the first prompt in the run.
+            version: of the weights, for engines that do not tell it.
+        """
+        group_size, works = self.config.grpo.group_size, []
+        for i in range(0, len(prompts.lengths), group_size):
+            request = SamplingRequest(
+                prompt_ids=prompts.ids[i, : prompts.lengths[i]].tolist(),
+                count=group_size,
+                max_tokens=self.config.sampling.max_new_tokens,
+                seed=seed_of(self.config.run.seed, start + i // group_size),
+            )
+            where, _ = self.task.described(prompts, i)
+            works.append(functools.partial(self._sample, request, version, where))
+        return works
 
-        return sample
+    def _sample(
+        self, request: SamplingRequest, version: int, where: str
+    ) -> list[Transcript]:
+        return [
+            Transcript(
+                prompt_ids=request.prompt_ids,
+                completion_ids=answer.ids,
+                logprobs=answer.logprobs,
+                supports=answer.supports,
+                routes=answer.routes,
+                versions=answer.versions,
+                where=where,
+            )
+            for answer in self._ask(request, version)
+        ]
+
+    def _ask(self, request: SamplingRequest, version: int) -> list[EngineAnswer]:
+        """Answers whose versions are known."""
+        assert self._pool is not None
+        return [
+            answer._replace(versions=answer.versions or [(version, len(answer.ids))])
+            for answer in self._pool.generate(request)
+        ]
+
+    def _graded(self, sampled: Sampled) -> Sampled:
+        """Completions with their rewards."""
+        graded = self.task.grade(sampled.prompts, sampled.completions)
+        return sampled._replace(graded=graded)
 
     def _shared(self, attempt: Attempt) -> list[Transcript]:
         """The completions of an attempt, in all processes."""
@@ -174,7 +198,7 @@ class EngineSource(RolloutSource):
             assert groups is not None
             return [x.to_json() for x in self._checked(groups.result(attempt))]
 
-        shared = processes.by_first(result, EngineError)
+        shared = processes.by_first(result, RolloutError)
         return [Transcript.of_json(fields) for fields in shared]
 
     def _checked(self, transcripts: list[Transcript]) -> list[Transcript]:
@@ -308,6 +332,39 @@ class EngineSource(RolloutSource):
             self._pool.close()
         if self._folder is not None:
             self._folder.clear()
+
+
+class DialogueEngineSource(EngineSource):
+    """Conversations whose turns an engine samples, each at its own pace."""
+
+    task: Dialogues
+
+    def _works(self, prompts: PromptIds, start: int, version: int) -> list[Work]:
+        """See `EngineSource`; a unit of work for each conversation."""
+        group_size, works = self.config.grpo.group_size, []
+        for i, item in enumerate(prompts.items):
+            number, member = start + i // group_size, i % group_size
+            complete = self._completion(number, member, version)
+            works.append(functools.partial(self._hold, item, complete))
+        return works
+
+    def _hold(self, item: PromptRecord, complete: Complete) -> list[Transcript]:
+        return [self.task.transcript(item, complete)]
+
+    def _completion(self, number: int, member: int, version: int) -> Complete:
+        """A function that samples the turns of one conversation, in their order."""
+        turns = itertools.count()
+
+        def complete(ids: list[int], max_tokens: int) -> TurnCompletion:
+            seed = seed_of(self.config.run.seed, number, next(turns)) + member
+            request = SamplingRequest(ids, 1, max_tokens, seed)
+            (answer,) = self._ask(request, version)
+            return TurnCompletion(*answer)
+
+        return complete
+
+    def _graded(self, sampled: Sampled) -> Sampled:
+        return sampled  # its transcripts have rewards
 
 
 def _first_differences(

@@ -257,6 +257,43 @@ def test_adapters_alone_are_loaded(pools):
     assert all(step["mismatch_max"] < 1e-4 for step in metrics_of())
 
 
+ENVIRONMENT = """
+class Game:
+    def reset(self, record):
+        self.left = 1 + ord(record["word"][0]) % 3
+        return record["word"]
+
+    def step(self, said):
+        self.left -= 1
+        return "bc", said[-1].count("a") / 4, self.left == 0
+"""
+
+
+def test_conversations_equal_those_that_are_recorded(pools):
+    """Each turn is a request; a conversation has as many as it needs."""
+    pathlib.Path("game.py").write_text(ENVIRONMENT)
+    runs.write("words.jsonl", [{"word": a} for a in "abcdef"])
+    settings = [
+        "task.source=words.jsonl", "task.environment=game.py:Game", "task.reward=exact",
+        "task.max_turns=3", "task.max_reply_tokens=4", "grpo.turn_rewards=True",
+        "grpo.max_tokens_train=256", "grpo.max_tokens_forward=256",
+    ]  # fmt: skip
+    result, _ = runs.train("grpo.gin", *settings, "run.save_rollouts=True")
+    requests = pools[0].requests
+    assert {x.count for x in requests} == {1}
+    assert len(requests) == sum(round(8 * step.turns) for step in result.history)
+    assert len({x.seed for x in requests}) == len(requests)
+    assert all(step.mismatch_max < 1e-4 for step in result.history)
+    other, _ = runs.train(
+        "grpo.gin", "task.source=run/rollouts/*.jsonl", "task.recorded=True",
+        "run.out_dir=again", "rollouts.engine=None", "rollouts.urls=()",
+        "rollouts.weights=None", "task.reward='exact'", *settings[3:],
+    )  # fmt: skip
+    for name in ("loss", "grad_norm", "reward", "turns"):
+        ours = [getattr(step, name) for step in result.history]
+        assert ours == [getattr(step, name) for step in other.history], name
+
+
 @pytest.mark.full
 def test_an_engine_that_is_lost_leaves_a_checkpoint(monkeypatch):
     class Lost(SamplerPool):
