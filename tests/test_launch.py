@@ -1,5 +1,6 @@
 """The files of docs/launch, against what starts them."""
 
+import ast
 import os
 import pathlib
 import re
@@ -93,3 +94,61 @@ def test_container():
     ceiling = next(x for x in project["dependencies"] if x.startswith("jax>"))
     assert tuple(map(int, version.split("."))) >= (3, 12)
     assert f"]{ceiling[ceiling.index('<') :]}'" in text
+
+
+def test_sbatch_of_rollouts_gives_the_trainer_all_servers(tmp_path):
+    """With an srun that runs one task, on the host that it names."""
+    programs = {
+        "srun": f"""
+while [[ $1 == --* ]]; do
+  [[ $1 == --nodelist=* ]] && echo "${{1#*=}}" > {tmp_path}/host-$$
+  shift
+done
+host=$(cat {tmp_path}/host-$$)
+SLURM_LOCALID=3 exec env HOST="$host" "$@" """,
+        "jaxmem": f'printf \'%s\\n\' "$HOST" "$@" > {tmp_path}/trainer',
+        "vllm": f'printf \'%s\\n\' "$HOST" "$CUDA_VISIBLE_DEVICES" "$@" '
+        f"> {tmp_path}/engine; sleep 60",
+        "scontrol": "printf 'first\\nsecond\\n'",
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "MODEL": "/shared/m",
+        "SLURM_JOB_NODELIST": "nodes",
+    }
+    subprocess.run(
+        ["bash", LAUNCH / "rollouts.sbatch", "a.gin", "run.out_dir=b"],
+        env=os.environ | variables,
+        check=True,
+        timeout=60,
+    )
+    host, *words = (tmp_path / "trainer").read_text().splitlines()
+    given = overrides(words)
+    urls = ast.literal_eval(given.pop("rollouts.urls"))
+    assert urls == tuple(f"http://second:{8000 + i}" for i in range(8))
+    assert host == "first" and given == {
+        "run.out_dir": "b", "model.checkpoint": "/shared/m", "mesh.fsdp": "8",
+        "rollouts.engine": "vllm", "rollouts.weights": "/shared/weights",
+    }  # fmt: skip
+    host, device, _, model, *flags = (tmp_path / "engine").read_text().splitlines()
+    assert (host, device, model) == ("second", "3", "/shared/m")
+    assert flags[:2] == ["--port", "8003"]
+
+
+def test_kubernetes_of_rollouts_shares_gpus_and_memory():
+    (job,) = yaml.safe_load_all((LAUNCH / "rollouts.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (engine,), (trainer,) = pod["initContainers"], pod["containers"]
+    given = dict(word.split("=", 1) for word in trainer["args"][2:])
+    served = dict(word.split("=") for word in engine["args"] if "=" in word)
+    assert engine["restartPolicy"] == "Always"
+    assert engine["volumeMounts"] == trainer["volumeMounts"]
+    assert {x["mountPath"] for x in engine["volumeMounts"]} >= {"/dev/shm"}
+    assert served["--model"] == given["model.checkpoint"]
+    assert given["rollouts.urls"] == f"http://localhost:{served['--port']}"
+    assert str(engine["startupProbe"]["httpGet"]["port"]) == served["--port"]
+    gpus = [x["resources"]["limits"]["nvidia.com/gpu"] for x in (engine, trainer)]
+    assert [served["--tensor-parallel-size"], given["mesh.fsdp"]] == [*map(str, gpus)]

@@ -85,6 +85,16 @@ _PANELS = (
         {"mean": "mismatch_mean", "largest": "mismatch_max"},
     ),
     _Panel(
+        "Updates since tokens were sampled",
+        {"mean": "staleness_mean", "largest": "staleness_max"},
+    ),
+    _Panel(
+        "Seconds of waiting",
+        {"trainer": "waiting_seconds", "engine": "engine_idle_seconds"},
+    ),
+    _Panel("Seconds to give the engine new weights", {"": "push_seconds"}),
+    _Panel("Tokens per second of the engine", {"": "engine_tokens_per_second"}),
+    _Panel(
         "Tokens of the busiest expert, over the mean",
         {"layers' mean": "routers/load", "worst": "routers/load_worst"},
     ),

@@ -152,6 +152,9 @@ def test_staleness_one_samples_a_step_ahead_and_no_further(monkeypatch):
     assert [step["staleness_max"] for step in steps] == [0, 1, 1, 1]
     assert {step["versions_per_completion"] for step in steps} == {1}
     assert steps[0]["mismatch_max"] < 1e-4 < steps[1]["mismatch_max"]
+    assert "Updates since tokens were sampled" in pathlib.Path(
+        "run/report.html"
+    ).read_text("utf-8")
 
 
 def test_a_resumed_run_takes_over_the_groups_that_were_sampled_ahead(monkeypatch):
