@@ -98,17 +98,19 @@ def test_container():
 
 def test_sbatch_of_rollouts_gives_the_trainer_all_servers(tmp_path):
     """With an srun that runs one task, on the host that it names."""
+    engine, trainer = tmp_path / "engine", tmp_path / "trainer"
+    shown = 'printf \'%s\\n\' "$HOST" "$CUDA_VISIBLE_DEVICES" "$@"'
     programs = {
-        "srun": f"""
-while [[ $1 == --* ]]; do
-  [[ $1 == --nodelist=* ]] && echo "${{1#*=}}" > {tmp_path}/host-$$
-  shift
-done
-host=$(cat {tmp_path}/host-$$)
-SLURM_LOCALID=3 exec env HOST="$host" "$@" """,
-        "jaxmem": f'printf \'%s\\n\' "$HOST" "$@" > {tmp_path}/trainer',
-        "vllm": f'printf \'%s\\n\' "$HOST" "$CUDA_VISIBLE_DEVICES" "$@" '
-        f"> {tmp_path}/engine; sleep 60",
+        "srun": """
+            while [[ $1 == --* ]]; do
+              [[ $1 == --nodelist=* ]] && export HOST="${1#*=}"
+              shift
+            done
+            SLURM_LOCALID=3 exec "$@"
+        """,
+        # The trainer is as slow as the engine.
+        "jaxmem": f"until [ -e {engine} ]; do sleep 0.05; done; {shown} > {trainer}",
+        "vllm": f"{shown} > {engine}.part; mv {engine}.part {engine}; exec sleep 60",
         "scontrol": "printf 'first\\nsecond\\n'",
     }
     for name, body in programs.items():
@@ -125,7 +127,7 @@ SLURM_LOCALID=3 exec env HOST="$host" "$@" """,
         check=True,
         timeout=60,
     )
-    host, *words = (tmp_path / "trainer").read_text().splitlines()
+    host, _, *words = trainer.read_text().splitlines()
     given = overrides(words)
     urls = ast.literal_eval(given.pop("rollouts.urls"))
     assert urls == tuple(f"http://second:{8000 + i}" for i in range(8))
@@ -133,7 +135,7 @@ SLURM_LOCALID=3 exec env HOST="$host" "$@" """,
         "run.out_dir": "b", "model.checkpoint": "/shared/m", "mesh.fsdp": "8",
         "rollouts.engine": "vllm", "rollouts.weights": "/shared/weights",
     }  # fmt: skip
-    host, device, _, model, *flags = (tmp_path / "engine").read_text().splitlines()
+    host, device, _, model, *flags = engine.read_text().splitlines()
     assert (host, device, model) == ("second", "3", "/shared/m")
     assert flags[:2] == ["--port", "8003"]
 
