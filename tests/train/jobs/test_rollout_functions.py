@@ -290,22 +290,30 @@ def test_settings_that_do_not_go_together(overrides, message):
 REPEATED = (
     "run.out_dir=again", "run.save_rollouts=False", "task.recorded=True",
     "task.source=run/rollouts", "task.rollout=None", "task.held_out=0.0",
-    "eval.every=None",
+    "eval.every=None", "eval.samples=None", "sampling.slots=None",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [[], slow(["task.held_out=0.3", "eval.every=2"])])
+EVALUATED = ["task.held_out=0.3", "eval.every=2", "eval.samples=2"]
+ROUTED = ["model.checkpoint=qwen3_moe", "grpo.replay_routing=True", "sampling.slots=3"]
+
+
+@pytest.mark.parametrize("more", [[], slow(EVALUATED), slow(ROUTED)], ids=str)
 def test_run_learns_from_a_function_and_is_repeated(more, tmp_path):
+    if more is ROUTED:
+        more_words = [f"#{i}" for i in range(24)]  # ids that the model can sample
+        texts.checkpoint("qwen3_moe", tmp_path, more=more_words)
     settings = ["run.checkpoint_every=None", "sampling.top_k=5"]
     settings += ["grpo.turn_rewards=True", *more]
     made, _ = runs.train("grpo.gin", "run.save_rollouts=True", *settings)
     first = made.history[0]
     assert first.mismatch_max < 2e-5 and 1 < max(x.turns for x in made.history) <= 3
-    assert (made.history[1].held_out_reward is not None) == bool(more)
+    assert (made.history[1].held_out_reward is not None) == (more is EVALUATED)
     files = sorted(pathlib.Path("run/rollouts").iterdir())
     rows = [json.loads(x) for x in files[1].read_text().splitlines()]
     assert all(row["versions"] == [[1, len(row["completion_ids"])]] for row in rows)
     assert {len(row["turn_rewards"]) for row in rows} > {1} or len(rows) == 8
+    assert all(("routes" in row) == (more is ROUTED) for row in rows)
     again, _ = runs.train("grpo.gin", *settings, *REPEATED)
     ours, theirs = (runs.reproducible(each.history) for each in (again, made))
     for one, other in zip(ours, theirs, strict=True):
