@@ -541,6 +541,25 @@ TABLE = (
         jax="reward_functions reward_functions_path",
     ),
     PeerNames(
+        "task.rollout",
+        "a function that holds one conversation",
+        trl="rollout_func",
+        axolotl="trl.rollout_func",
+        verl="rollout.agent.agent_loop_config_path rollout.agent.default_agent_loop",
+    ),
+    PeerNames(
+        "task.environment",
+        "a class with reset and step",
+        trl="environment_factory",
+        verl="rollout.multi_turn.interaction_config_path",
+    ),
+    PeerNames("task.max_turns", verl="rollout.multi_turn.max_assistant_turns"),
+    PeerNames(
+        "task.max_reply_tokens",
+        "tokens of a reply, which is never cut",
+        verl="rollout.multi_turn.max_tool_response_length",
+    ),
+    PeerNames(
         "task.max_prompt_tokens",
         trl="max_prompt_length",
         axolotl="max_prompt_len",

@@ -15,6 +15,7 @@ from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs.rollout.completing import TurnCompletion
 from tests.helpers import runs, texts
 from tests.helpers.cases import slow
+from tests.helpers.markdown import blocks
 from tests.helpers.runs import refused
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
@@ -157,6 +158,18 @@ def test_async_function_plays_alike():
     write("raise OSError('gone')", "async def play(record, complete):")
     with pytest.raises(RewardError, match=r"raised \(line 2\) OSError: gone"):
         played()
+
+
+def test_function_of_the_page_is_played():
+    """A wrong answer and a right one, of records whose answers are known."""
+    page = pathlib.Path(__file__).parents[3] / "docs" / "rollouts.md"
+    code = next(x.text for x in blocks(page.read_text("utf-8")) if "def play" in x.text)
+    pathlib.Path("agent.py").write_text(code.replace(" No. Again: ", "b"))
+    rows = [{"prompt": a, "answer": answer} for a, answer in ("aa", "bb", "ca")]
+    runs.write("records.jsonl", rows)
+    made = played()
+    assert made.graded.rewards.tolist() == [1, 1, 0, 0, 1, 1]
+    assert made.turns.tolist() == [1, 1, 2, 2, 1, 1]
 
 
 def test_max_tokens_cut_a_completion():
