@@ -127,7 +127,10 @@ class EngineStub:
         return 200, "Success: LoRA adapter 'x' added successfully."
 
     def post_update_weights_from_disk(self, body):
-        self.version, self.directory = body["weight_version"], Path(body["model_path"])
+        self.directory = Path(body["model_path"])
+        if not self.directory.is_dir() or (self.directory / "bad").exists():
+            return 400, {"success": False, "message": "Failed to load weights"}
+        self.version = body["weight_version"]
         return 200, {"success": True, "message": "", "num_paused_requests": 0}
 
     def post_update_weight_version(self, body):
@@ -238,25 +241,50 @@ def _truncated(logits, fields):
 
 
 def _spoiled(fault, answer):
-    """The answer of `post_v1_completions` with a fault."""
+    """The answer of vLLM's routes with a fault in its first choice."""
     choice = next(x for x in answer["choices"] if x["index"] == 0)
+    holder = choice if "prompt_token_ids" in choice else answer
     if fault == "prompt":
-        choice["prompt_token_ids"] = [9, *choice["prompt_token_ids"]]
+        holder["prompt_token_ids"] = [9, *holder["prompt_token_ids"]]
     elif fault == "range":
         choice["token_ids"][0] = VOCAB
-    elif fault == "nan":
-        choice["logprobs"]["token_logprobs"][0] = float("nan")
-    elif fault == "positive":
-        choice["logprobs"]["token_logprobs"][0] = 0.5
-    elif fault == "short":
-        choice["logprobs"]["token_logprobs"].pop()
     elif fault == "count":
         answer["choices"].pop()
+    elif fault == "index":
+        choice["index"] = [0]
     elif fault == "end":  # as of an engine that has ends of its own
         choice["token_ids"][-1], choice["finish_reason"] = 7, "stop"
+    elif fault == "clipped":  # as of an engine with a limit of its own
+        choice["token_ids"], choice["finish_reason"] = [7, 8], "length"
+        _change_logprobs(choice, lambda values: [-1.0, -1.0])
+        choice.pop("weight_versions", None)
     elif fault == "aborted":
         choice["finish_reason"] = "abort"
+    elif fault in _LOGPROBS:
+        _change_logprobs(choice, _LOGPROBS[fault])
     return answer
+
+
+_LOGPROBS = {
+    "nan": lambda values: [float("nan"), *values[1:]],
+    "minus": lambda values: [float("-inf"), *values[1:]],
+    "positive": lambda values: [0.5, *values[1:]],
+    "text": lambda values: ["-0.5", *values[1:]],
+    "short": lambda values: values[:-1],
+    "none": lambda values: None,
+}
+
+
+def _change_logprobs(choice, change):
+    """Replace the log-probabilities of a choice, in the form of its route."""
+    logprobs = choice["logprobs"]
+    if "token_logprobs" in logprobs:
+        logprobs["token_logprobs"] = change(logprobs["token_logprobs"])
+        return
+    values = change([token["logprob"] for token in logprobs["content"]])
+    logprobs["content"] = values and [
+        {"token_id": 7, "logprob": x, "top_logprobs": []} for x in values
+    ]
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -303,7 +331,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if isinstance(fault, int):
             return self._send(fault, {"detail": "as the test says"})
         status, value = route(body)
-        return self._send(status, _spoiled(fault, value) if fault else value, fault)
+        if fault and isinstance(value, dict):  # and not SGLang's list
+            value = _spoiled(fault, value)
+        return self._send(status, value, fault)
 
     def _send(self, status, value, fault=None):
         text = value if isinstance(value, str) else json.dumps(value)

@@ -36,9 +36,10 @@ def choices(answer: Any, count: int) -> list[Mapping[str, Any]]:
     if not isinstance(found, list) or len(found) != count:
         number = len(found) if isinstance(found, list) else "no"
         raise WrongAnswer(f"the answer has {number} choices, {count} were asked for")
-    by_index = {fields(x, "a choice").get("index"): x for x in found}
+    indices = [fields(choice, "a choice").get("index") for choice in found]
+    by_index = {i: x for i, x in zip(indices, found, strict=True) if type(i) is int}
     if by_index.keys() != set(range(count)):
-        raise WrongAnswer(f"choices have the indices {messages.listing(by_index)}")
+        raise WrongAnswer(f"choices have the indices {messages.listing(indices)}")
     return [by_index[i] for i in range(count)]
 
 
@@ -127,13 +128,15 @@ def _check_supports(
             )
 
 
-def support(logprobs: Mapping[int, float]) -> list[int]:
+def support(logprobs: Mapping[int, Any]) -> list[int]:
     """The ids of a support, from log-probabilities of the most probable ids.
 
     They are of the truncated distribution, so those of the support sum to 1.
     """
+    if not all(type(x) in (int, float) for x in logprobs.values()):
+        raise WrongAnswer(f"top_logprobs has {messages.short(logprobs)}")
     inside = {i: x for i, x in logprobs.items() if x > _OUTSIDE}
-    mass = math.fsum(math.exp(x) for x in inside.values())
+    mass = math.fsum(math.exp(min(x, 1.0)) for x in inside.values())
     if not abs(mass - 1) <= _MISSING_MASS:
         raise WrongAnswer(
             f"a token was drawn from {len(inside)} ids with the probability {mass:.3f} "
@@ -171,19 +174,26 @@ def spans(
     """
     if stated is None:
         return None
-    result = []
-    try:
-        for span in stated:
-            if isinstance(span, dict):
-                text, tokens = span["version"], span["end"] - span["start"]
-            else:
-                text, tokens = span
-            result.append((weight_version.number(text, options.run, url), tokens))
-        total = sum(tokens for _, tokens in result)
-    except (TypeError, KeyError, IndexError) as error:
-        raise WrongAnswer(f"weight_versions is {messages.short(stated)}") from error
+    wrong = f"weight_versions is {messages.short(stated)}"
+    if not isinstance(stated, list):
+        raise WrongAnswer(wrong)
+    result: list[tuple[int, int]] = []
+    for span in stated:
+        match span:
+            case {"version": str(text), "start": int(start), "end": int(end)}:
+                tokens = end - start
+            case [str(text), int(tokens)]:
+                pass
+            case _:
+                raise WrongAnswer(wrong)
+        version = weight_version.number(text, options.run, url)
+        if version is None:
+            version = weight_version.UNVERSIONED
+        if tokens < 0 or (result and version < result[-1][0]):
+            raise WrongAnswer(wrong)
+        if tokens:
+            result.append((version, tokens))
+    total = sum(tokens for _, tokens in result)
     if total != length:
         raise WrongAnswer(f"weight_versions cover {total} of {length} tokens")
-    if any(version is None for version, _ in result):
-        return None  # a request of before the first update
     return result

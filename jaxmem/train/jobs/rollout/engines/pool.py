@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from jaxmem.train.jobs.rollout.engines import weight_version
 from jaxmem.train.jobs.rollout.engines.patience import (
+    Deadline,
     EngineError,
     EngineFailure,
     Patience,
@@ -58,6 +59,7 @@ class _Member:
         self.engine = engine
         self.requests = 0  # in flight
         self.rests_until = 0.0
+        self.is_suspect = False  # it has failed, and served nothing since
         self.loading = threading.Lock()  # held while its weights are loaded
 
 
@@ -99,23 +101,33 @@ class EnginePool:
         """
         for engine in self.engines:
             engine.check_request(request)
-        timeout, pause = self._options.timeout, self._options.first_pause
-        patience = Patience(self.engines[0].reporter, timeout, pause)
+        patience = Patience(
+            [engine.reporter for engine in self.engines],
+            self._options.timeout,
+            self._options.first_pause,
+            self.engines[0].http.wait,
+        )
         while True:
             member, update = self._take()
-            patience.reporter = member.engine.reporter
+            engine, pause, began = member.engine, 0.0, time.monotonic()
+            deadline = patience.deadline_of(engine.reporter)
             try:
-                if not self._has_last_weights(member, patience.deadline):
+                if not self._has_weights(member, update, deadline):
                     continue  # an update has begun; wait for its end
-                answers = member.engine.ask(request, patience.deadline)
+                answers = engine.ask(request, deadline)
+                answers = [self._with_versions(x, update, engine) for x in answers]
             except EngineFailure as failure:
-                pause = self._rest(member, patience.after(failure))
+                if self._suspect(member):
+                    patience.renew()
+                pause = patience.after(failure, engine.reporter)
+                pause = self._rest(member, pause, time.monotonic() - began)
             else:
-                member.engine.reporter.succeeded()
-                return [_with_versions(answer, update) for answer in answers]
+                engine.reporter.succeeded()
+                member.is_suspect = False
+                return answers
             finally:
                 self._release(member)
-            time.sleep(pause)
+            engine.http.wait(pause)
 
     def load_weights(
         self, directory: Path, version: int, adapter: bool
@@ -172,7 +184,12 @@ class EnginePool:
             self._check_usable()
             now = time.monotonic()
             member = min(
-                self._members, key=lambda m: (max(m.rests_until - now, 0), m.requests)
+                self._members,
+                key=lambda m: (
+                    max(m.rests_until - now, 0),
+                    m.is_suspect and m.requests > 0,  # one request is a test of it
+                    m.requests,
+                ),
             )
             member.requests += 1
             return member, self._last
@@ -181,37 +198,57 @@ class EnginePool:
         with self._changed:
             member.requests -= 1
 
-    def _rest(self, member: _Member, pause: float) -> float:
-        """Give a failed engine a rest; the seconds until another can be asked."""
+    def _suspect(self, member: _Member) -> bool:
+        """Note that an engine has failed; True if another one has not."""
+        with self._changed:
+            member.is_suspect = True
+            return not all(m.is_suspect for m in self._members)
+
+    def _rest(self, member: _Member, pause: float, spent: float) -> float:
+        """Give a failed engine a rest; the seconds until another can be asked.
+
+        One that hangs costs a request the whole timeout, so it rests as long.
+        """
         with self._changed:
             now = time.monotonic()
-            member.rests_until = now + max(pause, _REST)
+            member.rests_until = now + max(pause, spent, _REST)
             others = [m for m in self._members if m.rests_until <= now]
             return 0.0 if others else pause
 
-    def _has_last_weights(self, member: _Member, deadline: float) -> bool:
-        """Make sure of it, for an engine that has restarted; False during an update."""
-        if self._last is None or self._is_current(member, deadline):
-            return True
-        if not member.loading.acquire(timeout=max(deadline - time.monotonic(), 0)):
+    def _has_weights(
+        self, member: _Member, update: _Update | None, deadline: Deadline
+    ) -> bool:
+        """Make sure that an engine has the weights of an update, the last one.
+
+        False: they are not the last ones any more.
+        """
+        if update is not None and not self._is_current(member, deadline):
+            self._load_again(member, update, deadline)
+        with self._changed:
+            return self._loading is None and self._last is update
+
+    def _load_again(self, member: _Member, update: _Update, deadline: Deadline) -> None:
+        """Load weights into an engine that has lost them, unless another thread has."""
+        left = max(deadline() - time.monotonic(), 0)
+        if not member.loading.acquire(timeout=left):
             raise EngineFailure("is still loading weights")
         try:
-            if self._loading is not None:
-                return False
-            if self._is_current(member, deadline):  # another thread has loaded them
-                return True
-            last, engine = self._last, member.engine
+            with self._changed:
+                if self._loading is not None or self._last is not update:
+                    return
+            if self._is_current(member, deadline):
+                return
+            engine = member.engine
             engine.options.say(
                 f"rollouts.urls: {engine.url} has restarted, as its weights have no "
-                f"version; version {last.version} is loaded again"
+                f"version; version {update.version} is loaded again"
             )
-            text = weight_version.text(self._options.run, last.version)
-            engine.load_once(last.directory, text, last.adapter, deadline)
-            return True
+            text = weight_version.text(self._options.run, update.version)
+            engine.load_once(update.directory, text, update.adapter, deadline)
         finally:
             member.loading.release()
 
-    def _is_current(self, member: _Member, deadline: float) -> bool:
+    def _is_current(self, member: _Member, deadline: Deadline) -> bool:
         """True if an engine has the last weights, False if it has lost its version.
 
         Raises:
@@ -254,14 +291,43 @@ class EnginePool:
                 raise EngineError(
                     f"rollouts.urls: {self.engines[0].url} has the weights of version "
                     f"{before.version} after it loaded {update.directory}; start it "
-                    "again, and try another version of the engine"
+                    "with the run's model.dtype, or try another version of the engine"
                 )
         self._checksum = digests[0]
+
+    def _with_versions(
+        self, answer: EngineAnswer, update: _Update | None, engine: Engine
+    ) -> EngineAnswer:
+        """The answer with versions that its request may have seen."""
+        if update is None:
+            return answer._replace(versions=None)
+        if answer.versions is None:
+            return answer._replace(versions=[(update.version, len(answer.ids))])
+        with self._changed:
+            newest = max(x.version for x in (self._last, self._loading) if x)
+        first, last = answer.versions[0][0], answer.versions[-1][0]
+        if first < update.version:  # as of a server that restarted just before
+            raise EngineFailure(
+                f"has sampled with the weights of version {first}; {update.version} "
+                "was loaded"
+            )
+        if last > newest:
+            raise EngineError(
+                f"rollouts.urls: {engine.url} has sampled with the weights of version "
+                f"{last}, and the newest is {newest}; end what else loads weights there"
+            )
+        return answer
 
     def _on_all(self, action: Callable[[_Member], _Result]) -> list[_Result]:
         """The action's results for all engines, side by side; its first error."""
         with concurrent.futures.ThreadPoolExecutor(len(self._members)) as threads:
-            return [*threads.map(action, self._members)]
+            try:
+                return [*threads.map(action, self._members)]
+            except Exception:
+                raise
+            except BaseException:  # as of Ctrl-C, which does not wait for a server
+                self.close()
+                raise
 
 
 def _load(member: _Member, update: _Update) -> Mapping[str, float]:
@@ -277,9 +343,3 @@ def _differ(before: Path, after: Path) -> bool:
     return any(
         not filecmp.cmp(before / name, after / name, shallow=False) for name in names[0]
     )
-
-
-def _with_versions(answer: EngineAnswer, update: _Update | None) -> EngineAnswer:
-    if answer.versions is not None or update is None:
-        return answer
-    return answer._replace(versions=[(update.version, len(answer.ids))])

@@ -15,6 +15,7 @@ from jaxmem.models.truncation import SamplingConfig
 from jaxmem.train.jobs.rollout.engines import weight_version
 from jaxmem.train.jobs.rollout.engines.http_json import Http, StatusError
 from jaxmem.train.jobs.rollout.engines.patience import (
+    Deadline,
     EngineError,
     EngineFailure,
     Patience,
@@ -26,6 +27,7 @@ __all__ = ["Engine", "EngineAnswer", "EngineError", "EngineInfo", "EngineOptions
 ROUTE_MISSING = 403, 404, 405  # statuses of a server that lacks a route or a flag
 _MAY_IMPROVE = 408, 409, 425, 429
 _LARGEST_SEED = 2**63 - 1
+_RESUMING = 5.0  # seconds
 
 
 class SamplingRequest(NamedTuple):
@@ -50,7 +52,8 @@ class EngineAnswer(NamedTuple):
     ended: bool  # True: by the last id, an end; False: by the limit of tokens
     supports: list[list[int]] | None = None  # the ids each token was drawn from
     routes: np.ndarray | None = None  # [tokens read, layers with experts, K]
-    # (version of the weights, tokens sampled with it); None: the engine does not say
+    # (version of the weights, tokens sampled with it), where weights of before the run
+    # are UNVERSIONED; None: the engine does not say
     versions: list[tuple[int, int]] | None = None
 
 
@@ -62,7 +65,7 @@ class EngineOptions:
     eos_ids: tuple[int, ...]
     vocab_size: int
     run: str  # the run's name, part of each version of the weights
-    timeout: float = 600.0  # seconds without success, after which a run ends
+    timeout: float = 600.0  # seconds without any success, after which a run ends
     wants_routes: bool = False  # answers need the experts of each token
     # answers need the version of each token's weights, which change in flight
     wants_spans: bool = False
@@ -94,8 +97,8 @@ class Engine(abc.ABC):
     again, after pauses that grow, with a line through `options.say`.
 
     Raises:
-        EngineError: the server can never serve the request, or `options.timeout`
-            seconds have passed without success. The line names the url, what came, and
+        EngineError: the server can never serve the request, or it has served nothing
+            for `options.timeout` seconds. The line names the url, what came, and
             what to do.
     """
 
@@ -109,29 +112,29 @@ class Engine(abc.ABC):
     # What kinds of engines define.
 
     @abc.abstractmethod
-    def read_info(self, deadline: float) -> EngineInfo:
+    def read_info(self, deadline: Deadline) -> EngineInfo:
         """Ask once if the server is ready, for which model and lengths."""
 
     @abc.abstractmethod
-    def ask(self, request: SamplingRequest, deadline: float) -> list[EngineAnswer]:
+    def ask(self, request: SamplingRequest, deadline: Deadline) -> list[EngineAnswer]:
         """Send a request once; its checked answers."""
 
     @abc.abstractmethod
-    def load_once(
-        self, directory: Path, version: str, adapter: bool, deadline: float
-    ) -> dict[str, float]:
-        """Go once through the steps of an update; the seconds of each step."""
+    def update_steps(
+        self, directory: Path, version: str, adapter: bool, deadline: Deadline
+    ) -> Mapping[str, Callable[[], object]]:
+        """The requests of an update by their names, in their order."""
 
     @abc.abstractmethod
-    def read_version(self, deadline: float) -> str | None:
+    def read_version(self, deadline: Deadline) -> str | None:
         """Ask once for the version of the weights, as the server states it."""
 
     @abc.abstractmethod
-    def read_checksum(self, deadline: float) -> str | None:
+    def read_checksum(self, deadline: Deadline) -> str | None:
         """Ask once for a digest of all weights; None if the server has none."""
 
     @abc.abstractmethod
-    def resume(self, deadline: float) -> None:
+    def resume(self, deadline: Deadline) -> None:
         """Ask once that sampling goes on after a pause."""
 
     # What all of them share.
@@ -144,7 +147,9 @@ class Engine(abc.ABC):
     def generate(self, request: SamplingRequest) -> list[EngineAnswer]:
         """The `count` checked completions of a prompt."""
         self.check_request(request)
-        return self._patience().until_success(lambda end: self.ask(request, end))
+        return self._patience().until_success(
+            lambda deadline: self.ask(request, deadline)
+        )
 
     def load_weights(
         self, directory: Path, version: int, adapter: bool
@@ -154,19 +159,40 @@ class Engine(abc.ABC):
         Requests in flight are held meanwhile and go on with the new weights. The
         server sees the same directory, which must stay until the next version.
         """
+        text = weight_version.text(self.options.run, version)
+        try:
+            return self._patience().until_success(
+                lambda deadline: self.load_once(directory, text, adapter, deadline)
+            )
+        except BaseException:
+            self._resume_anyway()
+            raise
+
+    def load_once(
+        self, directory: Path, version: str, adapter: bool, deadline: Deadline
+    ) -> dict[str, float]:
+        """Go once through the steps of an update; the seconds of each step."""
         if not directory.is_dir():  # vLLM does not survive a missing directory
             raise EngineError(
                 f"rollouts.weights: {directory} is not a directory, so "
                 f"{self.url} is not told to load it"
             )
-        text = weight_version.text(self.options.run, version)
-        try:
-            return self._patience().until_success(
-                lambda end: self.load_once(directory, text, adapter, end)
+        steps = self.update_steps(directory, version, adapter, deadline)
+        seconds = {}
+        for name, step in steps.items():
+            start = time.monotonic()
+            step()
+            seconds[name] = time.monotonic() - start
+        return seconds
+
+    def check_version(self, version: str, deadline: Deadline) -> None:
+        """Raise an EngineFailure unless the server states a version."""
+        stated = self.read_version(deadline)
+        if stated != version:
+            raise EngineFailure(
+                f"states the version {messages.short(stated)} of its weights after "
+                f"{messages.short(version)} was loaded"
             )
-        except EngineError:
-            self._resume_anyway()
-            raise
 
     def version(self) -> int | None:
         """The number of the weights' version; None for weights of before the run.
@@ -205,7 +231,7 @@ class Engine(abc.ABC):
     def call(
         self,
         path: str,
-        deadline: float,
+        deadline: Deadline,
         body: Any = None,
         remedy: str = "",
         post: bool = True,
@@ -235,11 +261,22 @@ class Engine(abc.ABC):
         return EngineError(line)
 
     def _patience(self) -> Patience:
-        return Patience(self.reporter, self.options.timeout, self.options.first_pause)
+        options = self.options
+        return Patience(
+            [self.reporter], options.timeout, options.first_pause, self.http.wait
+        )
 
     def _resume_anyway(self) -> None:
         """Do not leave a server paused that an update has failed on."""
+        end = time.monotonic() + min(_RESUMING, self.options.timeout)
         try:
-            self.resume(time.monotonic() + min(5.0, self.options.timeout))
+            self.resume(lambda: end)
         except (EngineError, EngineFailure):
             return
+
+
+def stated_version(value: Any) -> str | None:
+    """The version in an answer, which must be text or null."""
+    if value is None or isinstance(value, str):
+        return value
+    raise EngineFailure(f"states the version {messages.short(value)}, which is no text")

@@ -7,8 +7,7 @@ They are of the whole distribution, so a sampler that truncates is refused.
 
 import hashlib
 import json
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from jaxmem.base import messages
 from jaxmem.train.jobs.rollout.engines import answer_checks
 from jaxmem.train.jobs.rollout.engines.answer_checks import fields
 from jaxmem.train.jobs.rollout.engines.patience import (
+    Deadline,
     EngineError,
     EngineFailure,
     WrongAnswer,
@@ -27,7 +27,10 @@ from jaxmem.train.jobs.rollout.engines.protocol import (
     EngineInfo,
     EngineOptions,
     SamplingRequest,
+    stated_version,
 )
+
+_NOT_LOADED = 400  # the status if files cannot be loaded
 
 
 class Sglang(Engine):
@@ -48,7 +51,7 @@ class Sglang(Engine):
                 "grpo.replay_routing=True must stay False with rollouts.engine='sglang'"
             )
 
-    def read_info(self, deadline: float) -> EngineInfo:
+    def read_info(self, deadline: Deadline) -> EngineInfo:
         self.call("/health", deadline, post=False)
         answer = fields(self.call("/v1/models", deadline, post=False))
         try:
@@ -60,7 +63,7 @@ class Sglang(Engine):
             ) from error
         return EngineInfo(model, length, self.read_version(deadline))
 
-    def ask(self, request: SamplingRequest, deadline: float) -> list[EngineAnswer]:
+    def ask(self, request: SamplingRequest, deadline: Deadline) -> list[EngineAnswer]:
         members = range(request.count)
         body = {
             "input_ids": [request.prompt_ids for _ in members],
@@ -132,9 +135,9 @@ class Sglang(Engine):
             "ignore_eos": False,
         }
 
-    def load_once(
-        self, directory: Path, version: str, adapter: bool, deadline: float
-    ) -> dict[str, float]:
+    def update_steps(
+        self, directory: Path, version: str, adapter: bool, deadline: Deadline
+    ) -> Mapping[str, Callable[[], object]]:
         if adapter:
             raise EngineError(
                 "rollouts.engine='sglang' loads whole checkpoints only; train all "
@@ -142,43 +145,39 @@ class Sglang(Engine):
             )
         # "in_place" would keep the keys and values of held requests, and then the
         # cache cannot be flushed.
-        steps = {
-            "pause": ("/pause_generation", {"mode": "retract"}),
-            "reload": (
-                "/update_weights_from_disk",
-                {
-                    "model_path": str(directory),
-                    "weight_version": version,
-                    "flush_cache": True,
-                    "abort_all_requests": False,
-                },
-            ),
-            "resume": ("/continue_generation", {}),
+        pause = {"mode": "retract"}
+        return {
+            "pause": lambda: self.call("/pause_generation", deadline, pause),
+            "reload": lambda: self._reload(directory, version, deadline),
+            "resume": lambda: self.resume(deadline),
+            "check": lambda: self.check_version(version, deadline),
         }
-        seconds = {}
-        for name, (path, body) in steps.items():
-            start = time.monotonic()
-            answer = self.call(path, deadline, body)
-            if isinstance(answer, dict) and answer.get("success") is False:
-                reason = messages.cut(str(answer.get("message")))
-                raise EngineFailure(f"{path}: has failed: {reason}")
-            seconds[name] = time.monotonic() - start
-        stated = self.read_version(deadline)
-        if stated != version:
-            raise EngineFailure(
-                f"states the version {messages.short(stated)} of its weights after "
-                f"{messages.short(version)} was loaded"
-            )
-        return seconds
 
-    def resume(self, deadline: float) -> None:
+    def _reload(self, directory: Path, version: str, deadline: Deadline) -> None:
+        path = "/update_weights_from_disk"
+        body = {
+            "model_path": str(directory),
+            "weight_version": version,
+            "flush_cache": True,
+            "abort_all_requests": False,
+        }
+        try:
+            answer = self.call(path, deadline, body)
+        except EngineError as error:
+            if getattr(error.__cause__, "status", None) != _NOT_LOADED:
+                raise
+            raise EngineFailure(f"{path}: {error.__cause__}") from error
+        if fields(answer, path).get("success") is not True:
+            raise EngineFailure(f"{path}: it answers {messages.short(answer)}")
+
+    def resume(self, deadline: Deadline) -> None:
         self.call("/continue_generation", deadline, {})
 
-    def read_version(self, deadline: float) -> str | None:
+    def read_version(self, deadline: Deadline) -> str | None:
         answer = self.call("/model_info", deadline, post=False)
-        return fields(answer, "/model_info").get("weight_version")
+        return stated_version(fields(answer, "/model_info").get("weight_version"))
 
-    def read_checksum(self, deadline: float) -> str | None:
+    def read_checksum(self, deadline: Deadline) -> str | None:
         try:
             answer = self.call("/weights_checker", deadline, {"action": "checksum"})
         except EngineError as error:

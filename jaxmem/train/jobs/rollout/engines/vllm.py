@@ -6,8 +6,7 @@ that log-probabilities are of the distribution that tokens are drawn from.
 
 import hashlib
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from jaxmem.base import messages
 from jaxmem.train.jobs.rollout.engines import answer_checks
 from jaxmem.train.jobs.rollout.engines.answer_checks import fields
 from jaxmem.train.jobs.rollout.engines.patience import (
+    Deadline,
     EngineError,
     EngineFailure,
     WrongAnswer,
@@ -25,6 +25,7 @@ from jaxmem.train.jobs.rollout.engines.protocol import (
     EngineAnswer,
     EngineInfo,
     SamplingRequest,
+    stated_version,
 )
 
 _COMPLETIONS, _TOKENS = "/v1/completions", "/inference/v1/generate"
@@ -46,7 +47,7 @@ class Vllm(Engine):
         self._noted = False
         self._route = _TOKENS if self.options.wants_spans else _COMPLETIONS
 
-    def read_info(self, deadline: float) -> EngineInfo:
+    def read_info(self, deadline: Deadline) -> EngineInfo:
         self.call("/health", deadline, post=False)
         answer = fields(self.call("/v1/models", deadline, post=False))
         try:
@@ -58,7 +59,7 @@ class Vllm(Engine):
             ) from error
         return EngineInfo(model, length, self.read_version(deadline))
 
-    def ask(self, request: SamplingRequest, deadline: float) -> list[EngineAnswer]:
+    def ask(self, request: SamplingRequest, deadline: Deadline) -> list[EngineAnswer]:
         if self._route == _TOKENS:
             try:
                 return self._ask_tokens(request, deadline)
@@ -72,7 +73,7 @@ class Vllm(Engine):
         return answers
 
     def _ask_completions(
-        self, request: SamplingRequest, deadline: float
+        self, request: SamplingRequest, deadline: Deadline
     ) -> list[EngineAnswer]:
         """Ask the route that every server has."""
         body = {
@@ -88,22 +89,13 @@ class Vllm(Engine):
         for choice in found:
             answer_checks.check_prompt(choice.get("prompt_token_ids"), request)
             logprobs = fields(choice.get("logprobs"), "logprobs")
-            tops = logprobs.get("top_logprobs") or []
-            answers.append(
-                self._answer(
-                    choice,
-                    request,
-                    logprobs.get("token_logprobs"),
-                    [
-                        {_id_of(key): value for key, value in (top or {}).items()}
-                        for top in tops
-                    ],
-                )
-            )
+            values = logprobs.get("token_logprobs")
+            tops = _by_id(logprobs.get("top_logprobs") or [])
+            answers.append(self._answer(choice, request, values, tops))
         return answers
 
     def _ask_tokens(
-        self, request: SamplingRequest, deadline: float
+        self, request: SamplingRequest, deadline: Deadline
     ) -> list[EngineAnswer]:
         """Ask the route that states versions by token."""
         body = {
@@ -131,7 +123,7 @@ class Vllm(Engine):
             answers.append(self._answer(choice, request, values, tops))
         return answers
 
-    def _post_samples(self, path: str, deadline: float, body: Any) -> Any:
+    def _post_samples(self, path: str, deadline: Deadline, body: Any) -> Any:
         try:
             return self.call(path, deadline, body)
         except EngineError as error:
@@ -147,7 +139,7 @@ class Vllm(Engine):
         choice: Mapping[str, Any],
         request: SamplingRequest,
         logprobs: Any,
-        tops: Sequence[Mapping[int, float]],
+        tops: Sequence[Mapping[int, Any]],
     ) -> EngineAnswer:
         """A checked completion from the fields that both routes share."""
         options = self.options
@@ -206,10 +198,10 @@ class Vllm(Engine):
             "logprobs": sampling.support_size or 0,
         }
 
-    def load_once(
-        self, directory: Path, version: str, adapter: bool, deadline: float
-    ) -> dict[str, float]:
-        steps = {
+    def update_steps(
+        self, directory: Path, version: str, adapter: bool, deadline: Deadline
+    ) -> Mapping[str, Callable[[], object]]:
+        return {
             "pause": lambda: self._post("/pause?mode=keep", deadline),
             "reload": lambda: self._reload(directory, adapter, deadline),
             "version": lambda: self._post(
@@ -217,16 +209,10 @@ class Vllm(Engine):
             ),
             "reset": lambda: self._reset_cache(deadline),
             "resume": lambda: self.resume(deadline),
-            "check": lambda: self._check_version(version, deadline),
+            "check": lambda: self.check_version(version, deadline),
         }
-        seconds = {}
-        for name, step in steps.items():
-            start = time.monotonic()
-            step()
-            seconds[name] = time.monotonic() - start
-        return seconds
 
-    def _reload(self, directory: Path, adapter: bool, deadline: float) -> None:
+    def _reload(self, directory: Path, adapter: bool, deadline: Deadline) -> None:
         if not adapter:
             arguments = {"weights_path": str(directory)}
             body = {"method": "reload_weights", "kwargs": arguments}
@@ -240,7 +226,7 @@ class Vllm(Engine):
         self.call("/v1/load_lora_adapter", deadline, body, _LORA)
         self._model = _ADAPTER
 
-    def _reset_cache(self, deadline: float) -> None:
+    def _reset_cache(self, deadline: Deadline) -> None:
         """Forget keys and values of the old weights, those of held requests as well.
 
         These are computed again. Otherwise the cache would not be reset while requests
@@ -251,22 +237,14 @@ class Vllm(Engine):
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineFailure("/reset_prefix_cache: the cache was not reset")
 
-    def _check_version(self, version: str, deadline: float) -> None:
-        stated = self.read_version(deadline)
-        if stated != version:
-            raise EngineFailure(
-                f"states the version {messages.short(stated)} of its weights after "
-                f"{messages.short(version)} was set"
-            )
-
-    def resume(self, deadline: float) -> None:
+    def resume(self, deadline: Deadline) -> None:
         self._post("/resume", deadline)
 
-    def read_version(self, deadline: float) -> str | None:
+    def read_version(self, deadline: Deadline) -> str | None:
         answer = self.call("/weight_info", deadline, remedy=_DEV_MODE, post=False)
-        return fields(answer, "/weight_info").get("weight_version")
+        return stated_version(fields(answer, "/weight_info").get("weight_version"))
 
-    def read_checksum(self, deadline: float) -> str | None:
+    def read_checksum(self, deadline: Deadline) -> str | None:
         try:
             answer = self.call("/weight_checker", deadline, {"action": "checksum"})
         except EngineError as error:
@@ -279,7 +257,7 @@ class Vllm(Engine):
         content = json.dumps(checksums, sort_keys=True).encode()
         return hashlib.sha256(content).hexdigest()
 
-    def _post(self, path: str, deadline: float, body: Any = None) -> Any:
+    def _post(self, path: str, deadline: Deadline, body: Any = None) -> Any:
         return self.call(path, deadline, body, _DEV_MODE)
 
     def _model_name(self) -> str:
@@ -298,6 +276,14 @@ class Vllm(Engine):
             "token, so all tokens of an answer count as old as its first; vLLM states "
             "it with --enable-scale-out"
         )
+
+
+def _by_id(tops: Any) -> list[dict[int, Any]]:
+    """The log-probabilities by id of `top_logprobs`."""
+    try:
+        return [{_id_of(key): x for key, x in top.items()} for top in tops]
+    except (TypeError, AttributeError) as error:
+        raise WrongAnswer(f"top_logprobs is {messages.short(tops)}") from error
 
 
 def _id_of(key: str) -> int:

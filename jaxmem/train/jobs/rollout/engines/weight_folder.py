@@ -1,5 +1,9 @@
 """The folder through which a trainer hands versions of its weights to engines."""
 
+import contextlib
+import ipaddress
+import math
+import os
 import re
 import shutil
 import urllib.parse
@@ -9,9 +13,12 @@ from pathlib import Path
 from jaxmem.base import files, locks, processes
 from jaxmem.train.jobs.rollout.engines.patience import EngineError
 
-_VERSION = re.compile(r"v(?P<number>\d{6,})")
+# A version, or one that was being written when its run was killed.
+_VERSION = re.compile(r"(?P<dot>\.)?v(?P<number>\d{6,})(?(dot)-.+)")
+_LOCK = "lock"
 _SHARED_MEMORY = Path("/dev/shm")
-_LOCAL = "localhost", "127.0.0.1", "::1"
+_REMEDY = "set rollouts.weights to a folder that trainer and engines share"
+_GIB = 2**30
 
 
 class WeightFolder:
@@ -22,10 +29,11 @@ class WeightFolder:
 
     Args:
         root: the folder that trainer and engines share; the run's is below it. None:
-            shared memory, where all engines are on this host.
+            the user's folder in shared memory, where all engines are on this host.
         run: the run's name.
         urls: addresses of the engines, for `root=None`.
-        say: called with one line if the file system has no locks.
+        say: called with one line if the file system has no locks, and for each other
+            killed run whose weights are removed from shared memory.
 
     Raises:
         EngineError: there is no default for root.
@@ -40,52 +48,128 @@ class WeightFolder:
         urls: Sequence[str] = (),
         say: Callable[[str], None] = print,
     ):
-        name = re.sub(r"[^\w.-]+", "-", run)
+        is_default = root is None
         if root is None:
-            self.path = _default_root(urls) / f"jaxmem-{name}"
-        else:
-            self.path = root.absolute() / name
-        self._lock = locks.Lock(self.path / "lock", f"rollouts.weights: {self.path}")
+            root = own = _default_root(urls)
+            processes.by_first(lambda: _check_owner(own), EngineError)
+        name = re.sub(r"[^\w.-]+", "-", run).lstrip(".") or "run"
+        self.path = root.absolute() / name
+        self._lock = _lock(self.path)
         message = processes.by_first(self._lock.acquire)
         if message:
             say(message)
-        self._remove_below(None)
+        self._remove(math.inf)
+        if is_default:
+            for line in processes.by_first(self._remove_other_runs):
+                say(line)
 
     def directory(self, version: int) -> Path:
         """The directory of a version, which is written once."""
         return self.path / f"v{version:06d}"
 
-    def keep(self, version: int) -> None:
-        """Remove all that is older than the version before this one.
+    def keep(self, version: int, size: int = 0) -> None:
+        """Make room for a version: remove all but the version before it.
 
         Engines that restart load the version before until they have this one. Called
-        before this one is written, it leaves room for it: no third takes memory.
+        before this one is written, it leaves two versions at most.
+
+        Args:
+            version: the next one.
+            size: its bytes, which must be free.
+
+        Raises:
+            EngineError: fewer bytes are free.
         """
-        self._remove_below(version - 1)
+        self._remove(version - 1)
+        processes.by_first(lambda: self._check_free(version, size), EngineError)
 
     def clear(self) -> None:
         """Remove all versions and, if nothing else is in it, the folder."""
-        self._remove_below(None)
+        self._remove(math.inf)
         self._lock.release()
 
-    def _remove_below(self, version: int | None) -> None:
-        """Remove versions below a number; None: all."""
+    def _remove(self, below: float) -> None:
+        processes.by_first(lambda: _remove_versions(self.path, below))
 
-        def remove() -> None:
-            for path in self.path.iterdir():
-                match = _VERSION.fullmatch(path.name)
-                if match and (version is None or int(match["number"]) < version):
-                    with files.write_errors(path):
-                        shutil.rmtree(path)
+    def _check_free(self, version: int, size: int) -> None:
+        free = files.free_bytes(self.path)
+        if size <= free:
+            return
+        remedy = "set rollouts.weights to a folder with more"
+        if self.path.is_relative_to(_SHARED_MEMORY):
+            remedy = (
+                "free memory, raise the limit of /dev/shm (docker: --shm-size), or "
+                f"{remedy}"
+            )
+        raise EngineError(
+            f"rollouts.weights: version {version} needs {size / _GIB:.2f} GiB in "
+            f"{self.path}, and {free / _GIB:.2f} GiB are free; {remedy}"
+        )
 
-        processes.by_first(remove)
+    def _remove_other_runs(self) -> list[str]:
+        """Remove what other runs of the user have left that were killed.
+
+        Shared memory is theirs until the host restarts. Returns lines about them.
+        """
+        lines = []
+        for path in sorted(self.path.parent.iterdir()):
+            if path == self.path or path.is_symlink() or not _has_versions(path):
+                continue
+            lock = _lock(path)
+            with contextlib.suppress(locks.Busy, OSError):
+                if lock.acquire():  # without locks, the run may go on
+                    continue
+                try:
+                    _remove_versions(path, math.inf)
+                finally:
+                    lock.release()
+                lines.append(f"rollouts.weights: removed {path} of a killed run")
+                path.rmdir()
+        return lines
+
+
+def _lock(path: Path) -> locks.Lock:
+    return locks.Lock(path / _LOCK, f"rollouts.weights: {path}")
+
+
+def _has_versions(path: Path) -> bool:
+    return path.is_dir() and any(_VERSION.fullmatch(p.name) for p in path.iterdir())
+
+
+def _remove_versions(folder: Path, below: float) -> None:
+    """Remove versions below a number, and unfinished ones."""
+    for path in folder.iterdir():
+        match = _VERSION.fullmatch(path.name)
+        if match is None or (not match["dot"] and int(match["number"]) >= below):
+            continue
+        with files.write_errors(path):
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()  # and not what a link names
+            else:
+                shutil.rmtree(path)
 
 
 def _default_root(urls: Sequence[str]) -> Path:
-    remedy = "set rollouts.weights to a folder that trainer and engines share"
     for url in urls:
-        if urllib.parse.urlsplit(url).hostname not in _LOCAL:
-            raise EngineError(f"rollouts.weights: {url} is not on this host; {remedy}")
+        if not _is_local(urllib.parse.urlsplit(url).hostname or ""):
+            raise EngineError(f"rollouts.weights: {url} is not on this host; {_REMEDY}")
     if not _SHARED_MEMORY.is_dir():
-        raise EngineError(f"rollouts.weights: there is no {_SHARED_MEMORY}; {remedy}")
-    return _SHARED_MEMORY
+        raise EngineError(f"rollouts.weights: there is no {_SHARED_MEMORY}; {_REMEDY}")
+    return _SHARED_MEMORY / f"jaxmem-{os.getuid()}"
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_owner(root: Path) -> None:
+    """Refuse a folder in shared memory that another user has made."""
+    if os.path.lexists(root):
+        status = root.lstat()
+        if root.is_symlink() or not root.is_dir() or status.st_uid != os.getuid():
+            raise EngineError(
+                f"rollouts.weights: {root} is not a directory of this user; {_REMEDY}"
+            )

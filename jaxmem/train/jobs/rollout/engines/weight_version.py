@@ -5,6 +5,8 @@ import re
 from jaxmem.base import messages
 from jaxmem.train.jobs.rollout.engines.patience import EngineError
 
+UNVERSIONED = -1  # of weights of before the run
+
 _FORM = re.compile(r"(?P<run>.+):(?P<number>\d+)", re.DOTALL)
 
 
