@@ -131,6 +131,39 @@ def replaced(cache: Cache, row: jax.Array, other: Cache) -> Cache:
     )
 
 
+def empty(shapes: Cache, slot: int) -> Cache:
+    """A cache of these shapes without tokens, whose rows are `replaced` later.
+
+    All rows write to one slot at a time, from `slot` on, and round again: see
+    `wrapped`.
+    """
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return cache._replace(
+        positions=cache.positions - 1, slot=jnp.asarray(slot, jnp.int32)
+    )
+
+
+def rolled(cache: Cache, slot: jax.Array) -> Cache:
+    """The cache of one row, with its last token in the slot before `slot`.
+
+    Tokens before the first slot are in the last ones.
+    """
+    shift = slot - cache.lengths[0]
+
+    def roll(state: Any) -> Any:
+        if not isinstance(state, Layer):
+            return state  # a recurrent state has no slots
+        return Layer(*(jnp.roll(x, shift, -2) for x in state))
+
+    return cache._replace(
+        layers=jax.tree.map(roll, cache.layers, is_leaf=lambda x: isinstance(x, Layer)),
+        positions=jnp.roll(cache.positions, shift, 1),
+        routes=jax.tree.map(lambda x: jnp.roll(x, shift, 1), cache.routes),
+        tokens=jax.tree.map(lambda x: jnp.roll(x, shift, 1), cache.tokens),
+        slot=slot,
+    )
+
+
 def wrapped(cache: Cache, width: int) -> Cache:
     """A full cache whose next slot is the first one after prompts of that width.
 

@@ -72,11 +72,10 @@ class Refill:
     def run(self, nothing: Any) -> RefillRows:
         """Decode until all rows have ended; at first `drawn` is `nothing`."""
         count = self._count
-        cache = jax.eval_shape(lambda: self._prefill_rows(jnp.arange(self.slots))[1])
-        cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
-        # All slots write to one column of the cache, which goes round behind the
-        # prompts. It comes back to a row's first token after the row has ended.
-        cache = cache._replace(slot=jnp.asarray(self._width, jnp.int32))
+        # Behind the prompts, the slot of all rows comes back to a row's first token
+        # after the row has ended.
+        shapes = jax.eval_shape(lambda: self._prefill_rows(jnp.arange(self.slots))[1])
+        cache = kv_cache.empty(shapes, self._width)
         routes = jax.tree.map(
             lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), cache.routes
         )

@@ -222,7 +222,7 @@ class Sampler:
         check_field(config, "slots", config.slots <= rows, f"at most the {rows} rows")
         decoding = refill.Refill(
             model.in_compute_type(), row_prompts, config.slots, config.max_new_tokens,
-            self._draw_tokens, self.is_unrolled, self.records,
+            self.draw_tokens, self.is_unrolled, self.records,
         )  # fmt: skip
         zeros, size = jnp.zeros(rows, jnp.int32), config.support_size
         ids = None if size is None else jnp.zeros((rows, size), jnp.int32)
@@ -284,7 +284,7 @@ class Sampler:
     ) -> SamplerState:
         """The state after a first token, drawn from hidden states of the one before."""
         step, slots = jnp.asarray(0), self.config.max_new_tokens
-        first, ended = self._draw_tokens(keys, step, model.logits(hidden), ended)
+        first, ended = self.draw_tokens(keys, step, model.logits(hidden), ended)
         drawn = _write_step(_nothing_drawn(first, slots, self.pad_id), step, first)
         return SamplerState(step + 1, first.tokens, ended, keys, drawn, cache)
 
@@ -307,7 +307,7 @@ class Sampler:
                 state.token, state.cache, ~state.ended, unroll=self.is_unrolled
             )
             logits = model.logits(hidden)
-            new, ended = self._draw_tokens(state.keys, state.step, logits, state.ended)
+            new, ended = self.draw_tokens(state.keys, state.step, logits, state.ended)
             return state._replace(
                 drawn=_write_step(state.drawn, state.step, new),
                 step=state.step + 1,
@@ -323,12 +323,16 @@ class Sampler:
         """True if `Decoder.decode` traces the blocks one after the other."""
         return devices.backend() == "gpu" if self.unroll is None else self.unroll
 
-    def _draw_tokens(
+    def draw_tokens(
         self, keys: jax.Array, steps: jax.Array, logits: jax.Array, ended: jax.Array
     ) -> tuple[SampledTokens, jax.Array]:
         """One more token per row, and a mask of the rows that have ended with it.
 
-        `steps` are the tokens of each row so far, or of all.
+        Args:
+            keys: [B] of the rows' random numbers.
+            steps: tokens of each row so far, [B], or of all.
+            logits: [B, V] f32.
+            ended: [B] mask of rows that get no token.
         """
         steps = jnp.broadcast_to(steps, keys.shape)
         keys = jax.vmap(jax.random.fold_in)(keys, steps)
@@ -338,6 +342,22 @@ class Sampler:
         new = _mask_ended(new, ended, self.pad_id)
         ends = jnp.isin(new.tokens, jnp.asarray(self.eos_ids, jnp.int32))
         return new, ended | ends
+
+    def most_probable(
+        self, logits: jax.Array, count: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Ids [B, count] that `draw_tokens` draws most often, and log-probabilities.
+
+        Ids are -1, and log-probabilities -inf, beyond the support.
+        """
+        logprobs, ids = self._truncate(logits)
+        missing = max(0, count - logprobs.shape[-1])
+        best, places = lax.top_k(logprobs, count - missing)
+        ids = places if ids is None else jnp.take_along_axis(ids, places, axis=-1)
+        ids = jnp.where(best > -jnp.inf, ids, -1)
+        unused = (0, 0), (0, missing)
+        best = jnp.pad(best, unused, constant_values=-jnp.inf)
+        return jnp.pad(ids, unused, constant_values=-1), best
 
     def _truncate(self, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The result of `truncate`; ids are None where all ids are in the support."""
