@@ -81,6 +81,7 @@ ALLOWED_IN = {
         "jaxmem.data",
         "jaxmem.train",
         "jaxmem.generate",
+        "jaxmem.serve",
     ),
     "wandb": ("jaxmem.train.output.wandb_writer",),
 }

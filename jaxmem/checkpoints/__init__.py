@@ -38,5 +38,6 @@ from jaxmem.checkpoints.weight_files import (
     read_weights as read_weights,
     save as save,
     save_new as save_new,
+    with_adapter as with_adapter,
     with_checkpoint as with_checkpoint,
 )

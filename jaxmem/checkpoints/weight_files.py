@@ -89,12 +89,45 @@ def load(
     weights = _read_weights(config, config.model, shapes, sharding)
     if added is None:
         return nnx.merge(nnx.split(shapes)[0], weights)
+    return _add_adapter(weights, shapes, added, config.family)
+
+
+def with_adapter(
+    decoder: Decoder, adapter: str | Path, base: CheckpointConfig
+) -> Decoder:
+    """The decoder with a LoRA adapter added, which shares the decoder's weights.
+
+    Args:
+        decoder: without adapters.
+        adapter: directory in PEFT's layout, as in `load`.
+        base: description of the decoder's checkpoint, which names its matrices.
+
+    Raises:
+        CheckpointError: the decoder has adapters, or the directory has none that fits.
+    """
+    if decoder.config.lora_rank:
+        raise CheckpointError(
+            f"{adapter}: the model has an adapter already; name a model without one"
+        )
+    added = read_adapter_config(decoder.config, base.family, adapter)
+    coded = {name: getattr(decoder.config, name) for name in BASE_FIELDS}
+    added = dataclasses.replace(added, model=dataclasses.replace(added.model, **coded))
+    shapes = abstract_decoder(added.model, policy=decoder.policy)
+    weights = nnx.to_pure_dict(nnx.split(decoder)[1])
+    return _add_adapter(weights, shapes, added, base.family)
+
+
+def _add_adapter(
+    weights: dict[str, Any], shapes: Decoder, added: AdapterConfig, family: Family
+) -> Decoder:
+    """The decoder of these shapes, from weights nested by name and an adapter."""
+    model = shapes.config
     expected = {
         path: like
         for path, like in by_path(shapes).items()
-        if lora.is_saved(path, config.model)
+        if lora.is_saved(path, model)
     }
-    naming = names.Naming(config.family, config.model)
+    naming = names.Naming(family, model)
     base: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
     read = read_adapter(added, naming, expected, base.__getitem__)
     norms = {path: read.pop(path) for path in [*read] if path.endswith("lora_norm")}

@@ -19,6 +19,7 @@ from jaxmem.commands.requests import (
     add_export,
     add_generate,
     add_score,
+    add_serve,
 )
 
 _PACKAGE = Path(__file__).parents[1]
@@ -202,13 +203,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_data(commands)
     add_generate(commands, _generate)
+    add_serve(commands, _serve, options.count)
     add_export(commands, _export)
     add_score(commands, _score, DTYPES, options.chunk)
     add_eval(commands, _eval, DTYPES, options.count)
     _add_plan(commands)
     _add_doctor(commands)
     _add_bench(commands)
-    for name in ("train", "data", "generate", "export", "score", "plan"):
+    for name in ("train", "data", "generate", "serve", "export", "score", "plan"):
         commands.choices[name].add_argument(
             "--ignore-keys",
             metavar="KEY,…",
@@ -324,6 +326,15 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     stops = tuple(options.pop("stop", ()))
     command.run(request, GenerateConfig(**options, stop=stops))
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    with _require_extra("serving", "train"):
+        from jaxmem.serve import command
+    options = vars(arguments)
+    weights = tuple(options.pop("weights", ()))
+    command.run(command.ServeRequest(**options, weights=weights))
     return 0
 
 

@@ -166,6 +166,76 @@ def add_generate(commands: Any, command: Callable) -> None:
     generate.set_defaults(command=command)
 
 
+def add_serve(commands: Any, command: Callable, count: Callable) -> None:
+    """Add `jaxmem serve`."""
+    serve = commands.add_parser(
+        "serve",
+        help="serve a run, a checkpoint or an adapter over HTTP, by routes of vLLM",
+        description="Answer requests for completions over HTTP, with jaxmem's own "
+        "sampler and the routes of vLLM that trainers use. The address is printed as "
+        "soon as requests are answered. SIGTERM and Ctrl-C end the server.",
+    )
+    serve.add_argument(
+        "model", metavar="DIR", help="run, checkpoint, adapter or Hub model"
+    )
+    for flag, options in {
+        "--host": {
+            "help": "address to listen on (default 127.0.0.1: only this machine)"
+        },
+        "--port": {
+            "type": int,
+            "help": "port to listen on (default 8000); 0 takes a free one",
+        },
+        "--name": {"help": "name of the model in requests (default DIR)"},
+        "--slots": {
+            "type": count,
+            "help": "number of completions to decode at a time (default 16)",
+        },
+        "--max-len": {
+            "type": count,
+            "help": "maximum number of tokens of a prompt and its completion (default: "
+            "the model's, at most 2048)",
+        },
+        "--weights": {
+            "action": "append",
+            "metavar": "FOLDER",
+            "help": "load new weights from directories below this folder when a "
+            "request asks for it; may be repeated (default: load none)",
+        },
+        "--token": {
+            "help": "token that requests must send as `Authorization: Bearer TOKEN` "
+            "(default: $JAXMEM_ENGINE_TOKEN, or none)"
+        },
+        "--max-body": {
+            "type": count,
+            "metavar": "MIB",
+            "help": "maximum size of a request (default 16)",
+        },
+        "--max-waiting": {
+            "type": count,
+            "metavar": "COMPLETIONS",
+            "help": "maximum number of completions that wait for a slot (default 4096)",
+        },
+        "--max-logprobs": {
+            "type": int,
+            "metavar": "K",
+            "help": "maximum number of most probable tokens that a request may ask for "
+            "(default 256)",
+        },
+        "--adapter": {
+            "help": "LoRA adapter to add: directory in PEFT's format, or Hub model"
+        },
+        "--dtype": {
+            "choices": DTYPES,
+            "help": "type of the weights (default: the checkpoint's)",
+        },
+        "--base": BASE,
+        "--trust-code": CODE["--trust-code"],
+    }.items():
+        serve.add_argument(flag, default=argparse.SUPPRESS, **options)
+    serve.set_defaults(command=command)
+
+
 def add_export(commands: Any, command: Callable) -> None:
     """Add `jaxmem export`."""
     export = commands.add_parser(

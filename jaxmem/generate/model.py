@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmem import checkpoints
-from jaxmem.checkpoints import Vocabulary
+from jaxmem.checkpoints import CheckpointConfig, Vocabulary
 from jaxmem.data.chat import ChatTemplate, read_template
 from jaxmem.data.completion_ends import end_ids
 from jaxmem.data.record_reader import RecordReader
@@ -22,9 +22,14 @@ class Model(NamedTuple):
     decoder: LanguageModel
     vocabulary: Vocabulary
     eos_ids: tuple[int, ...]  # each ends a completion
-    max_positions: int  # prompt and completion together, in tokens
+    described: CheckpointConfig  # architecture, and how weights are named
     reader: RecordReader  # of prompts
     files: tuple[Path, ...]  # sources of the decoder's weights and config
+
+    @property
+    def max_positions(self) -> int:
+        """Maximum tokens of a prompt and its completion together."""
+        return self.described.max_positions
 
     def encode(self, record: RawRecord) -> list[int]:
         """Ids of a record's prompt: of a text, or of a conversation up to the answer.
@@ -84,7 +89,7 @@ def load(
             source.load(dtype, base),
             vocabulary,
             end_ids(source.directory, template),
-            described.max_positions,
+            described,
             reader,
             files_of(source),
         )

@@ -22,7 +22,7 @@ LAYERS = (
     ("train",),
     ("score",),
     ("generate", "planning"),
-    ("evaluate",),
+    ("evaluate", "serve"),
     ("commands",),
     ("__main__",),
 )

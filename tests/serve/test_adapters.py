@@ -1,0 +1,97 @@
+"""Adapters of a server: loaded, replaced while requests run, and refused."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmem.models.sampling import SamplingConfig
+from jaxmem.serve import command
+from jaxmem.train.jobs.rollout.engines import (
+    EngineOptions,
+    SamplingRequest,
+    connect,
+)
+from tests.helpers import served, texts
+from tests.helpers.served import EOS, VOCAB, send
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+PROMPT = [5, 12, 6, 13]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return texts.checkpoint("qwen3", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def server(model, quick_compilation):
+    options = served.options(model, max_waiting=24, weights=(str(model),))
+    with command.served(options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def second(model):
+    """Another adapter of the same shapes."""
+    made = Path(shutil.copytree(model / "adapter", model / "second"))
+    served.change_weights(made)
+    return made
+
+
+def test_client_loads_and_replaces_an_adapter(server, model, second):
+    options = EngineOptions(
+        sampling=SamplingConfig(max_new_tokens=16), eos_ids=(EOS,), vocab_size=VOCAB,
+        run="sums", timeout=30, wants_spans=True, token=None,
+    )  # fmt: skip
+    pool = connect("vllm", [server.url], options)
+    request = SamplingRequest(PROMPT, 2, 16, seed=7)
+    tokens = [[answer.ids for answer in pool.generate(request)]]
+    for version, adapter in enumerate((model / "adapter", second)):
+        pool.load_weights(adapter, version, True)
+        answers = pool.generate(request)
+        for answer in answers:
+            expected = served.trainer_logprobs(
+                model, PROMPT, answer.ids, adapter=adapter
+            )
+            np.testing.assert_allclose(answer.logprobs, expected, atol=1e-5)
+            assert answer.versions == [(version, len(answer.ids))]
+        tokens.append([answer.ids for answer in answers])
+    assert tokens[0] != tokens[1] != tokens[2]
+    pool.close()
+    models = send(server.url, "/v1/models")[1]["data"]
+    assert [(x["id"], x["parent"]) for x in models] == [
+        ("policy", None), ("jaxmem-adapter", "policy")
+    ]  # fmt: skip
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(second)}}
+    status, answer = send(server.url, "/collective_rpc", body)
+    assert status == 400
+    assert "send either whole weights or adapters" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"lora_name": "policy"}, 400, "lora_name='policy' is the name of the model"),
+        ({"load_inplace": 1}, 400, "load_inplace must be true or false"),
+        ({"lora_path": "blocks"}, 403, "is not below a folder of --weights"),
+        ({"lora_path": "none"}, 500, "(the old weights stay)"),
+    ],
+)
+def test_impossible_adapters_are_refused(server, model, fields, status, message):
+    body = {"lora_name": "other", "lora_path": str(model / "adapter")} | fields
+    if fields.get("lora_path") == "none":
+        body["lora_path"] = str(model / "none")
+    got, answer = send(server.url, "/v1/load_lora_adapter", body)
+    assert got == status
+    assert message in answer["error"]["message"]
+    assert "other" not in server.loop.weights.names
+
+
+def test_adapters_are_few(server, model, monkeypatch):
+    monkeypatch.setattr("jaxmem.serve.served_weights._MOST_ADAPTERS", 0)
+    body = {"lora_name": "another", "lora_path": str(model / "adapter")}
+    status, answer = send(server.url, "/v1/load_lora_adapter", body)
+    assert status == 400
+    assert "0 adapters are loaded, and no more may be" in answer["error"]["message"]
