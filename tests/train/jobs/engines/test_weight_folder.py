@@ -2,9 +2,10 @@
 
 import os
 
+import jax
 import pytest
 
-from jaxmem.base import files, locks
+from jaxmem.base import files, locks, processes
 from jaxmem.checkpoints.directories import new_directory
 from jaxmem.train.jobs.rollout.engines import EngineError, WeightFolder, weight_folder
 
@@ -30,6 +31,14 @@ def test_keep_leaves_two_versions(tmp_path):
         folder.directory(version).mkdir()
     assert names(folder) == ["v000006", "v000007"]
     assert folder.directory(1_234_567).name == "v1234567"
+
+
+def test_keep_and_clear_do_not_mind_that_the_folder_is_gone(tmp_path):
+    folder = WeightFolder(tmp_path, "sums")
+    (folder.path / "lock").unlink()
+    folder.path.rmdir()
+    folder.keep(3)
+    folder.clear()
 
 
 def test_a_run_cannot_name_a_folder_outside(tmp_path):
@@ -80,6 +89,34 @@ def test_clear_removes_all_that_is_its_own(tmp_path):
     folder.directory(1).mkdir()
     folder.clear()
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_alone_can_call_methods(tmp_path, monkeypatch, index):
+    """As when one of several has failed, or within `processes.by_first`."""
+    folder = WeightFolder(tmp_path, "sums")
+    folder.directory(1).mkdir()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+    monkeypatch.setattr(processes, "share", lambda _: pytest.fail("it communicates"))
+    folder.keep(9)
+    assert folder.directory(1).exists() == bool(index)
+    folder.clear()
+
+
+def test_clear_does_not_hide_the_error_that_ends_a_run(tmp_path, monkeypatch):
+    said = []
+    folder = WeightFolder(tmp_path, "sums", say=said.append)
+    folder.directory(1).mkdir()
+
+    def fail(_):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_folder.shutil, "rmtree", fail)
+        folder.clear()
+    assert len(said) == 1 and "v000001: cannot be written: Permission" in said[0]
+    WeightFolder(tmp_path, "sums").clear()  # its lock is free
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):

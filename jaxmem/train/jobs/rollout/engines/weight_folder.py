@@ -24,8 +24,8 @@ _GIB = 2**30
 class WeightFolder:
     """Versions of a run's weights, each in a directory of its own, v000007.
 
-    All processes make one and call its methods; the first of them touches files. A
-    lock keeps other runs out, and what a killed run has left is removed.
+    All processes of a run make one; the first of them touches files. Methods do not
+    communicate. A lock keeps other runs out, and what a killed run has left is removed.
 
     Args:
         root: the folder that trainer and engines share; the run's is below it. None:
@@ -55,13 +55,16 @@ class WeightFolder:
         name = re.sub(r"[^\w.-]+", "-", run).lstrip(".") or "run"
         self.path = root.absolute() / name
         self._lock = _lock(self.path)
-        message = processes.by_first(self._lock.acquire)
-        if message:
-            say(message)
-        self._remove(math.inf)
+        self._say = say
+        processes.by_first(self._open)
         if is_default:
-            for line in processes.by_first(self._remove_other_runs):
-                say(line)
+            processes.by_first(self._remove_other_runs)
+
+    def _open(self) -> None:
+        message = self._lock.acquire()
+        if message:
+            self._say(message)
+        _remove_versions(self.path, math.inf)
 
     def directory(self, version: int) -> Path:
         """The directory of a version, which is written once."""
@@ -80,16 +83,18 @@ class WeightFolder:
         Raises:
             EngineError: fewer bytes are free.
         """
-        self._remove(version - 1)
-        processes.by_first(lambda: self._check_free(version, size), EngineError)
+        if processes.is_first():
+            _remove_versions(self.path, version - 1)
+            self._check_free(version, size)
 
     def clear(self) -> None:
         """Remove all versions and, if nothing else is in it, the folder."""
-        self._remove(math.inf)
+        try:
+            if processes.is_first():
+                _remove_versions(self.path, math.inf)
+        except OSError as error:  # it must not hide the error that ends a run
+            self._say(f"rollouts.weights: {error}")
         self._lock.release()
-
-    def _remove(self, below: float) -> None:
-        processes.by_first(lambda: _remove_versions(self.path, below))
 
     def _check_free(self, version: int, size: int) -> None:
         free = files.free_bytes(self.path)
@@ -106,12 +111,11 @@ class WeightFolder:
             f"{self.path}, and {free / _GIB:.2f} GiB are free; {remedy}"
         )
 
-    def _remove_other_runs(self) -> list[str]:
+    def _remove_other_runs(self) -> None:
         """Remove what other runs of the user have left that were killed.
 
-        Shared memory is theirs until the host restarts. Returns lines about them.
+        Shared memory keeps it until the host restarts.
         """
-        lines = []
         for path in sorted(self.path.parent.iterdir()):
             if path == self.path or path.is_symlink() or not _has_versions(path):
                 continue
@@ -123,9 +127,8 @@ class WeightFolder:
                     _remove_versions(path, math.inf)
                 finally:
                     lock.release()
-                lines.append(f"rollouts.weights: removed {path} of a killed run")
+                self._say(f"rollouts.weights: removed {path} of a killed run")
                 path.rmdir()
-        return lines
 
 
 def _lock(path: Path) -> locks.Lock:
@@ -138,7 +141,7 @@ def _has_versions(path: Path) -> bool:
 
 def _remove_versions(folder: Path, below: float) -> None:
     """Remove versions below a number, and unfinished ones."""
-    for path in folder.iterdir():
+    for path in [*folder.iterdir()] if folder.is_dir() else []:
         match = _VERSION.fullmatch(path.name)
         if match is None or (not match["dot"] and int(match["number"]) >= below):
             continue
