@@ -82,6 +82,22 @@ def test_a_server_that_hangs_gets_one_request_at_a_time(stubs, monkeypatch):
     assert [len(stub.bodies) for stub in stubs] == [2, 5]
 
 
+def test_a_server_that_answers_has_rested_enough(stubs):
+    pool, _ = joined(stubs, timeout=20.0)
+    stubs[0].resumed.clear()
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        held = threads.submit(pool.generate, REQUEST)
+        while not stubs[0].bodies:
+            time.sleep(0.01)
+        stubs[0].faults, stubs[1].faults = [503], [503]
+        pool.generate(REQUEST)  # both fail and rest; after a while one is asked again
+        stubs[0].resumed.set()
+        assert held.result()
+    asked = len(stubs[0].bodies)
+    pool.generate(REQUEST)
+    assert len(stubs[0].bodies) == asked + 1
+
+
 def test_a_request_has_time_while_its_server_serves_others(stubs):
     """The timeout counts from a server's last answer, not from the request."""
     pool, said = joined(stubs[:1], timeout=1.0)

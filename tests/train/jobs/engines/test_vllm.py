@@ -346,10 +346,15 @@ def test_load_weights_does_not_name_a_missing_directory(stub, tmp_path):
     assert stub.requests == ["/resume"]
 
 
-def test_load_weights_begins_again_after_a_death(stub, tmp_path):
+@pytest.mark.parametrize(
+    "path",
+    ["/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache",
+     "/resume", "/weight_info"],
+)  # fmt: skip
+def test_load_weights_begins_again_after_a_death(stub, tmp_path, path):
     """A server that dies between pause and resume and comes back is not left paused."""
     engine, said = client(stub)
-    stub.dies_in = "/update_weight_version"
+    stub.dies_in = path
     engine.load_weights(tmp_path, 2, adapter=False)
     assert stub.version == "sums:2" and stub.directory == tmp_path
     assert stub.resumed.is_set() and len(said) == 2

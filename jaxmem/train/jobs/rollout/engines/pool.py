@@ -123,7 +123,7 @@ class EnginePool:
                 pause = self._rest(member, pause, time.monotonic() - began)
             else:
                 engine.reporter.succeeded()
-                member.is_suspect = False
+                self._trust(member)
                 return answers
             finally:
                 self._release(member)
@@ -203,6 +203,11 @@ class EnginePool:
         with self._changed:
             member.is_suspect = True
             return not all(m.is_suspect for m in self._members)
+
+    def _trust(self, member: _Member) -> None:
+        """Note that an engine serves requests."""
+        with self._changed:
+            member.is_suspect, member.rests_until = False, 0.0
 
     def _rest(self, member: _Member, pause: float, spent: float) -> float:
         """Give a failed engine a rest; the seconds until another can be asked.
@@ -323,9 +328,7 @@ class EnginePool:
         with concurrent.futures.ThreadPoolExecutor(len(self._members)) as threads:
             try:
                 return [*threads.map(action, self._members)]
-            except Exception:
-                raise
-            except BaseException:  # as of Ctrl-C, which does not wait for a server
+            except (KeyboardInterrupt, SystemExit):  # do not wait for a server
                 self.close()
                 raise
 
@@ -336,7 +339,9 @@ def _load(member: _Member, update: _Update) -> Mapping[str, float]:
 
 
 def _differ(before: Path, after: Path) -> bool:
-    """True if two versions of the weights have different bytes."""
+    """True if two versions of the weights are there and have different bytes."""
+    if not before.is_dir():
+        return False
     names = [sorted(p.name for p in d.glob("*.safetensors")) for d in (before, after)]
     if names[0] != names[1]:
         return True
