@@ -43,6 +43,7 @@ from jaxmem.train.jobs.rollout.transcripts import Transcript, TranscriptLimits
 from jaxmem.train.jobs.rollout_metrics import Rollout
 
 _LARGEST_RATIO = 0.1  # mean |ln ratio| of an engine with the same model, in nats
+_SECONDS_TO_END = 5.0  # for units of work whose requests have been ended
 _SETTINGS = "ahead_settings"  # key in the saved state, beside AHEAD
 _FIRST_TOKENS, _MOST_ROWS = 8, 64  # that are compared before the first update
 
@@ -330,6 +331,8 @@ class EngineSource(RolloutSource):
             self._groups.close()
         if self._pool is not None:
             self._pool.close()
+        if self._groups is not None:  # conversations close their environments
+            self._groups.join(_SECONDS_TO_END)
         if self._folder is not None:
             self._folder.clear()
 

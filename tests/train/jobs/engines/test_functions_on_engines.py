@@ -2,11 +2,14 @@
 
 import json
 import pathlib
+import threading
 
 import pytest
 
+from jaxmem.base import user_code
 from jaxmem.data.rewards import RewardError
 from jaxmem.train.jobs.grpo import job as grpo
+from jaxmem.train.jobs.rollout.engines.protocol import EngineAnswer, EngineError
 from tests.helpers import runs, texts
 from tests.helpers.sampler_pool import SamplerPool
 
@@ -106,6 +109,57 @@ def test_steps_equal_those_that_are_recorded(pools):
     for name in ("loss", "grad_norm", "reward", "turns", "mismatch_max"):
         ours = [getattr(step, name) for step in result.history]
         assert ours == [getattr(step, name) for step in other.history], name
+
+
+class StuckPool(SamplerPool):
+    """A pool whose requests for further turns end when it is closed."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.closed = threading.Event()
+
+    def generate(self, request):
+        if len(request.prompt_ids) > 2:
+            assert self.closed.wait(20)
+            raise EngineError("the run ends")
+        (end,) = self.options.eos_ids
+        return [EngineAnswer([3, end], [-1.0, -1.0], True, versions=[(0, 2)])]
+
+    def close(self):
+        super().close()
+        self.closed.set()
+
+
+GAME = """
+import time
+
+OPEN, CLOSED = [], []
+
+class Game:
+    def reset(self, record):
+        OPEN.append(self)
+        return record["prompt"]
+
+    def step(self, said):
+        if said[0] == "a":
+            raise OSError("away")
+        return "bc", 0.0, False
+
+    def close(self):
+        time.sleep(0.3)
+        CLOSED.append(self)
+"""
+
+
+def test_environments_close_when_another_ends_the_run(monkeypatch):
+    pathlib.Path("game.py").write_text(GAME)
+    monkeypatch.setattr(grpo, "connect", lambda *x: StuckPool(x[-1]))
+    settings = ["task.rollout=None", "task.environment=game.py:Game"]
+    settings += ["task.shuffle=False"]
+    with pytest.raises(RewardError, match=r"records.jsonl:1\): step raised .* OSError"):
+        runs.train("grpo.gin", *settings)
+    game = user_code.load("game.py:Game", "task.environment").reset.__globals__
+    assert len(game["OPEN"]) == len(game["CLOSED"]) > 6
 
 
 def test_function_that_fails_is_named():

@@ -149,6 +149,12 @@ class GroupSampler:
         for _ in self._threads:
             self._waiting.put(None)
 
+    def join(self, seconds: float) -> None:
+        """Wait, after `close`, until all units have ended, at most so many seconds."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
 
 def _has_result(unit: Future) -> bool:
     return unit.done() and not unit.cancelled() and unit.exception() is None
