@@ -3,7 +3,6 @@
 import functools
 import json
 import pathlib
-import threading
 import time
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from jaxmem.data.rewards import RewardError
 from jaxmem.models.sampling import Samples
 from jaxmem.train import configuration, jobs
+from jaxmem.train.jobs.rollout import rollout_functions
 from jaxmem.train.jobs.rollout.completing import TurnCompletion
 from tests.helpers import runs, texts
 from tests.helpers.cases import slow
@@ -245,7 +245,8 @@ def test_names_of_rewards_do_not_change():
         played()
 
 
-def test_function_has_a_time_between_completions():
+def test_function_has_a_time_between_completions(monkeypatch):
+    monkeypatch.setattr(rollout_functions, "_SECONDS_TO_END", 0.1)
     write("import time\n" + OWN + "time.sleep(60)")
     started = time.monotonic()
     for play in (played, lambda *x: task_of(*x).transcript(
@@ -257,10 +258,13 @@ def test_function_has_a_time_between_completions():
     assert time.monotonic() - started < 30
 
 
-def test_sampler_that_fails_ends_waiting_functions():
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_sampler_that_fails_ends_waiting_functions(prefix):
+    """They have time to release what they hold."""
     pathlib.Path("agent.py").write_text(
-        "ENDED = []\n\ndef play(record, complete):\n    try:\n"
-        "        complete(record['prompt_ids'])\n    finally:\n"
+        f"import asyncio, time\nENDED = []\n\n{prefix}def play(record, complete):\n"
+        f"    try:\n        {prefix and 'await '}complete(record['prompt_ids'])\n"
+        f"    finally:\n        {'await asyncio' if prefix else 'time'}.sleep(0.3)\n"
         "        ENDED.append(record['prompt'])\n"
     )
     task = task_of("task.shuffle=False")
@@ -271,13 +275,41 @@ def test_sampler_that_fails_ends_waiting_functions():
 
     with pytest.raises(ConnectionError, match="gone"):
         task.transcript(task.ask(0, 1).items[0], fail)
+    assert ended == ["a"]
     with pytest.raises(ConnectionError, match="gone"):
         task.sampled(task.ask(0, 3), fail)
-    deadline = time.monotonic() + 10
-    while len(ended) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
     assert sorted(ended) == ["a", "a", "b", "c"]
-    assert threading.active_count() < 20
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_calls_at_the_same_time_are_completed(is_async):
+    threads = (
+        "import concurrent.futures\n"
+        "with concurrent.futures.ThreadPoolExecutor(3) as threads:\n"
+        "    tries = [*threads.map(complete, [record['prompt_ids']] * 3)]\n"
+    )
+    coroutines = (
+        "import asyncio\n"
+        "tries = [complete(record['prompt_ids']) for _ in range(3)]\n"
+        "tries = await asyncio.gather(*tries)\n"
+    )
+    end = "return {**complete.joined(tries[-1]), 'reward': len(tries)}"
+    header = "async def play(record, complete):"
+    if is_async:
+        write(coroutines + end, header)
+    else:
+        write(threads + end)
+    made = played()
+    assert (made.graded.rewards == 3).all() and (made.turns == 1).all()
+
+
+def test_each_turn_reads_its_whole_conversation():
+    program = runs.job_with("grpo.gin").program
+    (line,) = [x for x in program.lines() if "again, because no cache" in x]
+    assert line.endswith("with task.rollout") and not program.keeps_cache
+    assert program.prompts[0].shape == (8, 4 + 3 * 4 + 2 * 4 - 4)
+    (phase,) = program.rollout_phases({})
+    assert phase.runs == 3
 
 
 def test_column_with_the_name_of_a_field_is_refused():

@@ -17,7 +17,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ from jaxmem.train.jobs.rollout.transcripts import (
     Transcript,
     TranscriptLimits,
 )
+
+_SECONDS_TO_END = 5.0  # for functions whose conversations are cancelled
 
 
 class Request(NamedTuple):
@@ -249,6 +251,7 @@ class FunctionCall:
         self._lock = threading.Lock()
         self._is_closed = False
         self._waiting: list[Future[TurnCompletion]] = []
+        self._has_ended, self._is_late = threading.Event(), False
         self._versions: list[tuple[int, int]] = []  # of all completions
         self._end: _End | None = None
         self._running: event_loop.Awaited | None = None  # of an async function
@@ -269,6 +272,8 @@ class FunctionCall:
             self._events.put(_End(self._function.code(record, complete), None))
         except BaseException as error:  # it must not end a thread without an event
             self._events.put(_End(None, error))
+        finally:
+            self._has_ended.set()
 
     async def _run_async(
         self, record: dict[str, Any], complete: AsyncCompleter
@@ -277,6 +282,8 @@ class FunctionCall:
             self._events.put(_End(await self._function.code(record, complete), None))
         except BaseException as error:
             self._events.put(_End(None, error))
+        finally:
+            self._has_ended.set()
 
     def _ask(self, request: Request) -> None:
         with self._lock:
@@ -299,6 +306,7 @@ class FunctionCall:
         try:
             event = self._events.get(timeout=left)
         except queue.Empty:
+            self._is_late = True
             said = f"the function took longer than task.timeout={timeout:g} s"
             raise self._failure(f"{said} without a call of complete") from None
         if isinstance(event, Request):
@@ -330,14 +338,34 @@ class FunctionCall:
     def _failure(self, said: str) -> RewardError:
         return self._function.failure(self._item.where, said)
 
-    def close(self) -> None:
-        """Cancel what the function waits for, and a coroutine that still runs."""
+    def cancel(self) -> None:
+        """Cancel a coroutine that still runs, or what a function waits for."""
         with self._lock:
             self._is_closed = True
+        if self._running is not None:  # once: it may await something at its end
+            if self._end is None:
+                self._running.cancel()
+            return
         for completion in self._waiting:
             completion.cancel()
-        if self._running is not None and self._end is None:
-            self._running.cancel()
+
+    def join(self, deadline: float) -> None:
+        """Wait for the end of the function, which may have resources to release."""
+        if not self._is_late:
+            self._has_ended.wait(max(deadline - time.monotonic(), 0.0))
+
+
+@contextlib.contextmanager
+def _cancelled_at_end(calls: list[FunctionCall]) -> Iterator[list[FunctionCall]]:
+    """A context at whose end calls that have not ended are cancelled."""
+    try:
+        yield calls
+    finally:
+        for call in calls:
+            call.cancel()
+        deadline = time.monotonic() + _SECONDS_TO_END
+        for call in calls:
+            call.join(deadline)
 
 
 def converse(
@@ -347,7 +375,7 @@ def converse(
 
     Errors of `complete` are not changed.
     """
-    with contextlib.closing(FunctionCall(function, item)) as call:
+    with _cancelled_at_end([FunctionCall(function, item)]) as (call,):
         while (request := call.request()) is not None:
             call.answer(request, complete(request.ids, request.max_tokens))
         return call.transcript(function.settings.transcript)
@@ -373,7 +401,7 @@ def converse_together(
         limits: of the transcripts.
     """
     batch = _Batch(function, items, limits)
-    with contextlib.closing(batch):
+    with _cancelled_at_end(batch.calls):
         for turn in itertools.count():
             asked = processes.by_first(batch.requests, RewardError)
             if not any(asked):
@@ -405,7 +433,7 @@ class _Batch:
         limits: TranscriptLimits,
     ):
         self._function, self._items, self._limits = function, items, limits
-        self._calls: list[FunctionCall] = []  # in the first process
+        self.calls: list[FunctionCall] = []  # in the first process
         self._requests: list[Request | None] = []
 
     def requests(self) -> list[list[int]]:
@@ -413,27 +441,22 @@ class _Batch:
 
         The first call begins the conversations.
         """
-        if not self._calls:
-            self._calls += [FunctionCall(self._function, item) for item in self._items]
-        self._requests = [call.request() for call in self._calls]
+        if not self.calls:
+            self.calls += [FunctionCall(self._function, item) for item in self._items]
+        self._requests = [call.request() for call in self.calls]
         return [[] if request is None else request.ids for request in self._requests]
 
     def answer(self, samples: Samples) -> None:
         """Give each conversation its row of the samples."""
         for i, (call, request) in enumerate(
-            zip(self._calls, self._requests, strict=True)
+            zip(self.calls, self._requests, strict=True)
         ):
             if request is not None:
                 call.answer(request, _completion(samples, i, request, self._limits))
 
     def transcripts(self) -> list[Transcript]:
         """The transcripts of all conversations, which have ended."""
-        return [call.transcript(self._limits) for call in self._calls]
-
-    def close(self) -> None:
-        """Close the conversations that have not ended."""
-        for call in self._calls:
-            call.close()
+        return [call.transcript(self._limits) for call in self.calls]
 
 
 def _completion(
