@@ -42,6 +42,15 @@ def meta(**fields):
     return change
 
 
+def test_a_server_that_a_killed_run_left_paused_is_used(stub, tmp_path):
+    """Its /health samples a token, and fails."""
+    stub.get_health = lambda _: (503, None)
+    stub.resumed.clear()
+    engine, said = client(stub, timeout=SOON)
+    engine.load_weights(tmp_path, 1, adapter=False)
+    assert engine.generate(REQUEST) and not said
+
+
 def test_generate_returns_what_was_sampled(stub):
     engine, said = client(stub)
     answers = engine.generate(REQUEST)
@@ -90,6 +99,19 @@ def test_generate_asks_again_after_a_fault(stub, change, line):
     engine.generate(REQUEST)
     assert stub.bodies[0] == stub.bodies[1]
     assert said[0].startswith(f"rollouts.urls: {stub.url} ") and line in said[0]
+
+
+def test_generate_reads_ids_without_the_end(stub):
+    engine, said = client(stub)
+
+    def trim(items):
+        for item in items:
+            item["output_ids"].pop()
+        return items
+
+    spoiling(stub, trim)
+    answers = engine.generate(REQUEST)
+    assert all(len(a.ids) == len(a.logprobs) for a in answers) and not said
 
 
 def test_generate_refuses_other_ends(stub):

@@ -369,6 +369,13 @@ def test_load_weights_ends_when_a_reload_breaks_the_server(stub, tmp_path):
     assert len(said) == 1
 
 
+def test_load_weights_resumes_a_server_that_a_killed_run_left_paused(stub, tmp_path):
+    stub.resumed.clear()
+    engine, said = client(stub)
+    engine.load_weights(tmp_path, 1, adapter=False)
+    assert engine.generate(REQUEST) and not said
+
+
 def test_load_weights_resumes_a_server_that_it_gives_up(stub, tmp_path):
     engine, _ = client(stub, timeout=SOON)
     stub.post_update_weight_version = lambda body: (500, {"detail": "no"})

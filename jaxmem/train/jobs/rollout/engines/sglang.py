@@ -52,7 +52,8 @@ class Sglang(Engine):
             )
 
     def read_info(self, deadline: Deadline) -> EngineInfo:
-        self.call("/health", deadline, post=False)
+        # Not /health, which samples a token and so fails while the server is paused,
+        # as after a run that was killed.
         answer = fields(self.call("/v1/models", deadline, post=False))
         try:
             first = answer["data"][0]
@@ -97,7 +98,7 @@ class Sglang(Engine):
                 f"output_token_logprobs is {messages.short(pairs)}"
             ) from error
         answer_checks.checked_ids(ids, "the ids", self.options.vocab_size)
-        if item.get("output_ids", ids) != ids:
+        if item.get("output_ids", ids) not in (ids, ids[:-1]):  # without the end
             raise WrongAnswer("output_ids are not those of output_token_logprobs")
         reason = fields(meta.get("finish_reason"), "finish_reason").get("type")
         if reason not in ("stop", "length"):
