@@ -83,7 +83,7 @@ class HeadVerbs:
 
     Attributes:
         softcap: caps logits at ±softcap by tanh.
-        chunk: tokens whose logits may be alive at once; None for all, or "auto".
+        chunk: tokens whose logits may exist at once; None for all, or "auto".
         vocab_size: logical vocabulary if V is padded; later columns have p = 0.
         gradient: as in `jaxmem.logprobs`, for `logprobs`, `token_stats`, `entropy`,
             `loss` and `token_loss`.

@@ -34,7 +34,7 @@ def test_header_repeats_the_record(path):
     assert device == row["device"] and row["fits"] == "yes"
     assert numbers == [f"{float(row[name]):.1f}" for name in columns]
     assert f"jaxmem train configs/recipes/{path.name} " in text
-    assert "# When memory ends: " in text
+    assert "# If memory runs out, set: " in text
     gib = int(re.findall(r"one card of (\d+) GiB", text)[0])
     assert 0.9 * gib < devices.find(device).memory / 2**30 <= gib
 

@@ -42,7 +42,7 @@ def logprobs(
             cast once to hidden's dtype; its gradient has its own, rounded once. Or a
             `jaxmem.Head` with a bias, softcap, vocab_size or layout besides.
         labels: token ids [...], any integer dtype. Negative marks padding.
-        chunk: tokens whose logits may be alive at once; None for all of them; "auto"
+        chunk: tokens whose logits may exist at once; None for all of them; "auto"
             for as many as fit 512 MiB of float32 logits.
         where: booleans that broadcast to labels; False masks a token, which costs
             nothing.

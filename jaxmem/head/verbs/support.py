@@ -55,7 +55,7 @@ def support_logprobs(
         support_ids: the support of each token, [..., K], including the label, padded by
             negative ids; an id that repeats counts once. With offsets, [M], for any M:
             entries that offsets leave out are ignored.
-        chunk: tokens whose columns may be alive at once; None for all of them; "auto"
+        chunk: tokens whose columns may exist at once; None for all of them; "auto"
             for as many as fit 512 MiB in float32.
         offsets: integers [N + 1] that do not decrease, for N tokens; None for dense
             supports.
