@@ -24,15 +24,31 @@ def edges(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     if tokenizer.post_processor is None and bos is not None and eos is not None:
         return [bos], [eos]
-    encoding = tokenizer.encode("a", add_special_tokens=True)
-    if 0 not in encoding.special_tokens_mask:
-        raise checkpoints.CheckpointError(
-            "the tokenizer returns no token for the text 'a', so jaxmem cannot read "
-            "its template; its normalizer or model drops letters"
-        )
+    encoding = _encoded_word(tokenizer)
     text = encoding.special_tokens_mask.index(0)
     after = text + encoding.special_tokens_mask[text:].count(0)
     return encoding.ids[:text], encoding.ids[after:]
+
+
+def _encoded_word(tokenizer: tokenizers.Tokenizer) -> tokenizers.Encoding:
+    """The encoding of a text that has tokens: "a", or a word of the vocabulary.
+
+    Raises:
+        CheckpointError: neither has any.
+    """
+    special = special_tokens(tokenizer)
+    words = (word for word in tokenizer.get_vocab() if word not in special)
+    for text in ("a", next(words, "a")):
+        try:
+            encoding = tokenizer.encode(text, add_special_tokens=True)
+        except Exception:  # tokenizers raises it for words that a vocabulary lacks
+            continue
+        if 0 in encoding.special_tokens_mask:
+            return encoding
+    raise checkpoints.CheckpointError(
+        "the tokenizer returns no token for the text 'a', so jaxmem cannot read "
+        "its template; its normalizer or model drops letters"
+    )
 
 
 def special_tokens(tokenizer: tokenizers.Tokenizer) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from rich.console import Console
+from tokenizers import processors
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
@@ -131,6 +132,15 @@ def test_documents_start_and_end_as_checkpoint_says(directory):
         starts = batch.tokens[(batch.positions == 0) & (batch.segment_ids > 0)]
         assert set(starts.tolist()) <= ({first})
         assert (batch.labels == 2).sum() == len(TEXT)
+
+
+def test_edges_of_a_vocabulary_without_letters():
+    tokenizer = vocabulary.of_words()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=["$A", "<eos>"], special_tokens=[("<eos>", 1)]
+    )
+    assert vocabulary.edges(tokenizer) == ([], [1])
+
 
 
 def test_prompts_uncounted_without_document_start(directory):
