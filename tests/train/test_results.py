@@ -142,7 +142,6 @@ def test_edges_of_a_vocabulary_without_letters():
     assert vocabulary.edges(tokenizer) == ([], [1])
 
 
-
 def test_prompts_uncounted_without_document_start(directory):
     record = {"prompt": "ab", "response": "c"}
     pathlib.Path("text.jsonl").write_text(json.dumps(record) + "\n")

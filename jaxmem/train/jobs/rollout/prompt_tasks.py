@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from jaxmem import checkpoints
 from jaxmem.base import processes
 from jaxmem.data import (
     completion_ends,
@@ -478,10 +479,19 @@ class TaskPrompts(Reading):
 
 
 def ends_of(task: TaskConfig, checkpoint: str | None) -> Ends:
-    """The ends of a task's completions, and the size of its vocabulary."""
+    """The ends of a task's completions, and the size of the model's vocabulary.
+
+    A checkpoint may have more rows than its tokenizer has tokens; a model can sample
+    them all.
+    """
     if not task.is_arithmetic:
         assert checkpoint is not None, "the job's config says so"
-        return completion_ends.of_checkpoint(checkpoint, task.stop, task.chat_template)
-    spelled = vocabulary.spelling(checkpoint)
-    eos, pad = (int(spelled.ids[i]) for i in (tasks.EOS_ID, tasks.PAD_ID))
-    return Ends(spelled.size, (eos,), pad)
+        ends = completion_ends.of_checkpoint(checkpoint, task.stop, task.chat_template)
+    else:
+        spelled = vocabulary.spelling(checkpoint)
+        eos, pad = (int(spelled.ids[i]) for i in (tasks.EOS_ID, tasks.PAD_ID))
+        ends = Ends(spelled.size, (eos,), pad)
+    if checkpoint is None:
+        return ends
+    rows = checkpoints.read_config(checkpoint).model.vocab_size or 0
+    return ends._replace(size=max(ends.size, rows))

@@ -7,10 +7,12 @@ import threading
 
 import pytest
 
+from jaxmem import checkpoints
 from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs.grpo import job as grpo
 from jaxmem.train.jobs.rollout.engine_source import seed_of
 from jaxmem.train.jobs.rollout.engines.protocol import EngineError
+from jaxmem.train.jobs.rollout.prompt_tasks import ends_of
 from tests.helpers import runs, texts
 from tests.helpers.runs import refused
 from tests.helpers.sampler_pool import SamplerPool
@@ -348,6 +350,18 @@ def test_an_engine_that_is_lost_leaves_a_checkpoint(monkeypatch):
 )
 def test_settings_that_an_engine_cannot_have_are_refused(overrides, message):
     refused("grpo.gin", overrides, message)
+
+
+def test_ends_count_the_rows_of_the_model():
+    """Which may be more than the tokens of its tokenizer, and all can be sampled."""
+    path = pathlib.Path("llama/tokenizer.json")
+    text = json.loads(path.read_text())
+    words = text["model"]["vocab"]
+    del words[max(words, key=words.get)]
+    path.write_text(json.dumps(text))
+    config, _ = configuration.load("grpo.gin", [])
+    tokens = checkpoints.load_vocabulary("llama").tokenizer.get_vocab_size()
+    assert ends_of(config.task, "llama").size == 40 == tokens + 1
 
 
 def test_seeds_of_groups_lie_apart():
