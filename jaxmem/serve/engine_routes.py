@@ -1,9 +1,8 @@
 """The routes of vLLM that trainers use, for one `DecodingLoop`."""
 
 import functools
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -129,7 +128,7 @@ class EngineRoutes:
             _text(arguments or {}, "weights_path"), "weights_path"
         )
         reload = self._loop.weights.reload
-        self._load(functools.partial(reload, directory), str(directory))
+        self._loop.load(functools.partial(reload, directory))
         return ServerAnswer({"results": [None]})
 
     def _load_adapter(self, sent: ServerRequest) -> ServerAnswer:
@@ -142,15 +141,8 @@ class EngineRoutes:
                 param="load_inplace",
             )
         load = self._loop.weights.load_adapter
-        self._load(functools.partial(load, name, directory, in_place), str(directory))
+        self._loop.load(functools.partial(load, name, directory, in_place))
         return ServerAnswer(f"Success: LoRA adapter '{name}' added successfully.")
-
-    def _load(self, load: Callable[[], None], directory: str) -> None:
-        started = time.perf_counter()
-        self._loop.load(load)
-        seconds = time.perf_counter() - started
-        line = f"jaxmem: loaded {directory} in {seconds:.2f} s"
-        print(line, file=sys.stderr, flush=True)
 
     def _update_version(self, sent: ServerRequest) -> ServerAnswer:
         version = _text(sent.fields, "new_version")

@@ -16,6 +16,7 @@ from jaxmem.models.slot_decoding import (
     NewRow,
     ReadPrompt,
     SlotSampler,
+    SlotState,
     SlotTokens,
     read_prompt,
 )
@@ -96,13 +97,11 @@ class SlotPool:
         slot = self.rows.index(None)
         self.rows[slot] = row
         read = self._read_prompt(decoder, row)
-        new = NewRow(
-            np.int32(slot),
-            row_key(row.seed),
-            np.int32(len(row.ids)),
-            np.int32(row.job.request.max_tokens),
+        low, high = row.seed % 2**31, (row.seed >> 31) % 2**32
+        numbers = slot, len(row.ids), row.job.request.max_tokens, low, high
+        self._state, tokens = self._programs.place(
+            decoder, self._state, read, np.array(numbers, np.uint32)
         )
-        self._state, tokens = self._programs.place(decoder, self._state, read, new)
         self._first.append((slot, tokens))
 
     def _read_prompt(self, decoder: LanguageModel, row: ServedRow) -> ReadPrompt:
@@ -152,11 +151,16 @@ class SlotPool:
             self.rows[slot] = None
 
 
-def row_key(seed: int) -> jax.Array:
-    """The key of a completion: of a seed below 2**31, that of `jaxmem generate`."""
-    low, high = seed % 2**31, (seed >> 31) % 2**32
+def _row_of(numbers: jax.Array) -> NewRow:
+    """The row of five uint32: slot, tokens so far, their maximum, bits of the seed.
+
+    The key of a seed below 2**31 is that of `jaxmem generate` for its first prompt.
+    """
+    slot, count, limit, low = (x.astype(jnp.int32) for x in numbers[:4])
     key = Stream.COMPLETIONS.key(low, 0)
-    return key if high == 0 else jax.random.fold_in(key, np.uint32(high))
+    longer = jax.random.fold_in(key, numbers[4])
+    key = jax.lax.cond(numbers[4] == 0, lambda: key, lambda: longer)
+    return NewRow(slot, key, count, limit)
 
 
 class _Programs(NamedTuple):
@@ -188,11 +192,17 @@ def _programs(options: DrawOptions, shape: PoolShape, vocab_size: int) -> _Progr
     ).sampling(shape.max_length, vocab_size)
     sampler = sampling.Sampler(chosen, options.end_ids, 0, keep_support=False)
     slots = SlotSampler(sampler, *shape, part=_PART, top=options.top)
+
+    def place(
+        decoder: LanguageModel, state: SlotState, read: ReadPrompt, numbers: jax.Array
+    ) -> tuple[SlotState, SlotTokens]:
+        return slots.place(decoder, state, read, _row_of(numbers))
+
     return _Programs(
         slots,
         shape,
         _jit(slots.empty),
-        _jit(slots.place, donate_argnums=1),
+        _jit(place, donate_argnums=1),
         _jit(slots.advance, donate_argnums=1),
     )
 

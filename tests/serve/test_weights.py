@@ -150,6 +150,17 @@ def test_client_updates_weights_while_requests_run(server, versions, monkeypatch
     pool.close()
 
 
+def test_new_weights_are_not_compiled_for(server, versions):
+    body = BODY | {"max_tokens": 4}
+    assert send(server.url, "/v1/completions", body)[0] == 200
+    programs = server.loop._pool._programs
+    compiled = programs.place._cache_size(), programs.advance._cache_size()
+    assert reload(server, versions[1])[0] == 200
+    assert send(server.url, "/v1/completions", body)[0] == 200
+    assert server.loop._pool._programs is programs
+    assert (programs.place._cache_size(), programs.advance._cache_size()) == compiled
+
+
 def test_checksums_are_those_of_the_weights(server, versions):
     def checksums():
         answer = send(server.url, "/weight_checker", {"action": "checksum"})[1]
