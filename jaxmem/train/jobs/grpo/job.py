@@ -144,7 +144,7 @@ class Grpo(Job, name="grpo"):
 
     def _make_engine_source(self) -> EngineSource:
         config, ends = self.config, self.program.ends
-        rollouts, run = config.rollouts, Path(config.run.out_dir).name
+        rollouts, run = config.rollouts, Path(config.run.out_dir).resolve().name
         options = EngineOptions(
             sampling=config.sampling,
             eos_ids=ends.eos_ids,
@@ -172,6 +172,7 @@ class Grpo(Job, name="grpo"):
             EngineParts(
                 limits=self.reads.transcript_limits,
                 open_folder=open_folder,
+                size=self._bytes_for_engines(),
                 write=self._write_weights,
                 connect=lambda: connect(rollouts.engine, addresses, options),
             ),
@@ -187,6 +188,13 @@ class Grpo(Job, name="grpo"):
             checkpoints.save(
                 directory, model, like=config.checkpoint, dtype=config.dtype
             )
+
+    def _bytes_for_engines(self) -> int:
+        """Bytes of the weights that `_write_weights` writes."""
+        params, frozen = self.program.state_shapes.params, self.program.frozen_shapes
+        is_adapter, dtype = self.config.model.lora_rank, self.config.model.dtype
+        shapes = jax.tree.leaves(params if is_adapter else (params, frozen))
+        return sum(x.size for x in shapes) * np.dtype(dtype).itemsize
 
     def close(self) -> None:
         if "rollouts" in vars(self):

@@ -53,6 +53,7 @@ class EngineParts(NamedTuple):
 
     limits: TranscriptLimits
     open_folder: Callable[[], WeightFolder]  # in all processes, at the first step
+    size: int  # bytes of the weights in a directory
     # writes weights into a directory that does not exist; all processes call it
     write: Callable[[Path, Weights], None]
     # makes the pool, in the first process
@@ -102,19 +103,29 @@ class EngineSource(RolloutSource):
         if self._folder is None:
             self._folder = self._parts.open_folder()
         directory = self._folder.directory(version)
+        processes.by_first(lambda: self._prepare(version), RolloutError)
         self._parts.write(directory, weights)
         processes.by_first(lambda: self._load(directory, version), RolloutError)
         self._version = version
         return time.perf_counter() - started
 
-    def _load(self, directory: Path, version: int) -> None:
+    def _prepare(self, version: int) -> None:
+        """Connect to the engine, and make room for a version of the weights."""
         if self._pool is None:
             self._pool = self._parts.connect()
             self._groups = GroupSampler(self.config.rollouts.concurrency)
-        adapter = bool(self.config.model.lora_rank)
-        self._pool.load_weights(directory, version, adapter)
         assert self._folder is not None
-        self._folder.keep(version)
+        # An engine may read the adapter of a request again while it samples.
+        older = self.config.rollouts.max_staleness if self._has_adapter else 1
+        self._folder.keep(version, self._parts.size, max(older, 1))
+
+    def _load(self, directory: Path, version: int) -> None:
+        assert self._pool is not None
+        self._pool.load_weights(directory, version, self._has_adapter)
+
+    @property
+    def _has_adapter(self) -> bool:
+        return bool(self.config.model.lora_rank)
 
     def _submit(self, attempt: Attempt, version: int) -> None:
         """Begin the groups of an attempt, unless they are begun already.
@@ -250,7 +261,8 @@ class EngineSource(RolloutSource):
         untempered, _ = _first_differences(rollout, rows, raw)
         remedy = (
             f"serve model.checkpoint={self.config.model.checkpoint!r} with its own "
-            "tokenizer, in model.dtype"
+            "tokenizer, in model.dtype, and start the server again if another run has "
+            "given it weights"
         )
         if untempered <= _LARGEST_RATIO:
             remedy = (

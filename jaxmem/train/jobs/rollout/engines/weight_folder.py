@@ -70,21 +70,21 @@ class WeightFolder:
         """The directory of a version, which is written once."""
         return self.path / f"v{version:06d}"
 
-    def keep(self, version: int, size: int = 0) -> None:
-        """Make room for a version: remove all but the version before it.
+    def keep(self, version: int, size: int = 0, before: int = 1) -> None:
+        """Make room for a version: remove all but some versions before it.
 
-        Engines that restart load the version before until they have this one. Called
-        before this one is written, it leaves two versions at most.
+        Engines that restart load the version before until they have this one.
 
         Args:
             version: the next one.
             size: its bytes, which must be free.
+            before: how many versions before it stay.
 
         Raises:
             EngineError: fewer bytes are free.
         """
         if processes.is_first():
-            _remove_versions(self.path, version - 1)
+            _remove_versions(self.path, version - before)
             self._check_free(version, size)
 
     def clear(self) -> None:
