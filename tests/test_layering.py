@@ -149,6 +149,18 @@ def test_no_circle():
     graphlib.TopologicalSorter(graph).prepare()
 
 
+def test_rules_name_no_backend():
+    """A rule gets its loops with the call, so that any backend can run it."""
+    shared = {
+        f"jaxmem.head.backends.{x}" for x in ("choose", "protocol", "vocab_groups")
+    }
+    for module in MODULES:
+        if is_in(module, "jaxmem.head.verbs") or is_in(module, "jaxmem.head.maths"):
+            for target, place in own_imports(module):
+                named = is_in(target, "jaxmem.head.backends") and target not in shared
+                assert not named and not is_in(target, "jaxmem.head.kernels"), place
+
+
 def test_no_private_name_of_another_package():
     for module, path in MODULES.items():
         for name, place in imports_of(path):

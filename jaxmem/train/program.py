@@ -45,9 +45,6 @@ from jaxmem.train.optimizer import (
 from jaxmem.train.output.progress import say
 from jaxmem.train.state.checkpoint import Checkpoints, newest, read_params
 
-# Only "xla" has these verbs, whichever backend computes the others.
-_OF_XLA = "support_logprobs", "selected_logprobs", "divergence", "divergence_loss"
-
 
 class TrainState(NamedTuple):
     """The state that a step updates.  Random keys derive from the step's number."""
@@ -405,7 +402,7 @@ class DecoderProgram(ModelProgram, Hooked):
             if named is None:
                 raise
             raise ValueError(f"head.implementation: {error}") from error
-        names = {c.implementation for c in traced.calls if c.verb not in _OF_XLA}
+        names = {c.implementation for c in traced.calls if not c.is_sole_backend}
         if not names and named not in (None, "xla"):
             verbs = ", ".join(sorted({call.verb for call in traced.calls}))
             raise ValueError(

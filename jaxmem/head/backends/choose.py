@@ -1,13 +1,17 @@
 """The backends, and which one runs a call and why."""
 
+import dataclasses
+
 from jaxmem.base import messages
 from jaxmem.head.backends import (
     hopper,
     hopper_blocks,
     hopper_eight_bits,
+    hopper_rows,
     hopper_sampled,
     xla,
     xla_blocks,
+    xla_columns,
     xla_eight_bits,
     xla_sampled,
 )
@@ -27,6 +31,7 @@ BACKENDS: tuple[Backend, ...] = (
         blocks=hopper_blocks,
         sampler=hopper_sampled,
         eight_bits=hopper_eight_bits,
+        reductions=hopper_rows,
     ),
     Backend(
         name="xla",
@@ -36,6 +41,7 @@ BACKENDS: tuple[Backend, ...] = (
         blocks=xla_blocks,
         sampler=xla_sampled,
         eight_bits=xla_eight_bits,
+        columns=xla_columns,
     ),
 )
 
@@ -71,8 +77,49 @@ def choose(
     """The backend of a call, and why; a named one runs or raises: no fallback."""
     if implementation is not None:
         return _named_backend(implementation, spec, source), "named by the caller"
-    refusals = {x.name: x.refuses(spec, source) for x in BACKENDS}
-    able = [backend for backend in BACKENDS if not refusals[backend.name]]
+    return _first_able(BACKENDS, spec, source)
+
+
+def check_columns(verb: str, implementation: Implementation | None) -> None:
+    """Raise unless a verb that reads single columns can have this implementation."""
+    check(implementation)
+    if implementation not in (None, *(x.name for x in with_columns())):
+        raise NotImplementedError(
+            f"implementation={implementation!r} has no {verb}: its kernels reduce one "
+            "head's logits to the statistics of token_stats and keep no row of them; "
+            "pass implementation=None"
+        )
+
+
+def choose_columns(
+    implementation: Implementation | None, spec: Spec, source: Factors
+) -> tuple[Backend, str]:
+    """`choose`, for a verb that reads single columns of the logits.
+
+    If the caller names no backend, others lend what they have: reductions of logits in
+    memory, and sums of sampled entries.
+    """
+    if implementation is not None:
+        return _named_backend(implementation, spec, source), "named by the caller"
+    backend, why = _first_able(with_columns(), spec, source)
+    all_reductions = [x.reductions for x in (backend, *BACKENDS) if x.reductions]
+    able = (x for x in all_reductions if x.is_of_machine())
+    reductions = next(able, None)
+    sampler = backend.sampler
+    if spec.gradient_samples:
+        sampler = choose(None, spec, source)[0].sampler
+    return dataclasses.replace(backend, reductions=reductions, sampler=sampler), why
+
+
+def with_columns() -> list[Backend]:
+    """The backends of verbs that read single columns, the fastest first."""
+    return [backend for backend in BACKENDS if backend.columns is not None]
+
+
+def _first_able(backends, spec, source):
+    """The first of these backends that can run the call, and why."""
+    refusals = {x.name: x.refuses(spec, source) for x in backends}
+    able = [backend for backend in backends if not refusals[backend.name]]
     why = [f"{name!r} does not: {said}" for name, said in refusals.items() if said]
     if not able:
         raise NotImplementedError(f"no backend runs this call: {'; '.join(why)}")

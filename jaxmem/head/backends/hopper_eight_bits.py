@@ -10,9 +10,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.head.backends import hopper, hopper_sampled, xla_sampled
+from jaxmem.head.backends import hopper, hopper_sampled
 from jaxmem.head.kernels import active, block_sizes
-from jaxmem.head.maths import backend_operands, eight_bits
+from jaxmem.head.maths import backend_operands, column_sampling, eight_bits
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import Entries
 from jaxmem.head.maths.eight_bits import EightBits
@@ -28,7 +28,7 @@ def forward(
 
     head = source.cast(spec)
     W, sampling = int8_factors.padded(shared.W), hopper_sampled.sampling_of(spec)
-    starts = xla_sampled.starts_of(spec, sampling, rows)
+    starts = column_sampling.starts_of(spec, rows)
     size = block_sizes.whole(min(rows.labels.shape[0], spec.chunk))
     env = _launch_env(spec, W.values, size)
 

@@ -41,7 +41,7 @@ def forward(
     head = source.cast(spec)
     padded = padding.head(spec, head)
     n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
-    starts = xla_sampled.starts_of(spec, sampling, rows)
+    starts = column_sampling.starts_of(spec, rows)
     env = hopper.launch_env(spec, padded, launch_rows(spec, head.hidden), "exps")
 
     def body(block, results):
@@ -77,7 +77,7 @@ def backward(
     cotangents: row_stats.Cotangents, entries: Entries,
 ) -> Factors:  # fmt: skip
     """See `xla_sampled.backward`."""
-    dz = xla_sampled.derivative(
+    dz = column_sampling.derivative_by_products(
         spec, sampling_of(spec), rows, saved, cotangents, entries
     )
     return gradient(spec, source, rows, dz)

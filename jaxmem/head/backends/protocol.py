@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from jaxmem.head.maths.backend_operands import CallerLogits, Factors, TokenRows
+from jaxmem.head.maths.block_sums import BlockSums, Density, Masses, PairSums
 from jaxmem.head.maths.column_sampling import Entries, SparseDerivative
+from jaxmem.head.maths.divergence_terms import Arithmetic
 from jaxmem.head.maths.eight_bits import EightBits
 from jaxmem.head.maths.row_stats import Cotangents, Outputs, Stats
 from jaxmem.head.maths.spec import Spec
@@ -55,6 +57,132 @@ class Loops(Protocol):
 
     def loss_rows(self, spec: Spec, source: Any) -> int:
         """Number of rows that `one_pass` passes to of_chunk at a time."""
+        ...
+
+
+class ScaledHead(NamedTuple):
+    """A head with what scales the logits of its rows: operands of `ColumnLoops`."""
+
+    spec: Spec
+    source: Factors
+    rows: TokenRows
+
+
+class ColumnGroup(NamedTuple):
+    """Rows of which `ColumnLoops` compute the logits in few columns only."""
+
+    chunk: int  # rows at a time
+    active: jax.Array  # bool [N]
+    # row ids [C] -> their columns, int32 [C, K]; past the end where one is absent
+    columns: Callable[[jax.Array], jax.Array]
+
+
+class ByLogits(NamedTuple):
+    """A derivative by logits, which differs in some columns."""
+
+    everywhere: jax.Array  # [C, V], or [C, K] by those of a `ColumnGroup`
+    ids: jax.Array | None = None  # int32 [C, K], of these; None for none
+    at_ids: jax.Array | None = None  # the derivative there
+
+
+class ColumnLoops(Protocol):
+    """Loops over chunks of scaled logits, for rules that read single columns.
+
+    A rule's function of a chunk is called with (row ids, *logits): those of each head
+    [C, V], or, with groups, those of the one head in the groups' columns [C, K], -inf
+    where one is absent. Ids past the end come last; the results of their rows have no
+    influence, and their derivatives are 0. The first head has the active rows. Logits
+    are scaled; derivatives are by those before softcap and temperature, as
+    `maths.scaling.unscale` gives them.
+    """
+
+    def forward(
+        self,
+        heads: Sequence[ScaledHead],
+        of_chunk: Callable[..., Any],
+        initial: Any,
+        groups: Sequence[ColumnGroup] | None = None,
+    ) -> Any:
+        """`initial`, the results of inactive rows, with of_chunk's for active ones."""
+        ...
+
+    def backward(
+        self,
+        heads: Sequence[ScaledHead],
+        of_chunk: Callable[..., ByLogits],
+        groups: Sequence[ColumnGroup] | None = None,
+    ) -> Factors:
+        """Cotangent of the first head's source, in its dtypes, from of_chunk's."""
+        ...
+
+    def one_pass(
+        self,
+        heads: Sequence[ScaledHead],
+        of_chunk: Callable[..., tuple[Any, ByLogits]],
+        initial: Any,
+    ) -> tuple[Any, Factors]:
+        """`forward` and `backward` of the same logits; of_chunk returns both.
+
+        Hidden's cotangent has hidden's dtype, W's and the bias's that of statistics.
+        """
+        ...
+
+
+class RowReductions(Protocol):
+    """Reductions of float32 logits in memory, each of which reads their rows once.
+
+    Blocks are of BLOCK neighbouring columns of one head, or of PAIR_BLOCK columns of
+    two heads.
+    """
+
+    BLOCK: int
+    PAIR_BLOCK: int
+    ARITHMETIC: Arithmetic  # that the functions of `sums` and `pair_sums` are to use
+
+    def is_of_machine(self) -> bool:
+        """True if this process can run them."""
+        ...
+
+    def supports(self, columns: int, dtype: Any) -> bool:
+        """True if `sums` and `pair_sums` take rows of this length and type."""
+        ...
+
+    def supports_blocks(self, columns: int, dtype: Any, k: int = 1) -> bool:
+        """True if `block_sums` takes such rows, and `top_k` finds k entries of each."""
+        ...
+
+    def block_sums(self, z: jax.Array) -> BlockSums:
+        """Sums of the blocks of logits [C, V]."""
+        ...
+
+    def top_k(
+        self, z: jax.Array, blocks: BlockSums, k: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """The k largest of rows and their columns, largest first, equal in order."""
+        ...
+
+    def pair_sums(
+        self, terms: Callable[..., Sequence[jax.Array]], z: jax.Array, y: jax.Array
+    ) -> PairSums:
+        """Sums of the blocks of two heads' logits, and of terms of w, v and ln(w/v).
+
+        w = e^(z - max z) and v = e^(y - max y), with the maxima of the block.
+        """
+        ...
+
+    def sums(
+        self,
+        terms: Callable[..., Sequence[jax.Array]],
+        tiles: tuple[jax.Array, ...],
+        rows: tuple[jax.Array, ...],
+    ) -> list[jax.Array]:
+        """Sums over V, [C] each, of terms of tiles [C, V] and numbers of rows [C]."""
+        ...
+
+    def select(
+        self, spec: Spec, density: Density, masses: Masses, starts: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Columns that `maths.column_sampling` keeps, and their weights, [C, K]."""
         ...
 
 
@@ -132,6 +260,9 @@ class Backend:
         blocks: the loops for `gradient=Recompute(blocks)`; None if it has none.
         sampler: the loops for `gradient=Sample(k)`.
         eight_bits: the loops for its forward="int8", beside the sampler.
+        columns: the loops of functions that read single columns of the logits; None if
+            it has none of these functions.
+        reductions: of logits in memory; where None, XLA reads them once for each sum.
     """
 
     name: str
@@ -142,6 +273,8 @@ class Backend:
     blocks: RecomputeLoops | None = None
     sampler: SampleLoops | None = None
     eight_bits: EightBitSampler | None = None
+    columns: ColumnLoops | None = None
+    reductions: RowReductions | None = None
 
     def refuses(self, spec: Spec, source: Any) -> str | None:
         """The reason why it cannot run the call in this process; None if it can."""
@@ -163,3 +296,15 @@ class Backend:
     def unproven(self, spec: Spec, source: Any) -> str | None:
         """The reason to prefer the next backend for a call; None if there is none."""
         return None if self.limits is None else self.limits.unproven(spec, source)
+
+
+def sampler_of(backend: Backend) -> SampleLoops:
+    """The sampler of a backend that was chosen for a call with `Sample(k)`."""
+    assert backend.sampler is not None, f"{backend.name!r} has no sampler"
+    return backend.sampler
+
+
+def columns_of(backend: Backend) -> ColumnLoops:
+    """The loops of a backend that was chosen for a call that reads single columns."""
+    assert backend.columns is not None, f"{backend.name!r} has no loops over columns"
+    return backend.columns

@@ -33,6 +33,7 @@ from jaxmem.head.maths.backend_operands import (
     trained,
     unpadded,
 )
+from jaxmem.head.maths.scaling import scale, unscale
 from jaxmem.head.maths.spec import Spec
 
 _ALIGNMENT = 64  # columns
@@ -167,43 +168,6 @@ def _dot(spec, a, b, axes):
     """The product over one axis of each, in the statistics' dtype."""
     axes = ((axes[0],), (axes[1],)), ((), ())
     return lax.dot_general(a, b, axes, preferred_element_type=spec.stats_dtype)
-
-
-def scale(spec, rows, row_ids, z):
-    """Logits after softcap and temperature, for any columns."""
-    if spec.softcap is not None:
-        z = spec.softcap * jnp.tanh(z / spec.softcap)
-    if rows.temperature is not None:
-        z = _divide(z, take(rows.temperature, row_ids, fill_value=1)[:, None])
-    return z
-
-
-def unscale(spec, rows, row_ids, z, dz):
-    """Derivative with respect to the logits before softcap and temperature."""
-    if rows.temperature is not None:
-        temperature = take(rows.temperature, row_ids, fill_value=1)[:, None]
-        z, dz = z * temperature, dz * (1 / temperature)
-    if spec.softcap is not None:
-        z = jnp.where(jnp.isfinite(z), z, 0)  # padded columns, whose dz is 0
-        dz = dz * (1 - (z / spec.softcap) ** 2)
-    return dz
-
-
-def _divide(z, temperature):
-    """The quotients, whose last operation is a sum.
-
-    A compiler contracts a product and the difference that follows it into one operation
-    without a rounding in between: for some uses of a logit, and not for its row's
-    maximum. XLA turns quotients into products. Both factors are positive, as infinite
-    logits times 0 are NaN, and one is a power of two, which does not round.
-    """
-    inverse = 1 / temperature
-    power = row_stats.power_of_two(inverse)
-    power = jnp.where(power * temperature < 1, power, power / 2)
-    remainder = (
-        1 - power * temperature
-    ) * inverse  # the difference has no rounding error
-    return z * power + z * remainder
 
 
 def zero_sums(spec, source):

@@ -7,7 +7,6 @@ pass is that of `xla_sampled`.
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.head.backends import xla_sampled
 from jaxmem.head.maths import backend_operands, column_sampling, eight_bits, row_stats
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import Entries
@@ -23,9 +22,9 @@ def forward(
     They are 0, and no entries, where a row is not active. `shared` is of all tokens of
     the call.
     """
-    sampling = xla_sampled.sampling_of(spec)
+    sampling = column_sampling.sampling_of(spec)
     head = source.cast(spec)
-    starts = xla_sampled.starts_of(spec, sampling, rows)
+    starts = column_sampling.starts_of(spec, rows)
 
     def chunk(row_ids, results):
         hidden = backend_operands.take(head.hidden, row_ids)

@@ -17,11 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.head.backends import xla
-from jaxmem.head.maths import backend_operands, column_sampling, row_stats, vocab_shards
+from jaxmem.head.maths import (
+    backend_operands,
+    column_sampling,
+    row_stats,
+    vocab_shards,
+)
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import (
     Entries,
-    Sampling,
     SparseDerivative,
     sort_by_column,
 )
@@ -37,11 +41,6 @@ _PAIRS = 1024
 _DEPTH = 128  # columns of hidden's gradient at a time where W is [D, V]
 
 
-def sampling_of(spec: Spec) -> Sampling:
-    """The sampling of K slots over this head's vocabulary, or over this shard of it."""
-    return Sampling(spec.gradient_samples or 0, spec.columns)
-
-
 def forward(
     spec: Spec, source: Factors, rows: TokenRows, names
 ) -> tuple[dict, Entries]:
@@ -49,9 +48,9 @@ def forward(
 
     They are 0, and no entries, where a row is not active.
     """
-    n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
+    n_rows, sampling = rows.labels.shape[0], column_sampling.sampling_of(spec)
     head = source.cast(spec)
-    starts = starts_of(spec, sampling, rows)
+    starts = column_sampling.starts_of(spec, rows)
 
     def chunk(row_ids, results):
         outputs, entries = results
@@ -75,13 +74,6 @@ def forward(
     return backend_operands.for_active_chunks(spec.chunk, rows.active, chunk, results)
 
 
-def starts_of(spec: Spec, sampling: Sampling, rows: TokenRows) -> jax.Array:
-    """Offset of each row's multiples of a unit, int32 [N]; it differs by shard."""
-    assert rows.draws is not None, "no key was given"
-    shard = lax.axis_index(spec.shards.axes) if spec.shards else 0
-    return column_sampling.starts(sampling, rows.draws, shard)
-
-
 def backward(
     spec: Spec, source: Factors, rows: TokenRows, saved: row_stats.Outputs,
     cotangents: row_stats.Cotangents, entries: Entries,
@@ -91,7 +83,10 @@ def backward(
     `saved` has logprob, max, log_sum, and the outputs with cotangents. Sums are in the
     statistics' dtype.
     """
-    dz = derivative(spec, sampling_of(spec), rows, saved, cotangents, entries)
+    sampling = column_sampling.sampling_of(spec)
+    dz = column_sampling.derivative_by_products(
+        spec, sampling, rows, saved, cotangents, entries
+    )
     return gradient(spec, source, rows, dz)
 
 
@@ -107,21 +102,6 @@ def gradient(
     if not spec.frozen_head:
         head_gradients = over_tokens(spec, dz, head.hidden, source, _to_weights)
     return backend_operands.cotangent(spec, Factors(dhidden, *head_gradients), source)
-
-
-def derivative(
-    spec: Spec, sampling: Sampling, rows: TokenRows, saved, cotangents, entries: Entries
-) -> SparseDerivative:
-    """Derivative of the loss by h Wᵀ at entries, through temperature and softcap."""
-    row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
-    labels = jnp.where(
-        rows.active, backend_operands.part_labels(spec, rows, row_ids), -1
-    )
-    c = row_stats.coefficients(saved, cotangents)
-    log_p, dz = column_sampling.derivative(sampling, entries, labels, saved, c)
-    z = log_p + (row_stats.finite(saved.max) + saved.log_sum)[:, None]
-    values = xla.unscale(spec, rows, row_ids, z, dz.values)
-    return SparseDerivative(dz.columns, jnp.where(rows.active[:, None], values, 0))
 
 
 def _to_hidden(spec, head, rows, dz) -> jax.Array:

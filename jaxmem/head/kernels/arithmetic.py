@@ -5,9 +5,13 @@ a multiplication with an addition.
 """
 
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
+
+from jaxmem.head.maths.divergence_terms import Arithmetic
+from jaxmem.head.maths.row_stats import Normaliser
 
 _LOG2_E = math.log2(math.e)
 
@@ -39,3 +43,12 @@ def log_ratio(z: jax.Array, y: jax.Array, z_max: jax.Array, y_max: jax.Array):
     between, below = z - y, z - z_max
     near = between - (z_max - y_max)
     return jnp.where(jnp.abs(between) <= jnp.abs(below), near, below - (y - y_max))
+
+
+def _log_ratio_of_rows(z, y, policy: Normaliser, reference: Normaliser):
+    """The ln(p/q) of logits: kernels have no room for what differences lose."""
+    ratio = log_ratio(z, y, policy.max, reference.max)
+    return ratio - (policy.log_sum - reference.log_sum)
+
+
+OPERATIONS = Arithmetic(exp, fma, at_most, operator.mul, _log_ratio_of_rows)

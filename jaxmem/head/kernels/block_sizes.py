@@ -8,6 +8,7 @@ import math
 
 from jaxmem.head.kernels.tiles import MAX_CLUSTER_ROWS
 
+ROW_BLOCK, PAIR_BLOCK = 64, 128  # columns of a block of one head's logits, and of two
 TILE = 256  # columns of a product's tile, as in `tuned.DEFAULTS`
 # Of one forward launch; 16,384 are 1% slower and take twice the bytes.
 MAX_ROWS = 8_192

@@ -5,7 +5,7 @@ exponentials relative to it. The row's normaliser follows from these few numbers
 the blocks that the row's k largest logits are in, and the mass of each block.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -14,22 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmem.head.kernels import row_sums, typed
+from jaxmem.head.kernels import block_sizes, row_sums, typed
 from jaxmem.head.kernels.row_tiles import PARAMS, beside, reduce_blocks
 from jaxmem.head.maths import running_sums
-from jaxmem.head.maths.row_stats import Normaliser
+from jaxmem.head.maths.block_sums import BlockSums
 
-WIDTH = 64  # columns of a block
+WIDTH = block_sizes.ROW_BLOCK
 _MAX_BLOCKS = 16384  # whose maxima registers hold
 _MAX_K = 256  # entries to select, one after another
 _LOWEST, _NAN = np.int32(-(2**31)), np.int32(2**31 - 1)
-
-
-class BlockSums(NamedTuple):
-    """Sums of each block of logits, float32 [C, ⌈V / WIDTH⌉]."""
-
-    largest: jax.Array  # m, the largest logit
-    others: jax.Array  # Σ e^(z - m) without the 1 of a largest logit
 
 
 def supports(columns: int, dtype: Any, k: int = 1) -> bool:
@@ -67,18 +60,6 @@ def without_largest(z: jax.Array, largest, sums, width: int) -> BlockSums:
     others = jnp.sum(others, axis=1) + (jnp.sum(is_largest, axis=1) - 1)
     block = jnp.arange(largest.shape[1], dtype=jnp.int32)
     return BlockSums(largest, jnp.where(block == first, others[:, None], sums - 1))
-
-
-def normaliser(blocks: BlockSums) -> Normaliser:
-    """The normaliser of the rows; see `maths.row_stats.normaliser`."""
-    largest, others = blocks
-    row_max = jnp.max(largest, axis=1)
-    is_largest = largest == row_max[:, None]
-    scaled = (others + 1) * jnp.exp(largest - row_max[:, None])
-    # Without the 1 of a largest logit: adding and subtracting it loses a small sum.
-    smaller = jnp.sum(jnp.where(is_largest, others, scaled), axis=1)
-    smaller += jnp.sum(is_largest.astype(jnp.float32), axis=1) - 1
-    return Normaliser(row_max, jnp.log1p(jnp.where(row_max == -jnp.inf, -1, smaller)))
 
 
 def top_k(z: jax.Array, largest: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

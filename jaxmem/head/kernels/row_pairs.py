@@ -8,25 +8,16 @@ so that no term needs the row's normalisers, which another read would have to fi
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.head.kernels import row_blocks
+from jaxmem.head.kernels import block_sizes, row_blocks
 from jaxmem.head.kernels.arithmetic import exp, log_ratio
-from jaxmem.head.kernels.row_blocks import BlockSums
 from jaxmem.head.kernels.row_tiles import beside, reduce_blocks
+from jaxmem.head.maths.block_sums import PairSums
 
-WIDTH = 128  # columns of a block
-
-
-class PairSums(NamedTuple):
-    """Sums of each block of both heads' logits, float32 [C, ⌈V / WIDTH⌉]."""
-
-    z: BlockSums
-    y: BlockSums
-    sums: Sequence[jax.Array]  # an array for each of the terms
+WIDTH = block_sizes.PAIR_BLOCK
 
 
 def parts(

@@ -10,7 +10,6 @@ the bounds change which columns are drawn together, but no probability.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -21,6 +20,7 @@ from jax import lax
 from jaxmem.head.kernels import row_tiles, typed
 from jaxmem.head.kernels.row_tiles import PARAMS, beside, store
 from jaxmem.head.maths import column_sampling
+from jaxmem.head.maths.block_sums import Density
 from jaxmem.head.maths.column_sampling import Entries, Sampling
 
 # Of a block's mass: its rounding, and that of exponentials that are computed anew.
@@ -31,23 +31,6 @@ _LANES = 32  # threads of a warp
 # What is written to SMEM is committed before it is read, and written once.
 _PARAMS = dataclasses.replace(PARAMS, unsafe_no_auto_barriers=True)
 _SUMS = 128  # running sums that they are compared with at a time
-
-
-class Density(NamedTuple):
-    """Probabilities of columns, from what is in memory.
-
-    Attributes:
-        function: from tiles [width], numbers of their block [] and of their row [], all
-            float32, to probabilities [width].
-        tiles: its first arguments, [C, V]; the tiles have no columns from V on.
-        blocks: the next ones, [C, n].
-        rows: the last ones, [C].
-    """
-
-    function: Callable[..., jax.Array]
-    tiles: tuple[jax.Array, ...]
-    blocks: tuple[jax.Array, ...] = ()
-    rows: tuple[jax.Array, ...] = ()
 
 
 def bounds(

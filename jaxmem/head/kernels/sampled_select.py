@@ -14,6 +14,7 @@ from jax import lax
 from jaxmem.head.kernels import sampled_blocks
 from jaxmem.head.kernels.forward import Kept
 from jaxmem.head.maths import column_sampling
+from jaxmem.head.maths.block_sums import Density
 from jaxmem.head.maths.column_sampling import Entries, Sampling
 from jaxmem.head.maths.row_stats import Normaliser
 
@@ -45,7 +46,7 @@ def entries(
     tile_bounds = bounds(sampling, width, kept, rows, scale)
     active = jnp.arange(tile_bounds.shape[1]) < n_active
     exps = jnp.pad(kept.exps, ((0, 0), (0, max(width - kept.exps.shape[1], 0))))
-    density = sampled_blocks.Density(lax.mul, (exps,), (scale.T,))
+    density = Density(lax.mul, (exps,), (scale.T,))
     tile_bounds = jnp.where(active, tile_bounds, 0).T
     return sampled_blocks.select(sampling, density, tile_bounds, width, starts)
 

@@ -22,6 +22,7 @@ class TracedCall:
         live_logits_bytes: of float32 logits; 0 in "hopper", which stores none.
         gradient_samples: entries of each token's derivative; None for exact gradients.
         forward: the product that logits are made by.
+        is_sole_backend: True if no other backend has the function.
     """
 
     verb: str
@@ -32,6 +33,7 @@ class TracedCall:
     live_logits_bytes: int = 0
     gradient_samples: int | None = None
     forward: Forward = "exact"
+    is_sole_backend: bool = False
 
     def __str__(self):
         shapes = " ".join(f"{k}{list(v)}" for k, v in self.shapes.items())

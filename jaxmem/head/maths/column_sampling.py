@@ -22,9 +22,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.head.maths import checks, running_sums
+from jaxmem.head.maths import checks, row_stats, running_sums, scaling
+from jaxmem.head.maths.backend_operands import TokenRows, part_labels
 from jaxmem.head.maths.gradients import Sample
 from jaxmem.head.maths.row_stats import Coefficients, Normaliser, Outputs
+from jaxmem.head.maths.spec import Spec
 
 _BITS = 30  # K units fit, and so does any running sum plus a start
 _ROUNDING = 2.0**-12  # how far a row's probabilities may add up to more than 1
@@ -60,6 +62,18 @@ class Sampling:
         """κ: K less what rounding up adds to a row's sum, so that K slots suffice."""
         rounded_up = 1.02 * (self.columns + 512) / self.one
         return self.slots * (1 - _ROUNDING - self.margin) - rounded_up
+
+
+def sampling_of(spec: Spec) -> Sampling:
+    """The sampling of K slots over this head's vocabulary, or over this shard of it."""
+    return Sampling(spec.gradient_samples or 0, spec.columns)
+
+
+def starts_of(spec: Spec, rows: TokenRows) -> jax.Array:
+    """`starts` of each row, int32 [N]; they differ by shard."""
+    assert rows.draws is not None, "no key was given"
+    shard = lax.axis_index(spec.shards.axes) if spec.shards else 0
+    return starts(sampling_of(spec), rows.draws, shard)
 
 
 class Entries(NamedTuple):
@@ -127,6 +141,11 @@ def inverse(sampling: Sampling, p: jax.Array) -> jax.Array:
     return jnp.where(p > 0, 1 / jnp.where(p > 0, q, 1), 0)
 
 
+def weighed(spec: Spec, entries: Entries) -> tuple[jax.Array, jax.Array]:
+    """The columns of entries, sampled by `sampling_of`, and their weights."""
+    return entries.columns, inverse(sampling_of(spec), entries.p)
+
+
 def scale(part_max: jax.Array, rows: Outputs | Normaliser) -> jax.Array:
     """Factors that turn e^(z - part_max) of rows into probabilities."""
     nothing = part_max == -jnp.inf  # and -inf - -inf would be NaN
@@ -188,6 +207,20 @@ def derivative(
         jnp.concatenate([column, entries.columns], axis=1),
         jnp.concatenate([jnp.where(in_part[:, None], at_label, 0), slopes], axis=1),
     )
+
+
+def derivative_by_products(
+    spec: Spec, sampling: Sampling, rows: TokenRows, saved: Outputs, cotangents,
+    entries: Entries,
+) -> SparseDerivative:  # fmt: skip
+    """`derivative` by h Wᵀ, through temperature and softcap; 0 in inactive rows."""
+    row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
+    labels = jnp.where(rows.active, part_labels(spec, rows, row_ids), -1)
+    c = row_stats.coefficients(saved, cotangents)
+    log_p, dz = derivative(sampling, entries, labels, saved, c)
+    z = log_p + (row_stats.finite(saved.max) + saved.log_sum)[:, None]
+    values = scaling.unscale(spec, rows, row_ids, z, dz.values)
+    return SparseDerivative(dz.columns, jnp.where(rows.active[:, None], values, 0))
 
 
 class SortedEntries(NamedTuple):

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem import devices
 from jaxmem.head.backends import choose
-from jaxmem.head.backends.protocol import Backend, SampleLoops
+from jaxmem.head.backends.protocol import Backend
 from jaxmem.head.maths import (
     call_report,
     checks,
@@ -47,7 +46,7 @@ class CheckedCall(NamedTuple):
 
 
 class ColumnsCall(NamedTuple):
-    """A checked call that only "xla" runs; the source is still to be typed."""
+    """A checked call of a verb that reads single columns, whose source is not typed."""
 
     spec: Spec
     source: Factors
@@ -58,13 +57,38 @@ class ColumnsCall(NamedTuple):
 def columns_call(
     verb: str, hidden, W, options: CallOptions, labels=NO_LABELS
 ) -> ColumnsCall:
-    """A call that only "xla" runs, which is still to be recorded."""
-    check_only_xla(verb, options.implementation)
+    """The call of a verb that reads single columns; its backend is still to choose."""
+    choose.check_columns(verb, options.implementation)
     source, head, shape = read_head(hidden, W)
     spec = spec_of(source, head, (), options)
     gradients.facts_of_whole_logits(options.gradient, spec.vocab_size)
     rows = read_rows(spec, shape, labels, options)
     return ColumnsCall(spec, source, rows, shape)
+
+
+def choose_columns(
+    verb: str,
+    spec: Spec,
+    source: Factors,
+    implementation: Implementation | None,
+    shapes,
+    live_bytes: int | None = None,
+) -> Backend:
+    """The backend of a verb that reads single columns; the call is recorded.
+
+    The live bytes are those of a chunk's logits, unless others are given.
+    """
+    backend, why = choose.choose_columns(implementation, spec, source)
+    if live_bytes is None:
+        live_bytes = 4 * spec.chunk * spec.columns
+    if not backend.stores_logits:
+        live_bytes = 0
+    is_sole_backend = len(choose.with_columns()) == 1
+    if is_sole_backend and implementation is None:
+        why = f"the only one with {verb}"
+    facts = spec.chunk, live_bytes, spec.gradient_samples, spec.forward, is_sole_backend
+    call_report.record(verb, shapes, backend.name, why, *facts)
+    return backend
 
 
 def read_logits(logits, head: Head) -> HeadOperands:
@@ -116,45 +140,6 @@ def _type_samples(spec, source, rows):
         return spec, source
     spec = dataclasses.replace(spec, token_axes=token_axes)
     return spec, untyped._replace(hidden=source.hidden)
-
-
-def check_only_xla(verb: str, implementation: Implementation | None) -> None:
-    """Raise for an implementation that a verb which only "xla" has cannot use."""
-    choose.check(implementation)
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(
-            f"implementation={implementation!r} has no {verb}: its kernels reduce one "
-            "head's logits to the statistics of token_stats and keep no row of them; "
-            "pass implementation=None"
-        )
-
-
-def sampler(
-    implementation: Implementation | None, spec: Spec, source: Factors
-) -> SampleLoops | None:
-    """The loops of `Sample(k)` for a verb that only "xla" has; None without it."""
-    if spec.gradient_samples is None:
-        return None
-    return choose.choose(implementation, spec, source)[0].sampler
-
-
-def uses_kernels(implementation: Implementation | None) -> bool:
-    """True if kernels may read the logits of a verb that only "xla" has."""
-    on_gpu = implementation is None and devices.backend() == "gpu"
-    return on_gpu and devices.has_mosaic()
-
-
-def record_only_xla(
-    verb: str, spec: Spec, shapes, implementation: str | None, live_bytes=None
-) -> None:
-    """Record the call of a verb that only "xla" has in every open `jaxmem.report()`.
-
-    The live bytes are those of a chunk's logits, unless others are given.
-    """
-    why = "named by the caller" if implementation else f"the only one with {verb}"
-    live_bytes = 4 * spec.chunk * spec.columns if live_bytes is None else live_bytes
-    facts = spec.chunk, live_bytes, spec.gradient_samples
-    call_report.record(verb, shapes, "xla", why, *facts)
 
 
 def spec_of(source: Any, head: Head, outputs, options: CallOptions) -> Spec:

@@ -84,8 +84,7 @@ class Columns(Target):
         ids, log_q = _distinct_columns(spec, ids, logprobs)
         rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
         spec, source = arguments.typed(spec, call.source, (rows, ids, log_q))
-        sampler = arguments.sampler(student.options.implementation, spec, source)
-        log_p = rule.run(ColumnsRule(spec, sampler), (source,), ((rows,), ids))
+        log_p = rule.run(ColumnsRule(spec, call.backend), (source,), ((rows,), ids))
         values = kinds.values(comparison, log_p, log_q)
         return jnp.reshape(jnp.where(rows.active, values, 0), shape)
 
@@ -101,7 +100,7 @@ class Columns(Target):
         ids, log_q = _distinct_columns(spec, ids, logprobs)
         constants = ColumnsConstants(call.rows, scale, ids, log_q)
         rule_of = functools.partial(ColumnsLossRule, comparison=comparison)
-        return LossCall(rule_of, spec, call.source, constants, shape)
+        return LossCall(rule_of, call._replace(rows=constants))
 
     def placed(self, places):
         tokens = places.tokens
@@ -141,7 +140,7 @@ class Drawn(Target):
     def divergence(self, kind, student):
         _check_drawn(kind)
         call, ids, _ = ids_call("divergence", self.ids, *student)
-        log_p = logprobs_of(call, ids, student.options.implementation)
+        log_p = logprobs_of(call, ids)
         count = jnp.maximum(jnp.sum(ids >= 0, axis=-1), 1).astype(log_p.dtype)
         return -jnp.sum(log_p, axis=-1) / count
 
@@ -152,7 +151,7 @@ class Drawn(Target):
         ids = ids if ids.shape[-1] else _absent_ids(shape)
         scale = statistics_scale(spec, shape, call.rows, statistics_temperature)
         constants = DrawnConstants(call.rows, scale, flat_ids(ids, shape))
-        return LossCall(DrawnLossRule, spec, call.source, constants, shape)
+        return LossCall(DrawnLossRule, call._replace(rows=constants))
 
     def placed(self, places):
         ids = check_ids("ids", self.ids, places.where, places.tokens, places.vocab_size)

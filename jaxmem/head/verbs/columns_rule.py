@@ -14,40 +14,34 @@ columns of S that are in it.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.head.backends import xla
-from jaxmem.head.backends.protocol import SampleLoops
-from jaxmem.head.backends.xla_sampled import sampling_of, starts_of
-from jaxmem.head.maths import column_sampling, row_stats, vocab_shards
-from jaxmem.head.maths.backend_operands import (
-    Factors,
-    TokenRows,
-    cotangent,
-    for_active_chunks,
-    put_all,
-    take,
+from jaxmem.head.backends.protocol import ByLogits, ScaledHead, sampler_of
+from jaxmem.head.maths import (
+    column_sampling,
+    id_columns,
+    row_stats,
+    scaling,
+    vocab_shards,
 )
+from jaxmem.head.maths.backend_operands import TokenRows, take
 from jaxmem.head.maths.column_sampling import Entries
 from jaxmem.head.maths.spec import Spec
 from jaxmem.head.verbs.rule import LoopRule
-from jaxmem.head.verbs.token_ids import existing_columns
 
 
 @dataclasses.dataclass(frozen=True)
 class SomeColumnsRule(LoopRule):
     """A rule of some columns of each token, with a `SoftmaxDerivative` by the logits.
 
-    With a sampler, the forward pass keeps few entries of the other columns, and the
+    Under `Sample(k)` the forward pass keeps few entries of the other columns, and the
     backward pass recomputes no logits.
     """
-
-    sampler: SampleLoops | None
 
     def loop(self, source, rows, constants, starts) -> tuple[Any, dict]:
         """`forward_loop`; with starts [N], the residuals have sampled entries."""
@@ -62,26 +56,29 @@ class SomeColumnsRule(LoopRule):
 
     def saving_loop(self, source, rows, constants):
         starts = None
-        if self.sampler is not None:
-            sampling = sampling_of(self.spec)
-            starts = starts_of(self.spec, sampling, rows[0])
+        if self.spec.gradient_samples:
+            starts = column_sampling.starts_of(self.spec, rows[0])
         return self.loop(source, rows, constants, starts)
 
     def backward_loop(self, source, rows, constants, result, saved, g):
-        operands = constants, result, saved, g
-        if self.sampler is not None:
+        operands, spec = (constants, result, saved, g), self.spec
+        if spec.gradient_samples:
             d = self.derivative(*operands)
-            dz = at_entries(self.spec, rows[0], d, saved["entries"])
-            return self.sampler.gradient(self.spec, source, rows[0], dz)
+            dz = at_entries(spec, rows[0], d, saved["entries"])
+            return sampler_of(self.backend).gradient(spec, source, rows[0], dz)
 
-        def derivative(row_ids):
+        def of_chunk(row_ids, z):
             def take_rows(x):
                 is_id = jnp.issubdtype(x.dtype, jnp.integer)
                 return take(x, row_ids, fill_value=-1 if is_id else 0)
 
-            return self.derivative(*jax.tree.map(take_rows, operands))
+            d = self.derivative(*jax.tree.map(take_rows, operands))
+            unscale = functools.partial(scaling.unscale, spec, rows[0], row_ids)
+            everywhere = unscale(z, by_logits(z, d).everywhere)
+            z_at_ids = id_columns.logits_at(spec, z, d.ids)
+            return ByLogits(everywhere, d.ids, unscale(z_at_ids, d.at_ids))
 
-        return pull(self.spec, source, rows[0], derivative)
+        return self.loops.backward([ScaledHead(spec, source, rows[0])], of_chunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,17 +92,15 @@ class ColumnsRule(SomeColumnsRule):
 
     def loop(self, source, rows, constants, starts):
         (rows,), spec = rows, self.spec
-        head = source.cast(spec)
 
-        def chunk(row_ids, results):
-            z = logits(spec, head, rows, row_ids)
+        def of_chunk(row_ids, z):
             ids = take(constants, row_ids, fill_value=-1)
             parts = split(spec, z, ids)
             saved = {"normaliser": parts.rest, "logsumexp": parts.logsumexp}
             if starts is not None:
                 row_starts = take(starts, row_ids)
                 saved |= sampled(spec, parts.logits, parts.rest, ids, row_starts)
-            return put_all(results, row_ids, (parts.log_p, saved))
+            return parts.log_p, saved
 
         n_rows, n_ids = constants.shape
         zero = jnp.zeros(n_rows, spec.stats_dtype)
@@ -113,7 +108,8 @@ class ColumnsRule(SomeColumnsRule):
         saved = {"normaliser": row_stats.Normaliser(zero, zero), "logsumexp": zero}
         log_p, saved = vocab_shards.vary((log_p, saved), spec.varying)
         results = log_p, saved | nothing_sampled(spec, starts)
-        return for_active_chunks(spec.chunk, rows.active, chunk, results)
+        heads = [ScaledHead(spec, source, rows)]
+        return self.loops.forward(heads, of_chunk, results)
 
     def derivative(self, constants, result, saved, g):
         dz = derivative_of_split(constants, result, g, saved["normaliser"])
@@ -152,16 +148,18 @@ def sampled(spec: Spec, z, normaliser, ids, starts) -> dict[str, Entries]:
 def select(spec: Spec, density: jax.Array, ids, starts: jax.Array) -> Entries:
     """Entries of rows, sampled by a density [C, V] of columns; not those of ids."""
     if ids is not None:
-        density = density.at[indices_of(spec, ids)].set(0, mode="drop")
+        density = density.at[id_columns.indices_of(spec, ids)].set(0, mode="drop")
     ones = jnp.ones(len(density), density.dtype)
-    return column_sampling.select(sampling_of(spec), density, ones, starts)
+    return column_sampling.select(
+        column_sampling.sampling_of(spec), density, ones, starts
+    )
 
 
 def nothing_sampled(spec: Spec, starts: jax.Array | None) -> dict[str, Entries]:
     """`sampled` of rows [N] without entries; nothing without starts."""
     if starts is None:
         return {}
-    sampling = sampling_of(spec)
+    sampling = column_sampling.sampling_of(spec)
     none = column_sampling.none(sampling, len(starts), spec.stats_dtype)
     return {"entries": vocab_shards.vary(none, spec.part_varying)}
 
@@ -174,13 +172,17 @@ def at_entries(
     Of the derivative by logits, equal ids are neighbours; the entries are of `sampled`
     by the same softmax.
     """
-    weight = entries.p * column_sampling.inverse(sampling_of(spec), entries.p)
+    weight = entries.p * column_sampling.inverse(
+        column_sampling.sampling_of(spec), entries.p
+    )
     log_p = jnp.log(jnp.where(entries.p > 0, entries.p, 1))
     others = unnormalised(log_p, d.normaliser)
     z = jnp.concatenate([jnp.asarray(d.logits), others], axis=1)
     dz = jnp.concatenate([d.at_ids, d.factor[:, None] * weight], axis=1)
-    dz = xla.unscale(spec, rows, jnp.arange(len(z), dtype=jnp.int32), z, dz)
-    columns = jnp.concatenate([distinct_columns(spec, d.ids), entries.columns], axis=1)
+    dz = scaling.unscale(spec, rows, jnp.arange(len(z), dtype=jnp.int32), z, dz)
+    columns = jnp.concatenate(
+        [id_columns.distinct_columns(spec, d.ids), entries.columns], axis=1
+    )
     used = rows.active[:, None] & (columns < spec.columns)
     return column_sampling.SparseDerivative(columns, jnp.where(used, dz, 0))
 
@@ -188,34 +190,6 @@ def at_entries(
 def unnormalised(log_p: jax.Array, rows: row_stats.Normaliser) -> jax.Array:
     """Logits [C, K], rounded, from log-probabilities and the rows' normalisers."""
     return log_p + (row_stats.finite(rows.max) + rows.log_sum)[:, None]
-
-
-def distinct_columns(spec: Spec, ids: jax.Array) -> jax.Array:
-    """Columns of ids in this shard; past the end for repeats of the id before."""
-    repeats = jnp.pad(ids[:, 1:] == ids[:, :-1], ((0, 0), (1, 0)))
-    return existing_columns(spec, jnp.where(repeats, -1, ids))
-
-
-def pull(
-    spec: Spec,
-    source: Factors,
-    rows: TokenRows,
-    derivative: Callable[[jax.Array], SoftmaxDerivative],
-) -> Factors:
-    """Cotangent of the source, from the derivative of the rows' recomputed logits."""
-    head = source.cast(spec)
-
-    def chunk(row_ids, sums):
-        z, d = logits(spec, head, rows, row_ids), derivative(row_ids)
-        dz = xla.unscale(spec, rows, row_ids, z, elsewhere(z, d))
-        z_at_ids = logits_at(spec, z, d.ids)
-        at_ids = xla.unscale(spec, rows, row_ids, z_at_ids, d.at_ids)
-        dz = put_in_columns(spec, head, dz, d.ids, at_ids)
-        return xla.accumulate(spec, head, row_ids, dz, sums)
-
-    sums = xla.zero_sums(spec, head)
-    sums = for_active_chunks(spec.chunk, rows.active, chunk, sums)
-    return cotangent(spec, sums, source)
 
 
 def derivative_of_split(
@@ -228,23 +202,11 @@ def derivative_of_split(
     return SoftmaxDerivative(ids, dz[:, :-1], dz[:, -1], rest)
 
 
-def elsewhere(z: jax.Array, d: SoftmaxDerivative) -> jax.Array:
-    """The derivative by logits z [C, V], as if no column were given."""
+def by_logits(z: jax.Array, d: SoftmaxDerivative) -> ByLogits:
+    """The derivative by logits z, [C, V] or some columns of them."""
     softmax = jnp.exp(row_stats.log_softmax(z, d.normaliser))
-    return jnp.where(d.factor[:, None] == 0, 0, d.factor[:, None] * softmax)
-
-
-def put_in_columns(
-    spec: Spec, head: Factors, dz: jax.Array, ids: jax.Array, at_ids: jax.Array
-) -> jax.Array:
-    """The derivative dz [C, V], with at_ids [C, K] in the columns of ids.
-
-    It is rounded for the products before that, so that the other columns are not stored
-    in float32; unless the head has a bias, whose gradient is a sum of it.
-    """
-    dtype = spec.compute_dtype if head.bias is None else spec.stats_dtype
-    dz, at_ids = dz.astype(dtype), at_ids.astype(dtype)
-    return dz.at[indices_of(spec, ids)].set(at_ids, mode="drop")
+    everywhere = jnp.where(d.factor[:, None] == 0, 0, d.factor[:, None] * softmax)
+    return ByLogits(everywhere, d.ids, d.at_ids)
 
 
 def by_log_p(log_p: jax.Array, g: jax.Array, total=None) -> jax.Array:
@@ -255,11 +217,6 @@ def by_log_p(log_p: jax.Array, g: jax.Array, total=None) -> jax.Array:
     """
     total = jnp.sum(g, axis=-1, keepdims=True) if total is None else total
     return g * -jnp.expm1(log_p) - (total - g) * jnp.exp(log_p)
-
-
-def logits(spec: Spec, head: Factors, rows: TokenRows, row_ids) -> jax.Array:
-    """Logits, materialised, so that they are scaled once though read several times."""
-    return lax.optimization_barrier(xla.logits(spec, head, rows, row_ids))
 
 
 def normaliser(spec: Spec, z: jax.Array) -> row_stats.Normaliser:
@@ -286,26 +243,15 @@ def max_over_shards(spec: Spec, x: jax.Array) -> jax.Array:
     return lax.pmax(x, spec.shards.axes) if spec.shards else x
 
 
-def indices_of(spec: Spec, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows and columns of ids in this shard's logits; out of bounds where not in it."""
-    row = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-    return row, existing_columns(spec, ids)
-
-
-def logits_at(spec: Spec, z: jax.Array, ids: jax.Array) -> jax.Array:
-    """This shard's logits z [C, V] at ids [C, K]; -inf where they are not in it."""
-    return z.at[indices_of(spec, ids)].get(mode="fill", fill_value=-jnp.inf)
-
-
 def split(spec: Spec, z: jax.Array, ids: jax.Array) -> Split:
     """Log-probabilities of ids [C, K] and of the rest, from logits z [C, V]."""
     # Read these first, so that XLA can overwrite z, and afterwards put them back.
-    z, in_shard = lax.optimization_barrier((z, logits_at(spec, z, ids)))
+    z, in_shard = lax.optimization_barrier((z, id_columns.logits_at(spec, z, ids)))
     at_ids = max_over_shards(spec, in_shard)
-    others = z.at[indices_of(spec, ids)].set(-jnp.inf, mode="drop")
+    others = z.at[id_columns.indices_of(spec, ids)].set(-jnp.inf, mode="drop")
     others, part = lax.optimization_barrier((others, row_stats.normaliser(others)))
     rest = over_shards(spec, part)
-    z = others.at[indices_of(spec, ids)].set(in_shard, mode="drop")
+    z = others.at[id_columns.indices_of(spec, ids)].set(in_shard, mode="drop")
     largest = jnp.maximum(rest.max, jnp.max(at_ids, axis=1))
     at_ids = jnp.where(ids < spec.vocab_size, at_ids, jnp.nan)
     row_max = row_stats.finite(largest)[:, None]

@@ -6,12 +6,11 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmem.head.backends import choose
 from jaxmem.head.maths.explicit_axes import merged, spec_of, with_automatic_axes
 from jaxmem.head.maths.gradients import Gradient
 from jaxmem.head.maths.head import Matrix
 from jaxmem.head.maths.spec import AxisName, CallOptions, Chunk, Implementation
-from jaxmem.head.verbs import arguments, divergence_targets, traced_loss
+from jaxmem.head.verbs import divergence_targets, traced_loss
 from jaxmem.head.verbs.kinds import Kind
 from jaxmem.head.verbs.single_pass import run
 
@@ -96,11 +95,5 @@ def divergence_loss(
     )  # fmt: skip
     checked = divergence_targets.check(target)
     student = divergence_targets.Student(hidden, W, labels, options)
-    loss = checked.of.loss(checked.kind, student, statistics_temperature)
-    # Kernels have no loop for it, but may sum the entries that are sampled.
-    named = implementation if loss.spec.gradient_samples else "xla"
-    backend, _ = choose.choose(named, loss.spec, loss.source)
-    call = arguments.CheckedCall(
-        loss.spec, backend, loss.source, loss.constants, loss.shape
-    )
-    return run(loss.rule_of, loss_fn, call, per_token, normalizer, of_divergence=True)
+    rule_of, call = checked.of.loss(checked.kind, student, statistics_temperature)
+    return run(rule_of, loss_fn, call, per_token, normalizer, of_divergence=True)

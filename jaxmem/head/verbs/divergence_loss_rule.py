@@ -15,28 +15,26 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.head.backends import xla
-from jaxmem.head.backends.xla_sampled import sampling_of, starts_of
-from jaxmem.head.maths import column_sampling, row_stats, vocab_shards
+from jaxmem.head.backends.protocol import (
+    ByLogits,
+    ScaledHead,
+    columns_of,
+    sampler_of,
+)
+from jaxmem.head.maths import column_sampling, row_stats, scaling, vocab_shards
 from jaxmem.head.maths.backend_operands import (
-    Factors,
     TokenRows,
-    for_active_chunks,
     merged,
     part_labels,
     put,
-    put_all,
-    sum_over_shards,
     take,
-    trained as trained_part,
 )
 from jaxmem.head.maths.column_sampling import SparseDerivative
+from jaxmem.head.maths.id_columns import distinct_columns, existing_columns, logits_at
 from jaxmem.head.maths.row_stats import TokenStats
 from jaxmem.head.maths.spec import Spec
 from jaxmem.head.verbs import arguments, columns_rule, kinds, selected, traced_loss
 from jaxmem.head.verbs.rule import on_tokens
-from jaxmem.head.verbs.sampled_rule import sampler_of
-from jaxmem.head.verbs.token_ids import existing_columns
 from jaxmem.head.verbs.traced_loss import LossOperands, Values
 from jaxmem.head.verbs.vjp import LossRule
 
@@ -49,14 +47,6 @@ class Compared(NamedTuple):
     saved: Any  # of each row
     largest: jax.Array | None  # the policy's largest logits [C], if known
     masses: Any = None  # of `TwoHeadsRule.values`
-
-
-class ByLogits(NamedTuple):
-    """A derivative by the policy's scaled logits, which differs in some columns."""
-
-    everywhere: jax.Array  # [C, columns]
-    ids: jax.Array | None = None  # int32 [C, K], of these; None for none
-    at_ids: jax.Array | None = None  # the derivative there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +69,12 @@ class DivergenceLossRule(LossRule):
                 "jax.lax.stop_gradient"
             )
 
-    def heads(self, source, constants) -> tuple:
-        """The policy, and maybe its reference, in the dtypes of the products."""
-        return (source.cast(self.spec),)
+    def heads(self, source, constants) -> tuple[ScaledHead, ...]:
+        """The policy, and maybe its reference."""
+        return (ScaledHead(self.spec, source, constants.rows),)
 
-    def compare(self, heads, constants, row_ids) -> Compared:
-        """The divergence of some rows."""
+    def compare(self, constants, row_ids, *logits: jax.Array) -> Compared:
+        """The divergence of some rows, from the logits of each head."""
         raise NotImplementedError
 
     def by_logits(self, logits, saved, g) -> ByLogits:
@@ -108,8 +98,7 @@ class DivergenceLossRule(LossRule):
             p = jnp.exp(row_stats.log_softmax(z, normaliser))
             density = (density + p[:, : density.shape[1]]) / 2
         drawn = columns_rule.select(self.spec, density, ids, starts)
-        sampling = sampling_of(self.spec)
-        return drawn.columns, column_sampling.inverse(sampling, drawn.p)
+        return column_sampling.weighed(self.spec, drawn)
 
     def forward(self, trained, fixed):
         (source, per_token, count), (constants, closed) = trained, fixed
@@ -122,44 +111,45 @@ class DivergenceLossRule(LossRule):
     def one_pass(self, spec, source, constants, operands, count):
         rows, rule = constants.rows, dataclasses.replace(self, spec=spec)
         heads, n_rows = rule.heads(source, constants), len(rows.labels)
-        kind = _Sampled if spec.gradient_samples else _Exact
-        gradient = kind(rule, heads[0], constants)
-
-        def chunk(row_ids, carry):
-            values, sums = carry
-            tile = rule._read_rows(heads, constants, row_ids)
-            new, g = rule._differentiate(tile, row_ids, operands, count, n_rows)
-            sums = gradient.add(tile, row_ids, g, sums)
-            return put_all(values, row_ids, new), sums
-
         zeros = traced_loss.nothing(
             self.loss, spec, self._add_divergence(operands, n_rows), n_rows, pull=True
         )
         zeros = zeros._replace(per_token=zeros.per_token[1:])
-        carry = vocab_shards.vary(zeros, spec.varying), gradient.zeros()
-        values, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
-        return values, gradient.finish(source, sums)
+        zeros = vocab_shards.vary(zeros, spec.varying)
+        loops = columns_of(self.backend)
+
+        def of_chunk(row_ids, *logits) -> tuple[Values, Any]:
+            tile = rule._read_rows(constants, row_ids, *logits)
+            values, g = rule._differentiate(tile, row_ids, operands, count, n_rows)
+            derivative = rule.sampled if spec.gradient_samples else rule.exact
+            return values, derivative(tile, constants, row_ids, g)
+
+        if not spec.gradient_samples:
+            return loops.one_pass(heads, of_chunk, zeros)
+        zeros = zeros, rule.nothing_sampled(constants)
+        values, dz = loops.forward(heads, of_chunk, zeros)
+        return values, sampler_of(self.backend).gradient(spec, source, rows, dz)
 
     def _compute_outputs(self, spec, source, constants) -> tuple[dict, jax.Array]:
         """Statistics by name and the divergence, [N]; 0 where inactive."""
-        rows, rule = constants.rows, dataclasses.replace(self, spec=spec)
-        heads = rule.heads(source, constants)
+        rule = dataclasses.replace(self, spec=spec)
 
-        def chunk(row_ids, results):
-            tile = rule._read_rows(heads, constants, row_ids)
+        def of_chunk(row_ids, *logits):
+            tile = rule._read_rows(constants, row_ids, *logits)
             new = {k: getattr(tile["outputs"], k) for k in TokenStats._fields}
-            return put_all(results, row_ids, (new, tile["compared"].value))
+            return new, tile["compared"].value
 
-        zero = jnp.zeros(rows.labels.shape[0], spec.stats_dtype)
+        zero = jnp.zeros(constants.rows.labels.shape[0], spec.stats_dtype)
         stats = dict.fromkeys(TokenStats._fields, zero)
         results = stats | {"is_argmax": zero.astype(bool)}, zero
         results = vocab_shards.vary(results, spec.varying)
-        return for_active_chunks(spec.chunk, rows.active, chunk, results)
+        loops = columns_of(self.backend)
+        return loops.forward(rule.heads(source, constants), of_chunk, results)
 
-    def _read_rows(self, heads, constants, row_ids) -> dict[str, Any]:
+    def _read_rows(self, constants, row_ids, *logits) -> dict[str, Any]:
         """The tile of some rows: arrays that the loss and its derivative read."""
         rows, scale = constants.rows, constants.scale
-        compared = self.compare(heads, constants, row_ids)
+        compared = self.compare(constants, row_ids, *logits)
         labels, largest = part_labels(self.spec, rows, row_ids), compared.largest
         if scale is not None:  # rows past the last one have none
             scale = jnp.where(row_ids < len(scale), take(scale, row_ids), 1)
@@ -194,7 +184,62 @@ class DivergenceLossRule(LossRule):
         g, g_divergence = jax.tree.map(lambda x: x / count, (g, g_divergence))
         return values._replace(per_token=tuple(g_per_token)), (g, g_divergence)
 
-    def derivative(self, tile, rows, row_ids, g) -> Callable[..., jax.Array]:
+    def exact(self, tile, constants, row_ids, cotangents) -> ByLogits:
+        """The whole derivative, for cotangents of statistics and divergence."""
+        compared, (g, g_divergence) = tile["compared"], cotangents
+        z, labels = compared.logits[0], tile["labels"]
+        total = self._derivative(tile, constants.rows, row_ids, g)
+        parts = self.by_logits(compared.logits, compared.saved, g_divergence)
+        dz = total(z, row_stats.is_label(z, labels), parts.everywhere)
+        if parts.ids is None:
+            return ByLogits(dz)
+        is_label = existing_columns(self.spec, parts.ids) == labels[:, None]
+        at_ids = total(logits_at(self.spec, z, parts.ids), is_label, parts.at_ids)
+        return ByLogits(dz, parts.ids, at_ids)
+
+    def nothing_sampled(self, constants) -> SparseDerivative:
+        """`sampled` of inactive rows."""
+        spec, n_ids = self.spec, 0
+        if self.has_ids:
+            n_ids = constants.ids.shape[1]
+        n_rows = len(constants.rows.labels)
+        shape = n_rows, 1 + n_ids + (spec.gradient_samples or 0)
+        columns = jnp.full(shape, spec.columns, jnp.int32)
+        none = SparseDerivative(columns, jnp.zeros(shape, spec.stats_dtype))
+        return vocab_shards.vary(none, spec.part_varying)
+
+    def sampled(self, tile, constants, row_ids, cotangents) -> SparseDerivative:
+        """Few entries of `exact`.
+
+        Those of the label and of given ids are exact; the others are sampled.
+        """
+        compared, spec = tile["compared"], self.spec
+        labels, (g, g_divergence) = tile["labels"][:, None], cotangents
+        draws = take(constants.rows.draws, row_ids)
+        rows = constants.rows._replace(draws=draws)
+        starts = column_sampling.starts_of(spec, rows)
+        drawn, weights = self.entries(tile, starts)
+        columns = jnp.concatenate([labels, drawn], axis=1)
+        logits = column_sampling.at_columns(compared.logits, columns)
+        total = self._derivative(tile, constants.rows, row_ids, g)
+        parts = self.by_logits(logits, compared.saved, g_divergence)
+        dz = total(logits[0], columns == labels, parts.everywhere)
+        weights = jnp.where(drawn == labels, 0, weights)
+        weights = jnp.concatenate([jnp.ones_like(dz[:, :1]), weights], axis=1)
+        if parts.ids is not None:
+            ids = distinct_columns(spec, parts.ids)
+            label_is_id = jnp.any(ids == labels, axis=1)
+            weights = weights.at[:, 0].set(jnp.where(label_is_id, 0.0, 1.0))
+            z = logits_at(spec, compared.logits[0], parts.ids)
+            at_ids = total(z, ids == labels, parts.at_ids)
+            columns = jnp.concatenate([columns, ids], axis=1)
+            dz = jnp.concatenate([dz, at_ids], axis=1)
+            weights = jnp.pad(weights, ((0, 0), (0, ids.shape[1])), constant_values=1)
+        used = (columns >= 0) & (columns < spec.columns) & (weights > 0)
+        columns = jnp.where(used, columns, spec.columns)
+        return SparseDerivative(columns, jnp.where(used, weights * dz, 0))
+
+    def _derivative(self, tile, rows, row_ids, g) -> Callable[..., jax.Array]:
         """The derivative by logits before softcap and temperature, as a function.
 
         It takes scaled logits [C, K], booleans that mark the label's, and the
@@ -209,7 +254,7 @@ class DivergenceLossRule(LossRule):
         def add(z, is_label, of_divergence):
             dz = row_stats.dlogits_of(_scale_rows(z, scale), is_label, outputs, c)
             dz = _scale_rows(dz, scale) + of_divergence
-            return xla.unscale(spec, rows, row_ids, z, dz)
+            return scaling.unscale(spec, rows, row_ids, z, dz)
 
         return add
 
@@ -221,89 +266,6 @@ class DivergenceLossRule(LossRule):
         if row_ids is not None:
             first = put(first, row_ids, divergence)
         return operands._replace(per_token=(first, *operands.per_token))
-
-
-class _Exact(NamedTuple):
-    """The cotangent of the source (hidden and W), summed over chunks of rows."""
-
-    rule: DivergenceLossRule
-    head: Factors  # in the dtypes of the products
-    constants: Any  # of the rule
-
-    @property
-    def rows(self) -> TokenRows:
-        """Labels, masks and temperatures of the tokens."""
-        return self.constants.rows
-
-    def zeros(self) -> Any:
-        """The initial value of the sums."""
-        return xla.zero_sums(self.rule.spec, self.head)
-
-    def add(self, tile, row_ids, cotangents, sums) -> Any:
-        """Add some rows, with the cotangents (of the statistics, of the divergence)."""
-        compared, spec = tile["compared"], self.rule.spec
-        z, labels, (g, g_divergence) = compared.logits[0], tile["labels"], cotangents
-        total = self.rule.derivative(tile, self.rows, row_ids, g)
-        parts = self.rule.by_logits(compared.logits, compared.saved, g_divergence)
-        dz = total(z, row_stats.is_label(z, labels), parts.everywhere)
-        if parts.ids is not None:
-            is_label = existing_columns(spec, parts.ids) == labels[:, None]
-            z_ids = columns_rule.logits_at(spec, z, parts.ids)
-            at_ids = total(z_ids, is_label, parts.at_ids)
-            dz = columns_rule.put_in_columns(spec, self.head, dz, parts.ids, at_ids)
-        return xla.accumulate(spec, self.head, row_ids, dz, sums)
-
-    def finish(self, source, sums) -> Factors:
-        """The cotangent, from the sums."""
-        spec = self.rule.spec
-        return sum_over_shards(spec, trained_part(spec, sums))
-
-
-class _Sampled(_Exact):
-    """The cotangent of the source, from few entries of each row's derivative.
-
-    Those of the label and of given ids are exact; the others are sampled.
-    """
-
-    def zeros(self):
-        spec, n_ids = self.rule.spec, 0
-        if self.rule.has_ids:
-            n_ids = self.constants.ids.shape[1]
-        shape = len(self.rows.labels), 1 + n_ids + (spec.gradient_samples or 0)
-        columns = jnp.full(shape, spec.columns, jnp.int32)
-        none = SparseDerivative(columns, jnp.zeros(shape, spec.stats_dtype))
-        return vocab_shards.vary(none, spec.part_varying)
-
-    def add(self, tile, row_ids, cotangents, sums):
-        compared, spec = tile["compared"], self.rule.spec
-        labels, (g, g_divergence) = tile["labels"][:, None], cotangents
-        rows = self.rows._replace(draws=take(self.rows.draws, row_ids))
-        starts = starts_of(spec, sampling_of(spec), rows)
-        drawn, weights = self.rule.entries(tile, starts)
-        columns = jnp.concatenate([labels, drawn], axis=1)
-        logits = column_sampling.at_columns(compared.logits, columns)
-        total = self.rule.derivative(tile, self.rows, row_ids, g)
-        parts = self.rule.by_logits(logits, compared.saved, g_divergence)
-        dz = total(logits[0], columns == labels, parts.everywhere)
-        weights = jnp.where(drawn == labels, 0, weights)
-        weights = jnp.concatenate([jnp.ones_like(dz[:, :1]), weights], axis=1)
-        if parts.ids is not None:
-            ids = columns_rule.distinct_columns(spec, parts.ids)
-            label_is_id = jnp.any(ids == labels, axis=1)
-            weights = weights.at[:, 0].set(jnp.where(label_is_id, 0.0, 1.0))
-            z = columns_rule.logits_at(spec, compared.logits[0], parts.ids)
-            at_ids = total(z, ids == labels, parts.at_ids)
-            columns = jnp.concatenate([columns, ids], axis=1)
-            dz = jnp.concatenate([dz, at_ids], axis=1)
-            weights = jnp.pad(weights, ((0, 0), (0, ids.shape[1])), constant_values=1)
-        used = (columns >= 0) & (columns < spec.columns) & (weights > 0)
-        columns = jnp.where(used, columns, spec.columns)
-        new = SparseDerivative(columns, jnp.where(used, weights * dz, 0))
-        return put_all(sums, row_ids, new)
-
-    def finish(self, source, sums):
-        sampler = sampler_of(self.rule.backend)
-        return sampler.gradient(self.rule.spec, source, self.rows, sums)
 
 
 def _scale_rows(z, scale):
@@ -341,8 +303,8 @@ class ColumnsLossRule(DivergenceLossRule):
     comparison: kinds.ColumnsComparison
     has_ids: ClassVar[bool] = True
 
-    def compare(self, heads, constants, row_ids):
-        z = columns_rule.logits(self.spec, heads[0], constants.rows, row_ids)
+    def compare(self, constants, row_ids, *logits):
+        (z,) = logits
         ids = take(constants.ids, row_ids, fill_value=-1)
         log_q = take(constants.log_q, row_ids, fill_value=-jnp.inf)
         parts = columns_rule.split(self.spec, z, ids)
@@ -362,7 +324,7 @@ class ColumnsLossRule(DivergenceLossRule):
         derivative = columns_rule.derivative_of_split(
             saved["ids"], saved["log_p"], g, saved["rest"]
         )
-        return _by_logits(logits[0], derivative)
+        return columns_rule.by_logits(logits[0], derivative)
 
 
 class DrawnConstants(NamedTuple):
@@ -379,13 +341,10 @@ class DrawnLossRule(DivergenceLossRule):
 
     has_ids: ClassVar[bool] = True
 
-    def compare(self, heads, constants, row_ids):
-        spec = self.spec
-        z = columns_rule.logits(spec, heads[0], constants.rows, row_ids)
+    def compare(self, constants, row_ids, *logits):
+        spec, (z,) = self.spec, logits
         ids = take(constants.ids, row_ids, fill_value=-1)
-        z, at_ids = jax.lax.optimization_barrier(
-            (z, columns_rule.logits_at(spec, z, ids))
-        )
+        z, at_ids = jax.lax.optimization_barrier((z, logits_at(spec, z, ids)))
         normaliser = columns_rule.normaliser(spec, z)
         log_p = row_stats.log_softmax(
             columns_rule.max_over_shards(spec, at_ids), normaliser
@@ -407,9 +366,4 @@ class DrawnLossRule(DivergenceLossRule):
         derivative = selected.derivative_of_selected(
             saved["ids"], log_p, g, saved["normaliser"]
         )
-        return _by_logits(logits[0], derivative)
-
-
-def _by_logits(z, derivative):
-    everywhere = columns_rule.elsewhere(z, derivative)
-    return ByLogits(everywhere, derivative.ids, derivative.at_ids)
+        return columns_rule.by_logits(logits[0], derivative)

@@ -8,10 +8,10 @@ import jax
 from jax.typing import ArrayLike
 
 from jaxmem.head.maths import checks
-from jaxmem.head.maths.backend_operands import Factors
 from jaxmem.head.maths.explicit_axes import spec_of
 from jaxmem.head.maths.head import Head
-from jaxmem.head.maths.spec import CallOptions, Spec
+from jaxmem.head.maths.spec import CallOptions
+from jaxmem.head.verbs.arguments import CheckedCall
 from jaxmem.head.verbs.kinds import Kind
 
 
@@ -25,13 +25,10 @@ class Student(NamedTuple):
 
 
 class LossCall(NamedTuple):
-    """A checked call of a loss of divergences."""
+    """A checked call of a loss of divergences, and its rule."""
 
     rule_of: Callable  # (spec, backend, traced loss) to the loss's rule
-    spec: Spec
-    source: Factors
-    constants: Any  # of the rule; the first is the tokens' `TokenRows`
-    shape: tuple[int, ...]  # of the caller's tokens
+    call: CheckedCall  # its rows are the constants of the rule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ of columns are rounded then. r falls into a block, and its place in it, a fracti
 that of the id among probabilities relative to the block's.
 """
 
-import dataclasses
 import math
 
 import jax
@@ -18,19 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from jaxmem.head.backends.protocol import ScaledHead
 from jaxmem.head.maths import (
+    block_sums,
     checks,
     column_sampling,
     row_stats,
     running_sums,
     vocab_shards,
 )
-from jaxmem.head.maths.backend_operands import (
-    first_column,
-    for_active_chunks,
-    put,
-    take,
-)
+from jaxmem.head.maths.backend_operands import first_column, take
 from jaxmem.head.maths.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.head.maths.head import Matrix
 from jaxmem.head.maths.spec import AxisName, CallOptions, Chunk, Implementation
@@ -107,43 +103,36 @@ def sample_ids(
     spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
     n = checks.check_count("n", n)
     keys = column_sampling.check_keys(key, shape)
-    arguments.record_only_xla(verb, spec, source.shapes(shape), implementation)
+    shapes = source.shapes(shape)
+    backend = arguments.choose_columns(verb, spec, source, implementation, shapes)
     if 0 in shape:
         return jnp.zeros((*shape, n), jnp.int32)
     keys = jnp.reshape(column_sampling.token_keys(keys, shape), (math.prod(shape),))
     bits = jax.vmap(lambda key: jax.random.bits(key, (n,), jnp.uint32))(keys)
     source = lax.stop_gradient(source)
     spec, source = arguments.typed(spec, source, (rows, bits))
-    draws_rule = _DrawsRule(spec, arguments.uses_kernels(implementation))
-    ids = rule.run(draws_rule, (source,), ((rows,), bits))
+    ids = rule.run(_DrawsRule(spec, backend), (source,), ((rows,), bits))
     return jnp.reshape(ids, (*shape, n))
 
 
-@dataclasses.dataclass(frozen=True)
 class _DrawsRule(LoopRule):
     """The rule of `sample_ids`; the constants are uniform uint32 [N, n]."""
 
-    kernels: bool  # those of `kernels.row_blocks` read the logits, if they can
-
     def forward_loop(self, source, rows, constants):
         (rows,), spec = rows, self.spec
-        head = source.cast(spec)
 
-        def chunk(row_ids, ids):
-            z = columns_rule.logits(spec, head, rows, row_ids)
-            drawn = self._draw(z, take(constants, row_ids))
-            return put(ids, row_ids, drawn)
+        def of_chunk(row_ids, z):
+            return self._draw(z, take(constants, row_ids))
 
         ids = jnp.full(constants.shape, -1, jnp.int32)
         ids = vocab_shards.vary(ids, spec.varying)
-        return for_active_chunks(spec.chunk, rows.active, chunk, ids), {}
+        heads = [ScaledHead(spec, source, rows)]
+        return self.loops.forward(heads, of_chunk, ids), {}
 
     def _draw(self, z, bits):
-        if self.kernels:
-            from jaxmem.head.kernels import row_blocks  # Pallas takes a while to import
-
-            if row_blocks.supports(z.shape[1], z.dtype):
-                return _draw_in_blocks(self.spec, z, bits)
+        reductions = self.backend.reductions
+        if reductions and reductions.supports_blocks(z.shape[1], z.dtype):
+            return _draw_in_blocks(reductions, self.spec, z, bits)
         return _draw(self.spec, z, bits)
 
 
@@ -162,12 +151,10 @@ def _draw(spec, z, bits):
     return _ids_of_columns(spec, exists & (targets > 0), column)
 
 
-def _draw_in_blocks(spec, z, bits):
+def _draw_in_blocks(reductions, spec, z, bits):
     """Draw ids with one read of the logits and one of the blocks that hold the ids."""
-    from jaxmem.head.kernels import row_blocks
-
-    blocks = row_blocks.parts(z)
-    normaliser = columns_rule.over_shards(spec, row_blocks.normaliser(blocks))
+    blocks = reductions.block_sums(z)
+    normaliser = columns_rule.over_shards(spec, block_sums.normaliser(blocks))
     p_largest = jnp.exp(row_stats.log_softmax(blocks.largest, normaliser))
     units = _to_units(p_largest * (blocks.others + 1))
     tree = running_sums.levels_above(units)
@@ -177,7 +164,7 @@ def _draw_in_blocks(spec, z, bits):
     def take_block(x):
         return jnp.take_along_axis(x, block, axis=1, mode="promise_in_bounds")
 
-    width = row_blocks.WIDTH
+    width = reductions.BLOCK
     columns, entries = running_sums.window(z, block, width)
     inside = (columns >= block[..., None] * width) & (columns < z.shape[1])
     relative = jnp.exp(entries - take_block(blocks.largest)[..., None])

@@ -12,9 +12,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jaxmem.head.maths import checks, row_stats
-from jaxmem.head.verbs import divergence_terms
-from jaxmem.head.verbs.divergence_terms import XLA, ColumnBlocks
+from jaxmem.head.maths import checks, divergence_terms, row_stats
+from jaxmem.head.maths.divergence_terms import XLA, ColumnBlocks
 
 
 @dataclasses.dataclass(frozen=True)

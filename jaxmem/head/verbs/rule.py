@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
+from jaxmem.head.backends.protocol import Backend, ColumnLoops, columns_of
 from jaxmem.head.maths import checks, partition
 from jaxmem.head.maths.backend_operands import Factors, Ragged, TokenRows
 from jaxmem.head.maths.eight_bits import EightBits
@@ -114,12 +115,19 @@ def empty() -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class LoopRule(Rule):
-    """A rule of two loops over chunks of this device's active tokens.
+    """A rule of two loops of a backend over chunks of this device's active tokens.
 
     trained is `(source,)`; fixed is `(rows, constants)`, where rows is a tuple of
     `TokenRows`, and the constants are heads, `Ragged` lists of ids, or arrays whose
     first axis is tokens.
     """
+
+    backend: Backend
+
+    @property
+    def loops(self) -> ColumnLoops:
+        """The backend's loops over rows of logits."""
+        return columns_of(self.backend)
 
     def forward_loop(self, source: Factors, rows, constants) -> tuple[Any, dict]:
         """The result, and per-row residuals of the backward loop by name."""

@@ -11,7 +11,7 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmem.head.backends.protocol import Backend, SampleLoops
+from jaxmem.head.backends.protocol import sampler_of
 from jaxmem.head.maths import eight_bits, row_stats, vocab_shards
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import Entries
@@ -27,12 +27,6 @@ from jaxmem.head.verbs.vjp import (
 
 # Residuals per row besides the entries and the outputs.
 _SAVED = ("logprob", "max", "log_sum")
-
-
-def sampler_of(backend: Backend) -> SampleLoops:
-    """The sampler of a backend that was chosen for a call with `Sample(k)`."""
-    assert backend.sampler is not None, f"{backend.name!r} has no sampler"
-    return backend.sampler
 
 
 class _SampledRule(BackendRule):

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.head.maths import row_stats, vocab_shards
-from jaxmem.head.maths.backend_operands import for_active_chunks, put_all, take
+from jaxmem.head.backends.protocol import ScaledHead
+from jaxmem.head.maths import id_columns, row_stats, vocab_shards
+from jaxmem.head.maths.backend_operands import take
 from jaxmem.head.maths.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.head.maths.gradients import Gradient
 from jaxmem.head.maths.head import Matrix
@@ -78,12 +79,10 @@ def selected_logprobs(
     call, ids, _ = ids_call(
         "selected_logprobs", ids, hidden, W, arguments.NO_LABELS, options
     )
-    return logprobs_of(call, ids, implementation)
+    return logprobs_of(call, ids)
 
 
-def logprobs_of(
-    call: arguments.ColumnsCall, ids: jax.Array, implementation: Implementation | None
-):
+def logprobs_of(call: arguments.CheckedCall, ids: jax.Array) -> jax.Array:
     """Log-probabilities of ids, both [..., K], of a call of `token_ids.ids_call`."""
     if 0 in ids.shape:
         return jnp.zeros(ids.shape, call.spec.stats_dtype)
@@ -91,8 +90,7 @@ def logprobs_of(
     rows = call.rows
     rows = rows._replace(active=rows.active & jnp.any(flat >= 0, axis=-1))
     spec, source = arguments.typed(call.spec, call.source, (rows, flat))
-    sampler = arguments.sampler(implementation, spec, source)
-    results = rule.run(SelectedRule(spec, sampler), (source,), ((rows,), flat))
+    results = rule.run(SelectedRule(spec, call.backend), (source,), ((rows,), flat))
     return jnp.reshape(results, ids.shape)
 
 
@@ -102,18 +100,15 @@ class SelectedRule(SomeColumnsRule):
 
     def loop(self, source, rows, constants, starts):
         (rows,), spec = rows, self.spec
-        head = source.cast(spec)
 
-        def chunk(row_ids, parts):
-            z = columns_rule.logits(spec, head, rows, row_ids)
+        def of_chunk(row_ids, z):
             ids = take(constants, row_ids, fill_value=-1)
             part, more = row_stats.normaliser(z), {}
             if starts is not None:
                 whole = columns_rule.over_shards(spec, part)
                 row_starts = take(starts, row_ids)
                 more = columns_rule.sampled(spec, z, whole, ids, row_starts)
-            values = columns_rule.logits_at(spec, z, ids), part, more
-            return put_all(parts, row_ids, values)
+            return id_columns.logits_at(spec, z, ids), part, more
 
         zero = jnp.zeros(constants.shape[0], spec.stats_dtype)
         parts = (
@@ -122,7 +117,8 @@ class SelectedRule(SomeColumnsRule):
             columns_rule.nothing_sampled(spec, starts),
         )
         parts = vocab_shards.vary(parts, spec.part_varying)
-        z, part, more = for_active_chunks(spec.chunk, rows.active, chunk, parts)
+        heads = [ScaledHead(spec, source, rows)]
+        z, part, more = self.loops.forward(heads, of_chunk, parts)
         normaliser = columns_rule.over_shards(spec, part)
         log_p = row_stats.log_softmax(columns_rule.max_over_shards(spec, z), normaliser)
         log_p = jnp.where(constants < spec.vocab_size, log_p, jnp.nan)

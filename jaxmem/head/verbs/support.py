@@ -110,13 +110,15 @@ def support_logprobs(
     entries = spec.chunk * widest
     if isinstance(supports, Ragged):
         entries = chunk_entries(spec.chunk, widest, supports.ids.shape[0])
-    arguments.record_only_xla(verb, spec, shapes, implementation, 4 * entries)
+    backend = arguments.choose_columns(
+        verb, spec, source, implementation, shapes, 4 * entries
+    )
     if 0 in shape:
         return jnp.zeros(shape, spec.stats_dtype)
     spec, source = arguments.typed(spec, source, (rows, supports))
-    support_rule = SupportRule(spec)
+    support_rule = SupportRule(spec, backend)
     if isinstance(supports, Ragged):
-        support_rule = RaggedSupportRule(spec, widest)
+        support_rule = RaggedSupportRule(spec, backend, widest)
     results = rule.run(support_rule, (source,), ((rows,), supports))
     return jnp.reshape(results, shape)
 

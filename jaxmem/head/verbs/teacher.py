@@ -7,11 +7,14 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmem.head.backends import choose
+from jaxmem.head.backends.protocol import Backend
 from jaxmem.head.maths import checks, gradients
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.head import Head
 from jaxmem.head.maths.spec import Spec
 from jaxmem.head.verbs import arguments, rule
+from jaxmem.head.verbs.arguments import CheckedCall
 from jaxmem.head.verbs.divergence_loss_rule import statistics_scale
 from jaxmem.head.verbs.divergence_targets import LossCall, Target
 from jaxmem.head.verbs.sampled_two_heads import SampledTwoHeadsRule
@@ -62,12 +65,8 @@ class Teacher(Target):
         spec, policy = arguments.typed(
             call.spec, call.policy, (call.rows, reference_rows, reference)
         )
-        implementation = student.options.implementation
-        kernels = arguments.uses_kernels(implementation)
-        facts = spec, kind, call.reference_spec, kernels
-        two_heads = TwoHeadsRule(*facts)
-        if sampler := arguments.sampler(implementation, spec, policy):
-            two_heads = SampledTwoHeadsRule(*facts, sampler)
+        rule_type = SampledTwoHeadsRule if spec.gradient_samples else TwoHeadsRule
+        two_heads = rule_type(spec, call.backend, kind, call.reference_spec)
         rows = call.rows, reference_rows
         results = rule.run(two_heads, (policy,), (rows, reference))
         return jnp.reshape(results, call.shape)
@@ -75,16 +74,18 @@ class Teacher(Target):
     def loss(self, kind, student, statistics_temperature):
         call = _read_heads("divergence_loss", self, student)
         rule_of = functools.partial(
-            TwoHeadsLossRule, divergence=kind, reference_spec=call.reference_spec,
-            kernels=arguments.uses_kernels(student.options.implementation),
-        )  # fmt: skip
+            TwoHeadsLossRule, divergence=kind, reference_spec=call.reference_spec
+        )
         scale = statistics_scale(
             call.spec, call.shape, call.rows, statistics_temperature
         )
         constants = TwoHeadsConstants(
             call.rows, scale, call.reference_rows, call.reference
         )
-        return LossCall(rule_of, call.spec, call.policy, constants, call.shape)
+        checked = CheckedCall(
+            call.spec, call.backend, call.policy, constants, call.shape
+        )
+        return LossCall(rule_of, checked)
 
     def placed(self, places):
         hidden = checks.as_array(f"{_OWNER}hidden", self.hidden)
@@ -106,6 +107,7 @@ class _TwoHeadsCall(NamedTuple):
 
     spec: Spec
     reference_spec: Spec
+    backend: Backend
     policy: Factors
     reference: Factors
     rows: TokenRows
@@ -121,7 +123,7 @@ def _read_heads(verb, teacher, student) -> _TwoHeadsCall:
             f"axis_name={options.axis_name!r} cannot shard a divergence of two heads, "
             "which needs all of W; use jaxmem.sharding.parallel, which gathers it"
         )
-    arguments.check_only_xla(verb, options.implementation)
+    choose.check_columns(verb, options.implementation)
     policy, head, shape = arguments.read_head(student.hidden, student.W)
     reference, reference_head, reference_shape = arguments.read_head(
         teacher.hidden, teacher.head, _OWNER
@@ -143,9 +145,11 @@ def _read_heads(verb, teacher, student) -> _TwoHeadsCall:
     reference_shapes = reference.shapes(shape).items()
     shapes |= {f"{_OWNER}{name}": size for name, size in reference_shapes}
     live_bytes = 4 * spec.chunk * (spec.columns + reference_spec.columns)
-    arguments.record_only_xla(verb, spec, shapes, options.implementation, live_bytes)
+    backend = arguments.choose_columns(
+        verb, spec, policy, options.implementation, shapes, live_bytes
+    )
     return _TwoHeadsCall(
-        spec, reference_spec, policy, reference, rows, reference_rows, shape
+        spec, reference_spec, backend, policy, reference, rows, reference_rows, shape
     )
 
 

@@ -8,21 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.head.maths import checks
-from jaxmem.head.maths.backend_operands import first_column
 from jaxmem.head.maths.spec import CallOptions
 from jaxmem.head.verbs import arguments
 
 
 def ids_call(
     verb: str, ids, hidden, W, labels, options: CallOptions
-) -> tuple[arguments.ColumnsCall, jax.Array, Any]:
-    """(`arguments.columns_call`, checked ids, checked mask); the call is recorded."""
+) -> tuple[arguments.CheckedCall, jax.Array, Any]:
+    """(the call of a verb that reads columns of ids, checked ids, checked mask)."""
     call = arguments.columns_call(verb, hidden, W, options, labels)
-    where = checks.read_where(options.where, call.shape)
-    ids = check_ids("ids", ids, where, call.shape, call.spec.vocab_size)
-    shapes = call.source.shapes(call.shape) | {"ids": ids.shape}
-    arguments.record_only_xla(verb, call.spec, shapes, options.implementation)
-    return call, ids, where
+    spec, source, rows, shape = call
+    where = checks.read_where(options.where, shape)
+    ids = check_ids("ids", ids, where, shape, spec.vocab_size)
+    shapes = source.shapes(shape) | {"ids": ids.shape}
+    backend = arguments.choose_columns(
+        verb, spec, source, options.implementation, shapes
+    )
+    return arguments.CheckedCall(spec, backend, source, rows, shape), ids, where
 
 
 def check_ids(name: str, ids, where, shape: tuple[int, ...], vocab_size: int):
@@ -52,10 +54,3 @@ def check_below(name: str, ids: np.ndarray, counted, vocab_size: int) -> None:
 def flat_ids(ids, shape):
     """Ids [N, K] from ids [..., K]."""
     return jnp.reshape(ids, (math.prod(shape), ids.shape[-1]))
-
-
-def existing_columns(spec, ids):
-    """Columns of the ids in this shard; past the end for ids that are not in it."""
-    exists = (ids >= 0) & (ids < spec.vocab_size)
-    columns = ids - first_column(spec)
-    return jnp.where(exists & (columns >= 0), columns, spec.columns)

@@ -8,13 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.head.maths import checks, row_stats, vocab_shards
-from jaxmem.head.maths.backend_operands import (
-    first_column,
-    for_active_chunks,
-    put_all,
-    take,
-)
+from jaxmem.head.backends.protocol import ScaledHead
+from jaxmem.head.maths import block_sums, checks, row_stats, vocab_shards
+from jaxmem.head.maths.backend_operands import first_column, take
 from jaxmem.head.maths.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.head.maths.gradients import Gradient
 from jaxmem.head.maths.head import Matrix
@@ -93,14 +89,13 @@ def topk(
     k = checks.check_count("k", k)
     if k > spec.vocab_size:
         raise ValueError(f"k must be at most vocab_size={spec.vocab_size}, got {k}")
-    arguments.record_only_xla("topk", spec, source.shapes(shape), implementation)
+    shapes = source.shapes(shape)
+    backend = arguments.choose_columns("topk", spec, source, implementation, shapes)
     if 0 in shape:
         log_p = jnp.zeros((*shape, k), spec.stats_dtype)
         return TopK(log_p, jnp.zeros((*shape, k), jnp.int32))
     spec, source = arguments.typed(spec, source, rows)
-    sampler = arguments.sampler(implementation, spec, source)
-    topk_rule = _TopKRule(spec, sampler, k, arguments.uses_kernels(implementation))
-    results = rule.run(topk_rule, (source,), ((rows,), None))
+    results = rule.run(_TopKRule(spec, backend, k), (source,), ((rows,), None))
     return jax.tree.map(lambda x: jnp.reshape(x, (*shape, k)), results)
 
 
@@ -109,14 +104,11 @@ class _TopKRule(SomeColumnsRule):
     """The rule of `topk`; it has no constants."""
 
     k: int
-    kernels: bool  # those of `kernels.row_blocks` read the logits, if they can
 
     def loop(self, source, rows, constants, starts):
         (rows,), spec = rows, self.spec
-        head = source.cast(spec)
 
-        def chunk(row_ids, results):
-            z = columns_rule.logits(spec, head, rows, row_ids)
+        def of_chunk(row_ids, z):
             entries, ids, normaliser = self._select_columns(z)
             entries, ids = self._merge_shards(entries, ids)
             normaliser = columns_rule.over_shards(spec, normaliser)
@@ -125,7 +117,7 @@ class _TopKRule(SomeColumnsRule):
             if starts is not None:
                 row_starts = take(starts, row_ids)
                 saved |= columns_rule.sampled(spec, z, normaliser, ids, row_starts)
-            return put_all(results, row_ids, (TopK(log_p, ids), saved))
+            return TopK(log_p, ids), saved
 
         n_rows = rows.labels.shape[0]
         zero = jnp.zeros(n_rows, spec.stats_dtype)
@@ -134,18 +126,16 @@ class _TopKRule(SomeColumnsRule):
         results = TopK(log_p, ids), {"normaliser": row_stats.Normaliser(zero, zero)}
         top, saved = vocab_shards.vary(results, spec.varying)
         results = top, saved | columns_rule.nothing_sampled(spec, starts)
-        return for_active_chunks(spec.chunk, rows.active, chunk, results)
+        heads = [ScaledHead(spec, source, rows)]
+        return self.loops.forward(heads, of_chunk, results)
 
     def _select_columns(self, z):
         """The k largest of this device's logits, their columns, and the normaliser."""
-        k = min(self.k, self.spec.columns)
-        if self.kernels:
-            from jaxmem.head.kernels import row_blocks  # Pallas takes a while to import
-
-            if row_blocks.supports(z.shape[1], z.dtype, k):
-                blocks = row_blocks.parts(z)
-                entries, ids = row_blocks.top_k(z, blocks.largest, k)
-                return entries, ids, row_blocks.normaliser(blocks)
+        k, reductions = min(self.k, self.spec.columns), self.backend.reductions
+        if reductions and reductions.supports_blocks(z.shape[1], z.dtype, k):
+            blocks = reductions.block_sums(z)
+            entries, ids = reductions.top_k(z, blocks, k)
+            return entries, ids, block_sums.normaliser(blocks)
         return *top_k(z, k), row_stats.normaliser(z)
 
     def _merge_shards(self, entries, ids):

@@ -9,13 +9,10 @@ from typing import NamedTuple
 
 import jax
 
+from jaxmem.head.backends.protocol import ByLogits
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.spec import Spec
-from jaxmem.head.verbs.divergence_loss_rule import (
-    ByLogits,
-    Compared,
-    DivergenceLossRule,
-)
+from jaxmem.head.verbs.divergence_loss_rule import Compared, DivergenceLossRule
 from jaxmem.head.verbs.kinds import Kind
 from jaxmem.head.verbs.sampled_two_heads import density_of, entries
 from jaxmem.head.verbs.two_heads import TwoHeadsRule, beside
@@ -36,14 +33,13 @@ class TwoHeadsLossRule(DivergenceLossRule):
 
     divergence: Kind
     reference_spec: Spec
-    kernels: bool
 
     def heads(self, source, constants):
-        return self._two_heads.cast(source, constants.reference)
+        rows = constants.rows, constants.reference_rows
+        return self._two_heads.heads(source, rows, constants.reference)
 
-    def compare(self, heads, constants, row_ids):
-        rows, (policy, reference) = (constants.rows, constants.reference_rows), heads
-        logits = self._two_heads.logits(policy, reference, rows, row_ids)
+    def compare(self, constants, row_ids, *logits):
+        logits = self._two_heads.aligned(*logits)
         value, saved, masses = self._two_heads.values(*logits[1:])
         # Columns that only the policy has are padding and have no largest logit.
         return Compared(logits, value, saved, saved["normalisers"][0].max, masses)
@@ -64,6 +60,5 @@ class TwoHeadsLossRule(DivergenceLossRule):
 
     @property
     def _two_heads(self) -> TwoHeadsRule:
-        return TwoHeadsRule(
-            self.spec, self.divergence, self.reference_spec, self.kernels
-        )
+        facts = self.divergence, self.reference_spec
+        return TwoHeadsRule(self.spec, self.backend, *facts)

@@ -81,6 +81,23 @@ def test_it_is_not_asked_for_what_it_cannot_do(ability, register):
         program("toy", OPTIONS[name])
 
 
+def test_it_runs_single_columns_if_it_has_loops_for_them(register):
+    register()
+    with jaxmem.report() as calls:
+        jax.eval_shape(lambda h, W: jaxmem.topk(h, W, 3), H, W)
+    assert calls.calls[0].implementation == "toy" and calls.calls[0].why == "a toy"
+    assert not calls.calls[0].is_sole_backend
+
+
+def test_it_is_not_asked_for_single_columns_without_loops(register):
+    register(columns=None)
+    with jaxmem.report() as calls:
+        jax.eval_shape(lambda h, W: jaxmem.topk(h, W, 3), H, W)
+    assert calls.calls[0].implementation == "xla" and calls.calls[0].is_sole_backend
+    with pytest.raises(NotImplementedError, match="implementation='toy' has no topk"):
+        jaxmem.topk(H, W, 3, implementation="toy")
+
+
 def test_choose_names_every_reason(register, monkeypatch):
     register(blocks=None)
     monkeypatch.setattr(choose, "BACKENDS", choose.BACKENDS[:2])

@@ -13,7 +13,7 @@ from jaxmem.head.backends import (
     xla_eight_bits,
     xla_sampled,
 )
-from jaxmem.head.maths import eight_bits, row_stats
+from jaxmem.head.maths import column_sampling, eight_bits, row_stats
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.spec import Spec
 from tests.helpers import hlo, oracle
@@ -47,7 +47,7 @@ def run(spec, source, rows, g):
     made, entries = hopper_eight_bits.forward(spec, source, rows, NAMES, shared)
     saved = row_stats.Outputs(**{k: made[k] for k in NAMES[:-1]})
     cotangents = row_stats.Cotangents(*(g.get(k) for k in FLOATS))
-    dz = xla_sampled.derivative(
+    dz = column_sampling.derivative_by_products(
         spec, hopper_sampled.sampling_of(spec), rows, saved, cotangents, entries
     )
     return made, entries, xla_sampled.gradient(spec, source, rows, dz)

@@ -27,7 +27,9 @@ def run(spec, source, rows, g):
     saved = row_stats.Outputs(**made, is_argmax=jnp.zeros(0))
     cotangents = row_stats.Cotangents(*(g.get(k) for k in FLOATS))
     operands = rows, saved, cotangents, entries
-    dz = xla_sampled.derivative(spec, xla_sampled.sampling_of(spec), *operands)
+    dz = column_sampling.derivative_by_products(
+        spec, column_sampling.sampling_of(spec), *operands
+    )
     return made, entries, dz, xla_sampled.backward(spec, source, *operands)
 
 

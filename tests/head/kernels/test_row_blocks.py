@@ -10,7 +10,7 @@ import pytest
 import jaxmem
 from jaxmem import devices
 from jaxmem.head.kernels import row_blocks
-from jaxmem.head.maths import row_stats
+from jaxmem.head.maths import block_sums, row_stats
 from jaxmem.head.verbs import draws
 from tests.helpers import draws as drawn_heads, hlo, largest
 from tests.helpers.described import described
@@ -23,7 +23,7 @@ WIDTH = row_blocks.WIDTH
 
 def all_parts(z):
     blocks = row_blocks.parts(z)
-    return blocks, row_blocks.normaliser(blocks)
+    return blocks, block_sums.normaliser(blocks)
 
 
 # Whole tiles, a last tile that overlaps the one before, and a last block that is cut.

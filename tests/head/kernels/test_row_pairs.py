@@ -1,5 +1,6 @@
 """Blocks of two heads' logits: against float64, inside the verbs, lowered for CUDA."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,8 +10,9 @@ import pytest
 
 import jaxmem
 from jaxmem import devices
-from jaxmem.head.kernels import row_blocks, row_pairs
-from jaxmem.head.maths import row_stats
+from jaxmem.head.backends import choose, hopper_rows
+from jaxmem.head.kernels import row_pairs
+from jaxmem.head.maths import block_sums, row_stats
 from jaxmem.head.verbs import two_heads
 from jaxmem.head.verbs.kinds import JSD, ForwardKL, ReverseKL
 from tests.helpers import divergence
@@ -22,6 +24,7 @@ from tests.helpers.targets import forward_kl, reverse_kl
 
 pytestmark = needs_pallas
 WIDTH, TERMS = row_pairs.WIDTH, ReverseKL().block_terms
+BACKEND = dataclasses.replace(choose.BACKENDS[-1], reductions=hopper_rows)
 VERBS = {"reverse_kl": reverse_kl, "forward_kl": forward_kl}
 
 
@@ -127,7 +130,7 @@ def test_divergence_is_never_negative(rows_interpreted):
     rng = np.random.default_rng(0)
     z = rng.standard_normal((64, 520)).astype(np.float32) * 5
     y = (z + 1e-5 * rng.standard_normal(z.shape)).astype(np.float32)
-    rule = two_heads.TwoHeadsRule(None, ReverseKL(), None, kernels=True)
+    rule = two_heads.TwoHeadsRule(None, BACKEND, ReverseKL(), None)
     value, _, _ = rule.values(jnp.asarray(z), jnp.asarray(y))
     assert (np.asarray(value) >= 0).all()
 
@@ -158,7 +161,7 @@ def check_far_apart(divergence, columns):
     want = divergence_of(divergence, np, *(x.astype(np.float64) for x in (z, y)))
     z, y = jnp.asarray(z), jnp.asarray(y)
     near = jax.jit(functools.partial(divergence_of, divergence, jnp))(z, y)
-    rule = two_heads.TwoHeadsRule(None, divergence, None, kernels=True)
+    rule = two_heads.TwoHeadsRule(None, BACKEND, divergence, None)
     made, _, _ = jax.jit(rule.values)(z, y)
     bound = 2 * np.abs(near - want).max() + 4 * EPS * np.abs(want).max()
     np.testing.assert_allclose(made, want, rtol=0, atol=bound)
@@ -192,6 +195,6 @@ def test_on_a_gpu(columns):
     z, y = (jnp.asarray(x) for x in both(columns))
     found = jax.jit(functools.partial(row_pairs.parts, TERMS))(z, y)
     for got, head in ((found.z, z), (found.y, y)):
-        got, want = row_blocks.normaliser(got), row_stats.normaliser(head)
+        got, want = block_sums.normaliser(got), row_stats.normaliser(head)
         np.testing.assert_array_equal(got.max, want.max)
         np.testing.assert_allclose(got.log_sum, want.log_sum, rtol=64 * EPS)

@@ -12,6 +12,7 @@ import jaxmem
 from jaxmem import devices
 from jaxmem.head.kernels import sampled_blocks
 from jaxmem.head.maths import column_sampling
+from jaxmem.head.maths.block_sums import Density
 from jaxmem.head.maths.column_sampling import Sampling
 from tests.helpers import hlo, sampled_divergence
 from tests.helpers.cases import slow
@@ -52,7 +53,7 @@ def test_select_keeps_columns_by_probability(peak, rows_interpreted):
     def density(z, ln_total):
         return jnp.exp(z - ln_total)
 
-    density = sampled_blocks.Density(
+    density = Density(
         density, (jnp.tile(z, (n, 1)),), rows=(jnp.zeros(n) + np.log(np.exp(z).sum()),)
     )
     entries = sampled_blocks.select(

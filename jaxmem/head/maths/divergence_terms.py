@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.polynomial import Chebyshev, Polynomial
 
+from jaxmem.head.maths.row_stats import Normaliser, difference
+
 SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
 # Terms of Taylor's series whose next one is below float64's epsilon, and for float32
 # degrees of interpolations that are good to half an epsilon.
@@ -37,12 +39,14 @@ class Arithmetic(NamedTuple):
         at_most: the smaller of x and a bound. That of a kernel is the bound for NaN.
         product: a x of a and x, 0 where a is 0. That of a kernel is a plain product,
             whose x is finite by `at_most`.
+        log_ratio: ln(p/q) of logits z and y, and the normalisers of p and of q.
     """
 
     exp: Callable[..., Any]
     fma: Callable[[Any, Any, Any], Any]
     at_most: Callable[[Any, float], Any]
     product: Callable[[Any, Any], Any]
+    log_ratio: Callable[..., Any]
 
 
 def _exp(x, y=None):
@@ -54,7 +58,19 @@ def product(a, x):
     return jnp.where(a == 0, 0, a * x)
 
 
-XLA = Arithmetic(_exp, lambda a, b, c: a * b + c, jnp.minimum, product)
+def log_ratio(z, y, policy: Normaliser, reference: Normaliser):
+    """ln(p/q) of logits, which keeps its last digits where they are large, too."""
+    ratio, lost = difference(z, y)
+    largest, lost_of_largest = difference(policy.max, reference.max)
+    log_sums = (policy.log_sum - reference.log_sum) + lost_of_largest
+    shift, lost_of_shift = difference(largest, -log_sums)
+    # Below the epsilon of ln p, it would be all of the largest term of two confident
+    # heads, and blur the sum of the others.
+    matters = jnp.abs(lost_of_shift) > jnp.finfo(shift.dtype).eps
+    return (ratio - shift) + (lost - jnp.where(matters, lost_of_shift, 0))
+
+
+XLA = Arithmetic(_exp, lambda a, b, c: a * b + c, jnp.minimum, product, log_ratio)
 
 
 class ColumnBlocks(NamedTuple):
