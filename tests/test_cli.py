@@ -95,6 +95,13 @@ def test_warnings_of_a_command_are_one_line(tmp_path):
     assert second.endswith("UserWarning: elsewhere")  # as Python writes it
 
 
+def test_every_argument_has_a_help_text():
+    (commands,) = cli._parser()._subparsers._group_actions
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            assert action.help, f"{name}: {action.dest}"
+
+
 def test_version_and_help_need_the_core_only(directory):
     commands = [["--version"], ["train", "--help"], ["train", "tiny.gin"]]
     done = python("-c", WITHOUT_TRAIN_EXTRA, json.dumps(commands), cwd=directory)

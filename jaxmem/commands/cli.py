@@ -295,7 +295,12 @@ def _add_data(commands) -> None:
     data.add_argument(
         "file", metavar="FILE.gin", help="path of a gin file, or name of a shipped one"
     )
-    data.add_argument("overrides", nargs="*", metavar="section.field=value")
+    data.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.field=value",
+        help="settings that replace those of the file",
+    )
     data.add_argument(
         "--show",
         type=options.count,
@@ -390,7 +395,13 @@ def _add_plan(commands) -> None:
         metavar="CONFIG",
         help="a gin file; or the directory of a checkpoint, to plan scoring",
     )
-    plan.add_argument("overrides", nargs="*", metavar="section.field=value")
+    plan.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.field=value",
+        help="settings that replace those of the file; for scoring, options of "
+        "`jaxmem score`, as in base=nf4",
+    )
     plan.add_argument(
         "--device", required=True, help="name of the device, such as h200 or v5e"
     )
@@ -445,7 +456,7 @@ def _add_doctor(commands) -> None:
         description="Print versions, devices, the head's backend and known problems "
         "of this machine.  Exit status: 0 if nothing is wrong, 1 otherwise.",
     )
-    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(command=_doctor)
 
 
@@ -481,7 +492,12 @@ def _add_bench(commands) -> None:
         default=1024,
         help="number of tokens whose logits exist at a time, or auto (default 1024)",
     )
-    bench.add_argument("--repetitions", type=options.count, default=3)
+    bench.add_argument(
+        "--repetitions",
+        type=options.count,
+        default=3,
+        help="number of measurements, whose median is printed (default 3)",
+    )
     bench.add_argument(
         "--tune",
         action="store_true",
