@@ -103,7 +103,7 @@ def copy_text_files(
     source: Path, directory: Path, chat_template: str | Path | None = None,
     names: Sequence[str] = ("config.json", *TOKENIZER_FILES),
 ) -> None:  # fmt: skip
-    """Copy all that says how a checkpoint's model reads text: config and tokenizer.
+    """Copy the files by which a checkpoint's model reads text: config and tokenizer.
 
     The path of a chat template replaces all templates of the source.
     """

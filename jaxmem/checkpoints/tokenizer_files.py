@@ -258,6 +258,6 @@ def add_end(directory: Path, token: str, like: Path | None = None) -> None:
 
 
 def vocabulary_digest(tokenizer: tokenizers.Tokenizer) -> str:
-    """Identify a tokenizer's tokens and their ids, whatever its other settings."""
+    """Digest of a tokenizer's tokens and ids, regardless of its other settings."""
     entries = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:24]

@@ -144,7 +144,7 @@ def configured(
     adapter: str | Path | None = None,
     **options: Any,
 ) -> CheckpointConfig:
-    """The config of a checkpoint, with the `ModelConfig` of what `load` reads.
+    """The config of a checkpoint, with the `ModelConfig` of its decoder.
 
     No weight is read. Arguments and errors are those of `load`.
     """
@@ -425,7 +425,7 @@ def _check_target(target: Path, decoder: Decoder, overwrite: bool) -> None:
 
 
 def with_checkpoint(model: ModelConfig) -> ModelConfig:
-    """The config with the sizes of its `checkpoint`, if any, which it may repeat.
+    """The config with the sizes of its `checkpoint`; the config may repeat them.
 
     Raises:
         ValueError: the config has a size that differs from the checkpoint's, or trains

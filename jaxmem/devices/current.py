@@ -124,7 +124,7 @@ def count() -> int:
 
 
 def backend() -> str:
-    """Their platform, "cpu", "gpu" or "tpu", as in `jax.default_backend`."""
+    """Platform of these devices: "cpu", "gpu" or "tpu", as in `jax.default_backend`."""
     around = _planned.get()
     if around is None:
         return jax.default_backend()

@@ -21,7 +21,7 @@ def _sharding(arguments) -> PartitionSpec:
 def multi_token_labels(
     labels: ArrayLike, heads: int, *, segment_ids: ArrayLike | None = None
 ) -> jax.Array:
-    """Labels of H heads, of which head h predicts the label h positions later.
+    """Labels of H heads: head h predicts the label h positions later.
 
         out[h, ..., t] = labels[..., t + h], or -1 past the end of the row or sequence
 

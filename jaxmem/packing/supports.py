@@ -111,7 +111,7 @@ def csr_to_support(
 def take_supports(
     ids: ArrayLike, offsets: ArrayLike, tokens: ArrayLike, capacity: int | None = None
 ) -> Supports:
-    """The ragged supports of some tokens, in another order: those of a micro-batch.
+    """Ragged supports of chosen tokens in a new order, such as those of a micro-batch.
 
         support of result j = that of token tokens[j]
 
