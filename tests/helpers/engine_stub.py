@@ -268,6 +268,7 @@ def _spoiled(fault, answer):
 _LOGPROBS = {
     "nan": lambda values: [float("nan"), *values[1:]],
     "minus": lambda values: [float("-inf"), *values[1:]],
+    "outside": lambda values: [-9999.0, *values[1:]],  # vLLM's log of 0
     "positive": lambda values: [0.5, *values[1:]],
     "text": lambda values: ["-0.5", *values[1:]],
     "short": lambda values: values[:-1],

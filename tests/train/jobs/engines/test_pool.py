@@ -342,6 +342,20 @@ def test_close_ends_requests(stubs):
         pool.generate(REQUEST)
 
 
+def test_close_ends_a_pause_before_the_next_attempt(stubs):
+    pool, said = joined(stubs[:1], timeout=600.0, first_pause=100.0)
+    stubs[0].faults = [503]
+    began = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        future = threads.submit(pool.generate, REQUEST)
+        while not said:
+            time.sleep(0.01)
+        pool.close()
+        with pytest.raises(EngineError, match="the run ends"):
+            future.result()
+    assert time.monotonic() - began < 5
+
+
 def test_a_pool_has_different_servers(stubs):
     with pytest.raises(EngineError, match=f"rollouts.urls names {stubs[0].url} twice"):
         joined([stubs[0], stubs[0]])

@@ -61,6 +61,7 @@ FAULTS = {
     "range": "token_ids must be ids in [0, 32), got [32,",
     "nan": "a token has the log-probability nan",
     "minus": "a token has the log-probability -inf",
+    "outside": "a token has the log-probability -9999.0",
     "positive": "a token has the log-probability 0.5",
     "text": "a token has the log-probability '-0.5'",
     "short": "tokens have the log-probabilities",
