@@ -70,16 +70,19 @@ def test_a_server_that_hangs_gets_one_request_at_a_time(stubs, monkeypatch):
     assert pool.generate(REQUEST)
     assert [len(stub.bodies) for stub in stubs] == [1, 1]
     assert len(said) == 1 and f"{stubs[0].url} /v1/completions: no answer" in said[0]
-    time.sleep(0.6)  # it rests as long as it took to fail
+    time.sleep(0.1)
+    assert pool.generate(REQUEST)  # it rests as long as it took to fail
+    assert [len(stub.bodies) for stub in stubs] == [1, 2]
+    time.sleep(0.6)
     stubs[1].resumed.clear()
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         futures = [threads.submit(pool.generate, REQUEST) for _ in range(4)]
-        while sum(len(stub.bodies) for stub in stubs) < 2 + 4:
+        while sum(len(stub.bodies) for stub in stubs) < 3 + 4:
             time.sleep(0.01)
-        assert [len(stub.bodies) for stub in stubs] == [2, 4]
+        assert [len(stub.bodies) for stub in stubs] == [2, 5]
         stubs[1].resumed.set()
         assert all(future.result() for future in futures)
-    assert [len(stub.bodies) for stub in stubs] == [2, 5]
+    assert [len(stub.bodies) for stub in stubs] == [2, 6]
 
 
 def test_a_server_that_answers_has_rested_enough(stubs):
@@ -164,6 +167,8 @@ def test_generate_waits_while_weights_are_loaded(stubs, tmp_path):
         return reload(body)
 
     stubs[1].post_collective_rpc = slowly
+    for stub in stubs:
+        stub.requests.clear()
     second = weights(tmp_path / "v2", "2")
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         update = threads.submit(pool.load_weights, second, 2, False)
@@ -171,6 +176,8 @@ def test_generate_waits_while_weights_are_loaded(stubs, tmp_path):
             time.sleep(0.01)
         answers = threads.submit(pool.generate, REQUEST)
         time.sleep(0.1)
+        states = [stub.requests.count("/weight_info") for stub in stubs]
+        assert states == [1, 0]  # of the update; a request that waits asks nothing
         assert not answers.done() and not stubs[0].bodies and not stubs[1].bodies
         release.set()
         update.result()
