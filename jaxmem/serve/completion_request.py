@@ -131,13 +131,7 @@ class RequestReader:
         _refuse_others(fields)
         take = _Fields(fields)
         name = take.text("model", names[0])
-        if name not in names:
-            raise RequestError(
-                f"The model `{name}` does not exist; this server has "
-                f"{messages.listing(names)}",
-                HTTPStatus.NOT_FOUND,
-                "model",
-            )
+        check_model(name, names)
         prompts = self._prompts(fields.get("prompt"))
         n = take.integer("n", 1, 1, 2**31 - 1)
         if len(prompts) * n > self.max_waiting:
@@ -281,6 +275,17 @@ class _Fields(NamedTuple):
         if not isinstance(value, str | None):
             raise RequestError(messages.must_be(name, "a text", value), param=name)
         return default if value is None else value
+
+
+def check_model(name: str, names: Collection[str]) -> None:
+    """Raise a RequestError unless one of the served models has a name."""
+    if name not in names:
+        raise RequestError(
+            f"The model `{name}` does not exist; this server has "
+            f"{messages.listing(names)}",
+            HTTPStatus.NOT_FOUND,
+            "model",
+        )
 
 
 def _refuse_others(fields: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from jaxmem.base import messages
-from jaxmem.serve.completion_request import CompletionRequest
+from jaxmem.serve.completion_request import CompletionRequest, check_model
 from jaxmem.serve.request_error import RequestError
 from jaxmem.serve.served_rows import CompletionJob, ServedRow
 from jaxmem.serve.served_weights import ServedWeights
@@ -96,13 +96,14 @@ class DecodingLoop:
                 the rows.
 
         Raises:
-            RequestError: too many completions wait, the server stops, or the device
-                fails.
+            RequestError: the model is unloaded, too many completions wait, the server
+                stops, or the device fails.
         """
         job = CompletionJob(request)
         with self._changed:
             if self._is_stopped:
                 raise _stopping()
+            check_model(request.model, self.weights.names)  # it may be unloaded by now
             self._check_queue(len(job.rows))
             queue = self._waiting if self._pause is None else self._held
             queue.extend(job.rows)
@@ -179,6 +180,19 @@ class DecodingLoop:
             self._forget_keys()
 
         self.call(load)
+
+    def unload(self, name: str) -> None:
+        """Unload an adapter once the rows in progress and in wait have used it.
+
+        Raises:
+            RequestError: no adapter has that name, or the server stops.
+        """
+
+        def unload() -> None:
+            self.weights.unload_adapter(name)
+            self._release_adapters()
+
+        self.call(unload)
 
     def forget_keys(self) -> None:
         """Forget keys and values of all tokens.
@@ -282,8 +296,17 @@ class DecodingLoop:
     def _make_pool(self, row: ServedRow) -> None:
         """Make slots for a row's model and options; those before are freed."""
         self._pool, request = None, row.job.request
+        self._release_adapters()
         decoder = self.weights.decoder(request.model)
         self._pool = SlotPool(request.model, request.options, self._shape, decoder)
+
+    def _release_adapters(self) -> None:
+        """Free adapters that are unloaded and that no row needs."""
+        with self._changed:
+            needed = {row.job.request.model for row in (*self._waiting, *self._held)}
+        if self._pool is not None:
+            needed.add(self._pool.name)
+        self.weights.release(needed)
 
     def _end_rows(self, is_ended: Callable[[ServedRow], bool]) -> None:
         """End rows early; they keep the tokens that they have."""

@@ -47,6 +47,7 @@ class EngineRoutes:
             ("POST", "/v1/load_lora_adapter"): (
                 self._load_adapter, "lora_name lora_path load_inplace"
             ),
+            ("POST", "/v1/unload_lora_adapter"): (self._unload_adapter, "lora_name"),
             ("POST", "/update_weight_version"): (self._update_version, "new_version"),
             ("GET", "/weight_info"): (self._weight_info, ""),
             ("POST", "/reset_prefix_cache"): (
@@ -143,6 +144,11 @@ class EngineRoutes:
         load = self._loop.weights.load_adapter
         self._loop.load(functools.partial(load, name, directory, in_place))
         return ServerAnswer(f"Success: LoRA adapter '{name}' added successfully.")
+
+    def _unload_adapter(self, sent: ServerRequest) -> ServerAnswer:
+        name = _text(sent.fields, "lora_name")
+        self._loop.unload(name)
+        return ServerAnswer(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _update_version(self, sent: ServerRequest) -> ServerAnswer:
         version = _text(sent.fields, "new_version")

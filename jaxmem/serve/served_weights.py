@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ class ServedWeights:
     @property
     def names(self) -> list[str]:
         """Names that requests may have: of the model, then of adapters."""
-        return [*self._prepared]
+        return [self.name, *self.adapters]
 
     def decoder(self, name: str) -> LanguageModel:
         """The prepared decoder of that name."""
@@ -173,6 +173,25 @@ class ServedWeights:
             adapted = checkpoints.with_adapter(self._plain, directory, self._described)
         self._prepared[name] = sampling.prepared(adapted)
         self.adapters[name], self.version = directory, _FIRST_VERSION
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve an adapter to no further request; `release` frees it.
+
+        Raises:
+            RequestError: no adapter has that name.
+        """
+        if name not in self.adapters:
+            raise RequestError(
+                f"The lora adapter {messages.short(name)} cannot be found.",
+                HTTPStatus.NOT_FOUND,
+                param="lora_name",
+            )
+        del self.adapters[name]
+
+    def release(self, needed: Collection[str]) -> None:
+        """Free the adapters that are unloaded, except the ones of some names."""
+        for name in self._prepared.keys() - {*self.names, *needed}:
+            del self._prepared[name]
 
     def checksums(self) -> dict[str, str]:
         """SHA-256 of each tensor of the model, and of each adapter's as "NAME:PATH"."""

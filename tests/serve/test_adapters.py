@@ -1,6 +1,8 @@
 """Adapters of a server: loaded, replaced while requests run, and refused."""
 
+import concurrent.futures
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +64,7 @@ def test_client_loads_and_replaces_an_adapter(server, model, second):
     pool.close()
     models = send(server.url, "/v1/models")[1]["data"]
     assert [(x["id"], x["parent"]) for x in models] == [
-        ("policy", None), ("jaxmem-adapter", "policy")
+        ("policy", None), ("sums:1", "policy")
     ]  # fmt: skip
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(second)}}
     status, answer = send(server.url, "/collective_rpc", body)
@@ -95,3 +97,33 @@ def test_adapters_are_few(server, model, monkeypatch):
     status, answer = send(server.url, "/v1/load_lora_adapter", body)
     assert status == 400
     assert "0 adapters are loaded, and no more may be" in answer["error"]["message"]
+
+
+def test_rows_in_progress_keep_an_unloaded_adapter(server, model, second):
+    """It serves no further request, and goes once the rows have ended."""
+    for name, adapter in (("first", model / "adapter"), ("second", second)):
+        body = {"lora_name": name, "lora_path": str(adapter)}
+        assert send(server.url, "/v1/load_lora_adapter", body)[0] == 200
+    send(server.url, "/pause?mode=keep", {})
+    sent = {"model": "first", "prompt": PROMPT, "max_tokens": 16, "seed": 7,
+            "logprobs": 0, "return_token_ids": True}  # fmt: skip
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        answer = threads.submit(send, server.url, "/v1/completions", sent)
+        while server.loop.is_idle:
+            time.sleep(0.01)
+        unload = "/v1/unload_lora_adapter", {"lora_name": "first"}
+        assert send(server.url, *unload)[0] == 200
+        assert "first" not in server.loop.weights.names
+        assert server.loop.weights.decoder("first") is not None
+        send(server.url, "/resume", {})
+        (choice,) = answer.result()[1]["choices"]
+    ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    expected = served.trainer_logprobs(model, PROMPT, ids, adapter=model / "adapter")
+    np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    status, refusal = send(server.url, "/v1/completions", sent)
+    assert status == 404 and "`first` does not exist" in refusal["error"]["message"]
+    status, refusal = send(server.url, *unload)
+    assert status == 404 and "'first' cannot be found" in refusal["error"]["message"]
+    assert send(server.url, "/v1/completions", sent | {"model": "second"})[0] == 200
+    with pytest.raises(KeyError):  # the slots are the other adapter's now
+        server.loop.weights.decoder("first")
