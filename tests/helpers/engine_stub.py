@@ -46,7 +46,7 @@ class EngineStub:
 
     def restart(self):
         """The state of a process that has just started."""
-        self.version, self.directory, self.adapter = "default", None, None
+        self.version, self.directory, self.adapters = "default", None, {}
         self.broken = False
         self.resumed = threading.Event()
         self.resumed.set()
@@ -122,9 +122,18 @@ class EngineStub:
     def post_v1_load_lora_adapter(self, body):
         if not self.lora:
             return 404, {"detail": "Not Found"}
-        self.adapter = body["lora_name"]
-        self.directory = Path(body["lora_path"])
-        return 200, "Success: LoRA adapter 'x' added successfully."
+        name = body["lora_name"]
+        if name in self.adapters:
+            return 400, _error(f"The lora adapter '{name}' has already been loaded.")
+        self.adapters[name] = Path(body["lora_path"])
+        return 200, f"Success: LoRA adapter '{name}' added successfully."
+
+    def post_v1_unload_lora_adapter(self, body):
+        name = body["lora_name"]
+        if name not in self.adapters:
+            return 404, _error(f"The lora adapter '{name}' cannot be found.")
+        del self.adapters[name]
+        return 200, f"Success: LoRA adapter '{name}' removed successfully."
 
     def post_update_weights_from_disk(self, body):
         self.directory = Path(body["model_path"])
@@ -149,12 +158,11 @@ class EngineStub:
         return 200, {"success": True, "ranks": [self.post_weight_checker(body)[1]]}
 
     def post_v1_completions(self, body):
-        if body["model"] not in ("policy", self.adapter):
-            message = f"The model `{body['model']}` does not exist."
-            return 404, {"error": {"message": message, "code": 404}}
+        if body["model"] not in ("policy", *self.adapters):
+            return 404, _error(f"The model `{body['model']}` does not exist.")
         if body["logprobs"] > self.max_logprobs:
             message = f"Requested sample logprobs of {body['logprobs']}"
-            return 400, {"error": {"message": message, "code": 400}}
+            return 400, _error(message)
         choices = []
         for i, drawn in enumerate(self._draws(body["prompt"], body)):
             ids, logprobs, tops, reason = drawn
@@ -223,6 +231,10 @@ class EngineStub:
                 np.zeros((read, *self.experts), np.uint8)
             )
         return choice
+
+
+def _error(message):
+    return {"error": {"message": message}}
 
 
 def encoded(array):

@@ -323,11 +323,62 @@ def test_load_weights_takes_the_steps_in_order(stub, tmp_path):
     assert engine.version() == 7 and stub.resumed.is_set()
 
 
-def test_load_weights_of_an_adapter_names_it_in_requests(stub, tmp_path):
+def test_load_weights_of_adapters_names_them_by_version(stub, tmp_path):
     engine, _ = client(stub)
+    for version in (1, 2):
+        stub.requests.clear()
+        engine.load_weights(tmp_path, version, adapter=True)
+        assert engine.generate(REQUEST)[0].versions[0][0] == version
+    assert stub.requests == [
+        "/v1/load_lora_adapter",
+        "/update_weight_version",
+        "/resume",
+        "/weight_info",
+        "/v1/unload_lora_adapter",
+        "/v1/completions",
+    ]
+    assert [body["model"] for body in stub.bodies] == ["sums:1", "sums:2"]
+    assert stub.adapters == {"sums:2": tmp_path} and stub.version == "sums:2"
+
+
+def test_adapter_of_a_request_in_flight_is_its_version(stub, tmp_path):
+    """vLLM states the version that was loaded last, in the middle of a completion."""
+    engine, _ = client(stub, wants_spans=True)
+    engine.load_weights(tmp_path, 3, adapter=True)
+    draw, answers = stub.draw, []
+    started, loaded = threading.Event(), threading.Event()
+
+    def slow_draw(*args):
+        started.set()
+        loaded.wait()
+        return draw(*args)
+
+    stub.draw = slow_draw
+    thread = threading.Thread(target=lambda: answers.extend(engine.generate(REQUEST)))
+    thread.start()
+    started.wait()
+    engine.load_weights(tmp_path, 4, adapter=True)
+    loaded.set()
+    thread.join()
+    assert [a.versions for a in answers] == [[(3, len(a.ids))] for a in answers]
+
+
+def test_load_weights_replaces_an_adapter_of_the_same_name(stub, tmp_path):
+    """As after a lost answer, or of the run's process before."""
+    engine, _ = client(stub)
+    stub.adapters["sums:1"] = None
     engine.load_weights(tmp_path, 1, adapter=True)
-    engine.generate(REQUEST)
-    assert stub.bodies[0]["model"] == stub.adapter == "jaxmem-adapter"
+    assert stub.adapters == {"sums:1": tmp_path}
+    assert "/reset_prefix_cache?reset_running_requests=true" in stub.requests
+
+
+def test_load_weights_of_an_adapter_after_a_restart_of_the_server(stub, tmp_path):
+    """The adapter before is not there to be unloaded."""
+    engine, said = client(stub)
+    engine.load_weights(tmp_path, 1, adapter=True)
+    stub.restart()
+    engine.load_weights(tmp_path, 2, adapter=True)
+    assert stub.adapters == {"sums:2": tmp_path} and not said
 
 
 def test_load_weights_of_an_adapter_needs_a_flag(stub, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.base import messages
-from jaxmem.train.jobs.rollout.engines import answer_checks
+from jaxmem.train.jobs.rollout.engines import answer_checks, weight_version
 from jaxmem.train.jobs.rollout.engines.answer_checks import fields
 from jaxmem.train.jobs.rollout.engines.patience import (
     Deadline,
@@ -29,21 +29,27 @@ from jaxmem.train.jobs.rollout.engines.protocol import (
 )
 
 _COMPLETIONS, _TOKENS = "/v1/completions", "/inference/v1/generate"
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
 _LORA = (
     "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 to "
     "train adapters"
 )
-_ADAPTER = "jaxmem-adapter"  # the name under which a server has the run's adapter
 _OF_NOTHING = hashlib.sha256(b"").hexdigest()
 
 
 class Vllm(Engine):
-    """A client of one vLLM server."""
+    """A client of one vLLM server.
+
+    An adapter has the name of its version, as in "sums:7". A request in flight keeps
+    its adapter when the next one is loaded. vLLM can also load one in place of another,
+    but then a request goes on with the keys and values of the first, and the server
+    reads the files again for each token.
+    """
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._model: str | None = None  # the adapter, once one is loaded
+        self._adapter: str | None = None  # that new requests ask for; None: the model
         self._noted = False
         self._route = _TOKENS if self.options.wants_spans else _COMPLETIONS
 
@@ -76,8 +82,9 @@ class Vllm(Engine):
         self, request: SamplingRequest, deadline: Deadline
     ) -> list[EngineAnswer]:
         """Ask the route that every server has."""
+        model = self._model_name()
         body = {
-            "model": self._model_name(),
+            "model": model,
             "prompt": request.prompt_ids,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -91,15 +98,17 @@ class Vllm(Engine):
             logprobs = fields(choice.get("logprobs"), "logprobs")
             values = logprobs.get("token_logprobs")
             tops = _by_id(logprobs.get("top_logprobs") or [])
-            answers.append(self._answer(choice, request, values, tops))
+            made = self._answer(choice, request, values, tops)
+            answers.append(self._with_adapter(made, model))
         return answers
 
     def _ask_tokens(
         self, request: SamplingRequest, deadline: Deadline
     ) -> list[EngineAnswer]:
         """Ask the route that states versions by token."""
+        model = self._model_name()
         body = {
-            "model": self._model_name(),
+            "model": model,
             "token_ids": request.prompt_ids,
             "return_token_ids": True,
             "sampling_params": self._sampling_fields(request),
@@ -120,7 +129,8 @@ class Vllm(Engine):
                 raise WrongAnswer(
                     f"logprobs.content is {messages.short(content)}"
                 ) from error
-            answers.append(self._answer(choice, request, values, tops))
+            made = self._answer(choice, request, values, tops)
+            answers.append(self._with_adapter(made, model))
         return answers
 
     def _post_samples(self, path: str, deadline: Deadline, body: Any) -> Any:
@@ -173,6 +183,17 @@ class Vllm(Engine):
         answer_checks.check_answer(answer, request, options)
         return answer
 
+    def _with_adapter(self, answer: EngineAnswer, model: str) -> EngineAnswer:
+        """The answer with the version of the adapter that sampled all of it.
+
+        The server states the version that was loaded last, also for its older requests.
+        """
+        if self.info is not None and model == self.info.model:
+            return answer
+        version = weight_version.number(model, self.options.run, self.url)
+        assert version is not None, "adapters have the name of a version"
+        return answer._replace(versions=[(version, len(answer.ids))])
+
     def _sampling_fields(self, request: SamplingRequest) -> dict[str, Any]:
         """Every field that decides on samples.
 
@@ -201,30 +222,62 @@ class Vllm(Engine):
     def update_steps(
         self, directory: Path, version: str, adapter: bool, deadline: Deadline
     ) -> Mapping[str, Callable[[], object]]:
+        def state() -> None:
+            self._post("/update_weight_version", deadline, {"new_version": version})
+
+        def check() -> None:
+            self.check_version(version, deadline)
+
+        if adapter:  # requests in flight keep theirs, so that nothing is held
+            return {
+                "load": lambda: self._load_adapter(directory, version, deadline),
+                "version": state,
+                "resume": lambda: self.resume(deadline),  # after a run that was killed
+                "check": check,
+                "unload": lambda: self._turn_to(version, deadline),
+            }
         return {
             "pause": lambda: self._post("/pause?mode=keep", deadline),
-            "reload": lambda: self._reload(directory, adapter, deadline),
-            "version": lambda: self._post(
-                "/update_weight_version", deadline, {"new_version": version}
-            ),
+            "reload": lambda: self._reload(directory, deadline),
+            "version": state,
             "reset": lambda: self._reset_cache(deadline),
             "resume": lambda: self.resume(deadline),
-            "check": lambda: self.check_version(version, deadline),
+            "check": check,
         }
 
-    def _reload(self, directory: Path, adapter: bool, deadline: Deadline) -> None:
-        if not adapter:
-            arguments = {"weights_path": str(directory)}
-            body = {"method": "reload_weights", "kwargs": arguments}
-            self._post("/collective_rpc", deadline, body)
-            return
-        body = {
-            "lora_name": _ADAPTER,
-            "lora_path": str(directory),
-            "load_inplace": True,
-        }
-        self.call("/v1/load_lora_adapter", deadline, body, _LORA)
-        self._model = _ADAPTER
+    def _reload(self, directory: Path, deadline: Deadline) -> None:
+        arguments = {"weights_path": str(directory)}
+        body = {"method": "reload_weights", "kwargs": arguments}
+        self._post("/collective_rpc", deadline, body)
+
+    def _load_adapter(self, directory: Path, name: str, deadline: Deadline) -> None:
+        """Load an adapter under a name, in place of an older one of that name.
+
+        There is one if the answer to this request was lost, or if an earlier process of
+        the run has loaded it.
+        """
+        body = {"lora_name": name, "lora_path": str(directory)}
+        try:
+            self.call(_LOAD, deadline, body, _LORA)
+        except EngineError as error:
+            if "already been loaded" not in str(error):
+                raise
+            self._unload_adapter(name, deadline)
+            self.call(_LOAD, deadline, body, _LORA)
+            self._reset_cache(deadline)  # it finds keys and values by the name
+
+    def _unload_adapter(self, name: str, deadline: Deadline) -> None:
+        try:
+            self.call(_UNLOAD, deadline, {"lora_name": name}, _LORA)
+        except EngineFailure as error:
+            if getattr(error.__cause__, "status", None) != 404:  # it has lost it
+                raise
+
+    def _turn_to(self, name: str, deadline: Deadline) -> None:
+        """Ask for another adapter from now on, and unload the one before it."""
+        before, self._adapter = self._adapter, name
+        if before not in (None, name):
+            self._unload_adapter(before, deadline)
 
     def _reset_cache(self, deadline: Deadline) -> None:
         """Forget keys and values of the old weights, those of held requests as well.
@@ -261,8 +314,8 @@ class Vllm(Engine):
         return self.call(path, deadline, body, _DEV_MODE)
 
     def _model_name(self) -> str:
-        if self._model is not None:
-            return self._model
+        if self._adapter is not None:
+            return self._adapter
         if self.info is None:
             raise RuntimeError("wait_ready comes before requests")
         return self.info.model
