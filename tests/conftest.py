@@ -100,6 +100,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config, items):
     _skip_without_gpu(config, items)
+    _skip_without_vllm(items)
     # Tests of a job share its runs. A worker takes its first tests itself, and others
     # take from its last ones: they would run the jobs again.
     items.sort(key=lambda item: item.path.parent.name != "jobs")
@@ -118,4 +119,13 @@ def _skip_without_gpu(config, items):
     reason = f"needs an NVIDIA GPU, jax found {jax.default_backend()!r}"
     for item in items:
         if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _skip_without_vllm(items):
+    if os.environ.get("JAXMEM_VLLM"):
+        return
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            reason = "needs $JAXMEM_VLLM, the path of vLLM's program; see .ci/engine"
             item.add_marker(pytest.mark.skip(reason=reason))
