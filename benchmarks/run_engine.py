@@ -33,7 +33,9 @@ from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.grpo import job as grpo
 from jaxmem.train.jobs.rollout.engine_source import EngineSource
+from jaxmem.train.results import export
 
+PROGRAM = (sys.executable, "-m", "benchmarks.run_engine")
 VARIANTS = (
     (0, None), (1, None), (1, "tis"), (1, "icepop"), (4, None), (4, "tis"),
     (4, "icepop"),
@@ -99,7 +101,7 @@ def curves(seeds, overrides):
         config, given = run_grpo.ARITHMETIC[0], ["optimizer.learning_rate=1e-30"]
         jobs.train(*_loaded(config, [*given, "run.steps=1", f"run.out_dir={start}"]))
         with server(start / "model", weights, slots=512, length=5) as url:
-            for seed, variant in itertools.product(range(seeds), VARIANTS):
+            for seed, variant in itertools.product(seeds, VARIANTS):
                 staleness, correction = variant
                 given = [
                     *FROM_CHECKPOINT, f"model.checkpoint={start / 'model'}",
@@ -147,21 +149,34 @@ def _loaded(config, overrides):
     return configuration.load(run_grpo.CONFIGS / config, overrides)
 
 
-def steps(config, overrides, count):
+def write_start(directory, config):
+    """Write a checkpoint of the random weights that a run of the config starts from."""
+    job = jobs.job_of(_loaded(config, [])[0])
+    job.program = job.make_program(job.vocabulary())
+    trained = job.program.initial_state().params
+    model = job.program.model(trained, job.program.frozen())
+    export(directory, model, job, directory.parent)
+
+
+def steps(config, overrides, count, parent):
     """Rows of medians: the run's own sampler, and an engine at two bounds of age."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+    with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = pathlib.Path(name)
-        own, weights = folder / "own", folder / "weights"
+        start, weights = folder / "start", folder / "weights"
         weights.mkdir()
-        given = [f"run.steps={count}", *overrides]
-        yield _row(config, "own sampler", [*given, f"run.out_dir={own}"])
+        command = [*PROGRAM, "start", str(start), "--config", config]
+        subprocess.run(command, check=True)
+        given = [
+            *FROM_CHECKPOINT, *overrides, f"run.steps={count}",
+            f"model.checkpoint={start}",
+        ]  # fmt: skip
+        yield _row(config, "own sampler", [*given, f"run.out_dir={folder / 'own'}"])
         loaded, _ = _loaded(config, given)
-        samples, length = loaded.grpo.samples, loaded.longest
-        with server(own / "model", weights, samples, length, device=1) as url:
+        slots, length = loaded.grpo.samples, loaded.longest + 1
+        with server(start, weights, slots, length, device=1) as url:
             for staleness in (0, 1):
                 correction = "icepop" if staleness else None
                 through = [
-                    *FROM_CHECKPOINT, f"model.checkpoint={own / 'model'}",
                     f"run.out_dir={folder / f'staleness_{staleness}'}",
                     f"rollouts.max_staleness={staleness}", "rollouts.engine=vllm",
                     f"rollouts.urls={url}", f"rollouts.weights={weights}",
@@ -193,24 +208,32 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
     asked = kinds.add_parser("curves")
-    asked.add_argument("--seeds", type=int, default=3)
+    asked.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     asked.add_argument("--out", default="engine_staleness_cpu.csv")
     asked = kinds.add_parser("steps")
     asked.add_argument("--config", default="grpo_qwen3_8b_h200.gin")
     asked.add_argument("--count", type=int, default=8)
+    asked.add_argument("--folder", default="/dev/shm", help="for all weights")
     asked.add_argument("--out", default="engine_steps_h200.csv")
     for parser_of_kind in kinds.choices.values():
         parser_of_kind.add_argument("--set", nargs="*", default=[])
+    asked = kinds.add_parser("start")
+    asked.add_argument("directory", type=pathlib.Path)
+    asked.add_argument("--config", required=True)
     args = parser.parse_args(arguments)
+    if args.kind == "start":
+        write_start(args.directory, args.config)
+        return
     if args.kind == "curves":
         made = curves(args.seeds, args.set)
     else:
-        made = steps(args.config, args.set, args.count)
-    rows = []
+        made = steps(args.config, args.set, args.count, args.folder)
+    rows, path = [], None
     for row in made:
         print(row, flush=True)
         rows.append(row | results.provenance())
-    print("wrote", results.save(args.out, rows))
+        path = results.save(args.out, rows)
+    print("wrote", path)
 
 
 if __name__ == "__main__":
