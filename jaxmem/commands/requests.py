@@ -206,6 +206,10 @@ def add_serve(commands: Any, command: Callable, count: Callable) -> None:
             "help": "token that requests must send as `Authorization: Bearer TOKEN` "
             "(default: $JAXMEM_ENGINE_TOKEN, or none)"
         },
+        "--enable-return-routed-experts": {
+            "action": "store_true",
+            "help": "return the experts of each token, for trainers that replay them",
+        },
         "--max-body": {
             "type": count,
             "metavar": "MIB",

@@ -81,17 +81,25 @@ class SlotSampler:
     max_length: int  # T, tokens of a row that are read: all but the last
     part: int  # P, steps of a call of `advance`
     top: int = 0  # K, most probable tokens that are kept
+    records: bool = False  # as in `Decoder.prefill`
 
     def empty(self, decoder: LanguageModel) -> SlotState:
         """The state without rows."""
         prompts = jnp.zeros((self.slots, 1), jnp.int32)
         shapes = jax.eval_shape(
-            lambda: read_prompt(decoder, prompts, prompts[:, 0] + 1, self.max_length)
+            lambda: self.read(decoder, prompts, prompts[:, 0] + 1)
         ).cache
         zeros = jnp.zeros(self.slots, jnp.int32)
         keys = jax.random.split(jax.random.key(0), self.slots)
         cache = kv_cache.empty(shapes, 0)
         return SlotState(zeros, zeros == 0, keys, zeros, zeros, cache)
+
+    def read(self, decoder: LanguageModel, prompts: Ids, lengths: Ids) -> ReadPrompt:
+        """Read prompts [B, P] of so many tokens [B]; `place` takes one."""
+        model: LanguageModel = nnx.merge(*decoder.in_compute_type())
+        return ReadPrompt(
+            *model.prefill(prompts, lengths, self.max_length, records=self.records)
+        )
 
     def place(
         self, decoder: LanguageModel, state: SlotState, prompt: ReadPrompt, row: NewRow
@@ -162,17 +170,20 @@ class SlotSampler:
         _, state, drawn = lax.while_loop(goes_on, one_more, start)
         return state, SlotTokens(state.ended, *drawn)
 
+    def routes(self, state: SlotState, slot: jax.typing.ArrayLike) -> jax.Array:
+        """Recorded routes [T, ...] of the row in a slot, by position; 0: not read.
+
+        After its end a row loses a token in each step of a part once its T slots are
+        full.
+        """
+        cache, index = state.cache, jnp.asarray(slot)[None]
+        assert cache.routes is not None
+        own = cache._replace(positions=cache.positions[index])
+        return kv_cache.by_position(own, cache.routes[index])[0]
+
     def _most_probable(
         self, logits: jax.Array
     ) -> tuple[jax.Array | None, jax.Array | None]:
         if not self.top:
             return None, None
         return self.sampler.most_probable(logits, self.top)
-
-
-def read_prompt(
-    decoder: LanguageModel, prompt: Ids, length: Ids, max_length: int
-) -> ReadPrompt:
-    """Read a prompt [1, P] of so many tokens [1], for `SlotSampler.max_length`."""
-    model: LanguageModel = nnx.merge(*decoder.in_compute_type())
-    return ReadPrompt(*model.prefill(prompt, length, max_length))

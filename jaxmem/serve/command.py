@@ -43,6 +43,8 @@ class ServeRequest:
     weights: tuple[str, ...] = ()  # folders below which new weights are loaded
     token: str | None = None  # that requests must send; None: $JAXMEM_ENGINE_TOKEN
     name: str | None = None  # of the model in requests; None: `model`
+    # True if answers have the experts of each token
+    enable_return_routed_experts: bool = False
     max_body: int = 16  # MiB of a request's body
     max_waiting: int = 4096  # completions that wait for a slot
     max_logprobs: int = 256  # most probable tokens that a request may ask for
@@ -141,7 +143,13 @@ def served(request: ServeRequest) -> Iterator[RunningServer]:
         )
         max_len = request.longest(model)
         weights = ServedWeights(name_of(request), model)
-        shape = PoolShape.of(request.slots, max_len)
+        records = request.enable_return_routed_experts
+        if records and model.decoder.config.experts is None:
+            raise ValueError(
+                f"--enable-return-routed-experts: {request.model} has no experts; "
+                "leave the option out"
+            )
+        shape = PoolShape.of(request.slots, max_len, records)
         loop = DecodingLoop(weights, shape, request.max_waiting)
         bounds = max_len, request.max_waiting, request.max_logprobs
         reader = RequestReader(model, *bounds)

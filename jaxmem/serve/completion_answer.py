@@ -1,5 +1,7 @@
 """Answers to requests for completions, as vLLM writes them."""
 
+import base64
+import io
 import itertools
 import math
 import secrets
@@ -8,6 +10,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
 import tokenizers
 
 from jaxmem.base import messages
@@ -104,11 +107,21 @@ def _token_choice(row: ServedRow) -> dict[str, Any]:
         "logprobs": logprobs,
         "finish_reason": row.finish,
         "stop_reason": row.stop_reason,
+        "routed_experts": _routes(row),
         "weight_versions": [
             {"version": version, "start": start, "end": end}
             for (version, _), start, end in spans
         ],
     }
+
+
+def _routes(row: ServedRow) -> str | None:
+    """The experts [tokens read, layers with experts, K], as base64 of an npy file."""
+    if not row.routes:
+        return None
+    file = io.BytesIO()
+    np.save(file, np.concatenate(row.routes))
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _beside(row: ServedRow) -> list[dict[int, float]]:
@@ -132,6 +145,7 @@ def _text_choice(row: ServedRow, tokenizer: tokenizers.Tokenizer) -> dict[str, A
         "token_ids": row.ids if returned else None,
         "prompt_token_ids": list(row.prompt) if returned else None,
         "prompt_logprobs": None,
+        "routed_experts": _routes(row),
         "weight_versions": [list(span) for span in row.versions],
     }
 

@@ -23,6 +23,7 @@ class ServedRow:
         top: of each token, the most probable ids with their log-probabilities.
         versions: versions of the weights, with the number of tokens that each drew.
         finish: why it ended; None: it has not.
+        routes: experts of the tokens that were read, by version; empty: not recorded.
     """
 
     job: "CompletionJob"
@@ -32,6 +33,7 @@ class ServedRow:
     top: list[dict[int, float]] = dataclasses.field(default_factory=list)
     versions: list[tuple[str, int]] = dataclasses.field(default_factory=list)
     finish: Finish | None = None
+    routes: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -73,6 +75,14 @@ class ServedRow:
         if tokens.ended[slot]:
             ends = self.job.request.options.end_ids
             self.finish = "stop" if self.ids[-1] in ends else "length"
+
+    def add_routes(self, routes: np.ndarray) -> None:
+        """Add routes [T, ...] by position of the tokens that were read since before.
+
+        Those of earlier tokens belong to the weights that drew what follows them.
+        """
+        known = sum(map(len, self.routes))
+        self.routes.append(routes[known : len(self.prompt) + len(self.ids) - 1])
 
 
 class CompletionJob:

@@ -18,7 +18,6 @@ from jaxmem.models.slot_decoding import (
     SlotSampler,
     SlotState,
     SlotTokens,
-    read_prompt,
 )
 from jaxmem.serve.completion_request import DrawOptions
 from jaxmem.serve.served_rows import ServedRow
@@ -34,14 +33,17 @@ class PoolShape(NamedTuple):
 
     slots: int
     max_length: int  # tokens of a row that are read
+    records: bool = False  # True if the experts of each token are kept
 
     @classmethod
-    def of(cls, slots: int, max_len: int) -> "PoolShape":
+    def of(cls, slots: int, max_len: int, records: bool = False) -> "PoolShape":
         """Sizes for rows of `max_len` tokens, the last of which is not read.
 
-        As in `Sampler.start`, they are multiples of 8.
+        As in `Sampler.start`, they are multiples of 8. Records of a row must outlast
+        the part in which it ends.
         """
-        return cls(slots, -(-(max_len - 1) // 8) * 8)
+        length = max_len - 1 + (_PART if records else 0)
+        return cls(slots, -(-length // 8) * 8, records)
 
     def widths(self) -> list[int]:
         """Widths of the programs that read prompts, which few are compiled for."""
@@ -132,9 +134,15 @@ class SlotPool:
             if row.finish is None:
                 row.add(tokens, slot, version)
             if row.finish is not None:
+                self._keep_routes(slot, row)
                 self.rows[slot] = None
                 ended.append(row)
         return ended
+
+    def _keep_routes(self, slot: int, row: ServedRow) -> None:
+        if self.shape.records:
+            routes = self._programs.routes(self._state, np.int32(slot))
+            row.add_routes(jax.device_get(routes))
 
     def compile(self, decoder: LanguageModel) -> None:
         """Compile the programs of prompts of all widths."""
@@ -143,12 +151,12 @@ class SlotPool:
 
     def drop(self, rows: Sequence[ServedRow]) -> None:
         """Free the slots of rows, which get no more tokens there."""
-        slots = [i for i, row in enumerate(self.rows) if row in rows]
         ended = np.array(self._state.ended)
-        ended[slots] = True
+        for slot, row in enumerate(self.rows):
+            if row is not None and row in rows:
+                self._keep_routes(slot, row)
+                self.rows[slot], ended[slot] = None, True
         self._state = self._state._replace(ended=ended)
-        for slot in slots:
-            self.rows[slot] = None
 
 
 def _row_of(numbers: jax.Array) -> NewRow:
@@ -166,11 +174,12 @@ def _row_of(numbers: jax.Array) -> NewRow:
 class _Programs(NamedTuple):
     """Jitted functions of a pool."""
 
-    slots: SlotSampler
     shape: PoolShape
     empty: Callable
+    read_padded: Callable
     place: Callable
     advance: Callable
+    routes: Callable
 
     def read(self, decoder: LanguageModel, ids: Sequence[int]) -> ReadPrompt:
         """Read a prompt, in a row of the least width that holds it."""
@@ -179,7 +188,7 @@ class _Programs(NamedTuple):
         padded = np.zeros((1, width), np.int32)
         padded[0, :length] = ids
         lengths = np.array([length], np.int32)
-        return _read_program()(decoder, padded, lengths, self.slots.max_length)
+        return self.read_padded(decoder, padded, lengths)
 
 
 @functools.lru_cache(_PROGRAMS)
@@ -191,7 +200,9 @@ def _programs(options: DrawOptions, shape: PoolShape, vocab_size: int) -> _Progr
         min_p=options.min_p,
     ).sampling(shape.max_length, vocab_size)
     sampler = sampling.Sampler(chosen, options.end_ids, 0, keep_support=False)
-    slots = SlotSampler(sampler, *shape, part=_PART, top=options.top)
+    slots = SlotSampler(
+        sampler, shape.slots, shape.max_length, _PART, options.top, shape.records
+    )
 
     def place(
         decoder: LanguageModel, state: SlotState, read: ReadPrompt, numbers: jax.Array
@@ -199,17 +210,21 @@ def _programs(options: DrawOptions, shape: PoolShape, vocab_size: int) -> _Progr
         return slots.place(decoder, state, read, _row_of(numbers))
 
     return _Programs(
-        slots,
         shape,
         _jit(slots.empty),
+        _read_program(shape),
         _jit(place, donate_argnums=1),
         _jit(slots.advance, donate_argnums=1),
+        _jit(slots.routes),
     )
 
 
 @functools.cache
-def _read_program() -> Callable:
-    return _jit(read_prompt, static_argnums=3)
+def _read_program(shape: PoolShape) -> Callable:
+    """The program that reads prompts, which all options share."""
+    greedy = sampling.Sampler(sampling.SamplingConfig(1, top_k=1), (), 0)
+    slots = SlotSampler(greedy, *shape[:2], part=1, records=shape.records)
+    return _jit(slots.read)
 
 
 def _jit(function: Callable, **options: Any) -> Callable:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxmem.models.sampling import Sampler, SamplingConfig, prepared, row_keys
-from jaxmem.models.slot_decoding import NewRow, SlotSampler, read_prompt
+from jaxmem.models.slot_decoding import NewRow, SlotSampler
 from tests.helpers.cases import slow
 from tests.helpers.sampling import (
     EOS,
@@ -30,15 +30,18 @@ class Host:
     def __init__(self, model, slots, part, settings):
         config = SamplingConfig(max_new_tokens=NEW, **settings)
         sampler = Sampler(config, (EOS,), PAD)
-        made = SlotSampler(sampler, slots, LONGEST, part, top=2)
+        self.records = model.config.experts is not None
+        room = LONGEST + part * self.records  # nothing is lost after a row's end
+        made = SlotSampler(sampler, slots, room, part, 2, self.records)
         self.decoder = prepared(model)
-        self.read = jax.jit(read_prompt, static_argnums=3)
+        self.read, self.routes_of = jax.jit(made.read), jax.jit(made.routes)
         self.place, self.advance = jax.jit(made.place), jax.jit(made.advance)
         self.state = jax.jit(made.empty)(self.decoder)
         self.rows = [None] * slots
         self.tokens = [[] for _ in PROMPTS]
         self.logprobs = [[] for _ in PROMPTS]
         self.best = [[] for _ in PROMPTS]
+        self.routes = [None for _ in PROMPTS]
 
     def start(self, row):
         slot = self.rows.index(None)
@@ -50,7 +53,7 @@ class Host:
         new = NewRow(
             np.int32(slot), key, np.int32(len(self.tokens[row])), np.int32(NEW)
         )
-        prompt = self.read(self.decoder, padded, lengths, LONGEST)
+        prompt = self.read(self.decoder, padded, lengths)
         self.state, drawn = self.place(self.decoder, self.state, prompt, new)
         self.rows[slot] = row
         self._add(drawn, [slot])
@@ -80,6 +83,8 @@ class Host:
                 kept[row] += np.asarray(new)[mask, column].tolist()
             if drawn.ended[column]:
                 self.rows[slot] = None
+                if self.records:
+                    self.routes[row] = np.asarray(self.routes_of(self.state, slot))
 
 
 @pytest.mark.full
@@ -108,6 +113,11 @@ def test_row_tokens_are_those_of_the_sampler(slots, part, changes, settings):
         np.testing.assert_allclose(
             host.logprobs[row], expected.logprobs[row][mask], atol=1e-5
         )
+        if host.records:
+            read = LENGTHS[row] + len(host.tokens[row]) - 1
+            routes = host.routes[row][:read], expected.routes[row][:read]
+            np.testing.assert_array_equal(*routes)
+            assert len({x.tobytes() for x in routes[0]}) > 1
         best = np.array(host.best[row])
         assert (best[:, 0] >= best[:, 1]).all()
         assert (best[:, 0] + 1e-5 >= host.logprobs[row]).all()

@@ -98,6 +98,13 @@ def test_max_len_is_bounded_by_the_model(directory):
             pass
 
 
+def test_model_without_experts_returns_none(directory):
+    options = served.options(directory, enable_return_routed_experts=True)
+    with pytest.raises(ValueError, match="has no experts; leave the option out"):
+        with command.served(options):
+            pass
+
+
 def test_address_in_use_is_named(directory):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -11,8 +11,13 @@ from jaxmem import generate
 from jaxmem.generate.completions import EncodedPrompt
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.serve import command
-from jaxmem.serve.completion_request import RequestReader
+from jaxmem.serve.completion_request import (
+    CompletionRequest,
+    DrawOptions,
+    RequestReader,
+)
 from jaxmem.serve.request_error import RequestError
+from jaxmem.serve.served_rows import CompletionJob
 from jaxmem.train.jobs.rollout.engines import EngineOptions, SamplingRequest
 from jaxmem.train.jobs.rollout.engines.vllm import Vllm
 from tests.helpers import served, texts
@@ -191,6 +196,19 @@ def test_tokens_are_named_by_text_or_id(server):
 
 def text_of(id_):
     return [*texts.SPECIAL, *texts.LETTERS][id_]
+
+
+def test_routes_of_earlier_weights_stay():
+    request = CompletionRequest(
+        "policy", [PROMPT], 1, 9, 0, DrawOptions(1.0, None, None, None, (), 0),
+        frozenset(), None, True, False,
+    )  # fmt: skip
+    row = CompletionJob(request).rows[0]
+    row.ids = [1, 2, 3]
+    row.add_routes(np.full((12, 1, 2), 7))  # read again after them, by other weights
+    row.ids += [4, 5]
+    row.add_routes(np.full((12, 1, 2), 8))
+    assert np.concatenate(row.routes)[:, 0, 0].tolist() == [7] * 6 + [8] * 2
 
 
 # ------------------------------------------------------------------ bounds

@@ -32,20 +32,21 @@ run.out_dir = "run"
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def server(tmp_path, monkeypatch, request):
+    name, options = getattr(request, "param", ("llama", {}))
     monkeypatch.chdir(tmp_path)
-    directory = texts.checkpoint("llama", tmp_path)
+    directory = texts.checkpoint(name, tmp_path)
     runs.write("prompts.jsonl", [{"prompt": a} for a in "abcdefgh"])
     pathlib.Path("rewards.py").write_text(
         "def score(completion_ids, **_):\n"
         "    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
     )
-    pathlib.Path("grpo.gin").write_text(GIN)
+    pathlib.Path("grpo.gin").write_text(GIN.replace("llama", name))
     monkeypatch.setenv("JAXMEM_ENGINE_TOKEN", "secret")
     folder = tmp_path / "weights"
     folder.mkdir()
-    options = served.options(directory, weights=(str(folder),), slots=8, max_len=32)
-    with command.served(options) as running:
+    sizes = dict(slots=8, max_len=32, weights=(str(folder),))
+    with command.served(served.options(directory, **sizes, **options)) as running:
         yield running
 
 
@@ -76,6 +77,15 @@ def test_sampler_and_trainer_agree_in_each_step(server, overrides):
         assert step["versions_per_completion"] == 1
     assert not server.loop.is_paused
     assert len({step["reward"] for step in steps}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "server", [("mixtral", {"enable_return_routed_experts": True})], indirect=True
+)
+def test_trainer_replays_experts_of_the_server(server):
+    steps = train(server, "grpo.replay_routing=True")
+    assert all(step["mismatch_max"] < 1e-5 for step in steps)
 
 
 @pytest.mark.slow
