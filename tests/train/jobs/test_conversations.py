@@ -224,7 +224,8 @@ def test_conversations_in_threads_equal_those_in_turn():
         np.testing.assert_array_equal(versions[made.sampled], made.turn_of_token[
             made.sampled
         ])  # fmt: skip
-    unended = reader.task.transcript(asked.items[0], said_of([[A, A, A, A]]))
+    item = next(x for x in asked.items if x.columns["turns"] > 1)
+    unended = reader.task.transcript(item, said_of([[A, A, A, A]]))
     assert unended.completion_ids == [A] * 4 and unended.reward == 1
 
 
@@ -493,13 +494,16 @@ def test_reward_sums_beyond_float32_are_named():
     text = ENVIRONMENT.replace('last.count("a") / 4', "6e17")
     pathlib.Path("envs.py").write_text(text)
     reader = Reader("task.held_out=0.0")
-    with pytest.raises(RewardError) as raised:
-        reader.play(reader.task.ask(0, 16), [[A, END]] * 3)
-    assert re.fullmatch(
-        r"environment envs.py:Vowels \(records.jsonl:\d+\): the sum of its rewards is "
-        r"1\.\d+e\+18; advantages are computed in float32, for rewards of .* 1e\+18",
-        str(raised.value),
-    )
+    asked, turns = reader.task.ask(0, 16), [[A, END]] * 3
+    for play in (reader.play, functools.partial(in_threads, reader)):
+        with pytest.raises(RewardError) as raised:
+            play(asked, turns)
+        assert re.fullmatch(
+            r"environment envs.py:Vowels \(records.jsonl:\d+\): the sum of its rewards "
+            r"is 1\.\d+e\+18; advantages are computed in float32, for rewards of .* "
+            r"1e\+18",
+            str(raised.value),
+        )
 
 
 @pytest.mark.parametrize(

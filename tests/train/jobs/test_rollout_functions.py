@@ -239,6 +239,21 @@ def test_function_that_fails_ends_a_run_by_name(body, message):
         assert text.startswith(RECORD) and message in text and "\n" not in text
 
 
+def test_oldest_version_is_that_of_fields_without_versions():
+    write(
+        "first = complete(record['prompt_ids'])\n"
+        "last = complete(record['prompt_ids'])\n"
+        "return {'completion_ids': last.ids, 'logprobs': last.logprobs, 'reward': 0}"
+    )
+    task, versions = task_of(), iter([7, 8])
+
+    def complete(ids, max_tokens):
+        return at_once(version=next(versions))(ids, max_tokens)
+
+    made = task.transcript(task.ask(0, 1).items[0], complete)
+    assert made.versions == [(7, 2)]
+
+
 def test_names_of_rewards_do_not_change():
     write(OWN + "return out | {'rewards': {record['prompt']: 1}}")
     with pytest.raises(RewardError, match=r"rewards has the names \['b'\], but other"):
@@ -256,6 +271,13 @@ def test_function_has_a_time_between_completions(monkeypatch):
         ):
             play("task.timeout=0.2")
     assert time.monotonic() - started < 30
+
+
+def test_time_between_completions_begins_with_each():
+    text = AGENT.replace("def play", "import time\n\ndef play")
+    text = text.replace("        if turn:", "        time.sleep(0.4)\n        if turn:")
+    pathlib.Path("agent.py").write_text(text)
+    assert played("task.timeout=1").turns.max() == 3
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
