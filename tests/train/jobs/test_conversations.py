@@ -229,6 +229,22 @@ def test_conversations_in_threads_equal_those_in_turn():
     assert unended.completion_ids == [A] * 4 and unended.reward == 1
 
 
+def test_workers_bound_the_calls_of_conversations_in_threads():
+    counted = ENVIRONMENT.replace("class Vowels:", (
+        "import threading, time\nLOCK, ACTIVE, COUNTS = threading.Lock(), [], []\n\n"
+        "class Vowels:"
+    )).replace("        self.turn += 1\n", (
+        "        self.turn += 1\n        with LOCK:\n            ACTIVE.append(self)\n"
+        "            COUNTS.append(len(ACTIVE))\n        time.sleep(0.02)\n"
+        "        with LOCK:\n            ACTIVE.remove(self)\n"
+    ))  # fmt: skip
+    pathlib.Path("envs.py").write_text(counted)
+    reader = Reader("task.held_out=0.0", "task.workers=3")
+    in_threads(reader, reader.task.ask(0, 16), [[A, END], [A, B, END], [B, END]])
+    counts = reader.task._environments._class.step.__globals__["COUNTS"]
+    assert max(counts) == 3 and len(counts) > 16
+
+
 @pytest.mark.parametrize(
     ("on_error", "rewards"),
     [("raise", None), ("end", [0.25, 0.0]), ("mask", [0.25, None])],
