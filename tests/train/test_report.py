@@ -181,7 +181,7 @@ def test_report_of_supervised_run(tmp_path):
     assert titles == ["Loss", "Learning rate", "Tokens per second"]  # no NaN
     shown = " ".join(page.texts)
     assert "data.source = 'a.jsonl', run.job = 'sft' Loss, held out 4.5" in shown
-    assert "4.5 best 4.5, step 2 Time of all steps 0 s 0.1 s a step (median)" in shown
+    assert "4.5 best 4.5, step 2 Time of all steps 0 s 0.1 s per step (median)" in shown
     assert "Samples of the last rollout" not in page.texts
     first = lines[0]  # without a held-out loss, the loss itself comes first
     (tmp_path / "metrics.jsonl").write_text(first)

@@ -382,7 +382,7 @@ def _result_cards(steps: Sequence[Mapping[str, Any]], total: float) -> Iterator[
         yield next(_last_value_cards(_PANELS, steps), "")
     seconds = [value for _, value in _finite_points(steps, "seconds")]
     if seconds:
-        note = f"{charts.number(statistics.median(seconds))} s a step (median)"
+        note = f"{charts.number(statistics.median(seconds))} s per step (median)"
         yield _html_card("Time of all steps", _format_duration(total), note)
 
 
