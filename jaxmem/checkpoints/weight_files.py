@@ -146,7 +146,7 @@ def configured(
 ) -> CheckpointConfig:
     """The config of a checkpoint, with the `ModelConfig` of its decoder.
 
-    No weight is read. Arguments and errors are those of `load`.
+    No weight is read. Arguments and errors are as in `load`.
     """
     return _configured(
         directory, dtype=dtype, param_dtype=param_dtype, adapter=adapter, **options
@@ -309,7 +309,7 @@ def save(
         decoder: whose weights to save.
         like: directory of a checkpoint of the same sizes, such as the one that the
             decoder was loaded from.
-        dtype: dtype of the tensors; None: that of the decoder's weights.
+        dtype: dtype of the tensors; None: the dtype of the decoder's weights.
         max_shard_bytes: maximum size of a file.
         chat_template: path of a template that replaces the other checkpoint's.
         overwrite: True if a checkpoint that is there is replaced.

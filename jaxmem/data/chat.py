@@ -148,12 +148,12 @@ def read_template(
     options: Mapping[str, Any] | None = None,
     today: datetime.datetime | None = None,
 ) -> ChatTemplate:
-    """Read the chat template of a checkpoint, or that of a path instead.
+    """Read the chat template of a checkpoint, or of a path instead.
 
     It is chat_template.jinja, or `chat_template` of tokenizer_config.json, whose
     special tokens it may name. Of several named ones (additional_chat_templates/ has
     more) it is "default", and "tool_use", if there is one, where tools are given. The
-    other arguments are those of `ChatTemplate`.
+    other arguments are as in `ChatTemplate`.
 
     Raises:
         DataError: there is no template, none is the default, or one is not valid.

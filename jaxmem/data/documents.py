@@ -55,7 +55,7 @@ def load_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
     together agree and never read half a file.
 
     Returns:
-      A byte-level BPE tokenizer: `decode(encode(text).ids)` is `text`, whatever it is.
+      A byte-level BPE tokenizer: `decode(encode(text).ids)` is `text` for any text.
 
     Raises:
       DataError: the text is unusable or too small for `config.vocab_size` entries.

@@ -1,4 +1,4 @@
-"""Batches from several streams of documents, of which a process reads only its own.
+"""Batches from several streams of documents; each process reads only its own.
 
 A stream is every n-th document, packed and shuffled separately. It gives the same rows
 of each batch in any process, so the batches equal those of a single process. All

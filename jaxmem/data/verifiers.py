@@ -69,7 +69,7 @@ def regex(prompts, completions, pattern=None, **_) -> list[float | None]:
 
 
 def number(prompts, completions, answer=None, **_) -> list[float | None]:
-    """1 if the last number of the completion equals that of the column `answer`.
+    """1 if the last number of the completion equals the last number of `answer`.
 
     Raises:
         ValueError: an answer has no number.
@@ -85,7 +85,7 @@ def gsm8k(prompts, completions, answer=None, **_) -> list[float | None]:
     """1 if the completion's number after its last "####" equals that of `answer`.
 
     The column `answer` is GSM8K's own, whose last line is "#### 72", or the number
-    alone. A completion without "####" is wrong, whatever numbers it has.
+    alone. A completion without "####" is wrong, with any numbers.
 
     Raises:
         ValueError: an answer has no number.

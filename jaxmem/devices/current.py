@@ -1,4 +1,4 @@
-"""The current devices: those of this process, or those of an enclosing `target`."""
+"""The current devices: this process's, or an enclosing `target`'s."""
 
 import contextlib
 import contextvars

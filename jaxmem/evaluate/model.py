@@ -97,7 +97,7 @@ class HarnessModel(LM):
         return renderer.counted(conversation, where).text
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Score continuations: ln p, and whether greedy decoding would write them.
+        """Score continuations: ln p, and True if greedy decoding would write them.
 
         Warns:
             UserWarning: of some pairs a token would be of both texts.

@@ -31,9 +31,9 @@ class LMHead(HeadVerbs, nn.Module):
 
     Args:
         features: V, padding included; not needed with tied_to.
-        use_bias: whether the head has its own bias. None: it has one, as nn.Dense, but
+        use_bias: True if the head has its own bias. None: it has one, as nn.Dense, but
             not with tied_to.
-        dtype: dtype of hidden after a cast, and of the logits. None: that of tied_to,
+        dtype: dtype of hidden after a cast, and of the logits. None: tied_to's dtype,
             or promoted from hidden and weights, as nn.Dense does.
         param_dtype: dtype of the head's own weights, and of their gradients, which are
             rounded once from float32 sums.

@@ -45,7 +45,7 @@ class LMHead(HeadVerbs, nnx.Module):
         out_features: V, padding included; not needed in the same case.
         use_bias: True for a bias of the head's own, False for none. None: True, as for
             nnx.Linear; with tied_to, the bias of that layer, if it has one.
-        dtype: dtype of hidden after a cast, and of the logits. None: that of tied_to,
+        dtype: dtype of hidden after a cast, and of the logits. None: tied_to's dtype,
             or promoted from hidden and weights, as nnx.Linear does.
         param_dtype: dtype of the head's own weights, and of their gradients, which are
             rounded once from float32 sums.

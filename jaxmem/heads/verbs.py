@@ -45,7 +45,7 @@ class HeadSharding:
     """The sharding of a head's verbs; see `jaxmem.sharding.parallel`.
 
     Attributes:
-        mesh: devices; None: those of `jax.set_mesh`.
+        mesh: devices; None: the mesh of `jax.set_mesh`.
         tokens: mesh axes that shard hidden and labels.
         vocab: mesh axes that shard the vocabulary; None: those in the weights' metadata
             (of nnx.with_partitioning, of Linen's logical axes).
@@ -173,7 +173,7 @@ class HeadVerbs:
             TypeError, ValueError: as `jaxmem.logprobs`; or a normalizer or z_loss is
                 not a scalar, or is negative.
 
-        Reference: the z-loss is that of Chowdhery et al., "PaLM", 2022,
+        Reference: the z-loss is from Chowdhery et al., "PaLM", 2022,
         arXiv:2204.02311, section 5.
         """
         _check_scalar("z_loss", z_loss)

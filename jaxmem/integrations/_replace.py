@@ -203,7 +203,7 @@ class Integration:
         """Replace the package's functions until `undo`, and print their names.
 
         Args:
-            chunk: tokens whose logits may be alive at once, over all rows.
+            chunk: tokens whose logits may exist at once, over all rows.
             implementation: as in `jaxmem.logprobs`.
             strict: True for an `IntegrationError` wherever a call is not served, False
                 for the package's own function and a message.

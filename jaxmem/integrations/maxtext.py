@@ -1,6 +1,6 @@
 """MaxText: the loss of vocabulary tiling without logits, and hidden states for Tunix.
 
-The loss is computed in tiles of `chunk` tokens, whatever num_vocab_tiling is (it must
+The loss is computed in tiles of `chunk` tokens, for any num_vocab_tiling (it must
 stay above 1, because MaxText then provides hidden states). The replaced functions and
 class are
 

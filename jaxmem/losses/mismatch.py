@@ -25,8 +25,8 @@ class MismatchReport(NamedTuple):
         outside_2: fraction of tokens whose ratio is outside [1/2, 2].
         k1: mean of -Δ, an estimate of KL(rollout ‖ train).
         k3: mean of e^Δ - 1 - Δ, another estimate of it, which is never negative.
-        p50: median of |Δ|, interpolated likewise.
-        p99: 99th percentile of |Δ|, likewise.
+        p50: median of |Δ|, interpolated in the same way.
+        p99: 99th percentile of |Δ|, interpolated in the same way.
         inside_strict: fraction of tokens whose ratio is in [0.999, 1.002], the band of
             `losses.sequence_mask_weights`.
         inside_1_01: fraction of tokens whose ratio is in [0.99, 1.01]; that in

@@ -169,7 +169,7 @@ def dapo(
 
     Average over tokens: divide the sum by the number of tokens of the whole step.
     Groups whose rewards are all equal, which DAPO resamples, have advantage 0.
-    Arguments and result are those of `ppo_clip`.
+    Arguments and result are as in `ppo_clip`.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> ratio, A = jnp.array([1.5, 0.5]), jnp.array([1.0, -1.0])

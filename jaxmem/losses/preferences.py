@@ -64,7 +64,7 @@ def ipo(
         h = (chosen - ref_chosen) - (rejected - ref_rejected)
         out = (h - 1 / (2·beta))²
 
-    Arguments and result are those of `dpo`; beta, the paper's τ, must not be 0.
+    Arguments and result are as in `dpo`; beta, the paper's τ, must not be 0.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> chosen, rejected = jnp.array([-10.0]), jnp.array([-20.0])
@@ -90,11 +90,11 @@ def simpo(
         out = -ln σ(beta · (chosen - rejected) - gamma)
 
     The arguments are means: ln p of a completion, divided by the number of its tokens.
-    The defaults are those of the paper's code, where gamma is a quarter of beta.
+    The defaults are from the paper's code, where gamma is a quarter of beta.
 
     Args:
         chosen: mean ln p of the preferred completion's tokens [pairs].
-        rejected: that of the other completion [pairs].
+        rejected: the same of the other completion [pairs].
         beta: scale of the reward beta · ln p.
         gamma: the margin by which rewards are to differ.
 

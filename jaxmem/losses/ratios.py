@@ -108,7 +108,7 @@ def kl_k2(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
         out = ½ (logprob - ref_logprob)²                                       (nats)
 
     For tokens sampled from the policy, the expectation of its gradient is the gradient
-    of the KL. Arguments, result and reference are those of `kl_k1`.
+    of the KL. Arguments, result and reference are as in `kl_k1`.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> jaxmem.losses.kl_k2(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0]))
@@ -125,7 +125,7 @@ def kl_k3(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
     δ is clamped to ±20 (no NaN, no infinity, gradient 0 beyond). Near 0, where the
     difference would cancel, a series is summed instead. It is unbiased for tokens
     sampled from the policy; the expectation of its gradient is that of KL(reference ‖
-    policy). Arguments and result are those of `kl_k1`.
+    policy). Arguments and result are as in `kl_k1`.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> jaxmem.losses.kl_k3(jnp.array([-1.0, -2.0]), jnp.array([-1.0, -1.0])).round(4)
@@ -148,7 +148,7 @@ def kl_low_variance(
         δ = clamp(ref_logprob - logprob, ±20)        out = min(e^δ - 1 - δ, limit)
 
     Where the bound applies, the estimate is biased and the gradient is exactly 0. With
-    the default limit, the values are those of verl's `low_var_kl`.
+    the default limit, the values equal verl's `low_var_kl`.
 
     Args:
         logprob, ref_logprob: as in `kl_k1`.
@@ -212,7 +212,7 @@ def masked_importance_weights(
 
     `truncated_importance_weights` keeps such a token with the weight `cap`. A dropped
     token counts in the loss's normaliser as before. TRL calls this `token_mask`.
-    Arguments and result are those of `truncated_importance_weights`.
+    Arguments and result are as in `truncated_importance_weights`.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> lp, rollout = jnp.array([-1.0, -1.0]), jnp.array([-1.0, -3.0])

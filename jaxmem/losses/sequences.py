@@ -119,7 +119,7 @@ def sequence_mask_weights(
     s is the geometric mean of r over the sequence of t, whatever its length; or every
     r of the sequence has to be in the band. A dropped token counts in the loss's
     normaliser as before. With the geometric mean this is NeMo-RL's `seq-mask-tis`, and
-    the default band is that of its guide.
+    the default band is from its guide.
 
     Args:
         logprob, rollout_logprob: as in `truncated_importance_weights` [..., T].
@@ -225,7 +225,7 @@ def grpo_advantages(
         group_ids: prompt of each sequence, of rewards' shape, in [0, num_groups); a
             negative id excludes the sequence.
         num_groups: number of prompts; needed with group_ids, and static under jit.
-        normalize_std: whether to divide by the standard deviation (n - 1 in its
+        normalize_std: True to divide by the standard deviation (n - 1 in its
             denominator); False for Dr. GRPO, where out_i = r_i - mean(r).
         epsilon: added to the standard deviation.
         where: booleans that broadcast to rewards; False excludes a sequence.
@@ -268,7 +268,7 @@ def rloo_advantages(
 
         out_i = r_i - Σ_{j≠i} r_j / (n - 1) = n/(n - 1) (r_i - mean(r))
 
-    Arguments, result and errors are those of `grpo_advantages`.
+    Arguments, result and errors are as in `grpo_advantages`.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> jaxmem.losses.rloo_advantages(jnp.array([[1.0, 0.0]]))
@@ -331,7 +331,7 @@ def batch_std_advantages(
     `grpo_advantages`. A group whose rewards are all equal, or that has one sample,
     gives exactly 0.
 
-    Arguments, result and errors are those of `grpo_advantages`; an excluded sequence
+    Arguments, result and errors are as in `grpo_advantages`; an excluded sequence
     counts in neither.
 
     >>> import jax.numpy as jnp, jaxmem

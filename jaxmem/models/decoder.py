@@ -425,7 +425,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, kv_cache.Cache]:  # fmt: skip
         """Process one more token per row, each at its row's own position.
 
-        Attention is plain XLA here, whatever `ModelConfig.attention` says.
+        Attention is plain XLA here, regardless of `ModelConfig.attention`.
 
         Args:
             tokens: [B] ids.

@@ -133,7 +133,7 @@ def sample(
             and nothing waits for it.
         key: of the random numbers; the same key gives the same samples.
         config: lengths, temperature and truncation.
-        eos_id: the token that ends a completion, of which it is a part; or several.
+        eos_id: the token that ends a completion, as its last token; or several.
         pad_id: the token that fills slots after the end.
 
     Returns:
@@ -177,7 +177,7 @@ def prepared(decoder: LanguageModel, decode_base: bool = False) -> LanguageModel
 
 
 def row_keys(key: jax.Array, numbers: Ids) -> jax.Array:
-    """The key of each row, which depends on the row's number alone."""
+    """The key of each row, which depends only on the row's number."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
 
 

@@ -113,7 +113,7 @@ def take_supports(
 ) -> Supports:
     """Ragged supports of chosen tokens in a new order, such as those of a micro-batch.
 
-        support of result j = that of token tokens[j]
+        support of result j = support of token tokens[j]
 
     Args:
         ids: integers [M'].
@@ -128,7 +128,7 @@ def take_supports(
 
     Raises:
         TypeError: an argument does not hold integers.
-        ValueError: ids or offsets are not those of supports, a token does not exist, or
+        ValueError: ids or offsets do not describe supports, a token does not exist, or
             there are more ids than the capacity.
 
     >>> from jaxmem import packing

@@ -46,7 +46,7 @@ class ShapedPhase:
 
 @dataclasses.dataclass(frozen=True)
 class ShapedPlan:
-    """The estimate of a job on one device, by shapes alone."""
+    """The estimate of a job on one device, only from shapes."""
 
     device: Device
     phases: tuple[ShapedPhase, ...]

@@ -41,7 +41,7 @@ class PlanRequest:
 
 
 def run(request: PlanRequest) -> int:
-    """Print a plan; 0 if the job fits, 1 if not, 2 if shapes alone cannot say."""
+    """Print a plan; 0 if the job fits, 1 if not, 2 if shapes leave it open."""
     if request.picture is not None and os.path.lexists(request.picture):
         raise ValueError(f"--picture {request.picture} exists; name another file")
     device = devices.find(request.device)

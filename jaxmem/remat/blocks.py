@@ -80,7 +80,7 @@ def block(
     Args:
         fn: (h, *rest) -> anything; h receives the checkpoint name "block_in".
         policy: a `Policy`, a preset's name, or None for no rematerialisation.
-        scanned: whether it runs inside `jax.lax.scan`, where XLA cannot merge the
+        scanned: True if it runs inside `jax.lax.scan`, where XLA cannot merge the
             recomputation with the forward pass; elsewhere a barrier prevents that.
 
     Returns:
@@ -134,15 +134,15 @@ def scan_blocks(
 
     Args:
         fn: (h, params of a block) -> h of the same shape and dtype.
-        params: pytree with a leading axis of L blocks. It is not copied, whatever
-            `policy.last` is.
+        params: pytree with a leading axis of L blocks. It is not copied, for any
+            `policy.last`.
         h: array or pytree.
         policy: as in `block`, applied to each group; its `last` is the number of blocks
             that keep all residuals.
         group: number of blocks that are recomputed together, from the first one's
             input: fewer inputs are stored, and more is alive in the backward pass of a
             group. It must divide L - last.
-        unroll: whether to trace the blocks one after the other instead. The program and
+        unroll: True to trace the blocks one after the other instead. The program and
             its compilation time then grow with L. It saves the costs of a loop, which
             initialises the stacks of its residuals and copies into and out of them.
 

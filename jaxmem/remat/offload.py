@@ -181,7 +181,7 @@ class Streamed:
         return jax.tree_util.tree_map_with_path(leaf_shapes, params, *counts)
 
     def recut(self, params: Any, state: Any) -> Any:
-        """Reslice a state for `update`, whatever slices it has; the state is consumed.
+        """Reslice a state of any slices for `update`; the state is consumed.
 
         The sharding of params decides how a leaf is sliced, so a state that was saved
         on one mesh may have other slices than another mesh needs.

@@ -40,11 +40,11 @@ class Policy:
             their block, and back before its backward pass.
         offload_src: the memory that offloaded values are in, "device".
         offload_dst: the memory that they move to, "pinned_host".
-        dots: whether to save every product without a batch dimension too, named or not.
+        dots: True to save every product without a batch dimension too, named or not.
         last: number of blocks at the end of a stack whose residuals all stay on the
             device. Only `scan_blocks` can apply it, as a single block does not know its
             position.
-        known: all names that blocks use; pass those of your own blocks here.
+        known: all names that blocks use; add names of your own blocks here.
 
     Raises:
         ValueError: a name is unknown or is both saved and offloaded, a memory does not

@@ -50,7 +50,7 @@ def parallel(
             all-gathered along them, and they shard the tokens' first axis as well.
         tokens: mesh axes that shard the first axis of the tokens, or a PartitionSpec
             with one entry per axis: `P(("data", "fsdp"), "sequence")` for [B, T].
-        W_fsdp: those of the tokens' mesh axes along which the axis D of W is sharded. W
+        W_fsdp: the mesh axes of the tokens along which the axis D of W is sharded. W
             is all-gathered for the call, and its gradient is reduce-scattered.
 
     Returns:

@@ -95,7 +95,7 @@ class Saved(NamedTuple):
         """The decoder, with its adapter; `base` codes matrices that are in 16 bits.
 
         Raises:
-            CheckpointError: the decoder is that of a run, which has its own base.
+            CheckpointError: the decoder belongs to a run, which has its own base.
         """
         if self.decoder is not None:
             own = self.decoder.config.base

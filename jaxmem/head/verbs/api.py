@@ -40,7 +40,7 @@ def logprobs(
             under x64). GEMMs run in this dtype and accumulate in float32.
         W: vocabulary matrix, [V, D] (an embedding table) or [D, V] (a Dense kernel),
             cast once to hidden's dtype; its gradient has its own, rounded once. Or a
-            `jaxmem.Head` with a bias, softcap, vocab_size or layout besides.
+            `jaxmem.Head`, which also has a bias, softcap, vocab_size or layout.
         labels: token ids [...], any integer dtype. Negative marks padding.
         chunk: tokens whose logits may exist at once; None for all of them; "auto"
             for as many as fit 512 MiB of float32 logits.
@@ -118,7 +118,7 @@ def token_stats(
         logsumexp = ln Σ e^z     sum_pi_squared = Σ p²     is_argmax = z[label] ≥ max z
 
     Every float field is differentiable, alone or together with others, for the cost of
-    one backward pass. Arguments, memory and errors are those of `logprobs`. But the
+    one backward pass. Arguments, memory and errors are as in `logprobs`. But the
     backward pass recomputes the logits even if W is not differentiated, because with
     several outputs hidden's gradient is not known up to a scale in the forward pass.
 
@@ -161,7 +161,7 @@ def entropy(
 
         out = -Σ_v p_v ln p_v,   p = softmax(z)                                (nats)
 
-    Arguments, memory and errors are those of `logprobs`, without labels.
+    Arguments, memory and errors are as in `logprobs`, without labels.
 
     Returns:
         float32 [...], between 0 and ln V; 0 where masked.
@@ -196,7 +196,7 @@ def logprobs_from_logits(
         z = softcap·tanh(logits / softcap) / temperature
         out = z[label] - ln Σ_v e^(z_v)                                        (nats)
 
-    Logits are read in chunks and not copied. Arguments and errors are those of
+    Logits are read in chunks and not copied. Arguments and errors are as in
     `logprobs`; softcap and vocab_size are described in `jaxmem.Head`.
 
     >>> import jax.numpy as jnp, jaxmem

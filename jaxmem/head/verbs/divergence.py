@@ -38,7 +38,7 @@ def divergence(
     costs 4·N·V·D FLOPs, the backward pass 8·N·V·D; if W is not differentiated, the
     forward pass under `jax.grad` costs 6·N·V·D and the backward pass nothing: it scales
     hidden's gradient, unless gradient=Recompute(). From `Columns` or `Drawn` ids the
-    FLOPs are those of `logprobs` for any number of ids.
+    FLOPs are as in `logprobs` for any number of ids.
 
     Args:
         target: `jaxmem.ForwardKL(of)`, `ReverseKL(of)` or `JSD(of, beta)`, of a

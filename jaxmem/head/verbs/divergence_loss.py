@@ -55,7 +55,7 @@ def divergence_loss(
         loss_fn: `(TokenStats, D, *per_token)` of C tokens, D of shape [C], to their
             losses, a float array [C], or to `(losses, {name: [C]})`; as in
             `token_loss`.
-        labels: as in `logprobs`; any valid ids if loss_fn uses D alone.
+        labels: as in `logprobs`; any valid ids if loss_fn uses only D.
         target: as in `divergence`, but a token without ids, whose D is 0, is active.
         statistics_temperature: of the statistics, a scalar or one per token; not
             differentiable; None for the student's. Hinton's mixture has

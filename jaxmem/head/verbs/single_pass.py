@@ -80,8 +80,8 @@ def token_loss(
     Returns:
         (loss, metrics): a float32 scalar, and loss_fn's metrics by name, as float32
         arrays of labels' shape without gradient; an empty dict if it returns none.
-        Masked tokens and padding add exactly 0 to the loss and every gradient, whatever
-        hidden and per_token hold there, and their metrics are 0; the loss of a batch
+        Masked tokens and padding add exactly 0 to the loss and every gradient, for any
+        values of hidden and per_token, and their metrics are 0; the loss of a batch
         without active tokens is 0.
 
     Raises:

@@ -49,8 +49,8 @@ def topk(
 
         ids = the k largest of z, in order     logprobs_k = z[ids_k] - ln Σ_v e^(z_v)
 
-    with z as in `logprobs`. A teacher's are `Columns` to distil from; those of the
-    student itself are the columns where its reverse KL has most of its mass. One pass
+    with z as in `logprobs`. To distil from a teacher, make `Columns` of its result. The
+    student's own result covers most of the mass of its reverse KL. One pass
     over the logits gives both results, exactly.
 
     Args:

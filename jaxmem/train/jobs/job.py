@@ -47,7 +47,7 @@ class Job(Hooked):
     after an error. `jaxmem plan` calls `plan` and `jaxmem data` `records`.
 
     Attributes:
-        name: the job's name in settings; by default that of the class.
+        name: the job's name in settings; by default the name of the class.
         Config: the job's sections, a `JobConfig` whose fields are dataclasses.
         Metrics: the numbers of a step, a NamedTuple like `metrics.AnyMetrics`.
         changeable: sections that may differ when a run is resumed.

@@ -37,7 +37,7 @@ _FEW_STEPS = 20  # fewer are said to be few
 
 
 class Result(NamedTuple):
-    """The result of `train`; in processes other than the first, its directory alone."""
+    """The result of `train`; in processes other than the first, only its directory."""
 
     out_dir: Path  # metrics, checkpoints, summary.json, report.html and report.png
     history: list[Any] = []  # `Job.Metrics` of every step, of earlier processes too
@@ -96,7 +96,7 @@ def train(
         RunCheckpointError: a checkpoint cannot be written, or all are damaged.
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: after SIGINT; the current step is finished and saved.
-        SystemExit: likewise after SIGTERM.
+        SystemExit: the same after SIGTERM.
     """
     operative_text = operative_text or keys.text(config)
     config = model_names.with_directories(

@@ -148,7 +148,7 @@ class SftProgram(StepProgram):
         self.trace_head(self.config.head)
 
     def trace_head(self, head: HeadConfig) -> jax.stages.Traced:
-        """Trace loss and gradients of the head alone."""
+        """Trace loss and gradients of only the head."""
 
         def loss(module: Any, hidden: jax.Array, labels: jax.Array):
             tokens = jnp.sum(labels >= 0)

@@ -244,7 +244,7 @@ class PolicyProgram(SamplingProgram):
         return policy_loss(module, hidden, rows, normalizer, self.config.grpo, call)
 
     def trace_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
-        """Trace loss and gradients of the head alone."""
+        """Trace loss and gradients of only the head."""
 
         def loss(module, hidden, _, micro_batch, normalizer):
             drawn_by = self.micro_batch_numbers(head, 0, 0, 0)
