@@ -116,6 +116,8 @@ def _selection_kernel(columns, n, k):
             return jnp.where(block_ids == block, remaining, largest), key, column
 
         largest = plgpu.load(largest_ref.at[row], layout=row_layout, optimized=False)
+        # The result of an operation has the type of the carry in `jax.shard_map`.
+        largest = jnp.maximum(largest, _LOWEST)
         lax.fori_loop(0, k, select_next, (largest, _LOWEST, jnp.int32(-1)))
 
     return row_select

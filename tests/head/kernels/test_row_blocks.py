@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import jaxmem
 from jaxmem import devices
@@ -158,6 +159,24 @@ def test_lowered_for_a_gpu_unless_xla_is_named(verb, monkeypatch):
     assert "row_blocks" in hlo.lowered_for_an_h200(CALLS[verb], *operands)
     named = functools.partial(CALLS[verb], implementation="xla")
     assert "row_blocks" not in hlo.lowered_for_an_h200(named, *operands)
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_types_over_a_mesh(verb, monkeypatch):
+    """The type of every result names the axes over which it varies."""
+    monkeypatch.setattr(devices, "backend", lambda: "gpu")
+    mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
+    parallel = functools.partial(
+        jaxmem.sharding.parallel, mesh=mesh, tokens="t", vocab="v"
+    )
+    calls = {
+        "topk": lambda h, W: parallel(jaxmem.topk)(h, W, 4).logprobs,
+        "sample_ids": lambda h, W: parallel(jaxmem.sample_ids)(
+            h, W, 4, drawn_heads.KEY
+        ),
+    }
+    operands = [jnp.zeros((n, 16), jnp.bfloat16) for n in (8, 5000)]
+    assert "row_blocks" in str(jax.make_jaxpr(calls[verb])(*operands))
 
 
 def test_supports():
