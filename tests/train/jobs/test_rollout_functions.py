@@ -172,6 +172,49 @@ def test_function_of_the_page_is_played():
     assert made.turns.tolist() == [1, 1, 2, 2, 1, 1]
 
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + m.content }}{% if m.role == 'assistant' %}"
+    "{{ '</s>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'a' }}"
+    "{% endif %}"
+)
+REPLYING = (
+    "first = complete(record['prompt_ids'])\n"
+    "reply = complete.reply([{'role': 'tool', 'content': 'b'}])\n"
+    "last = complete([*record['prompt_ids'], *first.ids, *reply])\n"
+    "return {**complete.joined(first, reply, last), 'reward': 0}"
+)
+
+
+def test_reply_is_rendered_by_the_template():
+    pathlib.Path("t.jinja").write_text(TEMPLATE)
+    message = {"role": "user", "content": "b"}
+    runs.write("records.jsonl", [{"prompt": [message]}] * 3)
+    write(REPLYING)
+    made = played("task.chat_template=t.jinja")
+    rendered = [texts.LETTERS.index(c) + 3 for c in "tba"]
+    for transcript in made.transcripts:
+        assert transcript.completion_ids == [A, END, *rendered, A, END]
+        assert transcript.mask == [1, 1, 0, 0, 0, 1, 1]
+    write(REPLYING.replace("'b'}", "'bbbb'}"))
+    with pytest.raises(
+        RewardError, match="a reply has 6 tokens; raise task.max_reply_t"
+    ):
+        played("task.chat_template=t.jinja")
+    dependent = TEMPLATE.replace("'a' }}", "messages[0].content }}")
+    pathlib.Path("t.jinja").write_text(dependent)
+    write(REPLYING)
+    with pytest.raises(
+        RewardError, match="task.rollout .* depends on the messages bef"
+    ):
+        played("task.chat_template=t.jinja")
+
+
+def test_reply_needs_messages():
+    write(REPLYING)
+    with pytest.raises(RewardError, match="complete.reply needs a prompt of messages"):
+        played()
+
+
 def test_max_tokens_cut_a_completion():
     write(
         "first = complete(record['prompt_ids'], 2)\n"

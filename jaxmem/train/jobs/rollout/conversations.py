@@ -58,7 +58,7 @@ class ConversationLimits(NamedTuple):
 
 
 class Replies:
-    """Turns the replies of environments into tokens."""
+    """Turns replies of environments, or of rollout functions, into tokens."""
 
     def __init__(
         self,
@@ -70,6 +70,9 @@ class Replies:
     ):
         self._config, self._tokenizer = config, tokenizer
         self._template, self._eos_ids, self._tools = template, eos_ids, tools
+        self._user, self._key = f"environment {config.environment}", "task.environment"
+        if config.rollout is not None:
+            self._user, self._key = f"rollout {config.rollout}", "task.rollout"
         self._ends = [tokenizer.decode([i], skip_special_tokens=False) for i in eos_ids]
 
     def has_end(self, ids: Sequence[int]) -> bool:
@@ -92,9 +95,8 @@ class Replies:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if len(ids) > (most := self._config.max_reply_tokens):
             raise RewardError(
-                f"environment {self._config.environment} ({conversation.where}): a "
-                f"reply has {len(ids)} tokens; raise task.max_reply_tokens={most}, or "
-                "shorten the reply"
+                f"{self._user} ({conversation.where}): a reply has {len(ids)} tokens; "
+                f"raise task.max_reply_tokens={most}, or shorten the reply"
             )
         return ids
 
@@ -105,14 +107,14 @@ class Replies:
         other = [{"role": "user", "content": "x"}]
         if suffix != self._render_after_answer(other, reply):
             raise DataError(
-                f"task.environment ({conversation.where}): what the chat template "
-                "writes after a completion depends on the messages before it; use a "
+                f"{self._key} ({conversation.where}): what the chat template writes "
+                "after a completion depends on the messages before it; use a "
                 "task.chat_template that does not"
             )
         end = next((end for end in self._ends if suffix.startswith(end)), None)
         if end is None:
             raise DataError(
-                f"task.environment ({conversation.where}): the chat template ends a "
+                f"{self._key} ({conversation.where}): the chat template ends a "
                 f"completion with {suffix[:20]!r}, but the sampler ends it with "
                 f"{self._ends}; set task.stop"
             )
@@ -129,7 +131,7 @@ class Replies:
         _, filler, after = text.rpartition(_FILLER)
         if not filler:
             raise DataError(
-                "task.environment: the chat template leaves out the model's text"
+                f"{self._key}: the chat template leaves out the model's text"
             )
         return after
 

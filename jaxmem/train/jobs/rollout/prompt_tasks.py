@@ -318,8 +318,9 @@ class FunctionRollouts(Dialogues):
     ):
         assert config.rollout is not None
         super().__init__(config, limits, read, completion)
+        replies = Replies(config, read[0], read[1].template, limits.ends.eos_ids)
         settings = rollout_functions.FunctionSettings(
-            read[0], self._bounds, limits, config.timeout
+            read[0], replies, self._bounds, limits, config.timeout
         )
         self._function = rollout_functions.RolloutFunction(config.rollout, settings)
         self._set_prompts(load_prompts(config, read))

@@ -27,12 +27,17 @@ import tokenizers
 
 from jaxmem.base import guests, messages, processes, user_code
 from jaxmem.data import event_loop
+from jaxmem.data.environments import Episode
 from jaxmem.data.prompts import PromptRecord
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.rollout.completing import Complete, TurnCompletion, joined
-from jaxmem.train.jobs.rollout.conversations import ConversationLimits, Sample
+from jaxmem.train.jobs.rollout.conversations import (
+    ConversationLimits,
+    Replies,
+    Sample,
+)
 from jaxmem.train.jobs.rollout.transcripts import (
     FIELDS,
     Transcript,
@@ -59,6 +64,7 @@ class FunctionSettings(NamedTuple):
     """Settings that every call of a rollout function shares."""
 
     tokenizer: tokenizers.Tokenizer
+    replies: Replies
     conversation: ConversationLimits
     transcript: TranscriptLimits
     timeout: float | None  # seconds that a function may take between completions
@@ -72,14 +78,40 @@ class CompleterBase:
         max_tokens: maximum number of tokens of a completion.
     """
 
-    def __init__(self, settings: FunctionSettings, ask: Callable[[Request], None]):
-        self._settings, self._ask = settings, ask
+    def __init__(
+        self,
+        settings: FunctionSettings,
+        item: PromptRecord,
+        ask: Callable[[Request], None],
+    ):
+        self._settings, self._item, self._ask = settings, item, ask
         self.eos_ids = settings.transcript.ends.eos_ids
         self.max_tokens = settings.conversation.completion
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without those that a tokenizer puts around it."""
         return self._settings.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def reply(self, messages: Sequence[Any]) -> list[int]:
+        """The ids that a chat template writes from a completion's end to the next one.
+
+        Args:
+            messages: replies to the completion, of tools or users.
+
+        Raises:
+            ValueError: the prompt is a string, which no template renders; or the text
+                depends on the messages before it, or is too long.
+        """
+        prompt = self._item.prompt
+        if isinstance(prompt, str):
+            raise ValueError(
+                "complete.reply needs a prompt of messages, and this one is a string; "
+                "use complete.encode"
+            )
+        episode = Episode(self._item.where)
+        episode.begin(prompt)
+        episode.complete("")
+        return self._settings.replies.ids(episode, list(messages))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
@@ -259,11 +291,11 @@ class FunctionCall:
         record, settings = item.columns | columns, function.settings
         self._since = time.monotonic()
         if function.is_async:
-            complete = AsyncCompleter(settings, self._ask)
+            complete = AsyncCompleter(settings, item, self._ask)
             run = self._run_async(record, complete)
             self._running = event_loop.of_process().start(run)
         else:
-            complete = Completer(settings, self._ask)
+            complete = Completer(settings, item, self._ask)
             arguments = record, complete
             threading.Thread(target=self._run, args=arguments, daemon=True).start()
 
