@@ -376,6 +376,8 @@ def test_an_interrupt_does_not_wait_for_servers(stubs):
 
     def action(member):
         if member.engine is pool.engines[0]:
+            while not stubs[1].bodies:
+                time.sleep(0.01)
             raise KeyboardInterrupt
         return member.engine.generate(REQUEST)
 

@@ -148,7 +148,10 @@ def test_generate_names_the_flag_of_the_length(stub):
 def test_load_weights_takes_the_steps_in_order(stub, tmp_path):
     engine, said = client(stub)
     stub.requests.clear()
+    pause, bodies = stub.post_pause_generation, []
+    stub.post_pause_generation = lambda body: bodies.append(body) or pause(body)
     seconds = engine.load_weights(tmp_path, 7, adapter=False)
+    assert bodies == [{"mode": "retract"}]  # which keeps requests, and not the cache
     assert stub.requests == [
         "/pause_generation",
         "/update_weights_from_disk",
@@ -180,6 +183,14 @@ def test_load_weights_does_not_believe_a_success(stub, tmp_path):
     engine, _ = client(stub, timeout=SOON)
     stub.post_update_weights_from_disk = lambda body: (200, {"success": True})
     with pytest.raises(EngineError, match="states the version 'default' of its"):
+        engine.load_weights(tmp_path, 1, adapter=False)
+
+
+def test_load_weights_believes_a_failure(stub, tmp_path):
+    engine, _ = client(stub, timeout=SOON)
+    load = stub.post_update_weights_from_disk
+    stub.post_update_weights_from_disk = lambda body: (200, {"success": not load(body)})
+    with pytest.raises(EngineError, match="from_disk: it answers {'success': False}"):
         engine.load_weights(tmp_path, 1, adapter=False)
 
 

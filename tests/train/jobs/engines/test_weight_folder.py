@@ -29,6 +29,8 @@ def test_keep_leaves_two_versions(tmp_path):
     for version in (5, 6, 7):
         folder.keep(version)
         folder.directory(version).mkdir()
+    (folder.path / ".v000008-x1y2").mkdir()  # a write that failed
+    folder.keep(7)
     assert names(folder) == ["v000006", "v000007"]
     assert folder.directory(1_234_567).name == "v1234567"
 
@@ -169,12 +171,15 @@ def test_the_default_removes_what_killed_runs_left(shared):
     own = shared / f"jaxmem-{os.getuid()}"
     (own / "killed" / "v000003").mkdir(parents=True)
     (own / "foreign").mkdir()
+    (shared / "elsewhere" / "v000001").mkdir(parents=True)
+    (own / "link").symlink_to(shared / "elsewhere")
     running = WeightFolder(own, "running")
     running.directory(1).mkdir()
     said = []
     folder = WeightFolder(None, "sums", LOCAL, said.append)
     left = sorted(path.name for path in own.iterdir())
-    assert left == ["foreign", "running", "sums"]
+    assert left == ["foreign", "link", "running", "sums"]
+    assert (shared / "elsewhere" / "v000001").is_dir()
     assert running.directory(1).is_dir()
     assert said == [f"rollouts.weights: removed {own / 'killed'} of a killed run"]
     folder.clear()

@@ -36,11 +36,7 @@ ENGINES: dict[str, type[Engine]] = {"vllm": Vllm, "sglang": Sglang}
 def connect(kind: str, urls: Sequence[str], options: EngineOptions) -> "EnginePool":
     """The pool of some servers of a kind in `ENGINES`, all of which are ready."""
     pool = EnginePool([ENGINES[kind](url, options) for url in urls])
-    try:
-        pool.wait_ready()
-    except BaseException:
-        pool.close()
-        raise
+    pool.wait_ready()
     return pool
 
 

@@ -117,7 +117,7 @@ class WeightFolder:
         Shared memory keeps it until the host restarts.
         """
         for path in sorted(self.path.parent.iterdir()):
-            if path == self.path or path.is_symlink() or not _has_versions(path):
+            if path.is_symlink() or not _has_versions(path):
                 continue
             lock = _lock(path)
             with contextlib.suppress(locks.Busy, OSError):
