@@ -40,6 +40,7 @@ class NewRow(NamedTuple):
     key: jax.Array  # of its random numbers
     count: jax.typing.ArrayLike  # tokens so far
     limit: jax.typing.ArrayLike  # maximum of these
+    temperature: jax.typing.ArrayLike  # f32 divisor of its logits, positive
 
 
 class SlotState(NamedTuple):
@@ -50,6 +51,7 @@ class SlotState(NamedTuple):
     keys: jax.Array  # [S] of the rows' random numbers
     counts: jax.Array  # [S] int32 tokens of each row so far
     limits: jax.Array  # [S] int32 maximum of these
+    temperatures: jax.Array  # [S] f32 divisors of the logits
     cache: kv_cache.Cache
 
 
@@ -76,7 +78,7 @@ class SlotSampler:
     state. The decoder may be another one in each call, of equal shapes.
     """
 
-    sampler: Sampler  # temperature, truncation and ends of all rows
+    sampler: Sampler  # truncation and ends of all rows; each has its own temperature
     slots: int  # S
     max_length: int  # T, tokens of a row that are read: all but the last
     part: int  # P, steps of a call of `advance`
@@ -92,7 +94,8 @@ class SlotSampler:
         zeros = jnp.zeros(self.slots, jnp.int32)
         keys = jax.random.split(jax.random.key(0), self.slots)
         cache = kv_cache.empty(shapes, 0)
-        return SlotState(zeros, zeros == 0, keys, zeros, zeros, cache)
+        ones = jnp.ones(self.slots, jnp.float32)
+        return SlotState(zeros, zeros == 0, keys, zeros, zeros, ones, cache)
 
     def read(self, decoder: LanguageModel, prompts: Ids, lengths: Ids) -> ReadPrompt:
         """Read prompts [B, P] of so many tokens [B]; `place` takes one."""
@@ -109,8 +112,9 @@ class SlotSampler:
         The tokens are those of a part of one step and one slot.
         """
         model: LanguageModel = nnx.merge(*decoder.in_compute_type())
-        logits, none = model.logits(prompt.hidden), jnp.zeros(1, bool)
-        count = jnp.asarray(row.count)
+        temperature = jnp.asarray(row.temperature, jnp.float32)
+        logits = _tempered(model.logits(prompt.hidden), temperature[None])
+        count, none = jnp.asarray(row.count), jnp.zeros(1, bool)
         new, ended = self.sampler.draw_tokens(row.key[None], count, logits, none)
         ended |= count + 1 >= jnp.asarray(row.limit)
         # A row's tokens lie behind each other, round the end, so T slots hold it.
@@ -121,6 +125,7 @@ class SlotSampler:
             state.keys.at[row.slot].set(row.key),
             state.counts.at[row.slot].set(count + 1),
             state.limits.at[row.slot].set(row.limit),
+            state.temperatures.at[row.slot].set(temperature),
             kv_cache.replaced(state.cache, jnp.asarray(row.slot), behind),
         )
         step = new, *self._most_probable(logits)
@@ -138,7 +143,7 @@ class SlotSampler:
             hidden, cache = model.decode(
                 state.token, cache, ~state.ended, unroll=self.sampler.is_unrolled
             )
-            logits = model.logits(hidden)
+            logits = _tempered(model.logits(hidden), state.temperatures)
             new, ended = self.sampler.draw_tokens(
                 state.keys, state.counts, logits, state.ended
             )
@@ -187,3 +192,9 @@ class SlotSampler:
         if not self.top:
             return None, None
         return self.sampler.most_probable(logits, self.top)
+
+
+def _tempered(logits: jax.Array, temperatures: jax.Array) -> jax.Array:
+    """Logits [B, V] by temperatures [B]; the largest is 0, as in `truncation`."""
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    return (logits - best) / temperatures[:, None]

@@ -17,6 +17,7 @@ from jaxmem.generate.model import Model
 from jaxmem.serve.request_error import RequestError
 
 _MAX_TOKENS = 16  # vLLM's default of max_tokens
+_LEAST_TEMPERATURE = 1e-6  # logits divided by less could be infinite
 _SEEDS = 2**63  # seeds are below it, and not below its negative
 _READ = frozenset(
     "model prompt n max_tokens temperature top_p top_k min_p seed stop_token_ids "
@@ -59,7 +60,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class DrawOptions(NamedTuple):
     """Options that all rows of a batch share, since programs are compiled for them."""
 
-    temperature: float
+    is_greedy: bool
     top_k: int | None
     top_p: float | None
     min_p: float | None
@@ -76,6 +77,7 @@ class CompletionRequest:
     n: int
     max_tokens: int  # of a completion
     seed: int
+    temperature: float
     options: DrawOptions
     stop_ids: frozenset[int]  # of the ends, those that only the request names
     logprobs: int | None  # most probable tokens that the answer names; None: none
@@ -149,20 +151,29 @@ class RequestReader:
                 f"tokens need {longest + max_tokens}",
                 param="max_tokens",
             )
-        options, stop_ids = self._options(take)
-        if n > 1 and options.temperature == 0:
+        temperature = take.number("temperature", 1.0, 0.0, math.inf)
+        if 0 < temperature < _LEAST_TEMPERATURE:
+            expected = f"0 or at least {_LEAST_TEMPERATURE}"
+            raise RequestError(
+                messages.must_be("temperature", expected, temperature),
+                param="temperature",
+            )
+        options, stop_ids = self._options(take, temperature == 0)
+        if n > 1 and temperature == 0:
             raise RequestError(f"n must be 1 at temperature 0, got {n}", param="n")
         seed = take.integer("seed", -1, -_SEEDS, _SEEDS - 1)
         return CompletionRequest(
             name, prompts, n, max_tokens,
             secrets.randbits(62) if seed == -1 else seed,  # as in vLLM
-            options, stop_ids,
+            temperature, options, stop_ids,
             None if fields.get("logprobs") is None else options.top,
             take.truth("return_token_ids"),
             take.truth("return_tokens_as_token_ids"),
         )  # fmt: skip
 
-    def _options(self, take: "_Fields") -> tuple[DrawOptions, frozenset[int]]:
+    def _options(
+        self, take: "_Fields", is_greedy: bool
+    ) -> tuple[DrawOptions, frozenset[int]]:
         size = self._vocab_size
         top_k = take.integer("top_k", 0, -1, 2**31 - 1)
         top_p = take.number("top_p", 1.0, 0.0, 1.0)
@@ -182,7 +193,7 @@ class RequestReader:
                 param="logprobs",
             )
         options = DrawOptions(
-            take.number("temperature", 1.0, 0.0, math.inf),
+            is_greedy,
             top_k if 0 < top_k < size else None,
             None if top_p == 1 else top_p,
             min_p or None,

@@ -100,10 +100,11 @@ class SlotPool:
         self.rows[slot] = row
         read = self._read_prompt(decoder, row)
         low, high = row.seed % 2**31, (row.seed >> 31) % 2**32
-        numbers = slot, len(row.ids), row.job.request.max_tokens, low, high
-        self._state, tokens = self._programs.place(
-            decoder, self._state, read, np.array(numbers, np.uint32)
-        )
+        request = row.job.request
+        numbers = slot, len(row.ids), request.max_tokens, low, high
+        divisor = 1.0 if self.options.is_greedy else request.temperature
+        new = np.array(numbers, np.uint32), np.float32(divisor)
+        self._state, tokens = self._programs.place(decoder, self._state, read, *new)
         self._first.append((slot, tokens))
 
     def _read_prompt(self, decoder: LanguageModel, row: ServedRow) -> ReadPrompt:
@@ -159,7 +160,7 @@ class SlotPool:
         self._state = self._state._replace(ended=ended)
 
 
-def _row_of(numbers: jax.Array) -> NewRow:
+def _row_of(numbers: jax.Array, temperature: jax.Array) -> NewRow:
     """The row of five uint32: slot, tokens so far, their maximum, bits of the seed.
 
     The key of a seed below 2**31 is that of `jaxmem generate` for its first prompt.
@@ -168,7 +169,7 @@ def _row_of(numbers: jax.Array) -> NewRow:
     key = Stream.COMPLETIONS.key(low, 0)
     longer = jax.random.fold_in(key, numbers[4])
     key = jax.lax.cond(numbers[4] == 0, lambda: key, lambda: longer)
-    return NewRow(slot, key, count, limit)
+    return NewRow(slot, key, count, limit, temperature)
 
 
 class _Programs(NamedTuple):
@@ -194,7 +195,7 @@ class _Programs(NamedTuple):
 @functools.lru_cache(_PROGRAMS)
 def _programs(options: DrawOptions, shape: PoolShape, vocab_size: int) -> _Programs:
     chosen = GenerateConfig(
-        temperature=options.temperature,
+        temperature=float(not options.is_greedy),
         top_k=options.top_k,
         top_p=options.top_p,
         min_p=options.min_p,
@@ -205,9 +206,13 @@ def _programs(options: DrawOptions, shape: PoolShape, vocab_size: int) -> _Progr
     )
 
     def place(
-        decoder: LanguageModel, state: SlotState, read: ReadPrompt, numbers: jax.Array
+        decoder: LanguageModel,
+        state: SlotState,
+        read: ReadPrompt,
+        numbers: jax.Array,
+        temperature: jax.Array,
     ) -> tuple[SlotState, SlotTokens]:
-        return slots.place(decoder, state, read, _row_of(numbers))
+        return slots.place(decoder, state, read, _row_of(numbers, temperature))
 
     return _Programs(
         shape,

@@ -28,6 +28,8 @@ class Host:
     """The caller of a `SlotSampler`, with rows of the tests' prompts."""
 
     def __init__(self, model, slots, part, settings):
+        self.temperature = np.float32(settings.get("temperature", 1.0))
+        settings = settings | {"temperature": 1.0}
         config = SamplingConfig(max_new_tokens=NEW, **settings)
         sampler = Sampler(config, (EOS,), PAD)
         self.records = model.config.experts is not None
@@ -50,9 +52,8 @@ class Host:
         padded[0, : len(ids)] = ids
         lengths = np.array([len(ids)], np.int32)
         key = row_keys(jax.random.key(18), np.arange(5))[row]
-        new = NewRow(
-            np.int32(slot), key, np.int32(len(self.tokens[row])), np.int32(NEW)
-        )
+        counts = np.int32(len(self.tokens[row])), np.int32(NEW)
+        new = NewRow(np.int32(slot), key, *counts, self.temperature)
         prompt = self.read(self.decoder, padded, lengths)
         self.state, drawn = self.place(self.decoder, self.state, prompt, new)
         self.rows[slot] = row

@@ -88,6 +88,23 @@ def test_logprobs_are_the_trainers(server, directory, temperature):
     assert len({tuple(answer.ids) for answer in answers}) == 5
 
 
+def test_temperatures_share_the_slots(server, directory):
+    def long(temperature):
+        fields = dict(temperature=temperature, logprobs=0, max_tokens=60)
+        return complete(server, ignore_eos=True, **fields)[0]
+
+    long(1.0)
+    pool = server.loop._pool
+    temperatures = 2.0, 0.3, 1e-3
+    choices = at_once(*(lambda t=t: long(t) for t in temperatures))
+    for temperature, choice in zip(temperatures, choices, strict=True):
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        expected = served.trainer_logprobs(directory, PROMPT, ids, temperature)
+        tolerance = 1e-5 / min(temperature, 1)  # of logits, by the temperature
+        np.testing.assert_allclose(logprobs, expected, atol=tolerance)
+    assert server.loop._pool is pool
+
+
 def test_both_routes_give_equal_answers(server):
     request = SamplingRequest(PROMPT, 3, 16, seed=7)
     by_text, by_ids = (
@@ -200,7 +217,7 @@ def text_of(id_):
 
 def test_routes_of_earlier_weights_stay():
     request = CompletionRequest(
-        "policy", [PROMPT], 1, 9, 0, DrawOptions(1.0, None, None, None, (), 0),
+        "policy", [PROMPT], 1, 9, 0, 1.0, DrawOptions(False, None, None, None, (), 0),
         frozenset(), None, True, False,
     )  # fmt: skip
     row = CompletionJob(request).rows[0]
@@ -232,6 +249,7 @@ def test_routes_of_earlier_weights_stay():
         ({"n": 25}, "asks for 25 completions, and 24 may wait (--max-waiting)"),
         ({"n": 2, "temperature": 0}, "n must be 1 at temperature 0, got 2"),
         ({"temperature": -1}, "temperature must be a number from 0 on"),
+        ({"temperature": 1e-7}, "temperature must be 0 or at least 1e-06, got 1e-07"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"top_p": 0}, "top_p must be in (0, 1]"),
         ({"top_k": -2}, "top_k must be an integer from -1"),

@@ -26,12 +26,12 @@ class Stream(enum.IntEnum):
     SOURCES = 0x736F7572  # the orders of several sources
     TEACHER = 0x74656163  # ids that `jaxmem score` draws for a student
 
-    def key(self, seed: int, *numbers: ArrayLike) -> jax.Array:
+    def key(self, seed: ArrayLike, *numbers: ArrayLike) -> jax.Array:
         """The key of one draw, which no other stream or numbers give.
 
             fold_in(... fold_in(fold_in(key(seed), stream), n_1) ..., n_k)
 
-        The numbers, of the step and the like, may be traced.
+        The seed and the numbers, of the step and the like, may be traced.
         """
         key = jax.random.fold_in(jax.random.key(seed), self.value)
         for number in numbers:
