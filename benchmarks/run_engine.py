@@ -31,7 +31,6 @@ from unittest import mock
 from benchmarks import results, run_grpo
 from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs.config import GrpoJobConfig
-from jaxmem.train.jobs.grpo import job as grpo
 from jaxmem.train.jobs.rollout.engine_source import EngineSource
 from jaxmem.train.results import export
 
@@ -122,7 +121,7 @@ def curves(seeds, overrides):
 def _curve(config, overrides):
     """A row for every tenth step, and one for the last steps together."""
     with (
-        mock.patch.object(grpo, "EngineSource", OldestGroups),
+        mock.patch("jaxmem.train.jobs.grpo.job.EngineSource", OldestGroups),
         mock.patch.object(GrpoJobConfig, "_check_engine"),
     ):
         history, _, _ = run_grpo.train(config, overrides)

@@ -353,7 +353,7 @@ def test_settings_that_an_engine_cannot_have_are_refused(overrides, message):
 
 
 def test_ends_count_the_rows_of_the_model():
-    """Which may be more than the tokens of its tokenizer, and all can be sampled."""
+    """A model may have more rows than its tokenizer has tokens, and sample all."""
     path = pathlib.Path("llama/tokenizer.json")
     text = json.loads(path.read_text())
     words = text["model"]["vocab"]
