@@ -17,12 +17,13 @@ from jaxmem.serve.completion_request import RequestReader
 from jaxmem.serve.decoding_loop import DecodingLoop
 from jaxmem.serve.engine_routes import EngineRoutes
 from jaxmem.serve.http_server import CompletionServer
+from jaxmem.serve.request_error import RequestError
 from jaxmem.serve.served_weights import ServedWeights, WeightRoots
 from jaxmem.serve.slot_pool import PoolShape
 
 _LONGEST = 2048  # tokens of a prompt and its completion, by default
 _TOKEN = "JAXMEM_ENGINE_TOKEN"
-_LOCAL = ("127.", "localhost", "::1")  # beginnings of addresses of this machine
+_LOCAL = ("127.0.0.1", "localhost", "::1")  # addresses of this machine
 _POLL = 0.2  # seconds between two looks for a signal
 _FAREWELL = 2.0  # seconds for the last answers
 
@@ -111,7 +112,7 @@ def run(request: ServeRequest) -> None:
         ValueError: the address is taken, or the model cannot be served.
         KeyboardInterrupt, SystemExit: after a signal.
     """
-    if not request.host.startswith(_LOCAL) and request.secret is None:
+    if request.host not in _LOCAL and request.secret is None:
         print(
             f"jaxmem: warning: --host {request.host} without --token or ${_TOKEN}: "
             "whoever reaches the port can sample, pause and load weights",
@@ -159,7 +160,13 @@ def served(request: ServeRequest) -> Iterator[RunningServer]:
         try:
             # Programs of the default options, before the address is printed.
             fields = {"prompt": [0], "max_tokens": 2, "seed": 0, "logprobs": 0}
-            loop.compile(reader(fields, weights.names))
+            try:
+                loop.compile(reader(fields, weights.names))
+            except RequestError as error:
+                raise ValueError(
+                    f"--slots {request.slots} --max-len {max_len}: {error}; if memory "
+                    "ran out, choose smaller ones"
+                ) from error
             server.server_activate()
             listening = threading.Thread(
                 target=server.serve_forever, args=(_POLL,), daemon=True

@@ -1,5 +1,6 @@
 """The command: options, the printed address, signals."""
 
+import contextlib
 import os
 import re
 import signal
@@ -103,6 +104,53 @@ def test_model_without_experts_returns_none(directory):
     with pytest.raises(ValueError, match="has no experts; leave the option out"):
         with command.served(options):
             pass
+
+
+def test_failure_of_the_first_completion_names_sizes(directory, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr("jaxmem.serve.decoding_loop.SlotPool", fail)
+    with pytest.raises(ValueError) as raised, command.served(served.options(directory)):
+        pass
+    assert str(raised.value) == (
+        "--slots 3 --max-len 64: decoding failed: RuntimeError: RESOURCE_EXHAUSTED: "
+        "out of memory; if memory ran out, choose smaller ones"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        (dict(host="0.0.0.0"), True),
+        (dict(host="0.0.0.0", token="secret"), False),
+        (dict(host="127.0.0.1"), False),
+    ],
+)
+def test_open_server_without_a_token_is_warned_of(
+    directory, monkeypatch, capsys, options, warns
+):
+    class Stopped(command.Stop):
+        signal = 15
+
+        def __init__(self):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        @contextlib.contextmanager
+        def deferred(self):
+            yield
+
+    monkeypatch.setattr(command, "Stop", Stopped)
+    monkeypatch.delenv("JAXMEM_ENGINE_TOKEN", raising=False)
+    command.run(served.options(directory, **options))
+    error = capsys.readouterr().err
+    assert ("whoever reaches the port can sample, pause" in error) == warns
 
 
 def test_address_in_use_is_named(directory):

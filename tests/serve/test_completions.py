@@ -18,6 +18,7 @@ from jaxmem.serve.completion_request import (
 )
 from jaxmem.serve.request_error import RequestError
 from jaxmem.serve.served_rows import CompletionJob
+from jaxmem.serve.slot_pool import SlotPool
 from jaxmem.train.jobs.rollout.engines import EngineOptions, SamplingRequest
 from jaxmem.train.jobs.rollout.engines.vllm import Vllm
 from tests.helpers import served, texts
@@ -366,6 +367,23 @@ def test_client_that_leaves_frees_its_slots(server, monkeypatch):
         assert wait_until(lambda: server.loop.is_idle)
     finally:
         send(server.url, "/resume", {})
+
+
+def test_server_goes_on_after_the_device_fails(server, monkeypatch):
+    pool, failures = SlotPool.advance, [RuntimeError("out of memory")]
+
+    def advance(*arguments):
+        if failures:
+            raise failures.pop()
+        return pool(*arguments)
+
+    expected = ids_of(complete(server, n=5))
+    monkeypatch.setattr(SlotPool, "advance", advance)
+    body = {"prompt": PROMPT, "n": 5}
+    status, answer = send(server.url, "/v1/completions", body)
+    assert status == 500
+    assert answer["error"]["message"] == "decoding failed: RuntimeError: out of memory"
+    assert ids_of(complete(server, n=5)) == expected
 
 
 def test_logits_that_are_not_finite_are_an_error(server, directory):
