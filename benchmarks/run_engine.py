@@ -157,32 +157,47 @@ def write_start(directory, config):
     export(directory, model, job, directory.parent)
 
 
-def steps(config, overrides, count, parent):
-    """Rows of medians: the run's own sampler, and an engine at two bounds of age."""
+CASES = {
+    "own": ("own sampler, adapters", True, None),
+    "0": ("engine, adapters, max_staleness=0", True, 0),
+    "1": ("engine, adapters, max_staleness=1", True, 1),
+    "own-whole": ("own sampler, whole weights", False, None),
+    "whole-0": ("engine, whole weights, max_staleness=0", False, 0),
+    "whole-1": ("engine, whole weights, max_staleness=1", False, 1),
+}
+ADAPTERS = "model.lora_rank=16", "optimizer.trainable=None"
+
+
+def steps(config, overrides, cases, count, parent):
+    """Rows of medians by case, in their order."""
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = pathlib.Path(name)
         start, weights = folder / "start", folder / "weights"
         weights.mkdir()
-        command = [*PROGRAM, "start", str(start), "--config", config]
-        subprocess.run(command, check=True)
-        given = [
-            *FROM_CHECKPOINT, *overrides, f"run.steps={count}",
-            f"model.checkpoint={start}",
-        ]  # fmt: skip
-        yield _row(config, "own sampler", [*given, f"run.out_dir={folder / 'own'}"])
+        subprocess.run([*PROGRAM, "start", str(start), "--config", config], check=True)
+        given = [*FROM_CHECKPOINT, *overrides, f"run.steps={count}"]
+        given += [f"model.checkpoint={start}"]
         loaded, _ = _loaded(config, given)
         slots, length = loaded.grpo.samples, loaded.longest + 1
-        with server(start, weights, slots, length, device=1) as url:
-            for staleness in (0, 1):
-                correction = "icepop" if staleness else None
-                through = [
-                    f"run.out_dir={folder / f'staleness_{staleness}'}",
-                    f"rollouts.max_staleness={staleness}", "rollouts.engine=vllm",
-                    f"rollouts.urls={url}", f"rollouts.weights={weights}",
-                    f"grpo.correction={correction}",
-                ]  # fmt: skip
-                case = f"engine, max_staleness={staleness}"
-                yield _row(config, case, [*given, *through])
+        # A server has adapters or other whole weights, but not both.
+        for adapters, alike in itertools.groupby(cases, lambda case: CASES[case][1]):
+            with server(start, weights, slots, length, device=1) as url:
+                for case in alike:
+                    label, _, staleness = CASES[case]
+                    settings = [*given, f"run.out_dir={folder / case}"]
+                    settings += ADAPTERS if adapters else ()
+                    if staleness is not None:
+                        settings += _through(url, weights, staleness)
+                    yield _row(config, label, settings)
+
+
+def _through(url, weights, staleness):
+    """Settings of a run whose rollouts are of an engine."""
+    settings = [
+        f"rollouts.max_staleness={staleness}", "rollouts.engine=vllm",
+        f"rollouts.urls={url}", f"rollouts.weights={weights}",
+    ]  # fmt: skip
+    return [*settings, "grpo.correction=icepop"] if staleness else settings
 
 
 def _row(config, case, overrides):
@@ -212,6 +227,7 @@ def main(arguments=None):
     asked = kinds.add_parser("steps")
     asked.add_argument("--config", default="grpo_qwen3_8b_h200.gin")
     asked.add_argument("--count", type=int, default=8)
+    asked.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
     asked.add_argument("--folder", default="/dev/shm", help="for all weights")
     asked.add_argument("--out", default="engine_steps_h200.csv")
     for parser_of_kind in kinds.choices.values():
@@ -226,7 +242,7 @@ def main(arguments=None):
     if args.kind == "curves":
         made = curves(args.seeds, args.set)
     else:
-        made = steps(args.config, args.set, args.count, args.folder)
+        made = steps(args.config, args.set, args.cases, args.count, args.folder)
     rows, path = [], None
     for row in made:
         print(row, flush=True)
