@@ -34,7 +34,7 @@ from jax.core import Tracer
 
 from jaxmem import devices
 from jaxmem.base.fields import check_field
-from jaxmem.models import kv_cache, partitioning, refill
+from jaxmem.models import kv_cache, largest, partitioning, refill
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.decoding import with_decoded_blocks
 from jaxmem.models.layers import Ids
@@ -352,7 +352,7 @@ class Sampler:
         """
         logprobs, ids = self._truncate(logits)
         missing = max(0, count - logprobs.shape[-1])
-        best, places = lax.top_k(logprobs, count - missing)
+        best, places = largest.top(logprobs, count - missing)
         ids = places if ids is None else jnp.take_along_axis(ids, places, axis=-1)
         ids = jnp.where(best > -jnp.inf, ids, -1)
         unused = (0, 0), (0, missing)

@@ -163,6 +163,12 @@ class ServedWeights:
                 "send load_inplace=true to replace it",
                 param="lora_name",
             )
+        if self._plain.config.lora_rank:
+            raise RequestError(
+                f"{self.name} has an adapter of its own, and cannot take lora_path="
+                f"{messages.short(str(directory))}; start the server with its base",
+                param="lora_path",
+            )
         if len(self.adapters) >= _MOST_ADAPTERS and name not in self.adapters:
             raise RequestError(
                 f"{_MOST_ADAPTERS} adapters are loaded, and no more may be; replace "

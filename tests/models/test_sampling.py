@@ -488,3 +488,15 @@ def test_impossible_requests_are_refused_by_name(changes, message):
     key, config = jax.random.key(0), SamplingConfig()
     with pytest.raises(ValueError, match=message):
         sample(decoder(), key=key, config=config, **request | changes)
+
+
+def test_most_probable_ids_are_of_the_truncated_distribution():
+    logits = np.random.default_rng(0).normal(size=(2, 400)).astype(np.float32) * 3
+    config = SamplingConfig(top_p=0.6, support=400)
+    made = Sampler(config, (), 0, keep_support=False)
+    ids, logprobs = made.most_probable(logits, 9)
+    whole, all_ids = truncate(logits, config)
+    np.testing.assert_array_equal(ids, all_ids[:, :9])
+    np.testing.assert_allclose(logprobs, whole[:, :9], rtol=1e-6)
+    few = Sampler(SamplingConfig(), (), 0).most_probable(logits[:, :5], 9)[0]
+    assert few.shape == (2, 9) and (np.asarray(few)[:, 5:] == -1).all()

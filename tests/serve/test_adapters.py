@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxmem import generate
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.serve import command
+from jaxmem.serve.request_error import RequestError
+from jaxmem.serve.served_weights import ServedWeights
 from jaxmem.train.jobs.rollout.engines import (
     EngineOptions,
     SamplingRequest,
@@ -127,3 +130,12 @@ def test_rows_in_progress_keep_an_unloaded_adapter(server, model, second):
     assert send(server.url, "/v1/completions", sent | {"model": "second"})[0] == 200
     with pytest.raises(KeyError):  # the slots are the other adapter's now
         server.loop.weights.decoder("first")
+
+
+def test_model_with_an_adapter_takes_no_other(model):
+    loaded = generate.load(model, adapter=model / "adapter", dtype="float32")
+    weights = ServedWeights("policy", loaded)
+    with pytest.raises(RequestError) as raised:
+        weights.load_adapter("other", model / "adapter", False)
+    assert str(raised.value).startswith("policy has an adapter of its own, and cannot")
+    assert raised.value.status == 400
