@@ -148,15 +148,18 @@ class _TimedSocket:
         self._sock, self._seconds_left = sock, seconds_left
 
     def sendall(self, content: bytes) -> None:
+        """Send all of a content; a TimeoutError after the deadline."""
         unsent = memoryview(content)
         while unsent:
             sent = self.patiently(functools.partial(self._sock.send, unsent))
             unsent = unsent[sent:]
 
     def receive(self, buffer: Any) -> int:
+        """Read the bytes that have come; a TimeoutError after the deadline."""
         return self.patiently(lambda: self._sock.recv_into(buffer))
 
     def makefile(self, mode: str) -> io.BufferedReader:
+        """A file of the received bytes, which http.client reads the answer from."""
         del mode
         return io.BufferedReader(_ReceivedBytes(self), _PIECE)
 
@@ -164,6 +167,7 @@ class _TimedSocket:
         """http.client calls it before it reads the answer."""
 
     def patiently(self, operation: Callable[[], _Result]) -> _Result:
+        """Repeat an operation until it succeeds or the deadline is over."""
         while True:
             self._sock.settimeout(min(_SLICE, self._seconds_left()))
             try:
@@ -182,6 +186,7 @@ class _ReceivedBytes(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read the bytes that have come; a TimeoutError after the deadline."""
         return self._stream.receive(buffer)
 
 
