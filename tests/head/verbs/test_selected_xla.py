@@ -1,14 +1,14 @@
 """Cost of log-probabilities of given ids on "xla": GEMMs, bytes, columns."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.head.maths.backend_operands import Ragged
+from jaxmem.head.backends import choose
+from jaxmem.head.maths.backend_operands import Ragged, TokenRows
+from jaxmem.head.maths.spec import Spec
 from jaxmem.head.verbs.support_rule import RaggedSupportRule
 from tests.helpers.cases import slow
 from tests.helpers.described import described
@@ -137,12 +137,13 @@ def test_ragged_supports_cost_what_their_ids_do():
     """64 tokens have 1 to 64 ids; the cost is the loops' trips times their entries."""
     n, max_ids = 64, 256
     offsets = jnp.cumsum(jnp.arange(n + 1))
-    spec = SimpleNamespace(chunk=16)
-    rows = SimpleNamespace(labels=jnp.zeros(n), active=jnp.ones(n, bool))
+    spec = Spec(1, 1, 16, (), np.dtype("float32"))
+    rows = TokenRows(jnp.zeros(n, jnp.int32), jnp.ones(n, bool), None)
     given = Ragged(offsets[:-1], jnp.diff(offsets), jnp.zeros(offsets[-1], jnp.int32))
-    rule = RaggedSupportRule(spec, max_ids)
+    rule = RaggedSupportRule(spec, choose.BACKENDS[-1], max_ids)
     covered, computed = jnp.zeros(n, int), 0
-    for width, tokens, active in rule._width_groups(rows, given):
+    for tokens, active, columns_of in rule._groups(rows, given):
+        width = columns_of(jnp.arange(n)).shape[1]
         assert tokens * width <= 4096
         assert (given.counts[active] <= width).all()
         covered += active
