@@ -194,6 +194,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a request with a body."""
         self._answer()
 
+    def send_error(
+        self, code: int, message: str | None = None, explain: str | None = None
+    ) -> None:
+        """Refuse what is no request of HTTP, or has another method."""
+        del explain
+        self.close_connection = True
+        status = HTTPStatus(code)
+        error = RequestError(messages.cut(message or status.phrase), status)
+        self._send(ServerAnswer(error.body, status))
+
     def log_message(self, format: str, *args: Any) -> None:
         """Print no line for a request."""
 

@@ -82,6 +82,14 @@ def test_bad_requests_are_refused(server, path, body, headers, status, message):
     assert answer["error"]["code"] == status
 
 
+def test_other_methods_are_refused_as_json(server):
+    status, answer = send(server.url, "/echo", {}, method="PUT")
+    assert status == 501
+    assert answer["error"]["message"] == "Unsupported method ('PUT')"
+    answer = talk(server, b"GET /a b HTTP/1.1\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400") or b'"code": 400' in answer
+
+
 def test_a_connection_serves_several_requests(server):
     connection = http.client.HTTPConnection(*server.server_address, timeout=20)
     for number in range(3):
