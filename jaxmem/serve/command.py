@@ -115,7 +115,7 @@ def run(request: ServeRequest) -> None:
     if request.host not in _LOCAL and request.secret is None:
         print(
             f"jaxmem: warning: --host {request.host} without --token or ${_TOKEN}: "
-            "whoever reaches the port can sample, pause and load weights",
+            "everybody who reaches the port can sample, pause and load weights",
             file=sys.stderr,
         )
     with Stop() as stop, served(request) as server, stop.deferred():

@@ -150,7 +150,7 @@ def test_open_server_without_a_token_is_warned_of(
     monkeypatch.delenv("JAXMEM_ENGINE_TOKEN", raising=False)
     command.run(served.options(directory, **options))
     error = capsys.readouterr().err
-    assert ("whoever reaches the port can sample, pause" in error) == warns
+    assert ("everybody who reaches the port can sample, pause" in error) == warns
 
 
 def test_address_in_use_is_named(directory):

@@ -19,20 +19,21 @@ _LOCAL = "localhost", "127.0.0.1", "::1"
 class RolloutsConfig:
     """The engine that samples completions, and the age of weights that it may use."""
 
-    # inference server that samples the completions: "vllm", which is also the protocol
-    # of `jaxmem serve`, or "sglang"; None: the run samples them itself
+    # inference server that samples the completions: "vllm", whose routes `jaxmem serve`
+    # has too, or "sglang". None: the run samples them itself
     engine: Literal["vllm", "sglang"] | None = None
-    # address of the server, as in "http://localhost:8000", or of several, which share
-    # the groups of a step
+    # address of the server, as in "http://localhost:8000", or addresses of several,
+    # which share the groups of a step
     urls: str | tuple[str, ...] = ()
-    # folder for new weights, which the servers read at the same path; None: one in
+    # folder for new weights, which the servers read at the same path. None: a folder in
     # /dev/shm, for servers on this host
     weights: str | None = None
-    # updates that the policy may have had since a group of completions was begun; above
-    # 0, groups of later steps are sampled while the policy is updated; 0: none are
+    # maximum number of updates of the policy between the begin of a group of
+    # completions and its own update. Above 0, groups of later steps are sampled while
+    # the policy is updated
     max_staleness: int = 0
-    concurrency: int = 64  # maximum requests to the servers at a time
-    # seconds without any useful answer of a server after which the run ends
+    concurrency: int = 64  # maximum number of simultaneous requests to the servers
+    # seconds without a useful answer of any server after which the run ends
     timeout: float = 600.0
 
     def __post_init__(self):

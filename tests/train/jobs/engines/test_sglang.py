@@ -83,14 +83,14 @@ def test_generate_sends_every_field_that_decides(stub):
     [
         (lambda items: items[:1], "2 completions were asked for, got"),
         (lambda items: {"text": ""}, "2 completions were asked for, got"),
-        (lambda items: [7, 8], "the answer is no JSON object: 7"),
+        (lambda items: [7, 8], "the answer is not a JSON object: 7"),
         (meta(prompt_tokens=5), "the server read 5 tokens of a prompt of 4"),
         (meta(output_token_logprobs=None), "output_token_logprobs is None"),
         (meta(output_token_logprobs=[[-1.0]]), "output_token_logprobs is"),
         (meta(output_token_logprobs=[[-1.0, 32, None]]), "the ids must be ids in"),
         (meta(output_token_logprobs=[[-1.0, 7, None]]), "output_ids are not those"),
         (meta(finish_reason={"type": "abort"}), "finish_reason is 'abort'"),
-        (meta(finish_reason="stop"), "finish_reason is no JSON object"),
+        (meta(finish_reason="stop"), "finish_reason is not a JSON object"),
     ],
 )
 def test_generate_asks_again_after_a_fault(stub, change, line):

@@ -54,7 +54,7 @@ def test_generate_sends_every_field_that_decides(stub):
 FAULTS = {
     "closed": "the server ended the connection",
     "cut": "the answer is cut off",
-    "garbage": "the answer is no JSON object: '<html>busy</html>'",
+    "garbage": "the answer is not a JSON object: '<html>busy</html>'",
     503: "answers 503 (as the test says)",
     429: "answers 429 (as the test says)",
     "prompt": "the prompt's ids come back as [9, 5, 12, 6, 13], sent were",
@@ -281,7 +281,7 @@ def test_generate_ends_when_the_client_is_closed(stub):
     engine, _ = client(stub, timeout=60.0)
     stub.resumed.clear()
     threading.Timer(0.2, engine.close).start()
-    with pytest.raises(EngineError, match="is asked no more, because the run ends"):
+    with pytest.raises(EngineError, match="is not asked again, because the run ends"):
         engine.generate(REQUEST)
     with pytest.raises(EngineError, match="because the run ends"):
         engine.generate(REQUEST)
@@ -446,7 +446,7 @@ def test_load_weights_does_not_believe_a_success(stub, tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "line"),
-    [(7, "states the version 7, which is no text"), ([], r"states the version \[\]")],
+    [(7, "states the version 7, which is not a text"), ([], r"the version \[\]")],
 )
 def test_version_must_be_text(stub, version, line):
     engine, _ = client(stub, timeout=SOON)

@@ -26,7 +26,7 @@ _MISSING_MASS = 1e-2  # of a support; an engine's float32 sums are within 1e-3
 def fields(value: Any, name: str = "the answer") -> Mapping[str, Any]:
     """The value, which must be a JSON object; an EngineFailure if it is none."""
     if not isinstance(value, dict):
-        raise EngineFailure(f"{name} is no JSON object: {messages.short(value)}")
+        raise EngineFailure(f"{name} is not a JSON object: {messages.short(value)}")
     return value
 
 
@@ -155,7 +155,7 @@ def routes(encoded: Any, request: SamplingRequest, ids: Sequence[int]) -> np.nda
         data = io.BytesIO(base64.b64decode(encoded, validate=True))
         array = np.load(data, allow_pickle=False)
     except (TypeError, ValueError, EOFError, OSError) as error:
-        raise WrongAnswer(f"routed_experts is no array: {error}") from error
+        raise WrongAnswer(f"routed_experts is not an array: {error}") from error
     read = len(request.prompt_ids) + len(ids) - 1
     if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != read:
         raise WrongAnswer(

@@ -103,7 +103,7 @@ class Http:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise EngineError(f"{self._name} is asked no more, because the run ends")
+            raise EngineError(f"{self._name} is not asked again, because the run ends")
 
     def _exchange(
         self,

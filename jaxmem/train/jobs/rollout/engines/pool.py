@@ -264,7 +264,7 @@ class EnginePool:
             return number is not None
         raise EngineError(
             f"rollouts.urls: {url} states the version {number} of its weights, and "
-            f"{expected[0]} was loaded; end what else loads weights there"
+            f"{expected[0]} was loaded; end the program that also loads weights there"
         )
 
     def _check_same_weights(self, update: _Update) -> None:
@@ -315,7 +315,8 @@ class EnginePool:
         if last > newest:
             raise EngineError(
                 f"rollouts.urls: {engine.url} has sampled with the weights of version "
-                f"{last}, and the newest is {newest}; end what else loads weights there"
+                f"{last}, and the newest is {newest}; end the program that also loads "
+                "weights there"
             )
         return answer
 

@@ -279,4 +279,6 @@ def stated_version(value: Any) -> str | None:
     """The version in an answer, which must be text or null."""
     if value is None or isinstance(value, str):
         return value
-    raise EngineFailure(f"states the version {messages.short(value)}, which is no text")
+    raise EngineFailure(
+        f"states the version {messages.short(value)}, which is not a text"
+    )
