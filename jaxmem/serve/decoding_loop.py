@@ -168,8 +168,12 @@ class DecodingLoop:
             self._held.clear()
             self._changed.notify_all()
 
-    def load(self, function: Callable[[], None]) -> None:
-        """Call a function that replaces weights, and forget what the old ones computed.
+    def load(self, name: str, function: Callable[[], None]) -> None:
+        """Call a function that loads weights, and forget what older ones have computed.
+
+        Args:
+            name: of the model or adapter whose weights it loads or replaces.
+            function: changes nothing if it raises an error.
 
         Raises:
             RequestError: as the function does, or the server stops.
@@ -177,7 +181,8 @@ class DecodingLoop:
 
         def load() -> None:
             function()
-            self._forget_keys()
+            if self._pool is not None and self._pool.name == name:
+                self._forget_keys()
 
         self.call(load)
 
@@ -266,7 +271,8 @@ class DecodingLoop:
             pool = self._pool
             if pool is not None and pool.is_busy:
                 decoder = self.weights.decoder(pool.name)
-                for row in pool.advance(decoder, self.weights.version):
+                version = self.weights.version_of(pool.name)
+                for row in pool.advance(decoder, version):
                     row.job.settle()
         except Exception as error:  # such as no memory: the next request may fit
             self._fail_rows(error)

@@ -128,8 +128,8 @@ class EngineRoutes:
         directory = self._roots.checked(
             _text(arguments or {}, "weights_path"), "weights_path"
         )
-        reload = self._loop.weights.reload
-        self._loop.load(functools.partial(reload, directory))
+        weights = self._loop.weights
+        self._loop.load(weights.name, functools.partial(weights.reload, directory))
         return ServerAnswer({"results": [None]})
 
     def _load_adapter(self, sent: ServerRequest) -> ServerAnswer:
@@ -142,7 +142,7 @@ class EngineRoutes:
                 param="load_inplace",
             )
         load = self._loop.weights.load_adapter
-        self._loop.load(functools.partial(load, name, directory, in_place))
+        self._loop.load(name, functools.partial(load, name, directory, in_place))
         return ServerAnswer(f"Success: LoRA adapter '{name}' added successfully.")
 
     def _unload_adapter(self, sent: ServerRequest) -> ServerAnswer:

@@ -79,7 +79,6 @@ class ServedWeights:
         model: with the decoder.
 
     Attributes:
-        version: as `update_weight_version` named it; "default" after a load.
         adapters: directory of each adapter, by its name.
     """
 
@@ -90,7 +89,9 @@ class ServedWeights:
                 f"{name}: jaxmem serve decodes the families of docs/families.md, and "
                 "not a model of model.factory; jaxmem generate completes its prompts"
             )
-        self.name, self.version = name, _FIRST_VERSION
+        self.name = name
+        self._versions = {name: _FIRST_VERSION}  # of the model and of adapters
+        self._latest = name  # of them, the one that was loaded last
         self.adapters: dict[str, Path] = {}
         self._described, self._plain = model.described, decoder
         self._prepared: dict[str, LanguageModel] = {name: sampling.prepared(decoder)}
@@ -99,6 +100,22 @@ class ServedWeights:
     def names(self) -> list[str]:
         """Names that requests may have: of the model, then of adapters."""
         return [self.name, *self.adapters]
+
+    @property
+    def version(self) -> str:
+        """The version of the weights that were loaded last; "default" until a name."""
+        return self._versions[self._latest]
+
+    @version.setter
+    def version(self, version: str) -> None:
+        self._versions[self._latest] = version
+
+    def version_of(self, name: str) -> str:
+        """The version of the model or of an adapter."""
+        return self._versions[name]
+
+    def _note_load(self, name: str) -> None:
+        self._latest, self._versions[name] = name, _FIRST_VERSION
 
     def decoder(self, name: str) -> LanguageModel:
         """The prepared decoder of that name."""
@@ -129,7 +146,8 @@ class ServedWeights:
             )
         new = self._like_old(read)
         self._prepared[self.name] = sampling.prepared(new)
-        self._plain, self.version = new, _FIRST_VERSION
+        self._plain = new
+        self._note_load(self.name)
 
     def _like_old(self, read: Decoder) -> Decoder:
         """The old decoder with new weights, for the programs that are compiled."""
@@ -178,7 +196,8 @@ class ServedWeights:
         with _refusals("lora_path"):
             adapted = checkpoints.with_adapter(self._plain, directory, self._described)
         self._prepared[name] = sampling.prepared(adapted)
-        self.adapters[name], self.version = directory, _FIRST_VERSION
+        self.adapters[name] = directory
+        self._note_load(name)
 
     def unload_adapter(self, name: str) -> None:
         """Serve an adapter to no further request; `release` frees it.
@@ -193,11 +212,13 @@ class ServedWeights:
                 param="lora_name",
             )
         del self.adapters[name]
+        if self._latest == name:
+            self._latest = self.name
 
     def release(self, needed: Collection[str]) -> None:
         """Free the adapters that are unloaded, except the ones of some names."""
         for name in self._prepared.keys() - {*self.names, *needed}:
-            del self._prepared[name]
+            del self._prepared[name], self._versions[name]
 
     def checksums(self) -> dict[str, str]:
         """SHA-256 of each tensor of the model, and of each adapter's as "NAME:PATH"."""

@@ -5,6 +5,7 @@ import functools
 import http.client
 import json
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,23 @@ def options(directory, **changes):
     """Options of a server in float32 on a free port."""
     plain = dict(dtype="float32", port=0, slots=3, max_len=LONGEST, name="policy")
     return command.ServeRequest(str(directory), **{**plain, **changes})
+
+
+class Gate:
+    """Holds the decoding thread after some parts, until another thread has a call."""
+
+    def __init__(self, server, monkeypatch, parts):
+        self.reached, self._left = threading.Event(), parts
+        self._loop, self._decode = server.loop, server.loop._decode_part
+        monkeypatch.setattr(server.loop, "_decode_part", self._decode_part)
+
+    def _decode_part(self):
+        self._decode()
+        self._left -= 1
+        if self._left == 0:
+            self.reached.set()
+            with self._loop._changed:
+                assert self._loop._changed.wait_for(lambda: self._loop._calls, 20)
 
 
 def send(url, path, body=None, *, method=None, headers=None):

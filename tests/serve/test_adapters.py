@@ -132,6 +132,43 @@ def test_rows_in_progress_keep_an_unloaded_adapter(server, model, second):
         server.loop.weights.decoder("first")
 
 
+def test_rows_in_progress_keep_their_adapter_and_its_version(
+    server, model, second, monkeypatch
+):
+    """The next adapter is loaded, named and asked for before they end."""
+
+    def load(name, adapter):
+        body = {"lora_name": name, "lora_path": str(adapter)}
+        assert send(server.url, "/v1/load_lora_adapter", body)[0] == 200
+        send(server.url, "/update_weight_version", {"new_version": name})
+
+    def ask(name):
+        sent = {"model": name, "prompt": PROMPT, "max_tokens": 40, "seed": 7,
+                "logprobs": 0, "return_token_ids": True,
+                "ignore_eos": True}  # fmt: skip
+        return send(server.url, "/v1/completions", sent)[1]["choices"][0]
+
+    load("run:1", model / "adapter")
+    ask("run:1")  # compiles
+    gate = served.Gate(server, monkeypatch, parts=2)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        answer = threads.submit(ask, "run:1")
+        assert gate.reached.wait(20)
+        load("run:2", second)
+        last = ask("run:2")
+        choice = answer.result()
+    for made, name, adapter in (
+        (choice, "run:1", model / "adapter"), (last, "run:2", second),
+    ):  # fmt: skip
+        assert made["weight_versions"] == [[name, 40]]
+        ids, logprobs = made["token_ids"], made["logprobs"]["token_logprobs"]
+        expected = served.trainer_logprobs(model, PROMPT, ids, adapter=adapter)
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    assert send(server.url, "/weight_info")[1] == {"weight_version": "run:2"}
+    for name in ("run:1", "run:2"):
+        send(server.url, "/v1/unload_lora_adapter", {"lora_name": name})
+
+
 def test_model_with_an_adapter_takes_no_other(model):
     loaded = generate.load(model, adapter=model / "adapter", dtype="float32")
     weights = ServedWeights("policy", loaded)

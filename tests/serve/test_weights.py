@@ -67,23 +67,6 @@ def pool_of(server):
     )  # fmt: skip
 
 
-class Gate:
-    """Holds the decoding thread after some parts, until another thread has a call."""
-
-    def __init__(self, server, monkeypatch, parts):
-        self.reached, self._left = threading.Event(), parts
-        self._loop, self._decode = server.loop, server.loop._decode_part
-        monkeypatch.setattr(server.loop, "_decode_part", self._decode_part)
-
-    def _decode_part(self):
-        self._decode()
-        self._left -= 1
-        if self._left == 0:
-            self.reached.set()
-            with self._loop._changed:
-                assert self._loop._changed.wait_for(lambda: self._loop._calls, 20)
-
-
 def check_spans(versions, choice, names):
     """Each span has the log-probabilities of its weights, over the whole prefix."""
     ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -99,7 +82,7 @@ def check_spans(versions, choice, names):
 @pytest.mark.parametrize("reset", [False, True])
 def test_rows_in_flight_go_on_with_new_weights(server, versions, monkeypatch, reset):
     name_version(server, "sums:0")
-    gate = Gate(server, monkeypatch, parts=2)
+    gate = served.Gate(server, monkeypatch, parts=2)
 
     def update():
         assert gate.reached.wait(20)
@@ -129,7 +112,7 @@ def test_rows_in_flight_go_on_with_new_weights(server, versions, monkeypatch, re
 
 
 def test_client_updates_weights_while_requests_run(server, versions, monkeypatch):
-    pool, gate = pool_of(server), Gate(server, monkeypatch, parts=2)
+    pool, gate = pool_of(server), served.Gate(server, monkeypatch, parts=2)
     request = SamplingRequest(PROMPT, 3, 48, seed=7)
     pool.load_weights(versions[0], 0, False)
 
@@ -194,7 +177,7 @@ def test_paused_requests_wait(server):
 
 
 def test_abort_ends_rows_in_flight(server, monkeypatch):
-    gate = Gate(server, monkeypatch, parts=1)
+    gate = served.Gate(server, monkeypatch, parts=1)
 
     def abort():
         assert gate.reached.wait(20)
