@@ -116,6 +116,8 @@ class EngineStub:
 
     def post_collective_rpc(self, body):
         self.directory = Path(body["kwargs"]["weights_path"])
+        if (self.directory / "other").exists():
+            return 500, _error("Call to collective_rpc method failed: Worker failed")
         self.broken = not self.directory.is_dir() or (self.directory / "bad").exists()
         return (500, {"detail": "EngineDeadError"}) if self.broken else (200, None)
 

@@ -421,6 +421,16 @@ def test_load_weights_ends_when_a_reload_breaks_the_server(stub, tmp_path):
     assert len(said) == 1
 
 
+def test_load_weights_of_another_model_ends_soon(stub, tmp_path):
+    """vLLM goes on, and will never load it."""
+    (tmp_path / "other").touch()
+    engine, said = client(stub, timeout=60.0)
+    line = r"Worker failed\); it cannot load \S+; serve the run's model.checkpoint$"
+    with pytest.raises(EngineError, match=line):
+        engine.load_weights(tmp_path, 1, adapter=False)
+    assert stub.requests.count("/collective_rpc") == 3 and stub.resumed.is_set()
+
+
 def test_load_weights_resumes_a_server_that_a_killed_run_left_paused(stub, tmp_path):
     stub.resumed.clear()
     engine, said = client(stub)

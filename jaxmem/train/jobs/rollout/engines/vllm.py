@@ -4,9 +4,10 @@ Start it with VLLM_SERVER_DEV_MODE=1, and with --logprobs-mode processed_logprob
 that log-probabilities are of the distribution that tokens are drawn from.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +249,8 @@ class Vllm(Engine):
     def _reload(self, directory: Path, deadline: Deadline) -> None:
         arguments = {"weights_path": str(directory)}
         body = {"method": "reload_weights", "kwargs": arguments}
-        self._post("/collective_rpc", deadline, body)
+        with _refusals(f"{directory}; serve the run's model.checkpoint"):
+            self._post("/collective_rpc", deadline, body)
 
     def _load_adapter(self, directory: Path, name: str, deadline: Deadline) -> None:
         """Load an adapter under a name, in place of an older one of that name.
@@ -257,14 +259,15 @@ class Vllm(Engine):
         the run has loaded it.
         """
         body = {"lora_name": name, "lora_path": str(directory)}
-        try:
-            self.call(_LOAD, deadline, body, _LORA)
-        except EngineError as error:
-            if "already been loaded" not in str(error):
-                raise
-            self._unload_adapter(name, deadline)
-            self.call(_LOAD, deadline, body, _LORA)
-            self._reset_cache(deadline)  # it finds keys and values by the name
+        with _refusals(f"{directory}; does --max-lora-rank allow model.lora_rank?"):
+            try:
+                self.call(_LOAD, deadline, body, _LORA)
+            except EngineError as error:
+                if "already been loaded" not in str(error):
+                    raise
+                self._unload_adapter(name, deadline)
+                self.call(_LOAD, deadline, body, _LORA)
+                self._reset_cache(deadline)  # it finds keys and values by the name
 
     def _unload_adapter(self, name: str, deadline: Deadline) -> None:
         try:
@@ -329,6 +332,21 @@ class Vllm(Engine):
             "token, so all tokens of an answer count as old as its first; vLLM states "
             "it with --enable-scale-out"
         )
+
+
+@contextlib.contextmanager
+def _refusals(weights: str) -> Iterator[None]:
+    """Make a status of 500 a wrong answer, unless the engine ends by it.
+
+    Asking again for long does not help: vLLM has it for weights that do not fit.
+    """
+    try:
+        yield
+    except EngineFailure as failure:
+        status = getattr(failure.__cause__, "status", None)
+        if status != 500 or "Engine" in str(failure):  # as in EngineDeadError
+            raise
+        raise WrongAnswer(f"{failure}; it cannot load {weights}") from failure
 
 
 def _by_id(tops: Any) -> list[dict[int, Any]]:
