@@ -159,6 +159,12 @@ def test_stale_completions_state_their_versions(folder, server):
     assert column("staleness_max").tolist() == [0, 1, 1, 1]
 
 
+def test_adapter_of_a_higher_rank_is_refused(folder, server):
+    overrides = settings(folder, server, *small("run.steps=2", "model.lora_rank=32"))
+    with pytest.raises(EngineError, match=r"max_lora_rank.* does --max-lora-rank"):
+        runs.train("grpo_arithmetic.gin", *overrides)
+
+
 @pytest.mark.usefixtures("base")
 def test_adapter_of_another_base_is_refused(folder, server):
     """The server's own checkpoint is not the run's."""
@@ -183,11 +189,36 @@ def test_arithmetic_is_learned(folder, server):
     assert (column("mismatch_max", "engine") < LARGEST_RATIO).all()
 
 
-def test_untempered_server_is_refused(folder, tmp_path):
-    """vLLM's default are log-probabilities at temperature 1."""
-    with VllmServer(folder / "policy", tmp_path / "log", ()) as raw:
-        hot = small("run.steps=2", "sampling.temperature=3.0")
-        with pytest.raises(EngineError) as error:
-            runs.train("grpo_arithmetic.gin", *settings(folder, raw, *hot))
-    assert "start vLLM with --logprobs-mode processed_logprobs" in str(error.value)
-    assert re.search(r"without truncation \(\S+e-\d+ nats\)", str(error.value))
+@pytest.fixture(scope="module")
+def raw(folder):
+    """A server with vLLM's default: log-probabilities at temperature 1."""
+    with VllmServer(folder / "policy", folder / "raw", ()) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        ("temperature=0.1", r"at temperature 1 without truncation \(\S+e-\d+ nats\)"),
+        (
+            "top_k=3",
+            r"drawn from 3 ids with the probability 0\.\d+ in sum instead of 1",
+        ),
+    ],
+)
+def test_untempered_server_is_refused(folder, raw, sampling, reason):
+    overrides = small("run.steps=2", f"sampling.{sampling}")
+    with pytest.raises(EngineError) as error:
+        runs.train("grpo_arithmetic.gin", *settings(folder, raw, *overrides))
+    assert re.search(reason, str(error.value))
+    assert "--logprobs-mode processed_logprobs" in str(error.value)
+    assert not pathlib.Path("run", "metrics.jsonl").exists()
+
+
+def test_checkpoint_of_other_sizes_is_refused(folder, raw):
+    """The server cannot load it, and may not survive that: this comes last."""
+    write_checkpoint(folder / "wide", hidden=128)
+    overrides = settings(folder, raw, *small("run.steps=2"))
+    overrides += *start(folder, "wide"), "model.hidden=None"
+    with pytest.raises(EngineError, match="it cannot load .*; serve the run's model"):
+        runs.train("grpo_arithmetic.gin", *overrides)
