@@ -100,7 +100,7 @@ class Conversation:
         client = self._client(eos_ids=(), max_new_tokens=_LONG)
         with self._in_flight(client) as answers:
             self._post(client, "/abort_requests", {})
-        return [self.lines[-2:], *answers]
+        return [len(self.lines), *answers]  # one of its failure, one of its recovery
 
     def adapters(self):
         client = self._client(wants_spans=True)
@@ -108,7 +108,7 @@ class Conversation:
         return [*steps, self._answers(client, SamplingRequest(PROMPT, 2, 6, seed=7))]
 
     def refused(self):
-        """The client's errors of requests that no server can serve."""
+        """The client's kinds of errors for requests that no server can serve."""
         client, good = self._client(), SamplingRequest(PROMPT, 1, 6, seed=7)
         body = client._sampling_fields(good) | {
             "model": "policy", "prompt": PROMPT, "return_tokens_as_token_ids": True
@@ -170,7 +170,7 @@ class Conversation:
         try:
             return client.call(path, lambda: end, body)
         except (EngineError, EngineFailure) as error:
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__} {getattr(error.__cause__, 'status', None)}"
 
 
 STEPS = (

@@ -49,7 +49,13 @@ def test_record_covers_what_happens_in_flight(recorded):
     exchanges, results = recorded
     (held,) = results["held"][1:]
     assert [version for version, _ in held["versions"]] == [1, 2]
-    assert "finish_reason is 'abort'" in results["aborted"][0][0]
+    reasons = {
+        choice["finish_reason"]
+        for exchange in exchanges
+        if exchange["step"] == "aborted" and exchange["path"] == "/v1/completions"
+        for choice in exchange["answer"]["choices"]
+    }
+    assert reasons == {"abort", "length"} and results["aborted"][0] == 2
     routes = {exchange["path"] for exchange in exchanges}
     assert {"/inference/v1/generate", "/v1/load_lora_adapter"} <= routes
 
