@@ -170,7 +170,7 @@ def test_killed_process_ends_the_other(killed, arguments, tmp_path):
         end(pair)
     assert other.returncode == 1
     *_, last = said.splitlines()
-    assert last.startswith(f"jaxmem: error: process {killed} of 2 has ended, so that ")
+    assert last.startswith(f"jaxmem: error: process {killed} of 2 has ended, so ")
     steps = len(steps_of(out_dir)) + 4
     again = started(arguments, out_dir, steps, free_port())
     resumed(again, [process.communicate(timeout=120)[0] for process in again])

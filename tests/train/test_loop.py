@@ -535,7 +535,7 @@ def test_directory_removed_in_run_is_made_anew(run):
     path = run.args[0]
     ran = run(job=at(4, shutil.rmtree, path), checked=False)
     assert ran.error is None and [s.step for s in ran.history] == [4, 5, 6]
-    assert f"{path / 'lock'} was removed, maybe with all that was in its d" in ran.said
+    assert f"{path / 'lock'} was removed, possibly with the rest of its di" in ran.said
     assert (path / "text.txt").read_text() == "hello"
     assert ran.checkpoints == ["4", "6"] and not (path / "lock").exists()
     again = run(steps=8, checked=False)
@@ -555,7 +555,7 @@ def test_directory_removed_during_save_is_made_anew(run, monkeypatch):
 
     ran = run(job=at(4, now), checked=False)
     assert ran.error is None and ran.checkpoints == ["4", "6"]
-    assert f"{path / 'lock'} was removed, maybe with all that was in its d" in ran.said
+    assert f"{path / 'lock'} was removed, possibly with the rest of its di" in ran.said
     assert (path / "text.txt").read_text() == "hello"
 
 

@@ -238,7 +238,7 @@ def test_generate_refuses_tokens_of_weights_that_it_has_not_loaded(stubs, tmp_pa
         return complete(body)
 
     stub.post_v1_completions = changed
-    line = "sampled with the weights of version 9, and the newest is 1; end what else"
+    line = "sampled with the weights of version 9, and the newest is 1; end the program"
     with pytest.raises(EngineError, match=line):
         pool.generate(REQUEST)
 
