@@ -28,11 +28,15 @@ class Stop:
     Only default handlers are replaced, and only in the main thread, as Python allows
     no other; they are restored on exit.
 
+    Args:
+        end: when the work ends after the first signal, for the printed line.
+
     Attributes:
         signal: number of the first signal; 0 before it.
     """
 
-    def __init__(self):
+    def __init__(self, end: str = "after this step"):
+        self._end = end
         self.signal, self._since = 0, 0.0
         self._deferred, self._is_lost = False, False
         self._is_resent = False  # True until the watch has read the signal again
@@ -130,7 +134,7 @@ class Stop:
                 name, now = signal.Signals(number).name, time.monotonic()
                 if since is None:
                     since = now
-                    _print(f"jaxmem: {name}: stopping after this step; {_AGAIN}")
+                    _print(f"jaxmem: {name}: stopping {self._end}; {_AGAIN}")
                 elif now - since >= _ONE and not hasattr(sys, "ps1"):
                     _print(f"jaxmem: {name}: ended")
                     os._exit(128 + number)

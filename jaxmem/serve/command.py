@@ -25,6 +25,7 @@ _LONGEST = 2048  # tokens of a prompt and its completion, by default
 _TOKEN = "JAXMEM_ENGINE_TOKEN"
 _LOCAL = ("127.0.0.1", "localhost", "::1")  # addresses of this machine
 _POLL = 0.2  # seconds between two looks for a signal
+_STOPPING = "after requests in progress get the status 503"
 _FAREWELL = 2.0  # seconds for the last answers
 
 
@@ -118,7 +119,7 @@ def run(request: ServeRequest) -> None:
             "everybody who reaches the port can sample, pause and load weights",
             file=sys.stderr,
         )
-    with Stop() as stop, served(request) as server, stop.deferred():
+    with Stop(_STOPPING) as stop, served(request) as server, stop.deferred():
         print(f"jaxmem: serving {name_of(request)} at {server.url}", flush=True)
         while not stop.signal and server.loop.is_alive:
             time.sleep(_POLL)

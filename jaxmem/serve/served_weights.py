@@ -63,7 +63,7 @@ class WeightRoots:
         named = messages.listing(map(str, self.folders))
         return RequestError(
             f"{param}={messages.short(path)} is not below a folder of --weights "
-            f"({named})",
+            f"({named}); start the server with --weights of a folder above it",
             HTTPStatus.FORBIDDEN, param,
         )  # fmt: skip
 
@@ -132,7 +132,8 @@ class ServedWeights:
             raise RequestError(
                 f"weights_path={directory}: adapters "
                 f"{messages.listing(self.adapters)} are loaded over the old weights; "
-                "send either whole weights or adapters"
+                "send either whole weights or adapters, and unload the adapters or "
+                "start the server again in between"
             )
         config = self._plain.config
         options: dict[str, Any] = {} if config.base is None else {"base": config.base}
@@ -189,8 +190,8 @@ class ServedWeights:
             )
         if len(self.adapters) >= _MOST_ADAPTERS and name not in self.adapters:
             raise RequestError(
-                f"{_MOST_ADAPTERS} adapters are loaded, and no more may be; replace "
-                f"one of {messages.listing(self.adapters)}",
+                f"{_MOST_ADAPTERS} adapters are loaded, and no more may be; unload "
+                f"or replace one of {messages.listing(self.adapters)}",
                 param="lora_name",
             )
         with _refusals("lora_path"):

@@ -72,7 +72,7 @@ def test_client_loads_and_replaces_an_adapter(server, model, second):
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(second)}}
     status, answer = send(server.url, "/collective_rpc", body)
     assert status == 400
-    assert "send either whole weights or adapters" in answer["error"]["message"]
+    assert "unload the adapters or start the server" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_client_loads_and_replaces_an_adapter(server, model, second):
     [
         ({"lora_name": "policy"}, 400, "lora_name='policy' is the name of the model"),
         ({"load_inplace": 1}, 400, "load_inplace must be true or false"),
-        ({"lora_path": "blocks"}, 403, "is not below a folder of --weights"),
+        ({"lora_path": "blocks"}, 403, "; start the server with --weights of a folder"),
         ({"lora_path": "none"}, 500, "(the old weights stay)"),
     ],
 )

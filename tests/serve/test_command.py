@@ -66,8 +66,9 @@ def test_server_ends_by_a_signal(directory, capfd, number, status):
         got = error.code
     thread.join()
     assert got == status
-    out = capfd.readouterr().out
+    out, err = capfd.readouterr()
     assert out == f"jaxmem: serving policy at {url}\n"
+    assert "stopping after requests in progress get the status 503; " in err
     assert held[0][0] == 503
     assert held[0][1]["error"]["message"] == "the server is stopping"
     with socket.socket() as sock:  # the port is free
@@ -133,7 +134,7 @@ def test_open_server_without_a_token_is_warned_of(
     class Stopped(command.Stop):
         signal = 15
 
-        def __init__(self):
+        def __init__(self, end):
             pass
 
         def __enter__(self):
