@@ -198,7 +198,8 @@ def test_generate_does_not_repeat_what_is_refused(stub, status, line):
 def test_generate_needs_a_seed_and_a_length_that_the_server_has(stub):
     stub.max_model_len = 9
     engine, _ = client(stub)
-    with pytest.raises(EngineError, match="needs 10; start it with --max-model-len=10"):
+    line = r"needs 10; start it with --max-model-len=10 \(jaxmem serve: --max-len=10\)"
+    with pytest.raises(EngineError, match=line):
         engine.generate(REQUEST)
     with pytest.raises(EngineError, match=r"seed must be in .* got -1"):
         engine.generate(REQUEST._replace(seed=-1))
@@ -303,6 +304,20 @@ def test_wait_ready_names_what_a_server_lacks():
         line = r"/weight_info: answers 404 \(Not Found\); .*VLLM_SERVER_DEV_MODE=1"
         with pytest.raises(EngineError, match=line):
             client(stub)
+
+
+def test_an_address_with_the_prefix_of_openai_is_named(stub):
+    line = r"/v1/health: answers 404 \(Not Found\); leave /v1 out of the address"
+    with pytest.raises(EngineError, match=line):
+        Vllm(f"{stub.url}/v1", options()[0]).wait_ready()
+
+
+def test_a_refusal_that_says_what_to_do_gets_no_other_remedy(stub, tmp_path):
+    engine, _ = client(stub)
+    message = "not below a folder of --weights"
+    stub.post_collective_rpc = lambda body: (403, {"error": {"message": message}})
+    with pytest.raises(EngineError, match=rf"answers 403 \({message}\)$"):
+        engine.load_weights(tmp_path, 7, adapter=False)
 
 
 def test_load_weights_takes_the_steps_in_order(stub, tmp_path):

@@ -93,6 +93,16 @@ def test_clear_removes_all_that_is_its_own(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+def test_clear_removes_a_folder_that_a_killed_run_made(tmp_path):
+    (tmp_path / "sums" / "v000003").mkdir(parents=True)
+    WeightFolder(tmp_path, "sums").clear()
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums" / "notes").touch()
+    WeightFolder(tmp_path, "sums").clear()
+    assert names(WeightFolder(tmp_path, "sums")) == ["notes"]
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_alone_can_call_methods(tmp_path, monkeypatch, index):
     """As when one of several has failed, or within `processes.by_first`."""

@@ -223,10 +223,10 @@ class Engine(abc.ABC):
                 f"rollouts.urls: {self.url} reads at most {limit} tokens, and a prompt "
                 f"of {len(request.prompt_ids)} with sampling.max_new_tokens="
                 f"{request.max_tokens} needs {length}; start it with "
-                f"{self.length_flag}={length} or more"
+                f"{self.length_flag.format(length)} or more"
             )
 
-    length_flag = "--max-model-len"
+    length_flag = "--max-model-len={0} (jaxmem serve: --max-len={0})"
 
     def call(
         self,
@@ -256,8 +256,10 @@ class Engine(abc.ABC):
             return EngineError(f"{line}; set $JAXMEM_ENGINE_TOKEN to the server's key")
         if error.status == 404 and not error.is_bare:  # as of an adapter it has lost
             return EngineFailure(f"{path}: {error}")
-        if error.status in ROUTE_MISSING and remedy:
-            return EngineError(f"{line}; {remedy}")
+        if error.status in ROUTE_MISSING and error.is_bare:  # else it says what to do
+            if self.url.rstrip("/").endswith("/v1"):
+                remedy = "leave /v1 out of the address"
+            return EngineError(f"{line}; {remedy}" if remedy else line)
         return EngineError(line)
 
     def _patience(self) -> Patience:

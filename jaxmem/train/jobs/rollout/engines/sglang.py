@@ -36,7 +36,7 @@ _NOT_LOADED = 400  # the status if files cannot be loaded
 class Sglang(Engine):
     """A client of one SGLang server."""
 
-    length_flag = "--context-length"
+    length_flag = "--context-length={0}"
 
     def __init__(self, url: str, options: EngineOptions):
         super().__init__(url, options)

@@ -95,6 +95,9 @@ class WeightFolder:
         except OSError as error:  # it must not hide the error that ends a run
             self._say(f"rollouts.weights: {error}")
         self._lock.release()
+        if processes.is_first():  # the lock leaves what a killed run has created
+            with contextlib.suppress(OSError):  # it is gone, or something is in it
+                self.path.rmdir()
 
     def _check_free(self, version: int, size: int) -> None:
         free = files.free_bytes(self.path)
