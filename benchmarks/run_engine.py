@@ -1,6 +1,8 @@
 """GRPO with an engine: rewards by age of the rollouts, and seconds of a step.
 
     python -m benchmarks.run_engine curves
+    python -m benchmarks.run_engine curves --seeds 0 --out PART.csv
+    python -m benchmarks.run_engine summary PART.csv ... --out engine_staleness_cpu.csv
     python -m benchmarks.run_engine steps --config grpo_qwen3_8b_h200.gin
 
 Both start `jaxmem serve` in a process of its own, and train through its address.
@@ -8,8 +10,8 @@ Both start `jaxmem serve` in a process of its own, and train through its address
 curves: the arithmetic job on a CPU, three seeds, with completions that are 0, 1 and 4
 updates old, without a correction and with two. The server samples all groups that have
 been asked for before it loads new weights, so that each group is as old as it may be:
-a fast engine. Runs without a correction are refused by the job, which this script turns
-off.
+a fast engine. A summary adds rows over all seeds. The job refuses runs without a
+correction, which this script turns off.
 
 steps: seconds of a step with the run's own sampler, and with a server on a second GPU
 that samples before each update, or during it.
@@ -144,6 +146,27 @@ def _curve(config, overrides):
     }
 
 
+def summary(rows):
+    """Rows over all seeds: the reward of the last steps, its mean and its range."""
+    last = [row for row in rows if row["step"] == f"last {LAST}"]
+    for staleness, correction in VARIANTS:
+        named = str(staleness), correction or "none"
+        alike = [x for x in last if (str(x["max_staleness"]), x["correction"]) == named]
+        rewards = [float(row["reward"]) for row in alike]
+        if rewards:
+            yield {
+                "max_staleness": staleness,
+                "correction": correction or "none",
+                "seed": f"all {len(rewards)}",
+                "step": f"last {LAST}",
+                "reward": run_grpo.rounded(statistics.fmean(rewards)),
+                "lowest": min(rewards),
+                "highest": max(rewards),
+                "staleness_mean": alike[0]["staleness_mean"],
+                **{key: alike[0][key] for key in ("device", "jax", "jaxlib", "date")},
+            }
+
+
 def _loaded(config, overrides):
     return configuration.load(run_grpo.CONFIGS / config, overrides)
 
@@ -228,10 +251,14 @@ def main(arguments=None):
     asked.add_argument("--config", default="grpo_qwen3_8b_h200.gin")
     asked.add_argument("--count", type=int, default=8)
     asked.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
+    asked.add_argument("--run", type=int, default=1, help="number of this run")
     asked.add_argument("--folder", default="/dev/shm", help="for all weights")
     asked.add_argument("--out", default="engine_steps_h200.csv")
     for parser_of_kind in kinds.choices.values():
         parser_of_kind.add_argument("--set", nargs="*", default=[])
+    asked = kinds.add_parser("summary")
+    asked.add_argument("parts", nargs="+")
+    asked.add_argument("--out", default="engine_staleness_cpu.csv")
     asked = kinds.add_parser("start")
     asked.add_argument("directory", type=pathlib.Path)
     asked.add_argument("--config", required=True)
@@ -239,10 +266,15 @@ def main(arguments=None):
     if args.kind == "start":
         write_start(args.directory, args.config)
         return
+    if args.kind == "summary":
+        rows = [row for part in args.parts for row in results.read(part)]
+        print("wrote", results.save(args.out, [*rows, *summary(rows)]))
+        return
     if args.kind == "curves":
         made = curves(args.seeds, args.set)
     else:
-        made = steps(args.config, args.set, args.cases, args.count, args.folder)
+        measured = steps(args.config, args.set, args.cases, args.count, args.folder)
+        made = ({"run": args.run} | row for row in measured)
     rows, path = [], None
     for row in made:
         print(row, flush=True)

@@ -26,6 +26,7 @@ from benchmarks import (
     rl_mismatch,
     rl_sampler,
     run_distill,
+    run_engine,
     run_grpo,
     run_head,
     run_integrations,
@@ -505,6 +506,29 @@ def test_run_distill_training_has_a_row_per_margin(tmp_path):
 
 
 # ----------------------------------------------------------------------- low bit
+
+
+def test_run_engine_sums_seeds_up():
+    facts = {"device": "a", "jax": "1", "jaxlib": "1", "date": "d"}
+    rows = [
+        {"max_staleness": 1, "correction": "tis", "seed": seed, "step": step,
+         "reward": reward, "staleness_mean": 1.0, **facts}
+        for seed, reward in enumerate((0.25, 0.75)) for step in (10, "last 20")
+    ]  # fmt: skip
+    (row,) = run_engine.summary(rows)
+    assert row["seed"] == "all 2" and row["correction"] == "tis"
+    assert (row["reward"], row["lowest"], row["highest"]) == (0.5, 0.25, 0.75)
+
+
+@pytest.mark.full
+def test_run_engine_trains_through_a_server(tmp_path):
+    out = tmp_path / "steps.csv"
+    sizes = ["grpo.prompts=2", "grpo.group_size=4", "model.attention=None"]
+    command = ["steps", "--config=grpo_arithmetic.gin", "--count=3", "--cases", "1"]
+    run_engine.main([*command, f"--folder={tmp_path}", f"--out={out}", "--set", *sizes])
+    (row,) = results.read(out)
+    assert row["case"] == "engine, adapters, max_staleness=1"
+    assert float(row["staleness_mean"]) == 1 and float(row["waiting_seconds"]) >= 0
 
 
 def test_run_low_bit_compares_seeds_with_16_bits():
