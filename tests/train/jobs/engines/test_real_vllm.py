@@ -1,19 +1,28 @@
 """GRPO with a real vLLM server, which `.ci/engine` installs."""
 
+import concurrent.futures
 import json
 import pathlib
 import re
+import time
 import urllib.request
 
 import numpy as np
 import pytest
 
-from jaxmem.train.jobs.rollout.engines import EngineError, EnginePool
-from tests.helpers import runs
+from jaxmem.train.jobs.rollout.engines import (
+    EngineError,
+    EnginePool,
+    SamplingRequest,
+)
+from jaxmem.train.jobs.rollout.engines.vllm import Vllm
+from tests.helpers import engines, runs, served
+from tests.helpers.engine_conversation import PROMPT, VOCAB
 from tests.helpers.vllm_server import (
     ADAPTERS,
     PROCESSED,
     VllmServer,
+    write_adapter,
     write_checkpoint,
 )
 
@@ -157,6 +166,32 @@ def test_stale_completions_state_their_versions(folder, server):
     overrides = settings(folder, server, *small("run.steps=4", *ahead))
     runs.train("grpo_arithmetic.gin", *overrides)
     assert column("staleness_max").tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.usefixtures("base")
+def test_request_in_flight_keeps_its_adapter(folder, server):
+    """All its tokens are of the version that it states, before and after an update."""
+    chosen, _ = engines.options(
+        eos_ids=(), vocab_size=VOCAB, timeout=60.0, wants_spans=True
+    )
+    engine = Vllm(server.url, chosen)
+    engine.wait_ready()
+    names = [write_adapter(folder / f"a{i}", folder / "policy", seed=i) for i in (1, 2)]
+    request = SamplingRequest(PROMPT, 32, served.LONGEST - len(PROMPT), seed=7)
+    engine.load_weights(names[0], 1, adapter=True)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        older = threads.submit(engine.generate, request)
+        time.sleep(0.1)  # a token takes milliseconds
+        engine.load_weights(names[1], 2, adapter=True)
+        assert not older.done()
+        newer = engine.generate(request)
+    for version, answers in ((1, older.result()), (2, newer)):
+        for answer in answers[::8]:
+            assert answer.versions == [(version, request.max_tokens)]
+            expected = served.trainer_logprobs(
+                folder / "policy", PROMPT, answer.ids, adapter=names[version - 1]
+            )
+            np.testing.assert_allclose(answer.logprobs, expected, atol=LARGEST_RATIO)
 
 
 def test_adapter_of_a_higher_rank_is_refused(folder, server):
