@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from tests.helpers import processes, runs, texts
+from jaxmem.serve import command
+from tests.helpers import processes, runs, served, texts
 from tests.helpers.grpo_processes import ENVIRONMENT, GIN, OWN, PROGRAM, ROLLOUT
 from tests.helpers.processes import ROOT, end, environment, free_port
 
@@ -110,6 +111,25 @@ def test_function_holds_conversations_once_and_both_learn():
     for step in steps:
         assert step["mismatch_max"] < 1e-4
     assert len(one_process_told("calls.jsonl")) == 2 * 8
+
+
+@pytest.mark.full
+def test_one_process_asks_an_engine_and_both_learn():
+    folder = pathlib.Path("weights").absolute()
+    folder.mkdir()
+    options = served.options("llama", slots=8, max_len=16, weights=(str(folder),))
+    with command.served(options) as server:
+        two(
+            "task.reward=own.py:chance", "rollouts.engine=vllm",
+            f"rollouts.urls={server.url}", f"rollouts.weights={folder}",
+            "rollouts.max_staleness=1", "grpo.correction=tis",
+        )  # fmt: skip
+    assert lines("learned-0.jsonl") == lines("learned-1.jsonl")
+    assert len(one_process_told("rewards.jsonl")) == 2 * 8
+    first, second = steps_of("two")
+    assert first["mismatch_max"] < 1e-4 and first["staleness_max"] == 0
+    assert second["staleness_max"] <= 1
+    assert not [*folder.glob("*/v*")]
 
 
 @pytest.mark.slow
