@@ -3,7 +3,6 @@
 import pickle
 from pathlib import Path
 
-import datasets
 import pytest
 
 from jaxmem import train
@@ -77,9 +76,8 @@ def test_make_reads_records_of_python():
     config = train.make("sft", data={"source": RECORDS, "vocab_size": 300})
     read = documents.load_documents(config.data.source)
     assert [document.text for document in read] == ["Once upon a time", "é"]
-    same = train.make("sft", data={"source": datasets.Dataset.from_list(RECORDS[:1])})
     alone = train.make("sft", data={"source": RECORDS[:1]})
-    assert same.data.source == alone.data.source != config.data.source
+    assert alone.data.source != config.data.source
     prompts = train.make(
         "grpo",
         task={"source": [{"prompt": "1+1="}], "reward": "length"},
@@ -89,6 +87,13 @@ def test_make_reads_records_of_python():
     assert prompts.task.source.startswith("records://")
     fixed = [jobs.job_of(made).settings().fixed for made in (config, alone)]
     assert fixed[0]["data"]["source"] != fixed[1]["data"]["source"]
+
+
+def test_make_reads_data_sets_of_python():
+    datasets = pytest.importorskip("datasets")
+    config = train.make("sft", data={"source": RECORDS[:1]})
+    loaded = datasets.Dataset.from_list(RECORDS[:1])
+    assert train.make("sft", data={"source": loaded}).data.source == config.data.source
 
 
 def test_records_that_are_not_in_the_cache_are_named():
