@@ -249,7 +249,14 @@ class Run:
         except RolloutError:
             if self._config.checkpoint_every and self.saved < self.taken:
                 self._save_checkpoint(job, state)
+            # A signal may be why the rollout has failed.
+            self._stop.signal = processes.largest(self._stop.signal)
+            self._stop.raise_if_requested()
             raise
+
+    def is_stopping(self) -> bool:
+        """True once a signal has asked the run to end."""
+        return bool(self._stop.signal)
 
     def _reads_now(self, unread: Any, number: int) -> bool:
         """True if a step's metrics are needed before the next step starts."""

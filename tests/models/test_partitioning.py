@@ -157,7 +157,7 @@ def test_errors(text_file, tmp_path):
         Layout(MeshConfig(data=4, tensor=4))
     assert str(caught.value) == (
         "mesh.data=4 x mesh.fsdp=1 x mesh.sequence=1 x mesh.tensor=4 makes 16 devices, "
-        "there are 8 in 1 processes"
+        "but there are 8 in 1 processes"
     )
     with pytest.raises(ValueError) as caught:
         sft.SftProgram(config_of(text_file, tmp_path, (1, 3, 1, 1)), 320)

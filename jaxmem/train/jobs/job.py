@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,9 +42,9 @@ class Job(Hooked):
 
     A subclass is one file: run.job="my_job.py:Mine" runs its `class Mine(Job)`. With
     `class Mine(Job, name="mine")`, run.job="mine" runs it once it has been imported.
-    `run.train` calls, in this order, `build`, `open`, `compile`, then `step` and
-    `evaluate` as often as there are steps, and `finish`; `close` is called last, also
-    after an error. `jaxmem plan` calls `plan` and `jaxmem data` `records`.
+    `run.train` calls, in this order, `build`, `open`, `begin`, `compile`, then `step`
+    and `evaluate` as often as there are steps, and `finish`; `close` is called last,
+    also after an error. `jaxmem plan` calls `plan` and `jaxmem data` `records`.
 
     Attributes:
         name: the job's name in settings; by default the name of the class.
@@ -249,6 +249,17 @@ class Job(Hooked):
         """Open the data, before anything is compiled."""
         rows = self.program.layout.own_rows(self.config.data.batch_size)
         self.batches = self.reads.batches(rows)
+
+    def begin(self, progress: ProgressReport, is_stopping: Callable[[], bool]) -> None:
+        """Start what the steps need outside of the run's devices, such as a server.
+
+        A run that has no step left does not call it.
+
+        Args:
+            progress: prints lines.
+            is_stopping: returns True once a signal has asked the run to end.
+        """
+        del progress, is_stopping
 
     @abc.abstractmethod
     def compile(self, progress: ProgressReport) -> None:

@@ -143,6 +143,8 @@ def train(
             say(console, line)
         if length_key == "run.epochs" and config.run.steps < _FEW_STEPS:
             say(console, _few_steps(job))
+        if not run.is_complete:
+            job.begin(run.progress, run.is_stopping)
         run.progress.waiting("compiling")
         job.program.choose_policy(console)
         job.compile(run.progress)

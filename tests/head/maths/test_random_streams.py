@@ -21,6 +21,7 @@ ELSEWHERE = {
     ("train/program.py", "key"),
     ("data/block_files.py", "default_rng"),
     ("train/jobs/rollout/samples.py", "SeedSequence"),
+    ("train/jobs/rollout/engine_source.py", "SeedSequence"),
 }
 
 

@@ -7,7 +7,7 @@ prompts -> G completions each -> rewards -> advantages
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,7 @@ class Grpo(Job, name="grpo"):
             timeout=rollouts.timeout,
             wants_routes=config.grpo.replay_routing,
             wants_spans=rollouts.max_staleness > 0,
+            is_stopping=lambda: self._is_stopping(),
             say=lambda line: self._say(line),
         )
         addresses = rollouts.addresses
@@ -175,6 +176,7 @@ class Grpo(Job, name="grpo"):
                 size=self._bytes_for_engines(),
                 write=self._write_weights,
                 connect=lambda: connect(rollouts.engine, addresses, options),
+                is_stopping=options.is_stopping,
             ),
         )
 
@@ -195,6 +197,10 @@ class Grpo(Job, name="grpo"):
         is_adapter, dtype = self.config.model.lora_rank, self.config.model.dtype
         shapes = jax.tree.leaves(params if is_adapter else (params, frozen))
         return sum(x.size for x in shapes) * np.dtype(dtype).itemsize
+
+    def begin(self, progress: ProgressReport, is_stopping: Callable[[], bool]) -> None:
+        self._say, self._is_stopping = progress.say, is_stopping
+        self.rollouts.begin()
 
     def close(self) -> None:
         if "rollouts" in vars(self):

@@ -58,6 +58,7 @@ class EngineParts(NamedTuple):
     write: Callable[[Path, Weights], None]
     # makes the pool, in the first process
     connect: Callable[[], EnginePool]
+    is_stopping: Callable[[], bool]  # returns True once the run is to end
 
 
 class EngineSource(RolloutSource):
@@ -81,6 +82,14 @@ class EngineSource(RolloutSource):
         self._observed: dict[str, Any] = {}
         self._is_verified = False
 
+    def begin(self) -> None:
+        """See `RolloutSource`; connect to the engine, which must be ready in time."""
+        processes.by_first(self._connect, RolloutError)
+
+    def _connect(self) -> None:
+        self._pool = self._parts.connect()
+        self._groups = GroupSampler(self.config.rollouts.concurrency)
+
     def sampled(self, step: int, attempt: int, weights: Weights) -> Sampled:
         if attempt == 0:
             self._observed = {"push_seconds": self._push(step - 1, weights)}
@@ -103,17 +112,14 @@ class EngineSource(RolloutSource):
         if self._folder is None:
             self._folder = self._parts.open_folder()
         directory = self._folder.directory(version)
-        processes.by_first(lambda: self._prepare(version), RolloutError)
+        processes.by_first(lambda: self._make_room(version), RolloutError)
         self._parts.write(directory, weights)
         processes.by_first(lambda: self._load(directory, version), RolloutError)
         self._version = version
         return time.perf_counter() - started
 
-    def _prepare(self, version: int) -> None:
-        """Connect to the engine, and make room for a version of the weights."""
-        if self._pool is None:
-            self._pool = self._parts.connect()
-            self._groups = GroupSampler(self.config.rollouts.concurrency)
+    def _make_room(self, version: int) -> None:
+        """Make room for a version of the weights."""
         assert self._folder is not None
         # An engine may read the adapter of a request again while it samples.
         older = self.config.rollouts.max_staleness if self._has_adapter else 1
@@ -204,11 +210,14 @@ class EngineSource(RolloutSource):
         groups = self._groups
         if jax.process_count() == 1:
             assert groups is not None
-            return self._checked(groups.result(attempt))
+            return self._checked(groups.result(attempt, self._parts.is_stopping))
 
         def result() -> list[dict[str, Any]]:
             assert groups is not None
-            return [x.to_json() for x in self._checked(groups.result(attempt))]
+            return [
+                x.to_json()
+                for x in self._checked(groups.result(attempt, self._parts.is_stopping))
+            ]
 
         shared = processes.by_first(result, RolloutError)
         return [Transcript.of_json(fields) for fields in shared]

@@ -72,4 +72,5 @@ def _is_address(url: str) -> bool:
         _ = parts.port  # raises for one that is no number
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
+    is_plain = not (parts.username or parts.password or parts.query or parts.fragment)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain

@@ -34,6 +34,10 @@ class RolloutSource(abc.ABC):
     def __init__(self, config: GrpoJobConfig, task: Task):
         self.config, self.task, self.next = config, task, 0
 
+    def begin(self) -> None:
+        """Start what runs beside the steps; all processes call it before the first."""
+        return None
+
     @abc.abstractmethod
     def sampled(self, step: int, attempt: int, weights: Weights) -> Sampled:
         """Completions of `grpo.prompts` prompts with their rewards, in all processes.

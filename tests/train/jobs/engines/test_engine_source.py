@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import signal
 import threading
 
 import pytest
@@ -317,6 +318,29 @@ def test_an_engine_that_is_lost_leaves_a_checkpoint(monkeypatch):
     assert len(made[0].requests) == 2
 
 
+def test_a_signal_ends_the_wait_for_completions(monkeypatch, capfd):
+    """All finished steps and groups are saved."""
+    ending = threading.Event()
+
+    class Hanging(SamplerPool):
+        def generate(self, request):
+            if len(self.requests) == 3:
+                signal.raise_signal(signal.SIGTERM)
+                ending.wait(60)
+            return super().generate(request)
+
+    saving = ["run.checkpoint_every=50", "rollouts.concurrency=1"]
+    connect_to(monkeypatch, Hanging)
+    with pytest.raises(SystemExit) as raised:
+        runs.train("grpo.gin", *saving)
+    ending.set()
+    assert raised.value.code == 128 + signal.SIGTERM
+    made = connect_to(monkeypatch, SamplerPool)
+    result, _ = runs.train("grpo.gin", *saving)
+    assert [step.step for step in result.history] == [1, 2, 3]
+    assert len(made[0].requests) == 3  # the second group of step 2, and step 3
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -326,6 +350,7 @@ def test_an_engine_that_is_lost_leaves_a_checkpoint(monkeypatch):
         ),
         (["rollouts.engine=None"], "rollouts.urls must be left out, or (), without"),
         (["rollouts.urls=()"], "rollouts.urls must be addresses as in"),
+        (["rollouts.urls='http://me:pw@a:1'"], "rollouts.urls must be addresses as in"),
         (["rollouts.urls='localhost:8000'"], "rollouts.urls must be addresses as in"),
         (
             ["rollouts.urls=('http://a:1', 'http://a:1')"],

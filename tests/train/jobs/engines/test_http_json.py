@@ -342,3 +342,9 @@ def test_https_refuses_an_unknown_certificate(monkeypatch):
         line = r"not trusted \(self-signed certificate\); set \$SSL_CERT_FILE"
         with pytest.raises(EngineError, match=line):
             http.ask("GET", "/health", None, within(5))
+
+
+def test_wait_ends_when_the_run_is_to_end():
+    http = Http("http://127.0.0.1:1", None, lambda: True)
+    with pytest.raises(EngineError, match="is not asked again, because the run ends"):
+        http.wait(60)

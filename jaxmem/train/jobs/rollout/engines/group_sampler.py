@@ -1,5 +1,6 @@
 """Groups of completions that threads sample while the policy is updated."""
 
+import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -7,7 +8,10 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from jaxmem.train.jobs.rollout.engines.patience import EngineError
 from jaxmem.train.jobs.rollout.transcripts import Transcript
+
+_POLL = 0.2  # seconds between two looks at whether the run is to end
 
 # Samples one unit of work: a group, or what else belongs together.
 Work = Callable[[], list[Transcript]]
@@ -110,13 +114,26 @@ class GroupSampler:
                 self._idle += elapsed
             self._running += change
 
-    def result(self, attempt: Attempt) -> list[Transcript]:
+    def result(
+        self, attempt: Attempt, is_stopping: Callable[[], bool] = lambda: False
+    ) -> list[Transcript]:
         """The completions of an attempt; waits for them.
 
         Raises:
+            EngineError: `is_stopping()` has become True.
             Exception: that of the first unit which has failed; the others go on.
         """
-        return [x for unit in self._attempts[attempt] for x in unit.result()]
+        transcripts: list[Transcript] = []
+        for unit in self._attempts[attempt]:
+            while not unit.done():
+                if is_stopping():
+                    raise EngineError(
+                        f"the run ends before the completions of step {attempt.step} "
+                        "are sampled; finished groups are saved"
+                    )
+                concurrent.futures.wait([unit], timeout=_POLL)
+            transcripts += unit.result()
+        return transcripts
 
     def finished(self, attempt: Attempt) -> list[list[Transcript] | None]:
         """The result of each unit of an attempt; None for units under way."""

@@ -33,6 +33,7 @@ _LONGEST_DETAIL = 200  # characters of a server's own message
 _MOVED = range(300, 400)  # statuses
 # A host that vanished is noticed within a minute, though an answer may take hours.
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+_POLL = 0.2  # seconds between two looks at whether the run is to end
 _PATH = re.compile(r"[!-~]*")
 
 
@@ -47,9 +48,21 @@ class StatusError(EngineFailure):
 
 
 class Http:
-    """Requests to one server, each on a connection of its own, without a proxy."""
+    """Requests to one server, each on a connection of its own, without a proxy.
 
-    def __init__(self, url: str, token: str | None):
+    Args:
+        url: of the server.
+        token: that it wants, if any.
+        is_stopping: returns True once the run is to end; waits then end as by `close`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ):
+        self._is_stopping = is_stopping
         self._name = f"rollouts.urls: {url}"
         parts, self._port = _split(url)
         self._host = parts.hostname or ""
@@ -90,9 +103,15 @@ class Http:
         return _parsed(content)
 
     def wait(self, seconds: float) -> None:
-        """Wait, unless `close` ends it, which raises an EngineError."""
-        if self._closed.wait(seconds):
-            self._check_open()
+        """Wait, unless the end of the run ends it, which raises an EngineError."""
+        end = time.monotonic() + seconds
+        while not self._is_stopping():
+            left = end - time.monotonic()
+            if self._closed.wait(min(max(left, 0.0), _POLL)):
+                break
+            if left <= _POLL:
+                return
+        raise self._ended()
 
     def close(self) -> None:
         """End the requests of all threads within a second, and refuse later ones.
@@ -103,7 +122,10 @@ class Http:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise EngineError(f"{self._name} is not asked again, because the run ends")
+            raise self._ended()
+
+    def _ended(self) -> EngineError:
+        return EngineError(f"{self._name} is not asked again, because the run ends")
 
     def _exchange(
         self,

@@ -143,10 +143,12 @@ class Patience:
             self._reason = reporter, failure
         if left < self._first_pause:
             at, reason = self._reason
+            answered = math.isfinite(at.succeeded_at)
+            remedy = "Start the server again" if answered else "Correct rollouts.urls"
             raise EngineError(
                 f"{at.server} {reason}; nothing else came for "
-                f"rollouts.timeout={self.timeout:g} seconds. Start the server again, "
-                "or raise rollouts.timeout, and resume the run"
+                f"rollouts.timeout={self.timeout:g} seconds. {remedy}, or raise "
+                "rollouts.timeout, and resume the run"
             ) from failure
         reporter.failed(failure, left)
         pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)

@@ -156,7 +156,12 @@ class EnginePool:
         return self._on_all(lambda member: member.engine.version())
 
     def close(self) -> None:
-        """End all requests; the threads that wait for them get an EngineError."""
+        """End all requests; the threads that wait for them get an EngineError.
+
+        Servers free the run's adapter.
+        """
+        for engine in self.engines:
+            engine.release()
         self._end("rollouts.urls: the run ends")
         for engine in self.engines:
             engine.close()

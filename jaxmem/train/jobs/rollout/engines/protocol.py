@@ -69,6 +69,8 @@ class EngineOptions:
     wants_routes: bool = False  # answers need the experts of each token
     # answers need the version of each token's weights, which change in flight
     wants_spans: bool = False
+    # returns True once the run is to end; requests that fail are then not sent again
+    is_stopping: Callable[[], bool] = lambda: False
     say: Callable[[str], None] = print  # gets a line for failures and recoveries
     first_pause: float = 0.5  # seconds before a request is sent again; it doubles
     token: str | None = dataclasses.field(
@@ -105,7 +107,7 @@ class Engine(abc.ABC):
     def __init__(self, url: str, options: EngineOptions):
         self.url = url.rstrip("/")
         self.options = options
-        self.http = Http(self.url, options.token)
+        self.http = Http(self.url, options.token, options.is_stopping)
         self.reporter = Reporter(f"rollouts.urls: {self.url}", options.say)
         self.info: EngineInfo | None = None
 
@@ -206,6 +208,10 @@ class Engine(abc.ABC):
     def checksum(self) -> str | None:
         """A digest of all weights; None if the server has no checksums."""
         return self._patience().until_success(self.read_checksum)
+
+    def release(self) -> None:
+        """Free what the run has loaded beside the model, if the server answers."""
+        return None
 
     def close(self) -> None:
         """End all requests at once; they and later ones raise an EngineError."""

@@ -7,6 +7,7 @@ that log-probabilities are of the distribution that tokens are drawn from.
 import contextlib
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from jaxmem.train.jobs.rollout.engines.protocol import (
 
 _COMPLETIONS, _TOKENS = "/v1/completions", "/inference/v1/generate"
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_FAREWELL = 5.0  # seconds for the last request of a run
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
 _LORA = (
     "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 to "
@@ -275,6 +277,12 @@ class Vllm(Engine):
         except EngineFailure as error:
             if getattr(error.__cause__, "status", None) != 404:  # it has lost it
                 raise
+
+    def release(self) -> None:
+        if self._adapter is not None:
+            end = time.monotonic() + _FAREWELL
+            with contextlib.suppress(EngineError, EngineFailure):
+                self._unload_adapter(self._adapter, lambda: end)
 
     def _turn_to(self, name: str, deadline: Deadline) -> None:
         """Ask for another adapter from now on, and unload the one before it."""
