@@ -70,7 +70,7 @@ class EngineOptions:
     # answers need the version of each token's weights, which change in flight
     wants_spans: bool = False
     # returns True once the run is to end; requests that fail are then not sent again
-    is_stopping: Callable[[], bool] = lambda: False
+    is_stopping: Callable[[], bool] = bool  # bool() is False
     say: Callable[[str], None] = print  # gets a line for failures and recoveries
     first_pause: float = 0.5  # seconds before a request is sent again; it doubles
     token: str | None = dataclasses.field(
