@@ -165,7 +165,9 @@ def test_stale_completions_state_their_versions(folder, server):
     ahead = "rollouts.max_staleness=1", "grpo.correction=ratio"
     overrides = settings(folder, server, *small("run.steps=4", *ahead))
     runs.train("grpo_arithmetic.gin", *overrides)
-    assert column("staleness_max").tolist() == [0, 1, 1, 1]
+    first, *others = column("staleness_max").tolist()
+    # A group that waits in the server until the update is of new weights alone.
+    assert first == 0 and {*others} <= {0, 1} and 1 in others
 
 
 @pytest.mark.usefixtures("base")
